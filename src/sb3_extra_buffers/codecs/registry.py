@@ -1,0 +1,151 @@
+"""Method strings become codecs here, and nowhere else."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from sb3_extra_buffers.codecs.base import Codec
+from sb3_extra_buffers.errors import (
+    CodecLevelError,
+    CodecOptionError,
+    MissingExtraError,
+    UnknownCodecError,
+)
+
+__all__ = [
+    "CodecEntry",
+    "available_codecs",
+    "codec_from_config",
+    "get_codec",
+    "is_available",
+    "known_codecs",
+    "parse_method",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class CodecEntry:
+    """Where a codec lives and what it needs; nothing is imported until `load`."""
+
+    target: str
+    requires: str | None = None
+    extra: str | None = None
+
+    @property
+    def available(self) -> bool:
+        return self.requires is None or importlib.util.find_spec(self.requires) is not None
+
+    def load(self) -> type[Codec]:
+        module, _, name = self.target.partition(":")
+        codec: type[Codec] = getattr(importlib.import_module(module), name)
+        return codec
+
+
+_HERE = "sb3_extra_buffers.codecs"
+_ENTRIES = {
+    "none": CodecEntry(f"{_HERE}.identity:IdentityCodec"),
+    "rle": CodecEntry(f"{_HERE}.rle:RleCodec"),
+    "rle-jit": CodecEntry(f"{_HERE}.rle_jit:RleJitCodec", "numba", "numba"),
+    "gzip": CodecEntry(f"{_HERE}.gzip:GzipCodec"),
+    "igzip": CodecEntry(f"{_HERE}.igzip:IgzipCodec", "isal", "isal"),
+    "zstd": CodecEntry(f"{_HERE}.zstd:ZstdCodec", "zstandard", "zstd"),
+    "lz4-frame": CodecEntry(f"{_HERE}.lz4:Lz4FrameCodec", "lz4", "lz4"),
+    "lz4-block": CodecEntry(f"{_HERE}.lz4:Lz4BlockCodec", "lz4", "lz4"),
+    "delta": CodecEntry(f"{_HERE}.delta:DeltaCodec"),
+    "palette": CodecEntry(f"{_HERE}.palette:PaletteCodec"),
+}
+
+# the documented shorthand; a name with a hyphen must be closed by a slash before its level
+_METHOD = re.compile(r"((?:[A-Za-z]+)|(?:[\w\-]+/))(\-?[0-9]+)")
+
+# chosen from the data by the stores, so a name users may write but no codec of its own
+_AUTO = "auto"
+
+
+def parse_method(method: str) -> tuple[str, int | None]:
+    """Split ``"zstd-5"`` into ``("zstd", -5)``; a bare name has level ``None``."""
+    match = _METHOD.fullmatch(method)
+    if match is None:
+        return method, None
+    return match[1].removesuffix("/"), int(match[2])
+
+
+def known_codecs() -> tuple[str, ...]:
+    """Every codec's name, whether or not it can be used here."""
+    return tuple(_ENTRIES)
+
+
+def is_available(name: str) -> bool:
+    """Whether ``name`` is known and the package it needs, if any, is installed."""
+    entry = _ENTRIES.get(name)
+    return entry is not None and entry.available
+
+
+def available_codecs() -> tuple[str, ...]:
+    """The names that `get_codec` can build now."""
+    return tuple(name for name, entry in _ENTRIES.items() if entry.available)
+
+
+def get_codec(method: str, **options: Any) -> Codec:
+    """Build the codec that ``method`` asks for, or say exactly why it cannot be built.
+
+    Options are the codec's own, such as ``dictionary=16384`` for ``zstd``; ``level``, also spelled
+    ``compresslevel``, overrides the one in ``method``.
+    """
+    name, level = parse_method(method)
+    codec = _load(name, method)
+    spelled = [key for key in ("level", "compresslevel") if options.get(key) is not None]
+    if len(spelled) > 1 and options["level"] != options["compresslevel"]:
+        raise CodecOptionError("level and compresslevel are one option; they were given different values")
+    if spelled:
+        level = options[spelled[0]]
+    options = {key: value for key, value in options.items() if key not in ("level", "compresslevel")}
+    allowed = _options(codec)
+    if level is not None:
+        if "level" not in allowed:
+            raise CodecLevelError(f"codec {name!r} has no levels, got {level!r}")
+        options["level"] = level
+    unknown = sorted(options.keys() - set(allowed))
+    if unknown:
+        raise CodecOptionError(
+            f"codec {name!r} has no option {', '.join(map(repr, unknown))}; "
+            f"it takes {', '.join(map(repr, allowed)) or 'none'}"
+        )
+    return codec(**options)
+
+
+def codec_from_config(name: str, config: Mapping[str, Any]) -> Codec:
+    """Rebuild a codec from its name or ``codec_id`` and what its `Codec.config` returned."""
+    codec = _load(name, name)
+    unknown = sorted(config.keys() - {f.name for f in fields(codec)})  # type: ignore[arg-type]  # a dataclass
+    if unknown:
+        raise CodecOptionError(
+            f"codec {name!r} does not know {', '.join(map(repr, unknown))}; "
+            "was this written by a newer version?"
+        )
+    return codec.from_config(config)
+
+
+def _load(name: str, method: str) -> type[Codec]:
+    entry = _ENTRIES.get(name)
+    if entry is None:
+        raise UnknownCodecError(
+            f"unknown compression method {method!r}; known: {', '.join([_AUTO, *_ENTRIES])}, "
+            "each with a level where it has them ('igzip3', 'zstd-5', 'lz4-frame/5')"
+        )
+    if not entry.available:
+        raise MissingExtraError(
+            f"codec {name!r} needs {entry.requires!r}: pip install 'sb3-extra-buffers[{entry.extra}]'"
+        )
+    return entry.load()
+
+
+def _options(codec: type[Codec]) -> tuple[str, ...]:
+    if codec.options is not None:
+        return codec.options
+    return tuple(f.name for f in fields(codec) if f.init)  # type: ignore[arg-type]  # a dataclass

@@ -1,0 +1,71 @@
+"""What an observation looks like, and how a batch of them becomes rows of bytes and back."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.errors import SpecMismatchError
+
+__all__ = ["ByteRows", "ObsSpec"]
+
+ByteRows: TypeAlias = npt.NDArray[np.uint8]  # (n, nbytes), C-contiguous
+
+_NUMBERS = "biufc"
+
+
+def _casts_exactly(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
+    """Whether every value of ``source`` is a value of ``target``."""
+    if source == target:
+        return True
+    if source.kind not in _NUMBERS or target.kind not in _NUMBERS:
+        return False
+    if source.kind in "iu" and target.kind in "fc":
+        # NumPy calls int64 to float64 safe, although it rounds above 2**53
+        return 8 * source.itemsize <= np.finfo(target).nmant + 1
+    return np.can_cast(source, target, "safe")
+
+
+@dataclass(frozen=True, slots=True)
+class ObsSpec:
+    """Shape and dtype of one observation leaf."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(map(operator.index, self.shape)))
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        if self.dtype.hasobject or self.dtype.itemsize == 0 or min(self.shape, default=0) < 0:
+            raise SpecMismatchError(
+                f"observations need a fixed size in bytes, got shape {self.shape} of {self.dtype!r}"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def to_rows(self, batch: npt.ArrayLike) -> ByteRows:
+        """View a ``(n, *shape)`` batch as byte rows, copying only if it must be moved or widened."""
+        array = np.asarray(batch)
+        if array.ndim == 0 or array.shape[1:] != self.shape or not _casts_exactly(array.dtype, self.dtype):
+            raise SpecMismatchError(
+                f"expected a batch of {('n', *self.shape)} {self.dtype}, got {array.shape} {array.dtype}"
+            )
+        array = np.ascontiguousarray(array, dtype=self.dtype)
+        return array.reshape(len(array), math.prod(self.shape)).view(np.uint8)
+
+    def from_rows(self, rows: ByteRows) -> npt.NDArray[Any]:
+        """Undo `to_rows` without copying."""
+        if rows.ndim != 2 or rows.shape[1] != self.nbytes:
+            raise SpecMismatchError(f"expected rows of {self.nbytes} bytes, got an array of {rows.shape}")
+        return rows.view(self.dtype).reshape(len(rows), *self.shape)
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.shape)) or 'scalar'}-{self.dtype}"

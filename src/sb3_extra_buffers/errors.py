@@ -1,0 +1,57 @@
+"""Every error this library raises on purpose, and the built-in each one also is."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CodecLevelError",
+    "CodecOptionError",
+    "CorruptPayloadError",
+    "ExtraBuffersError",
+    "HeapFullError",
+    "MissingExtraError",
+    "SpecMismatchError",
+    "UnknownCodecError",
+]
+
+
+class ExtraBuffersError(Exception):
+    """Base class; catch this to catch everything raised here on purpose."""
+
+
+class MissingExtraError(ExtraBuffersError, ImportError):
+    """The codec is known but its optional dependency is not installed."""
+
+
+class UnknownCodecError(ExtraBuffersError, ValueError):
+    """No codec goes by this name."""
+
+
+class CodecLevelError(ExtraBuffersError, ValueError):
+    """The codec has no such compression level."""
+
+
+class CodecOptionError(ExtraBuffersError, TypeError):
+    """The codec has no such option."""
+
+
+class SpecMismatchError(ExtraBuffersError, ValueError):
+    """An observation has another shape or dtype than the space promised."""
+
+
+class CorruptPayloadError(ExtraBuffersError, ValueError):
+    """A payload is not what its codec wrote for a row of this size."""
+
+
+class HeapFullError(ExtraBuffersError, MemoryError):
+    """A payload does not fit in the heap."""
+
+    def __init__(self, needed: int, live: int, limit: int) -> None:
+        super().__init__(
+            f"a payload of {needed} bytes does not fit: {live} of {limit} heap bytes are live; "
+            f"pass heap_bytes>={live + needed} or a stronger compression_method"
+        )
+        self.needed, self.live, self.limit = needed, live, limit
+
+    def __reduce__(self) -> tuple[type[HeapFullError], tuple[int, int, int]]:
+        # the numbers are the arguments; the message is made from them again
+        return type(self), (self.needed, self.live, self.limit)
