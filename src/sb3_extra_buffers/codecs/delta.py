@@ -1,0 +1,181 @@
+"""The `delta` format: a row as the bytes that differ from a reference row.
+
+One difference is five sections, in this order, each as long as the ones before it say:
+
+====================  =======================================================================
+``top``               one bit per 512 bytes of the row: does anything change there?
+``groups``            for each set bit, one byte: which of its eight 64-byte lines change
+``lines``             for each changed line, one byte: which of its eight 8-byte words change
+``words``             for each changed word, one byte: which of its eight bytes change
+``fresh``             one bit per changed byte: does its value differ from the changed byte before?
+``values``            the new value of every changed byte whose ``fresh`` bit is set
+====================  =======================================================================
+
+Bits count from the least significant. No section needs a search: positions are running counts of
+set bits, so NumPy, numba, torch and Triton can all read and write whole batches of differences.
+A difference as long as the row is the row itself; an empty one says that nothing changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.errors import CodecLevelError, CodecOptionError, CorruptPayloadError
+from sb3_extra_buffers.codecs.base import Codec
+from sb3_extra_buffers.codecs.registry import get_codec, is_available
+
+Bytes = npt.NDArray[np.uint8]
+
+#: bytes of a row that one byte of ``top`` speaks for
+BLOCK = 4096
+
+# level: frames to a segment, zstd level for a segment's differences, above how many frames' worth of bytes
+_LEVELS = {1: (8, 1, 0.75), 2: (32, 3, 0.0), 3: (64, 9, 0.0)}
+
+
+def top_bytes(nbytes: int) -> int:
+    """Length of the ``top`` section for rows of ``nbytes``."""
+    return -(-nbytes // BLOCK)
+
+
+def padded(nbytes: int) -> int:
+    """Row length rounded up so that every position a difference can name lies inside."""
+    return max(top_bytes(nbytes), 1) * BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaCodec(Codec):
+    """Differences to a reference row, in segments that start from a shared scene.
+
+    On its own, a row is encoded as the difference to a row of zeros. The frame store encodes each
+    frame against the one before it, ``frames`` to a segment; the first one of a segment refers to
+    a scene, a whole frame that many segments share.
+
+    Level 1 decodes fastest, and puts only segments in which much changes through zstd, if that is
+    installed. Levels 2 and 3 have longer segments and put all of them through zstd: less memory, slower reads.
+    """
+
+    codec_id: ClassVar[str] = "delta"
+    options: ClassVar[tuple[str, ...] | None] = ("level", "frames")
+    level: int = 1
+    frames: int = 0
+
+    def __post_init__(self) -> None:
+        if self.level not in _LEVELS:
+            raise CodecLevelError(f"delta level must be 1..3, got {self.level}")
+        if self.frames == 0:
+            object.__setattr__(self, "frames", _LEVELS[self.level][0])
+        if not 1 <= self.frames <= 255:
+            raise CodecOptionError(f"delta frames must be 1..255, got {self.frames}")
+        if self.level > 1:
+            self.packer()
+
+    def packer(self) -> Codec | None:
+        """What compresses the differences of a whole segment; level 1 goes without where zstd is missing."""
+        if self.level == 1 and not is_available("zstd"):
+            return None
+        return get_codec("zstd", level=_LEVELS[self.level][1])
+
+    @property
+    def pack_above(self) -> float:
+        """From how many frames' worth of bytes on a segment is put through `packer`."""
+        return _LEVELS[self.level][2]
+
+    def describe(self) -> str:
+        return "delta" if self.level == 1 else f"delta{self.level}"
+
+    def bound(self, nbytes: int) -> int:
+        return nbytes
+
+    def encode(self, row: memoryview) -> bytes:
+        current = np.frombuffer(row, np.uint8)
+        return encode_delta(current, np.zeros_like(current))
+
+    def decode_into(self, payload: memoryview, out: memoryview) -> None:
+        row = np.zeros(padded(len(out)), np.uint8)
+        apply_delta(np.frombuffer(payload, np.uint8), row, len(out))
+        np.frombuffer(out, np.uint8)[:] = row[: len(out)]
+
+
+def encode_delta(row: Bytes, reference: Bytes) -> bytes:
+    """Encode ``row`` as its difference to ``reference``, or as itself where that is no longer."""
+    size = row.size
+    changed = row != reference
+    if not changed.any():
+        return b""
+    sections: list[Bytes] = []
+    bits = _pad(changed, padded(size))
+    for _ in range(3):
+        masks = np.packbits(bits, bitorder="little")
+        bits = masks != 0
+        sections.append(masks[bits])
+    values = row[changed]
+    fresh = np.empty(values.size, bool)
+    fresh[0] = True
+    np.not_equal(values[1:], values[:-1], out=fresh[1:])
+    top = np.packbits(bits, bitorder="little")
+    payload = np.concatenate(
+        [top, *reversed(sections), np.packbits(fresh, bitorder="little"), values[fresh]]
+    )
+    return payload.tobytes() if payload.size < size else row.tobytes()
+
+
+def apply_delta(payload: Bytes, row: Bytes, size: int) -> None:
+    """Turn the reference in ``row[:size]`` into the encoded row.
+
+    ``row`` has `padded` bytes; those past ``size`` are scratch.
+    """
+    if payload.size == 0:
+        return
+    if payload.size == size:
+        row[:size] = payload
+        return
+    positions, values = delta_positions(payload, size)
+    row[positions] = values
+
+
+def delta_positions(payload: Bytes, size: int) -> tuple[npt.NDArray[np.intp], Bytes]:
+    """Positions and new values that one difference of a row of ``size`` bytes holds."""
+    at = top_bytes(size)
+    if payload.size < at:
+        raise CorruptPayloadError(f"a difference of {payload.size} bytes ends inside its first section")
+    where = _set_bits(payload[:at])
+    for _ in range(3):
+        masks = payload[at : at + where.size]
+        if masks.size < where.size:
+            raise CorruptPayloadError(
+                f"a difference of {payload.size} bytes should hold at least {at + where.size}"
+            )
+        at += where.size
+        bits = np.unpackbits(masks, bitorder="little").reshape(-1, 8)
+        parent, bit = np.nonzero(bits)
+        where = where[parent] * 8 + bit
+    fresh_bytes = -(-where.size // 8)
+    if payload.size < at + fresh_bytes:
+        raise CorruptPayloadError(
+            f"a difference of {payload.size} bytes should hold at least {at + fresh_bytes}"
+        )
+    fresh = np.unpackbits(payload[at : at + fresh_bytes], bitorder="little")
+    at += fresh_bytes
+    if payload.size != at + int(fresh.sum()):
+        raise CorruptPayloadError(
+            f"a difference of {payload.size} bytes should hold {at + int(fresh.sum())}"
+        )
+    ranks = np.cumsum(fresh[: where.size], dtype=np.intp) + (at - 1)
+    return where, payload[ranks]
+
+
+def _set_bits(masks: Bytes) -> npt.NDArray[np.intp]:
+    return np.flatnonzero(np.unpackbits(masks, bitorder="little"))
+
+
+def _pad(values: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
+    if values.size == size:
+        return values
+    out = np.zeros(size, values.dtype)
+    out[: values.size] = values
+    return out

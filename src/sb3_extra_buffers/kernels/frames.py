@@ -1,0 +1,420 @@
+"""What the frame store's kernels mean, in plain Python and NumPy.
+
+`write_frames` is bookkeeping: numba compiles it as it stands and swaps in fast versions of the
+few functions below it that touch every byte of a frame (see `kernels.frames_numba`). Without numba
+it runs as it is. `read_frames` works on the whole batch at once here and on one observation at a time
+there; both read the same segments.
+
+A segment payload is ``flags, count``, then ``count`` lengths (two bytes each, four where ``wide``),
+then the differences, one after the other. The first one refers to the segment's scene (a whole frame; zeros
+where there is none), each other one to the frame before it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.codecs.delta import encode_delta, padded, top_bytes
+
+Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
+
+#: a frame of zeros has this id: nothing is stored for it, and unwritten observations are made of it
+ZERO = -1
+#: a place in a table that holds nothing
+NONE = -2
+#: flag of a segment whose differences were compressed together
+PACKED = 1
+
+
+class FrameState(NamedTuple):
+    """Tables of one frame store. A frame's id is ``segment * frames_per_segment + position``."""
+
+    heap: Bytes  # sealed segments
+    scene_rows: Bytes  # [scene * whole lines of a frame]: whole frames that segments start from
+    scene_refs: npt.NDArray[np.int32]  # per scene: segments that start from it
+    starts: Ints  # per segment: its place in heap, or -1 - its place in stage while it is open
+    lengths: npt.NDArray[np.int32]  # per segment: bytes in heap, 0 while it is open
+    counts: npt.NDArray[np.int32]  # per segment: frames in it
+    live: npt.NDArray[np.int32]  # per segment: frames referred to
+    scenes: npt.NDArray[np.int32]  # per segment: its scene, or NONE
+    refs: npt.NDArray[np.int32]  # per frame: observations that contain it
+    free: npt.NDArray[np.int32]  # ids of unused segments, a stack
+    freed: npt.NDArray[np.int32]  # segments that lost their last reference in this call
+    tallies: Ints  # unused segments, freed segments, new frames
+    fresh: Ints  # new frames of this call, as row * stack + position
+    fresh_ids: Ints  # their ids
+    stage: Bytes  # open segments, one room per stream
+    stage_ends: Ints  # per stream: where its open segment ends, counted from its room
+    open_segments: npt.NDArray[np.int32]  # per stream
+    recent: npt.NDArray[np.uint8]  # [stream, place, padded frame]: the frames a stream saw last
+    recent_ids: npt.NDArray[np.int32]  # [stream, place]
+    heads: Ints  # per stream: the place that is overwritten next
+    last: Ints  # [stream, stack]: places of the frames of the stream's last observation
+    scene_of: npt.NDArray[np.int32]  # per stream: its scene, or NONE
+    scene_cost: Ints  # [stream, 2]: best size of a first frame against that scene; bytes lost to its age
+    pool: npt.NDArray[np.int32]  # the newest scenes
+    scratch: Bytes
+
+
+def bind_state(state: FrameState) -> FrameState:
+    """What the kernels take for ``state``."""
+    return state
+
+
+def write_frames(
+    state: FrameState,
+    slots: npt.NDArray[np.int32],  # [cell, stack]: frame ids + 1, so that untouched memory is ZERO
+    frames: npt.NDArray[np.uint8],  # [row, stack, byte]
+    streams: Ints,  # [row]
+    cells: Ints,  # [row]
+    first: int,
+    per_segment: int,
+    delta: bool,
+    wide: bool,
+) -> int:
+    """Store ``frames[first:]``; return the row where room ran out, or the number of rows.
+
+    A frame that equals one of its stream's recent frames, byte for byte, is shared. Others get an
+    id; with ``delta`` they are encoded into the stream's open segment, otherwise they are listed in
+    ``state.fresh`` for a byte codec. Room runs out when an open segment is full or no segment is unused:
+    the caller seals or grows and calls again from the row returned.
+    """
+    n_rows, stack, size = frames.shape
+    ids = np.empty(stack, np.int64)
+    places = np.empty(stack, np.int64)
+    room = state.stage.size // state.open_segments.size
+    for row in range(first, n_rows):
+        stream = streams[row]
+        shift = 0
+        for j in range(stack):
+            place = NONE
+            # the stack before, either unchanged (obs after next_obs) or moved by one (next_obs after obs)
+            for attempt in range(2):
+                moved = j + ((shift + attempt) & 1)
+                if moved < stack and place == NONE:
+                    guess = state.last[stream, moved]
+                    if is_frame(state, frames, row, j, stream, guess):
+                        place = guess
+                        shift = moved - j
+            if place == NONE and is_frame(state, frames, row, j, stream, ZERO):
+                place = ZERO
+            if place == NONE:
+                for guess in range(state.recent_ids.shape[1]):
+                    if place == NONE and is_frame(state, frames, row, j, stream, guess):
+                        place = guess
+            if place == NONE:
+                segment = state.open_segments[stream]
+                if segment >= 0 and state.counts[segment] == per_segment:
+                    return row
+                if segment < 0 or not delta:
+                    if state.tallies[0] == 0:
+                        return row
+                    state.tallies[0] -= 1
+                    segment = state.free[state.tallies[0]]
+                    state.counts[segment] = 0
+                    state.live[segment] = 0
+                    state.scenes[segment] = NONE
+                    state.lengths[segment] = 0
+                    if delta:
+                        state.open_segments[stream] = segment
+                        state.starts[segment] = -1 - stream * room
+                        state.stage_ends[stream] = 2 + per_segment * (4 if wide else 2)
+                place = state.heads[stream]
+                before = (place - 1) % state.recent_ids.shape[1]
+                state.heads[stream] = (place + 1) % state.recent_ids.shape[1]
+                put_frame(state.recent, stream, place, frames, row, j)
+                position = state.counts[segment]
+                frame_id = segment * per_segment + position
+                state.recent_ids[stream, place] = frame_id
+                state.refs[frame_id] = 0
+                if delta:
+                    at = stream * room
+                    end = at + state.stage_ends[stream]
+                    if position == 0:
+                        length = encode_first(state, stream, place, end, size)
+                    else:
+                        length = encode_frame(
+                            state.stage, end, state.recent, stream, place,
+                            state.recent, (stream * state.recent.shape[1] + before) * state.recent.shape[2],
+                            size, state.scratch,
+                        )  # fmt: skip
+                    set_length(state.stage, at + 2, position, length, wide)
+                    state.stage_ends[stream] += length
+                    state.stage[at] = 0
+                    state.stage[at + 1] = position + 1
+                else:
+                    fresh = state.tallies[2]
+                    state.fresh[fresh] = row * stack + j
+                    state.fresh_ids[fresh] = frame_id
+                    state.tallies[2] += 1
+                state.counts[segment] = position + 1
+            places[j] = place
+            ids[j] = ZERO if place == ZERO else np.int64(state.recent_ids[stream, place])
+        cell = cells[row]
+        # take the new references before the old ones go: a frame may be in both
+        for j in range(stack):
+            if ids[j] >= 0:
+                if state.refs[ids[j]] == 0:
+                    state.live[ids[j] // per_segment] += 1
+                state.refs[ids[j]] += 1
+        for j in range(stack):
+            drop_frame(state, slots[cell, j] - 1, per_segment)
+            slots[cell, j] = ids[j] + 1
+            state.last[stream, j] = places[j]
+    return n_rows
+
+
+def drop_frame(state: FrameState, frame_id: int, per_segment: int) -> None:
+    """Take back one reference; a segment that lost its last one is listed in ``state.freed``."""
+    if frame_id < 0:
+        return
+    state.refs[frame_id] -= 1
+    if state.refs[frame_id] == 0:
+        segment = frame_id // per_segment
+        state.live[segment] -= 1
+        if state.live[segment] == 0:
+            state.freed[state.tallies[1]] = segment
+            state.tallies[1] += 1
+
+
+def is_frame(state: FrameState, frames: npt.NDArray[np.uint8], row: int, j: int, stream: int, place: int) -> bool:
+    """Whether the frame is the one at ``place`` of its stream, by comparing every byte."""
+    if place == ZERO:
+        return is_zero(frames, row, j)
+    if place < 0:
+        return False
+    if state.recent_ids[stream, place] < 0:
+        return False
+    return is_same(frames, row, j, state.recent, stream, place)
+
+
+def encode_first(state: FrameState, stream: int, place: int, end: int, size: int) -> int:
+    """Encode a segment's first frame against the cheapest scene at hand; return its length.
+
+    The frame is stored whole, and thereby becomes a scene when its segment is sealed, if no
+    scene halves it or if the current one has cost a frame's worth of bytes by ageing.
+    """
+    cost = state.scene_cost
+    segment = state.open_segments[stream]
+    scene = state.scene_of[stream]
+    length = size
+    if scene >= 0:
+        length = encode_frame(
+            state.stage, end, state.recent, stream, place, state.scene_rows, scene * scene_bytes(size), size, state.scratch
+        )
+    if scene < 0 or 4 * length > 5 * cost[stream, 0]:
+        best = length
+        for other in state.pool:
+            if other >= 0 and other != scene:
+                length = encode_frame(
+                    state.stage, end, state.recent, stream, place,
+                    state.scene_rows, other * scene_bytes(size), size, state.scratch,
+                )  # fmt: skip
+                # a scene in hand is worth more than an equal one elsewhere
+                if 8 * length < 7 * best:
+                    best = length
+                    state.scene_of[stream] = other
+                    cost[stream, 0] = length
+                    cost[stream, 1] = 0
+        scene = state.scene_of[stream]
+        if scene >= 0:
+            length = encode_frame(
+                state.stage, end, state.recent, stream, place, state.scene_rows, scene * scene_bytes(size), size, state.scratch
+            )
+    cost[stream, 0] = min(cost[stream, 0], length)
+    cost[stream, 1] += length - cost[stream, 0]
+    if scene < 0 or 2 * length > size or cost[stream, 1] > size:
+        put_whole(state.stage, end, state.recent, stream, place, size)
+        return size
+    state.scenes[segment] = scene
+    state.scene_refs[scene] += 1
+    return length
+
+
+def scene_bytes(size: int) -> int:
+    """Bytes that a scene takes: whole lines, the last one padded with zeros."""
+    return (size + 63) // 64 * 64
+
+
+def set_length(stage: Bytes, table: int, position: int, length: int, wide: bool) -> None:
+    """Write one entry of a segment's table of lengths, little-endian."""
+    width = 4 if wide else 2
+    for byte in range(width):
+        stage[table + position * width + byte] = (length >> (8 * byte)) & 255
+
+
+# ---- the functions that touch every byte; numba has its own versions of these ----
+
+
+def is_same(
+    frames: npt.NDArray[np.uint8], row: int, j: int, recent: npt.NDArray[np.uint8], stream: int, place: int
+) -> bool:
+    frame = frames[row, j]
+    return bool(np.array_equal(frame, recent[stream, place, : frame.size]))
+
+
+def is_zero(frames: npt.NDArray[np.uint8], row: int, j: int) -> bool:
+    return not frames[row, j].any()
+
+
+def put_frame(
+    recent: npt.NDArray[np.uint8], stream: int, place: int, frames: npt.NDArray[np.uint8], row: int, j: int
+) -> None:
+    recent[stream, place, : frames.shape[2]] = frames[row, j]
+
+
+def put_whole(
+    target: Bytes, at: int, recent: npt.NDArray[np.uint8], stream: int, place: int, size: int
+) -> None:
+    target[at : at + size] = recent[stream, place, :size]
+
+
+def encode_frame(
+    target: Bytes,
+    at: int,
+    recent: npt.NDArray[np.uint8],
+    stream: int,
+    place: int,
+    reference: npt.NDArray[np.uint8],
+    reference_at: int,
+    size: int,
+    scratch: Bytes,
+) -> int:
+    """Encode a recent frame against the bytes at ``reference_at``; return the length."""
+    row = recent[stream, place, :size]
+    payload = encode_delta(row, reference.reshape(-1)[reference_at : reference_at + size])
+    target[at : at + len(payload)] = np.frombuffer(payload, np.uint8)
+    return len(payload)
+
+
+def split_stack(observations: npt.NDArray[np.uint8], frames: npt.NDArray[np.uint8]) -> None:
+    """Cut ``[row, pixel, stack, unit]`` into ``[row, stack, pixel * unit]``."""
+    n_rows, pixels, stack, unit = observations.shape
+    frames.reshape(n_rows, stack, pixels, unit)[...] = observations.transpose(0, 2, 1, 3)
+
+
+def join_stack(frames: npt.NDArray[np.uint8], observations: npt.NDArray[np.uint8]) -> None:
+    """Undo `split_stack`."""
+    n_rows, pixels, stack, unit = observations.shape
+    observations[...] = frames.reshape(n_rows, stack, pixels, unit).transpose(0, 2, 1, 3)
+
+
+def read_frames(
+    state: FrameState,
+    ids: npt.NDArray[np.int64],  # [row, frame]
+    targets: Ints,  # [row, frame]: where each frame goes in out
+    out: Bytes,
+    size: int,
+    per_segment: int,
+    wide: bool,
+    first: int,
+    stop: int,
+) -> int:
+    """Decode rows ``first`` to ``stop`` into ``out``; return -1, or a segment that is damaged."""
+    flat, places = ids[first:stop].ravel(), targets[first:stop].ravel()
+    columns = np.arange(size)
+    zero = flat < 0
+    if zero.any():
+        out[(places[zero, None] + columns).ravel()] = 0
+    flat, places = flat[~zero], places[~zero]
+    if flat.size == 0:
+        return -1
+    segments, which = np.unique(flat // per_segment, return_inverse=True)
+    positions = flat % per_segment
+    deepest = np.zeros(len(segments), np.int64)
+    np.maximum.at(deepest, which, positions)
+
+    starts = state.starts[segments]
+    opened = starts < 0
+    if opened.any():
+        source = np.concatenate([state.heap, state.stage])
+        room = state.stage.size // state.open_segments.size
+        streams = (-1 - starts) // room
+        ends = np.where(opened, -1 - starts + state.stage_ends[streams * opened], 0)
+        starts = np.where(opened, state.heap.size - 1 - starts, starts)
+        ends = np.where(opened, state.heap.size + ends, starts + state.lengths[segments])
+    else:
+        source = state.heap
+        ends = starts + state.lengths[segments]
+    width = 4 if wide else 2
+    head = np.minimum(starts + 1, source.size - 1)
+    counts = np.where(opened, per_segment, source[head]).astype(np.int64)
+    bodies = starts + 2 + counts * width
+    bad = (deepest >= counts) | (bodies > ends) | (source[head] <= deepest) | (source[np.minimum(starts, source.size - 1)] != 0)
+    if bad.any():
+        return int(segments[np.argmax(bad)])
+
+    steps = np.arange(per_segment)
+    table = np.minimum(starts[:, None] + 2 + steps * width, source.size - width)
+    lengths = sum(source[table + byte].astype(np.int64) << (8 * byte) for byte in range(width))
+    lengths = np.where(steps <= deepest[:, None], lengths, 0)
+    offsets = bodies[:, None] + np.cumsum(lengths, axis=1) - lengths
+    bad = (lengths > size).any(axis=1) | (offsets[:, -1] + lengths[:, -1] > ends)
+    if bad.any():
+        return int(segments[np.argmax(bad)])
+
+    # every difference that is needed, in the order in which the segments are walked
+    step_of, segment_of = np.nonzero(lengths.T)
+    at, length = offsets[segment_of, step_of], lengths[segment_of, step_of]
+    sparse = np.flatnonzero(length < size)
+    positions_of, values, owner, damaged = _unpack(source, at[sparse], length[sparse], size)
+    if damaged >= 0:
+        return int(segments[segment_of[sparse[damaged]]])
+    rows = np.zeros((len(segments), padded(size)), np.uint8)
+    scenes = state.scenes[segments]
+    known = np.flatnonzero(scenes >= 0)
+    for index in known:
+        begin = scenes[index] * scene_bytes(size)
+        rows[index, :size] = state.scene_rows[begin : begin + size]
+    owner_step, owner_segment = step_of[sparse][owner], segment_of[sparse][owner]
+    cuts = np.searchsorted(owner_step, np.arange(per_segment + 1))
+    flat_rows = rows.reshape(-1)
+    scatter = owner_segment * rows.shape[1] + positions_of
+    whole = np.flatnonzero(length == size)
+    for step in range(int(deepest.max()) + 1):
+        for index in whole[step_of[whole] == step]:
+            rows[segment_of[index], :size] = source[at[index] : at[index] + size]
+        here = slice(cuts[step], cuts[step + 1])
+        flat_rows[scatter[here]] = values[here]
+        for index in np.flatnonzero(positions == step):
+            out[places[index] : places[index] + size] = rows[which[index], :size]
+    return -1
+
+
+def _unpack(
+    source: Bytes, at: Ints, length: Ints, size: int
+) -> tuple[npt.NDArray[np.int64], Bytes, npt.NDArray[np.int64], int]:
+    """Positions, values and owners of all differences; the index of a damaged one, or -1."""
+    ends = at + length
+    limit = source.size - 1
+    owner = np.repeat(np.arange(at.size), top_bytes(size))
+    index = np.tile(np.arange(top_bytes(size)), at.size)
+    cursor = at
+    for _ in range(4):
+        count = np.bincount(owner, minlength=at.size)
+        if (cursor + count > ends).any():
+            empty = np.zeros(0, np.int64)
+            return empty, np.zeros(0, np.uint8), empty, int(np.argmax(cursor + count > ends))
+        rank = np.arange(owner.size) - np.repeat(np.cumsum(count) - count, count)
+        masks = source[np.minimum(cursor[owner] + rank, limit)]
+        parent, bit = np.nonzero(np.unpackbits(masks, bitorder="little").reshape(-1, 8))
+        cursor = cursor + count
+        owner, index = owner[parent], index[parent] * 8 + bit
+    count = np.bincount(owner, minlength=at.size)
+    before = np.repeat(np.cumsum(count) - count, count)
+    rank = np.arange(owner.size) - before
+    flags = source[np.minimum(cursor[owner] + (rank >> 3), limit)] >> (rank & 7) & 1
+    total = np.cumsum(flags, dtype=np.int64)
+    base = np.concatenate([[0], total])[np.cumsum(count) - count]
+    n_fresh = np.concatenate([[0], total])[np.cumsum(count)] - base
+    cursor = cursor + (count + 7) // 8
+    wrong = cursor + n_fresh != ends
+    if wrong.any():
+        empty = np.zeros(0, np.int64)
+        return empty, np.zeros(0, np.uint8), empty, int(np.argmax(wrong))
+    values = source[np.minimum(cursor[owner] + total - base[owner] - 1, limit)]
+    return index, values, owner, -1

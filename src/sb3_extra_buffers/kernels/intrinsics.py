@@ -1,0 +1,129 @@
+"""Machine operations that numba lacks: unaligned words, bit counts, block copies.
+
+Imports numba: only the compiled half of `kernels` may import this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_WORD = ir.IntType(64)
+
+# one instruction on x86-64 since 2013; elsewhere a loop over the eight bytes
+_HAS_PDEP = bool(llvm.get_host_cpu_features().get("bmi2", False))
+
+
+def _pointer(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.gep(builder.bitcast(data, cgutils.voidptr_t), [offset])
+
+
+@intrinsic
+def load_word(typing_context: Any, array: Any, offset: Any) -> Any:
+    """The eight bytes at byte ``offset`` of a contiguous array, whatever its alignment."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at = _pointer(context, builder, signature.args[0], args[0], args[1])
+        word = builder.load(builder.bitcast(at, _WORD.as_pointer()))
+        word.align = 1
+        return word
+
+    return types.uint64(array, types.int64), generate
+
+
+@intrinsic
+def store_word(typing_context: Any, array: Any, offset: Any, value: Any) -> Any:
+    """Set the eight bytes at byte ``offset`` of a contiguous array."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at = _pointer(context, builder, signature.args[0], args[0], args[1])
+        store = builder.store(args[2], builder.bitcast(at, _WORD.as_pointer()))
+        store.align = 1
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.uint64), generate
+
+
+@intrinsic
+def copy_bytes(typing_context: Any, target: Any, to: Any, source: Any, at: Any, count: Any) -> Any:
+    """Copy ``count`` bytes between two arrays that do not overlap."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target, to, source, at, count = args
+        cgutils.raw_memcpy(
+            builder,
+            _pointer(context, builder, signature.args[0], target, to),
+            _pointer(context, builder, signature.args[2], source, at),
+            count,
+            1,
+        )
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, source, types.int64, types.int64), generate
+
+
+@intrinsic
+def count_ones(typing_context: Any, word: Any) -> Any:
+    """How many bits of an unsigned word are set."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.uint64(types.uint64), generate
+
+
+@intrinsic
+def lowest_one(typing_context: Any, word: Any) -> Any:
+    """Index of the lowest set bit of a word that is not zero."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], context.get_constant(types.boolean, True))
+
+    return types.uint64(types.uint64), generate
+
+
+@intrinsic
+def spread_bytes(typing_context: Any, packed: Any, places: Any) -> Any:
+    """Lay the low bytes of ``packed``, in order, where ``places`` has bytes of 0xFF."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        packed, places = args
+        if _HAS_PDEP:
+            name = "llvm.x86.bmi.pdep.64"
+            deposit = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(_WORD, [_WORD, _WORD]), name
+            )
+            return builder.call(deposit, args)
+        result = ir.Constant(_WORD, 0)
+        for byte in range(8):
+            here = builder.and_(places, ir.Constant(_WORD, 0xFF << (8 * byte)))
+            shifted = builder.shl(packed, ir.Constant(_WORD, 8 * byte))
+            result = builder.or_(result, builder.and_(shifted, here))
+            step = builder.and_(builder.lshr(here, ir.Constant(_WORD, 8 * byte)), ir.Constant(_WORD, 8))
+            packed = builder.lshr(packed, step)
+        return result
+
+    return types.uint64(types.uint64, types.uint64), generate
+
+
+@intrinsic
+def equal_bytes(typing_context: Any, a: Any, at: Any, b: Any, bt: Any, count: Any) -> Any:
+    """Whether ``count`` bytes of two arrays are the same."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        a, at, b, bt, count = args
+        order = ir.IntType(32)
+        compare = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(order, [cgutils.voidptr_t, cgutils.voidptr_t, _WORD]), "memcmp"
+        )
+        first = _pointer(context, builder, signature.args[0], a, at)
+        second = _pointer(context, builder, signature.args[2], b, bt)
+        return builder.icmp_signed("==", builder.call(compare, [first, second, count]), order(0))
+
+    return types.boolean(a, types.int64, b, types.int64, types.int64), generate

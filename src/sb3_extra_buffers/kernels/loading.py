@@ -1,0 +1,39 @@
+"""Which kernels run: compiled where numba is installed, the plain ones where it is not."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+
+class FrameKernels(NamedTuple):
+    """The frame store's kernels; `sb3_extra_buffers.kernels.frames` says what each one means."""
+
+    bind_state: Callable[..., Any]
+    write_frames: Callable[..., int]
+    read_frames: Callable[..., int]
+    split_stack: Callable[..., None]
+    join_stack: Callable[..., None]
+    compiled: bool
+
+
+def has_numba() -> bool:
+    """Return whether numba is installed."""
+    return importlib.util.find_spec("numba") is not None
+
+
+@cache
+def _load(compiled: bool) -> FrameKernels:
+    if compiled:
+        module: Any = importlib.import_module("sb3_extra_buffers.kernels.frames_numba")
+    else:
+        module = importlib.import_module("sb3_extra_buffers.kernels.frames")
+    functions = [getattr(module, name) for name in FrameKernels._fields if name != "compiled"]
+    return FrameKernels(*functions, compiled=compiled)
+
+
+def frame_kernels(compiled: bool | None = None) -> FrameKernels:
+    """Kernels of the frame store; ``None`` means compiled if numba is there."""
+    return _load(has_numba() if compiled is None else compiled)

@@ -1,0 +1,42 @@
+"""Bytes for a heap: anonymous memory, or a file mapped into it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+#: bytes past the end that kernels may read, because they load eight at a time
+SLACK = 64
+
+
+def map_bytes(nbytes: int, path: Path | None = None) -> mmap.mmap:
+    """``nbytes`` writable bytes, zero, and `SLACK` more that are not counted.
+
+    Straight from the operating system, never through ``malloc``: pages become resident when they are
+    first written, and go back when the map goes.
+    """
+    size = max(nbytes, 1) + SLACK
+    if path is None:
+        if hasattr(mmap, "MAP_PRIVATE"):
+            # the default would be shared with forked children
+            return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return mmap.mmap(-1, size)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.ftruncate(descriptor, size)
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def zeros(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Like ``np.zeros``, in pages that stay out of the resident set until they are written."""
+    kind = np.dtype(dtype)
+    shape = (shape,) if isinstance(shape, int) else shape
+    count = int(np.prod(shape, dtype=np.int64))
+    return np.frombuffer(map_bytes(count * kind.itemsize), kind, count).reshape(shape)

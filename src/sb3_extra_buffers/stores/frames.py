@@ -1,0 +1,619 @@
+"""Observations cut into frames, each frame stored once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.codecs.base import Codec
+from sb3_extra_buffers.codecs.delta import BLOCK, DeltaCodec, padded
+from sb3_extra_buffers.codecs.spec import ByteRows
+from sb3_extra_buffers.errors import CorruptPayloadError
+from sb3_extra_buffers.kernels import frame_kernels
+from sb3_extra_buffers.kernels.frames import NONE, PACKED, FrameState, scene_bytes
+from sb3_extra_buffers.stores.arena import zeros
+from sb3_extra_buffers.stores.heap import Heap
+from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.usage import MemoryUsage
+from sb3_extra_buffers.stores.workers import n_workers, run_split
+
+Cells = npt.NDArray[np.int64]
+
+_POOL = 8
+# bytes of output below which another thread costs more than it saves
+_SPLIT_BYTES = 2 << 20
+
+
+class FrameStore:
+    """``n_cells`` observations of one layout, written in ``n_streams`` streams.
+
+    A cell is a list of frame ids. A frame lies in a segment; segments are the payloads of the heap. Successive
+    frames of a stream go to its open segment, which lies in a room of its own and moves to the heap when it is
+    full. A segment is freed when the last cell that refers to one of its frames is overwritten; segments that
+    are mostly dead otherwise are written anew, so no more than twice the live frames are held.
+
+    A codec that is not `DeltaCodec` encodes each frame by itself: then every segment has one frame.
+    """
+
+    def __init__(
+        self,
+        layout: StackLayout,
+        n_cells: int,
+        n_streams: int,
+        codec: Codec,
+        heap_bytes: int | None = None,
+        path: Path | None = None,
+        compiled: bool | None = None,
+    ) -> None:
+        self.layout = layout
+        self.delta = isinstance(codec, DeltaCodec)
+        self.codecs = [codec]
+        self.per_segment = codec.frames if isinstance(codec, DeltaCodec) else 1
+        self._packer = codec.packer() if isinstance(codec, DeltaCodec) else None
+        self._pack_above = max(codec.pack_above * layout.frame_bytes, 64) if isinstance(codec, DeltaCodec) else 0
+        self.heap = Heap(limit=heap_bytes, path=path)
+        self.slots: npt.NDArray[np.int32] = zeros((n_cells, layout.stack), np.int32)
+        self.n_streams = n_streams
+        self._compiled = compiled
+        self._kernels = frame_kernels(compiled)
+        self._wide = layout.frame_bytes > 0xFFFF
+        self._n_fresh = 0
+        self._next_clean = 4096
+        self._average = _Average()
+        # the last stream is for frames that are moved out of mostly dead segments
+        streams, size = n_streams + 1, layout.frame_bytes
+        table = 2 + self.per_segment * 4
+        room = table + self.per_segment * size + size // 2 + BLOCK if self.delta else 1
+        n_tops = padded(size) // BLOCK
+        places = layout.stack + 1
+        self._state = FrameState(
+            heap=self.heap.data,
+            scene_rows=np.zeros(0, np.uint8),
+            scene_refs=np.zeros(0, np.int32),
+            starts=self.heap.starts,
+            lengths=self.heap.lengths,
+            counts=np.zeros(0, np.int32),
+            live=np.zeros(0, np.int32),
+            scenes=np.zeros(0, np.int32),
+            refs=np.zeros(0, np.int32),
+            free=np.zeros(0, np.int32),
+            freed=np.zeros(0, np.int32),
+            tallies=np.zeros(3, np.int64),
+            fresh=np.zeros(0, np.int64),
+            fresh_ids=np.zeros(0, np.int64),
+            stage=zeros(streams * room, np.uint8),
+            stage_ends=np.zeros(streams, np.int64),
+            open_segments=np.full(streams, NONE, np.int32),
+            recent=zeros((streams, places, scene_bytes(size)), np.uint8),
+            recent_ids=np.full((streams, places), NONE, np.int32),
+            heads=np.zeros(streams, np.int64),
+            last=np.full((streams, layout.stack), -1, np.int64),
+            scene_of=np.full(streams, NONE, np.int32),
+            scene_cost=np.zeros((streams, 2), np.int64),
+            pool=np.full(_POOL, NONE, np.int32),
+            scratch=np.zeros(n_tops * (BLOCK + BLOCK // 4) if self.delta else 1, np.uint8),
+        )
+        self._bound: Any = None
+        self._generation = np.zeros(0, np.uint8)
+
+    @property
+    def codec(self) -> Codec:
+        return self.codecs[-1]
+
+    # ---- writing ----
+
+    def write(self, cells: Cells, streams: Cells, rows: ByteRows) -> None:
+        """Store one row per cell. ``streams`` names the stream that each row continues."""
+        self._write(self.slots, cells, streams, self.layout.split(rows, self._kernels))
+
+    def _write(
+        self, slots: npt.NDArray[np.int32], cells: Cells, streams: Cells, frames: npt.NDArray[np.uint8]
+    ) -> None:
+        needed = frames.shape[0] * frames.shape[1]
+        if self._state.freed.size < needed:
+            self._replace(
+                freed=np.zeros(needed, np.int32),
+                fresh=np.zeros(needed, np.int64),
+                fresh_ids=np.zeros(needed, np.int64),
+            )
+        before = None if self.delta else slots[cells]
+        done = 0
+        while True:
+            tallies = self._state.tallies
+            tallies[1:] = 0
+            first = done
+            done = self._kernels.write_frames(
+                self._tables(), slots, frames, streams, cells, first, self.per_segment, self.delta, self._wide
+            )
+            if before is not None and tallies[2]:
+                self._encode_fresh(slots, cells, frames, first, done, before)
+            if tallies[1]:
+                self._free(np.unique(self._state.freed[: tallies[1]]))
+            if done == len(frames):
+                break
+            self._make_room(frames.shape[1])
+        if self._n_fresh > self._next_clean:
+            self._clean()
+
+    def _encode_fresh(
+        self,
+        slots: npt.NDArray[np.int32],
+        cells: Cells,
+        frames: npt.NDArray[np.uint8],
+        first: int,
+        done: int,
+        before: npt.NDArray[np.int32],
+    ) -> None:
+        """Give the frames that the kernel found new their payloads."""
+        state = self._state
+        count = int(state.tallies[2])
+        rows = frames.reshape(-1, frames.shape[2])[state.fresh[:count]]
+        segments = state.fresh_ids[:count]
+        try:
+            payloads = self.codec.encode_batch(rows)
+            self._drop_view()
+            self.heap.write(segments.tolist(), payloads)
+        except BaseException:
+            # the old frames are still there: nothing is freed before the new ones are stored
+            self._restore(slots, cells, first, done, before, segments)
+            raise
+        finally:
+            self._sync()
+        self._n_fresh += count
+        self._generation[segments] = len(self.codecs) - 1
+        if self.codec.trainable:
+            self._retrain(rows, sum(map(len, payloads)))
+
+    def _restore(
+        self,
+        slots: npt.NDArray[np.int32],
+        cells: Cells,
+        first: int,
+        done: int,
+        before: npt.NDArray[np.int32],
+        segments: npt.NDArray[np.int64],
+    ) -> None:
+        state = self._state
+        for row in range(done - 1, first - 1, -1):
+            slots[cells[row]] = before[row]
+        # rows of this call that were written before it count from what the tables say now
+        used = slots[slots > 0] - 1
+        state.refs[:] = np.bincount(used, minlength=state.refs.size)
+        alive = (state.refs.reshape(-1, self.per_segment) > 0).sum(axis=1)
+        state.live[:] = alive
+        state.counts[segments] = 0
+        state.recent_ids[np.isin(state.recent_ids, segments)] = NONE
+        unused = int(state.tallies[0])
+        state.free[unused : unused + len(segments)] = segments
+        state.tallies[0] += len(segments)
+        state.tallies[1:] = 0
+
+    def _retrain(self, rows: ByteRows, nbytes: int) -> None:
+        """Train the codec again when its payloads have grown by half since the last time."""
+        self._average.add(rows, nbytes)
+        if not self._average.stale or len(self.codecs) > 250:
+            return
+        samples = self._average.samples()
+        new = self.codec.train(samples)
+        old_bytes = sum(map(len, self.codec.encode_batch(samples[::4])))
+        new_bytes = sum(map(len, new.encode_batch(samples[::4])))
+        if new_bytes < 0.9 * old_bytes:
+            self.codecs.append(new)
+        self._average = _Average()
+
+    def _make_room(self, stack: int) -> None:
+        """Seal the segments that are full; have unused segments for a stack and a scene per stream."""
+        state = self._state
+        for stream in np.flatnonzero(state.open_segments >= 0):
+            if state.counts[state.open_segments[stream]] == self.per_segment:
+                self._seal(int(stream))
+        if self._state.tallies[0] < stack + 1:
+            self._grow()
+
+    def _grow(self) -> None:
+        old = self._state.counts.size
+        new = old + max(old // 4, 64)
+        per = self.per_segment
+        state = self._state
+        self.heap.grow(new)
+        free = np.zeros(new, np.int32)
+        unused = int(state.tallies[0])
+        # lowest ids last, so that they are taken first
+        free[: new - old] = np.arange(new - 1, old - 1, -1)
+        free[new - old : new - old + unused] = state.free[:unused]
+        state.tallies[0] = unused + new - old
+        self._generation = _lengthen(self._generation, new)
+        self._replace(
+            counts=_lengthen(state.counts, new),
+            live=_lengthen(state.live, new),
+            scenes=_lengthen(state.scenes, new),
+            refs=_lengthen(state.refs, new * per),
+            free=free,
+        )
+        self._sync()
+
+    def _seal(self, stream: int) -> None:
+        """Move a stream's open segment to the heap; a first frame stored whole becomes a scene."""
+        state = self._state
+        segment = int(state.open_segments[stream])
+        room = state.stage.size // state.open_segments.size
+        count = int(state.counts[segment])
+        width = 4 if self._wide else 2
+        held = state.stage[stream * room : stream * room + int(state.stage_ends[stream])]
+        lengths = held[2 : 2 + count * width].copy()
+        body = held[2 + self.per_segment * width :]
+        whole = int(lengths.view("<u4" if self._wide else "<u2")[0]) == self.layout.frame_bytes
+        if whole:
+            lengths[:width] = 0
+            frame, body = body[: self.layout.frame_bytes], body[self.layout.frame_bytes :]
+        flags, packed = 0, self._pack(body)
+        if packed is not None:
+            flags, body = PACKED, np.frombuffer(packed, np.uint8)
+        payload = np.concatenate([np.array([flags, count], np.uint8), lengths, body])
+        self._drop_view()
+        try:
+            self.heap.write([segment], [payload])
+        finally:
+            self._sync()
+        state = self._state
+        if whole:
+            self._add_scene(stream, segment, frame)
+        state = self._state
+        state.open_segments[stream] = NONE
+        self._n_fresh += count
+        if state.live[segment] == 0:
+            self._free(np.array([segment]))
+
+    def _pack(self, body: npt.NDArray[np.uint8]) -> bytes | None:
+        """The differences of a segment compressed together, where that is wanted and pays."""
+        if self._packer is None or body.size <= self._pack_above:
+            return None
+        packed = self._packer.encode(body.data)
+        return packed if len(packed) < 0.75 * body.size else None
+
+    def _add_scene(self, stream: int, segment: int, frame: npt.NDArray[np.uint8]) -> None:
+        state = self._state
+        size = scene_bytes(self.layout.frame_bytes)
+        unused = [scene for scene in np.flatnonzero(state.scene_refs == 0) if not self._scene_held(scene)]
+        if unused:
+            scene = int(unused[0])
+        else:
+            scene = len(state.scene_refs)
+            n_scenes = scene + max(scene // 4, 4)
+            self._replace(
+                scene_rows=_lengthen(state.scene_rows, n_scenes * size),
+                scene_refs=_lengthen(state.scene_refs, n_scenes),
+            )
+            state = self._state
+        row = state.scene_rows[scene * size : (scene + 1) * size]
+        row[: frame.size] = frame
+        state.scene_refs[scene] = 1
+        state.scenes[segment] = scene
+        state.scene_of[stream] = scene
+        # until a first frame has been encoded against it, a quarter of a frame is what it should cost
+        state.scene_cost[stream] = self.layout.frame_bytes // 4, 0
+        state.pool[:] = np.roll(state.pool, 1)
+        state.pool[0] = scene
+
+    def _scene_held(self, scene: int) -> bool:
+        return bool((self._state.pool == scene).any() or (self._state.scene_of == scene).any())
+
+    def _free(self, segments: npt.NDArray[Any]) -> None:
+        """Release segments that no cell refers to; open ones stay until they are sealed."""
+        state = self._state
+        dead = segments[(state.live[segments] == 0) & (state.counts[segments] > 0)]
+        dead = dead[~np.isin(dead, state.open_segments)]
+        if not len(dead):
+            return
+        scenes = state.scenes[dead]
+        np.subtract.at(state.scene_refs, scenes[scenes >= 0], 1)
+        state.counts[dead] = 0
+        state.recent_ids[np.isin(state.recent_ids // self.per_segment, dead) & (state.recent_ids >= 0)] = NONE
+        unused = int(state.tallies[0])
+        state.free[unused : unused + len(dead)] = dead
+        state.tallies[0] += len(dead)
+        self._drop_view()
+        self.heap.free(dead.tolist())
+        self._sync()
+
+    def _clean(self) -> None:
+        """Write the frames of mostly dead segments anew and free these."""
+        state, per = self._state, self.per_segment
+        self._n_fresh = 0
+        n_live = int(np.count_nonzero(state.refs))
+        self._next_clean = max(n_live // 4, 4096)
+        if self.delta and int(state.counts.sum()) > 2 * n_live + per * (self.n_streams + 1):
+            sealed = (state.lengths > 0) & (2 * state.live <= state.counts) & (state.live > 0)
+            for some in np.array_split(np.flatnonzero(sealed), max(int(sealed.sum()) // 256, 1)):
+                self._move(some)
+
+    def _move(self, segments: npt.NDArray[np.int64]) -> None:
+        per = self.per_segment
+        ids = (segments[:, None] * per + np.arange(per)).ravel()
+        ids = ids[self._state.refs[ids] > 0]
+        if not len(ids):
+            return
+        frames = self._decode(ids[:, None].astype(np.int64))
+        moved: npt.NDArray[np.int32] = np.zeros((len(ids), 1), np.int32)
+        self._write(moved, np.arange(len(ids)), np.full(len(ids), self.n_streams), frames[:, None])
+        state = self._state
+        renamed = moved[:, 0] - 1
+        # each new frame has one reference from `moved`; it takes over those of the old one
+        kept = renamed >= 0
+        np.add.at(state.refs, renamed[kept], state.refs[ids[kept]] - 1)
+        table = np.arange(state.refs.size + 1, dtype=np.int32)
+        table[ids + 1] = renamed + 1
+        for begin in range(0, len(self.slots), 1 << 16):
+            part = self.slots[begin : begin + (1 << 16)]
+            part[...] = table[part]
+        state.refs[ids] = 0
+        state.live[segments] = 0
+        self._free(segments)
+
+    # ---- reading ----
+
+    def read(self, cells: Cells) -> ByteRows:
+        """Decode ``cells`` (``[n]``, or ``[set, n]`` to walk shared segments once) into fresh rows."""
+        sets = cells.reshape(1, -1) if cells.ndim == 1 else cells
+        n_sets, n_rows = sets.shape
+        stack = self.layout.stack
+        ids = self.slots[sets].astype(np.int64) - 1  # [set, row, frame]
+        ids = ids.transpose(1, 0, 2).reshape(n_rows, n_sets * stack)
+        frames = self._decode(ids, n_sets)
+        rows = self.layout.join(frames.reshape(n_sets * n_rows, stack, self.layout.frame_bytes), self._kernels)
+        return rows.reshape(*cells.shape, self.layout.spec.nbytes)
+
+    def _decode(self, ids: npt.NDArray[np.int64], n_sets: int = 1) -> npt.NDArray[np.uint8]:
+        """Frames of ``ids`` (``[row, set * frame]``) as ``[set, row, frame]`` rows of bytes."""
+        size = self.layout.frame_bytes
+        n_rows, width = ids.shape
+        stack = width // n_sets
+        out = np.empty(ids.size * size, np.uint8)
+        # where [row, set, frame] goes in [set, row, frame]
+        targets = np.arange(ids.size, dtype=np.int64).reshape(n_sets, n_rows, stack).transpose(1, 0, 2)
+        targets = np.ascontiguousarray(targets).reshape(n_rows, width)
+        if not self.delta:
+            self._decode_bytes(ids.ravel(), targets.ravel(), out.reshape(-1, size))
+            return out.reshape(-1, size)
+        targets *= size
+        ids = np.ascontiguousarray(ids)
+        local, ids = self._unpacked(ids)
+        tables = self._tables() if local is self._state else self._kernels.bind_state(local)
+
+        def work(first: int, stop: int) -> int:
+            return self._kernels.read_frames(
+                tables, ids, targets, out, size, self.per_segment, self._wide, first, stop
+            )
+
+        parts = min(n_workers(), max(out.size // _SPLIT_BYTES, 1)) if self._kernels.compiled else 1
+        damaged = [segment for segment in run_split(work, n_rows, parts) if segment >= 0]
+        if damaged:
+            raise CorruptPayloadError(f"segment {damaged[0]} of the heap is damaged and cannot be decoded")
+        return out.reshape(-1, size)
+
+    def _decode_bytes(
+        self, ids: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], out: ByteRows
+    ) -> None:
+        unique, inverse = np.unique(ids, return_inverse=True)
+        known = unique[unique >= 0]
+        frames = np.zeros((len(unique), out.shape[1]), np.uint8)
+        offset = len(unique) - len(known)
+        for generation, codec in enumerate(self.codecs):
+            mine = np.flatnonzero(self._generation[known] == generation)
+            if len(mine):
+                self._decode_payloads(codec, known[mine], frames, mine + offset)
+        out[targets] = frames[inverse]
+
+    def _decode_payloads(
+        self, codec: Codec, segments: npt.NDArray[np.int64], frames: ByteRows, places: npt.NDArray[np.intp]
+    ) -> None:
+        starts, lengths = self.heap.starts[segments], self.heap.lengths[segments].astype(np.int64)
+        together = len(places) == places[-1] - places[0] + 1
+        rows = frames[places[0] : places[-1] + 1] if together else np.empty((len(places), frames.shape[1]), np.uint8)
+
+        def work(first: int, stop: int) -> None:
+            part = slice(first, stop)
+            codec.decode_heap(self.heap.data, starts[part], lengths[part], rows[part])
+
+        run_split(work, len(segments), n_workers() if len(segments) >= 32 else 1)
+        if not together:
+            frames[places] = rows
+
+    def _unpacked(self, ids: npt.NDArray[np.int64]) -> tuple[FrameState, npt.NDArray[np.int64]]:
+        """Tables in which the segments that ``ids`` need are plain, and the ids under which they go there."""
+        state, per = self._state, self.per_segment
+        if self._packer is None:
+            return state, ids
+        packer = self._packer
+        segments, inverse = np.unique(ids // per, return_inverse=True)
+        sealed = np.flatnonzero((segments >= 0) & (state.lengths[segments] > 0))
+        packed = sealed[state.heap[state.starts[segments[sealed]]] == PACKED]
+        if not len(packed):
+            return state, ids
+        width = 4 if self._wide else 2
+        bodies: list[npt.NDArray[np.uint8]] = [np.zeros(0, np.uint8)] * len(segments)
+
+        def work(first: int, stop: int) -> None:
+            for index in packed[first:stop]:
+                payload = np.frombuffer(self.heap.read(int(segments[index])), np.uint8)
+                bodies[index] = _inflate(payload, width, per, self.layout.frame_bytes, packer)
+
+        run_split(work, len(packed), n_workers() if len(packed) >= 8 else 1)
+        for index in sealed:
+            if not bodies[index].size:
+                bodies[index] = np.frombuffer(self.heap.read(int(segments[index])), np.uint8)
+        lengths = np.array([body.size for body in bodies], np.int32)
+        starts = np.cumsum(lengths, dtype=np.int64) - lengths
+        # open segments stay where they are
+        opened = (segments >= 0) & (lengths == 0)
+        starts[opened] = state.starts[segments[opened]]
+        local = state._replace(
+            heap=np.concatenate([*bodies, np.zeros(64, np.uint8)]),
+            starts=starts,
+            lengths=lengths,
+            scenes=state.scenes[segments],
+        )
+        return local, np.where(ids < 0, ids, inverse.reshape(ids.shape) * per + ids % per)
+
+    # ---- the rest ----
+
+    def clear(self) -> None:
+        """Forget every observation; keep scenes, recent frames and what the codec has learnt."""
+        state = self._state
+        for stream in np.flatnonzero(state.open_segments >= 0):
+            state.open_segments[stream] = NONE
+        used = np.flatnonzero(state.counts)
+        state.recent_ids[:] = NONE
+        state.last[:] = -1
+        self.slots[...] = 0
+        state.refs[:] = 0
+        state.live[:] = 0
+        state.counts[:] = 0
+        state.scene_refs[:] = 0
+        unused = int(state.tallies[0])
+        state.free[unused : unused + len(used)] = used
+        state.tallies[0] += len(used)
+        self._drop_view()
+        self.heap.clear()
+        self._sync()
+
+    def memory_usage(self) -> MemoryUsage:
+        state = self._state
+        tables = (
+            self.heap.index_bytes + self._generation.nbytes + self.slots[:1].nbytes * self.cells_touched
+            + sum(column.nbytes for column in (
+                state.counts, state.live, state.scenes, state.refs, state.free, state.freed, state.fresh, state.fresh_ids
+            ))
+        )  # fmt: skip
+        opened = int(state.stage_ends[state.open_segments >= 0].sum())
+        return MemoryUsage(
+            payload=self.heap.live_bytes + opened,
+            index=int(tables),
+            keyframes=int(state.scene_rows.nbytes + state.recent.nbytes),
+            other=0,
+            dense=0,
+        )
+
+    @property
+    def cells_touched(self) -> int:
+        """Cells whose table entry has been written, in whole pages."""
+        return len(self.slots)
+
+    def check(self) -> None:
+        """Raise if the tables disagree with each other or with the heap."""
+        self.heap.check()
+        state, per = self._state, self.per_segment
+        used = self.slots[self.slots > 0].astype(np.int64) - 1
+        refs = np.bincount(used, minlength=state.refs.size)
+        if not np.array_equal(refs, state.refs):
+            raise AssertionError("references to frames are counted wrongly")
+        live = (refs.reshape(-1, per) > 0).sum(axis=1)
+        if not np.array_equal(live, state.live):
+            raise AssertionError("live frames of segments are counted wrongly")
+        free = state.free[: state.tallies[0]]
+        if len(np.unique(free)) != len(free) or state.counts[free].any():
+            raise AssertionError("a segment in use is listed as unused")
+        if len(free) + int((state.counts > 0).sum()) != len(state.counts):
+            raise AssertionError("a segment is neither in use nor unused")
+        opened = state.open_segments[state.open_segments >= 0]
+        sealed = np.setdiff1d(np.flatnonzero(state.counts), opened)
+        if not (state.lengths[sealed] > 0).all() or not (state.live[sealed] > 0).all():
+            raise AssertionError("a sealed segment has no payload or no reader")
+        if not np.array_equal(np.flatnonzero(state.lengths), sealed):
+            raise AssertionError("the heap holds a payload of no segment")
+        scenes = state.scenes[np.flatnonzero(state.counts)]
+        if not np.array_equal(np.bincount(scenes[scenes >= 0], minlength=len(state.scene_refs)), state.scene_refs):
+            raise AssertionError("segments that start from scenes are counted wrongly")
+
+    def add_cells(self, n_cells: int) -> None:
+        """Append ``n_cells`` unwritten cells."""
+        slots: npt.NDArray[np.int32] = zeros((len(self.slots) + n_cells, self.layout.stack), np.int32)
+        slots[: len(self.slots)] = self.slots
+        self.slots = slots
+
+    def _tables(self) -> Any:
+        if self._bound is None:
+            self._bound = self._kernels.bind_state(self._state)
+        return self._bound
+
+    def _replace(self, **columns: Any) -> None:
+        self._state = self._state._replace(**columns)
+        self._bound = None
+
+    def _drop_view(self) -> None:
+        # an arena with views on it could not be lengthened where it lies
+        self._replace(heap=np.zeros(0, np.uint8))
+
+    def _sync(self) -> None:
+        self._replace(heap=self.heap.data, starts=self.heap.starts, lengths=self.heap.lengths)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["_kernels"], state["_bound"]
+        state["_state"] = self._state._replace(heap=np.zeros(0, np.uint8))._asdict()
+        return state
+
+    def __setstate__(self, stored: dict[str, Any]) -> None:
+        columns = stored.pop("_state")
+        self.__dict__.update(stored)
+        self._kernels = frame_kernels(self._compiled)
+        self._state = FrameState(**columns)
+        self._bound = None
+        self._sync()
+
+
+class _Average:
+    """Whether payloads have grown since the codec was trained, and frames to train it on again."""
+
+    def __init__(self) -> None:
+        self.n_frames = 0
+        self.first: float = 0.0
+        self.now: float = 0.0
+        self._kept: list[npt.NDArray[np.uint8]] = []
+
+    def add(self, rows: ByteRows, nbytes: int) -> None:
+        if not len(rows):
+            return
+        size = nbytes / len(rows)
+        self.n_frames += len(rows)
+        weight = min(len(rows) / 256, 1.0)
+        self.now += weight * (size - self.now) if self.now else size
+        if self.n_frames <= 1024:
+            self.first = self.now
+        if self.now > 1.25 * self.first and len(self._kept) < 256:
+            self._kept.append(rows[-1].copy())
+
+    @property
+    def stale(self) -> bool:
+        return self.now > 1.5 * self.first and len(self._kept) >= 128
+
+    def samples(self) -> ByteRows:
+        return np.stack(self._kept)
+
+
+def _lengthen(column: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
+    longer = np.zeros(size, column.dtype)
+    longer[: len(column)] = column
+    return longer
+
+
+def _inflate(
+    payload: npt.NDArray[np.uint8], width: int, per_segment: int, frame_bytes: int, packer: Codec
+) -> npt.NDArray[np.uint8]:
+    """A packed segment as it was before it was packed."""
+    count = int(payload[1]) if len(payload) > 2 else 0
+    at = 2 + count * width
+    if count > per_segment or at > len(payload):
+        raise CorruptPayloadError(f"a segment of {len(payload)} bytes cannot hold {count} frames")
+    lengths = payload[2:at].view("<u4" if width == 4 else "<u2")
+    if count and int(lengths.max()) > frame_bytes:
+        raise CorruptPayloadError(f"a segment holds a frame of {lengths.max()} bytes where {frame_bytes} is the most")
+    size = int(lengths.sum(dtype=np.int64))
+    plain = np.empty(at + size, np.uint8)
+    plain[:at] = payload[:at]
+    plain[0] = 0
+    packer.decode_into(payload[at:].data, plain[at:].data)
+    return plain

@@ -1,0 +1,243 @@
+"""A heap that packs payloads end to end and reclaims them oldest first."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.errors import HeapFullError
+from sb3_extra_buffers.stores.arena import SLACK, map_bytes
+
+_LEAST = 1 << 14
+_NUMBER = 0xFFFFFFFF
+
+
+class Heap:
+    """One payload per slot, packed in write order.
+
+    The arena is a ring. Replay and rollout buffers free payloads about in the order they wrote them, so free
+    space is one gap and a write is a copy to its front. Where payloads die in another order the gap runs out
+    early; then the live ones are repacked into an arena an eighth larger than they are, or, while nothing was
+    freed yet, the arena is lengthened where it lies. So the arena never exceeds 9/8 of the largest amount ever
+    live, plus `_LEAST` and one payload, and it shrinks when less than half of it is live.
+
+    ``limit`` bounds the live bytes. ``path`` puts the arena into a file.
+    """
+
+    def __init__(self, n_slots: int = 0, limit: int | None = None, path: Path | None = None) -> None:
+        self.limit = limit
+        self.path = path
+        self.starts = np.zeros(n_slots, np.int64)
+        self.lengths = np.zeros(n_slots, np.int32)
+        self.live_bytes = 0
+        self.n_repacks = 0
+        self._area = map_bytes(0, path)
+        self.data = np.frombuffer(self._area, np.uint8)
+        self._head = 0
+        # slots in write order. Each write has a number, counted modulo 2**32; an entry is stale
+        # once its slot was freed or written under another number
+        self._order = np.zeros(64, np.int32)
+        self._first = 0
+        self._n_order = 0
+        self._first_number = 0
+        self._numbers = np.zeros(n_slots, np.uint32)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the arena."""
+        return int(self.data.size - SLACK)
+
+    @property
+    def index_bytes(self) -> int:
+        return self.starts.nbytes + self.lengths.nbytes + self._numbers.nbytes + self._order.nbytes
+
+    def grow(self, n_slots: int) -> None:
+        """Make room for slots up to ``n_slots``."""
+        for name in ("starts", "lengths", "_numbers"):
+            old = getattr(self, name)
+            column = np.zeros(n_slots, old.dtype)
+            column[: len(old)] = old
+            setattr(self, name, column)
+
+    def write(self, slots: Sequence[int], payloads: Sequence[Any]) -> None:
+        """Store one payload per slot, releasing what those slots held before."""
+        views = [np.frombuffer(payload, np.uint8) for payload in payloads]
+        needed = sum(view.size for view in views)
+        held = int(self.lengths[list(slots)].sum()) if len(slots) else 0
+        if self.limit is not None and self.live_bytes - held + needed > self.limit:
+            raise HeapFullError(needed, self.live_bytes - held, self.limit)
+        for slot, view in zip(slots, views, strict=True):
+            self._release(slot)
+            start = self._reserve(view.size)
+            self.data[start : start + view.size] = view
+            self._append(slot)
+            self.starts[slot], self.lengths[slot] = start, view.size
+            self.live_bytes += view.size
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Release what ``slots`` hold."""
+        for slot in slots:
+            self._release(slot)
+        if self.capacity > 2 * self.live_bytes + 4 * _LEAST:
+            self._repack(0)
+
+    def read(self, slot: int) -> memoryview:
+        """The payload without a copy; valid until the next write."""
+        start = int(self.starts[slot])
+        return self.data[start : start + int(self.lengths[slot])].data
+
+    def clear(self) -> None:
+        """Release everything, and give the memory back."""
+        self.lengths[:] = 0
+        self.live_bytes = 0
+        self._first = self._n_order = self._head = 0
+        self._area = map_bytes(0, self.path)
+        self.data = np.frombuffer(self._area, np.uint8)
+
+    def _release(self, slot: int) -> None:
+        self.live_bytes -= int(self.lengths[slot])
+        self.lengths[slot] = 0
+
+    def _reserve(self, nbytes: int) -> int:
+        start = self._gap(nbytes)
+        if start is None:
+            if not self._extend(nbytes):
+                self._repack(nbytes)
+            start = self._gap(nbytes)
+            if start is None:
+                raise AssertionError(f"no room for {nbytes} bytes after making some")
+        self._head = start + nbytes
+        return start
+
+    def _extend(self, nbytes: int) -> bool:
+        """Lengthen the arena where it lies, if it is full from end to end; False if it can't be."""
+        size = self.live_bytes + nbytes
+        if (self._tail() or 0) > self._head or self.capacity > size:
+            return False
+        try:
+            self.data = np.zeros(0, np.uint8)  # an area with views on it cannot change its size
+            self._area.resize(size + size // 8 + _LEAST + SLACK)
+        except (BufferError, OSError, SystemError, ValueError):
+            return False
+        finally:
+            self.data = np.frombuffer(self._area, np.uint8)
+        return True
+
+    def _gap(self, nbytes: int) -> int | None:
+        """Where ``nbytes`` fit, without moving anything."""
+        tail = self._tail()
+        if tail is None:
+            return 0 if nbytes <= self.capacity else None
+        if self._head > tail:
+            if nbytes <= self.capacity - self._head:
+                return self._head
+            return 0 if nbytes < tail else None
+        return self._head if nbytes < tail - self._head else None
+
+    def _tail(self) -> int | None:
+        """Start of the oldest live payload; forgets stale entries on the way."""
+        while self._n_order:
+            slot = self._order[self._first]
+            if self.lengths[slot] and self._numbers[slot] == self._first_number:
+                return int(self.starts[slot])
+            self._first = (self._first + 1) % len(self._order)
+            self._first_number = (self._first_number + 1) & _NUMBER
+            self._n_order -= 1
+        return None
+
+    def _append(self, slot: int) -> None:
+        size = len(self._order)
+        if self._n_order == size:
+            order = np.zeros(size + size // 4 + 64, np.int32)
+            order[:size] = np.roll(self._order, -self._first)
+            self._order, self._first, size = order, 0, len(order)
+        self._order[(self._first + self._n_order) % size] = slot
+        self._numbers[slot] = (self._first_number + self._n_order) & _NUMBER
+        self._n_order += 1
+
+    def _listed(self) -> npt.NDArray[np.int32]:
+        """Live slots, oldest first."""
+        entries = np.arange(self._n_order)
+        slots = self._order[(self._first + entries) % len(self._order)]
+        numbers = ((self._first_number + entries) & _NUMBER).astype(np.uint32)
+        return slots[(self.lengths[slots] > 0) & (self._numbers[slots] == numbers)]
+
+    def _repack(self, extra: int) -> None:
+        """Move the live payloads, in write order, to the front of an arena that fits them."""
+        slots = self._listed()
+        starts = self.starts[slots]
+        lengths = self.lengths[slots].astype(np.int64)
+        packed = np.cumsum(lengths) - lengths
+        size = self.live_bytes + extra
+        area = map_bytes(size + size // 8 + _LEAST, self._staging())
+        data = np.frombuffer(area, np.uint8)
+        for start, to, length in _runs(starts, packed, lengths):
+            data[to : to + length] = self.data[start : start + length]
+        self._settle()
+        self._area, self.data = area, data
+        self.starts[slots] = packed
+        self._order = np.zeros(len(slots) + len(slots) // 8 + 64, np.int32)
+        self._order[: len(slots)] = slots
+        self._numbers[slots] = np.arange(len(slots), dtype=np.uint32)
+        self._first, self._n_order, self._first_number = 0, len(slots), 0
+        self._head = self.live_bytes
+        self.n_repacks += 1
+
+    def _staging(self) -> Path | None:
+        return None if self.path is None else self.path.with_name(self.path.name + ".new")
+
+    def _settle(self) -> None:
+        staging = self._staging()
+        if staging is not None and self.path is not None:
+            staging.replace(self.path)
+
+    def check(self) -> None:
+        """Raise if the slot table and the arena disagree. Tests call this after every write."""
+        live = np.flatnonzero(self.lengths)
+        order = live[np.argsort(self.starts[live])]
+        ends = self.starts[order] + self.lengths[order]
+        if (ends[:-1] > self.starts[order][1:]).any() or (ends > self.capacity).any():
+            raise AssertionError("payloads overlap or leave the arena")
+        if int(self.lengths.sum()) != self.live_bytes:
+            raise AssertionError(f"{self.lengths.sum()} bytes are live, {self.live_bytes} are counted")
+        if set(self._listed().tolist()) != set(live.tolist()):
+            raise AssertionError("live payloads and the write order disagree")
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        if self.path is None:
+            # only what is in use travels, not the arena's free space
+            packed = copy.copy(self)
+            packed.starts, packed._numbers = self.starts.copy(), self._numbers.copy()
+            packed._repack(0)
+            state = packed.__dict__.copy()
+            state["data"] = packed.data[: self.live_bytes].tobytes()
+        else:
+            state["data"] = self.data[: self.capacity].tobytes()
+            state["path"] = None
+        del state["_area"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        stored = state.pop("data")
+        self.__dict__.update(state)
+        self._area = map_bytes(len(stored))
+        self.data = np.frombuffer(self._area, np.uint8)
+        self.data[: len(stored)] = np.frombuffer(stored, np.uint8)
+
+
+def _runs(
+    starts: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> list[tuple[int, int, int]]:
+    """Merge payloads that are neighbours before and after into single copies."""
+    if len(starts) == 0:
+        return []
+    breaks = np.flatnonzero(starts[1:] != starts[:-1] + lengths[:-1]) + 1
+    firsts = np.concatenate([[0], breaks])
+    total = np.add.reduceat(lengths, firsts)
+    return list(zip(starts[firsts].tolist(), targets[firsts].tolist(), total.tolist(), strict=True))

@@ -1,0 +1,64 @@
+"""What a store holds in memory, in the words of the report users see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUsage:
+    """Bytes held, by purpose; ``total`` matches the growth of the resident set."""
+
+    payload: int
+    """Encoded observations, and those not yet encoded."""
+    index: int
+    """Tables that say where each observation lies."""
+    keyframes: int
+    """Whole frames that others are differences to, and those kept to find repeats."""
+    other: int
+    """Everything else: actions, rewards and the like."""
+    dense: int
+    """What the same observations would take as a plain array."""
+    codecs: Mapping[str, str] = field(default_factory=dict)
+    """The method in use for each key, and why where it was chosen automatically."""
+
+    @property
+    def total(self) -> int:
+        return self.payload + self.index + self.keyframes + self.other
+
+    @property
+    def ratio(self) -> float:
+        """``total`` as a fraction of ``dense``."""
+        return self.total / self.dense if self.dense else 0.0
+
+    def __add__(self, other: MemoryUsage) -> MemoryUsage:
+        return MemoryUsage(
+            self.payload + other.payload,
+            self.index + other.index,
+            self.keyframes + other.keyframes,
+            self.other + other.other,
+            self.dense + other.dense,
+            {**self.codecs, **other.codecs},
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures, JSON-ready."""
+        return {**asdict(self), "codecs": dict(self.codecs), "total": self.total, "ratio": self.ratio}
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {format_bytes(getattr(self, name))}" for name in ("payload", "index", "keyframes", "other"))
+        methods = "; ".join(f"{key}: {method}" if key else method for key, method in self.codecs.items())
+        return (
+            f"{format_bytes(self.total)} ({self.ratio:.2%} of {format_bytes(self.dense)} dense): {parts} [{methods}]"
+        )
+
+
+def format_bytes(count: float) -> str:
+    """``1234567`` as ``"1.23 MB"``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
