@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -72,7 +73,8 @@ class ZstdCodec(Codec):
             return self
         n_samples = max(_SAMPLE_FACTOR * self.dictionary // rows.shape[1], 4)
         step = max(len(rows) // n_samples, 1)
-        rows = np.unique(rows[::step][:n_samples], axis=0)
+        samples = dict.fromkeys(row.tobytes() for row in rows[::step][:n_samples])
+        rows = np.frombuffer(b"".join(samples), np.uint8).reshape(len(samples), -1)
         held_out = np.arange(len(rows)) % 4 == 3
         untrained = replace(self, learnt=b"")
         tried = [untrained]
@@ -190,12 +192,12 @@ def _dictionaries(codec: ZstdCodec, rows: ByteRows) -> Iterator[bytes]:
     """Candidates: what zstd's trainer makes of ``rows``, long segments of them, and some as they are."""
     size = codec.dictionary
     samples = [row.tobytes() for row in rows]
-    for segment in ({}, {"k": min(max(rows.shape[1] // 4, 64), size // 4), "d": 6}):
-        try:
-            yield zstandard.train_dictionary(size, samples, level=codec.level, **segment).as_bytes()
-        except (zstandard.ZstdError, ValueError):
-            # too few samples, or too small or too much alike to learn from
-            continue
+    # zstd's trainer reads past the end of samples of a few bytes and dies; such rows need no dictionary
+    if rows.shape[1] >= 128 and len(rows) >= 8 and size >= 1024:
+        for segment in ({}, {"k": min(max(rows.shape[1] // 4, 64), size // 4), "d": 6}):
+            # the samples may yet be too much alike to learn from
+            with contextlib.suppress(zstandard.ZstdError):
+                yield zstandard.train_dictionary(size, samples, level=codec.level, **segment).as_bytes()
     n_whole = -(-size // rows.shape[1])
     content = rows[np.linspace(0, len(rows) - 1, n_whole, dtype=np.intp)].tobytes()[-size:]
     # what begins like a trained dictionary would be taken for one
