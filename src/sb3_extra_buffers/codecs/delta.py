@@ -72,17 +72,16 @@ class DeltaCodec(Codec):
         if not 1 <= self.frames <= 255:
             raise CodecOptionError(f"delta frames must be 1..255, got {self.frames}")
         if self.level > 1:
-            self.packer()
+            get_codec("zstd")  # says what to install
 
-    def packer(self) -> Codec | None:
-        """What compresses the differences of a whole segment; level 1 goes without where zstd is missing."""
-        if self.level == 1 and not is_available("zstd"):
-            return None
-        return get_codec("zstd", level=_LEVELS[self.level][1])
+    @property
+    def pack_level(self) -> int | None:
+        """zstd level for the differences of a whole segment; level 1 goes without where zstd is missing."""
+        return _LEVELS[self.level][1] if is_available("zstd") else None
 
     @property
     def pack_above(self) -> float:
-        """From how many frames' worth of bytes on a segment is put through `packer`."""
+        """From how many frames' worth of bytes on a segment is packed."""
         return _LEVELS[self.level][2]
 
     def describe(self) -> str:

@@ -305,9 +305,9 @@ def join_stack(frames: npt.NDArray[np.uint8], observations: npt.NDArray[np.uint8
 
 def read_frames(
     state: FrameState,
-    ids: npt.NDArray[np.int64],  # [row, frame]
-    targets: Ints,  # [row, frame]: where each frame goes in out
-    out: Bytes,
+    slots: npt.NDArray[np.int32],  # [cell, stack]: frame ids + 1
+    sets: Ints,  # [set, row]: cells; those of one row have frames in common
+    out: Bytes,  # [set, row, stack, byte]
     size: int,
     per_segment: int,
     wide: bool,
@@ -315,7 +315,9 @@ def read_frames(
     stop: int,
 ) -> int:
     """Decode rows ``first`` to ``stop`` into ``out``; return -1, or a segment that is damaged."""
-    flat, places = ids[first:stop].ravel(), targets[first:stop].ravel()
+    n_sets, n_rows = sets.shape
+    flat = slots[sets[:, first:stop]].astype(np.int64).ravel() - 1
+    places = np.arange(n_sets * n_rows * slots.shape[1]).reshape(n_sets, n_rows, -1)[:, first:stop].ravel() * size
     columns = np.arange(size)
     zero = flat < 0
     if zero.any():

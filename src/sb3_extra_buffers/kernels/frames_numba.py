@@ -272,7 +272,7 @@ def _apply(source: Any, at: int, end: int, row: Any, size: int, a: Any, b: Any, 
 
 @njit(**_OPTIONS)
 def read_frames(
-    state: Any, ids: Any, targets: Any, out: Any, size: int, per_segment: int, wide: bool, first: int, stop: int
+    state: Any, slots: Any, sets: Any, out: Any, size: int, per_segment: int, wide: bool, first: int, stop: int
 ) -> int:
     """Decode rows ``first`` to ``stop``, each one's segments walked once from front to back."""
     n_tops = (size + BLOCK - 1) // BLOCK
@@ -280,25 +280,32 @@ def read_frames(
     values = np.empty(n_tops * BLOCK + 8, np.uint8)
     a = np.empty(n_tops * (BLOCK // 8) + 8, np.int32)
     b = np.empty(n_tops * (BLOCK // 64) + 8, np.int32)
-    n_frames = ids.shape[1]
-    order = np.empty(n_frames, np.int64)
+    n_sets, n_rows = sets.shape
+    stack = slots.shape[1]
+    n_frames = n_sets * stack
+    ids = np.empty(n_frames, np.int64)
+    targets = np.empty(n_frames, np.int64)
     width = 4 if wide else 2
     room = state.stage.size // state.open_segments.size
     for r in range(first, stop):
+        # by id, so that frames of one segment come together and in order
         for i in range(n_frames):
+            frame_id = np.int64(slots[sets[i // stack, r], i % stack]) - 1
             j = i
-            while j > 0 and ids[r, order[j - 1]] > ids[r, i]:
-                order[j] = order[j - 1]
+            while j > 0 and ids[j - 1] > frame_id:
+                ids[j] = ids[j - 1]
+                targets[j] = targets[j - 1]
                 j -= 1
-            order[j] = i
+            ids[j] = frame_id
+            targets[j] = (((i // stack) * n_rows + r) * stack + i % stack) * size
         i = 0
-        while i < n_frames and ids[r, order[i]] < 0:
-            to = targets[r, order[i]]
+        while i < n_frames and ids[i] < 0:
+            to = targets[i]
             for byte in range(size):
                 out[to + byte] = 0
             i += 1
         while i < n_frames:
-            segment = ids[r, order[i]] // per_segment
+            segment = ids[i] // per_segment
             start = state.starts[segment]
             opened = start < 0
             if opened:
@@ -321,8 +328,8 @@ def read_frames(
                 for byte in range(size):
                     row[byte] = 0
             position = 0
-            while i < n_frames and ids[r, order[i]] // per_segment == segment:
-                wanted = ids[r, order[i]] % per_segment
+            while i < n_frames and ids[i] // per_segment == segment:
+                wanted = ids[i] % per_segment
                 if wanted >= count:
                     return segment
                 while position <= wanted:
@@ -337,7 +344,7 @@ def read_frames(
                         return segment
                     at += length
                     position += 1
-                copy_bytes(out, targets[r, order[i]], row, 0, size)
+                copy_bytes(out, targets[i], row, 0, size)
                 i += 1
     return -1
 

@@ -14,7 +14,7 @@ from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import CorruptPayloadError
 from sb3_extra_buffers.kernels import frame_kernels
 from sb3_extra_buffers.kernels.frames import NONE, PACKED, FrameState, scene_bytes
-from sb3_extra_buffers.stores.arena import zeros
+from sb3_extra_buffers.stores.arena import SLACK, zeros
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.usage import MemoryUsage
@@ -52,8 +52,9 @@ class FrameStore:
         self.delta = isinstance(codec, DeltaCodec)
         self.codecs = [codec]
         self.per_segment = codec.frames if isinstance(codec, DeltaCodec) else 1
-        self._packer = codec.packer() if isinstance(codec, DeltaCodec) else None
+        self._pack_level = codec.pack_level if isinstance(codec, DeltaCodec) else None
         self._pack_above = max(codec.pack_above * layout.frame_bytes, 64) if isinstance(codec, DeltaCodec) else 0
+        self._n_packed = 0
         self.heap = Heap(limit=heap_bytes, path=path)
         self.slots: npt.NDArray[np.int32] = zeros((n_cells, layout.stack), np.int32)
         self.n_streams = n_streams
@@ -252,6 +253,7 @@ class FrameStore:
         flags, packed = 0, self._pack(body)
         if packed is not None:
             flags, body = PACKED, np.frombuffer(packed, np.uint8)
+            self._n_packed += 1
         payload = np.concatenate([np.array([flags, count], np.uint8), lengths, body])
         self._drop_view()
         try:
@@ -269,9 +271,11 @@ class FrameStore:
 
     def _pack(self, body: npt.NDArray[np.uint8]) -> bytes | None:
         """The differences of a segment compressed together, where that is wanted and pays."""
-        if self._packer is None or body.size <= self._pack_above:
+        if self._pack_level is None or body.size <= self._pack_above:
             return None
-        packed = self._packer.encode(body.data)
+        from sb3_extra_buffers.codecs.packing import pack  # needs zstandard, as nothing else here does
+
+        packed = pack(body, self._pack_level)
         return packed if len(packed) < 0.75 * body.size else None
 
     def _add_scene(self, stream: int, segment: int, frame: npt.NDArray[np.uint8]) -> None:
@@ -310,6 +314,8 @@ class FrameStore:
             return
         scenes = state.scenes[dead]
         np.subtract.at(state.scene_refs, scenes[scenes >= 0], 1)
+        if self._n_packed:
+            self._n_packed -= int((state.heap[state.starts[dead]] == PACKED).sum())
         state.counts[dead] = 0
         state.recent_ids[np.isin(state.recent_ids // self.per_segment, dead) & (state.recent_ids >= 0)] = NONE
         unused = int(state.tallies[0])
@@ -336,7 +342,7 @@ class FrameStore:
         ids = ids[self._state.refs[ids] > 0]
         if not len(ids):
             return
-        frames = self._decode(ids[:, None].astype(np.int64))
+        frames = self._decode((ids[:, None] + 1).astype(np.int32), np.arange(len(ids))[None])
         moved: npt.NDArray[np.int32] = np.zeros((len(ids), 1), np.int32)
         self._write(moved, np.arange(len(ids)), np.full(len(ids), self.n_streams), frames[:, None])
         state = self._state
@@ -357,106 +363,88 @@ class FrameStore:
 
     def read(self, cells: Cells) -> ByteRows:
         """Decode ``cells`` (``[n]``, or ``[set, n]`` to walk shared segments once) into fresh rows."""
-        sets = cells.reshape(1, -1) if cells.ndim == 1 else cells
-        n_sets, n_rows = sets.shape
-        stack = self.layout.stack
-        ids = self.slots[sets].astype(np.int64) - 1  # [set, row, frame]
-        ids = ids.transpose(1, 0, 2).reshape(n_rows, n_sets * stack)
-        frames = self._decode(ids, n_sets)
-        rows = self.layout.join(frames.reshape(n_sets * n_rows, stack, self.layout.frame_bytes), self._kernels)
+        sets = np.ascontiguousarray(cells.reshape(1, -1) if cells.ndim == 1 else cells)
+        frames = self._decode(self.slots, sets)
+        rows = self.layout.join(frames.reshape(-1, self.layout.stack, self.layout.frame_bytes), self._kernels)
         return rows.reshape(*cells.shape, self.layout.spec.nbytes)
 
-    def _decode(self, ids: npt.NDArray[np.int64], n_sets: int = 1) -> npt.NDArray[np.uint8]:
-        """Frames of ``ids`` (``[row, set * frame]``) as ``[set, row, frame]`` rows of bytes."""
+    def _decode(self, slots: npt.NDArray[np.int32], sets: Cells) -> npt.NDArray[np.uint8]:
+        """The frames that ``slots`` names at ``sets`` (``[set, row]``), one after the other."""
         size = self.layout.frame_bytes
-        n_rows, width = ids.shape
-        stack = width // n_sets
-        out = np.empty(ids.size * size, np.uint8)
-        # where [row, set, frame] goes in [set, row, frame]
-        targets = np.arange(ids.size, dtype=np.int64).reshape(n_sets, n_rows, stack).transpose(1, 0, 2)
-        targets = np.ascontiguousarray(targets).reshape(n_rows, width)
         if not self.delta:
-            self._decode_bytes(ids.ravel(), targets.ravel(), out.reshape(-1, size))
-            return out.reshape(-1, size)
-        targets *= size
-        ids = np.ascontiguousarray(ids)
-        local, ids = self._unpacked(ids)
+            return self._decode_bytes(slots[sets].ravel() - 1)
+        out = np.empty(sets.size * slots.shape[1] * size, np.uint8)
+        local, slots, sets = self._unpacked(slots, sets) if self._n_packed else (self._state, slots, sets)
         tables = self._tables() if local is self._state else self._kernels.bind_state(local)
 
         def work(first: int, stop: int) -> int:
             return self._kernels.read_frames(
-                tables, ids, targets, out, size, self.per_segment, self._wide, first, stop
+                tables, slots, sets, out, size, self.per_segment, self._wide, first, stop
             )
 
-        parts = min(n_workers(), max(out.size // _SPLIT_BYTES, 1)) if self._kernels.compiled else 1
-        damaged = [segment for segment in run_split(work, n_rows, parts) if segment >= 0]
+        parts = min(n_workers(), out.size // _SPLIT_BYTES) if self._kernels.compiled else 1
+        damaged = [segment for segment in run_split(work, sets.shape[1], parts) if segment >= 0]
         if damaged:
             raise CorruptPayloadError(f"segment {damaged[0]} of the heap is damaged and cannot be decoded")
         return out.reshape(-1, size)
 
-    def _decode_bytes(
-        self, ids: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], out: ByteRows
-    ) -> None:
+    def _decode_bytes(self, ids: npt.NDArray[np.int32]) -> ByteRows:
         unique, inverse = np.unique(ids, return_inverse=True)
         known = unique[unique >= 0]
-        frames = np.zeros((len(unique), out.shape[1]), np.uint8)
-        offset = len(unique) - len(known)
+        zero = len(unique) - len(known)
+        frames = np.empty((len(unique), self.layout.frame_bytes), np.uint8)
+        frames[:zero] = 0
+        generations = self._generation[known]
         for generation, codec in enumerate(self.codecs):
-            mine = np.flatnonzero(self._generation[known] == generation)
-            if len(mine):
-                self._decode_payloads(codec, known[mine], frames, mine + offset)
-        out[targets] = frames[inverse]
+            mine = np.flatnonzero(generations == generation)
+            if len(mine) == len(known):
+                self._decode_payloads(codec, known, frames[zero:])
+            elif len(mine):
+                rows = np.empty((len(mine), self.layout.frame_bytes), np.uint8)
+                self._decode_payloads(codec, known[mine], rows)
+                frames[zero + mine] = rows
+        return frames.take(inverse, axis=0)
 
-    def _decode_payloads(
-        self, codec: Codec, segments: npt.NDArray[np.int64], frames: ByteRows, places: npt.NDArray[np.intp]
-    ) -> None:
+    def _decode_payloads(self, codec: Codec, segments: npt.NDArray[np.int32], rows: ByteRows) -> None:
         starts, lengths = self.heap.starts[segments], self.heap.lengths[segments].astype(np.int64)
-        together = len(places) == places[-1] - places[0] + 1
-        rows = frames[places[0] : places[-1] + 1] if together else np.empty((len(places), frames.shape[1]), np.uint8)
 
         def work(first: int, stop: int) -> None:
             part = slice(first, stop)
             codec.decode_heap(self.heap.data, starts[part], lengths[part], rows[part])
 
-        run_split(work, len(segments), n_workers() if len(segments) >= 32 else 1)
-        if not together:
-            frames[places] = rows
+        run_split(work, len(segments), n_workers() if rows.nbytes > _SPLIT_BYTES else 1)
 
-    def _unpacked(self, ids: npt.NDArray[np.int64]) -> tuple[FrameState, npt.NDArray[np.int64]]:
-        """Tables in which the segments that ``ids`` need are plain, and the ids under which they go there."""
+    def _unpacked(
+        self, slots: npt.NDArray[np.int32], sets: Cells
+    ) -> tuple[FrameState, npt.NDArray[np.int32], Cells]:
+        """Tables, slots and cells for the same frames in which every segment is plain."""
         state, per = self._state, self.per_segment
-        if self._packer is None:
-            return state, ids
-        packer = self._packer
+        ids = slots[sets] - 1
         segments, inverse = np.unique(ids // per, return_inverse=True)
         sealed = np.flatnonzero((segments >= 0) & (state.lengths[segments] > 0))
-        packed = sealed[state.heap[state.starts[segments[sealed]]] == PACKED]
-        if not len(packed):
-            return state, ids
+        flags = state.heap[state.starts[segments[sealed]]]
         width = 4 if self._wide else 2
-        bodies: list[npt.NDArray[np.uint8]] = [np.zeros(0, np.uint8)] * len(segments)
+        bodies = [np.zeros(0, np.uint8)] * len(segments)
 
         def work(first: int, stop: int) -> None:
-            for index in packed[first:stop]:
+            for index, packed in zip(sealed[first:stop], flags[first:stop], strict=True):
                 payload = np.frombuffer(self.heap.read(int(segments[index])), np.uint8)
-                bodies[index] = _inflate(payload, width, per, self.layout.frame_bytes, packer)
+                bodies[index] = _inflate(payload, width, per, self.layout.frame_bytes) if packed else payload
 
-        run_split(work, len(packed), n_workers() if len(packed) >= 8 else 1)
-        for index in sealed:
-            if not bodies[index].size:
-                bodies[index] = np.frombuffer(self.heap.read(int(segments[index])), np.uint8)
+        run_split(work, len(sealed), n_workers() if len(sealed) >= 16 else 1)
         lengths = np.array([body.size for body in bodies], np.int32)
         starts = np.cumsum(lengths, dtype=np.int64) - lengths
         # open segments stay where they are
         opened = (segments >= 0) & (lengths == 0)
         starts[opened] = state.starts[segments[opened]]
         local = state._replace(
-            heap=np.concatenate([*bodies, np.zeros(64, np.uint8)]),
+            heap=np.concatenate([*bodies, np.zeros(SLACK, np.uint8)]),
             starts=starts,
             lengths=lengths,
             scenes=state.scenes[segments],
         )
-        return local, np.where(ids < 0, ids, inverse.reshape(ids.shape) * per + ids % per)
+        renamed = np.where(ids < 0, 0, inverse.reshape(ids.shape) * per + ids % per + 1).astype(np.int32)
+        return local, renamed.reshape(sets.size, -1), np.arange(sets.size).reshape(sets.shape)
 
     # ---- the rest ----
 
@@ -601,7 +589,7 @@ def _lengthen(column: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
 
 
 def _inflate(
-    payload: npt.NDArray[np.uint8], width: int, per_segment: int, frame_bytes: int, packer: Codec
+    payload: npt.NDArray[np.uint8], width: int, per_segment: int, frame_bytes: int
 ) -> npt.NDArray[np.uint8]:
     """A packed segment as it was before it was packed."""
     count = int(payload[1]) if len(payload) > 2 else 0
@@ -612,8 +600,10 @@ def _inflate(
     if count and int(lengths.max()) > frame_bytes:
         raise CorruptPayloadError(f"a segment holds a frame of {lengths.max()} bytes where {frame_bytes} is the most")
     size = int(lengths.sum(dtype=np.int64))
+    from sb3_extra_buffers.codecs.packing import unpack  # needs zstandard, as nothing else here does
+
     plain = np.empty(at + size, np.uint8)
     plain[:at] = payload[:at]
     plain[0] = 0
-    packer.decode_into(payload[at:].data, plain[at:].data)
+    plain[at:] = np.frombuffer(unpack(payload[at:], size), np.uint8)
     return plain
