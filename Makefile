@@ -1,0 +1,50 @@
+# make demo | test | check | bench | docs: each prepares the environment it needs.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# what must work with none of the optional packages installed
+MINIMAL := $(wildcard tests/codecs tests/kernels tests/stores tests/compressed tests/public_api)
+PYTEST := $(BIN)/python -m pytest -n 2 -q
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench docs format clean
+
+help:
+	@echo "make demo    see it work beside NumPy on a real game"
+	@echo "make test    the tests, with every optional package and then with none"
+	@echo "make check   lint, format and types"
+	@echo "make bench   measure, then write docs/ from the measurements"
+	@echo "make docs    write docs/ from the measurements already made"
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[fast,extra,vizdoom,dev]'
+	touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(PYTEST)
+	PYTHONPATH=tests/no_extras $(PYTEST) $(MINIMAL)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.render
+
+docs: $(READY)
+	$(BIN)/python -m benchmarks.render
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
