@@ -100,7 +100,7 @@ class Codec(ABC):
     ) -> None:
         """Decode ``heap[starts[i]:starts[i] + lengths[i]]`` into ``out[i]``."""
         check_segments(heap, starts, lengths, out)
-        view = memoryview(heap)
+        view = heap.data
         for start, length, row in zip(starts.tolist(), lengths.tolist(), out, strict=True):
             self.decode_into(view[start : start + length], row.data)
 

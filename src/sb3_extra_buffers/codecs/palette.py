@@ -120,21 +120,22 @@ class PaletteCodec(Codec):
             raise CorruptPayloadError(f"palette: a payload of kind {kind} for a row of {len(out)} bytes")
 
     def _inner(self, nbytes: int) -> Codec:
-        return _bound_inner(self.inner, nbytes // self.channels * (self.channels + 1) if self.channels else nbytes)
+        # the most it is given: an index for each pixel and as many colours
+        most = nbytes // self.channels * (self.channels + 1) if self.channels else nbytes
+        return _bound_inner(self.inner, most)
 
     def _colours(self, row: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
         """Each pixel as one number, its first byte the lowest."""
         pixels = np.zeros((len(row) // self.channels, 4), np.uint8)
-        for channel in range(self.channels):
-            pixels[:, channel] = row.reshape(self.channels, -1)[channel] if self.planar else row[channel :: self.channels]
+        planes = row.reshape(self.channels, -1) if self.planar else row.reshape(-1, self.channels).T
+        for channel, plane in enumerate(planes):
+            pixels[:, channel] = plane
         return pixels.view("<u4").reshape(-1)
 
     def _to_bytes(self, colours: npt.NDArray[np.uint32]) -> bytes:
         return colours.astype("<u4").view(np.uint8).reshape(-1, 4)[:, : self.channels].tobytes()
 
-    def _paint(
-        self, palette: npt.NDArray[np.uint8], indices: npt.NDArray[np.uint8], out: memoryview
-    ) -> None:
+    def _paint(self, palette: npt.NDArray[np.uint8], indices: npt.NDArray[np.uint8], out: memoryview) -> None:
         palette = palette.reshape(-1, self.channels)
         if indices.max() >= len(palette):
             raise CorruptPayloadError(f"palette: a pixel of colour {indices.max()} of {len(palette)}")
@@ -193,9 +194,7 @@ def _lookup(
 
 
 @lru_cache(maxsize=16)
-def _table(
-    learnt: bytes, channels: int
-) -> tuple[npt.NDArray[np.uint32], np.uint32, npt.NDArray[np.uint8]]:
+def _table(learnt: bytes, channels: int) -> tuple[npt.NDArray[np.uint32], np.uint32, npt.NDArray[np.uint8]]:
     """The palette, a factor that keeps its colours apart, and the index of each in its slot."""
     pixels = np.zeros((len(learnt) // channels, 4), np.uint8)
     pixels[:, :channels] = np.frombuffer(learnt, np.uint8).reshape(-1, channels)

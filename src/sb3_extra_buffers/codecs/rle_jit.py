@@ -74,7 +74,7 @@ def _readonly(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return view
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]  # numba has no types
+@numba.njit(nogil=True, cache=True)
 def _encode_row(row: Any, lengths: Any, values: Any) -> int:
     """Fill ``lengths`` and ``values``; return how many runs there are."""
     if row.size == 0:
@@ -94,7 +94,7 @@ def _encode_row(row: Any, lengths: Any, values: Any) -> int:
     return n_runs + 1
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]  # numba has no types
+@numba.njit(nogil=True, cache=True)
 def _decode_rows(heap: Any, starts: Any, lengths: Any, elem: int, run: int, out: Any) -> int:
     """Decode all rows; return the index of the first that is corrupt, or -1."""
     nbytes = out.shape[1]
@@ -104,7 +104,7 @@ def _decode_rows(heap: Any, starts: Any, lengths: Any, elem: int, run: int, out:
             return k
         at_run = starts[k]
         at_value = starts[k] + n_runs * run
-        end = 0  # of what is decoded so far
+        end = np.int64(0)  # of what is decoded so far
         for _ in range(n_runs):
             # payloads lie at any address, so words are put together from bytes
             length = np.uint64(heap[at_run])

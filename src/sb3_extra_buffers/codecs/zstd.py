@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ZstdCodec"]
 
+_EMPTY = b"\x01\x00\x00"  # the one block of a frame of nothing
 _MAX_CONTEXTS = 32  # a thread's; each is some 100 KiB
 _SAMPLE_FACTOR = 100  # sample bytes for each byte of dictionary, as zstd's documentation advises
 
@@ -101,6 +102,9 @@ class ZstdCodec(Codec):
 
     def decode_into(self, payload: memoryview, out: memoryview) -> None:
         header = _header(len(out))
+        if not len(out) and payload != _EMPTY:
+            # zstandard does not look at what follows a header that announces nothing
+            raise CorruptPayloadError(f"zstd: a payload of {len(payload)} bytes for a row of none")
         try:
             row = _context(_decompressor, self).decompress(header + payload, allow_extra_data=False)
         except zstandard.ZstdError as problem:
@@ -117,8 +121,10 @@ class ZstdCodec(Codec):
         # zstandard's own batch call allocates its result, which must then be copied row by row: no faster
         check_segments(heap, starts, lengths, out)
         nbytes = out.shape[1]
+        if not nbytes:
+            return Codec.decode_heap(self, heap, starts, lengths, out)
         header = _header(nbytes)
-        source, target, end = memoryview(heap), memoryview(out.reshape(-1)), 0
+        source, target, end = heap.data, out.reshape(-1).data, 0
         try:
             decompress = _context(_decompressor, self).decompress
             for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
