@@ -448,6 +448,25 @@ class FrameStore:
 
     # ---- the rest ----
 
+    def train(self, rows: ByteRows) -> None:
+        """Let the codec learn from ``rows``; before anything is written."""
+        frames = self.layout.split(rows, self._kernels).reshape(-1, self.layout.frame_bytes)
+        self.codecs = [self.codec.train(frames)]
+
+    def difference_bytes(self) -> tuple[int, int]:
+        """Bytes of all segments without frames that are whole, and the number of frames."""
+        state = self._state
+        opened = np.flatnonzero(state.open_segments >= 0)
+        room = state.stage.size // state.open_segments.size
+        width = 4 if self._wide else 2
+        nbytes, n_frames = self.heap.live_bytes, int(state.counts.sum())
+        for stream in opened:
+            begin = stream * room + 2
+            count = int(state.counts[state.open_segments[stream]])
+            lengths = state.stage[begin : begin + count * width].view("<u4" if self._wide else "<u2")
+            nbytes += int(lengths[lengths < self.layout.frame_bytes].sum(dtype=np.int64))
+        return nbytes, n_frames
+
     def clear(self) -> None:
         """Forget every observation; keep scenes, recent frames and what the codec has learnt."""
         state = self._state

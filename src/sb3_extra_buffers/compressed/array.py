@@ -1,0 +1,67 @@
+"""`CompressedArray`: a NumPy-like array of observations that keeps them compressed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.compressed.dtypes import codec_options, element_dtype
+from sb3_extra_buffers.stores.observation import ObservationStore
+from sb3_extra_buffers.stores.view import StoreView
+
+__all__ = ["CompressedArray"]
+
+
+class CompressedArray(StoreView):
+    """Behaves like an array of shape ``(*shape, *obs_shape)`` and holds it compressed, lossless.
+
+    The first axis is time: observations that follow each other along it are expected to be alike. Every index of the
+    remaining leading axes is a stream of its own, such as an environment.
+
+    Args:
+        shape: Leading axes, such as ``(n_steps, n_envs)`` or ``n_steps``.
+        obs_shape: Shape of one observation.
+        dtype: Its dtype; ``dtypes`` may name it instead.
+        dtypes: What `find_buffer_dtypes` returned.
+        compression_method: ``"auto"``, or a method such as ``"delta"``, ``"zstd-5"`` or ``"rle-jit"``.
+        compression_kwargs: Options of that method, such as ``{"dictionary": 16384}`` for ``"zstd"``.
+        decompression_kwargs: Options for reading; no method has any.
+        heap_bytes: The most bytes that payloads may take; beyond it, writing raises `HeapFullError`.
+        path: A file to keep the payloads in, instead of memory.
+
+    Example:
+        >>> frames = CompressedArray((1000, 4), (4, 84, 84), np.uint8)
+        >>> frames[0] = np.zeros((4, 4, 84, 84), np.uint8)
+        >>> frames[[0, 0], [1, 2]].shape
+        (2, 4, 84, 84)
+    """
+
+    def __init__(
+        self,
+        shape: int | Sequence[int],
+        obs_shape: int | Sequence[int] = (),
+        dtype: npt.DTypeLike | None = None,
+        dtypes: Mapping[str, Any] | None = None,
+        compression_method: str = "auto",
+        compression_kwargs: Mapping[str, Any] | None = None,
+        decompression_kwargs: Mapping[str, Any] | None = None,
+        heap_bytes: int | None = None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        lead = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+        per_obs = (obs_shape,) if isinstance(obs_shape, (int, np.integer)) else tuple(obs_shape)
+        spec = ObsSpec(per_obs, element_dtype(dtype, dtypes))
+        store = ObservationStore(
+            spec,
+            n_streams=max(int(np.prod(lead[1:], dtype=np.int64)), 1),
+            method=compression_method,
+            options=codec_options(compression_method, compression_kwargs, decompression_kwargs),
+            heap_bytes=heap_bytes,
+            path=path,
+        )
+        super().__init__(store, lead)

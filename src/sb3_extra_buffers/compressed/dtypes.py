@@ -1,0 +1,111 @@
+"""The documented helpers around buffer dtypes and what is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.codecs.registry import get_codec, is_available, parse_method
+from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.errors import CodecOptionError, SpecMismatchError
+
+__all__ = ["find_buffer_dtypes", "find_smallest_dtype", "has_igzip", "has_lz4", "has_numba", "has_zstd", "init_jit"]
+
+
+def find_smallest_dtype(max_val: int, signed: bool = False, fallback: npt.DTypeLike = np.float32) -> np.dtype[Any]:
+    """The smallest integer dtype that holds ``max_val``, or ``fallback`` if none does."""
+    kinds = (np.int8, np.int16, np.int32, np.int64) if signed else (np.uint8, np.uint16, np.uint32, np.uint64)
+    for kind in kinds:
+        limits = np.iinfo(kind)
+        if limits.min <= max_val <= limits.max:
+            return np.dtype(kind)
+    return np.dtype(fallback)
+
+
+def find_buffer_dtypes(
+    obs_shape: int | tuple[int, ...],
+    elem_dtype: npt.DTypeLike = np.uint8,
+    compression_method: str = "rle",
+) -> dict[str, np.dtype[Any]]:
+    """Dtypes for the buffers' ``dtypes`` argument; compiles the method's code if it needs that.
+
+    Call it before worker processes start, so that they inherit what was compiled.
+    """
+    n_elements = int(np.prod(obs_shape, dtype=np.int64))
+    init_jit(compression_method=compression_method, obs_shape=obs_shape, elem_dtype=elem_dtype)
+    return {"elem_type": np.dtype(elem_dtype), "runs_type": find_smallest_dtype(n_elements)}
+
+
+def init_jit(
+    compression_method: str = "rle-jit",
+    obs_shape: int | tuple[int, ...] = (84, 84),
+    elem_dtype: npt.DTypeLike = np.uint8,
+) -> None:
+    """Compile what ``compression_method`` needs now instead of at the first observation."""
+    shape = (obs_shape,) if isinstance(obs_shape, int) else tuple(obs_shape)
+    spec = ObsSpec(shape, np.dtype(elem_dtype))
+    if compression_method == "auto" or parse_method(compression_method)[0] == "delta":
+        if has_numba():
+            _compile_frame_kernels()
+        return
+    codec = get_codec(compression_method).bind(spec)
+    row = np.zeros((1, spec.nbytes), np.uint8)
+    payload = codec.encode_batch(row)
+    codec.decode_batch([memoryview(payload[0])], row)
+
+
+def _compile_frame_kernels() -> None:
+    from sb3_extra_buffers.codecs.delta import DeltaCodec
+    from sb3_extra_buffers.stores.frames import FrameStore
+    from sb3_extra_buffers.stores.layout import StackLayout
+
+    for axis in ("first", "last"):
+        layout = StackLayout(ObsSpec((2, 2), np.dtype(np.uint8)), 2, "first" if axis == "first" else "last")
+        store = FrameStore(layout, 2, 1, DeltaCodec())
+        cells = np.arange(2)
+        store.write(cells, np.zeros(2, np.int64), np.arange(8, dtype=np.uint8).reshape(2, 4))
+        store.read(cells)
+
+
+def has_numba() -> bool:
+    """Return whether numba (``rle-jit``, fast ``delta``) is installed."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def has_igzip() -> bool:
+    """Return whether python-isal (``igzip``) is installed."""
+    return is_available("igzip")
+
+
+def has_zstd() -> bool:
+    """Return whether the Zstandard backend is available."""
+    return is_available("zstd")
+
+
+def has_lz4() -> bool:
+    """Return whether python-lz4 (``lz4-frame``, ``lz4-block``) is installed."""
+    return is_available("lz4-frame")
+
+
+def element_dtype(dtype: npt.DTypeLike | None, dtypes: Mapping[str, Any] | None) -> np.dtype[Any]:
+    """The dtype that ``dtype`` or ``dtypes["elem_type"]`` names; uint8 where neither is given."""
+    named = None if dtypes is None else dtypes.get("elem_type")
+    if dtype is not None and named is not None and np.dtype(dtype) != np.dtype(named):
+        raise SpecMismatchError(f"dtype {np.dtype(dtype)} and dtypes['elem_type'] {np.dtype(named)} differ; give one")
+    chosen = dtype if dtype is not None else named
+    return np.dtype(np.uint8 if chosen is None else chosen)
+
+
+def codec_options(
+    method: str, compression: Mapping[str, Any] | None, decompression: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Options for the codec. Reading has none: what a payload needs to be read, it says itself."""
+    if decompression:
+        raise CodecOptionError(
+            f"{method!r} takes no decompression_kwargs, got {', '.join(map(repr, decompression))}; leave them out"
+        )
+    return dict(compression or {})

@@ -1,0 +1,245 @@
+"""Observations of one key: first collected, then stored as suits them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.codecs.registry import get_codec
+from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
+from sb3_extra_buffers.errors import CodecOptionError
+from sb3_extra_buffers.stores.arena import zeros
+from sb3_extra_buffers.stores.choice import Choice, choose, choose_unseen
+from sb3_extra_buffers.stores.frames import Cells, FrameStore
+from sb3_extra_buffers.stores.layout import StackLayout, find_layout
+from sb3_extra_buffers.stores.usage import MemoryUsage
+
+# observations looked at before anything is decided: enough to see a stack move, little enough to hold
+_TRIAL_BYTES = 4 << 20
+_TRIAL_ROWS = (16, 256)
+
+
+class DenseStore:
+    """Rows as they are, one after the other; pages appear as they are written."""
+
+    def __init__(self, nbytes: int, n_cells: int) -> None:
+        self.rows: ByteRows = zeros((n_cells, nbytes), np.uint8)
+
+    def write(self, cells: Cells, streams: Cells, rows: ByteRows) -> None:
+        self.rows[cells] = rows
+
+    def read(self, cells: Cells) -> ByteRows:
+        return self.rows[cells]
+
+    def add_cells(self, n_cells: int) -> None:
+        rows: ByteRows = zeros((len(self.rows) + n_cells, self.rows.shape[1]), np.uint8)
+        rows[: len(self.rows)] = self.rows
+        self.rows = rows
+
+    def clear(self) -> None:
+        self.rows = zeros(self.rows.shape, np.uint8)
+
+    def check(self) -> None:
+        """Nothing can disagree here."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"rows": np.array(self.rows)}
+
+
+class ObservationStore:
+    """Observations of one shape and dtype behind cells numbered from 0.
+
+    The first few are held as they come, until it is clear how they are stacked and, with ``auto``, which method
+    suits them; then they move to a `FrameStore` or stay dense, and all others follow. Reading gives the same bytes
+    at every moment. Unwritten cells read as zeros. One writer and many readers may use it at once.
+    """
+
+    def __init__(
+        self,
+        spec: ObsSpec,
+        n_streams: int = 1,
+        method: str = "auto",
+        options: Mapping[str, Any] | None = None,
+        heap_bytes: int | None = None,
+        path: str | os.PathLike[str] | None = None,
+        compiled: bool | None = None,
+    ) -> None:
+        self.spec = spec
+        self.n_streams = n_streams
+        self.method = method
+        self.options = dict(options or {})
+        self.n_cells = 0
+        self._heap_bytes = heap_bytes
+        self._path = None if path is None else Path(path)
+        self._compiled = compiled
+        self._lock = _new_lock()
+        self._pending: list[tuple[Cells, Cells, ByteRows]] = []
+        self._inner: FrameStore | DenseStore | None = None
+        self.choice: Choice | None = None
+        if method == "auto":
+            if self.options:
+                raise CodecOptionError(
+                    f"compression_method='auto' takes no options, got {', '.join(map(repr, self.options))}; "
+                    "name a method to use them"
+                )
+            self.choice = choose_unseen(spec)
+        else:
+            codec = get_codec(method, **self.options).bind(spec)  # bad input is an error now, not at step 3,000,000
+            self.choice = Choice("none" if codec.codec_id == "none" else method, "")
+        if spec.nbytes == 0:
+            self.choice = Choice("none", "observations of no bytes")
+        self._dense = self.choice is not None and self.choice.method == "none"
+
+    def add_cells(self, n_cells: int) -> int:
+        """Append ``n_cells`` unwritten cells; return the number of the first."""
+        with self._lock:
+            first, self.n_cells = self.n_cells, self.n_cells + n_cells
+            if self._inner is not None:
+                self._inner.add_cells(n_cells)
+            elif self._dense:
+                self._inner = DenseStore(self.spec.nbytes, self.n_cells)
+            return first
+
+    def write(self, cells: Cells, streams: Cells, rows: ByteRows) -> None:
+        """Store one row per cell; row ``i`` continues stream ``streams[i]``."""
+        with self._lock:
+            if self._inner is not None:
+                self._inner.write(cells, streams, rows)
+                return
+            self._pending.append((cells.copy(), streams.copy(), rows.copy()))
+            held = sum(len(pending) for pending, _, _ in self._pending)
+            least, most = _TRIAL_ROWS
+            enough = min(max(_TRIAL_BYTES // self.spec.nbytes, least), most, max(self.n_cells // 2, 1))
+            if held >= enough:
+                self._settle()
+
+    def read(self, cells: Cells) -> ByteRows:
+        """Decode ``cells``, of any shape ``[n]`` or ``[set, n]``, into fresh rows."""
+        with self._lock:
+            if self._inner is not None:
+                return self._inner.read(cells)
+            # the last row written to a cell is the one that counts
+            newest = {cell: row for written, _, rows in self._pending for cell, row in zip(written.tolist(), rows, strict=True)}
+            out = np.zeros((cells.size, self.spec.nbytes), np.uint8)
+            for place, cell in enumerate(cells.ravel().tolist()):
+                if cell in newest:
+                    out[place] = newest[cell]
+            return out.reshape(*cells.shape, self.spec.nbytes)
+
+    def settle(self) -> None:
+        """Decide now, on what there is."""
+        with self._lock:
+            if self._inner is None:
+                self._settle()
+
+    def _settle(self) -> None:
+        empty = np.zeros(0, np.int64)
+        cells = np.concatenate([empty, *(pending[0] for pending in self._pending)])
+        streams = np.concatenate([empty, *(pending[1] for pending in self._pending)])
+        rows = np.concatenate([np.zeros((0, self.spec.nbytes), np.uint8), *(pending[2] for pending in self._pending)])
+        layout = find_layout(self.spec, [rows[streams == stream] for stream in np.unique(streams)])
+        choice = self.choice
+        if choice is None and len(rows):
+            choice = choose(layout, cells, streams, rows, self.n_streams)
+        if choice is None:
+            return
+        inner: FrameStore | DenseStore
+        if choice.method == "none":
+            inner = DenseStore(self.spec.nbytes, self.n_cells)
+        else:
+            codec = get_codec(choice.method, **self.options).bind(layout.frame_spec)
+            kept = FrameStore(
+                layout, self.n_cells, self.n_streams, codec, self._heap_bytes, self._path, self._compiled
+            )
+            if codec.trainable:
+                kept.train(rows)
+            inner = kept
+        inner.write(cells, streams, rows)
+        # only now: an error on the way leaves the rows where they were
+        self.choice, self._inner, self._pending = choice, inner, []
+
+    def clear(self) -> None:
+        """Make every cell unwritten; what was decided stays."""
+        with self._lock:
+            self._pending = []
+            if self._inner is not None:
+                self._inner.clear()
+
+    @property
+    def layout(self) -> StackLayout | None:
+        """How observations are cut into frames, once that is known."""
+        return self._inner.layout if isinstance(self._inner, FrameStore) else None
+
+    def describe(self) -> str:
+        """The method in use and why."""
+        if self._inner is None or self.choice is None:
+            held = sum(len(pending) for pending, _, _ in self._pending)
+            return f"{self.method} (undecided after {held} observations)"
+        method = self._inner.codec.describe() if isinstance(self._inner, FrameStore) else "none"
+        return f"{method} ({self.choice.why})" if self.choice.why else method
+
+    def memory_usage(self) -> MemoryUsage:
+        """What is held, and what ``n_cells`` dense observations would take."""
+        with self._lock:
+            if isinstance(self._inner, FrameStore):
+                usage = self._inner.memory_usage()
+            elif self._inner is not None:
+                usage = MemoryUsage(payload=self._inner.rows.nbytes, index=0, keyframes=0, other=0, dense=0)
+            else:
+                pending = sum(rows.nbytes + cells.nbytes + streams.nbytes for cells, streams, rows in self._pending)
+                usage = MemoryUsage(payload=pending, index=0, keyframes=0, other=0, dense=0)
+            return replace(usage, dense=self.n_cells * self.spec.nbytes, codecs={"": self.describe()})
+
+    def check(self) -> None:
+        """Raise if anything inside disagrees."""
+        if self._inner is not None:
+            self._inner.check()
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            state = self.__dict__.copy()
+        del state["_lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = _new_lock()
+
+
+class _Lock:
+    """A lock that a forked child finds open, whoever held it in the parent."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+
+
+_locks: weakref.WeakSet[_Lock] = weakref.WeakSet()
+
+
+def _new_lock() -> _Lock:
+    lock = _Lock()
+    _locks.add(lock)
+    return lock
+
+
+def _open_all() -> None:
+    for lock in _locks:
+        lock._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_open_all)

@@ -1,0 +1,367 @@
+"""A store that indexes like the array it stands for."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.errors import SpecMismatchError
+from sb3_extra_buffers.stores.frames import Cells
+from sb3_extra_buffers.stores.observation import ObservationStore
+from sb3_extra_buffers.stores.usage import MemoryUsage
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_ALL = slice(None)
+
+
+class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
+    """Looks like an array of shape ``(*lead_shape, *obs_shape)``; holds payloads, never that array.
+
+    Reading gives fresh arrays, never views of the store: writing into a result changes nothing here. Views of the
+    same store differ in the table of cells alone, so `swapaxes` and `reshape` copy no observation.
+    """
+
+    def __init__(self, store: ObservationStore, lead_shape: Sequence[int], cells: Cells | None = None) -> None:
+        self.store = store
+        self.lead_shape = tuple(map(operator.index, lead_shape))
+        if cells is None:
+            self._first = store.add_cells(math.prod(self.lead_shape))
+        self._cells = cells
+        self._base = self._first if cells is None else 0
+
+    # ---- what an array tells of itself ----
+
+    @property
+    def obs_shape(self) -> tuple[int, ...]:
+        return self.store.spec.shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.lead_shape + self.obs_shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.store.spec.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held for these observations, not what a plain array would take (that is ``size * itemsize``).
+
+        Views of one store share what it holds, each in proportion to its cells.
+        """
+        share = math.prod(self.lead_shape) / max(self.store.n_cells, 1)
+        return round(self.store.memory_usage().total * share)
+
+    def memory_usage(self) -> MemoryUsage:
+        """What the store behind this view holds, by purpose."""
+        return self.store.memory_usage()
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of unsized object")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, {self.store.describe()})"
+
+    # ---- reading ----
+
+    def __getitem__(self, index: Any) -> Any:
+        cells, rest = self._locate(index)
+        if cells is None:
+            return self.__array__()[rest]
+        if rest is None:
+            return self._read(cells)
+        return self._read(cells)[rest]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[step] for step in range(len(self)))
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        if copy is False:
+            raise ValueError("compressed observations cannot become an array without a copy")
+        array = self._read(self._table())
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        plain = [np.asarray(value) if isinstance(value, StoreView) else value for value in inputs]
+        if any(isinstance(value, StoreView) for value in kwargs.get("out", ())):
+            return NotImplemented
+        return getattr(ufunc, method)(*plain, **kwargs)
+
+    def copy(self) -> npt.NDArray[Any]:
+        """All of it as a plain array."""
+        return self.__array__()
+
+    def astype(self, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """All of it as a plain array of another dtype."""
+        return self.__array__().astype(dtype)
+
+    def read_with(self, others: Sequence[StoreView], index: Any) -> list[npt.NDArray[Any]]:
+        """``[self[index], *(other[index] for other in others)]``, frames they share decoded once.
+
+        ``index`` selects observations, not parts of them; ``others`` are views of the same store.
+        """
+        tables = [self._whole(index), *(other._whole(index) for other in others)]
+        if any(other.store is not self.store for other in others):
+            raise SpecMismatchError("views of different stores cannot be read together")
+        rows = self.store.read(np.stack([cells.ravel() for cells in tables]))
+        return [
+            self.store.spec.from_rows(part).reshape(*cells.shape, *self.obs_shape)
+            for part, cells in zip(rows, tables, strict=True)
+        ]
+
+    def _whole(self, index: Any) -> Cells:
+        cells, rest = self._locate(index)
+        if cells is None or rest is not None:
+            raise IndexError(f"{index!r} selects parts of observations; index those after reading")
+        return cells
+
+    def _read(self, cells: Cells) -> npt.NDArray[Any]:
+        spec = self.store.spec
+        rows = self.store.read(np.ascontiguousarray(cells).reshape(-1))
+        return spec.from_rows(rows).reshape(*cells.shape, *spec.shape)
+
+    # ---- writing ----
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        cells, rest = self._locate(index)
+        if rest is None and cells is not None:
+            batch = self._fit(value, cells.shape + self.obs_shape)
+            self._write(cells.reshape(-1), batch)
+            return
+        # part of some observations: read them, change that part, write them back
+        if cells is None:
+            cells, rest = self._table(), index
+        batch = self._read(cells)
+        part = batch[rest]
+        fitted = self._fit(value, part.shape)
+        batch[rest] = fitted
+        self._write(cells.reshape(-1), batch)
+
+    def _write(self, cells: Cells, batch: npt.NDArray[Any]) -> None:
+        spec = self.store.spec
+        rows = np.ascontiguousarray(batch).reshape(cells.size, spec.nbytes // max(spec.dtype.itemsize, 1))
+        self.store.write(cells, cells % self.store.n_streams, rows.view(np.uint8))
+
+    def _fit(self, value: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """``value`` as an array of ``shape`` and the store's dtype, or an error if that would change it."""
+        array = np.asarray(value)
+        if array.dtype != self.dtype:
+            array = _cast_exactly(array, self.dtype)
+        if array.shape != shape:
+            try:
+                array = np.broadcast_to(array, shape)
+            except ValueError:
+                # as NumPy does, forget leading axes of one
+                spare = array.ndim - len(shape)
+                if spare <= 0 or array.shape[:spare] != (1,) * spare:
+                    raise SpecMismatchError(
+                        f"cannot write an array of shape {array.shape} where {shape} is expected"
+                    ) from None
+                return self._fit(array.reshape(array.shape[spare:]), shape)
+        return array
+
+    def fill(self, value: Any) -> None:
+        """Set every element to ``value``."""
+        self[...] = value
+
+    # ---- other shapes of the same cells ----
+
+    def swapaxes(self, axis1: SupportsIndex, axis2: SupportsIndex) -> StoreView:
+        """This view with two of its leading axes exchanged."""
+        axes = [operator.index(axis) for axis in (axis1, axis2)]
+        axes = [axis + self.ndim if axis < 0 else axis for axis in axes]
+        if not all(0 <= axis < len(self.lead_shape) for axis in axes):
+            raise IndexError(
+                f"only the {len(self.lead_shape)} leading axes of {self.shape} can be exchanged, got {axis1}, {axis2}"
+            )
+        return self._with_cells(self._table().swapaxes(*axes))
+
+    def reshape(self, *shape: Any) -> StoreView:
+        """This view with other leading axes; those of an observation must stay as they are."""
+        wanted = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+        wanted = tuple(map(operator.index, wanted))
+        lead, tail = wanted[: len(wanted) - len(self.obs_shape)], wanted[len(wanted) - len(self.obs_shape) :]
+        if len(wanted) < len(self.obs_shape) or tail != self.obs_shape:
+            raise ValueError(f"cannot reshape {self.shape} into {wanted}: it must end in {self.obs_shape}")
+        return self._with_cells(self._table().reshape(lead))
+
+    def _with_cells(self, cells: Cells) -> StoreView:
+        return StoreView(self.store, cells.shape, cells)
+
+    def sibling(self) -> Self:
+        """Another array of the same shape whose frames are shared with this one's.
+
+        For what repeats this one, such as the next observations beside the observations.
+        """
+        if self._cells is not None:
+            raise ValueError("only an array that was not reshaped can have a sibling")
+        twin = object.__new__(type(self))
+        StoreView.__init__(twin, self.store, self.lead_shape)
+        return twin
+
+    # ---- indices ----
+
+    def _table(self) -> Cells:
+        if self._cells is not None:
+            return self._cells
+        count = math.prod(self.lead_shape)
+        return np.arange(self._base, self._base + count, dtype=np.int64).reshape(self.lead_shape)
+
+    def _locate(self, index: Any) -> tuple[Cells | None, Any]:
+        """Cells that ``index`` touches, and what is left to apply to their observations.
+
+        ``(cells, None)`` where whole observations are meant; ``(None, index)`` where only the whole array will do.
+        """
+        fast = self._locate_common(index)
+        if fast is not None:
+            return fast, None
+        parts = _expand(index if isinstance(index, tuple) else (index,), self.shape)
+        if parts is None:
+            return None, index
+        n_lead = len(self.lead_shape)
+        lead: list[Any] = []
+        axis = 0
+        while parts and axis < n_lead:
+            part = parts.pop(0)
+            lead.append(part)
+            axis += 0 if part is None else 1
+        while parts and parts[0] is None and not any(part is not _ALL and part is not None for part in parts):
+            break
+        if all(isinstance(part, slice) and part == _ALL for part in parts):
+            return self._table()[tuple(lead)], None
+        # an index into the observations as well: narrow the leading axes to what is used, keep NumPy's rules
+        table = self._table()
+        remapped: list[Any] = []
+        axis = 0
+        for part in lead:
+            if part is None:
+                remapped.append(None)
+                continue
+            used, local = _narrow(part, table.shape[axis])
+            table = np.take(table, used, axis=axis)
+            remapped.append(local)
+            axis += 1
+        return table, (*remapped, *parts)
+
+    def _locate_common(self, index: Any) -> Cells | None:
+        """The forms that SB3 and loops use, without building the table."""
+        if self._cells is not None or not self.lead_shape:
+            return None
+        if isinstance(index, (int, np.integer)) and not isinstance(index, (bool, np.bool_)):
+            n_steps = self.lead_shape[0]
+            step = int(index)
+            if not -n_steps <= step < n_steps:
+                raise IndexError(f"index {step} is out of bounds for axis 0 with size {n_steps}")
+            width = math.prod(self.lead_shape[1:])
+            begin = self._base + (step % n_steps) * width
+            cells = np.arange(begin, begin + width, dtype=np.int64)
+            return cells.reshape(self.lead_shape[1:])
+        if isinstance(index, tuple) and len(self.lead_shape) == 2 and len(index) >= 2:
+            steps, envs, *rest = index
+            if (
+                isinstance(steps, np.ndarray) and isinstance(envs, np.ndarray)
+                and steps.dtype.kind in "iu" and envs.dtype.kind in "iu" and steps.shape == envs.shape
+                and len(rest) <= len(self.obs_shape) and all(part is Ellipsis or part == _ALL for part in rest if isinstance(part, (slice, type(Ellipsis))))
+                and all(isinstance(part, (slice, type(Ellipsis))) for part in rest) and rest.count(Ellipsis) <= 1
+            ):  # fmt: skip
+                n_steps, n_envs = self.lead_shape
+                steps, envs = _wrap(steps, n_steps, 0), _wrap(envs, n_envs, 1)
+                return self._base + steps * n_envs + envs
+        return None
+
+
+def _wrap(indices: npt.NDArray[Any], size: int, axis: int) -> npt.NDArray[np.int64]:
+    """Indices counted from the front, or an error if one is outside."""
+    indices = indices.astype(np.int64, copy=False)
+    if indices.size:
+        low, high = int(indices.min()), int(indices.max())
+        if low < -size or high >= size:
+            raise IndexError(f"index {low if low < -size else high} is out of bounds for axis {axis} with size {size}")
+        if low < 0:
+            indices = np.where(indices < 0, indices + size, indices)
+    return indices
+
+
+def _expand(index: tuple[Any, ...], shape: tuple[int, ...]) -> list[Any] | None:
+    """One part per axis: ellipses written out, masks as positions. None for forms that need the array itself."""
+    parts: list[Any] = []
+    for part in index:
+        if part is None or part is Ellipsis or isinstance(part, slice):
+            parts.append(part)
+            continue
+        if isinstance(part, (bool, np.bool_)):
+            return None
+        array = np.asarray(part)
+        if array.dtype == np.bool_:
+            if array.ndim == 0:
+                return None
+            at = sum(1 if isinstance(p, (slice, int, np.ndarray)) else 0 for p in parts)
+            if Ellipsis in [p for p in parts if p is Ellipsis]:
+                return None
+            if array.shape != shape[at : at + array.ndim]:
+                raise IndexError(
+                    f"boolean index of shape {array.shape} does not match axes of {shape[at : at + array.ndim]}"
+                )
+            parts.extend(np.nonzero(array))
+        elif array.size == 0 and not isinstance(part, np.ndarray):
+            parts.append(array.astype(np.int64))
+        elif array.dtype.kind in "iu":
+            parts.append(operator.index(part) if array.ndim == 0 and not isinstance(part, np.ndarray) else array)
+        else:
+            raise IndexError(f"only integers, slices, masks, None and ... can index this, got {part!r}")
+    ellipses = [place for place, part in enumerate(parts) if part is Ellipsis]
+    if len(ellipses) > 1:
+        raise IndexError("an index can only have a single ellipsis ('...')")
+    n_axes = sum(part is not None and part is not Ellipsis for part in parts)
+    if n_axes > len(shape):
+        raise IndexError(f"too many indices: the array has {len(shape)} axes, {n_axes} were indexed")
+    filler = [_ALL] * (len(shape) - n_axes)
+    place = ellipses[0] if ellipses else len(parts)
+    return [*parts[:place], *filler, *parts[place + len(ellipses) :]]
+
+
+def _narrow(part: Any, size: int) -> tuple[npt.NDArray[np.int64], Any]:
+    """Positions of an axis that ``part`` uses, and ``part`` counted among those."""
+    if isinstance(part, slice):
+        return np.arange(size)[part], _ALL
+    positions = _wrap(np.asarray(part), size, 0)
+    used, local = np.unique(positions, return_inverse=True)
+    local = local.reshape(positions.shape)
+    return used, int(local) if isinstance(part, int) else local
+
+
+def _cast_exactly(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """``array`` as ``dtype`` if no value changes by it."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        cast = array.astype(dtype)
+        same = cast == array
+        if array.dtype.kind in "fc" and dtype.kind in "fc":
+            same |= np.isnan(array) & np.isnan(cast)
+    if not np.all(same):
+        first = np.argmin(same.ravel() if np.ndim(same) else [same])
+        raise SpecMismatchError(
+            f"{array.ravel()[first]!r} of dtype {array.dtype} is not a value of dtype {dtype}; "
+            "convert the observations before they are stored"
+        )
+    return cast
