@@ -1,0 +1,101 @@
+"""``zstd`` dictionaries: learnt when they help, carried along, never in the way."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from sb3_extra_buffers.codecs import Codec, codec_from_config, get_codec
+from tests.contracts.codec import check_round_trip
+
+zstandard = pytest.importorskip("zstandard", exc_type=ImportError)
+
+
+def scenes(n: int, nbytes: int = 2000) -> npt.NDArray[np.uint8]:
+    """Frames of one textured scene in which a few bytes change."""
+    rng = np.random.default_rng(0)
+    rows = np.repeat(rng.integers(0, 256, (1, nbytes), np.uint8), n, axis=0)
+    rows[np.arange(n), rng.integers(0, nbytes, n)] ^= 0x55
+    return rows
+
+
+def size(codec: Codec, rows: npt.NDArray[np.uint8]) -> int:
+    return sum(map(len, codec.encode_batch(rows)))
+
+
+def test_a_dictionary_makes_similar_rows_small() -> None:
+    rows = scenes(64)
+    codec = get_codec("zstd3", dictionary=4096)
+
+    trained = codec.train(rows[:32])
+
+    assert codec.trainable
+    assert size(trained, rows[32:]) < size(codec, rows[32:]) / 10
+    assert "dictionary" in trained.describe()
+    check_round_trip(trained, rows)
+
+
+def test_without_the_option_nothing_is_learnt() -> None:
+    codec = get_codec("zstd3")
+
+    assert not codec.trainable
+    assert codec.train(scenes(64)) == codec
+
+
+def test_a_dictionary_that_does_not_help_is_not_kept() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 500), np.uint8)
+    codec = get_codec("zstd3", dictionary=4096)
+
+    assert codec.train(noise) == codec
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 100, 127, 128, 5000])
+@pytest.mark.parametrize("n", [0, 1, 2, 8, 40])
+@pytest.mark.parametrize("dictionary", [1, 8, 300, 4096])
+def test_training_copes_with_whatever_it_is_given(n: int, nbytes: int, dictionary: int) -> None:
+    codec = get_codec("zstd", dictionary=dictionary)
+    for rows in (
+        np.zeros((n, nbytes), np.uint8),
+        scenes(n, nbytes) if nbytes else np.zeros((n, 0), np.uint8),
+    ):
+        trained = codec.train(rows)
+        check_round_trip(trained, rows)
+        assert len(getattr(trained, "learnt")) <= dictionary  # noqa: B009  # a Codec as such has none
+
+
+def test_training_again_replaces_the_dictionary() -> None:
+    first = get_codec("zstd3", dictionary=4096).train(scenes(32))
+    second = first.train(scenes(32) ^ np.uint8(0x3C))
+
+    assert first != second
+    check_round_trip(second, scenes(4))
+
+
+def test_a_trained_codec_is_read_back_from_its_configuration() -> None:
+    rows = scenes(40)
+    codec = get_codec("zstd3", dictionary=4096).train(rows)
+
+    again = codec_from_config("zstd", json.loads(json.dumps(codec.config())))
+
+    assert again == codec
+    assert again.encode_batch(rows) == codec.encode_batch(rows)
+
+
+def test_payloads_carry_no_header() -> None:
+    for nbytes in (0, 1, 255, 256, 65791, 65792, 2_000_000):
+        for level in (-100, 1, 9):
+            codec = get_codec("zstd", level=level)
+            payload = codec.encode(memoryview(bytes(nbytes)))
+            whole = zstandard.ZstdCompressor(level=level, write_checksum=False).compress(bytes(nbytes))
+            assert len(payload) <= len(whole) - 6
+            assert not payload.startswith(zstandard.FRAME_HEADER)
+
+
+def test_large_rows_with_a_dictionary_come_back() -> None:
+    rows = np.tile(scenes(8, 50_000), (1, 30))
+    codec = get_codec("zstd1", dictionary=16384).train(rows)
+
+    check_round_trip(codec, rows)
