@@ -33,8 +33,8 @@ Bytes = npt.NDArray[np.uint8]
 #: bytes of a row that one byte of ``top`` speaks for
 BLOCK = 4096
 
-# level: frames to a segment, zstd level for a segment's differences, above how many frames' worth of bytes
-_LEVELS = {1: (8, 1, 0.75), 2: (32, 3, 0.0), 3: (64, 9, 0.0)}
+# level: frames to a segment, zstd level for a segment's differences (0: LZ4 where that pays)
+_LEVELS = {1: (8, 0), 2: (32, 3), 3: (64, 9)}
 
 
 def top_bytes(nbytes: int) -> int:
@@ -55,8 +55,8 @@ class DeltaCodec(Codec):
     frame against the one before it, ``frames`` to a segment; the first one of a segment refers to
     a scene, a whole frame that many segments share.
 
-    Level 1 decodes fastest, and puts only segments in which much changes through zstd, if that is
-    installed. Levels 2 and 3 have longer segments and put all of them through zstd: less memory, slower reads.
+    Level 1 decodes fastest; it packs only segments in which much changes, with LZ4. Levels 2 and 3 have longer
+    segments and pack all of them with zstd: less memory, slower reads.
     """
 
     codec_id: ClassVar[str] = "delta"
@@ -75,14 +75,9 @@ class DeltaCodec(Codec):
             get_codec("zstd")  # says what to install
 
     @property
-    def pack_level(self) -> int | None:
-        """zstd level for the differences of a whole segment; level 1 goes without where zstd is missing."""
-        return _LEVELS[self.level][1] if is_available("zstd") else None
-
-    @property
-    def pack_above(self) -> float:
-        """From how many frames' worth of bytes on a segment is packed."""
-        return _LEVELS[self.level][2]
+    def pack_level(self) -> int:
+        """zstd level for the differences of a whole segment; 0 for LZ4, and only where much changes."""
+        return _LEVELS[self.level][1]
 
     def describe(self) -> str:
         return "delta" if self.level == 1 else f"delta{self.level}"

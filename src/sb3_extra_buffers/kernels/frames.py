@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.delta import encode_delta, padded, top_bytes
+from sb3_extra_buffers.kernels.lz4_block import pack_block  # noqa: F401  # one of the kernels
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -26,8 +27,9 @@ Ints = npt.NDArray[np.int64]
 ZERO = -1
 #: a place in a table that holds nothing
 NONE = -2
-#: flag of a segment whose differences were compressed together
-PACKED = 1
+#: flags of a segment whose differences were compressed together
+PACKED_ZSTD = 1
+PACKED_LZ4 = 2
 
 
 class FrameState(NamedTuple):

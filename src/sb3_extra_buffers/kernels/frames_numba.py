@@ -11,6 +11,8 @@ from numba.extending import overload, register_jitable
 
 from sb3_extra_buffers.codecs.delta import BLOCK
 from sb3_extra_buffers.kernels import frames as plain
+from sb3_extra_buffers.kernels import lz4_block
+from sb3_extra_buffers.kernels.frames import PACKED_LZ4
 from sb3_extra_buffers.kernels.intrinsics import (
     copy_bytes,
     count_ones,
@@ -198,6 +200,41 @@ def _encode(
     return end - at
 
 
+@overload(lz4_block.quad, jit_options=_OPTIONS)
+def _quad(source: Any, at: Any) -> Any:
+    def run(source: Any, at: Any) -> int:
+        return np.int64(load_word(source, at) & np.uint64(0xFFFFFFFF))
+
+    return run
+
+
+@overload(lz4_block.copy_ahead, jit_options=_OPTIONS)
+def _copy_ahead(target: Any, to: Any, source: Any, at: Any, count: Any) -> Any:
+    def run(target: Any, to: Any, source: Any, at: Any, count: Any) -> None:
+        for i in range(0, count, 8):
+            store_word(target, to + i, load_word(source, at + i))
+
+    return run
+
+
+@overload(lz4_block.repeat, jit_options=_OPTIONS)
+def _repeat(target: Any, to: Any, offset: Any, count: Any) -> Any:
+    def run(target: Any, to: Any, offset: Any, count: Any) -> None:
+        if offset >= 8:
+            for i in range(0, count, 8):
+                store_word(target, to + i, load_word(target, to + i - offset))
+        else:
+            for i in range(count):
+                target[to + i] = target[to + i - offset]
+
+    return run
+
+
+for _function in (lz4_block.put_length, lz4_block.put_sequence, lz4_block.unpack_block):
+    register_jitable(**_OPTIONS)(_function)
+pack_block = njit(**_OPTIONS)(lz4_block.pack_block)
+
+
 @njit(**_OPTIONS)
 def _ones_between(source: Any, begin: int, end: int) -> int:
     total = np.uint64(0)
@@ -271,6 +308,14 @@ def _apply(source: Any, at: int, end: int, row: Any, size: int, a: Any, b: Any, 
 
 
 @njit(**_OPTIONS)
+def _length(source: Any, table: int, position: int, width: int) -> int:
+    length = np.int64(0)
+    for byte in range(width):
+        length |= np.int64(source[table + position * width + byte]) << (8 * byte)
+    return length
+
+
+@njit(**_OPTIONS)
 def read_frames(
     state: Any, slots: Any, sets: Any, out: Any, size: int, per_segment: int, wide: bool, first: int, stop: int
 ) -> int:
@@ -287,6 +332,7 @@ def read_frames(
     targets = np.empty(n_frames, np.int64)
     width = 4 if wide else 2
     room = state.stage.size // state.open_segments.size
+    unpacked = np.empty(0, np.uint8)
     for r in range(first, stop):
         # by id, so that frames of one segment come together and in order
         for i in range(n_frames):
@@ -317,10 +363,25 @@ def read_frames(
                 source = state.heap
                 end = start + state.lengths[segment]
                 count = np.int64(source[start + 1])
-            at = start + 2 + count * width
-            if source[start] != 0 or at > end:
+            table = start + 2
+            at = table + count * width
+            if at > end:
                 return segment
             count = np.int64(source[start + 1])
+            body = source
+            if source[start] == PACKED_LZ4:
+                total = 0
+                for i_length in range(count):
+                    total += _length(source, table, i_length, width)
+                if total > per_segment * size:
+                    return segment
+                if unpacked.size == 0:
+                    unpacked = np.empty(per_segment * size + lz4_block.OVERRUN, np.uint8)
+                if not lz4_block.unpack_block(source, at, end, unpacked, total):
+                    return segment
+                body, at, end = unpacked, 0, total
+            elif source[start] != 0:
+                return segment
             scene = state.scenes[segment]
             if scene >= 0:
                 copy_bytes(row, 0, state.scene_rows, scene * plain.scene_bytes(size), size)
@@ -333,14 +394,12 @@ def read_frames(
                 if wanted >= count:
                     return segment
                 while position <= wanted:
-                    length = 0
-                    for byte in range(width):
-                        length |= np.int64(source[start + 2 + position * width + byte]) << (8 * byte)
+                    length = _length(source, table, position, width)
                     if length > size or at + length > end:
                         return segment
                     if length == size:
-                        copy_bytes(row, 0, source, at, size)
-                    elif length > 0 and not _apply(source, at, at + length, row, size, a, b, values):
+                        copy_bytes(row, 0, body, at, size)
+                    elif length > 0 and not _apply(body, at, at + length, row, size, a, b, values):
                         return segment
                     at += length
                     position += 1
@@ -353,24 +412,40 @@ def read_frames(
 def split_stack(observations: Any, frames: Any) -> None:
     n_rows, pixels, stack, unit = observations.shape
     for r in range(n_rows):
-        for j in range(stack):
-            if unit == 1:
-                for pixel in range(pixels):
-                    frames[r, j, pixel] = observations[r, pixel, j, 0]
-            else:
+        flat = observations[r].reshape(-1)
+        if stack == 4 and unit == 1:
+            # the common case, spelled out so that the compiler can vectorise it
+            a, b, c, d = frames[r, 0], frames[r, 1], frames[r, 2], frames[r, 3]
+            for pixel in range(pixels):
+                a[pixel] = flat[4 * pixel]
+                b[pixel] = flat[4 * pixel + 1]
+                c[pixel] = flat[4 * pixel + 2]
+                d[pixel] = flat[4 * pixel + 3]
+        else:
+            for j in range(stack):
+                frame = frames[r, j]
                 for pixel in range(pixels):
                     for byte in range(unit):
-                        frames[r, j, pixel * unit + byte] = observations[r, pixel, j, byte]
+                        frame[pixel * unit + byte] = flat[(pixel * stack + j) * unit + byte]
 
 
 @njit(**_OPTIONS)
 def join_stack(frames: Any, observations: Any) -> None:
     n_rows, pixels, stack, unit = observations.shape
     for r in range(n_rows):
-        for pixel in range(pixels):
-            for j in range(stack):
-                for byte in range(unit):
-                    observations[r, pixel, j, byte] = frames[r, j, pixel * unit + byte]
+        flat = observations[r].reshape(-1)
+        if stack == 4 and unit == 1:
+            a, b, c, d = frames[r, 0], frames[r, 1], frames[r, 2], frames[r, 3]
+            for pixel in range(pixels):
+                flat[4 * pixel] = a[pixel]
+                flat[4 * pixel + 1] = b[pixel]
+                flat[4 * pixel + 2] = c[pixel]
+                flat[4 * pixel + 3] = d[pixel]
+        else:
+            for pixel in range(pixels):
+                for j in range(stack):
+                    for byte in range(unit):
+                        flat[(pixel * stack + j) * unit + byte] = frames[r, j, pixel * unit + byte]
 
 
 write_frames = njit(**_OPTIONS)(plain.write_frames)

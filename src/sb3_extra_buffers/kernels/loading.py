@@ -14,6 +14,7 @@ class FrameKernels(NamedTuple):
     bind_state: Callable[..., Any]
     write_frames: Callable[..., int]
     read_frames: Callable[..., int]
+    pack_block: Callable[..., int]
     split_stack: Callable[..., None]
     join_stack: Callable[..., None]
     compiled: bool

@@ -13,7 +13,8 @@ from sb3_extra_buffers.codecs.delta import BLOCK, DeltaCodec, padded
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import CorruptPayloadError
 from sb3_extra_buffers.kernels import frame_kernels
-from sb3_extra_buffers.kernels.frames import NONE, PACKED, FrameState, scene_bytes
+from sb3_extra_buffers.kernels.frames import NONE, PACKED_LZ4, PACKED_ZSTD, FrameState, scene_bytes
+from sb3_extra_buffers.kernels.lz4_block import OVERRUN, TABLE, unpack_block
 from sb3_extra_buffers.stores.arena import SLACK, zeros
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -23,6 +24,9 @@ from sb3_extra_buffers.stores.workers import n_workers, run_split
 Cells = npt.NDArray[np.int64]
 
 _POOL = 8
+# a segment is heavy when its differences would fill this many frames; packing pays when this much is left
+_HEAVY = 0.5
+_PAYS = 0.75
 # bytes of output below which another thread costs more than it saves
 _SPLIT_BYTES = 2 << 20
 
@@ -49,17 +53,18 @@ class FrameStore:
         compiled: bool | None = None,
     ) -> None:
         self.layout = layout
+        self._compiled = compiled
+        self._kernels = frame_kernels(compiled)
         self.delta = isinstance(codec, DeltaCodec)
         self.codecs = [codec]
         self.per_segment = codec.frames if isinstance(codec, DeltaCodec) else 1
-        self._pack_level = codec.pack_level if isinstance(codec, DeltaCodec) else None
-        self._pack_above = max(codec.pack_above * layout.frame_bytes, 64) if isinstance(codec, DeltaCodec) else 0
+        self._pack_level = codec.pack_level if isinstance(codec, DeltaCodec) else 0
+        # segments that the read kernel cannot unpack by itself, and how they are marked
+        self._packed_flags = (PACKED_ZSTD,) if self._kernels.compiled else (PACKED_ZSTD, PACKED_LZ4)
         self._n_packed = 0
         self.heap = Heap(limit=heap_bytes, path=path)
         self.slots: npt.NDArray[np.int32] = zeros((n_cells, layout.stack), np.int32)
         self.n_streams = n_streams
-        self._compiled = compiled
-        self._kernels = frame_kernels(compiled)
         self._wide = layout.frame_bytes > 0xFFFF
         self._n_fresh = 0
         self._next_clean = 4096
@@ -250,10 +255,8 @@ class FrameStore:
         if whole:
             lengths[:width] = 0
             frame, body = body[: self.layout.frame_bytes], body[self.layout.frame_bytes :]
-        flags, packed = 0, self._pack(body)
-        if packed is not None:
-            flags, body = PACKED, np.frombuffer(packed, np.uint8)
-            self._n_packed += 1
+        flags, body = self._pack(body)
+        self._n_packed += flags in self._packed_flags
         payload = np.concatenate([np.array([flags, count], np.uint8), lengths, body])
         self._drop_view()
         try:
@@ -269,14 +272,19 @@ class FrameStore:
         if state.live[segment] == 0:
             self._free(np.array([segment]))
 
-    def _pack(self, body: npt.NDArray[np.uint8]) -> bytes | None:
-        """The differences of a segment compressed together, where that is wanted and pays."""
-        if self._pack_level is None or body.size <= self._pack_above:
-            return None
-        from sb3_extra_buffers.codecs.packing import pack  # needs zstandard, as nothing else here does
+    def _pack(self, body: npt.NDArray[np.uint8]) -> tuple[int, npt.NDArray[np.uint8]]:
+        """The differences of a segment, compressed together where that is wanted and pays, and which way."""
+        flags, packed = 0, body
+        if self._pack_level:
+            from sb3_extra_buffers.codecs.packing import pack  # needs zstandard, as nothing else here does
 
-        packed = pack(body, self._pack_level)
-        return packed if len(packed) < 0.75 * body.size else None
+            flags, packed = PACKED_ZSTD, np.frombuffer(pack(body, self._pack_level), np.uint8)
+        elif body.size > _HEAVY * self.layout.frame_bytes and self._kernels.compiled:
+            target = np.empty(body.size, np.uint8)
+            source = np.concatenate([body, np.zeros(SLACK, np.uint8)])
+            length = self._kernels.pack_block(source, body.size, target, np.empty(TABLE, np.int32))
+            flags, packed = PACKED_LZ4, target[: length or body.size]
+        return (flags, packed) if packed.size < _PAYS * body.size else (0, body)
 
     def _add_scene(self, stream: int, segment: int, frame: npt.NDArray[np.uint8]) -> None:
         state = self._state
@@ -315,7 +323,7 @@ class FrameStore:
         scenes = state.scenes[dead]
         np.subtract.at(state.scene_refs, scenes[scenes >= 0], 1)
         if self._n_packed:
-            self._n_packed -= int((state.heap[state.starts[dead]] == PACKED).sum())
+            self._n_packed -= int(np.isin(state.heap[state.starts[dead]], self._packed_flags).sum())
         state.counts[dead] = 0
         state.recent_ids[np.isin(state.recent_ids // self.per_segment, dead) & (state.recent_ids >= 0)] = NONE
         unused = int(state.tallies[0])
@@ -570,6 +578,9 @@ class FrameStore:
         self._state = FrameState(**columns)
         self._bound = None
         self._sync()
+        self._packed_flags = (PACKED_ZSTD,) if self._kernels.compiled else (PACKED_ZSTD, PACKED_LZ4)
+        sealed = np.flatnonzero(self._state.lengths) if self.delta else []
+        self._n_packed = int(np.isin(self.heap.data[self.heap.starts[sealed]], self._packed_flags).sum())
 
 
 class _Average:
@@ -619,10 +630,16 @@ def _inflate(
     if count and int(lengths.max()) > frame_bytes:
         raise CorruptPayloadError(f"a segment holds a frame of {lengths.max()} bytes where {frame_bytes} is the most")
     size = int(lengths.sum(dtype=np.int64))
-    from sb3_extra_buffers.codecs.packing import unpack  # needs zstandard, as nothing else here does
-
     plain = np.empty(at + size, np.uint8)
     plain[:at] = payload[:at]
     plain[0] = 0
-    plain[at:] = np.frombuffer(unpack(payload[at:], size), np.uint8)
+    if payload[0] == PACKED_ZSTD:
+        from sb3_extra_buffers.codecs.packing import unpack  # needs zstandard, as nothing else here does
+
+        plain[at:] = np.frombuffer(unpack(payload[at:], size), np.uint8)
+    else:
+        body = np.empty(size + OVERRUN, np.uint8)
+        if not unpack_block(payload, at, len(payload), body, size):
+            raise CorruptPayloadError(f"a segment of {len(payload)} bytes is not an LZ4 block of {size}")
+        plain[at:] = body[:size]
     return plain
