@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -212,7 +211,8 @@ class Heap:
         state = self.__dict__.copy()
         if self.path is None:
             # only what is in use travels, not the arena's free space
-            packed = copy.copy(self)
+            packed = object.__new__(type(self))
+            packed.__dict__.update(state)
             packed.starts, packed._numbers = self.starts.copy(), self._numbers.copy()
             packed._repack(0)
             state = packed.__dict__.copy()
