@@ -319,7 +319,8 @@ def read_frames(
     """Decode rows ``first`` to ``stop`` into ``out``; return -1, or a segment that is damaged."""
     n_sets, n_rows = sets.shape
     flat = slots[sets[:, first:stop]].astype(np.int64).ravel() - 1
-    places = np.arange(n_sets * n_rows * slots.shape[1]).reshape(n_sets, n_rows, -1)[:, first:stop].ravel() * size
+    places = np.arange(n_sets * n_rows * slots.shape[1]).reshape(n_sets, n_rows, slots.shape[1])
+    places = places[:, first:stop].ravel() * size
     columns = np.arange(size)
     zero = flat < 0
     if zero.any():
