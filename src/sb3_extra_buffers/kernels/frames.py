@@ -170,6 +170,28 @@ def write_frames(
     return n_rows
 
 
+def write_frames_twice(
+    state: FrameState,
+    slots: npt.NDArray[np.int32],
+    frames: npt.NDArray[np.uint8],
+    more_frames: npt.NDArray[np.uint8],
+    streams: Ints,
+    cells: Ints,
+    more_cells: Ints,
+    first: int,
+    per_segment: int,
+    wide: bool,
+) -> int:
+    """`write_frames` with ``delta`` for two batches, one after the other, in a single call."""
+    n_rows = frames.shape[0]
+    if first < n_rows:
+        first = write_frames(state, slots, frames, streams, cells, first, per_segment, True, wide)
+        if first < n_rows:
+            return first
+    first -= n_rows
+    return n_rows + write_frames(state, slots, more_frames, streams, more_cells, first, per_segment, True, wide)
+
+
 def drop_frame(state: FrameState, frame_id: int, per_segment: int) -> None:
     """Take back one reference; a segment that lost its last one is listed in ``state.freed``."""
     if frame_id < 0:
@@ -255,8 +277,8 @@ def set_length(stage: Bytes, table: int, position: int, length: int, wide: bool)
 def is_same(
     frames: npt.NDArray[np.uint8], row: int, j: int, recent: npt.NDArray[np.uint8], stream: int, place: int
 ) -> bool:
-    frame = frames[row, j]
-    return bool(np.array_equal(frame, recent[stream, place, : frame.size]))
+    # two copies and a memcmp: half the time of np.array_equal on a frame
+    return frames[row, j].tobytes() == recent[stream, place, : frames.shape[2]].tobytes()
 
 
 def is_zero(frames: npt.NDArray[np.uint8], row: int, j: int) -> bool:

@@ -449,3 +449,5 @@ def join_stack(frames: Any, observations: Any) -> None:
 
 
 write_frames = njit(**_OPTIONS)(plain.write_frames)
+register_jitable(**_OPTIONS)(plain.write_frames)
+write_frames_twice = njit(**_OPTIONS)(plain.write_frames_twice)

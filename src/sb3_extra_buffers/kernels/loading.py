@@ -13,6 +13,7 @@ class FrameKernels(NamedTuple):
 
     bind_state: Callable[..., Any]
     write_frames: Callable[..., int]
+    write_frames_twice: Callable[..., int]
     read_frames: Callable[..., int]
     pack_block: Callable[..., int]
     split_stack: Callable[..., None]

@@ -40,3 +40,12 @@ def zeros(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any
     shape = (shape,) if isinstance(shape, int) else shape
     count = int(np.prod(shape, dtype=np.int64))
     return np.frombuffer(map_bytes(count * kind.itemsize), kind, count).reshape(shape)
+
+
+def touched_bytes(array: npt.NDArray[Any]) -> int:
+    """Bytes of the pages of an array made by `zeros` that hold anything."""
+    flat = array.reshape(-1).view(np.uint8)
+    whole = flat[: flat.size // mmap.PAGESIZE * mmap.PAGESIZE].reshape(-1, mmap.PAGESIZE)
+    pages = sum(int(whole[i : i + 1024].any(axis=1).sum()) for i in range(0, len(whole), 1024))
+    rest = flat[whole.size :]
+    return pages * mmap.PAGESIZE + (rest.size if rest.any() else 0)

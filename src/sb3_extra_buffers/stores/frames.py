@@ -15,7 +15,7 @@ from sb3_extra_buffers.errors import CorruptPayloadError
 from sb3_extra_buffers.kernels import frame_kernels
 from sb3_extra_buffers.kernels.frames import NONE, PACKED_LZ4, PACKED_ZSTD, FrameState, scene_bytes
 from sb3_extra_buffers.kernels.lz4_block import OVERRUN, TABLE, unpack_block
-from sb3_extra_buffers.stores.arena import SLACK, zeros
+from sb3_extra_buffers.stores.arena import SLACK, touched_bytes, zeros
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.usage import MemoryUsage
@@ -115,34 +115,66 @@ class FrameStore:
         """Store one row per cell. ``streams`` names the stream that each row continues."""
         self._write(self.slots, cells, streams, self.layout.split(rows, self._kernels))
 
-    def _write(
-        self, slots: npt.NDArray[np.int32], cells: Cells, streams: Cells, frames: npt.NDArray[np.uint8]
+    def write_twice(
+        self, cells: Cells, more_cells: Cells, streams: Cells, rows: ByteRows, more_rows: ByteRows
     ) -> None:
-        needed = frames.shape[0] * frames.shape[1]
-        if self._state.freed.size < needed:
-            self._replace(
-                freed=np.zeros(needed, np.int32),
-                fresh=np.zeros(needed, np.int64),
-                fresh_ids=np.zeros(needed, np.int64),
-            )
-        before = None if self.delta else slots[cells]
+        """`write` for ``cells``, then for ``more_cells``, such as the observations and the ones that follow."""
+        layout, kernels = self.layout, self._kernels
+        if not self.delta:
+            self.write(cells, streams, rows)
+            self.write(more_cells, streams, more_rows)
+            return
+        frames, more = layout.split(rows, kernels), layout.split(more_rows, kernels)
+        if self._state.freed.size < 2 * len(frames) * layout.stack:
+            self._lists(2 * len(frames) * layout.stack)
         done = 0
         while True:
-            tallies = self._state.tallies
-            tallies[1:] = 0
-            first = done
-            done = self._kernels.write_frames(
-                self._tables(), slots, frames, streams, cells, first, self.per_segment, self.delta, self._wide
-            )
-            if before is not None and tallies[2]:
-                self._encode_fresh(slots, cells, frames, first, done, before)
-            if tallies[1]:
-                self._free(np.unique(self._state.freed[: tallies[1]]))
-            if done == len(frames):
+            done = kernels.write_frames_twice(
+                self._bound or self._tables(), self.slots, frames, more, streams, cells, more_cells, done,
+                self.per_segment, self._wide,
+            )  # fmt: skip
+            if self._state.tallies[1]:
+                self._settle_freed()
+            if done == 2 * len(frames):
                 break
             self._make_room(frames.shape[1])
         if self._n_fresh > self._next_clean:
             self._clean()
+
+    def _write(
+        self, slots: npt.NDArray[np.int32], cells: Cells, streams: Cells, frames: npt.NDArray[np.uint8]
+    ) -> None:
+        self._lists(frames.shape[0] * frames.shape[1])
+        before = None if self.delta else slots[cells]
+        done = 0
+        while True:
+            first = done
+            done = self._kernels.write_frames(
+                self._tables(), slots, frames, streams, cells, first, self.per_segment, self.delta, self._wide
+            )
+            if before is not None and self._state.tallies[2]:
+                self._encode_fresh(slots, cells, frames, first, done, before)
+            if self._state.tallies[1]:
+                self._settle_freed()
+            if done == len(frames):
+                break
+            self._make_room(frames.shape[1])
+        if self._n_fresh > self._next_clean and slots is self.slots:
+            self._clean()
+
+    def _lists(self, n_frames: int) -> None:
+        """Have room to list ``n_frames`` frames as new and their segments as freed."""
+        if self._state.freed.size < n_frames:
+            self._replace(
+                freed=np.zeros(n_frames, np.int32),
+                fresh=np.zeros(n_frames, np.int64),
+                fresh_ids=np.zeros(n_frames, np.int64),
+            )
+
+    def _settle_freed(self) -> None:
+        tallies = self._state.tallies
+        freed, tallies[1] = self._state.freed[: tallies[1]], 0
+        self._free(np.unique(freed))
 
     def _encode_fresh(
         self,
@@ -168,6 +200,7 @@ class FrameStore:
             raise
         finally:
             self._sync()
+        self._state.tallies[2] = 0
         self._n_fresh += count
         self._generation[segments] = len(self.codecs) - 1
         if self.codec.trainable:
@@ -498,7 +531,7 @@ class FrameStore:
     def memory_usage(self) -> MemoryUsage:
         state = self._state
         tables = (
-            self.heap.index_bytes + self._generation.nbytes + self.slots[:1].nbytes * self.cells_touched
+            self.heap.index_bytes + self._generation.nbytes + touched_bytes(self.slots)
             + sum(column.nbytes for column in (
                 state.counts, state.live, state.scenes, state.refs, state.free, state.freed, state.fresh, state.fresh_ids
             ))
@@ -511,11 +544,6 @@ class FrameStore:
             other=0,
             dense=0,
         )
-
-    @property
-    def cells_touched(self) -> int:
-        """Cells whose table entry has been written, in whole pages."""
-        return len(self.slots)
 
     def check(self) -> None:
         """Raise if the tables disagree with each other or with the heap."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -22,10 +22,10 @@ class StackLayout:
     spec: ObsSpec
     stack: int = 1
     axis: Literal["first", "last"] = "first"
+    frame_bytes: int = field(init=False)
 
-    @property
-    def frame_bytes(self) -> int:
-        return self.spec.nbytes // self.stack
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "frame_bytes", self.spec.nbytes // self.stack)
 
     @property
     def frame_spec(self) -> ObsSpec:

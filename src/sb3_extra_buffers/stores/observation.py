@@ -32,9 +32,16 @@ class DenseStore:
 
     def __init__(self, nbytes: int, n_cells: int) -> None:
         self.rows: ByteRows = zeros((n_cells, nbytes), np.uint8)
+        self.written: npt.NDArray[np.bool_] = zeros(n_cells, bool)
 
     def write(self, cells: Cells, streams: Cells, rows: ByteRows) -> None:
         self.rows[cells] = rows
+        self.written[cells] = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use: pages that were never written take none."""
+        return int(np.count_nonzero(self.written)) * self.rows.shape[1] + self.written.nbytes
 
     def read(self, cells: Cells) -> ByteRows:
         return self.rows[cells]
@@ -42,16 +49,18 @@ class DenseStore:
     def add_cells(self, n_cells: int) -> None:
         rows: ByteRows = zeros((len(self.rows) + n_cells, self.rows.shape[1]), np.uint8)
         rows[: len(self.rows)] = self.rows
-        self.rows = rows
+        written: npt.NDArray[np.bool_] = zeros(len(rows), bool)
+        written[: len(self.rows)] = self.written
+        self.rows, self.written = rows, written
 
     def clear(self) -> None:
-        self.rows = zeros(self.rows.shape, np.uint8)
+        self.rows, self.written = zeros(self.rows.shape, np.uint8), zeros(len(self.rows), bool)
 
     def check(self) -> None:
         """Nothing can disagree here."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"rows": np.array(self.rows)}
+        return {"rows": np.array(self.rows), "written": np.array(self.written)}
 
 
 class ObservationStore:
@@ -80,7 +89,8 @@ class ObservationStore:
         self._heap_bytes = heap_bytes
         self._path = None if path is None else Path(path)
         self._compiled = compiled
-        self._lock = _new_lock()
+        self._lock = threading.RLock()
+        _stores.add(self)
         self._pending: list[tuple[Cells, Cells, ByteRows]] = []
         self._inner: FrameStore | DenseStore | None = None
         self.choice: Choice | None = None
@@ -120,6 +130,17 @@ class ObservationStore:
             enough = min(max(_TRIAL_BYTES // self.spec.nbytes, least), most, max(self.n_cells // 2, 1))
             if held >= enough:
                 self._settle()
+
+    def write_twice(
+        self, cells: Cells, more_cells: Cells, streams: Cells, rows: ByteRows, more_rows: ByteRows
+    ) -> None:
+        """`write` for ``cells`` and then for ``more_cells``, in one go."""
+        with self._lock:
+            if isinstance(self._inner, FrameStore):
+                self._inner.write_twice(cells, more_cells, streams, rows, more_rows)
+            else:
+                self.write(cells, streams, rows)
+                self.write(more_cells, streams, more_rows)
 
     def read(self, cells: Cells) -> ByteRows:
         """Decode ``cells``, of any shape ``[n]`` or ``[set, n]``, into fresh rows."""
@@ -192,7 +213,7 @@ class ObservationStore:
             if isinstance(self._inner, FrameStore):
                 usage = self._inner.memory_usage()
             elif self._inner is not None:
-                usage = MemoryUsage(payload=self._inner.rows.nbytes, index=0, keyframes=0, other=0, dense=0)
+                usage = MemoryUsage(payload=self._inner.nbytes, index=0, keyframes=0, other=0, dense=0)
             else:
                 pending = sum(rows.nbytes + cells.nbytes + streams.nbytes for cells, streams, rows in self._pending)
                 usage = MemoryUsage(payload=pending, index=0, keyframes=0, other=0, dense=0)
@@ -211,35 +232,18 @@ class ObservationStore:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = _new_lock()
-
-
-class _Lock:
-    """A lock that a forked child finds open, whoever held it in the parent."""
-
-    def __init__(self) -> None:
         self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *exc: object) -> None:
-        self._lock.release()
+        _stores.add(self)
 
 
-_locks: weakref.WeakSet[_Lock] = weakref.WeakSet()
+_stores: weakref.WeakSet[ObservationStore] = weakref.WeakSet()
 
 
-def _new_lock() -> _Lock:
-    lock = _Lock()
-    _locks.add(lock)
-    return lock
-
-
-def _open_all() -> None:
-    for lock in _locks:
-        lock._lock = threading.RLock()
+def _open_locks() -> None:
+    """A forked child finds every lock open, whoever held it in the parent."""
+    for store in _stores:
+        store._lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_open_all)
+    os.register_at_fork(after_in_child=_open_locks)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
+from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.stores.frames import Cells
 from sb3_extra_buffers.stores.observation import ObservationStore
@@ -31,10 +32,14 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
     def __init__(self, store: ObservationStore, lead_shape: Sequence[int], cells: Cells | None = None) -> None:
         self.store = store
         self.lead_shape = tuple(map(operator.index, lead_shape))
-        if cells is None:
-            self._first = store.add_cells(math.prod(self.lead_shape))
         self._cells = cells
-        self._base = self._first if cells is None else 0
+        self._base = store.add_cells(math.prod(self.lead_shape)) if cells is None else 0
+        # what writing a step needs every time; no step of a table of cells is written that way
+        self._dtype = store.spec.dtype
+        self._step_shape = self.shape[1:]
+        self._n_steps = self.lead_shape[0] if self.lead_shape and cells is None and store.spec.nbytes else 0
+        self._row_elements = math.prod(store.spec.shape)
+        self._step_cells = np.arange(store.n_streams, dtype=np.int64)
 
     # ---- what an array tells of itself ----
 
@@ -144,6 +149,10 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
     # ---- writing ----
 
     def __setitem__(self, index: Any, value: Any) -> None:
+        rows = self._step_rows(index, value)
+        if rows is not None:
+            self.store.write(self._step_cells + (self._base + index * len(rows)), self._step_cells, rows)
+            return
         cells, rest = self._locate(index)
         if rest is None and cells is not None:
             batch = self._fit(value, cells.shape + self.obs_shape)
@@ -157,6 +166,31 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
         fitted = self._fit(value, part.shape)
         batch[rest] = fitted
         self._write(cells.reshape(-1), batch)
+
+    def write_with(self, other: StoreView, step: int, batch: npt.NDArray[Any], other_batch: npt.NDArray[Any]) -> None:
+        """``self[step] = batch`` and ``other[step] = other_batch``, in that order and in one go."""
+        rows, more = self._step_rows(step, batch), other._step_rows(step, other_batch)
+        if rows is None or more is None or other.store is not self.store:
+            self[step] = batch
+            other[step] = other_batch
+            return
+        cells = self._step_cells + (self._base + step * len(rows))
+        more_cells = self._step_cells + (other._base + step * len(rows))
+        self.store.write_twice(cells, more_cells, self._step_cells, rows, more)
+
+    def _step_rows(self, step: Any, batch: Any) -> ByteRows | None:
+        """One step of every stream as rows, as buffers write it; None where that is not what ``batch`` is."""
+        if (
+            type(step) is not int
+            or type(batch) is not np.ndarray
+            or batch.dtype != self._dtype
+            or batch.shape != self._step_shape
+            or not 0 <= step < self._n_steps
+        ):
+            return None
+        if not batch.flags.c_contiguous:
+            batch = batch.copy()
+        return batch.reshape(len(self._step_cells), self._row_elements).view(np.uint8)
 
     def _write(self, cells: Cells, batch: npt.NDArray[Any]) -> None:
         spec = self.store.spec
