@@ -93,25 +93,29 @@ class Ours:
         return [torch.from_numpy(part) for part in self.read(steps, envs)]
 
 
+def make(shape: tuple[int, ...], n_steps: int, method: str, options: dict[str, Any]) -> Any:
+    """A store for ``method``; ``sb3`` is SB3's own buffer at its thriftiest."""
+    return Sb3(shape, n_steps, optimize=True) if method == "sb3" else Ours(shape, n_steps, method, options)
+
+
 def warm_up(method: str, options: dict[str, Any], source: Iterator[feed.Step]) -> None:
     """Compile, load and allocate whatever is made once, so that it counts for neither memory nor time."""
     first = next(source)
-    store = Ours(first.obs.shape[1:], 120, method, options)
+    store: Any = make(first.obs.shape[1:], 120, method, options)
     for position, step in zip(range(120), source, strict=False):
         store.add(position, step)
     store.sample(64)
-    store.observations.memory_usage()
+    resident()
 
 
 def memory(game: str, n_steps: int, method: str, options: dict[str, Any]) -> dict[str, Any]:
     """Growth of the resident set while ``n_steps`` of every environment are stored."""
-    if method != "sb3":
-        warm_up(method, options, feed.steps(game, n_steps))
+    warm_up(method, options, feed.steps(game, n_steps))
     source = feed.steps(game, n_steps)
     first = next(source)  # by now the feed holds what it needs
     shape = first.obs.shape[1:]
     before = resident()
-    store: Any = Sb3(shape, n_steps, optimize=True) if method == "sb3" else Ours(shape, n_steps, method, options)
+    store = make(shape, n_steps, method, options)
     kept: dict[int, feed.Step] = {}
     for position, step in enumerate(itertools.chain([first], source)):
         store.add(position, step)
@@ -141,12 +145,11 @@ def check(store: Ours, kept: dict[int, feed.Step]) -> None:
 
 def speed(game: str, n_steps: int, method: str, options: dict[str, Any], repeats: int = 200) -> dict[str, Any]:
     """Add and sample times beside SB3's, step by step and batch by batch in turn."""
-    if method != "sb3":
-        warm_up(method, options, feed.steps(game, n_steps))
+    warm_up(method, options, feed.steps(game, n_steps))
     first = next(feed.steps(game, n_steps))
     shape = first.obs.shape[1:]
     theirs = Sb3(shape, n_steps, optimize=True)
-    ours: Any = Sb3(shape, n_steps, optimize=True) if method == "sb3" else Ours(shape, n_steps, method, options)
+    ours = make(shape, n_steps, method, options)
     times: tuple[list[float], list[float]] = ([], [])
     kept: dict[int, feed.Step] = {}
     for position, step in enumerate(feed.steps(game, n_steps)):

@@ -24,22 +24,79 @@ from benchmarks import feed
 DATA = Path(__file__).parent / "data"
 
 # every row of the documented table; lz4-block/16 there is outside the documented levels, 12 is the highest
-TABLE = (
-    "none zstd-100 zstd-50 lz4-frame/1 gzip0 zstd-5 zstd-20 zstd-3 zstd-1 zstd1 zstd3 igzip0 rle rle-jit "
-    "lz4-block/1 igzip1 zstd5 lz4-block/5 lz4-frame/5 gzip1 gzip3 igzip3 zstd10 lz4-block/9 lz4-frame/9 "
-    "lz4-block/12 lz4-frame/12 zstd15 zstd22"
-).split()
+TABLE = [
+    "none",
+    "zstd-100",
+    "zstd-50",
+    "lz4-frame/1",
+    "gzip0",
+    "zstd-5",
+    "zstd-20",
+    "zstd-3",
+    "zstd-1",
+    "zstd1",
+    "zstd3",
+    "igzip0",
+    "rle",
+    "rle-jit",
+    "lz4-block/1",
+    "igzip1",
+    "zstd5",
+    "lz4-block/5",
+    "lz4-frame/5",
+    "gzip1",
+    "gzip3",
+    "igzip3",
+    "zstd10",
+    "lz4-block/9",
+    "lz4-frame/9",
+    "lz4-block/12",
+    "lz4-frame/12",
+    "zstd15",
+    "zstd22",
+]
 OURS = ["auto", "delta", "delta2", "delta3", "zstd3+dictionary"]
-GAMES = (
-    "MsPacman Pong Breakout Qbert SpaceInvaders Seaquest Enduro Riverraid BeamRider Asteroids Alien "
-    "MontezumaRevenge Kangaroo BattleZone Assault RoadRunner"
-).split()
+GAMES = [
+    "MsPacman",
+    "Pong",
+    "Breakout",
+    "Qbert",
+    "SpaceInvaders",
+    "Seaquest",
+    "Enduro",
+    "Riverraid",
+    "BeamRider",
+    "Asteroids",
+    "Alien",
+    "MontezumaRevenge",
+    "Kangaroo",
+    "BattleZone",
+    "Assault",
+    "RoadRunner",
+]
 
-COLUMNS = (
-    "date machine versions game method n_transitions resident_bytes reported_bytes dense_bytes chosen add_us "
-    "sb3_add_us fill_s sb3_fill_s sample32_us sb3_sample32_us sample256_us sb3_sample256_us small_sample32_us "
-    "small_sample256_us"
-).split()
+COLUMNS = [
+    "date",
+    "machine",
+    "versions",
+    "game",
+    "method",
+    "n_transitions",
+    "resident_bytes",
+    "reported_bytes",
+    "dense_bytes",
+    "chosen",
+    "add_us",
+    "sb3_add_us",
+    "fill_s",
+    "sb3_fill_s",
+    "sample32_us",
+    "sb3_sample32_us",
+    "sample256_us",
+    "sb3_sample256_us",
+    "small_sample32_us",
+    "small_sample256_us",
+]
 
 
 def machine() -> str:

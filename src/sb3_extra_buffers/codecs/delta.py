@@ -24,9 +24,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import CodecLevelError, CodecOptionError, CorruptPayloadError
 from sb3_extra_buffers.codecs.base import Codec
-from sb3_extra_buffers.codecs.registry import get_codec, is_available
+from sb3_extra_buffers.codecs.registry import get_codec
+from sb3_extra_buffers.errors import CodecLevelError, CodecOptionError, CorruptPayloadError
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -112,9 +112,7 @@ def encode_delta(row: Bytes, reference: Bytes) -> bytes:
     fresh[0] = True
     np.not_equal(values[1:], values[:-1], out=fresh[1:])
     top = np.packbits(bits, bitorder="little")
-    payload = np.concatenate(
-        [top, *reversed(sections), np.packbits(fresh, bitorder="little"), values[fresh]]
-    )
+    payload = np.concatenate([top, *reversed(sections), np.packbits(fresh, bitorder="little"), values[fresh]])
     return payload.tobytes() if payload.size < size else row.tobytes()
 
 
@@ -141,24 +139,18 @@ def delta_positions(payload: Bytes, size: int) -> tuple[npt.NDArray[np.intp], By
     for _ in range(3):
         masks = payload[at : at + where.size]
         if masks.size < where.size:
-            raise CorruptPayloadError(
-                f"a difference of {payload.size} bytes should hold at least {at + where.size}"
-            )
+            raise CorruptPayloadError(f"a difference of {payload.size} bytes should hold at least {at + where.size}")
         at += where.size
         bits = np.unpackbits(masks, bitorder="little").reshape(-1, 8)
         parent, bit = np.nonzero(bits)
         where = where[parent] * 8 + bit
     fresh_bytes = -(-where.size // 8)
     if payload.size < at + fresh_bytes:
-        raise CorruptPayloadError(
-            f"a difference of {payload.size} bytes should hold at least {at + fresh_bytes}"
-        )
+        raise CorruptPayloadError(f"a difference of {payload.size} bytes should hold at least {at + fresh_bytes}")
     fresh = np.unpackbits(payload[at : at + fresh_bytes], bitorder="little")
     at += fresh_bytes
     if payload.size != at + int(fresh.sum()):
-        raise CorruptPayloadError(
-            f"a difference of {payload.size} bytes should hold {at + int(fresh.sum())}"
-        )
+        raise CorruptPayloadError(f"a difference of {payload.size} bytes should hold {at + int(fresh.sum())}")
     ranks = np.cumsum(fresh[: where.size], dtype=np.intp) + (at - 1)
     return where, payload[ranks]
 

@@ -50,7 +50,5 @@ def inflate_into(inflate: Any, error: type[Exception], payload: memoryview, out:
     except error as problem:
         raise CorruptPayloadError(f"gzip: {problem}") from problem
     if not inflate.eof or inflate.unused_data or len(row) != len(out):
-        raise CorruptPayloadError(
-            f"gzip: a payload of {len(payload)} bytes is not one member for a row of {len(out)}"
-        )
+        raise CorruptPayloadError(f"gzip: a payload of {len(payload)} bytes is not one member for a row of {len(out)}")
     out[:] = row

@@ -125,8 +125,7 @@ def codec_from_config(name: str, config: Mapping[str, Any]) -> Codec:
     unknown = sorted(config.keys() - {f.name for f in fields(codec)})  # type: ignore[arg-type]  # a dataclass
     if unknown:
         raise CodecOptionError(
-            f"codec {name!r} does not know {', '.join(map(repr, unknown))}; "
-            "was this written by a newer version?"
+            f"codec {name!r} does not know {', '.join(map(repr, unknown))}; was this written by a newer version?"
         )
     return codec.from_config(config)
 

@@ -228,7 +228,15 @@ def encode_first(state: FrameState, stream: int, place: int, end: int, size: int
     length = size
     if scene >= 0:
         length = encode_frame(
-            state.stage, end, state.recent, stream, place, state.scene_rows, scene * scene_bytes(size), size, state.scratch
+            state.stage,
+            end,
+            state.recent,
+            stream,
+            place,
+            state.scene_rows,
+            scene * scene_bytes(size),
+            size,
+            state.scratch,
         )
     if scene < 0 or 4 * length > 5 * cost[stream, 0]:
         best = length
@@ -247,7 +255,15 @@ def encode_first(state: FrameState, stream: int, place: int, end: int, size: int
         scene = state.scene_of[stream]
         if scene >= 0:
             length = encode_frame(
-                state.stage, end, state.recent, stream, place, state.scene_rows, scene * scene_bytes(size), size, state.scratch
+                state.stage,
+                end,
+                state.recent,
+                stream,
+                place,
+                state.scene_rows,
+                scene * scene_bytes(size),
+                size,
+                state.scratch,
             )
     cost[stream, 0] = min(cost[stream, 0], length)
     cost[stream, 1] += length - cost[stream, 0]
@@ -291,9 +307,7 @@ def put_frame(
     recent[stream, place, : frames.shape[2]] = frames[row, j]
 
 
-def put_whole(
-    target: Bytes, at: int, recent: npt.NDArray[np.uint8], stream: int, place: int, size: int
-) -> None:
+def put_whole(target: Bytes, at: int, recent: npt.NDArray[np.uint8], stream: int, place: int, size: int) -> None:
     target[at : at + size] = recent[stream, place, :size]
 
 
@@ -371,7 +385,12 @@ def read_frames(
     head = np.minimum(starts + 1, source.size - 1)
     counts = np.where(opened, per_segment, source[head]).astype(np.int64)
     bodies = starts + 2 + counts * width
-    bad = (deepest >= counts) | (bodies > ends) | (source[head] <= deepest) | (source[np.minimum(starts, source.size - 1)] != 0)
+    bad = (
+        (deepest >= counts)
+        | (bodies > ends)
+        | (source[head] <= deepest)
+        | (source[np.minimum(starts, source.size - 1)] != 0)
+    )
     if bad.any():
         return int(segments[np.argmax(bad)])
 

@@ -36,8 +36,6 @@ _BITS = np.array([([i for i in range(8) if mask >> i & 1] + [0] * 8)[:8] for mas
 _RANKS = np.array([np.cumsum([mask >> i & 1 for i in range(8)]) for mask in range(256)], np.int64)
 
 
-
-
 @structref.register
 class _TablesType(types.StructRef):  # type: ignore[misc]  # numba has no types
     pass
@@ -111,10 +109,26 @@ def _put_whole(target: Any, at: Any, recent: Any, stream: Any, place: Any, size:
 
 @overload(plain.encode_frame, jit_options=_OPTIONS)
 def _encode_frame(
-    target: Any, at: Any, recent: Any, stream: Any, place: Any, reference: Any, reference_at: Any, size: Any, scratch: Any
+    target: Any,
+    at: Any,
+    recent: Any,
+    stream: Any,
+    place: Any,
+    reference: Any,
+    reference_at: Any,
+    size: Any,
+    scratch: Any,
 ) -> Any:
     def run(
-        target: Any, at: Any, recent: Any, stream: Any, place: Any, reference: Any, reference_at: Any, size: Any, scratch: Any
+        target: Any,
+        at: Any,
+        recent: Any,
+        stream: Any,
+        place: Any,
+        reference: Any,
+        reference_at: Any,
+        size: Any,
+        scratch: Any,
     ) -> int:
         row_at = (stream * recent.shape[1] + place) * recent.shape[2]
         length = _encode(target, at, recent, row_at, reference, reference_at, size, scratch)

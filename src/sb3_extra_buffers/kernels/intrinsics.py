@@ -96,9 +96,7 @@ def spread_bytes(typing_context: Any, packed: Any, places: Any) -> Any:
         packed, places = args
         if _HAS_PDEP:
             name = "llvm.x86.bmi.pdep.64"
-            deposit = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(_WORD, [_WORD, _WORD]), name
-            )
+            deposit = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_WORD, [_WORD, _WORD]), name)
             return builder.call(deposit, args)
         result = ir.Constant(_WORD, 0)
         for byte in range(8):

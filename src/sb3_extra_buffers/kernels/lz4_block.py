@@ -49,9 +49,7 @@ def pack_block(source: Bytes, size: int, target: Bytes, table: npt.NDArray[np.in
     return put_sequence(source, done, size - done, target, end, 0, 0)
 
 
-def put_sequence(
-    source: Bytes, start: int, n_literals: int, target: Bytes, end: int, offset: int, length: int
-) -> int:
+def put_sequence(source: Bytes, start: int, n_literals: int, target: Bytes, end: int, offset: int, length: int) -> int:
     """Write literals and, unless ``offset`` is 0, a match; return the new end, or 0 if there is no room."""
     if end + n_literals + n_literals // 255 + length // 255 + 8 > target.size:
         return 0

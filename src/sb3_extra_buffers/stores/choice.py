@@ -67,4 +67,3 @@ def _try_delta(layout: StackLayout, codec: Codec, cells: Any, streams: Any, rows
     store.write(cells, streams, rows)
     nbytes, n_frames = store.difference_bytes()
     return nbytes / max(n_frames, 1)
-

@@ -115,9 +115,7 @@ class FrameStore:
         """Store one row per cell. ``streams`` names the stream that each row continues."""
         self._write(self.slots, cells, streams, self.layout.split(rows, self._kernels))
 
-    def write_twice(
-        self, cells: Cells, more_cells: Cells, streams: Cells, rows: ByteRows, more_rows: ByteRows
-    ) -> None:
+    def write_twice(self, cells: Cells, more_cells: Cells, streams: Cells, rows: ByteRows, more_rows: ByteRows) -> None:
         """`write` for ``cells``, then for ``more_cells``, such as the observations and the ones that follow."""
         layout, kernels = self.layout, self._kernels
         if not self.delta:
@@ -141,9 +139,7 @@ class FrameStore:
         if self._n_fresh > self._next_clean:
             self._clean()
 
-    def _write(
-        self, slots: npt.NDArray[np.int32], cells: Cells, streams: Cells, frames: npt.NDArray[np.uint8]
-    ) -> None:
+    def _write(self, slots: npt.NDArray[np.int32], cells: Cells, streams: Cells, frames: npt.NDArray[np.uint8]) -> None:
         self._lists(frames.shape[0] * frames.shape[1])
         before = None if self.delta else slots[cells]
         done = 0
@@ -419,9 +415,7 @@ class FrameStore:
         tables = self._tables() if local is self._state else self._kernels.bind_state(local)
 
         def work(first: int, stop: int) -> int:
-            return self._kernels.read_frames(
-                tables, slots, sets, out, size, self.per_segment, self._wide, first, stop
-            )
+            return self._kernels.read_frames(tables, slots, sets, out, size, self.per_segment, self._wide, first, stop)
 
         parts = min(n_workers(), out.size // _SPLIT_BYTES) if self._kernels.compiled else 1
         damaged = [segment for segment in run_split(work, sets.shape[1], parts) if segment >= 0]
@@ -455,9 +449,7 @@ class FrameStore:
 
         run_split(work, len(segments), n_workers() if rows.nbytes > _SPLIT_BYTES else 1)
 
-    def _unpacked(
-        self, slots: npt.NDArray[np.int32], sets: Cells
-    ) -> tuple[FrameState, npt.NDArray[np.int32], Cells]:
+    def _unpacked(self, slots: npt.NDArray[np.int32], sets: Cells) -> tuple[FrameState, npt.NDArray[np.int32], Cells]:
         """Tables, slots and cells for the same frames in which every segment is plain."""
         state, per = self._state, self.per_segment
         ids = slots[sets] - 1
@@ -646,9 +638,7 @@ def _lengthen(column: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
     return longer
 
 
-def _inflate(
-    payload: npt.NDArray[np.uint8], width: int, per_segment: int, frame_bytes: int
-) -> npt.NDArray[np.uint8]:
+def _inflate(payload: npt.NDArray[np.uint8], width: int, per_segment: int, frame_bytes: int) -> npt.NDArray[np.uint8]:
     """A packed segment as it was before it was packed."""
     count = int(payload[1]) if len(payload) > 2 else 0
     at = 2 + count * width

@@ -131,9 +131,7 @@ class ObservationStore:
             if held >= enough:
                 self._settle()
 
-    def write_twice(
-        self, cells: Cells, more_cells: Cells, streams: Cells, rows: ByteRows, more_rows: ByteRows
-    ) -> None:
+    def write_twice(self, cells: Cells, more_cells: Cells, streams: Cells, rows: ByteRows, more_rows: ByteRows) -> None:
         """`write` for ``cells`` and then for ``more_cells``, in one go."""
         with self._lock:
             if isinstance(self._inner, FrameStore):
@@ -148,7 +146,11 @@ class ObservationStore:
             if self._inner is not None:
                 return self._inner.read(cells)
             # the last row written to a cell is the one that counts
-            newest = {cell: row for written, _, rows in self._pending for cell, row in zip(written.tolist(), rows, strict=True)}
+            newest = {
+                cell: row
+                for written, _, rows in self._pending
+                for cell, row in zip(written.tolist(), rows, strict=True)
+            }
             out = np.zeros((cells.size, self.spec.nbytes), np.uint8)
             for place, cell in enumerate(cells.ravel().tolist()):
                 if cell in newest:
@@ -177,9 +179,7 @@ class ObservationStore:
             inner = DenseStore(self.spec.nbytes, self.n_cells)
         else:
             codec = get_codec(choice.method, **self.options).bind(layout.frame_spec)
-            kept = FrameStore(
-                layout, self.n_cells, self.n_streams, codec, self._heap_bytes, self._path, self._compiled
-            )
+            kept = FrameStore(layout, self.n_cells, self.n_streams, codec, self._heap_bytes, self._path, self._compiled)
             if codec.trainable:
                 kept.train(rows)
             inner = kept

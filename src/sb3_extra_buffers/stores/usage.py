@@ -48,11 +48,11 @@ class MemoryUsage:
         return {**asdict(self), "codecs": dict(self.codecs), "total": self.total, "ratio": self.ratio}
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {format_bytes(getattr(self, name))}" for name in ("payload", "index", "keyframes", "other"))
-        methods = "; ".join(f"{key}: {method}" if key else method for key, method in self.codecs.items())
-        return (
-            f"{format_bytes(self.total)} ({self.ratio:.2%} of {format_bytes(self.dense)} dense): {parts} [{methods}]"
+        parts = ", ".join(
+            f"{name} {format_bytes(getattr(self, name))}" for name in ("payload", "index", "keyframes", "other")
         )
+        methods = "; ".join(f"{key}: {method}" if key else method for key, method in self.codecs.items())
+        return f"{format_bytes(self.total)} ({self.ratio:.2%} of {format_bytes(self.dense)} dense): {parts} [{methods}]"
 
 
 def format_bytes(count: float) -> str:
