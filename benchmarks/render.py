@@ -1,0 +1,194 @@
+"""Write ``docs/benchmarks.md`` and its plots from the measurements in ``benchmarks/data``; nothing is typed by hand."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+from matplotlib import pyplot as plt
+
+DATA = Path(__file__).parent / "data"
+DOCS = Path(__file__).parents[1] / "docs"
+README = Path(__file__).parents[1] / "README.md"
+
+Row = dict[str, str]
+
+
+def rows(name: str) -> list[Row]:
+    """Measurements of one suite, or none if it was not run."""
+    path = DATA / f"{name}.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def share(row: Row) -> float:
+    """Resident memory as a part of one dense copy."""
+    return float(row["resident_bytes"]) / float(row["dense_bytes"])
+
+
+def times(row: Row, what: str) -> float:
+    """A time as a multiple of SB3's in the same run."""
+    return float(row[what]) / float(row[f"sb3_{what}"])
+
+
+def megabytes(row: Row) -> str:
+    count = float(row["resident_bytes"]) / 1e6
+    return f"{count:.1f} MB" if count < 1000 else f"{count / 1000:.2f} GB"
+
+
+def table(header: list[str], lines: list[list[str]]) -> str:
+    head = f"| {' | '.join(header)} |\n|{'---|' * len(header)}\n"
+    return head + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def about(measured: list[Row]) -> str:
+    """When, where and with what a suite was measured."""
+    dates = sorted({row["date"] for row in measured})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"Measured {when} on {measured[-1]['machine']}; {measured[-1]['versions']}.\n"
+
+
+def method_table(measured: list[Row]) -> str:
+    """All methods on one game, smallest first."""
+    header = ["method", "resident", "% of dense", "add", "fill", "sample 32", "sample 256"]
+    lines = []
+    for row in sorted(measured, key=share):
+        name = f"`{row['method']}`" if row["method"] != "sb3" else "SB3's `ReplayBuffer`"
+        lines.append(
+            [name, megabytes(row), f"{share(row):.2%}"]
+            + [f"{times(row, what):.2f}x" for what in ("add_us", "fill_s", "sample32_us", "sample256_us")]
+        )
+    return table(header, lines)
+
+
+def game_table(measured: list[Row]) -> str:
+    """One method on many games, with the mean and the worst."""
+    header = ["game", "% of dense", "add", "fill", "sample 32", "sample 256"]
+    timed = ("add_us", "fill_s", "sample32_us", "sample256_us")
+    lines = [
+        [row["game"], f"{share(row):.2%}", *(f"{times(row, what):.2f}x" for what in timed)]
+        for row in sorted(measured, key=share)
+    ]
+    for name, merge in (("**mean**", statistics.mean), ("**worst**", max)):
+        merged = [merge([times(row, what) for row in measured]) for what in timed]
+        lines.append([name, f"**{merge([share(row) for row in measured]):.2%}**", *(f"**{x:.2f}x**" for x in merged)])
+    return table(header, lines)
+
+
+def plot(measured: list[Row], path: Path) -> None:
+    """Memory against sampling time, both relative to SB3's buffer."""
+    figure, axes = plt.subplots(figsize=(8, 5.5), layout="constrained")
+    ours = {"auto", "delta", "delta2", "delta3", "zstd3+dictionary"}
+    for row in measured:
+        x, y = times(row, "sample256_us"), 100 * share(row)
+        mine = row["method"] in ours
+        axes.scatter(x, y, s=60 if mine else 28, color="tab:red" if mine else "tab:grey", zorder=3 if mine else 2)
+        label = "SB3 (dense)" if row["method"] == "sb3" else row["method"]
+        axes.annotate(label, (x, y), xytext=(5, 3), textcoords="offset points", fontsize=9 if mine else 6.5)
+    axes.set(xscale="log", yscale="log", xlabel="time of sample(256), SB3's buffer = 1", ylabel="resident memory, % of dense")
+    axes.set_title(f"{measured[0]['game']}, {int(measured[0]['n_transitions']):,} transitions: down and left is better")
+    axes.grid(which="both", alpha=0.3)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(figure)
+
+
+def summary() -> str:
+    """The few lines of the README, between its markers."""
+    parts = []
+    games = [row for row in rows("games") if row["method"] == "auto"]
+    if games:
+        memory = [share(row) for row in games]
+        fast = [times(row, "sample256_us") for row in games]
+        parts.append(
+            f"- **{statistics.mean(memory):.2%}** of the memory of one dense copy, mean of {len(games)} Atari games "
+            f"(worst {max(memory):.2%}), observations *and* next observations\n"
+            f"- filling takes **{statistics.mean(times(row, 'fill_s') for row in games):.2f}x** and sampling 256 "
+            f"transitions **{statistics.mean(fast):.2f}x** the time of SB3's `ReplayBuffer` (worst {max(fast):.2f}x)\n"
+        )
+    for row in rows("million"):
+        parts.append(
+            f"- {int(row['n_transitions']):,} {row['game'].replace('_', ' ')} transitions with all columns in "
+            f"**{float(row['resident_bytes']) / 1e9:.2f} GB** of resident memory "
+            f"({2 * float(row['dense_bytes']) / 1e9:.0f} GB in SB3's default buffer)\n"
+        )
+    if games:
+        parts.append(f"\n{about(games)}")
+    return "".join(parts)
+
+
+def main() -> None:
+    DOCS.mkdir(exist_ok=True)
+    parts = [
+        "# Benchmarks\n",
+        "Every figure here is rendered from the CSV files in `benchmarks/data` by `make docs`; `make bench` measures "
+        "the first table anew. Memory is the growth of the resident set in a fresh process while 84x84x4 stacks, four "
+        "environments and both observations and next observations are stored, relative to *one* dense copy of the "
+        "observations. Times are multiples of SB3's `ReplayBuffer` in the same process, calls interleaved: adding and "
+        "filling against `optimize_memory_usage=True`, sampling against SB3's default. Below 1 is faster than SB3.\n",
+    ]
+    measured = rows("table")
+    if measured:
+        plot(measured, DOCS / "memory_speed.png")
+        parts += [
+            f"## Every method on {measured[0]['game']}\n",
+            "![memory against sampling time](memory_speed.png)\n",
+            method_table(measured),
+            about(measured),
+        ]
+    for method in sorted({row["method"] for row in rows("games")}):
+        some = [row for row in rows("games") if row["method"] == method]
+        parts += [f"## `{method}` on {len(some)} games\n", game_table(some), about(some)]
+    for name, title in (("million", "One million transitions"), ("doom", "ViZDoom"), ("plain", "Without numba")):
+        some = rows(name)
+        if some:
+            parts += [f"## {title}\n", other_table(some), about(some)]
+    (DOCS / "benchmarks.md").write_text("\n".join(parts))
+    text = README.read_text()
+    begin, end = "<!-- figures -->\n", "<!-- end of figures -->"
+    if begin in text:
+        before, rest = text.split(begin)
+        README.write_text(before + begin + summary() + end + rest.split(end)[1])
+
+
+def other_table(measured: list[Row]) -> str:
+    """Whatever columns the rows have."""
+    wanted: list[tuple[str, Any]] = [
+        ("add", lambda row: f"{times(row, 'add_us'):.2f}x"),
+        ("fill", lambda row: f"{times(row, 'fill_s'):.2f}x"),
+        ("sample 32", lambda row: f"{times(row, 'sample32_us'):.2f}x"),
+        ("sample 256", lambda row: f"{times(row, 'sample256_us'):.2f}x"),
+        ("sample 32 against 10,000", lambda row: f"{_against_small(row, 32):.2f}x"),
+        ("sample 256 against 10,000", lambda row: f"{_against_small(row, 256):.2f}x"),
+    ]
+    known = [(name, show) for name, show in wanted if all(_shows(show, row) for row in measured)]
+    header = ["game", "method", "transitions", "resident", "% of dense", *(name for name, _ in known)]
+    lines = [
+        [row["game"], f"`{row['method']}`", f"{int(row['n_transitions']):,}", megabytes(row), f"{share(row):.2%}"]
+        + [show(row) for _, show in known]
+        for row in measured
+    ]
+    return table(header, lines)
+
+
+def _against_small(row: Row, batch: int) -> float:
+    return float(row[f"sample{batch}_us"]) / float(row[f"small_sample{batch}_us"])
+
+
+def _shows(show: Any, row: Row) -> bool:
+    try:
+        show(row)
+    except ValueError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()
