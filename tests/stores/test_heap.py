@@ -1,0 +1,238 @@
+"""The heap: what was written is there, the arena stays small, memory goes back."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from sb3_extra_buffers.errors import ExtraBuffersError, HeapFullError
+from sb3_extra_buffers.stores import heap as heap_module
+from sb3_extra_buffers.stores.heap import Heap
+from tests.contracts.store import RESIDENT, examples, needs_proc, run_fresh
+
+N_SLOTS = 24
+LEAST = heap_module._LEAST
+
+
+def payload_of(seed: int, size: int) -> bytes:
+    return np.random.default_rng(seed).bytes(size)
+
+
+class HeapMachine(RuleBasedStateMachine):
+    """A heap beside a dict of bytes."""
+
+    path: Path | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: dict[int, bytes] = {}
+        self.heap = Heap(N_SLOTS, path=self.path)
+        self.most = 0
+        self.next = 0
+
+    @initialize(fill=st.booleans(), seed=st.integers(0, 99))
+    def fill(self, fill: bool, seed: int) -> None:
+        if fill:
+            for slot in range(N_SLOTS):
+                self.store([slot], [payload_of(seed + slot, 900 + slot)])
+
+    def store(self, slots: list[int], payloads: list[bytes]) -> None:
+        self.heap.write(slots, payloads)
+        self.model.update(zip(slots, payloads, strict=True))
+
+    @rule(slot=st.integers(0, N_SLOTS - 1), size=st.integers(1, 5000), seed=st.integers(0, 1 << 20))
+    def write(self, slot: int, size: int, seed: int) -> None:
+        self.store([slot], [payload_of(seed, size)])
+
+    @rule(
+        slots=st.lists(st.integers(0, N_SLOTS - 1), unique=True, max_size=N_SLOTS),
+        sizes=st.lists(st.integers(1, 5000), min_size=N_SLOTS, max_size=N_SLOTS),
+    )
+    def write_batch(self, slots: list[int], sizes: list[int]) -> None:
+        self.store(slots, [payload_of(slot, size) for slot, size in zip(slots, sizes, strict=False)])
+
+    @rule(count=st.integers(1, 40), size=st.integers(1, 600), jitter=st.integers(0, 300))
+    def write_round(self, count: int, size: int, jitter: int) -> None:
+        for step in range(count):
+            self.store([self.next], [payload_of(step, size + step * 7 % (jitter + 1))])
+            self.next = (self.next + 1) % N_SLOTS
+
+    @rule(slots=st.lists(st.integers(0, N_SLOTS - 1), max_size=N_SLOTS))
+    def free(self, slots: list[int]) -> None:
+        self.heap.free(slots)
+        for slot in slots:
+            self.model.pop(slot, None)
+
+    @precondition(lambda self: len(self.model) > N_SLOTS // 2)
+    @rule()
+    def clear(self) -> None:
+        self.heap.clear()
+        self.model.clear()
+
+    @rule()
+    def pickle(self) -> None:
+        self.heap = pickle.loads(pickle.dumps(self.heap))
+
+    @rule()
+    def copy_deeply(self) -> None:
+        old, self.heap = self.heap, copy.deepcopy(self.heap)
+        old.clear()
+
+    @invariant()
+    def holds_the_model(self) -> None:
+        self.heap.check()
+        assert {int(slot) for slot in np.flatnonzero(self.heap.lengths)} == set(self.model)
+        for slot, payload in self.model.items():
+            assert bytes(self.heap.read(slot)) == payload
+        live = sum(map(len, self.model.values()))
+        assert self.heap.live_bytes == live
+        self.most = max(self.most, live)
+        assert self.heap.capacity <= self.most * 9 // 8 + LEAST + 2 * 5000
+
+
+def test_heap_holds_what_a_dict_holds() -> None:
+    run_state_machine_as_test(HeapMachine, settings=examples(60, 40))
+
+
+def test_heap_in_a_file_holds_what_a_dict_holds(tmp_path: Path) -> None:
+    class FileMachine(HeapMachine):
+        path = tmp_path / "heap.bin"
+
+    run_state_machine_as_test(FileMachine, settings=examples(30, 30))
+
+    assert {file.name for file in tmp_path.iterdir()} == {"heap.bin"}
+
+
+@pytest.mark.parametrize("in_file", [False, True], ids=["memory", "file"])
+def test_fifo_overwrite_never_repacks(in_file: bool, tmp_path: Path) -> None:
+    heap = Heap(100, path=tmp_path / "heap.bin" if in_file else None)
+    for slot in range(100):
+        heap.write([slot], [payload_of(slot, 777)])
+    for slot in range(100):
+        heap.write([slot], [payload_of(slot, 777)])
+    settled, capacity = heap.n_repacks, heap.capacity
+
+    for step in range(1000):
+        heap.write([step % 100], [payload_of(step, 777)])
+        heap.check()
+
+    assert heap.n_repacks == settled
+    assert heap.capacity == capacity
+    for slot in range(100):
+        assert bytes(heap.read(slot)) == payload_of(900 + slot, 777)
+
+
+def test_random_overwrite_stays_bounded() -> None:
+    rng = np.random.default_rng(0)
+    heap, model, most = Heap(200), dict[int, bytes](), 0
+    for _ in range(4000):
+        slot, payload = int(rng.integers(200)), rng.bytes(int(rng.integers(1, 3000)))
+        heap.write([slot], [payload])
+        model[slot] = payload
+        most = max(most, heap.live_bytes)
+        assert heap.capacity <= most * 9 // 8 + LEAST + 3000
+    heap.check()
+    for slot, payload in model.items():
+        assert bytes(heap.read(slot)) == payload
+    # an eighth of slack is refilled before the next repack: few bytes move for each one written
+    assert heap.n_repacks < 4000 // 8
+
+
+def test_arena_shrinks_after_frees() -> None:
+    heap = Heap(300)
+    heap.write(range(300), [payload_of(slot, 4000) for slot in range(300)])
+    full = heap.capacity
+
+    heap.free([slot for slot in range(300) if slot % 10])
+
+    heap.check()
+    assert full >= 300 * 4000
+    assert heap.capacity <= 2 * heap.live_bytes + 4 * LEAST
+    for slot in range(0, 300, 10):
+        assert bytes(heap.read(slot)) == payload_of(slot, 4000)
+    heap.clear()
+    assert heap.capacity <= LEAST
+
+
+def test_limit_is_an_error_that_changes_nothing() -> None:
+    heap = Heap(10, limit=1000)
+    heap.write(range(9), [payload_of(slot, 100) for slot in range(9)])
+
+    with pytest.raises(HeapFullError, match=r"101 bytes does not fit: 900 of 1000 .* heap_bytes>=1001") as caught:
+        heap.write([9], [payload_of(9, 101)])
+
+    assert isinstance(caught.value, MemoryError)
+    assert isinstance(caught.value, ExtraBuffersError)
+    assert (caught.value.needed, caught.value.live, caught.value.limit) == (101, 900, 1000)
+    heap.check()
+    for slot in range(9):
+        assert bytes(heap.read(slot)) == payload_of(slot, 100)
+    assert heap.lengths[9] == 0
+    # what a slot holds already does not count against its successor
+    heap.write([3], [payload_of(99, 200)])
+    assert bytes(heap.read(3)) == payload_of(99, 200)
+
+
+def test_limit_holds_for_a_batch_as_a_whole() -> None:
+    heap = Heap(10, limit=1000)
+    with pytest.raises(HeapFullError):
+        heap.write([0, 1, 2], [bytes(400)] * 3)
+    assert heap.live_bytes == 0
+    assert not heap.lengths.any()
+
+
+def test_file_is_where_the_payloads_are(tmp_path: Path) -> None:
+    path = tmp_path / "heap.bin"
+    heap = Heap(4, path=path)
+    heap.write([0, 1], [b"first payload", b"second payload"])
+    assert b"first payload" in path.read_bytes()
+
+    copied = pickle.loads(pickle.dumps(heap))
+
+    # a copy has memory of its own: two heaps never share a file
+    assert copied.path is None
+    copied.write([0], [b"changed"])
+    assert bytes(heap.read(0)) == b"first payload"
+    assert bytes(copied.read(1)) == b"second payload"
+
+
+def test_pickle_leaves_free_space_behind() -> None:
+    heap = Heap(2000)
+    heap.write(range(2000), [payload_of(slot, 500) for slot in range(2000)])
+    heap.free(range(1000))
+    assert len(pickle.dumps(heap)) < heap.live_bytes + 2000 * 40
+
+
+@needs_proc
+@pytest.mark.parametrize("how", ["drop", "clear", "free"])
+def test_memory_goes_back_to_the_system(how: str) -> None:
+    before, full, after = map(int, run_fresh(RESIDENT + FILL_AND_EMPTY, how).split())
+    assert full - before > 30 << 20
+    assert after - before < 6 << 20
+
+
+FILL_AND_EMPTY = """
+import sys
+import numpy as np
+from sb3_extra_buffers.stores.heap import Heap
+payload = np.random.default_rng(0).bytes(4000)
+warm = Heap(10); warm.write([1], [payload]); warm.free([1])
+before = resident()
+heap = Heap(9000)
+for slot in range(9000):
+    heap.write([slot], [payload])
+full = resident()
+if sys.argv[1] == "drop":
+    del heap
+elif sys.argv[1] == "clear":
+    heap.clear()
+else:
+    heap.free(range(8900))
+print(before, full, resident())
+"""
