@@ -57,7 +57,8 @@ class FrameStore:
         self._kernels = frame_kernels(compiled)
         self.delta = isinstance(codec, DeltaCodec)
         self.codecs = [codec]
-        self.per_segment = codec.frames if isinstance(codec, DeltaCodec) else 1
+        # a new stack must fit into a new segment, or writing it would start over for ever
+        self.per_segment = max(codec.frames, layout.stack) if isinstance(codec, DeltaCodec) else 1
         self._pack_level = codec.pack_level if isinstance(codec, DeltaCodec) else 0
         # segments that the read kernel cannot unpack by itself, and how they are marked
         self._packed_flags = (PACKED_ZSTD,) if self._kernels.compiled else (PACKED_ZSTD, PACKED_LZ4)
