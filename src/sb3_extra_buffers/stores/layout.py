@@ -57,7 +57,7 @@ class StackLayout:
 
     def _pixels(self, rows: ByteRows) -> npt.NDArray[np.uint8]:
         unit = self.spec.shape[-1] // self.stack * self.spec.dtype.itemsize
-        return rows.reshape(len(rows), -1, self.stack, unit)
+        return rows.reshape(len(rows), self.frame_bytes // unit, self.stack, unit)
 
     def __str__(self) -> str:
         return "whole observations" if self.stack == 1 else f"stacks of {self.stack} along the {self.axis} axis"
