@@ -86,7 +86,7 @@ def steps(name: str, n_steps: int, stack: int = STACK) -> Iterator[Step]:
     Reads little by little, so that the recording is never resident as a whole.
     """
     folder = record(name, n_steps)
-    ends = np.load(folder / "ends.npz")
+    ends = dict(np.load(folder / "ends.npz"))
     terminal = {(int(step), int(e)): frame for (step, e), frame in zip(ends["where"], ends["frames"], strict=True)}
     shape = tuple(int(length) for length in ends["shape"])
     count = int(np.prod(shape))

@@ -93,7 +93,9 @@ def plot(measured: list[Row], path: Path) -> None:
         axes.scatter(x, y, s=60 if mine else 28, color="tab:red" if mine else "tab:grey", zorder=3 if mine else 2)
         label = "SB3 (dense)" if row["method"] == "sb3" else row["method"]
         axes.annotate(label, (x, y), xytext=(5, 3), textcoords="offset points", fontsize=9 if mine else 6.5)
-    axes.set(xscale="log", yscale="log", xlabel="time of sample(256), SB3's buffer = 1", ylabel="resident memory, % of dense")
+    axes.set(
+        xscale="log", yscale="log", xlabel="time of sample(256), SB3's buffer = 1", ylabel="resident memory, % of dense"
+    )
     axes.set_title(f"{measured[0]['game']}, {int(measured[0]['n_transitions']):,} transitions: down and left is better")
     axes.grid(which="both", alpha=0.3)
     figure.savefig(path, dpi=120, metadata={"Software": None})

@@ -81,7 +81,7 @@ def _is_zero(frames: Any, row: Any, j: Any) -> Any:
             if load_word(frames, start + done):
                 return False
             done += 8
-        for i in range(done, size):
+        for i in range(done, size):  # noqa: SIM110  # numba compiles no generator
             if frames[row, j, i]:
                 return False
         return True

@@ -42,6 +42,13 @@ def zeros(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any
     return np.frombuffer(map_bytes(count * kind.itemsize), kind, count).reshape(shape)
 
 
+def lengthen(column: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
+    """A copy of a one-dimensional ``column`` with zeros up to ``size``."""
+    longer = zeros(size, column.dtype) if size * column.itemsize >= mmap.PAGESIZE else np.zeros(size, column.dtype)
+    longer[: len(column)] = column
+    return longer
+
+
 def touched_bytes(array: npt.NDArray[Any]) -> int:
     """Bytes of the pages of an array made by `zeros` that hold anything."""
     flat = array.reshape(-1).view(np.uint8)

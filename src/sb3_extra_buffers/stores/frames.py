@@ -15,7 +15,7 @@ from sb3_extra_buffers.errors import CorruptPayloadError
 from sb3_extra_buffers.kernels import frame_kernels
 from sb3_extra_buffers.kernels.frames import NONE, PACKED_LZ4, PACKED_ZSTD, FrameState, scene_bytes
 from sb3_extra_buffers.kernels.lz4_block import OVERRUN, TABLE, unpack_block
-from sb3_extra_buffers.stores.arena import SLACK, touched_bytes, zeros
+from sb3_extra_buffers.stores.arena import SLACK, lengthen, touched_bytes, zeros
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.usage import MemoryUsage
@@ -255,18 +255,18 @@ class FrameStore:
         per = self.per_segment
         state = self._state
         self.heap.grow(new)
-        free = np.zeros(new, np.int32)
+        free = lengthen(np.zeros(0, np.int32), new)
         unused = int(state.tallies[0])
         # lowest ids last, so that they are taken first
         free[: new - old] = np.arange(new - 1, old - 1, -1)
         free[new - old : new - old + unused] = state.free[:unused]
         state.tallies[0] = unused + new - old
-        self._generation = _lengthen(self._generation, new)
+        self._generation = lengthen(self._generation, new)
         self._replace(
-            counts=_lengthen(state.counts, new),
-            live=_lengthen(state.live, new),
-            scenes=_lengthen(state.scenes, new),
-            refs=_lengthen(state.refs, new * per),
+            counts=lengthen(state.counts, new),
+            live=lengthen(state.live, new),
+            scenes=lengthen(state.scenes, new),
+            refs=lengthen(state.refs, new * per),
             free=free,
         )
         self._sync()
@@ -326,8 +326,8 @@ class FrameStore:
             scene = len(state.scene_refs)
             n_scenes = scene + max(scene // 4, 4)
             self._replace(
-                scene_rows=_lengthen(state.scene_rows, n_scenes * size),
-                scene_refs=_lengthen(state.scene_refs, n_scenes),
+                scene_rows=lengthen(state.scene_rows, n_scenes * size),
+                scene_refs=lengthen(state.scene_refs, n_scenes),
             )
             state = self._state
         row = state.scene_rows[scene * size : (scene + 1) * size]
@@ -631,12 +631,6 @@ class _Average:
 
     def samples(self) -> ByteRows:
         return np.stack(self._kept)
-
-
-def _lengthen(column: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
-    longer = np.zeros(size, column.dtype)
-    longer[: len(column)] = column
-    return longer
 
 
 def _inflate(payload: npt.NDArray[np.uint8], width: int, per_segment: int, frame_bytes: int) -> npt.NDArray[np.uint8]:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.errors import HeapFullError
-from sb3_extra_buffers.stores.arena import SLACK, map_bytes
+from sb3_extra_buffers.stores.arena import SLACK, lengthen, map_bytes
 
 _LEAST = 1 << 14
 _NUMBER = 0xFFFFFFFF
@@ -58,10 +58,7 @@ class Heap:
     def grow(self, n_slots: int) -> None:
         """Make room for slots up to ``n_slots``."""
         for name in ("starts", "lengths", "_numbers"):
-            old = getattr(self, name)
-            column = np.zeros(n_slots, old.dtype)
-            column[: len(old)] = old
-            setattr(self, name, column)
+            setattr(self, name, lengthen(getattr(self, name), n_slots))
 
     def write(self, slots: Sequence[int], payloads: Sequence[Any]) -> None:
         """Store one payload per slot, releasing what those slots held before."""
@@ -152,9 +149,9 @@ class Heap:
     def _append(self, slot: int) -> None:
         size = len(self._order)
         if self._n_order == size:
-            order = np.zeros(size + size // 4 + 64, np.int32)
-            order[:size] = np.roll(self._order, -self._first)
-            self._order, self._first, size = order, 0, len(order)
+            in_order = np.roll(self._order, -self._first)
+            self._order, self._first = lengthen(in_order, size + size // 4 + 64), 0
+            size = len(self._order)
         self._order[(self._first + self._n_order) % size] = slot
         self._numbers[slot] = (self._first_number + self._n_order) & _NUMBER
         self._n_order += 1
@@ -180,8 +177,7 @@ class Heap:
         self._settle()
         self._area, self.data = area, data
         self.starts[slots] = packed
-        self._order = np.zeros(len(slots) + len(slots) // 8 + 64, np.int32)
-        self._order[: len(slots)] = slots
+        self._order = lengthen(slots, len(slots) + len(slots) // 8 + 64)
         self._numbers[slots] = np.arange(len(slots), dtype=np.uint32)
         self._first, self._n_order, self._first_number = 0, len(slots), 0
         self._head = self.live_bytes

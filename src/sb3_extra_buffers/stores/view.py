@@ -311,18 +311,21 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
             begin = self._base + (step % n_steps) * width
             cells = np.arange(begin, begin + width, dtype=np.int64)
             return cells.reshape(self.lead_shape[1:])
-        if isinstance(index, tuple) and len(self.lead_shape) == 2 and len(index) >= 2:
+        if isinstance(index, tuple) and len(self.lead_shape) == 2 and 2 <= len(index) <= self.ndim:
             steps, envs, *rest = index
-            if (
-                isinstance(steps, np.ndarray) and isinstance(envs, np.ndarray)
-                and steps.dtype.kind in "iu" and envs.dtype.kind in "iu" and steps.shape == envs.shape
-                and len(rest) <= len(self.obs_shape) and all(part is Ellipsis or part == _ALL for part in rest if isinstance(part, (slice, type(Ellipsis))))
-                and all(isinstance(part, (slice, type(Ellipsis))) for part in rest) and rest.count(Ellipsis) <= 1
-            ):  # fmt: skip
+            whole = all(part is Ellipsis or (isinstance(part, slice) and part == _ALL) for part in rest)
+            if whole and rest.count(Ellipsis) <= 1 and _are_indices(steps, envs):
                 n_steps, n_envs = self.lead_shape
-                steps, envs = _wrap(steps, n_steps, 0), _wrap(envs, n_envs, 1)
-                return self._base + steps * n_envs + envs
+                return self._base + _wrap(steps, n_steps, 0) * n_envs + _wrap(envs, n_envs, 1)
         return None
+
+
+def _are_indices(*arrays: Any) -> bool:
+    """Whether these are integer arrays of one shape."""
+    return all(
+        isinstance(array, np.ndarray) and array.dtype.kind in "iu" and array.shape == arrays[0].shape
+        for array in arrays
+    )
 
 
 def _wrap(indices: npt.NDArray[Any], size: int, axis: int) -> npt.NDArray[np.int64]:
