@@ -478,7 +478,7 @@ class FrameStore:
             scenes=state.scenes[segments],
         )
         renamed = np.where(ids < 0, 0, inverse.reshape(ids.shape) * per + ids % per + 1).astype(np.int32)
-        return local, renamed.reshape(sets.size, -1), np.arange(sets.size).reshape(sets.shape)
+        return local, renamed.reshape(sets.size, slots.shape[1]), np.arange(sets.size).reshape(sets.shape)
 
     # ---- the rest ----
 
