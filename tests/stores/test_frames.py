@@ -1,0 +1,499 @@
+"""The frame store: exact whatever is written, in whatever order, and no larger than it says."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from sb3_extra_buffers.codecs import ByteRows, ObsSpec, get_codec
+from sb3_extra_buffers.errors import HeapFullError
+from sb3_extra_buffers.kernels.frames import PACKED_LZ4, PACKED_ZSTD
+from sb3_extra_buffers.stores import frames as frames_module
+from sb3_extra_buffers.stores import layout as layout_module
+from sb3_extra_buffers.stores.frames import FrameStore
+from sb3_extra_buffers.stores.layout import StackLayout
+from tests.contracts.store import (
+    KERNELS,
+    Walk,
+    check_content,
+    examples,
+    method_params,
+    n_frames_held,
+    n_frames_live,
+    needs,
+    poison_empty,
+    transitions,
+    write_rows,
+)
+
+Axis = Literal["first", "last"]
+UINT8 = np.dtype(np.uint8)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_empty(monkeypatch, frames_module, layout_module)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration of a store."""
+
+    method: str = "delta"
+    frame: tuple[int, ...] = (16, 16)
+    stack: int = 1
+    axis: Axis = "first"
+    n_streams: int = 3
+    frames: int | None = None  # to a segment
+
+    @property
+    def spec(self) -> ObsSpec:
+        if self.stack == 1:
+            return ObsSpec(self.frame, UINT8)
+        shape = (self.stack, *self.frame) if self.axis == "first" else (*self.frame, self.stack)
+        return ObsSpec(shape, UINT8)
+
+    @property
+    def layout(self) -> StackLayout:
+        return StackLayout(self.spec, self.stack, self.axis)
+
+    def build(self, n_cells: int, compiled: bool, **options: Any) -> FrameStore:
+        codec_options = {} if self.frames is None else {"frames": self.frames}
+        codec = get_codec(self.method, **codec_options).bind(self.layout.frame_spec)
+        return FrameStore(self.layout, n_cells, self.n_streams, codec, compiled=compiled, **options)
+
+    def rows(self, planes: Any) -> ByteRows:
+        """``[row, stack, *frame]`` as rows of stacked observations."""
+        if self.stack == 1:
+            planes = planes[:, 0]
+        elif self.axis == "last":
+            planes = np.moveaxis(planes, 1, -1)
+        return np.ascontiguousarray(planes).reshape(len(planes), -1)
+
+    def __str__(self) -> str:
+        size = "x".join(map(str, self.frame))
+        return f"{self.method}-{size}-{self.stack}{self.axis}"
+
+
+CASES = [
+    pytest.param(case, id=str(case), marks=needs("zstd") if case.method in ("zstd", "delta2", "delta3") else ())
+    for case in (
+        Case(),
+        Case(frame=(5, 7), stack=4),
+        Case(frame=(5, 7), stack=4, axis="last", frames=3),
+        Case("delta2", (16, 16)),
+        Case("delta2", (5, 7), stack=4, axis="last", frames=5),
+        Case("delta3", (16, 16), stack=4, frames=6),
+        Case("zstd", (16, 16), stack=4),
+        Case("gzip", (5, 7), stack=4, axis="last"),
+        Case("gzip", (5, 7)),
+    )
+]
+WIDE = [
+    pytest.param(case, id=str(case), marks=needs("zstd") if case.method == "delta2" else ())
+    for case in (Case(frame=(257, 257), stack=2, n_streams=1, frames=3), Case("delta2", (70_000,), n_streams=1, frames=3))
+]
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """A frame store beside a dict of rows. Streams walk on from write to write."""
+
+    case: Case
+    compiled: bool
+    n_cells = 24
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = self.case.build(self.n_cells, self.compiled)
+        self.model: dict[int, bytes] = {}
+        self.walks = [Walk(self.case.frame, seed) for seed in range(self.case.n_streams)]
+        self.planes = [[walk.frame] * self.case.stack for walk in self.walks]
+        self.next = 0
+
+    def observe(self, stream: int, reset: bool, hold: bool) -> Any:
+        """The next observation of a stream; ``hold`` repeats the last one, as obs does after next_obs."""
+        if reset:
+            self.planes[stream] = [np.zeros_like(self.walks[stream].frame)] * self.case.stack
+        if not hold:
+            self.planes[stream] = [*self.planes[stream][1:], self.walks[stream].step()]
+        return np.stack(self.planes[stream])
+
+    def write(self, cells: list[int], streams: list[int], planes: list[Any]) -> None:
+        rows = self.case.rows(np.stack(planes))
+        write_rows(self.store, cells, streams, rows)
+        self.model.update(zip(cells, [row.tobytes() for row in rows], strict=True))
+
+    @rule(
+        count=st.integers(1, 30), reset=st.booleans(), hold=st.integers(0, 3), stream=st.integers(0, 2), one=st.booleans()
+    )
+    def write_in_turn(self, count: int, reset: bool, hold: int, stream: int, one: bool) -> None:
+        stream %= self.case.n_streams
+        cells, streams, planes = [], [], []
+        for step in range(count):
+            at = stream if one else step % self.case.n_streams
+            cells.append(self.next)
+            streams.append(at)
+            planes.append(self.observe(at, reset and step == count // 2, hold > 0 and step % 4 < hold))
+            self.next = (self.next + 1) % self.n_cells
+        self.write(cells, streams, planes)
+
+    @rule(cells=st.lists(st.integers(0, 23), min_size=1, max_size=12), stream=st.integers(0, 2), seed=st.integers(0, 99))
+    def write_anywhere(self, cells: list[int], stream: int, seed: int) -> None:
+        """Any order, the same cell twice, content of no stream."""
+        stream %= self.case.n_streams
+        planes = Walk(self.case.frame, seed).frames(len(cells) * self.case.stack)
+        self.write(cells, [stream] * len(cells), list(planes.reshape(len(cells), self.case.stack, *self.case.frame)))
+
+    @rule(least=st.integers(0, 4))
+    def clean_soon(self, least: int) -> None:
+        self.store._next_clean = least
+
+    @rule()
+    def pickle(self) -> None:
+        self.store = pickle.loads(pickle.dumps(self.store))
+
+    @rule()
+    def copy_deeply(self) -> None:
+        old, self.store = self.store, copy.deepcopy(self.store)
+        old.clear()
+
+    @rule(count=st.integers(1, 3))
+    def add_cells(self, count: int) -> None:
+        if len(self.store.slots) < 40:
+            self.store.add_cells(count)
+
+    @rule(really=st.integers(0, 5))
+    def clear(self, really: int) -> None:
+        if really == 0:
+            self.store.clear()
+            self.model.clear()
+
+    @rule(cells=st.lists(st.integers(0, 23), max_size=9))
+    def read_some(self, cells: list[int]) -> None:
+        check_content(self.store, self.model, cells)
+
+    @rule(cells=st.lists(st.integers(0, 22), min_size=1, max_size=9))
+    def read_together(self, cells: list[int]) -> None:
+        rows = self.store.read(np.array([cells, [cell + 1 for cell in cells]]))
+        empty = bytes(self.case.spec.nbytes)
+        for place, cell in enumerate(cells):
+            assert rows[0, place].tobytes() == self.model.get(cell, empty)
+            assert rows[1, place].tobytes() == self.model.get(cell + 1, empty)
+
+    @invariant()
+    def holds_the_model(self) -> None:
+        self.store.check()
+        check_content(self.store, self.model)
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+@pytest.mark.parametrize("case", CASES)
+def test_store_holds_what_a_dict_holds(case: Case, compiled: bool) -> None:
+    machine = type("Machine", (StoreMachine,), {"case": case, "compiled": compiled})
+    run_state_machine_as_test(machine, settings=examples(12 if compiled else 5, 25))
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+@pytest.mark.parametrize("case", WIDE)
+def test_store_of_large_frames_holds_what_a_dict_holds(case: Case, compiled: bool) -> None:
+    machine = type("Machine", (StoreMachine,), {"case": case, "compiled": compiled, "n_cells": 24})
+    run_state_machine_as_test(machine, settings=examples(2, 8))
+
+
+def planes_of(case: Case, n_rows: int, seed: int = 0) -> Any:
+    """Successive stacks of one walk."""
+    frames = Walk(case.frame, seed).frames(n_rows + case.stack - 1)
+    return np.stack([frames[row : row + case.stack] for row in range(n_rows)])
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+@pytest.mark.parametrize("method", method_params("delta", "delta2", "gzip"))
+def test_a_frame_is_stored_once(method: str, compiled: bool) -> None:
+    case = Case(method, (16, 16), stack=4, n_streams=1)
+    store = case.build(400, compiled)
+    walk = [np.full((16, 16), 0, np.uint8)]
+    for step in range(203):
+        frame = walk[-1].copy()
+        frame.flat[step % 256] ^= step % 255 + 1
+        walk.append(frame)
+    frames = np.stack(walk[1:])
+    stacks = np.stack([frames[row : row + 4] for row in range(200)])
+    rows = case.rows(stacks)
+
+    for row in range(199):  # as a replay buffer does: obs, then next_obs
+        write_rows(store, [row, 200 + row], [0, 0], rows[[row, row + 1]])
+
+    store.check()
+    assert n_frames_live(store) == len(frames)
+    assert n_frames_held(store) == len(frames)
+    np.testing.assert_array_equal(store.read(np.arange(199)), rows[:199])
+    np.testing.assert_array_equal(store.read(np.arange(200, 399)), rows[1:200])
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+def test_zero_frames_take_nothing(compiled: bool) -> None:
+    store = Case(stack=4).build(50, compiled)
+    write_rows(store, list(range(50)), [0] * 50, np.zeros((50, 1024), np.uint8))
+    store.check()
+    assert n_frames_held(store) == 0
+    assert not store.read(np.arange(50)).any()
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+def test_every_kind_of_segment_occurs_in_these_tests(compiled: bool) -> None:
+    """Scenes, whole frames, light and packed segments: what the machines write leads to all of them."""
+    case = Case(frame=(40, 40), n_streams=2)
+    store = case.build(600, compiled)
+    model: dict[int, bytes] = {}
+    for stream in range(2):
+        rows = case.rows(planes_of(case, 300, stream))
+        write_rows(store, list(range(stream, 600, 2)), [stream] * 300, rows)
+        model.update(zip(range(stream, 600, 2), [row.tobytes() for row in rows], strict=True))
+    check_content(store, model)
+    state = store._state
+    sealed = np.flatnonzero(state.lengths)
+    flags = set(state.heap[state.starts[sealed]].tolist())
+    assert flags == ({0, PACKED_LZ4} if compiled else {0})
+    assert (state.scenes[sealed] >= 0).any()
+    assert len(np.unique(state.scenes[sealed])) > 2
+    assert n_frames_live(store) < 600
+
+
+@needs("zstd")
+@pytest.mark.parametrize("compiled", KERNELS)
+def test_strong_levels_pack_their_segments(compiled: bool) -> None:
+    case = Case("delta2", (40, 40), n_streams=1)
+    store = case.build(200, compiled)
+    rows = case.rows(planes_of(case, 200))
+    write_rows(store, list(range(200)), [0] * 200, rows)
+    state = store._state
+    sealed = np.flatnonzero(state.lengths)
+    assert PACKED_ZSTD in state.heap[state.starts[sealed]]
+    np.testing.assert_array_equal(store.read(np.arange(200)), rows)
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+@pytest.mark.parametrize("method", method_params("delta", "delta2", "gzip"))
+def test_random_overwrite_stays_bounded(method: str, compiled: bool) -> None:
+    case = Case(method, (8, 8), n_streams=2)
+    store = case.build(300, compiled)
+    rng = np.random.default_rng(0)
+    model: dict[int, bytes] = {}
+    walk = Walk(case.frame, 7)
+    rounds = 60 if compiled else 25
+    for turn in range(rounds):
+        store._next_clean = 64
+        cells = rng.integers(0, 300, 100).tolist()
+        rows = case.rows(walk.frames(100)[:, None])
+        write_rows(store, cells, [turn % 2] * 100, rows)
+        model.update(zip(cells, [row.tobytes() for row in rows], strict=True))
+        # what a write leaves since the last clean-up comes on top
+        slack = store.per_segment * (store.n_streams + 1) + 100
+        assert n_frames_held(store) <= 2 * n_frames_live(store) + slack
+    store.check()
+    check_content(store, model)
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+def test_wrapping_round_frees_what_is_overwritten(compiled: bool) -> None:
+    case = Case(stack=4, n_streams=2)
+    store = case.build(200, compiled)
+    rows = [case.rows(planes_of(case, 500, stream)) for stream in range(2)]
+    held = []
+    for step in range(500):
+        cells = [2 * step % 200, (2 * step + 1) % 200]
+        write_rows(store, cells, [0, 1], np.stack([rows[0][step], rows[1][step]]))
+        if step % 100 == 99:
+            store.check()
+            held.append(n_frames_held(store))
+    # open segments, and those on the edge between old and new
+    assert max(held) <= 200 + 6 + 4 * 2 * store.per_segment
+    last = np.stack([np.stack([rows[0][step], rows[1][step]]) for step in range(400, 500)]).reshape(200, -1)
+    np.testing.assert_array_equal(store.read(np.arange(200)), last)
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_full_heap_leaves_what_is_stored(case: Case, compiled: bool) -> None:
+    store = case.build(64, compiled, heap_bytes=case.layout.frame_bytes * 6)
+    model: dict[int, bytes] = {}
+    refused = 0
+    walk = Walk(case.frame, 3)
+    for turn in range(40):
+        store._next_clean = 8
+        cells = [(5 * turn + step * 3) % 64 for step in range(5)]
+        planes = [np.stack([walk._noise(256).astype(np.uint8) for _ in range(case.stack)]) for _ in cells]
+        rows = case.rows(np.stack(planes))
+        new = dict(zip(cells, [row.tobytes() for row in rows], strict=True))
+        try:
+            write_rows(store, cells, [turn % case.n_streams] * 5, rows)
+            model.update(new)
+        except HeapFullError as error:
+            refused += 1
+            assert error.limit == case.layout.frame_bytes * 6
+            # rows of the refused call are there or not, each as a whole; all others are untouched
+            now = store.read(np.array(cells))
+            empty = bytes(case.spec.nbytes)
+            for cell, row in zip(cells, now, strict=True):
+                assert row.tobytes() in (new[cell], model.get(cell, empty))
+                model[cell] = row.tobytes()
+        store.check()
+        check_content(store, model)
+        if turn == 20:
+            store = pickle.loads(pickle.dumps(store))
+    assert refused
+    # room is made by overwriting with less
+    for cell in range(64):
+        try:
+            write_rows(store, [cell], [0], np.zeros((1, case.spec.nbytes), np.uint8))
+        except HeapFullError:
+            continue
+    store.check()
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+def test_clear_forgets_and_goes_on(compiled: bool) -> None:
+    case = Case(stack=4, n_streams=1)
+    store = case.build(100, compiled)
+    rows = case.rows(planes_of(case, 150))
+    write_rows(store, list(range(100)), [0] * 100, rows[:100])
+
+    store.clear()
+
+    store.check()
+    assert not store.read(np.arange(100)).any()
+    assert store.heap.live_bytes == 0
+    write_rows(store, list(range(50, 100)), [0] * 50, rows[100:])
+    store.check()
+    np.testing.assert_array_equal(store.read(np.arange(50, 100)), rows[100:])
+    assert not store.read(np.arange(50)).any()
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+@pytest.mark.parametrize("axis", ["first", "last"])
+@pytest.mark.parametrize("method", method_params("delta", "delta2", "zstd"))
+def test_episodes_of_several_envs_are_exact(method: str, axis: Axis, compiled: bool) -> None:
+    n_envs, n_steps, size = 3, 90, 40  # 2.25 times round
+    case = Case(method, (12, 9), stack=4, axis=axis, n_streams=n_envs)
+    store = case.build(2 * size * n_envs, compiled)
+    model: dict[int, bytes] = {}
+    seen_zero_stack = False
+    for step, (before, after) in enumerate(transitions((12, 9), 4, axis, n_envs, n_steps)):
+        envs = np.arange(n_envs)
+        for part, batch in ((0, before), (1, after)):
+            cells = (part * size + step % size) * n_envs + envs
+            rows = np.ascontiguousarray(batch).reshape(n_envs, -1)
+            store.write(cells, envs, rows)
+            model.update(zip(cells.tolist(), [row.tobytes() for row in rows], strict=True))
+        planes = before if axis == "first" else np.moveaxis(before, -1, 1)
+        seen_zero_stack |= not planes[:, :3].any(axis=(1, 2, 3)).all()
+        if step % 10 == 0:
+            store.check()
+    assert seen_zero_stack
+    store.check()
+    check_content(store, model)
+    # obs and next_obs of a batch in one walk
+    steps = np.random.default_rng(0).integers(0, size * n_envs, 32)
+    together = store.read(np.stack([steps, steps + size * n_envs]))
+    for part in (0, 1):
+        for place, cell in enumerate(steps + part * size * n_envs):
+            assert together[part, place].tobytes() == model[int(cell)]
+
+
+@pytest.fixture(scope="module")
+def game() -> Iterator[Any]:
+    """Observations, terminal ones included, of a real game: ``[step, env, height, width, stack]``."""
+    ale_py = pytest.importorskip("ale_py")
+    pytest.importorskip("cv2")
+    gymnasium = pytest.importorskip("gymnasium")
+    from stable_baselines3.common.env_util import make_atari_env
+    from stable_baselines3.common.vec_env import VecFrameStack
+
+    gymnasium.register_envs(ale_py)
+    env = VecFrameStack(make_atari_env("BreakoutNoFrameskip-v4", n_envs=2, seed=1), n_stack=4)
+    rng = np.random.default_rng(0)
+    observation = env.reset()
+    steps = []
+    n_ends = 0
+    for _ in range(300):
+        following, _, dones, infos = env.step(rng.integers(0, 4, 2))
+        terminal = following.copy()
+        for index in np.flatnonzero(dones):
+            n_ends += 1
+            terminal[index] = infos[index]["terminal_observation"]
+        steps.append((observation.copy(), terminal))
+        observation = following
+    env.close()
+    assert n_ends > 2
+    yield steps
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+@pytest.mark.parametrize("axis", ["first", "last"])
+@pytest.mark.parametrize("method", method_params("delta", "delta2", "zstd"))
+def test_a_real_game_is_exact_and_small(game: Any, method: str, axis: Axis, compiled: bool) -> None:
+    case = Case(method, (84, 84), stack=4, axis=axis, n_streams=2)
+    store = case.build(2 * 250 * 2, compiled)
+    dense = np.zeros((2, 250, 2, *case.spec.shape), np.uint8)
+    flat = dense.reshape(1000, -1)
+    if axis == "first":
+        game = [tuple(np.moveaxis(part, -1, 1) for part in step) for step in game]
+    for step, pair in enumerate(game[: 300 if compiled else 120]):
+        for part, batch in enumerate(pair):
+            dense[part, step % 250] = batch
+            cells = (part * 250 + step % 250) * 2 + np.arange(2)
+            store.write(cells, np.arange(2), np.ascontiguousarray(batch).reshape(2, -1))
+    store.check()
+
+    for begin in range(0, 1000, 250):
+        np.testing.assert_array_equal(store.read(np.arange(begin, begin + 250)), flat[begin : begin + 250])
+    assert store.heap.live_bytes < flat.nbytes // 2 // (20 if method == "zstd" else 60)
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+@pytest.mark.parametrize("method", method_params("delta", "gzip"))
+def test_a_store_in_a_file(method: str, compiled: bool, tmp_path: Path) -> None:
+    case = Case(method, stack=4, n_streams=1)
+    store = case.build(100, compiled, path=tmp_path / "frames.bin")
+    rows = case.rows(planes_of(case, 300))
+    for step in range(300):
+        write_rows(store, [step % 100], [0], rows[step : step + 1])
+    store.check()
+    np.testing.assert_array_equal(store.read(np.arange(100)), rows[200:])
+    assert (tmp_path / "frames.bin").stat().st_size >= store.heap.live_bytes > 0
+
+
+@needs("zstd")
+def test_a_dictionary_is_trained_again_when_it_stops_paying() -> None:
+    case = Case("zstd", (32, 32), n_streams=1)
+    codec = get_codec("zstd", dictionary=4096).bind(case.layout.frame_spec)
+    store = FrameStore(case.layout, 4000, 1, codec)
+    rng = np.random.default_rng(0)
+    tiles = rng.integers(0, 256, (2, 64, 16), np.uint8)
+
+    def level(which: int, count: int) -> ByteRows:
+        picks = rng.integers(0, 8 if which == 0 else 64, (count, 64))
+        return tiles[which][picks].reshape(count, 1024)
+
+    first = level(0, 1200)
+    store.train(first[:200])
+    second = level(1, 1500)
+    for begin in range(0, 1200, 50):
+        write_rows(store, list(range(begin, begin + 50)), [0] * 50, first[begin : begin + 50])
+    for begin in range(0, 1500, 5):
+        write_rows(store, list(range(1200 + begin, 1205 + begin)), [0] * 5, second[begin : begin + 5])
+
+    store.check()
+    assert len(store.codecs) > 1
+    np.testing.assert_array_equal(store.read(np.arange(2700)), np.concatenate([first, second]))
+    copied = pickle.loads(pickle.dumps(store))
+    np.testing.assert_array_equal(copied.read(np.arange(2700)), np.concatenate([first, second]))
