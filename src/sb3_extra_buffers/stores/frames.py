@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.delta import BLOCK, DeltaCodec, padded
 from sb3_extra_buffers.codecs.spec import ByteRows
-from sb3_extra_buffers.errors import CorruptPayloadError
+from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError
 from sb3_extra_buffers.kernels import frame_kernels
 from sb3_extra_buffers.kernels.frames import NONE, PACKED_LZ4, PACKED_ZSTD, FrameState, scene_bytes
 from sb3_extra_buffers.kernels.lz4_block import OVERRUN, TABLE, unpack_block
@@ -382,19 +383,22 @@ class FrameStore:
             return
         frames = self._decode((ids[:, None] + 1).astype(np.int32), np.arange(len(ids))[None])
         moved: npt.NDArray[np.int32] = np.zeros((len(ids), 1), np.int32)
-        self._write(moved, np.arange(len(ids)), np.full(len(ids), self.n_streams), frames[:, None])
+        # what this stream remembers may lie in the very segments that go
+        self._state.recent_ids[self.n_streams] = NONE
+        # where the heap has no room for all of them, the rest stays where it is
+        with contextlib.suppress(HeapFullError):
+            self._write(moved, np.arange(len(ids)), np.full(len(ids), self.n_streams), frames[:, None])
         state = self._state
-        renamed = moved[:, 0] - 1
+        ids, renamed = ids[moved[:, 0] > 0], moved[moved > 0] - 1
         # each new frame has one reference from `moved`; it takes over those of the old one
-        kept = renamed >= 0
-        np.add.at(state.refs, renamed[kept], state.refs[ids[kept]] - 1)
+        np.add.at(state.refs, renamed, state.refs[ids] - 1)
         table = np.arange(state.refs.size + 1, dtype=np.int32)
         table[ids + 1] = renamed + 1
         for begin in range(0, len(self.slots), 1 << 16):
             part = self.slots[begin : begin + (1 << 16)]
             part[...] = table[part]
         state.refs[ids] = 0
-        state.live[segments] = 0
+        state.live[segments] = np.count_nonzero(state.refs.reshape(-1, per)[segments], axis=1)
         self._free(segments)
 
     # ---- reading ----
