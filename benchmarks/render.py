@@ -153,11 +153,29 @@ def main() -> None:
         if some:
             parts += [f"## {title}\n", other_table(some), about(some)]
     (DOCS / "benchmarks.md").write_text("\n".join(parts))
-    text = README.read_text()
-    begin, end = "<!-- figures -->\n", "<!-- end of figures -->"
-    if begin in text:
-        before, rest = text.split(begin)
-        README.write_text(before + begin + summary() + end + rest.split(end)[1])
+    insert(README, "figures", summary())
+    insert(DOCS / "architecture.md", "formats", format_table())
+
+
+def insert(path: Path, name: str, text: str) -> None:
+    """Replace what lies between the markers of ``name``."""
+    before, begin, rest = path.read_text().partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"<!-- end of {name} -->")
+    if not end:
+        raise SystemExit(f"{path} has no markers for {name!r}")
+    path.write_text(f"{before}{begin}{text}{end}{after}")
+
+
+def format_table() -> str:
+    """The formats that were tried, game by game."""
+    measured = rows("formats")
+    if not measured:
+        return ""
+    games = list(dict.fromkeys(row["game"] for row in measured))
+    sizes = {(row["format"], row["game"]): float(row["percent_of_stack"]) for row in measured}
+    formats = dict.fromkeys(row["format"] for row in measured)
+    lines = [[name, *(f"{sizes[name, game]:.2f}" for game in games)] for name in formats]
+    return f"\n{table(['per frame', *games], lines)}\n{about(measured)}\n"
 
 
 def other_table(measured: list[Row]) -> str:

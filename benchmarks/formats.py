@@ -1,0 +1,110 @@
+"""Sizes of the ways to write a frame down that were tried for `delta`: ``python -m benchmarks.formats``.
+
+Sizes only, of real frames, so the result is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from benchmarks import feed
+from benchmarks.run import machine, versions
+from sb3_extra_buffers.codecs.delta import DeltaCodec
+from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.stores import frames as frame_stores
+from sb3_extra_buffers.stores.layout import StackLayout
+
+GAMES = ["MsPacman", "Pong", "SpaceInvaders", "Asteroids", "Enduro", "Riverraid", "BeamRider", "BattleZone"]
+OUTPUT = Path(__file__).parent / "data" / "formats.csv"
+STACK_BYTES = 4 * 84 * 84
+
+Frames = npt.NDArray[np.uint8]  # [time, byte]
+
+
+def tiles(frames: Frames) -> Frames:
+    """Pixels reordered so that eight neighbours in memory are two by four on the screen."""
+    return frames.reshape(-1, 42, 2, 21, 4).transpose(0, 1, 3, 2, 4).reshape(len(frames), -1)
+
+
+def runs(now: Frames, before: Frames) -> npt.NDArray[Any]:
+    """Two bytes for each run of changed bytes, and the new values."""
+    changed = now != before
+    starts = (changed[:, 1:] & ~changed[:, :-1]).sum(axis=1) + changed[:, 0]
+    return 2 * starts + changed.sum(axis=1)
+
+
+def tree(now: Frames, before: Frames, repeats: bool) -> npt.NDArray[Any]:
+    """The mask tree; with ``repeats``, a value equal to the changed byte before it takes one bit."""
+    changed = now != before
+    bits = np.zeros((len(now), 8192), bool)
+    bits[:, : changed.shape[1]] = changed
+    size = np.full(len(now), 2)
+    n_values = changed.sum(axis=1)
+    for _ in range(3):
+        bits = bits.reshape(len(now), -1, 8).any(axis=2)
+        size += bits.sum(axis=1)
+    if not repeats:
+        return size + n_values
+    fresh = np.zeros(len(now), np.int64)
+    for index in range(len(now)):
+        values = now[index][changed[index]]
+        fresh[index] = values.size and 1 + np.count_nonzero(values[1:] != values[:-1])
+    return size + (n_values + 7) // 8 + fresh
+
+
+def stored(game: str, n_steps: int, n_frames: int, packed: bool) -> float:
+    """What the store holds per observation with segments of ``n_frames``."""
+    layout = StackLayout(ObsSpec((4, 84, 84), np.dtype(np.uint8)), 4)
+    store = frame_stores.FrameStore(layout, n_steps * feed.N_ENVS, feed.N_ENVS, DeltaCodec(frames=n_frames))
+    heavy = frame_stores._HEAVY
+    frame_stores._HEAVY = heavy if packed else np.inf
+    streams = np.arange(feed.N_ENVS)
+    for step, (obs, _, _) in zip(range(n_steps), feed.steps(game, 10_000), strict=False):
+        store.write(streams + step * feed.N_ENVS, streams, obs.reshape(feed.N_ENVS, -1))
+    frame_stores._HEAVY = heavy
+    return store.difference_bytes()[0] / (n_steps * feed.N_ENVS)
+
+
+def main(n_steps: int = 2500) -> None:
+    about = {"date": datetime.date.today().isoformat(), "machine": machine(), "versions": versions()}
+    rows = []
+    for game in tqdm(GAMES):
+        steps = list(zip(range(n_steps), feed.steps(game, 10_000), strict=False))
+        sizes: dict[str, list[float]] = {}
+        for e in range(feed.N_ENVS):
+            frames = np.stack([step.obs[e, -1].reshape(-1) for _, step in steps])
+            now, before, older = frames[2:], frames[1:-1], frames[:-2]
+            tiled, tiled_before = tiles(now), tiles(before)
+            best = np.minimum(tree(now, before, True), tree(now, older, True))
+            for name, size in {
+                "byte runs": runs(now, before),
+                "mask tree": tree(now, before, False),
+                "mask tree, tiles of 2x4": tree(tiled, tiled_before, False),
+                "mask tree, repeats as bits": tree(now, before, True),
+                "the same, tiles of 2x4": tree(tiled, tiled_before, True),
+                "the same, better of one and two frames before": best,
+            }.items():
+                sizes.setdefault(name, []).append(float(size.mean()))
+        row = {name: np.mean(size) for name, size in sizes.items()}
+        for n_frames in (4, 8, 16, 32):
+            row[f"stored, segments of {n_frames}"] = stored(game, n_steps, n_frames, packed=False)
+        row["stored, segments of 8, heavy ones packed"] = stored(game, n_steps, 8, packed=True)
+        rows += [
+            about | {"game": game, "format": name, "percent_of_stack": round(100 * size / STACK_BYTES, 3)}
+            for name, size in row.items()
+        ]
+    with OUTPUT.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
