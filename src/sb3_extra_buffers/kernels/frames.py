@@ -356,52 +356,68 @@ def read_frames(
     n_sets, n_rows = sets.shape
     flat = slots[sets[:, first:stop]].astype(np.int64).ravel() - 1
     places = np.arange(n_sets * n_rows * slots.shape[1]).reshape(n_sets, n_rows, slots.shape[1])
-    places = places[:, first:stop].ravel() * size
-    columns = np.arange(size)
+    places = places[:, first:stop].ravel()
+    frames = out.reshape(-1, size)
     zero = flat < 0
-    if zero.any():
-        out[(places[zero, None] + columns).ravel()] = 0
-    flat, places = flat[~zero], places[~zero]
-    if flat.size == 0:
-        return -1
+    frames[places[zero]] = 0
     segments, which = np.unique(flat // per_segment, return_inverse=True)
-    positions = flat % per_segment
-    deepest = np.zeros(len(segments), np.int64)
-    np.maximum.at(deepest, which, positions)
+    starts = state.starts[np.maximum(segments, 0)]
+    room = state.stage.size // state.open_segments.size
+    for opened in (False, True):
+        mine = np.flatnonzero((segments >= 0) & ((starts < 0) == opened))
+        wanted = np.flatnonzero(np.isin(which, mine))
+        if not wanted.size:
+            continue
+        if opened:
+            source, begins = state.stage, -1 - starts[mine]
+            ends = begins + state.stage_ends[begins // room]
+        else:
+            source, begins = state.heap, starts[mine]
+            ends = begins + state.lengths[segments[mine]]
+        damaged = _read_segments(
+            state, source, begins, ends, state.scenes[segments[mine]], np.searchsorted(mine, which[wanted]),
+            flat[wanted] % per_segment, places[wanted], frames, per_segment, wide, opened,
+        )  # fmt: skip
+        if damaged >= 0:
+            return int(segments[mine[damaged]])
+    return -1
 
-    starts = state.starts[segments]
-    opened = starts < 0
-    if opened.any():
-        source = np.concatenate([state.heap, state.stage])
-        room = state.stage.size // state.open_segments.size
-        streams = (-1 - starts) // room
-        ends = np.where(opened, -1 - starts + state.stage_ends[streams * opened], 0)
-        starts = np.where(opened, state.heap.size - 1 - starts, starts)
-        ends = np.where(opened, state.heap.size + ends, starts + state.lengths[segments])
-    else:
-        source = state.heap
-        ends = starts + state.lengths[segments]
+
+def _read_segments(
+    state: FrameState,
+    source: Bytes,
+    starts: Ints,
+    ends: Ints,
+    scenes: npt.NDArray[np.int32],
+    which: npt.NDArray[np.intp],  # of each frame wanted: its segment
+    positions: Ints,  # its place in it
+    places: Ints,  # where it goes
+    frames: npt.NDArray[np.uint8],
+    per_segment: int,
+    wide: bool,
+    opened: bool,
+) -> int:
+    """Decode frames of segments that lie in ``source``; the index of a damaged one, or -1."""
+    size = frames.shape[1]
     width = 4 if wide else 2
-    head = np.minimum(starts + 1, source.size - 1)
-    counts = np.where(opened, per_segment, source[head]).astype(np.int64)
-    bodies = starts + 2 + counts * width
-    bad = (
-        (deepest >= counts)
-        | (bodies > ends)
-        | (source[head] <= deepest)
-        | (source[np.minimum(starts, source.size - 1)] != 0)
-    )
+    limit = source.size - 1
+    deepest = np.zeros(len(starts), np.int64)
+    np.maximum.at(deepest, which, positions)
+    counts = source[np.minimum(starts + 1, limit)].astype(np.int64)
+    bodies = starts + 2 + (per_segment if opened else counts) * width
+    bad = (deepest >= counts) | (counts > per_segment) | (bodies > ends) | (source[np.minimum(starts, limit)] != 0)
     if bad.any():
-        return int(segments[np.argmax(bad)])
-
+        return int(np.argmax(bad))
     steps = np.arange(per_segment)
-    table = np.minimum(starts[:, None] + 2 + steps * width, source.size - width)
-    lengths = sum(source[table + byte].astype(np.int64) << (8 * byte) for byte in range(width))
-    lengths = np.where(steps <= deepest[:, None], lengths, 0)
+    table = np.minimum(starts[:, None] + 2 + steps * width, limit - width)
+    lengths = np.zeros(table.shape, np.int64)
+    for byte in range(width):
+        lengths |= source[table + byte].astype(np.int64) << (8 * byte)
+    lengths[steps > deepest[:, None]] = 0
     offsets = bodies[:, None] + np.cumsum(lengths, axis=1) - lengths
     bad = (lengths > size).any(axis=1) | (offsets[:, -1] + lengths[:, -1] > ends)
     if bad.any():
-        return int(segments[np.argmax(bad)])
+        return int(np.argmax(bad))
 
     # every difference that is needed, in the order in which the segments are walked
     step_of, segment_of = np.nonzero(lengths.T)
@@ -409,25 +425,22 @@ def read_frames(
     sparse = np.flatnonzero(length < size)
     positions_of, values, owner, damaged = _unpack(source, at[sparse], length[sparse], size)
     if damaged >= 0:
-        return int(segments[segment_of[sparse[damaged]]])
-    rows = np.zeros((len(segments), padded(size)), np.uint8)
-    scenes = state.scenes[segments]
+        return int(segment_of[sparse[damaged]])
+    rows = np.zeros((len(starts), padded(size)), np.uint8)
     known = np.flatnonzero(scenes >= 0)
-    for index in known:
-        begin = scenes[index] * scene_bytes(size)
-        rows[index, :size] = state.scene_rows[begin : begin + size]
-    owner_step, owner_segment = step_of[sparse][owner], segment_of[sparse][owner]
-    cuts = np.searchsorted(owner_step, np.arange(per_segment + 1))
+    whole_scenes = state.scene_rows.reshape(-1, scene_bytes(size))
+    rows[known, :size] = whole_scenes[scenes[known], :size]
+    cuts = np.searchsorted(step_of[sparse][owner], np.arange(per_segment + 1))
     flat_rows = rows.reshape(-1)
-    scatter = owner_segment * rows.shape[1] + positions_of
+    scatter = segment_of[sparse][owner] * rows.shape[1] + positions_of
     whole = np.flatnonzero(length == size)
     for step in range(int(deepest.max()) + 1):
         for index in whole[step_of[whole] == step]:
             rows[segment_of[index], :size] = source[at[index] : at[index] + size]
         here = slice(cuts[step], cuts[step + 1])
         flat_rows[scatter[here]] = values[here]
-        for index in np.flatnonzero(positions == step):
-            out[places[index] : places[index] + size] = rows[which[index], :size]
+        now = np.flatnonzero(positions == step)
+        frames[places[now]] = rows[which[now], :size]
     return -1
 
 
@@ -447,9 +460,10 @@ def _unpack(
             return empty, np.zeros(0, np.uint8), empty, int(np.argmax(cursor + count > ends))
         rank = np.arange(owner.size) - np.repeat(np.cumsum(count) - count, count)
         masks = source[np.minimum(cursor[owner] + rank, limit)]
-        parent, bit = np.nonzero(np.unpackbits(masks, bitorder="little").reshape(-1, 8))
+        bits = np.flatnonzero(np.unpackbits(masks, bitorder="little"))
+        parent = bits >> 3
         cursor = cursor + count
-        owner, index = owner[parent], index[parent] * 8 + bit
+        owner, index = owner[parent], index[parent] * 8 + (bits & 7)
     count = np.bincount(owner, minlength=at.size)
     before = np.repeat(np.cumsum(count) - count, count)
     rank = np.arange(owner.size) - before
