@@ -153,6 +153,20 @@ class StoreMachine(RuleBasedStateMachine):
         planes = Walk(self.case.frame, seed).frames(len(cells) * self.case.stack)
         self.write(cells, [stream] * len(cells), list(planes.reshape(len(cells), self.case.stack, *self.case.frame)))
 
+    @rule(count=st.integers(1, 4), apart=st.integers(0, 12), reset=st.booleans(), hold=st.booleans())
+    def write_pairs(self, count: int, apart: int, reset: bool, hold: bool) -> None:
+        """Observations and their successors in one call, as a replay buffer adds them."""
+        for _ in range(count):
+            streams = list(range(self.case.n_streams))
+            cells = [(self.next + stream) % self.n_cells for stream in streams]
+            more_cells = [(cell + apart) % self.n_cells for cell in cells]
+            before = self.case.rows(np.stack([self.observe(stream, reset, True) for stream in streams]))
+            after = self.case.rows(np.stack([self.observe(stream, False, hold) for stream in streams]))
+            self.store.write_twice(np.array(cells), np.array(more_cells), np.array(streams), before, after)
+            self.model.update(zip(cells, [row.tobytes() for row in before], strict=True))
+            self.model.update(zip(more_cells, [row.tobytes() for row in after], strict=True))
+            self.next = (self.next + len(streams)) % self.n_cells
+
     @rule(least=st.integers(0, 4))
     def clean_soon(self, least: int) -> None:
         self.store._next_clean = least
@@ -301,6 +315,81 @@ def test_random_overwrite_stays_bounded(method: str, compiled: bool) -> None:
         assert n_frames_held(store) <= 2 * n_frames_live(store) + slack
     store.check()
     check_content(store, model)
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+@pytest.mark.parametrize("stack", [1, 4])
+def test_cleaning_again_and_again_is_exact(stack: int, compiled: bool) -> None:
+    """Frames that were moved out of a dying segment lie in one that dies, too."""
+    case = Case("delta", (6, 6), stack=stack, n_streams=1, frames=4 * stack)
+    store = case.build(30, compiled)
+    rng = np.random.default_rng(1)
+    model: dict[int, bytes] = {}
+    n_cleaned = 0
+    for turn in range(120):
+        # few stay for long, so that old segments are mostly dead
+        cells = rng.integers(0, 4 if turn % 3 else 30, 8).tolist()
+        rows = rng.integers(0, 256, (8, case.spec.nbytes)).astype(np.uint8)
+        held = n_frames_held(store)
+        store._next_clean = 0
+        write_rows(store, cells, [0] * 8, rows)
+        n_cleaned += n_frames_held(store) < held
+        model.update(zip(cells, [row.tobytes() for row in rows], strict=True))
+        store.check()
+        check_content(store, model)
+    assert n_cleaned > 5
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+@pytest.mark.parametrize("room", [0, 300, 900, 2000])
+def test_cleaning_a_full_heap_is_exact_and_no_error(room: int, compiled: bool) -> None:
+    case = Case("delta", (8, 8), n_streams=2)
+    store = case.build(300, compiled)
+    store._next_clean = 1 << 40
+    rng = np.random.default_rng(0)
+    model: dict[int, bytes] = {}
+    for turn in range(12):
+        cells = rng.integers(0, 300, 100).tolist()
+        rows = rng.integers(0, 256, (100, 64)).astype(np.uint8)
+        write_rows(store, cells, [turn % 2] * 100, rows)
+        model.update(zip(cells, [row.tobytes() for row in rows], strict=True))
+    held = n_frames_held(store)
+    store.heap.limit = store.heap.live_bytes + room
+    store._next_clean, store._n_fresh = 0, 1
+
+    write_rows(store, [7], [0], rows[:1])
+
+    model[7] = rows[0].tobytes()
+    store.check()
+    check_content(store, model)
+    assert store.heap.live_bytes <= store.heap.limit
+    assert n_frames_held(store) <= held + 1
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+@pytest.mark.parametrize(("stack", "frames"), [(12, None), (4, 1), (4, 3), (64, None)])
+def test_stacks_longer_than_a_segment(stack: int, frames: int | None, compiled: bool) -> None:
+    case = Case("delta", (4, 4), stack=stack, n_streams=1, frames=frames)
+    store = case.build(20, compiled)
+    rows = np.random.default_rng(0).integers(0, 256, (20, case.spec.nbytes)).astype(np.uint8)
+    write_rows(store, list(range(20)), [0] * 20, rows)
+    store.check()
+    np.testing.assert_array_equal(store.read(np.arange(20)), rows)
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+@pytest.mark.parametrize("method", method_params("delta", "delta2", "gzip"))
+@pytest.mark.parametrize("axis", ["first", "last"])
+def test_a_batch_of_none(method: str, axis: Axis, compiled: bool) -> None:
+    case = Case(method, stack=4, axis=axis, n_streams=1)
+    store = case.build(40, compiled)
+    none = np.zeros(0, np.int64)
+    for _ in range(2):
+        store.write(none, none, np.zeros((0, 1024), np.uint8))
+        assert store.read(none).shape == (0, 1024)
+        assert store.read(np.zeros((2, 0), np.int64)).shape == (2, 0, 1024)
+        store.check()
+        write_rows(store, list(range(40)), [0] * 40, case.rows(planes_of(case, 40)))
 
 
 @pytest.mark.parametrize("compiled", KERNELS)
