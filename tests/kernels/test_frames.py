@@ -1,0 +1,241 @@
+"""Compiled kernels beside the plain ones that define them, on memory that shows what was left out."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from sb3_extra_buffers.codecs import ObsSpec, get_codec
+from sb3_extra_buffers.codecs.delta import BLOCK, apply_delta, encode_delta, padded
+from sb3_extra_buffers.errors import CorruptPayloadError
+from sb3_extra_buffers.kernels import frame_kernels
+from sb3_extra_buffers.stores.frames import FrameStore
+from sb3_extra_buffers.stores.layout import StackLayout
+from tests.contracts.store import KERNELS, UNWRITTEN, Walk, method_params
+
+SIZES = [1, 7, 8, 63, 64, 65, 511, 512, 513, 4095, 4096, 4097, 7056, 70_000]
+UINT8 = np.dtype(np.uint8)
+Bytes = npt.NDArray[np.uint8]
+
+
+def pairs(size: int) -> list[tuple[str, Bytes, Bytes]]:
+    """Rows and references: nothing, little, much, all of it changed, at the edges and in between."""
+    rng = np.random.default_rng(size)
+    base = rng.integers(0, 4, size).astype(np.uint8)
+    zero = np.zeros(size, np.uint8)
+    found: list[tuple[str, Bytes, Bytes]] = [
+        ("same", base, base.copy()),
+        ("zeros", zero, zero.copy()),
+        ("from zero", base, zero),
+        ("to zero", zero, base),
+        ("all changed", base ^ np.uint8(255), base),
+        ("noise", rng.integers(0, 256, size).astype(np.uint8), base),
+    ]
+    for name, where in (("first", [0]), ("last", [size - 1]), ("both ends", [0, size - 1])):
+        row = base.copy()
+        row[where] ^= np.uint8(0x80)
+        found.append((name, row, base))
+    for share in (0.002, 0.05, 0.3, 0.6):
+        row = base.copy()
+        changed = rng.random(size) < share
+        row[changed] = rng.integers(0, 256, int(changed.sum()))
+        found.append((f"{share} changed", row, base))
+        row = base.copy()
+        row[changed] = 200
+        found.append((f"{share} changed to one value", row, base))
+    row = base.copy()
+    row[size // 3 : size // 2 + 1] = 9
+    found.append(("one block", row, base))
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_difference_turns_the_reference_into_the_row(size: int) -> None:
+    for name, row, reference in pairs(size):
+        payload = encode_delta(row, reference)
+        assert len(payload) <= size, name
+        target = np.full(padded(size), UNWRITTEN, np.uint8)
+        target[:size] = reference
+        apply_delta(np.frombuffer(payload, np.uint8), target, size)
+        np.testing.assert_array_equal(target[:size], row, name)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_compiled_differences_are_the_plain_ones(size: int) -> None:
+    compiled = pytest.importorskip("sb3_extra_buffers.kernels.frames_numba")
+    lines = -(-size // 64) * 64
+    scratch = np.full(padded(size) // BLOCK * (BLOCK + BLOCK // 4), UNWRITTEN, np.uint8)
+    for name, row, reference in pairs(size):
+        # rows are padded to whole lines with zeros; what lies around them must not matter
+        rows = np.full((3, lines), UNWRITTEN, np.uint8)
+        rows[1] = np.pad(row, (0, lines - size))
+        references = np.full((3, lines), 0x55, np.uint8)
+        references[1] = np.pad(reference, (0, lines - size))
+        target = np.full(3 * size + 2 * BLOCK, UNWRITTEN, np.uint8)
+        at = 13
+
+        length = compiled._encode(target, at, rows.reshape(-1), lines, references.reshape(-1), lines, size, scratch)
+
+        wanted = encode_delta(row, reference)
+        assert (target[:at] == UNWRITTEN).all()
+        if length >= size:
+            assert wanted == row.tobytes(), name
+        else:
+            assert target[at : at + length].tobytes() == wanted, name
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_compiled_and_plain_apply_the_same(size: int) -> None:
+    compiled = pytest.importorskip("sb3_extra_buffers.kernels.frames_numba")
+    for name, row, reference in pairs(size):
+        payload = encode_delta(row, reference)
+        if len(payload) in (0, size):
+            continue  # such differences never reach this function
+        target = np.full(padded(size), UNWRITTEN, np.uint8)
+        target[:size] = reference
+        n_tops = padded(size) // BLOCK
+        source = np.concatenate([np.frombuffer(payload, np.uint8), np.full(64, UNWRITTEN, np.uint8)])
+        work = [np.full(n_tops * BLOCK // 8 + 8, -1, np.int32), np.full(n_tops * BLOCK // 64 + 8, -1, np.int32)]
+        values = np.full(n_tops * BLOCK + 8, UNWRITTEN, np.uint8)
+
+        assert compiled._apply(source, 0, len(payload), target, size, *work, values), name
+
+        np.testing.assert_array_equal(target[:size], row, name)
+
+
+def build(method: str, frame: tuple[int, ...], stack: int, compiled: bool, axis: Any = "first") -> FrameStore:
+    shape = frame if stack == 1 else (stack, *frame) if axis == "first" else (*frame, stack)
+    layout = StackLayout(ObsSpec(shape, UINT8), stack, axis)
+    return FrameStore(layout, 200, 2, get_codec(method).bind(layout.frame_spec), compiled=compiled)
+
+
+def light_rows(frame: tuple[int, ...], stack: int, n_rows: int, seed: int) -> Bytes:
+    """Stacks in which little changes, so that no segment is heavy; episodes end now and then."""
+    rng = np.random.default_rng(seed)
+    current = rng.integers(0, 5, frame).astype(np.uint8)
+    planes = [np.zeros(frame, np.uint8)] * stack
+    rows = []
+    for step in range(n_rows):
+        current = current.copy()
+        current.reshape(-1)[rng.integers(0, current.size, 2)] = rng.integers(0, 256)
+        planes = [*planes[1:], current] if step % 23 else [*[np.zeros(frame, np.uint8)] * (stack - 1), current]
+        rows.append(np.stack(planes).reshape(-1))
+    return np.stack(rows)
+
+
+def write_all(store: FrameStore, rows: list[Bytes]) -> None:
+    for step in range(len(rows[0])):
+        cells = np.array([2 * step % 200, (2 * step + 1) % 200])
+        store.write(cells, np.arange(2), np.stack([rows[0][step], rows[1][step]]))
+
+
+@pytest.mark.parametrize(("frame", "stack"), [((16, 16), 1), ((30, 21), 4), ((260, 260), 2)])
+def test_compiled_and_plain_write_the_same_bytes(frame: tuple[int, ...], stack: int) -> None:
+    pytest.importorskip("numba")
+    n_steps = 260 if frame[0] < 100 else 40
+    rows = [light_rows(frame, stack, n_steps, seed) for seed in (1, 2)]
+    fast, slow = (build("delta", frame, stack, compiled) for compiled in (True, False))
+    for store in (fast, slow):
+        write_all(store, rows)
+
+    np.testing.assert_array_equal(fast.slots, slow.slots)
+    for column in ("counts", "live", "scenes", "refs", "lengths", "open_segments", "scene_refs", "scene_of"):
+        np.testing.assert_array_equal(getattr(fast._state, column), getattr(slow._state, column), column)
+    sealed = np.flatnonzero(fast._state.lengths).tolist()
+    assert sealed
+    for segment in sealed:
+        assert bytes(fast.heap.read(segment)) == bytes(slow.heap.read(segment))
+        assert fast.heap.read(segment)[0] == 0
+
+
+@pytest.mark.parametrize("written_compiled", [True, False], ids=["compiled-to-plain", "plain-to-compiled"])
+@pytest.mark.parametrize("axis", ["first", "last"])
+@pytest.mark.parametrize("method", method_params("delta", "delta2"))
+def test_compiled_and_plain_read_and_continue_each_others_stores(method: str, axis: str, written_compiled: bool) -> None:
+    pytest.importorskip("numba")
+    frame, stack = (24, 18), 4
+    store = build(method, frame, stack, written_compiled, axis)
+    planes = [Walk(frame, seed).frames(263) for seed in range(2)]
+    place = 0 if axis == "first" else -1
+    rows = [
+        np.stack([np.stack(walk[step : step + 4], axis=place).reshape(-1) for step in range(260)]) for walk in planes
+    ]
+    write_all(store, [part[:150] for part in rows])
+    wanted = store.read(np.arange(200))
+    assert store.heap.live_bytes
+
+    stored = pickle.dumps(store)
+    other = pickle.loads(stored)
+    other._compiled = not written_compiled
+    other = pickle.loads(pickle.dumps(other))
+
+    assert other._kernels.compiled is not written_compiled
+    np.testing.assert_array_equal(other.read(np.arange(200)), wanted)
+    for again in (store, other):
+        for step in range(150, 260):
+            again.write(np.array([2 * step % 200, (2 * step + 1) % 200]), np.arange(2), np.stack([p[step] for p in rows]))
+        again.check()
+    np.testing.assert_array_equal(other.read(np.arange(200)), store.read(np.arange(200)))
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+def test_every_byte_of_the_target_is_written_and_no_other(compiled: bool) -> None:
+    frame, stack = (30, 21), 4
+    store = build("delta", frame, stack, compiled)
+    rows = [light_rows(frame, stack, 90, seed) for seed in (3, 4)]
+    write_all(store, rows)
+    size = store.layout.frame_bytes
+    sets = np.array([[0, 5, 199, 3], [2, 7, 197, 3]])
+    nbytes = sets.size * stack * size
+    guarded = np.full(nbytes + 128, UNWRITTEN, np.uint8)
+    out = guarded[64:-64]
+    kernels = frame_kernels(compiled)
+    # in two halves, as two threads would
+    for first, stop in ((0, 2), (2, 4)):
+        code = kernels.read_frames(
+            store._tables(), store.slots, sets, out, size, store.per_segment, False, first, stop
+        )
+        assert code == -1
+    assert (guarded[:64] == UNWRITTEN).all()
+    assert (guarded[-64:] == UNWRITTEN).all()
+    np.testing.assert_array_equal(out.reshape(2, 4, -1), store.read(sets))
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+@pytest.mark.parametrize(("pixels", "stack", "unit"), [(35, 4, 1), (35, 3, 1), (20, 4, 3), (9, 2, 8), (1, 5, 1)])
+def test_split_and_join(pixels: int, stack: int, unit: int, compiled: bool) -> None:
+    kernels = frame_kernels(compiled)
+    rng = np.random.default_rng(0)
+    observations = rng.integers(0, 256, (3, pixels, stack, unit)).astype(np.uint8)
+    frames = np.full((3, stack, pixels * unit), UNWRITTEN, np.uint8)
+
+    kernels.split_stack(observations, frames)
+
+    np.testing.assert_array_equal(frames.reshape(3, stack, pixels, unit), observations.transpose(0, 2, 1, 3))
+    joined = np.full_like(observations, UNWRITTEN)
+    kernels.join_stack(frames, joined)
+    np.testing.assert_array_equal(joined, observations)
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+def test_damage_names_the_segment(compiled: bool) -> None:
+    store = build("delta", (16, 16), 1, compiled)
+    rows = [light_rows((16, 16), 1, 100, seed) for seed in (5, 6)]
+    write_all(store, rows)
+    state = store._state
+    segment = int(np.flatnonzero(state.lengths)[0])
+    state.heap[state.starts[segment]] = 77  # flags of no kind
+
+    with pytest.raises(CorruptPayloadError, match=f"segment {segment} "):
+        store.read(np.arange(200))
+
+
+def test_kernels_are_the_plain_ones_where_numba_is_missing() -> None:
+    assert frame_kernels(False).compiled is False
+    pytest.importorskip("numba")
+    assert frame_kernels().compiled is True
+    assert frame_kernels(True) is frame_kernels()

@@ -1,0 +1,156 @@
+"""LZ4 blocks: ours and the reference implementation's, each read by the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from sb3_extra_buffers.kernels import has_numba, lz4_block
+from sb3_extra_buffers.kernels.lz4_block import OVERRUN, TABLE
+from tests.contracts.store import KERNELS, UNWRITTEN, examples
+
+Bytes = npt.NDArray[np.uint8]
+SIZES = [1, 4, 5, 11, 12, 13, 14, 15, 16, 17, 64, 255, 270, 271, 272, 1000, 5000]
+
+
+@cache
+def functions(compiled: bool) -> tuple[Callable[..., int], Callable[..., bool]]:
+    if not compiled:
+        return lz4_block.pack_block, lz4_block.unpack_block
+    import numba
+
+    from sb3_extra_buffers.kernels import frames_numba
+
+    unpack = numba.njit(lz4_block.unpack_block)
+    return frames_numba.pack_block, unpack
+
+
+def contents(size: int) -> list[tuple[str, Bytes]]:
+    rng = np.random.default_rng(size)
+    period = np.tile(rng.integers(0, 256, 3), size // 3 + 1)[:size]
+    runs = np.repeat(rng.integers(0, 4, size // 9 + 1), 9)[:size]
+    mixed = np.where(rng.random(size) < 0.2, rng.integers(0, 256, size), runs)
+    far = np.concatenate([rng.integers(0, 256, size // 2), np.zeros(size, int)])[:size]
+    found = [("noise", rng.integers(0, 256, size)), ("zeros", np.zeros(size)), ("period", period)]
+    return [(name, data.astype(np.uint8)) for name, data in [*found, ("runs", runs), ("mixed", mixed), ("far", far)]]
+
+
+def pack(packer: Callable[..., int], data: Bytes, room: int) -> bytes | None:
+    source = np.concatenate([data, np.full(64, UNWRITTEN, np.uint8)])
+    target = np.full(room + 64, UNWRITTEN, np.uint8)
+    length = packer(source, data.size, target[:room], np.full(TABLE, 123, np.int32))
+    assert (target[room:] == UNWRITTEN).all()
+    assert (source[data.size :] == UNWRITTEN).all()
+    return target[:length].tobytes() if length else None
+
+
+def unpack(unpacker: Callable[..., bool], block: bytes, size: int) -> Bytes | None:
+    source = np.concatenate([np.full(7, UNWRITTEN, np.uint8), np.frombuffer(block, np.uint8), np.zeros(64, np.uint8)])
+    target = np.full(size + OVERRUN + 64, UNWRITTEN, np.uint8)
+    good = unpacker(source, 7, 7 + len(block), target[: size + OVERRUN], size)
+    assert (target[size + OVERRUN :] == UNWRITTEN).all()
+    return target[:size] if good else None
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+@pytest.mark.parametrize("size", SIZES)
+def test_round_trip(size: int, compiled: bool) -> None:
+    packer, unpacker = functions(compiled)
+    for name, data in contents(size):
+        block = pack(packer, data, size * 2 + 32)
+        assert block is not None
+        np.testing.assert_array_equal(unpack(unpacker, block, size), data, name)
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_reference_reads_ours_and_we_read_its(size: int, compiled: bool) -> None:
+    reference = pytest.importorskip("lz4.block")
+    packer, unpacker = functions(compiled)
+    for name, data in contents(size):
+        ours = pack(packer, data, size * 2 + 32)
+        assert reference.decompress(ours, uncompressed_size=size) == data.tobytes(), name
+        for mode in ({"mode": "default"}, {"mode": "high_compression", "compression": 9}):
+            theirs = reference.compress(data.tobytes(), store_size=False, **mode)
+            np.testing.assert_array_equal(unpack(unpacker, theirs, size), data, name)
+
+
+@pytest.mark.skipif(not has_numba(), reason="numba is not installed")
+def test_compiled_blocks_are_the_plain_ones() -> None:
+    for size in SIZES:
+        for name, data in contents(size):
+            blocks = [pack(functions(compiled)[0], data, 2 * size + 32) for compiled in (True, False)]
+            assert blocks[0] == blocks[1], (size, name)
+
+
+@pytest.mark.skipif(not has_numba(), reason="plain loops take too long on this much")
+def test_repeats_beyond_the_window_are_not_used() -> None:
+    packer, unpacker = functions(True)
+    rng = np.random.default_rng(0)
+    part = rng.integers(0, 256, 3000).astype(np.uint8)
+    for gap in (62_000, 65_535 - 3000, 65_536, 70_000):
+        data = np.concatenate([part, rng.integers(0, 256, gap).astype(np.uint8), part])
+        block = pack(packer, data, 2 * data.size)
+        assert block is not None
+        np.testing.assert_array_equal(unpack(unpacker, block, data.size), data)
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+def test_no_room_is_said_so(compiled: bool) -> None:
+    packer, unpacker = functions(compiled)
+    for name, data in contents(600):
+        whole = pack(packer, data, 1300)
+        assert whole is not None
+        for room in (*range(1, 40), 100, 300, 599, 600):
+            block = pack(packer, data, room)
+            assert block is None or block == whole, name
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+def test_damaged_blocks_are_refused_or_some_other_bytes(compiled: bool) -> None:
+    packer, unpacker = functions(compiled)
+    rng = np.random.default_rng(0)
+    for size in (40, 300):
+        for _, data in contents(size):
+            block = pack(packer, data, 2 * size + 32)
+            assert block is not None
+            for _ in range(200 if compiled else 40):
+                damaged = bytearray(block)
+                kind = rng.integers(4)
+                if kind == 0:
+                    damaged[rng.integers(len(damaged))] ^= 1 << int(rng.integers(8))
+                elif kind == 1:
+                    del damaged[int(rng.integers(len(damaged))) :]
+                elif kind == 2:
+                    damaged = bytearray(rng.bytes(len(damaged)))
+                else:
+                    at = int(rng.integers(len(damaged)))
+                    damaged[at : at + 3] = b"\xff\xff\xff"
+                found = unpack(unpacker, bytes(damaged), size)  # guards are checked inside
+                assert found is None or found.size == size
+            assert unpack(unpacker, block, size + 1) is None
+            assert unpack(unpacker, block, size - 1) is None
+            assert unpack(unpacker, b"", size) is None
+
+
+@pytest.mark.skipif(not has_numba(), reason="numba is not installed")
+def test_compiled_and_plain_refuse_the_same() -> None:
+    from hypothesis import given
+    from hypothesis import strategies as st
+
+    fast, slow = functions(True)[1], functions(False)[1]
+
+    @examples(300)
+    @given(st.binary(min_size=1, max_size=40), st.integers(0, 80))
+    def check(block: bytes, size: int) -> None:
+        found: list[Any] = [unpack(unpacker, block, size) for unpacker in (fast, slow)]
+        assert (found[0] is None) == (found[1] is None)
+        if found[0] is not None:
+            np.testing.assert_array_equal(found[0], found[1])
+
+    check()
