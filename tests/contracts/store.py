@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -178,8 +179,9 @@ def poison_empty(monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
 def run_fresh(code: str, *arguments: str, timeout: float = 120) -> str:
     """Run ``code`` in an interpreter of its own; its output, or a failure that shows how it ended."""
     run = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=timeout, check=False
-    )
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True, text=True, timeout=timeout, check=False, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
     if run.returncode:
         raise AssertionError(f"ended with {run.returncode} (negative: a signal)\n{run.stdout[-2000:]}\n{run.stderr[-4000:]}")
     return run.stdout
