@@ -361,7 +361,8 @@ def read_frames(
     zero = flat < 0
     frames[places[zero]] = 0
     segments, which = np.unique(flat // per_segment, return_inverse=True)
-    starts = state.starts[np.maximum(segments, 0)]
+    starts = np.zeros(len(segments), np.int64)
+    starts[segments >= 0] = state.starts[segments[segments >= 0]]
     room = state.stage.size // state.open_segments.size
     for opened in (False, True):
         mine = np.flatnonzero((segments >= 0) & ((starts < 0) == opened))

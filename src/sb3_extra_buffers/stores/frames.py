@@ -382,12 +382,13 @@ class FrameStore:
         if not len(ids):
             return
         frames = self._decode((ids[:, None] + 1).astype(np.int32), np.arange(len(ids))[None])
+        frames = frames.reshape(len(ids), 1, self.layout.frame_bytes)
         moved: npt.NDArray[np.int32] = np.zeros((len(ids), 1), np.int32)
         # what this stream remembers may lie in the very segments that go
         self._state.recent_ids[self.n_streams] = NONE
         # where the heap has no room for all of them, the rest stays where it is
         with contextlib.suppress(HeapFullError):
-            self._write(moved, np.arange(len(ids)), np.full(len(ids), self.n_streams), frames[:, None])
+            self._write(moved, np.arange(len(ids)), np.full(len(ids), self.n_streams), frames)
         state = self._state
         ids, renamed = ids[moved[:, 0] > 0], moved[moved > 0] - 1
         # each new frame has one reference from `moved`; it takes over those of the old one
@@ -405,10 +406,10 @@ class FrameStore:
 
     def read(self, cells: Cells) -> ByteRows:
         """Decode ``cells`` (``[n]``, or ``[set, n]`` to walk shared segments once) into fresh rows."""
-        sets = np.ascontiguousarray(cells.reshape(1, -1) if cells.ndim == 1 else cells)
-        frames = self._decode(self.slots, sets)
-        rows = self.layout.join(frames.reshape(-1, self.layout.stack, self.layout.frame_bytes), self._kernels)
-        return rows.reshape(*cells.shape, self.layout.spec.nbytes)
+        layout = self.layout
+        frames = self._decode(self.slots, cells if cells.ndim == 2 else cells.reshape(1, -1))
+        rows = layout.join(frames.reshape(cells.size, layout.stack, layout.frame_bytes), self._kernels)
+        return rows.reshape(*cells.shape, layout.spec.nbytes)
 
     def _decode(self, slots: npt.NDArray[np.int32], sets: Cells) -> npt.NDArray[np.uint8]:
         """The frames that ``slots`` names at ``sets`` (``[set, row]``), one after the other."""
@@ -416,17 +417,24 @@ class FrameStore:
         if not self.delta:
             return self._decode_bytes(slots[sets].ravel() - 1)
         out = np.empty(sets.size * slots.shape[1] * size, np.uint8)
-        local, slots, sets = self._unpacked(slots, sets) if self._n_packed else (self._state, slots, sets)
-        tables = self._tables() if local is self._state else self._kernels.bind_state(local)
-
-        def work(first: int, stop: int) -> int:
-            return self._kernels.read_frames(tables, slots, sets, out, size, self.per_segment, self._wide, first, stop)
-
-        parts = min(n_workers(), out.size // _SPLIT_BYTES) if self._kernels.compiled else 1
-        damaged = [segment for segment in run_split(work, sets.shape[1], parts) if segment >= 0]
-        if damaged:
-            raise CorruptPayloadError(f"segment {damaged[0]} of the heap is damaged and cannot be decoded")
-        return out.reshape(-1, size)
+        tables = self._bound or self._tables()
+        if self._n_packed:
+            local, slots, sets = self._unpacked(slots, sets)
+            tables = self._kernels.bind_state(local)
+        read, per, wide = self._kernels.read_frames, self.per_segment, self._wide
+        n_rows = sets.shape[1]
+        if out.size < 2 * _SPLIT_BYTES or not self._kernels.compiled:
+            damaged = read(tables, slots, sets, out, size, per, wide, 0, n_rows)
+        else:
+            found = run_split(
+                lambda first, stop: read(tables, slots, sets, out, size, per, wide, first, stop),
+                n_rows,
+                min(n_workers(), out.size // _SPLIT_BYTES),
+            )
+            damaged = max(found)
+        if damaged >= 0:
+            raise CorruptPayloadError(f"segment {damaged} of the heap is damaged and cannot be decoded")
+        return out
 
     def _decode_bytes(self, ids: npt.NDArray[np.int32]) -> ByteRows:
         unique, inverse = np.unique(ids, return_inverse=True)

@@ -126,14 +126,19 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
 
         ``index`` selects observations, not parts of them; ``others`` are views of the same store.
         """
-        tables = [self._whole(index), *(other._whole(index) for other in others)]
         if any(other.store is not self.store for other in others):
             raise SpecMismatchError("views of different stores cannot be read together")
-        rows = self.store.read(np.stack([cells.ravel() for cells in tables]))
-        return [
-            self.store.spec.from_rows(part).reshape(*cells.shape, *self.obs_shape)
-            for part, cells in zip(rows, tables, strict=True)
-        ]
+        cells = self._whole(index)
+        sets = np.empty((1 + len(others), cells.size), np.int64)
+        sets[0] = cells.reshape(-1)
+        for place, other in enumerate(others, 1):
+            if self._cells is None and other._cells is None and other.lead_shape == self.lead_shape:
+                np.add(sets[0], other._base - self._base, out=sets[place])
+            else:
+                sets[place] = other._whole(index).reshape(-1)
+        spec = self.store.spec
+        batches = self.store.read(sets).view(spec.dtype).reshape(len(sets), *cells.shape, *spec.shape)
+        return list(batches)
 
     def _whole(self, index: Any) -> Cells:
         cells, rest = self._locate(index)
@@ -331,12 +336,12 @@ def _are_indices(*arrays: Any) -> bool:
 def _wrap(indices: npt.NDArray[Any], size: int, axis: int) -> npt.NDArray[np.int64]:
     """Indices counted from the front, or an error if one is outside."""
     indices = indices.astype(np.int64, copy=False)
-    if indices.size:
-        low, high = int(indices.min()), int(indices.max())
-        if low < -size or high >= size:
-            raise IndexError(f"index {low if low < -size else high} is out of bounds for axis {axis} with size {size}")
-        if low < 0:
-            indices = np.where(indices < 0, indices + size, indices)
+    # one comparison finds those past the end and, read as huge numbers, the negative ones
+    if (indices.view(np.uint64) >= size).any():
+        outside = indices[(indices < -size) | (indices >= size)]
+        if outside.size:
+            raise IndexError(f"index {outside[0]} is out of bounds for axis {axis} with size {size}")
+        indices = np.where(indices < 0, indices + size, indices)
     return indices
 
 
