@@ -94,9 +94,10 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
         cells, rest = self._locate(index)
         if cells is None:
             return self.__array__()[rest]
-        if rest is None:
-            return self._read(cells)
-        return self._read(cells)[rest]
+        if rest is not None:
+            return self._read(cells)[rest]
+        batch = self._read(cells)
+        return batch if batch.ndim else batch[()]
 
     def __iter__(self) -> Iterator[Any]:
         return (self[step] for step in range(len(self)))
@@ -149,7 +150,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
     def _read(self, cells: Cells) -> npt.NDArray[Any]:
         spec = self.store.spec
         rows = self.store.read(np.ascontiguousarray(cells).reshape(-1))
-        return spec.from_rows(rows).reshape(*cells.shape, *spec.shape)
+        return spec.from_rows(rows).reshape(cells.shape + spec.shape)
 
     # ---- writing ----
 
