@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _ALL = slice(None)
+# NumPy 2 moved it
+_ComplexWarning: Any = getattr(np, "exceptions", np).ComplexWarning
 
 
 class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
@@ -396,9 +399,13 @@ def _narrow(part: Any, size: int) -> tuple[npt.NDArray[np.int64], Any]:
 
 def _cast_exactly(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """``array`` as ``dtype`` if no value changes by it."""
-    with np.errstate(invalid="ignore", over="ignore"):
+    if array.dtype.kind != dtype.kind and not {array.dtype.kind, dtype.kind} <= set("biufc"):
+        raise SpecMismatchError(f"values of dtype {array.dtype} are no values of dtype {dtype}")
+    with np.errstate(invalid="ignore", over="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", _ComplexWarning)
         cast = array.astype(dtype)
-        same = cast == array
+        # there and back as well: a large integer compares equal to the float it is rounded to
+        same = (cast == array) & (cast.astype(array.dtype) == array)
         if array.dtype.kind in "fc" and dtype.kind in "fc":
             same |= np.isnan(array) & np.isnan(cast)
     if not np.all(same):
