@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
-from sb3_extra_buffers.errors import CodecOptionError
+from sb3_extra_buffers.errors import CodecOptionError, HeapFullError
 from sb3_extra_buffers.stores.arena import zeros
 from sb3_extra_buffers.stores.choice import Choice, choose, choose_unseen
 from sb3_extra_buffers.stores.frames import Cells, FrameStore
@@ -129,7 +129,12 @@ class ObservationStore:
             least, most = _TRIAL_ROWS
             enough = min(max(_TRIAL_BYTES // self.spec.nbytes, least), most, max(self.n_cells // 2, 1))
             if held >= enough:
-                self._settle()
+                try:
+                    self._settle()
+                except HeapFullError:
+                    # refused, so not held either
+                    self._pending.pop()
+                    raise
 
     def write_twice(self, cells: Cells, more_cells: Cells, streams: Cells, rows: ByteRows, more_rows: ByteRows) -> None:
         """`write` for ``cells`` and then for ``more_cells``, in one go."""
@@ -183,7 +188,9 @@ class ObservationStore:
             if codec.trainable:
                 kept.train(rows)
             inner = kept
-        inner.write(cells, streams, rows)
+        # rows that were overwritten since take no room
+        last = np.sort(len(cells) - 1 - np.unique(cells[::-1], return_index=True)[1])
+        inner.write(cells[last], streams[last], rows[last])
         # only now: an error on the way leaves the rows where they were
         self.choice, self._inner, self._pending = choice, inner, []
 
