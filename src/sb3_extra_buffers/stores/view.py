@@ -288,7 +288,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
         while parts and axis < n_lead:
             part = parts.pop(0)
             lead.append(part)
-            axis += 0 if part is None else 1
+            axis += 0 if part is None or part is Ellipsis else 1
         while parts and parts[0] is None and not any(part is not _ALL and part is not None for part in parts):
             break
         if all(isinstance(part, slice) and part == _ALL for part in parts):
@@ -298,8 +298,8 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
         remapped: list[Any] = []
         axis = 0
         for part in lead:
-            if part is None:
-                remapped.append(None)
+            if part is None or part is Ellipsis:
+                remapped.append(part)
                 continue
             used, local = _narrow(part, table.shape[axis])
             table = np.take(table, used, axis=axis)
@@ -382,7 +382,10 @@ def _expand(index: tuple[Any, ...], shape: tuple[int, ...]) -> list[Any] | None:
     n_axes = sum(part is not None and part is not Ellipsis for part in parts)
     if n_axes > len(shape):
         raise IndexError(f"too many indices: the array has {len(shape)} axes, {n_axes} were indexed")
-    filler = [_ALL] * (len(shape) - n_axes)
+    filler: list[Any] = [_ALL] * (len(shape) - n_axes)
+    if ellipses and not filler:
+        # it stands for no axis, but indices on both sides of it are not neighbours
+        filler = [Ellipsis]
     place = ellipses[0] if ellipses else len(parts)
     return [*parts[:place], *filler, *parts[place + len(ellipses) :]]
 
