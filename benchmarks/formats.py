@@ -18,7 +18,7 @@ from benchmarks import feed
 from benchmarks.run import machine, versions
 from sb3_extra_buffers.codecs.delta import DeltaCodec
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.stores import frames as frame_stores
+from sb3_extra_buffers.stores import segments
 from sb3_extra_buffers.stores.layout import StackLayout
 
 GAMES = ["MsPacman", "Pong", "SpaceInvaders", "Asteroids", "Enduro", "Riverraid", "BeamRider", "BattleZone"]
@@ -62,13 +62,13 @@ def tree(now: Frames, before: Frames, repeats: bool) -> npt.NDArray[Any]:
 def stored(game: str, n_steps: int, n_frames: int, packed: bool) -> float:
     """What the store holds per observation with segments of ``n_frames``."""
     layout = StackLayout(ObsSpec((4, 84, 84), np.dtype(np.uint8)), 4)
-    store = frame_stores.FrameStore(layout, n_steps * feed.N_ENVS, feed.N_ENVS, DeltaCodec(frames=n_frames))
-    heavy = frame_stores._HEAVY
-    frame_stores._HEAVY = heavy if packed else np.inf
+    store = segments.SegmentStore(layout, n_steps * feed.N_ENVS, feed.N_ENVS, DeltaCodec(frames=n_frames))
+    heavy = segments._HEAVY
+    segments._HEAVY = heavy if packed else np.inf
     streams = np.arange(feed.N_ENVS)
     for step, (obs, _, _) in zip(range(n_steps), feed.steps(game, 10_000), strict=False):
         store.write(streams + step * feed.N_ENVS, streams, obs.reshape(feed.N_ENVS, -1))
-    frame_stores._HEAVY = heavy
+    segments._HEAVY = heavy
     return store.difference_bytes()[0] / (n_steps * feed.N_ENVS)
 
 

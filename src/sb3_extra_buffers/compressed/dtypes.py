@@ -60,15 +60,15 @@ def init_jit(
 
 def _compile_frame_kernels() -> None:
     from sb3_extra_buffers.codecs.delta import DeltaCodec
-    from sb3_extra_buffers.stores.frames import FrameStore
     from sb3_extra_buffers.stores.layout import StackLayout
+    from sb3_extra_buffers.stores.segments import SegmentStore
 
     # many changes that repeat, so that a segment is also packed and unpacked
     rows = np.tile(np.arange(64, dtype=np.uint8), (16, 32)) + np.arange(16, dtype=np.uint8)[:, None]
     cells, streams = np.arange(16), np.zeros(16, np.int64)
     for axis in ("first", "last"):
         layout = StackLayout(ObsSpec((2, 512, 2), np.dtype(np.uint8)), 2, "first" if axis == "first" else "last")
-        store = FrameStore(layout, 32, 1, DeltaCodec())
+        store = SegmentStore(layout, 32, 1, DeltaCodec())
         store.write(cells, streams, rows)
         store.write_twice(cells, cells + 16, streams, rows[::-1].copy(), rows)
         store.read(cells)

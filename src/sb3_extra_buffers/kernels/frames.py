@@ -85,6 +85,7 @@ def write_frames(
     ``state.fresh`` for a byte codec. Room runs out when an open segment is full or no segment is unused:
     the caller seals or grows and calls again from the row returned.
     """
+    n_rows: int
     n_rows, stack, size = frames.shape
     ids = np.empty(stack, np.int64)
     places = np.empty(stack, np.int64)
@@ -183,7 +184,7 @@ def write_frames_twice(
     wide: bool,
 ) -> int:
     """`write_frames` with ``delta`` for two batches, one after the other, in a single call."""
-    n_rows = frames.shape[0]
+    n_rows: int = frames.shape[0]
     if first < n_rows:
         first = write_frames(state, slots, frames, streams, cells, first, per_segment, True, wide)
         if first < n_rows:
@@ -294,7 +295,8 @@ def is_same(
     frames: npt.NDArray[np.uint8], row: int, j: int, recent: npt.NDArray[np.uint8], stream: int, place: int
 ) -> bool:
     # two copies and a memcmp: half the time of np.array_equal on a frame
-    return frames[row, j].tobytes() == recent[stream, place, : frames.shape[2]].tobytes()
+    same: bool = frames[row, j].tobytes() == recent[stream, place, : frames.shape[2]].tobytes()
+    return same
 
 
 def is_zero(frames: npt.NDArray[np.uint8], row: int, j: int) -> bool:
@@ -355,8 +357,8 @@ def read_frames(
     """Decode rows ``first`` to ``stop`` into ``out``; return -1, or a segment that is damaged."""
     n_sets, n_rows = sets.shape
     flat = slots[sets[:, first:stop]].astype(np.int64).ravel() - 1
-    places = np.arange(n_sets * n_rows * slots.shape[1]).reshape(n_sets, n_rows, slots.shape[1])
-    places = places[:, first:stop].ravel()
+    numbers = np.arange(n_sets * n_rows * slots.shape[1]).reshape(n_sets, n_rows, slots.shape[1])
+    places = numbers[:, first:stop].ravel()
     frames = out.reshape(-1, size)
     zero = flat < 0
     frames[places[zero]] = 0

@@ -32,8 +32,8 @@ def _load(compiled: bool) -> FrameKernels:
         module: Any = importlib.import_module("sb3_extra_buffers.kernels.frames_numba")
     else:
         module = importlib.import_module("sb3_extra_buffers.kernels.frames")
-    functions = [getattr(module, name) for name in FrameKernels._fields if name != "compiled"]
-    return FrameKernels(*functions, compiled=compiled)
+    functions = {name: getattr(module, name) for name in FrameKernels._fields if name != "compiled"}
+    return FrameKernels(compiled=compiled, **functions)
 
 
 def frame_kernels(compiled: bool | None = None) -> FrameKernels:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from sb3_extra_buffers.codecs.base import Codec
+from sb3_extra_buffers.codecs.delta import DeltaCodec
 from sb3_extra_buffers.codecs.registry import get_codec, is_available
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.kernels import frame_kernels
-from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.segments import SegmentStore
 
 # observations smaller than this cost more to look up than to keep
 _SMALL_BYTES = 512
@@ -51,7 +51,7 @@ def choose(layout: StackLayout, cells: Any, streams: Any, rows: ByteRows, n_stre
         if name == "gzip" and "zstd1" in sizes:
             continue
         codec = get_codec(method).bind(spec)
-        if name == "delta":
+        if isinstance(codec, DeltaCodec):
             sizes[method] = _try_delta(layout, codec, cells, streams, rows, n_streams)
         else:
             sizes[method] = sum(map(len, codec.encode_batch(frames))) / max(len(frames), 1)
@@ -61,9 +61,11 @@ def choose(layout: StackLayout, cells: Any, streams: Any, rows: ByteRows, n_stre
     return Choice(best, f"auto: {layout}; bytes for a frame of {size}: {tried}")
 
 
-def _try_delta(layout: StackLayout, codec: Codec, cells: Any, streams: Any, rows: ByteRows, n_streams: int) -> float:
+def _try_delta(
+    layout: StackLayout, codec: DeltaCodec, cells: Any, streams: Any, rows: ByteRows, n_streams: int
+) -> float:
     """Bytes per frame, scenes apart: there are few of them in the long run."""
-    store = FrameStore(layout, int(cells.max()) + 1, n_streams, codec)
+    store = SegmentStore(layout, int(cells.max()) + 1, n_streams, codec)
     store.write(cells, streams, rows)
     nbytes, n_frames = store.difference_bytes()
     return nbytes / max(n_frames, 1)

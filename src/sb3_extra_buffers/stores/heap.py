@@ -161,7 +161,8 @@ class Heap:
         entries = np.arange(self._n_order)
         slots = self._order[(self._first + entries) % len(self._order)]
         numbers = ((self._first_number + entries) & _NUMBER).astype(np.uint32)
-        return slots[(self.lengths[slots] > 0) & (self._numbers[slots] == numbers)]
+        alive: npt.NDArray[np.int32] = slots[(self.lengths[slots] > 0) & (self._numbers[slots] == numbers)]
+        return alive
 
     def _repack(self, extra: int) -> None:
         """Move the live payloads, in write order, to the front of an arena that fits them."""

@@ -20,6 +20,8 @@ from sb3_extra_buffers.stores.arena import zeros
 from sb3_extra_buffers.stores.choice import Choice, choose, choose_unseen
 from sb3_extra_buffers.stores.frames import Cells, FrameStore
 from sb3_extra_buffers.stores.layout import StackLayout, find_layout
+from sb3_extra_buffers.stores.making import make_frame_store
+from sb3_extra_buffers.stores.payloads import PayloadStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 # observations looked at before anything is decided: enough to see a stack move, little enough to hold
@@ -41,7 +43,8 @@ class DenseStore:
     @property
     def nbytes(self) -> int:
         """Bytes in use: pages that were never written take none."""
-        return int(np.count_nonzero(self.written)) * self.rows.shape[1] + self.written.nbytes
+        per_row: int = self.rows.shape[1]
+        return int(np.count_nonzero(self.written)) * per_row + self.written.nbytes
 
     def read(self, cells: Cells) -> ByteRows:
         return self.rows[cells]
@@ -184,8 +187,10 @@ class ObservationStore:
             inner = DenseStore(self.spec.nbytes, self.n_cells)
         else:
             codec = get_codec(choice.method, **self.options).bind(layout.frame_spec)
-            kept = FrameStore(layout, self.n_cells, self.n_streams, codec, self._heap_bytes, self._path, self._compiled)
-            if codec.trainable:
+            kept = make_frame_store(
+                layout, self.n_cells, self.n_streams, codec, self._heap_bytes, self._path, self._compiled
+            )
+            if isinstance(kept, PayloadStore):
                 kept.train(rows)
             inner = kept
         # rows that were overwritten since take no room

@@ -199,7 +199,8 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
             return None
         if not batch.flags.c_contiguous:
             batch = batch.copy()
-        return batch.reshape(len(self._step_cells), self._row_elements).view(np.uint8)
+        rows: ByteRows = batch.reshape(len(self._step_cells), self._row_elements).view(np.uint8)
+        return rows
 
     def _write(self, cells: Cells, batch: npt.NDArray[Any]) -> None:
         spec = self.store.spec

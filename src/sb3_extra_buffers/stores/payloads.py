@@ -1,0 +1,195 @@
+"""Frames encoded one by one, with a byte codec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.codecs.base import Codec
+from sb3_extra_buffers.codecs.spec import ByteRows
+from sb3_extra_buffers.kernels.frames import NONE
+from sb3_extra_buffers.stores.arena import lengthen
+from sb3_extra_buffers.stores.frames import Cells, Frames, FrameStore, Slots
+from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.workers import n_workers, run_split
+
+# bytes of output for which a thread pays
+_SPLIT_BYTES = 2 << 20
+
+
+class PayloadStore(FrameStore):
+    """A frame store in which each frame is a segment and a payload of its own.
+
+    A codec that learns is trained again when its payloads have grown; frames remember which one wrote them.
+    """
+
+    def __init__(
+        self,
+        layout: StackLayout,
+        n_cells: int,
+        n_streams: int,
+        codec: Codec,
+        heap_bytes: int | None = None,
+        path: Path | None = None,
+        compiled: bool | None = None,
+    ) -> None:
+        super().__init__(layout, n_cells, n_streams, codec, heap_bytes, path, compiled)
+        self.codecs = [codec]
+        self._generation = np.zeros(0, np.uint8)
+        self._average = _Average()
+
+    def train(self, rows: ByteRows) -> None:
+        """Let the codec learn from ``rows``; before anything is written."""
+        frames = self.layout.split(rows, self._kernels).reshape(-1, self.layout.frame_bytes)
+        self.codec = self.codec.train(frames)
+        self.codecs = [self.codec]
+
+    # ---- writing ----
+
+    def _write(self, slots: Slots, cells: Cells, streams: Cells, frames: Frames) -> None:
+        self._lists(frames.shape[0] * frames.shape[1])
+        before = slots[cells]
+        done = 0
+        while True:
+            first = done
+            done = self._kernels.write_frames(
+                self._tables(), slots, frames, streams, cells, first, 1, False, self._wide
+            )
+            if self._state.tallies[2]:
+                self._encode_fresh(slots, cells, frames, first, done, before)
+            if self._state.tallies[1]:
+                self._settle_freed()
+            if done == len(frames):
+                return
+            self._grow()
+
+    def _grow(self) -> None:
+        super()._grow()
+        self._generation = lengthen(self._generation, len(self._state.counts))
+
+    def _encode_fresh(
+        self,
+        slots: npt.NDArray[np.int32],
+        cells: Cells,
+        frames: npt.NDArray[np.uint8],
+        first: int,
+        done: int,
+        before: npt.NDArray[np.int32],
+    ) -> None:
+        """Give the frames that the kernel found new their payloads."""
+        state = self._state
+        count = int(state.tallies[2])
+        rows = frames.reshape(-1, frames.shape[2])[state.fresh[:count]]
+        segments = state.fresh_ids[:count]
+        try:
+            payloads = self.codec.encode_batch(rows)
+            self._drop_view()
+            self.heap.write(segments.tolist(), payloads)
+        except BaseException:
+            # the old frames are still there: nothing is freed before the new ones are stored
+            self._restore(slots, cells, first, done, before, segments)
+            raise
+        finally:
+            self._sync()
+        self._state.tallies[2] = 0
+        self._generation[segments] = len(self.codecs) - 1
+        if self.codec.trainable:
+            self._retrain(rows, sum(map(len, payloads)))
+
+    def _restore(
+        self,
+        slots: npt.NDArray[np.int32],
+        cells: Cells,
+        first: int,
+        done: int,
+        before: npt.NDArray[np.int32],
+        segments: npt.NDArray[np.int64],
+    ) -> None:
+        state = self._state
+        for row in range(done - 1, first - 1, -1):
+            slots[cells[row]] = before[row]
+        # rows of this call that were written before it count from what the tables say now
+        used = slots[slots > 0] - 1
+        state.refs[:] = np.bincount(used, minlength=state.refs.size)
+        alive = (state.refs.reshape(-1, self.per_segment) > 0).sum(axis=1)
+        state.live[:] = alive
+        state.counts[segments] = 0
+        state.recent_ids[np.isin(state.recent_ids, segments)] = NONE
+        unused = int(state.tallies[0])
+        state.free[unused : unused + len(segments)] = segments
+        state.tallies[0] += len(segments)
+        state.tallies[1:] = 0
+
+    def _retrain(self, rows: ByteRows, nbytes: int) -> None:
+        """Train the codec again when its payloads have grown by half since the last time."""
+        self._average.add(rows, nbytes)
+        if not self._average.stale or len(self.codecs) > 250:
+            return
+        samples = self._average.samples()
+        new = self.codec.train(samples)
+        old_bytes = sum(map(len, self.codec.encode_batch(samples[::4])))
+        new_bytes = sum(map(len, new.encode_batch(samples[::4])))
+        if new_bytes < 0.9 * old_bytes:
+            self.codec = new
+            self.codecs.append(new)
+        self._average = _Average()
+
+    # ---- reading ----
+
+    def _decode(self, slots: Slots, sets: Cells) -> npt.NDArray[np.uint8]:
+        ids = slots[sets].ravel() - 1
+        unique, inverse = np.unique(ids, return_inverse=True)
+        known = unique[unique >= 0]
+        zero = len(unique) - len(known)
+        frames = np.empty((len(unique), self.layout.frame_bytes), np.uint8)
+        frames[:zero] = 0
+        generations = self._generation[known]
+        for generation, codec in enumerate(self.codecs):
+            mine = np.flatnonzero(generations == generation)
+            if len(mine) == len(known):
+                self._decode_payloads(codec, known, frames[zero:])
+            elif len(mine):
+                rows = np.empty((len(mine), self.layout.frame_bytes), np.uint8)
+                self._decode_payloads(codec, known[mine], rows)
+                frames[zero + mine] = rows
+        return frames.take(inverse, axis=0)
+
+    def _decode_payloads(self, codec: Codec, segments: npt.NDArray[np.int32], rows: ByteRows) -> None:
+        starts, lengths = self.heap.starts[segments], self.heap.lengths[segments].astype(np.int64)
+
+        def work(first: int, stop: int) -> None:
+            part = slice(first, stop)
+            codec.decode_heap(self.heap.data, starts[part], lengths[part], rows[part])
+
+        run_split(work, len(segments), n_workers() if rows.nbytes > _SPLIT_BYTES else 1)
+
+
+class _Average:
+    """Whether payloads have grown since the codec was trained, and frames to train it on again."""
+
+    def __init__(self) -> None:
+        self.n_frames = 0
+        self.first: float = 0.0
+        self.now: float = 0.0
+        self._kept: list[npt.NDArray[np.uint8]] = []
+
+    def add(self, rows: ByteRows, nbytes: int) -> None:
+        if not len(rows):
+            return
+        size = nbytes / len(rows)
+        self.n_frames += len(rows)
+        weight = min(len(rows) / 256, 1.0)
+        self.now += weight * (size - self.now) if self.now else size
+        if self.n_frames <= 1024:
+            self.first = self.now
+        if self.now > 1.25 * self.first and len(self._kept) < 256:
+            self._kept.append(rows[-1].copy())
+
+    @property
+    def stale(self) -> bool:
+        return self.now > 1.5 * self.first and len(self._kept) >= 128
+
+    def samples(self) -> ByteRows:
+        return np.stack(self._kept)

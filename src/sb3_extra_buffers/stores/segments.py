@@ -1,0 +1,321 @@
+"""Frames as differences to the frames before them, some to a segment."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.codecs.delta import BLOCK, DeltaCodec
+from sb3_extra_buffers.codecs.spec import ByteRows
+from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError
+from sb3_extra_buffers.kernels.frames import NONE, PACKED_LZ4, PACKED_ZSTD, FrameState, scene_bytes
+from sb3_extra_buffers.kernels.lz4_block import OVERRUN, TABLE, unpack_block
+from sb3_extra_buffers.stores.arena import SLACK, lengthen
+from sb3_extra_buffers.stores.frames import Cells, FrameStore
+from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.workers import n_workers, run_split
+
+# a segment is heavy when its differences would fill this many frames; packing pays when this much is left
+_HEAVY = 0.5
+_PAYS = 0.75
+# bytes of output for which a thread pays
+_SPLIT_BYTES = 2 << 20
+
+
+class SegmentStore(FrameStore):
+    """A frame store whose segments hold successive frames of a stream as differences.
+
+    A stream's open segment lies in a room of its own and moves to the heap when it is full. The first frame of a
+    segment refers to a scene, a whole frame that many segments share. Segments that are mostly dead are written
+    anew, so no more than about twice the live frames are held.
+    """
+
+    def __init__(
+        self,
+        layout: StackLayout,
+        n_cells: int,
+        n_streams: int,
+        codec: DeltaCodec,
+        heap_bytes: int | None = None,
+        path: Path | None = None,
+        compiled: bool | None = None,
+    ) -> None:
+        # a new stack must fit into a new segment, or writing it would start over for ever
+        per_segment = max(codec.frames, layout.stack)
+        size = layout.frame_bytes
+        room = 2 + per_segment * 4 + per_segment * size + size // 2 + BLOCK
+        super().__init__(layout, n_cells, n_streams, codec, heap_bytes, path, compiled, per_segment, room)
+        self._pack_level = codec.pack_level
+        # segments that the read kernel cannot unpack by itself, and how they are marked
+        self._packed_flags = (PACKED_ZSTD,) if self._kernels.compiled else (PACKED_ZSTD, PACKED_LZ4)
+        self._n_packed = 0
+        self._n_fresh = 0
+        self._next_clean = 4096
+
+    # ---- writing ----
+
+    def write_twice(self, cells: Cells, more_cells: Cells, streams: Cells, rows: ByteRows, more_rows: ByteRows) -> None:
+        """`write` for ``cells``, then for ``more_cells``, such as the observations and the ones that follow."""
+        layout, kernels = self.layout, self._kernels
+        frames, more = layout.split(rows, kernels), layout.split(more_rows, kernels)
+        if self._state.freed.size < 2 * len(frames) * layout.stack:
+            self._lists(2 * len(frames) * layout.stack)
+        done = 0
+        while True:
+            done = kernels.write_frames_twice(
+                self._bound or self._tables(), self.slots, frames, more, streams, cells, more_cells, done,
+                self.per_segment, self._wide,
+            )  # fmt: skip
+            if self._state.tallies[1]:
+                self._settle_freed()
+            if done == 2 * len(frames):
+                break
+            self._make_room(frames.shape[1])
+        if self._n_fresh > self._next_clean:
+            self._clean()
+
+    def _write(self, slots: npt.NDArray[np.int32], cells: Cells, streams: Cells, frames: npt.NDArray[np.uint8]) -> None:
+        self._lists(frames.shape[0] * frames.shape[1])
+        done = 0
+        while True:
+            done = self._kernels.write_frames(
+                self._tables(), slots, frames, streams, cells, done, self.per_segment, True, self._wide
+            )
+            if self._state.tallies[1]:
+                self._settle_freed()
+            if done == len(frames):
+                break
+            self._make_room(frames.shape[1])
+        if self._n_fresh > self._next_clean and slots is self.slots:
+            self._clean()
+
+    def _make_room(self, stack: int) -> None:
+        """Seal the segments that are full; have unused segments for a stack and a scene per stream."""
+        state = self._state
+        for stream in np.flatnonzero(state.open_segments >= 0):
+            if state.counts[state.open_segments[stream]] == self.per_segment:
+                self._seal(int(stream))
+        if self._state.tallies[0] < stack + 1:
+            self._grow()
+
+    def _seal(self, stream: int) -> None:
+        """Move a stream's open segment to the heap; a first frame stored whole becomes a scene."""
+        state = self._state
+        segment = int(state.open_segments[stream])
+        room = state.stage.size // state.open_segments.size
+        count = int(state.counts[segment])
+        width = 4 if self._wide else 2
+        held = state.stage[stream * room : stream * room + int(state.stage_ends[stream])]
+        lengths = held[2 : 2 + count * width].copy()
+        body = held[2 + self.per_segment * width :]
+        whole = int(lengths.view("<u4" if self._wide else "<u2")[0]) == self.layout.frame_bytes
+        if whole:
+            lengths[:width] = 0
+            frame, body = body[: self.layout.frame_bytes], body[self.layout.frame_bytes :]
+        flags, body = self._pack(body)
+        self._n_packed += flags in self._packed_flags
+        payload = np.concatenate([np.array([flags, count], np.uint8), lengths, body])
+        self._drop_view()
+        try:
+            self.heap.write([segment], [payload])
+        finally:
+            self._sync()
+        state = self._state
+        if whole:
+            self._add_scene(stream, segment, frame)
+        state = self._state
+        state.open_segments[stream] = NONE
+        self._n_fresh += count
+        if state.live[segment] == 0:
+            self._free(np.array([segment]))
+
+    def _pack(self, body: npt.NDArray[np.uint8]) -> tuple[int, npt.NDArray[np.uint8]]:
+        """The differences of a segment, compressed together where that is wanted and pays, and which way."""
+        flags, packed = 0, body
+        if self._pack_level:
+            from sb3_extra_buffers.codecs.packing import pack  # needs zstandard, as nothing else here does
+
+            flags, packed = PACKED_ZSTD, np.frombuffer(pack(body, self._pack_level), np.uint8)
+        elif body.size > _HEAVY * self.layout.frame_bytes and self._kernels.compiled:
+            target = np.empty(body.size, np.uint8)
+            source = np.concatenate([body, np.zeros(SLACK, np.uint8)])
+            length = self._kernels.pack_block(source, body.size, target, np.empty(TABLE, np.int32))
+            flags, packed = PACKED_LZ4, target[: length or body.size]
+        return (flags, packed) if packed.size < _PAYS * body.size else (0, body)
+
+    def _add_scene(self, stream: int, segment: int, frame: npt.NDArray[np.uint8]) -> None:
+        state = self._state
+        size = scene_bytes(self.layout.frame_bytes)
+        unused = [scene for scene in np.flatnonzero(state.scene_refs == 0).tolist() if not self._scene_held(scene)]
+        if unused:
+            scene = unused[0]
+        else:
+            scene = len(state.scene_refs)
+            n_scenes = scene + max(scene // 4, 4)
+            self._replace(
+                scene_rows=lengthen(state.scene_rows, n_scenes * size),
+                scene_refs=lengthen(state.scene_refs, n_scenes),
+            )
+            state = self._state
+        row = state.scene_rows[scene * size : (scene + 1) * size]
+        row[: frame.size] = frame
+        state.scene_refs[scene] = 1
+        state.scenes[segment] = scene
+        state.scene_of[stream] = scene
+        # until a first frame has been encoded against it, a quarter of a frame is what it should cost
+        state.scene_cost[stream] = self.layout.frame_bytes // 4, 0
+        state.pool[:] = np.roll(state.pool, 1)
+        state.pool[0] = scene
+
+    def _scene_held(self, scene: int) -> bool:
+        return bool((self._state.pool == scene).any() or (self._state.scene_of == scene).any())
+
+    def _forget(self, segments: npt.NDArray[np.int64]) -> None:
+        state = self._state
+        scenes = state.scenes[segments]
+        np.subtract.at(state.scene_refs, scenes[scenes >= 0], 1)
+        if self._n_packed:
+            self._n_packed -= int(np.isin(state.heap[state.starts[segments]], self._packed_flags).sum())
+
+    def _clean(self) -> None:
+        """Write the frames of mostly dead segments anew and free these."""
+        state, per = self._state, self.per_segment
+        self._n_fresh = 0
+        n_live = int(np.count_nonzero(state.refs))
+        self._next_clean = max(n_live // 4, 4096)
+        if int(state.counts.sum()) > 2 * n_live + per * (self.n_streams + 1):
+            sealed = (state.lengths > 0) & (2 * state.live <= state.counts) & (state.live > 0)
+            for some in np.array_split(np.flatnonzero(sealed), max(int(sealed.sum()) // 256, 1)):
+                self._move(some)
+
+    def _move(self, segments: npt.NDArray[np.int64]) -> None:
+        per = self.per_segment
+        ids = (segments[:, None] * per + np.arange(per)).ravel()
+        ids = ids[self._state.refs[ids] > 0]
+        if not len(ids):
+            return
+        frames = self._decode((ids[:, None] + 1).astype(np.int32), np.arange(len(ids))[None])
+        frames = frames.reshape(len(ids), 1, self.layout.frame_bytes)
+        moved: npt.NDArray[np.int32] = np.zeros((len(ids), 1), np.int32)
+        # what this stream remembers may lie in the very segments that go
+        self._state.recent_ids[self.n_streams] = NONE
+        # where the heap has no room for all of them, the rest stays where it is
+        with contextlib.suppress(HeapFullError):
+            self._write(moved, np.arange(len(ids)), np.full(len(ids), self.n_streams), frames)
+        state = self._state
+        ids, renamed = ids[moved[:, 0] > 0], moved[moved > 0] - 1
+        # each new frame has one reference from `moved`; it takes over those of the old one
+        np.add.at(state.refs, renamed, state.refs[ids] - 1)
+        table = np.arange(state.refs.size + 1, dtype=np.int32)
+        table[ids + 1] = renamed + 1
+        for begin in range(0, len(self.slots), 1 << 16):
+            part = self.slots[begin : begin + (1 << 16)]
+            part[...] = table[part]
+        state.refs[ids] = 0
+        state.live[segments] = np.count_nonzero(state.refs.reshape(-1, per)[segments], axis=1)
+        self._free(segments)
+
+    # ---- reading ----
+
+    def _decode(self, slots: npt.NDArray[np.int32], sets: Cells) -> npt.NDArray[np.uint8]:
+        """The frames that ``slots`` names at ``sets`` (``[set, row]``), one after the other."""
+        size = self.layout.frame_bytes
+        out = np.empty(sets.size * slots.shape[1] * size, np.uint8)
+        tables = self._bound or self._tables()
+        if self._n_packed:
+            local, slots, sets = self._unpacked(slots, sets)
+            tables = self._kernels.bind_state(local)
+        read, per, wide = self._kernels.read_frames, self.per_segment, self._wide
+        n_rows = sets.shape[1]
+        if out.size < 2 * _SPLIT_BYTES or not self._kernels.compiled:
+            damaged = read(tables, slots, sets, out, size, per, wide, 0, n_rows)
+        else:
+            found = run_split(
+                lambda first, stop: read(tables, slots, sets, out, size, per, wide, first, stop),
+                n_rows,
+                min(n_workers(), out.size // _SPLIT_BYTES),
+            )
+            damaged = max(found)
+        if damaged >= 0:
+            raise CorruptPayloadError(f"segment {damaged} of the heap is damaged and cannot be decoded")
+        return out
+
+    def _unpacked(self, slots: npt.NDArray[np.int32], sets: Cells) -> tuple[FrameState, npt.NDArray[np.int32], Cells]:
+        """Tables, slots and cells for the same frames in which every segment is plain."""
+        state, per = self._state, self.per_segment
+        ids = slots[sets] - 1
+        segments, inverse = np.unique(ids // per, return_inverse=True)
+        sealed = np.flatnonzero((segments >= 0) & (state.lengths[segments] > 0))
+        flags = state.heap[state.starts[segments[sealed]]]
+        width = 4 if self._wide else 2
+        bodies = [np.zeros(0, np.uint8)] * len(segments)
+
+        def work(first: int, stop: int) -> None:
+            for index, packed in zip(sealed[first:stop], flags[first:stop], strict=True):
+                payload = np.frombuffer(self.heap.read(int(segments[index])), np.uint8)
+                bodies[index] = _inflate(payload, width, per, self.layout.frame_bytes) if packed else payload
+
+        run_split(work, len(sealed), n_workers() if len(sealed) >= 16 else 1)
+        lengths = np.array([body.size for body in bodies], np.int32)
+        starts = np.cumsum(lengths, dtype=np.int64) - lengths
+        # open segments stay where they are
+        opened = (segments >= 0) & (lengths == 0)
+        starts[opened] = state.starts[segments[opened]]
+        local = state._replace(
+            heap=np.concatenate([*bodies, np.zeros(SLACK, np.uint8)]),
+            starts=starts,
+            lengths=lengths,
+            scenes=state.scenes[segments],
+        )
+        renamed = np.where(ids < 0, 0, inverse.reshape(ids.shape) * per + ids % per + 1).astype(np.int32)
+        return local, renamed.reshape(sets.size, slots.shape[1]), np.arange(sets.size).reshape(sets.shape)
+
+    def difference_bytes(self) -> tuple[int, int]:
+        """Bytes of all segments without frames that are whole, and the number of frames."""
+        state = self._state
+        opened = np.flatnonzero(state.open_segments >= 0)
+        room = state.stage.size // state.open_segments.size
+        width = 4 if self._wide else 2
+        nbytes, n_frames = self.heap.live_bytes, int(state.counts.sum())
+        for stream in opened:
+            begin = stream * room + 2
+            count = int(state.counts[state.open_segments[stream]])
+            lengths = state.stage[begin : begin + count * width].view("<u4" if self._wide else "<u2")
+            nbytes += int(lengths[lengths < self.layout.frame_bytes].sum(dtype=np.int64))
+        return nbytes, n_frames
+
+    def __setstate__(self, stored: dict[str, Any]) -> None:
+        super().__setstate__(stored)
+        # the reader may be of the other kind than the writer
+        self._packed_flags = (PACKED_ZSTD,) if self._kernels.compiled else (PACKED_ZSTD, PACKED_LZ4)
+        sealed = np.flatnonzero(self._state.lengths)
+        self._n_packed = int(np.isin(self.heap.data[self.heap.starts[sealed]], self._packed_flags).sum())
+
+
+def _inflate(payload: npt.NDArray[np.uint8], width: int, per_segment: int, frame_bytes: int) -> npt.NDArray[np.uint8]:
+    """A packed segment as it was before it was packed."""
+    count = int(payload[1]) if len(payload) > 2 else 0
+    at = 2 + count * width
+    if count > per_segment or at > len(payload):
+        raise CorruptPayloadError(f"a segment of {len(payload)} bytes cannot hold {count} frames")
+    lengths = payload[2:at].view("<u4" if width == 4 else "<u2")
+    if count and int(lengths.max()) > frame_bytes:
+        raise CorruptPayloadError(f"a segment holds a frame of {lengths.max()} bytes where {frame_bytes} is the most")
+    size = int(lengths.sum(dtype=np.int64))
+    plain = np.empty(at + size, np.uint8)
+    plain[:at] = payload[:at]
+    plain[0] = 0
+    if payload[0] == PACKED_ZSTD:
+        from sb3_extra_buffers.codecs.packing import unpack  # needs zstandard, as nothing else here does
+
+        plain[at:] = np.frombuffer(unpack(payload[at:], size), np.uint8)
+    else:
+        body = np.empty(size + OVERRUN, np.uint8)
+        if not unpack_block(payload, at, len(payload), body, size):
+            raise CorruptPayloadError(f"a segment of {len(payload)} bytes is not an LZ4 block of {size}")
+        plain[at:] = body[:size]
+    return plain
