@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from sb3_extra_buffers.stores.making import make_frame_store
 
 from sb3_extra_buffers.codecs import ObsSpec, get_codec
 from sb3_extra_buffers.codecs.delta import BLOCK, apply_delta, encode_delta, padded
@@ -110,7 +111,7 @@ def test_compiled_and_plain_apply_the_same(size: int) -> None:
 def build(method: str, frame: tuple[int, ...], stack: int, compiled: bool, axis: Any = "first") -> FrameStore:
     shape = frame if stack == 1 else (stack, *frame) if axis == "first" else (*frame, stack)
     layout = StackLayout(ObsSpec(shape, UINT8), stack, axis)
-    return FrameStore(layout, 200, 2, get_codec(method).bind(layout.frame_spec), compiled=compiled)
+    return make_frame_store(layout, 200, 2, get_codec(method).bind(layout.frame_spec), compiled=compiled)
 
 
 def light_rows(frame: tuple[int, ...], stack: int, n_rows: int, seed: int) -> Bytes:

@@ -13,13 +13,14 @@ import numpy as np
 from sb3_extra_buffers.codecs import ObsSpec, get_codec
 from sb3_extra_buffers.errors import ExtraBuffersError
 from sb3_extra_buffers.stores.frames import FrameStore
+from sb3_extra_buffers.stores.making import make_frame_store
 from sb3_extra_buffers.stores.layout import StackLayout
 from tests.contracts.store import Walk
 
 method, compiled, count, side, stack = sys.argv[1], sys.argv[2] == "True", *map(int, sys.argv[3:6])
 size = side * side
 layout = StackLayout(ObsSpec((stack, side, side), np.dtype(np.uint8)), stack)
-store = FrameStore(layout, 200, 2, get_codec(method).bind(layout.frame_spec), compiled=compiled)
+store = make_frame_store(layout, 200, 2, get_codec(method).bind(layout.frame_spec), compiled=compiled)
 for stream in range(2):
     walk = Walk((side, side), stream + 5)
     walk.rng = np.random.default_rng(stream)

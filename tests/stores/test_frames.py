@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from sb3_extra_buffers.stores.making import make_frame_store
 
 from sb3_extra_buffers.codecs import ByteRows, ObsSpec, get_codec
 from sb3_extra_buffers.errors import HeapFullError
@@ -69,7 +70,7 @@ class Case:
     def build(self, n_cells: int, compiled: bool, **options: Any) -> FrameStore:
         codec_options = {} if self.frames is None else {"frames": self.frames}
         codec = get_codec(self.method, **codec_options).bind(self.layout.frame_spec)
-        return FrameStore(self.layout, n_cells, self.n_streams, codec, compiled=compiled, **options)
+        return make_frame_store(self.layout, n_cells, self.n_streams, codec, compiled=compiled, **options)
 
     def rows(self, planes: Any) -> ByteRows:
         """``[row, stack, *frame]`` as rows of stacked observations."""
@@ -565,7 +566,7 @@ def test_a_store_in_a_file(method: str, compiled: bool, tmp_path: Path) -> None:
 def test_a_dictionary_is_trained_again_when_it_stops_paying() -> None:
     case = Case("zstd", (32, 32), n_streams=1)
     codec = get_codec("zstd", dictionary=4096).bind(case.layout.frame_spec)
-    store = FrameStore(case.layout, 4000, 1, codec)
+    store = make_frame_store(case.layout, 4000, 1, codec)
     rng = np.random.default_rng(0)
     tiles = rng.integers(0, 256, (2, 64, 16), np.uint8)
 
