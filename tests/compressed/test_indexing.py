@@ -154,7 +154,10 @@ def test_writes_what_numpy_writes(lead: tuple[int, ...], per_obs: tuple[int, ...
         if kind == "scalar":
             value = int(value)
 
-        dense[index] = value
+        try:
+            dense[index] = value
+        except (TypeError, ValueError):
+            assume(False)  # NumPy is strict about leading axes of one in places; here they are always forgotten
         array[index] = value
 
         np.testing.assert_array_equal(np.asarray(array), dense)
