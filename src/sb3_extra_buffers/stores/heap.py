@@ -68,12 +68,21 @@ class Heap:
         if self.limit is not None and self.live_bytes - held + needed > self.limit:
             raise HeapFullError(needed, self.live_bytes - held, self.limit)
         for slot, view in zip(slots, views, strict=True):
-            self._release(slot)
-            start = self._reserve(view.size)
-            self.data[start : start + view.size] = view
-            self._append(slot)
-            self.starts[slot], self.lengths[slot] = start, view.size
-            self.live_bytes += view.size
+            self._put(slot, view)
+
+    def put(self, slot: int, payload: npt.NDArray[np.uint8]) -> None:
+        """`write` for a single payload."""
+        if self.limit is not None and self.live_bytes - int(self.lengths[slot]) + payload.size > self.limit:
+            raise HeapFullError(payload.size, self.live_bytes - int(self.lengths[slot]), self.limit)
+        self._put(slot, payload)
+
+    def _put(self, slot: int, payload: npt.NDArray[np.uint8]) -> None:
+        self._release(slot)
+        start = self._reserve(payload.size)
+        self.data[start : start + payload.size] = payload
+        self._append(slot)
+        self.starts[slot], self.lengths[slot] = start, payload.size
+        self.live_bytes += payload.size
 
     def free(self, slots: Sequence[int]) -> None:
         """Release what ``slots`` hold."""

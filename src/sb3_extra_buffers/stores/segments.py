@@ -94,44 +94,46 @@ class SegmentStore(FrameStore):
             self._clean()
 
     def _make_room(self, stack: int) -> None:
-        """Seal the segments that are full; have unused segments for a stack and a scene per stream."""
-        state = self._state
-        for stream in np.flatnonzero(state.open_segments >= 0):
-            if state.counts[state.open_segments[stream]] == self.per_segment:
-                self._seal(int(stream))
-        if self._state.tallies[0] < stack + 1:
+        """Seal the segments that are full; have unused segments for a stack."""
+        opened = np.flatnonzero(self._state.open_segments >= 0)
+        full = self._state.counts[self._state.open_segments[opened]] == self.per_segment
+        # an arena with views on it could not be lengthened where it lies
+        self._drop_view()
+        try:
+            for stream in opened[full].tolist():
+                self._seal(stream)
+        finally:
+            self._sync()
+        if self._state.tallies[0] < stack:
             self._grow()
 
     def _seal(self, stream: int) -> None:
         """Move a stream's open segment to the heap; a first frame stored whole becomes a scene."""
-        state = self._state
+        state = self._state  # without a view of the heap
         segment = int(state.open_segments[stream])
         room = state.stage.size // state.open_segments.size
-        count = int(state.counts[segment])
         width = 4 if self._wide else 2
-        held = state.stage[stream * room : stream * room + int(state.stage_ends[stream])]
-        lengths = held[2 : 2 + count * width].copy()
-        body = held[2 + self.per_segment * width :]
-        whole = int(lengths.view("<u4" if self._wide else "<u2")[0]) == self.layout.frame_bytes
+        size = self.layout.frame_bytes
+        count = int(state.counts[segment])
+        begin = stream * room
+        end, body_at = begin + int(state.stage_ends[stream]), begin + 2 + self.per_segment * width
+        table = state.stage[begin : begin + 2 + count * width].copy()  # flags, count and lengths
+        whole = int(table[2 : 2 + width].view("<u4" if self._wide else "<u2")[0]) == size
+        body = state.stage[body_at + size * whole : end]
         if whole:
-            lengths[:width] = 0
-            frame, body = body[: self.layout.frame_bytes], body[self.layout.frame_bytes :]
-        flags, body = self._pack(body)
+            table[2 : 2 + width] = 0
+        flags, packed = self._pack(body)
+        table[0], table[1] = flags, count
+        self.heap.put(segment, np.concatenate([table, packed]))
         self._n_packed += flags in self._packed_flags
-        payload = np.concatenate([np.array([flags, count], np.uint8), lengths, body])
-        self._drop_view()
-        try:
-            self.heap.write([segment], [payload])
-        finally:
-            self._sync()
-        state = self._state
         if whole:
-            self._add_scene(stream, segment, frame)
-        state = self._state
+            self._add_scene(stream, segment, state.stage[body_at : body_at + size])
         state.open_segments[stream] = NONE
         self._n_fresh += count
         if state.live[segment] == 0:
+            self._sync()
             self._free(np.array([segment]))
+            self._drop_view()
 
     def _pack(self, body: npt.NDArray[np.uint8]) -> tuple[int, npt.NDArray[np.uint8]]:
         """The differences of a segment, compressed together where that is wanted and pays, and which way."""
