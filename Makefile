@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 -q
 help:
 	@echo "make demo    see it work beside NumPy on a real game"
 	@echo "make test    the tests, with every optional package and then with none"
-	@echo "make check   lint, format and types"
+	@echo "make check   lint, format, types and the tests"
 	@echo "make bench   measure, then write docs/ from the measurements"
 	@echo "make docs    write docs/ from the measurements already made"
 
@@ -34,6 +34,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(MAKE) test
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

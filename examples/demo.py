@@ -9,6 +9,7 @@ import ale_py
 import gymnasium
 import numpy as np
 import psutil
+import torch
 from stable_baselines3.common.env_util import make_atari_env
 from stable_baselines3.common.vec_env import VecFrameStack, VecTransposeImage
 from tqdm import trange
@@ -44,7 +45,6 @@ def main() -> None:
         obs, _, _, _ = env.step([env.action_space.sample() for _ in range(env.num_envs)])
     env.close()
 
-    dense, compressed = arrays.values()
     random = np.random.default_rng(0)
     reading = dict.fromkeys(arrays, 0.0)
     for _ in trange(200, desc="reading batches of 256"):
@@ -52,9 +52,11 @@ def main() -> None:
         batches = []
         for name, array in arrays.items():
             start = time.perf_counter()
-            batches.append(array[where])
+            # as a tensor of its own, the way a buffer hands it to the learner
+            batch = array[where]
+            batches.append(torch.from_numpy(batch) if name == "CompressedArray" else torch.tensor(batch))
             reading[name] += time.perf_counter() - start
-        if not np.array_equal(*batches):
+        if not torch.equal(*batches):
             raise SystemExit("the two arrays differ; please report this")
 
     print(f"\n{options.steps * env.num_envs:,} observations of {options.game}, every batch compared byte for byte")
@@ -64,7 +66,7 @@ def main() -> None:
             f"{name:>16} {resident[name] / 1e6:>7.1f} MB {1e6 * seconds[name] / options.steps:>11.0f} us "
             f"{1e3 * reading[name] / 200:>7.2f} ms"
         )
-    print(f"\n{compressed.memory_usage()}")
+    print(f"\n{arrays['CompressedArray'].memory_usage()}")
 
 
 if __name__ == "__main__":

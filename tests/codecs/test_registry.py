@@ -106,9 +106,7 @@ def test_a_level_is_an_integer(level: Any) -> None:
         get_codec("gzip", level=level)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in ("none", "rle", "rle-jit", "palette") if is_available(name)]
-)
+@pytest.mark.parametrize("name", [name for name in ("none", "rle", "rle-jit", "palette") if is_available(name)])
 def test_a_level_where_there_are_none_is_refused(name: str) -> None:
     with pytest.raises(CodecLevelError, match=f"'{name}' has no levels"):
         get_codec(f"{name}/3")
@@ -126,9 +124,7 @@ def test_a_level_given_as_an_option_wins() -> None:
         get_codec("gzip", level=1, compresslevel=2)
 
 
-@pytest.mark.parametrize(
-    "method", ["zst", "lz4", "zstd--5", "", "none ", "NONE", "auto", "lz4-frame5", "zst5"]
-)
+@pytest.mark.parametrize("method", ["zst", "lz4", "zstd--5", "", "none ", "NONE", "auto", "lz4-frame5", "zst5"])
 def test_unknown_names_are_refused_with_those_known(method: str) -> None:
     with pytest.raises(UnknownCodecError) as caught:
         get_codec(method)

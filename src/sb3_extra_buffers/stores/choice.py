@@ -41,7 +41,8 @@ def choose(layout: StackLayout, cells: Any, streams: Any, rows: ByteRows, n_stre
     """Try the candidates on the first observations; the smallest wins, slow ones with a handicap."""
     spec, size = layout.frame_spec, layout.frame_bytes
     frames = layout.split(rows, frame_kernels()).reshape(-1, size)
-    frames = frames[np.sort(np.unique(frames, axis=0, return_index=True)[1])] if len(frames) < 4096 else frames
+    different = dict.fromkeys(frame.tobytes() for frame in frames)
+    frames = np.frombuffer(b"".join(different), np.uint8).reshape(-1, size)
     sizes: dict[str, float] = {}
     scores: dict[str, float] = {"none": float(size)}
     for method, weight in _CANDIDATES:
