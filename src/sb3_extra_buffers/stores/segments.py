@@ -277,17 +277,21 @@ class SegmentStore(FrameStore):
         return local, renamed.reshape(sets.size, slots.shape[1]), np.arange(sets.size).reshape(sets.shape)
 
     def difference_bytes(self) -> tuple[int, int]:
-        """Bytes of all segments without frames that are whole, and the number of frames."""
-        state = self._state
+        """Bytes of all segments, and of scenes beyond one for each stream; the number of frames."""
+        state, size = self._state, self.layout.frame_bytes
         opened = np.flatnonzero(state.open_segments >= 0)
         room = state.stage.size // state.open_segments.size
         width = 4 if self._wide else 2
         nbytes, n_frames = self.heap.live_bytes, int(state.counts.sum())
+        n_scenes = int(np.count_nonzero(state.scene_refs))
         for stream in opened:
             begin = stream * room + 2
             count = int(state.counts[state.open_segments[stream]])
             lengths = state.stage[begin : begin + count * width].view("<u4" if self._wide else "<u2")
-            nbytes += int(lengths[lengths < self.layout.frame_bytes].sum(dtype=np.int64))
+            starts_scene = int(lengths[0]) == size
+            nbytes += int(lengths[starts_scene:].sum(dtype=np.int64))
+            n_scenes += starts_scene
+        nbytes += max(n_scenes - self.n_streams, 0) * size
         return nbytes, n_frames
 
     def __setstate__(self, stored: dict[str, Any]) -> None:
