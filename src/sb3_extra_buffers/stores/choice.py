@@ -65,7 +65,7 @@ def choose(layout: StackLayout, cells: Any, streams: Any, rows: ByteRows, n_stre
 def _try_delta(
     layout: StackLayout, codec: DeltaCodec, cells: Any, streams: Any, rows: ByteRows, n_streams: int
 ) -> float:
-    """Bytes per frame, scenes apart: there are few of them in the long run."""
+    """Bytes per frame, the first scenes apart: there are few more in the long run, as a rule."""
     store = SegmentStore(layout, int(cells.max()) + 1, n_streams, codec)
     store.write(cells, streams, rows)
     nbytes, n_frames = store.difference_bytes()
