@@ -1,0 +1,176 @@
+"""`auto`: what is chosen for which observations, and that it says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from sb3_extra_buffers.codecs import ObsSpec, is_available
+from sb3_extra_buffers.compressed import CompressedArray
+from sb3_extra_buffers.stores.layout import StackLayout, find_layout
+from tests.contracts.store import needs
+
+
+def play(n_steps: int, shape: tuple[int, ...], seed: int = 0) -> npt.NDArray[np.uint8]:
+    """Frames of a game in which a little moves."""
+    rng = np.random.default_rng(seed)
+    screen = np.repeat(rng.integers(0, 5, shape), 1).reshape(shape).astype(np.uint8)
+    frames = []
+    for _ in range(n_steps):
+        screen = screen.copy()
+        y, x = rng.integers(0, shape[0] - 5), rng.integers(0, shape[1] - 5)
+        screen[y : y + 5, x : x + 5] = rng.integers(0, 256)
+        frames.append(screen)
+    return np.stack(frames)
+
+
+def stacked(frames: npt.NDArray[np.uint8], stack: int, axis: int) -> npt.NDArray[np.uint8]:
+    """Windows of ``stack`` frames, joined along ``axis`` of an observation where they have one, or a new one."""
+    windows = []
+    for step in range(len(frames) - stack + 1):
+        window = list(frames[step : step + stack])
+        if window[0].ndim == 2:
+            windows.append(np.stack(window, axis=axis))
+        else:
+            windows.append(np.concatenate(window, axis=axis))
+    return np.stack(windows)
+
+
+def store_all(observations: npt.NDArray[Any], **options: Any) -> CompressedArray:
+    array = CompressedArray(len(observations), observations.shape[1:], observations.dtype, **options)
+    for step, observation in enumerate(observations):
+        array[step] = observation
+    np.testing.assert_array_equal(np.asarray(array), observations)
+    return array
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((), "float32"), ((17,), "float64"), ((5000,), "float32"), ((4, 4), "uint8"), ((3, 5, 5), "float16")])  # fmt: skip
+def test_vectors_and_small_observations_stay_dense(shape: tuple[int, ...], dtype: str) -> None:
+    array = CompressedArray((300, 2), shape, dtype)
+    assert "undecided" not in array.store.describe()  # no trial is needed
+    array[:200] = 1
+    assert array.store.layout is None
+    assert array.memory_usage().codecs[""].startswith("none (auto: ")
+    assert "too few to compress" in repr(array)
+    usage = array.memory_usage()
+    assert 200 * array[0].nbytes <= usage.payload <= usage.dense + 4096
+    assert usage.total <= usage.dense + 4096
+
+
+@pytest.mark.parametrize(
+    ("frame", "stack", "axis", "place"),
+    [((42, 40), 4, 0, "first"), ((42, 40), 4, -1, "last"), ((42, 40), 3, 0, "first"), ((42, 40), 2, -1, "last")],
+)
+def test_stacked_gray_frames_become_differences(frame: tuple[int, int], stack: int, axis: int, place: str) -> None:
+    observations = stacked(play(320, frame), stack, axis)
+    array = store_all(observations)
+    layout = array.store.layout
+    assert layout is not None
+    assert (layout.stack, layout.axis) == (stack, place)
+    what = array.memory_usage().codecs[""]
+    assert what.startswith(f"delta (auto: stacks of {stack} along the {place} axis; bytes for a frame of 1680: delta ")
+    assert what in repr(array)
+    assert array.memory_usage().ratio < 0.2
+
+
+@pytest.mark.parametrize(("channels_first", "place"), [(True, "first"), (False, "last")])
+def test_stacked_rgb_frames_are_cut_into_frames(channels_first: bool, place: str) -> None:
+    gray = play(300, (30, 28))
+    rgb = np.stack([gray, gray // 2, 255 - gray], axis=1 if channels_first else -1)
+    observations = stacked(rgb, 4, 0 if channels_first else -1)
+    assert observations.shape[1:] == ((12, 30, 28) if channels_first else (30, 28, 12))
+    array = store_all(observations)
+    layout = array.store.layout
+    assert layout is not None
+    assert (layout.stack, layout.axis) == (4, place)
+    assert array.memory_usage().codecs[""].startswith("delta")
+
+
+def test_single_frames_become_differences() -> None:
+    array = store_all(play(300, (42, 40)))
+    assert array.store.layout == StackLayout(ObsSpec((42, 40), np.dtype(np.uint8)))
+    assert array.memory_usage().codecs[""].startswith("delta (auto: whole observations; ")
+
+
+def test_noise_stays_dense() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (100, 40, 40)).astype(np.uint8)
+    array = store_all(noise)
+    what = array.memory_usage().codecs[""]
+    assert what.startswith("none (auto: ")
+    assert "delta 1" in what  # it was tried
+    assert array.memory_usage().total <= noise.nbytes * 1.03
+
+
+def test_rgb_frames_of_few_colours_that_share_little() -> None:
+    """Every frame another view of the same world: differences do not help, indices do."""
+    rng = np.random.default_rng(0)
+    colours = rng.integers(0, 256, (9, 3)).astype(np.uint8)
+    array = store_all(colours[rng.integers(0, 9, (120, 40, 40))])
+    assert array.memory_usage().codecs[""].startswith("palette")
+    assert array.memory_usage().ratio < 0.4
+
+
+@needs("zstd")
+def test_images_that_only_a_byte_codec_makes_small() -> None:
+    rng = np.random.default_rng(0)
+    array = store_all(rng.normal(100, 2, (120, 40, 40)).astype(np.uint8))
+    assert array.memory_usage().codecs[""].startswith("zstd1")
+
+
+def test_a_named_method_is_not_second_guessed() -> None:
+    array = store_all(np.random.default_rng(0).integers(0, 256, (60, 40, 40)).astype(np.uint8), compression_method="gzip3")
+    assert array.memory_usage().codecs == {"": "gzip3"}
+
+
+def test_each_method_says_its_name() -> None:
+    frames = play(40, (30, 30))
+    for method in ("delta", "delta2", "zstd-5", "igzip1", "lz4-frame/3", "rle", "none", "gzip0"):
+        if not is_available(method.split("/")[0].rstrip("0123456789-")) or (method == "delta2" and not is_available("zstd")):
+            continue
+        assert store_all(frames, compression_method=method).memory_usage().codecs[""] == method
+
+
+def test_the_choice_is_kept_when_cleared_and_copied() -> None:
+    array = store_all(stacked(play(200, (42, 40)), 4, 0))
+    what = array.store.describe()
+    array.store.clear()
+    assert array.store.describe() == what
+    array[0] = 3
+    assert (array[0] == 3).all()
+
+
+def test_deciding_early_on_nothing_waits() -> None:
+    array = CompressedArray(50, (40, 40), np.uint8)
+    array.store.settle()
+    assert "undecided" in array.store.describe()
+    array[:] = play(50, (40, 40))
+    assert "undecided" not in array.store.describe()
+
+
+def rows_of(observations: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    return observations.reshape(len(observations), -1)
+
+
+def test_layout_needs_evidence() -> None:
+    spec = ObsSpec((4, 20, 20), np.dtype(np.uint8))
+    moving = stacked(play(60, (20, 20)), 4, 0)
+    still = np.repeat(moving[:1], 30, axis=0)
+    noise = np.random.default_rng(0).integers(0, 256, (30, 4, 20, 20)).astype(np.uint8)
+    assert find_layout(spec, [rows_of(moving)]).stack == 4
+    assert find_layout(spec, [rows_of(still)]).stack == 1
+    assert find_layout(spec, [rows_of(noise)]).stack == 1
+    assert find_layout(spec, []).stack == 1
+    assert find_layout(spec, [rows_of(moving[:1])]).stack == 1
+    # streams are looked at one by one: neighbours of different envs prove nothing
+    assert find_layout(spec, [rows_of(moving[:25]), rows_of(moving[30:])]).stack == 4
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32", "uint16"])
+def test_a_stack_of_any_dtype_is_found(dtype: str) -> None:
+    observations = stacked(play(80, (24, 24)), 4, -1).astype(dtype)
+    array = store_all(observations)
+    assert array.store.layout is not None
+    assert (array.store.layout.stack, array.store.layout.axis) == (4, "last")
