@@ -35,8 +35,6 @@ def filled(
     return array, dense
 
 
-
-
 @st.composite
 def parts(draw: st.DrawFn, size: int, length: int | None, beyond: bool) -> Any:
     """An index for one axis; ``length`` is that of integer arrays, or None for none."""
@@ -116,12 +114,12 @@ def check_read(array: CompressedArray, dense: npt.NDArray[Any], index: Any) -> N
 def test_reads_what_numpy_reads(lead: tuple[int, ...], per_obs: tuple[int, ...], method: str, settled: bool) -> None:
     array, dense = filled(lead, per_obs, method, settled)
 
-    @examples(80 if method in ("auto", "delta") else 12)
+    @examples(45 if method in ("auto", "delta") else 12)
     @given(indices(dense.shape, beyond=False))
     def inside(index: Any) -> None:
         check_read(array, dense, index)
 
-    @examples(30 if method in ("auto", "delta") else 5)
+    @examples(15 if method in ("auto", "delta") else 5)
     @given(indices(dense.shape, beyond=True))
     def beyond(index: Any) -> None:
         check_read(array, dense, index)
@@ -138,8 +136,10 @@ def test_reads_what_numpy_reads(lead: tuple[int, ...], per_obs: tuple[int, ...],
 def test_writes_what_numpy_writes(lead: tuple[int, ...], per_obs: tuple[int, ...], method: str, settled: bool) -> None:
     array, dense = filled(lead, per_obs, method, settled)
 
-    @examples(50 if method in ("auto", "delta") else 12)
-    @given(indices(dense.shape, beyond=False), st.integers(0, 9999), st.sampled_from(["full", "scalar", "last", "ones"]))
+    @examples(30 if method in ("auto", "delta") else 12)
+    @given(
+        indices(dense.shape, beyond=False), st.integers(0, 9999), st.sampled_from(["full", "scalar", "last", "ones"])
+    )
     def write(index: Any, seed: int, kind: str) -> None:
         target = answer(lambda: dense[index])
         assume(not isinstance(target, IndexError))

@@ -8,7 +8,9 @@ import pytest
 
 from tests.contracts.store import RESIDENT, needs_proc, run_fresh
 
-FILL = RESIDENT + """
+FILL = (
+    RESIDENT
+    + """
 import sys
 import numpy as np
 from sb3_extra_buffers.compressed import CompressedArray, init_jit
@@ -32,8 +34,11 @@ def fill(array, source, n_steps):
     for step in range(n_steps):
         array[step % len(array)] = next(source)
 """
+)
 
-WRAP_AND_DROP = FILL + """
+WRAP_AND_DROP = (
+    FILL
+    + """
 method = sys.argv[1]
 warm = CompressedArray((60, 2), (4, 84, 84), np.uint8, compression_method=method)
 source = games(2, 1, noisy=True)
@@ -50,6 +55,7 @@ wrapped = resident()
 del array
 print(start, full, wrapped, resident())
 """
+)
 
 
 @needs_proc
@@ -63,7 +69,9 @@ def test_wrapping_round_ten_times_leaks_nothing(method: str) -> None:
     assert dropped - start < 2 << 20
 
 
-TRUTH = FILL + """
+TRUTH = (
+    FILL
+    + """
 init_jit("delta")
 source = games(4, 2, noisy=True)
 warm = CompressedArray((300, 4), (4, 84, 84), np.uint8)
@@ -76,6 +84,7 @@ grown = resident() - start
 usage = array.memory_usage()
 print(grown, usage.total, usage.dense)
 """
+)
 
 
 @needs_proc

@@ -183,18 +183,20 @@ def run_fresh(code: str, *arguments: str, timeout: float = 120) -> str:
         capture_output=True, text=True, timeout=timeout, check=False, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     if run.returncode:
-        raise AssertionError(f"ended with {run.returncode} (negative: a signal)\n{run.stdout[-2000:]}\n{run.stderr[-4000:]}")
+        raise AssertionError(
+            f"ended with {run.returncode} (negative: a signal)\n{run.stdout[-2000:]}\n{run.stderr[-4000:]}"
+        )
     return run.stdout
 
 
 #: source for `run_fresh`: the resident set of this process, in bytes
-RESIDENT = '''
+RESIDENT = """
 import ctypes, gc, os
 def resident():
     gc.collect()
     getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # what malloc keeps for later is nobody's
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-'''
+"""
 
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="/proc tells the resident set")

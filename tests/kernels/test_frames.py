@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from sb3_extra_buffers.stores.making import make_frame_store
 
 from sb3_extra_buffers.codecs import ObsSpec, get_codec
 from sb3_extra_buffers.codecs.delta import BLOCK, apply_delta, encode_delta, padded
@@ -16,6 +15,7 @@ from sb3_extra_buffers.errors import CorruptPayloadError
 from sb3_extra_buffers.kernels import frame_kernels
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.making import make_frame_store
 from tests.contracts.store import KERNELS, UNWRITTEN, Walk, method_params
 
 SIZES = [1, 7, 8, 63, 64, 65, 511, 512, 513, 4095, 4096, 4097, 7056, 70_000]
@@ -156,14 +156,17 @@ def test_compiled_and_plain_write_the_same_bytes(frame: tuple[int, ...], stack: 
 @pytest.mark.parametrize("written_compiled", [True, False], ids=["compiled-to-plain", "plain-to-compiled"])
 @pytest.mark.parametrize("axis", ["first", "last"])
 @pytest.mark.parametrize("method", method_params("delta", "delta2"))
-def test_compiled_and_plain_read_and_continue_each_others_stores(method: str, axis: str, written_compiled: bool) -> None:
+def test_compiled_and_plain_read_and_continue_each_others_stores(
+    method: str, axis: str, written_compiled: bool
+) -> None:
     pytest.importorskip("numba")
     frame, stack = (24, 18), 4
     store = build(method, frame, stack, written_compiled, axis)
     planes = [Walk(frame, seed).frames(263) for seed in range(2)]
     place = 0 if axis == "first" else -1
     rows = [
-        np.stack([np.stack(walk[step : step + 4], axis=place).reshape(-1) for step in range(260)]) for walk in planes
+        np.stack([np.stack(list(walk[step : step + 4]), axis=place).reshape(-1) for step in range(260)])
+        for walk in planes
     ]
     write_all(store, [part[:150] for part in rows])
     wanted = store.read(np.arange(200))
@@ -178,7 +181,9 @@ def test_compiled_and_plain_read_and_continue_each_others_stores(method: str, ax
     np.testing.assert_array_equal(other.read(np.arange(200)), wanted)
     for again in (store, other):
         for step in range(150, 260):
-            again.write(np.array([2 * step % 200, (2 * step + 1) % 200]), np.arange(2), np.stack([p[step] for p in rows]))
+            again.write(
+                np.array([2 * step % 200, (2 * step + 1) % 200]), np.arange(2), np.stack([p[step] for p in rows])
+            )
         again.check()
     np.testing.assert_array_equal(other.read(np.arange(200)), store.read(np.arange(200)))
 
@@ -197,9 +202,7 @@ def test_every_byte_of_the_target_is_written_and_no_other(compiled: bool) -> Non
     kernels = frame_kernels(compiled)
     # in two halves, as two threads would
     for first, stop in ((0, 2), (2, 4)):
-        code = kernels.read_frames(
-            store._tables(), store.slots, sets, out, size, store.per_segment, False, first, stop
-        )
+        code = kernels.read_frames(store._tables(), store.slots, sets, out, size, store.per_segment, False, first, stop)
         assert code == -1
     assert (guarded[:64] == UNWRITTEN).all()
     assert (guarded[-64:] == UNWRITTEN).all()

@@ -26,7 +26,7 @@ def functions(compiled: bool) -> tuple[Callable[..., int], Callable[..., bool]]:
 
     from sb3_extra_buffers.kernels import frames_numba
 
-    unpack = numba.njit(lz4_block.unpack_block)
+    unpack: Any = numba.njit(lz4_block.unpack_block)
     return frames_numba.pack_block, unpack
 
 
@@ -102,7 +102,7 @@ def test_repeats_beyond_the_window_are_not_used() -> None:
 
 @pytest.mark.parametrize("compiled", KERNELS)
 def test_no_room_is_said_so(compiled: bool) -> None:
-    packer, unpacker = functions(compiled)
+    packer, _ = functions(compiled)
     for name, data in contents(600):
         whole = pack(packer, data, 1300)
         assert whole is not None

@@ -54,9 +54,18 @@ def test_has_says_what_is_installed(has: object, package: str) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "runs"),
-    [((255,), "uint8"), ((16, 16), "uint16"), ((4, 84, 84), "uint16"), ((84, 84, 4), "uint16"), ((256, 256), "uint32"), (7, "uint8")],
+    [
+        ((255,), "uint8"),
+        ((16, 16), "uint16"),
+        ((4, 84, 84), "uint16"),
+        ((84, 84, 4), "uint16"),
+        ((256, 256), "uint32"),
+        (7, "uint8"),
+    ],
 )  # fmt: skip
-@pytest.mark.parametrize("method", ["rle", "rle-jit", "gzip5", "igzip1", "zstd-5", "lz4-frame/1", "delta", "auto", "none"])
+@pytest.mark.parametrize(
+    "method", ["rle", "rle-jit", "gzip5", "igzip1", "zstd-5", "lz4-frame/1", "delta", "auto", "none"]
+)
 def test_find_buffer_dtypes(shape: int | tuple[int, ...], runs: str, method: str) -> None:
     if not is_available(method.split("/")[0].rstrip("0123456789-")) and method != "auto":
         with pytest.raises(MissingExtraError, match="pip install"):
@@ -81,10 +90,21 @@ def test_find_buffer_dtypes_refuses_what_there_is_not() -> None:
 
 @pytest.mark.parametrize(
     ("most", "signed", "wanted"),
-    [(0, False, "uint8"), (255, False, "uint8"), (256, False, "uint16"), (65_535, False, "uint16"), (65_536, False, "uint32"),
-     (2**32, False, "uint64"), (2**64, False, "float32"), (127, True, "int8"), (128, True, "int16"), (2**31, True, "int64"),
-     (2**63, True, "float32"), (-1, True, "int8")],
-)  # fmt: skip
+    [
+        (0, False, "uint8"),
+        (255, False, "uint8"),
+        (256, False, "uint16"),
+        (65_535, False, "uint16"),
+        (65_536, False, "uint32"),
+        (2**32, False, "uint64"),
+        (2**64, False, "float32"),
+        (127, True, "int8"),
+        (128, True, "int16"),
+        (2**31, True, "int64"),
+        (2**63, True, "float32"),
+        (-1, True, "int8"),
+    ],
+)
 def test_find_smallest_dtype(most: int, signed: bool, wanted: str) -> None:
     assert find_smallest_dtype(most, signed) == np.dtype(wanted)
 

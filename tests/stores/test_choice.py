@@ -47,7 +47,10 @@ def store_all(observations: npt.NDArray[Any], **options: Any) -> CompressedArray
     return array
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((), "float32"), ((17,), "float64"), ((5000,), "float32"), ((4, 4), "uint8"), ((3, 5, 5), "float16")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((), "float32"), ((17,), "float64"), ((5000,), "float32"), ((4, 4), "uint8"), ((3, 5, 5), "float16")],
+)
 def test_vectors_and_small_observations_stay_dense(shape: tuple[int, ...], dtype: str) -> None:
     array = CompressedArray((300, 2), shape, dtype)
     assert "undecided" not in array.store.describe()  # no trial is needed
@@ -121,14 +124,18 @@ def test_images_that_only_a_byte_codec_makes_small() -> None:
 
 
 def test_a_named_method_is_not_second_guessed() -> None:
-    array = store_all(np.random.default_rng(0).integers(0, 256, (60, 40, 40)).astype(np.uint8), compression_method="gzip3")
+    array = store_all(
+        np.random.default_rng(0).integers(0, 256, (60, 40, 40)).astype(np.uint8), compression_method="gzip3"
+    )
     assert array.memory_usage().codecs == {"": "gzip3"}
 
 
 def test_each_method_says_its_name() -> None:
     frames = play(40, (30, 30))
     for method in ("delta", "delta2", "zstd-5", "igzip1", "lz4-frame/3", "rle", "none", "gzip0"):
-        if not is_available(method.split("/")[0].rstrip("0123456789-")) or (method == "delta2" and not is_available("zstd")):
+        if not is_available(method.split("/")[0].rstrip("0123456789-")) or (
+            method == "delta2" and not is_available("zstd")
+        ):
             continue
         assert store_all(frames, compression_method=method).memory_usage().codecs[""] == method
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,15 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from sb3_extra_buffers.stores.making import make_frame_store
 
 from sb3_extra_buffers.codecs import ByteRows, ObsSpec, get_codec
 from sb3_extra_buffers.errors import HeapFullError
 from sb3_extra_buffers.kernels.frames import PACKED_LZ4, PACKED_ZSTD
-from sb3_extra_buffers.stores import frames as frames_module
-from sb3_extra_buffers.stores import layout as layout_module
-from sb3_extra_buffers.stores.frames import FrameStore
+from sb3_extra_buffers.stores import frames, layout, payloads, segments
 from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.making import make_frame_store
 from tests.contracts.store import (
     KERNELS,
     Walk,
@@ -42,7 +39,7 @@ UINT8 = np.dtype(np.uint8)
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_empty(monkeypatch, frames_module, layout_module)
+    poison_empty(monkeypatch, frames, layout, payloads, segments)
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class Case:
     def layout(self) -> StackLayout:
         return StackLayout(self.spec, self.stack, self.axis)
 
-    def build(self, n_cells: int, compiled: bool, **options: Any) -> FrameStore:
+    def build(self, n_cells: int, compiled: bool, **options: Any) -> Any:
         codec_options = {} if self.frames is None else {"frames": self.frames}
         codec = get_codec(self.method, **codec_options).bind(self.layout.frame_spec)
         return make_frame_store(self.layout, n_cells, self.n_streams, codec, compiled=compiled, **options)
@@ -101,7 +98,10 @@ CASES = [
 ]
 WIDE = [
     pytest.param(case, id=str(case), marks=needs("zstd") if case.method == "delta2" else ())
-    for case in (Case(frame=(257, 257), stack=2, n_streams=1, frames=3), Case("delta2", (70_000,), n_streams=1, frames=3))
+    for case in (
+        Case(frame=(257, 257), stack=2, n_streams=1, frames=3),
+        Case("delta2", (70_000,), n_streams=1, frames=3),
+    )
 ]
 
 
@@ -134,7 +134,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.update(zip(cells, [row.tobytes() for row in rows], strict=True))
 
     @rule(
-        count=st.integers(1, 30), reset=st.booleans(), hold=st.integers(0, 3), stream=st.integers(0, 2), one=st.booleans()
+        count=st.integers(1, 30),
+        reset=st.booleans(),
+        hold=st.integers(0, 3),
+        stream=st.integers(0, 2),
+        one=st.booleans(),
     )
     def write_in_turn(self, count: int, reset: bool, hold: int, stream: int, one: bool) -> None:
         stream %= self.case.n_streams
@@ -147,7 +151,9 @@ class StoreMachine(RuleBasedStateMachine):
             self.next = (self.next + 1) % self.n_cells
         self.write(cells, streams, planes)
 
-    @rule(cells=st.lists(st.integers(0, 23), min_size=1, max_size=12), stream=st.integers(0, 2), seed=st.integers(0, 99))
+    @rule(
+        cells=st.lists(st.integers(0, 23), min_size=1, max_size=12), stream=st.integers(0, 2), seed=st.integers(0, 99)
+    )
     def write_anywhere(self, cells: list[int], stream: int, seed: int) -> None:
         """Any order, the same cell twice, content of no stream."""
         stream %= self.case.n_streams
@@ -427,9 +433,8 @@ def test_a_full_heap_leaves_what_is_stored(case: Case, compiled: bool) -> None:
         try:
             write_rows(store, cells, [turn % case.n_streams] * 5, rows)
             model.update(new)
-        except HeapFullError as error:
+        except HeapFullError:
             refused += 1
-            assert error.limit == case.layout.frame_bytes * 6
             # rows of the refused call are there or not, each as a whole; all others are untouched
             now = store.read(np.array(cells))
             empty = bytes(case.spec.nbytes)
@@ -500,7 +505,7 @@ def test_episodes_of_several_envs_are_exact(method: str, axis: Axis, compiled: b
 
 
 @pytest.fixture(scope="module")
-def game() -> Iterator[Any]:
+def game() -> list[Any]:
     """Observations, terminal ones included, of a real game: ``[step, env, height, width, stack]``."""
     ale_py = pytest.importorskip("ale_py")
     pytest.importorskip("cv2")
@@ -509,9 +514,9 @@ def game() -> Iterator[Any]:
     from stable_baselines3.common.vec_env import VecFrameStack
 
     gymnasium.register_envs(ale_py)
-    env = VecFrameStack(make_atari_env("BreakoutNoFrameskip-v4", n_envs=2, seed=1), n_stack=4)
+    env: Any = VecFrameStack(make_atari_env("BreakoutNoFrameskip-v4", n_envs=2, seed=1), n_stack=4)
     rng = np.random.default_rng(0)
-    observation = env.reset()
+    observation: Any = env.reset()
     steps = []
     n_ends = 0
     for _ in range(300):
@@ -524,7 +529,7 @@ def game() -> Iterator[Any]:
         observation = following
     env.close()
     assert n_ends > 2
-    yield steps
+    return steps
 
 
 @pytest.mark.parametrize("compiled", KERNELS)
@@ -566,11 +571,11 @@ def test_a_store_in_a_file(method: str, compiled: bool, tmp_path: Path) -> None:
 def test_a_dictionary_is_trained_again_when_it_stops_paying() -> None:
     case = Case("zstd", (32, 32), n_streams=1)
     codec = get_codec("zstd", dictionary=4096).bind(case.layout.frame_spec)
-    store = make_frame_store(case.layout, 4000, 1, codec)
+    store: Any = make_frame_store(case.layout, 4000, 1, codec)
     rng = np.random.default_rng(0)
     tiles = rng.integers(0, 256, (2, 64, 16), np.uint8)
 
-    def level(which: int, count: int) -> ByteRows:
+    def level(which: int, count: int) -> Any:
         picks = rng.integers(0, 8 if which == 0 else 64, (count, 64))
         return tiles[which][picks].reshape(count, 1024)
 
