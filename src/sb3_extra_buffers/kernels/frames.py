@@ -288,6 +288,25 @@ def set_length(stage: Bytes, table: int, position: int, length: int, wide: bool)
         stage[table + position * width + byte] = (length >> (8 * byte)) & 255
 
 
+def locate_cells(
+    steps: Ints,  # [row]
+    streams: Ints,  # [row]
+    n_steps: int,
+    n_streams: int,
+    bases: Ints,  # [set]: the first cell of each view
+    sets: Ints,  # [set, row]: the cells, to be filled in
+) -> int:
+    """Cells of ``(step, stream)`` in each view, negative ones counted from the end; the row of a bad one, or -1."""
+    for row in range(len(steps)):
+        step, stream = steps[row], streams[row]
+        if step < -n_steps or step >= n_steps or stream < -n_streams or stream >= n_streams:
+            return row
+        cell = (step % n_steps) * n_streams + stream % n_streams
+        for place in range(len(bases)):
+            sets[place, row] = bases[place] + cell
+    return -1
+
+
 # ---- the functions that touch every byte; numba has its own versions of these ----
 
 

@@ -462,6 +462,7 @@ def join_stack(frames: Any, observations: Any) -> None:
                         flat[(pixel * stack + j) * unit + byte] = frames[r, j, pixel * unit + byte]
 
 
+locate_cells = njit(**_OPTIONS)(plain.locate_cells)
 write_frames = njit(**_OPTIONS)(plain.write_frames)
 register_jitable(**_OPTIONS)(plain.write_frames)
 write_frames_twice = njit(**_OPTIONS)(plain.write_frames_twice)

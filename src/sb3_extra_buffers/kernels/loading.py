@@ -15,6 +15,7 @@ class FrameKernels(NamedTuple):
     write_frames: Callable[..., int]
     write_frames_twice: Callable[..., int]
     read_frames: Callable[..., int]
+    locate_cells: Callable[..., int]
     pack_block: Callable[..., int]
     split_stack: Callable[..., None]
     join_stack: Callable[..., None]

@@ -167,6 +167,8 @@ class FrameStore(ABC):
         """Decode ``cells`` (``[n]``, or ``[set, n]`` to walk shared segments once) into fresh rows."""
         layout = self.layout
         frames = self._decode(self.slots, cells if cells.ndim == 2 else cells.reshape(1, -1))
+        if layout.axis == "first":
+            return frames.reshape(*cells.shape, layout.spec.nbytes)
         rows = layout.join(frames.reshape(cells.size, layout.stack, layout.frame_bytes), self._kernels)
         return rows.reshape(*cells.shape, layout.spec.nbytes)
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import SpecMismatchError
+from sb3_extra_buffers.kernels import frame_kernels
 from sb3_extra_buffers.stores.frames import Cells
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
@@ -130,6 +131,10 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
 
         ``index`` selects observations, not parts of them; ``others`` are views of the same store.
         """
+        sets = self._pairs(others, index)
+        if sets is not None:
+            rows = self.store.read(sets).view(self._dtype)
+            return list(rows.reshape(*sets.shape, *self._step_shape[1:]))
         if any(other.store is not self.store for other in others):
             raise SpecMismatchError("views of different stores cannot be read together")
         cells = self._whole(index)
@@ -143,6 +148,27 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
         spec = self.store.spec
         batches = self.store.read(sets).view(spec.dtype).reshape(len(sets), *cells.shape, *spec.shape)
         return list(batches)
+
+    def _pairs(self, others: Sequence[StoreView], index: Any) -> Cells | None:
+        """Cells for a batch of (step, stream) pairs, as sampling asks for them; None for any other index."""
+        if type(index) is not tuple or len(index) != 2 or len(self.lead_shape) != 2 or not self._n_steps:
+            return None
+        steps, envs = index
+        if not (type(steps) is type(envs) is np.ndarray and steps.dtype == envs.dtype == np.int64):
+            return None
+        if steps.ndim != 1 or steps.shape != envs.shape:
+            return None
+        bases = [self._base]
+        for other in others:
+            if other.store is not self.store or other.lead_shape != self.lead_shape or not other._n_steps:
+                return None
+            bases.append(other._base)
+        sets = np.empty((len(bases), len(steps)), np.int64)
+        locate = frame_kernels().locate_cells
+        bad = locate(steps, envs, self._n_steps, self.lead_shape[1], np.array(bases), sets)
+        if bad >= 0:
+            raise IndexError(f"index ({steps[bad]}, {envs[bad]}) is out of bounds for axes of {self.lead_shape}")
+        return sets
 
     def _whole(self, index: Any) -> Cells:
         cells, rest = self._locate(index)
