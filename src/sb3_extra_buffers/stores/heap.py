@@ -122,11 +122,13 @@ class Heap:
     def _extend(self, nbytes: int) -> bool:
         """Lengthen the arena where it lies, if it is full from end to end; False if it can't be."""
         size = self.live_bytes + nbytes
-        if (self._tail() or 0) > self._head or self.capacity > size:
+        longer = size + size // 8 + _LEAST
+        # dead bytes before the oldest payload may be so many that it would not fit behind the newest one
+        if (self._tail() or 0) > self._head or self.capacity > size or self._head + nbytes > longer:
             return False
         try:
             self.data = np.zeros(0, np.uint8)  # an area with views on it cannot change its size
-            self._area.resize(size + size // 8 + _LEAST + SLACK)
+            self._area.resize(longer + SLACK)
         except (BufferError, OSError, SystemError, ValueError):
             return False
         finally:
