@@ -195,8 +195,7 @@ def speed(game: str, n_steps: int, method: str, options: dict[str, Any], repeats
     if method != "sb3":
         check(ours, kept)
     for batch in BATCHES:
-        count = repeats if method == "sb3" or batch < 256 else max(repeats // 2, 20)
-        mine, others = in_turn([ours.sample, dense.sample], batch, count)
+        mine, others = in_turn([ours.sample, dense.sample], batch, repeats if batch < 256 else repeats // 2)
         result |= {f"sample{batch}_us": mine, f"sb3_sample{batch}_us": others}
     return result
 

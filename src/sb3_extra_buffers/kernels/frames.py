@@ -105,7 +105,8 @@ def write_frames(
                         shift = moved - j
             if place == NONE and is_frame(state, frames, row, j, stream, ZERO):
                 place = ZERO
-            if place == NONE:
+            # a stack that moved on ends in a frame that is new, almost always: no need to look further
+            if place == NONE and shift == 0:
                 for guess in range(state.recent_ids.shape[1]):
                     if place == NONE and is_frame(state, frames, row, j, stream, guess):
                         place = guess
