@@ -49,10 +49,11 @@ def pack(packer: Callable[..., int], data: Bytes, room: int) -> bytes | None:
     return target[:length].tobytes() if length else None
 
 
-def unpack(unpacker: Callable[..., bool], block: bytes, size: int) -> Bytes | None:
+def unpack(unpacker: Callable[..., bool], block: bytes, size: int, needed: int | None = None) -> Bytes | None:
     source = np.concatenate([np.full(7, UNWRITTEN, np.uint8), np.frombuffer(block, np.uint8), np.zeros(64, np.uint8)])
     target = np.full(size + OVERRUN + 64, UNWRITTEN, np.uint8)
-    good = unpacker(source, 7, 7 + len(block), target[: size + OVERRUN], size)
+    needed = size if needed is None else needed
+    good = unpacker(source, 7, 7 + len(block), target[: size + OVERRUN], size, needed)
     assert (target[size + OVERRUN :] == UNWRITTEN).all()
     return target[:size] if good else None
 
@@ -65,6 +66,10 @@ def test_round_trip(size: int, compiled: bool) -> None:
         block = pack(packer, data, size * 2 + 32)
         assert block is not None
         np.testing.assert_array_equal(unpack(unpacker, block, size), data, name)
+        for needed in (0, 1, size // 2, size - 1):
+            part = unpack(unpacker, block, size, needed)
+            assert part is not None
+            np.testing.assert_array_equal(part[:needed], data[:needed], name)
 
 
 @pytest.mark.parametrize("compiled", KERNELS)

@@ -14,20 +14,24 @@ from sb3_extra_buffers.kernels import frames as plain
 from sb3_extra_buffers.kernels import lz4_block
 from sb3_extra_buffers.kernels.frames import PACKED_LZ4
 from sb3_extra_buffers.kernels.intrinsics import (
+    address_of,
     copy_bytes,
     count_ones,
     equal_bytes,
+    gather_bytes,
     load_word,
-    lowest_one,
     spread_bytes,
     store_word,
+    stream_bytes,
 )
 
 # not parallel=True: numba's default thread layer aborts when two threads enter it at once
 _OPTIONS: dict[str, Any] = {"nogil": True, "cache": True}
 
 _LINE = 64
-_U1, _U2, _U3, _U4 = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(4)
+# bytes of a batch from which on it is written past the caches
+_STREAMED = 8 << 20
+_U1 = np.uint64(1)
 _LOW_BITS = np.uint64(0x0101010101010101)
 _GATHER_BITS = np.uint64(0x0102040810204080)
 # for each byte: its bits widened to bytes, the indices of its set bits, and their running count
@@ -141,6 +145,15 @@ def _encode_frame(
 
 
 @njit(**_OPTIONS)
+def _changed_bytes(difference: Any) -> int:
+    """One bit for each byte of a word that is not zero."""
+    difference |= difference >> np.uint64(4)
+    difference |= difference >> np.uint64(2)
+    difference |= difference >> np.uint64(1)
+    return np.int64(((difference & _LOW_BITS) * _GATHER_BITS) >> np.uint64(56))
+
+
+@njit(**_OPTIONS)
 def _encode(
     target: Any, at: int, rows: Any, row_at: int, reference: Any, reference_at: int, size: int, scratch: Any
 ) -> int:
@@ -172,16 +185,11 @@ def _encode(
                 x = word ^ load_word(reference, reference_at + begin + 8 * i)
                 if x:
                     line_mask |= 1 << i
-                    x |= x >> _U4
-                    x |= x >> _U2
-                    x |= x >> _U1
-                    mask = ((x & _LOW_BITS) * _GATHER_BITS) >> np.uint64(56)
+                    mask = _changed_bytes(x)
                     scratch[words + n_words] = mask
                     n_words += 1
-                    while mask:
-                        scratch[values + n_values] = (word >> (lowest_one(mask) << _U3)) & np.uint64(255)
-                        n_values += 1
-                        mask &= mask - _U1
+                    store_word(scratch, values + n_values, gather_bytes(word, _WIDENED[mask]))
+                    n_values += _RANKS[mask, 7]
             scratch[lines + n_lines_changed] = line_mask
             n_lines_changed += 1
             group_mask |= 1 << (line & 7)
@@ -200,17 +208,18 @@ def _encode(
     end += n_lines_changed
     copy_bytes(target, end, scratch, words, n_words)
     end += n_words
-    fresh, end = end, end + ((n_values + 7) >> 3)
-    for i in range(fresh, end):
-        target[i] = 0
-    before = -1
-    for i in range(n_values):
-        value = scratch[values + i]
-        if value != before:
-            target[fresh + (i >> 3)] |= 1 << (i & 7)
-            target[end] = value
-            end += 1
-            before = value
+    n_fresh = (n_values + 7) >> 3
+    fresh, end = end, end + n_fresh
+    before = ~np.uint64(scratch[values]) & np.uint64(255)  # anything but the first value
+    for i in range(n_fresh):
+        word = load_word(scratch, values + 8 * i)
+        mask = _changed_bytes(word ^ ((word << np.uint64(8)) | before))
+        before = word >> np.uint64(56)
+        if 8 * i + 8 > n_values:
+            mask &= (1 << (n_values - 8 * i)) - 1
+        target[fresh + i] = mask
+        store_word(target, end, gather_bytes(word, _WIDENED[mask]))
+        end += _RANKS[mask, 7]
     return end - at
 
 
@@ -225,7 +234,10 @@ def _quad(source: Any, at: Any) -> Any:
 @overload(lz4_block.copy_ahead, jit_options=_OPTIONS)
 def _copy_ahead(target: Any, to: Any, source: Any, at: Any, count: Any) -> Any:
     def run(target: Any, to: Any, source: Any, at: Any, count: Any) -> None:
-        for i in range(0, count, 8):
+        # two words every time: cheaper than a branch that is hard to foresee
+        store_word(target, to, load_word(source, at))
+        store_word(target, to + 8, load_word(source, at + 8))
+        for i in range(16, count, 8):
             store_word(target, to + i, load_word(source, at + i))
 
     return run
@@ -235,7 +247,9 @@ def _copy_ahead(target: Any, to: Any, source: Any, at: Any, count: Any) -> Any:
 def _repeat(target: Any, to: Any, offset: Any, count: Any) -> Any:
     def run(target: Any, to: Any, offset: Any, count: Any) -> None:
         if offset >= 8:
-            for i in range(0, count, 8):
+            store_word(target, to, load_word(target, to - offset))
+            store_word(target, to + 8, load_word(target, to + 8 - offset))
+            for i in range(16, count, 8):
                 store_word(target, to + i, load_word(target, to + i - offset))
         else:
             for i in range(count):
@@ -304,13 +318,15 @@ def _apply(source: Any, at: int, end: int, row: Any, size: int, a: Any, b: Any, 
     if value >= end or value + 1 + _ones_between(source, fresh, fresh + n_fresh) != end:
         return False
     for i in range(n_fresh):
+        # lay the fresh values where their bits are, then let each fill the places after it
         mask = source[fresh + i]
-        if mask == 0:
-            store_word(values, 8 * i, np.uint64(source[value]) * _LOW_BITS)
-        else:
-            for j in range(8):
-                values[8 * i + j] = source[value + _RANKS[mask, j]]
-            value += _RANKS[mask, 7]
+        filled = _WIDENED[mask]
+        word = spread_bytes(load_word(source, value + 1), filled)
+        for shift in (np.uint64(8), np.uint64(16), np.uint64(32)):
+            word |= (word << shift) & ~filled
+            filled |= filled << shift
+        store_word(values, 8 * i, word | (np.uint64(source[value]) * _LOW_BITS & ~filled))
+        value += _RANKS[mask, 7]
     done = 0
     for i in range(n_words):
         mask = source[words + i]
@@ -347,6 +363,8 @@ def read_frames(
     width = 4 if wide else 2
     room = state.stage.size // state.open_segments.size
     unpacked = np.empty(0, np.uint8)
+    # a batch larger than the caches: do not fetch what is about to be overwritten
+    streaming = out.size >= _STREAMED and size % 16 == 0 and address_of(out) % 16 == 0
     for r in range(first, stop):
         # by id, so that frames of one segment come together and in order
         for i in range(n_frames):
@@ -384,16 +402,22 @@ def read_frames(
             count = np.int64(source[start + 1])
             body = source
             if source[start] == PACKED_LZ4:
-                total = 0
+                # the last frame wanted of this segment says how much of it is needed
+                last = i
+                while last + 1 < n_frames and ids[last + 1] // per_segment == segment:
+                    last += 1
+                total = needed = 0
                 for i_length in range(count):
                     total += _length(source, table, i_length, width)
+                    if i_length <= ids[last] % per_segment:
+                        needed = total
                 if total > per_segment * size:
                     return segment
                 if unpacked.size == 0:
                     unpacked = np.empty(per_segment * size + lz4_block.OVERRUN, np.uint8)
-                if not lz4_block.unpack_block(source, at, end, unpacked, total):
+                if not lz4_block.unpack_block(source, at, end, unpacked, total, needed):
                     return segment
-                body, at, end = unpacked, 0, total
+                body, at, end = unpacked, 0, needed
             elif source[start] != 0:
                 return segment
             scene = state.scenes[segment]
@@ -417,7 +441,10 @@ def read_frames(
                         return segment
                     at += length
                     position += 1
-                copy_bytes(out, targets[i], row, 0, size)
+                if streaming:
+                    stream_bytes(out, targets[i], row, 0, size)
+                else:
+                    copy_bytes(out, targets[i], row, 0, size)
                 i += 1
     return -1
 

@@ -15,13 +15,18 @@ from numba.extending import intrinsic
 
 _WORD = ir.IntType(64)
 
-# one instruction on x86-64 since 2013; elsewhere a loop over the eight bytes
-_HAS_PDEP = bool(llvm.get_host_cpu_features().get("bmi2", False))
+# pdep and pext: one instruction on x86-64 since 2013; elsewhere a loop over the eight bytes
+_HAS_BMI2 = bool(llvm.get_host_cpu_features().get("bmi2", False))
 
 
 def _pointer(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
     data = context.make_array(array_type)(context, builder, array).data
     return builder.gep(builder.bitcast(data, cgutils.voidptr_t), [offset])
+
+
+def _call(builder: Any, name: str, words: Any) -> Any:
+    kind = ir.FunctionType(_WORD, [_WORD] * len(words))
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), words)
 
 
 @intrinsic
@@ -69,6 +74,39 @@ def copy_bytes(typing_context: Any, target: Any, to: Any, source: Any, at: Any, 
 
 
 @intrinsic
+def stream_bytes(typing_context: Any, target: Any, to: Any, source: Any, at: Any, count: Any) -> Any:
+    """`copy_bytes` past the caches; the place in ``target`` and ``count`` are multiples of 16."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target, to, source, at, count = args
+        first = _pointer(context, builder, signature.args[0], target, to)
+        second = _pointer(context, builder, signature.args[2], source, at)
+        pair = ir.VectorType(_WORD, 2).as_pointer()
+        hint = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        with cgutils.for_range(builder, builder.udiv(count, _WORD(16))) as loop:
+            offset = builder.mul(loop.index, _WORD(16))
+            value = builder.load(builder.bitcast(builder.gep(second, [offset]), pair))
+            value.align = 1
+            store = builder.store(value, builder.bitcast(builder.gep(first, [offset]), pair))
+            store.align = 16
+            store.set_metadata("nontemporal", hint)
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, source, types.int64, types.int64), generate
+
+
+@intrinsic
+def address_of(typing_context: Any, array: Any) -> Any:
+    """Where an array begins."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.ptrtoint(data, _WORD)
+
+    return types.int64(array), generate
+
+
+@intrinsic
 def count_ones(typing_context: Any, word: Any) -> Any:
     """How many bits of an unsigned word are set."""
 
@@ -79,25 +117,13 @@ def count_ones(typing_context: Any, word: Any) -> Any:
 
 
 @intrinsic
-def lowest_one(typing_context: Any, word: Any) -> Any:
-    """Index of the lowest set bit of a word that is not zero."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], context.get_constant(types.boolean, True))
-
-    return types.uint64(types.uint64), generate
-
-
-@intrinsic
 def spread_bytes(typing_context: Any, packed: Any, places: Any) -> Any:
     """Lay the low bytes of ``packed``, in order, where ``places`` has bytes of 0xFF."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         packed, places = args
-        if _HAS_PDEP:
-            name = "llvm.x86.bmi.pdep.64"
-            deposit = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_WORD, [_WORD, _WORD]), name)
-            return builder.call(deposit, args)
+        if _HAS_BMI2:
+            return _call(builder, "llvm.x86.bmi.pdep.64", args)
         result = ir.Constant(_WORD, 0)
         for byte in range(8):
             here = builder.and_(places, ir.Constant(_WORD, 0xFF << (8 * byte)))
@@ -125,3 +151,23 @@ def equal_bytes(typing_context: Any, a: Any, at: Any, b: Any, bt: Any, count: An
         return builder.icmp_signed("==", builder.call(compare, [first, second, count]), order(0))
 
     return types.boolean(a, types.int64, b, types.int64, types.int64), generate
+
+
+@intrinsic
+def gather_bytes(typing_context: Any, word: Any, places: Any) -> Any:
+    """Undo `spread_bytes`: the bytes of ``word`` where ``places`` has 0xFF, moved together at the low end."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word, places = args
+        if _HAS_BMI2:
+            return _call(builder, "llvm.x86.bmi.pext.64", args)
+        result, shift = ir.Constant(_WORD, 0), ir.Constant(_WORD, 0)
+        for byte in range(8):
+            here = builder.and_(builder.lshr(places, _WORD(8 * byte)), _WORD(0xFF))
+            value = builder.and_(builder.lshr(word, _WORD(8 * byte)), here)
+            # a shift by 64 means nothing; no byte is ever moved that far
+            result = builder.or_(result, builder.shl(value, builder.and_(shift, _WORD(63))))
+            shift = builder.add(shift, builder.and_(here, _WORD(8)))
+        return result
+
+    return types.uint64(types.uint64, types.uint64), generate

@@ -15,7 +15,7 @@ Bytes = npt.NDArray[np.uint8]
 #: entries of the table that `pack_block` finds repeats with
 TABLE = 4096
 #: bytes past the end of a target that `unpack_block` may write
-OVERRUN = 16
+OVERRUN = 32
 
 # rules of the format: what a match is at least, and how near the end the last one may start and stop
 _MIN_MATCH = 4
@@ -80,13 +80,16 @@ def put_length(target: Bytes, end: int, rest: int) -> int:
     return end + 1
 
 
-def unpack_block(source: Bytes, start: int, stop: int, target: Bytes, size: int) -> bool:
+def unpack_block(source: Bytes, start: int, stop: int, target: Bytes, size: int, needed: int) -> bool:
     """Decompress ``source[start:stop]`` into ``target[:size]``; False if it is damaged.
 
-    ``target`` has `OVERRUN` bytes more than ``size``, and ``source`` more than ``stop``.
+    Stops early once ``needed`` bytes are there. ``target`` has `OVERRUN` bytes more than ``size``, and ``source``
+    more than ``stop``.
     """
     end = 0
     while start < stop:
+        if end >= needed and needed < size:
+            return True
         token = int(source[start])
         start += 1
         n_literals = token >> 4

@@ -87,7 +87,7 @@ class FrameStore(ABC):
             scene_of=np.full(streams, NONE, np.int32),
             scene_cost=np.zeros((streams, 2), np.int64),
             pool=np.full(_POOL, NONE, np.int32),
-            scratch=np.zeros(n_tops * (BLOCK + BLOCK // 4), np.uint8),
+            scratch=np.zeros(n_tops * (BLOCK + BLOCK // 4) + 64, np.uint8),
         )
         self._bound: Any = None
 

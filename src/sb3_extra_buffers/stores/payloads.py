@@ -13,10 +13,10 @@ from sb3_extra_buffers.kernels.frames import NONE
 from sb3_extra_buffers.stores.arena import lengthen
 from sb3_extra_buffers.stores.frames import Cells, Frames, FrameStore, Slots
 from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.workers import n_workers, run_split
+from sb3_extra_buffers.stores.workers import run_split
 
-# bytes of output for which a thread pays
-_SPLIT_BYTES = 2 << 20
+# bytes of output that a thread takes at a time
+_CHUNK_BYTES = 1 << 20
 
 
 class PayloadStore(FrameStore):
@@ -163,7 +163,7 @@ class PayloadStore(FrameStore):
             part = slice(first, stop)
             codec.decode_heap(self.heap.data, starts[part], lengths[part], rows[part])
 
-        run_split(work, len(segments), n_workers() if rows.nbytes > _SPLIT_BYTES else 1)
+        run_split(work, len(segments), max(_CHUNK_BYTES // rows.shape[1], 1))
 
 
 class _Average:

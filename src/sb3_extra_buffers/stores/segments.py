@@ -17,13 +17,14 @@ from sb3_extra_buffers.kernels.lz4_block import OVERRUN, TABLE, unpack_block
 from sb3_extra_buffers.stores.arena import SLACK, lengthen
 from sb3_extra_buffers.stores.frames import Cells, FrameStore
 from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.workers import n_workers, run_split
+from sb3_extra_buffers.stores.workers import run_split
 
 # a segment is heavy when its differences would fill this many frames; packing pays when this much is left
-_HEAVY = 0.5
+_HEAVY = 1.0
 _PAYS = 0.75
-# bytes of output for which a thread pays
-_SPLIT_BYTES = 2 << 20
+# bytes of output for which another thread pays, and what each one takes at a time
+_SPLIT_BYTES = 4 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 class SegmentStore(FrameStore):
@@ -233,13 +234,13 @@ class SegmentStore(FrameStore):
             tables = self._kernels.bind_state(local)
         read, per, wide = self._kernels.read_frames, self.per_segment, self._wide
         n_rows = sets.shape[1]
-        if out.size < 2 * _SPLIT_BYTES or not self._kernels.compiled:
+        if out.size < _SPLIT_BYTES or not self._kernels.compiled:
             damaged = read(tables, slots, sets, out, size, per, wide, 0, n_rows)
         else:
             found = run_split(
                 lambda first, stop: read(tables, slots, sets, out, size, per, wide, first, stop),
                 n_rows,
-                min(n_workers(), out.size // _SPLIT_BYTES),
+                max(n_rows * _CHUNK_BYTES // out.size, 1),
             )
             damaged = max(found)
         if damaged >= 0:
@@ -261,7 +262,7 @@ class SegmentStore(FrameStore):
                 payload = np.frombuffer(self.heap.read(int(segments[index])), np.uint8)
                 bodies[index] = _inflate(payload, width, per, self.layout.frame_bytes) if packed else payload
 
-        run_split(work, len(sealed), n_workers() if len(sealed) >= 16 else 1)
+        run_split(work, len(sealed), 16)
         lengths = np.array([body.size for body in bodies], np.int32)
         starts = np.cumsum(lengths, dtype=np.int64) - lengths
         # open segments stay where they are
@@ -321,7 +322,7 @@ def _inflate(payload: npt.NDArray[np.uint8], width: int, per_segment: int, frame
         plain[at:] = np.frombuffer(unpack(payload[at:], size), np.uint8)
     else:
         body = np.empty(size + OVERRUN, np.uint8)
-        if not unpack_block(payload, at, len(payload), body, size):
+        if not unpack_block(payload, at, len(payload), body, size, size):
             raise CorruptPayloadError(f"a segment of {len(payload)} bytes is not an LZ4 block of {size}")
         plain[at:] = body[:size]
     return plain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -19,21 +19,32 @@ def n_workers() -> int:
     return max(min(os.cpu_count() or 1, 8), 1)
 
 
-def run_split(work: Callable[[int, int], Result], n_rows: int, n_parts: int) -> list[Result]:
-    """Call ``work(first, stop)`` on ``n_parts`` even pieces of ``range(n_rows)``, the last one in this thread."""
-    n_parts = min(n_parts, n_rows)
-    if n_parts <= 1:
-        return [work(0, n_rows)]
+def run_split(work: Callable[[int, int], Result], n_rows: int, chunk: int) -> list[Result]:
+    """Call ``work(first, stop)`` for every ``chunk`` of ``range(n_rows)``, in this thread and in others.
+
+    Each thread takes the next chunk when it is done with one. Where the other cores are busy, as they are while
+    torch's threads wait for more to do, this thread does nearly all of it and loses nothing.
+    """
+    starts = iter(range(0, n_rows, chunk))  # taking the next one is atomic
+
+    def drain() -> list[Result]:
+        return [work(first, min(first + chunk, n_rows)) for first in starts]
+
+    n_others = min(n_workers(), -(-n_rows // chunk)) - 1
+    if n_others <= 0:
+        return drain()
     # threads do not survive a fork: a child starts its own
     pool = _pools.get(os.getpid())
     if pool is None:
         _pools.clear()
         pool = _pools[os.getpid()] = ThreadPoolExecutor(n_workers(), "sb3-extra-buffers")
-    cuts = [n_rows * part // n_parts for part in range(n_parts + 1)]
-    others = [pool.submit(work, cuts[part], cuts[part + 1]) for part in range(n_parts - 1)]
+    others = [pool.submit(drain) for _ in range(n_others)]
     try:
-        last = work(cuts[-2], cuts[-1])
+        results = drain()
     finally:
-        # nobody may still be writing into the caller's arrays when this returns
-        results = [other.result() for other in others]
-    return [*results, last]
+        # who has not begun need not; who has may still be writing into the caller's arrays
+        wait([other for other in others if not other.cancel()])
+    for other in others:
+        if not other.cancelled():
+            results += other.result()
+    return results
