@@ -75,6 +75,7 @@ def write_frames(
     cells: Ints,  # [row]
     first: int,
     per_segment: int,
+    most_bytes: int,
     delta: bool,
     wide: bool,
 ) -> int:
@@ -82,7 +83,8 @@ def write_frames(
 
     A frame that equals one of its stream's recent frames, byte for byte, is shared. Others get an
     id; with ``delta`` they are encoded into the stream's open segment, otherwise they are listed in
-    ``state.fresh`` for a byte codec. Room runs out when an open segment is full or no segment is unused:
+    ``state.fresh`` for a byte codec. Room runs out when an open segment is full (it has ``per_segment`` frames, or
+    more than ``most_bytes`` of differences) or no segment is unused:
     the caller seals or grows and calls again from the row returned.
     """
     n_rows: int
@@ -106,13 +108,13 @@ def write_frames(
             if place == NONE and is_frame(state, frames, row, j, stream, ZERO):
                 place = ZERO
             # a stack that moved on ends in a frame that is new, almost always: no need to look further
-            if place == NONE and shift == 0:
+            if place == NONE and (shift == 0 or j + 1 < stack):
                 for guess in range(state.recent_ids.shape[1]):
                     if place == NONE and is_frame(state, frames, row, j, stream, guess):
                         place = guess
             if place == NONE:
                 segment = state.open_segments[stream]
-                if segment >= 0 and state.counts[segment] == per_segment:
+                if segment >= 0 and is_full(state, stream, per_segment, most_bytes, size, wide):
                     return row
                 if segment < 0 or not delta:
                     if state.tallies[0] == 0:
@@ -182,16 +184,28 @@ def write_frames_twice(
     more_cells: Ints,
     first: int,
     per_segment: int,
+    most_bytes: int,
     wide: bool,
 ) -> int:
     """`write_frames` with ``delta`` for two batches, one after the other, in a single call."""
     n_rows: int = frames.shape[0]
     if first < n_rows:
-        first = write_frames(state, slots, frames, streams, cells, first, per_segment, True, wide)
+        first = write_frames(state, slots, frames, streams, cells, first, per_segment, most_bytes, True, wide)
         if first < n_rows:
             return first
     first -= n_rows
-    return n_rows + write_frames(state, slots, more_frames, streams, more_cells, first, per_segment, True, wide)
+    more = write_frames(state, slots, more_frames, streams, more_cells, first, per_segment, most_bytes, True, wide)
+    return n_rows + more
+
+
+def is_full(state: FrameState, stream: int, per_segment: int, most_bytes: int, size: int, wide: bool) -> bool:
+    """Whether the open segment of ``stream`` takes no more frames: a reader should not have to walk too far."""
+    segment = state.open_segments[stream]
+    if state.counts[segment] >= per_segment:
+        return True
+    held = state.stage_ends[stream] - 2 - per_segment * (4 if wide else 2)
+    # a first frame that is whole will become a scene, and is not walked
+    return bool(held > most_bytes + (size if state.scenes[segment] == NONE else 0))
 
 
 def drop_frame(state: FrameState, frame_id: int, per_segment: int) -> None:

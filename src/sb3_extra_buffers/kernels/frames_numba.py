@@ -60,7 +60,14 @@ def bind_state(state: plain.FrameState) -> Any:
     return Tables(*state)
 
 
-for _function in (plain.drop_frame, plain.is_frame, plain.encode_first, plain.scene_bytes, plain.set_length):
+for _function in (
+    plain.drop_frame,
+    plain.is_full,
+    plain.is_frame,
+    plain.encode_first,
+    plain.scene_bytes,
+    plain.set_length,
+):
     register_jitable(**_OPTIONS)(_function)
 
 
@@ -320,6 +327,9 @@ def _apply(source: Any, at: int, end: int, row: Any, size: int, a: Any, b: Any, 
     for i in range(n_fresh):
         # lay the fresh values where their bits are, then let each fill the places after it
         mask = source[fresh + i]
+        if mask == 0:
+            store_word(values, 8 * i, np.uint64(source[value]) * _LOW_BITS)
+            continue
         filled = _WIDENED[mask]
         word = spread_bytes(load_word(source, value + 1), filled)
         for shift in (np.uint64(8), np.uint64(16), np.uint64(32)):

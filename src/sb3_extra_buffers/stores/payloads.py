@@ -55,7 +55,7 @@ class PayloadStore(FrameStore):
         while True:
             first = done
             done = self._kernels.write_frames(
-                self._tables(), slots, frames, streams, cells, first, 1, False, self._wide
+                self._tables(), slots, frames, streams, cells, first, 1, 0, False, self._wide
             )
             if self._state.tallies[2]:
                 self._encode_fresh(slots, cells, frames, first, done, before)

@@ -12,15 +12,17 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.delta import BLOCK, DeltaCodec
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError
-from sb3_extra_buffers.kernels.frames import NONE, PACKED_LZ4, PACKED_ZSTD, FrameState, scene_bytes
+from sb3_extra_buffers.kernels.frames import NONE, PACKED_LZ4, PACKED_ZSTD, FrameState, is_full, scene_bytes
 from sb3_extra_buffers.kernels.lz4_block import OVERRUN, TABLE, unpack_block
 from sb3_extra_buffers.stores.arena import SLACK, lengthen
 from sb3_extra_buffers.stores.frames import Cells, FrameStore
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.workers import run_split
 
-# a segment is heavy when its differences would fill this many frames; packing pays when this much is left
-_HEAVY = 1.0
+# a segment ends early when its differences would fill this much of a frame; it is heavy when they take more than
+# that part of a frame each; packing pays when no more than that is left
+_LONG = 0.5
+_HEAVY = 0.1
 _PAYS = 0.75
 # bytes of output for which another thread pays, and what each one takes at a time
 _SPLIT_BYTES = 4 << 20
@@ -51,6 +53,8 @@ class SegmentStore(FrameStore):
         room = 2 + per_segment * 4 + per_segment * size + size // 2 + BLOCK
         super().__init__(layout, n_cells, n_streams, codec, heap_bytes, path, compiled, per_segment, room)
         self._pack_level = codec.pack_level
+        # what is packed is unpacked as a whole anyway; else a segment ends when walking it gets long
+        self._most_bytes = per_segment * size if codec.pack_level else int(_LONG * size)
         # segments that the read kernel cannot unpack by itself, and how they are marked
         self._packed_flags = (PACKED_ZSTD,) if self._kernels.compiled else (PACKED_ZSTD, PACKED_LZ4)
         self._n_packed = 0
@@ -69,7 +73,7 @@ class SegmentStore(FrameStore):
         while True:
             done = kernels.write_frames_twice(
                 self._bound or self._tables(), self.slots, frames, more, streams, cells, more_cells, done,
-                self.per_segment, self._wide,
+                self.per_segment, self._most_bytes, self._wide,
             )  # fmt: skip
             if self._state.tallies[1]:
                 self._settle_freed()
@@ -84,7 +88,16 @@ class SegmentStore(FrameStore):
         done = 0
         while True:
             done = self._kernels.write_frames(
-                self._tables(), slots, frames, streams, cells, done, self.per_segment, True, self._wide
+                self._tables(),
+                slots,
+                frames,
+                streams,
+                cells,
+                done,
+                self.per_segment,
+                self._most_bytes,
+                True,
+                self._wide,
             )
             if self._state.tallies[1]:
                 self._settle_freed()
@@ -96,12 +109,16 @@ class SegmentStore(FrameStore):
 
     def _make_room(self, stack: int) -> None:
         """Seal the segments that are full; have unused segments for a stack."""
-        opened = np.flatnonzero(self._state.open_segments >= 0)
-        full = self._state.counts[self._state.open_segments[opened]] == self.per_segment
+        size = self.layout.frame_bytes
+        full = [
+            stream
+            for stream in np.flatnonzero(self._state.open_segments >= 0).tolist()
+            if is_full(self._state, stream, self.per_segment, self._most_bytes, size, self._wide)
+        ]
         # an arena with views on it could not be lengthened where it lies
         self._drop_view()
         try:
-            for stream in opened[full].tolist():
+            for stream in full:
                 self._seal(stream)
         finally:
             self._sync()
@@ -123,7 +140,7 @@ class SegmentStore(FrameStore):
         body = state.stage[body_at + size * whole : end]
         if whole:
             table[2 : 2 + width] = 0
-        flags, packed = self._pack(body)
+        flags, packed = self._pack(body, count)
         table[0], table[1] = flags, count
         self.heap.put(segment, np.concatenate([table, packed]))
         self._n_packed += flags in self._packed_flags
@@ -136,14 +153,14 @@ class SegmentStore(FrameStore):
             self._free(np.array([segment]))
             self._drop_view()
 
-    def _pack(self, body: npt.NDArray[np.uint8]) -> tuple[int, npt.NDArray[np.uint8]]:
+    def _pack(self, body: npt.NDArray[np.uint8], count: int) -> tuple[int, npt.NDArray[np.uint8]]:
         """The differences of a segment, compressed together where that is wanted and pays, and which way."""
         flags, packed = 0, body
         if self._pack_level:
             from sb3_extra_buffers.codecs.packing import pack  # needs zstandard, as nothing else here does
 
             flags, packed = PACKED_ZSTD, np.frombuffer(pack(body, self._pack_level), np.uint8)
-        elif body.size > _HEAVY * self.layout.frame_bytes and self._kernels.compiled:
+        elif body.size > _HEAVY * count * self.layout.frame_bytes and self._kernels.compiled:
             target = np.empty(body.size, np.uint8)
             source = np.concatenate([body, np.zeros(SLACK, np.uint8)])
             length = self._kernels.pack_block(source, body.size, target, np.empty(TABLE, np.int32))
