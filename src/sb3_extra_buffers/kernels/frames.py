@@ -58,6 +58,7 @@ class FrameState(NamedTuple):
     last: Ints  # [stream, stack]: places of the frames of the stream's last observation
     scene_of: npt.NDArray[np.int32]  # per stream: its scene, or NONE
     scene_cost: Ints  # [stream, 2]: best size of a first frame against that scene; bytes lost to its age
+    walks: Ints  # per stream: bytes of differences in its open segment
     pool: npt.NDArray[np.int32]  # the newest scenes
     scratch: Bytes
 
@@ -114,7 +115,7 @@ def write_frames(
                         place = guess
             if place == NONE:
                 segment = state.open_segments[stream]
-                if segment >= 0 and is_full(state, stream, per_segment, most_bytes, size, wide):
+                if segment >= 0 and is_full(state, stream, per_segment, most_bytes):
                     return row
                 if segment < 0 or not delta:
                     if state.tallies[0] == 0:
@@ -127,6 +128,7 @@ def write_frames(
                     state.lengths[segment] = 0
                     if delta:
                         state.open_segments[stream] = segment
+                        state.walks[stream] = 0
                         state.starts[segment] = -1 - stream * room
                         state.stage_ends[stream] = 2 + per_segment * (4 if wide else 2)
                 place = state.heads[stream]
@@ -150,6 +152,8 @@ def write_frames(
                         )  # fmt: skip
                     set_length(state.stage, at + 2, position, length, wide)
                     state.stage_ends[stream] += length
+                    # a whole frame is copied, not walked
+                    state.walks[stream] += length if length < size else 0
                     state.stage[at] = 0
                     state.stage[at + 1] = position + 1
                 else:
@@ -198,14 +202,10 @@ def write_frames_twice(
     return n_rows + more
 
 
-def is_full(state: FrameState, stream: int, per_segment: int, most_bytes: int, size: int, wide: bool) -> bool:
+def is_full(state: FrameState, stream: int, per_segment: int, most_bytes: int) -> bool:
     """Whether the open segment of ``stream`` takes no more frames: a reader should not have to walk too far."""
     segment = state.open_segments[stream]
-    if state.counts[segment] >= per_segment:
-        return True
-    held = state.stage_ends[stream] - 2 - per_segment * (4 if wide else 2)
-    # a first frame that is whole will become a scene, and is not walked
-    return bool(held > most_bytes + (size if state.scenes[segment] == NONE else 0))
+    return bool(state.counts[segment] >= per_segment or state.walks[stream] > most_bytes)
 
 
 def drop_frame(state: FrameState, frame_id: int, per_segment: int) -> None:

@@ -86,6 +86,7 @@ class FrameStore(ABC):
             last=np.full((streams, layout.stack), -1, np.int64),
             scene_of=np.full(streams, NONE, np.int32),
             scene_cost=np.zeros((streams, 2), np.int64),
+            walks=np.zeros(streams, np.int64),
             pool=np.full(_POOL, NONE, np.int32),
             scratch=np.zeros(n_tops * (BLOCK + BLOCK // 4) + 64, np.uint8),
         )

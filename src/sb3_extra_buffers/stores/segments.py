@@ -58,6 +58,7 @@ class SegmentStore(FrameStore):
         # segments that the read kernel cannot unpack by itself, and how they are marked
         self._packed_flags = (PACKED_ZSTD,) if self._kernels.compiled else (PACKED_ZSTD, PACKED_LZ4)
         self._n_packed = 0
+        self._unread: list[int] = []
         self._n_fresh = 0
         self._next_clean = 4096
 
@@ -80,6 +81,8 @@ class SegmentStore(FrameStore):
             if done == 2 * len(frames):
                 break
             self._make_room(frames.shape[1])
+        if self._unread:
+            self._free_unread()
         if self._n_fresh > self._next_clean:
             self._clean()
 
@@ -104,16 +107,22 @@ class SegmentStore(FrameStore):
             if done == len(frames):
                 break
             self._make_room(frames.shape[1])
+        if self._unread:
+            self._free_unread()
         if self._n_fresh > self._next_clean and slots is self.slots:
             self._clean()
 
+    def _free_unread(self) -> None:
+        """Free segments that had no reader when they were sealed, and still have none."""
+        unread, self._unread = np.unique(self._unread), []
+        self._free(unread)
+
     def _make_room(self, stack: int) -> None:
         """Seal the segments that are full; have unused segments for a stack."""
-        size = self.layout.frame_bytes
         full = [
             stream
             for stream in np.flatnonzero(self._state.open_segments >= 0).tolist()
-            if is_full(self._state, stream, self.per_segment, self._most_bytes, size, self._wide)
+            if is_full(self._state, stream, self.per_segment, self._most_bytes)
         ]
         # an arena with views on it could not be lengthened where it lies
         self._drop_view()
@@ -148,10 +157,9 @@ class SegmentStore(FrameStore):
             self._add_scene(stream, segment, state.stage[body_at : body_at + size])
         state.open_segments[stream] = NONE
         self._n_fresh += count
+        # its frames may belong to a row that is being written: too early to free it
         if state.live[segment] == 0:
-            self._sync()
-            self._free(np.array([segment]))
-            self._drop_view()
+            self._unread.append(segment)
 
     def _pack(self, body: npt.NDArray[np.uint8], count: int) -> tuple[int, npt.NDArray[np.uint8]]:
         """The differences of a segment, compressed together where that is wanted and pays, and which way."""
