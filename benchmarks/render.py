@@ -140,7 +140,7 @@ def main() -> None:
     if measured:
         plot(measured, DOCS / "memory_speed.png")
         parts += [
-            f"## Every method on {measured[0]['game']}\n",
+            f"## Methods on {measured[0]['game']}\n",
             "![memory against sampling time](memory_speed.png)\n",
             method_table(measured),
             about(measured),
