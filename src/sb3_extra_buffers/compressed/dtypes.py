@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.registry import get_codec, is_available, parse_method
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import CodecOptionError, SpecMismatchError
+from sb3_extra_buffers.kernels import has_numba
 
 __all__ = ["find_buffer_dtypes", "find_smallest_dtype", "has_igzip", "has_lz4", "has_numba", "has_zstd", "init_jit"]
 
@@ -72,11 +72,6 @@ def _compile_frame_kernels() -> None:
         store.write(cells, streams, rows)
         store.write_twice(cells, cells + 16, streams, rows[::-1].copy(), rows)
         store.read(cells)
-
-
-def has_numba() -> bool:
-    """Return whether numba (``rle-jit``, fast ``delta``) is installed."""
-    return importlib.util.find_spec("numba") is not None
 
 
 def has_igzip() -> bool:

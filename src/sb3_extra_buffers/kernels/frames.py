@@ -243,25 +243,12 @@ def encode_first(state: FrameState, stream: int, place: int, end: int, size: int
     scene = state.scene_of[stream]
     length = size
     if scene >= 0:
-        length = encode_frame(
-            state.stage,
-            end,
-            state.recent,
-            stream,
-            place,
-            state.scene_rows,
-            scene * scene_bytes(size),
-            size,
-            state.scratch,
-        )
+        length = encode_against(state, stream, place, scene, end, size)
     if scene < 0 or 4 * length > 5 * cost[stream, 0]:
         best = length
         for other in state.pool:
             if other >= 0 and other != scene:
-                length = encode_frame(
-                    state.stage, end, state.recent, stream, place,
-                    state.scene_rows, other * scene_bytes(size), size, state.scratch,
-                )  # fmt: skip
+                length = encode_against(state, stream, place, other, end, size)
                 # a scene in hand is worth more than an equal one elsewhere
                 if 8 * length < 7 * best:
                     best = length
@@ -270,17 +257,7 @@ def encode_first(state: FrameState, stream: int, place: int, end: int, size: int
                     cost[stream, 1] = 0
         scene = state.scene_of[stream]
         if scene >= 0:
-            length = encode_frame(
-                state.stage,
-                end,
-                state.recent,
-                stream,
-                place,
-                state.scene_rows,
-                scene * scene_bytes(size),
-                size,
-                state.scratch,
-            )
+            length = encode_against(state, stream, place, scene, end, size)
     cost[stream, 0] = min(cost[stream, 0], length)
     cost[stream, 1] += length - cost[stream, 0]
     if scene < 0 or 2 * length > size or cost[stream, 1] > size:
@@ -289,6 +266,12 @@ def encode_first(state: FrameState, stream: int, place: int, end: int, size: int
     state.scenes[segment] = scene
     state.scene_refs[scene] += 1
     return length
+
+
+def encode_against(state: FrameState, stream: int, place: int, scene: int, end: int, size: int) -> int:
+    """Encode a recent frame at ``end`` of the stage as its difference to a scene; return the length."""
+    at = scene * scene_bytes(size)
+    return encode_frame(state.stage, end, state.recent, stream, place, state.scene_rows, at, size, state.scratch)
 
 
 def scene_bytes(size: int) -> int:

@@ -64,6 +64,7 @@ for _function in (
     plain.drop_frame,
     plain.is_full,
     plain.is_frame,
+    plain.encode_against,
     plain.encode_first,
     plain.scene_bytes,
     plain.set_length,

@@ -316,8 +316,6 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
             part = parts.pop(0)
             lead.append(part)
             axis += 0 if part is None or part is Ellipsis else 1
-        while parts and parts[0] is None and not any(part is not _ALL and part is not None for part in parts):
-            break
         if all(isinstance(part, slice) and part == _ALL for part in parts):
             return self._table()[tuple(lead)], None
         # an index into the observations as well: narrow the leading axes to what is used, keep NumPy's rules
