@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from sb3_extra_buffers.codecs import ByteRows, ObsSpec, get_codec
 from sb3_extra_buffers.errors import HeapFullError
-from sb3_extra_buffers.kernels.frames import PACKED_LZ4, PACKED_ZSTD
+from sb3_extra_buffers.kernels.state import PACKED_LZ4, PACKED_ZSTD
 from sb3_extra_buffers.stores import frames, layout, payloads, segments
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.making import make_frame_store
@@ -165,11 +165,13 @@ class StoreMachine(RuleBasedStateMachine):
         """Observations and their successors in one call, as a replay buffer adds them."""
         for _ in range(count):
             streams = list(range(self.case.n_streams))
-            cells = [(self.next + stream) % self.n_cells for stream in streams]
-            more_cells = [(cell + apart) % self.n_cells for cell in cells]
+            last = self.n_cells - len(streams)
+            cell, more_cell = min(self.next, last), min((self.next + apart) % self.n_cells, last)
+            cells = [cell + stream for stream in streams]
+            more_cells = [more_cell + stream for stream in streams]
             before = self.case.rows(np.stack([self.observe(stream, reset, True) for stream in streams]))
             after = self.case.rows(np.stack([self.observe(stream, False, hold) for stream in streams]))
-            self.store.write_twice(np.array(cells), np.array(more_cells), np.array(streams), before, after)
+            self.store.write_step(cell, more_cell, before, after)
             self.model.update(zip(cells, [row.tobytes() for row in before], strict=True))
             self.model.update(zip(more_cells, [row.tobytes() for row in after], strict=True))
             self.next = (self.next + len(streams)) % self.n_cells

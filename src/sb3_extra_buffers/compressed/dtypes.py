@@ -70,7 +70,7 @@ def _compile_frame_kernels() -> None:
         layout = StackLayout(ObsSpec((2, 512, 2), np.dtype(np.uint8)), 2, "first" if axis == "first" else "last")
         store = SegmentStore(layout, 32, 1, DeltaCodec())
         store.write(cells, streams, rows)
-        store.write_twice(cells, cells + 16, streams, rows[::-1].copy(), rows)
+        store.write_step(0, 16, rows[-1:], rows[:1])
         store.read(cells)
 
 

@@ -2,8 +2,8 @@
 
 `write_frames` is bookkeeping: numba compiles it as it stands and swaps in fast versions of the
 few functions below it that touch every byte of a frame (see `kernels.frames_numba`). Without numba
-it runs as it is. `read_frames` works on the whole batch at once here and on one observation at a time
-there; both read the same segments.
+it runs as it is. `read_frames` (`kernels.reading`) works on the whole batch at once, the compiled one
+on one observation at a time; both read the same segments.
 
 A segment payload is ``flags, count``, then ``count`` lengths (two bytes each, four where ``wide``),
 then the differences, one after the other. The first one refers to the segment's scene (a whole frame; zeros
@@ -12,55 +12,24 @@ where there is none), each other one to the frame before it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.codecs.delta import encode_delta, padded, top_bytes
-from sb3_extra_buffers.kernels.lz4_block import pack_block  # noqa: F401  # one of the kernels
+from sb3_extra_buffers.codecs.delta import encode_delta
+from sb3_extra_buffers.kernels.lz4_block import TABLE, pack_block
+from sb3_extra_buffers.kernels.reading import read_frames
+from sb3_extra_buffers.kernels.state import NONE, PACKED_LZ4, ZERO, Bytes, FrameState, Ints, scene_bytes
 
-Bytes = npt.NDArray[np.uint8]
-Ints = npt.NDArray[np.int64]
-
-#: a frame of zeros has this id: nothing is stored for it, and unwritten observations are made of it
-ZERO = -1
-#: a place in a table that holds nothing
-NONE = -2
-#: flags of a segment whose differences were compressed together
-PACKED_ZSTD = 1
-PACKED_LZ4 = 2
-
-
-class FrameState(NamedTuple):
-    """Tables of one frame store. A frame's id is ``segment * frames_per_segment + position``."""
-
-    heap: Bytes  # sealed segments
-    scene_rows: Bytes  # [scene * whole lines of a frame]: whole frames that segments start from
-    scene_refs: npt.NDArray[np.int32]  # per scene: segments that start from it
-    starts: Ints  # per segment: its place in heap, or -1 - its place in stage while it is open
-    lengths: npt.NDArray[np.int32]  # per segment: bytes in heap, 0 while it is open
-    counts: npt.NDArray[np.int32]  # per segment: frames in it
-    live: npt.NDArray[np.int32]  # per segment: frames referred to
-    scenes: npt.NDArray[np.int32]  # per segment: its scene, or NONE
-    refs: npt.NDArray[np.int32]  # per frame: observations that contain it
-    free: npt.NDArray[np.int32]  # ids of unused segments, a stack
-    freed: npt.NDArray[np.int32]  # segments that lost their last reference in this call
-    tallies: Ints  # unused segments, freed segments, new frames
-    fresh: Ints  # new frames of this call, as row * stack + position
-    fresh_ids: Ints  # their ids
-    stage: Bytes  # open segments, one room per stream
-    stage_ends: Ints  # per stream: where its open segment ends, counted from its room
-    open_segments: npt.NDArray[np.int32]  # per stream
-    recent: npt.NDArray[np.uint8]  # [stream, place, padded frame]: the frames a stream saw last
-    recent_ids: npt.NDArray[np.int32]  # [stream, place]
-    heads: Ints  # per stream: the place that is overwritten next
-    last: Ints  # [stream, stack]: places of the frames of the stream's last observation
-    scene_of: npt.NDArray[np.int32]  # per stream: its scene, or NONE
-    scene_cost: Ints  # [stream, 2]: best size of a first frame against that scene; bytes lost to its age
-    walks: Ints  # per stream: bytes of differences in its open segment
-    pool: npt.NDArray[np.int32]  # the newest scenes
-    scratch: Bytes
+__all__ = [
+    "bind_state",
+    "join_stack",
+    "locate_cells",
+    "pack_block",
+    "read_frames",
+    "split_stack",
+    "write_frames",
+    "write_step",
+]
 
 
 def bind_state(state: FrameState) -> FrameState:
@@ -77,6 +46,7 @@ def write_frames(
     first: int,
     per_segment: int,
     most_bytes: int,
+    heavy: int,
     delta: bool,
     wide: bool,
 ) -> int:
@@ -84,9 +54,9 @@ def write_frames(
 
     A frame that equals one of its stream's recent frames, byte for byte, is shared. Others get an
     id; with ``delta`` they are encoded into the stream's open segment, otherwise they are listed in
-    ``state.fresh`` for a byte codec. Room runs out when an open segment is full (it has ``per_segment`` frames, or
-    more than ``most_bytes`` of differences) or no segment is unused:
-    the caller seals or grows and calls again from the row returned.
+    ``state.fresh`` for a byte codec. An open segment is full when it has ``per_segment`` frames, or more than
+    ``most_bytes`` of differences; it is then moved to the heap. Room runs out when that is left to the caller
+    (`seal_segment`) or no segment is unused: the caller makes some and calls again from the row returned.
     """
     n_rows: int
     n_rows, stack, size = frames.shape
@@ -116,7 +86,9 @@ def write_frames(
             if place == NONE:
                 segment = state.open_segments[stream]
                 if segment >= 0 and is_full(state, stream, per_segment, most_bytes):
-                    return row
+                    if not seal_segment(state, stream, per_segment, size, heavy, wide):
+                        return row
+                    segment = NONE
                 if segment < 0 or not delta:
                     if state.tallies[0] == 0:
                         return row
@@ -178,27 +150,35 @@ def write_frames(
     return n_rows
 
 
-def write_frames_twice(
+def write_step(
     state: FrameState,
     slots: npt.NDArray[np.int32],
     frames: npt.NDArray[np.uint8],
     more_frames: npt.NDArray[np.uint8],
-    streams: Ints,
-    cells: Ints,
-    more_cells: Ints,
+    cell: int,
+    more_cell: int,
     first: int,
     per_segment: int,
     most_bytes: int,
+    heavy: int,
     wide: bool,
 ) -> int:
-    """`write_frames` with ``delta`` for two batches, one after the other, in a single call."""
+    """`write_frames` with ``delta`` for two batches that hold a row of every stream, one after the other.
+
+    Their cells are consecutive, from ``cell`` and ``more_cell`` on.
+    """
     n_rows: int = frames.shape[0]
+    streams = np.arange(n_rows)
     if first < n_rows:
-        first = write_frames(state, slots, frames, streams, cells, first, per_segment, most_bytes, True, wide)
+        first = write_frames(
+            state, slots, frames, streams, streams + cell, first, per_segment, most_bytes, heavy, True, wide
+        )
         if first < n_rows:
             return first
-    first -= n_rows
-    more = write_frames(state, slots, more_frames, streams, more_cells, first, per_segment, most_bytes, True, wide)
+    more = write_frames(
+        state, slots, more_frames, streams, streams + more_cell, first - n_rows, per_segment, most_bytes, heavy, True,
+        wide,
+    )  # fmt: skip
     return n_rows + more
 
 
@@ -206,6 +186,47 @@ def is_full(state: FrameState, stream: int, per_segment: int, most_bytes: int) -
     """Whether the open segment of ``stream`` takes no more frames: a reader should not have to walk too far."""
     segment = state.open_segments[stream]
     return bool(state.counts[segment] >= per_segment or state.walks[stream] > most_bytes)
+
+
+def seal_segment(state: FrameState, stream: int, per_segment: int, size: int, heavy: int, wide: bool) -> bool:
+    """Move the open segment of ``stream`` to the gap in the heap, packed if a frame of it takes more than ``heavy``.
+
+    False where that is left to the caller: ``heavy`` is negative, there is no room, or its first frame is whole
+    and becomes a scene.
+    """
+    segment = state.open_segments[stream]
+    count = int(state.counts[segment])
+    width = 4 if wide else 2
+    begin = stream * (state.stage.size // state.open_segments.size)
+    body = begin + 2 + per_segment * width
+    n_table = 2 + count * width
+    length = begin + state.stage_ends[stream] - body
+    start = state.gap[0]
+    n_sealed = state.tallies[3]
+    if heavy < 0 or start + n_table + length > state.gap[1] or n_sealed == state.sealed.size:
+        return False
+    if get_length(state.stage, begin + 2, 0, wide) == size:
+        return False
+    put_bytes(state.heap, start, state.stage, begin, n_table)
+    packed = 0
+    if length > heavy * count:
+        # packing pays when no more than three quarters are left
+        to = start + n_table
+        packed = pack_block(
+            state.stage[body:], length, state.heap[to : to + length * 3 // 4], np.empty(TABLE, np.int32)
+        )
+    if packed:
+        state.heap[start] = PACKED_LZ4
+        length = packed
+    else:
+        put_bytes(state.heap, start + n_table, state.stage, body, length)
+    state.starts[segment] = start
+    state.lengths[segment] = n_table + length
+    state.gap[0] = start + n_table + length
+    state.sealed[n_sealed] = segment
+    state.tallies[3] = n_sealed + 1
+    state.open_segments[stream] = NONE
+    return True
 
 
 def drop_frame(state: FrameState, frame_id: int, per_segment: int) -> None:
@@ -274,16 +295,19 @@ def encode_against(state: FrameState, stream: int, place: int, scene: int, end: 
     return encode_frame(state.stage, end, state.recent, stream, place, state.scene_rows, at, size, state.scratch)
 
 
-def scene_bytes(size: int) -> int:
-    """Bytes that a scene takes: whole lines, the last one padded with zeros."""
-    return (size + 63) // 64 * 64
-
-
 def set_length(stage: Bytes, table: int, position: int, length: int, wide: bool) -> None:
     """Write one entry of a segment's table of lengths, little-endian."""
     width = 4 if wide else 2
     for byte in range(width):
         stage[table + position * width + byte] = (length >> (8 * byte)) & 255
+
+
+def get_length(stage: Bytes, table: int, position: int, wide: bool) -> int:
+    """Read what `set_length` wrote."""
+    length = 0
+    for byte in range(4 if wide else 2):
+        length |= np.int64(stage[table + position * (4 if wide else 2) + byte]) << (8 * byte)
+    return length
 
 
 def locate_cells(
@@ -326,6 +350,10 @@ def put_frame(
     recent[stream, place, : frames.shape[2]] = frames[row, j]
 
 
+def put_bytes(target: Bytes, to: int, source: Bytes, at: int, count: int) -> None:
+    target[to : to + count] = source[at : at + count]
+
+
 def put_whole(target: Bytes, at: int, recent: npt.NDArray[np.uint8], stream: int, place: int, size: int) -> None:
     target[at : at + size] = recent[stream, place, :size]
 
@@ -358,143 +386,3 @@ def join_stack(frames: npt.NDArray[np.uint8], observations: npt.NDArray[np.uint8
     """Undo `split_stack`."""
     n_rows, pixels, stack, unit = observations.shape
     observations[...] = frames.reshape(n_rows, stack, pixels, unit).transpose(0, 2, 1, 3)
-
-
-def read_frames(
-    state: FrameState,
-    slots: npt.NDArray[np.int32],  # [cell, stack]: frame ids + 1
-    sets: Ints,  # [set, row]: cells; those of one row have frames in common
-    out: Bytes,  # [set, row, stack, byte]
-    size: int,
-    per_segment: int,
-    wide: bool,
-    first: int,
-    stop: int,
-) -> int:
-    """Decode rows ``first`` to ``stop`` into ``out``; return -1, or a segment that is damaged."""
-    n_sets, n_rows = sets.shape
-    flat = slots[sets[:, first:stop]].astype(np.int64).ravel() - 1
-    numbers = np.arange(n_sets * n_rows * slots.shape[1]).reshape(n_sets, n_rows, slots.shape[1])
-    places = numbers[:, first:stop].ravel()
-    frames = out.reshape(-1, size)
-    zero = flat < 0
-    frames[places[zero]] = 0
-    segments, which = np.unique(flat // per_segment, return_inverse=True)
-    starts = np.zeros(len(segments), np.int64)
-    starts[segments >= 0] = state.starts[segments[segments >= 0]]
-    room = state.stage.size // state.open_segments.size
-    for opened in (False, True):
-        mine = np.flatnonzero((segments >= 0) & ((starts < 0) == opened))
-        wanted = np.flatnonzero(np.isin(which, mine))
-        if not wanted.size:
-            continue
-        if opened:
-            source, begins = state.stage, -1 - starts[mine]
-            ends = begins + state.stage_ends[begins // room]
-        else:
-            source, begins = state.heap, starts[mine]
-            ends = begins + state.lengths[segments[mine]]
-        damaged = _read_segments(
-            state, source, begins, ends, state.scenes[segments[mine]], np.searchsorted(mine, which[wanted]),
-            flat[wanted] % per_segment, places[wanted], frames, per_segment, wide, opened,
-        )  # fmt: skip
-        if damaged >= 0:
-            return int(segments[mine[damaged]])
-    return -1
-
-
-def _read_segments(
-    state: FrameState,
-    source: Bytes,
-    starts: Ints,
-    ends: Ints,
-    scenes: npt.NDArray[np.int32],
-    which: npt.NDArray[np.intp],  # of each frame wanted: its segment
-    positions: Ints,  # its place in it
-    places: Ints,  # where it goes
-    frames: npt.NDArray[np.uint8],
-    per_segment: int,
-    wide: bool,
-    opened: bool,
-) -> int:
-    """Decode frames of segments that lie in ``source``; the index of a damaged one, or -1."""
-    size = frames.shape[1]
-    width = 4 if wide else 2
-    limit = source.size - 1
-    deepest = np.zeros(len(starts), np.int64)
-    np.maximum.at(deepest, which, positions)
-    counts = source[np.minimum(starts + 1, limit)].astype(np.int64)
-    bodies = starts + 2 + (per_segment if opened else counts) * width
-    bad = (deepest >= counts) | (counts > per_segment) | (bodies > ends) | (source[np.minimum(starts, limit)] != 0)
-    if bad.any():
-        return int(np.argmax(bad))
-    steps = np.arange(per_segment)
-    table = np.minimum(starts[:, None] + 2 + steps * width, limit - width)
-    lengths = np.zeros(table.shape, np.int64)
-    for byte in range(width):
-        lengths |= source[table + byte].astype(np.int64) << (8 * byte)
-    lengths[steps > deepest[:, None]] = 0
-    offsets = bodies[:, None] + np.cumsum(lengths, axis=1) - lengths
-    bad = (lengths > size).any(axis=1) | (offsets[:, -1] + lengths[:, -1] > ends)
-    if bad.any():
-        return int(np.argmax(bad))
-
-    # every difference that is needed, in the order in which the segments are walked
-    step_of, segment_of = np.nonzero(lengths.T)
-    at, length = offsets[segment_of, step_of], lengths[segment_of, step_of]
-    sparse = np.flatnonzero(length < size)
-    positions_of, values, owner, damaged = _unpack(source, at[sparse], length[sparse], size)
-    if damaged >= 0:
-        return int(segment_of[sparse[damaged]])
-    rows = np.zeros((len(starts), padded(size)), np.uint8)
-    known = np.flatnonzero(scenes >= 0)
-    whole_scenes = state.scene_rows.reshape(-1, scene_bytes(size))
-    rows[known, :size] = whole_scenes[scenes[known], :size]
-    cuts = np.searchsorted(step_of[sparse][owner], np.arange(per_segment + 1))
-    flat_rows = rows.reshape(-1)
-    scatter = segment_of[sparse][owner] * rows.shape[1] + positions_of
-    whole = np.flatnonzero(length == size)
-    for step in range(int(deepest.max()) + 1):
-        for index in whole[step_of[whole] == step]:
-            rows[segment_of[index], :size] = source[at[index] : at[index] + size]
-        here = slice(cuts[step], cuts[step + 1])
-        flat_rows[scatter[here]] = values[here]
-        now = np.flatnonzero(positions == step)
-        frames[places[now]] = rows[which[now], :size]
-    return -1
-
-
-def _unpack(
-    source: Bytes, at: Ints, length: Ints, size: int
-) -> tuple[npt.NDArray[np.int64], Bytes, npt.NDArray[np.int64], int]:
-    """Positions, values and owners of all differences; the index of a damaged one, or -1."""
-    ends = at + length
-    limit = source.size - 1
-    owner = np.repeat(np.arange(at.size), top_bytes(size))
-    index = np.tile(np.arange(top_bytes(size)), at.size)
-    cursor = at
-    for _ in range(4):
-        count = np.bincount(owner, minlength=at.size)
-        if (cursor + count > ends).any():
-            empty = np.zeros(0, np.int64)
-            return empty, np.zeros(0, np.uint8), empty, int(np.argmax(cursor + count > ends))
-        rank = np.arange(owner.size) - np.repeat(np.cumsum(count) - count, count)
-        masks = source[np.minimum(cursor[owner] + rank, limit)]
-        bits = np.flatnonzero(np.unpackbits(masks, bitorder="little"))
-        parent = bits >> 3
-        cursor = cursor + count
-        owner, index = owner[parent], index[parent] * 8 + (bits & 7)
-    count = np.bincount(owner, minlength=at.size)
-    before = np.repeat(np.cumsum(count) - count, count)
-    rank = np.arange(owner.size) - before
-    flags = source[np.minimum(cursor[owner] + (rank >> 3), limit)] >> (rank & 7) & 1
-    total = np.cumsum(flags, dtype=np.int64)
-    base = np.concatenate([[0], total])[np.cumsum(count) - count]
-    n_fresh = np.concatenate([[0], total])[np.cumsum(count)] - base
-    cursor = cursor + (count + 7) // 8
-    wrong = cursor + n_fresh != ends
-    if wrong.any():
-        empty = np.zeros(0, np.int64)
-        return empty, np.zeros(0, np.uint8), empty, int(np.argmax(wrong))
-    values = source[np.minimum(cursor[owner] + total - base[owner] - 1, limit)]
-    return index, values, owner, -1

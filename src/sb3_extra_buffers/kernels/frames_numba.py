@@ -12,7 +12,6 @@ from numba.extending import overload, register_jitable
 from sb3_extra_buffers.codecs.delta import BLOCK
 from sb3_extra_buffers.kernels import frames as plain
 from sb3_extra_buffers.kernels import lz4_block
-from sb3_extra_buffers.kernels.frames import PACKED_LZ4
 from sb3_extra_buffers.kernels.intrinsics import (
     address_of,
     copy_bytes,
@@ -24,6 +23,7 @@ from sb3_extra_buffers.kernels.intrinsics import (
     store_word,
     stream_bytes,
 )
+from sb3_extra_buffers.kernels.state import PACKED_LZ4, FrameState, scene_bytes
 
 # not parallel=True: numba's default thread layer aborts when two threads enter it at once
 _OPTIONS: dict[str, Any] = {"nogil": True, "cache": True}
@@ -52,10 +52,10 @@ class Tables(structref.StructRefProxy):  # type: ignore[misc]  # numba has no ty
         return structref.StructRefProxy.__new__(cls, *columns)
 
 
-structref.define_proxy(Tables, _TablesType, plain.FrameState._fields)
+structref.define_proxy(Tables, _TablesType, FrameState._fields)
 
 
-def bind_state(state: plain.FrameState) -> Any:
+def bind_state(state: FrameState) -> Any:
     """What the compiled kernels take for ``state``; it keeps the same arrays alive."""
     return Tables(*state)
 
@@ -66,7 +66,9 @@ for _function in (
     plain.is_frame,
     plain.encode_against,
     plain.encode_first,
-    plain.scene_bytes,
+    plain.get_length,
+    plain.seal_segment,
+    scene_bytes,
     plain.set_length,
 ):
     register_jitable(**_OPTIONS)(_function)
@@ -107,6 +109,14 @@ def _put_frame(recent: Any, stream: Any, place: Any, frames: Any, row: Any, j: A
         _, stack, size = frames.shape
         to = (stream * recent.shape[1] + place) * recent.shape[2]
         copy_bytes(recent, to, frames, (row * stack + j) * size, size)
+
+    return run
+
+
+@overload(plain.put_bytes, jit_options=_OPTIONS)
+def _put_bytes(target: Any, to: Any, source: Any, at: Any, count: Any) -> Any:
+    def run(target: Any, to: Any, source: Any, at: Any, count: Any) -> None:
+        copy_bytes(target, to, source, at, count)
 
     return run
 
@@ -266,9 +276,15 @@ def _repeat(target: Any, to: Any, offset: Any, count: Any) -> Any:
     return run
 
 
-for _function in (lz4_block.put_length, lz4_block.put_sequence, lz4_block.unpack_block):
+for _function in (lz4_block.put_length, lz4_block.put_sequence, lz4_block.pack_block, lz4_block.unpack_block):
     register_jitable(**_OPTIONS)(_function)
-pack_block = njit(**_OPTIONS)(lz4_block.pack_block)
+
+
+# not njit(lz4_block.pack_block): what is compiled for other kernels to call and what Python calls would share
+# a place in numba's cache, and only the latter can be called from Python
+@njit(**_OPTIONS)
+def pack_block(*arguments: Any) -> int:
+    return lz4_block.pack_block(*arguments)
 
 
 @njit(**_OPTIONS)
@@ -349,14 +365,6 @@ def _apply(source: Any, at: int, end: int, row: Any, size: int, a: Any, b: Any, 
 
 
 @njit(**_OPTIONS)
-def _length(source: Any, table: int, position: int, width: int) -> int:
-    length = np.int64(0)
-    for byte in range(width):
-        length |= np.int64(source[table + position * width + byte]) << (8 * byte)
-    return length
-
-
-@njit(**_OPTIONS)
 def read_frames(
     state: Any, slots: Any, sets: Any, out: Any, size: int, per_segment: int, wide: bool, first: int, stop: int
 ) -> int:
@@ -419,7 +427,7 @@ def read_frames(
                     last += 1
                 total = needed = 0
                 for i_length in range(count):
-                    total += _length(source, table, i_length, width)
+                    total += plain.get_length(source, table, i_length, wide)
                     if i_length <= ids[last] % per_segment:
                         needed = total
                 if total > per_segment * size:
@@ -433,7 +441,7 @@ def read_frames(
                 return segment
             scene = state.scenes[segment]
             if scene >= 0:
-                copy_bytes(row, 0, state.scene_rows, scene * plain.scene_bytes(size), size)
+                copy_bytes(row, 0, state.scene_rows, scene * scene_bytes(size), size)
             else:
                 for byte in range(size):
                     row[byte] = 0
@@ -443,7 +451,7 @@ def read_frames(
                 if wanted >= count:
                     return segment
                 while position <= wanted:
-                    length = _length(source, table, position, width)
+                    length = plain.get_length(source, table, position, wide)
                     if length > size or at + length > end:
                         return segment
                     if length == size:
@@ -501,6 +509,10 @@ def join_stack(frames: Any, observations: Any) -> None:
 
 
 locate_cells = njit(**_OPTIONS)(plain.locate_cells)
-write_frames = njit(**_OPTIONS)(plain.write_frames)
 register_jitable(**_OPTIONS)(plain.write_frames)
-write_frames_twice = njit(**_OPTIONS)(plain.write_frames_twice)
+write_step = njit(**_OPTIONS)(plain.write_step)
+
+
+@njit(**_OPTIONS)
+def write_frames(*arguments: Any) -> int:
+    return plain.write_frames(*arguments)

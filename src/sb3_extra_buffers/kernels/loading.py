@@ -13,7 +13,7 @@ class FrameKernels(NamedTuple):
 
     bind_state: Callable[..., Any]
     write_frames: Callable[..., int]
-    write_frames_twice: Callable[..., int]
+    write_step: Callable[..., int]
     read_frames: Callable[..., int]
     locate_cells: Callable[..., int]
     pack_block: Callable[..., int]

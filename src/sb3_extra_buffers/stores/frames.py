@@ -13,7 +13,7 @@ from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.delta import BLOCK, padded
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.kernels import frame_kernels
-from sb3_extra_buffers.kernels.frames import NONE, FrameState, scene_bytes
+from sb3_extra_buffers.kernels.state import NONE, FrameState, scene_bytes
 from sb3_extra_buffers.stores.arena import lengthen, touched_bytes, zeros
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -25,6 +25,8 @@ Frames = npt.NDArray[np.uint8]  # [row, stack, byte]
 
 # scenes that a new segment may start from
 _POOL = 8
+# segments that are freed or sealed together: each is a matter of microseconds, seeing to it is not
+LATER = 128
 
 
 class FrameStore(ABC):
@@ -74,7 +76,9 @@ class FrameStore(ABC):
             refs=np.zeros(0, np.int32),
             free=np.zeros(0, np.int32),
             freed=np.zeros(0, np.int32),
-            tallies=np.zeros(3, np.int64),
+            sealed=np.zeros(LATER, np.int32),
+            gap=np.zeros(2, np.int64),
+            tallies=np.zeros(4, np.int64),
             fresh=np.zeros(0, np.int64),
             fresh_ids=np.zeros(0, np.int64),
             stage=zeros(streams * room, np.uint8),
@@ -98,10 +102,11 @@ class FrameStore(ABC):
         """Store one row per cell. ``streams`` names the stream that each row continues."""
         self._write(self.slots, cells, streams, self.layout.split(rows, self._kernels))
 
-    def write_twice(self, cells: Cells, more_cells: Cells, streams: Cells, rows: ByteRows, more_rows: ByteRows) -> None:
-        """`write` for ``cells``, then for ``more_cells``, such as the observations and the ones that follow."""
-        self.write(cells, streams, rows)
-        self.write(more_cells, streams, more_rows)
+    def write_step(self, cell: int, more_cell: int, rows: ByteRows, more_rows: ByteRows) -> None:
+        """Store a row of every stream in the cells from ``cell`` on, then those that follow from ``more_cell`` on."""
+        streams = np.arange(len(rows))
+        self.write(streams + cell, streams, rows)
+        self.write(streams + more_cell, streams, more_rows)
 
     @abstractmethod
     def _write(self, slots: Slots, cells: Cells, streams: Cells, frames: Frames) -> None:
@@ -109,17 +114,19 @@ class FrameStore(ABC):
 
     def _lists(self, n_frames: int) -> None:
         """Have room to list ``n_frames`` frames as new and their segments as freed."""
-        if self._state.freed.size < n_frames:
+        if self._state.fresh.size < n_frames:
             self._replace(
-                freed=np.zeros(n_frames, np.int32),
+                freed=lengthen(self._state.freed, n_frames + LATER),
                 fresh=np.zeros(n_frames, np.int64),
                 fresh_ids=np.zeros(n_frames, np.int64),
             )
 
-    def _settle_freed(self) -> None:
+    def settle(self) -> None:
+        """Free the segments that nothing refers to any more; writing leaves that for later."""
         tallies = self._state.tallies
-        freed, tallies[1] = self._state.freed[: tallies[1]], 0
-        self._free(np.unique(freed))
+        if tallies[1]:
+            freed, tallies[1] = self._state.freed[: tallies[1]], 0
+            self._free(np.unique(freed))
 
     def _grow(self) -> None:
         old = self._state.counts.size
@@ -181,6 +188,7 @@ class FrameStore(ABC):
 
     def clear(self) -> None:
         """Forget every observation; keep scenes, recent frames and what the codec has learnt."""
+        self.settle()
         state = self._state
         for stream in np.flatnonzero(state.open_segments >= 0):
             state.open_segments[stream] = NONE
@@ -200,6 +208,7 @@ class FrameStore(ABC):
         self._sync()
 
     def memory_usage(self) -> MemoryUsage:
+        self.settle()
         state = self._state
         tables = (
             self.heap.index_bytes + touched_bytes(self.slots)
@@ -219,6 +228,7 @@ class FrameStore(ABC):
 
     def check(self) -> None:
         """Raise if the tables disagree with each other or with the heap."""
+        self.settle()
         self.heap.check()
         state, per = self._state, self.per_segment
         used = self.slots[self.slots > 0].astype(np.int64) - 1
@@ -258,14 +268,21 @@ class FrameStore(ABC):
         self._state = self._state._replace(**columns)
         self._bound = None
 
+    def _adopt(self) -> None:  # noqa: B027  # most stores put nothing into the heap by hand
+        """Tell the heap what lies in its gap, before it is asked to do anything."""
+
     def _drop_view(self) -> None:
+        self._adopt()
         # an arena with views on it could not be lengthened where it lies
         self._replace(heap=np.zeros(0, np.uint8))
 
     def _sync(self) -> None:
+        self._adopt()
+        self._state.gap[:] = self.heap.gap()
         self._replace(heap=self.heap.data, starts=self.heap.starts, lengths=self.heap.lengths)
 
     def __getstate__(self) -> dict[str, Any]:
+        self.settle()
         state = self.__dict__.copy()
         del state["_kernels"], state["_bound"]
         state["_state"] = self._state._replace(heap=np.zeros(0, np.uint8))._asdict()

@@ -80,9 +80,22 @@ class Heap:
         self._release(slot)
         start = self._reserve(payload.size)
         self.data[start : start + payload.size] = payload
-        self._append(slot)
+        self._append(np.array([slot], np.int32))
         self.starts[slot], self.lengths[slot] = start, payload.size
         self.live_bytes += payload.size
+
+    def gap(self) -> tuple[int, int]:
+        """Begin and end of the free bytes that payloads may be put into by hand, one after the other, for `adopt`."""
+        tail = self._tail()
+        head = 0 if tail is None else self._head
+        end = self.capacity if tail is None or head > tail else tail - 1
+        return head, end if self.limit is None else min(end, head + self.limit - self.live_bytes)
+
+    def adopt(self, slots: npt.NDArray[np.int32]) -> None:
+        """Take over payloads that were put into the gap in this order, with ``starts`` and ``lengths`` set."""
+        self._append(slots)
+        self._head = int(self.starts[slots[-1]]) + int(self.lengths[slots[-1]])
+        self.live_bytes += int(self.lengths[slots].sum())
 
     def free(self, slots: Sequence[int]) -> None:
         """Release what ``slots`` hold."""
@@ -157,15 +170,16 @@ class Heap:
             self._n_order -= 1
         return None
 
-    def _append(self, slot: int) -> None:
-        size = len(self._order)
-        if self._n_order == size:
+    def _append(self, slots: npt.NDArray[np.int32]) -> None:
+        size, count = len(self._order), self._n_order + len(slots)
+        if count > size:
             in_order = np.roll(self._order, -self._first)
-            self._order, self._first = lengthen(in_order, size + size // 4 + 64), 0
-            size = len(self._order)
-        self._order[(self._first + self._n_order) % size] = slot
-        self._numbers[slot] = (self._first_number + self._n_order) & _NUMBER
-        self._n_order += 1
+            size = count + count // 4 + 64
+            self._order, self._first = lengthen(in_order, size), 0
+        entries = np.arange(self._n_order, count)
+        self._order[(self._first + entries) % size] = slots
+        self._numbers[slots] = (self._first_number + entries) & _NUMBER
+        self._n_order = count
 
     def _listed(self) -> npt.NDArray[np.int32]:
         """Live slots, oldest first."""

@@ -139,14 +139,16 @@ class ObservationStore:
                     self._pending.pop()
                     raise
 
-    def write_twice(self, cells: Cells, more_cells: Cells, streams: Cells, rows: ByteRows, more_rows: ByteRows) -> None:
-        """`write` for ``cells`` and then for ``more_cells``, in one go."""
+    def write_step(self, cell: int, more_cell: int, rows: ByteRows, more_rows: ByteRows) -> None:
+        """Store a row of every stream in the cells from ``cell`` on, then those that follow from ``more_cell`` on."""
         with self._lock:
-            if isinstance(self._inner, FrameStore):
-                self._inner.write_twice(cells, more_cells, streams, rows, more_rows)
-            else:
-                self.write(cells, streams, rows)
-                self.write(more_cells, streams, more_rows)
+            inner = self._inner
+            if isinstance(inner, FrameStore):
+                inner.write_step(cell, more_cell, rows, more_rows)
+                return
+            streams = np.arange(len(rows))
+            self.write(streams + cell, streams, rows)
+            self.write(streams + more_cell, streams, more_rows)
 
     def read(self, cells: Cells) -> ByteRows:
         """Decode ``cells``, of any shape ``[n]`` or ``[set, n]``, into fresh rows."""

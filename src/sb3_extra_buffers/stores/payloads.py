@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
-from sb3_extra_buffers.kernels.frames import NONE
+from sb3_extra_buffers.kernels.state import NONE
 from sb3_extra_buffers.stores.arena import lengthen
 from sb3_extra_buffers.stores.frames import Cells, Frames, FrameStore, Slots
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -55,12 +55,11 @@ class PayloadStore(FrameStore):
         while True:
             first = done
             done = self._kernels.write_frames(
-                self._tables(), slots, frames, streams, cells, first, 1, 0, False, self._wide
+                self._tables(), slots, frames, streams, cells, first, 1, 0, -1, False, self._wide
             )
             if self._state.tallies[2]:
                 self._encode_fresh(slots, cells, frames, first, done, before)
-            if self._state.tallies[1]:
-                self._settle_freed()
+            self.settle()
             if done == len(frames):
                 return
             self._grow()

@@ -12,10 +12,11 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.delta import BLOCK, DeltaCodec
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError
-from sb3_extra_buffers.kernels.frames import NONE, PACKED_LZ4, PACKED_ZSTD, FrameState, is_full, scene_bytes
+from sb3_extra_buffers.kernels.frames import is_full
 from sb3_extra_buffers.kernels.lz4_block import OVERRUN, TABLE, unpack_block
+from sb3_extra_buffers.kernels.state import NONE, PACKED_LZ4, PACKED_ZSTD, FrameState, scene_bytes
 from sb3_extra_buffers.stores.arena import SLACK, lengthen
-from sb3_extra_buffers.stores.frames import Cells, FrameStore
+from sb3_extra_buffers.stores.frames import LATER, Cells, FrameStore
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.workers import run_split
 
@@ -53,38 +54,43 @@ class SegmentStore(FrameStore):
         room = 2 + per_segment * 4 + per_segment * size + size // 2 + BLOCK
         super().__init__(layout, n_cells, n_streams, codec, heap_bytes, path, compiled, per_segment, room)
         self._pack_level = codec.pack_level
+        self._follow_kernels()
         # what is packed is unpacked as a whole anyway; else a segment ends when walking it gets long
         self._most_bytes = per_segment * size if codec.pack_level else int(_LONG * size)
-        # segments that the read kernel cannot unpack by itself, and how they are marked
-        self._packed_flags = (PACKED_ZSTD,) if self._kernels.compiled else (PACKED_ZSTD, PACKED_LZ4)
-        self._n_packed = 0
         self._unread: list[int] = []
         self._n_fresh = 0
         self._next_clean = 4096
 
+    def _follow_kernels(self) -> None:
+        """What depends on the kind of kernels at hand."""
+        compiled = self._kernels.compiled
+        # bytes from which on a frame is heavy; no kernel can call zstd, so with it they leave sealing to us
+        self._heavy = (
+            -1 if self._pack_level else int(_HEAVY * self.layout.frame_bytes) if compiled else self.layout.frame_bytes
+        )
+        # segments that the read kernel cannot unpack by itself, and how they are marked
+        self._packed_flags = (PACKED_ZSTD,) if compiled else (PACKED_ZSTD, PACKED_LZ4)
+        sealed = np.flatnonzero(self._state.lengths)
+        self._n_packed = int(np.isin(self.heap.data[self.heap.starts[sealed]], self._packed_flags).sum())
+
     # ---- writing ----
 
-    def write_twice(self, cells: Cells, more_cells: Cells, streams: Cells, rows: ByteRows, more_rows: ByteRows) -> None:
-        """`write` for ``cells``, then for ``more_cells``, such as the observations and the ones that follow."""
+    def write_step(self, cell: int, more_cell: int, rows: ByteRows, more_rows: ByteRows) -> None:
         layout, kernels = self.layout, self._kernels
         frames, more = layout.split(rows, kernels), layout.split(more_rows, kernels)
-        if self._state.freed.size < 2 * len(frames) * layout.stack:
+        if self._state.fresh.size < 2 * len(frames) * layout.stack:
             self._lists(2 * len(frames) * layout.stack)
         done = 0
         while True:
-            done = kernels.write_frames_twice(
-                self._bound or self._tables(), self.slots, frames, more, streams, cells, more_cells, done,
-                self.per_segment, self._most_bytes, self._wide,
+            done = kernels.write_step(
+                self._bound or self._tables(), self.slots, frames, more, cell, more_cell, done,
+                self.per_segment, self._most_bytes, self._heavy, self._wide,
             )  # fmt: skip
-            if self._state.tallies[1]:
-                self._settle_freed()
             if done == 2 * len(frames):
                 break
-            self._make_room(frames.shape[1])
-        if self._unread:
-            self._free_unread()
-        if self._n_fresh > self._next_clean:
-            self._clean()
+            self._make_room(layout.stack)
+        if self._unread or self._state.tallies[1] > LATER or self._n_fresh > self._next_clean:
+            self._tidy()
 
     def _write(self, slots: npt.NDArray[np.int32], cells: Cells, streams: Cells, frames: npt.NDArray[np.uint8]) -> None:
         self._lists(frames.shape[0] * frames.shape[1])
@@ -99,26 +105,46 @@ class SegmentStore(FrameStore):
                 done,
                 self.per_segment,
                 self._most_bytes,
+                self._heavy,
                 True,
                 self._wide,
             )
-            if self._state.tallies[1]:
-                self._settle_freed()
             if done == len(frames):
                 break
             self._make_room(frames.shape[1])
-        if self._unread:
-            self._free_unread()
-        if self._n_fresh > self._next_clean and slots is self.slots:
+        if slots is self.slots:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Between two writes: free and move what has become due."""
+        if self._unread or self._state.tallies[1] > LATER:
+            self.settle()
+        if self._n_fresh > self._next_clean:
             self._clean()
 
-    def _free_unread(self) -> None:
-        """Free segments that had no reader when they were sealed, and still have none."""
-        unread, self._unread = np.unique(self._unread), []
-        self._free(unread)
+    def settle(self) -> None:
+        self._adopt()
+        super().settle()
+        if self._unread:
+            unread, self._unread = np.unique(self._unread), []
+            self._free(unread)
+
+    def _adopt(self) -> None:
+        """Tell the heap which segments the kernel has put into its gap."""
+        count = int(self._state.tallies[3])
+        if count:
+            sealed, self._state.tallies[3] = self._state.sealed[:count].copy(), 0
+            self.heap.adopt(sealed)
+            self._sealed(sealed)
+
+    def _sealed(self, segments: npt.NDArray[Any]) -> None:
+        self._n_fresh += int(self._state.counts[segments].sum())
+        # their frames may belong to a row that is being written: too early to free one without a reader
+        self._unread += segments[self._state.live[segments] == 0].tolist()
 
     def _make_room(self, stack: int) -> None:
         """Seal the segments that are full; have unused segments for a stack."""
+        super().settle()
         full = [
             stream
             for stream in np.flatnonzero(self._state.open_segments >= 0).tolist()
@@ -156,10 +182,7 @@ class SegmentStore(FrameStore):
         if whole:
             self._add_scene(stream, segment, state.stage[body_at : body_at + size])
         state.open_segments[stream] = NONE
-        self._n_fresh += count
-        # its frames may belong to a row that is being written: too early to free it
-        if state.live[segment] == 0:
-            self._unread.append(segment)
+        self._sealed(np.array([segment]))
 
     def _pack(self, body: npt.NDArray[np.uint8], count: int) -> tuple[int, npt.NDArray[np.uint8]]:
         """The differences of a segment, compressed together where that is wanted and pays, and which way."""
@@ -168,7 +191,7 @@ class SegmentStore(FrameStore):
             from sb3_extra_buffers.codecs.packing import pack  # needs zstandard, as nothing else here does
 
             flags, packed = PACKED_ZSTD, np.frombuffer(pack(body, self._pack_level), np.uint8)
-        elif body.size > _HEAVY * count * self.layout.frame_bytes and self._kernels.compiled:
+        elif body.size > self._heavy * count:
             target = np.empty(body.size, np.uint8)
             source = np.concatenate([body, np.zeros(SLACK, np.uint8)])
             length = self._kernels.pack_block(source, body.size, target, np.empty(TABLE, np.int32))
@@ -211,6 +234,7 @@ class SegmentStore(FrameStore):
 
     def _clean(self) -> None:
         """Write the frames of mostly dead segments anew and free these."""
+        self.settle()
         state, per = self._state, self.per_segment
         self._n_fresh = 0
         n_live = int(np.count_nonzero(state.refs))
@@ -304,6 +328,7 @@ class SegmentStore(FrameStore):
 
     def difference_bytes(self) -> tuple[int, int]:
         """Bytes of all segments, and of scenes beyond one for each stream; the number of frames."""
+        self.settle()
         state, size = self._state, self.layout.frame_bytes
         opened = np.flatnonzero(state.open_segments >= 0)
         room = state.stage.size // state.open_segments.size
@@ -323,9 +348,7 @@ class SegmentStore(FrameStore):
     def __setstate__(self, stored: dict[str, Any]) -> None:
         super().__setstate__(stored)
         # the reader may be of the other kind than the writer
-        self._packed_flags = (PACKED_ZSTD,) if self._kernels.compiled else (PACKED_ZSTD, PACKED_LZ4)
-        sealed = np.flatnonzero(self._state.lengths)
-        self._n_packed = int(np.isin(self.heap.data[self.heap.starts[sealed]], self._packed_flags).sum())
+        self._follow_kernels()
 
 
 def _inflate(payload: npt.NDArray[np.uint8], width: int, per_segment: int, frame_bytes: int) -> npt.NDArray[np.uint8]:

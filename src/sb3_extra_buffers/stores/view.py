@@ -204,14 +204,13 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
 
     def write_with(self, other: StoreView, step: int, batch: npt.NDArray[Any], other_batch: npt.NDArray[Any]) -> None:
         """``self[step] = batch`` and ``other[step] = other_batch``, in that order and in one go."""
-        rows, more = self._step_rows(step, batch), other._step_rows(step, other_batch)
-        if rows is None or more is None or other.store is not self.store:
+        rows, more = self._step_rows(step, batch), self._step_rows(step, other_batch)
+        if rows is None or more is None or other.store is not self.store or other._n_steps != self._n_steps:
             self[step] = batch
             other[step] = other_batch
             return
-        cells = self._step_cells + (self._base + step * len(rows))
-        more_cells = self._step_cells + (other._base + step * len(rows))
-        self.store.write_twice(cells, more_cells, self._step_cells, rows, more)
+        cell = step * len(rows)
+        self.store.write_step(self._base + cell, other._base + cell, rows, more)
 
     def _step_rows(self, step: Any, batch: Any) -> ByteRows | None:
         """One step of every stream as rows, as buffers write it; None where that is not what ``batch`` is."""
