@@ -304,9 +304,10 @@ def set_length(stage: Bytes, table: int, position: int, length: int, wide: bool)
 
 def get_length(stage: Bytes, table: int, position: int, wide: bool) -> int:
     """Read what `set_length` wrote."""
+    width = 4 if wide else 2
     length = 0
-    for byte in range(4 if wide else 2):
-        length |= np.int64(stage[table + position * (4 if wide else 2) + byte]) << (8 * byte)
+    for byte in range(width):
+        length |= int(stage[table + position * width + byte]) << (8 * byte)
     return length
 
 

@@ -18,6 +18,8 @@ from sb3_extra_buffers.kernels.intrinsics import (
     count_ones,
     equal_bytes,
     gather_bytes,
+    list_children,
+    load_byte,
     load_word,
     spread_bytes,
     store_word,
@@ -34,10 +36,9 @@ _STREAMED = 8 << 20
 _U1 = np.uint64(1)
 _LOW_BITS = np.uint64(0x0101010101010101)
 _GATHER_BITS = np.uint64(0x0102040810204080)
-# for each byte: its bits widened to bytes, the indices of its set bits, and their running count
+# for each byte: its bits widened to bytes, and the indices of its set bits
 _WIDENED = np.array([sum(0xFF << 8 * i for i in range(8) if mask >> i & 1) for mask in range(256)], np.uint64)
 _BITS = np.array([([i for i in range(8) if mask >> i & 1] + [0] * 8)[:8] for mask in range(256)], np.int32)
-_RANKS = np.array([np.cumsum([mask >> i & 1 for i in range(8)]) for mask in range(256)], np.int64)
 
 
 @structref.register
@@ -206,8 +207,8 @@ def _encode(
                     mask = _changed_bytes(x)
                     scratch[words + n_words] = mask
                     n_words += 1
-                    store_word(scratch, values + n_values, gather_bytes(word, _WIDENED[mask]))
-                    n_values += _RANKS[mask, 7]
+                    store_word(scratch, values + n_values, gather_bytes(word, _widened(np.uint64(mask))))
+                    n_values += np.int64(count_ones(np.uint64(mask)))
             scratch[lines + n_lines_changed] = line_mask
             n_lines_changed += 1
             group_mask |= 1 << (line & 7)
@@ -236,8 +237,8 @@ def _encode(
         if 8 * i + 8 > n_values:
             mask &= (1 << (n_values - 8 * i)) - 1
         target[fresh + i] = mask
-        store_word(target, end, gather_bytes(word, _WIDENED[mask]))
-        end += _RANKS[mask, 7]
+        store_word(target, end, gather_bytes(word, _widened(np.uint64(mask))))
+        end += np.int64(count_ones(np.uint64(mask)))
     return end - at
 
 
@@ -245,6 +246,14 @@ def _encode(
 def _quad(source: Any, at: Any) -> Any:
     def run(source: Any, at: Any) -> int:
         return np.int64(load_word(source, at) & np.uint64(0xFFFFFFFF))
+
+    return run
+
+
+@overload(lz4_block.byte, jit_options=_OPTIONS)
+def _byte(source: Any, at: Any) -> Any:
+    def run(source: Any, at: Any) -> int:
+        return np.int64(load_byte(source, at))
 
     return run
 
@@ -303,13 +312,24 @@ def _widen(source: Any, begin: int, end: int, parents: Any, found: Any) -> int:
     """List the children that the masks between ``begin`` and ``end`` name; return how many."""
     count = 0
     for i in range(begin, end):
-        mask = source[i]
-        base = parents[i - begin] << 3
+        mask = np.int64(load_byte(source, i))
+        base = _entry(parents, i - begin) << 3
         # all eight every time: cheaper than a branch that is hard to foresee
-        for j in range(8):
-            found[count + j] = base + _BITS[mask, j]
-        count += _RANKS[mask, 7]
+        list_children(found, count, _BITS, mask, base)
+        count += np.int64(count_ones(np.uint64(mask)))
     return count
+
+
+@njit(**_OPTIONS)
+def _entry(entries: Any, place: int) -> int:
+    """``entries[place]`` of an int32 array that has a word's bytes to spare."""
+    return np.int64(np.uint32(load_word(entries, 4 * place)))
+
+
+@njit(**_OPTIONS)
+def _widened(mask: Any) -> Any:
+    """The bits of a byte widened to bytes."""
+    return load_word(_WIDENED, np.int64(mask << np.uint64(3)))
 
 
 @njit(**_OPTIONS)
@@ -343,24 +363,25 @@ def _apply(source: Any, at: int, end: int, row: Any, size: int, a: Any, b: Any, 
         return False
     for i in range(n_fresh):
         # lay the fresh values where their bits are, then let each fill the places after it
-        mask = source[fresh + i]
+        mask = load_byte(source, fresh + i)
+        before = load_byte(source, value) * _LOW_BITS
         if mask == 0:
-            store_word(values, 8 * i, np.uint64(source[value]) * _LOW_BITS)
+            store_word(values, 8 * i, before)
             continue
-        filled = _WIDENED[mask]
+        filled = _widened(mask)
         word = spread_bytes(load_word(source, value + 1), filled)
         for shift in (np.uint64(8), np.uint64(16), np.uint64(32)):
             word |= (word << shift) & ~filled
             filled |= filled << shift
-        store_word(values, 8 * i, word | (np.uint64(source[value]) * _LOW_BITS & ~filled))
-        value += _RANKS[mask, 7]
+        store_word(values, 8 * i, word | (before & ~filled))
+        value += np.int64(count_ones(mask))
     done = 0
     for i in range(n_words):
-        mask = source[words + i]
-        places = _WIDENED[mask]
-        to = np.int64(a[i]) << 3
+        mask = load_byte(source, words + i)
+        places = _widened(mask)
+        to = _entry(a, i) << 3
         store_word(row, to, (load_word(row, to) & ~places) | spread_bytes(load_word(values, done), places))
-        done += _RANKS[mask, 7]
+        done += np.int64(count_ones(mask))
     return True
 
 

@@ -56,6 +56,38 @@ def store_word(typing_context: Any, array: Any, offset: Any, value: Any) -> Any:
 
 
 @intrinsic
+def load_byte(typing_context: Any, array: Any, offset: Any) -> Any:
+    """The byte at ``offset`` of a contiguous array; unlike ``array[offset]`` it does not ask if that is negative."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.zext(builder.load(_pointer(context, builder, signature.args[0], args[0], args[1])), _WORD)
+
+    return types.uint64(array, types.int64), generate
+
+
+@intrinsic
+def list_children(typing_context: Any, found: Any, count: Any, table: Any, mask: Any, base: Any) -> Any:
+    """Set ``found[count : count + 8]`` to ``base + table[mask]``, eight int32 at once."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        found, count, table, mask, base = args
+        half = ir.IntType(32)
+        eight = ir.VectorType(half, 8)
+        to = _pointer(context, builder, signature.args[0], found, builder.mul(count, _WORD(4)))
+        at = _pointer(context, builder, signature.args[2], table, builder.mul(mask, _WORD(32)))
+        bits = builder.load(builder.bitcast(at, eight.as_pointer()))
+        bits.align = 4
+        bases = ir.Constant(eight, ir.Undefined)
+        for lane in range(8):
+            bases = builder.insert_element(bases, builder.trunc(base, half), half(lane))
+        store = builder.store(builder.add(bits, bases), builder.bitcast(to, eight.as_pointer()))
+        store.align = 4
+        return context.get_dummy_value()
+
+    return types.void(found, types.int64, table, types.int64, types.int64), generate
+
+
+@intrinsic
 def copy_bytes(typing_context: Any, target: Any, to: Any, source: Any, at: Any, count: Any) -> Any:
     """Copy ``count`` bytes between two arrays that do not overlap."""
 

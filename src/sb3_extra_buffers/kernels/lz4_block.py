@@ -90,14 +90,14 @@ def unpack_block(source: Bytes, start: int, stop: int, target: Bytes, size: int,
     while start < stop:
         if end >= needed and needed < size:
             return True
-        token = int(source[start])
+        token = byte(source, start)
         start += 1
         n_literals = token >> 4
         if n_literals == 15:
             while True:
                 if start >= stop:
                     return False
-                more = int(source[start])
+                more = byte(source, start)
                 start += 1
                 n_literals += more
                 if more != 255:
@@ -111,14 +111,14 @@ def unpack_block(source: Bytes, start: int, stop: int, target: Bytes, size: int,
             return end == size
         if stop - start < 2:
             return False
-        offset = int(source[start]) | int(source[start + 1]) << 8
+        offset = byte(source, start) | byte(source, start + 1) << 8
         start += 2
         length = token & 15
         if length == 15:
             while True:
                 if start >= stop:
                     return False
-                more = int(source[start])
+                more = byte(source, start)
                 start += 1
                 length += more
                 if more != 255:
@@ -132,6 +132,10 @@ def unpack_block(source: Bytes, start: int, stop: int, target: Bytes, size: int,
 
 
 # ---- numba has its own versions of these ----
+
+
+def byte(source: Bytes, at: int) -> int:
+    return int(source[at])
 
 
 def quad(source: Bytes, at: int) -> int:

@@ -64,10 +64,10 @@ class SegmentStore(FrameStore):
     def _follow_kernels(self) -> None:
         """What depends on the kind of kernels at hand."""
         compiled = self._kernels.compiled
-        # bytes from which on a frame is heavy; no kernel can call zstd, so with it they leave sealing to us
-        self._heavy = (
-            -1 if self._pack_level else int(_HEAVY * self.layout.frame_bytes) if compiled else self.layout.frame_bytes
-        )
+        # bytes from which on a frame is heavy: none is to plain kernels, which cannot pack. No kernel can call zstd, so
+        # with that they leave sealing to us
+        heavy = int(_HEAVY * self.layout.frame_bytes) if compiled else self.layout.frame_bytes
+        self._heavy = -1 if self._pack_level else heavy
         # segments that the read kernel cannot unpack by itself, and how they are marked
         self._packed_flags = (PACKED_ZSTD,) if compiled else (PACKED_ZSTD, PACKED_LZ4)
         sealed = np.flatnonzero(self._state.lengths)
