@@ -23,7 +23,7 @@ from sb3_extra_buffers.stores.workers import run_split
 # a segment ends early when its differences would fill this much of a frame; it is heavy when they take more than
 # that part of a frame each; packing pays when no more than that is left
 _LONG = 0.75
-_HEAVY = 0.1
+_HEAVY = 0.06
 _PAYS = 0.75
 # bytes of output for which another thread pays, and what each one takes at a time
 _SPLIT_BYTES = 4 << 20
