@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 __all__ = [
+    "AlgorithmMismatchError",
+    "BudgetExceededError",
     "CodecLevelError",
     "CodecOptionError",
     "CorruptPayloadError",
+    "EmptyBufferError",
     "ExtraBuffersError",
     "HeapFullError",
+    "LayoutError",
     "MissingExtraError",
     "SpecMismatchError",
     "UnknownCodecError",
+    "UnsupportedVersionError",
 ]
 
 
@@ -55,3 +60,23 @@ class HeapFullError(ExtraBuffersError, MemoryError):
     def __reduce__(self) -> tuple[type[HeapFullError], tuple[int, int, int]]:
         # the numbers are the arguments; the message is made from them again
         return type(self), (self.needed, self.live, self.limit)
+
+
+class AlgorithmMismatchError(ExtraBuffersError, ValueError):
+    """The buffer is not set up as the algorithm that uses it expects."""
+
+
+class BudgetExceededError(ExtraBuffersError, MemoryError):
+    """The buffer holds more bytes than it may."""
+
+
+class EmptyBufferError(ExtraBuffersError, ValueError):
+    """There is nothing, or not yet enough, to read."""
+
+
+class UnsupportedVersionError(ExtraBuffersError, ValueError):
+    """Something was saved by a newer version of this library."""
+
+
+class LayoutError(ExtraBuffersError, TypeError):
+    """A buffer class does not keep its observations as SB3's buffers do."""

@@ -148,3 +148,14 @@ def _options(codec: type[Codec]) -> tuple[str, ...]:
     if codec.options is not None:
         return codec.options
     return tuple(f.name for f in fields(codec) if f.init)  # type: ignore[arg-type]  # a dataclass
+
+
+def codec_options(
+    method: str, compression: Mapping[str, Any] | None, decompression: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Options for the codec. Reading has none: what a payload needs to be read, it says itself."""
+    if decompression:
+        raise CodecOptionError(
+            f"{method!r} takes no decompression_kwargs, got {', '.join(map(repr, decompression))}; leave them out"
+        )
+    return dict(compression or {})

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.registry import get_codec, is_available, parse_method
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.errors import CodecOptionError, SpecMismatchError
+from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.kernels import has_numba
 
 __all__ = ["find_buffer_dtypes", "find_smallest_dtype", "has_igzip", "has_lz4", "has_numba", "has_zstd", "init_jit"]
@@ -96,14 +96,3 @@ def element_dtype(dtype: npt.DTypeLike | None, dtypes: Mapping[str, Any] | None)
         raise SpecMismatchError(f"dtype {np.dtype(dtype)} and dtypes['elem_type'] {np.dtype(named)} differ; give one")
     chosen = dtype if dtype is not None else named
     return np.dtype(np.uint8 if chosen is None else chosen)
-
-
-def codec_options(
-    method: str, compression: Mapping[str, Any] | None, decompression: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Options for the codec. Reading has none: what a payload needs to be read, it says itself."""
-    if decompression:
-        raise CodecOptionError(
-            f"{method!r} takes no decompression_kwargs, got {', '.join(map(repr, decompression))}; leave them out"
-        )
-    return dict(compression or {})

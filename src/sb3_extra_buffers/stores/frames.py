@@ -95,6 +95,7 @@ class FrameStore(ABC):
             scratch=np.zeros(n_tops * (BLOCK + BLOCK // 4) + 64, np.uint8),
         )
         self._bound: Any = None
+        self._table_bytes: int | None = None
 
     # ---- writing ----
 
@@ -186,6 +187,18 @@ class FrameStore(ABC):
 
     # ---- the rest ----
 
+    def erase(self, cells: Cells) -> None:
+        """Make ``cells`` unwritten; segments that lose their last reader are freed."""
+        state = self._state
+        cells = np.unique(cells)
+        ids = self.slots[cells].ravel().astype(np.int64) - 1
+        ids, counts = np.unique(ids[ids >= 0], return_counts=True)
+        self.slots[cells] = 0
+        state.refs[ids] -= counts.astype(np.int32)
+        segments = ids[state.refs[ids] == 0] // self.per_segment
+        np.subtract.at(state.live, segments, 1)
+        self._free(np.unique(segments))
+
     def clear(self) -> None:
         """Forget every observation; keep scenes, recent frames and what the codec has learnt."""
         self.settle()
@@ -207,16 +220,26 @@ class FrameStore(ABC):
         self.heap.clear()
         self._sync()
 
+    @property
+    def held_bytes(self) -> int:
+        """What is held, all tables counted in full."""
+        if self._table_bytes is None:
+            state = self._state
+            columns = state.scene_rows.nbytes + state.recent.nbytes + state.stage.nbytes
+            self._table_bytes = self._index_bytes() + self.slots.nbytes + columns
+        return self.heap.live_bytes + self._table_bytes
+
+    def _index_bytes(self) -> int:
+        state = self._state
+        columns = (
+            state.counts, state.live, state.scenes, state.refs, state.free, state.freed, state.fresh, state.fresh_ids,
+        )  # fmt: skip
+        return self.heap.index_bytes + sum(column.nbytes for column in columns)
+
     def memory_usage(self) -> MemoryUsage:
         self.settle()
         state = self._state
-        tables = (
-            self.heap.index_bytes + touched_bytes(self.slots)
-            + sum(column.nbytes for column in (
-                state.counts, state.live, state.scenes, state.refs, state.free, state.freed, state.fresh,
-                state.fresh_ids,
-            ))
-        )  # fmt: skip
+        tables = self._index_bytes() + touched_bytes(self.slots)
         opened = int(state.stage_ends[state.open_segments >= 0].sum())
         return MemoryUsage(
             payload=self.heap.live_bytes + opened,
@@ -266,7 +289,7 @@ class FrameStore(ABC):
 
     def _replace(self, **columns: Any) -> None:
         self._state = self._state._replace(**columns)
-        self._bound = None
+        self._bound = self._table_bytes = None
 
     def _adopt(self) -> None:  # noqa: B027  # most stores put nothing into the heap by hand
         """Tell the heap what lies in its gap, before it is asked to do anything."""
@@ -284,7 +307,7 @@ class FrameStore(ABC):
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
         state = self.__dict__.copy()
-        del state["_kernels"], state["_bound"]
+        del state["_kernels"], state["_bound"], state["_table_bytes"]
         state["_state"] = self._state._replace(heap=np.zeros(0, np.uint8))._asdict()
         return state
 
@@ -293,5 +316,5 @@ class FrameStore(ABC):
         self.__dict__.update(stored)
         self._kernels = frame_kernels(self._compiled)
         self._state = FrameState(**columns)
-        self._bound = None
+        self._bound = self._table_bytes = None
         self._sync()

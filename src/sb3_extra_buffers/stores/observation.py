@@ -41,6 +41,10 @@ class DenseStore:
         self.written[cells] = True
 
     @property
+    def held_bytes(self) -> int:
+        return self.rows.nbytes + self.written.nbytes
+
+    @property
     def nbytes(self) -> int:
         """Bytes in use: pages that were never written take none."""
         per_row: int = self.rows.shape[1]
@@ -55,6 +59,10 @@ class DenseStore:
         written: npt.NDArray[np.bool_] = zeros(len(rows), bool)
         written[: len(self.rows)] = self.written
         self.rows, self.written = rows, written
+
+    def erase(self, cells: Cells) -> None:
+        self.rows[cells] = 0
+        self.written[cells] = False
 
     def clear(self) -> None:
         self.rows, self.written = zeros(self.rows.shape, np.uint8), zeros(len(self.rows), bool)
@@ -201,6 +209,16 @@ class ObservationStore:
         # only now: an error on the way leaves the rows where they were
         self.choice, self._inner, self._pending = choice, inner, []
 
+    def erase(self, cells: Cells) -> None:
+        """Make ``cells`` unwritten."""
+        with self._lock:
+            if self._inner is not None:
+                self._inner.erase(cells)
+                return
+            for place, (written, streams, rows) in enumerate(self._pending):
+                kept = ~np.isin(written, cells)
+                self._pending[place] = written[kept], streams[kept], rows[kept]
+
     def clear(self) -> None:
         """Make every cell unwritten; what was decided stays."""
         with self._lock:
@@ -232,6 +250,14 @@ class ObservationStore:
                 pending = sum(rows.nbytes + cells.nbytes + streams.nbytes for cells, streams, rows in self._pending)
                 usage = MemoryUsage(payload=pending, index=0, keyframes=0, other=0, dense=0)
             return replace(usage, dense=self.n_cells * self.spec.nbytes, codecs={"": self.describe()})
+
+    @property
+    def held_bytes(self) -> int:
+        """About the total of `memory_usage`, never less; cheap enough to ask after every write."""
+        with self._lock:
+            if self._inner is not None:
+                return self._inner.held_bytes
+            return sum(rows.nbytes + cells.nbytes + streams.nbytes for cells, streams, rows in self._pending)
 
     def check(self) -> None:
         """Raise if anything inside disagrees."""

@@ -250,13 +250,17 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
                 return self._fit(array.reshape(array.shape[spare:]), shape)
         return array
 
+    def erase(self, index: Any) -> None:
+        """Make the observations that ``index`` selects unwritten, and give back what they took."""
+        self.store.erase(self._whole(index).reshape(-1))
+
     def fill(self, value: Any) -> None:
         """Set every element to ``value``."""
         self[...] = value
 
     # ---- other shapes of the same cells ----
 
-    def swapaxes(self, axis1: SupportsIndex, axis2: SupportsIndex) -> StoreView:
+    def swapaxes(self, axis1: SupportsIndex, axis2: SupportsIndex) -> Self:
         """This view with two of its leading axes exchanged."""
         axes = [operator.index(axis) for axis in (axis1, axis2)]
         axes = [axis + self.ndim if axis < 0 else axis for axis in axes]
@@ -266,7 +270,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
             )
         return self._with_cells(self._table().swapaxes(*axes))
 
-    def reshape(self, *shape: Any) -> StoreView:
+    def reshape(self, *shape: Any) -> Self:
         """This view with other leading axes; those of an observation must stay as they are."""
         wanted = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
         wanted = tuple(map(operator.index, wanted))
@@ -275,8 +279,10 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
             raise ValueError(f"cannot reshape {self.shape} into {wanted}: it must end in {self.obs_shape}")
         return self._with_cells(self._table().reshape(lead))
 
-    def _with_cells(self, cells: Cells) -> StoreView:
-        return StoreView(self.store, cells.shape, cells)
+    def _with_cells(self, cells: Cells) -> Self:
+        view = object.__new__(type(self))
+        StoreView.__init__(view, self.store, cells.shape, cells)
+        return view
 
     def sibling(self) -> Self:
         """Another array of the same shape whose frames are shared with this one's.

@@ -1,0 +1,309 @@
+"""What turns a replay buffer of SB3's layout into a compressed one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch as th
+from stable_baselines3.common import buffers as sb3_buffers
+from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
+from stable_baselines3.common.vec_env import VecNormalize
+
+from sb3_extra_buffers._sb3.algorithm import check_n_steps
+from sb3_extra_buffers._sb3.leaves import (
+    Array,
+    Leaf,
+    each_leaf,
+    fit,
+    held_bytes,
+    leaves_usage,
+    make_leaves,
+    twin,
+)
+from sb3_extra_buffers._sb3.storage import CompressedStorage
+from sb3_extra_buffers.errors import BudgetExceededError, EmptyBufferError, SpecMismatchError
+from sb3_extra_buffers.stores.usage import MemoryUsage
+from sb3_extra_buffers.stores.view import StoreView
+
+if TYPE_CHECKING:
+    _Base = sb3_buffers.ReplayBuffer
+else:
+    _Base = object
+
+# SB3 has it since 2.7
+_NStep: Any = getattr(sb3_buffers, "NStepReplayBuffer", None)
+
+
+class ReplayMixin(CompressedStorage, _Base):
+    """Keeps the observations of a replay buffer in stores; everything else stays as SB3 laid it out.
+
+    Next observations are held beside the observations and share their frames, so ``optimize_memory_usage`` has
+    nothing left to save. It is accepted, with ``handle_timeout_termination`` too; indices are then drawn as SB3
+    draws them.
+    """
+
+    observations: Any
+    next_observations: Any
+    n_steps: int
+    gamma: float
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: Any,
+        action_space: Any,
+        device: th.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        dtypes: Mapping[str, Any] | None = None,
+        normalize_images: bool = False,
+        compression_method: str | Mapping[str, str] = "auto",
+        compression_kwargs: Mapping[str, Any] | None = None,
+        decompression_kwargs: Mapping[str, Any] | None = None,
+        output_dtype: Literal["raw", "float"] = "raw",
+        max_bytes: int | None = None,
+        on_max_bytes: Literal["evict", "raise"] = "evict",
+        n_steps: int = 1,
+        gamma: float = 0.99,
+    ) -> None:
+        self._take_options(
+            dtypes=dtypes,
+            normalize_images=normalize_images,
+            compression_method=compression_method,
+            compression_kwargs=compression_kwargs,
+            decompression_kwargs=decompression_kwargs,
+            output_dtype=output_dtype,
+            max_bytes=max_bytes,
+            on_max_bytes=on_max_bytes,
+        )
+        if n_steps < 1 or (n_steps > 1 and _NStep is None):
+            raise ValueError(f"n_steps must be 1, or more with stable-baselines3>=2.7; got {n_steps}")
+        # SB3 lays out a single step, so that dense observations are never asked for
+        super().__init__(
+            n_envs,
+            observation_space,
+            action_space,
+            device=device,
+            n_envs=n_envs,
+            optimize_memory_usage=False,
+            handle_timeout_termination=handle_timeout_termination,
+        )
+        self.n_steps, self.gamma = n_steps, gamma
+        is_n_step = n_steps > 1 or (_NStep is not None and isinstance(self, _NStep))
+        self.optimize_memory_usage = optimize_memory_usage and not is_n_step
+        self._n_evicted = 0
+        self._lay_out(max(buffer_size // n_envs, 1))
+        if _NStep is None or not isinstance(self, _NStep):
+            check_n_steps(self)
+
+    def _lay_out(self, n_steps: int) -> None:
+        """Give every column that SB3 laid out for one step its length."""
+        columns = {
+            name: column
+            for name, column in vars(self).items()
+            if isinstance(column, np.ndarray) and column.shape[:2] == (1, self.n_envs)
+            and name not in ("observations", "next_observations")
+        }  # fmt: skip
+        limit = self._options.max_bytes
+        if limit is not None:
+            leaves = make_leaves(self.observation_space, self.obs_shape, (1, self.n_envs), self._options)
+            dense = [leaf for _, leaf in each_leaf(leaves) if isinstance(leaf, np.ndarray)]
+            per_step = sum(column.nbytes for column in columns.values()) + 2 * sum(leaf.nbytes for leaf in dense)
+            if per_step > limit:
+                raise BudgetExceededError(f"max_bytes={limit} is less than a single step takes, {per_step} bytes")
+            n_steps = min(n_steps, limit // per_step)
+        for name, column in columns.items():
+            setattr(self, name, np.zeros((n_steps, *column.shape[1:]), column.dtype))
+        self.buffer_size = n_steps
+        self.observations = make_leaves(self.observation_space, self.obs_shape, (n_steps, self.n_envs), self._options)
+        self.next_observations = twin(self.observations)
+        self._column_bytes = sum(np.asarray(getattr(self, name)).nbytes for name in columns)
+
+    # ---- adding ----
+
+    def add(
+        self,
+        obs: Any,
+        next_obs: Any,
+        action: npt.NDArray[Any],
+        reward: npt.NDArray[Any],
+        done: npt.NDArray[Any],
+        infos: list[dict[str, Any]],
+    ) -> None:
+        """Add one step of every environment; where anything does not fit, nothing is changed."""
+        # everything is checked before the first write
+        pairs = self._fit_pairs(obs, next_obs)
+        action = self._fit_action(action)
+        reward = self._fit_column(reward, "reward")
+        done = self._fit_column(done, "done")
+        truncated = self._fit_infos(infos) if self.handle_timeout_termination else None
+        if self._options.max_bytes is not None and self._options.on_max_bytes == "raise":
+            self._check_budget()
+        position = self.pos
+        for leaf, next_leaf, first, second in pairs:
+            if isinstance(leaf, StoreView):
+                leaf.write_with(next_leaf, position, first, second)
+            else:
+                leaf[position] = first
+                next_leaf[position] = second
+        self.actions[position] = action
+        self.rewards[position] = reward
+        self.dones[position] = done
+        if truncated is not None:
+            self.timeouts[position] = truncated
+        if self.full and self._n_evicted:
+            self._n_evicted -= 1  # its place was taken
+        self.pos = position + 1
+        if self.pos == self.buffer_size:
+            self.full = True
+            self.pos = 0
+        if self._options.max_bytes is not None:
+            self._evict_beyond(self._options.max_bytes)
+
+    def _fit_pairs(self, obs: Any, next_obs: Any) -> list[tuple[Any, Any, Array, Array]]:
+        leaves, next_leaves = self.observations, self.next_observations
+        if not isinstance(leaves, dict):
+            return [(leaves, next_leaves, fit(leaves, obs, "obs"), fit(next_leaves, next_obs, "next_obs"))]
+        missing = [key for key in leaves if key not in obs or key not in next_obs]
+        if missing:
+            raise SpecMismatchError(f"the observation lacks {', '.join(missing)}; the space has {', '.join(leaves)}")
+        return [
+            (
+                leaf,
+                next_leaves[key],
+                fit(leaf, obs[key], f"obs[{key!r}]"),
+                fit(leaf, next_obs[key], f"next_obs[{key!r}]"),
+            )
+            for key, leaf in leaves.items()
+        ]
+
+    def _fit_action(self, action: Any) -> Array:
+        try:
+            return np.asarray(action).reshape((self.n_envs, self.action_dim))
+        except ValueError:
+            raise SpecMismatchError(
+                f"actions of shape {np.shape(action)} cannot be {self.n_envs} actions of {self.action_dim} numbers; "
+                "check n_envs and the action space"
+            ) from None
+
+    def _fit_column(self, values: Any, name: str) -> Array:
+        array = np.asarray(values)
+        if array.shape == (self.n_envs,) or array.ndim == 0 or array.shape == (1,):
+            return array
+        try:
+            return (
+                array.reshape(self.n_envs)
+                if array.shape == (1, self.n_envs)
+                else np.broadcast_to(array, (self.n_envs,))
+            )
+        except ValueError:
+            raise SpecMismatchError(
+                f"{name} has shape {array.shape}, but there are {self.n_envs} environments; check n_envs"
+            ) from None
+
+    def _fit_infos(self, infos: Any) -> Array:
+        if len(infos) not in (1, self.n_envs):
+            raise SpecMismatchError(f"{len(infos)} infos for {self.n_envs} environments; check n_envs")
+        return np.array([info.get("TimeLimit.truncated", False) for info in infos])
+
+    # ---- sampling ----
+
+    def size(self) -> int:
+        """How many steps of every environment can be sampled."""
+        return (self.buffer_size if self.full else self.pos) - self._n_evicted
+
+    def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
+        """Draw ``batch_size`` transitions; random numbers are drawn in SB3's order."""
+        count = self.size()
+        if count == 0:
+            raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
+        if self._n_evicted:
+            oldest = self.pos if self.full else 0
+            steps = (np.random.randint(0, count, size=batch_size) + oldest + self._n_evicted) % self.buffer_size
+        elif self.optimize_memory_usage and self.full and self.buffer_size > 1:
+            steps = (np.random.randint(1, self.buffer_size, size=batch_size) + self.pos) % self.buffer_size
+        else:
+            steps = np.random.randint(0, count, size=batch_size)
+        return self._get_samples(steps, env=env)
+
+    def _get_samples(self, batch_inds: npt.NDArray[Any], env: VecNormalize | None = None) -> Any:
+        if self.n_steps > 1:
+            samples = _NStep._get_samples(self, batch_inds, env)
+            return DictReplayBufferSamples(*samples) if isinstance(self.observations, dict) else samples
+        envs = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
+        return self._samples_at(batch_inds, envs, env)
+
+    def _samples_at(self, steps: npt.NDArray[Any], envs: npt.NDArray[Any], env: VecNormalize | None) -> Any:
+        """The transitions at ``(steps[i], envs[i])`` as tensors."""
+        obs, next_obs = self._read_pairs(steps, envs)
+        if env is not None:
+            obs, next_obs = env.normalize_obs(obs), env.normalize_obs(next_obs)
+        # dones that are due to timeouts do not count
+        dones = self.dones[steps, envs] * (1 - self.timeouts[steps, envs])
+        rewards = self._normalize_reward(self.rewards[steps, envs].reshape(-1, 1), env)
+        make = DictReplayBufferSamples if isinstance(obs, dict) else ReplayBufferSamples
+        # all of these are fresh: no tensor needs a copy
+        return make(
+            self._obs_to_torch(obs),
+            self._to_torch(self.actions[steps, envs]),
+            self._obs_to_torch(next_obs),
+            self._to_torch(dones.reshape(-1, 1)),
+            self._to_torch(rewards),
+        )
+
+    def _read_pairs(self, steps: npt.NDArray[Any], envs: npt.NDArray[Any]) -> tuple[Any, Any]:
+        """Observations and next observations, frames that they share decoded once."""
+        leaves, next_leaves = self.observations, self.next_observations
+        if not isinstance(leaves, dict):
+            return _read_pair(leaves, next_leaves, steps, envs)
+        pairs = {key: _read_pair(leaf, next_leaves[key], steps, envs) for key, leaf in leaves.items()}
+        return {key: pair[0] for key, pair in pairs.items()}, {key: pair[1] for key, pair in pairs.items()}
+
+    # ---- memory ----
+
+    def memory_usage(self) -> MemoryUsage:
+        """What the buffer holds, by purpose; ``dense`` is one dense copy of the observations."""
+        written = 1.0 if self.full else self.pos / self.buffer_size
+        observed = leaves_usage(self.observations, 2, written)
+        return observed + MemoryUsage(0, 0, 0, int(self._column_bytes * written), 0)
+
+    def held_bytes(self) -> int:
+        """The total of `memory_usage`, a little larger but cheap to have."""
+        dense_again = sum(leaf.nbytes for _, leaf in each_leaf(self.observations) if isinstance(leaf, np.ndarray))
+        return held_bytes(self.observations) + dense_again + self._column_bytes
+
+    def _check_budget(self) -> None:
+        held, limit = self.held_bytes(), self._options.max_bytes
+        if limit is not None and held > limit:
+            raise BudgetExceededError(
+                f"the buffer holds {held} bytes in {self.size() * self.n_envs} transitions, beyond max_bytes={limit}; "
+                "raise the limit, or pass on_max_bytes='evict' to drop the oldest ones"
+            )
+
+    def _evict_beyond(self, limit: int) -> None:
+        while self.size() > 1 and self.held_bytes() > limit:
+            oldest = ((self.pos if self.full else 0) + self._n_evicted) % self.buffer_size
+            self._forget_step(oldest)
+            self._n_evicted += 1
+
+    def _forget_step(self, step: int) -> None:
+        """Give back what the observations of ``step`` take."""
+        for leaves in (self.observations, self.next_observations):
+            for _, leaf in each_leaf(leaves):
+                if isinstance(leaf, StoreView):
+                    leaf.erase(step)
+
+    def reset(self) -> None:
+        super().reset()
+        self._n_evicted = 0
+
+
+def _read_pair(leaf: Leaf, next_leaf: Leaf, steps: npt.NDArray[Any], envs: npt.NDArray[Any]) -> tuple[Array, Array]:
+    if isinstance(leaf, StoreView) and isinstance(next_leaf, StoreView):
+        first, second = leaf.read_with([next_leaf], (steps, envs))
+        return first, second
+    return leaf[steps, envs], next_leaf[steps, envs]

@@ -1,0 +1,93 @@
+"""What turns a rollout buffer of SB3's layout into a compressed one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch as th
+from stable_baselines3.common.buffers import RolloutBuffer
+
+from sb3_extra_buffers._sb3.leaves import Leaves, each_leaf, leaves_usage, make_leaves
+from sb3_extra_buffers._sb3.storage import CompressedStorage
+from sb3_extra_buffers.errors import EmptyBufferError
+from sb3_extra_buffers.stores.usage import MemoryUsage
+from sb3_extra_buffers.stores.view import StoreView
+
+if TYPE_CHECKING:
+    _Base = RolloutBuffer
+else:
+    _Base = object
+
+
+class RolloutMixin(CompressedStorage, _Base):
+    """Keeps the observations of a rollout buffer in stores; everything else stays as SB3 laid it out."""
+
+    observations: Any
+    _leaves: Any = None
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: Any,
+        action_space: Any,
+        device: th.device | str = "auto",
+        gae_lambda: float = 1,
+        gamma: float = 0.99,
+        n_envs: int = 1,
+        dtypes: Mapping[str, Any] | None = None,
+        normalize_images: bool = False,
+        compression_method: str | Mapping[str, str] = "auto",
+        compression_kwargs: Mapping[str, Any] | None = None,
+        decompression_kwargs: Mapping[str, Any] | None = None,
+        output_dtype: Literal["raw", "float"] = "raw",
+    ) -> None:
+        self._take_options(
+            dtypes=dtypes,
+            normalize_images=normalize_images,
+            compression_method=compression_method,
+            compression_kwargs=compression_kwargs,
+            decompression_kwargs=decompression_kwargs,
+            output_dtype=output_dtype,
+        )
+        if self._options.max_bytes is not None:
+            raise ValueError("max_bytes is for replay buffers: a rollout must be held as a whole")
+        super().__init__(buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs)
+
+    def reset(self) -> None:
+        """Forget the rollout; what was learnt about the observations stays."""
+        shape: Any = self.obs_shape
+        # SB3 lays out everything else; observations of no elements cost it nothing
+        self.obs_shape = {} if isinstance(shape, dict) else (0,)  # type: ignore[assignment]  # Dict buffers have a dict
+        try:
+            super().reset()
+        finally:
+            self.obs_shape = shape
+        if self._leaves is None:
+            lead = (self.buffer_size, self.n_envs)
+            self._leaves = make_leaves(self.observation_space, shape, lead, self._options)
+        else:
+            for _, leaf in each_leaf(self._leaves):
+                if isinstance(leaf, StoreView):
+                    leaf.store.clear()
+                else:
+                    leaf[...] = 0
+        # get() replaces these by flattened views
+        self.observations = Leaves(self._leaves) if isinstance(self._leaves, dict) else self._leaves
+
+    def get(self, batch_size: int | None = None) -> Any:
+        """The rollout in random batches, in SB3's order."""
+        if not self.full:
+            raise EmptyBufferError(
+                f"{self.pos} of {self.buffer_size} steps were added; a rollout is read when it is complete"
+            )
+        return super().get(batch_size)
+
+    def memory_usage(self) -> MemoryUsage:
+        """What the buffer holds, by purpose; ``dense`` is one dense copy of the observations."""
+        columns = (
+            column.nbytes for name, column in vars(self).items() if isinstance(column, np.ndarray) and name != "_leaves"
+            and name != "observations"
+        )  # fmt: skip
+        return leaves_usage(self._leaves, 1, 1.0) + MemoryUsage(0, 0, 0, sum(columns), 0)

@@ -1,0 +1,87 @@
+"""What compressed buffers of every kind have in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch as th
+
+from sb3_extra_buffers._sb3.algorithm import check_loaded
+from sb3_extra_buffers._sb3.leaves import Array, is_decoded
+from sb3_extra_buffers._sb3.options import OPTION_NAMES, StorageOptions
+from sb3_extra_buffers.errors import UnsupportedVersionError
+
+#: version of what is pickled
+STATE_VERSION = 1
+
+
+class CompressedStorage:
+    """Options, tensors and pickles."""
+
+    _options: StorageOptions
+
+    if TYPE_CHECKING:
+        device: th.device
+
+    def _take_options(self, **options: Any) -> None:
+        """Remember how observations are to be kept; who comes first is right (`OptionsFirst`)."""
+        if "_options" not in self.__dict__:
+            self._options = StorageOptions(**options)
+
+    # ---- tensors ----
+
+    def to_torch(self, array: Any, copy: bool = True) -> Any:
+        """`BaseBuffer.to_torch`; observations that were just decoded are not copied once more."""
+        if isinstance(array, dict):
+            return {key: self.to_torch(part, copy) for key, part in array.items()}
+        if is_decoded(array):
+            return self._obs_to_torch(array)
+        return super().to_torch(array, copy)  # type: ignore[misc]  # SB3's BaseBuffer comes after this class
+
+    def _obs_to_torch(self, observations: Any) -> Any:
+        if isinstance(observations, dict):
+            return {key: self._obs_to_torch(part) for key, part in observations.items()}
+        tensor = self._to_torch(observations)
+        options = self._options
+        if options.normalize_images and tensor.dtype == th.uint8 and tensor.ndim >= 4:
+            return tensor.float() / 255.0
+        return tensor.float() if options.output_dtype == "float" else tensor
+
+    def _to_torch(self, array: Array) -> th.Tensor:
+        """A tensor of the buffer's device; on the CPU it takes over the array's memory."""
+        tensor = th.from_numpy(np.ascontiguousarray(array))
+        if self.device.type == "cuda":
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device)
+
+    # ---- pickles ----
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._with_version(self.__dict__)
+
+    @staticmethod
+    def _with_version(state: dict[str, Any]) -> dict[str, Any]:
+        return state | {"_state_version": STATE_VERSION}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._check_state(state)
+        self.__dict__.update(state)
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        version = state.pop("_state_version", 0)
+        if version > STATE_VERSION:
+            raise UnsupportedVersionError(
+                f"this {type(self).__name__} was saved in version {version} of its layout, the newest known here is "
+                f"{STATE_VERSION}; update sb3-extra-buffers"
+            )
+        check_loaded(self, state)
+
+
+class OptionsFirst:
+    """For classes between whose constructors the options would get lost: takes them before any of these runs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        taken = {name: kwargs.pop(name) for name in OPTION_NAMES & kwargs.keys()}
+        self._options = StorageOptions(**taken)
+        super().__init__(*args, **kwargs)

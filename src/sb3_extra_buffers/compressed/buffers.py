@@ -1,0 +1,98 @@
+"""SB3's replay and rollout buffers with compressed observations, and their n-step and HER variants."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from stable_baselines3.common import buffers as sb3_buffers
+from stable_baselines3.common.buffers import DictReplayBuffer, DictRolloutBuffer, ReplayBuffer, RolloutBuffer
+from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
+
+from sb3_extra_buffers._sb3.algorithm import check_n_steps
+from sb3_extra_buffers._sb3.replay import ReplayMixin
+from sb3_extra_buffers._sb3.rollout import RolloutMixin
+from sb3_extra_buffers._sb3.storage import OptionsFirst
+
+__all__ = [
+    "CompressedDictNStepReplayBuffer",
+    "CompressedDictReplayBuffer",
+    "CompressedDictRolloutBuffer",
+    "CompressedHerReplayBuffer",
+    "CompressedNStepReplayBuffer",
+    "CompressedReplayBuffer",
+    "CompressedRolloutBuffer",
+]
+
+if TYPE_CHECKING:
+    from stable_baselines3.common.buffers import NStepReplayBuffer
+else:
+    # SB3 has it since 2.7; before that there is nothing to be an instance of
+    NStepReplayBuffer = getattr(sb3_buffers, "NStepReplayBuffer", type("NStepReplayBuffer", (), {}))
+
+
+class CompressedReplayBuffer(ReplayMixin, ReplayBuffer):
+    """`ReplayBuffer` that holds image observations in about a hundredth of the memory, lossless.
+
+    Same batches as SB3's at the same seed. Arguments up to ``handle_timeout_termination`` are SB3's; ``n_steps`` and
+    ``gamma`` make it an n-step buffer; `StorageOptions` explains the others.
+
+    Example:
+        >>> from gymnasium import spaces
+        >>> images = spaces.Box(0, 255, (4, 84, 84), "uint8")
+        >>> buffer = CompressedReplayBuffer(100_000, images, spaces.Discrete(6), device="cpu", n_envs=4)
+    """
+
+
+class CompressedDictReplayBuffer(ReplayMixin, DictReplayBuffer):
+    """`DictReplayBuffer` with compressed observations: each key is stored as suits it.
+
+    ``compression_method`` may name a method for each key. A single one is meant for the images; vectors stay as they
+    are.
+    """
+
+
+class CompressedRolloutBuffer(RolloutMixin, RolloutBuffer):
+    """`RolloutBuffer` that holds image observations in about a hundredth of the memory, lossless.
+
+    Same batches as SB3's at the same seed. Arguments up to ``n_envs`` are SB3's; `StorageOptions` explains the others.
+    """
+
+
+class CompressedDictRolloutBuffer(RolloutMixin, DictRolloutBuffer):
+    """`DictRolloutBuffer` with compressed observations: each key is stored as suits it."""
+
+
+class CompressedNStepReplayBuffer(NStepReplayBuffer, CompressedReplayBuffer):
+    """`NStepReplayBuffer` with compressed observations; ``n_steps`` and ``gamma`` must be those of the algorithm."""
+
+    def __init__(self, *args: Any, n_steps: int = 3, gamma: float = 0.99, **kwargs: Any) -> None:
+        super().__init__(*args, n_steps=n_steps, gamma=gamma, **kwargs)
+        check_n_steps(self)
+
+
+class CompressedDictNStepReplayBuffer(CompressedDictReplayBuffer):
+    """n-step returns for Dict observations, which SB3 itself does not have."""
+
+    def __init__(self, *args: Any, n_steps: int = 3, gamma: float = 0.99, **kwargs: Any) -> None:
+        kwargs |= {"n_steps": n_steps, "gamma": gamma}
+        super().__init__(*args, **kwargs)
+
+
+class CompressedHerReplayBuffer(OptionsFirst, HerReplayBuffer, CompressedDictReplayBuffer):
+    """`HerReplayBuffer` with compressed observations; takes its arguments and those of the compressed buffers."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._check_state(state)
+        super().__setstate__(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._with_version(super().__getstate__())
+
+    def _forget_step(self, step: int) -> None:
+        # no goal may be taken from an episode whose beginning is gone
+        for env in range(self.n_envs):
+            length = self.ep_length[step, env]
+            if length > 0:
+                steps = (self.ep_start[step, env] + range(length)) % self.buffer_size
+                self.ep_length[steps, env] = 0
+        super()._forget_step(step)

@@ -1,0 +1,59 @@
+"""Figures of a compressed buffer in SB3's logs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stable_baselines3.common.callbacks import BaseCallback
+
+from sb3_extra_buffers._sb3.storage import CompressedStorage
+from sb3_extra_buffers.errors import LayoutError
+
+__all__ = ["BufferUsageCallback"]
+
+
+class BufferUsageCallback(BaseCallback):
+    """Logs what the model's buffer holds, under ``buffer/…``: on stdout, in TensorBoard, wherever SB3 logs to.
+
+    Args:
+        log_freq: Steps of the environments between two looks at the buffer.
+
+    Example:
+        >>> model.learn(100_000, callback=BufferUsageCallback())  # doctest: +SKIP
+    """
+
+    def __init__(self, log_freq: int = 1000, verbose: int = 0) -> None:
+        super().__init__(verbose)
+        self.log_freq = log_freq
+
+    def _buffer(self) -> Any:
+        for name in ("replay_buffer", "rollout_buffer"):
+            buffer = getattr(self.model, name, None)
+            if isinstance(buffer, CompressedStorage):
+                return buffer
+        raise LayoutError(
+            f"{type(self.model).__name__} has no compressed buffer to report on; "
+            "pass replay_buffer_class or rollout_buffer_class"
+        )
+
+    def _on_training_start(self) -> None:
+        self._buffer()
+
+    def _on_step(self) -> bool:
+        if self.n_calls % self.log_freq == 0:
+            self._log()
+        return True
+
+    def _on_training_end(self) -> None:
+        self._log()
+
+    def _log(self) -> None:
+        usage = self._buffer().memory_usage()
+        figures = {"megabytes": usage.total / 1e6, "percent_of_dense": 100 * usage.ratio}
+        for name in ("payload", "index", "keyframes", "other"):
+            figures[f"{name}_megabytes"] = getattr(usage, name) / 1e6
+        for name, value in figures.items():
+            self.logger.record(f"buffer/{name}", value)
+        for key, method in usage.codecs.items():
+            # the name; why it was chosen is too long for a table
+            self.logger.record(f"buffer/method_{key}" if key else "buffer/method", method.partition(" ")[0])

@@ -1,0 +1,60 @@
+"""sb3-contrib's rollout buffers with compressed observations; needs ``sb3-contrib``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sb3_contrib.common.maskable.buffers import MaskableDictRolloutBuffer, MaskableRolloutBuffer
+from sb3_contrib.common.recurrent.buffers import RecurrentDictRolloutBuffer, RecurrentRolloutBuffer
+
+from sb3_extra_buffers._sb3.storage import OptionsFirst
+from sb3_extra_buffers.compressed.buffers import CompressedDictRolloutBuffer, CompressedRolloutBuffer
+
+__all__ = [
+    "CompressedMaskableDictRolloutBuffer",
+    "CompressedMaskableRolloutBuffer",
+    "CompressedRecurrentDictRolloutBuffer",
+    "CompressedRecurrentRolloutBuffer",
+    "use_rollout_buffer",
+]
+
+
+class CompressedMaskableRolloutBuffer(OptionsFirst, MaskableRolloutBuffer, CompressedRolloutBuffer):
+    """`MaskableRolloutBuffer` with compressed observations."""
+
+
+class CompressedMaskableDictRolloutBuffer(OptionsFirst, MaskableDictRolloutBuffer, CompressedDictRolloutBuffer):
+    """`MaskableDictRolloutBuffer` with compressed observations."""
+
+
+class CompressedRecurrentRolloutBuffer(OptionsFirst, RecurrentRolloutBuffer, CompressedRolloutBuffer):
+    """`RecurrentRolloutBuffer` with compressed observations; `use_rollout_buffer` gives one to a model."""
+
+
+class CompressedRecurrentDictRolloutBuffer(OptionsFirst, RecurrentDictRolloutBuffer, CompressedDictRolloutBuffer):
+    """`RecurrentDictRolloutBuffer` with compressed observations; `use_rollout_buffer` gives one to a model."""
+
+
+def use_rollout_buffer(model: Any, buffer_class: type[Any], **options: Any) -> None:
+    """Replace the rollout buffer of ``model`` by an empty one of ``buffer_class`` with the same settings.
+
+    ``RecurrentPPO`` names its buffer class itself and takes no other. Call this after the model is made, and again
+    after it is loaded.
+
+    Example:
+        >>> model = RecurrentPPO("CnnLstmPolicy", env)  # doctest: +SKIP
+        >>> use_rollout_buffer(model, CompressedRecurrentRolloutBuffer)  # doctest: +SKIP
+    """
+    old = model.rollout_buffer
+    if hasattr(old, "hidden_state_shape"):
+        options["hidden_state_shape"] = old.hidden_state_shape
+    model.rollout_buffer = buffer_class(
+        old.buffer_size,
+        old.observation_space,
+        old.action_space,
+        device=old.device,
+        gae_lambda=old.gae_lambda,
+        gamma=old.gamma,
+        n_envs=old.n_envs,
+        **options,
+    )
