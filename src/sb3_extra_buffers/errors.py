@@ -9,12 +9,15 @@ __all__ = [
     "CodecOptionError",
     "CorruptPayloadError",
     "EmptyBufferError",
+    "EnvironmentOptionError",
     "ExtraBuffersError",
     "HeapFullError",
     "LayoutError",
     "MissingExtraError",
+    "MissingRomError",
     "SpecMismatchError",
     "UnknownCodecError",
+    "UnknownEnvironmentError",
     "UnsupportedVersionError",
 ]
 
@@ -80,3 +83,15 @@ class UnsupportedVersionError(ExtraBuffersError, ValueError):
 
 class LayoutError(ExtraBuffersError, TypeError):
     """A buffer class does not keep its observations as SB3's buffers do."""
+
+
+class UnknownEnvironmentError(ExtraBuffersError, ValueError):
+    """No environment goes by this name, or it is of another kind."""
+
+
+class MissingRomError(ExtraBuffersError, FileNotFoundError):
+    """The game is known but its ROM is not where ale-py looks for it."""
+
+
+class EnvironmentOptionError(ExtraBuffersError, ValueError):
+    """Environments cannot be made or used with this option."""

@@ -111,10 +111,11 @@ def fit(leaf: Leaf, observations: Any, name: str) -> Array:
 
     As in SB3, what NumPy can broadcast will do, and floats are rounded to the space's precision.
     """
-    shape, dtype = leaf.shape[1:], leaf.dtype
     array = np.asarray(observations)
-    if array.dtype == dtype and array.shape == shape:
+    dtype = leaf.dtype
+    if array.dtype == dtype and array.shape == leaf.shape[1:]:
         return array
+    shape = leaf.shape[1:]
     if array.dtype != dtype:
         array = cast(array, dtype, name)
     if array.shape != shape:

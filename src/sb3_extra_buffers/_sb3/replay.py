@@ -16,6 +16,7 @@ from sb3_extra_buffers._sb3.algorithm import check_n_steps
 from sb3_extra_buffers._sb3.leaves import (
     Array,
     Leaf,
+    Leaves,
     each_leaf,
     fit,
     held_bytes,
@@ -121,6 +122,9 @@ class ReplayMixin(CompressedStorage, _Base):
         self.buffer_size = n_steps
         self.observations = make_leaves(self.observation_space, self.obs_shape, (n_steps, self.n_envs), self._options)
         self.next_observations = twin(self.observations)
+        self._step_shape = None if isinstance(self.observations, Leaves) else self.observations.shape[1:]
+        self._lane = (self.n_envs,)
+        self._action_shape = (self.n_envs, self.action_dim)
         self._column_bytes = sum(np.asarray(getattr(self, name)).nbytes for name in columns)
 
     # ---- adding ----
@@ -135,39 +139,50 @@ class ReplayMixin(CompressedStorage, _Base):
         infos: list[dict[str, Any]],
     ) -> None:
         """Add one step of every environment; where anything does not fit, nothing is changed."""
-        # everything is checked before the first write
-        pairs = self._fit_pairs(obs, next_obs)
-        action = self._fit_action(action)
-        reward = self._fit_column(reward, "reward")
-        done = self._fit_column(done, "done")
+        # everything is checked before the first write; what is as it should be, without a call
+        leaves, next_leaves = self.observations, self.next_observations
+        pairs = None
+        if type(leaves) is Leaves:
+            pairs = self._fit_pairs(obs, next_obs)
+        else:
+            shape, dtype = self._step_shape, leaves.dtype
+            if type(obs) is not np.ndarray or obs.shape != shape or obs.dtype != dtype:
+                obs = fit(leaves, obs, "obs")
+            if type(next_obs) is not np.ndarray or next_obs.shape != shape or next_obs.dtype != dtype:
+                next_obs = fit(leaves, next_obs, "next_obs")
+        if type(action) is not np.ndarray or action.shape != self._action_shape:
+            action = self._fit_action(action)
+        lane = self._lane
+        if type(reward) is not np.ndarray or reward.shape != lane:
+            reward = self._fit_column(reward, "reward")
+        if type(done) is not np.ndarray or done.shape != lane:
+            done = self._fit_column(done, "done")
         truncated = self._fit_infos(infos) if self.handle_timeout_termination else None
-        if self._options.max_bytes is not None and self._options.on_max_bytes == "raise":
+        limit = self._options.max_bytes
+        if limit is not None and self._options.on_max_bytes == "raise":
             self._check_budget()
         position = self.pos
-        for leaf, next_leaf, first, second in pairs:
-            if isinstance(leaf, StoreView):
-                leaf.write_with(next_leaf, position, first, second)
-            else:
-                leaf[position] = first
-                next_leaf[position] = second
+        if pairs is None:
+            _write_pair(leaves, next_leaves, position, obs, next_obs)
+        else:
+            for leaf, next_leaf, first, second in pairs:
+                _write_pair(leaf, next_leaf, position, first, second)
         self.actions[position] = action
         self.rewards[position] = reward
         self.dones[position] = done
         if truncated is not None:
             self.timeouts[position] = truncated
-        if self.full and self._n_evicted:
+        if self._n_evicted and self.full:
             self._n_evicted -= 1  # its place was taken
         self.pos = position + 1
         if self.pos == self.buffer_size:
             self.full = True
             self.pos = 0
-        if self._options.max_bytes is not None:
-            self._evict_beyond(self._options.max_bytes)
+        if limit is not None:
+            self._evict_beyond(limit)
 
     def _fit_pairs(self, obs: Any, next_obs: Any) -> list[tuple[Any, Any, Array, Array]]:
         leaves, next_leaves = self.observations, self.next_observations
-        if not isinstance(leaves, dict):
-            return [(leaves, next_leaves, fit(leaves, obs, "obs"), fit(next_leaves, next_obs, "next_obs"))]
         missing = [key for key in leaves if key not in obs or key not in next_obs]
         if missing:
             raise SpecMismatchError(f"the observation lacks {', '.join(missing)}; the space has {', '.join(leaves)}")
@@ -192,7 +207,8 @@ class ReplayMixin(CompressedStorage, _Base):
 
     def _fit_column(self, values: Any, name: str) -> Array:
         array = np.asarray(values)
-        if array.shape == (self.n_envs,) or array.ndim == 0 or array.shape == (1,):
+        # what NumPy broadcasts will do, as in SB3
+        if (array.size == self.n_envs and array.ndim == 1) or array.size == 1:
             return array
         try:
             return (
@@ -205,10 +221,11 @@ class ReplayMixin(CompressedStorage, _Base):
                 f"{name} has shape {array.shape}, but there are {self.n_envs} environments; check n_envs"
             ) from None
 
-    def _fit_infos(self, infos: Any) -> Array:
-        if len(infos) not in (1, self.n_envs):
+    def _fit_infos(self, infos: Any) -> list[bool]:
+        truncated = [info.get("TimeLimit.truncated", False) for info in infos]
+        if len(truncated) != self.n_envs and len(truncated) != 1:
             raise SpecMismatchError(f"{len(infos)} infos for {self.n_envs} environments; check n_envs")
-        return np.array([info.get("TimeLimit.truncated", False) for info in infos])
+        return truncated
 
     # ---- sampling ----
 
@@ -300,6 +317,14 @@ class ReplayMixin(CompressedStorage, _Base):
     def reset(self) -> None:
         super().reset()
         self._n_evicted = 0
+
+
+def _write_pair(leaf: Any, next_leaf: Any, position: int, first: Array, second: Array) -> None:
+    if type(leaf) is np.ndarray:
+        leaf[position] = first
+        next_leaf[position] = second
+    else:
+        leaf.write_with(next_leaf, position, first, second)
 
 
 def _read_pair(leaf: Leaf, next_leaf: Leaf, steps: npt.NDArray[Any], envs: npt.NDArray[Any]) -> tuple[Array, Array]:

@@ -535,5 +535,17 @@ write_step = njit(**_OPTIONS)(plain.write_step)
 
 
 @njit(**_OPTIONS)
-def write_frames(*arguments: Any) -> int:
-    return plain.write_frames(*arguments)
+def write_frames(
+    state: Any,
+    slots: Any,
+    frames: Any,
+    streams: Any,
+    cells: Any,
+    first: int,
+    per_segment: int,
+    most_bytes: int,
+    heavy: int,
+    delta: bool,
+    wide: bool,
+) -> int:
+    return plain.write_frames(state, slots, frames, streams, cells, first, per_segment, most_bytes, heavy, delta, wide)

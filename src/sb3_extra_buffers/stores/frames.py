@@ -63,7 +63,8 @@ class FrameStore(ABC):
         # the last stream is for frames that are moved out of mostly dead segments
         streams, size = n_streams + 1, layout.frame_bytes
         n_tops = padded(size) // BLOCK
-        places = layout.stack + 1
+        # those of the stream's observation, or the frame before where that is a single one
+        places = max(layout.stack, 2)
         self._state = FrameState(
             heap=self.heap.data,
             scene_rows=np.zeros(0, np.uint8),
@@ -244,7 +245,7 @@ class FrameStore(ABC):
         return MemoryUsage(
             payload=self.heap.live_bytes + opened,
             index=int(tables),
-            keyframes=int(state.scene_rows.nbytes + state.recent.nbytes),
+            keyframes=touched_bytes(state.scene_rows) + touched_bytes(state.recent),
             other=0,
             dense=0,
         )
