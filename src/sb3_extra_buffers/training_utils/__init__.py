@@ -1,0 +1,1 @@
+"""Environments, evaluation and warm-up: what examples and benchmarks share."""

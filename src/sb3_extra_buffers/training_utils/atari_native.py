@@ -1,0 +1,177 @@
+"""ale-py's own vector environment, threads in C++, as an SB3 `VecEnv`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import VecEnv
+
+from sb3_extra_buffers.errors import EnvironmentOptionError, MissingExtraError
+
+__all__ = ["NativeAtariVecEnv"]
+
+# what a registered game may say that ale-py's vector environment can do, too
+_GAME_OPTIONS = {"game", "repeat_action_probability", "full_action_space", "max_num_frames_per_episode", "frameskip"}
+
+
+class NativeAtariVecEnv(VecEnv):
+    """Games stepped by ale-py's threads, with the preprocessing of SB3's ``AtariWrapper`` and ``VecFrameStack``.
+
+    Observations, rewards, ends of episodes on lost lives, ``info["episode"]`` of whole games with unclipped rewards,
+    ``terminal_observation`` and ``TimeLimit.truncated`` are as there. What differs:
+
+    - Frames become grey before the larger of the last two is taken, not after, and are resized by ale-py: most pixels
+      are equal, others differ by a little.
+    - The number of no-ops at the start of a game comes from ale-py's own generator.
+    - ``FIRE`` is pressed once for a frame when a game starts, and not after a lost life: the agent has to press it.
+    - After a lost life the game goes on with the frame of the loss; SB3 does nothing for one step first.
+    - The length ``info["episode"]["l"]`` counts whole steps of ``frame_skip`` frames.
+    - There is no rendering, and no single environment whose methods or attributes could be used.
+
+    Args:
+        game: What the game was registered with, from `game_options`.
+        n_envs: How many games are played at once.
+        framestack: Frames in an observation; None or 1 for single frames.
+        seed: Of the first game; the others count on from it.
+        n_threads: Threads to step games in; 0 for as many as there are cores.
+        noop_max, frame_skip, screen_size, terminal_on_life_loss, clip_reward, action_repeat_probability: As in
+            ``AtariWrapper``.
+    """
+
+    def __init__(
+        self,
+        game: Mapping[str, Any],
+        n_envs: int = 1,
+        framestack: int | None = 4,
+        seed: int | None = None,
+        n_threads: int = 0,
+        noop_max: int = 30,
+        frame_skip: int = 4,
+        screen_size: int = 84,
+        terminal_on_life_loss: bool = True,
+        clip_reward: bool = True,
+        action_repeat_probability: float = 0.0,
+    ) -> None:
+        try:
+            from ale_py.vector_env import AtariVectorEnv
+        except ImportError:
+            raise MissingExtraError(
+                "native Atari environments need 'ale-py' 0.11 or newer: pip install -U 'sb3-extra-buffers[extra]'"
+            ) from None
+        unknown = game.keys() - _GAME_OPTIONS
+        if unknown:
+            raise EnvironmentOptionError(
+                f"ale-py's vector environment has no {', '.join(sorted(map(repr, unknown)))}; leave out native=True"
+            )
+        self._env = AtariVectorEnv(
+            game["game"],
+            num_envs=n_envs,
+            num_threads=n_threads,
+            max_num_frames_per_episode=game.get("max_num_frames_per_episode", 108_000),
+            repeat_action_probability=max(game.get("repeat_action_probability", 0.0), action_repeat_probability),
+            full_action_space=game.get("full_action_space", False),
+            autoreset_mode="SameStep",
+            img_height=screen_size,
+            img_width=screen_size,
+            stack_num=framestack or 1,
+            frameskip=frame_skip,
+            maxpool=frame_skip > 1,
+            noop_max=noop_max,
+            # lives and rewards are seen to here: episodes are reported as they were before both
+            episodic_life=False,
+            reward_clipping=False,
+        )
+        self._n_actions = len(self._env.ale.get_action_set())
+        self._frame_skip = frame_skip
+        self._terminal_on_life_loss = terminal_on_life_loss
+        self._clip_reward = clip_reward
+        self._start = time.time()
+        super().__init__(n_envs, self._env.single_observation_space, self._env.single_action_space)
+        self._stack = framestack or 1
+        self._lives = np.zeros(n_envs, np.int64)
+        self._frames = np.zeros(n_envs, np.int64)
+        self._returns = np.zeros(n_envs, np.float64)
+        # frames since the last loss of a life, as far as they matter
+        self._seen = np.full(n_envs, self._stack)
+        self.seed(seed)
+
+    def reset(self) -> npt.NDArray[np.uint8]:
+        # ale-py takes 32 bits with a sign, and a negative number for none
+        seeds = np.array([-1 if seed is None else seed % 2**31 for seed in self._seeds])
+        observations, info = self._env.reset(seed=seeds)
+        self._reset_seeds()
+        self._reset_options()
+        self.reset_infos = self._infos(info)
+        self._lives[:], self._frames[:] = info["lives"], info["episode_frame_number"]
+        self._returns[:], self._seen[:] = 0, self._stack
+        return np.asarray(observations)
+
+    def step_async(self, actions: npt.NDArray[Any]) -> None:
+        actions = np.asarray(actions)
+        if actions.shape != (self.num_envs,) or not np.issubdtype(actions.dtype, np.integer):
+            raise EnvironmentOptionError(
+                f"expected one whole number for each of {self.num_envs} environments, "
+                f"got {actions.dtype} of shape {actions.shape}"
+            )
+        if actions.min() < 0 or actions.max() >= self._n_actions:
+            raise EnvironmentOptionError(f"actions must be 0 to {self._n_actions - 1}, got {actions.tolist()}")
+        self._env.send(actions.astype(np.int64))
+
+    def step_wait(self) -> tuple[Any, Any, Any, list[dict[str, Any]]]:
+        observations, scores, terminated, truncated, info = self._env.recv()
+        over = terminated | truncated
+        lost = ~over & (info["lives"] > 0) & (info["lives"] < self._lives) & self._terminal_on_life_loss
+        self._returns += scores
+        infos = self._infos(info)
+        self._seen = np.minimum(self._seen + 1, self._stack)
+        for env in np.flatnonzero(self._seen < self._stack):
+            observations[env, : -self._seen[env]] = 0
+        for env in np.flatnonzero(over):
+            last = info["final_obs"][env].copy()
+            last[: self._stack - self._seen[env]] = 0
+            infos[env]["terminal_observation"] = last
+            infos[env]["episode"] = {
+                "r": round(float(self._returns[env]), 6),
+                "l": int(self._frames[env]) + self._frame_skip,
+                "t": round(time.time() - self._start, 6),
+            }
+            infos[env]["TimeLimit.truncated"] = bool(truncated[env] and not terminated[env])
+            self._returns[env], self._seen[env] = 0, self._stack
+        for env in np.flatnonzero(lost):
+            infos[env]["terminal_observation"] = observations[env].copy()
+            infos[env]["TimeLimit.truncated"] = False
+            observations[env, :-1] = 0
+            self._seen[env] = 1
+        self._lives[:], self._frames[:] = info["lives"], info["episode_frame_number"]
+        rewards = (np.sign(scores) if self._clip_reward else scores).astype(np.float32)
+        return observations, rewards, over | lost, infos
+
+    def _infos(self, info: Mapping[str, Any]) -> list[dict[str, Any]]:
+        keys = ("lives", "frame_number", "episode_frame_number")
+        columns = [info[key].tolist() for key in keys]
+        return [dict(zip(keys, values, strict=True)) for values in zip(*columns, strict=True)]
+
+    def close(self) -> None:
+        self._env.close()
+
+    def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
+        if attr_name == "render_mode":
+            return [None for _ in self._get_indices(indices)]
+        if attr_name in ("observation_space", "action_space"):
+            return [getattr(self, attr_name) for _ in self._get_indices(indices)]
+        raise AttributeError(f"{type(self).__name__} has no single environments to get {attr_name!r} from")
+
+    def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
+        raise AttributeError(f"{type(self).__name__} has no single environments to set {attr_name!r} of")
+
+    def env_method(self, method_name: str, *method_args: Any, indices: Any = None, **method_kwargs: Any) -> list[Any]:
+        raise AttributeError(f"{type(self).__name__} has no single environments to call {method_name!r} of")
+
+    def env_is_wrapped(self, wrapper_class: type[Any], indices: Any = None) -> list[bool]:
+        # episodes are reported as by a Monitor, which is what evaluation asks for
+        return [issubclass(wrapper_class, Monitor) for _ in self._get_indices(indices)]
