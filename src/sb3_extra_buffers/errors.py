@@ -8,17 +8,23 @@ __all__ = [
     "CodecLevelError",
     "CodecOptionError",
     "CorruptPayloadError",
+    "DamagedFileError",
     "EmptyBufferError",
     "EnvironmentOptionError",
     "ExtraBuffersError",
+    "FileFormatError",
+    "FileWriteError",
     "HeapFullError",
     "LayoutError",
     "MissingExtraError",
+    "NotSaveableError",
+    "ReadOnlyBufferError",
     "MissingRomError",
     "SpecMismatchError",
     "UnknownCodecError",
     "UnknownEnvironmentError",
     "UnsupportedVersionError",
+    "UntrustedFileError",
 ]
 
 
@@ -95,3 +101,27 @@ class MissingRomError(ExtraBuffersError, FileNotFoundError):
 
 class EnvironmentOptionError(ExtraBuffersError, ValueError):
     """Environments cannot be made or used with this option."""
+
+
+class FileFormatError(ExtraBuffersError, ValueError):
+    """This is no saved buffer, or not one of the kind that was asked for."""
+
+
+class DamagedFileError(ExtraBuffersError, ValueError):
+    """A saved buffer was cut short or changed after it was written."""
+
+
+class FileWriteError(ExtraBuffersError, OSError):
+    """A buffer could not be saved; what was saved before is still there."""
+
+
+class NotSaveableError(ExtraBuffersError, TypeError):
+    """A buffer holds something that has no place in a file without code."""
+
+
+class ReadOnlyBufferError(ExtraBuffersError, TypeError):
+    """A buffer that was opened to be read cannot be changed."""
+
+
+class UntrustedFileError(ExtraBuffersError, PermissionError):
+    """Reading this file could run code; that needs an explicit word."""
