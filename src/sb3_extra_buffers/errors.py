@@ -15,14 +15,17 @@ __all__ = [
     "FileFormatError",
     "FileWriteError",
     "HeapFullError",
+    "IndexOutOfRangeError",
     "LayoutError",
     "MissingExtraError",
     "NotSaveableError",
     "ReadOnlyBufferError",
     "MissingRomError",
+    "SharingError",
     "SpecMismatchError",
     "UnknownCodecError",
     "UnknownEnvironmentError",
+    "UnknownFieldError",
     "UnsupportedVersionError",
     "UntrustedFileError",
 ]
@@ -125,3 +128,19 @@ class ReadOnlyBufferError(ExtraBuffersError, TypeError):
 
 class UntrustedFileError(ExtraBuffersError, PermissionError):
     """Reading this file could run code; that needs an explicit word."""
+
+
+class IndexOutOfRangeError(ExtraBuffersError, IndexError):
+    """Something was asked for that is not there."""
+
+
+class UnknownFieldError(ExtraBuffersError, KeyError):
+    """No field goes by this name."""
+
+    def __str__(self) -> str:
+        # a KeyError would print the representation of its message
+        return str(self.args[0]) if self.args else ""
+
+
+class SharingError(ExtraBuffersError, RuntimeError):
+    """Another process cannot have this the way it was about to."""
