@@ -18,11 +18,13 @@ __all__ = [
     "IndexOutOfRangeError",
     "LayoutError",
     "MissingExtraError",
-    "NotSaveableError",
-    "ReadOnlyBufferError",
     "MissingRomError",
+    "NotSaveableError",
+    "PriorityError",
+    "ReadOnlyBufferError",
     "SharingError",
     "SpecMismatchError",
+    "StaleIndexError",
     "UnknownCodecError",
     "UnknownEnvironmentError",
     "UnknownFieldError",
@@ -144,3 +146,11 @@ class UnknownFieldError(ExtraBuffersError, KeyError):
 
 class SharingError(ExtraBuffersError, RuntimeError):
     """Another process cannot have this the way it was about to."""
+
+
+class PriorityError(ExtraBuffersError, ValueError):
+    """A TD error cannot become a priority."""
+
+
+class StaleIndexError(ExtraBuffersError, IndexError):
+    """An index names a transition that is not in the buffer, or not any more."""
