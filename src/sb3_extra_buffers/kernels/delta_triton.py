@@ -1,0 +1,648 @@
+"""`kernels.delta_torch` on a GPU: one program writes a stream's step, one reads a part of a row's frames.
+
+Frames are handled as 64-bit words. Nothing comes back to the host: a heap that is full is noted in a counter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+from sb3_extra_buffers.codecs.delta import BLOCK, padded, top_bytes
+from sb3_extra_buffers.kernels import delta_torch as plain
+from sb3_extra_buffers.kernels.delta_torch import DeviceTables, FrameShape, Write, capacity_of
+
+__all__ = ["DeviceKernels", "make_job"]
+
+# programs to a row, changed lines that one takes at a time, and warps to a program; measured
+_PARTS, _SOME, _READ_WARPS, _WRITE_WARPS = 2, 32, 4, 16
+
+_OPEN = tl.constexpr(plain.OPEN)
+_OPENED = tl.constexpr(plain.OPENED)
+_END = tl.constexpr(plain.END)
+_COUNT = tl.constexpr(plain.COUNT)
+_WALK = tl.constexpr(plain.WALK)
+_PLACE = tl.constexpr(plain.PLACE)
+_COST = tl.constexpr(plain.COST)
+_LOST = tl.constexpr(plain.LOST)
+_HELD = tl.constexpr(plain.HELD)
+_FLOOR = tl.constexpr(plain.FLOOR)
+_N_COLUMNS = tl.constexpr(plain.N_COLUMNS)
+_N_TRIED = tl.constexpr(plain.N_TRIED)
+_NEEDED = tl.constexpr(plain.NEEDED)
+_SPARE = tl.constexpr(plain.SPARE)
+_NOWHERE = tl.constexpr(plain.NOWHERE)
+_NONE = tl.constexpr(plain.NONE)
+_FAR = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def _ones(mask):
+    """Set bits of a byte."""
+    mask = mask - ((mask >> 1) & 0x55)
+    mask = (mask & 0x33) + ((mask >> 2) & 0x33)
+    return (mask + (mask >> 4)) & 0x0F
+
+
+@triton.jit
+def _ones64(mask):
+    """Set bits of an unsigned 64-bit word."""
+    mask = mask - ((mask >> 1) & 0x5555555555555555)
+    mask = (mask & 0x3333333333333333) + ((mask >> 2) & 0x3333333333333333)
+    mask = (mask + (mask >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((mask * 0x0101010101010101) >> 56).to(tl.int32)
+
+
+@triton.jit
+def _low64(count):
+    """A word whose lowest ``count`` bytes are set, none to eight."""
+    # shifted twice, because a shift by all 64 bits is undefined
+    count = count.to(tl.uint64)
+    return ~((~(count ^ count)) << (4 * count) << (4 * count))
+
+
+@triton.jit
+def _window(words_ptr, at, mask):
+    """Eight bytes from ``at`` on, wherever that lies."""
+    low = tl.load(words_ptr + (at >> 3), mask=mask, other=0).to(tl.uint64, bitcast=True)
+    high = tl.load(words_ptr + (at >> 3) + 1, mask=mask, other=0).to(tl.uint64, bitcast=True)
+    shift = ((at & 7) * 8).to(tl.uint64)
+    return (low >> shift) | ((high << 1) << (63 - shift))
+
+
+# ---- reading ----
+
+
+@triton.jit(do_not_specialize=["n_rows", "capacity"])
+def _read_kernel(
+    out_ptr,  # int64 [set, row, stack, word]
+    heap_ptr,  # uint8 [capacity]
+    heap_words_ptr,  # int64, the same memory
+    stage_ptr,  # uint8 [stream * room]
+    stage_words_ptr,  # int64, the same memory
+    starts_ptr,  # int64 [segment]
+    scenes_ptr,  # int32 [segment]
+    scene_rows_ptr,  # int64 [scene, word]
+    slots_ptr,  # int32 [cell, stack]
+    cells_ptr,  # int64 [set, row]
+    n_rows,
+    capacity,
+    N_SETS: tl.constexpr,
+    STACK: tl.constexpr,
+    TARGETS: tl.constexpr,
+    PER: tl.constexpr,
+    SIZE: tl.constexpr,
+    N_TOPS: tl.constexpr,
+    LINES: tl.constexpr,
+    WORDS: tl.constexpr,
+    SCENE_WORDS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SOME: tl.constexpr,
+):
+    """Rebuild a row's frames, segment by segment: each one grows from the one before it where it is wanted.
+
+    A segment of a row is one program's, so that a row whose frames lie in two of them is read by two at once.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    target = tl.arange(0, TARGETS)
+    wanted = target < N_SETS * STACK
+    cell = tl.load(cells_ptr + (target // STACK).to(tl.int64) * n_rows + row, mask=wanted, other=0)
+    ids = tl.load(slots_ptr + cell * STACK + target % STACK, mask=wanted, other=0) - 1
+    word = tl.arange(0, 8 * LINES)
+    inside = word < WORDS
+    if part == 0:
+        for i in tl.static_range(N_SETS * STACK):
+            if tl.sum(tl.where(target == i, ids, 0), axis=0) < 0:
+                to = (((i // STACK) * n_rows + row) * STACK + i % STACK).to(tl.int64) * WORDS
+                tl.store(out_ptr + to + word, tl.zeros([8 * LINES], tl.int64), mask=inside)
+    segments = tl.where(ids >= 0, ids // PER, _FAR)
+    segment = tl.min(segments, axis=0)
+    turn = 0
+    while segment < _FAR:
+        if turn % PARTS == part:
+            depths = tl.where(segments == segment, ids % PER, _FAR)
+            start = tl.load(starts_ptr + segment)
+            opened = start < 0
+            at = tl.where(opened, -1 - start, start % capacity)
+            payload = tl.where(opened, stage_ptr, heap_ptr)
+            words = tl.where(opened, stage_words_ptr, heap_words_ptr)
+            table = payload + at + 2
+            at += 2 + 2 * tl.where(opened, PER, tl.load(payload + at + 1).to(tl.int32))
+            depth = tl.min(depths, axis=0)
+            building = tl.argmin(depths, axis=0)
+            current = _place(out_ptr, building, n_rows, row, STACK, WORDS)
+            scene = tl.load(scenes_ptr + segment).to(tl.int64)
+            first = word < tl.where(scene >= 0, WORDS, 0)
+            frame = tl.load(scene_rows_ptr + scene * SCENE_WORDS + word, mask=first, other=0)
+            tl.store(current + word, frame, mask=inside)
+            tl.debug_barrier()
+            position = 0
+            while depth < _FAR:
+                while position <= depth:
+                    length = tl.load(table + 2 * position).to(tl.int32)
+                    length += tl.load(table + 2 * position + 1).to(tl.int32) << 8
+                    if length == SIZE:
+                        whole = _window(words, at + 8 * word, inside)
+                        tl.store(current + word, whole.to(tl.int64, bitcast=True), mask=inside)
+                    elif length > 0:
+                        _apply(payload, words, at, current, N_TOPS, LINES, SOME)
+                    tl.debug_barrier()
+                    at += length
+                    position += 1
+                # this frame is whole: hand it on to where else it is wanted, and to the one that grows from it
+                frame = tl.load(current + word, mask=inside, other=0)
+                for i in tl.static_range(N_SETS * STACK):
+                    if (tl.sum(tl.where(target == i, depths, 0), axis=0) == depth) & (building != i):
+                        to = (((i // STACK) * n_rows + row) * STACK + i % STACK).to(tl.int64) * WORDS
+                        tl.store(out_ptr + to + word, frame, mask=inside)
+                deeper = tl.where(depths > depth, depths, _FAR)
+                depth = tl.min(deeper, axis=0)
+                if depth < _FAR:
+                    building = tl.argmin(deeper, axis=0)
+                    current = _place(out_ptr, building, n_rows, row, STACK, WORDS)
+                    tl.store(current + word, frame, mask=inside)
+                    tl.debug_barrier()
+        turn += 1
+        segment = tl.min(tl.where(segments > segment, segments, _FAR), axis=0)
+
+
+@triton.jit
+def _place(out_ptr, target, n_rows, row, STACK: tl.constexpr, WORDS: tl.constexpr):
+    return out_ptr + (((target // STACK) * n_rows + row) * STACK + target % STACK).to(tl.int64) * WORDS
+
+
+@triton.jit
+def _apply(payload, words_ptr, at, row_ptr, N_TOPS: tl.constexpr, LINES: tl.constexpr, SOME: tl.constexpr):
+    """Apply the difference at ``at`` to the words at ``row_ptr``.
+
+    Masks of lines are found for all lines at once, words and values for some changed lines at a time: a line's eight
+    masks of words, and a word's values, are read as one word each.
+    """
+    line = tl.arange(0, LINES)
+    top = tl.load(payload + at + line // 64, mask=line < 64 * N_TOPS, other=0).to(tl.int32)
+    group_bit = (top >> ((line >> 3) & 7)) & 1
+    group_rank = tl.cumsum(tl.where((line & 7) == 0, group_bit, 0), axis=0)
+    group_mask = tl.load(payload + at + N_TOPS + group_rank - 1, mask=group_bit > 0, other=0).to(tl.int32)
+    line_rank = tl.cumsum((group_mask >> (line & 7)) & 1, axis=0)
+    n_lines = tl.max(line_rank, axis=0)
+    lines_at = at + N_TOPS + tl.max(group_rank, axis=0)
+    line_masks = tl.load(payload + lines_at + line, mask=line < n_lines, other=0).to(tl.int32)
+    n_words = tl.sum(_ones(line_masks), axis=0)
+    words_at = lines_at + n_lines
+    some = _window(words_ptr, words_at + 8 * line, 8 * line < n_words)
+    some &= _low64(tl.minimum(tl.maximum(n_words - 8 * line, 0), 8))
+    n_values = tl.sum(_ones64(some), axis=0)
+    fresh_at = words_at + n_words
+    values_at = fresh_at + (n_values + 7) // 8
+    bit = tl.arange(0, 8)[None, :]
+    before = 0  # values of the lines before
+    for base in range(0, n_lines, SOME):
+        i = base + tl.arange(0, SOME)
+        there = i < n_lines
+        # the i-th changed line is where the count of changed lines passes i
+        position = tl.sum((line_rank[None, :] <= i[:, None]).to(tl.int32), axis=1)
+        line_mask = tl.load(payload + lines_at + i, mask=there, other=0).to(tl.int32)
+        count = _ones(line_mask)
+        masks = _window(words_ptr, words_at + tl.cumsum(count, axis=0) - count, there) & _low64(count)
+        words_at += tl.sum(count, axis=0)
+        count = _ones64(masks)
+        rank = before + tl.cumsum(count, axis=0) - count
+        before += tl.sum(count, axis=0)
+        word_bit = (line_mask[:, None] >> bit) & 1
+        nth = _ones(line_mask[:, None] & ((1 << bit) - 1))
+        mask = ((masks[:, None] >> (8 * nth).to(tl.uint64)) & 255).to(tl.int32) * word_bit
+        rank = rank[:, None] + _ones64(masks[:, None] & _low64(nth))
+        fresh = tl.load(payload + fresh_at + (rank >> 3), mask=mask > 0, other=0).to(tl.int32)
+        # the bits of a word's values may go on in the next byte, which is there: values follow
+        fresh |= tl.load(payload + fresh_at + (rank >> 3) + 1, mask=mask > 0, other=0).to(tl.int32) << 8
+        fresh = (fresh >> (rank & 7)) & ((1 << _ones(mask)) - 1)
+        n_fresh = _ones(fresh)
+        of_line = tl.sum(n_fresh, axis=1)
+        used = (tl.cumsum(of_line, axis=0) - of_line)[:, None] + tl.cumsum(n_fresh, axis=1) - n_fresh
+        # where the first value repeats the one before, the window begins with that
+        values = _window(words_ptr, values_at + used - 1 + (fresh & 1), mask > 0)
+        values_at += tl.sum(of_line, axis=0)
+        to = row_ptr + position[:, None] * 8 + bit
+        new = tl.load(to, mask=mask > 0, other=0).to(tl.uint64, bitcast=True)
+        shift = -(fresh & 1)
+        for byte in tl.static_range(8):
+            has = (mask >> byte) & 1
+            shift += has & fresh
+            fresh = fresh >> has
+            value = ((values >> (8 * shift).to(tl.uint64)) & 255) << (8 * byte)
+            new = tl.where(has > 0, (new & ~(tl.full([], 255, tl.uint64) << (8 * byte))) | value, new)
+        tl.store(to, new.to(tl.int64, bitcast=True), mask=mask > 0)
+
+
+# ---- writing ----
+
+
+@triton.jit
+def _sections(x, WORDS: tl.constexpr):
+    """Masks of a difference: of bytes in a word, of words in a line, of lines in a group, of groups in a block."""
+    masks = tl.zeros([WORDS], tl.int32)
+    for byte in tl.static_range(8):
+        masks |= (((x >> (8 * byte)) & 255) != 0).to(tl.int32) << byte
+    weight = 1 << (tl.arange(0, 8)[None, :])
+    lines = tl.sum(tl.reshape((masks != 0).to(tl.int32), [WORDS // 8, 8]) * weight, axis=1)
+    groups = tl.sum(tl.reshape((lines != 0).to(tl.int32), [WORDS // 64, 8]) * weight, axis=1)
+    tops = tl.sum(tl.reshape((groups != 0).to(tl.int32), [WORDS // 512, 8]) * weight, axis=1)
+    return masks, lines, groups, tops
+
+
+@triton.jit
+def _bound(frame, scene_ptr, SIZE_WORDS: tl.constexpr, N_TOPS: tl.constexpr, WORDS: tl.constexpr):
+    """The length of a difference if no value repeated the one before."""
+    word = tl.arange(0, WORDS)
+    x = frame ^ tl.load(scene_ptr + word, mask=word < SIZE_WORDS, other=0)
+    masks, lines, groups, _tops = _sections(x, WORDS)
+    n_values = tl.sum(_ones(masks), axis=0)
+    n_masks = tl.sum((masks != 0).to(tl.int32), axis=0) + tl.sum((lines != 0).to(tl.int32), axis=0)
+    n_masks += tl.sum((groups != 0).to(tl.int32), axis=0)
+    return N_TOPS + n_masks + (n_values + 7) // 8 + n_values
+
+
+@triton.jit
+def _put_packed(target, masks):
+    """Write the bytes that are not zero, one after the other; return how many."""
+    some = (masks != 0).to(tl.int32)
+    tl.store(target + tl.cumsum(some, axis=0) - some, masks.to(tl.uint8), mask=some > 0)
+    return tl.sum(some, axis=0)
+
+
+@triton.jit
+def _encode(
+    target, scratch, frame, reference, SIZE: tl.constexpr, N_TOPS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr
+):
+    """Write the difference, or the frame itself where that is no longer; return the length."""
+    masks, lines, groups, tops = _sections(frame ^ reference, WORDS)
+    changed = _ones(masks)
+    n_values = tl.sum(changed, axis=0)
+    # what an earlier difference left there has been read by every thread
+    tl.debug_barrier()
+    rank = tl.cumsum(changed, axis=0) - changed
+    for byte in tl.static_range(8):
+        has = (masks >> byte) & 1
+        tl.store(scratch + rank, ((frame >> (8 * byte)) & 255).to(tl.uint8), mask=has > 0)
+        rank += has
+    top = tl.arange(0, WORDS // 512)
+    tl.store(target + top, tops.to(tl.uint8), mask=top < N_TOPS)
+    at = N_TOPS + _put_packed(target + N_TOPS, groups)
+    at += _put_packed(target + at, lines)
+    at += _put_packed(target + at, masks)
+    values_at = at + (n_values + 7) // 8
+    tl.debug_barrier()
+    n_fresh = 0
+    for base in range(0, n_values, STEP):
+        i = base + tl.arange(0, STEP)
+        value = tl.load(scratch + i, mask=i < n_values, other=0)
+        before = tl.load(scratch + i - 1, mask=(i > 0) & (i < n_values), other=0)
+        fresh = (((value != before) | (i == 0)) & (i < n_values)).to(tl.int32)
+        tl.store(target + values_at + n_fresh + tl.cumsum(fresh, axis=0) - fresh, value, mask=fresh > 0)
+        packed = tl.sum(tl.reshape(fresh, [STEP // 8, 8]) * (1 << tl.arange(0, 8)[None, :]), axis=1)
+        j = base // 8 + tl.arange(0, STEP // 8)
+        tl.store(target + at + j, packed.to(tl.uint8), mask=8 * j < n_values)
+        n_fresh += tl.sum(fresh, axis=0)
+    length = tl.where(n_values > 0, values_at + n_fresh, 0)
+    if length >= SIZE:
+        tl.debug_barrier()
+        _put_whole(target, frame, SIZE, WORDS)
+        length = tl.full([], SIZE, tl.int32)
+    return length
+
+
+@triton.jit
+def _put_whole(target, frame, SIZE: tl.constexpr, WORDS: tl.constexpr):
+    word = tl.arange(0, WORDS)
+    for byte in tl.static_range(8):
+        position = 8 * word + byte
+        tl.store(target + position, ((frame >> (8 * byte)) & 255).to(tl.uint8), mask=position < SIZE)
+
+
+@triton.jit
+def _copy(target, source, count, STEP: tl.constexpr):
+    for base in range(0, count, STEP):
+        i = base + tl.arange(0, STEP)
+        tl.store(target + i, tl.load(source + i, mask=i < count, other=0), mask=i < count)
+
+
+@triton.jit
+def _hold(row_ptr, scene_refs_ptr, scene):
+    """Make ``scene`` the stream's own; only once in a call, so that no one else loses what they may be using."""
+    first = tl.load(row_ptr + _HELD)
+    second = tl.load(row_ptr + _HELD + 1)
+    dropped = tl.load(row_ptr + _HELD + 2)
+    tl.debug_barrier()
+    if dropped >= 0:
+        tl.atomic_add(scene_refs_ptr + dropped, -1)
+    tl.atomic_add(scene_refs_ptr + scene, 1)
+    tl.store(row_ptr + _HELD + 2, second)
+    tl.store(row_ptr + _HELD + 1, first)
+    tl.store(row_ptr + _HELD, scene.to(tl.int64))
+    tl.debug_barrier()
+
+
+@triton.jit
+def _spare(scene_refs_ptr, n_scenes, stream, STEP: tl.constexpr):
+    """How many scenes are unused, and how far from the stream's number on the nearest is."""
+    nearest = tl.full([], _FAR, tl.int32)
+    spare = tl.full([], 0, tl.int32)
+    for base in range(0, n_scenes, STEP):
+        scene = base + tl.arange(0, STEP)
+        refs = tl.load(scene_refs_ptr + scene, mask=scene < n_scenes, other=1, volatile=True)
+        order = tl.where(refs == 0, (scene - stream % n_scenes + n_scenes) % n_scenes, _FAR)
+        nearest = tl.minimum(nearest, tl.min(order, axis=0))
+        spare += tl.sum((refs == 0).to(tl.int32), axis=0)
+    return spare, nearest
+
+
+@triton.jit
+def _claim(scene_refs_ptr, n_scenes, stream, STEP: tl.constexpr):
+    """An unused scene, with a reference taken; or -1."""
+    found = tl.full([], -1, tl.int32)
+    _n, nearest = _spare(scene_refs_ptr, n_scenes, stream, STEP)
+    while (nearest < _FAR) & (found < 0):
+        candidate = (nearest + stream) % n_scenes
+        # someone else may have been faster
+        if tl.atomic_cas(scene_refs_ptr + candidate, 0, 1) == 0:
+            found = candidate.to(tl.int32)
+        else:
+            _n, nearest = _spare(scene_refs_ptr, n_scenes, stream, STEP)
+    return found
+
+
+@triton.jit
+def _write_kernel(
+    job_ptr,  # int64: the fields of `Write`, and what else changes
+    frames_ptr,  # int64 [set, stream, stack, word]
+    heap_ptr, stage_ptr, starts_ptr, lengths_ptr, scenes_ptr, slots_ptr, floors_ptr, streams_ptr,
+    recent_ptr,  # int64 [stream, place, word]
+    recent_ids_ptr, recent_segments_ptr,
+    scene_rows_ptr,  # int64 [scene, word]
+    scene_refs_ptr, published_ptr, counters_ptr, tails_ptr, scratch_ptr, report_ptr,
+    N_SETS: tl.constexpr, STACK: tl.constexpr, STREAMS: tl.constexpr, PLACES: tl.constexpr, PLACES2: tl.constexpr,
+    PER: tl.constexpr, SEGMENTS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, ROOM: tl.constexpr,
+    SIZE: tl.constexpr, N_TOPS: tl.constexpr, FRAME_WORDS: tl.constexpr, SCENE_WORDS: tl.constexpr,
+    WORDS: tl.constexpr, SCRATCH: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    stream = tl.program_id(0)
+    step = tl.load(job_ptr)
+    oldest = tl.load(job_ptr + 1)
+    parity = tl.load(job_ptr + 2).to(tl.int32)
+    tail = tl.load(job_ptr + 3)
+    capacity = tl.load(job_ptr + 4)
+    n_scenes = tl.load(job_ptr + 5).to(tl.int32)
+    launch = tl.load(job_ptr + 6)
+    stage = stage_ptr + stream.to(tl.int64) * ROOM
+    row_ptr = streams_ptr + stream * _N_COLUMNS
+    scratch = scratch_ptr + stream.to(tl.int64) * SCRATCH
+    my_recent = recent_ptr + stream.to(tl.int64) * PLACES * SCENE_WORDS
+    word = tl.arange(0, WORDS)
+    inside = word < FRAME_WORDS
+
+    open_segment = tl.load(row_ptr + _OPEN).to(tl.int32)
+    opened = tl.load(row_ptr + _OPENED).to(tl.int32)
+    end = tl.load(row_ptr + _END).to(tl.int32)
+    count = tl.load(row_ptr + _COUNT).to(tl.int32)
+    walk = tl.load(row_ptr + _WALK).to(tl.int32)
+    place = tl.load(row_ptr + _PLACE).to(tl.int32)
+    floor = tl.load(row_ptr + _FLOOR).to(tl.int32)
+    moved = tl.full([], 0, tl.int32)
+
+    # what this step may refer to, and what may go now that its oldest one does
+    places = tl.arange(0, PLACES2)
+    ids = tl.load(recent_ids_ptr + stream * PLACES + places, mask=places < PLACES, other=-1)
+    oldest_recent = tl.load(recent_segments_ptr + stream * PLACES + places, mask=places < PLACES, other=0)
+    least = tl.min(tl.where(ids >= 0, oldest_recent, opened), axis=0)
+    tl.store(floors_ptr + step * STREAMS + stream, least)
+    tl.debug_barrier()
+    new_floor = tl.load(floors_ptr + oldest * STREAMS + stream)
+    while floor < new_floor:
+        dead = tl.load(scenes_ptr + stream * SEGMENTS + floor % SEGMENTS)
+        if dead >= 0:
+            tl.atomic_add(scene_refs_ptr + dead, -1)
+        floor += 1
+
+    for k in range(N_SETS * STACK):
+        which = k // STACK
+        j = k % STACK
+        at = ((which * STREAMS + stream).to(tl.int64) * STACK + j) * FRAME_WORDS
+        frame = tl.load(frames_ptr + at + word, mask=inside, other=0)
+        frame_id = tl.full([], -1, tl.int32)
+        if tl.max((frame != 0).to(tl.int32), axis=0) > 0:
+            frame_id = tl.full([], -2, tl.int32)
+            for p in tl.static_range(PLACES):
+                other = tl.load(my_recent + p * SCENE_WORDS + word, mask=inside, other=0)
+                known = tl.load(recent_ids_ptr + stream * PLACES + p)
+                if (tl.max((frame != other).to(tl.int32), axis=0) == 0) & (known >= 0) & (frame_id == -2):
+                    frame_id = known
+        if frame_id == -2:
+            if (open_segment >= 0) & ((count >= PER) | ((count >= LEAST) & (walk > MOST))):
+                # move the open segment to the heap
+                tl.debug_barrier()
+                head = 2 + 2 * count
+                length = head + end - (2 + 2 * PER)
+                start = tl.full([], 0, tl.int64)
+                fits = length <= capacity
+                if fits:
+                    start = tl.atomic_add(counters_ptr, length.to(tl.int64))
+                    # what would be cut in two is laid past the seam
+                    while start % capacity + length > capacity:
+                        start = tl.atomic_add(counters_ptr, length.to(tl.int64))
+                    fits = start + length - tail <= capacity
+                if fits:
+                    to = heap_ptr + start % capacity
+                    _copy(to, stage, head, 64)
+                    _copy(to + head, stage + 2 + 2 * PER, length - head, STEP)
+                    tl.store(starts_ptr + open_segment, start)
+                    tl.store(lengths_ptr + open_segment, length)
+                else:
+                    tl.atomic_add(counters_ptr + _NEEDED, length.to(tl.int64))
+                open_segment = tl.full([], -1, tl.int32)
+                tl.debug_barrier()
+            if open_segment < 0:
+                open_segment = (stream * SEGMENTS + opened % SEGMENTS).to(tl.int32)
+                opened += 1
+                count = tl.full([], 0, tl.int32)
+                walk = tl.full([], 0, tl.int32)
+                end = tl.full([], 2 + 2 * PER, tl.int32)
+                tl.store(starts_ptr + open_segment, -1 - stream.to(tl.int64) * ROOM)
+                tl.store(scenes_ptr + open_segment, _NONE)
+            length = tl.full([], 0, tl.int32)
+            if count == 0:
+                # the cheapest scene at hand, or a new one
+                held = tl.load(row_ptr + _HELD).to(tl.int32)
+                scene = held
+                best = tl.full([], SIZE, tl.int32)
+                cost = tl.load(row_ptr + _COST).to(tl.int32)
+                lost = tl.load(row_ptr + _LOST).to(tl.int32)
+                if scene >= 0:
+                    best = _bound(frame, scene_rows_ptr + scene.to(tl.int64) * SCENE_WORDS, FRAME_WORDS, N_TOPS, WORDS)
+                if (scene < 0) | (4 * best > 5 * cost):
+                    for i in range(min(_N_TRIED, 2 * STREAMS)):
+                        other = tl.load(published_ptr + parity * 2 * STREAMS + (2 * stream + i) % (2 * STREAMS))
+                        if (other >= 0) & (other != scene):
+                            other_ptr = scene_rows_ptr + other.to(tl.int64) * SCENE_WORDS
+                            bound = _bound(frame, other_ptr, FRAME_WORDS, N_TOPS, WORDS)
+                            # a scene in hand is worth more than an equal one elsewhere
+                            if 8 * bound < 7 * best:
+                                best = bound
+                                scene = other
+                if scene != held:
+                    cost = best
+                    lost = tl.full([], 0, tl.int32)
+                cost = tl.minimum(cost, best)
+                lost += best - cost
+                if (scene < 0) | (2 * best > SIZE) | (lost > SIZE):
+                    scene = tl.full([], -1, tl.int32)
+                    if moved == 0:
+                        scene = _claim(scene_refs_ptr, n_scenes, stream, 256)
+                    if scene >= 0:
+                        new_ptr = scene_rows_ptr + scene.to(tl.int64) * SCENE_WORDS
+                        tl.store(new_ptr + word, frame, mask=inside)
+                        _hold(row_ptr, scene_refs_ptr, scene)
+                        moved = tl.full([], 1, tl.int32)
+                        # until a first frame has been encoded against it, a quarter of a frame is what it should cost
+                        tl.store(row_ptr + _COST, SIZE // 4)
+                        tl.store(row_ptr + _LOST, 0)
+                        tl.store(scenes_ptr + open_segment, scene)
+                    else:
+                        _put_whole(stage + end, frame, SIZE, WORDS)
+                        length = tl.full([], SIZE, tl.int32)
+                else:
+                    if (scene != held) & (moved == 0):
+                        _hold(row_ptr, scene_refs_ptr, scene)
+                        moved = tl.full([], 1, tl.int32)
+                        held = scene
+                    if scene == held:
+                        tl.store(row_ptr + _COST, cost.to(tl.int64))
+                        tl.store(row_ptr + _LOST, lost.to(tl.int64))
+                    tl.store(scenes_ptr + open_segment, scene)
+                    tl.atomic_add(scene_refs_ptr + scene, 1)
+                    scene_ptr = scene_rows_ptr + scene.to(tl.int64) * SCENE_WORDS
+                    reference = tl.load(scene_ptr + word, mask=inside, other=0)
+                    length = _encode(stage + end, scratch, frame, reference, SIZE, N_TOPS, WORDS, STEP)
+            else:
+                before = (place + PLACES - 1) % PLACES
+                reference = tl.load(my_recent + before * SCENE_WORDS + word, mask=inside, other=0)
+                length = _encode(stage + end, scratch, frame, reference, SIZE, N_TOPS, WORDS, STEP)
+            frame_id = open_segment * PER + count
+            tl.debug_barrier()
+            tl.store(my_recent + place * SCENE_WORDS + word, frame, mask=inside)
+            tl.store(recent_ids_ptr + stream * PLACES + place, frame_id)
+            tl.store(recent_segments_ptr + stream * PLACES + place, opened - 1)
+            zero = tl.full([], 0, tl.int32)
+            tl.store(stage, zero.to(tl.uint8))
+            tl.store(stage + 1, (count + 1).to(tl.uint8))
+            tl.store(stage + 2 + 2 * count, (length & 255).to(tl.uint8))
+            tl.store(stage + 3 + 2 * count, (length >> 8).to(tl.uint8))
+            tl.debug_barrier()
+            place = (place + 1) % PLACES
+            end += length
+            walk += tl.where(length < SIZE, length, 0)
+            count += 1
+        cell = tl.load(job_ptr + 8 + which) + stream
+        tl.store(slots_ptr + cell * STACK + j, frame_id + 1)
+
+    tl.store(row_ptr + _OPEN, open_segment.to(tl.int64))
+    tl.store(row_ptr + _OPENED, opened.to(tl.int64))
+    tl.store(row_ptr + _END, end.to(tl.int64))
+    tl.store(row_ptr + _COUNT, count.to(tl.int64))
+    tl.store(row_ptr + _WALK, walk.to(tl.int64))
+    tl.store(row_ptr + _PLACE, place.to(tl.int64))
+    tl.store(row_ptr + _FLOOR, floor.to(tl.int64))
+    tl.debug_barrier()
+    published = published_ptr + (1 - parity) * 2 * STREAMS + 2 * stream
+    tl.store(published, tl.load(row_ptr + _HELD).to(tl.int32))
+    tl.store(published + 1, tl.load(row_ptr + _HELD + 1).to(tl.int32))
+    needed_from = tl.full([], _NOWHERE, tl.int64)
+    if floor < opened:
+        start = tl.load(starts_ptr + stream * SEGMENTS + floor % SEGMENTS)
+        if start >= 0:
+            needed_from = start
+    tl.store(tails_ptr + stream, needed_from)
+    spare, _nearest = _spare(scene_refs_ptr, n_scenes, stream, 256)
+    tl.store(counters_ptr + _SPARE, spare.to(tl.int64))
+    # what the host may look at without waiting: this launch's number comes last
+    tl.store(report_ptr + 4 * stream, tl.atomic_add(counters_ptr, 0))
+    tl.store(report_ptr + 4 * stream + 1, needed_from)
+    tl.store(report_ptr + 4 * stream + 2, spare.to(tl.int64))
+    tl.debug_barrier()
+    tl.store(report_ptr + 4 * stream + 3, launch)
+
+
+def make_job(tables: DeviceTables, write: Write, launch: int) -> npt.NDArray[np.int64]:
+    """What a write is told, to be uploaded with its frames."""
+    return np.array(
+        [
+            write.step, write.oldest, write.parity, write.tail, capacity_of(tables), tables.scene_refs.numel(), launch,
+            0, *write.cells,
+        ]
+    )  # fmt: skip
+
+
+class DeviceKernels:
+    """The kernels bound to one set of tables, so that a call has little to do but start them."""
+
+    def __init__(self, tables: DeviceTables, shape: FrameShape) -> None:
+        self.tables, self.shape = tables, shape
+        words = torch.int64
+        heap, stage, scene_rows = tables.heap.view(words), tables.stage.view(words), tables.scene_rows.view(words)
+        size, stack, n_streams = shape.frame_bytes, shape.stack, tables.streams.shape[0]
+        n_tops, frame_words = top_bytes(size), -(-size // 8)
+        scene_words = shape.scene_bytes // 8
+        self._capacity = capacity_of(tables)
+        self._read_tables = (
+            tables.heap, heap, tables.stage, stage, tables.starts, tables.scenes, scene_rows, tables.slots,
+        )  # fmt: skip
+        lines = triton.next_power_of_2(64 * n_tops)
+        self._read_sizes = (shape.per_segment, size, n_tops, lines, frame_words, scene_words, _PARTS, _SOME)
+        self._write_tables = (
+            tables.heap, tables.stage, tables.starts, tables.lengths, tables.scenes, tables.slots, tables.floors,
+            tables.streams, tables.recent.view(words), tables.recent_ids, tables.recent_segments, scene_rows,
+            tables.scene_refs, tables.published, tables.counters, tables.tails, tables.scratch,
+        )  # fmt: skip
+        self._write_sizes = (
+            stack, n_streams, shape.places, triton.next_power_of_2(shape.places), shape.per_segment,
+            shape.segments_per_stream, shape.least_frames, shape.most_bytes, shape.room, size, n_tops, frame_words,
+            scene_words, triton.next_power_of_2(padded(size) // 8), tables.scratch.shape[1], BLOCK // 4,
+        )  # fmt: skip
+        self._key = (shape, n_streams, tables.slots.device, self._capacity >> 31 > 0)
+
+    def read(self, cells: torch.Tensor, out: torch.Tensor) -> None:
+        """`read_rows_reference`; ``out`` is ``[set, row, stack, words of 8 bytes]``."""
+        n_sets, n_rows = cells.shape
+        stack = self.shape.stack
+        args = (
+            out.view(torch.int64), *self._read_tables, cells, n_rows, self._capacity,
+            n_sets, stack, triton.next_power_of_2(n_sets * stack), *self._read_sizes,
+        )  # fmt: skip
+        _start(_read_kernel, (*self._key, n_sets, cells.data_ptr() & 15), (n_rows, _PARTS, 1), args, _READ_WARPS)
+
+    def write(self, job: torch.Tensor, frames: torch.Tensor, report: torch.Tensor) -> None:
+        """`write_rows_reference`; ``frames`` is ``[set, stream, stack, words of 8 bytes]``.
+
+        ``report`` (int64 ``[stream, 4]``, which may lie in pinned memory) gets the end of the heap, the oldest place
+        that the stream needs, how many scenes are unused, and the launch's number.
+        """
+        n_sets, n_streams = frames.shape[:2]
+        args = (job, frames.view(torch.int64), *self._write_tables, report, n_sets, *self._write_sizes)
+        _start(_write_kernel, (*self._key, n_sets), (n_streams, 1, 1), args, _WRITE_WARPS)
+
+
+# kernels that were compiled for these sizes: starting one by hand takes a quarter of the time
+_started: dict[tuple[Any, ...], Any] = {}
+
+
+def _start(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int, int], args: tuple[Any, ...], n_warps: int) -> None:
+    compiled = _started.get((kernel, *key))
+    if compiled is None:
+        _started[(kernel, *key)] = kernel[grid](*args, num_warps=n_warps)
+    else:
+        compiled[grid](*args)

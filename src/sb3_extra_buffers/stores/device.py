@@ -1,0 +1,447 @@
+"""Frames as differences in a device's memory: written and read there, in the order of a ring."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from sb3_extra_buffers.codecs.delta import DeltaCodec, padded
+from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError
+from sb3_extra_buffers.kernels import delta_torch as kernels
+from sb3_extra_buffers.kernels.delta_torch import SLACK, DeviceTables, FrameShape, Write, capacity_of
+from sb3_extra_buffers.kernels.state import NONE
+from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.staging import Staging, torch_dtype
+from sb3_extra_buffers.stores.usage import MemoryUsage
+
+__all__ = ["DeviceFrameStore", "has_triton", "suits_device"]
+
+# the lengths of a segment's differences take two bytes
+_LARGEST_FRAME = 0xFFFF
+# steps that may be under way before a write has to wait and see how full the heap is
+_AHEAD = 16
+
+
+def has_triton() -> bool:
+    """Return whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def suits_device(layout: StackLayout, codec: object) -> bool:
+    """Whether a `DeviceFrameStore` can hold these observations."""
+    return isinstance(codec, DeltaCodec) and codec.pack_level == 0 and 0 < layout.frame_bytes <= _LARGEST_FRAME
+
+
+class DeviceFrameStore:
+    """``n_steps`` steps of ``n_streams`` streams, each step one observation a stream and set (``obs``, ``next_obs``).
+
+    Steps are written in turn and overwrite the oldest, so every stream frees its segments in the order in which it made
+    them, and the heap is a ring. Tables, frames and heap lie on ``device``, the heap on the host with ``pinned``;
+    writing and reading start kernels there and wait for nothing. The host knows the heap's fill from a note that each
+    write leaves in pinned memory, and waits only when what may have been written since could fill it.
+
+    The heap grows to ``heap_bytes`` at most. A write that does not fit raises `HeapFullError` and changes nothing.
+    """
+
+    def __init__(
+        self,
+        layout: StackLayout,
+        n_steps: int,
+        n_streams: int,
+        codec: DeltaCodec,
+        device: torch.device | str,
+        n_sets: int = 1,
+        heap_bytes: int | None = None,
+        pinned: bool = False,
+        triton: bool | None = None,
+    ) -> None:
+        self.layout, self.codec = layout, codec
+        self.n_steps, self.n_streams, self.n_sets = n_steps, n_streams, n_sets
+        self.device = torch.device(device)
+        self.pinned = pinned
+        self.limit = heap_bytes
+        self._triton = self.device.type == "cuda" if triton is None else triton
+        per_segment = min(max(codec.frames, layout.stack), 255)
+        least = min(4, per_segment)
+        # every frame of every step new, no more of them to a segment than must be
+        segments = math.ceil(n_steps * n_sets * layout.stack / least) + 2 * layout.stack + 8
+        self.shape = FrameShape(layout.frame_bytes, layout.stack, per_segment, segments)
+        self.tables = self._allocate()
+        self._launches = 0
+        self._report = self._make_report()
+        self._wrapped = False
+        self._staging = Staging(self.device)
+        self._bound: Any = None
+
+    def _allocate(self) -> DeviceTables:
+        shape, streams, device = self.shape, self.n_streams, self.device
+        n_cells = self.n_steps * streams * self.n_sets
+        n_segments = shape.segments_per_stream * streams
+        n_scenes = 4 * streams + 8
+
+        def new(size: Any, dtype: torch.dtype, fill: int = 0) -> torch.Tensor:
+            return torch.full(size, fill, dtype=dtype, device=device)
+
+        rows = new((streams, kernels.N_COLUMNS), torch.int64)
+        rows[:, kernels.OPEN] = -1
+        rows[:, kernels.HELD : kernels.HELD + kernels.N_HELD] = NONE
+        return DeviceTables(
+            heap=self._new_heap(self._first_capacity()),
+            stage=new((streams * shape.room,), torch.uint8),
+            starts=new((n_segments,), torch.int64),
+            lengths=new((n_segments,), torch.int32),
+            scenes=new((n_segments,), torch.int32, NONE),
+            slots=new((n_cells, shape.stack), torch.int32),
+            floors=new((self.n_steps, streams), torch.int32),
+            streams=rows,
+            recent=new((streams, shape.places, shape.scene_bytes), torch.uint8),
+            recent_ids=new((streams, shape.places), torch.int32, NONE),
+            recent_segments=new((streams, shape.places), torch.int32),
+            scene_rows=new((n_scenes, shape.scene_bytes), torch.uint8),
+            scene_refs=new((n_scenes,), torch.int32),
+            published=new((2, streams, kernels.N_PUBLISHED), torch.int32, NONE),
+            counters=new((4,), torch.int64),
+            tails=new((streams,), torch.int64, kernels.NOWHERE),
+            scratch=new((streams, padded(shape.frame_bytes) + 64), torch.uint8),
+        )
+
+    def _first_capacity(self) -> int:
+        wanted = max(1 << 20, self._advance(2))
+        return wanted if self.limit is None else max(min(wanted, self.limit), 1)
+
+    def _new_heap(self, capacity: int) -> torch.Tensor:
+        # not zeroed: nothing that was not written counts
+        capacity = max(capacity // 8, 1) * 8 + SLACK
+        if self.pinned:
+            return torch.empty(capacity, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(capacity, dtype=torch.uint8, device=self.device)
+
+    def _make_report(self) -> torch.Tensor:
+        report = torch.zeros((self.n_streams, 4), dtype=torch.int64)
+        return report.pin_memory() if self.device.type == "cuda" else report
+
+    def _kernels(self) -> Any:
+        """The kernels, bound to the tables as they are now."""
+        if self._bound is None or self._bound.tables is not self.tables:
+            from sb3_extra_buffers.kernels.delta_triton import DeviceKernels  # needs Triton, as nothing else here does
+
+            self._bound = DeviceKernels(self.tables, self.shape)
+        return self._bound
+
+    # ---- writing ----
+
+    def write(self, step: int, rows: Sequence[np.ndarray[Any, Any]]) -> None:
+        """Store one row per stream and set as step ``step``, the one after the last written."""
+        n_cells = self.n_steps * self.n_streams
+        self.write_cells(step, [step * self.n_streams + place * n_cells for place in range(len(rows))], rows)
+
+    def write_cells(self, step: int, cells: Sequence[int], rows: Sequence[np.ndarray[Any, Any]]) -> None:
+        """`write` to the cells that begin at each of ``cells``."""
+        write = Write(step, (step + 1) % self.n_steps if self._wrapped else 0, tuple(cells), self._launches & 1, 0)
+        if self._known_use() + self._advance(1) <= capacity_of(self.tables):
+            self._launch(rows, write._replace(tail=self._known_tail()))
+        else:
+            self._write_near_limit(rows, write)
+        if step == self.n_steps - 1:
+            self._wrapped = True
+        self._grow_scenes()
+
+    def _frames(self, flat: torch.Tensor) -> torch.Tensor:
+        """``[set, stream, stack, whole words]`` of rows ``[set, stream, byte]``."""
+        layout, size = self.layout, self.layout.frame_bytes
+        n_sets, n_streams = flat.shape[:2]
+        words = -(-size // 8) * 8
+        if layout.axis == "last" and layout.stack > 1:
+            unit = layout.spec.shape[-1] // layout.stack * layout.spec.dtype.itemsize
+            frames = flat.view(n_sets, n_streams, size // unit, layout.stack, unit).transpose(2, 3)
+            frames = frames.reshape(n_sets, n_streams, layout.stack, size)
+        else:
+            frames = flat.view(n_sets, n_streams, layout.stack, size)
+        return frames if words == size else torch.nn.functional.pad(frames, (0, words - size))
+
+    def _launch(self, rows: Sequence[np.ndarray[Any, Any]], write: Write) -> None:
+        self._launches += 1
+        if self._triton:
+            from sb3_extra_buffers.kernels.delta_triton import make_job
+
+            job, flat = self._staging.upload([make_job(self.tables, write, self._launches), rows])
+            self._kernels().write(job, self._frames(flat), self._report)
+        else:
+            frames = self._frames(torch.from_numpy(np.stack(rows)))
+            kernels.write_rows_reference(self.tables, self.shape, frames, write)
+            counters = self.tables.counters
+            self._report[:, 0], self._report[:, 1] = counters[kernels.HEAD], self.tables.tails
+            self._report[:, 2], self._report[:, 3] = counters[kernels.SPARE], self._launches
+
+    def _advance(self, n_launches: int) -> int:
+        """Bytes by which ``n_launches`` writes can move the end of the heap on."""
+        shape = self.shape
+        per_launch = self.n_sets * shape.stack * (shape.frame_bytes + 4)
+        # open segments, and what is skipped where the ring closes
+        return self.n_streams * (n_launches * per_launch + 3 * shape.room)
+
+    def _known_use(self) -> int:
+        """Bytes between the ends of the ring, at most, after every write so far."""
+        if self._launches == 0:
+            return 0
+        report: list[list[int]] = self._report.tolist()
+        under_way = self._launches - min(note[3] for note in report)
+        head = max(note[0] for note in report)
+        # the notes of one launch may become visible one by one
+        return head - self._known_tail() + (self._advance(under_way + 1) if under_way else 0)
+
+    def _known_tail(self) -> int:
+        report: list[list[int]] = self._report.tolist()
+        return min(min(note[:2]) for note in report)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _write_near_limit(self, rows: Sequence[np.ndarray[Any, Any]], write: Write) -> None:
+        """Wait, look, and make room; where there is none, try, and take back what did not fit."""
+        self._wait()
+        if self._launches and self._known_use() + self._advance(_AHEAD) > capacity_of(self.tables):
+            self._make_room()
+        if self._known_use() + self._advance(1) <= capacity_of(self.tables):
+            self._launch(rows, write._replace(tail=self._known_tail() if self._launches else 0))
+            return
+        needed = self._try(rows, write)
+        if needed and self._launches:
+            # packed, it may yet fit
+            self._repack(capacity_of(self.tables))
+            needed = self._try(rows, write)
+        if needed:
+            capacity = capacity_of(self.tables)
+            raise HeapFullError(needed, self._live_bytes(), capacity if self.limit is None else self.limit)
+
+    def _try(self, rows: Sequence[np.ndarray[Any, Any]], write: Write) -> int:
+        """Write, or change nothing and return how many bytes would be needed."""
+        before = self.tables
+        # only free places of these are written
+        shared = ("heap", "starts", "lengths", "floors", "scratch")
+        kept = {name: getattr(before, name) for name in shared}
+        self.tables = DeviceTables(**{**{k: v.clone() for k, v in before._asdict().items() if k not in kept}, **kept})
+        floor = before.floors[write.step].clone()
+        self._launch(rows, write._replace(tail=self._known_tail() if self._launches else 0))
+        self._wait()
+        missing = int(self.tables.counters[kernels.NEEDED])
+        if not missing:
+            return 0
+        needed = missing + int(self.tables.counters[kernels.HEAD]) - int(before.counters[kernels.HEAD])
+        self.tables, self._launches = before, self._launches - 1
+        before.floors[write.step] = floor
+        self._reopen()
+        return needed
+
+    def _reopen(self) -> None:
+        """Say again which segments are open, after a write was taken back; and report what is true now."""
+        tables = self.tables
+        opened = tables.streams[:, kernels.OPEN]
+        for stream in torch.nonzero(opened >= 0).flatten().tolist():
+            tables.starts[opened[stream]] = -1 - stream * self.shape.room
+        head = tables.counters[kernels.HEAD]
+        self._report[:, 0], self._report[:, 1] = head.cpu(), tables.tails.cpu()
+        self._report[:, 3] = self._launches
+
+    def _make_room(self) -> None:
+        """Pack the heap if much of it is dead, lengthen it if not, as far as ``heap_bytes`` allows."""
+        use = self._known_use()
+        capacity = capacity_of(self.tables)
+        live = self._live_bytes()
+        wanted = max(capacity, live + self._advance(_AHEAD))
+        if live > use // 2 or live + self._advance(_AHEAD) > capacity:
+            wanted = max(capacity + capacity // 2, wanted)
+        if self.limit is not None:
+            wanted = max(min(wanted, self.limit), capacity)
+        if wanted > capacity or live < use:
+            self._repack(wanted)
+
+    def compact(self) -> None:
+        """Lay what is live one after the other."""
+        self._wait()
+        if self._launches:
+            self._repack(capacity_of(self.tables))
+
+    def _live_segments(self) -> torch.Tensor:
+        """Numbers of the sealed segments that a step refers to."""
+        per_stream = self.shape.segments_per_stream
+        rows = self.tables.streams.cpu().numpy()
+        numbers = [
+            stream * per_stream + np.arange(row[kernels.FLOOR], row[kernels.OPENED]) % per_stream
+            for stream, row in enumerate(rows)
+        ]
+        segments = torch.from_numpy(np.concatenate(numbers)).to(self.device)
+        return segments[self.tables.starts[segments] >= 0]
+
+    def _live_bytes(self) -> int:
+        return int(self.tables.lengths[self._live_segments()].sum())
+
+    def _repack(self, capacity: int) -> None:
+        """Copy live segments to a new heap. The old one stays whole until the tables name the new."""
+        tables = self.tables
+        segments = self._live_segments()
+        segments = segments[torch.argsort(tables.starts[segments])]
+        lengths = tables.lengths[segments].to(torch.int64)
+        ends = torch.cumsum(lengths, 0)
+        begins = ends - lengths
+        old = tables.starts[segments] % capacity_of(tables)
+        heap = self._new_heap(capacity)
+        for first in range(0, len(segments), 4096):
+            part = slice(first, first + 4096)
+            shift = torch.repeat_interleave(old[part] - begins[part], lengths[part])
+            low, high = (int(begins[first]), int(ends[part][-1])) if len(ends[part]) else (0, 0)
+            source = torch.arange(low, high, device=self.device) + shift
+            heap[low:high] = tables.heap[source.to(tables.heap.device)]
+        head = int(ends[-1]) if len(ends) else 0
+        tables.starts[segments] = begins
+        tables.counters[kernels.HEAD] = head
+        self.tables = tables._replace(heap=heap)
+        rows = tables.streams.cpu().numpy()
+        per_stream = self.shape.segments_per_stream
+        oldest = np.arange(self.n_streams) * per_stream + rows[:, kernels.FLOOR] % per_stream
+        starts = tables.starts.cpu().numpy()[oldest]
+        known = (rows[:, kernels.FLOOR] < rows[:, kernels.OPENED]) & (starts >= 0)
+        tails = np.where(known, starts, kernels.NOWHERE)
+        tables.tails.copy_(torch.from_numpy(tails))
+        self._report[:, 0], self._report[:, 1] = head, torch.from_numpy(tails)
+        self._report[:, 3] = self._launches
+
+    def _grow_scenes(self) -> None:
+        """Have unused scenes for every stream; what was there is copied on the device, in its turn."""
+        if self._launches and int(self._report[0, 2]) < self.n_streams:
+            tables = self.tables
+            n_scenes = tables.scene_refs.numel()
+            more = max(n_scenes // 2, 2 * self.n_streams)
+            self.tables = tables._replace(
+                scene_rows=torch.nn.functional.pad(tables.scene_rows, (0, 0, 0, more)),
+                scene_refs=torch.nn.functional.pad(tables.scene_refs, (0, more)),
+            )
+            self._report[:, 2] = more
+
+    # ---- reading ----
+
+    def read(self, cells: torch.Tensor) -> torch.Tensor:
+        """Decode ``cells`` (int64 ``[set, n]`` on the device) into fresh observations ``[set, n, *shape]``."""
+        layout, size = self.layout, self.layout.frame_bytes
+        words = -(-size // 8) * 8
+        out = torch.empty((*cells.shape, layout.stack, words), dtype=torch.uint8, device=self.device)
+        if cells.shape[1] == 0:
+            pass
+        elif self._triton:
+            self._kernels().read(cells.contiguous(), out)
+        else:
+            damaged = kernels.read_rows_reference(self.tables, self.shape, cells, out)
+            if damaged >= 0:
+                raise CorruptPayloadError(f"segment {damaged} of the heap is damaged and cannot be decoded")
+        if words != size:
+            out = out[..., :size]
+        if layout.axis == "last" and layout.stack > 1:
+            unit = layout.spec.shape[-1] // layout.stack * layout.spec.dtype.itemsize
+            out = out.reshape(*cells.shape, layout.stack, size // unit, unit).transpose(2, 3)
+        return as_dtype(out.reshape(*cells.shape, layout.spec.nbytes), layout.spec)
+
+    # ---- the rest ----
+
+    def clear(self) -> None:
+        """Forget every observation; keep scenes and the memory."""
+        tables = self.tables
+        rows = tables.streams
+        rows[:, kernels.OPEN] = -1
+        rows[:, kernels.FLOOR] = rows[:, kernels.OPENED]
+        tables.slots.zero_()
+        tables.recent_ids.fill_(NONE)
+        tables.tails.fill_(kernels.NOWHERE)
+        tables.counters.zero_()
+        held = rows[:, kernels.HELD : kernels.HELD + kernels.N_HELD].flatten()
+        refs = torch.zeros(tables.scene_refs.numel() + 1, dtype=torch.int32, device=self.device)
+        refs.index_add_(0, torch.where(held >= 0, held, tables.scene_refs.numel()), torch.ones_like(held).int())
+        tables.scene_refs.copy_(refs[:-1])
+        self._wait()
+        self._report[:, 0], self._report[:, 1], self._report[:, 3] = 0, kernels.NOWHERE, self._launches
+        self._wrapped = False
+
+    def memory_usage(self) -> MemoryUsage:
+        """What is held on the device (and, with ``pinned``, beside it)."""
+        tables = self.tables
+        frames = tables.scene_rows.numel() + tables.recent.numel()
+        payload = tables.heap.numel() + tables.stage.numel()
+        total = sum(table.numel() * table.element_size() for table in tables)
+        dense = tables.slots.shape[0] * self.layout.spec.nbytes
+        return MemoryUsage(payload, total - payload - frames, frames, 0, dense)
+
+    def check(self) -> None:
+        """Raise if the tables disagree with each other or with the heap."""
+        self._wait()
+        tables = DeviceTables(*(table.cpu() for table in self.tables))
+        segments = self._live_segments().cpu()
+        starts, lengths = tables.starts[segments], tables.lengths[segments]
+        order = torch.argsort(starts)
+        starts, ends = starts[order], (starts + lengths)[order]
+        if len(starts):
+            head = int(tables.counters[kernels.HEAD])
+            if bool((ends[:-1] > starts[1:]).any()) or int(ends[-1]) > head:
+                raise AssertionError("segments overlap or leave the heap")
+            if head - int(starts[0]) > capacity_of(tables):
+                raise AssertionError("the ring has run into its own tail")
+            if bool((starts % capacity_of(tables) + lengths[order] > capacity_of(tables)).any()):
+                raise AssertionError("a segment is cut in two")
+        per_stream, per = self.shape.segments_per_stream, self.shape.per_segment
+        rows = tables.streams
+        ids = tables.slots[tables.slots > 0] - 1
+        stream = torch.div(ids, per * per_stream, rounding_mode="floor")
+        age = (rows[stream, kernels.OPENED] - 1 - torch.div(ids, per, rounding_mode="floor") % per_stream) % per_stream
+        if bool((age >= (rows[:, kernels.OPENED] - rows[:, kernels.FLOOR])[stream]).any()):
+            raise AssertionError("a frame that is referred to lies in a segment that was given up")
+        refs = torch.zeros_like(tables.scene_refs)
+        all_live = [
+            s * per_stream + np.arange(int(row[kernels.FLOOR]), int(row[kernels.OPENED])) % per_stream
+            for s, row in enumerate(rows)
+        ]
+        used = tables.scenes[torch.from_numpy(np.concatenate(all_live))]
+        held = rows[:, kernels.HELD : kernels.HELD + kernels.N_HELD].flatten().int()
+        for scene in torch.cat([used, held]).tolist():
+            if scene >= 0:
+                refs[scene] += 1
+        if not torch.equal(refs, tables.scene_refs):
+            raise AssertionError("references to scenes are counted wrongly")
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._wait()
+        state = self.__dict__.copy()
+        state["_bound"] = None
+        state["_report"] = self._report.numpy().copy()
+        tables = {name: table.cpu() for name, table in self.tables._asdict().items()}
+        state["tables"] = {name: table.numpy() for name, table in tables.items()}
+        state["device"] = str(self.device)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        tables, report = state.pop("tables"), state.pop("_report")
+        self.__dict__.update(state)
+        self.device = torch.device(state["device"])
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            # written on another machine: the same segments are read here
+            self.device, self._triton, self.pinned = torch.device("cpu"), False, False
+        placed = {name: torch.from_numpy(np.array(table)).to(self.device) for name, table in tables.items()}
+        if self.pinned:
+            placed["heap"] = placed["heap"].cpu().pin_memory()
+        self.tables = DeviceTables(**placed)
+        self._report = self._make_report()
+        self._report.copy_(torch.from_numpy(report))
+        self._bound = None
+
+
+def as_dtype(rows: torch.Tensor, spec: ObsSpec) -> torch.Tensor:
+    """Rows of bytes ``[..., nbytes]`` as observations."""
+    dtype = torch_dtype(spec.dtype)
+    if dtype is not torch.uint8:
+        # one byte or none needs no reading
+        rows = rows.contiguous().view(dtype) if rows.numel() else rows.new_empty(0, dtype=dtype)
+    return rows.reshape(*rows.shape[:-1], *spec.shape) if rows.numel() else rows.reshape(-1, *spec.shape)

@@ -1,0 +1,99 @@
+"""The Triton kernels write the same tables and read the same frames as their references."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sb3_extra_buffers.codecs.delta import DeltaCodec
+from sb3_extra_buffers.kernels.delta_torch import DeviceTables
+from sb3_extra_buffers.stores.device import DeviceFrameStore
+from tests.stores.test_device import Game, layouts, play, read
+
+HERE = Path(__file__)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = [
+    pytest.param(
+        "cpu",
+        marks=pytest.mark.skipif(not INTERPRETED, reason="kernels run on a CPU only where Triton interprets them"),
+    ),
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+    ),
+]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
+@pytest.mark.slow
+def test_the_kernels_interpreted() -> None:
+    """Triton decides whether to interpret when it is imported, so the tests below run in a process of their own."""
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE), "-m", "not gpu"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "passed" in done.stdout
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n_layout", range(len(layouts())))
+def test_both_write_the_same_tables(device: str, n_layout: int) -> None:
+    layout = layouts()[n_layout]
+    # one stream at a time: which scene of several unused ones a stream takes is a matter of who comes first
+    n_streams = 2 if device == "cpu" else 1
+    ours = DeviceFrameStore(layout, 7, n_streams, DeltaCodec(), device, 2, triton=True)
+    theirs = DeviceFrameStore(layout, 7, n_streams, DeltaCodec(), "cpu", 2, triton=False)
+    game = Game(layout, n_streams)
+    for step in range(26):
+        rows = list(game.step())
+        ours.write(step % 7, rows)
+        theirs.write(step % 7, rows)
+        ours.check()
+        for name in DeviceTables._fields:
+            if name in ("heap", "stage", "scratch"):
+                continue  # what lies between payloads may be anything
+            np.testing.assert_array_equal(getattr(ours.tables, name).cpu(), getattr(theirs.tables, name), name)
+        # the interpreter takes its time
+        if step % 13 == 12:
+            cells = np.arange(14 * n_streams).reshape(2, -1)[:, step % 5 :: 5]
+            np.testing.assert_array_equal(read(ours, cells), read(theirs, cells))
+    n_sealed = int(theirs.tables.counters[0])
+    assert n_sealed > 0
+    assert torch.equal(ours.tables.heap[:n_sealed].cpu(), theirs.tables.heap[:n_sealed])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_byte_is_left_unwritten(device: str) -> None:
+    store = DeviceFrameStore(layouts()[0], 9, 1, DeltaCodec(), device, 2, triton=True)
+    game = Game(store.layout, 1)
+    rows = [game.step() for _ in range(9)]
+    for step in range(9):
+        store.write(step, list(rows[step]))
+    from sb3_extra_buffers.kernels.delta_triton import DeviceKernels
+
+    cells = torch.arange(18, device=device).reshape(2, -1)
+    out = torch.full((2, 9, 4, 400), 0xAA, dtype=torch.uint8, device=device)
+
+    DeviceKernels(store.tables, store.shape).read(cells, out)
+
+    expected = np.stack(rows).transpose(1, 0, 2, 3).reshape(2, 9, 4, 400)
+    np.testing.assert_array_equal(out.cpu().numpy(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("n_layout", range(len(layouts())))
+@pytest.mark.parametrize("noise", [0.001, 0.02, 0.4])
+def test_every_step_is_kept_on_the_gpu(pinned: bool, n_layout: int, noise: float) -> None:
+    layout = layouts()[n_layout]
+    play(DeviceFrameStore(layout, 33, 5, DeltaCodec(), "cuda", 2, pinned=pinned), 150, check_every=7, noise=noise)
+    small = DeviceFrameStore(layout, 12, 2, DeltaCodec(), "cuda", 2, heap_bytes=60 * layout.spec.nbytes)
+    play(small, 100, check_every=5, noise=noise)

@@ -1,0 +1,206 @@
+"""The device store keeps what is written, however the ring turns, the heap fills and the store travels."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from sb3_extra_buffers.codecs.delta import DeltaCodec
+from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.errors import HeapFullError
+from sb3_extra_buffers.kernels.delta_torch import COUNT, capacity_of
+from sb3_extra_buffers.stores.device import DeviceFrameStore
+from sb3_extra_buffers.stores.layout import StackLayout
+
+Rows = npt.NDArray[np.uint8]  # [set, stream, byte]
+
+
+class Game:
+    """Streams of stacked frames: a little moves, now and then everything does, and episodes end."""
+
+    def __init__(self, layout: StackLayout, n_streams: int, seed: int = 0, noise: float = 0.02) -> None:
+        self.layout, self.noise = layout, noise
+        self.random = np.random.default_rng(seed)
+        self.frames = [self._scene() for _ in range(n_streams)]
+        self.stacks = [[np.zeros_like(frame)] * (layout.stack - 1) + [frame] for frame in self.frames]
+
+    def _scene(self) -> Rows:
+        size = self.layout.frame_bytes
+        return np.repeat(self.random.integers(0, 255, size // 5 + 1), 5)[:size].astype(np.uint8)
+
+    def _next(self, frame: Rows) -> Rows:
+        chance = self.random.random()
+        if chance < 0.1:
+            return frame
+        if chance < 0.13:
+            return self._scene()
+        if chance < 0.15:
+            return self.random.integers(0, 256, frame.size).astype(np.uint8)
+        moved = frame.copy()
+        where = self.random.integers(0, frame.size, max(int(self.noise * frame.size), 1))
+        moved[where] = self.random.integers(0, 4, where.size)
+        return moved
+
+    def _row(self, stack: list[Rows]) -> Rows:
+        frames = np.stack(stack)
+        if self.layout.axis == "last" and self.layout.stack > 1:
+            unit = self.layout.spec.shape[-1] // self.layout.stack * self.layout.spec.dtype.itemsize
+            frames = frames.reshape(self.layout.stack, -1, unit).transpose(1, 0, 2)
+        return np.ascontiguousarray(frames).reshape(-1)
+
+    def step(self) -> Rows:
+        """Rows of ``obs`` and ``next_obs``."""
+        obs, following = [], []
+        for s, stack in enumerate(self.stacks):
+            obs.append(self._row(stack))
+            stack = [*stack[1:], self._next(stack[-1])]
+            following.append(self._row(stack))
+            if self.random.random() < 0.05:
+                first = self._scene()
+                stack = [np.zeros_like(first)] * (self.layout.stack - 1) + [first]
+            self.stacks[s] = stack
+        return np.stack([np.stack(obs), np.stack(following)])
+
+
+def layouts() -> list[StackLayout]:
+    byte = np.dtype(np.uint8)
+    return [
+        StackLayout(ObsSpec((4, 20, 20), byte), 4, "first"),
+        StackLayout(ObsSpec((21, 21, 3), byte), 3, "last"),
+        StackLayout(ObsSpec((2, 8, 9), np.dtype(np.float32)), 2, "first"),
+        StackLayout(ObsSpec((71,), byte)),
+        StackLayout(ObsSpec((9, 1000), byte)),
+    ]
+
+
+def read(store: DeviceFrameStore, cells: npt.NDArray[np.int64]) -> Rows:
+    found = store.read(torch.from_numpy(cells).to(store.device)).cpu().numpy()
+    assert found.shape == (*cells.shape, *store.layout.spec.shape)
+    assert found.dtype == store.layout.spec.dtype
+    return np.ascontiguousarray(found).reshape(*cells.shape, -1).view(np.uint8)
+
+
+def play(store: DeviceFrameStore, n_steps: int, check_every: int = 1, noise: float = 0.02, seed: int = 0) -> Rows:
+    """Write ``n_steps`` and compare every observation that is held; return the last state of the ring."""
+    game = Game(store.layout, store.n_streams, seed, noise)
+    ring: Rows = np.zeros((store.n_sets, store.n_steps, store.n_streams, store.layout.spec.nbytes), np.uint8)
+    cells = np.arange(store.n_sets * store.n_steps * store.n_streams).reshape(store.n_sets, -1)
+    for i in range(n_steps):
+        rows = game.step()[: store.n_sets]
+        store.write(i % store.n_steps, list(rows))
+        ring[:, i % store.n_steps] = rows
+        if i % check_every == 0 or i == n_steps - 1:
+            store.check()
+            np.testing.assert_array_equal(read(store, cells), ring.reshape(*cells.shape, -1))
+    return ring
+
+
+@pytest.mark.parametrize("layout", layouts(), ids=str)
+@pytest.mark.parametrize("n_sets", [1, 2])
+def test_every_step_is_kept_until_it_is_overwritten(layout: StackLayout, n_sets: int) -> None:
+    play(DeviceFrameStore(layout, 17, 3, DeltaCodec(), "cpu", n_sets), 60, check_every=3)
+
+
+@pytest.mark.parametrize("noise", [0.001, 0.3])
+def test_a_heap_with_little_room(noise: float) -> None:
+    layout = StackLayout(ObsSpec((4, 30, 30), np.dtype(np.uint8)), 4, "first")
+    store = DeviceFrameStore(layout, 12, 2, DeltaCodec(), "cpu", 2, heap_bytes=90_000)
+
+    play(store, 120, noise=noise)
+
+    assert capacity_of(store.tables) <= 90_000
+
+
+def test_a_full_heap_refuses_and_keeps_what_it_has() -> None:
+    layout = StackLayout(ObsSpec((1, 40, 40), np.dtype(np.uint8)))
+    store = DeviceFrameStore(layout, 64, 2, DeltaCodec(), "cpu", 1, heap_bytes=60_000)
+    random = np.random.default_rng(0)
+    ring: Rows = np.zeros((1, 64, 2, 1600), np.uint8)
+    cells = np.arange(128).reshape(1, -1)
+    for step in range(64):
+        rows = random.integers(0, 256, (1, 2, 1600)).astype(np.uint8)
+        try:
+            store.write(step, list(rows))
+        except HeapFullError:
+            break
+        ring[:, step] = rows
+    assert 5 < step < 63
+    for _ in range(2):
+        store.check()
+        np.testing.assert_array_equal(read(store, cells), ring.reshape(1, 128, -1))
+        with pytest.raises(HeapFullError, match="heap_bytes>=") as full:
+            store.write(step, list(rows))
+        assert full.value.limit == 60_000
+        assert 0 < full.value.live <= 60_000 < full.value.live + full.value.needed
+
+
+def test_a_stream_that_stands_still_does_not_fill_the_heap() -> None:
+    layout = StackLayout(ObsSpec((1, 40, 40), np.dtype(np.uint8)))
+    store = DeviceFrameStore(layout, 8, 2, DeltaCodec(), "cpu", 1, heap_bytes=120_000)
+    random = np.random.default_rng(0)
+    still = random.integers(0, 256, (12, 1600)).astype(np.uint8)
+    for step in range(300):
+        moving = random.integers(0, 256, 1600).astype(np.uint8)
+        # a segment of the first stream is sealed early on and needed ever after
+        rows = np.stack([still[min(step, 11)], moving])
+        store.write(step % 8, [rows])
+        store.check()
+        np.testing.assert_array_equal(read(store, np.array([[step % 8 * 2, step % 8 * 2 + 1]]))[0], rows)
+
+
+def test_compacting_changes_nothing() -> None:
+    layout = layouts()[0]
+    store = DeviceFrameStore(layout, 20, 2, DeltaCodec(), "cpu", 2)
+    ring = play(store, 55, check_every=50)
+    cells = np.arange(80).reshape(2, -1)
+
+    store.compact()
+
+    store.check()
+    np.testing.assert_array_equal(read(store, cells), ring.reshape(2, 40, -1))
+
+
+def test_clearing_forgets_and_starts_again() -> None:
+    store = DeviceFrameStore(layouts()[0], 9, 2, DeltaCodec(), "cpu")
+    for seed in range(3):
+        play(store, 9, seed=seed)
+        store.clear()
+        store.check()
+        assert not read(store, np.arange(18).reshape(1, -1)).any()
+
+
+def test_unwritten_cells_are_zeros() -> None:
+    store = DeviceFrameStore(layouts()[0], 9, 2, DeltaCodec(), "cpu")
+    assert not read(store, np.arange(18).reshape(1, -1)).any()
+    assert store.read(torch.zeros((2, 0), dtype=torch.int64)).numel() == 0
+
+
+def test_a_copy_goes_on_where_the_original_was() -> None:
+    store = DeviceFrameStore(layouts()[0], 9, 2, DeltaCodec(), "cpu", 2)
+    ring = play(store, 21)
+    again = pickle.loads(pickle.dumps(store))
+    cells = np.arange(36).reshape(2, -1)
+
+    for copy in (again, store):
+        np.testing.assert_array_equal(read(copy, cells), ring.reshape(2, 18, -1))
+    rows = Game(store.layout, 2, 5).step()
+    again.write(3, list(rows))
+    again.check()
+    np.testing.assert_array_equal(read(again, cells)[:, 6:8], rows)
+    np.testing.assert_array_equal(read(store, cells), ring.reshape(2, 18, -1))
+
+
+def test_frames_are_stored_once() -> None:
+    layout = layouts()[0]
+    store = DeviceFrameStore(layout, 100, 1, DeltaCodec(), "cpu", 2)
+    game = Game(layout, 1)
+    for step in range(40):
+        store.write(step, list(game.step()))
+    # one new frame a step and one for each new episode, where eight are shown
+    assert len(torch.unique(store.tables.slots)) < 60
+    assert int(store.tables.streams[0, COUNT]) >= 1
+    assert store.memory_usage().dense == 200 * layout.spec.nbytes
