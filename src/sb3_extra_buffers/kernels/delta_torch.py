@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from sb3_extra_buffers.codecs.delta import BLOCK, encode_delta, top_bytes
-from sb3_extra_buffers.kernels.state import NONE, ZERO, FrameState, scene_bytes
 from sb3_extra_buffers.kernels.loading import frame_kernels
+from sb3_extra_buffers.kernels.state import NONE, ZERO, FrameState, scene_bytes
 
 __all__ = ["DeviceTables", "FrameShape", "read_rows_reference", "write_rows_reference"]
 
