@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 -q
 .PHONY: help demo test check bench docs format clean
 
 help:
-	@echo "make demo    see it work beside NumPy on a real game"
+	@echo "make demo    train an agent on a real Atari game, beside SB3's own buffer"
 	@echo "make test    the tests, with every optional package and then with none"
 	@echo "make check   lint, format, types and the tests"
 	@echo "make bench   measure, then write docs/ from the measurements"
@@ -20,7 +20,7 @@ help:
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[fast,extra,vizdoom,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[fast,extra,contrib,vizdoom,dev]'
 	touch $@
 
 demo: $(READY)

@@ -1,72 +1,81 @@
-"""Play a real Atari game and hold what it shows in a `CompressedArray`, beside NumPy: ``make demo``."""
+"""Train a small DQN on a real Atari game with a compressed replay buffer, then with SB3's own: ``make demo``.
+
+Each run has a process of its own, so that memory is what the operating system says. Both start from the same seed and
+must end with the same weights.
+"""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import subprocess
+import sys
 import time
+from typing import Any
 
-import ale_py
-import gymnasium
-import numpy as np
 import psutil
-import torch
-from stable_baselines3.common.env_util import make_atari_env
-from stable_baselines3.common.vec_env import VecFrameStack, VecTransposeImage
-from tqdm import trange
+from stable_baselines3 import DQN
+from stable_baselines3.common.buffers import ReplayBuffer
 
-from sb3_extra_buffers.compressed import CompressedArray, init_jit
+from sb3_extra_buffers.compressed import CompressedReplayBuffer, init_jit
+from sb3_extra_buffers.training_utils.atari import make_env
+
+
+def train(game: str, steps: int, method: str, compressed: bool) -> dict[str, Any]:
+    """One run; what it took, and a digest of the weights it ended with."""
+    init_jit(method)  # compiles on the first run on a machine, which takes some seconds
+    env = make_env(game, n_envs=4, framestack=4, seed=0)
+    ours: dict[str, Any] = {
+        "replay_buffer_class": CompressedReplayBuffer,
+        "replay_buffer_kwargs": {"compression_method": method},
+    }
+    model = DQN(
+        "CnnPolicy", env, buffer_size=4 * steps, learning_starts=steps // 4, train_freq=8, batch_size=32, seed=0,
+        device="cpu", **(ours if compressed else {"replay_buffer_class": ReplayBuffer}),
+    )  # fmt: skip
+    before, start = psutil.Process().memory_info().rss, time.perf_counter()
+    model.learn(steps, progress_bar=True)
+    seconds, grown = time.perf_counter() - start, psutil.Process().memory_info().rss - before
+    env.close()
+    buffer: Any = model.replay_buffer
+    held = (
+        buffer.memory_usage().total if compressed
+        else sum(column[: buffer.pos].nbytes for column in (buffer.observations, buffer.next_observations))
+    )  # fmt: skip
+    weights = hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.policy.state_dict().values()))
+    about = str(buffer.memory_usage()) if compressed else ""
+    return {"seconds": seconds, "grown": grown, "held": held, "weights": weights.hexdigest(), "about": about}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--game", default="MsPacmanNoFrameskip-v4")
-    parser.add_argument("--steps", type=int, default=5000, help="steps of each of the four environments")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--game", default="PongNoFrameskip-v4")
+    parser.add_argument("--steps", type=int, default=4000, help="steps of all four environments together")
     parser.add_argument("--method", default="auto", help="a compression method, such as delta3 or zstd-5")
+    parser.add_argument("--only", choices=["compressed", "sb3"], help=argparse.SUPPRESS)
     options = parser.parse_args()
-
-    gymnasium.register_envs(ale_py)
-    env = VecTransposeImage(VecFrameStack(make_atari_env(options.game, n_envs=4, seed=0), 4))
-    shape = (options.steps, env.num_envs)
-    init_jit(options.method)  # compiles on the first run on a machine, which takes some seconds
-
-    process = psutil.Process()
-    arrays = {
-        "NumPy": np.zeros((*shape, *env.observation_space.shape), np.uint8),
-        "CompressedArray": CompressedArray(shape, env.observation_space.shape, compression_method=options.method),
-    }
-    seconds, resident = dict.fromkeys(arrays, 0.0), dict.fromkeys(arrays, 0)
-    obs = env.reset()
-    for step in trange(options.steps, desc=options.game):
-        for name, array in arrays.items():
-            before, start = process.memory_info().rss, time.perf_counter()
-            array[step] = obs
-            seconds[name] += time.perf_counter() - start
-            resident[name] += process.memory_info().rss - before
-        obs, _, _, _ = env.step([env.action_space.sample() for _ in range(env.num_envs)])
-    env.close()
-
-    random = np.random.default_rng(0)
-    reading = dict.fromkeys(arrays, 0.0)
-    for _ in trange(200, desc="reading batches of 256"):
-        where = random.integers(0, options.steps, 256), random.integers(0, env.num_envs, 256)
-        batches = []
-        for name, array in arrays.items():
-            start = time.perf_counter()
-            # as a tensor of its own, the way a buffer hands it to the learner
-            batch = array[where]
-            batches.append(torch.from_numpy(batch) if name == "CompressedArray" else torch.tensor(batch))
-            reading[name] += time.perf_counter() - start
-        if not torch.equal(*batches):
-            raise SystemExit("the two arrays differ; please report this")
-
-    print(f"\n{options.steps * env.num_envs:,} observations of {options.game}, every batch compared byte for byte")
-    print(f"{'':>16} {'resident':>10} {'write a step':>14} {'read 256':>10}")
-    for name in arrays:
-        print(
-            f"{name:>16} {resident[name] / 1e6:>7.1f} MB {1e6 * seconds[name] / options.steps:>11.0f} us "
-            f"{1e3 * reading[name] / 200:>7.2f} ms"
+    if options.only:
+        print(json.dumps(train(options.game, options.steps, options.method, options.only == "compressed")))
+        return
+    results = {}
+    for kind in ("compressed", "sb3"):
+        print(f"training DQN on {options.game} for {options.steps} steps, {kind} buffer", flush=True)
+        done = subprocess.run(
+            [sys.executable, __file__, *sys.argv[1:], "--only", kind], stdout=subprocess.PIPE, check=True
         )
-    print(f"\n{arrays['CompressedArray'].memory_usage()}")
+        results[kind] = json.loads(done.stdout.splitlines()[-1])
+    print(f"\n{'':24}{'buffer':>12}{'process grew':>15}{'training':>12}")
+    for name, kind in (("CompressedReplayBuffer", "compressed"), ("SB3's ReplayBuffer", "sb3")):
+        result = results[kind]
+        print(f"{name:24}{result['held'] / 1e6:>9.1f} MB{result['grown'] / 1e6:>12.1f} MB{result['seconds']:>10.1f} s")
+    ours, theirs = results["compressed"], results["sb3"]
+    memory, duration = ours["held"] / theirs["held"], ours["seconds"] / theirs["seconds"]
+    print(f"\n{memory:.2%} of the memory, {duration:.2f}x the time")
+    print(ours["about"])
+    if ours["weights"] != theirs["weights"]:
+        raise SystemExit("the two agents differ; please report this")
+    print("both agents ended with the same weights, bit for bit")
 
 
 if __name__ == "__main__":

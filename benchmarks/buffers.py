@@ -1,0 +1,228 @@
+"""The SB3 buffers beside SB3's own, in one process, in turn: ``python -m benchmarks.buffers`` writes a CSV.
+
+Cases: ``replay`` (add and sample, the ring filled once and then overwritten), ``rollout`` (a whole iteration of PPO's
+reads), ``vector`` (17 floats), ``save`` (pickles), ``ppo`` and ``dqn`` (training, wall clock).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import statistics
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from stable_baselines3 import DQN, PPO
+from stable_baselines3.common.buffers import ReplayBuffer, RolloutBuffer
+from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
+from tqdm import tqdm, trange
+
+from benchmarks import feed
+from benchmarks.run import DATA, machine, versions
+from sb3_extra_buffers.compressed import CompressedReplayBuffer, CompressedRolloutBuffer, init_jit
+
+COLUMNS = ["date", "machine", "versions", "case", "figure", "unit", "ours", "sb3"]
+IMAGES = spaces.Box(0, 255, (4, 84, 84), np.uint8)
+BATCHES = (32, 256)
+
+Rows = Iterator[tuple[str, str, float, float]]
+
+
+def in_turn(calls: list[Callable[[], Any]], repeats: int) -> list[list[float]]:
+    """Seconds of each call, the calls interleaved, each of them first every other time."""
+    taken: list[list[float]] = [[] for _ in calls]
+    for repeat in range(repeats):
+        order = list(enumerate(calls))
+        for place, call in order if repeat % 2 else order[::-1]:
+            start = time.perf_counter()
+            call()
+            taken[place].append(time.perf_counter() - start)
+    return taken
+
+
+def medians(taken: list[list[float]], scale: float = 1e6) -> tuple[float, float]:
+    ours, theirs = (scale * statistics.median(times) for times in taken)
+    return ours, theirs
+
+
+def replay(game: str = "MsPacman", n_steps: int = 10_000) -> Rows:
+    """Adding, once into an empty ring and once over a full one; then sampling."""
+    actions, rewards, infos = np.zeros((4, 1), np.int64), np.zeros(4, np.float32), [{}] * 4
+    pair = [
+        kind(4 * n_steps, IMAGES, spaces.Discrete(9), "cpu", n_envs=4)
+        for kind in (CompressedReplayBuffer, ReplayBuffer)
+    ]
+    for name in ("filling", "overwriting"):
+        taken: list[list[float]] = [[], []]
+        for step in tqdm(feed.steps(game, n_steps), f"{game} {name}", n_steps):
+            some = in_turn(
+                [lambda b=b, s=step: b.add(s.obs, s.next_obs, actions, rewards, s.dones, infos) for b in pair], 1
+            )
+            for times, one in zip(taken, some, strict=True):
+                times += one
+        yield f"add, {name}, median", "us", *medians(taken)
+        yield f"add, {name}, total", "s", sum(taken[0]), sum(taken[1])
+    for batch in BATCHES:
+        yield f"sample({batch})", "us", *medians(in_turn([lambda b=b: b.sample(batch) for b in pair], 200))
+    usage = pair[0].memory_usage()
+    yield "held", "MB", usage.total / 1e6, (pair[1].observations.nbytes + pair[1].next_observations.nbytes) / 1e6
+
+
+def vector(n_steps: int = 20_000) -> Rows:
+    """A vector observation of 17 floats."""
+    space, actions = spaces.Box(-1, 1, (17,), np.float32), spaces.Box(-1, 1, (6,), np.float32)
+    pair = [kind(n_steps, space, actions, "cpu") for kind in (CompressedReplayBuffer, ReplayBuffer)]
+    random = np.random.default_rng(0)
+    obs, action = random.random((1, 17), np.float32), random.random((1, 6), np.float32)
+    rest = (np.ones(1, np.float32), np.zeros(1, bool), [{}])
+    yield "add", "us", *medians(in_turn([lambda b=b: b.add(obs, obs, action, *rest) for b in pair], n_steps))
+    for batch in BATCHES:
+        yield f"sample({batch})", "us", *medians(in_turn([lambda b=b: b.sample(batch) for b in pair], 1000))
+
+
+def rollout(game: str = "Pong", n_steps: int = 128, repeats: int = 12) -> Rows:
+    """What one iteration of PPO asks of its buffer: 8 environments, 4 epochs, batches of 256."""
+    pair = [
+        kind(n_steps, IMAGES, spaces.Discrete(6), "cpu", n_envs=8) for kind in (CompressedRolloutBuffer, RolloutBuffer)
+    ]
+    early, late = feed.steps(game, 10_000), feed.steps(game, 10_000)
+    for _ in range(5000):
+        next(late)
+    zeros, tensor = np.zeros(8, np.float32), torch.zeros(8)
+    taken: dict[str, list[list[float]]] = {name: [[], []] for name in ("reset", "add", "first epoch", "later epochs")}
+
+    def measure(name: str, call: Callable[[Any], Any]) -> None:
+        for times, one in zip(taken[name], in_turn([lambda b=b: call(b) for b in pair], 1), strict=True):
+            times += one
+
+    for _ in trange(repeats, desc=f"{game} rollouts"):
+        measure("reset", lambda buffer: buffer.reset())
+        for _ in range(n_steps):
+            obs = np.concatenate([next(early).obs, next(late).obs])
+            measure("add", lambda buffer, obs=obs: buffer.add(obs, zeros, zeros, zeros, tensor, tensor))
+        for buffer in pair:
+            buffer.compute_returns_and_advantage(tensor, zeros)
+        for epoch in range(4):
+            measure("later epochs" if epoch else "first epoch", lambda buffer: [None for _ in buffer.get(256)])
+    for name, times in taken.items():
+        yield f"{name}, median", "us", *medians(times)
+    ours, theirs = (sum(sum(times[place]) for times in taken.values()) / repeats for place in (0, 1))
+    yield "everything, an iteration", "ms", 1e3 * ours, 1e3 * theirs
+    usage = pair[0].memory_usage()
+    yield "held", "MB", usage.total / 1e6, usage.dense / 1e6
+
+
+def save(game: str = "MsPacman", n_transitions: int = 100_000) -> Rows:
+    """Pickles, as `save_replay_buffer` writes them."""
+    n_steps = n_transitions // 4
+    actions, rewards, infos = np.zeros((4, 1), np.int64), np.zeros(4, np.float32), [{}] * 4
+    ours: Any = CompressedReplayBuffer(n_transitions, IMAGES, spaces.Discrete(9), "cpu", n_envs=4)
+    theirs: Any = ReplayBuffer(n_transitions, IMAGES, spaces.Discrete(9), "cpu", n_envs=4)
+    source = feed.steps(game, 10_000)
+    for position in trange(n_steps, desc=f"{game} filling"):
+        if position % 10_000 == 0:
+            source = feed.steps(game, 10_000)
+        step = next(source)
+        for buffer in (ours, theirs):
+            buffer.add(step.obs, step.next_obs, actions, rewards, step.dones, infos)
+    dense = theirs.observations.nbytes
+    with tempfile.TemporaryDirectory() as folder:
+        figures = []
+        for name, buffer in (("ours", ours), ("sb3", theirs)):
+            path = Path(folder) / f"{name}.pkl"
+            tracemalloc.start()
+            save_to_pkl(path, buffer)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            start = time.perf_counter()
+            save_to_pkl(path, buffer)
+            saved = time.perf_counter() - start
+            start = time.perf_counter()
+            load_from_pkl(path)
+            loaded = time.perf_counter() - start
+            figures.append((path.stat().st_size / 1e6, peak / 1e6, saved, loaded))
+            path.unlink()
+    names = (("file", "MB"), ("extra memory while saving", "MB"), ("saving", "s"), ("loading", "s"))
+    for (name, unit), mine, other in zip(names, *figures, strict=True):
+        yield name, unit, mine, other
+    yield "one dense copy of the observations", "MB", dense / 1e6, dense / 1e6
+
+
+def train(make: Callable[[bool], Any], n_steps: int, rounds: int, name: str) -> Rows:
+    """Two models at the same seed, trained in turn; they must end with the same weights."""
+    models = [make(True), make(False)]
+    for model in models:  # warm up
+        model.learn(n_steps, reset_num_timesteps=False)
+    taken: list[list[float]] = [[], []]
+    for _ in trange(rounds, desc=name):
+        some = in_turn([lambda m=m: m.learn(n_steps, reset_num_timesteps=False) for m in models], 1)
+        for times, one in zip(taken, some, strict=True):
+            times += one
+    weights = [model.policy.state_dict() for model in models]
+    if not all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0]):
+        raise SystemExit(f"{name}: the two models differ; refusing to report on them")
+    yield f"{rounds * n_steps} steps", "s", sum(taken[0]), sum(taken[1])
+
+
+def ppo() -> Rows:
+    from sb3_extra_buffers.training_utils.atari import make_env
+
+    def make(ours: bool) -> Any:
+        kind = CompressedRolloutBuffer if ours else RolloutBuffer
+        env = make_env("PongNoFrameskip-v4", n_envs=8, framestack=4, seed=1)
+        return PPO(
+            "CnnPolicy", env, n_steps=128, batch_size=256, n_epochs=4, seed=1, device="cpu", rollout_buffer_class=kind
+        )
+
+    yield from train(make, 1024, 6, "PPO on Pong")
+
+
+def dqn() -> Rows:
+    from sb3_extra_buffers.training_utils.atari import make_env
+
+    def make(ours: bool) -> Any:
+        kind = CompressedReplayBuffer if ours else ReplayBuffer
+        env = make_env("MsPacmanNoFrameskip-v4", n_envs=1, framestack=4, seed=1)
+        return DQN(
+            "CnnPolicy", env, buffer_size=20_000, learning_starts=500, seed=1, device="cpu", replay_buffer_class=kind
+        )
+
+    yield from train(make, 1000, 8, "DQN on MsPacman")
+
+
+CASES: dict[str, Callable[[], Rows]] = {
+    "vector": vector, "replay": replay, "rollout": rollout, "save": save, "ppo": ppo, "dqn": dqn,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    options = parser.parse_args()
+    init_jit("auto")
+    path = DATA / "buffers.csv"
+    about = {"date": datetime.date.today().isoformat(), "machine": machine(), "versions": versions()}
+    for case in options.cases:
+        rows = []
+        if path.exists():
+            with path.open(newline="") as file:
+                rows = [row for row in csv.DictReader(file) if row["case"] != case]
+        for figure, unit, ours, theirs in CASES[case]():
+            print(f"{case}: {figure}: {ours:.4g} {unit}, SB3 {theirs:.4g} {unit}: {ours / theirs:.3f}x", flush=True)
+            rows.append(about | {"case": case, "figure": figure, "unit": unit, "ours": ours, "sb3": theirs})
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
