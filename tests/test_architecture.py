@@ -16,14 +16,16 @@ import sb3_extra_buffers
 from sb3_extra_buffers import errors
 
 PACKAGE = Path(sb3_extra_buffers.__file__).parent
-OPTIONAL = {"ale_py", "cv2", "isal", "lz4", "numba", "vizdoom", "zstandard"}
-HOSTS = {"gymnasium", "stable_baselines3", "torchrl", "sb3_contrib"}
+EXTRAS = {"ale_py", "cv2", "isal", "lz4", "numba", "ray", "sb3_contrib", "tensordict", "torchrl", "vizdoom", "zstandard"}
+SB3 = {"gymnasium", "stable_baselines3"}
+OPTIONAL = EXTRAS | {"triton"}
 
-# floor, what importing it must not load, and which of our floors its modules may name
+# floor, what importing it must not load and its modules must not name at the top, and which of our floors they may name
 FLOORS = [
-    ("codecs", {"torch", "triton"} | HOSTS | OPTIONAL, {"codecs", "errors"}),
-    ("kernels", HOSTS | OPTIONAL, {"codecs", "kernels", "errors"}),
-    ("stores", HOSTS | OPTIONAL, {"codecs", "kernels", "stores", "errors"}),
+    ("codecs", {"torch"} | SB3 | OPTIONAL, {"codecs", "errors"}),
+    ("kernels", SB3 | OPTIONAL, {"codecs", "kernels", "errors"}),
+    ("stores", SB3 | OPTIONAL, {"codecs", "kernels", "stores", "errors"}),
+    ("_sb3", OPTIONAL, {"codecs", "kernels", "stores", "_sb3", "errors"}),
 ]
 PRESENT = [floor for floor in FLOORS if (PACKAGE / floor[0] / "__init__.py").exists()]
 
@@ -39,7 +41,7 @@ def modules() -> list[str]:
         path = PACKAGE.parent / module.name.replace(".", "/")
         source = path / "__init__.py" if module.ispkg else path.with_suffix(".py")
         imports = {name.partition(".")[0] for name in imported_at_top(source)}
-        if not imports & (OPTIONAL | {"triton"}):
+        if not imports & OPTIONAL:
             found.append(module.name)
     return found
 
@@ -61,8 +63,8 @@ def test_floors_do_not_load_what_is_above_them(floor: str, forbidden: set[str]) 
     assert found.stdout.split() == []
 
 
-@pytest.mark.parametrize(("floor", "below"), [(floor[0], floor[2]) for floor in PRESENT])
-def test_floors_do_not_name_what_is_above_them(floor: str, below: set[str]) -> None:
+@pytest.mark.parametrize(("floor", "forbidden", "below"), PRESENT)
+def test_floors_do_not_name_what_is_above_them(floor: str, forbidden: set[str], below: set[str]) -> None:
     for source in (PACKAGE / floor).rglob("*.py"):
         for node in ast.walk(ast.parse(source.read_text())):
             names: list[str] = []
@@ -73,7 +75,7 @@ def test_floors_do_not_name_what_is_above_them(floor: str, below: set[str]) -> N
                 names = [node.module or ""]
             for name in names:
                 root, _, rest = name.partition(".")
-                assert root not in HOSTS, f"{source.name} imports {name}"
+                assert root not in forbidden & (SB3 | {"sb3_contrib", "torchrl"}), f"{source.name} imports {name}"
                 if root == "sb3_extra_buffers" and rest:
                     assert rest.partition(".")[0] in below, f"{source.name} reaches up to {name}"
 
