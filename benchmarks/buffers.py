@@ -71,7 +71,7 @@ def replay(game: str = "MsPacman", n_steps: int = 10_000) -> Rows:
         yield f"add, {name}, median", "us", *medians(taken)
         yield f"add, {name}, total", "s", sum(taken[0]), sum(taken[1])
     for batch in BATCHES:
-        yield f"sample({batch})", "us", *medians(in_turn([lambda b=b: b.sample(batch) for b in pair], 200))
+        yield f"sample({batch})", "us", *medians(in_turn([lambda b=b, n=batch: b.sample(n) for b in pair], 200))
     usage = pair[0].memory_usage()
     yield "held", "MB", usage.total / 1e6, (pair[1].observations.nbytes + pair[1].next_observations.nbytes) / 1e6
 
@@ -85,7 +85,7 @@ def vector(n_steps: int = 20_000) -> Rows:
     rest = (np.ones(1, np.float32), np.zeros(1, bool), [{}])
     yield "add", "us", *medians(in_turn([lambda b=b: b.add(obs, obs, action, *rest) for b in pair], n_steps))
     for batch in BATCHES:
-        yield f"sample({batch})", "us", *medians(in_turn([lambda b=b: b.sample(batch) for b in pair], 1000))
+        yield f"sample({batch})", "us", *medians(in_turn([lambda b=b, n=batch: b.sample(n) for b in pair], 1000))
 
 
 def rollout(game: str = "Pong", n_steps: int = 128, repeats: int = 12) -> Rows:

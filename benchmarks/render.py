@@ -83,6 +83,28 @@ def game_table(measured: list[Row]) -> str:
     return table(header, lines)
 
 
+CASES = {
+    "replay": "`CompressedReplayBuffer`, MsPacman, 40,000 transitions",
+    "rollout": "`CompressedRolloutBuffer`, Pong, 8 environments x 128 steps, batches of 256",
+    "vector": "`CompressedReplayBuffer`, 17 floats",
+    "save": "`save_replay_buffer`, MsPacman, 100,000 transitions",
+    "ppo": "training PPO on Pong, 8 environments x 128 steps, 4 epochs",
+    "dqn": "training DQN on MsPacman",
+}
+
+
+def buffer_table(measured: list[Row]) -> str:
+    """What was measured of the SB3 buffers, in both and as a ratio."""
+    lines = []
+    for case, title in CASES.items():
+        for row in (row for row in measured if row["case"] == case):
+            ours, theirs = float(row["ours"]), float(row["sb3"])
+            figures = [f"{value:.3g} {row['unit']}" for value in (ours, theirs)]
+            lines.append([title, row["figure"], *figures, f"{ours / theirs:.3g}x"])
+            title = ""
+    return table(["what", "figure", "ours", "SB3's", "ratio"], lines)
+
+
 def plot(measured: list[Row], path: Path) -> None:
     """Memory against sampling time, both relative to SB3's buffer."""
     figure, axes = plt.subplots(figsize=(8, 5.5), layout="constrained")
@@ -152,6 +174,9 @@ def main() -> None:
         some = rows(name)
         if some:
             parts += [f"## {title}\n", other_table(some), about(some)]
+    some = rows("buffers")
+    if some:
+        parts += ["## The buffers beside SB3's\n", buffer_table(some), about(some)]
     (DOCS / "benchmarks.md").write_text("\n".join(parts))
     insert(README, "figures", summary())
     insert(DOCS / "architecture.md", "formats", format_table())
