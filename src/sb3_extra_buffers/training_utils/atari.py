@@ -55,7 +55,7 @@ def make_env(
         >>> env.observation_space.shape
         (4, 84, 84)
     """
-    _check_counts(n_envs, framestack)
+    check_counts(n_envs, framestack)
     game = game_options(env_id) | dict(env_kwargs or {})
     wrapper, rest = dict(wrapper_kwargs or {}), dict(vec_env_kwargs or {})
     if native:
@@ -126,7 +126,7 @@ def game_options(env_id: str) -> dict[str, Any]:
     return options
 
 
-def _check_counts(n_envs: Any, framestack: Any) -> None:
+def check_counts(n_envs: Any, framestack: Any) -> None:
     if isinstance(n_envs, bool) or not hasattr(n_envs, "__index__") or n_envs < 1:
         raise EnvironmentOptionError(f"n_envs must be a whole number from 1 on, got {n_envs!r}")
     if framestack is None:

@@ -1,0 +1,82 @@
+"""ViZDoom environments: frames of each kind, ends of episodes, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sb3_extra_buffers.errors import EnvironmentOptionError, MissingExtraError, UnknownEnvironmentError
+from sb3_extra_buffers.training_utils import doom
+
+needs_vizdoom = pytest.mark.skipif(importlib.util.find_spec("vizdoom") is None, reason="needs ViZDoom")
+
+
+def play(env: Any, n_steps: int) -> list[tuple[Any, ...]]:
+    random = np.random.default_rng(0)
+    return [env.step(random.integers(0, env.action_space.n, env.num_envs)) for _ in range(n_steps)]
+
+
+@needs_vizdoom
+@pytest.mark.parametrize(
+    ("observation", "framestack", "channels"), [("rgb", None, 3), ("labels", 1, 1), ("classes", 2, 2)]
+)
+def test_observations(
+    observation: Any, framestack: int | None, channels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    env: Any = doom.make_env("defend_the_center", 1, framestack, observation=observation, seed=1)
+    try:
+        obs = env.reset()
+        frames = np.array([step[0][0] for step in play(env, 12)])
+    finally:
+        env.close()
+
+    assert env.observation_space.shape == obs.shape[1:] == (channels, 120, 160)
+    assert len(np.unique(frames.reshape(12, -1), axis=0)) > 6
+    if observation == "classes":
+        assert set(np.unique(frames)) <= set(range(len(doom.CLASSES)))
+        assert doom.CLASSES.index("Monster") in frames
+    # the engine's settings are not left where it was started; its empty folder is
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@needs_vizdoom
+def test_a_time_limit_is_no_end_and_episodes_are_reported() -> None:
+    env: Any = doom.make_env("basic", 1, res=(120, 160), frame_skip=10, seed=0)
+    try:
+        env.reset()
+        ends = [step[3][0] for step in play(env, 40) if step[2][0]]
+    finally:
+        env.close()
+
+    assert ends
+    for info in ends:
+        assert info["terminal_observation"].any()
+        # 300 tics are the limit of this scenario
+        assert info["TimeLimit.truncated"] == (info["episode"]["l"] == 30)
+        assert info["episode"]["r"] != 0
+
+
+@needs_vizdoom
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"scenario": "no_such_place"}, UnknownEnvironmentError, "defend_the_center"),
+        ({"res": (84, 84)}, EnvironmentOptionError, "RES_160X120"),
+        ({"observation": "depth"}, EnvironmentOptionError, "'labels'"),
+        ({"n_envs": 0}, EnvironmentOptionError, "n_envs.*got 0"),
+    ],
+)
+def test_bad_input_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        doom.make_env(**options)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vizdoom") is not None, reason="ViZDoom is there")
+def test_without_vizdoom_the_extra_is_named() -> None:
+    with pytest.raises(MissingExtraError, match=r"pip install 'sb3-extra-buffers\[vizdoom\]'"):
+        doom.make_env()
