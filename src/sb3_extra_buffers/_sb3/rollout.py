@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch as th
@@ -14,6 +15,8 @@ from sb3_extra_buffers._sb3.storage import CompressedStorage
 from sb3_extra_buffers.errors import EmptyBufferError
 from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.stores.view import StoreView
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     _Base = RolloutBuffer
@@ -82,7 +85,9 @@ class RolloutMixin(CompressedStorage, _Base):
             raise EmptyBufferError(
                 f"{self.pos} of {self.buffer_size} steps were added; a rollout is read when it is complete"
             )
-        return super().get(batch_size)
+        batches = super().get(batch_size)
+        # a GPU computes while the next batch is decoded; on the CPU the learner wants all cores for itself
+        return made_ahead(batches) if self.device.type == "cuda" else batches
 
     def memory_usage(self) -> MemoryUsage:
         """What the buffer holds, by purpose; ``dense`` is one dense copy of the observations."""
@@ -91,3 +96,13 @@ class RolloutMixin(CompressedStorage, _Base):
             and name != "observations"
         )  # fmt: skip
         return leaves_usage(self._leaves, 1, 1.0) + MemoryUsage(0, 0, 0, sum(columns), 0)
+
+
+def made_ahead(batches: Iterator[T]) -> Iterator[T]:
+    """What ``batches`` yields, each one made in another thread while the one before is in use."""
+    end: Any = object()
+    with ThreadPoolExecutor(1, "sb3-extra-buffers-rollout") as worker:
+        coming = worker.submit(next, batches, end)
+        while (batch := coming.result()) is not end:
+            coming = worker.submit(next, batches, end)
+            yield batch
