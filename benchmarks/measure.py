@@ -128,21 +128,23 @@ def memory(game: str, n_steps: int, method: str, options: dict[str, Any]) -> dic
     """Growth of the resident set while ``n_steps`` of every environment are stored."""
     warm_up(method, options, feed.steps(game, n_steps))
     source = feed.steps(game, n_steps)
-    first = next(source)  # by now the feed holds what it needs
-    shape = first.obs.shape[1:]
+    # two steps in hand and a third being made: by now the feed holds what it will hold at the end
+    step, _ = next(source), next(source)
+    shape = step.obs.shape[1:]
+    step = next(source)
     before = resident()
     store = make(shape, n_steps, method, options)
     kept: dict[int, tuple[int, ...]] = {}
     # one step at a time: a generator that has ended gives back what it holds
-    for position in range(n_steps):
-        step = first if position == 0 else next(source)
+    for position in range(n_steps - 3):
+        step = next(source)
         store.add(position, step)
         if position % (n_steps // 8) == 0:
             kept[position] = checksums(step.obs, step.next_obs)
     growth = resident() - before
     result: dict[str, Any] = {
         "resident_bytes": growth,
-        "dense_bytes": n_steps * feed.N_ENVS * int(np.prod(shape)),
+        "dense_bytes": (n_steps - 3) * feed.N_ENVS * int(np.prod(shape)),
     }
     if method != "sb3":
         check(store, kept)
