@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,8 +13,14 @@ from sb3_extra_buffers._sb3.leaves import Array, is_decoded
 from sb3_extra_buffers._sb3.options import OPTION_NAMES, StorageOptions
 from sb3_extra_buffers.errors import UnsupportedVersionError
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 #: version of what is pickled
 STATE_VERSION = 1
+
+# what a buffer that lives in a file, or was opened to be read, has beyond its own; a copy of it has nothing of that
+_OF_FILES = frozenset({"add", "extend", "reset", "_live"})
 
 
 class CompressedStorage:
@@ -55,6 +62,33 @@ class CompressedStorage:
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor if self.device.type == "cpu" else tensor.to(self.device)
 
+    # ---- files ----
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save the buffer as the folder ``path``, without pickle; a second time, only what is new is written.
+
+        What was saved there before stays whole until the new state is. `files.save` has more to choose from.
+        """
+        from sb3_extra_buffers.files.saving import save
+
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """The buffer that `save` wrote, as it was: the same batches follow from the same random state."""
+        from sb3_extra_buffers.files.loading import load
+
+        loaded: Self = load(path, cls)
+        return loaded
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """The buffer that `save` wrote, to be read from its file: for those larger than memory, or many readers."""
+        from sb3_extra_buffers.files.loading import open_saved
+
+        opened: Self = open_saved(path, cls)
+        return opened
+
     # ---- pickles ----
 
     def __getstate__(self) -> dict[str, Any]:
@@ -62,7 +96,8 @@ class CompressedStorage:
 
     @staticmethod
     def _with_version(state: dict[str, Any]) -> dict[str, Any]:
-        return state | {"_state_version": STATE_VERSION}
+        kept = {name: value for name, value in state.items() if name not in _OF_FILES}
+        return kept | {"_state_version": STATE_VERSION}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._check_state(state)

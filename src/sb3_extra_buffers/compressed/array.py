@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.compressed.dtypes import element_dtype
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.view import StoreView
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["CompressedArray"]
 
@@ -66,3 +69,28 @@ class CompressedArray(StoreView):
             path=path,
         )
         super().__init__(store, lead)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save the array as the folder ``path``, without pickle; a second time, only what is new is written.
+
+        What was saved there before stays whole until the new state is.
+        """
+        from sb3_extra_buffers.files.saving import save
+
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """The array that `save` wrote."""
+        from sb3_extra_buffers.files.loading import load
+
+        loaded: Self = load(path, cls)
+        return loaded
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """The array that `save` wrote, to be read from its file: for those larger than memory, or many readers."""
+        from sb3_extra_buffers.files.loading import open_saved
+
+        opened: Self = open_saved(path, cls)
+        return opened

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ class FrameStore(ABC):
 
     `SegmentStore` and `PayloadStore` say how frames are encoded.
     """
+
+    #: Looks at cells before they are read, where their payloads lie in a file that nobody has looked through.
+    guard: Callable[[Cells], None] | None = None
 
     def __init__(
         self,
@@ -176,6 +180,8 @@ class FrameStore(ABC):
     def read(self, cells: Cells) -> ByteRows:
         """Decode ``cells`` (``[n]``, or ``[set, n]`` to walk shared segments once) into fresh rows."""
         layout = self.layout
+        if self.guard is not None:
+            self.guard(cells)
         frames = self._decode(self.slots, cells if cells.ndim == 2 else cells.reshape(1, -1))
         if layout.axis == "first":
             return frames.reshape(*cells.shape, layout.spec.nbytes)
@@ -246,7 +252,8 @@ class FrameStore(ABC):
             payload=self.heap.live_bytes + opened,
             index=int(tables),
             keyframes=touched_bytes(state.scene_rows) + touched_bytes(state.recent),
-            other=0,
+            # rooms of open segments, as far as they were ever used
+            other=max(touched_bytes(state.stage) - opened, 0),
             dense=0,
         )
 
@@ -283,6 +290,12 @@ class FrameStore(ABC):
         slots[: len(self.slots)] = self.slots
         self.slots = slots
 
+    def use_heap(self, heap: Heap) -> None:
+        """Put payloads into ``heap`` from now on; before anything is written."""
+        self.heap = heap
+        heap.grow(len(self._state.counts))
+        self._sync()
+
     def _tables(self) -> Any:
         if self._bound is None:
             self._bound = self._kernels.bind_state(self._state)
@@ -309,6 +322,7 @@ class FrameStore(ABC):
         self.settle()
         state = self.__dict__.copy()
         del state["_kernels"], state["_bound"], state["_table_bytes"]
+        state.pop("guard", None)
         state["_state"] = self._state._replace(heap=np.zeros(0, np.uint8))._asdict()
         return state
 

@@ -45,6 +45,8 @@ class Heap:
         self._n_order = 0
         self._first_number = 0
         self._numbers = np.zeros(n_slots, np.uint32)
+        # slots written since `saved`, so that a file need only be given what is new
+        self._unsaved = np.zeros(n_slots, np.bool_)
 
     @property
     def capacity(self) -> int:
@@ -53,11 +55,12 @@ class Heap:
 
     @property
     def index_bytes(self) -> int:
-        return self.starts.nbytes + self.lengths.nbytes + self._numbers.nbytes + self._order.nbytes
+        columns = (self.starts, self.lengths, self._numbers, self._order, self._unsaved)
+        return sum(column.nbytes for column in columns)
 
     def grow(self, n_slots: int) -> None:
         """Make room for slots up to ``n_slots``."""
-        for name in ("starts", "lengths", "_numbers"):
+        for name in ("starts", "lengths", "_numbers", "_unsaved"):
             setattr(self, name, lengthen(getattr(self, name), n_slots))
 
     def write(self, slots: Sequence[int], payloads: Sequence[Any]) -> None:
@@ -116,6 +119,42 @@ class Heap:
         self._first = self._n_order = self._head = 0
         self._area = map_bytes(0, self.path)
         self.data = np.frombuffer(self._area, np.uint8)
+
+    # ---- files ----
+
+    def unsaved(self, everything: bool = False) -> npt.NDArray[np.int32]:
+        """Slots whose payloads were written since `saved`, or all of them; oldest first."""
+        slots = self._listed()
+        return slots if everything else slots[self._unsaved[slots]]
+
+    def saved(self) -> None:
+        """What there is now has been saved."""
+        self._unsaved[:] = False
+
+    def adopt_all(
+        self, slots: npt.NDArray[np.int32], data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64]
+    ) -> None:
+        """Fill an empty heap with payloads that lie in ``data``, oldest first; ``lengths`` is set already."""
+        lengths = self.lengths[slots].astype(np.int64)
+        packed = np.cumsum(lengths) - lengths
+        size = int(lengths.sum())
+        area = map_bytes(size + size // 8 + _LEAST, self.path)
+        self.data, self._area = np.frombuffer(area, np.uint8), area
+        for start, to, length in merge_runs(starts, packed, lengths):
+            self.data[to : to + length] = data[start : start + length]
+        self._number_all(slots, packed, size)
+
+    def look_into(
+        self, slots: npt.NDArray[np.int32], data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64]
+    ) -> None:
+        """Let an empty heap answer from ``data``, without a copy; nothing can be written to it then."""
+        self.data = data
+        self._number_all(slots, starts, int(self.lengths[slots].sum(dtype=np.int64)))
+
+    def _number_all(self, slots: npt.NDArray[np.int32], starts: npt.NDArray[np.int64], size: int) -> None:
+        self.starts[slots] = starts
+        self.live_bytes = self._head = size
+        self._append(slots)
 
     def _release(self, slot: int) -> None:
         self.live_bytes -= int(self.lengths[slot])
@@ -179,6 +218,7 @@ class Heap:
         entries = np.arange(self._n_order, count)
         self._order[(self._first + entries) % size] = slots
         self._numbers[slots] = (self._first_number + entries) & _NUMBER
+        self._unsaved[slots] = True
         self._n_order = count
 
     def _listed(self) -> npt.NDArray[np.int32]:
@@ -198,7 +238,7 @@ class Heap:
         size = self.live_bytes + extra
         area = map_bytes(size + size // 8 + _LEAST, self._staging())
         data = np.frombuffer(area, np.uint8)
-        for start, to, length in _runs(starts, packed, lengths):
+        for start, to, length in merge_runs(starts, packed, lengths):
             data[to : to + length] = self.data[start : start + length]
         self._settle()
         self._area, self.data = area, data
@@ -248,12 +288,13 @@ class Heap:
     def __setstate__(self, state: dict[str, Any]) -> None:
         stored = state.pop("data")
         self.__dict__.update(state)
+        self._unsaved = np.ones(len(self.lengths), np.bool_)  # who knows of a file
         self._area = map_bytes(len(stored))
         self.data = np.frombuffer(self._area, np.uint8)
         self.data[: len(stored)] = np.frombuffer(stored, np.uint8)
 
 
-def _runs(
+def merge_runs(
     starts: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
 ) -> list[tuple[int, int, int]]:
     """Merge payloads that are neighbours before and after into single copies."""

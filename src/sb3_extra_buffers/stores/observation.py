@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
-from sb3_extra_buffers.errors import CodecOptionError, HeapFullError
+from sb3_extra_buffers.errors import CodecOptionError, HeapFullError, ReadOnlyBufferError
 from sb3_extra_buffers.stores.arena import zeros
 from sb3_extra_buffers.stores.choice import Choice, choose, choose_unseen
 from sb3_extra_buffers.stores.frames import Cells, FrameStore
+from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout, find_layout
 from sb3_extra_buffers.stores.making import make_frame_store
 from sb3_extra_buffers.stores.payloads import PayloadStore
@@ -82,6 +83,13 @@ class ObservationStore:
     at every moment. Unwritten cells read as zeros. One writer and many readers may use it at once.
     """
 
+    #: Whether writing is an error, as in a file that was opened to be read.
+    read_only = False
+    #: Makes the heap of the frame store, where that is not to be memory.
+    make_heap: Callable[[], Heap] | None = None
+    #: Is told of every change once it is done: ``("write", cells, streams, rows)`` and the like.
+    on_change: Callable[..., None] | None = None
+
     def __init__(
         self,
         spec: ObsSpec,
@@ -132,26 +140,32 @@ class ObservationStore:
     def write(self, cells: Cells, streams: Cells, rows: ByteRows) -> None:
         """Store one row per cell; row ``i`` continues stream ``streams[i]``."""
         with self._lock:
-            if self._inner is not None:
-                self._inner.write(cells, streams, rows)
-                return
-            self._pending.append((cells.copy(), streams.copy(), rows.copy()))
-            held = sum(len(pending) for pending, _, _ in self._pending)
-            least, most = _TRIAL_ROWS
-            enough = min(max(_TRIAL_BYTES // self.spec.nbytes, least), most, max(self.n_cells // 2, 1))
-            if held >= enough:
-                try:
-                    self._settle()
-                except HeapFullError:
-                    # refused, so not held either
-                    self._pending.pop()
-                    raise
+            self._check_writable()
+            self._write(cells, streams, rows)
+            if self.on_change is not None:
+                self.on_change("write", cells, streams, rows)
+
+    def _write(self, cells: Cells, streams: Cells, rows: ByteRows) -> None:
+        if self._inner is not None:
+            self._inner.write(cells, streams, rows)
+            return
+        self._pending.append((cells.copy(), streams.copy(), rows.copy()))
+        held = sum(len(pending) for pending, _, _ in self._pending)
+        least, most = _TRIAL_ROWS
+        enough = min(max(_TRIAL_BYTES // self.spec.nbytes, least), most, max(self.n_cells // 2, 1))
+        if held >= enough:
+            try:
+                self._settle()
+            except HeapFullError:
+                # refused, so not held either
+                self._pending.pop()
+                raise
 
     def write_step(self, cell: int, more_cell: int, rows: ByteRows, more_rows: ByteRows) -> None:
         """Store a row of every stream in the cells from ``cell`` on, then those that follow from ``more_cell`` on."""
         with self._lock:
             inner = self._inner
-            if isinstance(inner, FrameStore):
+            if isinstance(inner, FrameStore) and not self.read_only and self.on_change is None:
                 inner.write_step(cell, more_cell, rows, more_rows)
                 return
             streams = np.arange(len(rows))
@@ -200,6 +214,8 @@ class ObservationStore:
             kept = make_frame_store(
                 layout, self.n_cells, self.n_streams, codec, self._heap_bytes, self._path, self._compiled
             )
+            if self.make_heap is not None:
+                kept.use_heap(self.make_heap())
             if isinstance(kept, PayloadStore):
                 kept.train(rows)
             inner = kept
@@ -212,19 +228,28 @@ class ObservationStore:
     def erase(self, cells: Cells) -> None:
         """Make ``cells`` unwritten."""
         with self._lock:
+            self._check_writable()
             if self._inner is not None:
                 self._inner.erase(cells)
-                return
             for place, (written, streams, rows) in enumerate(self._pending):
                 kept = ~np.isin(written, cells)
                 self._pending[place] = written[kept], streams[kept], rows[kept]
+            if self.on_change is not None:
+                self.on_change("erase", cells)
 
     def clear(self) -> None:
         """Make every cell unwritten; what was decided stays."""
         with self._lock:
+            self._check_writable()
             self._pending = []
             if self._inner is not None:
                 self._inner.clear()
+            if self.on_change is not None:
+                self.on_change("clear")
+
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise ReadOnlyBufferError("these observations were opened to be read; load() them to write to a copy")
 
     @property
     def layout(self) -> StackLayout | None:
@@ -267,7 +292,8 @@ class ObservationStore:
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             state = self.__dict__.copy()
-        del state["_lock"]
+        for name in ("_lock", "make_heap", "on_change"):
+            state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,0 +1,24 @@
+"""Buffers in files: saved without pickle, checked when they are read, continued where they were."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sb3_extra_buffers.files.loading import load, open_saved
+    from sb3_extra_buffers.files.saving import SaveReport, save
+
+__all__ = ["SaveReport", "load", "open_saved", "save"]
+
+_MODULES = {"load": "loading", "open_saved": "loading", "save": "saving", "SaveReport": "saving"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,55 @@
+"""What was saved where, as long as the buffer lives: so that the next save need only write what is new."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.files.blocks import CHUNK, ArrayRecord
+from sb3_extra_buffers.stores.heap import Heap
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(slots=True)
+class StoreLink:
+    """Where the payloads of a heap lie in the file."""
+
+    heap: Heap
+    starts: npt.NDArray[np.int64]  # per slot; those of slots that are not in use mean nothing
+    chunks: Array = field(default_factory=lambda: np.zeros(0, CHUNK))
+
+
+@dataclass(slots=True)
+class Link:
+    """A buffer's last save."""
+
+    folder: Path
+    save_id: str
+    data_name: str
+    data_size: int
+    live_bytes: int
+    index: Array
+    records: dict[str, ArrayRecord]
+    stores: list[StoreLink | None]
+
+
+_links: dict[int, Link] = {}
+
+
+def get_link(buffer: Any) -> Link | None:
+    """The last save of ``buffer``, if it was saved or loaded by this process."""
+    return _links.get(id(buffer))
+
+
+def set_link(buffer: Any, link: Link) -> None:
+    """Remember ``link`` until ``buffer`` goes."""
+    if id(buffer) not in _links:
+        # by number: a buffer may compare like an array and have no hash
+        weakref.finalize(buffer, _links.pop, id(buffer), None)
+    _links[id(buffer)] = link

@@ -1,0 +1,291 @@
+"""Saving: append what is new, then put the new manifest in the old one's place."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import secrets
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers import __version__
+from sb3_extra_buffers.errors import ExtraBuffersError, FileWriteError, NotSaveableError, UnsupportedVersionError
+from sb3_extra_buffers.files import manifest
+from sb3_extra_buffers.files.blocks import (
+    BLOCK,
+    CHUNK,
+    MAGIC,
+    Appender,
+    BlockReader,
+    BlockWriter,
+    map_file,
+    named_errors,
+)
+from sb3_extra_buffers.files.links import Link, StoreLink, get_link, set_link
+from sb3_extra_buffers.files.values import Encoder
+from sb3_extra_buffers.stores.arena import lengthen
+from sb3_extra_buffers.stores.heap import Heap, merge_runs
+from sb3_extra_buffers.stores.snapshot import StoreParts, take_apart
+from sb3_extra_buffers.stores.view import StoreView
+
+Array = npt.NDArray[Any]
+
+_OURS = re.compile(r"(data|heap)-\d+(-\d+)?\.bin|journal-\d+\.bin|manifest\.(json|previous\.json|json\.tmp)")
+# dead bytes that are not worth writing everything anew for
+_SPARE = 1 << 22
+
+
+class SaveReport(NamedTuple):
+    """What a save did."""
+
+    folder: Path
+    n_bytes: int
+    """Bytes written."""
+    incremental: bool
+    """Whether most of it was there already."""
+
+
+def save(
+    buffer: Any, path: str | os.PathLike[str], base: str | os.PathLike[str] | None = None, sync: bool = True
+) -> SaveReport:
+    """Save ``buffer`` as the folder ``path``; what was saved there before stays whole until the new state is.
+
+    A second save to the same folder writes what is new. So does one to a new folder with ``base``, the folder of
+    the last save: the two then share their files as far as these agree, by links, and either may be deleted.
+
+    Args:
+        buffer: A compressed buffer or array.
+        path: The folder; it is made if it is not there.
+        base: The folder of this buffer's last save, to share files with.
+        sync: Whether to wait until everything is on the disk. Without it, a save survives the end of the process but
+            not the end of the power.
+    """
+    folder = Path(path)
+    encoder = Encoder()
+    with contextlib.ExitStack() as locks:
+        state = _encode(buffer, encoder)
+        for store in encoder.stores:
+            locks.enter_context(store._lock)
+        parts = [take_apart(store) for store in encoder.stores]
+        with named_errors(folder, f"saving to {folder}"):
+            return _Save(buffer, folder, state, encoder, parts, sync).run(None if base is None else Path(base))
+
+
+def _encode(buffer: Any, encoder: Encoder) -> Any:
+    if isinstance(buffer, StoreView):
+        return encoder.encode_view(buffer, "view")
+    state = buffer.__getstate__() if hasattr(buffer, "__getstate__") else vars(buffer)
+    if not isinstance(state, dict):
+        raise NotSaveableError(f"a {type(buffer).__name__} cannot be saved: its state is no dict")
+    return {name: encoder.encode(value, name) for name, value in state.items()}
+
+
+class _Save:
+    def __init__(
+        self, buffer: Any, folder: Path, state: Any, encoder: Encoder, parts: list[StoreParts], sync: bool
+    ) -> None:
+        self.buffer, self.folder, self.state, self.encoder, self.parts = buffer, folder, state, encoder, parts
+        self.sync = sync
+        self.save_id = secrets.token_hex(8)
+
+    def run(self, base: Path | None) -> SaveReport:
+        there = _look_at(self.folder)
+        link = self._usable_link(there, base)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if link is not None and link.folder != self.folder:
+            link = self._share(link)
+        out = self._begin(link)
+        try:
+            with _reader(link) as before:
+                record, new = self._write(out, before, link)
+            out.flush(self.sync)
+        except BaseException:
+            out.undo()
+            if link is None:
+                out.path.unlink(missing_ok=True)
+            raise
+        out.close()
+        n_bytes = out.n_bytes + manifest.replace(self.folder, record, self.sync)
+        for store in self.parts:
+            if store.heap is not None:
+                store.heap.saved()
+        set_link(self.buffer, new)
+        _remove_others(self.folder, {new.data_name})
+        return SaveReport(self.folder, n_bytes, link is not None)
+
+    def _usable_link(self, there: str | None, base: Path | None) -> Link | None:
+        """The last save, if what it wrote can be built upon."""
+        link = get_link(self.buffer)
+        if link is None or link.data_size > 2 * link.live_bytes + _SPARE:
+            return None
+        if link.folder == self.folder:
+            return link if there == link.save_id else None
+        if base is None or link.folder != base:
+            return None
+        try:
+            found = manifest.read(base).get("save_id")
+        except ExtraBuffersError:
+            return None
+        return link if found == link.save_id else None
+
+    def _share(self, link: Link) -> Link | None:
+        """Give the data file of ``link`` a second name in this folder."""
+        name = link.data_name
+        if (self.folder / name).exists():
+            return None
+        try:
+            os.link(link.folder / name, self.folder / name)
+        except OSError:
+            return None
+        return link
+
+    def _begin(self, link: Link | None) -> Appender:
+        if link is not None:
+            return Appender(self.folder / link.data_name, new=False)
+        number = 1 + max((int(path.stem.split("-")[1]) for path in self.folder.glob("data-*.bin")), default=0)
+        out = Appender(self.folder / f"data-{number:04}.bin", new=True)
+        out.put(MAGIC)
+        return out
+
+    def _write(self, out: Appender, before: BlockReader | None, link: Link | None) -> tuple[dict[str, Any], Link]:
+        blocks = BlockWriter(out, before)
+        payload_bytes = 0
+        stores: list[StoreLink | None] = []
+        records = []
+        for place, part in enumerate(self.parts):
+            record, arrays = dict(part.record), dict(part.arrays)
+            known = None if link is None or place >= len(link.stores) else link.stores[place]
+            made = None
+            if part.heap is not None:
+                made = _put_payloads(out, part.heap, known)
+                arrays |= {"starts": made.starts, "chunks": _chunks_to_array(made.chunks)}
+                payload_bytes += part.heap.live_bytes
+            record["options"] = self.encoder.encode(record["options"], f"store{place}.options")
+            record["arrays"] = list(arrays)
+            for name, array in arrays.items():
+                blocks.put(f"store{place}.{name}", array)
+            stores.append(made)
+            records.append(record)
+        for name, array in self.encoder.arrays.items():
+            blocks.put(f"state.{name}", array)
+        index = blocks.finish()
+        live_bytes = blocks.live_bytes + payload_bytes
+        kind = type(self.buffer)
+        record = {
+            "format": manifest.FORMAT,
+            "version": manifest.VERSION,
+            "library": __version__,
+            "saved": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "save_id": self.save_id,
+            "class": kind.__qualname__,
+            "module": kind.__module__,
+            "data": {"name": out.path.name, "size": out.end, "live_bytes": live_bytes},
+            "state": self.state,
+            "stores": records,
+            "arrays": {name: array.to_json() for name, array in blocks.records.items()},
+            "index": index,
+        }
+        new = Link(
+            self.folder, self.save_id, out.path.name, out.end, live_bytes, blocks.index, blocks.records, stores
+        )  # fmt: skip
+        return record, new
+
+
+def _look_at(folder: Path) -> str | None:
+    """The save that is in ``folder``, if there is one; an error if the folder is somebody else's."""
+    if not folder.exists():
+        return None
+    if not folder.is_dir():
+        raise FileWriteError(17, f"{folder} is a file; a buffer is saved as a folder: choose another path")
+    strangers = [entry.name for entry in os.scandir(folder) if not _OURS.fullmatch(entry.name)]
+    if strangers:
+        raise FileWriteError(
+            17, f"{folder} holds other things, such as {strangers[0]!r}; choose a folder of its own for the buffer"
+        )
+    try:
+        found = manifest.read(folder).get("save_id")
+    except UnsupportedVersionError:
+        raise
+    except ExtraBuffersError:
+        return None
+    return found if isinstance(found, str) else None
+
+
+@contextlib.contextmanager
+def _reader(link: Link | None) -> Iterator[BlockReader | None]:
+    """The blocks of the last save, to compare with."""
+    if link is None:
+        yield None
+        return
+    path = link.folder / link.data_name
+    yield BlockReader(map_file(path, link.data_size), link.index, link.records, path)
+
+
+def _put_payloads(out: Appender, heap: Heap, known: StoreLink | None) -> StoreLink:
+    """Append the payloads that the file does not have."""
+    known = known if known is not None and known.heap is heap else None
+    slots = heap.unsaved(everything=known is None)
+    starts = lengthen(np.zeros(0, np.int64) if known is None else known.starts[: len(heap.starts)], len(heap.starts))
+    lengths = heap.lengths[slots].astype(np.int64)
+    packed = np.cumsum(lengths) - lengths
+    begin = out.end
+    chunks = _Chunks(out)
+    for start, _, length in merge_runs(heap.starts[slots], packed, lengths):
+        chunks.put(heap.data[start : start + length])
+    starts[slots] = begin + packed
+    made = chunks.finish()
+    return StoreLink(heap, starts, made if known is None else np.concatenate([known.chunks, made]))
+
+
+class _Chunks:
+    """Cuts a stream of bytes into pieces with a checksum each."""
+
+    def __init__(self, out: Appender) -> None:
+        self._out = out
+        self._made: list[tuple[int, int, int]] = []
+        self._part = bytearray()
+
+    def put(self, data: npt.NDArray[np.uint8]) -> None:
+        at = 0
+        while at < data.size:
+            piece = data[at : at + BLOCK - len(self._part)]
+            at += piece.size
+            if piece.size == BLOCK:
+                self._add(piece.data)
+                continue
+            self._part += piece.data
+            if len(self._part) == BLOCK:
+                self._add(self._part)
+                self._part = bytearray()
+
+    def _add(self, data: Any) -> None:
+        self._made.append((self._out.put(data), len(data), zlib.crc32(data)))
+
+    def finish(self) -> Array:
+        if self._part:
+            self._add(self._part)
+        return np.array(self._made, CHUNK) if self._made else np.zeros(0, CHUNK)
+
+
+def _chunks_to_array(chunks: Array) -> Array:
+    return np.stack([chunks[name].astype(np.int64) for name in ("offset", "length", "crc32")], axis=1)
+
+
+def _remove_others(folder: Path, used: set[str]) -> None:
+    """Delete files that neither this manifest nor the one before speaks of."""
+    found = {path.name for path in folder.glob("*-*.bin")}
+    if found <= used:
+        return
+    with contextlib.suppress(ExtraBuffersError, AttributeError):
+        used |= {str(manifest.read(folder, manifest.PREVIOUS).get("data", {}).get("name"))}
+    for name in found - used:
+        if _OURS.fullmatch(name):
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()
