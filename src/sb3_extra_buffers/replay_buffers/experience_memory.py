@@ -1,0 +1,388 @@
+"""`ReplayBuffer`: experience as TensorDicts, sampled at random, by index or epoch by epoch."""
+
+from __future__ import annotations
+
+import gc
+import json
+import operator
+import os
+import shutil
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from sb3_extra_buffers.errors import (
+    DamagedFileError,
+    EmptyBufferError,
+    FileFormatError,
+    IndexOutOfRangeError,
+    MissingExtraError,
+    NotSaveableError,
+    SpecMismatchError,
+    UnknownFieldError,
+    UntrustedFileError,
+)
+
+try:
+    from tensordict import TensorDict, TensorDictBase
+    from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
+except ImportError as error:
+    raise MissingExtraError(
+        "ReplayBuffer needs 'torchrl' and 'tensordict': pip install 'sb3-extra-buffers[torchrl]'"
+    ) from error
+
+from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
+
+__all__ = ["ReplayBuffer"]
+
+Indices = Sequence[int] | torch.Tensor | range
+Key = Any
+
+_FORMAT = "sb3-extra-buffers/experience"
+_NUMBERS = ("buffer_size", "data_size", "pointer")
+
+
+class ReplayBuffer:
+    """A fixed-size buffer of experience; the oldest makes room for the newest.
+
+    What is sampled is moved to ``device``. On the CPU experience lies in memory-mapped files, on a GPU in its memory,
+    and with ``storage="compressed"`` in a `CompressedStorage`, images in about a hundredth of the memory.
+
+    Args:
+        device: Where sampled batches are put, usually to be trained on.
+        storing_device: Where experience is kept.
+        buffer_size: The most experience tuples it holds.
+        print_gc_warning: Warn when the garbage collector is run, which `reset` does and which may take a while.
+        storage: ``"auto"`` for TorchRL's storage that suits ``storing_device``, or ``"compressed"``.
+        n_envs: For ``"compressed"``: how many environments take turns; found from the data if it is not given.
+
+    Example:
+        >>> cpu = torch.device("cpu")
+        >>> buffer = ReplayBuffer(device=cpu, storing_device=cpu, buffer_size=100_000, storage="compressed")
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        storing_device: torch.device,
+        buffer_size: int,
+        print_gc_warning: bool = False,
+        *,
+        storage: Literal["auto", "compressed"] = "auto",
+        n_envs: int | None = None,
+    ) -> None:
+        if storage not in ("auto", "compressed"):
+            raise ValueError(f"storage must be 'auto' or 'compressed', got {storage!r}")
+        if n_envs is not None and storage != "compressed":
+            raise ValueError(f"n_envs={n_envs} is for storage='compressed'")
+        self.device = torch.device(device)
+        self.storing_device = torch.device(storing_device)
+        self.print_gc_warning = print_gc_warning
+        self.storage = storage
+        self.n_envs = n_envs
+        self.loaded_metadata: dict[str, int] | None = None
+        self._make(_at_least("buffer_size", buffer_size, 1))
+
+    def _make(self, buffer_size: int) -> None:
+        self.buffer_size = buffer_size
+        self.memory: Any = TensorDictReplayBuffer(storage=self._get_storage(buffer_size, self.storing_device))
+        self._specs: dict[Key, tuple[torch.Size, torch.dtype]] | None = None
+        self._iterator: Iterator[TensorDict] | None = None
+
+    def _get_storage(
+        self, buffer_size: int, device: torch.device
+    ) -> LazyMemmapStorage | LazyTensorStorage | CompressedStorage:
+        if self.storage == "compressed":
+            return CompressedStorage(buffer_size, device=device, n_envs=self.n_envs)
+        if device.type == "cpu":
+            return LazyMemmapStorage(buffer_size, device=device)
+        return LazyTensorStorage(buffer_size, device=device)
+
+    def reset(self, buffer_size: int | None = None) -> None:
+        """Forget all experience; ``buffer_size`` is the new capacity, if it is to change."""
+        size = self.buffer_size if buffer_size is None else _at_least("buffer_size", buffer_size, 1)
+        self._make(size)
+        if self.print_gc_warning:
+            warnings.warn("running the garbage collector to give back what the buffer held", stacklevel=2)
+        gc.collect()
+
+    # ---- adding ----
+
+    def add(self, experience: TensorDict) -> None:
+        """Add one experience tuple, without a batch dimension."""
+        experience = _as_tensordict(experience, 0)
+        specs = self._checked_specs(experience, 0)
+        self.memory.add(experience)
+        self._specs = specs
+
+    def add_batch(self, batch: TensorDict) -> None:
+        """Add the tuples of ``batch``, in the order of its first dimension."""
+        batch = _as_tensordict(batch, 1)
+        if not len(batch):
+            return
+        specs = self._checked_specs(batch, 1)
+        self.memory.extend(batch)
+        self._specs = specs
+
+    def _checked_specs(self, data: TensorDict, n_batch: int) -> dict[Key, tuple[torch.Size, torch.dtype]]:
+        """What ``data`` is made of. Raise unless ``data`` is like what was added first; TorchRL would cast, or mix shapes."""
+        found = {
+            key: (value.shape[n_batch:], value.dtype)
+            for key, value in data.items(include_nested=True, leaves_only=True)
+            if isinstance(value, torch.Tensor) and key != "index"
+        }
+        if self._specs is None or found == self._specs:
+            return found
+        for key in sorted(found.keys() | self._specs.keys(), key=str):
+            expected, got = self._specs.get(key), found.get(key)
+            if expected != got:
+                raise SpecMismatchError(
+                    f"field {key!r} is {_described(got)}, but in what was added first it is {_described(expected)}; "
+                    "nothing was added"
+                )
+        return found
+
+    # ---- sampling ----
+
+    def sample_batch(self, batch_size: int) -> TensorDict:
+        """``batch_size`` tuples drawn at random, with replacement."""
+        self._need_some()
+        return self._moved(self.memory.sample(_at_least("batch_size", batch_size, 1)))
+
+    def sample_random(self, batch_size: int) -> TensorDict:
+        """`sample_batch` by its other name."""
+        return self.sample_batch(batch_size)
+
+    def sample_by_index(self, indices: Indices) -> TensorDict:
+        """The tuples at ``indices``, counted from the first slot of the storage."""
+        return self._moved(self.memory.storage.get(self._checked(indices)))
+
+    def sample_by_index_fields(self, indices: Indices, fields: Sequence[Key]) -> Any:
+        """Some fields of the tuples at ``indices``: a tensor for one field, a tuple of tensors for several."""
+        if isinstance(fields, str) or not len(fields):
+            raise UnknownFieldError(f"fields must list at least one name, got {fields!r}")
+        index, storage = self._checked(indices), self.memory.storage
+        if isinstance(storage, CompressedStorage):
+            found = storage.get_fields(index, list(fields))
+        else:
+            stored = storage.get(slice(None))
+            known = set(stored.keys(True, True))
+            unknown = [field for field in fields if field not in known]
+            if unknown:
+                raise UnknownFieldError(f"no field {unknown}; there are {sorted(map(str, known))}")
+            found = [stored.get(field)[index] for field in fields]
+        tensors = tuple(tensor.to(self.device) for tensor in found)
+        return tensors[0] if len(tensors) == 1 else tensors
+
+    def sample_all(self) -> TensorDict:
+        """Everything that is stored, in the order of the slots."""
+        self._need_some()
+        return self._moved(self.memory.storage.get(torch.arange(self.size)))
+
+    def _moved(self, batch: Any) -> Any:
+        return batch.to(self.device)
+
+    def _need_some(self) -> None:
+        if not self.size:
+            raise EmptyBufferError("the buffer is empty; add experience before sampling")
+
+    def _checked(self, indices: Indices) -> torch.Tensor:
+        self._need_some()
+        index = torch.as_tensor(list(indices) if isinstance(indices, range) else indices).to(self.storing_device)
+        if not index.numel():
+            index = index.long()
+        if index.dtype.is_floating_point or index.dtype.is_complex or index.dtype == torch.bool or index.ndim > 1:
+            raise IndexOutOfRangeError(f"indices must be a list of integers, got {index.dtype} of {tuple(index.shape)}")
+        index = index.reshape(-1).long()
+        outside = index[(index < -self.size) | (index >= self.size)]
+        if outside.numel():
+            raise IndexOutOfRangeError(f"index {int(outside[0])} is out of range: {self.size} tuples are stored")
+        return torch.where(index < 0, index + self.size, index)
+
+    # ---- how much there is ----
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    @property
+    def size(self) -> int:
+        """Tuples that are stored now."""
+        return len(self)
+
+    @property
+    def metadata(self) -> dict[str, int]:
+        """Capacity, tuples stored and the slot that the next one goes to."""
+        cursor = int(self.memory.writer._cursor)
+        return {"buffer_size": self.buffer_size, "data_size": self.size, "pointer": cursor}
+
+    # ---- epochs ----
+
+    def create_epoch_iterator(self, batch_size: int, n_epochs: int = 1, *, shuffle: bool = True) -> Iterator[TensorDict]:
+        """Batches that go through the buffer ``n_epochs`` times, each time in a new order.
+
+        Only full batches are yielded, `calculate_num_batches` of them an epoch; with ``shuffle=False`` in the order
+        of the slots. `get_next_batch` takes from the newest iterator.
+        """
+        batch_size = _at_least("batch_size", batch_size, 1)
+        n_epochs = _at_least("n_epochs", n_epochs, 0)
+        self._iterator = self._epochs(self.memory, batch_size, n_epochs, shuffle)
+        return self._iterator
+
+    def _epochs(self, memory: Any, batch_size: int, n_epochs: int, shuffle: bool) -> Iterator[TensorDict]:
+        for _ in range(n_epochs):
+            size = len(memory)
+            order = torch.randperm(size) if shuffle else torch.arange(size)
+            for first in range(0, size - batch_size + 1, batch_size):
+                if memory is not self.memory:
+                    raise EmptyBufferError("the buffer was reset during an epoch; create a new iterator")
+                yield self.sample_by_index(order[first : first + batch_size])
+
+    def get_next_batch(self, batch_size: int) -> TensorDict:
+        """The next batch of the current epochs; ``batch_size`` tuples at random where there are none, or no more."""
+        if self._iterator is not None:
+            for batch in self._iterator:
+                return batch
+            self._iterator = None
+        return self.sample_batch(batch_size)
+
+    def calculate_num_batches(self, batch_size: int) -> int:
+        """Full batches of ``batch_size`` that the stored tuples make."""
+        return self.size // _at_least("batch_size", batch_size, 1)
+
+    def get_steps_and_iterator(self, n_epochs: int, max_iter: int, batch_size: int) -> int:
+        """Training steps to take, and the iterator that `get_next_batch` takes them from.
+
+        With ``n_epochs=0`` there are ``max_iter`` steps, on batches drawn at random.
+        """
+        if _at_least("n_epochs", n_epochs, 0) == 0:
+            self._iterator = None
+            return _at_least("max_iter", max_iter, 0)
+        self.create_epoch_iterator(batch_size, n_epochs)
+        return n_epochs * self.calculate_num_batches(batch_size)
+
+    # ---- files ----
+
+    def save(self, path: str | os.PathLike[str], contents: bool = False) -> None:
+        """Write ``PATH.metadata``: capacity, tuples stored, next slot. With ``contents`` the experience as well.
+
+        The experience goes to a folder beside it, without pickle. The metadata is replaced last, so that what was
+        saved before stays until the new is complete.
+        """
+        target = _metadata_path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        note: dict[str, Any] = {"format": _FORMAT, "version": 1, **self.metadata, "contents": None}
+        if contents and self.size:
+            kind = "compressed" if self.storage == "compressed" else "tensors"
+            folder = target.with_name(f"{target.stem}.contents-{uuid.uuid4().hex[:12]}")
+            if kind == "compressed":
+                self.memory.storage.dumps(folder)
+            else:
+                data = self.memory.storage.get(torch.arange(self.size))
+                if len(tuple(data.keys(True, True))) != len(self._specs or {}) + 1:
+                    raise NotSaveableError("only tensors can be saved, and some fields hold something else")
+                data.memmap(folder)
+            note["contents"] = {"kind": kind, "folder": folder.name}
+        staged = target.with_name(target.name + ".new")
+        staged.write_text(json.dumps(note, indent=1))
+        staged.replace(target)
+        kept = (note["contents"] or {}).get("folder")
+        for old in target.parent.iterdir():
+            if old.name.startswith(f"{target.stem}.contents-") and old.name != kept:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Read ``PATH.metadata``, and the experience if it was saved with ``contents``.
+
+        Without that only the metadata is recovered: `loaded_metadata` and the capacity. Experience that is here stays,
+        unless the capacity changes.
+        """
+        target = _metadata_path(path)
+        note = _read_metadata(target)
+        numbers = {name: note[name] for name in _NUMBERS}
+        if note["contents"] is None:
+            if numbers["buffer_size"] != self.buffer_size:
+                self.reset(numbers["buffer_size"])
+            self.loaded_metadata = numbers
+            return
+        kind, folder = note["contents"]["kind"], target.with_name(note["contents"]["folder"])
+        if (kind == "compressed") != (self.storage == "compressed"):
+            raise FileFormatError(
+                f"{target} holds {kind}, but this buffer has storage={self.storage!r}; make one of the same kind"
+            )
+        loaded = ReplayBuffer(
+            self.device, self.storing_device, numbers["buffer_size"], storage=self.storage, n_envs=self.n_envs
+        )
+        loaded._restore(folder, kind, numbers)
+        self.buffer_size, self.memory, self._specs = loaded.buffer_size, loaded.memory, loaded._specs
+        self._iterator = None
+        self.loaded_metadata = numbers
+
+    def _restore(self, folder: Path, kind: str, numbers: Mapping[str, int]) -> None:
+        if kind == "compressed":
+            self.memory.storage.loads(folder)
+        else:
+            if any(folder.rglob("*.pickle")):
+                raise UntrustedFileError(f"{folder} holds a pickle, which was not saved by a ReplayBuffer")
+            try:
+                data = TensorDict.load_memmap(folder)
+                self.memory.extend(data.exclude("index"))
+            except (OSError, KeyError, RuntimeError, ValueError) as error:
+                raise DamagedFileError(f"{folder} is missing or damaged: {error}") from error
+        if self.size != numbers["data_size"]:
+            raise DamagedFileError(f"{folder} holds {self.size} tuples where {numbers['data_size']} were saved")
+        self.memory.writer._cursor = numbers["pointer"]
+        self._specs = {
+            key: (value.shape[1:], value.dtype)
+            for key, value in self.memory.storage.get(slice(None)).items(include_nested=True, leaves_only=True)
+            if key != "index"
+        }
+
+
+def _at_least(name: str, value: Any, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    return number
+
+
+def _as_tensordict(data: Any, n_batch: int) -> TensorDict:
+    if not isinstance(data, TensorDictBase):
+        if not isinstance(data, Mapping):
+            raise SpecMismatchError(f"experience must be a TensorDict, got a {type(data).__name__}")
+        tensors = {key: torch.as_tensor(value) for key, value in data.items()}
+        data = TensorDict(tensors, batch_size=list(next(iter(tensors.values())).shape[:n_batch]) if tensors else [])
+    if n_batch and not data.ndim:
+        raise SpecMismatchError("a batch needs a first dimension; use add() for a single experience")
+    if not n_batch and data.ndim:
+        raise SpecMismatchError(f"a single experience has no batch dimension, got {tuple(data.shape)}; use add_batch()")
+    # TorchRL writes the slots into what it is given
+    return data.copy()
+
+
+def _described(spec: tuple[torch.Size, torch.dtype] | None) -> str:
+    return "missing" if spec is None else f"{tuple(spec[0])} of {spec[1]}"
+
+
+def _metadata_path(path: str | os.PathLike[str]) -> Path:
+    return Path(os.fspath(path) + ".metadata")
+
+
+def _read_metadata(path: Path) -> dict[str, Any]:
+    try:
+        note = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise FileFormatError(f"there is no {path}; give the path without '.metadata'") from None
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise FileFormatError(f"{path} is no metadata of a ReplayBuffer: {error}") from error
+    if not isinstance(note, dict) or note.get("format") != _FORMAT:
+        raise FileFormatError(f"{path} is no metadata of a ReplayBuffer")
+    if not all(type(note.get(name)) is int for name in _NUMBERS) or "contents" not in note:
+        raise DamagedFileError(f"{path} lacks one of {', '.join(_NUMBERS)}")
+    return note

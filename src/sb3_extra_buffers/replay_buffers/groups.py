@@ -1,0 +1,131 @@
+"""Keys of the data that share a store, and how what comes in one after the other gets there."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
+from sb3_extra_buffers.replay_buffers.stored_tensor import Leaf, Positions
+from sb3_extra_buffers.stores.layout import find_layout
+from sb3_extra_buffers.stores.observation import ObservationStore
+
+__all__ = ["Group", "find_n_envs", "join_keys"]
+
+#: rows that tell how many environments take turns
+PILOT_ROWS = 128
+# environments that may take turns
+_MOST_ENVS = 64
+
+Key = Any  # what TensorDict calls a nested key: a string or a tuple of them
+
+
+def as_tuple(key: Key) -> tuple[str, ...]:
+    return key if isinstance(key, tuple) else (key,)
+
+
+def join_keys(keys: Sequence[Key]) -> list[list[Key]]:
+    """Keys that repeat each other: ``("next", *key)`` beside ``key``."""
+    by_path = {as_tuple(key): key for key in keys}
+    joined = []
+    for path, key in by_path.items():
+        if path[0] == "next" and path[1:] in by_path:
+            continue
+        following = by_path.get(("next", *path))
+        joined.append([key] if following is None else [key, following])
+    return joined
+
+
+class Group:
+    """A key, and the one that repeats it, in one store: a frame they share is held once.
+
+    Positions are counted over all leading axes. A row continues the stream ``position % n_streams``.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[Key],
+        spec: ObsSpec,
+        dtype: torch.dtype,
+        n_rows: int,
+        n_streams: int,
+        device: torch.device,
+        method: str,
+        options: dict[str, Any],
+    ) -> None:
+        self.keys = list(keys)
+        self.store = ObservationStore(spec, n_streams=n_streams, method=method, options=options)
+        self.leaves = [Leaf(self.store, n_rows, dtype, device) for _ in keys]
+
+    def read(self, positions: Positions) -> list[torch.Tensor]:
+        """The rows at ``positions`` for each key; frames they share are decoded once."""
+        sets = np.empty((len(self.leaves), positions.size), np.int64)
+        for row, leaf in zip(sets, self.leaves, strict=True):
+            np.add(positions, leaf.base, out=row)
+        rows = self.store.read(sets)
+        return [leaf.as_tensor(part, positions.shape) for leaf, part in zip(self.leaves, rows, strict=True)]
+
+    def write(self, positions: Positions, batches: Sequence[ByteRows]) -> None:
+        """Store ``batches`` of rows, one for each key, as if they came one step after the other."""
+        store = self.store
+        n_streams = store.n_streams
+        if len(self.leaves) == 1:
+            store.write(positions + self.leaves[0].base, positions % n_streams, batches[0])
+            return
+        base, next_base = (leaf.base for leaf in self.leaves)
+        rows, next_rows = batches
+        for first, stop in _steps(positions, n_streams):
+            cell = int(positions[first])
+            if stop - first == n_streams:
+                store.write_step(cell + base, cell + next_base, rows[first:stop], next_rows[first:stop])
+                continue
+            cells = positions[first:stop]
+            streams = cells % n_streams
+            store.write(cells + base, streams, rows[first:stop])
+            store.write(cells + next_base, streams, next_rows[first:stop])
+
+    def rewrite(self, n_streams: int, count: int) -> Group:
+        """A group of as many rows with other streams that holds the first ``count`` of this one's."""
+        store = self.store
+        leaf = self.leaves[0]
+        new = Group(
+            self.keys, store.spec, leaf.dtype, leaf.n_rows, n_streams, leaf.device, store.method, store.options
+        )
+        positions = np.arange(count)
+        new.write(positions, [store.read(positions + leaf.base) for leaf in self.leaves])
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+
+def _steps(positions: Positions, n_streams: int) -> Iterator[tuple[int, int]]:
+    """Runs of consecutive positions that begin and end with a step of all streams, or within one."""
+    if n_streams == 1:
+        return ((row, row + 1) for row in range(len(positions)))
+    breaks = (positions[1:] != positions[:-1] + 1) | (positions[1:] % n_streams == 0)
+    ends = [*(np.flatnonzero(breaks) + 1).tolist(), len(positions)]
+    return zip([0, *ends[:-1]], ends, strict=True)
+
+
+def find_n_envs(spec: ObsSpec, rows: ByteRows, next_rows: ByteRows | None) -> int:
+    """How many environments take turns in ``rows``: 1 where successive rows are of the same one.
+
+    A wrong answer costs memory, not correctness.
+    """
+    most = min(_MOST_ENVS, len(rows) // 2)
+    if next_rows is None:
+        for n_envs in range(1, most + 1):
+            if find_layout(spec, [rows[env::n_envs] for env in range(n_envs)]).stack > 1:
+                return n_envs
+        return 1
+    sums = np.array([zlib.crc32(row) for row in rows])
+    next_sums = np.array([zlib.crc32(row) for row in next_rows])
+    # what follows an observation is the environment's next one, unless an episode ended
+    followed = [float((sums[n_envs:] == next_sums[:-n_envs]).mean()) for n_envs in range(1, most + 1)]
+    best = int(np.argmax(followed)) if followed else 0
+    return best + 1 if followed and followed[best] >= 0.5 else 1
