@@ -11,6 +11,7 @@ __all__ = [
     "DamagedFileError",
     "EmptyBufferError",
     "EnvironmentOptionError",
+    "ExportError",
     "ExtraBuffersError",
     "FileFormatError",
     "FileWriteError",
@@ -154,3 +155,7 @@ class PriorityError(ExtraBuffersError, ValueError):
 
 class StaleIndexError(ExtraBuffersError, IndexError):
     """An index names a transition that is not in the buffer, or not any more."""
+
+
+class ExportError(ExtraBuffersError, ValueError):
+    """A recording cannot be written in this form."""

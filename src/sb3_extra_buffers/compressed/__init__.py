@@ -34,21 +34,30 @@ if TYPE_CHECKING:
         use_rollout_buffer,
     )
     from sb3_extra_buffers.compressed.making import compressed
+    from sb3_extra_buffers.compressed.priorities import (
+        CompressedDictPrioritizedReplayBuffer,
+        CompressedPrioritizedReplayBuffer,
+        PrioritizedReplayBufferSamples,
+        prioritized,
+    )
 
 __all__ = [
     "BufferUsageCallback",
     "CompressedArray",
     "CompressedDictNStepReplayBuffer",
+    "CompressedDictPrioritizedReplayBuffer",
     "CompressedDictReplayBuffer",
     "CompressedDictRolloutBuffer",
     "CompressedHerReplayBuffer",
     "CompressedMaskableDictRolloutBuffer",
     "CompressedMaskableRolloutBuffer",
     "CompressedNStepReplayBuffer",
+    "CompressedPrioritizedReplayBuffer",
     "CompressedRecurrentDictRolloutBuffer",
     "CompressedRecurrentRolloutBuffer",
     "CompressedReplayBuffer",
     "CompressedRolloutBuffer",
+    "PrioritizedReplayBufferSamples",
     "compressed",
     "find_buffer_dtypes",
     "find_smallest_dtype",
@@ -57,12 +66,15 @@ __all__ = [
     "has_numba",
     "has_zstd",
     "init_jit",
+    "prioritized",
     "use_rollout_buffer",
 ]
 
 # imported when they are asked for: SB3 takes a second or two, sb3-contrib may be absent
 _CONTRIB = [name for name in __all__ if "Maskable" in name or "Recurrent" in name] + ["use_rollout_buffer"]
-_MODULES = {"BufferUsageCallback": "callback", "compressed": "making"} | dict.fromkeys(_CONTRIB, "contrib")
+_PRIORITIZED = [name for name in __all__ if "rioritized" in name]
+_MODULES = {"BufferUsageCallback": "callback", "compressed": "making"}
+_MODULES |= dict.fromkeys(_CONTRIB, "contrib") | dict.fromkeys(_PRIORITIZED, "priorities")
 
 
 def __getattr__(name: str) -> Any:
