@@ -1,0 +1,59 @@
+"""Fit what observations take in a heap, by method and level, to the committed benchmark.
+
+Prints the table for `sb3_extra_buffers.gpu_buffers.size_estimation`; with ``--write`` puts it there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from sb3_extra_buffers.codecs.registry import parse_method
+from sb3_extra_buffers.gpu_buffers import size_estimation
+
+ROOT = Path(__file__).parents[1]
+GAME = "MsPacman"
+
+
+def measured(path: Path) -> dict[str, dict[int, float]]:
+    """Ratio of resident to dense bytes, by family and level."""
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            if row["game"] == GAME and row["method"] not in ("sb3", "auto", "none") and "+" not in row["method"]:
+                family, level = parse_method(row["method"].removesuffix("-jit"))
+                if level is None:
+                    level = size_estimation.BARE_LEVELS.get(family, 0)
+                found[family][level] = float(row["resident_bytes"]) / float(row["dense_bytes"])
+    return found
+
+
+def fit(ratios: dict[int, float]) -> tuple[tuple[float, ...], float, float]:
+    """A polynomial of at most the second degree through the measured levels, and their bounds."""
+    levels, values = list(ratios), list(ratios.values())
+    degree = min(len(levels) - 1, 2)
+    factors = np.polynomial.Polynomial.fit(levels, values, degree).convert().coef if degree else np.array(values)
+    return tuple(round(float(factor), 6) for factor in factors), round(min(values), 6), round(max(values), 6)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--csv", type=Path, default=ROOT / "benchmarks" / "data" / "table.csv")
+    parser.add_argument("--write", action="store_true", help="put the table into size_estimation.py")
+    options = parser.parse_args()
+    lines = [f'    "{family}": {fit(ratios)},\n' for family, ratios in sorted(measured(options.csv).items())]
+    print("".join(lines), end="")
+    if options.write:
+        target = Path(size_estimation.__file__)
+        text = target.read_text()
+        begin, end = "    # fitted: begin\n", "    # fitted: end\n"
+        head, rest = text.split(begin)
+        target.write_text(head + begin + "".join(lines) + end + rest.split(end)[1])
+
+
+if __name__ == "__main__":
+    main()

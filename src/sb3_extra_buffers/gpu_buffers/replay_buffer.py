@@ -1,0 +1,159 @@
+"""Replay buffers with device-resident observations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.buffers import BaseBuffer, ReplayBuffer
+from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
+from stable_baselines3.common.vec_env import VecNormalize
+
+from sb3_extra_buffers._sb3.options import StorageOptions
+from sb3_extra_buffers.errors import EmptyBufferError
+from sb3_extra_buffers.gpu_buffers.base import BaseGpuBuffer, old_slot_bytes
+from sb3_extra_buffers.stores.device_observation import CellBatch
+from sb3_extra_buffers.stores.staging import Staging
+
+__all__ = ["GpuReplayBuffer"]
+
+
+class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
+    """Replay buffer with observations stored on a Torch device.
+
+    ``buffer_device`` is where they are kept (the ``device`` of the samples, if it is not given): a torch device, or
+    ``"pinned"`` for memory of the host that the GPU reads over the bus. Next observations share their frames, so
+    ``optimize_memory_usage`` has nothing left to save; it is accepted, and indices are then drawn as SB3 draws them.
+    ``heap_bytes`` is the most that encoded observations of a key may take; without it they take what they need.
+    """
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        device: th.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        dtypes: Mapping[str, Any] | None = None,
+        normalize_images: bool = False,
+        compression_method: str = "none",
+        compression_kwargs: Mapping[str, Any] | None = None,
+        decompression_kwargs: Mapping[str, Any] | None = None,
+        output_dtype: Literal["raw", "float"] = "raw",
+        buffer_device: th.device | str | None = None,
+        heap_bytes: int | None = None,
+        max_slot_bytes: int | None = None,
+    ) -> None:
+        BaseGpuBuffer.__init__(self, compression_method, compression_kwargs, decompression_kwargs)
+        # not ReplayBuffer's: it would lay out dense observations
+        BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs=n_envs)
+        self.buffer_size = max(buffer_size // n_envs, 1)
+        self.optimize_memory_usage = optimize_memory_usage
+        self.handle_timeout_termination = handle_timeout_termination
+        lead = (self.buffer_size, n_envs)
+        self.actions = np.zeros((*lead, self.action_dim), dtype=self._maybe_cast_dtype(action_space.dtype))
+        self.rewards = np.zeros(lead, np.float32)
+        self.dones = np.zeros(lead, np.float32)
+        self.timeouts = np.zeros(lead, np.float32)
+        self._make_stores(
+            2,
+            StorageOptions(dtypes, normalize_images, compression_method, output_dtype=output_dtype),
+            buffer_device,
+            old_slot_bytes(max_slot_bytes, heap_bytes, 2 * self.buffer_size * n_envs),
+        )
+        self._staging = Staging(self.device)
+
+    def add(
+        self,
+        obs: Any,
+        next_obs: Any,
+        action: npt.NDArray[Any],
+        reward: npt.NDArray[Any],
+        done: npt.NDArray[Any],
+        infos: list[dict[str, Any]],
+    ) -> None:
+        """Add one step of every environment; where anything does not fit, nothing is changed."""
+        step = self.pos
+        first, second = self._fit(obs, "obs"), self._fit(next_obs, "next_obs")
+        actions = np.asarray(action).reshape((self.n_envs, self.action_dim))
+        truncated = (
+            [info.get("TimeLimit.truncated", False) for info in infos] if self.handle_timeout_termination else None
+        )
+        for key, store in self._stores.items():
+            store.write(step, (first[key], second[key]))
+        self.actions[step] = actions
+        self.rewards[step] = reward
+        self.dones[step] = done
+        if truncated is not None:
+            self.timeouts[step] = truncated
+        self.pos += 1
+        if self.pos == self.buffer_size:
+            self.full = True
+            self.pos = 0
+
+    def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
+        """Draw ``batch_size`` transitions; random numbers are drawn in SB3's order."""
+        count = self.size()
+        if count == 0:
+            raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
+        if self.optimize_memory_usage and self.full and self.buffer_size > 1:
+            steps = (np.random.randint(1, self.buffer_size, size=batch_size) + self.pos) % self.buffer_size
+        else:
+            steps = np.random.randint(0, count, size=batch_size)
+        return self._get_samples(steps, env=env)
+
+    def _get_samples(self, batch_inds: npt.NDArray[Any], env: VecNormalize | None = None) -> Any:
+        envs = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
+        n_cells = self.buffer_size * self.n_envs
+        cells = np.empty((2, len(envs)), np.int64)
+        np.multiply(batch_inds, self.n_envs, out=cells[0])
+        cells[0] += envs
+        np.add(cells[0], n_cells, out=cells[1])
+        here = cells[0]
+        actions = self.actions.reshape(n_cells, -1).take(here, axis=0)
+        # dones that are due to timeouts do not count
+        dones = self.dones.reshape(n_cells, 1).take(here, axis=0)
+        dones *= 1 - self.timeouts.reshape(n_cells, 1).take(here, axis=0)
+        rewards = self._normalize_reward(self.rewards.reshape(n_cells, 1).take(here, axis=0), env)
+        if self._staging.device != self.device:
+            self._staging = Staging(self.device)  # SB3 sets another device on buffers that it loads
+        batch, *columns = self._staging.upload([cells, actions, dones, rewards])
+        found = self._read(CellBatch(cells, batch))
+        if isinstance(found, dict):
+            obs: Any = {key: part[0] for key, part in found.items()}
+            next_obs: Any = {key: part[1] for key, part in found.items()}
+        else:
+            obs, next_obs = found[0], found[1]
+        if env is not None:
+            obs, next_obs = self._normalized(obs, env), self._normalized(next_obs, env)
+        make = DictReplayBufferSamples if isinstance(found, dict) else ReplayBufferSamples
+        return make(obs, columns[0], next_obs, columns[1], columns[2])
+
+    def _normalized(self, obs: Any, env: VecNormalize) -> Any:
+        """`VecNormalize` works on NumPy's arrays."""
+        arrays: Any
+        if isinstance(obs, dict):
+            arrays = env.normalize_obs({key: part.cpu().numpy() for key, part in obs.items()})
+            return {key: self.to_torch(part) for key, part in arrays.items()}
+        arrays = env.normalize_obs(obs.cpu().numpy())
+        return self.to_torch(arrays)
+
+    def _at(self, place: int, idx: int, env_idx: int) -> th.Tensor:
+        cell = (place * self.buffer_size + idx % self.buffer_size) * self.n_envs + env_idx % self.n_envs
+        found = self._read(CellBatch(np.array([[cell]], np.int64)))
+        parts = found.values() if isinstance(found, dict) else [found]
+        return th.cat([part.reshape(-1) for part in parts])
+
+    def reconstruct_obs(self, idx: int, env_idx: int) -> th.Tensor:
+        """Return the flattened observation at ``(idx, env_idx)``."""
+        return self._at(0, idx, env_idx)
+
+    def reconstruct_nextobs(self, idx: int, env_idx: int) -> th.Tensor:
+        """Return the flattened next observation at ``(idx, env_idx)``."""
+        return self._at(1, idx, env_idx)

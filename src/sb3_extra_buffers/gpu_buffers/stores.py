@@ -1,0 +1,135 @@
+"""Device-resident observation storage, one observation at a time, as documented.
+
+The buffers use `sb3_extra_buffers.stores` instead, which reads and writes whole batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sb3_extra_buffers.codecs.registry import parse_method
+from sb3_extra_buffers.gpu_buffers.compression import GpuCompressionMethod
+from sb3_extra_buffers.gpu_buffers.metadata import SlotMetadata
+from sb3_extra_buffers.gpu_buffers.raw_buffer import SharedRawHeap
+from sb3_extra_buffers.gpu_buffers.utils import estimate_total_heap_bytes
+
+__all__ = ["DenseObservationStore", "RawObservationStore", "create_observation_store"]
+
+
+class DenseObservationStore:
+    """Store flattened observations in a dense Torch tensor."""
+
+    def __init__(
+        self, buffer_size: int, n_envs: int, flat_len: int, elem_type: torch.dtype, device: str | torch.device
+    ) -> None:
+        self.rows = torch.zeros((buffer_size, n_envs, flat_len), dtype=elem_type, device=device)
+        self._flat: torch.Tensor | None = None
+
+    def write(self, pos: int, env_idx: int, flat_tensor: torch.Tensor) -> None:
+        """Write a flattened observation."""
+        self.rows[pos, env_idx] = flat_tensor.reshape(-1)
+
+    def read(self, pos: int, env_idx: int) -> torch.Tensor:
+        """Read a flattened observation."""
+        return self.rows[pos, env_idx]
+
+    def read_flat(self, flat_idx: int) -> torch.Tensor:
+        """Read by flattened index after `flatten`."""
+        if self._flat is None:
+            raise ValueError("call flatten() first")
+        return self._flat[flat_idx]
+
+    def flatten(self) -> None:
+        """Flatten using the same ordering as SB3's ``swap_and_flatten``."""
+        self._flat = self.rows.swapaxes(0, 1).reshape(-1, self.rows.shape[-1])
+
+
+class RawObservationStore:
+    """Store compressed observations in a packed raw byte heap."""
+
+    def __init__(
+        self,
+        buffer_size: int,
+        n_envs: int,
+        flat_len: int,
+        elem_type: torch.dtype,
+        device: str | torch.device,
+        field_offset: int,
+        compress: Callable[..., SlotMetadata],
+        decompress: Callable[..., torch.Tensor],
+        compression_method: str = "rle",
+        runs_type: torch.dtype = torch.uint16,
+        shared_heap: SharedRawHeap | None = None,
+        n_fields: int = 1,
+    ) -> None:
+        self.buffer_size, self.n_envs, self.n_fields, self.field_offset = buffer_size, n_envs, n_fields, field_offset
+        self._compress, self._decompress = compress, decompress
+        self._owns_heap = shared_heap is None
+        if shared_heap is None:
+            n_cells = buffer_size * n_envs * n_fields
+            needed = estimate_total_heap_bytes(n_cells, flat_len, elem_type, runs_type, compression_method)
+            shared_heap = SharedRawHeap(n_cells, needed, device)
+        self.heap = shared_heap
+        self._metadata: dict[int, SlotMetadata] = {}
+        self._empty = torch.zeros(flat_len, dtype=elem_type, device=device)
+        self._flattened = False
+
+    def cell_id(self, pos: int, env_idx: int) -> int:
+        """Map buffer coordinates to a global cell id."""
+        return (pos * self.n_envs + env_idx) * self.n_fields + self.field_offset
+
+    def write(self, pos: int, env_idx: int, flat_tensor: torch.Tensor) -> None:
+        """Compress and store a flattened observation."""
+        cell = self.cell_id(pos, env_idx)
+        self._metadata[cell] = self._compress(flat_tensor, self.heap, cell)
+
+    def read(self, pos: int, env_idx: int) -> torch.Tensor:
+        """Decompress a flattened observation; zeros where none was written."""
+        cell = self.cell_id(pos, env_idx)
+        if cell not in self._metadata:
+            return self._empty.clone()
+        # compaction moves payloads: the heap knows where they lie now
+        self._metadata[cell].byte_start = self.heap.start_idx[cell]
+        return self._decompress(self.heap, self._metadata[cell])
+
+    def read_flat(self, flat_idx: int) -> torch.Tensor:
+        """Read by flattened index after `flatten`."""
+        if not self._flattened:
+            raise ValueError("call flatten() first")
+        return self.read(flat_idx % self.buffer_size, flat_idx // self.buffer_size)
+
+    def flatten(self) -> None:
+        """Number observations as SB3's ``swap_and_flatten`` does."""
+        self._flattened = True
+
+    def compact(self) -> None:
+        """Pack the heap, unless somebody else owns it."""
+        if self._owns_heap:
+            self.heap.compact()
+
+
+def create_observation_store(
+    compression_method: str,
+    buffer_size: int,
+    n_envs: int,
+    flat_len: int,
+    elem_type: torch.dtype,
+    device: str | torch.device,
+    field_offset: int = 0,
+    compress: Callable[..., SlotMetadata] | None = None,
+    decompress: Callable[..., torch.Tensor] | None = None,
+    runs_type: torch.dtype = torch.uint16,
+    shared_heap: SharedRawHeap | None = None,
+    n_fields: int = 1,
+) -> DenseObservationStore | RawObservationStore:
+    """Create the observation store backend for ``compression_method``."""
+    if parse_method(compression_method)[0] == "none":
+        return DenseObservationStore(buffer_size, n_envs, flat_len, elem_type, device)
+    method: Any = GpuCompressionMethod.find(compression_method, flat_len, elem_type)
+    return RawObservationStore(
+        buffer_size, n_envs, flat_len, elem_type, device, field_offset, compress or method.compress,
+        decompress or method.decompress, compression_method, runs_type, shared_heap, n_fields,
+    )  # fmt: skip

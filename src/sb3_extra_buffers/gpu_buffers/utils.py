@@ -1,0 +1,83 @@
+"""Torch dtype helpers for GPU buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sb3_extra_buffers.gpu_buffers.size_estimation import save_ratio
+
+__all__ = [
+    "estimate_max_slot_bytes",
+    "estimate_total_heap_bytes",
+    "find_smallest_dtype",
+    "numpy_dtype_to_torch",
+    "torch_dtype_element_size",
+    "torch_dtype_to_numpy",
+]
+
+_UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def find_smallest_dtype(max_val: int, signed: bool = False, fallback: torch.dtype = torch.float32) -> torch.dtype:
+    """The smallest integer dtype that holds ``max_val``, or ``fallback`` if none does."""
+    for dtype in _SIGNED if signed else _UNSIGNED:
+        limits = torch.iinfo(dtype)
+        if limits.min <= max_val <= limits.max:
+            return dtype
+    return fallback
+
+
+def torch_dtype_element_size(dtype: torch.dtype) -> int:
+    """Return the element size in bytes for a Torch dtype."""
+    return dtype.itemsize
+
+
+def estimate_max_slot_bytes(
+    flat_len: int,
+    elem_type: torch.dtype,
+    runs_type: torch.dtype,
+    compression_method: str,
+    overalloc_factor: float = 1.5,
+    compresslevel: int | None = None,
+) -> int:
+    """Estimate the bytes that one observation may take in the heap.
+
+    The larger of what a real game took and of what the worst observation takes, so that noise fits too.
+    ``compresslevel`` overrides the level in ``compression_method``.
+    """
+    nbytes = flat_len * elem_type.itemsize
+    measured = int(nbytes * save_ratio(compression_method, compresslevel) * overalloc_factor)
+    # runs of one element each; a few bytes around what a byte codec leaves as it is
+    worst = flat_len * (elem_type.itemsize + runs_type.itemsize) if compression_method == "rle" else nbytes + 64
+    return max(measured, worst)
+
+
+def estimate_total_heap_bytes(
+    n_cells: int,
+    flat_len: int,
+    elem_type: torch.dtype,
+    runs_type: torch.dtype,
+    compression_method: str,
+    overalloc_factor: float = 1.5,
+    compresslevel: int | None = None,
+) -> int:
+    """Estimate total heap capacity for ``n_cells`` packed observations."""
+    per_cell = estimate_max_slot_bytes(
+        flat_len, elem_type, runs_type, compression_method, overalloc_factor, compresslevel
+    )
+    return n_cells * per_cell
+
+
+def numpy_dtype_to_torch(dtype: npt.DTypeLike) -> torch.dtype:
+    """Convert a NumPy dtype to the matching Torch dtype."""
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def torch_dtype_to_numpy(dtype: torch.dtype) -> np.dtype[Any]:
+    """Convert a Torch dtype to the matching NumPy dtype."""
+    return np.dtype(torch.empty(0, dtype=dtype).numpy().dtype)

@@ -1,0 +1,296 @@
+"""Observations of one key behind a torch device: first collected, then stored as suits them and the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sb3_extra_buffers.codecs.delta import DeltaCodec
+from sb3_extra_buffers.codecs.registry import get_codec
+from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.errors import CodecOptionError, HeapFullError, MissingExtraError
+from sb3_extra_buffers.stores.choice import Choice, choose, choose_unseen
+from sb3_extra_buffers.stores.device import DeviceFrameStore, has_triton, suits_device
+from sb3_extra_buffers.stores.layout import find_layout
+from sb3_extra_buffers.stores.observation import ObservationStore
+from sb3_extra_buffers.stores.staging import Staging, torch_dtype
+from sb3_extra_buffers.stores.usage import MemoryUsage
+
+__all__ = ["CellBatch", "DeviceObservations", "DevicePlace"]
+
+Array = npt.NDArray[Any]
+
+# observations looked at before anything is decided: enough to see a stack move, little enough to hold
+_TRIAL_BYTES = 4 << 20
+_TRIAL_ROWS = (16, 256)
+
+
+@dataclass(frozen=True)
+class DevicePlace:
+    """Where observations are kept: on ``device``, or in pinned memory of the host beside it."""
+
+    device: torch.device
+    pinned: bool = False
+
+
+@dataclass
+class CellBatch:
+    """Cells to read, ``[set, n]``, on the host and, once somebody needs it, on the device."""
+
+    host: npt.NDArray[np.int64]
+    uploaded: torch.Tensor | None = field(default=None, repr=False)
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        if self.uploaded is None or self.uploaded.device.type != device.type:
+            self.uploaded = torch.from_numpy(self.host).to(device)
+        return self.uploaded
+
+
+class DeviceObservations:
+    """``n_steps`` steps of ``n_streams`` observations, ``n_sets`` of each (``obs``, ``next_obs``), as tensors.
+
+    Steps are written in turn, the oldest overwritten. ``delta`` on a CUDA device lives there as a whole, and so do
+    observations without compression. Other methods are decoded on the host; a batch of them crosses in one copy.
+    """
+
+    def __init__(
+        self,
+        spec: ObsSpec,
+        n_steps: int,
+        n_streams: int,
+        n_sets: int,
+        place: DevicePlace,
+        method: str = "auto",
+        options: Mapping[str, Any] | None = None,
+        heap_bytes: int | None = None,
+    ) -> None:
+        self.spec, self.n_steps, self.n_streams, self.n_sets = spec, n_steps, n_streams, n_sets
+        self.place, self.method, self.options = place, method, dict(options or {})
+        self._heap_bytes = heap_bytes
+        self._pending: list[tuple[int, list[Array]]] = []
+        self._inner: _Dense | _OnHost | DeviceFrameStore | None = None
+        self.choice: Choice | None
+        if method == "auto":
+            if self.options:
+                raise CodecOptionError(
+                    f"compression_method='auto' takes no options, got {', '.join(map(repr, self.options))}; "
+                    "name a method to use them"
+                )
+            self.choice = choose_unseen(spec)
+        else:
+            codec = get_codec(method, **self.options).bind(spec)  # bad input is an error now
+            self.choice = Choice("none" if codec.codec_id == "none" else method, "")
+            if place.device.type == "cuda" and isinstance(codec, DeltaCodec) and not has_triton():
+                raise MissingExtraError(
+                    "compression_method='delta' on a CUDA device needs 'triton': pip install 'sb3-extra-buffers[gpu]'; "
+                    "or keep the observations on the host with buffer_device='cpu'"
+                )
+        if spec.nbytes == 0:
+            self.choice = Choice("none", "observations of no bytes")
+        if self.choice is not None and self.choice.method == "none":
+            self._inner = _Dense(self)
+        elif stays_on_host(place.device):
+            self._inner = _OnHost(self, method)
+
+    @property
+    def n_cells(self) -> int:
+        """Cells of one set."""
+        return self.n_steps * self.n_streams
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.n_steps, self.n_streams, *self.spec.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.spec.dtype
+
+    def write(self, step: int, batches: Sequence[Array]) -> None:
+        """Store one batch of ``n_streams`` observations for each set as step ``step``."""
+        rows = [self.spec.to_rows(batch) for batch in batches]
+        if self._inner is not None:
+            self._inner.write(step, rows)
+            return
+        self._pending.append((step, [row.copy() for row in rows]))
+        least, most = _TRIAL_ROWS
+        held = len(self._pending) * self.n_streams * len(rows)
+        enough = min(max(_TRIAL_BYTES // self.spec.nbytes, least), most, max(self.n_cells * self.n_sets // 2, 1))
+        if held >= enough or step == self.n_steps - 1:
+            try:
+                self._settle()
+            except HeapFullError:
+                self._pending.pop()  # refused, so not held either
+                raise
+
+    def read(self, cells: CellBatch) -> torch.Tensor:
+        """Fresh observations ``[set, n, *shape]`` on the device."""
+        if isinstance(self._inner, (DeviceFrameStore, _Dense)):
+            return self._inner.read(cells.on(self.place.device))
+        if self._inner is not None:
+            return self._inner.read(cells.host)
+        out = np.zeros((cells.host.size, self.spec.nbytes), np.uint8)
+        newest = dict(self._pending)
+        for place, cell in enumerate(cells.host.ravel().tolist()):
+            chosen, rest = divmod(cell, self.n_cells)
+            step, stream = divmod(rest, self.n_streams)
+            if step in newest:
+                out[place] = newest[step][chosen][stream]
+        observations = self.spec.from_rows(out).reshape(*cells.host.shape, *self.spec.shape)
+        return torch.from_numpy(observations).to(self.place.device)
+
+    def _settle(self) -> None:
+        """Decide on what was seen, and store it so."""
+        # obs and next_obs of a stream, one after the other
+        rows = np.stack([np.stack(sets) for _, sets in self._pending]).reshape(-1, self.n_streams, self.spec.nbytes)
+        layout = find_layout(self.spec, [np.ascontiguousarray(rows[:, stream]) for stream in range(self.n_streams)])
+        choice = self.choice
+        if choice is None:
+            flat = rows.reshape(-1, self.spec.nbytes)
+            streams = np.tile(np.arange(self.n_streams), len(rows))
+            choice = choose(layout, np.arange(len(flat)), streams, flat, self.n_streams)
+        codec = get_codec(choice.method, **self.options).bind(layout.frame_spec)
+        inner: _Dense | _OnHost | DeviceFrameStore
+        if choice.method == "none":
+            inner = _Dense(self)
+        elif isinstance(codec, DeltaCodec) and suits_device(layout, codec) and has_triton():
+            inner = DeviceFrameStore(
+                layout, self.n_steps, self.n_streams, codec, self.place.device, self.n_sets, self._heap_bytes,
+                self.place.pinned,
+            )  # fmt: skip
+        else:
+            inner = _OnHost(self, choice.method)
+        for step, sets in self._pending:
+            inner.write(step, sets)
+        # only now: an error on the way leaves the rows where they were
+        self.choice, self._inner, self._pending = choice, inner, []
+
+    def clear(self) -> None:
+        """Make every cell unwritten; what was decided stays."""
+        self._pending = []
+        if self._inner is not None:
+            self._inner.clear()
+
+    def compact(self) -> None:
+        """Lay what is live in the heap one after the other, where there is a heap."""
+        if isinstance(self._inner, DeviceFrameStore):
+            self._inner.compact()
+
+    def describe(self) -> str:
+        """The method in use, where it runs and why."""
+        if self._inner is None or self.choice is None:
+            return f"{self.method} (undecided after {len(self._pending) * self.n_streams * self.n_sets} observations)"
+        where = "" if not isinstance(self._inner, _OnHost) or self.place.device.type == "cpu" else " on the host"
+        why = f" ({self.choice.why})" if self.choice.why else ""
+        return f"{self.choice.method}{where}{why}"
+
+    def memory_usage(self) -> MemoryUsage:
+        """What is held, wherever it is, and what the same observations would take dense."""
+        dense = self.n_cells * self.n_sets * self.spec.nbytes
+        if self._inner is None:
+            held = sum(row.nbytes for _, sets in self._pending for row in sets)
+            usage = MemoryUsage(held, 0, 0, 0, dense)
+        else:
+            usage = self._inner.memory_usage()
+        return replace(usage, dense=dense, codecs={"": self.describe()})
+
+    def check(self) -> None:
+        """Raise if anything inside disagrees."""
+        if self._inner is not None:
+            self._inner.check()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "place": (str(self.place.device), self.place.pinned)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        device, pinned = state.pop("place")
+        self.__dict__.update(state)
+        absent = device.startswith("cuda") and not torch.cuda.is_available()
+        self.place = DevicePlace(torch.device("cpu" if absent else device), pinned and not absent)
+
+
+def stays_on_host(device: torch.device) -> bool:
+    """Whether nothing is gained by keeping encoded observations on ``device``."""
+    return device.type != "cuda"
+
+
+class _Dense:
+    """Observations as they are, in one tensor on the device."""
+
+    def __init__(self, of: DeviceObservations) -> None:
+        device = torch.device("cpu") if of.place.pinned else of.place.device
+        shape = (of.n_cells * of.n_sets, *of.spec.shape)
+        self.rows = torch.zeros(shape, dtype=torch_dtype(of.spec.dtype), device=device)
+        self._spec, self._n_cells, self._n_streams = of.spec, of.n_cells, of.n_streams
+        self._place = of.place
+
+    def write(self, step: int, rows: Sequence[Array]) -> None:
+        first = step * self._n_streams
+        for place, part in enumerate(rows):
+            at = first + place * self._n_cells
+            batch = torch.from_numpy(np.require(self._spec.from_rows(part), requirements="W"))
+            # from pageable memory this waits until the rows have been read, so that they may change afterwards
+            self.rows[at : at + self._n_streams] = batch.to(self.rows.device)
+
+    def read(self, cells: torch.Tensor) -> torch.Tensor:
+        found = self.rows[cells.reshape(-1).to(self.rows.device)].to(self._place.device)
+        return found.reshape(*cells.shape, *self._spec.shape)
+
+    def clear(self) -> None:
+        self.rows.zero_()
+
+    def memory_usage(self) -> MemoryUsage:
+        return MemoryUsage(self.rows.numel() * self.rows.element_size(), 0, 0, 0, 0)
+
+    def check(self) -> None:
+        """Nothing can disagree here."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        place = (str(self._place.device), self._place.pinned)
+        return {**self.__dict__, "rows": self.rows.cpu().numpy(), "_place": place}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        device, pinned = state.pop("_place")
+        self.__dict__.update(state)
+        absent = device.startswith("cuda") and not torch.cuda.is_available()
+        self._place = DevicePlace(torch.device("cpu" if absent else device), pinned and not absent)
+        self.rows = torch.from_numpy(state["rows"]).to("cpu" if self._place.pinned else self._place.device)
+
+
+class _OnHost:
+    """An `ObservationStore` of the host whose batches cross to the device in one copy."""
+
+    def __init__(self, of: DeviceObservations, method: str) -> None:
+        self.store = ObservationStore(of.spec, of.n_streams, method, of.options, of._heap_bytes)
+        self.store.add_cells(of.n_cells * of.n_sets)
+        self._n_cells, self._n_streams = of.n_cells, of.n_streams
+        self._streams = np.arange(of.n_streams)
+        self._staging = Staging(of.place.device)
+
+    def write(self, step: int, rows: Sequence[Array]) -> None:
+        first = step * self._n_streams
+        if len(rows) == 2:
+            self.store.write_step(first, first + self._n_cells, *rows)
+        else:
+            self.store.write(first + self._streams, self._streams, rows[0])
+
+    def read(self, cells: npt.NDArray[np.int64]) -> torch.Tensor:
+        spec = self.store.spec
+        rows = self.store.read(cells).reshape(-1, spec.nbytes)
+        observations = spec.from_rows(rows).reshape(*cells.shape, *spec.shape)
+        if self._staging.device.type == "cpu":
+            return torch.from_numpy(observations)
+        return self._staging.upload([observations])[0]
+
+    def clear(self) -> None:
+        self.store.clear()
+
+    def memory_usage(self) -> MemoryUsage:
+        return self.store.memory_usage()
+
+    def check(self) -> None:
+        self.store.check()
