@@ -19,6 +19,7 @@ __all__ = [
     "IndexOutOfRangeError",
     "LayoutError",
     "MissingExtraError",
+    "NoEpisodeError",
     "MissingRomError",
     "NotSaveableError",
     "PriorityError",
@@ -87,6 +88,10 @@ class BudgetExceededError(ExtraBuffersError, MemoryError):
 
 class EmptyBufferError(ExtraBuffersError, ValueError):
     """There is nothing, or not yet enough, to read."""
+
+
+class NoEpisodeError(EmptyBufferError, RuntimeError):
+    """Goals are taken from finished episodes, and there is none."""
 
 
 class UnsupportedVersionError(ExtraBuffersError, ValueError):

@@ -1,0 +1,59 @@
+"""Let an agent play and keep what it did."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sb3_extra_buffers.recording.buffers import BaseRecordBuffer
+from sb3_extra_buffers.recording.making import buffer_for
+
+if TYPE_CHECKING:
+    from stable_baselines3.common.vec_env import VecEnv
+
+__all__ = ["record_agent"]
+
+
+def record_agent(
+    model: Any,
+    env: VecEnv,
+    n_steps: int = 1000,
+    *,
+    buffer: BaseRecordBuffer | None = None,
+    deterministic: bool = True,
+    render: bool = False,
+    path: str | os.PathLike[str] | None = None,
+) -> BaseRecordBuffer:
+    """Record ``n_steps`` of the first environment while ``model`` plays.
+
+    Args:
+        model: Anything with SB3's ``predict``.
+        env: Vectorised environments, of which the first is recorded.
+        n_steps: How many steps.
+        buffer: Where to record; None for a buffer that suits what is seen and holds all steps.
+        deterministic: Whether the model takes its best action.
+        render: Whether frames are what the environment renders, instead of observations.
+        path: Where to export the recording to, such as ``"agent.gif"``.
+    """
+    obs: Any = env.reset()
+    state, starts = None, np.ones(env.num_envs, bool)
+    for _ in range(n_steps):
+        frame = env.get_images()[0] if render else _first(obs)
+        actions, state = model.predict(obs, state=state, episode_start=starts, deterministic=deterministic)
+        obs, rewards, starts, _infos = env.step(actions)
+        if buffer is None:
+            buffer = buffer_for(frame, n_steps)
+        buffer.add(frame, rewards[0], np.array(actions[0]), done=starts[0])
+    if buffer is None:
+        raise ValueError(f"n_steps must be at least 1, got {n_steps}")
+    if path is not None:
+        buffer.export(path)
+    return buffer
+
+
+def _first(observations: Any) -> Any:
+    if isinstance(observations, dict):
+        return {key: part[0] for key, part in observations.items()}
+    return np.array(observations[0])

@@ -1,0 +1,117 @@
+"""Columns of a recording: numbers, arrays, or dicts and tuples of them, a row for each record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.errors import SpecMismatchError
+
+Array = npt.NDArray[Any]
+# a path of keys and places, and the array there
+Leaves = dict[tuple[str, ...], Array]
+
+
+class Row(NamedTuple):
+    """A value that fits its column."""
+
+    leaves: Leaves
+    shape: Any
+    """How the leaves hang together: None for a leaf, dicts and lists of such."""
+
+
+class Column:
+    """``size`` rows of one kind of value, which the first value decides unless ``dtype`` says it.
+
+    Dicts and tuples, as actions of such spaces are, become a plain array for each of their leaves.
+    """
+
+    def __init__(self, name: str, size: int, dtype: npt.DTypeLike | None = None) -> None:
+        self.name = name
+        self.size = size
+        self.shape: Any = None
+        self.arrays: Leaves = {}
+        if dtype is not None:
+            kind = np.dtype(dtype)
+            self._make(Row({(): np.zeros(kind.shape, kind.base)}, None))
+
+    def _make(self, row: Row) -> None:
+        self.arrays = {path: np.zeros((self.size, *leaf.shape), leaf.dtype) for path, leaf in row.leaves.items()}
+        self.shape = row.shape
+
+    def fit(self, value: Any) -> Row:
+        """``value`` as it will be stored, or an error; nothing is written."""
+        leaves: Leaves = {}
+        shape = self._take(value, (), leaves)
+        if not self.arrays:
+            return Row(leaves, shape)
+        if shape != self.shape or leaves.keys() != self.arrays.keys():
+            raise SpecMismatchError(
+                f"{self.name} has parts {_paths(leaves)}, those before had {_paths(self.arrays)}; "
+                "every record needs the same"
+            )
+        return Row({path: self._cast(path, leaf) for path, leaf in leaves.items()}, shape)
+
+    def _take(self, value: Any, path: tuple[str, ...], leaves: Leaves) -> Any:
+        """Collect the leaves below ``path``; return how they hang together, JSON-ready."""
+        if isinstance(value, Mapping):
+            return {str(key): self._take(part, (*path, str(key)), leaves) for key, part in value.items()}
+        if isinstance(value, tuple):
+            return [self._take(part, (*path, str(place)), leaves) for place, part in enumerate(value)]
+        leaf = np.asarray(value)
+        if leaf.dtype.kind not in "biuf":
+            raise SpecMismatchError(
+                f"{'/'.join((self.name, *path))} is {type(value).__name__} of dtype {leaf.dtype}; "
+                "recordings hold numbers and arrays of numbers"
+            )
+        leaves[path] = leaf
+        return None
+
+    def _cast(self, path: tuple[str, ...], leaf: Array) -> Array:
+        column = self.arrays[path]
+        name = "/".join((self.name, *path))
+        if leaf.shape != column.shape[1:]:
+            raise SpecMismatchError(f"{name} has shape {leaf.shape}, those before had {column.shape[1:]}")
+        if leaf.dtype == column.dtype:
+            return leaf
+        with np.errstate(invalid="ignore", over="ignore"):
+            cast = leaf.astype(column.dtype)
+        if not np.array_equal(cast, leaf, equal_nan=column.dtype.kind == "f" and leaf.dtype.kind == "f"):
+            raise SpecMismatchError(
+                f"{name} is {leaf.tolist()!r} ({leaf.dtype}), which {column.dtype} cannot hold; "
+                f"the first record decides, or declare it when the buffer is made"
+            )
+        return cast
+
+    def write(self, place: int, row: Row) -> None:
+        """Store what `fit` returned."""
+        if not self.arrays:
+            self._make(row)
+        for path, leaf in row.leaves.items():
+            self.arrays[path][place] = leaf
+
+    def read(self, rows: Any) -> Any:
+        """Values of ``rows`` as they were added, leaves with an axis more where rows are several."""
+        if not self.arrays:
+            return None
+        return self._build(self.shape, (), rows)
+
+    def _build(self, shape: Any, path: tuple[str, ...], rows: Any) -> Any:
+        if isinstance(shape, dict):
+            return {key: self._build(part, (*path, key), rows) for key, part in shape.items()}
+        if isinstance(shape, list):
+            return tuple(self._build(part, (*path, str(place)), rows) for place, part in enumerate(shape))
+        values = self.arrays[path][rows]
+        # a row is the caller's to keep: the next lap writes where it came from
+        return values.copy() if isinstance(values, np.ndarray) else values
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+def _paths(leaves: Leaves) -> str:
+    return ", ".join("/".join(path) or "(one value)" for path in leaves) or "(none)"

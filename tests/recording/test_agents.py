@@ -1,0 +1,261 @@
+"""Recording beside an agent, and what comes out as pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from sb3_extra_buffers.errors import EmptyBufferError, ExportError
+from sb3_extra_buffers.recording import (
+    DummyRecordBuffer,
+    FramelessRecordBuffer,
+    RecordBuffer,
+    RecordCallback,
+    RecordWrapper,
+    record_agent,
+)
+
+
+class Shades(gymnasium.Env[Any, Any]):
+    """Frames of one shade each, brighter with every step; 5 steps an episode; always the same array."""
+
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012  # Gymnasium's name
+    render_mode = "rgb_array"
+
+    def __init__(self) -> None:
+        self.observation_space = gymnasium.spaces.Box(0, 255, (36, 40, 1), np.uint8)
+        self.action_space = gymnasium.spaces.Discrete(3)
+        self.frame = np.zeros((36, 40, 1), np.uint8)
+
+    def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
+        self.frame[...] = 10
+        return self.frame, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.frame += 10
+        return self.frame, float(action), False, bool(self.frame[0, 0, 0] == 60), {"lives": 3, "text": "x"}
+
+    def render(self) -> Any:
+        return np.repeat(self.frame, 3, axis=2)
+
+
+def shades(buffer: Any) -> list[int]:
+    return [int(np.ravel(frame)[0]) for frame in np.asarray(buffer.frames)]
+
+
+def play(env: Any, n_steps: int) -> None:
+    env.reset()
+    for step in range(n_steps):
+        ended = env.step(step % 3)[3]
+        if ended:
+            env.reset()
+
+
+class Cycle:
+    """Acts in turn."""
+
+    n = -1
+
+    def predict(self, obs: Any, **_: Any) -> tuple[Any, None]:
+        self.n += 1
+        return np.full(len(obs), self.n % 3), None
+
+
+def test_the_wrapper_records_what_was_seen_when_it_was_done() -> None:
+    env = RecordWrapper(Shades(), info_keys=["lives"])
+    play(env, 7)
+    buffer = env.record_buffer
+
+    assert isinstance(buffer, RecordBuffer)
+    assert shades(buffer) == [10, 20, 30, 40, 50, 10, 20]
+    assert buffer.actions.tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert buffer.rewards.tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert buffer.features["lives"].tolist() == [3] * 7
+    assert [episode.whole for episode in buffer.episodes] == [True, False]
+    env.reset()  # left before its end
+    assert buffer.episodes[-1].stop == 7
+    assert buffer.dones[-1]
+
+
+def test_the_wrapper_records_what_is_rendered_and_into_any_buffer() -> None:
+    env = RecordWrapper(Shades(), render=True)
+    play(env, 3)
+    mine = RecordWrapper(Shades(), buffer=RecordBuffer((36, 40), 1, size=2, compression_method="rle"))
+    play(mine, 7)
+    off = RecordWrapper(Shades(), buffer=DummyRecordBuffer())
+    play(off, 7)
+
+    assert isinstance(env.record_buffer, RecordBuffer)
+    assert env.record_buffer.frame_shape == (36, 40, 3)
+    assert shades(env.record_buffer) == [10, 20, 30]
+    assert shades(mine.record_buffer) == [10, 20]
+    assert len(off.record_buffer or "") == 0
+
+
+def test_what_is_no_picture_is_recorded_without_frames() -> None:
+    env = RecordWrapper(gymnasium.make("CartPole-v1"))
+    env.reset(seed=0)
+    for _ in range(3):
+        env.step(1)
+
+    assert isinstance(env.record_buffer, FramelessRecordBuffer)
+    assert env.record_buffer.actions.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("render", [False, True])
+@pytest.mark.parametrize("algorithm", ["PPO", "DQN"])
+def test_the_callback_records_while_a_model_learns(algorithm: str, render: bool, tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    import stable_baselines3
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    env: Any = DummyVecEnv([lambda: Shades(), lambda: RecordWrapper(Shades())])
+    options: Any = {"n_steps": 4, "batch_size": 8, "n_epochs": 1} if algorithm == "PPO" else {"buffer_size": 50}
+    model = getattr(stable_baselines3, algorithm)("CnnPolicy", env, device="cpu", seed=0, **options)
+    callback = RecordCallback(env_index=1, render=render, path=tmp_path / "agent.gif")
+    model.learn(16, callback=callback)
+    buffer, wrapped = callback.record_buffer, env.envs[1].record_buffer
+
+    assert buffer is not None
+    assert shades(buffer) == shades(wrapped) == [10, 20, 30, 40, 50, 10, 20, 30]
+    assert buffer.actions.tolist() == wrapped.actions.tolist()
+    assert buffer.rewards.tolist() == wrapped.rewards.tolist()
+    assert buffer.dones.tolist() == wrapped.dones.tolist()
+    assert (tmp_path / "agent.gif").stat().st_size > 100
+
+
+def test_the_callback_names_an_environment_that_is_not_there() -> None:
+    from stable_baselines3 import PPO
+
+    with pytest.raises(IndexError, match="env_index is 1, but there are 1"):
+        PPO("MlpPolicy", "CartPole-v1", n_steps=8, batch_size=8, device="cpu").learn(
+            8, callback=RecordCallback(env_index=1)
+        )
+
+
+@pytest.mark.parametrize("render", [False, True])
+def test_an_agent_is_recorded_in_one_line(render: bool) -> None:
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    buffer = record_agent(Cycle(), DummyVecEnv([Shades]), n_steps=8, render=render)
+
+    assert shades(buffer) == [10, 20, 30, 40, 50, 10, 20, 30]
+    assert buffer.actions.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert buffer.episodes[0].reward == 4
+
+
+# ---- pictures ----
+
+
+def painted(n: int = 6, ch_num: int = 4, last: bool = False) -> RecordBuffer:
+    buffer = RecordBuffer((20, 30), ch_num, size=50)
+    for number in range(n):
+        frame = np.zeros((ch_num, 20, 30), np.uint8)
+        for channel in range(ch_num):
+            frame[channel, 2:9, 3:13] = 20 * number + channel + 1
+        buffer.add(np.moveaxis(frame, 0, -1) if last else frame, 0, 0, done=number == 2)
+    return buffer
+
+
+def opened(path: Path) -> list[Any]:
+    from PIL import Image, ImageSequence
+
+    with Image.open(path) as image:
+        return [np.array(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_gif_shows_the_newest_of_every_stack(tmp_path: Path, last: bool) -> None:
+    pytest.importorskip("PIL")
+    pictures = opened(painted(last=last).export(tmp_path / "deep" / "run.gif", fps=20, scale=2) or Path())
+
+    assert [picture.shape for picture in pictures] == [(40, 60, 3)] * 6
+    assert [int(picture[10, 10, 1]) for picture in pictures] == [20 * number + 4 for number in range(6)]
+    assert all(int(picture[0, 0, 0]) == 0 for picture in pictures)
+
+
+def test_which_frames_and_channels_are_shown(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    buffer = painted()
+
+    def shown(**options: Any) -> list[list[int]]:
+        return [picture[5, 5].tolist() for picture in opened(buffer.export(tmp_path / "x.gif", **options) or Path())]
+
+    assert len(shown(which=buffer.episodes[0])) == 3
+    assert shown(which=slice(4, None), channels=0) == [[81] * 3, [101] * 3]
+    assert shown(which=-1, channels=(0, 1, 2)) == [[101, 102, 103]]
+
+
+def test_a_png_shows_one_frame_or_all_side_by_side(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    buffer = painted(ch_num=3)
+    (one,) = opened(buffer.export(tmp_path / "one.png", which=2) or Path())
+    (sheet,) = opened(buffer.export(tmp_path / "sheet.png") or Path())
+
+    assert one.shape == (20, 30, 3)
+    assert one[5, 5].tolist() == [41, 42, 43]
+    assert sheet.shape == (2 * 20, 3 * 30, 3)
+    assert sheet[20 + 5, 2 * 30 + 5].tolist() == [101, 102, 103]
+
+
+def test_labels_and_floats_can_be_made_visible(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    labels = RecordBuffer((20, 30), 1, size=4)
+    labels.add(np.full((20, 30), 2, np.uint8), 0, 0)
+    labels.add(np.full((20, 30), 6, np.uint8), 0, 0)
+    floats = RecordBuffer((20, 30), 1, size=4, dtype=np.float32)
+    floats.add(np.full((20, 30), 0.2, np.float32), 0, 0)
+
+    (sheet,) = opened(labels.export(tmp_path / "labels.png", stretch=True) or Path())
+    assert (sheet[0, 0, 0], sheet[0, 35, 0]) == (0, 255)
+    (picture,) = opened(floats.export(tmp_path / "floats.png") or Path())
+    assert picture[0, 0, 0] == 51
+
+
+def test_an_mp4_moves(tmp_path: Path) -> None:
+    cv2: Any = pytest.importorskip("cv2")
+    buffer = RecordBuffer((33, 45), 1, size=20)
+    for number in range(12):
+        buffer.add(np.full((33, 45), 20 * number, np.uint8), 0, 0)
+    film = cv2.VideoCapture(str(buffer.export(tmp_path / "run.mp4", fps=10)))
+    shown = []
+    while True:
+        there, picture = film.read()
+        if not there:
+            break
+        shown.append(picture)
+
+    assert film.get(cv2.CAP_PROP_FPS) == 10
+    assert [picture.shape for picture in shown] == [(34, 46, 3)] * 12
+    np.testing.assert_allclose([picture.mean() for picture in shown], np.arange(12) * 20, atol=6)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"path": "x.bmp"}, ExportError, r"\.gif, \.mp4, \.png"),
+        ({"which": slice(9, 9)}, EmptyBufferError, "selects none of 6"),
+        ({"which": 6}, IndexError, "out of bounds for 6"),
+        ({"channels": 4}, ExportError, "three of 4, got 4"),
+        ({"channels": (0, 1)}, ExportError, "one channel or three"),
+        ({"fps": 0}, ExportError, "fps"),
+    ],
+)
+def test_what_cannot_be_shown_is_named(
+    tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    path = tmp_path / options.pop("path", "x.gif")
+    with pytest.raises(error, match=message):
+        painted().export(path, **options)
+    assert not path.exists()
+
+
+def test_without_frames_there_is_nothing_to_show(tmp_path: Path) -> None:
+    with pytest.raises(EmptyBufferError, match="FramelessRecordBuffer holds no frames"):
+        FramelessRecordBuffer().export(tmp_path / "x.gif")
+    with pytest.raises(EmptyBufferError, match="none of 0"):
+        RecordBuffer().export(tmp_path / "x.gif")
