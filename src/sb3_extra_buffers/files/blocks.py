@@ -166,7 +166,8 @@ class BlockWriter:
                 data = part[block * BLOCK : (block + 1) * BLOCK]
                 if data.any():
                     here[block] = self._out.put(data), zlib.crc32(data.data)
-        self.live_bytes += int(np.count_nonzero(entries["offset"])) * BLOCK
+        kept = np.flatnonzero(entries["offset"])
+        self.live_bytes += int(np.minimum(flat.size - kept * BLOCK, BLOCK).sum())
         self.records[name] = record
         self._entries.append(entries)
         self._n_entries += record.n_blocks

@@ -1,0 +1,196 @@
+"""What the tests of files share: buffers of every kind, filled alike, and a comparison of all they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from stable_baselines3.common.vec_env import VecEnv
+
+from sb3_extra_buffers import compressed as door
+from sb3_extra_buffers.compressed import CompressedArray
+from sb3_extra_buffers.stores.view import StoreView
+from tests.contracts.store import Stacked, Walk
+
+N_ENVS = 2
+IMAGE = (2, 18, 20)
+BOX = spaces.Box(0, 255, IMAGE, np.uint8)
+DICT = spaces.Dict({"pixels": BOX, "speed": spaces.Box(-np.inf, np.inf, (3,), np.float32)})
+GOALS = spaces.Dict(
+    {
+        "observation": BOX,
+        "achieved_goal": spaces.Box(-1, 1, (2,), np.float32),
+        "desired_goal": spaces.Box(-1, 1, (2,), np.float32),
+    }
+)
+ACTIONS = spaces.Discrete(5, start=0)
+
+
+class GoalEnv:
+    """As much of a VecEnv as HER asks for."""
+
+    def env_method(self, name: str, achieved: Any, desired: Any, infos: Any, **_: Any) -> list[Any]:
+        assert name == "compute_reward"
+        return [np.abs(achieved - desired).sum(axis=-1).astype(np.float32)]
+
+
+class Feed:
+    """Transitions for any of the buffers, the same ones for every feed with the same seed."""
+
+    def __init__(self, seed: int = 0, episode: int = 9) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.envs = [Stacked(Walk(IMAGE[1:], 10 * seed + env), IMAGE[0], "first", episode) for env in range(N_ENVS)]
+        self.step = 0
+        self.episode = episode
+
+    def images(self) -> tuple[Any, Any]:
+        pairs = [env.step() for env in self.envs]
+        return np.stack([pair[0] for pair in pairs]), np.stack([pair[1] for pair in pairs])
+
+    def add_to(self, *buffers: Any) -> None:
+        """The next transition, for all of ``buffers``."""
+        obs, next_obs = self.images()
+        self.step += 1
+        done = np.full(N_ENVS, self.step % self.episode == 0)
+        action = self.rng.integers(0, 5, (N_ENVS, 1))
+        reward = self.rng.normal(size=N_ENVS).astype(np.float32)
+        infos = [{"TimeLimit.truncated": bool(done[0] and self.step % 2)} for _ in range(N_ENVS)]
+        floats = self.rng.normal(size=(2, N_ENVS, 3)).astype(np.float32)
+        for buffer in buffers:
+            space = buffer.observation_space
+            pair: list[Any] = [obs, next_obs]
+            if space == DICT:
+                pair = [{"pixels": image, "speed": part} for image, part in zip(pair, floats, strict=True)]
+            elif space == GOALS:
+                goals = np.clip(floats[..., :2], -1, 1)
+                pair = [
+                    {"observation": image, "achieved_goal": part, "desired_goal": goals[0]}
+                    for image, part in zip(pair, goals, strict=True)
+                ]
+            if hasattr(buffer, "next_observations"):
+                buffer.add(pair[0], pair[1], action, reward, done, infos)
+            else:
+                self._add_to_rollout(buffer, pair[0], action, reward, done)
+
+    def _add_to_rollout(self, buffer: Any, obs: Any, action: Any, reward: Any, done: Any) -> None:
+        import torch as th
+
+        values, log_probs = (th.tensor(reward + shift, dtype=th.float32) for shift in (1, 2))
+        buffer.add(obs, action, reward, done, values, log_probs)
+
+
+def replay(name: str, space: spaces.Space[Any] = BOX, **options: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        return getattr(door, name)(26 * N_ENVS, space, ACTIONS, device="cpu", n_envs=N_ENVS, **options)
+
+    return make
+
+
+def rollout(name: str, space: spaces.Space[Any] = BOX, **options: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        return getattr(door, name)(26, space, ACTIONS, device="cpu", n_envs=N_ENVS, **options)
+
+    return make
+
+
+def goals(copy_info_dict: bool = False) -> Callable[[], Any]:
+    def make() -> Any:
+        env: VecEnv = GoalEnv()  # type: ignore[assignment]  # all that HER calls
+        return door.CompressedHerReplayBuffer(
+            26 * N_ENVS, GOALS, ACTIONS, env, device="cpu", n_envs=N_ENVS, copy_info_dict=copy_info_dict
+        )
+
+    return make
+
+
+#: every class of buffer, in the ways that keep something of their own
+BUFFERS: dict[str, Callable[[], Any]] = {
+    "replay": replay("CompressedReplayBuffer"),
+    "replay-delta": replay("CompressedReplayBuffer", compression_method="delta"),
+    "replay-gzip": replay("CompressedReplayBuffer", compression_method="gzip1"),
+    "replay-rle": replay("CompressedReplayBuffer", compression_method="rle"),
+    "replay-palette": replay("CompressedReplayBuffer", compression_method="palette"),
+    "replay-dense": replay("CompressedReplayBuffer", compression_method="none"),
+    "replay-limit": replay("CompressedReplayBuffer", compression_method="delta", max_bytes=40_000),
+    "n-step": replay("CompressedNStepReplayBuffer", n_steps=3, gamma=0.9),
+    "dict": replay("CompressedDictReplayBuffer", DICT),
+    "dict-n-step": replay("CompressedDictNStepReplayBuffer", DICT, n_steps=2),
+    "her": goals(),
+    "her-infos": goals(copy_info_dict=True),
+    "rollout": rollout("CompressedRolloutBuffer"),
+    "dict-rollout": rollout("CompressedDictRolloutBuffer", DICT),
+}
+
+
+def make_array(n_steps: int = 40, method: str = "auto") -> tuple[CompressedArray, Any]:
+    """An array with some of it written, and what it should read as."""
+    array = CompressedArray((n_steps, N_ENVS), IMAGE, np.uint8, compression_method=method)
+    truth = np.zeros(array.shape, np.uint8)
+    feed = Feed(3)
+    for step in range(0, n_steps, 1):
+        truth[step] = feed.images()[0]
+        array[step] = truth[step]
+    return array, truth
+
+
+def finish(buffer: Any) -> None:
+    """Set what a user sets after loading."""
+    if hasattr(buffer, "env") and buffer.env is None:
+        buffer.set_env(GoalEnv())
+
+
+def batches(buffer: Any, seed: int = 5) -> list[Any]:
+    """What the buffer hands out from a random state."""
+    np.random.seed(seed)  # noqa: NPY002  # SB3 draws from this generator
+    if not hasattr(buffer, "next_observations"):
+        if not buffer.full:
+            return []
+        import copy
+
+        # reading a rollout rearranges it
+        return [plain(part) for part in copy.deepcopy(buffer).get(7)]
+    return [plain(buffer.sample(11)) for _ in range(3)]
+
+
+def plain(samples: Any) -> list[Any]:
+    found: list[Any] = []
+    for part in samples:
+        if isinstance(part, dict):
+            found += [tensor.numpy() for tensor in part.values()]
+        elif part is not None:
+            found.append(part.numpy())
+    return found
+
+
+def contents(buffer: Any) -> dict[str, Any]:
+    """Every number that a buffer holds, by name."""
+    found: dict[str, Any] = {}
+    for name, value in vars(buffer).items():
+        parts = value if isinstance(value, dict) else {"": value}
+        for key, part in parts.items():
+            if isinstance(part, (np.ndarray, StoreView)):
+                found[f"{name}.{key}"] = np.asarray(part)
+            elif isinstance(part, (int, float, str, bool)):
+                found[f"{name}.{key}"] = part
+    return found
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Both hold the same, and hand out the same from the same random state."""
+    first, second = contents(ours), contents(theirs)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        np.testing.assert_array_equal(value, second[name], err_msg=name)
+    for mine, other in zip(batches(ours), batches(theirs), strict=True):
+        for left, right in zip(mine, other, strict=True):
+            np.testing.assert_array_equal(left, right)
+    for view in vars(ours).values():
+        if isinstance(view, StoreView):
+            view.store.check()
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())

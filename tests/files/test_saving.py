@@ -1,0 +1,391 @@
+"""A buffer that was saved and loaded is the buffer that it was, and goes on as it would have."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from stable_baselines3.common.buffers import ReplayBuffer
+
+from sb3_extra_buffers.compressed import (
+    CompressedArray,
+    CompressedHerReplayBuffer,
+    CompressedReplayBuffer,
+    compressed,
+)
+from sb3_extra_buffers.errors import (
+    DamagedFileError,
+    FileFormatError,
+    FileWriteError,
+    NotSaveableError,
+    ReadOnlyBufferError,
+    UnsupportedVersionError,
+)
+from sb3_extra_buffers.files import load, manifest, open_saved, save
+from tests.files.filing import ACTIONS, BOX, BUFFERS, N_ENVS, Feed, assert_same, finish, make_array, size_of
+
+every_buffer = pytest.mark.parametrize("name", BUFFERS)
+
+
+@every_buffer
+@pytest.mark.parametrize("n_steps", [0, 1, 15, 26, 61])
+def test_a_loaded_buffer_is_the_buffer_that_was_saved(name: str, n_steps: int, tmp_path: Path) -> None:
+    buffer, feed = BUFFERS[name](), Feed()
+    if "rollout" in name:
+        n_steps = min(n_steps, 26)
+    for _ in range(n_steps):
+        feed.add_to(buffer)
+
+    buffer.save(tmp_path / "saved")
+    loaded = type(buffer).load(tmp_path / "saved")
+
+    finish(loaded)
+    if n_steps > 10:
+        assert_same(buffer, loaded)
+    # it goes on as the other does
+    if "rollout" in name:
+        buffer.reset()
+        loaded.reset()
+    for _ in range(26):
+        feed.add_to(buffer, loaded)
+    assert_same(buffer, loaded)
+
+
+@every_buffer
+def test_saving_changes_nothing_and_pickles_stay_as_they_were(name: str, tmp_path: Path) -> None:
+    buffer, untouched = BUFFERS[name](), BUFFERS[name]()
+    feed = Feed()
+    for step in range(26):
+        feed.add_to(buffer, untouched)
+        if step % 5 == 0:
+            buffer.save(tmp_path / "saved")
+
+    assert_same(buffer, untouched)
+    again = pickle.loads(pickle.dumps(buffer))
+    finish(again)
+    assert_same(again, untouched)
+
+
+@every_buffer
+def test_a_second_save_writes_what_is_new(name: str, tmp_path: Path) -> None:
+    buffer, feed = BUFFERS[name](), Feed()
+    for _ in range(20):
+        feed.add_to(buffer)
+    first = save(buffer, tmp_path / "saved")
+    again = save(buffer, tmp_path / "saved")
+    for _ in range(5):
+        feed.add_to(buffer)
+        report = save(buffer, tmp_path / "saved")
+
+        assert report.incremental
+        loaded = type(buffer).load(tmp_path / "saved")
+        finish(loaded)
+        assert_same(buffer, loaded)
+
+    assert not first.incremental
+    assert again.incremental
+    # the index and the manifest are written every time
+    assert again.n_bytes < first.n_bytes
+
+
+@every_buffer
+def test_a_file_can_be_read_where_it_lies_by_many(name: str, tmp_path: Path) -> None:
+    buffer, feed = BUFFERS[name](), Feed()
+    for _ in range(26):
+        feed.add_to(buffer)
+    buffer.save(tmp_path / "saved")
+
+    opened = type(buffer).open(tmp_path / "saved")
+    other = open_saved(tmp_path / "saved")
+
+    for each in (opened, other):
+        finish(each)
+    with pytest.raises(ReadOnlyBufferError, match="opened to be read"):
+        feed.add_to(opened)
+    for each in (opened, other):
+        for adding in ("add", "extend", "reset"):
+            vars(each).pop(adding)
+    before = {path: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
+    assert_same_reading(buffer, opened)
+    assert_same_reading(buffer, other)
+    assert before == {path: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
+
+
+def assert_same_reading(ours: Any, opened: Any) -> None:
+    from tests.files.filing import batches, contents
+
+    first, second = contents(ours), contents(opened)
+    for key, value in first.items():
+        np.testing.assert_array_equal(value, second[key], err_msg=key)
+    for mine, other in zip(batches(ours), batches(opened), strict=True):
+        for left, right in zip(mine, other, strict=True):
+            np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.parametrize("method", ["auto", "delta", "gzip1", "none"])
+def test_arrays_are_saved_loaded_and_opened(method: str, tmp_path: Path) -> None:
+    array, truth = make_array(method=method)
+    array.save(tmp_path / "saved")
+
+    loaded, opened = CompressedArray.load(tmp_path / "saved"), CompressedArray.open(tmp_path / "saved")
+
+    np.testing.assert_array_equal(loaded, truth)
+    np.testing.assert_array_equal(opened, truth)
+    loaded[3] = truth[7]
+    with pytest.raises(ReadOnlyBufferError):
+        opened[3] = truth[7]
+    np.testing.assert_array_equal(loaded[3], truth[7])
+
+
+def test_pixels_that_wait_for_a_decision_are_saved_undecided(tmp_path: Path) -> None:
+    array, truth = CompressedArray((1000, 2), BOX.shape, np.uint8), Feed(1)
+    rows = [truth.images()[0] for _ in range(3)]
+    for step, row in enumerate(rows):
+        array[step] = row
+
+    array.save(tmp_path / "saved")
+
+    assert "undecided" in array.store.describe()
+    loaded = CompressedArray.load(tmp_path / "saved")
+    assert "undecided" in loaded.store.describe()
+    np.testing.assert_array_equal(loaded[:3], rows)
+
+
+def test_a_checkpoint_shares_its_files_with_the_one_before(tmp_path: Path) -> None:
+    buffer, feed = BUFFERS["replay"](), Feed()
+    folders = []
+    copies = []
+    for turn in range(4):
+        for _ in range(20):
+            feed.add_to(buffer)
+        folders.append(tmp_path / f"step-{turn}")
+        report = save(buffer, folders[-1], base=folders[-2] if turn else None)
+        copies.append(copy.deepcopy(buffer))
+        assert report.incremental == (turn > 0)
+
+    for folder, state in zip(folders, copies, strict=True):
+        assert_same(state, CompressedReplayBuffer.load(folder))
+    # going on from an old one leaves the others alone
+    old = CompressedReplayBuffer.load(folders[1])
+    for _ in range(7):
+        feed.add_to(old)
+    old.save(folders[1])
+    assert_same(old, CompressedReplayBuffer.load(folders[1]))
+    assert_same(copies[3], CompressedReplayBuffer.load(folders[3]))
+    assert_same(copies[2], CompressedReplayBuffer.load(folders[2]))
+
+
+def test_files_do_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sb3_extra_buffers.files.saving._SPARE", 1 << 14)
+    buffer, feed = BUFFERS["replay"](), Feed()
+    most = 0
+    for turn in range(120):
+        for _ in range(5):
+            feed.add_to(buffer)
+        buffer.save(tmp_path / "saved")
+        if turn % 10 == 0:
+            assert_same(buffer, CompressedReplayBuffer.load(tmp_path / "saved"))
+        most = max(most, size_of(tmp_path / "saved"))
+    save(buffer, tmp_path / "fresh")
+
+    # what is live, as much again dead, and the file before as long as its manifest may be needed
+    assert most < 6 * size_of(tmp_path / "fresh")
+    assert len(list((tmp_path / "saved").glob("data-*.bin"))) <= 2
+
+
+def test_two_buffers_take_turns_at_one_path(tmp_path: Path) -> None:
+    first, second, feed = BUFFERS["replay"](), BUFFERS["replay-gzip"](), Feed()
+    for _ in range(4):
+        for buffer in (first, second):
+            feed.add_to(buffer)
+            buffer.save(tmp_path / "saved")
+            assert_same(buffer, CompressedReplayBuffer.load(tmp_path / "saved"))
+
+
+def test_a_copy_does_not_take_over_the_file_of_its_original(tmp_path: Path) -> None:
+    buffer, feed = BUFFERS["replay"](), Feed()
+    feed.add_to(buffer)
+    buffer.save(tmp_path / "saved")
+    twin = copy.deepcopy(buffer)
+    for _ in range(9):
+        feed.add_to(twin)
+    for _ in range(4):
+        feed.add_to(buffer)
+
+    twin.save(tmp_path / "saved")
+    assert_same(twin, CompressedReplayBuffer.load(tmp_path / "saved"))
+    buffer.save(tmp_path / "saved")
+    assert_same(buffer, CompressedReplayBuffer.load(tmp_path / "saved"))
+
+
+class _Own(ReplayBuffer):
+    """A buffer of somebody else's."""
+
+
+def test_a_class_of_ones_own_is_loaded_by_itself(tmp_path: Path) -> None:
+    own = compressed(_Own)
+    buffer = own(40, BOX, ACTIONS, device="cpu", n_envs=N_ENVS)
+    Feed().add_to(buffer)
+    buffer.save(tmp_path / "saved")
+
+    assert_same(buffer, own.load(tmp_path / "saved"))
+    with pytest.raises(FileFormatError, match=r"holds a Compressed_Own, not a CompressedReplayBuffer"):
+        CompressedReplayBuffer.load(tmp_path / "saved")
+
+
+def test_the_wrong_class_is_refused_by_name(tmp_path: Path) -> None:
+    buffer = BUFFERS["her"]()
+    buffer.save(tmp_path / "saved")
+
+    assert type(load(tmp_path / "saved")) is CompressedHerReplayBuffer
+    with pytest.raises(FileFormatError, match=r"call CompressedHerReplayBuffer.load\(\)"):
+        CompressedReplayBuffer.load(tmp_path / "saved")
+    with pytest.raises(FileFormatError, match="not a CompressedArray"):
+        CompressedArray.load(tmp_path / "saved")
+
+
+def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    buffer = BUFFERS["replay"]()
+    buffer.helper = lambda: None
+
+    with pytest.raises(NotSaveableError, match=r"helper is a builtins.function"):
+        buffer.save(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_the_manifest_can_be_read_by_people_and_names_no_code(tmp_path: Path) -> None:
+    buffer, feed = BUFFERS["dict"](), Feed()
+    feed.add_to(buffer)
+    buffer.save(tmp_path / "saved")
+
+    record = json.loads((tmp_path / "saved" / "manifest.json").read_text())
+
+    assert record["class"] == "CompressedDictReplayBuffer"
+    assert record["state"]["observation_space"]["$space"]["kind"] == "Dict"
+    assert record["state"]["pos"] == 1
+    for path in (tmp_path / "saved").iterdir():
+        assert b"cnumpy" not in path.read_bytes()
+        with pytest.raises(Exception):  # noqa: B017  # whatever pickle says of bytes that are none
+            pickle.loads(path.read_bytes())
+
+
+# ---- when it cannot be saved ----
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Any, Any, Path]:
+    """A buffer, a copy of it as it was saved, and where."""
+    buffer, feed = BUFFERS["replay"](), Feed()
+    for _ in range(20):
+        feed.add_to(buffer)
+    buffer.save(tmp_path / "saved")
+    state = copy.deepcopy(buffer)
+    feed.add_to(buffer)
+    return buffer, state, tmp_path / "saved"
+
+
+@pytest.mark.parametrize("fails_at", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("full", [False, True])
+def test_a_full_disk_leaves_the_previous_state(
+    saved: tuple[Any, Any, Path], fails_at: str, full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer, state, folder = saved
+    if full:
+        buffer = copy.deepcopy(buffer)  # knows of no file
+    before = size_of(folder)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path if fails_at == "replace" else os, fails_at, refuse)
+        with pytest.raises(FileWriteError, match="No space left on device; what was saved before is untouched"):
+            buffer.save(folder)
+
+    assert_same(state, CompressedReplayBuffer.load(folder))
+    if fails_at == "write":
+        assert size_of(folder) == before
+    buffer.save(folder)
+    assert_same(buffer, CompressedReplayBuffer.load(folder))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_disk_that_is_really_full(saved: tuple[Any, Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer, state, folder = saved
+    really = os.open
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            os, "open", lambda path, flags, *mode: really("/dev/full" if flags & os.O_APPEND else path, flags)
+        )
+        with pytest.raises(FileWriteError, match="No space left"):
+            buffer.save(folder)
+
+    assert_same(state, CompressedReplayBuffer.load(folder))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only to root")
+def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(FileWriteError, match="Permission denied"):
+            BUFFERS["replay"]().save(tmp_path / "saved")
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_read_only_file_system_is_named() -> None:
+    with pytest.raises(FileWriteError, match=r"saving to /proc/saved failed"):
+        BUFFERS["replay"]().save("/proc/saved")
+
+
+def test_a_file_or_a_folder_of_others_is_left_alone(tmp_path: Path) -> None:
+    buffer = BUFFERS["replay"]()
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "photo.jpg").write_text("mine")
+
+    with pytest.raises(FileWriteError, match="is a file; a buffer is saved as a folder"):
+        buffer.save(tmp_path / "file")
+    with pytest.raises(FileWriteError, match=r"holds other things, such as 'photo.jpg'"):
+        buffer.save(tmp_path / "folder")
+    assert (tmp_path / "file").read_text() == "mine"
+    assert len(list((tmp_path / "folder").iterdir())) == 1
+
+
+def test_a_newer_format_is_neither_read_nor_overwritten(saved: tuple[Any, Any, Path]) -> None:
+    buffer, _, folder = saved
+    record = manifest.read(folder)
+    manifest.replace(folder, record | {"version": manifest.VERSION + 1})
+    before = (folder / "manifest.json").read_bytes()
+
+    for attempt in (lambda: CompressedReplayBuffer.load(folder), lambda: buffer.save(folder)):
+        with pytest.raises(UnsupportedVersionError, match="version 2 of the format, the newest known here is 1"):
+            attempt()
+    assert (folder / "manifest.json").read_bytes() == before
+
+
+def test_what_is_no_saved_buffer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+
+    with pytest.raises(FileFormatError, match="there is nothing"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(FileFormatError, match="this is a file"):
+        load(tmp_path / "file")
+    with pytest.raises(FileFormatError, match=r"there is no manifest.json"):
+        load(tmp_path / "folder")
+
+
+def test_a_missing_data_file_is_named(saved: tuple[Any, Any, Path]) -> None:
+    folder = saved[2]
+    next(folder.glob("data-*.bin")).unlink()
+
+    with pytest.raises(DamagedFileError, match=r"data-0001.bin is missing"):
+        load(folder)
