@@ -22,13 +22,16 @@ from sb3_extra_buffers.stores.view import StoreView
 Array = npt.NDArray[Any]
 Leaf = Array | StoreView
 
-# arrays that were just decoded, while somebody has them: no one else refers to their memory
+# arrays that were just decoded, while somebody has them: no tensor refers to their memory
 _decoded: weakref.WeakValueDictionary[int, Array] = weakref.WeakValueDictionary()
 
 
-def is_decoded(array: Any) -> bool:
-    """Whether ``array`` came out of a `BufferView` as it is, so that a tensor may take over its memory."""
-    return _decoded.get(id(array)) is array
+def take_decoded(array: Any) -> bool:
+    """Whether ``array`` came out of a `BufferView` as it is, so that a tensor may take over its memory; once only."""
+    if _decoded.get(id(array)) is not array:
+        return False
+    del _decoded[id(array)]
+    return True
 
 
 class BufferView(StoreView):
@@ -92,6 +95,8 @@ def _make_leaf(
         method=method,
         options=codec_options(method, options.compression_kwargs, options.decompression_kwargs),
     )
+    # what stays dense cannot give its memory back
+    store.may_stay_dense = options.max_bytes is None
     return BufferView(store, lead_shape)
 
 
@@ -132,7 +137,40 @@ def fit(leaf: Leaf, observations: Any, name: str) -> Array:
     return array
 
 
+def fit_leaves(leaves: Leaves, observations: Any, name: str) -> dict[str, Array]:
+    """`fit` for every key."""
+    missing = [key for key in leaves if key not in observations]
+    if missing:
+        raise SpecMismatchError(f"{name} lacks {', '.join(missing)}; the space has {', '.join(leaves)}")
+    return {key: fit(leaf, observations[key], f"{name}[{key!r}]") for key, leaf in leaves.items()}
+
+
+def fit_actions(column: Array, actions: Any) -> Array:
+    """``actions`` of all environments as a step of ``column`` holds them."""
+    array, shape = np.asarray(actions), column.shape[1:]
+    if array.dtype != column.dtype:
+        array = cast(array, column.dtype, "action")
+    try:
+        return array.reshape(shape)
+    except ValueError:
+        raise SpecMismatchError(
+            f"actions of shape {array.shape} cannot be {shape[0]} actions of {shape[1]} numbers; "
+            "check n_envs and the action space"
+        ) from None
+
+
+def fit_column(values: Any, n_envs: int, name: str) -> Array:
+    """One number for each environment, such as rewards; a single one is for all of them."""
+    array = np.asarray(values)
+    if array.shape == (n_envs,):
+        return array
+    if array.size == 1 or array.shape == (1, n_envs):
+        return np.broadcast_to(array.reshape(-1), (n_envs,))
+    raise SpecMismatchError(f"{name} has shape {array.shape}, but there are {n_envs} environments; check n_envs")
+
+
 def cast(array: Array, dtype: np.dtype[Any], name: str) -> Array:
+    """``array`` in another dtype: integers exactly or not at all, floats rounded."""
     if array.dtype.kind not in "biuf" or dtype.kind not in "biuf":
         raise SpecMismatchError(f"{name} has dtype {array.dtype}, which cannot become {dtype}")
     with np.errstate(invalid="ignore", over="ignore"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch as th
-from stable_baselines3.common import buffers as sb3_buffers
+from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
@@ -19,23 +19,29 @@ from sb3_extra_buffers._sb3.leaves import (
     Leaves,
     each_leaf,
     fit,
+    fit_actions,
+    fit_column,
+    fit_leaves,
     held_bytes,
     leaves_usage,
     make_leaves,
     twin,
 )
+from sb3_extra_buffers._sb3.n_step import HAS_N_STEP, NStepReplayBuffer
 from sb3_extra_buffers._sb3.storage import CompressedStorage
 from sb3_extra_buffers.errors import BudgetExceededError, EmptyBufferError, SpecMismatchError
 from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.stores.view import StoreView
 
 if TYPE_CHECKING:
-    _Base = sb3_buffers.ReplayBuffer
+    _Base = ReplayBuffer
 else:
     _Base = object
 
-# SB3 has it since 2.7
-_NStep: Any = getattr(sb3_buffers, "NStepReplayBuffer", None)
+# of a budget, the part that tables may take which do not shrink when observations are evicted
+_TABLES = 1 / 3
+# what a stack of four and the next one take in such tables
+_CELL_BYTES = 32
 
 
 class ReplayMixin(CompressedStorage, _Base):
@@ -81,7 +87,7 @@ class ReplayMixin(CompressedStorage, _Base):
             max_bytes=max_bytes,
             on_max_bytes=on_max_bytes,
         )
-        if n_steps < 1 or (n_steps > 1 and _NStep is None):
+        if n_steps < 1 or (n_steps > 1 and not HAS_N_STEP):
             raise ValueError(f"n_steps must be 1, or more with stable-baselines3>=2.7; got {n_steps}")
         # SB3 lays out a single step, so that dense observations are never asked for
         super().__init__(
@@ -94,11 +100,11 @@ class ReplayMixin(CompressedStorage, _Base):
             handle_timeout_termination=handle_timeout_termination,
         )
         self.n_steps, self.gamma = n_steps, gamma
-        is_n_step = n_steps > 1 or (_NStep is not None and isinstance(self, _NStep))
+        is_n_step = n_steps > 1 or isinstance(self, NStepReplayBuffer)
         self.optimize_memory_usage = optimize_memory_usage and not is_n_step
         self._n_evicted = 0
         self._lay_out(max(buffer_size // n_envs, 1))
-        if _NStep is None or not isinstance(self, _NStep):
+        if not isinstance(self, NStepReplayBuffer):
             check_n_steps(self)
 
     def _lay_out(self, n_steps: int) -> None:
@@ -111,12 +117,7 @@ class ReplayMixin(CompressedStorage, _Base):
         }  # fmt: skip
         limit = self._options.max_bytes
         if limit is not None:
-            leaves = make_leaves(self.observation_space, self.obs_shape, (1, self.n_envs), self._options)
-            dense = [leaf for _, leaf in each_leaf(leaves) if isinstance(leaf, np.ndarray)]
-            per_step = sum(column.nbytes for column in columns.values()) + 2 * sum(leaf.nbytes for leaf in dense)
-            if per_step > limit:
-                raise BudgetExceededError(f"max_bytes={limit} is less than a single step takes, {per_step} bytes")
-            n_steps = min(n_steps, limit // per_step)
+            n_steps = min(n_steps, self._affordable_steps(limit, columns))
         for name, column in columns.items():
             setattr(self, name, np.zeros((n_steps, *column.shape[1:]), column.dtype))
         self.buffer_size = n_steps
@@ -126,6 +127,22 @@ class ReplayMixin(CompressedStorage, _Base):
         self._lane = (self.n_envs,)
         self._action_shape = (self.n_envs, self.action_dim)
         self._column_bytes = sum(np.asarray(getattr(self, name)).nbytes for name in columns)
+
+    def _affordable_steps(self, limit: int, columns: dict[str, Array]) -> int:
+        """How many steps there may be room for: less than fits only if observations become very small."""
+        leaves = make_leaves(self.observation_space, self.obs_shape, (1, self.n_envs), self._options)
+        dense = [leaf for _, leaf in each_leaf(leaves) if isinstance(leaf, np.ndarray)]
+        per_step = sum(column.nbytes for column in columns.values()) + 2 * sum(leaf.nbytes for leaf in dense)
+        n_views = sum(isinstance(leaf, StoreView) for _, leaf in each_leaf(leaves))
+        if n_views:
+            per_step += n_views * self.n_envs * _CELL_BYTES
+            limit = int(limit * _TABLES)
+        if per_step > limit:
+            raise BudgetExceededError(
+                f"max_bytes={self._options.max_bytes} leaves {limit} bytes for what every step takes, but one of "
+                f"{self.n_envs} environments takes {per_step}; raise the limit"
+            )
+        return limit // per_step
 
     # ---- adding ----
 
@@ -139,34 +156,14 @@ class ReplayMixin(CompressedStorage, _Base):
         infos: list[dict[str, Any]],
     ) -> None:
         """Add one step of every environment; where anything does not fit, nothing is changed."""
-        # everything is checked before the first write; what is as it should be, without a call
+        obs, next_obs, action, reward, done, truncated = self._fit_step(obs, next_obs, action, reward, done, infos)
         leaves, next_leaves = self.observations, self.next_observations
-        pairs = None
-        if type(leaves) is Leaves:
-            pairs = self._fit_pairs(obs, next_obs)
-        else:
-            shape, dtype = self._step_shape, leaves.dtype
-            if type(obs) is not np.ndarray or obs.shape != shape or obs.dtype != dtype:
-                obs = fit(leaves, obs, "obs")
-            if type(next_obs) is not np.ndarray or next_obs.shape != shape or next_obs.dtype != dtype:
-                next_obs = fit(leaves, next_obs, "next_obs")
-        if type(action) is not np.ndarray or action.shape != self._action_shape:
-            action = self._fit_action(action)
-        lane = self._lane
-        if type(reward) is not np.ndarray or reward.shape != lane:
-            reward = self._fit_column(reward, "reward")
-        if type(done) is not np.ndarray or done.shape != lane:
-            done = self._fit_column(done, "done")
-        truncated = self._fit_infos(infos) if self.handle_timeout_termination else None
-        limit = self._options.max_bytes
-        if limit is not None and self._options.on_max_bytes == "raise":
-            self._check_budget()
         position = self.pos
-        if pairs is None:
-            _write_pair(leaves, next_leaves, position, obs, next_obs)
+        if type(leaves) is Leaves:
+            for key, leaf in leaves.items():
+                _write_pair(leaf, next_leaves[key], position, obs[key], next_obs[key])
         else:
-            for leaf, next_leaf, first, second in pairs:
-                _write_pair(leaf, next_leaf, position, first, second)
+            _write_pair(leaves, next_leaves, position, obs, next_obs)
         self.actions[position] = action
         self.rewards[position] = reward
         self.dones[position] = done
@@ -178,48 +175,38 @@ class ReplayMixin(CompressedStorage, _Base):
         if self.pos == self.buffer_size:
             self.full = True
             self.pos = 0
+        limit = self._options.max_bytes
         if limit is not None:
             self._evict_beyond(limit)
 
-    def _fit_pairs(self, obs: Any, next_obs: Any) -> list[tuple[Any, Any, Array, Array]]:
-        leaves, next_leaves = self.observations, self.next_observations
-        missing = [key for key in leaves if key not in obs or key not in next_obs]
-        if missing:
-            raise SpecMismatchError(f"the observation lacks {', '.join(missing)}; the space has {', '.join(leaves)}")
-        return [
-            (
-                leaf,
-                next_leaves[key],
-                fit(leaf, obs[key], f"obs[{key!r}]"),
-                fit(leaf, next_obs[key], f"next_obs[{key!r}]"),
-            )
-            for key, leaf in leaves.items()
-        ]
-
-    def _fit_action(self, action: Any) -> Array:
-        try:
-            return np.asarray(action).reshape((self.n_envs, self.action_dim))
-        except ValueError:
-            raise SpecMismatchError(
-                f"actions of shape {np.shape(action)} cannot be {self.n_envs} actions of {self.action_dim} numbers; "
-                "check n_envs and the action space"
-            ) from None
-
-    def _fit_column(self, values: Any, name: str) -> Array:
-        array = np.asarray(values)
-        # what NumPy broadcasts will do, as in SB3
-        if (array.size == self.n_envs and array.ndim == 1) or array.size == 1:
-            return array
-        try:
-            return (
-                array.reshape(self.n_envs)
-                if array.shape == (1, self.n_envs)
-                else np.broadcast_to(array, (self.n_envs,))
-            )
-        except ValueError:
-            raise SpecMismatchError(
-                f"{name} has shape {array.shape}, but there are {self.n_envs} environments; check n_envs"
-            ) from None
+    def _fit_step(
+        self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any
+    ) -> tuple[Any, Any, Array, Array, Array, list[bool] | None]:
+        """What `add` was given, as it will be written, or an error; nothing is changed."""
+        # what is as it should be is seen without a call
+        leaves = self.observations
+        if type(leaves) is Leaves:
+            obs, next_obs = fit_leaves(leaves, obs, "obs"), fit_leaves(leaves, next_obs, "next_obs")
+        else:
+            shape, dtype = self._step_shape, leaves.dtype
+            if type(obs) is not np.ndarray or obs.shape != shape or obs.dtype != dtype:
+                obs = fit(leaves, obs, "obs")
+            if type(next_obs) is not np.ndarray or next_obs.shape != shape or next_obs.dtype != dtype:
+                next_obs = fit(leaves, next_obs, "next_obs")
+        actions = self.actions
+        if type(action) is not np.ndarray or action.shape != self._action_shape or action.dtype != actions.dtype:
+            action = fit_actions(actions, action)
+        lane = self._lane
+        if type(reward) is not np.ndarray or reward.shape != lane:
+            reward = fit_column(reward, self.n_envs, "reward")
+        if type(done) is not np.ndarray or done.shape != lane:
+            done = fit_column(done, self.n_envs, "done")
+        # infos are nobody's business otherwise: some pass a dict
+        truncated = self._fit_infos(infos) if self.handle_timeout_termination else None
+        limit = self._options.max_bytes
+        if limit is not None and self._options.on_max_bytes == "raise":
+            self._check_budget(limit)
+        return obs, next_obs, action, reward, done, truncated
 
     def _fit_infos(self, infos: Any) -> list[bool]:
         truncated = [info.get("TimeLimit.truncated", False) for info in infos]
@@ -249,7 +236,7 @@ class ReplayMixin(CompressedStorage, _Base):
 
     def _get_samples(self, batch_inds: npt.NDArray[Any], env: VecNormalize | None = None) -> Any:
         if self.n_steps > 1:
-            samples = _NStep._get_samples(self, batch_inds, env)
+            samples = self._as_asked(NStepReplayBuffer._get_samples(self, batch_inds, env))  # type: ignore[arg-type]  # not one, but laid out like one
             return DictReplayBufferSamples(*samples) if isinstance(self.observations, dict) else samples
         envs = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
         return self._samples_at(batch_inds, envs, env)
@@ -293,15 +280,27 @@ class ReplayMixin(CompressedStorage, _Base):
         dense_again = sum(leaf.nbytes for _, leaf in each_leaf(self.observations) if isinstance(leaf, np.ndarray))
         return held_bytes(self.observations) + dense_again + self._column_bytes
 
-    def _check_budget(self) -> None:
-        held, limit = self.held_bytes(), self._options.max_bytes
-        if limit is not None and held > limit:
+    def _check_budget(self, limit: int) -> None:
+        held = self.held_bytes()
+        if held > limit:
+            self._settle()
+            held = self.held_bytes()
+        if held > limit:
             raise BudgetExceededError(
                 f"the buffer holds {held} bytes in {self.size() * self.n_envs} transitions, beyond max_bytes={limit}; "
                 "raise the limit, or pass on_max_bytes='evict' to drop the oldest ones"
             )
 
+    def _settle(self) -> None:
+        """Compress what is still being looked at, before anything has to go."""
+        for _, leaf in each_leaf(self.observations):
+            if isinstance(leaf, StoreView):
+                leaf.store.settle()
+
     def _evict_beyond(self, limit: int) -> None:
+        if self.held_bytes() <= limit:
+            return
+        self._settle()
         while self.size() > 1 and self.held_bytes() > limit:
             oldest = ((self.pos if self.full else 0) + self._n_evicted) % self.buffer_size
             self._forget_step(oldest)

@@ -10,9 +10,18 @@ import numpy as np
 import torch as th
 from stable_baselines3.common.buffers import RolloutBuffer
 
-from sb3_extra_buffers._sb3.leaves import Leaves, each_leaf, leaves_usage, make_leaves
-from sb3_extra_buffers._sb3.storage import CompressedStorage
-from sb3_extra_buffers.errors import EmptyBufferError
+from sb3_extra_buffers._sb3.leaves import (
+    Leaves,
+    each_leaf,
+    fit,
+    fit_actions,
+    fit_column,
+    fit_leaves,
+    leaves_usage,
+    make_leaves,
+)
+from sb3_extra_buffers._sb3.storage import CompressedStorage, OptionsFirst
+from sb3_extra_buffers.errors import EmptyBufferError, SpecMismatchError
 from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.stores.view import StoreView
 
@@ -79,15 +88,38 @@ class RolloutMixin(CompressedStorage, _Base):
         # get() replaces these by flattened views
         self.observations = Leaves(self._leaves) if isinstance(self._leaves, dict) else self._leaves
 
+    def add(self, obs: Any, action: Any, reward: Any, episode_start: Any, value: Any, log_prob: Any) -> None:
+        """Add one step of every environment; where anything does not fit, nothing is changed."""
+        n_envs = self.n_envs
+        leaves = self.observations
+        obs = fit_leaves(leaves, obs, "obs") if isinstance(leaves, Leaves) else fit(leaves, obs, "obs")
+        action = fit_actions(self.actions, action)
+        reward = fit_column(reward, n_envs, "reward")
+        episode_start = fit_column(episode_start, n_envs, "episode_start")
+        for name, tensor in (("value", value), ("log_prob", log_prob)):
+            if tensor.numel() not in (1, n_envs):
+                raise SpecMismatchError(
+                    f"{name} has shape {tuple(tensor.shape)}, but there are {n_envs} environments; check n_envs"
+                )
+        super().add(obs, action, reward, episode_start, value, log_prob)
+
     def get(self, batch_size: int | None = None) -> Any:
         """The rollout in random batches, in SB3's order."""
+        self._check_full()
+        return self._ahead(super().get(batch_size))
+
+    def _check_full(self) -> None:
         if not self.full:
             raise EmptyBufferError(
                 f"{self.pos} of {self.buffer_size} steps were added; a rollout is read when it is complete"
             )
-        batches = super().get(batch_size)
+
+    def _ahead(self, batches: Iterator[T]) -> Iterator[T]:
         # a GPU computes while the next batch is decoded; on the CPU the learner wants all cores for itself
         return made_ahead(batches) if self.device.type == "cuda" else batches
+
+    def _get_samples(self, *args: Any, **kwargs: Any) -> Any:
+        return self._as_asked(super()._get_samples(*args, **kwargs))
 
     def memory_usage(self) -> MemoryUsage:
         """What the buffer holds, by purpose; ``dense`` is one dense copy of the observations."""
@@ -96,6 +128,15 @@ class RolloutMixin(CompressedStorage, _Base):
             and name != "observations"
         )  # fmt: skip
         return leaves_usage(self._leaves, 1, 1.0) + MemoryUsage(0, 0, 0, sum(columns), 0)
+
+
+class RolloutFirst(OptionsFirst):
+    """`OptionsFirst` for rollout buffers that have a `get` of their own."""
+
+    def get(self: Any, batch_size: int | None = None) -> Any:
+        """The rollout in random batches, in the order of the buffer behind this."""
+        self._check_full()
+        return self._ahead(super().get(batch_size))  # type: ignore[misc]  # this stands before a buffer
 
 
 def made_ahead(batches: Iterator[T]) -> Iterator[T]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch as th
 
 from sb3_extra_buffers._sb3.algorithm import check_loaded
-from sb3_extra_buffers._sb3.leaves import Array, is_decoded
+from sb3_extra_buffers._sb3.leaves import Array, take_decoded
 from sb3_extra_buffers._sb3.options import OPTION_NAMES, StorageOptions
 from sb3_extra_buffers.errors import UnsupportedVersionError
 
@@ -42,18 +42,29 @@ class CompressedStorage:
         """`BaseBuffer.to_torch`; observations that were just decoded are not copied once more."""
         if isinstance(array, dict):
             return {key: self.to_torch(part, copy) for key, part in array.items()}
-        if is_decoded(array):
-            return self._obs_to_torch(array)
+        if take_decoded(array):
+            return self._to_torch(array)
         return super().to_torch(array, copy)  # type: ignore[misc]  # SB3's BaseBuffer comes after this class
 
     def _obs_to_torch(self, observations: Any) -> Any:
         if isinstance(observations, dict):
             return {key: self._obs_to_torch(part) for key, part in observations.items()}
-        tensor = self._to_torch(observations)
+        return self._convert(self._to_torch(observations))
+
+    def _as_asked(self, samples: Any) -> Any:
+        """Samples with their observations in the dtype that ``output_dtype`` and ``normalize_images`` ask for."""
         options = self._options
-        if options.normalize_images and tensor.dtype == th.uint8 and tensor.ndim >= 4:
-            return tensor.float() / 255.0
-        return tensor.float() if options.output_dtype == "float" else tensor
+        if options.output_dtype == "raw" and not options.normalize_images:
+            return samples
+        names = {"observations", "next_observations"} & set(samples._fields)
+        return samples._replace(**{name: self._convert(getattr(samples, name)) for name in names})
+
+    def _convert(self, observations: Any) -> Any:
+        if isinstance(observations, dict):
+            return {key: self._convert(part) for key, part in observations.items()}
+        if self._options.normalize_images and observations.dtype == th.uint8 and observations.ndim >= 4:
+            return observations.float() / 255.0
+        return observations.float() if self._options.output_dtype == "float" else observations
 
     def _to_torch(self, array: Array) -> th.Tensor:
         """A tensor of the buffer's device; on the CPU it takes over the array's memory."""
@@ -114,9 +125,17 @@ class CompressedStorage:
 
 
 class OptionsFirst:
-    """For classes between whose constructors the options would get lost: takes them before any of these runs."""
+    """For classes that stand before ours and know nothing of its options.
+
+    Takes the options before a constructor that would not pass them on, and applies them to samples that were made
+    without us.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         taken = {name: kwargs.pop(name) for name in OPTION_NAMES & kwargs.keys()}
         self._options = StorageOptions(**taken)
         super().__init__(*args, **kwargs)
+
+    def _get_samples(self, *args: Any, **kwargs: Any) -> Any:
+        samples = super()._get_samples(*args, **kwargs)  # type: ignore[misc]  # this stands before a buffer
+        return self._as_asked(samples)  # type: ignore[attr-defined]  # behind which is a CompressedStorage

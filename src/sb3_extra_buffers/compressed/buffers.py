@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stable_baselines3.common import buffers as sb3_buffers
+import numpy as np
 from stable_baselines3.common.buffers import DictReplayBuffer, DictRolloutBuffer, ReplayBuffer, RolloutBuffer
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from sb3_extra_buffers._sb3.algorithm import check_n_steps
+from sb3_extra_buffers._sb3.n_step import NStepReplayBuffer
 from sb3_extra_buffers._sb3.replay import ReplayMixin
 from sb3_extra_buffers._sb3.rollout import RolloutMixin
 from sb3_extra_buffers._sb3.storage import OptionsFirst
+from sb3_extra_buffers.errors import NoEpisodeError
 
 __all__ = [
     "CompressedDictNStepReplayBuffer",
@@ -22,12 +24,6 @@ __all__ = [
     "CompressedReplayBuffer",
     "CompressedRolloutBuffer",
 ]
-
-if TYPE_CHECKING:
-    from stable_baselines3.common.buffers import NStepReplayBuffer
-else:
-    # SB3 has it since 2.7; before that there is nothing to be an instance of
-    NStepReplayBuffer = getattr(sb3_buffers, "NStepReplayBuffer", type("NStepReplayBuffer", (), {}))
 
 
 class CompressedReplayBuffer(ReplayMixin, ReplayBuffer):
@@ -69,6 +65,9 @@ class CompressedNStepReplayBuffer(NStepReplayBuffer, CompressedReplayBuffer):
         super().__init__(*args, n_steps=n_steps, gamma=gamma, **kwargs)
         check_n_steps(self)
 
+    def _get_samples(self, *args: Any, **kwargs: Any) -> Any:
+        return self._as_asked(super()._get_samples(*args, **kwargs))
+
 
 class CompressedDictNStepReplayBuffer(CompressedDictReplayBuffer):
     """n-step returns for Dict observations, which SB3 itself does not have."""
@@ -80,6 +79,21 @@ class CompressedDictNStepReplayBuffer(CompressedDictReplayBuffer):
 
 class CompressedHerReplayBuffer(OptionsFirst, HerReplayBuffer, CompressedDictReplayBuffer):
     """`HerReplayBuffer` with compressed observations; takes its arguments and those of the compressed buffers."""
+
+    def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
+        """Add one step of every environment; where anything does not fit, nothing is changed."""
+        # episodes are changed before the step gets to where it is checked
+        self._fit_step(obs, next_obs, action, reward, done, infos)
+        super().add(obs, next_obs, action, reward, done, infos)
+
+    def sample(self, batch_size: int, env: Any = None) -> Any:
+        """Draw transitions of finished episodes, some of them with the goals of others."""
+        if not self.ep_length.any():
+            raise NoEpisodeError(
+                f"no episode has ended in the {self.size()} steps that the buffer holds; set learning_starts to more "
+                "steps than an episode takes"
+            )
+        return self._as_asked(super().sample(batch_size, env))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._check_state(state)
@@ -93,6 +107,11 @@ class CompressedHerReplayBuffer(OptionsFirst, HerReplayBuffer, CompressedDictRep
         for env in range(self.n_envs):
             length = self.ep_length[step, env]
             if length > 0:
-                steps = (self.ep_start[step, env] + range(length)) % self.buffer_size
+                steps = (self.ep_start[step, env] + np.arange(length)) % self.buffer_size
                 self.ep_length[steps, env] = 0
+            elif step == self._current_ep_start[env]:
+                # the episode goes on: what is left of it begins a step later
+                begin = (step + 1) % self.buffer_size
+                steps = (begin + np.arange((self.pos - begin) % self.buffer_size)) % self.buffer_size
+                self.ep_start[steps, env] = self._current_ep_start[env] = begin
         super()._forget_step(step)

@@ -7,7 +7,7 @@ from typing import Any
 from sb3_contrib.common.maskable.buffers import MaskableDictRolloutBuffer, MaskableRolloutBuffer
 from sb3_contrib.common.recurrent.buffers import RecurrentDictRolloutBuffer, RecurrentRolloutBuffer
 
-from sb3_extra_buffers._sb3.storage import OptionsFirst
+from sb3_extra_buffers._sb3.rollout import RolloutFirst
 from sb3_extra_buffers.compressed.buffers import CompressedDictRolloutBuffer, CompressedRolloutBuffer
 
 __all__ = [
@@ -19,19 +19,19 @@ __all__ = [
 ]
 
 
-class CompressedMaskableRolloutBuffer(OptionsFirst, MaskableRolloutBuffer, CompressedRolloutBuffer):
+class CompressedMaskableRolloutBuffer(RolloutFirst, MaskableRolloutBuffer, CompressedRolloutBuffer):
     """`MaskableRolloutBuffer` with compressed observations."""
 
 
-class CompressedMaskableDictRolloutBuffer(OptionsFirst, MaskableDictRolloutBuffer, CompressedDictRolloutBuffer):
+class CompressedMaskableDictRolloutBuffer(RolloutFirst, MaskableDictRolloutBuffer, CompressedDictRolloutBuffer):
     """`MaskableDictRolloutBuffer` with compressed observations."""
 
 
-class CompressedRecurrentRolloutBuffer(OptionsFirst, RecurrentRolloutBuffer, CompressedRolloutBuffer):
+class CompressedRecurrentRolloutBuffer(RolloutFirst, RecurrentRolloutBuffer, CompressedRolloutBuffer):  # type: ignore[misc]  # its add has one argument more
     """`RecurrentRolloutBuffer` with compressed observations; `use_rollout_buffer` gives one to a model."""
 
 
-class CompressedRecurrentDictRolloutBuffer(OptionsFirst, RecurrentDictRolloutBuffer, CompressedDictRolloutBuffer):
+class CompressedRecurrentDictRolloutBuffer(RolloutFirst, RecurrentDictRolloutBuffer, CompressedDictRolloutBuffer):  # type: ignore[misc]  # its add has one argument more
     """`RecurrentDictRolloutBuffer` with compressed observations; `use_rollout_buffer` gives one to a model."""
 
 

@@ -37,14 +37,16 @@ def choose_unseen(spec: ObsSpec) -> Choice | None:
     return None
 
 
-def choose(layout: StackLayout, cells: Any, streams: Any, rows: ByteRows, n_streams: int) -> Choice:
+def choose(
+    layout: StackLayout, cells: Any, streams: Any, rows: ByteRows, n_streams: int, may_stay_dense: bool = True
+) -> Choice:
     """Try the candidates on the first observations; the smallest wins, slow ones with a handicap."""
     spec, size = layout.frame_spec, layout.frame_bytes
     frames = layout.split(rows, frame_kernels()).reshape(-1, size)
     different = dict.fromkeys(frame.tobytes() for frame in frames)
     frames = np.frombuffer(b"".join(different), np.uint8).reshape(-1, size)
     sizes: dict[str, float] = {}
-    scores: dict[str, float] = {"none": float(size)}
+    scores: dict[str, float] = {"none": float(size)} if may_stay_dense else {}
     for method, weight in _CANDIDATES:
         name = method.rstrip("0123456789")
         if not is_available(name) or (name == "palette" and 3 not in spec.shape[:1] + spec.shape[-1:]):

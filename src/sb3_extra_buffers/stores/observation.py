@@ -83,6 +83,8 @@ class ObservationStore:
     at every moment. Unwritten cells read as zeros. One writer and many readers may use it at once.
     """
 
+    #: Whether ``auto`` may leave observations as they are; room for all of them is then taken at once.
+    may_stay_dense = True
     #: Whether writing is an error, as in a file that was opened to be read.
     read_only = False
     #: Makes the heap of the frame store, where that is not to be memory.
@@ -203,7 +205,7 @@ class ObservationStore:
         layout = find_layout(self.spec, [rows[streams == stream] for stream in np.unique(streams)])
         choice = self.choice
         if choice is None and len(rows):
-            choice = choose(layout, cells, streams, rows, self.n_streams)
+            choice = choose(layout, cells, streams, rows, self.n_streams, self.may_stay_dense)
         if choice is None:
             return
         inner: FrameStore | DenseStore
