@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import random
 import statistics
 import tempfile
 import time
@@ -36,10 +37,10 @@ BATCHES = (32, 256)
 Rows = Iterator[tuple[str, str, float, float]]
 
 
-def in_turn(calls: list[Callable[[], Any]], repeats: int) -> list[list[float]]:
+def in_turn(calls: list[Callable[[], Any]], repeats: int, first: int = 0) -> list[list[float]]:
     """Seconds of each call, the calls interleaved, each of them first every other time."""
     taken: list[list[float]] = [[] for _ in calls]
-    for repeat in range(repeats):
+    for repeat in range(first, first + repeats):
         order = list(enumerate(calls))
         for place, call in order if repeat % 2 else order[::-1]:
             start = time.perf_counter()
@@ -62,9 +63,11 @@ def replay(game: str = "MsPacman", n_steps: int = 10_000) -> Rows:
     ]
     for name in ("filling", "overwriting"):
         taken: list[list[float]] = [[], []]
-        for step in tqdm(feed.steps(game, n_steps), f"{game} {name}", n_steps):
+        for position, step in enumerate(tqdm(feed.steps(game, n_steps), f"{game} {name}", n_steps)):
             some = in_turn(
-                [lambda b=b, s=step: b.add(s.obs, s.next_obs, actions, rewards, s.dones, infos) for b in pair], 1
+                [lambda b=b, s=step: b.add(s.obs, s.next_obs, actions, rewards, s.dones, infos) for b in pair],
+                1,
+                position,
             )
             for times, one in zip(taken, some, strict=True):
                 times += one
@@ -80,8 +83,8 @@ def vector(n_steps: int = 20_000) -> Rows:
     """A vector observation of 17 floats."""
     space, actions = spaces.Box(-1, 1, (17,), np.float32), spaces.Box(-1, 1, (6,), np.float32)
     pair = [kind(n_steps, space, actions, "cpu") for kind in (CompressedReplayBuffer, ReplayBuffer)]
-    random = np.random.default_rng(0)
-    obs, action = random.random((1, 17), np.float32), random.random((1, 6), np.float32)
+    draw = np.random.default_rng(0)
+    obs, action = draw.random((1, 17), np.float32), draw.random((1, 6), np.float32)
     rest = (np.ones(1, np.float32), np.zeros(1, bool), [{}])
     yield "add", "us", *medians(in_turn([lambda b=b: b.add(obs, obs, action, *rest) for b in pair], n_steps))
     for batch in BATCHES:
@@ -100,7 +103,8 @@ def rollout(game: str = "Pong", n_steps: int = 128, repeats: int = 12) -> Rows:
     taken: dict[str, list[list[float]]] = {name: [[], []] for name in ("reset", "add", "first epoch", "later epochs")}
 
     def measure(name: str, call: Callable[[Any], Any]) -> None:
-        for times, one in zip(taken[name], in_turn([lambda b=b: call(b) for b in pair], 1), strict=True):
+        some = in_turn([lambda b=b: call(b) for b in pair], 1, len(taken[name][0]))
+        for times, one in zip(taken[name], some, strict=True):
             times += one
 
     for _ in trange(repeats, desc=f"{game} rollouts"):
@@ -159,17 +163,33 @@ def save(game: str = "MsPacman", n_transitions: int = 100_000) -> Rows:
 def train(make: Callable[[bool], Any], n_steps: int, rounds: int, name: str) -> Rows:
     """Two models at the same seed, trained in turn; they must end with the same weights."""
     models = [make(True), make(False)]
-    for model in models:  # warm up
-        model.learn(n_steps, reset_num_timesteps=False)
+    # both draw from the same global generators: each goes on from where it left them
+    states = [_random_states()] * 2
     taken: list[list[float]] = [[], []]
-    for _ in trange(rounds, desc=name):
-        some = in_turn([lambda m=m: m.learn(n_steps, reset_num_timesteps=False) for m in models], 1)
-        for times, one in zip(taken, some, strict=True):
-            times += one
+    for number in trange(rounds + 1, desc=name):
+        order = [0, 1] if number % 2 else [1, 0]
+        for place in order:
+            _set_random_states(states[place])
+            start = time.perf_counter()
+            models[place].learn(n_steps, reset_num_timesteps=False)
+            seconds = time.perf_counter() - start
+            states[place] = _random_states()
+            if number:  # the first round is to warm up
+                taken[place].append(seconds)
     weights = [model.policy.state_dict() for model in models]
     if not all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0]):
         raise SystemExit(f"{name}: the two models differ; refusing to report on them")
     yield f"{rounds * n_steps} steps", "s", sum(taken[0]), sum(taken[1])
+
+
+def _random_states() -> Any:
+    return np.random.get_state(), torch.get_rng_state(), random.getstate()  # noqa: NPY002  # SB3's
+
+
+def _set_random_states(states: Any) -> None:
+    np.random.set_state(states[0])  # noqa: NPY002  # SB3's
+    torch.set_rng_state(states[1])
+    random.setstate(states[2])
 
 
 def ppo() -> Rows:
