@@ -164,7 +164,7 @@ class StoredTensor(torch.Tensor):
     def _positions(self, parts: tuple[Any, ...]) -> Positions | None:
         """Where the rows lie that ``parts`` select; None where they select parts of rows."""
         lead = (len(self.rows), *self.inner)
-        if parts == (Ellipsis,) or not parts:
+        if not parts or (len(parts) == 1 and parts[0] is Ellipsis):
             return self._table()
         if any(part is None or part is Ellipsis or isinstance(part, bool) for part in parts):
             return None

@@ -1,0 +1,514 @@
+"""`CompressedStorage` gives what TorchRL's own storages give, from a fraction of the memory."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import multiprocessing as mp
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("torchrl")
+
+from tensordict import TensorDict, tensorclass
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictMaxValueWriter,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+
+from sb3_extra_buffers.errors import (
+    DamagedFileError,
+    FileFormatError,
+    IndexOutOfRangeError,
+    NotSaveableError,
+    SharingError,
+    SpecMismatchError,
+    UnknownFieldError,
+    UnsupportedVersionError,
+)
+from sb3_extra_buffers.kernels import has_numba
+from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
+from tests.replay_buffers.playing import SIDE, STACK, assert_same, steps, trajectory
+
+prioritized = importlib.import_module("torchrl.data.replay_buffers.samplers.prioritized")
+needs_trees = pytest.mark.skipif(
+    prioritized.SumSegmentTreeFp32 is None, reason="TorchRL's extension was built for another version of torch"
+)
+
+SAMPLERS: dict[str, Callable[[int], Any]] = {
+    "random": lambda size: RandomSampler(),
+    "without replacement": lambda size: SamplerWithoutReplacement(),
+    "prioritised": lambda size: PrioritizedSampler(size, alpha=0.7, beta=0.5),
+    "slices": lambda size: SliceSampler(slice_len=4, traj_key=("collector", "traj_ids"), strict_length=False),
+    "slices by end": lambda size: SliceSampler(slice_len=4, end_key=("next", "done"), strict_length=False),
+    "slices without replacement": lambda size: SliceSamplerWithoutReplacement(
+        slice_len=4, traj_key=("collector", "traj_ids"), strict_length=False
+    ),
+}
+
+
+def pair(size: int, sampler: str = "random", **options: Any) -> tuple[Any, Any]:
+    ndim = options.get("ndim", 1)
+    storages = [CompressedStorage(size, **options), LazyTensorStorage(size, ndim=ndim)]
+    ours, theirs = (
+        TensorDictReplayBuffer(storage=storage, sampler=SAMPLERS[sampler](size), batch_size=16) for storage in storages
+    )
+    return ours, theirs
+
+
+def same_samples(ours: Any, theirs: Any, n_samples: int = 3, seed: int = 0) -> None:
+    batches = []
+    for buffer in (ours, theirs):
+        torch.manual_seed(seed)
+        np.random.seed(seed)  # noqa: NPY002  # the prioritised sampler draws from it
+        batches.append([buffer.sample() for _ in range(n_samples)])
+    for one, other in zip(*batches, strict=True):
+        assert_same(one, other)
+
+
+# ---- the same as TorchRL's ----
+
+
+@pytest.mark.parametrize(
+    "sampler", [pytest.param(name, marks=needs_trees if name == "prioritised" else ()) for name in SAMPLERS]
+)
+@pytest.mark.parametrize("n_envs", [1, 3])
+def test_samples_equal_those_of_a_tensor_storage_at_the_same_seed(sampler: str, n_envs: int) -> None:
+    if n_envs > 1 and "slices" in sampler:
+        pytest.skip("steps of several environments are no trajectories")
+    ours, theirs = pair(60, sampler)
+    for step, data in enumerate(steps(140 // n_envs, n_envs)):  # 2.3 times round
+        for buffer in (ours, theirs):
+            buffer.extend(data.clone())
+        if step > 16 and step % 7 == 0:
+            same_samples(ours, theirs, 1, seed=step)
+    same_samples(ours, theirs)
+    ours.storage.check()
+
+
+@pytest.mark.parametrize("sampler", ["random", "slices"])
+def test_samples_of_two_leading_axes(sampler: str) -> None:
+    ours, theirs = pair(90, sampler, ndim=2)
+    for first in range(0, 100, 10):
+        # as collectors give it: [environment, time]
+        data = torch.stack(list(steps(first + 10, 3))[first:], dim=1)
+        for buffer in (ours, theirs):
+            buffer.extend(data.clone())
+    same_samples(ours, theirs)
+    assert ours.storage.groups[0].store.n_streams == 3
+    assert ours.storage.shape == theirs.storage.shape
+    assert_same(ours[:], theirs[:])
+    assert_same(ours.storage[2:7, 1], theirs.storage[2:7, 1])
+
+
+@needs_trees
+def test_priorities_are_updated_alike() -> None:
+    buffers = [
+        TensorDictPrioritizedReplayBuffer(storage=storage, alpha=0.7, beta=0.9, batch_size=16, priority_key="error")
+        for storage in (CompressedStorage(100), LazyTensorStorage(100))
+    ]
+    for buffer in buffers:
+        buffer.extend(trajectory(80))
+    for round_ in range(3):
+        batches = []
+        for buffer in buffers:
+            torch.manual_seed(round_)
+            np.random.seed(round_)  # noqa: NPY002
+            batch = buffer.sample()
+            batches.append(batch.clone())
+            batch["error"] = torch.linspace(0, round_ + 1, 16)
+            buffer.update_tensordict_priority(batch)
+        assert_same(*batches)
+
+
+def test_a_writer_that_keeps_the_best() -> None:
+    buffers = [
+        TensorDictReplayBuffer(
+            storage=storage, writer=TensorDictMaxValueWriter(rank_key=("next", "reward")), batch_size=8
+        )
+        for storage in (CompressedStorage(20), LazyTensorStorage(20))
+    ]
+    for first in range(0, 60, 12):
+        for buffer in buffers:
+            buffer.extend(trajectory(60)[first : first + 12].clone())
+    same_samples(*buffers)
+    assert_same(buffers[0][:], buffers[1][:])
+
+
+@pytest.mark.parametrize("storage", [CompressedStorage, LazyTensorStorage, LazyMemmapStorage])
+def test_a_whole_buffer_reads_as_what_was_written(storage: Any) -> None:
+    data = trajectory(50, 2)
+    buffer = ReplayBuffer(storage=storage(120), batch_size=4)
+    buffer.extend(data)
+
+    assert_same(buffer[:].clone(), data)
+    assert_same(buffer[7], data[7])
+    assert_same(buffer[-3], data[-3])
+    assert_same(buffer[10:20:3].clone(), data[10:20:3])
+    assert_same(buffer[torch.tensor([3, 3, -1])], data[torch.tensor([3, 3, -1])])
+    assert_same(buffer[[5, 1]], data[[5, 1]])
+    assert torch.equal(buffer["observation"], data["observation"])
+    assert torch.equal(buffer["next", "observation"][60:], data["next", "observation"][60:])
+    assert (3 in buffer.storage, 100 in buffer.storage) == (True, False)
+
+
+def test_items_are_replaced_one_by_one_and_in_slices() -> None:
+    data, other = trajectory(40), trajectory(40, seed=1)
+    ours, theirs = (ReplayBuffer(storage=storage, batch_size=4) for storage in (CompressedStorage(40), LazyTensorStorage(40)))
+    for buffer in (ours, theirs):
+        buffer.extend(data)
+        buffer[3] = other[3]
+        buffer[10:14] = other[10:14]
+        buffer[torch.tensor([30, 20])] = other[torch.tensor([30, 20])]
+        buffer.set_at_("observation", other["observation"][5:7], torch.tensor([5, 6]))
+        buffer.update_({"action": torch.arange(40)})
+        buffer.set_(("next", "observation"), other["next", "observation"])
+
+    assert_same(ours[:].clone(), theirs[:].clone())
+    ours.storage.check()
+
+
+def test_an_emptied_buffer_starts_again() -> None:
+    ours, theirs = pair(50)
+    for buffer in (ours, theirs):
+        buffer.extend(trajectory(40))
+        buffer.empty()
+        assert len(buffer) == 0
+        buffer.extend(trajectory(30, seed=3))
+    same_samples(ours, theirs)
+
+
+def test_tensorclasses_and_plain_tensors() -> None:
+    @tensorclass
+    class Seen:
+        pixels: torch.Tensor
+        value: torch.Tensor
+
+    data = trajectory(30)
+    seen = Seen(pixels=data["observation"], value=data["action"], batch_size=[30])
+    storage = CompressedStorage(40)
+    storage.set(range(30), seen)
+    found = storage.get(torch.tensor([4, 2]))
+    assert isinstance(found, Seen)
+    assert torch.equal(found.pixels, seen.pixels[[4, 2]])
+
+    plain = CompressedStorage(40)
+    plain.set(range(30), data["observation"])
+    assert torch.equal(plain.get(torch.tensor([4, 2])), data["observation"][[4, 2]])
+    assert torch.equal(plain.get(29), data["observation"][29])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint16, torch.complex64]
+)
+def test_any_dtype_keeps_its_bits(dtype: torch.dtype) -> None:
+    bits = torch.arange(40 * 16 * 16).reshape(40, 16, 16) % 251
+    data = TensorDict({"image": bits.to(dtype), "next": {"image": (bits + 1).to(dtype)}}, batch_size=[40])
+    if dtype.is_floating_point:
+        data["image"][3, 4, 5] = float("nan")
+        data["image"][3, 4, 6] = -0.0
+    storage = CompressedStorage(40, compression_method={"image": "gzip1"})
+    storage.set(range(40), data)
+
+    found = storage.get(torch.arange(40))
+    assert found["image"].dtype == dtype
+    assert found["image"].numpy(force=True).tobytes() == data["image"].numpy(force=True).tobytes() if dtype not in (
+        torch.bfloat16,
+    ) else torch.equal(found["image"].view(torch.int16), data["image"].view(torch.int16))
+
+
+# ---- memory ----
+
+
+@pytest.mark.parametrize(("n_envs", "given"), [(1, None), (4, None), (4, 4), (7, None)])
+def test_next_observations_and_environments_that_take_turns_cost_next_to_nothing(n_envs: int, given: int | None) -> None:
+    storage = CompressedStorage(4000, n_envs=given)
+    buffer = TensorDictReplayBuffer(storage=storage)
+    for data in steps(1000 // n_envs, n_envs):
+        buffer.extend(data)
+
+    [group] = storage.groups
+    assert group.keys == ["observation", ("next", "observation")]
+    assert group.store.n_streams == n_envs
+    assert storage.memory_usage().payload < 0.03 * 1000 * 2 * STACK * SIDE * SIDE
+    assert "delta" in storage.memory_usage().codecs["next.observation"]
+
+
+def test_environments_that_take_turns_are_found_without_next_observations() -> None:
+    storage = CompressedStorage(1000)
+    buffer = TensorDictReplayBuffer(storage=storage)
+    for data in steps(100, 3):
+        buffer.extend(data.select("observation", "action"))
+
+    assert storage.groups[0].store.n_streams == 3
+
+
+def test_trajectories_one_after_the_other_are_one_stream() -> None:
+    storage = CompressedStorage(1000)
+    data = torch.stack(list(steps(60, 4)), dim=1).reshape(-1)
+    TensorDictReplayBuffer(storage=storage).extend(data)
+
+    assert storage.groups[0].store.n_streams == 1
+    assert_same(storage.get(torch.arange(240)).exclude("index"), data.exclude("index"))
+
+
+def test_reading_one_field_decodes_nothing_else() -> None:
+    storage = CompressedStorage(100, n_envs=1)
+    data = trajectory(60)
+    storage.set(range(60), data)
+
+    def fail(*_: Any) -> Any:
+        raise AssertionError("decoded")
+
+    storage.groups[0].store.read = fail  # type: ignore[method-assign]
+    [actions] = storage.get_fields([4, 5], ["action"])
+    assert torch.equal(actions, data["action"][4:6])
+    # what slice samplers look at
+    assert torch.equal(storage[:]["next", "done"], data["next", "done"])
+
+
+# ---- bad input ----
+
+
+def bad(what: str) -> Any:
+    data = trajectory(8)
+    if what == "a key is missing":
+        return data.exclude("action")
+    if what == "a key is new":
+        return data.set("more", torch.zeros(8))
+    if what == "another shape":
+        return data.set("observation", torch.zeros(8, STACK, SIDE, SIDE + 1, dtype=torch.uint8))
+    if what == "another dtype":
+        return data.set(("next", "observation"), data["observation"].float())
+    return data.set("action", torch.zeros(8, 2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    "what", ["a key is missing", "a key is new", "another shape", "another dtype", "another small shape"]
+)
+@pytest.mark.parametrize("batched", [True, False])
+def test_data_unlike_the_first_is_refused_and_changes_nothing(what: str, batched: bool) -> None:
+    buffer = TensorDictReplayBuffer(storage=CompressedStorage(50))
+    buffer.extend(trajectory(20))
+    before, cursor, written = buffer[:].clone(), buffer.writer._cursor, buffer.write_count
+
+    with pytest.raises(SpecMismatchError, match="first item"):
+        if batched:
+            buffer.extend(bad(what))
+        else:
+            buffer.add(bad(what)[0])
+
+    assert (len(buffer), buffer.writer._cursor, buffer.write_count) == (20, cursor, written)
+    assert_same(buffer[:].clone(), before)
+
+
+def test_an_index_out_of_range_names_it() -> None:
+    storage = CompressedStorage(50)
+    storage.set(range(20), trajectory(20))
+    for index in (20, -21, [3, 20], torch.tensor([-21])):
+        with pytest.raises(IndexOutOfRangeError, match="2[01]"):
+            storage.get(index)
+    with pytest.raises(IndexOutOfRangeError, match="50"):
+        storage.set(50, trajectory(1)[0])
+    with pytest.raises(UnknownFieldError, match="reward"):
+        storage.get_fields([1], ["reward"])
+    assert len(storage) == 20
+
+
+def test_options_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="max_size"):
+        CompressedStorage(0)
+    with pytest.raises(ValueError, match="n_envs"):
+        CompressedStorage(10, n_envs=0)
+    with pytest.raises(ValueError, match="ndim=2"):
+        CompressedStorage(10, n_envs=2, ndim=2)
+
+
+# ---- files and other processes ----
+
+
+def filled(size: int = 90, n_items: int = 140, **options: Any) -> Any:
+    buffer = TensorDictReplayBuffer(storage=CompressedStorage(size, **options), batch_size=16)
+    for data in steps(n_items // 2, 2):
+        buffer.extend(data)
+    return buffer
+
+
+@pytest.mark.parametrize("method", ["auto", "delta", "gzip1"])
+@pytest.mark.parametrize("n_items", [10, 140])
+def test_what_is_dumped_is_loaded(tmp_path: Path, method: str, n_items: int) -> None:
+    buffer = filled(n_items=n_items, compression_method=method)
+    buffer.dumps(tmp_path / "dump")
+    again = TensorDictReplayBuffer(storage=CompressedStorage(90, compression_method=method), batch_size=16)
+    again.loads(tmp_path / "dump")
+
+    assert {path.suffix for path in (tmp_path / "dump" / "storage").rglob("*.*")} == {".json", ".npy"}
+    for data in steps(20, 2, seed=8):
+        buffer.extend(data.clone())
+        again.extend(data.clone())
+    same_samples(again, buffer)
+    again.storage.check()
+
+
+def test_a_dump_replaces_the_one_before_and_is_small(tmp_path: Path) -> None:
+    buffer = filled()
+    buffer.dumps(tmp_path)
+    for data in steps(9, 2, seed=5):
+        buffer.extend(data)
+    buffer.dumps(tmp_path)
+    again = TensorDictReplayBuffer(storage=CompressedStorage(90), batch_size=16)
+    again.loads(tmp_path)
+
+    assert_same(again[:].clone(), buffer[:].clone())
+    assert len(list((tmp_path / "storage").glob("arrays-*"))) == 1
+    manifest = json.loads((tmp_path / "storage" / "manifest.json").read_text())
+    assert manifest["len"] == 90
+
+
+def test_states_copies_and_pickles_hold_the_same() -> None:
+    buffer = filled()
+    state = buffer.state_dict()
+    again = TensorDictReplayBuffer(storage=CompressedStorage(90), batch_size=16)
+    again.load_state_dict(state)
+    same_samples(again, buffer)
+
+    for copied in (copy.deepcopy(buffer.storage), pickle.loads(pickle.dumps(buffer.storage))):
+        assert_same(copied.get(torch.arange(90)), buffer.storage.get(torch.arange(90)))
+        copied.set(0, trajectory(1, seed=9)[0].set("index", torch.tensor(0)))
+        assert not torch.equal(copied.get(0)["observation"], buffer.storage.get(0)["observation"])
+
+
+@pytest.mark.parametrize("damage", ["nothing there", "other json", "no json", "cut", "changed", "newer", "size"])
+def test_loading_something_else_changes_nothing(tmp_path: Path, damage: str) -> None:
+    buffer, target = filled(), filled(n_items=30)
+    before = target[:].clone()
+    buffer.storage.dumps(tmp_path / "s")
+    manifest = tmp_path / "s" / "manifest.json"
+    errors: dict[str, tuple[type[Exception], str]] = {
+        "nothing there": (FileFormatError, "nothing was saved"),
+        "other json": (FileFormatError, "something else"),
+        "no json": (FileFormatError, "no manifest"),
+        "cut": (DamagedFileError, "cut short"),
+        "changed": (DamagedFileError, "checksum"),
+        "newer": (UnsupportedVersionError, "version 99"),
+        "size": (SpecMismatchError, "max_size=90"),
+    }
+    array = next(path for path in (tmp_path / "s").rglob("*.npy") if path.stat().st_size > 200)
+    if damage == "nothing there":
+        manifest.unlink()
+    elif damage == "other json":
+        manifest.write_text("[1, 2]")
+    elif damage == "no json":
+        manifest.write_text("{")
+    elif damage == "cut":
+        array.write_bytes(array.read_bytes()[:-5])
+    elif damage == "changed":
+        content = bytearray(array.read_bytes())
+        content[-1] ^= 1
+        array.write_bytes(content)
+    elif damage == "newer":
+        manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 99'))
+    else:
+        target = filled(size=91, n_items=30)
+
+    kind, words = errors[damage]
+    with pytest.raises(kind, match=words):
+        target.storage.loads(tmp_path / "s")
+    assert_same(target[:].clone(), before)
+
+
+def test_data_of_other_keys_is_not_loaded_over_these(tmp_path: Path) -> None:
+    other = TensorDictReplayBuffer(storage=CompressedStorage(90))
+    other.extend(TensorDict({"pixels": torch.zeros(5, 30, 30)}, batch_size=[5]))
+    other.storage.dumps(tmp_path)
+    target = filled()
+
+    with pytest.raises(SpecMismatchError, match="pixels"):
+        target.storage.loads(tmp_path)
+    assert len(target) == 90
+
+
+def test_objects_are_not_saved(tmp_path: Path) -> None:
+    storage = CompressedStorage(10)
+    storage.set(range(5), (torch.zeros(5, 40, 40), torch.zeros(5)))
+    with pytest.raises(NotSaveableError):
+        storage.dumps(tmp_path)
+
+
+def _write_in_child(storage: Any, queue: Any) -> None:
+    try:
+        storage.set(0, trajectory(1)[0])
+    except SharingError as error:
+        queue.put(("refused", str(error), len(storage), int(storage.get(3)["action"])))
+    else:
+        queue.put(("written", "", 0, 0))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_reads_and_is_refused_to_write() -> None:
+    storage = CompressedStorage(20)
+    data = trajectory(10)
+    storage.set(range(10), data)
+    context = mp.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_write_in_child, args=(storage, queue))
+    child.start()
+    said = queue.get(timeout=60)
+    child.join(60)
+
+    assert said[0] == "refused"
+    assert "Ray" in said[1]
+    assert said[2:] == (10, int(data["action"][3]))
+    assert len(storage) == 10
+
+
+def test_a_process_that_is_started_is_refused_the_storage() -> None:
+    storage = CompressedStorage(20)
+    storage.set(range(10), trajectory(10))
+    child = mp.get_context("spawn").Process(target=_write_in_child, args=(storage, None))
+    with pytest.raises(SharingError, match="CompressedRayReplayBuffer"):
+        child.start()
+
+
+# ---- a real game ----
+
+
+@pytest.mark.skipif(not has_numba(), reason="numba is not installed")
+def test_a_real_game_in_a_fiftieth_of_the_memory() -> None:
+    pytest.importorskip("ale_py")
+    pytest.importorskip("cv2")
+    from benchmarks.feed import native_steps
+
+    ours, theirs = pair(1000)
+    for step in native_steps("ms_pacman", 300):
+        data = TensorDict(
+            {
+                "observation": torch.from_numpy(step.obs),
+                "next": {"observation": torch.from_numpy(step.next_obs), "done": torch.from_numpy(step.dones.copy())},
+            },
+            batch_size=[len(step.obs)],
+        )
+        for buffer in (ours, theirs):
+            buffer.extend(data.clone())
+    same_samples(ours, theirs)
+    usage = ours.storage.memory_usage()
+    assert ours.storage.groups[0].store.n_streams == 4
+    assert usage.total < 0.02 * usage.dense

@@ -1,0 +1,104 @@
+"""Packets give back what was packed, are small, and are not trusted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("tensordict")
+
+from tensordict import TensorDict
+
+from sb3_extra_buffers.errors import CorruptPayloadError, NotSaveableError
+from sb3_extra_buffers.replay_buffers.journal import Journal
+from sb3_extra_buffers.replay_buffers.packing import pack, read_note, unpack
+from tests.replay_buffers.playing import assert_same, steps, trajectory
+
+
+def collected(kind: str) -> TensorDict:
+    if kind == "one environment":
+        return trajectory(40)
+    if kind == "steps of three":
+        return trajectory(30, 3)
+    if kind == "trajectories":
+        return torch.stack(list(steps(20, 3)), dim=1)
+    if kind == "one item":
+        return trajectory(1)
+    if kind == "no next":
+        return trajectory(20).select("observation")
+    if kind == "vectors":
+        return TensorDict({"x": torch.randn(9, 3), "y": {"z": torch.arange(9)}}, batch_size=[9])
+    if kind == "unlike frames":
+        return TensorDict({"image": torch.randn(6, 20, 20), "next": {"image": torch.randn(6, 20, 20)}}, batch_size=[6])
+    if kind == "halves":
+        return TensorDict({"image": torch.randn(6, 20, 20).bfloat16()}, batch_size=[6])
+    sample = trajectory(200, 2)
+    index = torch.randint(0, 400, (32,))
+    return sample[index].set("index", index)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "one environment", "steps of three", "trajectories", "one item", "no next", "vectors", "unlike frames",
+        "halves", "a sample",
+    ],
+)  # fmt: skip
+def test_what_is_packed_is_unpacked(kind: str) -> None:
+    data = collected(kind)
+    packet = pack(data, writer="me", number=3)
+
+    assert_same(unpack(packet), data)
+    assert read_note(packet) == {"writer": "me", "number": 3}
+    # what was unpacked is its receiver's own
+    unpack(packet).zero_()
+    assert_same(unpack(packet), data)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("steps of three", 0.03), ("trajectories", 0.04), ("a sample", 0.12)])
+def test_packets_are_small(kind: str, most: float) -> None:
+    data = collected(kind)
+    assert len(pack(data)) < most * sum(value.nbytes for value in data.values(True, True))
+
+
+def test_damaged_packets_are_refused() -> None:
+    packet = pack(trajectory(10))
+    for damaged in (b"", b"hello world", packet[:-1], packet + b"x", packet[:3] + b"9" + packet[4:]):
+        with pytest.raises(CorruptPayloadError):
+            unpack(damaged)
+    for place in range(8, len(packet), max(len(packet) // 200, 1)):
+        changed = bytearray(packet)
+        changed[place] ^= 0x15
+        try:
+            unpack(bytes(changed))
+        except CorruptPayloadError:
+            continue
+
+
+def test_objects_are_not_packed() -> None:
+    data: Any = TensorDict({"x": torch.zeros(2)}, batch_size=[2])
+    data["name"] = "a string"
+    with pytest.raises(NotSaveableError):
+        pack(data)
+
+
+def test_a_journal_drops_what_was_cut_short(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal", sync=True)
+    packets = [bytes([number]) * number * 50 for number in range(1, 6)]
+    for packet in packets:
+        journal.append(packet)
+    journal.close()
+    content = (tmp_path / "journal").read_bytes()
+
+    for cut in (1, 7, 100, 258):
+        (tmp_path / "cut").write_bytes(content[:-cut])
+        again = Journal(tmp_path / "cut")
+        kept = list(again.replay())
+        assert kept == packets[: len(kept)]
+        assert len(kept) == 4 - (cut > 257)
+        again.append(b"more")
+        again.close()
+        assert list(Journal(tmp_path / "cut").replay()) == [*kept, b"more"]
