@@ -40,6 +40,23 @@ class PrioritizedReplayBufferSamples(NamedTuple):
     indices: npt.NDArray[np.int64]
 
 
+class Schedule:
+    """A function of ``progress_remaining`` that can be pickled: they are often lambdas."""
+
+    def __init__(self, function: Callable[[float], float]) -> None:
+        self.function = function
+
+    def __call__(self, progress_remaining: float) -> float:
+        return self.function(progress_remaining)
+
+    def __reduce__(self) -> Any:
+        return _load_schedule, (cloudpickle.dumps(self.function),)
+
+
+def _load_schedule(pickled: bytes) -> Schedule:
+    return Schedule(cloudpickle.loads(pickled))
+
+
 class PrioritizedMixin(ReplayMixin):
     """Draws transitions in proportion to ``(|TD error| + epsilon) ** alpha``.
 
@@ -57,7 +74,7 @@ class PrioritizedMixin(ReplayMixin):
         if not 0 < epsilon <= _MAX_ERROR:
             raise ValueError(f"epsilon must be above 0, or transitions without an error are never seen; got {epsilon}")
         self.alpha, self.epsilon = float(alpha), float(epsilon)
-        self.beta = beta
+        self.beta = Schedule(beta) if callable(beta) else beta
         #: how much of the training is left, from 1 to 0: what a schedule of beta goes by
         self.progress_remaining = 1.0
         self.beta_now()
@@ -222,18 +239,9 @@ class PrioritizedMixin(ReplayMixin):
 
     # ---- pickles ----
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        if callable(self.beta):
-            # schedules are often lambdas, which pickle does not know
-            state["beta"] = cloudpickle.dumps(self.beta)
-        return state
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.alpha = state["alpha"]
         self._refuse_stock(calling_algorithm("load_replay_buffer"))
-        if isinstance(state["beta"], bytes):
-            state |= {"beta": cloudpickle.loads(state["beta"])}
         super().__setstate__(state)
 
 
