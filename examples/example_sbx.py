@@ -1,0 +1,39 @@
+"""Train SBX's DQN (JAX) with a compressed replay buffer; needs ``pip install sbx-rl``."""
+
+from __future__ import annotations
+
+from common import make_game, parse
+
+from sb3_extra_buffers.compressed import CompressedReplayBuffer, init_jit
+
+
+def main() -> None:
+    options = parse(__doc__, timesteps=1_000_000, buffer_size=500_000)
+    try:
+        from sbx import DQN
+    except ImportError:
+        raise SystemExit("this example needs SBX: pip install sbx-rl") from None
+    init_jit("auto" if options.compression == "raw" else options.compression)
+    env = make_game(options)
+    buffer = {
+        "replay_buffer_class": CompressedReplayBuffer,
+        "replay_buffer_kwargs": {"compression_method": options.compression},
+    }
+    model = DQN(
+        "CnnPolicy",
+        env,
+        buffer_size=1000 if options.quick else options.buffer_size,
+        learning_starts=32 if options.quick else 100_000,
+        train_freq=4,
+        seed=options.seed,
+        verbose=1,
+        **(buffer if options.compression != "raw" else {}),
+    )
+    model.learn(options.timesteps, progress_bar=not options.quick)
+    if options.compression != "raw":
+        print(f"{model.replay_buffer.size() * env.num_envs:,} transitions take {model.replay_buffer.memory_usage()}")
+    env.close()
+
+
+if __name__ == "__main__":
+    main()

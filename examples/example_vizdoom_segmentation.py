@@ -1,0 +1,45 @@
+"""Train PPO on ViZDoom's segmentation masks with a compressed rollout buffer."""
+
+from __future__ import annotations
+
+from common import parse
+from stable_baselines3 import PPO
+
+from sb3_extra_buffers.compressed import CompressedRolloutBuffer, init_jit
+from sb3_extra_buffers.stores.usage import format_bytes
+from sb3_extra_buffers.training_utils.doom import make_env
+from sb3_extra_buffers.training_utils.eval_model import eval_model
+
+
+def main() -> None:
+    options = parse(__doc__, timesteps=1_000_000, n_envs=4, scenario="defend_the_center", observation="classes")
+    init_jit(options.compression if options.compression != "raw" else "auto")
+    env = make_env(options.scenario, options.n_envs, observation=options.observation, res=(120, 160), seed=options.seed)
+    buffer = {
+        "rollout_buffer_class": CompressedRolloutBuffer,
+        "rollout_buffer_kwargs": {"compression_method": options.compression},
+    }
+    model = PPO(
+        "CnnPolicy",
+        env,
+        n_steps=16 if options.quick else 1024,
+        batch_size=32 if options.quick else 256,
+        n_epochs=1 if options.quick else 4,
+        # classes are small numbers: dividing them by 255 would hide them
+        policy_kwargs={"normalize_images": options.observation == "rgb"},
+        seed=options.seed,
+        device=options.device,
+        verbose=1,
+        **(buffer if options.compression != "raw" else {}),
+    )
+    model.learn(options.timesteps, progress_bar=not options.quick)
+    model.save(options.output / f"ppo_{options.scenario}.zip")
+    if options.compression != "raw":
+        usage = model.rollout_buffer.memory_usage()
+        print(f"a rollout takes {usage}; as dense RGB it would take {format_bytes(3 * usage.dense)}")
+    eval_model(model, env, 2 if options.quick else 100, name="Final", progress_bar=not options.quick)
+    env.close()
+
+
+if __name__ == "__main__":
+    main()
