@@ -332,6 +332,16 @@ def test_an_index_out_of_range_names_it() -> None:
     assert len(storage) == 20
 
 
+def test_only_tensors_are_kept() -> None:
+    data: Any = trajectory(4)
+    data["name"] = "a string"
+    storage = CompressedStorage(10)
+    with pytest.raises(SpecMismatchError, match="name"):
+        storage.set(range(4), data)
+    assert not storage.initialized
+    storage.set(range(4), trajectory(4))
+
+
 def test_options_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match="max_size"):
         CompressedStorage(0)

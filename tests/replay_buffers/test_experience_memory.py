@@ -81,7 +81,7 @@ def test_where_experience_is_kept() -> None:
     assert isinstance(plain.memory, TensorDictReplayBuffer)
     assert isinstance(plain._get_storage(9, CPU), LazyMemmapStorage)
     for device in ("cuda", "mps"):
-        storage = plain._get_storage(9, torch.device(device))
+        storage = plain._get_storage(9, torch.device(device, 0))
         assert type(storage) is LazyTensorStorage
         assert storage.device.type == device
     assert isinstance(compressed._get_storage(9, CPU), CompressedStorage)
@@ -175,7 +175,16 @@ def test_added_experience_is_left_as_it_was(buffer: ReplayBuffer) -> None:
     batch = trajectory(3)
     buffer.add_batch(batch)
     assert "index" not in batch.keys()  # noqa: SIM118  # a TensorDict is no dict
-    buffer.add({key: value[0] for key, value in batch.to_dict().items() if key != "next"} | {"next": batch[0]["next"]})
+
+
+def test_plain_dicts_will_do_and_objects_will_not(buffer: ReplayBuffer) -> None:
+    batch = trajectory(3)
+    buffer.add(batch[0].to_dict())
+    buffer.add_batch(batch.to_dict())
+    assert_same(buffer.sample_by_index(range(10, 14)).exclude("index"), batch[[0, 0, 1, 2]])
+    batch["name"] = "a string"
+    with pytest.raises(SpecMismatchError, match="name"):
+        buffer.add_batch(batch)
 
 
 # ---- files ----

@@ -98,7 +98,7 @@ def test_a_journal_drops_what_was_cut_short(tmp_path: Path) -> None:
         again = Journal(tmp_path / "cut")
         kept = list(again.replay())
         assert kept == packets[: len(kept)]
-        assert len(kept) == 4 - (cut > 257)
+        assert len(kept) == 4
         again.append(b"more")
         again.close()
         assert list(Journal(tmp_path / "cut").replay()) == [*kept, b"more"]

@@ -26,7 +26,7 @@ from sb3_extra_buffers.stores.choice import choose_unseen
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 try:
-    from tensordict import TensorDict, is_tensor_collection, is_tensorclass
+    from tensordict import TensorDict, is_non_tensor, is_tensor_collection, is_tensorclass
     from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 except ImportError as error:
     raise MissingExtraError(
@@ -496,11 +496,13 @@ def _blank(storage: Any) -> Any:
 
 def _items(data: Any) -> list[tuple[Key, torch.Tensor]]:
     """Keys and tensors of a TensorDict, nested ones included."""
-    return [
-        (key, value)
-        for key, value in data.items(include_nested=True, leaves_only=True)
-        if isinstance(value, torch.Tensor)
-    ]
+    found = []
+    for key, value in data.items(include_nested=True):
+        if isinstance(value, torch.Tensor):
+            found.append((key, value))
+        elif is_non_tensor(value):
+            raise SpecMismatchError(f"{key!r} holds no tensor; a CompressedStorage keeps tensors only")
+    return found
 
 
 def _as_indices(index: Any) -> np.ndarray[Any, Any] | None:

@@ -21,14 +21,13 @@ from sb3_extra_buffers.errors import (
     FileFormatError,
     IndexOutOfRangeError,
     MissingExtraError,
-    NotSaveableError,
     SpecMismatchError,
     UnknownFieldError,
     UntrustedFileError,
 )
 
 try:
-    from tensordict import TensorDict, TensorDictBase
+    from tensordict import TensorDict, TensorDictBase, is_non_tensor
     from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
 except ImportError as error:
     raise MissingExtraError(
@@ -281,10 +280,7 @@ class ReplayBuffer:
             if kind == "compressed":
                 self.memory.storage.dumps(folder)
             else:
-                data = self.memory.storage.get(torch.arange(self.size))
-                if len(tuple(data.keys(True, True))) != len(self._specs or {}) + 1:
-                    raise NotSaveableError("only tensors can be saved, and some fields hold something else")
-                data.memmap(folder)
+                self.memory.storage.get(torch.arange(self.size)).memmap(folder)
             note["contents"] = {"kind": kind, "folder": folder.name}
         staged = target.with_name(target.name + ".new")
         staged.write_text(json.dumps(note, indent=1))
@@ -356,12 +352,14 @@ def _as_tensordict(data: Any, n_batch: int) -> TensorDict:
     if not isinstance(data, TensorDictBase):
         if not isinstance(data, Mapping):
             raise SpecMismatchError(f"experience must be a TensorDict, got a {type(data).__name__}")
-        tensors = {key: torch.as_tensor(value) for key, value in data.items()}
-        data = TensorDict(tensors, batch_size=list(next(iter(tensors.values())).shape[:n_batch]) if tensors else [])
+        data = TensorDict(dict(data)).auto_batch_size_(n_batch)
     if n_batch and not data.ndim:
         raise SpecMismatchError("a batch needs a first dimension; use add() for a single experience")
     if not n_batch and data.ndim:
         raise SpecMismatchError(f"a single experience has no batch dimension, got {tuple(data.shape)}; use add_batch()")
+    others = [key for key, value in data.items(include_nested=True) if is_non_tensor(value)]
+    if others:
+        raise SpecMismatchError(f"experience is made of tensors, but {others} hold something else; nothing was added")
     # TorchRL writes the slots into what it is given
     return data.copy()
 

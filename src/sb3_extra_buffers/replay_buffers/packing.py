@@ -22,7 +22,7 @@ from sb3_extra_buffers.stores.choice import choose_unseen
 from sb3_extra_buffers.stores.layout import StackLayout, find_layout
 
 try:
-    from tensordict import TensorDict
+    from tensordict import TensorDict, is_non_tensor
 except ImportError as error:
     raise MissingExtraError("packing needs 'tensordict': pip install 'sb3-extra-buffers[torchrl]'") from error
 
@@ -39,8 +39,9 @@ def pack(data: Any, **note: Any) -> bytes:
     """``data``, a TensorDict of tensors, as bytes; `unpack` gives it back. ``note`` is JSON that travels along."""
     keys = list(data.keys(True, True))
     tensors = {key: data.get(key) for key in keys}
-    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise NotSaveableError("only TensorDicts of tensors can be packed")
+    others = [key for key, value in data.items(include_nested=True) if is_non_tensor(value)]
+    if others:
+        raise NotSaveableError(f"only tensors can be packed, but {others} hold something else")
     lead = tuple(data.shape)
     specs = {key: leaf_spec(tuple(tensor.shape[len(lead) :]), tensor.dtype) for key, tensor in tensors.items()}
     sections: list[bytes] = []
