@@ -127,6 +127,13 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
 
     def _init(self, data: Any) -> None:
         """Make room for ``max_size`` items like ``data``."""
+        try:
+            self._make_room(data)
+        except BaseException:
+            self._forget()
+            raise
+
+    def _make_room(self, data: Any) -> None:
         if self.device == "auto":
             first = data if is_tensor_collection(data) or isinstance(data, torch.Tensor) else tree_leaves(data)[0]
             self.device = first.device or torch.device("cpu")

@@ -1,0 +1,226 @@
+"""A buffer behind Ray: nothing that was acknowledged is lost, whoever is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torchrl")
+ray = pytest.importorskip("ray")
+
+from sb3_extra_buffers.errors import FileFormatError, SpecMismatchError
+from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
+from sb3_extra_buffers.replay_buffers.packing import pack, unpack
+from sb3_extra_buffers.replay_buffers.ray import CompressedRayReplayBuffer, CompressedReplayService
+from tests.replay_buffers.playing import assert_same, trajectory
+
+ROOT = Path(__file__).parents[2]
+
+
+def service(folder: Path | None = None, size: int = 100) -> Any:
+    """What runs inside the actor."""
+    return CompressedReplayService(
+        storage=partial(CompressedStorage, size), batch_size=8, folder=None if folder is None else str(folder)
+    )
+
+
+def contents(buffer: Any) -> Any:
+    return unpack(buffer.packed(slice(None))).exclude("index")
+
+
+# ---- without a cluster ----
+
+
+def test_packets_go_in_and_come_out() -> None:
+    buffer, data = service(), trajectory(30)
+    index = buffer.extend(pack(data))
+    assert index.tolist() == list(range(30))
+    batch = unpack(buffer.sample())
+    assert_same(batch.exclude("index"), data[batch["index"]])
+
+
+def test_a_packet_that_comes_again_is_stored_once() -> None:
+    buffer, data = service(), trajectory(30)
+    first = buffer.extend(pack(data[:10], writer="a", number=1))
+    again = buffer.extend(pack(data[:10], writer="a", number=1))
+    buffer.extend(pack(data[10:20], writer="b", number=1))
+    assert torch.equal(first, again)
+    assert len(buffer) == 20
+
+
+@pytest.mark.parametrize("saved_after", [None, 0, 3, 11])
+def test_a_new_buffer_is_where_the_old_one_was(tmp_path: Path, saved_after: int | None) -> None:
+    data = trajectory(130)
+    old = service(tmp_path)
+    for number in range(12):
+        old.extend(pack(data[10 * number : 10 * number + 10], writer="a", number=number + 1))
+        if number == saved_after:
+            old.checkpoint()
+
+    new = service(tmp_path)
+    assert_same(contents(new), contents(old))
+    # its sender never heard of the last one
+    repeated = new.extend(pack(data[110:120], writer="a", number=12))
+    assert repeated.tolist() == list(range(10, 20))
+    new.extend(pack(data[120:], writer="a", number=13))
+    assert_same(contents(service(tmp_path)), contents(new))
+    assert not list(tmp_path.rglob("*.pkl"))
+    assert len(list(tmp_path.glob("journal-*"))) == 1
+
+
+def test_a_long_journal_becomes_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sb3_extra_buffers.replay_buffers.ray._LEAST_JOURNAL", 5000)
+    buffer = service(tmp_path)
+    for first in range(0, 120, 10):
+        buffer.extend(pack(trajectory(120)[first : first + 10]))
+    assert len(list(tmp_path.glob("snapshot-*"))) == 1
+    assert_same(contents(service(tmp_path)), contents(buffer))
+
+
+def test_a_folder_of_something_else_is_named(tmp_path: Path) -> None:
+    (tmp_path / "current.json").write_text('{"format": "mine"}')
+    with pytest.raises(FileFormatError, match="current.json"):
+        service(tmp_path)
+    with pytest.raises(FileFormatError, match="folder"):
+        service().checkpoint()
+
+
+def test_a_writer_killed_at_any_moment_has_what_it_acknowledged(tmp_path: Path) -> None:
+    """The process is killed with -9 while it writes and saves; what it printed before must be there."""
+    code = f"""
+        import sys
+        sys.path.insert(0, {str(ROOT)!r})
+        from pathlib import Path
+        from sb3_extra_buffers.replay_buffers import ray as module
+        from sb3_extra_buffers.replay_buffers.packing import pack
+        from tests.replay_buffers.playing import trajectory
+        from tests.replay_buffers.test_ray_buffer import service
+        module._LEAST_JOURNAL = 3000
+        data = trajectory(60)
+        buffer = service(Path({str(tmp_path)!r}), size=100000)
+        number = 0
+        while True:
+            number += 1
+            data["action"][:] = number
+            buffer.extend(pack(data, writer="a", number=number))
+            print(number, flush=True)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
+        assert child.stdout is not None
+        said: list[int] = []
+        while len(said) < 25:
+            line = child.stdout.readline()
+            assert line, "the writer ended by itself"
+            said += [int(line)] if line.strip().isdigit() else []
+        os.kill(child.pid, signal.SIGKILL)
+        said += [int(line) for line in child.stdout.read().split() if line.isdigit()]
+    acknowledged = said[-1]
+
+    again = service(tmp_path, size=100000)
+    found = contents(again)
+    # the one that was under way may be there or not, but not a part of it
+    assert len(found) in (60 * acknowledged, 60 * (acknowledged + 1))
+    expected = trajectory(60)
+    for number in (1, acknowledged // 2, acknowledged):
+        part = found[60 * (number - 1) : 60 * number]
+        expected["action"][:] = number
+        assert_same(part, expected)
+
+
+# ---- a cluster ----
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+    )
+    yield
+    ray.shutdown()
+
+
+class Collector:
+    """Sends numbered transitions and writes down which were acknowledged."""
+
+    def __init__(self, client: Any, log: str) -> None:
+        self.client, self.log = client, log
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def collect(self, first: int, n_batches: int) -> int:
+        data = trajectory(20)
+        for number in range(first, first + n_batches):
+            data["action"][:] = number
+            self.client.extend(data)
+            with Path(self.log).open("a") as file:
+                file.write(f"{number}\n")
+        return first + n_batches
+
+
+def wait_for(condition: Any, seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_killed_collectors_and_a_killed_buffer_lose_nothing(cluster: None, tmp_path: Path) -> None:
+    buffer = CompressedRayReplayBuffer(
+        100_000, batch_size=16, folder=tmp_path / "buffer", remote_config={"num_cpus": 0}
+    )
+    make = ray.remote(num_cpus=0)(Collector)
+    logs = [tmp_path / "one.log", tmp_path / "two.log"]
+    collectors = [make.remote(buffer.client(), str(log)) for log in logs]
+    victim = ray.get(collectors[0].process_id.remote())
+    running = [collectors[0].collect.remote(0, 10**6), collectors[1].collect.remote(10**7, 60)]
+
+    def acknowledged(log: Path) -> list[int]:
+        return [int(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+    wait_for(lambda: len(acknowledged(logs[0])) >= 20)
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(running[0])
+    # the learner goes on
+    assert buffer.sample().shape == (16,)
+    holder = buffer.process_id()
+    os.kill(holder, signal.SIGKILL)
+    assert buffer.sample().shape == (16,)
+    assert buffer.process_id() != holder
+    ray.get(running[1])
+
+    stored = buffer[:]
+    counts = dict(zip(*(part.tolist() for part in stored["action"].unique(return_counts=True)), strict=True))
+    for number in acknowledged(logs[0]) + acknowledged(logs[1]):
+        assert counts[number] == 20
+    # whole, and no more than once
+    assert set(counts.values()) == {20}
+    assert len(acknowledged(logs[1])) == 60
+    expected = trajectory(20)["observation"]
+    assert torch.equal(stored["observation"].unflatten(0, (-1, 20)), expected.expand(len(counts), *expected.shape))
+
+    with pytest.raises(SpecMismatchError):
+        buffer.extend(3)
+    with pytest.raises(Exception, match="first item"):
+        buffer.extend(trajectory(3).exclude("action"))
+    assert len(buffer) == len(stored)
+    assert buffer.memory_usage()["total"] < 0.1 * len(stored) * 2 * expected[0].nbytes
+    buffer.close()
