@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +162,8 @@ def test_normalised_as_by_sb3() -> None:
             obs = np.full((1, 4), number, np.float32)
             buffer.add(obs, obs + 1, np.array([0]), np.array([float(number)]), np.array([False]), [{}])
         batch = buffer.sample(16, env=env)
-        raw = batch.indices[:, None] + np.zeros(4, np.float32)
-        assert np.allclose(batch.observations, env.normalize_obs(raw))
+        raw: Any = batch.indices[:, None] + np.zeros(4, np.float32)
+        assert np.allclose(batch.observations, np.asarray(env.normalize_obs(raw)))
         if n_steps == 1:
             assert np.allclose(batch.rewards.ravel(), env.normalize_reward(batch.indices.astype(np.float32)))
 
@@ -319,7 +323,13 @@ def test_indices_of_an_earlier_life_are_stale() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"alpha": 1.5}, "alpha"), ({"alpha": -0.1}, "alpha"), ({"epsilon": 0.0}, "epsilon"), ({"beta": -0.5}, "beta")],
+    [
+        ({"alpha": 1.5}, "alpha"),
+        ({"alpha": -0.1}, "alpha"),
+        ({"epsilon": 0.0}, "epsilon"),
+        ({"beta": -0.5}, "beta"),
+        ({"beta": (0.4, -1.0)}, "beta"),
+    ],
 )
 def test_wrong_settings_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"{message} must be"):
@@ -393,7 +403,8 @@ def model_of(algorithm: Any, *, n_envs: int = 1, kind: Any = prioritized, **opti
     env = DummyVecEnv([lambda: Guess(box=box)] * n_envs)
     settings: dict[str, Any] = {
         "learning_rate": 0.005, "learning_starts": 50, "batch_size": 32, "buffer_size": 256, "train_freq": 1,
-        "gradient_steps": 1, "policy_kwargs": {"net_arch": [16]} | QUANTILES.get(name, {}), "seed": 3, "device": "cpu", "gamma": 0.9,
+        "gradient_steps": 1, "policy_kwargs": {"net_arch": [16]} | QUANTILES.get(name, {}), "seed": 3,
+        "device": "cpu", "gamma": 0.9,
     }  # fmt: skip
     return kind(algorithm)("MlpPolicy", env, **settings | options)
 
@@ -510,7 +521,7 @@ def test_critics_count_by_their_mean() -> None:
     # every transition ends its episode: the target is the reward
     with th.no_grad():
         errors = [(values - batch.rewards).abs() for values in policy.critic(batch.observations, batch.actions)]
-    wanted = (sum(errors) / 2 + buffer.epsilon).double() ** buffer.alpha  # type: ignore[union-attr,operator]  # tensors
+    wanted = (sum(errors) / 2 + buffer.epsilon).double() ** buffer.alpha
     assert np.allclose(buffer.priorities.ravel()[batch.indices], wanted.ravel(), rtol=1e-5)
 
 
@@ -538,7 +549,8 @@ def test_n_steps_reach_the_buffer(space: str) -> None:
 @pytest.mark.parametrize("name", ["DQN", "SAC", "QRDQN"])
 def test_a_saved_model_goes_on_as_if_it_had_not_stopped(name: str, tmp_path: Path) -> None:
     algorithm = {"DQN": DQN, "SAC": SAC}.get(name) or contrib(name)
-    model = model_of(algorithm, replay_buffer_kwargs={"beta": lambda left: 1 - left / 2}, n_steps=2)
+    beta: Any = (0.5, 1.0) if name == "SAC" else lambda left: 1 - left / 2
+    model = model_of(algorithm, replay_buffer_kwargs={"beta": beta}, n_steps=2)
     model.learn(150)
     model.save(tmp_path / "model")
     model.save_replay_buffer(tmp_path / "buffer")
@@ -645,3 +657,18 @@ def test_classes_of_ones_own() -> None:
     assert len(np.unique(model.replay_buffer.priorities)) > 10
     with pytest.raises(AlgorithmMismatchError, match="called none of"):
         model_of(DQN, kind=lambda algorithm: prioritized(Late)).learn(100)
+
+
+def test_the_example_plays_a_game() -> None:
+    pytest.importorskip("ale_py")
+    pytest.importorskip("cv2")
+    example = Path(__file__).parents[2] / "examples" / "example_prioritized_dqn.py"
+
+    done = subprocess.run(
+        [sys.executable, os.fspath(example), "--quick"], capture_output=True, text=True, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert "1,000 transitions of MsPacmanNoFrameskip-v4, 1,200 steps" in done.stdout
+    assert re.search(r"makes \d+% of the draws", done.stdout)

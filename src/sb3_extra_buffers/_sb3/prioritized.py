@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle  # type: ignore[import-untyped]  # it ships none
@@ -16,7 +16,8 @@ from sb3_extra_buffers._sb3.replay import ReplayMixin
 from sb3_extra_buffers._sb3.sum_tree import SumTree
 from sb3_extra_buffers.errors import AlgorithmMismatchError, EmptyBufferError, PriorityError, StaleIndexError
 
-Beta = float | tuple[float, float] | Callable[[float], float]
+# a pair is a list again in a model that SB3 has loaded
+Beta = float | Sequence[float] | Callable[[float], float]
 
 # sums of a million of these are far from infinity
 _MAX_ERROR = float(np.finfo(np.float32).max)
@@ -75,7 +76,11 @@ class PrioritizedMixin(ReplayMixin):
             raise ValueError(f"epsilon must be above 0, or transitions without an error are never seen; got {epsilon}")
         self.alpha, self.epsilon = float(alpha), float(epsilon)
         self.beta = Schedule(beta) if callable(beta) else beta
+        if isinstance(beta, Sequence) and len(beta) != 2:
+            raise ValueError(f"beta as a pair is its first and its last value, got {len(beta)} values")
         #: how much of the training is left, from 1 to 0: what a schedule of beta goes by
+        self.progress_remaining = 0.0
+        self.beta_now()  # raises now rather than late
         self.progress_remaining = 1.0
         self.beta_now()
         self.max_priority = 1.0
@@ -109,7 +114,7 @@ class PrioritizedMixin(ReplayMixin):
         beta = self.beta
         if callable(beta):
             value = float(beta(self.progress_remaining))
-        elif isinstance(beta, tuple):
+        elif isinstance(beta, Sequence):
             first, last = beta
             value = last + (first - last) * self.progress_remaining
         else:

@@ -1,0 +1,55 @@
+"""DQN with prioritised replay on an Atari game, with SB3 as installed."""
+
+from __future__ import annotations
+
+import argparse
+
+import ale_py
+import gymnasium
+import numpy as np
+from stable_baselines3 import DQN
+from stable_baselines3.common.env_util import make_atari_env
+from stable_baselines3.common.vec_env import VecFrameStack
+
+from sb3_extra_buffers.compressed import BufferUsageCallback, prioritized
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--game", default="MsPacmanNoFrameskip-v4")
+    parser.add_argument("--timesteps", type=int, default=1_000_000)
+    parser.add_argument("--n-envs", type=int, default=4)
+    parser.add_argument("--alpha", type=float, default=0.6, help="how much TD errors count; 0 is uniform replay")
+    parser.add_argument("--quick", action="store_true", help="1200 steps, to see that it runs")
+    options = parser.parse_args()
+    timesteps = 1200 if options.quick else options.timesteps
+
+    gymnasium.register_envs(ale_py)
+    env = VecFrameStack(make_atari_env(options.game, n_envs=options.n_envs, seed=0), 4)
+    model = prioritized(DQN)(
+        "CnnPolicy",
+        env,
+        learning_rate=1e-4,
+        buffer_size=1000 if options.quick else 500_000,
+        learning_starts=400 if options.quick else 20_000,
+        target_update_interval=400 if options.quick else 10_000,
+        exploration_fraction=0.1,
+        n_steps=3,
+        # beta goes from 0.4 to 1 while training
+        replay_buffer_kwargs={"alpha": options.alpha, "beta": (0.4, 1.0)},
+        seed=0,
+        verbose=0 if options.quick else 1,
+    )
+    model.learn(timesteps, callback=BufferUsageCallback(), progress_bar=not options.quick)
+
+    buffer = model.replay_buffer
+    priorities = buffer.priorities[buffer.priorities > 0]
+    share = np.sort(priorities)[-len(priorities) // 10 :].sum() / priorities.sum()
+    print(f"{len(priorities):,} transitions of {options.game}, {timesteps:,} steps, {model._n_updates:,} updates")
+    print(f"the tenth with the largest TD errors makes {share:.0%} of the draws")
+    print(buffer.memory_usage())
+    env.close()
+
+
+if __name__ == "__main__":
+    main()
