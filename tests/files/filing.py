@@ -50,13 +50,15 @@ class Feed:
         pairs = [env.step() for env in self.envs]
         return np.stack([pair[0] for pair in pairs]), np.stack([pair[1] for pair in pairs])
 
-    def add_to(self, *buffers: Any) -> None:
-        """The next transition, for all of ``buffers``."""
+    def add_to(self, *buffers: Any, numbered: bool = False) -> None:
+        """The next transition, for all of ``buffers``; ``numbered`` ones are rewarded with their number."""
         obs, next_obs = self.images()
         self.step += 1
         done = np.full(N_ENVS, self.step % self.episode == 0)
         action = self.rng.integers(0, 5, (N_ENVS, 1))
         reward = self.rng.normal(size=N_ENVS).astype(np.float32)
+        if numbered:
+            reward[:] = self.step
         infos = [{"TimeLimit.truncated": bool(done[0] and self.step % 2)} for _ in range(N_ENVS)]
         floats = self.rng.normal(size=(2, N_ENVS, 3)).astype(np.float32)
         for buffer in buffers:
@@ -169,6 +171,8 @@ def contents(buffer: Any) -> dict[str, Any]:
     """Every number that a buffer holds, by name."""
     found: dict[str, Any] = {}
     for name, value in vars(buffer).items():
+        if name.startswith("_options"):
+            continue
         parts = value if isinstance(value, dict) else {"": value}
         for key, part in parts.items():
             if isinstance(part, (np.ndarray, StoreView)):

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from sb3_extra_buffers.errors import ExtraBuffersError
-from sb3_extra_buffers.files import load, manifest, open_saved, save
+from sb3_extra_buffers.files import live, load, manifest, open_saved, save
 from sb3_extra_buffers.files.checking import repair
 from sb3_extra_buffers.files.loading import SavedBuffer
 from tests.files.filing import BUFFERS, Feed, contents, finish, make_array
@@ -235,6 +235,52 @@ def save_for_ever(folder: Path, name: str, seed: int, say: Callable[..., Any]) -
         say("saved", number)
 
 
+def live_for_ever(folder: Path, name: str, seed: int, say: Callable[..., Any]) -> None:
+    """Add to a buffer that lives in a file, and say so each time, until somebody ends it."""
+    live._RECORDS, live._SPARE = 7, 1 << 12  # so that everything happens often
+    if (folder / manifest.NAME).exists():
+        buffer = open_saved(folder, mode="r+")
+    else:
+        buffer = BUFFERS[name]()
+        live.keep_in_file(buffer, folder)
+    feed = Feed(seed)
+    for _ in range(int(buffer.rewards.max())):
+        feed.add_to()
+    say("ready")
+    while True:
+        feed.add_to(buffer, numbered=True)
+        say("added", feed.step)
+
+
+def kill_live(name: str, count: int, seed: int = 0) -> Counter[str]:
+    """End the writer of a live file ``count`` times; each time every step that it completed must be there."""
+    rng, outcomes = random.Random(seed), Counter[str]()
+    with tempfile.TemporaryDirectory() as place:
+        folder, reference, feed = Path(place) / "0", BUFFERS[name](), Feed(seed)
+        for turn in range(count):
+            lines = _run_and_kill(lambda say: live_for_ever(folder, name, seed, say), rng)  # noqa: B023  # called at once
+            added = [int(line.split()[1]) for line in lines if line.startswith("added")]
+            if (folder / manifest.NAME).exists():
+                found = load(folder)
+                finish(found)
+                number = int(found.rewards.max())
+                before = feed.step
+                while feed.step < number:
+                    feed.add_to(reference, numbered=True)
+                # the step that was on its way may be there or not
+                assert number >= (added[-1] if added else before), f"turn {turn}: step {added[-1:]} is lost"
+                assert number <= (added[-1] if added else before) + 1, f"turn {turn}: step {number} is made up"
+                assert digest(found) == digest(reference), f"turn {turn}: step {number} came back changed"
+                outcomes["to the last step" if added and number == added[-1] else "one more or none"] += 1
+            else:
+                assert not added
+                outcomes["nothing was there yet"] += 1
+            if feed.step > 400:
+                # long runs only make it slow to find the place again
+                folder, reference, feed, seed = Path(place) / str(turn + 1), BUFFERS[name](), Feed(seed + 1), seed + 1
+    return outcomes
+
+
 def digest(buffer: Any) -> str:
     """A checksum of all that a buffer holds."""
     total = 0
@@ -313,7 +359,10 @@ def main() -> None:
         for place, name in enumerate(names):
             print(what, name, dict(run(name, -(-total // len(names)), args.seed + place)), flush=True)
     if args.kills:
-        print("killed while saving", dict(kill_writers("replay-delta", args.kills, args.seed)), flush=True)
+        for name in ("replay-delta", "replay-gzip"):
+            print("killed while saving", name, dict(kill_writers(name, args.kills // 4, args.seed)), flush=True)
+        for name in ("replay-delta", "her"):
+            print("killed while living in a file", name, dict(kill_live(name, args.kills // 4, args.seed)), flush=True)
 
 
 if __name__ == "__main__":

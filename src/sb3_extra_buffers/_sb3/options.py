@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -29,6 +30,8 @@ class StorageOptions:
         output_dtype: ``"raw"`` for the space's dtype, ``"float"`` for float32.
         max_bytes: The most bytes that the buffer may hold; ``None`` for no such limit.
         on_max_bytes: ``"evict"`` to drop the oldest transitions beyond it, ``"raise"`` to refuse new ones.
+        storage: ``"mmap"`` to live in a file, so that every completed step is there whatever ends the process.
+        path: The folder for that, new or empty.
     """
 
     dtypes: Mapping[str, Any] | None = None
@@ -39,6 +42,8 @@ class StorageOptions:
     output_dtype: Literal["raw", "float"] = "raw"
     max_bytes: int | None = None
     on_max_bytes: Literal["evict", "raise"] = "evict"
+    storage: Literal["memory", "mmap"] = "memory"
+    path: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.output_dtype not in ("raw", "float"):
@@ -47,6 +52,12 @@ class StorageOptions:
             raise ValueError(f"on_max_bytes must be 'evict' or 'raise', got {self.on_max_bytes!r}")
         if self.max_bytes is not None and self.max_bytes <= 0:
             raise ValueError(f"max_bytes must be positive, got {self.max_bytes}")
+        if self.storage not in ("memory", "mmap") or (self.storage == "mmap") != (self.path is not None):
+            raise ValueError(
+                f"storage is 'memory', or 'mmap' with the path of a folder; got {self.storage!r} and path={self.path!r}"
+            )
+        if self.path is not None:
+            object.__setattr__(self, "path", os.fspath(self.path))
 
     def method_for(self, key: str | None, spec: ObsSpec) -> str:
         """The method for one leaf; a single one for a whole Dict is meant for its images."""

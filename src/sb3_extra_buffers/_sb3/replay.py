@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -76,6 +77,8 @@ class ReplayMixin(CompressedStorage, _Base):
         on_max_bytes: Literal["evict", "raise"] = "evict",
         n_steps: int = 1,
         gamma: float = 0.99,
+        storage: Literal["memory", "mmap"] = "memory",
+        path: str | os.PathLike[str] | None = None,
     ) -> None:
         self._take_options(
             dtypes=dtypes,
@@ -86,6 +89,8 @@ class ReplayMixin(CompressedStorage, _Base):
             output_dtype=output_dtype,
             max_bytes=max_bytes,
             on_max_bytes=on_max_bytes,
+            storage=storage,
+            path=path,
         )
         if n_steps < 1 or (n_steps > 1 and not HAS_N_STEP):
             raise ValueError(f"n_steps must be 1, or more with stable-baselines3>=2.7; got {n_steps}")
@@ -106,6 +111,7 @@ class ReplayMixin(CompressedStorage, _Base):
         self._lay_out(max(buffer_size // n_envs, 1))
         if not isinstance(self, NStepReplayBuffer):
             check_n_steps(self)
+        self._settle_in_file()
 
     def _lay_out(self, n_steps: int) -> None:
         """Give every column that SB3 laid out for one step its length."""

@@ -65,6 +65,8 @@ class RolloutMixin(CompressedStorage, _Base):
         )
         if self._options.max_bytes is not None:
             raise ValueError("max_bytes is for replay buffers: a rollout must be held as a whole")
+        if self._options.storage != "memory":
+            raise ValueError("storage='mmap' is for replay buffers: a rollout is forgotten after it was learnt from")
         super().__init__(buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs)
 
     def reset(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch as th
@@ -84,6 +84,14 @@ class CompressedStorage:
 
         save(self, path)
 
+    def _settle_in_file(self) -> None:
+        """Begin to live in a file if that was asked for; with the first step, when everything has been set up."""
+        if self._options.storage != "mmap" or self._options.path is None:
+            return
+        from sb3_extra_buffers.files.live import StartsInFile, check_new
+
+        vars(self)["add"] = StartsInFile(self, check_new(self._options.path))
+
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """The buffer that `save` wrote, as it was: the same batches follow from the same random state."""
@@ -93,11 +101,11 @@ class CompressedStorage:
         return loaded
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Self:
-        """The buffer that `save` wrote, to be read from its file: for those larger than memory, or many readers."""
+    def open(cls, path: str | os.PathLike[str], mode: Literal["r", "r+"] = "r") -> Self:
+        """The buffer that `save` wrote, in its file: ``"r"`` to read, from many processes; ``"r+"`` to go on there."""
         from sb3_extra_buffers.files.loading import open_saved
 
-        opened: Self = open_saved(path, cls)
+        opened: Self = open_saved(path, cls, mode)
         return opened
 
     # ---- pickles ----

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,8 @@ class CompressedArray(StoreView):
         compression_kwargs: Options of that method, such as ``{"dictionary": 16384}`` for ``"zstd"``.
         decompression_kwargs: Options for reading; no method has any.
         heap_bytes: The most bytes that payloads may take; beyond it, writing raises `HeapFullError`.
-        path: A file to keep the payloads in, instead of memory.
+        path: A file to keep the payloads in, instead of memory; with ``storage="mmap"``, a folder.
+        storage: ``"mmap"`` to live in the folder ``path``: what was written is there whatever ends the process.
 
     Example:
         >>> frames = CompressedArray((1000, 4), (4, 84, 84), np.uint8)
@@ -56,7 +57,10 @@ class CompressedArray(StoreView):
         decompression_kwargs: Mapping[str, Any] | None = None,
         heap_bytes: int | None = None,
         path: str | os.PathLike[str] | None = None,
+        storage: Literal["memory", "mmap"] = "memory",
     ) -> None:
+        if storage not in ("memory", "mmap") or (storage == "mmap" and path is None):
+            raise ValueError(f"storage is 'memory', or 'mmap' with the path of a folder; got {storage!r}")
         lead = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
         per_obs = (obs_shape,) if isinstance(obs_shape, (int, np.integer)) else tuple(obs_shape)
         spec = ObsSpec(per_obs, element_dtype(dtype, dtypes))
@@ -66,9 +70,13 @@ class CompressedArray(StoreView):
             method=compression_method,
             options=codec_options(compression_method, compression_kwargs, decompression_kwargs),
             heap_bytes=heap_bytes,
-            path=path,
+            path=path if storage == "memory" else None,
         )
         super().__init__(store, lead)
+        if storage == "mmap" and path is not None:
+            from sb3_extra_buffers.files.live import check_new, keep_in_file
+
+            keep_in_file(self, check_new(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the array as the folder ``path``, without pickle; a second time, only what is new is written.
@@ -88,9 +96,13 @@ class CompressedArray(StoreView):
         return loaded
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Self:
-        """The array that `save` wrote, to be read from its file: for those larger than memory, or many readers."""
+    def open(cls, path: str | os.PathLike[str], mode: Literal["r", "r+"] = "r") -> Self:
+        """The array that `save` wrote, in its file: ``"r"`` to read, from many processes; ``"r+"`` to go on there."""
         from sb3_extra_buffers.files.loading import open_saved
 
-        opened: Self = open_saved(path, cls)
+        opened: Self = open_saved(path, cls, mode)
         return opened
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy lives in memory
+        return {name: value for name, value in vars(self).items() if name != "_live"}

@@ -71,11 +71,12 @@ def verify(path: str | os.PathLike[str], deep: bool = False) -> Iterator[str]:
     for place in range(saved.n_stores):
         if saved.store_record(place).get("kind") == "frames":
             arrays = {name: saved.blocks.read(f"store{place}.{name}") for name in ("starts", "chunks", "lengths")}
-            _, chunks = payload_tables(arrays, len(arrays["lengths"]), saved.data.size)
-            for chunk in damaged_chunks(saved.data, chunks):
+            path, size = saved.payload_file(place)
+            _, chunks = payload_tables(arrays, len(arrays["lengths"]), size)
+            for chunk in damaged_chunks(map_file(path, size), chunks):
                 offset = chunks["offset"][chunk]
                 n_found += 1
-                yield f"{saved.data_path}: observations at byte {offset} are damaged (store {place})"
+                yield f"{path}: observations at byte {offset} are damaged (store {place})"
     if n_found:
         return
     try:
@@ -182,7 +183,7 @@ class _Salvage:
             lost = np.zeros(n_cells, np.bool_)
 
         def fill(heap: Heap, slots: npt.NDArray[np.int32]) -> None:
-            data = map_file(self.saved.data_path, self.saved.data_size, private=True)
+            data = map_file(*self.saved.payload_file(place), private=True)
             heap.look_into(slots, data, arrays["starts"][slots])
 
         return put_together(record, arrays, fill, read_only=True), lost
@@ -203,7 +204,7 @@ class _Salvage:
         scenes = arrays["scenes"]
         used = (scenes >= 0) & (scenes < len(arrays["scene_rows"]))
         dead[used] |= bad["scene_rows"][scenes[used]]
-        dead |= self._unreadable(arrays, bad, dead)
+        dead |= self._unreadable(arrays, bad, dead, place)
         if dead.any():
             self.report.findings.append(f"store {place}: {int(dead.sum())} of {len(dead)} segments are lost")
         per = self._per_segment(record)
@@ -227,9 +228,10 @@ class _Salvage:
         frames[(frames >= 0) & (counts[np.maximum(frames, 0) // per] == 0)] = NONE
         return lost
 
-    def _unreadable(self, arrays: dict[str, Array], bad: dict[str, Flags], dead: Flags) -> Flags:
+    def _unreadable(self, arrays: dict[str, Array], bad: dict[str, Flags], dead: Flags, place: int) -> Flags:
         """Segments whose bytes are damaged, or have no checksum that could say so."""
-        lengths, size = arrays["lengths"], self.saved.data.size
+        path, size = self.saved.payload_file(place)
+        data, lengths = map_file(path, size), arrays["lengths"]
         out = dead.copy()
         sealed = np.flatnonzero((lengths > 0) & ~dead)
         table = arrays["chunks"]
@@ -237,7 +239,7 @@ class _Salvage:
             arrays["chunks"] = table = table[~bad["chunks"]]
         _, chunks = payload_tables(arrays, len(lengths), size)
         broken = np.zeros(len(chunks), np.bool_)
-        broken[damaged_chunks(self.saved.data, chunks)] = True
+        broken[damaged_chunks(data, chunks)] = True
         ends = chunks["offset"] + chunks["length"]
         for segment in sealed.tolist():
             start, length = arrays["starts"][segment : segment + 1], lengths[segment : segment + 1]

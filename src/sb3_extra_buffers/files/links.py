@@ -23,6 +23,7 @@ class StoreLink:
     heap: Heap
     starts: npt.NDArray[np.int64]  # per slot; those of slots that are not in use mean nothing
     chunks: Array = field(default_factory=lambda: np.zeros(0, CHUNK))
+    file: Path | None = None  # where that is not the data file
 
 
 @dataclass(slots=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,8 @@ from sb3_extra_buffers.files import manifest
 from sb3_extra_buffers.files.blocks import CHUNK, MAGIC, ArrayRecord, BlockReader, map_file, read_index
 from sb3_extra_buffers.files.links import Link, StoreLink, set_link
 from sb3_extra_buffers.files.values import Decoder, our_class, set_state
+from sb3_extra_buffers.stores.arena import SLACK
+from sb3_extra_buffers.stores.file_heap import FileHeap
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.observation import ObservationStore
@@ -35,12 +39,23 @@ def load(path: str | os.PathLike[str], kind: type[Any] | None = None) -> Any:
     return SavedBuffer(Path(path)).load(kind)
 
 
-def open_saved(path: str | os.PathLike[str], kind: type[Any] | None = None) -> Any:
-    """The buffer that was saved as ``path``, to be read: its payloads stay in the file until they are asked for.
+def open_saved(path: str | os.PathLike[str], kind: type[Any] | None = None, mode: Literal["r", "r+"] = "r") -> Any:
+    """The buffer that was saved as ``path``, in its file: payloads stay there until they are asked for.
 
-    Any number of processes may do that at once. What is read is checked when it is first touched.
+    Mode ``"r"`` is for reading: any number of processes may do that at once, and what is read is checked when it is
+    first touched. Of a buffer that lives in its file they see the last checkpoint. Mode ``"r+"`` goes on in the file,
+    as ``storage="mmap"`` does; only one process may do that.
     """
-    return SavedBuffer(Path(path)).load(kind, read_only=True)
+    if mode not in ("r", "r+"):
+        raise ValueError(f"mode must be 'r' or 'r+', got {mode!r}")
+    saved = SavedBuffer(Path(path))
+    if mode == "r":
+        return saved.load(kind, read_only=True)
+    from sb3_extra_buffers.files.live import keep_in_file
+
+    buffer = saved.load(kind, in_file=True)
+    keep_in_file(buffer, saved.folder)
+    return buffer
 
 
 class SavedBuffer:
@@ -50,9 +65,7 @@ class SavedBuffer:
         self.folder = folder
         self.record = manifest.read(folder, name)
         data = _entry(self.record, "data", dict)
-        data_name, size = data.get("name"), data.get("size")
-        if not isinstance(data_name, str) or not data_name.startswith("data-") or "/" in data_name or "\\" in data_name:
-            raise FileFormatError(f"{folder}: {data_name!r} is no data file")
+        data_name, size = _file_name(data.get("name"), "data-"), data.get("size")
         if type(size) is not int or not len(MAGIC) <= size < 1 << 60:
             raise FileFormatError(f"{folder}: a data file of {size!r} bytes is none")
         self.data_path, self.data_size = folder / data_name, size
@@ -73,17 +86,29 @@ class SavedBuffer:
 
     # ---- loading ----
 
-    def load(self, kind: type[Any] | None = None, read_only: bool = False) -> Any:
-        """The buffer, in memory or as a view of the file."""
+    def load(self, kind: type[Any] | None = None, read_only: bool = False, in_file: bool = False) -> Any:
+        """The buffer, in memory, as a view of the file, or with its heaps in the file."""
         kind = self.find_class(kind)
-        parts = [self._load_store(place, read_only) for place in range(self.n_stores)]
+        parts = [self._load_store(place, read_only, in_file) for place in range(self.n_stores)]
         decoder = self.decoder([store for store, _ in parts])
         buffer = make_buffer(kind, self.record.get("state"), decoder)
         if read_only:
             forbid_writing(buffer)
-        else:
-            set_link(buffer, self._link([link for _, link in parts]))
+            return buffer
+        set_link(buffer, self._link([link for _, link in parts]))
+        if not in_file and hasattr(buffer, "_options"):
+            buffer._options = dataclasses.replace(buffer._options, storage="memory", path=None)
+        if self.journal is not None:
+            from sb3_extra_buffers.files.live import replay
+
+            replay(buffer, self.journal)
         return buffer
+
+    @property
+    def journal(self) -> Path | None:
+        """What happened since this was saved, for a buffer that lives in its file."""
+        name = self.record.get("journal")
+        return None if name is None else self.folder / _file_name(name, "journal-")
 
     def find_class(self, kind: type[Any] | None) -> type[Any]:
         """``kind``, if it is what was saved; where it is not given, the class of ours that was."""
@@ -115,7 +140,16 @@ class SavedBuffer:
         most = sum(record.nbytes for record in self.blocks.records.values())
         return Decoder(lambda name: self.blocks.read(f"state.{name}"), stores, most)
 
-    def _load_store(self, place: int, read_only: bool) -> tuple[ObservationStore, StoreLink | None]:
+    def payload_file(self, place: int) -> tuple[Path, int]:
+        """Where the payloads of a store are, and how much of that file was written."""
+        heap = self.store_record(place).get("heap")
+        if heap is None:
+            return self.data_path, self.data_size
+        if not isinstance(heap, dict) or type(heap.get("size")) is not int or not 0 < heap["size"] < 1 << 60:
+            raise FileFormatError(f"{self.folder}: store {place} does not say where its observations are")
+        return self.folder / _file_name(heap.get("name"), "heap-"), heap["size"]
+
+    def _load_store(self, place: int, read_only: bool, in_file: bool) -> tuple[ObservationStore, StoreLink | None]:
         record = dict(self.store_record(place))
         names = record.get("arrays")
         if not isinstance(names, list):
@@ -125,32 +159,52 @@ class SavedBuffer:
         links: list[StoreLink] = []
 
         def fill(heap: Heap, slots: npt.NDArray[np.int32]) -> None:
-            links.append(self._fill_heap(heap, slots, arrays, read_only))
+            links.append(self._fill_heap(place, heap, slots, arrays, read_only))
 
         store = put_together(record, arrays, fill, read_only)
         if read_only:
             store.read_only = True
             if isinstance(store._inner, FrameStore):
-                store._inner.guard = Guard(store._inner, links[0].chunks, self.data, self.data_path)
+                path, size = self.payload_file(place)
+                store._inner.guard = Guard(store._inner, links[0].chunks, map_file(path, size), path)
+        elif in_file and links and isinstance(store._inner, FrameStore):
+            self._stay_in_file(place, store._inner, links[0])
         return store, links[0] if links else None
 
+    def _stay_in_file(self, place: int, inner: FrameStore, link: StoreLink) -> None:
+        """Let a store write on in the file that its payloads are in, where they have one of their own."""
+        path, size = self.payload_file(place)
+        if path == self.data_path:
+            return
+        heap = FileHeap(path, inner.heap.limit)
+        slots = inner.heap.unsaved(everything=True)
+        heap.attach(inner.heap, slots, link.starts[slots], size - SLACK)
+        opened = inner._state.lengths == 0
+        heap.starts[opened] = inner.heap.starts[opened]
+        heap.saved()
+        inner.heap = link.heap = heap
+        link.file = path
+        inner._sync()
+
     def _fill_heap(
-        self, heap: Heap, slots: npt.NDArray[np.int32], arrays: dict[str, Array], read_only: bool
+        self, place: int, heap: Heap, slots: npt.NDArray[np.int32], arrays: dict[str, Array], read_only: bool
     ) -> StoreLink:
-        starts, chunks = payload_tables(arrays, len(heap.lengths), self.data.size)
-        check_extents(starts[slots], heap.lengths[slots], self.data.size)
+        path, size = self.payload_file(place)
+        data = self.data if path == self.data_path else map_file(path, size)
+        starts, chunks = payload_tables(arrays, len(heap.lengths), size)
+        check_extents(starts[slots], heap.lengths[slots], size)
         check_covered(starts[slots], heap.lengths[slots], chunks)
         slots = slots[np.argsort(starts[slots], kind="stable")]
         if read_only:
-            heap.look_into(slots, map_file(self.data_path, self.data_size, private=True), starts[slots])
+            heap.look_into(slots, map_file(path, size, private=True), starts[slots])
         else:
-            bad = damaged_chunks(self.data, chunks)
+            bad = damaged_chunks(data, chunks)
             if len(bad):
                 raise DamagedFileError(
-                    f"{self.data_path}: {len(bad)} of {len(chunks)} stretches of observations are damaged, the first "
+                    f"{path}: {len(bad)} of {len(chunks)} stretches of observations are damaged, the first "
                     f"at byte {chunks['offset'][bad[0]]}; 'sb3-extra-buffers repair' keeps what is whole"
                 )
-            heap.adopt_all(slots, self.data, starts[slots])
+            heap.adopt_all(slots, data, starts[slots])
         heap.saved()
         return StoreLink(heap, starts, chunks)
 
@@ -308,6 +362,13 @@ def damaged_chunks(data: Bytes, chunks: Array) -> list[int]:
         for place, (offset, length, crc) in enumerate(chunks.tolist())
         if zlib.crc32(data[offset : offset + length].data) != crc
     ]
+
+
+def _file_name(name: Any, prefix: str) -> str:
+    """``name``, if it is a file of the folder and not somewhere else."""
+    if not isinstance(name, str) or not re.fullmatch(rf"{prefix}[0-9-]+\.bin", name):
+        raise FileFormatError(f"{name!r} is no file of a saved buffer")
+    return name
 
 
 def _entry(record: dict[str, Any], name: str, kind: type[Any]) -> Any:

@@ -30,7 +30,8 @@ from sb3_extra_buffers.files.blocks import (
 )
 from sb3_extra_buffers.files.links import Link, StoreLink, get_link, set_link
 from sb3_extra_buffers.files.values import Encoder
-from sb3_extra_buffers.stores.arena import lengthen
+from sb3_extra_buffers.stores.arena import SLACK, lengthen
+from sb3_extra_buffers.stores.file_heap import FileHeap
 from sb3_extra_buffers.stores.heap import Heap, merge_runs
 from sb3_extra_buffers.stores.snapshot import StoreParts, take_apart
 from sb3_extra_buffers.stores.view import StoreView
@@ -53,7 +54,11 @@ class SaveReport(NamedTuple):
 
 
 def save(
-    buffer: Any, path: str | os.PathLike[str], base: str | os.PathLike[str] | None = None, sync: bool = True
+    buffer: Any,
+    path: str | os.PathLike[str],
+    base: str | os.PathLike[str] | None = None,
+    sync: bool = True,
+    journal: str | None = None,
 ) -> SaveReport:
     """Save ``buffer`` as the folder ``path``; what was saved there before stays whole until the new state is.
 
@@ -66,19 +71,25 @@ def save(
         base: The folder of this buffer's last save, to share files with.
         sync: Whether to wait until everything is on the disk. Without it, a save survives the end of the process but
             not the end of the power.
+        journal: The file in ``path`` that later steps will be taken down in, for a buffer that lives there.
     """
     folder = Path(path)
+    live = vars(buffer).get("_live")
+    if journal is None and live is not None and live.folder == folder:
+        report: SaveReport = live.checkpoint(sync)
+        return report
     encoder = Encoder()
     with contextlib.ExitStack() as locks:
-        state = _encode(buffer, encoder)
+        state = encode_buffer(buffer, encoder)
         for store in encoder.stores:
             locks.enter_context(store._lock)
         parts = [take_apart(store) for store in encoder.stores]
         with named_errors(folder, f"saving to {folder}"):
-            return _Save(buffer, folder, state, encoder, parts, sync).run(None if base is None else Path(base))
+            return _Save(buffer, folder, state, encoder, parts, sync, journal).run(None if base is None else Path(base))
 
 
-def _encode(buffer: Any, encoder: Encoder) -> Any:
+def encode_buffer(buffer: Any, encoder: Encoder) -> Any:
+    """The state of ``buffer`` as JSON, its arrays and stores listed in ``encoder``."""
     if isinstance(buffer, StoreView):
         return encoder.encode_view(buffer, "view")
     state = buffer.__getstate__() if hasattr(buffer, "__getstate__") else vars(buffer)
@@ -89,10 +100,17 @@ def _encode(buffer: Any, encoder: Encoder) -> Any:
 
 class _Save:
     def __init__(
-        self, buffer: Any, folder: Path, state: Any, encoder: Encoder, parts: list[StoreParts], sync: bool
+        self,
+        buffer: Any,
+        folder: Path,
+        state: Any,
+        encoder: Encoder,
+        parts: list[StoreParts],
+        sync: bool,
+        journal: str | None,
     ) -> None:
         self.buffer, self.folder, self.state, self.encoder, self.parts = buffer, folder, state, encoder, parts
-        self.sync = sync
+        self.sync, self.journal = sync, journal
         self.save_id = secrets.token_hex(8)
 
     def run(self, base: Path | None) -> SaveReport:
@@ -117,7 +135,7 @@ class _Save:
             if store.heap is not None:
                 store.heap.saved()
         set_link(self.buffer, new)
-        _remove_others(self.folder, {new.data_name})
+        _remove_others(self.folder, _files_of(record))
         return SaveReport(self.folder, n_bytes, link is not None)
 
     def _usable_link(self, there: str | None, base: Path | None) -> Link | None:
@@ -149,7 +167,7 @@ class _Save:
     def _begin(self, link: Link | None) -> Appender:
         if link is not None:
             return Appender(self.folder / link.data_name, new=False)
-        number = 1 + max((int(path.stem.split("-")[1]) for path in self.folder.glob("data-*.bin")), default=0)
+        number = next_number(self.folder, "data-*.bin")
         out = Appender(self.folder / f"data-{number:04}.bin", new=True)
         out.put(MAGIC)
         return out
@@ -164,9 +182,15 @@ class _Save:
             known = None if link is None or place >= len(link.stores) else link.stores[place]
             made = None
             if part.heap is not None:
-                made = _put_payloads(out, part.heap, known)
+                if isinstance(part.heap, FileHeap) and part.heap.file.parent == self.folder:
+                    made = _count_payloads(part.heap, known)
+                    record["heap"] = {"name": part.heap.file.name, "size": part.heap.end + SLACK}
+                    if self.sync:
+                        part.heap.flush()
+                else:
+                    made = _put_payloads(out, part.heap, known)
+                    payload_bytes += part.heap.live_bytes
                 arrays |= {"starts": made.starts, "chunks": _chunks_to_array(made.chunks)}
-                payload_bytes += part.heap.live_bytes
             record["options"] = self.encoder.encode(record["options"], f"store{place}.options")
             record["arrays"] = list(arrays)
             for name, array in arrays.items():
@@ -191,7 +215,7 @@ class _Save:
             "stores": records,
             "arrays": {name: array.to_json() for name, array in blocks.records.items()},
             "index": index,
-        }
+        } | ({} if self.journal is None else {"journal": self.journal})
         new = Link(
             self.folder, self.save_id, out.path.name, out.end, live_bytes, blocks.index, blocks.records, stores
         )  # fmt: skip
@@ -244,6 +268,22 @@ def _put_payloads(out: Appender, heap: Heap, known: StoreLink | None) -> StoreLi
     return StoreLink(heap, starts, made if known is None else np.concatenate([known.chunks, made]))
 
 
+def _count_payloads(heap: FileHeap, known: StoreLink | None) -> StoreLink:
+    """Take the checksums of what was written to a file of its own."""
+    known = known if known is not None and known.heap is heap and known.file == heap.file else None
+    begin = (
+        int(known.chunks["offset"][-1] + known.chunks["length"][-1]) if known is not None and len(known.chunks) else 0
+    )
+    made = [
+        (at, min(BLOCK, heap.end - at), zlib.crc32(heap.data[at : min(at + BLOCK, heap.end)].data))
+        for at in range(begin, heap.end, BLOCK)
+    ]
+    chunks = np.array(made, CHUNK) if made else np.zeros(0, CHUNK)
+    if known is not None:
+        chunks = np.concatenate([known.chunks, chunks])
+    return StoreLink(heap, heap.starts.copy(), chunks, heap.file)
+
+
 class _Chunks:
     """Cuts a stream of bytes into pieces with a checksum each."""
 
@@ -278,13 +318,24 @@ def _chunks_to_array(chunks: Array) -> Array:
     return np.stack([chunks[name].astype(np.int64) for name in ("offset", "length", "crc32")], axis=1)
 
 
+def next_number(folder: Path, pattern: str) -> int:
+    """A number that no file of this ``pattern`` has yet."""
+    return 1 + max((int(path.stem.rsplit("-", 1)[1]) for path in folder.glob(pattern)), default=0)
+
+
+def _files_of(record: dict[str, Any]) -> set[str]:
+    """The files that a manifest speaks of."""
+    heaps = [store.get("heap") for store in record["stores"]]
+    return {record["data"]["name"], record.get("journal", ""), *(heap["name"] for heap in heaps if heap)}
+
+
 def _remove_others(folder: Path, used: set[str]) -> None:
     """Delete files that neither this manifest nor the one before speaks of."""
     found = {path.name for path in folder.glob("*-*.bin")}
     if found <= used:
         return
-    with contextlib.suppress(ExtraBuffersError, AttributeError):
-        used |= {str(manifest.read(folder, manifest.PREVIOUS).get("data", {}).get("name"))}
+    with contextlib.suppress(ExtraBuffersError, AttributeError, KeyError, TypeError):
+        used |= _files_of(manifest.read(folder, manifest.PREVIOUS))
     for name in found - used:
         if _OURS.fullmatch(name):
             with contextlib.suppress(OSError):

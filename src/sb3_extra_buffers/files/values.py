@@ -127,7 +127,7 @@ class Encoder:
             if element is before or (type(element) is type(before) and element == 0 and before == 0):
                 runs[-1][0] += 1
             else:
-                runs.append([1, _Inline().encode(element, name)])
+                runs.append([1, InlineEncoder().encode(element, name)])
                 before = element
         text = np.frombuffer(json.dumps(runs, separators=(",", ":")).encode(), np.uint8)
         self.arrays[name] = text
@@ -158,7 +158,7 @@ class Encoder:
             raise NotSaveableError(f"{name} has dtype {dtype}, which cannot be saved; numbers can") from None
 
 
-class _Inline(Encoder):
+class InlineEncoder(Encoder):
     """Small arrays as numbers among the JSON."""
 
     def _encode_array(self, array: Array, name: str) -> Any:

@@ -1,0 +1,115 @@
+"""A heap whose bytes are those of a file, so that they outlive the process."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.stores.arena import SLACK, lengthen
+from sb3_extra_buffers.stores.heap import Heap, merge_runs
+
+_STEP = 1 << 20
+
+
+class FileHeap(Heap):
+    """One payload per slot, one after the other in a file, none ever written over.
+
+    What a slot held stays in the file after it was freed or written again, so whoever knew where it was can
+    still read it. `compact` moves what is live to another file.
+    """
+
+    def __init__(self, file: Path, limit: int | None = None) -> None:
+        super().__init__(limit=limit)
+        self.file = file
+        self._map(_STEP)
+
+    def attach(self, heap: Heap, slots: npt.NDArray[np.int32], starts: npt.NDArray[np.int64], end: int) -> None:
+        """Take over the payloads of ``heap``, which lie in this file at ``starts``; writing goes on at ``end``."""
+        self.grow(len(heap.lengths))
+        self.lengths[:] = heap.lengths
+        self._map(max(end, _STEP))
+        self._number_all(slots, starts, int(self.lengths[slots].sum(dtype=np.int64)))
+        self._head = end
+
+    def _map(self, nbytes: int) -> None:
+        """Map the file with room for ``nbytes``, blocks and all: a full disk must show here, not at a write."""
+        size = nbytes + SLACK
+        descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            size = max(size, os.fstat(descriptor).st_size)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, size)
+            else:
+                os.ftruncate(descriptor, size)
+            self._area = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+        # two maps of one file show the same bytes: whoever still looks at the old one sees no difference
+        self.data = np.frombuffer(self._area, np.uint8)
+
+    @property
+    def end(self) -> int:
+        """Bytes that have been written to the file."""
+        return self._head
+
+    def flush(self) -> None:
+        """Wait until everything is on the disk."""
+        self._area.flush()
+
+    @property
+    def dead_bytes(self) -> int:
+        return self._head - self.live_bytes
+
+    def gap(self) -> tuple[int, int]:
+        end = self.capacity
+        return self._head, end if self.limit is None else min(end, self._head + self.limit - self.live_bytes)
+
+    def free(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._release(slot)
+
+    def clear(self) -> None:
+        self.lengths[:] = 0
+        self.live_bytes = 0
+        self._first = self._n_order = 0
+
+    def _gap(self, nbytes: int) -> int | None:
+        return self._head if nbytes <= self.capacity - self._head else None
+
+    def _extend(self, nbytes: int) -> bool:
+        longer = self._head + nbytes
+        self._map(longer + longer // 8 + _STEP)
+        return True
+
+    def compact(self, file: Path) -> None:
+        """Move what is live to the beginning of another file, in the order in which it was written."""
+        slots = self._listed()
+        lengths = self.lengths[slots].astype(np.int64)
+        packed = np.cumsum(lengths) - lengths
+        old, starts = self.data, self.starts[slots].copy()
+        self.file = file
+        self._map(self.live_bytes + _STEP)
+        for start, to, length in merge_runs(starts, packed, lengths):
+            self.data[to : to + length] = old[start : start + length]
+        self.starts[slots] = packed
+        self._head = self.live_bytes
+        self._order = lengthen(slots, len(slots) + 64)
+        self._numbers[slots] = np.arange(len(slots), dtype=np.uint32)
+        self._first, self._n_order, self._first_number = 0, len(slots), 0
+        self.n_repacks += 1
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # a copy lives in memory: two processes cannot write to one file
+        state = self.__getstate__()
+        state.pop("file")
+        return _plain_heap, (), state
+
+
+def _plain_heap() -> Heap:
+    return object.__new__(Heap)

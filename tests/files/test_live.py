@@ -1,0 +1,192 @@
+"""Buffers that live in a file from the start."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sb3_extra_buffers.compressed import CompressedArray, CompressedHerReplayBuffer, CompressedReplayBuffer
+from sb3_extra_buffers.errors import DamagedFileError, FileWriteError
+from sb3_extra_buffers.files import live, load, open_saved
+from sb3_extra_buffers.files.journal import Journal, read_journal
+from tests.files.filing import ACTIONS, BOX, BUFFERS, GOALS, IMAGE, N_ENVS, Feed, GoalEnv, assert_same, finish
+
+KINDS = ["replay", "replay-delta", "replay-gzip", "replay-dense", "n-step", "dict", "her", "her-infos"]
+
+
+@pytest.fixture(autouse=True)
+def _checkpoint_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_RECORDS", 7)
+    monkeypatch.setattr(live, "_SPARE", 1 << 12)
+
+
+def left_behind(buffer: Any) -> None:
+    """What is left of a buffer whose process has gone."""
+    for name in ("add", "_live"):
+        vars(buffer).pop(name, None)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_in_the_file_is_what_was_added(name: str, tmp_path: Path) -> None:
+    buffer, plain, feed = BUFFERS[name](), BUFFERS[name](), Feed()
+    live.keep_in_file(buffer, tmp_path / "live")
+    for step in range(75):
+        feed.add_to(buffer, plain)
+        if step % 11 == 10:
+            found = load(tmp_path / "live")
+            finish(found)
+            assert_same(plain, found)
+    left_behind(buffer)
+    assert_same(plain, buffer)
+
+    # and it goes on there
+    again = open_saved(tmp_path / "live", mode="r+")
+    finish(again)
+    for _ in range(20):
+        feed.add_to(again, plain)
+    found = load(tmp_path / "live")
+    finish(found)
+    assert_same(plain, found)
+    assert found._options.storage == "memory"
+
+
+def test_the_documented_arguments_begin_a_file(tmp_path: Path) -> None:
+    buffer = CompressedReplayBuffer(
+        26 * N_ENVS, BOX, ACTIONS, device="cpu", n_envs=N_ENVS, storage="mmap", path=tmp_path / "live"
+    )
+    plain, feed = BUFFERS["replay"](), Feed()
+    for _ in range(40):
+        feed.add_to(buffer, plain)
+
+    assert_same(plain, CompressedReplayBuffer.load(tmp_path / "live"))
+    assert buffer.observations.store._inner.heap.file.parent == tmp_path / "live"
+
+
+def test_her_takes_them_too(tmp_path: Path) -> None:
+    env: Any = GoalEnv()
+    buffer = CompressedHerReplayBuffer(
+        52, GOALS, ACTIONS, env, device="cpu", n_envs=N_ENVS, storage="mmap", path=tmp_path / "live"
+    )
+    plain, feed = BUFFERS["her"](), Feed()
+    for _ in range(40):
+        feed.add_to(buffer, plain)
+
+    found = CompressedHerReplayBuffer.load(tmp_path / "live")
+    finish(found)
+    assert_same(plain, found)
+
+
+def test_arrays_live_in_files_too(tmp_path: Path) -> None:
+    array = CompressedArray((30, N_ENVS), IMAGE, np.uint8, storage="mmap", path=tmp_path / "live")
+    truth, feed = np.zeros(array.shape, np.uint8), Feed()
+    for step in range(50):
+        truth[step % 30] = feed.images()[0]
+        array[step % 30] = truth[step % 30]
+        if step % 13 == 12:
+            array.erase(2)
+            truth[2] = 0
+        np.testing.assert_array_equal(CompressedArray.load(tmp_path / "live"), truth)
+    del array
+
+    again = CompressedArray.open(tmp_path / "live", "r+")
+    again[5] = truth[6]
+    truth[5] = truth[6]
+    np.testing.assert_array_equal(CompressedArray.load(tmp_path / "live"), truth)
+
+
+def test_copies_and_pickles_live_in_memory(tmp_path: Path) -> None:
+    buffer, feed = BUFFERS["replay"](), Feed()
+    live.keep_in_file(buffer, tmp_path / "live")
+    for _ in range(30):
+        feed.add_to(buffer)
+
+    for twin in (copy.deepcopy(buffer), pickle.loads(pickle.dumps(buffer))):
+        before = sorted((path.name, path.stat().st_size) for path in (tmp_path / "live").iterdir())
+        for _ in range(30):
+            feed.add_to(twin)
+        assert before == sorted((path.name, path.stat().st_size) for path in (tmp_path / "live").iterdir())
+    array = CompressedArray((30, N_ENVS), IMAGE, np.uint8, storage="mmap", path=tmp_path / "array")
+    copy.deepcopy(array)[3] = 7
+    assert not CompressedArray.load(tmp_path / "array")[3].any()
+
+
+def test_a_save_elsewhere_is_a_file_of_its_own(tmp_path: Path) -> None:
+    buffer, feed = BUFFERS["replay"](), Feed()
+    live.keep_in_file(buffer, tmp_path / "live")
+    for _ in range(30):
+        feed.add_to(buffer)
+    buffer.save(tmp_path / "elsewhere")
+    for _ in range(5):
+        feed.add_to(buffer)
+    buffer.save(tmp_path / "live")
+
+    assert len(list((tmp_path / "elsewhere").glob("heap-*"))) == 0
+    assert CompressedReplayBuffer.load(tmp_path / "elsewhere").pos == 30 % 26
+    assert CompressedReplayBuffer.load(tmp_path / "live").pos == 35 % 26
+
+
+def test_a_folder_in_use_is_not_begun_again(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+
+    with pytest.raises(FileWriteError, match="is not empty; load or open the buffer that is there"):
+        CompressedReplayBuffer(52, BOX, ACTIONS, device="cpu", n_envs=N_ENVS, storage="mmap", path=tmp_path)
+    with pytest.raises(ValueError, match="'mmap' with the path of a folder"):
+        CompressedReplayBuffer(52, BOX, ACTIONS, device="cpu", n_envs=N_ENVS, storage="mmap")
+
+
+def test_a_full_disk_is_an_error_with_a_name_and_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer, plain, feed = BUFFERS["replay"](), BUFFERS["replay"](), Feed()
+    live.keep_in_file(buffer, tmp_path / "live")
+    for _ in range(9):
+        feed.add_to(buffer, plain)
+
+    def refuse(*args: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", refuse)
+        with pytest.raises(FileWriteError, match="taking down a step failed: No space left"):
+            feed.add_to(buffer)
+
+    assert_same(plain, CompressedReplayBuffer.load(tmp_path / "live"))
+
+
+def test_files_that_live_stay_small(tmp_path: Path) -> None:
+    buffer, feed = BUFFERS["replay-delta"](), Feed()
+    live.keep_in_file(buffer, tmp_path / "live")
+    heap = buffer.observations.store
+    most = 0
+    for _ in range(700):
+        feed.add_to(buffer)
+        inner = heap._inner
+        if inner is not None:
+            most = max(most, inner.heap.end / max(inner.heap.live_bytes, 1))
+
+    # as much dead as live and 4 kB, and what a few steps add before somebody looks
+    assert most < 6
+    assert len(list((tmp_path / "live").glob("heap-*"))) <= 2
+    assert len(list((tmp_path / "live").glob("journal-*"))) <= 2
+
+
+@pytest.mark.parametrize("cut", [1, 7, 20, 33, 60])
+def test_a_record_that_was_cut_short_was_never_there(cut: int, tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal-0001.bin")
+    for number in range(3):
+        journal.append({"number": number}, [np.arange(number + 3)])
+    data = journal.path.read_bytes()
+    journal.close()
+
+    journal.path.write_bytes(data[:-cut])
+    assert [words["number"] for words, _ in read_journal(journal.path)] == [0, 1]
+    # but a change within is damage
+    for place in range(0, len(data), 5):
+        journal.path.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+        with pytest.raises(DamagedFileError, match="is damaged"):
+            list(read_journal(journal.path))
