@@ -6,12 +6,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sb3_extra_buffers.files.callback import BufferCheckpointCallback
+    from sb3_extra_buffers.files.checking import Repair, repair, verify
     from sb3_extra_buffers.files.loading import load, open_saved
     from sb3_extra_buffers.files.saving import SaveReport, save
 
-__all__ = ["SaveReport", "load", "open_saved", "save"]
+__all__ = ["BufferCheckpointCallback", "Repair", "SaveReport", "load", "open_saved", "repair", "save", "verify"]
 
-_MODULES = {"load": "loading", "open_saved": "loading", "save": "saving", "SaveReport": "saving"}
+_MODULES = {
+    "BufferCheckpointCallback": "callback",
+    "Repair": "checking",
+    "SaveReport": "saving",
+    "load": "loading",
+    "open_saved": "loading",
+    "repair": "checking",
+    "save": "saving",
+    "verify": "checking",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,104 @@
+"""Checkpoints during training that cost what is new."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from stable_baselines3.common.callbacks import BaseCallback
+
+from sb3_extra_buffers._sb3.storage import CompressedStorage
+from sb3_extra_buffers.errors import LayoutError
+from sb3_extra_buffers.files.links import get_link
+from sb3_extra_buffers.files.saving import save
+
+__all__ = ["BufferCheckpointCallback"]
+
+
+class BufferCheckpointCallback(BaseCallback):
+    """Saves the model and its buffer every ``save_freq`` calls, and keeps the last few.
+
+    Like SB3's `CheckpointCallback`, but a checkpoint of the buffer takes time and disk for what is new since the one
+    before: they share files. Each is a folder that can be loaded, copied and deleted on its own.
+
+    Args:
+        save_freq: Steps of the environments between two checkpoints.
+        save_path: The folder that holds them.
+        name_prefix: How their names begin.
+        keep_last: How many to keep; ``None`` for all.
+        save_model: Whether to save the model beside the buffer.
+
+    Example:
+        >>> model.learn(1_000_000, callback=BufferCheckpointCallback(10_000, "checkpoints"))  # doctest: +SKIP
+        >>> model.replay_buffer = load("checkpoints/rl_model_buffer_990000_steps")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        save_freq: int,
+        save_path: str | os.PathLike[str],
+        name_prefix: str = "rl_model",
+        keep_last: int | None = 3,
+        save_model: bool = True,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__(verbose)
+        if save_freq < 1 or (keep_last is not None and keep_last < 1):
+            raise ValueError(f"save_freq and keep_last must be positive, got {save_freq} and {keep_last}")
+        self.save_freq = save_freq
+        self.save_path = Path(save_path)
+        self.name_prefix = name_prefix
+        self.keep_last = keep_last
+        self.save_model = save_model
+
+    def _buffer(self) -> Any:
+        for name in ("replay_buffer", "rollout_buffer"):
+            buffer = getattr(self.model, name, None)
+            if isinstance(buffer, CompressedStorage):
+                return buffer
+        raise LayoutError(
+            f"{type(self.model).__name__} has no compressed buffer to save; pass replay_buffer_class, or use SB3's "
+            "CheckpointCallback"
+        )
+
+    def _init_callback(self) -> None:
+        self.save_path.mkdir(parents=True, exist_ok=True)
+
+    def _on_training_start(self) -> None:
+        self._buffer()  # an error now, not at the first checkpoint
+
+    def _on_step(self) -> bool:
+        if self.n_calls % self.save_freq == 0:
+            self._save()
+        return True
+
+    def _save(self) -> None:
+        buffer = self._buffer()
+        steps = self.num_timesteps
+        link = get_link(buffer)
+        folder = self.save_path / f"{self.name_prefix}_buffer_{steps}_steps"
+        report = save(buffer, folder, base=None if link is None else link.folder)
+        if self.save_model:
+            self.model.save(self.save_path / f"{self.name_prefix}_{steps}_steps.zip")
+        self._delete_old()
+        if self.verbose:
+            print(f"saved {folder}: {report.n_bytes} bytes written")
+
+    def _delete_old(self) -> None:
+        if self.keep_last is None:
+            return
+        pattern = re.compile(rf"{re.escape(self.name_prefix)}_(buffer_)?(\d+)_steps(\.zip)?")
+        found: dict[int, list[Path]] = {}
+        for path in self.save_path.iterdir():
+            match = pattern.fullmatch(path.name)
+            if match:
+                found.setdefault(int(match[2]), []).append(path)
+        for steps in sorted(found)[: -self.keep_last]:
+            for path in found[steps]:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
