@@ -42,8 +42,8 @@ def make_env(
         n_envs: How many games are played at once.
         framestack: Frames in an observation; None or 1 for single frames.
         seed: Of the first environment; the others count on from it.
-        native: Play in ale-py's own threads (`NativeAtariVecEnv`, where the differences are listed): several times
-            as many frames per second as SB3's wrappers, and no OpenCV.
+        native: Play in ale-py's own threads (`NativeAtariVecEnv`, where the differences are listed), which is faster
+            than SB3's wrappers and needs no OpenCV.
         vec_env_cls: SB3's ``DummyVecEnv`` (the default) or ``SubprocVecEnv``.
         vec_env_kwargs: Arguments of that class, or ``dict(n_threads=…)`` with ``native``.
         wrapper_kwargs: Arguments of SB3's ``AtariWrapper``; ``native`` knows them, too.
