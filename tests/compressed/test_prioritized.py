@@ -264,7 +264,8 @@ def test_evicted_transitions_are_never_drawn(n_steps: int) -> None:
         feed.fill(buffer, n_steps=10)
         batch = buffer.sample(64)
         assert batch.indices.min() >= feed.count - 2 * buffer.size()
-        assert np.isin(batch.observations.numpy().any(axis=(1, 2, 3)), [True]).all()
+        # what was erased reads as zeros
+        assert batch.observations.numpy().any(axis=(1, 2, 3)).all()
         buffer.update_priorities(batch.indices, 1000.0 / (1 + batch.indices))
         n_evicted.append(buffer._n_evicted)
         assert buffer.held_bytes() <= buffer._options.max_bytes

@@ -10,7 +10,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 
-# children of a node, and how many nodes may be searched at once; 16 to 64 and 256 to 4096 are about equally fast
+# children of a node, and how many nodes may be searched at once: fastest of 8 to 128 and 256 to 16384 for a million
 FAN_OUT = 32
 _TOP = 1024
 
