@@ -163,7 +163,16 @@ def test_buffers_get_what_sb3_itself_would_have_stored() -> None:
     def pendulum() -> Any:
         return VecNormalize(make_vec_env("Pendulum-v1", 1, seed=0))
 
-    sac = SAC("MlpPolicy", pendulum(), seed=0, learning_starts=0, buffer_size=250, device="cpu", gradient_steps=0)
+    sac = SAC(
+        "MlpPolicy",
+        pendulum(),
+        seed=0,
+        learning_starts=0,
+        buffer_size=250,
+        device="cpu",
+        gradient_steps=0,
+        policy_kwargs={"net_arch": [8]},
+    )
     env = pendulum()
     buffer = buffer_for(env, size=250)
     warm_up(sac, env, buffer, n_steps=205, progress_bar=False)
