@@ -5,6 +5,7 @@ Frames are handled as 64-bit words. Nothing comes back to the host: a heap that 
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from sb3_extra_buffers.kernels.delta_torch import DeviceTables, FrameShape, Writ
 
 __all__ = ["DeviceKernels", "make_job"]
 
-# programs to a row, changed lines that one takes at a time, and warps to a program; measured
-_PARTS, _SOME, _READ_WARPS, _WRITE_WARPS = 2, 32, 4, 16
+# programs to a row and each of its chunks of lines, lines to a chunk, warps to a program; measured
+_PARTS, _OWN, _READ_WARPS, _WRITE_WARPS = 2, 32, 2, 16
 
 _OPEN = tl.constexpr(plain.OPEN)
 _OPENED = tl.constexpr(plain.OPENED)
@@ -41,9 +42,15 @@ _NONE = tl.constexpr(plain.NONE)
 _FAR = tl.constexpr(1 << 30)
 
 
+# Triton has no word for some things that the GPU does in one instruction; its interpreter does them step by step
+_COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") != "1")
+
+
 @triton.jit
 def _ones(mask):
     """Set bits of a byte."""
+    if _COMPILED:
+        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [mask], tl.int32, is_pure=True, pack=1)
     mask = mask - ((mask >> 1) & 0x55)
     mask = (mask & 0x33) + ((mask >> 2) & 0x33)
     return (mask + (mask >> 4)) & 0x0F
@@ -52,6 +59,8 @@ def _ones(mask):
 @triton.jit
 def _ones64(mask):
     """Set bits of an unsigned 64-bit word."""
+    if _COMPILED:
+        return tl.inline_asm_elementwise("popc.b64 $0, $1;", "=r,l", [mask], tl.int32, is_pure=True, pack=1)
     mask = mask - ((mask >> 1) & 0x5555555555555555)
     mask = (mask & 0x3333333333333333) + ((mask >> 2) & 0x3333333333333333)
     mask = (mask + (mask >> 4)) & 0x0F0F0F0F0F0F0F0F
@@ -60,10 +69,17 @@ def _ones64(mask):
 
 @triton.jit
 def _low64(count):
-    """A word whose lowest ``count`` bytes are set, none to eight."""
-    # shifted twice, because a shift by all 64 bits is undefined
-    count = count.to(tl.uint64)
-    return ~((~(count ^ count)) << (4 * count) << (4 * count))
+    """A word whose lowest ``count`` bits are set, none (or less) to all 64."""
+    count = tl.minimum(tl.maximum(count, 0), 64)
+    if _COMPILED:
+        # a shift by all 64 bits leaves nothing in PTX
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 t; shl.b64 t, 0xFFFFFFFFFFFFFFFF, $1; not.b64 $0, t; }",
+            "=l,r", [count], tl.uint64, is_pure=True, pack=1,
+        )  # fmt: skip
+    half = (count >> 1).to(tl.uint64)
+    nothing = half ^ half
+    return ~((~nothing << half) << (count.to(tl.uint64) - half))
 
 
 @triton.jit
@@ -71,8 +87,45 @@ def _window(words_ptr, at, mask):
     """Eight bytes from ``at`` on, wherever that lies."""
     low = tl.load(words_ptr + (at >> 3), mask=mask, other=0).to(tl.uint64, bitcast=True)
     high = tl.load(words_ptr + (at >> 3) + 1, mask=mask, other=0).to(tl.uint64, bitcast=True)
-    shift = ((at & 7) * 8).to(tl.uint64)
-    return (low >> shift) | ((high << 1) << (63 - shift))
+    shift = (at & 7).to(tl.int32) * 8
+    if _COMPILED:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b64 a, b; .reg .u32 s; shr.b64 a, $1, $3; sub.u32 s, 64, $3; shl.b64 b, $2, s;
+            or.b64 $0, a, b; }""",
+            "=l,l,l,r", [low, high, shift], tl.uint64, is_pure=True, pack=1,
+        )  # fmt: skip
+    return (low >> shift.to(tl.uint64)) | ((high << 1) << (63 - shift).to(tl.uint64))
+
+
+@triton.jit
+def _pick(values, picks):
+    """A word of four bytes of ``values`` in each half: nibble ``b`` of ``picks`` names the one for byte ``b``."""
+    if _COMPILED:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 l, h, p, q; mov.b64 {l, h}, $1; shr.u32 q, $2, 16; prmt.b32 p, l, h, $2;
+            prmt.b32 q, l, h, q; mov.b64 $0, {p, q}; }""",
+            "=l,l,r", [values, picks], tl.uint64, is_pure=True, pack=1,
+        )  # fmt: skip
+    word = values ^ values
+    for byte in tl.static_range(8):
+        place = ((picks >> (4 * byte)) & 7).to(tl.uint64)
+        word |= ((values >> (8 * place)) & 255) << (8 * byte)
+    return word
+
+
+@triton.jit
+def _spread(mask):
+    """A word with all bits of byte ``b`` set where bit ``b`` of ``mask`` is."""
+    word = (mask.to(tl.uint64) * 0x0101010101010101) & 0x8040201008040201
+    word = ((word + 0x7F7F7F7F7F7F7F7F) >> 7) & 0x0101010101010101
+    return word * 255
+
+
+@triton.jit
+def _both(total, before):
+    """The sums of two counts, in one go."""
+    packed = tl.sum(total.to(tl.uint32) + (before.to(tl.uint32) << 16), axis=0)
+    return (packed & 0xFFFF).to(tl.int32), (packed >> 16).to(tl.int32)
 
 
 # ---- reading ----
@@ -98,35 +151,40 @@ def _read_kernel(
     PER: tl.constexpr,
     SIZE: tl.constexpr,
     N_TOPS: tl.constexpr,
-    LINES: tl.constexpr,
+    TOPS: tl.constexpr,
     WORDS: tl.constexpr,
     SCENE_WORDS: tl.constexpr,
     PARTS: tl.constexpr,
-    SOME: tl.constexpr,
+    OWN: tl.constexpr,
 ):
-    """Rebuild a row's frames, segment by segment: each one grows from the one before it where it is wanted.
+    """Rebuild ``OWN`` lines of a row's frames: walk a segment, and store each frame that is wanted as it comes by.
 
-    A segment of a row is one program's, so that a row whose frames lie in two of them is read by two at once.
+    A segment of a row is one program's, so that a row whose frames lie in two of them is read by two at once. The lines
+    stay in registers; with one warp to a program, nothing has to wait for anything but memory.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
+    chunk = tl.program_id(2)
     target = tl.arange(0, TARGETS)
     wanted = target < N_SETS * STACK
     cell = tl.load(cells_ptr + (target // STACK).to(tl.int64) * n_rows + row, mask=wanted, other=0)
     ids = tl.load(slots_ptr + cell * STACK + target % STACK, mask=wanted, other=0) - 1
-    word = tl.arange(0, 8 * LINES)
+    line = tl.arange(0, OWN)
+    word = (chunk * OWN + line)[:, None] * 8 + tl.arange(0, 8)[None, :]
     inside = word < WORDS
     if part == 0:
+        blank = tl.sum(tl.where(ids < 0, 1 << target, 0), axis=0)
         for i in tl.static_range(N_SETS * STACK):
-            if tl.sum(tl.where(target == i, ids, 0), axis=0) < 0:
+            if (blank >> i) & 1:
                 to = (((i // STACK) * n_rows + row) * STACK + i % STACK).to(tl.int64) * WORDS
-                tl.store(out_ptr + to + word, tl.zeros([8 * LINES], tl.int64), mask=inside)
+                tl.store(out_ptr + to + word, tl.zeros([OWN, 8], tl.int64), mask=inside)
     segments = tl.where(ids >= 0, ids // PER, _FAR)
     segment = tl.min(segments, axis=0)
     turn = 0
     while segment < _FAR:
         if turn % PARTS == part:
-            depths = tl.where(segments == segment, ids % PER, _FAR)
+            depths = tl.where(segments == segment, ids % PER, -1)
+            deepest = tl.max(depths, axis=0)
             start = tl.load(starts_ptr + segment)
             opened = start < 0
             at = tl.where(opened, -1 - start, start % capacity)
@@ -134,110 +192,98 @@ def _read_kernel(
             words = tl.where(opened, stage_words_ptr, heap_words_ptr)
             table = payload + at + 2
             at += 2 + 2 * tl.where(opened, PER, tl.load(payload + at + 1).to(tl.int32))
-            depth = tl.min(depths, axis=0)
-            building = tl.argmin(depths, axis=0)
-            current = _place(out_ptr, building, n_rows, row, STACK, WORDS)
             scene = tl.load(scenes_ptr + segment).to(tl.int64)
-            first = word < tl.where(scene >= 0, WORDS, 0)
-            frame = tl.load(scene_rows_ptr + scene * SCENE_WORDS + word, mask=first, other=0)
-            tl.store(current + word, frame, mask=inside)
-            tl.debug_barrier()
-            position = 0
-            while depth < _FAR:
-                while position <= depth:
-                    length = tl.load(table + 2 * position).to(tl.int32)
-                    length += tl.load(table + 2 * position + 1).to(tl.int32) << 8
-                    if length == SIZE:
-                        whole = _window(words, at + 8 * word, inside)
-                        tl.store(current + word, whole.to(tl.int64, bitcast=True), mask=inside)
-                    elif length > 0:
-                        _apply(payload, words, at, current, N_TOPS, LINES, SOME)
-                    tl.debug_barrier()
-                    at += length
-                    position += 1
-                # this frame is whole: hand it on to where else it is wanted, and to the one that grows from it
-                frame = tl.load(current + word, mask=inside, other=0)
+            known = word < tl.where(scene >= 0, WORDS, 0)
+            frame = tl.load(scene_rows_ptr + scene * SCENE_WORDS + word, mask=known, other=0).to(
+                tl.uint64, bitcast=True
+            )
+            for position in range(deepest + 1):
+                length = tl.load(table + 2 * position).to(tl.int32)
+                length += tl.load(table + 2 * position + 1).to(tl.int32) << 8
+                if length == SIZE:
+                    frame = _window(words, at + 8 * word, inside)
+                elif length > 0:
+                    frame = _apply(payload, words, at, frame, chunk, N_TOPS, TOPS, OWN)
+                at += length
+                here = tl.sum(tl.where(depths == position, 1 << target, 0), axis=0)
                 for i in tl.static_range(N_SETS * STACK):
-                    if (tl.sum(tl.where(target == i, depths, 0), axis=0) == depth) & (building != i):
+                    if (here >> i) & 1:
                         to = (((i // STACK) * n_rows + row) * STACK + i % STACK).to(tl.int64) * WORDS
-                        tl.store(out_ptr + to + word, frame, mask=inside)
-                deeper = tl.where(depths > depth, depths, _FAR)
-                depth = tl.min(deeper, axis=0)
-                if depth < _FAR:
-                    building = tl.argmin(deeper, axis=0)
-                    current = _place(out_ptr, building, n_rows, row, STACK, WORDS)
-                    tl.store(current + word, frame, mask=inside)
-                    tl.debug_barrier()
+                        tl.store(out_ptr + to + word, frame.to(tl.int64, bitcast=True), mask=inside)
         turn += 1
         segment = tl.min(tl.where(segments > segment, segments, _FAR), axis=0)
 
 
 @triton.jit
-def _place(out_ptr, target, n_rows, row, STACK: tl.constexpr, WORDS: tl.constexpr):
-    return out_ptr + (((target // STACK) * n_rows + row) * STACK + target % STACK).to(tl.int64) * WORDS
+def _apply(payload, words_ptr, at, frame, chunk, N_TOPS: tl.constexpr, TOPS: tl.constexpr, OWN: tl.constexpr):
+    """The words of ``frame[OWN, 8]`` after the difference at ``at``.
 
-
-@triton.jit
-def _apply(payload, words_ptr, at, row_ptr, N_TOPS: tl.constexpr, LINES: tl.constexpr, SOME: tl.constexpr):
-    """Apply the difference at ``at`` to the words at ``row_ptr``.
-
-    Masks of lines are found for all lines at once, words and values for some changed lines at a time: a line's eight
-    masks of words, and a word's values, are read as one word each.
+    Where each section begins follows from counting the set bits of the one before it, and what belongs to these lines
+    from counting those before them. A line's eight masks of words, and a word's values, are read as one word each.
     """
-    line = tl.arange(0, LINES)
-    top = tl.load(payload + at + line // 64, mask=line < 64 * N_TOPS, other=0).to(tl.int32)
-    group_bit = (top >> ((line >> 3) & 7)) & 1
-    group_rank = tl.cumsum(tl.where((line & 7) == 0, group_bit, 0), axis=0)
-    group_mask = tl.load(payload + at + N_TOPS + group_rank - 1, mask=group_bit > 0, other=0).to(tl.int32)
-    line_rank = tl.cumsum((group_mask >> (line & 7)) & 1, axis=0)
-    n_lines = tl.max(line_rank, axis=0)
-    lines_at = at + N_TOPS + tl.max(group_rank, axis=0)
-    line_masks = tl.load(payload + lines_at + line, mask=line < n_lines, other=0).to(tl.int32)
-    n_words = tl.sum(_ones(line_masks), axis=0)
-    words_at = lines_at + n_lines
-    some = _window(words_ptr, words_at + 8 * line, 8 * line < n_words)
-    some &= _low64(tl.minimum(tl.maximum(n_words - 8 * line, 0), 8))
-    n_values = tl.sum(_ones64(some), axis=0)
-    fresh_at = words_at + n_words
-    values_at = fresh_at + (n_values + 7) // 8
-    bit = tl.arange(0, 8)[None, :]
-    before = 0  # values of the lines before
-    for base in range(0, n_lines, SOME):
-        i = base + tl.arange(0, SOME)
-        there = i < n_lines
-        # the i-th changed line is where the count of changed lines passes i
-        position = tl.sum((line_rank[None, :] <= i[:, None]).to(tl.int32), axis=1)
-        line_mask = tl.load(payload + lines_at + i, mask=there, other=0).to(tl.int32)
+    ALL: tl.constexpr = 64 * TOPS
+    top = tl.arange(0, TOPS)
+    tops = tl.load(payload + at + top, mask=top < N_TOPS, other=0).to(tl.int32)
+    first_group = chunk * (OWN // 8)
+    before_bits = (1 << tl.minimum(tl.maximum(first_group - 8 * top, 0), 8)) - 1
+    n_groups, groups_before = _both(_ones(tops), _ones(tops & before_bits))
+    mine = tl.load(payload + at + first_group // 8).to(tl.int32) >> (first_group % 8)
+    mine &= (1 << (OWN // 8)) - 1
+    if (mine > 0) & (first_group < 8 * N_TOPS):
+        line = tl.arange(0, OWN)
+        bit = tl.arange(0, 8)[None, :]
+        group_bit = (mine >> (line >> 3)) & 1
+        nth = _ones(mine & ((1 << (line >> 3)) - 1))
+        groups_at = at + N_TOPS
+        group_mask = tl.load(payload + groups_at + groups_before + nth, mask=group_bit > 0, other=0).to(tl.int32)
+        i = tl.arange(0, 8 * TOPS)
+        count = _ones(tl.load(payload + groups_at + i, mask=i < n_groups, other=0).to(tl.int32))
+        n_lines, lines_before = _both(count, tl.where(i < groups_before, count, 0))
+        lines_at = groups_at + n_groups
+        line_bit = (group_mask >> (line & 7)) & 1
+        rank = lines_before + tl.cumsum(line_bit, axis=0) - line_bit
+        line_mask = tl.load(payload + lines_at + rank, mask=line_bit > 0, other=0).to(tl.int32)
+        i = tl.arange(0, ALL)
+        count = _ones(tl.load(payload + lines_at + i, mask=i < n_lines, other=0).to(tl.int32))
+        n_words, words_before = _both(count, tl.where(i < lines_before, count, 0))
+        words_at = lines_at + n_lines
         count = _ones(line_mask)
-        masks = _window(words_ptr, words_at + tl.cumsum(count, axis=0) - count, there) & _low64(count)
-        words_at += tl.sum(count, axis=0)
+        rank = words_before + tl.cumsum(count, axis=0) - count
+        masks = _window(words_ptr, words_at + rank, count > 0) & _low64(8 * count)
+        some = _window(words_ptr, words_at + 8 * i, 8 * i < n_words)
+        n_values, values_before = _both(
+            _ones64(some & _low64(8 * (n_words - 8 * i))), _ones64(some & _low64(8 * (words_before - 8 * i)))
+        )
+        fresh_at = words_at + n_words
+        values_at = fresh_at + (n_values + 7) // 8
+        some = _window(words_ptr, fresh_at + 8 * i, 64 * i < values_before)
+        fresh_before = tl.sum(_ones64(some & _low64(values_before - 64 * i)), axis=0)
         count = _ones64(masks)
-        rank = before + tl.cumsum(count, axis=0) - count
-        before += tl.sum(count, axis=0)
+        rank = values_before + tl.cumsum(count, axis=0) - count
         word_bit = (line_mask[:, None] >> bit) & 1
         nth = _ones(line_mask[:, None] & ((1 << bit) - 1))
         mask = ((masks[:, None] >> (8 * nth).to(tl.uint64)) & 255).to(tl.int32) * word_bit
-        rank = rank[:, None] + _ones64(masks[:, None] & _low64(nth))
+        rank = rank[:, None] + _ones64(masks[:, None] & _low64(8 * nth))
         fresh = tl.load(payload + fresh_at + (rank >> 3), mask=mask > 0, other=0).to(tl.int32)
         # the bits of a word's values may go on in the next byte, which is there: values follow
         fresh |= tl.load(payload + fresh_at + (rank >> 3) + 1, mask=mask > 0, other=0).to(tl.int32) << 8
         fresh = (fresh >> (rank & 7)) & ((1 << _ones(mask)) - 1)
         n_fresh = _ones(fresh)
         of_line = tl.sum(n_fresh, axis=1)
-        used = (tl.cumsum(of_line, axis=0) - of_line)[:, None] + tl.cumsum(n_fresh, axis=1) - n_fresh
+        used = (fresh_before + tl.cumsum(of_line, axis=0) - of_line)[:, None] + tl.cumsum(n_fresh, axis=1) - n_fresh
         # where the first value repeats the one before, the window begins with that
         values = _window(words_ptr, values_at + used - 1 + (fresh & 1), mask > 0)
-        values_at += tl.sum(of_line, axis=0)
-        to = row_ptr + position[:, None] * 8 + bit
-        new = tl.load(to, mask=mask > 0, other=0).to(tl.uint64, bitcast=True)
-        shift = -(fresh & 1)
+        place = -(fresh & 1)
+        picks = tl.zeros([OWN, 8], tl.int32)
         for byte in tl.static_range(8):
             has = (mask >> byte) & 1
-            shift += has & fresh
+            place += has & fresh
             fresh = fresh >> has
-            value = ((values >> (8 * shift).to(tl.uint64)) & 255) << (8 * byte)
-            new = tl.where(has > 0, (new & ~(tl.full([], 255, tl.uint64) << (8 * byte))) | value, new)
-        tl.store(to, new.to(tl.int64, bitcast=True), mask=mask > 0)
+            # before a word's first value the place may lie one short; that byte is not taken
+            picks |= (place & 7) << (4 * byte)
+        taken = _spread(mask)
+        frame = (frame & ~taken) | (_pick(values, picks) & taken)
+    return frame
 
 
 # ---- writing ----
@@ -601,8 +647,9 @@ class DeviceKernels:
         self._read_tables = (
             tables.heap, heap, tables.stage, stage, tables.starts, tables.scenes, scene_rows, tables.slots,
         )  # fmt: skip
-        lines = triton.next_power_of_2(64 * n_tops)
-        self._read_sizes = (shape.per_segment, size, n_tops, lines, frame_words, scene_words, _PARTS, _SOME)
+        tops = triton.next_power_of_2(n_tops)
+        self._read_sizes = (shape.per_segment, size, n_tops, tops, frame_words, scene_words, _PARTS, _OWN)
+        self._n_chunks = -(-frame_words // (8 * _OWN))
         self._write_tables = (
             tables.heap, tables.stage, tables.starts, tables.lengths, tables.scenes, tables.slots, tables.floors,
             tables.streams, tables.recent.view(words), tables.recent_ids, tables.recent_segments, scene_rows,
@@ -623,7 +670,13 @@ class DeviceKernels:
             out.view(torch.int64), *self._read_tables, cells, n_rows, self._capacity,
             n_sets, stack, triton.next_power_of_2(n_sets * stack), *self._read_sizes,
         )  # fmt: skip
-        _start(_read_kernel, (*self._key, n_sets, cells.data_ptr() & 15), (n_rows, _PARTS, 1), args, _READ_WARPS)
+        _start(
+            _read_kernel,
+            (*self._key, n_sets, cells.data_ptr() & 15),
+            (n_rows, _PARTS, self._n_chunks),
+            args,
+            _READ_WARPS,
+        )
 
     def write(self, job: torch.Tensor, frames: torch.Tensor, report: torch.Tensor) -> None:
         """`write_rows_reference`; ``frames`` is ``[set, stream, stack, words of 8 bytes]``.

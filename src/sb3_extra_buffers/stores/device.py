@@ -24,6 +24,9 @@ __all__ = ["DeviceFrameStore", "has_triton", "suits_device"]
 
 # the lengths of a segment's differences take two bytes
 _LARGEST_FRAME = 0xFFFF
+# frames to a segment, unless the codec asks for another number than its usual: a row is read by as many programs as it
+# has segments, each walking its own, so that short ones are read sooner
+_SHORT = 4
 # steps that may be under way before a write has to wait and see how full the heap is
 _AHEAD = 16
 
@@ -67,14 +70,16 @@ class DeviceFrameStore:
         self.pinned = pinned
         self.limit = heap_bytes
         self._triton = self.device.type == "cuda" if triton is None else triton
-        per_segment = min(max(codec.frames, layout.stack), 255)
+        per_segment = _SHORT if codec.frames == DeltaCodec().frames else codec.frames
         least = min(4, per_segment)
         # every frame of every step new, no more of them to a segment than must be
         segments = math.ceil(n_steps * n_sets * layout.stack / least) + 2 * layout.stack + 8
         self.shape = FrameShape(layout.frame_bytes, layout.stack, per_segment, segments)
         self.tables = self._allocate()
         self._launches = 0
+        self._plain = layout.axis == "first" and layout.frame_bytes % 8 == 0 and layout.spec.dtype == np.uint8
         self._report = self._make_report()
+        self._spare = self._report[0, 2:3].numpy()
         self._wrapped = False
         self._staging = Staging(self.device)
         self._bound: Any = None
@@ -144,8 +149,9 @@ class DeviceFrameStore:
     def write_cells(self, step: int, cells: Sequence[int], rows: Sequence[np.ndarray[Any, Any]]) -> None:
         """`write` to the cells that begin at each of ``cells``."""
         write = Write(step, (step + 1) % self.n_steps if self._wrapped else 0, tuple(cells), self._launches & 1, 0)
-        if self._known_use() + self._advance(1) <= capacity_of(self.tables):
-            self._launch(rows, write._replace(tail=self._known_tail()))
+        use, tail = self._known()
+        if use + self._advance(1) <= capacity_of(self.tables):
+            self._launch(rows, write._replace(tail=tail))
         else:
             self._write_near_limit(rows, write)
         if step == self.n_steps - 1:
@@ -160,7 +166,7 @@ class DeviceFrameStore:
         if layout.axis == "last" and layout.stack > 1:
             unit = layout.spec.shape[-1] // layout.stack * layout.spec.dtype.itemsize
             frames = flat.view(n_sets, n_streams, size // unit, layout.stack, unit).transpose(2, 3)
-            frames = frames.reshape(n_sets, n_streams, layout.stack, size)
+            frames = frames.reshape(n_sets, n_streams, layout.stack, size).contiguous()
         else:
             frames = flat.view(n_sets, n_streams, layout.stack, size)
         return frames if words == size else torch.nn.functional.pad(frames, (0, words - size))
@@ -186,19 +192,16 @@ class DeviceFrameStore:
         # open segments, and what is skipped where the ring closes
         return self.n_streams * (n_launches * per_launch + 3 * shape.room)
 
-    def _known_use(self) -> int:
-        """Bytes between the ends of the ring, at most, after every write so far."""
+    def _known(self) -> tuple[int, int]:
+        """Bytes between the ends of the ring, at most, after every write so far; and where its older end is."""
         if self._launches == 0:
-            return 0
+            return 0, 0
         report: list[list[int]] = self._report.tolist()
-        under_way = self._launches - min(note[3] for note in report)
-        head = max(note[0] for note in report)
+        heads, tails, _, launches = zip(*report, strict=True)
+        head, tail = max(heads), min(*tails, *heads)
+        under_way = self._launches - min(launches)
         # the notes of one launch may become visible one by one
-        return head - self._known_tail() + (self._advance(under_way + 1) if under_way else 0)
-
-    def _known_tail(self) -> int:
-        report: list[list[int]] = self._report.tolist()
-        return min(min(note[:2]) for note in report)
+        return head - tail + (self._advance(under_way + 1) if under_way else 0), tail
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -207,10 +210,10 @@ class DeviceFrameStore:
     def _write_near_limit(self, rows: Sequence[np.ndarray[Any, Any]], write: Write) -> None:
         """Wait, look, and make room; where there is none, try, and take back what did not fit."""
         self._wait()
-        if self._launches and self._known_use() + self._advance(_AHEAD) > capacity_of(self.tables):
+        if self._launches and self._known()[0] + self._advance(_AHEAD) > capacity_of(self.tables):
             self._make_room()
-        if self._known_use() + self._advance(1) <= capacity_of(self.tables):
-            self._launch(rows, write._replace(tail=self._known_tail() if self._launches else 0))
+        if self._known()[0] + self._advance(1) <= capacity_of(self.tables):
+            self._launch(rows, write._replace(tail=self._known()[1]))
             return
         needed = self._try(rows, write)
         if needed and self._launches:
@@ -229,7 +232,7 @@ class DeviceFrameStore:
         kept = {name: getattr(before, name) for name in shared}
         self.tables = DeviceTables(**{**{k: v.clone() for k, v in before._asdict().items() if k not in kept}, **kept})
         floor = before.floors[write.step].clone()
-        self._launch(rows, write._replace(tail=self._known_tail() if self._launches else 0))
+        self._launch(rows, write._replace(tail=self._known()[1]))
         self._wait()
         missing = int(self.tables.counters[kernels.NEEDED])
         if not missing:
@@ -252,7 +255,7 @@ class DeviceFrameStore:
 
     def _make_room(self) -> None:
         """Pack the heap if much of it is dead, lengthen it if not, as far as ``heap_bytes`` allows."""
-        use = self._known_use()
+        use = self._known()[0]
         capacity = capacity_of(self.tables)
         live = self._live_bytes()
         wanted = max(capacity, live + self._advance(_AHEAD))
@@ -315,7 +318,7 @@ class DeviceFrameStore:
 
     def _grow_scenes(self) -> None:
         """Have unused scenes for every stream; what was there is copied on the device, in its turn."""
-        if self._launches and int(self._report[0, 2]) < self.n_streams:
+        if self._launches and self._spare[0] < self.n_streams:
             tables = self.tables
             n_scenes = tables.scene_refs.numel()
             more = max(n_scenes // 2, 2 * self.n_streams)
@@ -331,6 +334,11 @@ class DeviceFrameStore:
         """Decode ``cells`` (int64 ``[set, n]`` on the device) into fresh observations ``[set, n, *shape]``."""
         layout, size = self.layout, self.layout.frame_bytes
         words = -(-size // 8) * 8
+        if self._triton and self._plain and cells.shape[1]:
+            # nothing to rearrange: decode straight into what is returned
+            fresh = torch.empty((*cells.shape, *layout.spec.shape), dtype=torch.uint8, device=self.device)
+            self._kernels().read(cells.contiguous(), fresh.view(-1))
+            return fresh
         out = torch.empty((*cells.shape, layout.stack, words), dtype=torch.uint8, device=self.device)
         if cells.shape[1] == 0:
             pass
@@ -415,7 +423,7 @@ class DeviceFrameStore:
     def __getstate__(self) -> dict[str, Any]:
         self._wait()
         state = self.__dict__.copy()
-        state["_bound"] = None
+        state["_bound"] = state["_spare"] = None
         state["_report"] = self._report.numpy().copy()
         tables = {name: table.cpu() for name, table in self.tables._asdict().items()}
         state["tables"] = {name: table.numpy() for name, table in tables.items()}
@@ -435,6 +443,7 @@ class DeviceFrameStore:
         self.tables = DeviceTables(**placed)
         self._report = self._make_report()
         self._report.copy_(torch.from_numpy(report))
+        self._spare = self._report[0, 2:3].numpy()
         self._bound = None
 
 

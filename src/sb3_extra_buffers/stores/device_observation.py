@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from sb3_extra_buffers.codecs.delta import DeltaCodec
-from sb3_extra_buffers.codecs.registry import get_codec
+from sb3_extra_buffers.codecs.registry import get_codec, is_available
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import CodecOptionError, HeapFullError, MissingExtraError
 from sb3_extra_buffers.stores.choice import Choice, choose, choose_unseen
@@ -265,6 +265,8 @@ class _OnHost:
     """An `ObservationStore` of the host whose batches cross to the device in one copy."""
 
     def __init__(self, of: DeviceObservations, method: str) -> None:
+        # the same payloads, read many times faster
+        method = "rle-jit" if method == "rle" and is_available("rle-jit") else method
         self.store = ObservationStore(of.spec, of.n_streams, method, of.options, of._heap_bytes)
         self.store.add_cells(of.n_cells * of.n_sets)
         self._n_cells, self._n_streams = of.n_cells, of.n_streams

@@ -1,0 +1,216 @@
+"""Measure the GPU buffers on a recorded game: ``python -m benchmarks.gpu`` on a machine with a CUDA device.
+
+Each figure is the median of many repeats, after a warm-up, up to the moment when the device is done. SB3's buffer and a
+gather from a dense tensor run beside it. A batch that differs from SB3's ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import stable_baselines3
+import torch
+from gymnasium import spaces
+from stable_baselines3 import DQN, PPO
+from stable_baselines3.common.buffers import ReplayBuffer
+from stable_baselines3.common.env_util import make_atari_env
+from stable_baselines3.common.utils import set_random_seed
+from stable_baselines3.common.vec_env import VecFrameStack
+
+from benchmarks import feed
+from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
+from sb3_extra_buffers.stores.device import DeviceFrameStore
+
+DATA = Path(__file__).parent / "data" / "gpu.csv"
+SPACE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
+FIELDS = ["date", "device", "versions", "game", "n_transitions", "buffer", "figure", "unit", "p20", "p50", "p80"]
+BUFFERS = {
+    "delta": {"compression_method": "delta", "buffer_device": "cuda"},
+    "delta, pinned": {"compression_method": "delta", "buffer_device": "pinned"},
+    "none": {"compression_method": "none", "buffer_device": "cuda"},
+    "rle": {"compression_method": "rle", "buffer_device": "cuda"},
+    "zstd": {"compression_method": "zstd", "buffer_device": "cuda"},
+}
+
+
+def times_us(run: Callable[[], Any], repeats: int = 300) -> list[float]:
+    """Microseconds until the device is done, of each repeat."""
+    for _ in range(repeats // 3):
+        run()
+    taken = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        taken.append(1e6 * (time.perf_counter() - start))
+    return taken
+
+
+def graph_us(run: Callable[[], Any], repeats: int = 50) -> list[float]:
+    """Microseconds of the kernels alone: replays of a graph of ten runs."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            run()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    taken = []
+    for _ in range(repeats):
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        taken.append(1e3 * begin.elapsed_time(end) / 10)
+    return taken
+
+
+class Report:
+    """Rows of the CSV file, printed as they come."""
+
+    def __init__(self, game: str, n_transitions: int) -> None:
+        versions = f"Python {platform.python_version()}, torch {torch.__version__}, triton {_version('triton')}, "
+        versions += f"numpy {np.__version__}, stable-baselines3 {stable_baselines3.__version__}"
+        date = datetime.now(timezone.utc).date().isoformat()
+        self._same = [date, torch.cuda.get_device_name(), versions, game, n_transitions]
+        self.rows: list[list[Any]] = []
+
+    def add(self, buffer: str, figure: str, unit: str, values: list[float]) -> None:
+        cuts = statistics.quantiles(values, n=10) if len(values) > 1 else values * 9
+        self.rows.append([*self._same, buffer, figure, unit, *(round(cuts[i], 3) for i in (1, 4, 7))])
+        print(f"{buffer:14} {figure:22} {cuts[4]:10.2f} {unit}", flush=True)
+
+    def write(self) -> None:
+        with DATA.open("w", newline="") as file:
+            csv.writer(file).writerows([FIELDS, *self.rows])
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import version
+
+    return version(package)
+
+
+def measure(game: str, n_steps: int, report: Report) -> None:
+    """What adding, sampling and decoding take, and the memory."""
+    n_transitions = n_steps * feed.N_ENVS
+    actions = spaces.Discrete(9)
+    theirs = ReplayBuffer(n_transitions, SPACE, actions, "cuda", n_envs=feed.N_ENVS)
+    ours = {
+        name: GpuReplayBuffer(n_transitions, SPACE, actions, "cuda", n_envs=feed.N_ENVS, **kwargs)
+        for name, kwargs in BUFFERS.items()
+    }
+    columns = np.zeros(feed.N_ENVS, np.int64), np.zeros(feed.N_ENVS, np.float32)
+    last = []
+    for step, (obs, next_obs, dones) in enumerate(feed.steps(game, n_steps)):
+        transition = (obs, next_obs, *columns, dones, [{}] * feed.N_ENVS)
+        if n_steps - step <= 500:
+            last.append(transition)
+            continue
+        for buffer in (theirs, *ours.values()):
+            buffer.add(*transition)
+    for name, buffer in (("sb3", theirs), *ours.items()):
+        taken = []
+        for transition in last:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            buffer.add(*transition)
+            torch.cuda.synchronize()
+            taken.append(1e6 * (time.perf_counter() - start))
+        report.add(name, "add of 4 envs", "us", taken)
+
+    for name, buffer in ours.items():
+        set_random_seed(0)
+        wanted = theirs.sample(512)
+        set_random_seed(0)
+        found = buffer.sample(512)
+        if not all(torch.equal(a, b) for a, b in zip(found[:5], wanted[:5], strict=True)):
+            raise SystemExit(f"{name} gives other batches than SB3; refusing to time it")
+    for size in (32, 256):
+        for name, buffer in (("sb3", theirs), *ours.items()):
+            repeats = 50 if name in ("sb3", "rle", "zstd") else 300
+            report.add(name, f"sample({size})", "us", times_us(lambda b=buffer, n=size: b.sample(n), repeats))
+
+    cells = torch.randint(0, n_transitions, (1, 256), device="cuda")
+    cells = torch.cat([cells, cells + n_transitions])
+    for name, buffer in ours.items():
+        store = buffer._stores[""]._inner
+        if isinstance(store, DeviceFrameStore):
+            out = torch.empty((2, 256, 4, 7056), dtype=torch.uint8, device="cuda")
+            kernels = store._kernels()
+            report.add(name, "decode kernels, 256", "us", graph_us(lambda k=kernels, o=out: k.read(cells, o)))
+    dense = ours["none"]._stores[""]._inner.rows
+    report.add("none", "dense gather, 256", "us", graph_us(lambda: dense[cells.flatten()]))
+    dense_bytes = ours["none"].memory_usage().total
+    for name, buffer in ours.items():
+        report.add(name, "memory of none", "%", [100 * buffer.memory_usage().total / dense_bytes])
+
+
+def train_all(report: Report) -> None:
+    import ale_py
+    import gymnasium
+
+    gymnasium.register_envs(ale_py)
+    # so that two trainings can be compared; it also fills all fresh memory, so nothing else is timed after this
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    for name in ("DQN", "PPO"):
+        train(name, report)
+
+
+def train(name: str, report: Report) -> None:
+    """Seconds that a short training on Pong takes with either buffer, in turns; the weights must be the same."""
+    kinds: dict[str, dict[str, Any]] = {"sb3": {}, "delta": {}}
+    common: dict[str, Any] = {"device": "cuda", "seed": 0}
+    if name == "DQN":
+        kinds["delta"] = {"replay_buffer_class": GpuReplayBuffer, "replay_buffer_kwargs": BUFFERS["delta"]}
+        common |= {"buffer_size": 20_000, "learning_starts": 1000, "batch_size": 32}
+    else:
+        kinds["delta"] = {"rollout_buffer_class": GpuRolloutBuffer, "rollout_buffer_kwargs": BUFFERS["delta"]}
+        common |= {"n_steps": 128, "batch_size": 256, "n_epochs": 4}
+    taken: dict[str, list[float]] = {kind: [] for kind in kinds}
+    weights: dict[str, list[torch.Tensor]] = {}
+    for turn in range(3):
+        for kind, buffer in kinds.items():
+            env = VecFrameStack(make_atari_env("PongNoFrameskip-v4", n_envs=4, seed=0), 4)
+            model = (DQN if name == "DQN" else PPO)("CnnPolicy", env, **common, **buffer)
+            start = time.perf_counter()
+            model.learn(5000)
+            torch.cuda.synchronize()
+            # the first turn compiles and tunes
+            if turn:
+                taken[kind].append(time.perf_counter() - start)
+            weights[kind] = [parameter.detach().clone() for parameter in model.policy.parameters()]
+            env.close()
+    same = all(torch.equal(a, b) for a, b in zip(weights["sb3"], weights["delta"], strict=True))
+    for kind, seconds in taken.items():
+        report.add(kind, f"{name}, 5000 steps", "s", seconds)
+    report.add("delta", f"{name}, same weights", "yes is 1", [float(same)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--game", default="MsPacman")
+    parser.add_argument("--steps", type=int, default=25_000, help="steps of each of the four environments")
+    parser.add_argument("--only", choices=["buffers", "training"])
+    options = parser.parse_args()
+    report = Report(options.game, options.steps * feed.N_ENVS)
+    if options.only != "training":
+        measure(options.game, options.steps, report)
+    if options.only != "buffers":
+        train_all(report)
+    report.write()
+
+
+if __name__ == "__main__":
+    main()
