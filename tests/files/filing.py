@@ -72,7 +72,7 @@ class Feed:
                     {"observation": image, "achieved_goal": part, "desired_goal": goals[0]}
                     for image, part in zip(pair, goals, strict=True)
                 ]
-            if hasattr(buffer, "next_observations"):
+            if not hasattr(buffer, "advantages"):
                 buffer.add(pair[0], pair[1], action, reward, done, infos)
             else:
                 self._add_to_rollout(buffer, pair[0], action, reward, done)
@@ -147,7 +147,7 @@ def finish(buffer: Any) -> None:
 def batches(buffer: Any, seed: int = 5) -> list[Any]:
     """What the buffer hands out from a random state."""
     np.random.seed(seed)  # noqa: NPY002  # SB3 draws from this generator
-    if not hasattr(buffer, "next_observations"):
+    if hasattr(buffer, "advantages"):
         if not buffer.full:
             return []
         import copy

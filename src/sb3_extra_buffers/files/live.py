@@ -251,11 +251,6 @@ def replay(buffer: Any, path: Path) -> int:
     return count
 
 
-def live_file(buffer: Any) -> LiveFile | None:
-    """The file that ``buffer`` lives in, if it does."""
-    return vars(buffer).get("_live")
-
-
 def stores_of(buffer: Any) -> list[ObservationStore]:
     """The stores of a buffer, each once, in the order in which they are saved."""
     from sb3_extra_buffers.files.saving import encode_buffer

@@ -1,0 +1,1 @@
+"""The command ``sb3-extra-buffers``: look inside saved buffers, check, convert and measure them."""
