@@ -204,3 +204,20 @@ def test_frames_are_stored_once() -> None:
     assert len(torch.unique(store.tables.slots)) < 60
     assert int(store.tables.streams[0, COUNT]) >= 1
     assert store.memory_usage().dense == 200 * layout.spec.nbytes
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_what_was_kept_on_a_gpu_goes_on_where_there_is_none() -> None:
+    store = DeviceFrameStore(layouts()[0], 9, 2, DeltaCodec(), "cpu", 2)
+    ring = play(store, 21)
+    # as a GPU's store says it
+    state = store.__getstate__() | {"device": "cuda:0", "pinned": True, "_triton": True}
+    again = DeviceFrameStore.__new__(DeviceFrameStore)
+    again.__setstate__(pickle.loads(pickle.dumps(state)))
+    cells = np.arange(36).reshape(2, -1)
+
+    np.testing.assert_array_equal(read(again, cells), ring.reshape(2, 18, -1))
+    rows = Game(store.layout, 2, 5).step()
+    again.write(3, list(rows))
+    again.check()
+    np.testing.assert_array_equal(read(again, cells)[:, 6:8], rows)
