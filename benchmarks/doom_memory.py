@@ -27,6 +27,8 @@ CASES = [
     ("rgb", "auto"),
     ("labels", "auto"),
     ("labels", "rle"),
+    ("labels", "zstd3"),
+    ("labels", "delta3"),
     ("classes", "auto"),
 ]
 N_ENVS = 4
