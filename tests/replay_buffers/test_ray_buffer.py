@@ -17,7 +17,9 @@ import pytest
 import torch
 
 pytest.importorskip("torchrl")
-ray = pytest.importorskip("ray")
+pytest.importorskip("ray")
+
+import ray
 
 from sb3_extra_buffers.errors import FileFormatError, SpecMismatchError
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
@@ -90,7 +92,7 @@ def test_a_long_journal_becomes_a_snapshot(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_folder_of_something_else_is_named(tmp_path: Path) -> None:
     (tmp_path / "current.json").write_text('{"format": "mine"}')
-    with pytest.raises(FileFormatError, match="current.json"):
+    with pytest.raises(FileFormatError, match=r"current\.json"):
         service(tmp_path)
     with pytest.raises(FileFormatError, match="folder"):
         service().checkpoint()
@@ -186,10 +188,10 @@ def test_killed_collectors_and_a_killed_buffer_lose_nothing(cluster: None, tmp_p
     buffer = CompressedRayReplayBuffer(
         100_000, batch_size=16, folder=tmp_path / "buffer", remote_config={"num_cpus": 0}
     )
-    make = ray.remote(num_cpus=0)(Collector)
+    make: Any = ray.remote(num_cpus=0)(Collector)
     logs = [tmp_path / "one.log", tmp_path / "two.log"]
     collectors = [make.remote(buffer.client(), str(log)) for log in logs]
-    victim = ray.get(collectors[0].process_id.remote())
+    victim: Any = ray.get(collectors[0].process_id.remote())
     running = [collectors[0].collect.remote(0, 10**6), collectors[1].collect.remote(10**7, 60)]
 
     def acknowledged(log: Path) -> list[int]:

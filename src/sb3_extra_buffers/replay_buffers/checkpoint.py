@@ -26,7 +26,7 @@ from sb3_extra_buffers.errors import (
     SpecMismatchError,
     UnsupportedVersionError,
 )
-from sb3_extra_buffers.stores import observation, payloads
+from sb3_extra_buffers.stores import payloads
 from sb3_extra_buffers.stores.choice import Choice
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -35,7 +35,7 @@ from sb3_extra_buffers.stores.payloads import PayloadStore
 from sb3_extra_buffers.stores.segments import SegmentStore
 
 try:
-    from tensordict import TensorDict, is_tensor_collection, is_tensorclass
+    from tensordict import TensorDict, is_tensor_collection
     from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 except ImportError as error:
     raise MissingExtraError(
@@ -55,8 +55,7 @@ Arrays = dict[str, Any]
 
 # what a store is made of; nothing else is ever built from a file
 _STATEFUL: dict[str, type[Any]] = {
-    cls.__name__: cls
-    for cls in (ObservationStore, DenseStore, SegmentStore, PayloadStore, Heap, payloads._Average)
+    cls.__name__: cls for cls in (ObservationStore, DenseStore, SegmentStore, PayloadStore, Heap, payloads._Average)
 }
 _VALUES: dict[str, type[Any]] = {cls.__name__: cls for cls in (ObsSpec, StackLayout, Choice)}
 
@@ -81,7 +80,7 @@ class CompressedStorageCheckpointer(StorageCheckpointerBase):  # type: ignore[mi
 def pack_storage(storage: CompressedStorage) -> tuple[dict[str, Any], Arrays]:
     """``storage`` as JSON and the arrays that it names."""
     arrays: Arrays = {}
-    held = storage._storage
+    held: Any = storage._storage
     structure = "tensordict" if is_tensor_collection(held) else "tensor"
     if storage.initialized:
         keys = set(held.keys(True, True)) if structure == "tensordict" else {0}
@@ -157,9 +156,7 @@ def unpack_storage(storage: CompressedStorage, manifest: Mapping[str, Any], arra
 
 
 def _fill(storage: CompressedStorage, manifest: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-    specs = {
-        _key(leaf["key"]): (tuple(leaf["shape"]), getattr(torch, leaf["dtype"])) for leaf in manifest["leaves"]
-    }
+    specs = {_key(leaf["key"]): (tuple(leaf["shape"]), getattr(torch, leaf["dtype"])) for leaf in manifest["leaves"]}
     if not all(isinstance(dtype, torch.dtype) for _, dtype in specs.values()):
         raise DamagedFileError("a leaf has a dtype that is none")
     items = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in specs.items()}
@@ -174,9 +171,9 @@ def _fill(storage: CompressedStorage, manifest: Mapping[str, Any], arrays: Mappi
     n_rows = storage.max_size
     for key_json, name in manifest["dense"]:
         shape, dtype = specs[_key(key_json)]
-        leaf = torch.empty((n_rows, *shape[storage.ndim - 1 :]), dtype=dtype, device=storage.device)
-        leaf[:length] = _restore(arrays[name["array"]], name, dtype).to(leaf.device)
-        storage._dense[_key(key_json)] = leaf
+        column = torch.empty((n_rows, *shape[storage.ndim - 1 :]), dtype=dtype, device=storage.device)
+        column[:length] = _restore(arrays[name["array"]], dtype).to(column.device)
+        storage._dense[_key(key_json)] = column
     # each in the groups that were saved, which may have found other streams than new ones start with
     made = {tuple(group.keys): group for group in storage.groups}
     for saved in manifest["groups"]:
@@ -215,17 +212,16 @@ def _key(stored: Any) -> Any:
 
 def _keep(value: Any, arrays: Arrays) -> dict[str, Any]:
     """A note of an array, which goes to the others."""
-    note: dict[str, Any] = {}
     if isinstance(value, torch.Tensor):
         from sb3_extra_buffers.replay_buffers.stored_tensor import to_numpy
 
         value = to_numpy(value)
     name = f"{len(arrays):04d}"
     arrays[name] = value
-    return note | {"array": name}
+    return {"array": name}
 
 
-def _restore(array: Any, note: Mapping[str, Any], dtype: torch.dtype) -> torch.Tensor:
+def _restore(array: Any, dtype: torch.dtype) -> torch.Tensor:
     tensor = torch.from_numpy(array)
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 

@@ -13,7 +13,6 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sb3_extra_buffers.errors import (
-    EmptyBufferError,
     IndexOutOfRangeError,
     MissingExtraError,
     SharingError,
@@ -38,6 +37,7 @@ from sb3_extra_buffers.replay_buffers.checkpoint import CompressedStorageCheckpo
 __all__ = ["CompressedStorage"]
 
 Key = Any
+Keys = set[Any] | None
 Spec = tuple[tuple[int, ...], torch.dtype]
 
 # TorchRL's writers add it to what they are given, just before they store it
@@ -71,6 +71,8 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
     """
 
     _default_checkpointer = CompressedStorageCheckpointer
+    _storage: Any
+    device: Any
 
     def __init__(
         self,
@@ -111,6 +113,8 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
         # leaves that are not compressed, seen as one row an item
         self._dense: dict[Key, torch.Tensor] = {}
         self._pilot: list[list[Any]] | None = None
+        # what a writer is about to write, looked at already
+        self._checked: Any = None
         self.__dict__.pop("_total_shape_value", None)
 
     # ---- what TensorStorage keeps in shared memory, although the data is not ----
@@ -201,7 +205,7 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
             if key in stored:
                 leaves[key] = StoredTensor(stored[key], range(steps), tuple(inner))
             else:
-                leaves[key] = self._dense[key].unflatten(0, self.lead)
+                leaves[key] = self._dense[key].view(*self.lead, *self._dense[key].shape[1:])
         return leaves
 
     def _renew(self) -> None:
@@ -222,6 +226,7 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
                 self.check_data(single_data, 0, complete=False)
             elif batched_data is not None:
                 self.check_data(batched_data, 1, complete=False)
+                self._checked = batched_data
         size: int = super()._max_size_along_dim0(single_data=single_data, batched_data=batched_data)
         return size
 
@@ -277,7 +282,9 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
                 self._check_keys(data)
             super().set(cursor, data, set_cursor=set_cursor)
             return
-        self.check_data(data, 0 if single else 1)
+        checked, self._checked = self._checked, None
+        if data is not checked or _ADDED in self.specs.keys() - data.keys():
+            self.check_data(data, 0 if single else 1)
         if not single and len(steps) != len(data):
             raise SpecMismatchError(f"{len(data)} items cannot be written to {len(steps)} positions")
         self._write(steps, data)
@@ -311,9 +318,13 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
     def _write(self, steps: Positions, data: Any) -> None:
         positions = self._positions_of(steps)
         if self._dense:
-            index = torch.from_numpy(positions)
+            index: Any = torch.from_numpy(positions)
+            if positions[-1] - positions[0] == len(positions) - 1 and (np.diff(positions) == 1).all():
+                index = slice(int(positions[0]), int(positions[-1]) + 1)
             for key, leaf in self._dense.items():
-                leaf[index.to(leaf.device)] = data.get(key).reshape(-1, *leaf.shape[1:]).to(leaf.device)
+                leaf[index if isinstance(index, slice) else index.to(leaf.device)] = (
+                    data.get(key).reshape(-1, *leaf.shape[1:]).to(leaf.device)
+                )
         batches = [
             [leaf.as_rows(data.get(key)) for key, leaf in zip(group.keys, group.leaves, strict=True)]
             for group in self.groups
@@ -379,18 +390,18 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
         if isinstance(index, tuple):
             if len(index) != self.ndim:
                 return None
-            arrays = [_as_indices(part) for part in index]
-            if any(array is None or array.shape != np.shape(arrays[0]) for array in arrays):
+            arrays = [array for array in map(_as_indices, index) if array is not None]
+            if len(arrays) < self.ndim or len({array.shape for array in arrays}) > 1:
                 return None
             lengths = (self._len_along_dim0, *self.lead[1:])
-            wrapped = [wrap(part, size) for part, size in zip(arrays, lengths, strict=True) if part is not None]
+            wrapped = [wrap(part, size) for part, size in zip(arrays, lengths, strict=True)]
             return np.ravel_multi_index(wrapped, self.lead).astype(np.int64)
         array = _as_indices(index)
         if array is None or self.ndim > 1:
             return None
         return wrap(array, self._count)
 
-    def _columns(self, positions: Positions, keys: set[Key] | None) -> dict[Key, torch.Tensor]:
+    def _columns(self, positions: Positions, keys: Keys) -> dict[Key, torch.Tensor]:
         found: dict[Key, torch.Tensor] = {}
         flat = positions.reshape(-1)
         index: torch.Tensor | None = None
@@ -408,7 +419,7 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
                 found.update({key: group.leaves[group.keys.index(key)].read(positions) for key in wanted})
         return found
 
-    def _read(self, positions: Positions, keys: set[Key] | None) -> Any:
+    def _read(self, positions: Positions, keys: Keys) -> Any:
         found = self._columns(positions, keys)
         shape = [*positions.shape, *self._storage.shape[self.ndim :]]
         if is_tensorclass(self._storage) or len(found) < len(tuple(self._storage.keys(True, True))):
@@ -470,8 +481,9 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
                 "a CompressedStorage cannot be shared with a process that is being started: its tables live in one "
                 "process. Hold the buffer in Ray (CompressedRayReplayBuffer), or use LazyMemmapStorage"
             )
-        state = Storage.__getstate__(self)
+        state: dict[str, Any] = Storage.__getstate__(self)
         # decoded if it were pickled as it is; rebuilt from the groups instead
+        state["_checked"] = None
         state["_storage"] = None if self._storage is None else _blank(self._storage)
         state.pop("_attached_entities_list", None)
         return state

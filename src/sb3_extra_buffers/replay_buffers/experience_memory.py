@@ -128,7 +128,10 @@ class ReplayBuffer:
         self._specs = specs
 
     def _checked_specs(self, data: TensorDict, n_batch: int) -> dict[Key, tuple[torch.Size, torch.dtype]]:
-        """What ``data`` is made of. Raise unless ``data`` is like what was added first; TorchRL would cast, or mix shapes."""
+        """What ``data`` is made of, or an error unless what was added first is made of the same.
+
+        TorchRL would cast, or mix shapes.
+        """
         found = {
             key: (value.shape[n_batch:], value.dtype)
             for key, value in data.items(include_nested=True, leaves_only=True)
@@ -220,7 +223,9 @@ class ReplayBuffer:
 
     # ---- epochs ----
 
-    def create_epoch_iterator(self, batch_size: int, n_epochs: int = 1, *, shuffle: bool = True) -> Iterator[TensorDict]:
+    def create_epoch_iterator(
+        self, batch_size: int, n_epochs: int = 1, *, shuffle: bool = True
+    ) -> Iterator[TensorDict]:
         """Batches that go through the buffer ``n_epochs`` times, each time in a new order.
 
         Only full batches are yielded, `calculate_num_batches` of them an epoch; with ``shuffle=False`` in the order

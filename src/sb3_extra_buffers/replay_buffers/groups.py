@@ -92,9 +92,7 @@ class Group:
         """A group of as many rows with other streams that holds the first ``count`` of this one's."""
         store = self.store
         leaf = self.leaves[0]
-        new = Group(
-            self.keys, store.spec, leaf.dtype, leaf.n_rows, n_streams, leaf.device, store.method, store.options
-        )
+        new = Group(self.keys, store.spec, leaf.dtype, leaf.n_rows, n_streams, leaf.device, store.method, store.options)
         positions = np.arange(count)
         new.write(positions, [store.read(positions + leaf.base) for leaf in self.leaves])
         return new
@@ -108,8 +106,8 @@ def _steps(positions: Positions, n_streams: int) -> Iterator[tuple[int, int]]:
     if n_streams == 1:
         return ((row, row + 1) for row in range(len(positions)))
     breaks = (positions[1:] != positions[:-1] + 1) | (positions[1:] % n_streams == 0)
-    ends = [*(np.flatnonzero(breaks) + 1).tolist(), len(positions)]
-    return zip([0, *ends[:-1]], ends, strict=True)
+    ends = [*(np.flatnonzero(breaks) + 1).tolist(), len(positions)] if len(positions) else []
+    return zip([0, *ends[:-1]][: len(ends)], ends, strict=True)
 
 
 def find_n_envs(spec: ObsSpec, rows: ByteRows, next_rows: ByteRows | None) -> int:

@@ -62,7 +62,9 @@ def pack(data: Any, **note: Any) -> bytes:
         for part in parts:
             rows = [to_numpy(tensors[key]).reshape(n_rows, -1).view(np.uint8) for key in part]
             order = _order(specs[part[0]], lead, rows, index)
-            groups.append({"leaves": [keys.index(key) for key in part]} | _pack_rows(specs[part[0]], rows, order, codec, sections))
+            groups.append(
+                {"leaves": [keys.index(key) for key in part]} | _pack_rows(specs[part[0]], rows, order, codec, sections)
+            )
     sections.append(codec.encode(memoryview(small)) if len(small) >= _WORTH else small)
     header = {
         "codec": codec.codec_id, "lead": lead, "leaves": leaves, "groups": groups, "small": len(small),
@@ -128,7 +130,10 @@ def _unpack(body: memoryview, header: dict[str, Any]) -> Any:
         part = small[at : at + spec.nbytes]
         tensors[place] = to_torch(part.copy().view(spec.dtype).reshape(spec.shape), dtype, _CPU)
         at += spec.nbytes
-    named = {tuple(leaf["key"]) if isinstance(leaf["key"], list) else leaf["key"]: tensor for leaf, tensor in zip(leaves, tensors, strict=True)}
+    named = {
+        tuple(leaf["key"]) if isinstance(leaf["key"], list) else leaf["key"]: tensor
+        for leaf, tensor in zip(leaves, tensors, strict=True)
+    }
     return TensorDict(named, batch_size=lead)
 
 
@@ -174,7 +179,7 @@ def _pack_rows(
     changes = kept.copy()
     np.bitwise_xor(kept[1:], kept[:-1], out=changes[1:])
     start = len(sections)
-    sections.append(codec.encode(memoryview(changes.reshape(-1))))
+    sections.append(codec.encode(changes.reshape(-1).data))
     tables = counts.tobytes() + order.astype("<i4").tobytes()
     sections.append(codec.encode(memoryview(tables)))
     return {"stack": layout.stack, "axis": layout.axis, "frames": len(kept), "section": start}

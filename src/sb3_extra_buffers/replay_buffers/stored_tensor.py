@@ -99,21 +99,19 @@ class StoredTensor(torch.Tensor):
 
     leaf: Leaf
     rows: range
-    inner: tuple[int, ...]
+    inner_shape: tuple[int, ...]
 
     @staticmethod
     def __new__(cls, leaf: Leaf, rows: range, inner: tuple[int, ...] = ()) -> StoredTensor:
         shape = (len(rows), *inner, *leaf.shape)
-        tensor: StoredTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # not in its stubs
-            cls, shape, dtype=leaf.dtype, device=leaf.device
-        )
-        tensor.leaf, tensor.rows, tensor.inner = leaf, rows, inner
+        tensor: StoredTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=leaf.dtype, device=leaf.device)
+        tensor.leaf, tensor.rows, tensor.inner_shape = leaf, rows, inner
         return tensor
 
     def __init__(self, leaf: Leaf, rows: range, inner: tuple[int, ...] = ()) -> None:
         pass
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # takes what torch passes
         return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {self.leaf.store.describe()})"
 
     def dense(self) -> torch.Tensor:
@@ -126,9 +124,9 @@ class StoredTensor(torch.Tensor):
 
     def _table(self) -> Positions:
         """Positions of all rows, in the shape of the leading axes."""
-        width = math.prod(self.inner)
+        width = math.prod(self.inner_shape)
         steps = np.arange(self.rows.start, self.rows.stop, self.rows.step, dtype=np.int64)
-        return (steps[:, None] * width + np.arange(width)).reshape(len(self.rows), *self.inner)
+        return (steps[:, None] * width + np.arange(width)).reshape(len(self.rows), *self.inner_shape)
 
     # ---- indices ----
 
@@ -136,7 +134,7 @@ class StoredTensor(torch.Tensor):
         """``self[index]``."""
         parts = _parts(index)
         if len(parts) == 1 and isinstance(parts[0], slice):
-            return StoredTensor(self.leaf, self.rows[parts[0]], self.inner)
+            return StoredTensor(self.leaf, self.rows[parts[0]], self.inner_shape)
         positions = self._positions(parts)
         if positions is not None:
             return self.leaf.read(positions)
@@ -158,12 +156,14 @@ class StoredTensor(torch.Tensor):
         try:
             value = value.expand(shape)
         except RuntimeError:
-            raise SpecMismatchError(f"cannot write a tensor of {tuple(value.shape)} where {shape} is expected") from None
+            raise SpecMismatchError(
+                f"cannot write a tensor of {tuple(value.shape)} where {shape} is expected"
+            ) from None
         self.leaf.write(positions, value)
 
     def _positions(self, parts: tuple[Any, ...]) -> Positions | None:
         """Where the rows lie that ``parts`` select; None where they select parts of rows."""
-        lead = (len(self.rows), *self.inner)
+        lead = (len(self.rows), *self.inner_shape)
         if not parts or (len(parts) == 1 and parts[0] is Ellipsis):
             return self._table()
         if any(part is None or part is Ellipsis or isinstance(part, bool) for part in parts):
@@ -195,10 +195,12 @@ class StoredTensor(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks the operation
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
-            return StoredTensor(args[0].leaf, args[0].rows, args[0].inner)
+            return StoredTensor(args[0].leaf, args[0].rows, args[0].inner_shape)
         decoded: dict[int, tuple[StoredTensor, torch.Tensor]] = {}
 
         def plain(value: Any) -> Any:

@@ -1,0 +1,79 @@
+"""Collectors, a compressed buffer and a learner in a local Ray; two of them are killed on the way.
+
+``python examples/example_ray.py`` starts its own Ray; ``--address auto`` joins a cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import tempfile
+import time
+from typing import Any
+
+import ray
+import torch
+from example_torchrl import N_ENVS, play
+
+from sb3_extra_buffers.replay_buffers import CompressedRayReplayBuffer
+
+
+@ray.remote(num_cpus=0)
+class Collector:
+    """Plays and sends 32 steps at a time."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
+        self.acknowledged = 0
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def collect(self, n_steps: int) -> int:
+        waiting = []
+        for data in play(n_steps):
+            waiting.append(data)
+            if len(waiting) == 32:
+                self.buffer.extend(torch.cat(waiting))
+                self.acknowledged += len(waiting) * N_ENVS
+                waiting = []
+        return self.acknowledged
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--address", help="of a running cluster")
+    parser.add_argument("--steps", type=int, default=640)
+    parser.add_argument("--folder", default=None, help="where the buffer keeps its files; a new one unless given")
+    options = parser.parse_args()
+    here = os.path.dirname(os.path.abspath(__file__))
+    ray.init(
+        address=options.address,
+        runtime_env={"env_vars": {"PYTHONPATH": here}},
+        **({} if options.address else {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False}),
+    )
+    folder = options.folder or tempfile.mkdtemp()
+    buffer = CompressedRayReplayBuffer(100_000, batch_size=64, folder=folder, remote_config={"num_cpus": 0})
+    collectors = [Collector.remote(buffer.client()) for _ in range(2)]  # type: ignore[attr-defined]  # Ray adds it
+    victim = ray.get(collectors[0].process_id.remote())
+    running = [collector.collect.remote(options.steps) for collector in collectors]
+    while len(buffer) < 256:
+        time.sleep(0.05)
+
+    os.kill(victim, signal.SIGKILL)
+    print("killed a collector; the learner goes on:", buffer.sample()["observation"].shape)
+    held = len(buffer)
+    os.kill(buffer.process_id(), signal.SIGKILL)
+    start = time.perf_counter()
+    print(f"killed the buffer; of {held} transitions {len(buffer)} or more are there", end=" ")
+    print(f"after {time.perf_counter() - start:.1f} s")
+    print("the other collector had acknowledged", ray.get(running[1]), "in the end;", len(buffer), "are stored")
+    usage = buffer.memory_usage()
+    print(f"in {usage['total'] / 1e6:.2f} MB; {len(buffer) * 2 * 4 * 84 * 84 / 1e6:.0f} MB as tensors")
+    buffer.close()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
