@@ -22,7 +22,7 @@ help:
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[fast,extra,contrib,vizdoom,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[fast,extra,contrib,convert,gpu,ray,vizdoom,dev]'
 	touch $@
 
 demo: $(READY)
