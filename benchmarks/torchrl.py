@@ -244,6 +244,7 @@ def main() -> None:
     parser.add_argument("--transitions", type=int, default=40_000)
     parser.add_argument("--threads", type=int, default=0, help="of torch; its own choice unless given")
     parser.add_argument("--ray", action="store_true", help="measure a local cluster as well")
+    parser.add_argument("--only", nargs="+", help="these alone, such as CompressedStorage sampled 'Ray sample'")
     parser.add_argument("--child", nargs=4, metavar=("JOB", "GAME", "STEPS", "WHAT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -266,6 +267,8 @@ def main() -> None:
     ]
     about = {"date": datetime.date.today().isoformat(), "machine": machine(), "versions": all_versions()}
     for what, names in jobs:
+        if options.only and what not in options.only:
+            continue
         row: dict[str, Any] = about | {"game": options.game, "threads": options.threads or "", "what": what}
         for name in names:
             row |= child(name, options.game, n_steps, what, options.threads)
@@ -274,6 +277,59 @@ def main() -> None:
             key: value for key, value in row.items() if key not in about and key not in ("game", "what", "threads")
         }
         print(what, figures, file=sys.stderr)
+    render(options.game)
+
+
+def render(game: str) -> None:
+    """Write the tables of the two pages from what was measured."""
+    with (DATA / "torchrl.csv").open(newline="") as file:
+        rows = {row["what"]: row for row in csv.DictReader(file) if row["game"] == game}
+
+    def number(what: str, column: str) -> float | None:
+        text = rows.get(what, {}).get(column, "")
+        return float(text) if text else None
+
+    def part(what: str, column: str, of: str) -> str:
+        one, other = number(what, column), number(what, of)
+        return "" if one is None or not other else f"{one / other:.2f}x"
+
+    memmap, memmap_count = number("LazyMemmapStorage", "resident_bytes"), number("LazyMemmapStorage", "n_transitions")
+    table = [
+        "| storage | resident, of `LazyMemmapStorage` | `extend` by a step of 4, of `LazyTensorStorage` | "
+        "by 64 steps | `sample(256)` |",
+        "|---|---|---|---|---|",
+    ]
+    for what in ("CompressedStorage", "CompressedListStorage"):
+        resident, count = number(what, "resident_bytes"), number(what, "n_transitions")
+        if resident is None or not memmap or not memmap_count or not count:
+            continue
+        share = 100 * (resident / count) / (memmap / memmap_count)
+        times = " | ".join(part(what, f"{key}_us", f"plain_{key}_us") for key in ("extend", "extend64", "sample256"))
+        table.append(f"| `{what}` | {share:.2f} % | {times} |")
+    about = next(iter(rows.values()))
+    threads = f", torch on {about['threads']} thread" if about["threads"] else ""
+    stamp = f"{game}, 4 environments, measured {about['date']} on {about['machine']}{threads}; {about['versions']}."
+    _fill("torchrl", [*table, "", stamp])
+    lines = ["| what | bytes for a transition | of the tensors | transitions a second |", "|---|---|---|---|"]
+    for name, sent, through in (
+        ("collectors to buffer, 64 steps at a time", "collected", "Ray extend"),
+        ("buffer to learner, 256 at random", "sampled", "Ray sample"),
+    ):
+        bytes_, plain = number(sent, "wire_bytes"), number(sent, "plain_bytes")
+        if bytes_ is None or not plain:
+            continue
+        rate = number(through, "per_second")
+        lines.append(
+            f"| {name} | {bytes_:.0f} | {100 * bytes_ / plain:.2f} % | {'' if rate is None else f'{rate:.0f}'} |"
+        )
+    _fill("distributed", [*lines, "", "One process sends or asks at a time, all on one machine. " + stamp])
+
+
+def _fill(name: str, lines: list[str]) -> None:
+    path = Path(__file__).parents[1] / "docs" / f"{name}.md"
+    before, begin, rest = path.read_text().partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"<!-- end of {name} -->")
+    path.write_text("".join([before, begin, "\n", "\n".join(lines), "\n\n", end, after]))
 
 
 if __name__ == "__main__":
