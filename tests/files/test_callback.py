@@ -37,7 +37,7 @@ class Pixels(gym.Env[Any, Any]):
         return self.stack.copy(), 1.0, self.at % 11 == 0, False, {}
 
 
-def make_model(buffer_class: Any = CompressedReplayBuffer) -> DQN:
+def make_model(buffer_class: Any = CompressedReplayBuffer) -> Any:
     env = DummyVecEnv([Pixels])
     return DQN(
         "MlpPolicy", env, buffer_size=200, learning_starts=20, batch_size=8, replay_buffer_class=buffer_class,

@@ -25,6 +25,7 @@ import numpy as np
 
 from sb3_extra_buffers.errors import ExtraBuffersError
 from sb3_extra_buffers.files import live, load, manifest, open_saved, save
+from sb3_extra_buffers.files.blocks import BLOCK
 from sb3_extra_buffers.files.checking import repair
 from sb3_extra_buffers.files.loading import SavedBuffer
 from tests.files.filing import BUFFERS, Feed, contents, finish, make_array
@@ -158,7 +159,7 @@ def forge(name: str, count: int, seed: int = 0) -> Counter[str]:
                 names = [name for name, array in saved.blocks.records.items() if array.n_blocks]
                 array = saved.blocks.records[rng.choice(names)]
                 entry = index[array.first]
-                at, size = int(entry["offset"]), min(array.nbytes, 1 << 14)
+                at, size = int(entry["offset"]), min(array.nbytes, BLOCK)
                 if at:
                     block = bytearray(original[at : at + size])
                     for _ in range(rng.choice([1, 2, 8])):
@@ -170,7 +171,7 @@ def forge(name: str, count: int, seed: int = 0) -> Counter[str]:
                     changed["index"]["crc32"] = zlib.crc32(table)
                     data = original[:at] + bytes(block) + original[at + size :]
                     data_path.write_bytes(data[:where] + table + data[where + len(table) :])
-            manifest.replace(folder, changed, sync=False)
+            manifest.replace(folder, manifest.dump(changed | {"number": 10**9}), sync=False)
             try:
                 buffer = (open_saved if turn % 4 < 2 else load)(folder)
             except ExtraBuffersError as error:

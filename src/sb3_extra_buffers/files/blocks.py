@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import itertools
 import math
 import mmap
 import os
@@ -16,22 +18,26 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.errors import DamagedFileError, FileFormatError, FileWriteError
 from sb3_extra_buffers.stores.arena import SLACK, zeros
+from sb3_extra_buffers.stores.frames import PAGE
 from sb3_extra_buffers.stores.snapshot import parse_dtype
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
-#: bytes that have a checksum of their own
-BLOCK = 1 << 14
+#: bytes of an array that have a checksum of their own; small, as a save writes whole ones
+BLOCK = PAGE
+#: bytes of payloads that have one; these are only ever added
+STRETCH = 1 << 14
 #: first bytes of every data file; so that no block begins at 0, which stands for a block of zeros
 MAGIC = b"sb3-extra-buffers data 1\n"
 #: one entry for each block: where it is and its checksum
 INDEX = np.dtype([("offset", "<u8"), ("crc32", "<u4")])
 #: payloads are checked in stretches of this kind
 CHUNK = np.dtype([("offset", "<i8"), ("length", "<i4"), ("crc32", "<u4")])
-# how much is compared, or written, in one go
-_STRIDE = 32
+# how much is written in one go
 _PENDING = 1 << 20
+# blocks that are compared in one go
+_PIECE = 64
 
 
 class ArrayRecord(NamedTuple):
@@ -139,7 +145,7 @@ class Appender:
 class BlockWriter:
     """Puts arrays into a data file; blocks that are there already, byte for byte, are used again."""
 
-    def __init__(self, out: Appender, before: BlockReader | None) -> None:
+    def __init__(self, out: Appender, before: SavedBlocks | None) -> None:
         self._out = out
         self._before = before
         self._entries: list[Array] = []
@@ -147,25 +153,26 @@ class BlockWriter:
         self.records: dict[str, ArrayRecord] = {}
         self.live_bytes = 0
 
-    def put(self, name: str, array: Array) -> None:
-        """Add ``array``; one that is not in one piece is copied, all others are written as they lie."""
+    def put(self, name: str, array: Array, touched: npt.NDArray[np.bool_] | None = None) -> None:
+        """Add ``array``; one that is not in one piece is copied, all others are written as they lie.
+
+        ``touched`` says of each block whether it may have changed since the last save; without it, all may have.
+        """
         record = ArrayRecord(array.dtype, array.shape, self._n_entries)
         flat: Bytes = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        old = None if self._before is None else self._before.blocks_like(name, record)
         entries = np.zeros(record.n_blocks, INDEX)
-        for first in range(0, record.n_blocks, _STRIDE):
-            part = flat[first * BLOCK : (first + _STRIDE) * BLOCK]
-            here = entries[first : first + _STRIDE]
-            todo = np.arange(len(here))
-            if old is not None and self._before is not None and first < len(old):
-                known = old[first : first + _STRIDE]
-                same = np.flatnonzero(self._before.same_blocks(known, part[: len(known) * BLOCK]))
-                here[same] = known[same]
-                todo = np.delete(todo, same)
-            for block in todo.tolist():
-                data = part[block * BLOCK : (block + 1) * BLOCK]
-                if data.any():
-                    here[block] = self._out.put(data), zlib.crc32(data.data)
+        todo = np.ones(record.n_blocks, np.bool_)
+        if touched is not None and len(touched) < record.n_blocks:
+            touched = None
+        if self._before is not None:
+            known = self._before.blocks_like(name, record)
+            same = self._before.same_blocks(known, flat[: len(known) * BLOCK], touched)
+            entries[: len(known)][same] = known[same]
+            todo[: len(known)] = ~same
+        for block in np.flatnonzero(todo).tolist():
+            data = flat[block * BLOCK : (block + 1) * BLOCK]
+            if data.any():
+                entries[block] = self._out.put(data), zlib.crc32(data.data)
         kept = np.flatnonzero(entries["offset"])
         self.live_bytes += int(np.minimum(flat.size - kept * BLOCK, BLOCK).sum())
         self.records[name] = record
@@ -230,37 +237,94 @@ class BlockReader:
         except (OSError, MemoryError, OverflowError, ValueError) as problem:
             raise FileFormatError(f"no room for an array of {record.shape} {record.dtype}: {problem}") from problem
 
-    # ---- for the next save ----
 
-    def blocks_like(self, name: str, record: ArrayRecord) -> Array | None:
+class SavedBlocks:
+    """The blocks of the last save, to find out which are as they were.
+
+    They are read, not mapped: a page that is looked at once costs more to map than to copy.
+    """
+
+    def __init__(self, path: Path, index: Array, records: Mapping[str, ArrayRecord]) -> None:
+        self.index, self.records = index, records
+        self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        self._read = np.empty(_PIECE * BLOCK, np.uint8)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def blocks_like(self, name: str, record: ArrayRecord) -> Array:
         """The blocks of ``name`` that may be as they were; of an array that grew, those that were whole before."""
         old = self.records.get(name)
         if old is None:
-            return None
+            return self.index[:0]
         count = old.n_blocks if old.nbytes == record.nbytes else min(old.nbytes, record.nbytes) // BLOCK
         return self.index[old.first : old.first + count]
 
-    def same_blocks(self, entries: Array, part: Bytes) -> npt.NDArray[np.bool_]:
-        """Which blocks of ``part`` are in the file as they are, compared byte for byte."""
+    def same_blocks(
+        self, entries: Array, flat: Bytes, touched: npt.NDArray[np.bool_] | None = None
+    ) -> npt.NDArray[np.bool_]:
+        """Which blocks of ``flat`` are in the file as they are, compared byte for byte."""
+        same = np.ones(len(entries), np.bool_)
+        if not len(entries):
+            return same
         offsets = entries["offset"].astype(np.int64)
-        count = len(entries)
-        if part.size == count * BLOCK:
-            words = part.view(np.uint64)
-            if not offsets.any():
-                return np.asarray(~words.reshape(count, -1).any(axis=1))
-            if offsets[0] and (np.diff(offsets) == BLOCK).all():
-                # a run: one comparison says that all of it is as it was, nearly always
-                old = self.data[offsets[0] : offsets[0] + part.size]
-                if old.size == part.size and old.tobytes() == part.tobytes():
-                    return np.ones(count, np.bool_)
-        same = np.zeros(count, np.bool_)
-        for block, offset in enumerate(offsets.tolist()):
-            now = part[block * BLOCK : (block + 1) * BLOCK]
-            if offset:
-                same[block] = np.array_equal(self.data[offset : offset + now.size], now)
-            else:
-                same[block] = not now.any()
+        breaks = np.flatnonzero((np.diff(offsets) != BLOCK) & (offsets[1:] | offsets[:-1]).astype(np.bool_)) + 1
+        if touched is not None:
+            changes = touched[: len(entries)]
+            breaks = np.union1d(breaks, np.flatnonzero(changes[1:] != changes[:-1]) + 1)
+        # no more at once than stays in a cache
+        bounds = np.union1d([*breaks.tolist(), len(entries)], np.arange(0, len(entries), _PIECE)).tolist()
+        for first, stop in itertools.pairwise(bounds):
+            if touched is None or touched[first]:
+                self._compare(offsets, flat, first, stop, same)
         return same
+
+    def _compare(self, offsets: Array, flat: Bytes, first: int, stop: int, same: npt.NDArray[np.bool_]) -> None:
+        """Compare a run of blocks as a whole; halve it where it differs, until it is known which ones do."""
+        part = flat[first * BLOCK : stop * BLOCK]
+        offset = int(offsets[first])
+        if offset:
+            found = self._read[: part.size]
+            os.lseek(self._descriptor, offset, os.SEEK_SET)
+            equal = _read_into(self._descriptor, found) == part.size and equal_bytes(found, part)
+        else:
+            equal = not part.any()
+        if equal:
+            return
+        if stop - first == 1:
+            same[first] = False
+            return
+        middle = (first + stop) // 2
+        self._compare(offsets, flat, first, middle, same)
+        self._compare(offsets, flat, middle, stop, same)
+
+
+def _read_into(descriptor: int, target: Bytes) -> int:
+    if hasattr(os, "readv"):
+        return os.readv(descriptor, [target.data])
+    data = os.read(descriptor, target.size)
+    target[: len(data)] = np.frombuffer(data, np.uint8)
+    return len(data)
+
+
+def _find_memcmp() -> Any:
+    """The C library's comparison: one call for megabytes, and no copy."""
+    try:
+        compare: Any = ctypes.CDLL(None if os.name != "nt" else "msvcrt").memcmp
+    except (OSError, AttributeError):
+        return None
+    compare.argtypes, compare.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_int
+    return compare
+
+
+_memcmp = _find_memcmp()
+
+
+def equal_bytes(first: Bytes, second: Bytes) -> bool:
+    """Whether two stretches of bytes are equal."""
+    if _memcmp is None:
+        return first.tobytes() == second.tobytes()
+    return first.size == second.size and _memcmp(first.ctypes.data, second.ctypes.data, first.size) == 0
 
 
 def map_file(path: Path, size: int, private: bool = False) -> Bytes:

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sb3_extra_buffers.codecs.registry import codec_from_config, is_available
+from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import CorruptPayloadError, DamagedFileError, ExtraBuffersError, FileFormatError
 from sb3_extra_buffers.files import manifest
 from sb3_extra_buffers.files.blocks import BLOCK, ArrayRecord, map_file
@@ -23,9 +25,12 @@ from sb3_extra_buffers.files.loading import (
 )
 from sb3_extra_buffers.files.saving import save
 from sb3_extra_buffers.kernels.state import NONE
+from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.heap import Heap
+from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.making import make_frame_store
 from sb3_extra_buffers.stores.observation import ObservationStore
-from sb3_extra_buffers.stores.snapshot import check_extents, put_together
+from sb3_extra_buffers.stores.snapshot import check_extents, join_streams, put_together, split_streams
 from sb3_extra_buffers.stores.view import StoreView
 
 Array = npt.NDArray[Any]
@@ -33,9 +38,7 @@ Flags = npt.NDArray[np.bool_]
 
 # tables with one entry for each segment, and those that only open segments need
 _OF_SEGMENTS = ("lengths", "counts", "scenes", "starts", "generation")
-_OF_STREAMS = (
-    "stage", "stage_ends", "open_segments", "recent_ids", "heads", "last", "scene_of", "scene_cost", "walks", "pool",
-)  # fmt: skip
+_OF_STREAMS = ("stage", "streams")
 
 
 @dataclass
@@ -120,8 +123,8 @@ def repair(path: str | os.PathLike[str], target: str | os.PathLike[str], kind: t
     problems: list[ExtraBuffersError] = []
     for name in (manifest.NAME, manifest.PREVIOUS):
         try:
-            saved = SavedBuffer(source, name)
-            buffer = _Salvage(saved, report).run(kind)
+            record = manifest.newest(source) if name == manifest.NAME else manifest.read(source, name)
+            buffer = _Salvage(SavedBuffer(source, record), report).run(kind)
         except ExtraBuffersError as problem:
             problems.append(problem)
             report.findings.append(f"{name}: {problem}")
@@ -197,17 +200,21 @@ class _Salvage:
         for name in _OF_SEGMENTS:
             if name in bad:
                 dead |= bad[name]
+        empty = self._empty_store(record)
+        streams = empty._state._asdict()
         if any(bad[name].any() for name in _OF_STREAMS):
             # what is open is lost, and streams begin anew
             dead |= (counts > 0) & (lengths == 0)
-            _reset_streams(arrays)
+            arrays["stage"] = np.zeros(0, np.uint8)
+        else:
+            streams = split_streams(empty, arrays["streams"])
         scenes = arrays["scenes"]
         used = (scenes >= 0) & (scenes < len(arrays["scene_rows"]))
         dead[used] |= bad["scene_rows"][scenes[used]]
         dead |= self._unreadable(arrays, bad, dead, place)
         if dead.any():
             self.report.findings.append(f"store {place}: {int(dead.sum())} of {len(dead)} segments are lost")
-        per = self._per_segment(record)
+        per = empty.per_segment
         ids = slots.astype(np.int64) - 1
         ids[bad["slots"]] = -1
         outside = ids >= len(dead) * per
@@ -216,16 +223,18 @@ class _Salvage:
         slots[lost] = 0
         counts[dead] = 0
         lengths[dead] = 0
-        opened = arrays["open_segments"]
+        opened = streams["open_segments"]
         if dead[opened[opened >= 0]].any():
-            _reset_streams(arrays)
+            # their rooms lie one after the other: with one of them gone, so are all
             gone = (counts > 0) & (lengths == 0)
             counts[gone] = 0
             more = ((ids >= 0) & gone[np.maximum(ids, 0) // per]).any(axis=1)
             slots[more] = 0
             lost |= more
-        frames = arrays["recent_ids"]
+            arrays["stage"], streams = np.zeros(0, np.uint8), empty._state._asdict()
+        frames = streams["recent_ids"]
         frames[(frames >= 0) & (counts[np.maximum(frames, 0) // per] == 0)] = NONE
+        arrays["streams"] = join_streams(streams)
         return lost
 
     def _unreadable(self, arrays: dict[str, Array], bad: dict[str, Flags], dead: Flags, place: int) -> Flags:
@@ -254,9 +263,13 @@ class _Salvage:
             out[segment] = broken[places].any() or int(np.maximum(inside, 0).sum()) != int(length[0])
         return out
 
-    def _per_segment(self, record: dict[str, Any]) -> int:
-        _, codec_id, config = record["codecs"][-1]
-        return max(int(config["frames"]), int(record["stack"])) if codec_id == "delta" else 1
+    def _empty_store(self, record: dict[str, Any]) -> FrameStore:
+        """A store like the one that was saved, before anything was written to it."""
+        spec = ObsSpec(tuple(record["shape"]), np.dtype(record["dtype"]))
+        layout = StackLayout(spec, record["stack"], record["axis"])
+        name, codec_id, config = record["codecs"][-1]
+        codec = codec_from_config(name if is_available(name) else codec_id, config)
+        return make_frame_store(layout, 0, record["n_streams"], codec)
 
     # ---- putting it together again ----
 
@@ -307,13 +320,6 @@ def _bad_rows(record: ArrayRecord, bad: list[int]) -> Flags:
     for block in bad if per_row else []:
         rows[block * BLOCK // per_row : -(-(block + 1) * BLOCK // per_row)] = True
     return rows
-
-
-def _reset_streams(arrays: dict[str, Array]) -> None:
-    arrays["stage"] = np.zeros(0, np.uint8)
-    for name in _OF_STREAMS[1:]:
-        arrays[name][...] = NONE if name in ("open_segments", "recent_ids", "scene_of", "pool") else 0
-    arrays["last"][...] = -1
 
 
 def _longest(whole: Flags, from_start: bool) -> tuple[int, int]:

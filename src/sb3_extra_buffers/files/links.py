@@ -32,12 +32,15 @@ class Link:
 
     folder: Path
     save_id: str
+    folder_id: str
+    number: int
     data_name: str
     data_size: int
     live_bytes: int
     index: Array
     records: dict[str, ArrayRecord]
     stores: list[StoreLink | None]
+    seen: tuple[int, ...] = ()  # of the manifest, as it was after that save
 
 
 _links: dict[int, Link] = {}

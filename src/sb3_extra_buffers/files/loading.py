@@ -61,9 +61,9 @@ def open_saved(path: str | os.PathLike[str], kind: type[Any] | None = None, mode
 class SavedBuffer:
     """A folder with a saved buffer: its manifest read, its files mapped, nothing believed yet."""
 
-    def __init__(self, folder: Path, name: str = manifest.NAME) -> None:
+    def __init__(self, folder: Path, record: dict[str, Any] | None = None) -> None:
         self.folder = folder
-        self.record = manifest.read(folder, name)
+        self.record = manifest.newest(folder) if record is None else record
         data = _entry(self.record, "data", dict)
         data_name, size = _file_name(data.get("name"), "data-"), data.get("size")
         if type(size) is not int or not len(MAGIC) <= size < 1 << 60:
@@ -209,10 +209,12 @@ class SavedBuffer:
         return StoreLink(heap, starts, chunks)
 
     def _link(self, stores: list[StoreLink | None]) -> Link:
-        live_bytes = _entry(self.record, "data", dict).get("live_bytes")
+        live_bytes, number = _entry(self.record, "data", dict).get("live_bytes"), self.record.get("number")
         return Link(
             self.folder,
             str(self.record.get("save_id")),
+            str(self.record.get("folder_id")),
+            number if type(number) is int else 0,
             self.data_path.name,
             self.data_size,
             live_bytes if type(live_bytes) is int else 0,

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import struct
 import zlib
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ FORMAT = "sb3-extra-buffers"
 VERSION = 1
 
 _MOST_BYTES = 1 << 26
+_TAIL = struct.Struct("<8sQQI")
+_TAIL_MAGIC = b"SEBsaved"
+TAIL_BYTES = _TAIL.size + 4
 _TRAILER = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n\}\n')
 
 
@@ -74,9 +78,8 @@ def read(folder: Path, name: str = NAME) -> dict[str, Any]:
     return parse(data, path)
 
 
-def replace(folder: Path, record: dict[str, Any], sync: bool = True) -> int:
-    """Make ``record`` the manifest, all at once: before it there is the old one, after it the new one."""
-    data = dump(record)
+def replace(folder: Path, data: bytes, sync: bool = True) -> None:
+    """Make ``data`` the manifest, all at once: before it there is the old one, after it the new one."""
     staged, path = folder / STAGED, folder / NAME
     with staged.open("wb") as file:
         file.write(data)
@@ -88,9 +91,76 @@ def replace(folder: Path, record: dict[str, Any], sync: bool = True) -> int:
         (folder / PREVIOUS).unlink(missing_ok=True)
         os.link(path, folder / PREVIOUS)
     staged.replace(path)
-    if sync:
-        sync_folder(folder)
-    return len(data)
+
+
+# ---- the copy at the end of a data file ----
+
+
+def tail(data: bytes, offset: int) -> bytes:
+    """What is written behind a copy of the manifest at ``offset``, so that it can be found from the end."""
+    fields = _TAIL.pack(_TAIL_MAGIC, offset, len(data), zlib.crc32(data))
+    return fields + zlib.crc32(fields).to_bytes(4, "little")
+
+
+def read_tail(path: Path) -> dict[str, Any] | None:
+    """The manifest at the end of a data file, if there is a whole one."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            if size < TAIL_BYTES:
+                return None
+            file.seek(size - TAIL_BYTES)
+            end = file.read(TAIL_BYTES)
+            magic, offset, length, crc = _TAIL.unpack_from(end)
+            if magic != _TAIL_MAGIC or zlib.crc32(end[: _TAIL.size]) != int.from_bytes(end[_TAIL.size :], "little"):
+                return None
+            if length > _MOST_BYTES or offset + length > size:
+                return None
+            file.seek(offset)
+            data = file.read(length)
+        if zlib.crc32(data) != crc:
+            return None
+        return parse(data, path)
+    except (OSError, DamagedFileError, FileFormatError):
+        return None
+
+
+def newest(folder: Path) -> dict[str, Any]:
+    """The manifest of the last save that was completed.
+
+    A save is on the disk once its data file is, with a copy of the manifest at its end; the manifest itself may follow
+    later. Where the two differ, the one that was written last counts.
+    """
+    found: dict[str, Any] | None = None
+    problem: DamagedFileError | None = None
+    try:
+        found = read(folder)
+    except DamagedFileError as error:
+        problem = error
+    if found is not None:
+        data = found.get("data")
+        name = data.get("name") if isinstance(data, dict) else None
+        ends = [read_tail(folder / name)] if isinstance(name, str) and "/" not in name and "\\" not in name else []
+        newer = [
+            end
+            for end in ends
+            if end is not None and end.get("folder_id") == found.get("folder_id") and _number(end) > _number(found)
+        ]
+        return newer[0] if newer else found
+    whole = [end for path in folder.glob("data-*.bin") if (end := read_tail(path)) is not None and _names(end, path)]
+    if not whole or problem is None:
+        raise problem or DamagedFileError(f"{folder} has no manifest that is whole")
+    return max(whole, key=_number)
+
+
+def _number(record: dict[str, Any]) -> int:
+    number = record.get("number")
+    return number if type(number) is int else -1
+
+
+def _names(record: dict[str, Any], path: Path) -> bool:
+    data = record.get("data")
+    return isinstance(data, dict) and data.get("name") == path.name
 
 
 def sync_folder(folder: Path) -> None:

@@ -19,13 +19,12 @@ from sb3_extra_buffers import __version__
 from sb3_extra_buffers.errors import ExtraBuffersError, FileWriteError, NotSaveableError, UnsupportedVersionError
 from sb3_extra_buffers.files import manifest
 from sb3_extra_buffers.files.blocks import (
-    BLOCK,
     CHUNK,
     MAGIC,
+    STRETCH,
     Appender,
-    BlockReader,
     BlockWriter,
-    map_file,
+    SavedBlocks,
     named_errors,
 )
 from sb3_extra_buffers.files.links import Link, StoreLink, get_link, set_link
@@ -114,8 +113,10 @@ class _Save:
         self.save_id = secrets.token_hex(8)
 
     def run(self, base: Path | None) -> SaveReport:
-        there = _look_at(self.folder)
-        link = self._usable_link(there, base)
+        there = self._look()
+        number = there.get("number")
+        self.number_there = number if type(number) is int else 0
+        link = self._usable_link(there.get("save_id"), base)
         self.folder.mkdir(parents=True, exist_ok=True)
         if link is not None and link.folder != self.folder:
             link = self._share(link)
@@ -123,22 +124,37 @@ class _Save:
         try:
             with _reader(link) as before:
                 record, new = self._write(out, before, link)
+            text = manifest.dump(record)
+            out.put(manifest.tail(text, out.put(text)))
+            # from here on a save that builds upon another is on the disk, whatever becomes of the manifest
             out.flush(self.sync)
+            manifest.replace(self.folder, text, self.sync and link is None)
         except BaseException:
             out.undo()
             if link is None:
                 out.path.unlink(missing_ok=True)
             raise
         out.close()
-        n_bytes = out.n_bytes + manifest.replace(self.folder, record, self.sync)
-        for store in self.parts:
-            if store.heap is not None:
-                store.heap.saved()
+        new.data_size = out.end
+        if self.sync and link is None:
+            manifest.sync_folder(self.folder)
+        n_bytes = out.n_bytes + len(text)
+        for part in self.parts:
+            if part.inner is not None:
+                part.inner.saved()
+        new.seen = _stat(self.folder)
         set_link(self.buffer, new)
         _remove_others(self.folder, _files_of(record))
         return SaveReport(self.folder, n_bytes, link is not None)
 
-    def _usable_link(self, there: str | None, base: Path | None) -> Link | None:
+    def _look(self) -> dict[str, Any]:
+        """What is in the folder; read again only if somebody else has been there."""
+        link = get_link(self.buffer)
+        if link is not None and link.folder == self.folder and link.seen and link.seen == _stat(self.folder):
+            return {"save_id": link.save_id, "number": link.number}
+        return _look_at(self.folder)
+
+    def _usable_link(self, there: Any, base: Path | None) -> Link | None:
         """The last save, if what it wrote can be built upon."""
         link = get_link(self.buffer)
         if link is None or link.data_size > 2 * link.live_bytes + _SPARE:
@@ -148,7 +164,7 @@ class _Save:
         if base is None or link.folder != base:
             return None
         try:
-            found = manifest.read(base).get("save_id")
+            found = manifest.newest(base).get("save_id")
         except ExtraBuffersError:
             return None
         return link if found == link.save_id else None
@@ -172,7 +188,7 @@ class _Save:
         out.put(MAGIC)
         return out
 
-    def _write(self, out: Appender, before: BlockReader | None, link: Link | None) -> tuple[dict[str, Any], Link]:
+    def _write(self, out: Appender, before: SavedBlocks | None, link: Link | None) -> tuple[dict[str, Any], Link]:
         blocks = BlockWriter(out, before)
         payload_bytes = 0
         stores: list[StoreLink | None] = []
@@ -193,8 +209,11 @@ class _Save:
                 arrays |= {"starts": made.starts, "chunks": _chunks_to_array(made.chunks)}
             record["options"] = self.encoder.encode(record["options"], f"store{place}.options")
             record["arrays"] = list(arrays)
+            same_store = made is not None and known is not None and known.heap is made.heap
             for name, array in arrays.items():
-                blocks.put(f"store{place}.{name}", array)
+                # who wrote to the cells is known; the rest is compared
+                touched = part.inner.touched if name == "slots" and part.inner is not None and same_store else None
+                blocks.put(f"store{place}.{name}", array, touched)
             stores.append(made)
             records.append(record)
         for name, array in self.encoder.arrays.items():
@@ -202,12 +221,15 @@ class _Save:
         index = blocks.finish()
         live_bytes = blocks.live_bytes + payload_bytes
         kind = type(self.buffer)
+        number = 1 + max(self.number_there, 0 if link is None else link.number)
         record = {
             "format": manifest.FORMAT,
             "version": manifest.VERSION,
             "library": __version__,
             "saved": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "save_id": self.save_id,
+            "folder_id": self.save_id if link is None or link.folder != self.folder else link.folder_id,
+            "number": number,
             "class": kind.__qualname__,
             "module": kind.__module__,
             "data": {"name": out.path.name, "size": out.end, "live_bytes": live_bytes},
@@ -217,15 +239,33 @@ class _Save:
             "index": index,
         } | ({} if self.journal is None else {"journal": self.journal})
         new = Link(
-            self.folder, self.save_id, out.path.name, out.end, live_bytes, blocks.index, blocks.records, stores
-        )  # fmt: skip
+            self.folder,
+            self.save_id,
+            str(record["folder_id"]),
+            number,
+            out.path.name,
+            out.end,
+            live_bytes,
+            blocks.index,
+            blocks.records,
+            stores,
+        )
         return record, new
 
 
-def _look_at(folder: Path) -> str | None:
-    """The save that is in ``folder``, if there is one; an error if the folder is somebody else's."""
+def _stat(folder: Path) -> tuple[int, ...]:
+    """What tells one manifest from another without reading it."""
+    try:
+        found = (folder / manifest.NAME).stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _look_at(folder: Path) -> dict[str, Any]:
+    """The manifest that is in ``folder``, if there is one; an error if the folder is somebody else's."""
     if not folder.exists():
-        return None
+        return {}
     if not folder.is_dir():
         raise FileWriteError(17, f"{folder} is a file; a buffer is saved as a folder: choose another path")
     strangers = [entry.name for entry in os.scandir(folder) if not _OURS.fullmatch(entry.name)]
@@ -234,22 +274,24 @@ def _look_at(folder: Path) -> str | None:
             17, f"{folder} holds other things, such as {strangers[0]!r}; choose a folder of its own for the buffer"
         )
     try:
-        found = manifest.read(folder).get("save_id")
+        return manifest.newest(folder)
     except UnsupportedVersionError:
         raise
     except ExtraBuffersError:
-        return None
-    return found if isinstance(found, str) else None
+        return {}
 
 
 @contextlib.contextmanager
-def _reader(link: Link | None) -> Iterator[BlockReader | None]:
+def _reader(link: Link | None) -> Iterator[SavedBlocks | None]:
     """The blocks of the last save, to compare with."""
     if link is None:
         yield None
         return
-    path = link.folder / link.data_name
-    yield BlockReader(map_file(path, link.data_size), link.index, link.records, path)
+    before = SavedBlocks(link.folder / link.data_name, link.index, link.records)
+    try:
+        yield before
+    finally:
+        before.close()
 
 
 def _put_payloads(out: Appender, heap: Heap, known: StoreLink | None) -> StoreLink:
@@ -275,8 +317,8 @@ def _count_payloads(heap: FileHeap, known: StoreLink | None) -> StoreLink:
         int(known.chunks["offset"][-1] + known.chunks["length"][-1]) if known is not None and len(known.chunks) else 0
     )
     made = [
-        (at, min(BLOCK, heap.end - at), zlib.crc32(heap.data[at : min(at + BLOCK, heap.end)].data))
-        for at in range(begin, heap.end, BLOCK)
+        (at, min(STRETCH, heap.end - at), zlib.crc32(heap.data[at : min(at + STRETCH, heap.end)].data))
+        for at in range(begin, heap.end, STRETCH)
     ]
     chunks = np.array(made, CHUNK) if made else np.zeros(0, CHUNK)
     if known is not None:
@@ -295,13 +337,13 @@ class _Chunks:
     def put(self, data: npt.NDArray[np.uint8]) -> None:
         at = 0
         while at < data.size:
-            piece = data[at : at + BLOCK - len(self._part)]
+            piece = data[at : at + STRETCH - len(self._part)]
             at += piece.size
-            if piece.size == BLOCK:
+            if piece.size == STRETCH:
                 self._add(piece.data)
                 continue
             self._part += piece.data
-            if len(self._part) == BLOCK:
+            if len(self._part) == STRETCH:
                 self._add(self._part)
                 self._part = bytearray()
 

@@ -26,6 +26,8 @@ Frames = npt.NDArray[np.uint8]  # [row, stack, byte]
 
 # scenes that a new segment may start from
 _POOL = 8
+#: bytes of the table of cells that are saved together
+PAGE = 1 << 12
 # segments that are freed or sealed together: each is a matter of microseconds, seeing to it is not
 LATER = 128
 
@@ -61,6 +63,8 @@ class FrameStore(ABC):
         self.n_streams = n_streams
         self.heap = Heap(limit=heap_bytes, path=path)
         self.slots: npt.NDArray[np.int32] = zeros((n_cells, layout.stack), np.int32)
+        # pages of `slots` written since `saved`, so that a file need only be given those
+        self.touched = np.ones(-(-self.slots.nbytes // PAGE), np.bool_)
         self._compiled = compiled
         self._kernels = frame_kernels(compiled)
         self._wide = layout.frame_bytes > 0xFFFF
@@ -106,6 +110,7 @@ class FrameStore(ABC):
 
     def write(self, cells: Cells, streams: Cells, rows: ByteRows) -> None:
         """Store one row per cell. ``streams`` names the stream that each row continues."""
+        self._touch(cells)
         self._write(self.slots, cells, streams, self.layout.split(rows, self._kernels))
 
     def write_step(self, cell: int, more_cell: int, rows: ByteRows, more_rows: ByteRows) -> None:
@@ -117,6 +122,21 @@ class FrameStore(ABC):
     @abstractmethod
     def _write(self, slots: Slots, cells: Cells, streams: Cells, frames: Frames) -> None:
         """Store frames in cells of ``slots``."""
+
+    def _touch(self, cells: Cells) -> None:
+        width = 4 * self.layout.stack
+        self.touched[cells * width // PAGE] = True
+        self.touched[(cells * width + width - 1) // PAGE] = True
+
+    def _touch_run(self, first: int, count: int) -> None:
+        """`_touch` for cells in a row; cheap enough for every step."""
+        width = 4 * self.layout.stack
+        self.touched[first * width // PAGE : ((first + count) * width - 1) // PAGE + 1] = True
+
+    def saved(self) -> None:
+        """What there is now has been saved."""
+        self.touched[:] = False
+        self.heap.saved()
 
     def _lists(self, n_frames: int) -> None:
         """Have room to list ``n_frames`` frames as new and their segments as freed."""
@@ -198,6 +218,7 @@ class FrameStore(ABC):
         """Make ``cells`` unwritten; segments that lose their last reader are freed."""
         state = self._state
         cells = np.unique(cells)
+        self._touch(cells)
         ids = self.slots[cells].ravel().astype(np.int64) - 1
         ids, counts = np.unique(ids[ids >= 0], return_counts=True)
         self.slots[cells] = 0
@@ -216,6 +237,7 @@ class FrameStore(ABC):
         state.recent_ids[:] = NONE
         state.last[:] = -1
         self.slots[...] = 0
+        self.touched[:] = True
         state.refs[:] = 0
         state.live[:] = 0
         state.counts[:] = 0
@@ -289,6 +311,7 @@ class FrameStore(ABC):
         slots: npt.NDArray[np.int32] = zeros((len(self.slots) + n_cells, self.layout.stack), np.int32)
         slots[: len(self.slots)] = self.slots
         self.slots = slots
+        self.touched = np.ones(-(-slots.nbytes // PAGE), np.bool_)
 
     def use_heap(self, heap: Heap) -> None:
         """Put payloads into ``heap`` from now on; before anything is written."""
@@ -329,6 +352,7 @@ class FrameStore(ABC):
     def __setstate__(self, stored: dict[str, Any]) -> None:
         columns = stored.pop("_state")
         self.__dict__.update(stored)
+        self.touched = np.ones(-(-self.slots.nbytes // PAGE), np.bool_)
         self._kernels = frame_kernels(self._compiled)
         self._state = FrameState(**columns)
         self._bound = self._table_bytes = None

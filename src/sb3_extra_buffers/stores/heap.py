@@ -124,8 +124,11 @@ class Heap:
 
     def unsaved(self, everything: bool = False) -> npt.NDArray[np.int32]:
         """Slots whose payloads were written since `saved`, or all of them; oldest first."""
-        slots = self._listed()
-        return slots if everything else slots[self._unsaved[slots]]
+        if everything:
+            return self._listed()
+        slots = np.flatnonzero(self._unsaved & (self.lengths > 0)).astype(np.int32)
+        order: npt.NDArray[np.int32] = slots[np.argsort(self._numbers[slots] - np.uint32(self._first_number))]
+        return order
 
     def saved(self) -> None:
         """What there is now has been saved."""

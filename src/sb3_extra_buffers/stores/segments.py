@@ -80,6 +80,8 @@ class SegmentStore(FrameStore):
         frames, more = layout.split(rows, kernels), layout.split(more_rows, kernels)
         if self._state.fresh.size < 2 * len(frames) * layout.stack:
             self._lists(2 * len(frames) * layout.stack)
+        self._touch_run(cell, len(frames))
+        self._touch_run(more_cell, len(frames))
         done = 0
         while True:
             done = kernels.write_step(
@@ -267,6 +269,7 @@ class SegmentStore(FrameStore):
         for begin in range(0, len(self.slots), 1 << 16):
             part = self.slots[begin : begin + (1 << 16)]
             part[...] = table[part]
+        self.touched[:] = True
         state.refs[ids] = 0
         state.live[segments] = np.count_nonzero(state.refs.reshape(-1, per)[segments], axis=1)
         self._free(segments)

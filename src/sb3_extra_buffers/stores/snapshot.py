@@ -12,11 +12,11 @@ from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.delta import DeltaCodec
 from sb3_extra_buffers.codecs.registry import codec_from_config, is_available, known_codecs
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.errors import CorruptPayloadError, ExtraBuffersError, FileFormatError
+from sb3_extra_buffers.errors import ExtraBuffersError, FileFormatError
 from sb3_extra_buffers.kernels.state import NONE, scene_bytes
 from sb3_extra_buffers.stores.arena import SLACK, lengthen
 from sb3_extra_buffers.stores.choice import Choice
-from sb3_extra_buffers.stores.frames import FrameStore
+from sb3_extra_buffers.stores.frames import PAGE, FrameStore
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.making import make_frame_store
@@ -28,8 +28,8 @@ Array = npt.NDArray[Any]
 #: fills a heap from payloads somewhere else: the heap, slots oldest first
 FillHeap = Callable[[Heap, npt.NDArray[np.int32]], None]
 
-# columns of the state that are kept as they are; all are small, one entry per stream or scene
-_STREAM_COLUMNS = (
+#: columns of the state that are kept as they are; all are small, an entry or a few for each stream
+STREAM_COLUMNS = (
     "stage_ends", "open_segments", "recent_ids", "heads", "last", "scene_of", "scene_cost", "walks", "pool",
 )  # fmt: skip
 _DTYPE_KINDS = "biufc"
@@ -41,6 +41,7 @@ class StoreParts(NamedTuple):
     record: dict[str, Any]
     arrays: dict[str, Array]
     heap: Heap | None
+    inner: FrameStore | None = None
 
 
 # ---- taking apart ----
@@ -88,7 +89,8 @@ def _take_frames_apart(inner: FrameStore, record: dict[str, Any]) -> StoreParts:
         "scenes": state.scenes,
         "scene_rows": state.scene_rows.reshape(-1, scene_bytes(inner.layout.frame_bytes)),
         "stage": np.concatenate([np.zeros(0, np.uint8), *stage]),
-        **{name: getattr(state, name) for name in _STREAM_COLUMNS},
+        # one place for all of them: each is a few numbers
+        "streams": join_streams(state._asdict()),
     }
     record = record | {
         "kind": "frames",
@@ -102,7 +104,7 @@ def _take_frames_apart(inner: FrameStore, record: dict[str, Any]) -> StoreParts:
         arrays["generation"] = inner._generation
     if isinstance(inner, SegmentStore):
         record |= {"n_fresh": inner._n_fresh, "next_clean": inner._next_clean}
-    return StoreParts(record, arrays, inner.heap)
+    return StoreParts(record, arrays, inner.heap, inner)
 
 
 # ---- putting together ----
@@ -190,8 +192,8 @@ def _put_frames(
 ) -> FrameStore:
     layout = _layout(store.spec, record)
     codecs = _codecs(record)
-    # before rooms for them are made
-    _require(len(arrays["open_segments"]) == store.n_streams + 1, f"{store.n_streams} streams are not what there is")
+    # before rooms for them are made: there are more numbers than streams
+    _require(len(arrays["streams"]) > store.n_streams, f"{store.n_streams} streams are not what there is")
     inner = make_frame_store(layout, 0, store.n_streams, codecs[-1], store._heap_bytes, None, store._compiled)
     per = inner.per_segment
     counts = _column(arrays, "counts", np.int32, (len(arrays["counts"]),))
@@ -210,7 +212,7 @@ def _put_frames(
         ids = part[part > 0] - 1
         _require(bool((ids % per < counts[ids // per]).all()), "an observation names a frame that is not there")
 
-    columns = {name: _like(arrays, name, getattr(inner._state, name)) for name in _STREAM_COLUMNS}
+    columns = split_streams(inner, arrays["streams"])
     opened = columns["open_segments"]
     streams = np.flatnonzero(opened != NONE)
     _within(opened[streams], 0, n_segments, "an open segment")
@@ -222,6 +224,7 @@ def _put_frames(
     )
     _require(isinstance(inner, SegmentStore) or not len(streams), "a byte codec has no open segments")
     inner.slots = slots
+    inner.touched = np.zeros(-(-slots.nbytes // PAGE), np.bool_)
     inner.heap.grow(n_segments)
     inner.heap.lengths[:] = lengths
     _put_state(inner, columns, counts, scenes, scene_rows, arrays["stage"], read_only)
@@ -383,8 +386,24 @@ def _column(arrays: Mapping[str, Array], name: str, dtype: Any, shape: tuple[int
     return array
 
 
-def _like(arrays: Mapping[str, Array], name: str, empty: Array) -> Array:
-    return _column(arrays, name, empty.dtype, empty.shape)
+def join_streams(columns: Mapping[str, Array]) -> Array:
+    """The columns of streams as one."""
+    return np.concatenate([columns[name].ravel().astype(np.int64) for name in STREAM_COLUMNS])
+
+
+def split_streams(inner: FrameStore, numbers: Array) -> dict[str, Array]:
+    """Undo `join_streams`, for a store like ``inner``."""
+    empty = {name: getattr(inner._state, name) for name in STREAM_COLUMNS}
+    total = sum(column.size for column in empty.values())
+    _column({"streams": numbers}, "streams", np.int64, (total,))
+    columns, at = {}, 0
+    for name, column in empty.items():
+        part = numbers[at : at + column.size]
+        at += column.size
+        limits = np.iinfo(column.dtype)
+        _within(part, int(limits.min), int(limits.max) + 1, name)
+        columns[name] = part.astype(column.dtype).reshape(column.shape)
+    return columns
 
 
 def _within(values: Array, low: int, stop: int, what: str) -> None:
@@ -395,19 +414,3 @@ def _within(values: Array, low: int, stop: int, what: str) -> None:
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise FileFormatError(message)
-
-
-def check_decodable(store: ObservationStore, cells: Array) -> Array:
-    """Which of ``cells`` can be read."""
-    readable = np.ones(len(cells), np.bool_)
-    for first in range(0, len(cells), 64):
-        part = cells[first : first + 64]
-        try:
-            store.read(part)
-        except CorruptPayloadError:
-            for place, cell in enumerate(part):
-                try:
-                    store.read(cell[None])
-                except CorruptPayloadError:
-                    readable[first + place] = False
-    return readable
