@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,11 +121,15 @@ BUFFERS: dict[str, Callable[[], Any]] = {
     "n-step": replay("CompressedNStepReplayBuffer", n_steps=3, gamma=0.9),
     "dict": replay("CompressedDictReplayBuffer", DICT),
     "dict-n-step": replay("CompressedDictNStepReplayBuffer", DICT, n_steps=2),
+    "prioritized": replay("CompressedPrioritizedReplayBuffer", alpha=0.7, beta=0.5),
     "her": goals(),
     "her-infos": goals(copy_info_dict=True),
     "rollout": rollout("CompressedRolloutBuffer"),
     "dict-rollout": rollout("CompressedDictRolloutBuffer", DICT),
 }
+
+if importlib.util.find_spec("sb3_contrib") is not None:
+    BUFFERS["maskable-rollout"] = rollout("CompressedMaskableRolloutBuffer")
 
 
 def make_array(n_steps: int = 40, method: str = "auto") -> tuple[CompressedArray, Any]:
@@ -161,9 +166,9 @@ def plain(samples: Any) -> list[Any]:
     found: list[Any] = []
     for part in samples:
         if isinstance(part, dict):
-            found += [tensor.numpy() for tensor in part.values()]
+            found += [np.asarray(tensor) for tensor in part.values()]
         elif part is not None:
-            found.append(part.numpy())
+            found.append(np.asarray(part))
     return found
 
 

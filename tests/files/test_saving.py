@@ -225,6 +225,21 @@ def test_a_copy_does_not_take_over_the_file_of_its_original(tmp_path: Path) -> N
     assert_same(buffer, CompressedReplayBuffer.load(tmp_path / "saved"))
 
 
+def test_priorities_are_as_they_were(tmp_path: Path) -> None:
+    buffer, feed = BUFFERS["prioritized"](), Feed()
+    for turn in range(40):
+        feed.add_to(buffer)
+        if turn > 5:
+            np.random.seed(turn)  # noqa: NPY002  # SB3 draws from this generator
+            samples = buffer.sample(8)
+            buffer.update_priorities(samples.indices, np.linspace(0.1, 3, 8))
+            if turn % 7 == 0:
+                buffer.save(tmp_path / "saved")
+    buffer.save(tmp_path / "saved")
+
+    assert_same(buffer, load(tmp_path / "saved"))
+
+
 class _Own(ReplayBuffer):
     """A buffer of somebody else's."""
 
