@@ -25,7 +25,8 @@ FLOORS = [
     ("codecs", {"torch"} | SB3 | OPTIONAL, {"codecs", "errors"}),
     ("kernels", SB3 | OPTIONAL, {"codecs", "kernels", "errors"}),
     ("stores", SB3 | OPTIONAL, {"codecs", "kernels", "stores", "errors"}),
-    ("_sb3", OPTIONAL, {"codecs", "kernels", "stores", "_sb3", "errors"}),
+    ("files", OPTIONAL, {"codecs", "kernels", "stores", "files", "errors"}),
+    ("_sb3", OPTIONAL, {"codecs", "kernels", "stores", "files", "_sb3", "errors"}),
 ]
 PRESENT = [floor for floor in FLOORS if (PACKAGE / floor[0] / "__init__.py").exists()]
 

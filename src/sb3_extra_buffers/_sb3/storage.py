@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch as th
@@ -12,9 +11,7 @@ from sb3_extra_buffers._sb3.algorithm import check_loaded
 from sb3_extra_buffers._sb3.leaves import Array, take_decoded
 from sb3_extra_buffers._sb3.options import OPTION_NAMES, StorageOptions
 from sb3_extra_buffers.errors import UnsupportedVersionError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from sb3_extra_buffers.files.folders import SavedAsFolder
 
 #: version of what is pickled
 STATE_VERSION = 1
@@ -23,7 +20,7 @@ STATE_VERSION = 1
 _OF_FILES = frozenset({"add", "extend", "reset", "_live"})
 
 
-class CompressedStorage:
+class CompressedStorage(SavedAsFolder):
     """Options, tensors and pickles."""
 
     _options: StorageOptions
@@ -75,15 +72,6 @@ class CompressedStorage:
 
     # ---- files ----
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the buffer as the folder ``path``, without pickle; a second time, only what is new is written.
-
-        What was saved there before stays whole until the new state is. `files.save` has more to choose from.
-        """
-        from sb3_extra_buffers.files.saving import save
-
-        save(self, path)
-
     def _settle_in_file(self) -> None:
         """Begin to live in a file if that was asked for; with the first step, when everything has been set up."""
         if self._options.storage != "mmap" or self._options.path is None:
@@ -91,22 +79,6 @@ class CompressedStorage:
         from sb3_extra_buffers.files.live import StartsInFile, check_new
 
         vars(self)["add"] = StartsInFile(self, check_new(self._options.path))
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """The buffer that `save` wrote, as it was: the same batches follow from the same random state."""
-        from sb3_extra_buffers.files.loading import load
-
-        loaded: Self = load(path, cls)
-        return loaded
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str], mode: Literal["r", "r+"] = "r") -> Self:
-        """The buffer that `save` wrote, in its file: ``"r"`` to read, from many processes; ``"r+"`` to go on there."""
-        from sb3_extra_buffers.files.loading import open_saved
-
-        opened: Self = open_saved(path, cls, mode)
-        return opened
 
     # ---- pickles ----
 

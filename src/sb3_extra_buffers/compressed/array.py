@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,16 +12,14 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.registry import codec_options
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.compressed.dtypes import element_dtype
+from sb3_extra_buffers.files.folders import SavedAsFolder
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.view import StoreView
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["CompressedArray"]
 
 
-class CompressedArray(StoreView):
+class CompressedArray(StoreView, SavedAsFolder):
     """Behaves like an array of shape ``(*shape, *obs_shape)`` and holds it compressed, lossless.
 
     The first axis is time: observations that follow each other along it are expected to be alike. Every index of the
@@ -77,31 +75,6 @@ class CompressedArray(StoreView):
             from sb3_extra_buffers.files.live import check_new, keep_in_file
 
             keep_in_file(self, check_new(path))
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the array as the folder ``path``, without pickle; a second time, only what is new is written.
-
-        What was saved there before stays whole until the new state is.
-        """
-        from sb3_extra_buffers.files.saving import save
-
-        save(self, path)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """The array that `save` wrote."""
-        from sb3_extra_buffers.files.loading import load
-
-        loaded: Self = load(path, cls)
-        return loaded
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str], mode: Literal["r", "r+"] = "r") -> Self:
-        """The array that `save` wrote, in its file: ``"r"`` to read, from many processes; ``"r+"`` to go on there."""
-        from sb3_extra_buffers.files.loading import open_saved
-
-        opened: Self = open_saved(path, cls, mode)
-        return opened
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy lives in memory

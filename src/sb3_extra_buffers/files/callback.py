@@ -10,8 +10,8 @@ from typing import Any
 
 from stable_baselines3.common.callbacks import BaseCallback
 
-from sb3_extra_buffers._sb3.storage import CompressedStorage
 from sb3_extra_buffers.errors import LayoutError
+from sb3_extra_buffers.files.folders import SavedAsFolder
 from sb3_extra_buffers.files.links import get_link
 from sb3_extra_buffers.files.saving import save
 
@@ -57,7 +57,7 @@ class BufferCheckpointCallback(BaseCallback):
     def _buffer(self) -> Any:
         for name in ("replay_buffer", "rollout_buffer"):
             buffer = getattr(self.model, name, None)
-            if isinstance(buffer, CompressedStorage):
+            if isinstance(buffer, SavedAsFolder):
                 return buffer
         raise LayoutError(
             f"{type(self.model).__name__} has no compressed buffer to save; pass replay_buffer_class, or use SB3's "

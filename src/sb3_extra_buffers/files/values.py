@@ -237,9 +237,8 @@ class Decoder:
         return view
 
     def _view(self, value: Any, depth: int) -> Any:
-        from sb3_extra_buffers._sb3.leaves import BufferView
-
-        return self.view(value["$view"], BufferView)
+        # the view that SB3's own code indexes; a floor further up
+        return self.view(value["$view"], our_class("sb3_extra_buffers._sb3.leaves:BufferView"))
 
     def _object(self, value: Any, depth: int) -> Any:
         kind = our_class(value["$object"])
