@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -52,7 +53,8 @@ class Game:
     """One environment whose observations are of ``space``; what it shows is a matter of ``seed`` alone."""
 
     def __init__(self, space: spaces.Space[Any], seed: int) -> None:
-        self.space = space
+        # a copy: spaces draw their samples from a state of their own
+        self.space = copy.deepcopy(space)
         self.rng = np.random.default_rng(seed)
         self.images: dict[str, Stacked] = {}
         for name, part in self._parts().items():

@@ -123,7 +123,7 @@ class ReplayMixin(CompressedStorage, _Base):
         }  # fmt: skip
         limit = self._options.max_bytes
         if limit is not None:
-            n_steps = min(n_steps, self._affordable_steps(limit, columns))
+            n_steps = self._affordable_steps(n_steps, limit, columns)
         for name, column in columns.items():
             setattr(self, name, np.zeros((n_steps, *column.shape[1:]), column.dtype))
         self.buffer_size = n_steps
@@ -134,21 +134,25 @@ class ReplayMixin(CompressedStorage, _Base):
         self._action_shape = (self.n_envs, self.action_dim)
         self._column_bytes = sum(np.asarray(getattr(self, name)).nbytes for name in columns)
 
-    def _affordable_steps(self, limit: int, columns: dict[str, Array]) -> int:
-        """How many steps there may be room for: less than fits only if observations become very small."""
+    def _affordable_steps(self, n_steps: int, limit: int, columns: dict[str, Array]) -> int:
+        """How many of ``n_steps`` there may be room for: less than would fit only if observations get very small."""
         leaves = make_leaves(self.observation_space, self.obs_shape, (1, self.n_envs), self._options)
         dense = [leaf for _, leaf in each_leaf(leaves) if isinstance(leaf, np.ndarray)]
-        per_step = sum(column.nbytes for column in columns.values()) + 2 * sum(leaf.nbytes for leaf in dense)
         n_views = sum(isinstance(leaf, StoreView) for _, leaf in each_leaf(leaves))
-        if n_views:
-            per_step += n_views * self.n_envs * _CELL_BYTES
-            limit = int(limit * _TABLES)
-        if per_step > limit:
+        per_step = sum(column.nbytes for column in columns.values()) + 2 * sum(leaf.nbytes for leaf in dense)
+        per_step += n_views * self.n_envs * _CELL_BYTES
+        if self._options.on_max_bytes == "raise":
+            # a shorter ring would overwrite what was to be kept
+            least, most = n_steps * per_step, n_steps
+        else:
+            share = int(limit * _TABLES) if n_views else limit
+            least, most = per_step * limit // max(share, 1), min(n_steps, share // per_step)
+        if least > limit:
             raise BudgetExceededError(
-                f"max_bytes={self._options.max_bytes} leaves {limit} bytes for what every step takes, but one of "
-                f"{self.n_envs} environments takes {per_step}; raise the limit"
+                f"max_bytes={limit} is too little for {n_steps} steps of {self.n_envs} environments: what cannot be "
+                f"compressed takes {per_step} bytes a step; raise the limit to {least}, or lower buffer_size"
             )
-        return limit // per_step
+        return most
 
     # ---- adding ----
 

@@ -62,7 +62,7 @@ class _Checked(OptionsFirst):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
-        if type(self) is not _made.get(self._plain):
+        if "_plain" not in vars(type(self)):
             return reduced
         # the class has no name that pickle could find it by
         return (_blank, (self._plain,), *reduced[2:])
