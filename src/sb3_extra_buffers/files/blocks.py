@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import math
 import mmap
 import os
@@ -161,20 +160,20 @@ class BlockWriter:
         record = ArrayRecord(array.dtype, array.shape, self._n_entries)
         flat: Bytes = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         entries = np.zeros(record.n_blocks, INDEX)
-        todo = np.ones(record.n_blocks, np.bool_)
-        if touched is not None and len(touched) < record.n_blocks:
-            touched = None
+        offsets, crcs = entries["offset"], entries["crc32"]
+        todo: list[int] = list(range(record.n_blocks))
         if self._before is not None:
             known = self._before.blocks_like(name, record)
-            same = self._before.same_blocks(known, flat[: len(known) * BLOCK], touched)
-            entries[: len(known)][same] = known[same]
-            todo[: len(known)] = ~same
-        for block in np.flatnonzero(todo).tolist():
+            entries[: len(known)] = known
+            todo = self._before.changed_blocks(known, flat, touched) + todo[len(known) :]
+        for block in todo:
             data = flat[block * BLOCK : (block + 1) * BLOCK]
-            if data.any():
-                entries[block] = self._out.put(data), zlib.crc32(data.data)
-        kept = np.flatnonzero(entries["offset"])
-        self.live_bytes += int(np.minimum(flat.size - kept * BLOCK, BLOCK).sum())
+            # zeros take no place
+            filled = bool(data.any())
+            offsets[block] = self._out.put(data) if filled else 0
+            crcs[block] = zlib.crc32(data.data) if filled else 0
+        n_kept = int(np.count_nonzero(offsets))
+        self.live_bytes += n_kept * BLOCK - (-flat.size % BLOCK if n_kept and offsets[-1] else 0)
         self.records[name] = record
         self._entries.append(entries)
         self._n_entries += record.n_blocks
@@ -260,43 +259,50 @@ class SavedBlocks:
         count = old.n_blocks if old.nbytes == record.nbytes else min(old.nbytes, record.nbytes) // BLOCK
         return self.index[old.first : old.first + count]
 
-    def same_blocks(
-        self, entries: Array, flat: Bytes, touched: npt.NDArray[np.bool_] | None = None
-    ) -> npt.NDArray[np.bool_]:
-        """Which blocks of ``flat`` are in the file as they are, compared byte for byte."""
-        same = np.ones(len(entries), np.bool_)
-        if not len(entries):
-            return same
-        offsets = entries["offset"].astype(np.int64)
-        breaks = np.flatnonzero((np.diff(offsets) != BLOCK) & (offsets[1:] | offsets[:-1]).astype(np.bool_)) + 1
-        if touched is not None:
-            changes = touched[: len(entries)]
-            breaks = np.union1d(breaks, np.flatnonzero(changes[1:] != changes[:-1]) + 1)
-        # no more at once than stays in a cache
-        bounds = np.union1d([*breaks.tolist(), len(entries)], np.arange(0, len(entries), _PIECE)).tolist()
-        for first, stop in itertools.pairwise(bounds):
-            if touched is None or touched[first]:
-                self._compare(offsets, flat, first, stop, same)
-        return same
+    def changed_blocks(self, entries: Array, flat: Bytes, touched: npt.NDArray[np.bool_] | None = None) -> list[int]:
+        """Which blocks of ``flat`` are not in the file as they are, compared byte for byte.
 
-    def _compare(self, offsets: Array, flat: Bytes, first: int, stop: int, same: npt.NDArray[np.bool_]) -> None:
-        """Compare a run of blocks as a whole; halve it where it differs, until it is known which ones do."""
+        ``touched`` tells of each block whether it needs to be looked at.
+        """
+        offsets = entries["offset"].tolist()
+        if touched is None or len(touched) < len(offsets):
+            candidates = list(range(len(offsets)))
+        else:
+            candidates = np.flatnonzero(touched[: len(offsets)]).tolist()
+        changed: list[int] = []
+        first = place = 0
+        while place < len(candidates):
+            # blocks that follow each other here and in the file
+            place += 1
+            if place < len(candidates) and place - first < _PIECE:
+                before, now = candidates[place - 1], candidates[place]
+                step = BLOCK if offsets[before] else 0
+                if now == before + 1 and offsets[now] == offsets[before] + step:
+                    continue
+            changed += self._compare(offsets[candidates[first]], flat, candidates[first], candidates[place - 1] + 1)
+            first = place
+        return changed
+
+    def _compare(self, offset: int, flat: Bytes, first: int, stop: int) -> list[int]:
+        """Compare a run of blocks with the file; those that differ."""
         part = flat[first * BLOCK : stop * BLOCK]
-        offset = int(offsets[first])
         if offset:
             found = self._read[: part.size]
             os.lseek(self._descriptor, offset, os.SEEK_SET)
-            equal = _read_into(self._descriptor, found) == part.size and equal_bytes(found, part)
+            if _read_into(self._descriptor, found) != part.size:
+                return list(range(first, stop))
+            if equal_bytes(found, part):
+                return []
+        elif not part.any():
+            return []
         else:
-            equal = not part.any()
-        if equal:
-            return
-        if stop - first == 1:
-            same[first] = False
-            return
-        middle = (first + stop) // 2
-        self._compare(offsets, flat, first, middle, same)
-        self._compare(offsets, flat, middle, stop, same)
+            found = np.zeros(part.size, np.uint8)
+        whole = part.size // BLOCK
+        different = (found != part)[: whole * BLOCK].reshape(whole, BLOCK).any(axis=1)
+        changed: list[int] = (np.flatnonzero(different) + first).tolist()
+        if part.size % BLOCK and not equal_bytes(found[whole * BLOCK :], part[whole * BLOCK :]):
+            changed.append(stop - 1)
+        return changed
 
 
 def _read_into(descriptor: int, target: Bytes) -> int:

@@ -238,7 +238,12 @@ def make_buffer(kind: type[Any], state: Any, decoder: Decoder) -> Any:
     attributes = {name: decoder.decode(value) for name, value in state.items()}
     _check_attributes(attributes)
     buffer = object.__new__(kind)
-    set_state(buffer, attributes)
+    try:
+        set_state(buffer, attributes)
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError, OverflowError) as problem:
+        if isinstance(problem, ExtraBuffersError):
+            raise
+        raise FileFormatError(f"this is no state of a {kind.__name__}: {problem}") from problem
     return buffer
 
 

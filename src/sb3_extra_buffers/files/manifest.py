@@ -81,11 +81,15 @@ def read(folder: Path, name: str = NAME) -> dict[str, Any]:
 def replace(folder: Path, data: bytes, sync: bool = True) -> None:
     """Make ``data`` the manifest, all at once: before it there is the old one, after it the new one."""
     staged, path = folder / STAGED, folder / NAME
-    with staged.open("wb") as file:
-        file.write(data)
-        file.flush()
+    descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        view = memoryview(data)
+        while len(view):
+            view = view[os.write(descriptor, view) :]
         if sync:
-            os.fsync(file.fileno())
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
     with contextlib.suppress(OSError):
         # a second name for the old one; where there are no links, there is no second chance either
         (folder / PREVIOUS).unlink(missing_ok=True)
