@@ -91,7 +91,7 @@ class TestBudget:
         theirs = ReplayBuffer(600, IMAGE, DISCRETE, "cpu")
         with pytest.raises(BudgetExceededError, match=f"max_bytes={limit}") as caught:  # noqa: PT012  # at some step
             for obs, after in itertools.pairwise(noise(400)):
-                step = (obs, after, np.zeros(1, np.int64), np.zeros(1), np.zeros(1), [{}])
+                step: Any = (obs, after, np.zeros(1, np.int64), np.zeros(1), np.zeros(1), [{}])
                 ours.add(*step)
                 theirs.add(*step)
         assert isinstance(caught.value, MemoryError)

@@ -186,7 +186,7 @@ class ReplayMixin(CompressedStorage, _Base):
             self.full = True
             self.pos = 0
         limit = self._options.max_bytes
-        if limit is not None:
+        if limit is not None and self._options.on_max_bytes == "evict":
             self._evict_beyond(limit)
 
     def _fit_step(

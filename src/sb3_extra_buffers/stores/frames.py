@@ -256,6 +256,7 @@ class FrameStore(ABC):
             state = self._state
             columns = state.scene_rows.nbytes + state.recent.nbytes + state.stage.nbytes
             self._table_bytes = self._index_bytes() + self.slots.nbytes + columns
+        self._adopt()
         return self.heap.live_bytes + self._table_bytes
 
     def _index_bytes(self) -> int:
