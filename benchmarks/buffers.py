@@ -99,7 +99,7 @@ def rollout(game: str = "Pong", n_steps: int = 128, repeats: int = 12) -> Rows:
     early, late = feed.steps(game, 10_000), feed.steps(game, 10_000)
     for _ in range(5000):
         next(late)
-    zeros, tensor = np.zeros(8, np.float32), torch.zeros(8)
+    zeros, actions, tensor = np.zeros(8, np.float32), np.zeros(8, np.int64), torch.zeros(8)
     taken: dict[str, list[list[float]]] = {name: [[], []] for name in ("reset", "add", "first epoch", "later epochs")}
 
     def measure(name: str, call: Callable[[Any], Any]) -> None:
@@ -111,7 +111,7 @@ def rollout(game: str = "Pong", n_steps: int = 128, repeats: int = 12) -> Rows:
         measure("reset", lambda buffer: buffer.reset())
         for _ in range(n_steps):
             obs = np.concatenate([next(early).obs, next(late).obs])
-            measure("add", lambda buffer, obs=obs: buffer.add(obs, zeros, zeros, zeros, tensor, tensor))
+            measure("add", lambda buffer, obs=obs: buffer.add(obs, actions, zeros, zeros, tensor, tensor))
         for buffer in pair:
             buffer.compute_returns_and_advantage(tensor, zeros)
         for epoch in range(4):
