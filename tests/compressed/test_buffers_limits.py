@@ -169,17 +169,17 @@ def fill(limit, n_steps):
     for step in play(space, 2, n_steps):
         buffer.add(*step)
     return buffer
-warm = fill(2_000_000, 300)
+warm = fill(2_000_000, 200)
 del warm
 before = resident()
-buffer = fill(8_000_000, 2500)
+buffer = fill(4_000_000, 1100)
 print(resident() - before, buffer.held_bytes(), buffer._n_evicted)
 """
         )
         grown, held, evicted = map(int, said.split())
         assert evicted > 0
-        assert held <= 8_000_000
-        assert grown < 1.5 * 8_000_000
+        assert held <= 4_000_000
+        assert grown < 1.5 * 4_000_000
 
 
 class TestBadInput:

@@ -7,6 +7,7 @@ import io
 import pickle
 import tracemalloc
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ DISCRETE = ACTIONS["discrete"]
 IMAGE = SPACES["frames first"]
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    # nets as small as these only get slower by more
+    before = th.get_num_threads()
+    th.set_num_threads(1)
+    yield
+    th.set_num_threads(before)
+
+
 class Noted(ReplayBuffer):
     """A buffer of someone's own, with a column of its own."""
 
@@ -68,16 +78,17 @@ def filled(n_steps: int = 46, n_envs: int = 2, space: Any = IMAGE, cls: Any = No
 
 
 def dqn(envs: Any, cls: Any = CompressedReplayBuffer, **options: Any) -> DQN:
-    policy = "MultiInputPolicy" if isinstance(envs.observation_space, spaces.Dict) else "MlpPolicy"
+    is_dict = isinstance(envs.observation_space, spaces.Dict)
+    small = {"net_arch": [8], "features_extractor_kwargs": {"cnn_output_dim": 8} if is_dict else {}}
     return DQN(
-        policy,
+        "MultiInputPolicy" if is_dict else "MlpPolicy",
         envs,
         buffer_size=40,
         learning_starts=8,
         batch_size=4,
         seed=0,
         device="cpu",
-        policy_kwargs={"net_arch": [8]},
+        policy_kwargs=small,
         replay_buffer_class=cls,
         **options,
     )
