@@ -16,7 +16,19 @@ import sb3_extra_buffers
 from sb3_extra_buffers import errors
 
 PACKAGE = Path(sb3_extra_buffers.__file__).parent
-EXTRAS = {"ale_py", "cv2", "isal", "lz4", "numba", "ray", "sb3_contrib", "tensordict", "torchrl", "vizdoom", "zstandard"}
+EXTRAS = {
+    "ale_py",
+    "cv2",
+    "isal",
+    "lz4",
+    "numba",
+    "ray",
+    "sb3_contrib",
+    "tensordict",
+    "torchrl",
+    "vizdoom",
+    "zstandard",
+}
 SB3 = {"gymnasium", "stable_baselines3"}
 OPTIONAL = EXTRAS | {"triton"}
 

@@ -14,6 +14,7 @@ import shutil
 import signal
 import tempfile
 import time
+import traceback
 import warnings
 import zlib
 from collections import Counter
@@ -236,9 +237,11 @@ def save_for_ever(folder: Path, name: str, seed: int, say: Callable[..., Any]) -
         say("saved", number)
 
 
-def live_for_ever(folder: Path, name: str, seed: int, say: Callable[..., Any]) -> None:
+def live_for_ever(folder: Path, name: str, seed: int, early: bool, say: Callable[..., Any]) -> None:
     """Add to a buffer that lives in a file, and say so each time, until somebody ends it."""
     live._RECORDS, live._SPARE = 7, 1 << 12  # so that everything happens often
+    if early:
+        say("ready")
     if (folder / manifest.NAME).exists():
         buffer = open_saved(folder, mode="r+")
     else:
@@ -247,7 +250,6 @@ def live_for_ever(folder: Path, name: str, seed: int, say: Callable[..., Any]) -
     feed = Feed(seed)
     for _ in range(int(buffer.rewards.max())):
         feed.add_to()
-    say("ready")
     while True:
         feed.add_to(buffer, numbered=True)
         say("added", feed.step)
@@ -259,7 +261,7 @@ def kill_live(name: str, count: int, seed: int = 0) -> Counter[str]:
     with tempfile.TemporaryDirectory() as place:
         folder, reference, feed = Path(place) / "0", BUFFERS[name](), Feed(seed)
         for turn in range(count):
-            lines = _run_and_kill(lambda say: live_for_ever(folder, name, seed, say), rng)  # noqa: B023  # called at once
+            lines = _run_and_kill(lambda say: live_for_ever(folder, name, seed, turn % 4 == 0, say), rng)  # noqa: B023  # called at once
             added = [int(line.split()[1]) for line in lines if line.startswith("added")]
             if (folder / manifest.NAME).exists():
                 found = load(folder)
@@ -333,6 +335,9 @@ def _run_and_kill(write: Callable[[Any], None], rng: random.Random) -> list[str]
         os.close(reading)
         try:
             write(lambda *words: os.write(writing, (" ".join(map(str, words)) + "\n").encode()))
+        except BaseException:
+            # it should never end by itself
+            os.write(writing, ("failed " + traceback.format_exc().replace("\n", " | ") + "\n").encode())
         finally:
             os._exit(1)
     os.close(writing)
@@ -343,7 +348,10 @@ def _run_and_kill(write: Callable[[Any], None], rng: random.Random) -> list[str]
         rest = said.read()
     os.waitpid(child, 0)
     # the last line may have been cut as well
-    return [line.decode() for line in (first + rest).splitlines(keepends=True) if line.endswith(b"\n")]
+    lines = [line.decode() for line in (first + rest).splitlines(keepends=True) if line.endswith(b"\n")]
+    failed = [line for line in lines if line.startswith("failed")]
+    assert not failed, failed[0]
+    return lines
 
 
 def main() -> None:
