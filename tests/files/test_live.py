@@ -175,6 +175,23 @@ def test_files_that_live_stay_small(tmp_path: Path) -> None:
     assert len(list((tmp_path / "live").glob("journal-*"))) <= 2
 
 
+@pytest.mark.parametrize("name", ["replay-delta", "her", "replay-gzip"])
+@pytest.mark.parametrize("n_steps", range(1, 30, 3))
+def test_a_buffer_in_memory_can_move_to_a_file_at_any_moment(name: str, n_steps: int, tmp_path: Path) -> None:
+    buffer, plain, feed = BUFFERS[name](), BUFFERS[name](), Feed()
+    for _ in range(n_steps):
+        feed.add_to(buffer, plain)
+    live.keep_in_file(buffer, tmp_path / "live")
+    for store in live.stores_of(buffer):
+        store.check()
+    for _ in range(9):
+        feed.add_to(buffer, plain)
+
+    found = load(tmp_path / "live")
+    finish(found)
+    assert_same(plain, found)
+
+
 @pytest.mark.parametrize("cut", [1, 7, 20, 33, 60])
 def test_a_record_that_was_cut_short_was_never_there(cut: int, tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal-0001.bin")

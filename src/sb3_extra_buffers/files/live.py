@@ -263,6 +263,7 @@ def stores_of(buffer: Any) -> list[ObservationStore]:
 
 def _move_heap(inner: FrameStore, heap: Heap) -> None:
     """Put the payloads of a store into another heap."""
+    inner._drop_view()  # the heap knows of all of them only now
     old = inner.heap
     slots = old.unsaved(everything=True)
     heap.grow(len(old.lengths))
