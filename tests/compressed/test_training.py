@@ -23,6 +23,7 @@ from sb3_extra_buffers.compressed import (
     CompressedNStepReplayBuffer,
     CompressedReplayBuffer,
     CompressedRolloutBuffer,
+    has_numba,
 )
 from sb3_extra_buffers.errors import AlgorithmMismatchError
 from sb3_extra_buffers.stores.view import StoreView
@@ -38,7 +39,9 @@ RING: dict[str, Any] = {"buffer_size": 200, "learning_starts": 60, "batch_size":
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
+def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not has_numba() and not {"DQN-image-1", "PPO-image-4"} & {request.node.name.partition("[")[2].rstrip("]")}:
+        pytest.skip("without numba, one replay and one rollout buffer will do")
     # nets as small as these only get slower by more
     before = th.get_num_threads()
     th.set_num_threads(1)
@@ -97,7 +100,7 @@ OFF_POLICY: dict[str, tuple[Any, spaces.Space[Any], dict[str, Any]]] = {
     "TD3": (TD3, BOX, {"train_freq": 16}),
 }
 ON_POLICY: dict[str, tuple[Any, dict[str, Any]]] = {
-    "PPO": (PPO, {"n_steps": 32, "batch_size": 16, "n_epochs": 2}),
+    "PPO": (PPO, {"n_steps": 32, "batch_size": 32, "n_epochs": 2}),
     "A2C": (A2C, {"n_steps": 8}),
 }
 
@@ -136,8 +139,8 @@ def test_on_policy(name: str, space: spaces.Space[Any], n_envs: int) -> None:
 @pytest.mark.parametrize("algorithm", [PPO, DQN])
 def test_dict_observations(algorithm: Any) -> None:
     space = spaces.Dict({"image": IMAGE, "vector": VECTOR, "number": spaces.Discrete(5)})
-    arguments: dict[str, Any] = {"policy_kwargs": {"net_arch": [8]}}
-    arguments |= ON_POLICY["PPO"][1] if algorithm is PPO else {"buffer_size": 200, "learning_starts": 60}
+    arguments: dict[str, Any] = {"policy_kwargs": {"net_arch": [8], "features_extractor_kwargs": {"cnn_output_dim": 8}}}
+    arguments |= ON_POLICY["PPO"][1] if algorithm is PPO else {**RING, "train_freq": 8}
     name, cls = (
         ("rollout_buffer_class", CompressedDictRolloutBuffer)
         if algorithm is PPO
@@ -155,7 +158,7 @@ def test_hindsight(n_envs: int) -> None:
     def envs() -> DummyVecEnv:
         return DummyVecEnv([lambda: BitFlippingEnv(n_bits=5, continuous=True) for _ in range(n_envs)])
 
-    arguments: dict[str, Any] = {**RING, "train_freq": 4, "policy_kwargs": {"net_arch": [8]}}
+    arguments: dict[str, Any] = {**RING, "train_freq": 16, "policy_kwargs": {"net_arch": [8]}}
     ours, theirs = (
         train(SAC, envs(), "MultiInputPolicy", replay_buffer_class=cls, **arguments)
         for cls in (CompressedHerReplayBuffer, HerReplayBuffer)
@@ -189,8 +192,17 @@ def test_memory_of_its_own(kind: str) -> None:
     space = {"image": IMAGE, "vector": VECTOR, "dict": spaces.Dict({"image": IMAGE, "vector": VECTOR})}[kind]
     ours_class = CompressedRecurrentDictRolloutBuffer if kind == "dict" else CompressedRecurrentRolloutBuffer
     policy = "MultiInputLstmPolicy" if kind == "dict" else "MlpLstmPolicy"
-    small = {**tiny(space), "lstm_hidden_size": 8}
-    arguments: dict[str, Any] = {**ON_POLICY["PPO"][1], "policy_kwargs": small, "seed": 3, "device": "cpu"}
+    small = {**tiny(space), "lstm_hidden_size": 4}
+    if kind == "dict":
+        small["features_extractor_kwargs"] = {"cnn_output_dim": 8}
+    arguments: dict[str, Any] = {
+        "n_steps": 32,
+        "batch_size": 64,
+        "n_epochs": 1,
+        "policy_kwargs": small,
+        "seed": 3,
+        "device": "cpu",
+    }
     models = [contrib.RecurrentPPO(policy, make_envs(space, DISCRETE, 4), **arguments) for _ in range(2)]
     use_rollout_buffer(models[0], ours_class, compression_method="delta")
     for model in models:
