@@ -96,7 +96,7 @@ class SavedBuffer:
             forbid_writing(buffer)
             return buffer
         set_link(buffer, self._link([link for _, link in parts]))
-        if not in_file and hasattr(buffer, "_options"):
+        if not in_file and hasattr(getattr(buffer, "_options", None), "storage"):
             buffer._options = dataclasses.replace(buffer._options, storage="memory", path=None)
         if self.journal is not None:
             from sb3_extra_buffers.files.live import replay
@@ -249,6 +249,8 @@ def make_buffer(kind: type[Any], state: Any, decoder: Decoder) -> Any:
 
 def _check_attributes(attributes: dict[str, Any]) -> None:
     """Raise unless columns and observations are as long as the buffer says."""
+    if "_options" in attributes and not dataclasses.is_dataclass(attributes["_options"]):
+        raise FileFormatError("the options of the buffer are unreadable")
     size, n_envs = attributes.get("buffer_size"), attributes.get("n_envs")
     position, full = attributes.get("pos"), attributes.get("full")
     if type(size) is not int or type(n_envs) is not int or type(position) is not int or type(full) is not bool:
