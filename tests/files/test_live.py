@@ -14,7 +14,7 @@ import pytest
 
 from sb3_extra_buffers.compressed import CompressedArray, CompressedHerReplayBuffer, CompressedReplayBuffer
 from sb3_extra_buffers.errors import DamagedFileError, FileWriteError
-from sb3_extra_buffers.files import live, load, open_saved
+from sb3_extra_buffers.files import live, load, open_saved, repair
 from sb3_extra_buffers.files.journal import Journal, read_journal
 from tests.files.filing import ACTIONS, BOX, BUFFERS, GOALS, IMAGE, N_ENVS, Feed, GoalEnv, assert_same, finish
 
@@ -173,6 +173,25 @@ def test_files_that_live_stay_small(tmp_path: Path) -> None:
     assert most < 6
     assert len(list((tmp_path / "live").glob("heap-*"))) <= 2
     assert len(list((tmp_path / "live").glob("journal-*"))) <= 2
+
+
+def test_a_damaged_journal_is_repaired_up_to_the_damage(tmp_path: Path) -> None:
+    buffer, feed = BUFFERS["replay-delta"](), Feed()
+    live.keep_in_file(buffer, tmp_path / "live")
+    for _ in range(12):
+        feed.add_to(buffer)
+    journal = max((tmp_path / "live").glob("journal-*"))
+    data = bytearray(journal.read_bytes())
+    data[-40] ^= 1  # in the last of five records
+    journal.write_bytes(data)
+
+    with pytest.raises(DamagedFileError, match="record 4"):
+        load(tmp_path / "live")
+    report = repair(tmp_path / "live", tmp_path / "repaired")
+
+    assert report.n_steps == 11 * N_ENVS
+    found = load(tmp_path / "repaired")
+    np.testing.assert_array_equal(found.observations[:11], buffer.observations[:11])
 
 
 @pytest.mark.parametrize("name", ["replay-delta", "her", "replay-gzip"])

@@ -149,10 +149,23 @@ class _Salvage:
         buffer = make_buffer(kind, self.saved.record.get("state"), decoder)
         bad = {id(store): cells for store, cells in pairs}
         if not self.report.findings:
-            return self.saved.load(kind)
+            return self._with_journal(self.saved.load(kind, replayed=False))
         if isinstance(buffer, StoreView):
             return self._without_lost(buffer, bad[id(buffer.store)])
         return self._longest_run(buffer, bad)
+
+    def _with_journal(self, buffer: Any) -> Any:
+        """Do again what the journal tells of, as far as it is whole."""
+        if self.saved.journal is not None:
+            from sb3_extra_buffers.files.live import replay
+
+            try:
+                replay(buffer, self.saved.journal)
+            except DamagedFileError as problem:
+                self.report.findings.append(f"{problem}; the steps before it are kept")
+        if not isinstance(buffer, StoreView):
+            self.report.n_steps = buffer.size() * buffer.n_envs
+        return buffer
 
     def _read(self, name: str) -> tuple[Array, Flags]:
         """An array as far as it is whole, and which bytes of it are not."""

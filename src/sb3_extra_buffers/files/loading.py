@@ -86,8 +86,10 @@ class SavedBuffer:
 
     # ---- loading ----
 
-    def load(self, kind: type[Any] | None = None, read_only: bool = False, in_file: bool = False) -> Any:
-        """The buffer, in memory, as a view of the file, or with its heaps in the file."""
+    def load(
+        self, kind: type[Any] | None = None, read_only: bool = False, in_file: bool = False, replayed: bool = True
+    ) -> Any:
+        """The buffer in memory, as a view of the file, or with its heaps there; ``replayed``: with what the journal has."""
         kind = self.find_class(kind)
         parts = [self._load_store(place, read_only, in_file) for place in range(self.n_stores)]
         decoder = self.decoder([store for store, _ in parts])
@@ -98,7 +100,7 @@ class SavedBuffer:
         set_link(buffer, self._link([link for _, link in parts]))
         if not in_file and hasattr(getattr(buffer, "_options", None), "storage"):
             buffer._options = dataclasses.replace(buffer._options, storage="memory", path=None)
-        if self.journal is not None:
+        if self.journal is not None and replayed:
             from sb3_extra_buffers.files.live import replay
 
             replay(buffer, self.journal)
