@@ -88,6 +88,16 @@ def test_unwritten_steps_read_as_zeros(name: str) -> None:
     assert_same_rollout(*buffers, 8)
 
 
+def test_a_full_rollout_takes_no_more() -> None:
+    buffers = pair(SPACES["frames first"], 2)
+    steps = list(play(SPACES["frames first"], 2, N_STEPS))
+    fill(buffers, steps)
+    for buffer in buffers:
+        with pytest.raises(IndexError):
+            buffer.add(steps[0].obs, steps[0].action, steps[0].reward, steps[0].done, th.zeros(2), th.zeros(2))
+    assert_same_rollout(*buffers, 16)
+
+
 def test_a_rollout_is_read_when_it_is_complete() -> None:
     ours, _ = pair(SPACES["frames first"], 2)
     for step in play(SPACES["frames first"], 2, 5):

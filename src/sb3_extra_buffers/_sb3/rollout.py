@@ -92,18 +92,38 @@ class RolloutMixin(CompressedStorage, _Base):
 
     def add(self, obs: Any, action: Any, reward: Any, episode_start: Any, value: Any, log_prob: Any) -> None:
         """Add one step of every environment; where anything does not fit, nothing is changed."""
-        n_envs = self.n_envs
-        leaves = self.observations
-        obs = fit_leaves(leaves, obs, "obs") if isinstance(leaves, Leaves) else fit(leaves, obs, "obs")
-        action = fit_actions(self.actions, action)
-        reward = fit_column(reward, n_envs, "reward")
-        episode_start = fit_column(episode_start, n_envs, "episode_start")
-        for name, tensor in (("value", value), ("log_prob", log_prob)):
-            if tensor.numel() not in (1, n_envs):
-                raise SpecMismatchError(
-                    f"{name} has shape {tuple(tensor.shape)}, but there are {n_envs} environments; check n_envs"
-                )
-        super().add(obs, action, reward, episode_start, value, log_prob)
+        # what is as it should be is seen without a call
+        n_envs, leaves, actions = self.n_envs, self.observations, self.actions
+        if isinstance(leaves, Leaves):
+            obs = fit_leaves(leaves, obs, "obs")
+        elif type(obs) is not np.ndarray or obs.dtype != leaves.dtype or obs.shape != leaves.shape[1:]:
+            obs = fit(leaves, obs, "obs")
+        if type(action) is not np.ndarray or action.dtype != actions.dtype or action.size != n_envs * self.action_dim:
+            action = fit_actions(actions, action)
+        if type(reward) is not np.ndarray or reward.shape != (n_envs,):
+            reward = fit_column(reward, n_envs, "reward")
+        if type(episode_start) is not np.ndarray or episode_start.shape != (n_envs,):
+            episode_start = fit_column(episode_start, n_envs, "episode_start")
+        if value.numel() != n_envs or log_prob.numel() != n_envs:
+            for name, tensor in (("value", value), ("log_prob", log_prob)):
+                if tensor.numel() not in (1, n_envs):
+                    raise SpecMismatchError(
+                        f"{name} has shape {tuple(tensor.shape)}, but there are {n_envs} environments; check n_envs"
+                    )
+        position = self.pos
+        if isinstance(leaves, Leaves):
+            for key, leaf in leaves.items():
+                leaf[position] = obs[key]
+        else:
+            leaves[position] = obs
+        actions[position] = action.reshape(n_envs, self.action_dim)
+        self.rewards[position] = reward
+        self.episode_starts[position] = episode_start
+        self.values[position] = value.detach().cpu().numpy().reshape(-1)
+        self.log_probs[position] = log_prob.detach().cpu().numpy().reshape(-1)
+        self.pos = position + 1
+        if self.pos == self.buffer_size:
+            self.full = True
 
     def get(self, batch_size: int | None = None) -> Any:
         """The rollout in random batches, in SB3's order."""
