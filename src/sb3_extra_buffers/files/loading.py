@@ -89,7 +89,7 @@ class SavedBuffer:
     def load(
         self, kind: type[Any] | None = None, read_only: bool = False, in_file: bool = False, replayed: bool = True
     ) -> Any:
-        """The buffer in memory, as a view of the file, or with its heaps there; ``replayed``: with what the journal has."""
+        """The buffer in memory, as a view of the file, or with its heaps there; ``replayed`` with its journal."""
         kind = self.find_class(kind)
         parts = [self._load_store(place, read_only, in_file) for place in range(self.n_stores)]
         decoder = self.decoder([store for store, _ in parts])

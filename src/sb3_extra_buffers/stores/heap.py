@@ -154,6 +154,11 @@ class Heap:
         self.data = data
         self._number_all(slots, starts, int(self.lengths[slots].sum(dtype=np.int64)))
 
+    def make_room(self, n_writes: int) -> None:
+        """Have room to list as many writes as ``n_writes``, or as few, if there are no more."""
+        if self._first == 0:
+            self._order = lengthen(self._order[: self._n_order], max(n_writes, self._n_order))
+
     def _number_all(self, slots: npt.NDArray[np.int32], starts: npt.NDArray[np.int64], size: int) -> None:
         self.starts[slots] = starts
         self.live_bytes = self._head = size

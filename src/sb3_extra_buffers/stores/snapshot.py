@@ -16,7 +16,7 @@ from sb3_extra_buffers.errors import ExtraBuffersError, FileFormatError
 from sb3_extra_buffers.kernels.state import NONE, scene_bytes
 from sb3_extra_buffers.stores.arena import SLACK, lengthen
 from sb3_extra_buffers.stores.choice import Choice
-from sb3_extra_buffers.stores.frames import PAGE, FrameStore
+from sb3_extra_buffers.stores.frames import LATER, PAGE, FrameStore
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.making import make_frame_store
@@ -99,6 +99,8 @@ def _take_frames_apart(inner: FrameStore, record: dict[str, Any]) -> StoreParts:
         "codecs": [[codec.name or codec.codec_id, codec.codec_id, codec.config()] for codec in codecs],
         "n_sealed": int(np.count_nonzero(state.lengths)),
         "n_open": len(opened),
+        # a limit on memory counts these, and evicts at the same step only if they are as long as they were
+        "room": [state.fresh.size, state.freed.size, len(inner.heap._order)],
     }
     if isinstance(inner, PayloadStore):
         arrays["generation"] = inner._generation
@@ -238,6 +240,7 @@ def _put_frames(
         _finish_segments(inner, record, read_only)
     if not read_only:
         _remember_frames(inner)
+        _make_room(inner, record["room"])
     return inner
 
 
@@ -332,6 +335,24 @@ def _finish_segments(inner: SegmentStore, record: Mapping[str, Any], read_only: 
         inner._n_packed = int(bool(inner._pack_level) or not inner._kernels.compiled)
     else:
         inner._follow_kernels()
+
+
+def _make_room(inner: FrameStore, room: Any) -> None:
+    """Give lists the length that they had."""
+    most = 4 * (inner.slots.size + 4096)
+    _require(
+        isinstance(room, list) and len(room) == 3 and all(type(n) is int and 0 <= n <= most for n in room),
+        f"lists of {room!r} entries make no sense",
+    )
+    n_fresh, n_freed, n_order = room
+    # kernels list as many without asking
+    _require(n_fresh == 0 or n_freed >= n_fresh + LATER, f"{n_freed} entries are too few for {n_fresh} frames")
+    inner._replace(
+        fresh=np.zeros(n_fresh, np.int64),
+        fresh_ids=np.zeros(n_fresh, np.int64),
+        freed=np.zeros(n_freed, np.int32),
+    )
+    inner.heap.make_room(n_order)
 
 
 def _remember_frames(inner: FrameStore) -> None:
