@@ -92,9 +92,12 @@ def _bound_to_json(bound: Any) -> Any:
 
 
 def _bound_from_json(bound: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    if isinstance(bound, list):
-        return np.array([_number(each) for each in bound], dtype).reshape(shape)
-    return np.full(shape, _number(bound), dtype)
+    numbers = [_number(each) for each in bound] if isinstance(bound, list) else _number(bound)
+    with np.errstate(over="ignore"):
+        array = np.broadcast_to(np.array(numbers, dtype), shape if not isinstance(bound, list) else len(numbers))
+    if np.isinf(array).any() and not np.isinf(np.array(numbers, np.float64)).any():
+        raise FileFormatError(f"a bound is too large for {dtype}")
+    return array.reshape(shape).copy()
 
 
 def _number_to_json(number: Any) -> Any:
