@@ -141,9 +141,9 @@ def read(which):
 readers = [threading.Thread(target=read, args=(which,)) for which in range(8)]
 for reader in readers:
     reader.start()
-end = time.monotonic() + 2
-n_written = 0
-while time.monotonic() < end and not stop.is_set():
+start = time.monotonic()
+# two seconds, or as long as a busy machine takes to go round twice
+while not stop.is_set() and (time.monotonic() < start + 2 or counter <= 2 * n_steps or min(reads) == 0):
     array[counter % n_steps] = np.stack([stack(counter, env) for env in range(n_envs)])
     counter += 1
 stop.set()
