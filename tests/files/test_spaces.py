@@ -16,14 +16,14 @@ SPACES: list[spaces.Space[Any]] = [
     spaces.Box(0, 255, (4, 84, 84), np.uint8),
     spaces.Box(-np.inf, np.inf, (3,), np.float64),
     spaces.Box(np.float32([-1.5, 0.1, -np.inf]), np.float32([2.0, 0.3, 7.0])),
-    spaces.Box(0, 1, ()),
+    spaces.Box(np.zeros((), np.float32), np.ones((), np.float32)),
     spaces.Discrete(6),
     spaces.Discrete(6, start=-2),
     spaces.MultiDiscrete([3, 4, 5]),
     spaces.MultiDiscrete(np.array([[3, 4], [5, 6]])),
     spaces.MultiBinary(7),
     spaces.MultiBinary((2, 3)),
-    spaces.Dict({"b": spaces.Discrete(2), "a": spaces.Box(0, 1, (2,))}),
+    spaces.Dict({"b": spaces.Discrete(2), "a": spaces.Box(np.zeros(2, np.float32), np.ones(2, np.float32))}),
 ]
 
 
