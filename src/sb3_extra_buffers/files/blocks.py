@@ -37,6 +37,7 @@ CHUNK = np.dtype([("offset", "<i8"), ("length", "<i4"), ("crc32", "<u4")])
 _PENDING = 1 << 20
 # blocks that are compared in one go
 _PIECE = 64
+_ZEROS = np.zeros(_PIECE * BLOCK, np.uint8)
 
 
 class ArrayRecord(NamedTuple):
@@ -264,23 +265,23 @@ class SavedBlocks:
 
         ``touched`` tells of each block whether it needs to be looked at.
         """
-        offsets = entries["offset"].tolist()
+        offsets = entries["offset"].astype(np.int64)
         if touched is None or len(touched) < len(offsets):
-            candidates = list(range(len(offsets)))
+            candidates = np.arange(len(offsets))
         else:
-            candidates = np.flatnonzero(touched[: len(offsets)]).tolist()
+            candidates = np.flatnonzero(touched[: len(offsets)])
+        if not len(candidates):
+            return []
+        # runs of blocks that follow each other here and in the file
+        places = offsets[candidates]
+        apart = (np.diff(candidates) != 1) | (np.diff(places) != np.where(places[:-1] > 0, BLOCK, 0))
+        firsts = np.concatenate([[0], np.flatnonzero(apart) + 1]).tolist()
         changed: list[int] = []
-        first = place = 0
-        while place < len(candidates):
-            # blocks that follow each other here and in the file
-            place += 1
-            if place < len(candidates) and place - first < _PIECE:
-                before, now = candidates[place - 1], candidates[place]
-                step = BLOCK if offsets[before] else 0
-                if now == before + 1 and offsets[now] == offsets[before] + step:
-                    continue
-            changed += self._compare(offsets[candidates[first]], flat, candidates[first], candidates[place - 1] + 1)
-            first = place
+        for first, stop in zip(firsts, [*firsts[1:], len(candidates)], strict=True):
+            for piece in range(first, stop, _PIECE):
+                begin = int(candidates[piece])
+                end = begin + min(_PIECE, stop - piece)
+                changed += self._compare(int(places[piece]), flat, begin, end)
         return changed
 
     def _compare(self, offset: int, flat: Bytes, first: int, stop: int) -> list[int]:
@@ -291,12 +292,10 @@ class SavedBlocks:
             os.lseek(self._descriptor, offset, os.SEEK_SET)
             if _read_into(self._descriptor, found) != part.size:
                 return list(range(first, stop))
-            if equal_bytes(found, part):
-                return []
-        elif not part.any():
-            return []
         else:
-            found = np.zeros(part.size, np.uint8)
+            found = _ZEROS[: part.size]
+        if equal_bytes(found, part):
+            return []
         whole = part.size // BLOCK
         different = (found != part)[: whole * BLOCK].reshape(whole, BLOCK).any(axis=1)
         changed: list[int] = (np.flatnonzero(different) + first).tolist()
