@@ -11,12 +11,13 @@ MINIMAL := $(wildcard tests/codecs tests/kernels tests/stores tests/compressed t
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs format clean
+.PHONY: help demo test check bench docs torture format clean
 
 help:
 	@echo "make demo    train an agent on a real Atari game, beside SB3's own buffer"
 	@echo "make test    the tests, with every optional package and then with none"
 	@echo "make check   lint, format, types and the tests"
+	@echo "make torture kill and damage saved buffers, again and again"
 	@echo "make bench   measure, then write docs/ from the measurements"
 	@echo "make docs    write docs/ from the measurements already made"
 
@@ -48,6 +49,9 @@ bench: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m benchmarks.render
+
+torture: $(READY)
+	$(BIN)/python -m tests.files.torture
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
