@@ -15,7 +15,7 @@ from sb3_extra_buffers.files.spaces import space_from_json, space_to_json
 SPACES: list[spaces.Space[Any]] = [
     spaces.Box(0, 255, (4, 84, 84), np.uint8),
     spaces.Box(-np.inf, np.inf, (3,), np.float64),
-    spaces.Box(np.float32([-1.5, 0.1, -np.inf]), np.float32([2.0, 0.3, 7.0])),
+    spaces.Box(np.array([-1.5, 0.1, -np.inf], np.float32), np.array([2.0, 0.3, 7.0], np.float32)),
     spaces.Box(np.zeros((), np.float32), np.ones((), np.float32)),
     spaces.Discrete(6),
     spaces.Discrete(6, start=-2),
