@@ -1,0 +1,367 @@
+"""PPO learns Pong with observations compressed on the GPU, and with SB3's own buffer: ``python -m benchmarks.pong``.
+
+Both trainings start from one seed on deterministic kernels, so that every iteration must give the same losses and the
+same weights. Each writes a row per iteration; the trained agent then plays whole games.
+
+``--collect FOLDER …`` takes what runs wrote into ``benchmarks/data``; ``--render`` writes page and plot from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import os
+import platform
+import shutil
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+# cuBLAS reads it when it starts: the same sums in the same order, every time
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import numpy as np
+import stable_baselines3
+import torch
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.utils import LinearSchedule
+
+from sb3_extra_buffers.errors import MissingExtraError
+from sb3_extra_buffers.gpu_buffers import GpuRolloutBuffer
+from sb3_extra_buffers.training_utils.atari import make_env
+from sb3_extra_buffers.training_utils.eval_model import EvalResult, eval_model
+
+DATA = Path(__file__).parent / "data"
+DOCS = Path(__file__).parents[1] / "docs"
+GAME = "PongNoFrameskip-v4"
+LOSSES = ("loss", "policy_gradient_loss", "value_loss", "entropy_loss", "approx_kl")
+# what both trainings must agree on, to the last bit
+SAME = ("timesteps", "episodes", "mean_reward", *LOSSES, "weights")
+CURVE = ("buffer", "iteration", "seconds", *SAME)
+
+
+class Curve(BaseCallback):
+    """Writes a row after each iteration, and ends the training when it is good enough or out of time."""
+
+    def __init__(self, path: Path, buffer: str, stop_at: float, seconds: float) -> None:
+        super().__init__()
+        self._buffer, self._stop_at, self._limit = buffer, stop_at, seconds
+        self.rows: list[dict[str, Any]] = []
+        self._file = path.open("w", newline="")
+        self._writer = csv.DictWriter(self._file, CURVE, lineterminator="\n")
+        self._writer.writeheader()
+        self._over = False
+        self.stored = 0
+
+    def _on_training_start(self) -> None:
+        self._start = time.perf_counter()
+        self._episodes = 0
+
+    def _on_step(self) -> bool:
+        self._episodes += sum("episode" in info for info in self.locals["infos"])
+        return not self._over
+
+    def _on_rollout_start(self) -> None:
+        # every rollout but the first follows an update
+        if self.num_timesteps:
+            self._row()
+
+    def _on_rollout_end(self) -> None:
+        # now and then: a figure for the page, at no cost for the clock
+        if len(self.rows) % 20 == 1:
+            rollout: Any = self.model.rollout_buffer  # type: ignore[attr-defined]  # PPO has one
+            dense = self._buffer == "sb3"
+            self.stored = int(rollout.observations.nbytes if dense else rollout.memory_usage().total)
+
+    def _on_training_end(self) -> None:
+        if not self._over:
+            self._row()
+        self._file.close()
+
+    def _row(self) -> None:
+        finished = [episode["r"] for episode in self.model.ep_info_buffer or ()]
+        mean = float(np.mean(finished)) if finished else float("nan")
+        weights = torch.cat([part.detach().flatten() for part in self.model.policy.parameters()]).cpu().numpy()
+        row: dict[str, Any] = {
+            "buffer": self._buffer,
+            "iteration": len(self.rows) + 1,
+            # the weights have arrived, so whatever the device had to do is done
+            "seconds": round(time.perf_counter() - self._start, 3),
+            "timesteps": self.num_timesteps,
+            "episodes": self._episodes,
+            "mean_reward": mean,
+            "weights": f"{zlib.crc32(weights):08x}",
+        }
+        # all digits: a rounded number could hide a difference
+        row |= {name: repr(float(self.logger.name_to_value[f"train/{name}"])) for name in LOSSES}
+        self._writer.writerow(row)
+        self._file.flush()
+        self.rows.append(row)
+        if len(self.rows) % 5 == 1:
+            speed = row["timesteps"] / row["seconds"]
+            print(f"{self._buffer}: {row['timesteps']:,} steps, {row['seconds']:.0f} s, ", end="")
+            print(f"{speed:,.0f} steps/s, {self._episodes} games, mean reward {mean:.2f}", flush=True)
+        self._over = row["seconds"] > self._limit or (len(finished) == 100 and mean >= self._stop_at)
+
+
+def make_model(buffer: str, options: argparse.Namespace, n_steps: int) -> PPO:
+    env = make_env(GAME, options.n_envs, framestack=4, native=True, seed=options.seed)
+    ours: dict[str, Any] = {
+        "rollout_buffer_class": GpuRolloutBuffer,
+        "rollout_buffer_kwargs": {"compression_method": buffer, "buffer_device": options.device},
+    }
+    return PPO(
+        "CnnPolicy",
+        env,
+        n_steps=n_steps,
+        batch_size=min(options.batch_size, n_steps * options.n_envs),
+        n_epochs=options.epochs,
+        learning_rate=LinearSchedule(options.learning_rate, options.learning_rate / 10, 1.0),
+        clip_range=LinearSchedule(options.clip_range, options.clip_range / 10, 1.0),
+        ent_coef=0.01,
+        vf_coef=0.5,
+        gamma=0.99,
+        gae_lambda=0.95,
+        seed=options.seed,
+        device=options.device,
+        **({} if buffer == "sb3" else ours),
+    )
+
+
+def train(buffer: str, options: argparse.Namespace) -> tuple[PPO, dict[str, Any]]:
+    """A trained model, and what there is to say of the whole run."""
+    # compile and tune whatever is compiled and tuned once
+    warm = make_model(buffer, options, 8)
+    warm.learn(2 * 8 * options.n_envs, log_interval=None)  # type: ignore[arg-type]  # None is for no logs
+    warm.env.close()  # type: ignore[union-attr]  # there is one
+    model = make_model(buffer, options, options.n_steps)
+    curve = Curve(options.output / f"pong_curve_{buffer}.csv", buffer, options.stop_at, options.seconds)
+    model.learn(options.timesteps, callback=curve, log_interval=None)  # type: ignore[arg-type]
+    model.env.close()  # type: ignore[union-attr]
+    last = curve.rows[-1]
+    packages = {"torch": torch, "numpy": np, "stable-baselines3": stable_baselines3}
+    versions = [f"Python {platform.python_version()}", *(f"{name} {m.__version__}" for name, m in packages.items())]
+    gpu = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
+    run = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{gpu}, {os.cpu_count()} CPU cores",
+        "versions": ", ".join(versions),
+        "buffer": buffer,
+        "timesteps": last["timesteps"],
+        "seconds": last["seconds"],
+        "mean_reward": last["mean_reward"],
+        "rollout_bytes": curve.stored,
+    }
+    settings = ("n_envs", "n_steps", "batch_size", "epochs", "learning_rate", "clip_range", "seed", "stop_at")
+    run |= {name: vars(options)[name] for name in settings} | {"schedule": options.timesteps}
+    write(options.output / f"pong_run_{buffer}.csv", [run])
+    size = f"a rollout of {curve.stored / 1e6:.2f} MB"
+    print(f"{buffer}: {run['timesteps']:,} steps in {run['seconds']} s, {size}", flush=True)
+    return model, run
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def evaluate(model: Any, options: argparse.Namespace) -> None:
+    """Whole games: actions drawn from the policy first, as it was trained, then the likeliest ones."""
+    found = []
+    for deterministic in (False, True):
+        env = eval_env(min(options.episodes, options.n_envs), options)
+        print("likeliest actions:" if deterministic else "actions drawn from the policy:")
+        result = eval_model(model, env, options.episodes, deterministic=deterministic, name="Final", progress_bar=False)
+        env.close()
+        actions = "likeliest" if deterministic else "drawn"
+        for reward, length in zip(result.rewards, result.lengths, strict=True):
+            found.append({"actions": actions, "reward": reward, "length": length})
+        write(options.output / "pong_eval.csv", found)
+
+
+def eval_env(n_envs: int, options: argparse.Namespace) -> Any:
+    wrapper = {"terminal_on_life_loss": False, "clip_reward": False}
+    return make_env(GAME, n_envs, framestack=4, native=True, seed=options.seed + 10_000, wrapper_kwargs=wrapper)
+
+
+def film(model: Any, path: Path, options: argparse.Namespace) -> None:
+    """A game of the agent as it sees it."""
+    from sb3_extra_buffers.recording import record_agent
+
+    env = eval_env(1, options)
+    try:
+        recorded = record_agent(model, env, options.film_steps, deterministic=False)
+        recorded.export(path, scale=2, fps=30)
+        print(f"{path.name}: {path.stat().st_size / 1e6:.2f} MB")
+    except MissingExtraError as missing:
+        print(f"no film: {missing}")
+    env.close()
+
+
+def save(model: PPO, path: Path) -> None:
+    """The agent without the optimiser's memory, which is twice as large as its weights."""
+    model.policy.optimizer = model.policy.optimizer_class(model.policy.parameters())
+    model.save(path)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def differences(curves: list[dict[str, str]]) -> tuple[int, list[int]]:
+    """How many iterations both trainings have, and which of them differ."""
+    by_buffer: dict[str, list[tuple[str, ...]]] = {}
+    for row in curves:
+        by_buffer.setdefault(row["buffer"], []).append(tuple(row[name] for name in SAME))
+    if len(by_buffer) != 2:
+        raise SystemExit(f"expected the curves of two buffers, found {', '.join(by_buffer) or 'none'}")
+    pairs = list(zip(*by_buffer.values(), strict=False))
+    return len(pairs), [number for number, (ours, theirs) in enumerate(pairs, 1) if ours != theirs]
+
+
+def collect(folders: list[Path]) -> None:
+    """Bring what runs wrote to where it is rendered from."""
+    for kind in ("curve", "run"):
+        found = [path for folder in folders for path in sorted(folder.glob(f"pong_{kind}_*.csv"))]
+        rows = [row for path in found for row in read(path)]
+        if rows:
+            write(DATA / f"pong_{kind}s.csv", rows)
+    for folder in folders:
+        for name, target in (("pong_eval.csv", DATA), ("pong.gif", DOCS / "images")):
+            if (folder / name).exists():
+                target.mkdir(exist_ok=True)
+                shutil.copyfile(folder / name, target / name)
+
+
+def render() -> None:
+    """The section of the page on training, and its plot."""
+    from benchmarks import render
+
+    runs = {row["buffer"]: row for row in read(DATA / "pong_runs.csv")}
+    curves = read(DATA / "pong_curves.csv")
+    if not runs or not curves:
+        return
+    plot(curves, DOCS / "images" / "pong_curve.png")
+    shared, different = differences(curves)
+    lines = [
+        [
+            "SB3's `RolloutBuffer`" if name == "sb3" else f"`GpuRolloutBuffer`, `{name}`",
+            f"{int(row['timesteps']):,}",
+            f"{float(row['seconds']):.0f} s",
+            f"{int(row['timesteps']) / float(row['seconds']):,.0f}",
+            f"{int(row['rollout_bytes']) / 1e6:.2f} MB",
+        ]
+        for name, row in runs.items()
+    ]
+    run = next(iter(runs.values()))
+    same = (
+        f"All {shared} iterations that both trainings made gave the same rewards, losses and weights, to the last bit."
+        if not different
+        else f"{len(different)} of {shared} iterations differ, first number {different[0]}."
+    )
+    settings = (
+        f"{run['n_envs']} environments x {run['n_steps']} steps, {run['epochs']} epochs of batches of "
+        f"{run['batch_size']}, learning rate {run['learning_rate']} and clip range {run['clip_range']} falling to a tenth at "
+        f"{int(run['schedule']):,} steps, seed {run['seed']}; a run ends when the last 100 games gave {run['stop_at']}"
+    )
+    parts = [
+        "\n![reward of the last 100 games](images/pong_curve.png)\n",
+        render.table(["rollout kept by", "steps", "training", "steps/s", "observations of a rollout"], lines),
+        f"{same} Settings: {settings}.\n",
+        report(read(DATA / "pong_eval.csv")),
+    ]
+    if (DOCS / "images" / "pong.gif").exists():
+        parts.append("![the trained agent plays](images/pong.gif)\n")
+    parts.append(render.about(list(runs.values())))
+    render.insert(DOCS / "training.md", "pong", "\n".join(parts) + "\n")
+
+
+def report(played: list[dict[str, str]]) -> str:
+    """The evaluation as `eval_model` prints it."""
+    parts = []
+    for actions in dict.fromkeys(row["actions"] for row in played):
+        some = [row for row in played if row["actions"] == actions]
+        rewards = np.array([float(row["reward"]) for row in some])
+        lengths = np.array([int(row["length"]) for row in some])
+        title = "Likeliest actions" if actions == "likeliest" else "Actions drawn from the policy"
+        parts.append(f"{title}:\n\n```text\n{EvalResult(rewards, lengths, int(lengths.sum())).report('Final')}\n```\n")
+    return "\n".join(parts)
+
+
+def plot(curves: list[dict[str, str]], path: Path) -> None:
+    """Reward against steps, where the two lie on each other, and against time."""
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    for name in dict.fromkeys(row["buffer"] for row in curves):
+        rows = [row for row in curves if row["buffer"] == name]
+        reward = [float(row["mean_reward"]) for row in rows]
+        theirs = name == "sb3"
+        label = "SB3's RolloutBuffer" if theirs else f"GpuRolloutBuffer, {name}"
+        look: dict[str, Any] = {"color": "black", "linestyle": ":", "zorder": 3} if theirs else {"color": "tab:red"}
+        axes[0].plot([int(row["timesteps"]) / 1e6 for row in rows], reward, label=label, **look)
+        axes[1].plot([float(row["seconds"]) for row in rows], reward, label=label, **look)
+    axes[0].set(xlabel="million steps", ylabel="reward, last 100 games")
+    axes[1].set(xlabel="seconds")
+    axes[0].legend(loc="lower right", fontsize=8)
+    for part in axes:
+        part.grid(alpha=0.3)
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--buffers", nargs="+", default=["delta", "sb3"], help="in this order; sb3 is SB3's own")
+    parser.add_argument("--output", type=Path, default=Path("logs/pong"), help="where curves, model and film go")
+    parser.add_argument("--n-envs", type=int, default=128)
+    parser.add_argument("--n-steps", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--clip-range", type=float, default=0.2)
+    parser.add_argument("--timesteps", type=int, default=3_000_000, help="where the schedules end")
+    parser.add_argument("--stop-at", type=float, default=20.3, help="mean reward of the last 100 games")
+    parser.add_argument("--seconds", type=float, default=1e9, help="end a training that takes longer")
+    parser.add_argument("--episodes", type=int, default=100, help="games to evaluate the first training on; 0 for none")
+    parser.add_argument("--film-steps", type=int, default=600)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--collect", type=Path, nargs="+", help="folders of runs, to take into benchmarks/data")
+    parser.add_argument("--render", action="store_true", help="only write the page anew")
+    options = parser.parse_args()
+    if options.collect or options.render:
+        collect(options.collect or [])
+        render()
+        return
+    options.output.mkdir(parents=True, exist_ok=True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # every number that is read was written first; filling memory would only cost time
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+    curves = []
+    for position, buffer in enumerate(options.buffers):
+        model, _ = train(buffer, options)
+        curves += read(options.output / f"pong_curve_{buffer}.csv")
+        if position == 0 and options.episodes:
+            save(model, options.output / "pong_model.zip")
+            evaluate(model, options)
+            film(model, options.output / "pong.gif", options)
+    if len(options.buffers) == 2:
+        shared, different = differences(curves)
+        print(f"{shared} iterations, {len(different)} differ")
+        if different:
+            raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
