@@ -268,9 +268,10 @@ def render() -> None:
         else f"{len(different)} of {shared} iterations differ, first number {different[0]}."
     )
     settings = (
-        f"{run['n_envs']} environments x {run['n_steps']} steps, {run['epochs']} epochs of batches of "
-        f"{run['batch_size']}, learning rate {run['learning_rate']} and clip range {run['clip_range']} falling to a tenth at "
-        f"{int(run['schedule']):,} steps, seed {run['seed']}; a run ends when the last 100 games gave {run['stop_at']}"
+        f"{run['n_envs']} environments x {run['n_steps']} steps, {run['epochs']} epochs in batches of "
+        f"{run['batch_size']}, learning rate {run['learning_rate']} and clip range {run['clip_range']}, falling to a "
+        f"tenth at {int(run['schedule']):,} steps, seed {run['seed']}; a run ends when the last 100 games gave "
+        f"{run['stop_at']}"
     )
     parts = [
         "\n![reward of the last 100 games](images/pong_curve.png)\n",
