@@ -21,6 +21,8 @@ from sb3_extra_buffers.stores.staging import Staging
 
 __all__ = ["GpuReplayBuffer"]
 
+_INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
+
 
 class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
     """Replay buffer with observations stored on a Torch device.
@@ -110,30 +112,42 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
 
     def _get_samples(self, batch_inds: npt.NDArray[Any], env: VecNormalize | None = None) -> Any:
         envs = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
-        n_cells = self.buffer_size * self.n_envs
-        cells = np.empty((2, len(envs)), np.int64)
-        np.multiply(batch_inds, self.n_envs, out=cells[0])
-        cells[0] += envs
-        np.add(cells[0], n_cells, out=cells[1])
-        here = cells[0]
-        actions = self.actions.reshape(n_cells, -1).take(here, axis=0)
-        # dones that are due to timeouts do not count
-        dones = self.dones.reshape(n_cells, 1).take(here, axis=0)
-        dones *= 1 - self.timeouts.reshape(n_cells, 1).take(here, axis=0)
-        rewards = self._normalize_reward(self.rewards.reshape(n_cells, 1).take(here, axis=0), env)
+        n_cells, count = self.buffer_size * self.n_envs, len(envs)
         if self._staging.device != self.device:
             self._staging = Staging(self.device)  # SB3 sets another device on buffers that it loads
-        batch, *columns = self._staging.upload([cells, actions, dones, rewards])
-        found = self._read(CellBatch(cells, batch))
+        lent = self._staging.lend((
+            ((2, count), _INT64), ((2, count, 1), _FLOAT32), ((count, self.action_dim), self.actions.dtype),
+        ))  # fmt: skip
+        cells, (dones, rewards), actions = lent.arrays
+        here = cells[0]
+        np.multiply(batch_inds, self.n_envs, out=here)
+        here += envs
+        np.add(here, n_cells, out=cells[1])
+        # indices are right: "clip" only spares NumPy a copy of what it writes
+        self.actions.reshape(n_cells, -1).take(here, axis=0, out=actions, mode="clip")
+        self.dones.reshape(n_cells, 1).take(here, axis=0, out=dones, mode="clip")
+        # dones that are due to timeouts do not count
+        dones *= 1 - self.timeouts.reshape(n_cells, 1).take(here, axis=0)
+        self.rewards.reshape(n_cells, 1).take(here, axis=0, out=rewards, mode="clip")
+        if env is not None:
+            rewards[...] = self._normalize_reward(rewards, env)
+        direct = self._stores[""].direct if "" in self._stores and count else None
+        if direct is not None and direct.device.type == self.device.type:
+            observations, numbers, taken = direct.read_batch(lent)
+            self._staging.read(lent)
+            found: Any = self._finish(observations)
+        else:
+            batch, numbers, taken = self._staging.send(lent)
+            found = self._read(CellBatch(cells, batch))
         if isinstance(found, dict):
             obs: Any = {key: part[0] for key, part in found.items()}
             next_obs: Any = {key: part[1] for key, part in found.items()}
         else:
-            obs, next_obs = found[0], found[1]
+            obs, next_obs = found.unbind(0)
         if env is not None:
             obs, next_obs = self._normalized(obs, env), self._normalized(next_obs, env)
         make = DictReplayBufferSamples if isinstance(found, dict) else ReplayBufferSamples
-        return make(obs, columns[0], next_obs, columns[1], columns[2])
+        return make(obs, taken, next_obs, *numbers.unbind(0))
 
     def _normalized(self, obs: Any, env: VecNormalize) -> Any:
         """`VecNormalize` works on NumPy's arrays."""

@@ -82,8 +82,8 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         self.actions[self.pos] = np.asarray(action).reshape((self.n_envs, self.action_dim))
         self.rewards[self.pos] = reward
         self.episode_starts[self.pos] = episode_start
-        self.values[self.pos] = value.clone().cpu().numpy().flatten()
-        self.log_probs[self.pos] = log_prob.clone().cpu().numpy()
+        self.values[self.pos] = value.cpu().numpy().flatten()
+        self.log_probs[self.pos] = log_prob.cpu().numpy()
         self.pos += 1
         if self.pos == self.buffer_size:
             self.full = True

@@ -33,6 +33,8 @@ HEAD, NEEDED, SPARE = 0, 1, 2
 SLACK = 64
 # where a stream keeps nothing in the heap
 NOWHERE = (1 << 62) - 1
+# how a row relates to the row that its stream had before: not known, the same, or moved on by one frame
+UNKNOWN, SAME, MOVED = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -108,14 +110,17 @@ class Write(NamedTuple):
     cells: tuple[int, ...]  # first cell of each set of rows
     parity: int
     tail: int  # nothing in the heap before this place is needed
+    last: int = 0  # first cell of the rows that were written before
+    relations: tuple[int, ...] = ()  # of each set's row of each stream to the one before it; empty where none is known
 
 
 def write_rows_reference(tables: DeviceTables, shape: FrameShape, frames: torch.Tensor, write: Write) -> None:
     """Store ``frames[set, stream, stack, byte]`` as one step: every set of them one after the other.
 
-    A frame that equals one its stream remembers, byte for byte, is shared. Others are encoded into the stream's open
-    segment; one that is full moves to the heap. What does not fit there is counted in ``counters[NEEDED]``; the tables
-    are then to be thrown away.
+    A frame of a row that is the one before, or that one moved on by a frame, is taken from it. Any other is shared if
+    it equals one that its stream remembers, byte for byte, and else encoded into the stream's open segment; one that
+    is full moves to the heap. What does not fit there is counted in ``counters[NEEDED]``; the tables are then to be
+    thrown away.
     """
     views = DeviceTables(*(table.numpy() for table in tables))  # type: ignore[arg-type]  # the same fields as arrays
     rows = frames.numpy()
@@ -133,13 +138,30 @@ class _Stream:
 
     def write(self, sets: npt.NDArray[np.uint8]) -> None:
         tables, row, stream = self.tables, self.row, self.stream
+        relations = [UNKNOWN] * len(sets)
+        if self.write_.relations:
+            relations = list(self.write_.relations[stream :: tables.streams.shape[0]])
         known = tables.recent_ids[stream] >= 0
         floor = int(tables.recent_segments[stream][known].min(initial=row[OPENED]))
+        if relations[0] != UNKNOWN:
+            # frames that nobody remembers may be among these
+            ids = tables.slots[self.write_.last + stream].astype(np.int64) - 1
+            segments = ids[ids >= 0] // self.shape.per_segment
+            age = (row[OPENED] - 1 - segments) % self.shape.segments_per_stream
+            floor = int((row[OPENED] - 1 - age).min(initial=floor))
         tables.floors[self.write_.step, stream] = floor
         self._release(int(tables.floors[self.write_.oldest, stream]))
-        for first, stack in zip(self.write_.cells, sets, strict=True):
+        before = self.write_.last
+        for first, stack, relation in zip(self.write_.cells, sets, relations, strict=True):
             for j, frame in enumerate(stack):
-                tables.slots[first + stream, j] = self._find(frame) + 1
+                if relation == SAME:
+                    slot = tables.slots[before + stream, j]
+                elif relation == MOVED and j < len(stack) - 1:
+                    slot = tables.slots[before + stream, j + 1]
+                else:
+                    slot = self._find(frame) + 1
+                tables.slots[first + stream, j] = slot
+            before = first
         tables.published[1 - self.write_.parity, stream] = row[HELD : HELD + N_PUBLISHED]
         oldest = self._number(int(row[FLOOR]))
         sealed = row[FLOOR] < row[OPENED] and tables.starts[oldest] >= 0

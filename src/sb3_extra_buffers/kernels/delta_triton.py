@@ -6,7 +6,7 @@ Frames are handled as 64-bit words. Nothing comes back to the host: a heap that 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,9 @@ import triton.language as tl
 from sb3_extra_buffers.codecs.delta import BLOCK, padded, top_bytes
 from sb3_extra_buffers.kernels import delta_torch as plain
 from sb3_extra_buffers.kernels.delta_torch import DeviceTables, FrameShape, Write, capacity_of
+from sb3_extra_buffers.kernels.launching import Launcher
 
-__all__ = ["DeviceKernels", "make_job"]
+__all__ = ["Columns", "DeviceKernels", "make_job"]
 
 # programs to a row and each of its chunks of lines, lines to a chunk, warps to a program; measured
 _PARTS, _OWN, _READ_WARPS, _WRITE_WARPS = 2, 32, 2, 16
@@ -39,6 +40,8 @@ _NEEDED = tl.constexpr(plain.NEEDED)
 _SPARE = tl.constexpr(plain.SPARE)
 _NOWHERE = tl.constexpr(plain.NOWHERE)
 _NONE = tl.constexpr(plain.NONE)
+_SAME = tl.constexpr(plain.SAME)
+_MOVED = tl.constexpr(plain.MOVED)
 _FAR = tl.constexpr(1 << 30)
 
 
@@ -143,6 +146,10 @@ def _read_kernel(
     scene_rows_ptr,  # int64 [scene, word]
     slots_ptr,  # int32 [cell, stack]
     cells_ptr,  # int64 [set, row]
+    floats_ptr,  # float32 [2, row]: where numbers of the rows go, and where they come from
+    floats_from_ptr,
+    actions_ptr,  # uint8 [row, ACTION]
+    actions_from_ptr,
     n_rows,
     capacity,
     N_SETS: tl.constexpr,
@@ -156,11 +163,14 @@ def _read_kernel(
     SCENE_WORDS: tl.constexpr,
     PARTS: tl.constexpr,
     OWN: tl.constexpr,
+    ACTION: tl.constexpr,
+    ACTION2: tl.constexpr,
 ):
     """Rebuild ``OWN`` lines of a row's frames: walk a segment, and store each frame that is wanted as it comes by.
 
     A segment of a row is one program's, so that a row whose frames lie in two of them is read by two at once. The lines
-    stay in registers; with one warp to a program, nothing has to wait for anything but memory.
+    stay in registers; with one warp to a program, nothing has to wait for anything but memory. Cells and what else comes
+    with a row may lie in pinned memory of the host, which is as good as a copy and needs none.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -173,6 +183,15 @@ def _read_kernel(
     word = (chunk * OWN + line)[:, None] * 8 + tl.arange(0, 8)[None, :]
     inside = word < WORDS
     if part == 0:
+        if ACTION > 0:
+            if chunk == 0:
+                byte = tl.arange(0, ACTION2)
+                some = byte < ACTION
+                action = tl.load(actions_from_ptr + row * ACTION + byte, mask=some, other=0)
+                tl.store(actions_ptr + row * ACTION + byte, action, mask=some)
+                for i in tl.static_range(2):
+                    number = tl.load(floats_from_ptr + i * n_rows.to(tl.int64) + row)
+                    tl.store(floats_ptr + i * n_rows.to(tl.int64) + row, number)
         blank = tl.sum(tl.where(ids < 0, 1 << target, 0), axis=0)
         for i in tl.static_range(N_SETS * STACK):
             if (blank >> i) & 1:
@@ -425,7 +444,7 @@ def _claim(scene_refs_ptr, n_scenes, stream, STEP: tl.constexpr):
 
 @triton.jit
 def _write_kernel(
-    job_ptr,  # int64: the fields of `Write`, and what else changes
+    job_ptr,  # int64: what `make_job` says
     frames_ptr,  # int64 [set, stream, stack, word]
     heap_ptr, stage_ptr, starts_ptr, lengths_ptr, scenes_ptr, slots_ptr, floors_ptr, streams_ptr,
     recent_ptr,  # int64 [stream, place, word]
@@ -466,6 +485,13 @@ def _write_kernel(
     ids = tl.load(recent_ids_ptr + stream * PLACES + places, mask=places < PLACES, other=-1)
     oldest_recent = tl.load(recent_segments_ptr + stream * PLACES + places, mask=places < PLACES, other=0)
     least = tl.min(tl.where(ids >= 0, oldest_recent, opened), axis=0)
+    if tl.load(job_ptr + 8 + N_SETS + stream) > 0:
+        # frames that nobody remembers may be among those of the row before
+        last = tl.load(job_ptr + 7) + stream
+        shown = tl.load(slots_ptr + last * STACK + places, mask=places < STACK, other=0) - 1
+        age = (opened - 1 - shown // PER) % SEGMENTS
+        age = tl.where(age < 0, age + SEGMENTS, age)
+        least = tl.minimum(least, tl.min(tl.where(shown >= 0, opened - 1 - age, opened), axis=0))
     tl.store(floors_ptr + step * STREAMS + stream, least)
     tl.debug_barrier()
     new_floor = tl.load(floors_ptr + oldest * STREAMS + stream)
@@ -478,9 +504,16 @@ def _write_kernel(
     for k in range(N_SETS * STACK):
         which = k // STACK
         j = k % STACK
+        relation = tl.load(job_ptr + 8 + N_SETS + which * STREAMS + stream).to(tl.int32)
+        known = (relation == _SAME) | ((relation == _MOVED) & (j < STACK - 1))
         at = ((which * STREAMS + stream).to(tl.int64) * STACK + j) * FRAME_WORDS
-        frame = tl.load(frames_ptr + at + word, mask=inside, other=0)
+        # frames that are known were not even sent
+        frame = tl.load(frames_ptr + at + word, mask=word < tl.where(known, 0, FRAME_WORDS), other=0)
         frame_id = tl.full([], -1, tl.int32)
+        if known:
+            tl.debug_barrier()
+            row_before = tl.load(job_ptr + 7 + which) + stream
+            frame_id = tl.load(slots_ptr + row_before * STACK + j + tl.where(relation == _MOVED, 1, 0)) - 1
         if tl.max((frame != 0).to(tl.int32), axis=0) > 0:
             frame_id = tl.full([], -2, tl.int32)
             for p in tl.static_range(PLACES):
@@ -623,14 +656,21 @@ def _write_kernel(
     tl.store(report_ptr + 4 * stream + 3, launch)
 
 
-def make_job(tables: DeviceTables, write: Write, launch: int) -> npt.NDArray[np.int64]:
-    """What a write is told, to be uploaded with its frames."""
-    return np.array(
-        [
-            write.step, write.oldest, write.parity, write.tail, capacity_of(tables), tables.scene_refs.numel(), launch,
-            0, *write.cells,
-        ]
-    )  # fmt: skip
+def make_job(tables: DeviceTables, write: Write, launch: int, n_streams: int) -> list[int]:
+    """What a write is told."""
+    return [
+        write.step, write.oldest, write.parity, write.tail, capacity_of(tables), tables.scene_refs.numel(), launch,
+        write.last, *write.cells, *(write.relations or [0] * (len(write.cells) * n_streams)),
+    ]  # fmt: skip
+
+
+class Columns(NamedTuple):
+    """What else comes with the rows of a batch, and where it goes."""
+
+    floats: torch.Tensor  # float32 [2, row, ...]
+    floats_from: torch.Tensor
+    actions: torch.Tensor  # [row, ...]
+    actions_from: torch.Tensor
 
 
 class DeviceKernels:
@@ -644,13 +684,13 @@ class DeviceKernels:
         n_tops, frame_words = top_bytes(size), -(-size // 8)
         scene_words = shape.scene_bytes // 8
         self._capacity = capacity_of(tables)
-        self._read_tables = (
+        read_tables = (
             tables.heap, heap, tables.stage, stage, tables.starts, tables.scenes, scene_rows, tables.slots,
         )  # fmt: skip
         tops = triton.next_power_of_2(n_tops)
         self._read_sizes = (shape.per_segment, size, n_tops, tops, frame_words, scene_words, _PARTS, _OWN)
         self._n_chunks = -(-frame_words // (8 * _OWN))
-        self._write_tables = (
+        write_tables = (
             tables.heap, tables.stage, tables.starts, tables.lengths, tables.scenes, tables.slots, tables.floors,
             tables.streams, tables.recent.view(words), tables.recent_ids, tables.recent_segments, scene_rows,
             tables.scene_refs, tables.published, tables.counters, tables.tails, tables.scratch,
@@ -660,23 +700,25 @@ class DeviceKernels:
             shape.segments_per_stream, shape.least_frames, shape.most_bytes, shape.room, size, n_tops, frame_words,
             scene_words, triton.next_power_of_2(padded(size) // 8), tables.scratch.shape[1], BLOCK // 4,
         )  # fmt: skip
-        self._key = (shape, n_streams, tables.slots.device, self._capacity >> 31 > 0)
+        device, key = tables.slots.device, (shape, n_streams, self._capacity >> 31 > 0)
+        number, byte = torch.float32, torch.uint8
+        self._read = Launcher(
+            _read_kernel, device, key, read_tables, ((words,), (words, number, number, byte, byte)), _READ_WARPS
+        )
+        self._write = Launcher(_write_kernel, device, key, write_tables, ((words, words), (words,)), _WRITE_WARPS)
 
-    def read(self, cells: torch.Tensor, out: torch.Tensor) -> None:
-        """`read_rows_reference`; ``out`` is ``[set, row, stack, words of 8 bytes]``."""
+    def read(self, cells: torch.Tensor, out: torch.Tensor, columns: Columns | None = None) -> None:
+        """`read_rows_reference`; ``out`` is ``[set, row, stack, words of 8 bytes]``. ``columns`` are copied."""
         n_sets, n_rows = cells.shape
         stack = self.shape.stack
-        args = (
-            out.view(torch.int64), *self._read_tables, cells, n_rows, self._capacity,
-            n_sets, stack, triton.next_power_of_2(n_sets * stack), *self._read_sizes,
-        )  # fmt: skip
-        _start(
-            _read_kernel,
-            (*self._key, n_sets, cells.data_ptr() & 15),
-            (n_rows, _PARTS, self._n_chunks),
-            args,
-            _READ_WARPS,
-        )
+        if columns is None:
+            others, action = (cells, cells, cells, cells), 0
+        else:
+            others, action = columns, columns.actions[0].numel() * columns.actions.element_size()
+        numbers = (n_rows, self._capacity, n_sets, stack, 1 << (n_sets * stack - 1).bit_length(), *self._read_sizes)
+        grid = (n_rows, _PARTS, self._n_chunks)
+        wide = triton.next_power_of_2(max(action, 1))
+        self._read.start((n_sets, action), grid, (out,), (cells, *others), (*numbers, action, wide))
 
     def write(self, job: torch.Tensor, frames: torch.Tensor, report: torch.Tensor) -> None:
         """`write_rows_reference`; ``frames`` is ``[set, stream, stack, words of 8 bytes]``.
@@ -685,17 +727,4 @@ class DeviceKernels:
         that the stream needs, how many scenes are unused, and the launch's number.
         """
         n_sets, n_streams = frames.shape[:2]
-        args = (job, frames.view(torch.int64), *self._write_tables, report, n_sets, *self._write_sizes)
-        _start(_write_kernel, (*self._key, n_sets), (n_streams, 1, 1), args, _WRITE_WARPS)
-
-
-# kernels that were compiled for these sizes: starting one by hand takes a quarter of the time
-_started: dict[tuple[Any, ...], Any] = {}
-
-
-def _start(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int, int], args: tuple[Any, ...], n_warps: int) -> None:
-    compiled = _started.get((kernel, *key))
-    if compiled is None:
-        _started[(kernel, *key)] = kernel[grid](*args, num_warps=n_warps)
-    else:
-        compiled[grid](*args)
+        self._write.start(n_sets, (n_streams, 1, 1), (job, frames), (report,), (n_sets, *self._write_sizes))

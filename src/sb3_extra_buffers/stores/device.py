@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sb3_extra_buffers.codecs.delta import DeltaCodec, padded
@@ -17,7 +18,7 @@ from sb3_extra_buffers.kernels import delta_torch as kernels
 from sb3_extra_buffers.kernels.delta_torch import SLACK, DeviceTables, FrameShape, Write, capacity_of
 from sb3_extra_buffers.kernels.state import NONE
 from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.staging import Staging, torch_dtype
+from sb3_extra_buffers.stores.staging import Lent, Staging, torch_dtype
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 __all__ = ["DeviceFrameStore", "has_triton", "suits_device"]
@@ -27,6 +28,7 @@ _LARGEST_FRAME = 0xFFFF
 # frames to a segment, unless the codec asks for another number than its usual: a row is read by as many programs as it
 # has segments, each walking its own, so that short ones are read sooner
 _SHORT = 4
+_INT64 = np.dtype(np.int64)
 # steps that may be under way before a write has to wait and see how full the heap is
 _AHEAD = 16
 
@@ -77,12 +79,16 @@ class DeviceFrameStore:
         self.shape = FrameShape(layout.frame_bytes, layout.stack, per_segment, segments)
         self.tables = self._allocate()
         self._launches = 0
-        self._plain = layout.axis == "first" and layout.frame_bytes % 8 == 0 and layout.spec.dtype == np.uint8
+        # whole words, one frame after the other: rows can be written and read without rearranging anything
+        self._whole = (layout.axis == "first" or layout.stack == 1) and layout.frame_bytes % 8 == 0
         self._report = self._make_report()
-        self._spare = self._report[0, 2:3].numpy()
+        self._notes = self._report.numpy()
         self._wrapped = False
         self._staging = Staging(self.device)
         self._bound: Any = None
+        # the rows written last, and their first cell
+        self._last: npt.NDArray[np.uint64] | None = None
+        self._last_cell = 0
 
     def _allocate(self) -> DeviceTables:
         shape, streams, device = self.shape, self.n_streams, self.device
@@ -148,7 +154,10 @@ class DeviceFrameStore:
 
     def write_cells(self, step: int, cells: Sequence[int], rows: Sequence[np.ndarray[Any, Any]]) -> None:
         """`write` to the cells that begin at each of ``cells``."""
-        write = Write(step, (step + 1) % self.n_steps if self._wrapped else 0, tuple(cells), self._launches & 1, 0)
+        write = Write(
+            step, (step + 1) % self.n_steps if self._wrapped else 0, tuple(cells), self._launches & 1, 0,
+            self._last_cell, self._relate(rows),
+        )  # fmt: skip
         use, tail = self._known()
         if use + self._advance(1) <= capacity_of(self.tables):
             self._launch(rows, write._replace(tail=tail))
@@ -156,7 +165,30 @@ class DeviceFrameStore:
             self._write_near_limit(rows, write)
         if step == self.n_steps - 1:
             self._wrapped = True
+        if self._whole:
+            self._last_cell = cells[-1]
+            if self._last is None:
+                self._last = rows[-1].view(np.uint64).copy()
+            else:
+                self._last[...] = rows[-1].view(np.uint64)
         self._grow_scenes()
+
+    def _relate(self, rows: Sequence[np.ndarray[Any, Any]]) -> tuple[int, ...]:
+        """How each row relates to its stream's row before: what is known already need not be sent."""
+        if not self._whole:
+            return ()
+        relations: list[int] = []
+        before = self._last
+        for place, part in enumerate(rows):
+            words = part.view(np.uint64)
+            if before is None:
+                relations += [kernels.UNKNOWN] * self.n_streams
+            else:
+                # the first set goes on where the last step ended, as a rule; the others move on
+                moves = place > 0 or self.n_sets == 1
+                relations += _relations(before, words, self.layout.stack, moves)
+            before = words
+        return tuple(relations)
 
     def _frames(self, flat: torch.Tensor) -> torch.Tensor:
         """``[set, stream, stack, whole words]`` of rows ``[set, stream, byte]``."""
@@ -173,17 +205,27 @@ class DeviceFrameStore:
 
     def _launch(self, rows: Sequence[np.ndarray[Any, Any]], write: Write) -> None:
         self._launches += 1
-        if self._triton:
-            from sb3_extra_buffers.kernels.delta_triton import make_job
-
-            job, flat = self._staging.upload([make_job(self.tables, write, self._launches), rows])
-            self._kernels().write(job, self._frames(flat), self._report)
-        else:
+        if not self._triton:
             frames = self._frames(torch.from_numpy(np.stack(rows)))
             kernels.write_rows_reference(self.tables, self.shape, frames, write)
             counters = self.tables.counters
             self._report[:, 0], self._report[:, 1] = counters[kernels.HEAD], self.tables.tails
             self._report[:, 2], self._report[:, 3] = counters[kernels.SPARE], self._launches
+            return
+        from sb3_extra_buffers.kernels.delta_triton import make_job
+
+        numbers = make_job(self.tables, write, self._launches, self.n_streams)
+        if not self._whole:
+            job, flat = self._staging.upload([np.array(numbers), rows])
+            self._kernels().write(job, self._frames(flat), self._report)
+            return
+        shape = (len(rows), self.n_streams, self.layout.stack, self.layout.frame_bytes // 8)
+        lent = self._staging.lend((((len(numbers),), _INT64), (shape, _INT64)))
+        lent.arrays[0][:] = numbers
+        _fill(lent.arrays[1], rows, write.relations)
+        # read where it lies: there is less of it than a copy is worth
+        self._kernels().write(*lent.tensors, self._report)
+        self._staging.read(lent)
 
     def _advance(self, n_launches: int) -> int:
         """Bytes by which ``n_launches`` writes can move the end of the heap on."""
@@ -196,7 +238,7 @@ class DeviceFrameStore:
         """Bytes between the ends of the ring, at most, after every write so far; and where its older end is."""
         if self._launches == 0:
             return 0, 0
-        report: list[list[int]] = self._report.tolist()
+        report: list[list[int]] = self._notes.tolist()
         heads, tails, _, launches = zip(*report, strict=True)
         head, tail = max(heads), min(*tails, *heads)
         under_way = self._launches - min(launches)
@@ -318,7 +360,7 @@ class DeviceFrameStore:
 
     def _grow_scenes(self) -> None:
         """Have unused scenes for every stream; what was there is copied on the device, in its turn."""
-        if self._launches and self._spare[0] < self.n_streams:
+        if self._launches and self._notes[0, 2] < self.n_streams:
             tables = self.tables
             n_scenes = tables.scene_refs.numel()
             more = max(n_scenes // 2, 2 * self.n_streams)
@@ -334,10 +376,10 @@ class DeviceFrameStore:
         """Decode ``cells`` (int64 ``[set, n]`` on the device) into fresh observations ``[set, n, *shape]``."""
         layout, size = self.layout, self.layout.frame_bytes
         words = -(-size // 8) * 8
-        if self._triton and self._plain and cells.shape[1]:
+        if self.direct and cells.shape[1]:
             # nothing to rearrange: decode straight into what is returned
             fresh = torch.empty((*cells.shape, *layout.spec.shape), dtype=torch.uint8, device=self.device)
-            self._kernels().read(cells.contiguous(), fresh.view(-1))
+            self._kernels().read(cells.contiguous(), fresh)
             return fresh
         out = torch.empty((*cells.shape, layout.stack, words), dtype=torch.uint8, device=self.device)
         if cells.shape[1] == 0:
@@ -354,6 +396,26 @@ class DeviceFrameStore:
             unit = layout.spec.shape[-1] // layout.stack * layout.spec.dtype.itemsize
             out = out.reshape(*cells.shape, layout.stack, size // unit, unit).transpose(2, 3)
         return as_dtype(out.reshape(*cells.shape, layout.spec.nbytes), layout.spec)
+
+    @property
+    def direct(self) -> bool:
+        """Whether `read_batch` can be used: a GPU decodes straight into what is returned."""
+        return self._triton and self._whole and self.layout.spec.dtype == np.uint8
+
+    def read_batch(self, lent: Lent) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`read` with what else belongs to the rows: fresh observations, numbers and actions, in one launch.
+
+        ``lent`` holds cells ``[set, n]``, float32 ``[2, n, ...]`` and actions ``[n, ...]``, at least one row of each.
+        """
+        from sb3_extra_buffers.kernels.delta_triton import Columns
+
+        cells, floats_from, actions_from = lent.tensors
+        device = self.device
+        fresh = torch.empty((*cells.shape, *self.layout.spec.shape), dtype=torch.uint8, device=device)
+        floats = torch.empty(floats_from.shape, dtype=torch.float32, device=device)
+        actions = torch.empty(actions_from.shape, dtype=actions_from.dtype, device=device)
+        self._kernels().read(cells, fresh, Columns(floats, floats_from, actions, actions_from))
+        return fresh, floats, actions
 
     # ---- the rest ----
 
@@ -374,6 +436,7 @@ class DeviceFrameStore:
         self._wait()
         self._report[:, 0], self._report[:, 1], self._report[:, 3] = 0, kernels.NOWHERE, self._launches
         self._wrapped = False
+        self._last = None
 
     def memory_usage(self) -> MemoryUsage:
         """What is held on the device (and, with ``pinned``, beside it)."""
@@ -423,7 +486,7 @@ class DeviceFrameStore:
     def __getstate__(self) -> dict[str, Any]:
         self._wait()
         state = self.__dict__.copy()
-        state["_bound"] = state["_spare"] = None
+        state["_bound"] = state["_notes"] = state["_last"] = None
         state["_report"] = self._report.numpy().copy()
         tables = {name: table.cpu() for name, table in self.tables._asdict().items()}
         state["tables"] = {name: table.numpy() for name, table in tables.items()}
@@ -443,8 +506,44 @@ class DeviceFrameStore:
         self.tables = DeviceTables(**placed)
         self._report = self._make_report()
         self._report.copy_(torch.from_numpy(report))
-        self._spare = self._report[0, 2:3].numpy()
+        self._notes = self._report.numpy()
         self._bound = None
+
+
+def _relations(
+    before: npt.NDArray[np.uint64], words: npt.NDArray[np.uint64], stack: int, moves: bool
+) -> list[int]:
+    """How each of ``words[stream]`` relates to ``before[stream]``; looks first whether they moved, if ``moves``."""
+    step = words.shape[1] // stack
+    found = np.zeros(len(words), np.int64)
+    for relation in (kernels.MOVED, kernels.SAME) if moves else (kernels.SAME, kernels.MOVED):
+        if relation == kernels.SAME:
+            fits = (before == words).all(axis=1)
+        elif stack > 1:
+            fits = (before[:, step:] == words[:, :-step]).all(axis=1)
+        else:
+            continue
+        found[fits & (found == kernels.UNKNOWN)] = relation
+        if fits.all():
+            break
+    return found.tolist()
+
+
+def _fill(frames: npt.NDArray[np.int64], rows: Sequence[np.ndarray[Any, Any]], relations: Sequence[int]) -> None:
+    """Copy to ``frames[set, stream, stack, word]`` what is not known already."""
+    n_streams = frames.shape[1]
+    for place, part in enumerate(rows):
+        here = relations[place * n_streams : (place + 1) * n_streams]
+        words = part.view(np.int64).reshape(frames.shape[1:])
+        if min(here) == kernels.MOVED:
+            frames[place, :, -1] = words[:, -1]
+        elif max(here) == kernels.UNKNOWN:
+            frames[place] = words
+        else:
+            for stream, relation in enumerate(here):
+                first = -1 if relation == kernels.MOVED else 0
+                if relation != kernels.SAME:
+                    frames[place, stream, first:] = words[stream, first:]
 
 
 def as_dtype(rows: torch.Tensor, spec: ObsSpec) -> torch.Tensor:

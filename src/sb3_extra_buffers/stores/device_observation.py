@@ -110,6 +110,12 @@ class DeviceObservations:
     def dtype(self) -> np.dtype[Any]:
         return self.spec.dtype
 
+    @property
+    def direct(self) -> DeviceFrameStore | None:
+        """The store that reads whole batches in one launch, where there is one by now."""
+        inner = self._inner
+        return inner if isinstance(inner, DeviceFrameStore) and inner.direct else None
+
     def write(self, step: int, batches: Sequence[Array]) -> None:
         """Store one batch of ``n_streams`` observations for each set as step ``step``."""
         rows = [self.spec.to_rows(batch) for batch in batches]

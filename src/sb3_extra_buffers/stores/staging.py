@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Staging", "torch_dtype"]
+__all__ = ["Lent", "Staging", "torch_dtype"]
 
 Array = npt.NDArray[Any]
 
 # copies that may be under way at once
 _DEPTH = 8
 _ALIGNMENT = 64
+# layouts that are remembered; batch sizes are few, as a rule
+_MOST_LAYOUTS = 64
 
 
 @cache
@@ -26,13 +28,31 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
+class Lent(NamedTuple):
+    """Arrays in memory that a device can read, to be filled in and handed over."""
+
+    arrays: tuple[Array, ...]
+    tensors: tuple[torch.Tensor, ...]  # the same memory
+    whole: torch.Tensor  # all of it, as bytes
+    entries: tuple[tuple[Any, ...], ...]
+    room: Any
+
+
 class _Room:
     """Pinned memory for one copy under way, and how arrays that went through it before were laid out there."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
-        self.views: dict[Any, tuple[list[Array], torch.Tensor]] = {}
+    def __init__(self, nbytes: int, pinned: bool) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self.copied: Any = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]  # torch's own
+        self.lent: dict[Any, Lent] = {}
+
+    def lend(self, key: tuple[Any, ...]) -> Lent:
+        found = self.lent.get(key)
+        if found is None:
+            if len(self.lent) >= _MOST_LAYOUTS:
+                self.lent.clear()
+            found = self.lent[key] = _lay_out(self, key)
+        return found
 
 
 class Staging:
@@ -42,45 +62,60 @@ class Staging:
         self.device = device
         self._rooms: list[_Room] = []
         self._turn = 0
-        self._plans: dict[Any, tuple[int, list[tuple[Any, ...]]]] = {}
+        self._sizes: dict[Any, int] = {}
 
     def upload(self, arrays: Sequence[Array | Sequence[Array]]) -> list[torch.Tensor]:
         """Each array as a tensor; a sequence of them is stacked on the way."""
-        if self.device.type != "cuda":
-            stacked = [array if isinstance(array, np.ndarray) else np.stack(array) for array in arrays]
-            return [torch.from_numpy(array.copy()).to(self.device) for array in stacked]
-        key = tuple(
+        lent = self.lend([
             (array.shape, array.dtype) if type(array) is np.ndarray else ((len(array), *array[0].shape), array[0].dtype)
             for array in arrays
-        )
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = _lay_out(key)
-        end, entries = plan
-        room = self._next_room(end)
-        views, source = room.views.get(key) or _views(room, key, plan)
-        for view, array in zip(views, arrays, strict=True):
+        ])  # fmt: skip
+        for view, array in zip(lent.arrays, arrays, strict=True):
             if type(array) is np.ndarray:
                 view[...] = array
             else:
                 for place, part in zip(view, array, strict=True):
                     place[...] = part
-        packed = torch.empty(end, dtype=torch.uint8, device=self.device)
-        packed.copy_(source, non_blocking=True)
-        room.copied.record()
-        return [
-            packed.view(dtype).as_strided(shape, strides, offset) for dtype, shape, strides, offset, _, _, _ in entries
-        ]
+        return self.send(lent)
+
+    def lend(self, layout: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> Lent:
+        """Arrays of these shapes and dtypes, for `send` or for a kernel that reads them where they are.
+
+        Whoever reads them calls `read` once that has been started; until then nobody else gets this memory.
+        """
+        key = tuple(layout)
+        nbytes = self._sizes.get(key)
+        if nbytes is None:
+            if len(self._sizes) >= _MOST_LAYOUTS:
+                self._sizes.clear()
+            nbytes = self._sizes[key] = _nbytes(key)
+        return self._next_room(nbytes).lend(key)
+
+    def send(self, lent: Lent) -> list[torch.Tensor]:
+        """What was filled in, in fresh memory on the device."""
+        if self.device.type != "cuda":
+            return [torch.from_numpy(array.copy()).to(self.device) for array in lent.arrays]
+        packed = torch.empty(lent.whole.numel(), dtype=torch.uint8, device=self.device)
+        packed.copy_(lent.whole, non_blocking=True)
+        self.read(lent)
+        return [packed.view(dtype).as_strided(shape, strides, offset) for dtype, shape, strides, offset in lent.entries]
+
+    def read(self, lent: Lent) -> None:
+        """Say that the last reader of what was lent has been started."""
+        if lent.room.copied is not None:
+            lent.room.copied.record()
 
     def _next_room(self, nbytes: int) -> _Room:
+        pinned = self.device.type == "cuda"
         if len(self._rooms) < _DEPTH:
-            self._rooms.append(_Room(max(nbytes, 1 << 14)))
+            self._rooms.append(_Room(max(nbytes, 1 << 14), pinned))
             return self._rooms[-1]
         self._turn = (self._turn + 1) % _DEPTH
         room = self._rooms[self._turn]
-        room.copied.synchronize()  # over long ago, as a rule
+        if pinned:
+            room.copied.synchronize()  # over long ago, as a rule
         if room.memory.numel() < nbytes:
-            room = self._rooms[self._turn] = _Room(nbytes)
+            room = self._rooms[self._turn] = _Room(nbytes, pinned)
         return room
 
     def __getstate__(self) -> dict[str, Any]:
@@ -93,23 +128,25 @@ class Staging:
         self.__init__(device)  # type: ignore[misc]  # pinned memory does not travel
 
 
-def _lay_out(key: tuple[Any, ...]) -> tuple[int, list[tuple[Any, ...]]]:
-    """Where arrays of these shapes and dtypes go, one after the other; and how many bytes they take."""
-    entries: list[tuple[Any, ...]] = []
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _nbytes(key: tuple[Any, ...]) -> int:
+    return max(sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in key), _ALIGNMENT)
+
+
+def _lay_out(room: _Room, key: tuple[Any, ...]) -> Lent:
+    """Arrays of these shapes and dtypes, one after the other."""
+    host = room.memory.numpy()
+    arrays, tensors, entries = [], [], []
     end = 0
     for shape, dtype in key:
         nbytes = math.prod(shape) * dtype.itemsize
+        array = host[end : end + nbytes].view(dtype).reshape(shape)
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        entries.append((torch_dtype(dtype), shape, strides, end // dtype.itemsize, end, end + nbytes, dtype))
-        end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    return max(end, _ALIGNMENT), entries
-
-
-def _views(room: _Room, key: Any, plan: tuple[int, list[tuple[Any, ...]]]) -> tuple[list[Array], torch.Tensor]:
-    """Arrays of a layout in a room, and the part of it that is copied."""
-    host = room.memory.numpy()
-    views = [host[first:last].view(dtype).reshape(shape) for _, shape, _, _, first, last, dtype in plan[1]]
-    if len(room.views) > 64:
-        room.views.clear()
-    room.views[key] = views, room.memory[: plan[0]]
-    return room.views[key]
+        arrays.append(array)
+        tensors.append(torch.from_numpy(array))
+        entries.append((torch_dtype(dtype), shape, strides, end // dtype.itemsize))
+        end += _aligned(nbytes)
+    return Lent(tuple(arrays), tuple(tensors), room.memory[: max(end, _ALIGNMENT)], tuple(entries), room)
