@@ -19,11 +19,11 @@ help:
 	@echo "make check   lint, format, types and the tests"
 	@echo "make torture kill and damage saved buffers, again and again"
 	@echo "make bench   measure, then write docs/ from the measurements"
-	@echo "make docs    write docs/ from the measurements already made"
+	@echo "make docs    write docs/ from the measurements already made, and build site/ from it"
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[fast,extra,contrib,convert,gpu,ray,vizdoom,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[fast,extra,contrib,convert,gpu,ray,vizdoom,docs,dev]'
 	touch $@
 
 demo: $(READY)
@@ -49,9 +49,13 @@ bench: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m benchmarks.render
+	$(BIN)/python -m benchmarks.envs --render
+	$(BIN)/python -m benchmarks.doom_memory --render
+	$(BIN)/python -m benchmarks.pong --render
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 torture: $(READY)
 	$(BIN)/python -m tests.files.torture
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -178,7 +178,8 @@ def main() -> None:
     if some:
         parts += ["## The buffers beside SB3's\n", buffer_table(some), about(some)]
     (DOCS / "benchmarks.md").write_text("\n".join(parts))
-    insert(README, "figures", summary())
+    for page in (README, DOCS / "index.md"):
+        insert(page, "figures", summary())
     insert(DOCS / "architecture.md", "formats", format_table())
 
 

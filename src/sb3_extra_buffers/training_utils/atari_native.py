@@ -33,14 +33,14 @@ class NativeAtariVecEnv(VecEnv):
     - The length ``info["episode"]["l"]`` counts whole steps of ``frame_skip`` frames.
     - There is no rendering, and no single environment whose methods or attributes could be used.
 
+    The arguments not listed are those of ``AtariWrapper``.
+
     Args:
         game: What the game was registered with, from `game_options`.
         n_envs: How many games are played at once.
         framestack: Frames in an observation; None or 1 for single frames.
         seed: Of the first game; the others count on from it.
         n_threads: Threads to step games in; 0 for as many as there are cores.
-        noop_max, frame_skip, screen_size, terminal_on_life_loss, clip_reward, action_repeat_probability: As in
-            ``AtariWrapper``.
     """
 
     def __init__(

@@ -171,11 +171,10 @@ def _same(one: Any, other: Any, column: str, steps: int) -> bool:
 class FanOutRolloutBuffer(_FanOut, RolloutBuffer):
     """A rollout buffer that hands every step to several; the algorithm learns from the first.
 
-    Training is the same as with the first buffer alone. Experimental.
+    Training is the same as with the first buffer alone. The arguments of SB3's buffer go to every one of them.
+    Experimental.
 
     Args:
-        buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs: As in SB3; every buffer is
-            made with them.
         buffers: Classes of rollout buffers by name, or pairs of a class and its further arguments; first the one to
             learn from.
         record: A record buffer that is given what the first environment does.
@@ -246,11 +245,10 @@ class FanOutRolloutBuffer(_FanOut, RolloutBuffer):
 class FanOutReplayBuffer(_FanOut, ReplayBuffer):
     """A replay buffer that hands every transition to several; the algorithm samples from the first.
 
-    Training is the same as with the first buffer alone. Experimental.
+    Training is the same as with the first buffer alone. The arguments of SB3's buffer go to every one of them.
+    Experimental.
 
     Args:
-        buffer_size, observation_space, action_space, device, n_envs, optimize_memory_usage,
-            handle_timeout_termination: As in SB3; every buffer is made with them.
         buffers: Classes of replay buffers by name, or pairs of a class and its further arguments; first the one to
             sample from.
         record: A record buffer that is given what the first environment does.
