@@ -1,7 +1,6 @@
 """Train a small DQN on a real Atari game with a compressed replay buffer, then with SB3's own: ``make demo``.
 
-Each run has a process of its own, so that memory is what the operating system says. Both start from the same seed and
-must end with the same weights.
+Each run has a process of its own, to see what memory it takes. From one seed, both must end with the same weights.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ def train(game: str, steps: int, method: str, compressed: bool) -> dict[str, Any
     before, start = psutil.Process().memory_info().rss, time.perf_counter()
     model.learn(steps, progress_bar=True)
     seconds, grown = time.perf_counter() - start, psutil.Process().memory_info().rss - before
-    env.close()
     buffer: Any = model.replay_buffer
     held = (
         buffer.memory_usage().total if compressed
@@ -51,27 +49,26 @@ def train(game: str, steps: int, method: str, compressed: bool) -> dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--game", default="PongNoFrameskip-v4")
-    parser.add_argument("--steps", type=int, default=4000, help="steps of all four environments together")
+    parser.add_argument("--timesteps", type=int, default=4000, help="steps of all four environments together")
+    parser.add_argument("--quick", action="store_true", help="200 steps, to see that it runs")
     parser.add_argument("--method", default="auto", help="a compression method, such as delta3 or zstd-5")
     parser.add_argument("--only", choices=["compressed", "sb3"], help=argparse.SUPPRESS)
     options = parser.parse_args()
+    steps = 200 if options.quick else options.timesteps
     if options.only:
-        print(json.dumps(train(options.game, options.steps, options.method, options.only == "compressed")))
+        print(json.dumps(train(options.game, steps, options.method, options.only == "compressed")))
         return
     results = {}
     for kind in ("compressed", "sb3"):
-        print(f"training DQN on {options.game} for {options.steps} steps, {kind} buffer", flush=True)
-        done = subprocess.run(
-            [sys.executable, __file__, *sys.argv[1:], "--only", kind], stdout=subprocess.PIPE, check=True
-        )
+        print(f"training DQN on {options.game} for {steps} steps, {kind} buffer", flush=True)
+        command = [sys.executable, __file__, *sys.argv[1:], "--only", kind]
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         results[kind] = json.loads(done.stdout.splitlines()[-1])
     print(f"\n{'':24}{'buffer':>12}{'process grew':>15}{'training':>12}")
-    for name, kind in (("CompressedReplayBuffer", "compressed"), ("SB3's ReplayBuffer", "sb3")):
-        result = results[kind]
+    for name, result in zip(("CompressedReplayBuffer", "SB3's ReplayBuffer"), results.values(), strict=True):
         print(f"{name:24}{result['held'] / 1e6:>9.1f} MB{result['grown'] / 1e6:>12.1f} MB{result['seconds']:>10.1f} s")
-    ours, theirs = results["compressed"], results["sb3"]
-    memory, duration = ours["held"] / theirs["held"], ours["seconds"] / theirs["seconds"]
-    print(f"\n{memory:.2%} of the memory, {duration:.2f}x the time")
+    ours, theirs = results.values()
+    print(f"\n{ours['held'] / theirs['held']:.2%} of the memory, {ours['seconds'] / theirs['seconds']:.2f}x the time")
     print(ours["about"])
     if ours["weights"] != theirs["weights"]:
         raise SystemExit("the two agents differ; please report this")

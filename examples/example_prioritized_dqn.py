@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-import ale_py
-import gymnasium
 import numpy as np
 from stable_baselines3 import DQN
-from stable_baselines3.common.env_util import make_atari_env
-from stable_baselines3.common.vec_env import VecFrameStack
 
 from sb3_extra_buffers.compressed import BufferUsageCallback, prioritized
+from sb3_extra_buffers.training_utils.atari import make_env
 
 
 def main() -> None:
@@ -20,19 +17,18 @@ def main() -> None:
     parser.add_argument("--timesteps", type=int, default=1_000_000)
     parser.add_argument("--n-envs", type=int, default=4)
     parser.add_argument("--alpha", type=float, default=0.6, help="how much TD errors count; 0 is uniform replay")
-    parser.add_argument("--quick", action="store_true", help="1200 steps, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="320 steps, to see that it runs")
     options = parser.parse_args()
-    timesteps = 1200 if options.quick else options.timesteps
+    timesteps = 320 if options.quick else options.timesteps
 
-    gymnasium.register_envs(ale_py)
-    env = VecFrameStack(make_atari_env(options.game, n_envs=options.n_envs, seed=0), 4)
+    env = make_env(options.game, n_envs=options.n_envs, framestack=4, seed=0, native=True)
     model = prioritized(DQN)(
         "CnnPolicy",
         env,
         learning_rate=1e-4,
-        buffer_size=1000 if options.quick else 500_000,
-        learning_starts=400 if options.quick else 20_000,
-        target_update_interval=400 if options.quick else 10_000,
+        buffer_size=240 if options.quick else 500_000,
+        learning_starts=160 if options.quick else 20_000,
+        target_update_interval=80 if options.quick else 10_000,
         exploration_fraction=0.1,
         n_steps=3,
         # beta goes from 0.4 to 1 while training

@@ -46,15 +46,17 @@ def play(n_steps: int) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--timesteps", type=int, default=8000, help="transitions of the four games together")
+    parser.add_argument("--quick", action="store_true", help="256 of them, to see that it runs")
     options = parser.parse_args()
-    size = options.steps * N_ENVS
+    n_steps = 64 if options.quick else options.timesteps // N_ENVS
+    size = n_steps * N_ENVS
     buffers = {
         storage.__name__: TensorDictReplayBuffer(storage=storage(size), batch_size=256)
         for storage in (CompressedStorage, LazyTensorStorage)
     }
     spent = dict.fromkeys(buffers, 0.0)
-    for data in play(options.steps):
+    for data in play(n_steps):
         for name, buffer in buffers.items():
             given = data.clone()
             start = time.perf_counter()

@@ -68,7 +68,7 @@ def test_the_demo_trains_and_compares() -> None:
     pytest.importorskip("ale_py")
     pytest.importorskip("cv2")
 
-    said = run(os.fspath(ROOT / "examples" / "demo.py"), "--steps", "200")
+    said = run(os.fspath(ROOT / "examples" / "demo.py"), "--quick")
 
     assert re.search(r"CompressedReplayBuffer +[\d.]+ MB", said)
     assert re.search(r"SB3's ReplayBuffer +[\d.]+ MB", said)

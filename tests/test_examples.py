@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,12 @@ CASES = {
     "example_eval_memory_saving": ("ale_py", "", r"baseline +[\d.]+ MB +100\.0%.*s"),
     "example_eval_memory_loading": ("ale_py", "--batch-size 8", r"baseline.*\nauto .* ms"),
     "example_vizdoom_segmentation": ("vizdoom", "", r"as dense RGB it would take .*\(Final\) Evaluated 2 episodes"),
+    "example_train_gpu_rollout": ("ale_py", "", r"a rollout takes .*% of .* dense.*saved .*ppo_pong\.zip"),
+    "example_train_gpu_replay": ("ale_py", "--game mspacman", r"64 transitions take .*saved .*dqn_mspacman\.zip"),
+    "example_watch_gpu_rollout": ("cv2", "", r"20 steps, rewards .*agent\.gif"),
+    "example_watch_gpu_replay": ("cv2", "", r"20 steps, rewards .*agent\.gif"),
+    "example_prioritized_dqn": ("ale_py", "", r"240 transitions of MsPacman.*, 320 steps, .* makes \d+% of the draws"),
+    "example_torchrl": ("torchrl", "", r"CompressedStorage: extend .*\nthe same samples: True\n.*% of"),
     "example_cleanrl": ("ale_py", "", r"64 transitions take .*% of"),
     "example_sbx": ("sbx", "", r"64 transitions take .*% of"),
 }
@@ -50,7 +57,8 @@ def test_examples_run(
     name = case.partition(" ")[0]
     path = EXAMPLES / f"{name}.py"
     monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
-    monkeypatch.setattr(sys, "argv", [str(path), "--quick", "--output", str(tmp_path), *arguments.split()])
+    where = ["--output", str(tmp_path)] if "from common import" in path.read_text() else []
+    monkeypatch.setattr(sys, "argv", [str(path), "--quick", *where, *arguments.split()])
     monkeypatch.chdir(tmp_path)
 
     runpy.run_path(str(path), run_name="__main__")
@@ -60,10 +68,27 @@ def test_examples_run(
         assert (tmp_path / written).stat().st_size > 1000
 
 
-def test_every_example_here_is_short() -> None:
-    for name in {case.partition(" ")[0] for case in CASES} | {"common"}:
-        n_lines = len((EXAMPLES / f"{name}.py").read_text().splitlines())
-        assert n_lines < 80, f"{name}.py has {n_lines} lines: too long to be read as an example"
+def test_every_example_is_short_and_runs_here() -> None:
+    for path in EXAMPLES.glob("*.py"):
+        n_lines = len(path.read_text().splitlines())
+        assert n_lines < 80, f"{path.name} has {n_lines} lines: too long to be read as an example"
+    # the demo runs with the documents that show it
+    run = {case.partition(" ")[0] for case in CASES} | {"example_ray", "demo", "common"}
+    assert run == {path.stem for path in EXAMPLES.glob("*.py")}
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_in_the_example_of_ray() -> None:
+    pytest.importorskip("ray")
+    pytest.importorskip("torchrl")
+    # in a process of its own: Ray starts others, and two of them are killed
+    command = [sys.executable, str(EXAMPLES / "example_ray.py"), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    held, there = re.search(r"killed the buffer; of (\d+) transitions (\d+)", done.stdout).groups()  # type: ignore[union-attr]
+    assert int(there) >= int(held) >= 256
+    assert "had acknowledged 512 in the end" in done.stdout
 
 
 def test_without_a_model_evaluation_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import pickle
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -658,18 +654,3 @@ def test_classes_of_ones_own() -> None:
     assert len(np.unique(model.replay_buffer.priorities)) > 10
     with pytest.raises(AlgorithmMismatchError, match="called none of"):
         model_of(DQN, kind=lambda algorithm: prioritized(Late)).learn(100)
-
-
-def test_the_example_plays_a_game() -> None:
-    pytest.importorskip("ale_py")
-    pytest.importorskip("cv2")
-    example = Path(__file__).parents[2] / "examples" / "example_prioritized_dqn.py"
-
-    done = subprocess.run(
-        [sys.executable, os.fspath(example), "--quick"], capture_output=True, text=True, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-
-    assert done.returncode == 0, done.stderr
-    assert "1,000 transitions of MsPacmanNoFrameskip-v4, 1,200 steps" in done.stdout
-    assert re.search(r"makes \d+% of the draws", done.stdout)
