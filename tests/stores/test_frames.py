@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from sb3_extra_buffers.codecs import ByteRows, ObsSpec, get_codec
 from sb3_extra_buffers.errors import HeapFullError
+from sb3_extra_buffers.kernels import has_numba
 from sb3_extra_buffers.kernels.state import PACKED_LZ4, PACKED_ZSTD
 from sb3_extra_buffers.stores import frames, layout, payloads, segments
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -289,6 +290,22 @@ def test_every_kind_of_segment_occurs_in_these_tests(compiled: bool) -> None:
     assert (state.scenes[sealed] >= 0).any()
     assert len(np.unique(state.scenes[sealed])) > 2
     assert n_frames_live(store) < 600
+
+
+@pytest.mark.skipif(not has_numba(), reason="only compiled kernels pack light segments")
+def test_views_seen_once_are_packed_with_their_segment() -> None:
+    """A view that no second segment starts from is not held as a whole frame."""
+    case = Case(frame=(64, 64), n_streams=1)
+    store = case.build(600, compiled=True)
+    rng = np.random.default_rng(0)
+    # another view of 32 x 32 tiles at every step
+    tiles = [rng.integers(0, 256, (32, 32)) for _ in range(600)]
+    rows = np.array([tile.repeat(2, axis=0).repeat(2, axis=1).ravel() for tile in tiles], np.uint8)
+    write_rows(store, list(range(600)), [0] * 600, rows)
+    store.check()
+    np.testing.assert_array_equal(store.read(np.arange(600)), rows)
+    # as whole frames, those that begin a segment take 1.2 MB
+    assert store.memory_usage().keyframes < 120 << 10
 
 
 @needs("zstd")

@@ -28,7 +28,9 @@ from sb3_extra_buffers.kernels.intrinsics import (
 from sb3_extra_buffers.kernels.state import PACKED_LZ4, FrameState, scene_bytes
 
 # not parallel=True: numba's default thread layer aborts when two threads enter it at once
-_OPTIONS: dict[str, Any] = {"nogil": True, "cache": True}
+# what others call is compiled into them: a cache entry of its own would outlive changes to what it calls
+_INNER: dict[str, Any] = {"nogil": True}
+_OPTIONS: dict[str, Any] = {**_INNER, "cache": True}
 
 _LINE = 64
 # bytes of a batch from which on it is written past the caches
@@ -72,10 +74,10 @@ for _function in (
     scene_bytes,
     plain.set_length,
 ):
-    register_jitable(**_OPTIONS)(_function)
+    register_jitable(**_INNER)(_function)
 
 
-@overload(plain.is_same, jit_options=_OPTIONS)
+@overload(plain.is_same, jit_options=_INNER)
 def _is_same(frames: Any, row: Any, j: Any, recent: Any, stream: Any, place: Any) -> Any:
     def run(frames: Any, row: Any, j: Any, recent: Any, stream: Any, place: Any) -> bool:
         _, stack, size = frames.shape
@@ -86,7 +88,7 @@ def _is_same(frames: Any, row: Any, j: Any, recent: Any, stream: Any, place: Any
     return run
 
 
-@overload(plain.is_zero, jit_options=_OPTIONS)
+@overload(plain.is_zero, jit_options=_INNER)
 def _is_zero(frames: Any, row: Any, j: Any) -> Any:
     def run(frames: Any, row: Any, j: Any) -> bool:
         _, stack, size = frames.shape
@@ -104,7 +106,7 @@ def _is_zero(frames: Any, row: Any, j: Any) -> Any:
     return run
 
 
-@overload(plain.put_frame, jit_options=_OPTIONS)
+@overload(plain.put_frame, jit_options=_INNER)
 def _put_frame(recent: Any, stream: Any, place: Any, frames: Any, row: Any, j: Any) -> Any:
     def run(recent: Any, stream: Any, place: Any, frames: Any, row: Any, j: Any) -> None:
         _, stack, size = frames.shape
@@ -114,7 +116,7 @@ def _put_frame(recent: Any, stream: Any, place: Any, frames: Any, row: Any, j: A
     return run
 
 
-@overload(plain.put_bytes, jit_options=_OPTIONS)
+@overload(plain.put_bytes, jit_options=_INNER)
 def _put_bytes(target: Any, to: Any, source: Any, at: Any, count: Any) -> Any:
     def run(target: Any, to: Any, source: Any, at: Any, count: Any) -> None:
         copy_bytes(target, to, source, at, count)
@@ -122,7 +124,7 @@ def _put_bytes(target: Any, to: Any, source: Any, at: Any, count: Any) -> Any:
     return run
 
 
-@overload(plain.put_whole, jit_options=_OPTIONS)
+@overload(plain.put_whole, jit_options=_INNER)
 def _put_whole(target: Any, at: Any, recent: Any, stream: Any, place: Any, size: Any) -> Any:
     def run(target: Any, at: Any, recent: Any, stream: Any, place: Any, size: Any) -> None:
         copy_bytes(target, at, recent, (stream * recent.shape[1] + place) * recent.shape[2], size)
@@ -130,7 +132,7 @@ def _put_whole(target: Any, at: Any, recent: Any, stream: Any, place: Any, size:
     return run
 
 
-@overload(plain.encode_frame, jit_options=_OPTIONS)
+@overload(plain.encode_frame, jit_options=_INNER)
 def _encode_frame(
     target: Any,
     at: Any,
@@ -242,7 +244,7 @@ def _encode(
     return end - at
 
 
-@overload(lz4_block.quad, jit_options=_OPTIONS)
+@overload(lz4_block.quad, jit_options=_INNER)
 def _quad(source: Any, at: Any) -> Any:
     def run(source: Any, at: Any) -> int:
         return np.int64(load_word(source, at) & np.uint64(0xFFFFFFFF))
@@ -250,7 +252,7 @@ def _quad(source: Any, at: Any) -> Any:
     return run
 
 
-@overload(lz4_block.byte, jit_options=_OPTIONS)
+@overload(lz4_block.byte, jit_options=_INNER)
 def _byte(source: Any, at: Any) -> Any:
     def run(source: Any, at: Any) -> int:
         return np.int64(load_byte(source, at))
@@ -258,7 +260,7 @@ def _byte(source: Any, at: Any) -> Any:
     return run
 
 
-@overload(lz4_block.copy_ahead, jit_options=_OPTIONS)
+@overload(lz4_block.copy_ahead, jit_options=_INNER)
 def _copy_ahead(target: Any, to: Any, source: Any, at: Any, count: Any) -> Any:
     def run(target: Any, to: Any, source: Any, at: Any, count: Any) -> None:
         # two words every time: cheaper than a branch that is hard to foresee
@@ -270,7 +272,7 @@ def _copy_ahead(target: Any, to: Any, source: Any, at: Any, count: Any) -> Any:
     return run
 
 
-@overload(lz4_block.repeat, jit_options=_OPTIONS)
+@overload(lz4_block.repeat, jit_options=_INNER)
 def _repeat(target: Any, to: Any, offset: Any, count: Any) -> Any:
     def run(target: Any, to: Any, offset: Any, count: Any) -> None:
         if offset >= 8:
@@ -285,8 +287,15 @@ def _repeat(target: Any, to: Any, offset: Any, count: Any) -> Any:
     return run
 
 
-for _function in (lz4_block.put_length, lz4_block.put_sequence, lz4_block.pack_block, lz4_block.unpack_block):
-    register_jitable(**_OPTIONS)(_function)
+for _function in (
+    lz4_block.put_length,
+    lz4_block.put_sequence,
+    lz4_block.slot_of,
+    lz4_block.find_match,
+    lz4_block.pack_block,
+    lz4_block.unpack_block,
+):
+    register_jitable(**_INNER)(_function)
 
 
 # not njit(lz4_block.pack_block): what is compiled for other kernels to call and what Python calls would share
@@ -529,23 +538,21 @@ def join_stack(frames: Any, observations: Any) -> None:
                         flat[(pixel * stack + j) * unit + byte] = frames[r, j, pixel * unit + byte]
 
 
-locate_cells = njit(**_OPTIONS)(plain.locate_cells)
-register_jitable(**_OPTIONS)(plain.write_frames)
-write_step = njit(**_OPTIONS)(plain.write_step)
+# what Python calls is defined here, so that numba compiles it anew when this file changes
+for _function in (plain.locate_cells, plain.write_frames, plain.write_step):
+    register_jitable(**_INNER)(_function)
 
 
 @njit(**_OPTIONS)
-def write_frames(
-    state: Any,
-    slots: Any,
-    frames: Any,
-    streams: Any,
-    cells: Any,
-    first: int,
-    per_segment: int,
-    most_bytes: int,
-    heavy: int,
-    delta: bool,
-    wide: bool,
-) -> int:
-    return plain.write_frames(state, slots, frames, streams, cells, first, per_segment, most_bytes, heavy, delta, wide)
+def locate_cells(*arguments: Any) -> int:
+    return plain.locate_cells(*arguments)
+
+
+@njit(**_OPTIONS)
+def write_step(*arguments: Any) -> int:
+    return plain.write_step(*arguments)
+
+
+@njit(**_OPTIONS)
+def write_frames(*arguments: Any) -> int:
+    return plain.write_frames(*arguments)

@@ -30,23 +30,40 @@ def pack_block(source: Bytes, size: int, target: Bytes, table: npt.NDArray[np.in
     start = done = 0
     end = 0
     while start < size - _LAST_START:
-        here = quad(source, start)
-        # Knuth's multiplicative hash, as LZ4's own encoder has it
-        slot = ((here * 2654435761) & 0xFFFFFFFF) >> 20
-        found = int(table[slot])
-        table[slot] = start
-        if found < 0 or start - found > _FARTHEST or quad(source, found) != here:
+        found, length = find_match(source, start, size, table)
+        table[slot_of(source, start)] = start
+        if length == 0:
             start += 1
             continue
-        length = _MIN_MATCH
-        while start + length < size - _LAST_STOP and source[found + length] == source[start + length]:
-            length += 1
+        # a longer match one byte later is worth a literal, and quicker to unpack
+        while start + 1 < size - _LAST_START:
+            later, longer = find_match(source, start + 1, size, table)
+            if longer <= length:
+                break
+            start, found, length = start + 1, later, longer
+            table[slot_of(source, start)] = start
         end = put_sequence(source, done, start - done, target, end, start - found, length)
         if end == 0:
             return 0
         start += length
         done = start
     return put_sequence(source, done, size - done, target, end, 0, 0)
+
+
+def find_match(source: Bytes, start: int, size: int, table: npt.NDArray[np.int32]) -> tuple[int, int]:
+    """Where the bytes at ``start`` stood before, and how many of them; a length of 0 if nowhere."""
+    found = int(table[slot_of(source, start)])
+    if found < 0 or start - found > _FARTHEST or quad(source, found) != quad(source, start):
+        return 0, 0
+    length = _MIN_MATCH
+    while start + length < size - _LAST_STOP and source[found + length] == source[start + length]:
+        length += 1
+    return found, length
+
+
+def slot_of(source: Bytes, start: int) -> int:
+    """The table's entry for the bytes at ``start``: Knuth's multiplicative hash, as LZ4's own encoder has it."""
+    return ((quad(source, start) * 2654435761) & 0xFFFFFFFF) >> 20
 
 
 def put_sequence(source: Bytes, start: int, n_literals: int, target: Bytes, end: int, offset: int, length: int) -> int:

@@ -163,7 +163,11 @@ class SegmentStore(FrameStore):
             self._grow()
 
     def _seal(self, stream: int) -> None:
-        """Move a stream's open segment to the heap; a first frame stored whole becomes a scene."""
+        """Move a stream's open segment to the heap; a first frame stored whole becomes a scene.
+
+        Where much changes, few segments will start from it: this one then keeps its own, packed copy, and the
+        scene goes again if no other needs it.
+        """
         state = self._state  # without a view of the heap
         segment = int(state.open_segments[stream])
         room = state.stage.size // state.open_segments.size
@@ -174,15 +178,24 @@ class SegmentStore(FrameStore):
         end, body_at = begin + int(state.stage_ends[stream]), begin + 2 + self.per_segment * width
         table = state.stage[begin : begin + 2 + count * width].copy()  # flags, count and lengths
         whole = int(table[2 : 2 + width].view("<u4" if self._wide else "<u2")[0]) == size
-        body = state.stage[body_at + size * whole : end]
-        if whole:
+        body = state.stage[body_at:end]
+        flags, packed = 0, body
+        if whole and not self._pack_level and body.size - size > self._heavy * (count - 1):
+            flags, packed = self._pack(body, count)
+        shared = whole and not flags
+        if shared:
             table[2 : 2 + width] = 0
-        flags, packed = self._pack(body, count)
+            body = body[size:]
+        if not flags:
+            flags, packed = self._pack(body, count)
         table[0], table[1] = flags, count
         self.heap.put(segment, np.concatenate([table, packed]))
         self._n_packed += flags in self._packed_flags
         if whole:
-            self._add_scene(stream, segment, state.stage[body_at : body_at + size])
+            scene = self._add_scene(stream, state.stage[body_at : body_at + size])
+            if shared:
+                self._state.scene_refs[scene] = 1
+                self._state.scenes[segment] = scene
         state.open_segments[stream] = NONE
         self._sealed(np.array([segment]))
 
@@ -200,7 +213,8 @@ class SegmentStore(FrameStore):
             flags, packed = PACKED_LZ4, target[: length or body.size]
         return (flags, packed) if packed.size < _PAYS * body.size else (0, body)
 
-    def _add_scene(self, stream: int, segment: int, frame: npt.NDArray[np.uint8]) -> None:
+    def _add_scene(self, stream: int, frame: npt.NDArray[np.uint8]) -> int:
+        """Let ``stream`` start its segments from ``frame``; return the scene's number."""
         state = self._state
         size = scene_bytes(self.layout.frame_bytes)
         unused = [scene for scene in np.flatnonzero(state.scene_refs == 0).tolist() if not self._scene_held(scene)]
@@ -216,13 +230,13 @@ class SegmentStore(FrameStore):
             state = self._state
         row = state.scene_rows[scene * size : (scene + 1) * size]
         row[: frame.size] = frame
-        state.scene_refs[scene] = 1
-        state.scenes[segment] = scene
+        self.new_scenes.append(scene)
         state.scene_of[stream] = scene
         # until a first frame has been encoded against it, a quarter of a frame is what it should cost
         state.scene_cost[stream] = self.layout.frame_bytes // 4, 0
         state.pool[:] = np.roll(state.pool, 1)
         state.pool[0] = scene
+        return scene
 
     def _scene_held(self, scene: int) -> bool:
         return bool((self._state.pool == scene).any() or (self._state.scene_of == scene).any())
