@@ -18,7 +18,7 @@ import torch
 
 pytest.importorskip("torchrl")
 
-from tensordict import TensorDict, tensorclass
+from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
 from torchrl.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -37,7 +37,6 @@ from sb3_extra_buffers.errors import (
     DamagedFileError,
     FileFormatError,
     IndexOutOfRangeError,
-    NotSaveableError,
     SharingError,
     SpecMismatchError,
     UnknownFieldError,
@@ -188,6 +187,17 @@ def test_items_are_replaced_one_by_one_and_in_slices() -> None:
     ours.storage.check()
 
 
+def test_what_torchrl_added_may_be_left_out_when_items_are_replaced() -> None:
+    data, other = trajectory(20), trajectory(20, seed=1)
+    ours, theirs = pair(30)
+    for buffer in (ours, theirs):
+        buffer.extend(data.clone())
+        buffer[3] = other[3]
+        buffer[5:7] = other[5:7]
+    assert_same(ours[:].clone(), theirs[:].clone())
+    assert ours[:]["index"].tolist() == list(range(20))
+
+
 def test_an_emptied_buffer_starts_again() -> None:
     ours, theirs = pair(50)
     for buffer in (ours, theirs):
@@ -336,6 +346,22 @@ def test_data_unlike_the_first_is_refused_and_changes_nothing(what: str, batched
     assert_same(buffer[:].clone(), before)
 
 
+@pytest.mark.parametrize("shape", [(), (40, 40)])
+def test_plain_tensors_are_never_cast(shape: tuple[int, ...]) -> None:
+    buffer = ReplayBuffer(storage=CompressedStorage(20), batch_size=4)
+    buffer.extend(torch.ones(6, *shape, dtype=torch.int64))
+    with pytest.raises(SpecMismatchError, match=r"float32.*int64"):
+        buffer.extend(torch.full((6, *shape), 0.5))
+    with pytest.raises(SpecMismatchError, match="nothing was stored"):
+        buffer[2:4] = torch.full((2, *shape), 0.5)
+    with pytest.raises(SpecMismatchError, match="several shapes"):
+        CompressedStorage(5).set(
+            range(2), LazyStackedTensorDict(TensorDict({"a": torch.ones(3)}), TensorDict({"a": torch.ones(4)}))
+        )
+    assert len(buffer) == 6
+    assert (buffer[:] == 1).all()
+
+
 def test_an_index_out_of_range_names_it() -> None:
     storage = CompressedStorage(50)
     storage.set(range(20), trajectory(20))
@@ -472,11 +498,61 @@ def test_data_of_other_keys_is_not_loaded_over_these(tmp_path: Path) -> None:
     assert len(target) == 90
 
 
-def test_objects_are_not_saved(tmp_path: Path) -> None:
+def test_trees_of_tensors_are_loaded_where_their_structure_is_known(tmp_path: Path) -> None:
     storage = CompressedStorage(10)
-    storage.set(range(5), (torch.zeros(5, 40, 40), torch.zeros(5)))
-    with pytest.raises(NotSaveableError):
-        storage.dumps(tmp_path)
+    tree = (torch.rand(5, 40, 40), {"b": torch.arange(5)})
+    storage.set(range(5), tree)
+    storage.dumps(tmp_path)
+
+    again = CompressedStorage(10)
+    with pytest.raises(RuntimeError, match="tree of 2 tensors"):
+        again.loads(tmp_path)
+    again.set(0, (torch.zeros(40, 40), {"b": torch.tensor(0)}))
+    again.loads(tmp_path)
+    found = again.get(torch.arange(5))
+    assert torch.equal(found[0], tree[0])
+    assert torch.equal(found[1]["b"], tree[1]["b"])
+
+
+@pytest.mark.parametrize("way", ["state", "folder", "hook"])
+def test_what_a_storage_of_torchrl_saved_is_taken_over(tmp_path: Path, way: str) -> None:
+    theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(90), batch_size=16)
+    for data in steps(70, 2):
+        theirs.extend(data)
+    ours = TensorDictReplayBuffer(storage=CompressedStorage(90), batch_size=16)
+    if way == "state":
+        ours.load_state_dict(theirs.state_dict())
+    else:
+        theirs.dumps(tmp_path)
+        if way == "hook":
+            ours.register_load_hook(lambda data, out=None: data.clone())
+        ours.loads(tmp_path)
+    same_samples(ours, theirs)
+    assert ours.storage.groups[0].store.n_streams == 2
+    for buffer in (ours, theirs):
+        buffer.extend(trajectory(9, seed=3))
+    same_samples(ours, theirs)
+
+    with pytest.raises(SpecMismatchError, match="room for 50"):
+        CompressedStorage(50).load_state_dict(theirs.storage.state_dict())
+
+
+def test_a_hook_sees_the_data_that_is_saved(tmp_path: Path) -> None:
+    class Hook:
+        shift: Any = None
+
+        def __call__(self, data: Any, path: Any = None) -> Any:
+            return data.exclude("collector")
+
+    buffer = filled(n_items=40)
+    hook = Hook()
+    buffer.register_save_hook(hook)
+    buffer.dumps(tmp_path)
+    again = TensorDictReplayBuffer(storage=LazyTensorStorage(90), batch_size=16)
+    again.loads(tmp_path)
+
+    assert hook.shift == 40
+    assert_same(again[:], buffer[:].exclude("collector"))
 
 
 def _write_in_child(storage: Any, queue: Any) -> None:

@@ -1,22 +1,16 @@
-"""Compressed storages as files: a manifest a person can read, and arrays beside it; no pickle."""
+"""Compressed storages to files and back, and what TorchRL's own storages saved."""
 
 from __future__ import annotations
 
 import json
-import shutil
-import uuid
-import zlib
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
-from sb3_extra_buffers.codecs.base import Codec
-from sb3_extra_buffers.codecs.registry import codec_from_config
-from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import (
     DamagedFileError,
     ExtraBuffersError,
@@ -25,18 +19,24 @@ from sb3_extra_buffers.errors import (
     NotSaveableError,
     SpecMismatchError,
     UnsupportedVersionError,
+    UntrustedFileError,
 )
-from sb3_extra_buffers.stores import payloads
-from sb3_extra_buffers.stores.choice import Choice
-from sb3_extra_buffers.stores.heap import Heap
-from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.observation import DenseStore, ObservationStore
-from sb3_extra_buffers.stores.payloads import PayloadStore
-from sb3_extra_buffers.stores.segments import SegmentStore
+from sb3_extra_buffers.replay_buffers.arrays import (
+    MANIFEST,
+    Arrays,
+    keep,
+    load_arrays,
+    pack_part,
+    save_arrays,
+    unpack_part,
+)
+from sb3_extra_buffers.replay_buffers.groups import Group
+from sb3_extra_buffers.replay_buffers.stored_tensor import to_numpy
+from sb3_extra_buffers.stores.observation import ObservationStore
 
 try:
     from tensordict import TensorDict, is_tensor_collection
-    from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
+    from torchrl.data.replay_buffers.checkpointers import TensorStorageCheckpointer
 except ImportError as error:
     raise MissingExtraError(
         "CompressedStorage needs 'torchrl' and 'tensordict': pip install 'sb3-extra-buffers[torchrl]'"
@@ -45,33 +45,73 @@ except ImportError as error:
 if TYPE_CHECKING:
     from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
 
-__all__ = ["CompressedStorageCheckpointer", "load_arrays", "pack_storage", "save_arrays", "unpack_storage"]
+__all__ = ["CompressedStorageCheckpointer", "pack_storage", "take_over", "unpack_storage"]
 
 FORMAT = "sb3-extra-buffers/torchrl-storage"
 VERSION = 1
-MANIFEST = "manifest.json"
-
-Arrays = dict[str, Any]
-
-# what a store is made of; nothing else is ever built from a file
-_STATEFUL: dict[str, type[Any]] = {
-    cls.__name__: cls for cls in (ObservationStore, DenseStore, SegmentStore, PayloadStore, Heap, payloads._Average)
-}
-_VALUES: dict[str, type[Any]] = {cls.__name__: cls for cls in (ObsSpec, StackLayout, Choice)}
+# of a folder that TorchRL's tensor storages wrote
+_THEIRS = "storage_metadata.json"
+# items that are taken over at once
+_CHUNK = 256
 
 
-class CompressedStorageCheckpointer(StorageCheckpointerBase):  # type: ignore[misc]  # torchrl ships no types
-    """Saves a `CompressedStorage` as it is, compressed. The manifest is replaced last: no manifest, no snapshot."""
+class CompressedStorageCheckpointer(TensorStorageCheckpointer):  # type: ignore[misc]  # torchrl ships no types
+    """Saves a `CompressedStorage` as it is, compressed. The manifest is replaced last: no manifest, no snapshot.
+
+    Hooks that were registered want to see the data: with them it is saved as TorchRL's storages are. What those wrote
+    is loaded too.
+    """
 
     def dumps(self, storage: CompressedStorage, path: Any) -> None:
         if not storage.initialized:
             raise RuntimeError("Cannot save a non-initialized storage.")
+        folder = Path(path)
+        if self._save_hooks:
+            folder.mkdir(parents=True, exist_ok=True)
+            super().dumps(storage, folder)
+            (folder / MANIFEST).unlink(missing_ok=True)
+            return
         manifest, arrays = pack_storage(storage)
-        save_arrays(Path(path), manifest, arrays)
+        save_arrays(folder, manifest, arrays)
 
     def loads(self, storage: CompressedStorage, path: Any) -> None:
-        manifest, arrays = load_arrays(Path(path))
+        folder = Path(path)
+        if (folder / _THEIRS).exists() and not (folder / MANIFEST).exists():
+            data, length = _load_theirs(folder)
+            for hook in self._load_hooks:
+                data = hook(data, out=None)
+            take_over(storage, data, length)
+            return
+        manifest, arrays = load_arrays(folder)
         unpack_storage(storage, manifest, arrays)
+
+
+def _load_theirs(folder: Path) -> tuple[Any, int]:
+    """What a tensor storage of TorchRL saved, and how many items of it count."""
+    if any(folder.rglob("*.pickle")):
+        raise UntrustedFileError(f"{folder} holds a pickle, which is not opened; load it with TorchRL's own storage")
+    try:
+        note = json.loads((folder / _THEIRS).read_text())
+        if note["is_pytree"]:
+            raise FileFormatError(f"{folder} holds a tree of tensors; only TensorDicts are taken over from TorchRL")
+        return TensorDict.load_memmap(folder), int(note["len"])
+    except (OSError, KeyError, TypeError, RuntimeError, ValueError) as error:
+        if isinstance(error, ExtraBuffersError):
+            raise
+        raise DamagedFileError(f"{folder} is missing or damaged: {error}") from error
+
+
+def take_over(storage: CompressedStorage, data: Any, length: int) -> None:
+    """Let ``storage`` hold the first ``length`` items of ``data``; on an error it still holds what it did."""
+    width = int(np.prod(data.shape[1 : storage.ndim]))
+    steps = -(-length // width)
+    if length > storage._requested_size:
+        raise SpecMismatchError(f"{length} items were saved, this storage has room for {storage._requested_size}")
+    new = storage.empty_copy()
+    for first in range(0, steps, _CHUNK):
+        part = data[first : min(first + _CHUNK, steps)]
+        new.set(range(first, first + len(part)), part)
+    _move(new, storage, None)
 
 
 # ---- a storage and its parts ----
@@ -81,11 +121,9 @@ def pack_storage(storage: CompressedStorage) -> tuple[dict[str, Any], Arrays]:
     """``storage`` as JSON and the arrays that it names."""
     arrays: Arrays = {}
     held: Any = storage._storage
-    structure = "tensordict" if is_tensor_collection(held) else "tensor"
-    if storage.initialized:
-        keys = set(held.keys(True, True)) if structure == "tensordict" else {0}
-        if (structure == "tensor" and not isinstance(held, torch.Tensor)) or keys != set(storage.specs):
-            raise NotSaveableError("only TensorDicts of tensors and plain tensors can be saved, not trees or objects")
+    structure = "tensordict" if is_tensor_collection(held) else "tensor" if isinstance(held, torch.Tensor) else "tree"
+    if structure == "tensordict" and set(held.keys(True, True)) != set(storage.specs):
+        raise NotSaveableError("only tensors can be saved, but this TensorDict holds something else")
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -102,23 +140,42 @@ def pack_storage(storage: CompressedStorage) -> tuple[dict[str, Any], Arrays]:
             {"key": _key_json(key), "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
             for key, (shape, dtype) in storage.specs.items()
         ],
-        "dense": [[_key_json(key), _keep(leaf[: storage._len], arrays)] for key, leaf in storage._dense.items()],
+        "dense": [
+            [_key_json(key), keep(to_numpy(leaf[: storage._len]), arrays)] for key, leaf in storage._dense.items()
+        ],
         "groups": [
             {
                 "keys": [_key_json(key) for key in group.keys],
                 "bases": [leaf.base for leaf in group.leaves],
-                "store": _pack(group.store, arrays),
+                "store": pack_part(group.store, arrays),
             }
-            for group in storage.groups
+            for group in _on_host(storage)
         ],
     }
     return manifest, arrays
 
 
+def _on_host(storage: CompressedStorage) -> list[Group]:
+    """The groups as they are on the host, where any machine reads them; what lies on a device is encoded again."""
+    found = []
+    for group in storage.groups:
+        if not isinstance(group, Group):
+            on_device, store = group, group.store
+            cpu, method = torch.device("cpu"), on_device.method
+            group = Group(
+                on_device.keys, on_device.spec, on_device.dtype, on_device.n_rows, store.n_streams, cpu, method,
+                on_device.options,
+            )  # fmt: skip
+            for first in range(0, storage._len, _CHUNK):
+                positions = np.arange(first, min(first + _CHUNK, storage._len))
+                rows = zip(group.leaves, on_device.read(positions), strict=True)
+                group.write(positions, [leaf.as_rows(part) for leaf, part in rows])
+        found.append(group)
+    return found
+
+
 def unpack_storage(storage: CompressedStorage, manifest: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
     """Let ``storage`` hold what was packed; on an error it still holds what it did."""
-    from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
-
     if not isinstance(manifest, Mapping) or manifest.get("format") != FORMAT:
         raise FileFormatError(f"this is no saved CompressedStorage but {_what(manifest)}")
     if manifest["version"] > VERSION:
@@ -130,21 +187,26 @@ def unpack_storage(storage: CompressedStorage, manifest: Mapping[str, Any], arra
         if manifest[name] != ours:
             called = "max_size" if name == "requested_size" else name
             raise SpecMismatchError(f"a storage of {called}={manifest[name]} was saved, this one has {called}={ours}")
-    new = CompressedStorage(
-        storage._requested_size,
-        device=storage.device,
-        ndim=storage.ndim,
-        compression_method=storage.compression_method,
-        compression_kwargs=storage.compression_kwargs,
-    )
+    n_leaves = len(manifest["leaves"])
+    if manifest["structure"] == "tree" and len(tree_leaves(storage._storage)) != n_leaves:
+        raise RuntimeError(
+            f"Cannot fill a non-initialized pytree-based TensorStorage: a tree of {n_leaves} tensors was saved, "
+            "without its structure; store an item like them first"
+        )
+    new = storage.empty_copy()
     try:
         if manifest["initialized"]:
-            _fill(new, manifest, arrays)
+            _fill(new, manifest, arrays, _example(storage, manifest))
             new.check()
     except ExtraBuffersError:
         raise
     except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise DamagedFileError(f"the saved storage contradicts itself: {error}") from error
+    _move(new, storage, manifest["last_cursor"])
+
+
+def _move(new: CompressedStorage, storage: CompressedStorage, last_cursor: int | None) -> None:
+    """Let ``storage`` hold what ``new`` does."""
     if storage.initialized and new.initialized and storage.specs != new.specs:
         raise SpecMismatchError(
             f"the saved storage holds {_describe(new)}, this one {_describe(storage)}; load it into an empty one"
@@ -152,16 +214,26 @@ def unpack_storage(storage: CompressedStorage, manifest: Mapping[str, Any], arra
     for name in ("_storage", "initialized", "_count", "max_size", "groups", "lead", "specs", "_dense", "_pilot"):
         setattr(storage, name, getattr(new, name))
     storage.__dict__.pop("_total_shape_value", None)
-    storage._set_last_cursor(manifest["last_cursor"])
+    storage._set_last_cursor(new._last_cursor_index if last_cursor is None else last_cursor)
 
 
-def _fill(storage: CompressedStorage, manifest: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-    specs = {_key(leaf["key"]): (tuple(leaf["shape"]), getattr(torch, leaf["dtype"])) for leaf in manifest["leaves"]}
-    if not all(isinstance(dtype, torch.dtype) for _, dtype in specs.values()):
-        raise DamagedFileError("a leaf has a dtype that is none")
-    items = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in specs.items()}
-    structured = manifest["structure"] == "tensordict"
-    storage._init(TensorDict(items, batch_size=manifest["batch_shape"]) if structured else items[0])
+def _example(storage: CompressedStorage, manifest: Mapping[str, Any]) -> Any:
+    """An item like those that were saved. A tree's structure is not in the file, only its leaves are."""
+    leaves = {
+        _key(leaf["key"]): torch.empty(tuple(leaf["shape"]), dtype=getattr(torch, leaf["dtype"]))
+        for leaf in manifest["leaves"]
+    }
+    if manifest["structure"] == "tensordict":
+        return TensorDict(leaves, batch_size=manifest["batch_shape"])
+    if manifest["structure"] == "tensor":
+        return leaves[0]
+    made = iter(leaves.values())
+    return tree_map(lambda _: next(made), storage._storage)
+
+
+def _fill(storage: CompressedStorage, manifest: Mapping[str, Any], arrays: Mapping[str, Any], example: Any) -> None:
+    storage._init(example)
+    specs = storage.specs
     if list(storage.lead) != manifest["lead"]:
         raise DamagedFileError(f"items of {manifest['lead']} do not make {list(storage.lead)}")
     length = int(manifest["len"])
@@ -178,17 +250,31 @@ def _fill(storage: CompressedStorage, manifest: Mapping[str, Any], arrays: Mappi
     made = {tuple(group.keys): group for group in storage.groups}
     for saved in manifest["groups"]:
         group = made[tuple(_key(key) for key in saved["keys"])]
-        store = _unpack(saved["store"], arrays)
+        store = unpack_part(saved["store"], arrays)
         if not isinstance(store, ObservationStore) or store.spec != group.store.spec:
             raise DamagedFileError(f"the store of {saved['keys']} is of another kind")
-        group.store = store
-        for leaf, base in zip(group.leaves, saved["bases"], strict=True):
-            if not 0 <= base <= store.n_cells - n_rows:
-                raise DamagedFileError(f"{n_rows} items from {base} on are not among {store.n_cells}")
-            leaf.store, leaf.base = store, base
+        bases = saved["bases"]
+        if len(bases) != len(group.keys) or not all(0 <= base <= store.n_cells - n_rows for base in bases):
+            raise DamagedFileError(f"{n_rows} items from {bases} on are not among {store.n_cells}")
+        if isinstance(group, Group):
+            group.store = store
+            for leaf, base in zip(group.leaves, bases, strict=True):
+                leaf.store, leaf.base = store, base
+        else:
+            _to_device(storage, group, store, bases, length, manifest["last_cursor"])
     storage._pilot = None
     storage._renew()
     storage._count = length
+
+
+def _to_device(
+    storage: CompressedStorage, group: Any, store: ObservationStore, bases: list[int], length: int, last: int | None
+) -> None:
+    """Put what ``store`` holds into a group on a device, the oldest first."""
+    made = group.with_streams(store.n_streams)
+    oldest = (last + 1) * int(np.prod(storage.lead[1:])) if last is not None and length == storage.max_size else 0
+    made.take(lambda positions: [store.read(positions + base) for base in bases], length, oldest % storage.max_size)
+    storage.groups[storage.groups.index(group)] = made
 
 
 def _describe(storage: CompressedStorage) -> str:
@@ -207,121 +293,6 @@ def _key(stored: Any) -> Any:
     return tuple(stored) if isinstance(stored, list) else stored
 
 
-# ---- any part of a store ----
-
-
-def _keep(value: Any, arrays: Arrays) -> dict[str, Any]:
-    """A note of an array, which goes to the others."""
-    if isinstance(value, torch.Tensor):
-        from sb3_extra_buffers.replay_buffers.stored_tensor import to_numpy
-
-        value = to_numpy(value)
-    name = f"{len(arrays):04d}"
-    arrays[name] = value
-    return {"array": name}
-
-
 def _restore(array: Any, dtype: torch.dtype) -> torch.Tensor:
     tensor = torch.from_numpy(array)
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
-
-
-def _pack(value: Any, arrays: Arrays) -> Any:
-    """``value`` in JSON, its arrays apart."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
-        return _keep(value, arrays)
-    if isinstance(value, (bytes, bytearray)):
-        return {"bytes": _keep(np.frombuffer(value, np.uint8), arrays)["array"]}
-    if isinstance(value, np.dtype):
-        return {"dtype": value.str}
-    if isinstance(value, (list, tuple)):
-        return {type(value).__name__: [_pack(part, arrays) for part in value]}
-    if isinstance(value, dict):
-        return {"dict": {str(key): _pack(part, arrays) for key, part in value.items()}}
-    if isinstance(value, Codec):
-        return {"codec": value.name or value.codec_id, "config": _pack(value.config(), arrays)}
-    kind = type(value).__name__
-    if kind in _STATEFUL and type(value) is _STATEFUL[kind]:
-        state = value.__getstate__() if hasattr(value, "__getstate__") else value.__dict__
-        # a file elsewhere is no part of this one
-        return {"object": kind, "state": _pack({k: None if k == "_path" else v for k, v in state.items()}, arrays)}
-    if kind in _VALUES and is_dataclass(value):
-        given = {part.name: getattr(value, part.name) for part in fields(value) if part.init}
-        return {"value": kind, "fields": _pack(given, arrays)}
-    raise NotSaveableError(f"a {type(value).__name__} has no place in a file")
-
-
-def _unpack(note: Any, arrays: Mapping[str, Any]) -> Any:
-    if not isinstance(note, dict):
-        return note
-    if "array" in note:
-        return arrays[note["array"]]
-    if "bytes" in note:
-        return arrays[note["bytes"]].tobytes()
-    if "dtype" in note:
-        return np.dtype(note["dtype"])
-    if "list" in note:
-        return [_unpack(part, arrays) for part in note["list"]]
-    if "tuple" in note:
-        return tuple(_unpack(part, arrays) for part in note["tuple"])
-    if "dict" in note:
-        return {key: _unpack(part, arrays) for key, part in note["dict"].items()}
-    if "codec" in note:
-        return codec_from_config(note["codec"], _unpack(note["config"], arrays))
-    if "value" in note:
-        return _VALUES[note["value"]](**_unpack(note["fields"], arrays))
-    made = object.__new__(_STATEFUL[note["object"]])
-    state = _unpack(note["state"], arrays)
-    if hasattr(made, "__setstate__"):
-        made.__setstate__(state)
-    else:
-        made.__dict__.update(state)
-    return made
-
-
-# ---- files ----
-
-
-def save_arrays(folder: Path, manifest: Mapping[str, Any], arrays: Arrays) -> None:
-    """Write ``arrays`` under a name of their own, then the manifest over the one before, then drop what that named."""
-    folder.mkdir(parents=True, exist_ok=True)
-    within = f"arrays-{uuid.uuid4().hex[:12]}"
-    (folder / within).mkdir()
-    sums = {}
-    for name, array in arrays.items():
-        array = np.asarray(array)
-        np.save(folder / within / f"{name}.npy", array, allow_pickle=False)
-        sums[name] = zlib.crc32(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
-    staged = folder / f"{MANIFEST}.new"
-    staged.write_text(json.dumps({**manifest, "folder": within, "checksums": sums}, indent=1))
-    staged.replace(folder / MANIFEST)
-    for old in folder.glob("arrays-*"):
-        if old.name != within:
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def load_arrays(folder: Path) -> tuple[dict[str, Any], Arrays]:
-    """What `save_arrays` wrote, checked."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except FileNotFoundError:
-        raise FileFormatError(f"{folder} holds no {MANIFEST}: nothing was saved there") from None
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise FileFormatError(f"{folder / MANIFEST} is no manifest: {error}") from error
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("checksums"), dict):
-        raise FileFormatError(f"{folder / MANIFEST} is the manifest of something else")
-    arrays = {}
-    for name, expected in manifest["checksums"].items():
-        path = folder / str(manifest["folder"]) / f"{name}.npy"
-        try:
-            array = np.load(path, allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise DamagedFileError(f"{path} is missing or cut short: {error}") from error
-        if zlib.crc32(np.ascontiguousarray(array).data.cast("B") if array.size else b"") != expected:
-            raise DamagedFileError(f"{path} is not what was written: its checksum differs")
-        arrays[name] = array
-    return manifest, arrays

@@ -19,13 +19,15 @@ from sb3_extra_buffers.errors import (
     SpecMismatchError,
     UnknownFieldError,
 )
-from sb3_extra_buffers.replay_buffers.groups import PILOT_ROWS, Group, find_n_envs, join_keys
+from sb3_extra_buffers.replay_buffers.groups import Group, Pilot, join_keys
+from sb3_extra_buffers.replay_buffers.schema import ADDED, Key, Spec, check_items, name_of, names_of, specs_of
 from sb3_extra_buffers.replay_buffers.stored_tensor import Positions, StoredTensor, leaf_spec, to_numpy, wrap
+from sb3_extra_buffers.stores import device_observation
 from sb3_extra_buffers.stores.choice import choose_unseen
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 try:
-    from tensordict import TensorDict, is_non_tensor, is_tensor_collection, is_tensorclass
+    from tensordict import TensorDict, is_tensor_collection, is_tensorclass
     from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 except ImportError as error:
     raise MissingExtraError(
@@ -36,12 +38,7 @@ from sb3_extra_buffers.replay_buffers.checkpoint import CompressedStorageCheckpo
 
 __all__ = ["CompressedStorage"]
 
-Key = Any
 Keys = set[Any] | None
-Spec = tuple[tuple[int, ...], torch.dtype]
-
-# TorchRL's writers add it to what they are given, just before they store it
-_ADDED = "index"
 
 
 class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no types
@@ -59,7 +56,8 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
 
     Args:
         max_size: The most items it holds.
-        device: Where sampled tensors are put. What is compressed stays in main memory.
+        device: Where sampled tensors are put. On CUDA what is compressed as differences lives there as well, and what
+            is written in turn is decoded there; else it stays in main memory.
         ndim: Leading axes that count as items, as for TorchRL's storages.
         n_envs: How many environments take turns; found from the first items if it is not given.
         compression_method: ``"auto"``, another method for all large leaves, or one for each key.
@@ -107,15 +105,26 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
         self.initialized = False
         self._count = 0
         self.max_size = self._requested_size
-        self.groups: list[Group] = []
+        self.groups: list[Any] = []  # a `Group` each, or a `DeviceGroup`
         self.lead: tuple[int, ...] = ()
         self.specs: dict[Key, Spec] = {}
         # leaves that are not compressed, seen as one row an item
         self._dense: dict[Key, torch.Tensor] = {}
-        self._pilot: list[list[Any]] | None = None
+        self._pilot: Pilot | None = None
         # what a writer is about to write, looked at already
         self._checked: Any = None
         self.__dict__.pop("_total_shape_value", None)
+
+    def empty_copy(self) -> CompressedStorage:
+        """Another one with the same options, and nothing in it."""
+        return CompressedStorage(
+            self._requested_size,
+            device=self.device,
+            ndim=self.ndim,
+            n_envs=self.n_envs,
+            compression_method=self.compression_method,
+            compression_kwargs=self.compression_kwargs,
+        )
 
     # ---- what TensorStorage keeps in shared memory, although the data is not ----
 
@@ -145,17 +154,14 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
         steps = -(-self.max_size // math.prod(shape))
         self.lead = (steps, *shape)
         self.max_size = math.prod(self.lead)
+        self.specs = specs_of(data)
+        self._make_groups(self.specs)
         if is_tensor_collection(data):
-            self.specs = {key: (tuple(value.shape), value.dtype) for key, value in _items(data)}
-            self._make_groups(self.specs)
             leaves = self._leaves()
             self._storage = data.named_apply(
                 lambda key, value: leaves[key], nested_keys=True, batch_size=[steps, *data.shape], device=self.device
             )
         else:
-            flat = tree_leaves(data)
-            self.specs = {place: (tuple(value.shape), value.dtype) for place, value in enumerate(flat)}
-            self._make_groups(self.specs)
             made = iter(self._leaves().values())
             self._storage = tree_map(lambda value: next(made), data)
         self.initialized = True
@@ -184,11 +190,17 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
             for part in parts:
                 shape, dtype = specs[part[0]]
                 spec = leaf_spec(shape[inner:], dtype)
-                options = self.compression_kwargs
-                self.groups.append(
-                    Group(part, spec, dtype, n_rows, n_streams, self.device, self._method(part[0]), options)
-                )
-        self._pilot = [] if not inner and self.n_envs is None and self.groups else None
+                method, options = self._method(part[0]), self.compression_kwargs
+                self.groups.append(self._new_group(part, spec, dtype, n_rows, n_streams, self.device, method, options))
+        if not inner and self.n_envs is None and self.groups:
+            self._pilot = Pilot(self.groups[self._pilot_group()].store.spec, n_rows)
+
+    def _new_group(self, *arguments: Any) -> Any:
+        if device_observation.stays_on_host(self.device):
+            return Group(*arguments)
+        from sb3_extra_buffers.replay_buffers.device_group import DeviceGroup
+
+        return DeviceGroup(*arguments)
 
     def _method(self, key: Key) -> str:
         method = self.compression_method
@@ -223,38 +235,17 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
         # writers ask this before they move their cursor: the last chance to refuse data and leave all as it was
         if self.initialized:
             if single_data is not None:
-                self.check_data(single_data, 0, complete=False)
+                self.check_data(single_data, 0)
             elif batched_data is not None:
-                self.check_data(batched_data, 1, complete=False)
+                self.check_data(batched_data, 1)
                 self._checked = batched_data
         size: int = super()._max_size_along_dim0(single_data=single_data, batched_data=batched_data)
         return size
 
-    def check_data(self, data: Any, n_batch: int, complete: bool = True) -> None:
-        """Raise `SpecMismatchError` unless ``data`` is like the first item, with ``n_batch`` axes before it.
-
-        With ``complete=False`` it may lack what a writer adds.
-        """
-        if isinstance(data, list) or not is_tensor_collection(data):
-            return
-        if not is_tensor_collection(self._storage):
-            raise SpecMismatchError(f"got a {type(data).__name__}, but the first item was a {type(self._storage)}")
-        found = dict(_items(data))
-        missing, unknown = self.specs.keys() - found.keys(), found.keys() - self.specs.keys() - {_ADDED}
-        if not complete:
-            missing -= {_ADDED}
-        if missing or unknown:
-            parts = [f"{_names(keys)} {what}" for keys, what in ((missing, "missing"), (unknown, "new")) if keys]
-            raise SpecMismatchError(f"the keys differ from those of the first item: {', '.join(parts)}")
-        for key, (shape, dtype) in self.specs.items():
-            value = found.get(key)
-            if value is None or key == _ADDED:
-                continue
-            if value.dtype != dtype or tuple(value.shape[n_batch:]) != shape:
-                raise SpecMismatchError(
-                    f"{key!r} is {tuple(value.shape[n_batch:])} of {value.dtype}, but the first item's was {shape} of "
-                    f"{dtype}; nothing was stored"
-                )
+    def check_data(self, data: Any, n_batch: int | None) -> None:
+        """Raise `SpecMismatchError` unless ``data`` is like the first item, with ``n_batch`` axes before it."""
+        if not isinstance(data, list):
+            check_items(self.specs, is_tensor_collection(self._storage), data, n_batch)
 
     # ---- writing ----
 
@@ -277,14 +268,12 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
             else:
                 self._init(data[0] if is_tensor_collection(data) else tree_map(lambda value: value[0], data))
         steps = self._steps(cursor)
+        checked, self._checked = self._checked, None
+        if data is not checked:
+            self.check_data(data, None if steps is None else 0 if single else 1)
         if steps is None or not is_tensor_collection(data):
-            if is_tensor_collection(data):
-                self._check_keys(data)
             super().set(cursor, data, set_cursor=set_cursor)
             return
-        checked, self._checked = self._checked, None
-        if data is not checked or _ADDED in self.specs.keys() - data.keys():
-            self.check_data(data, 0 if single else 1)
         if not single and len(steps) != len(data):
             raise SpecMismatchError(f"{len(data)} items cannot be written to {len(steps)} positions")
         self._write(steps, data)
@@ -292,11 +281,6 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
             self._set_last_cursor(cursor)
             self._get_new_len(data, cursor)
         self._bump_mutation_revision()
-
-    def _check_keys(self, data: Any) -> None:
-        keys = {key for key, _ in _items(data)} - ({_ADDED} - self.specs.keys())
-        if keys != self.specs.keys():
-            raise SpecMismatchError(f"the keys {_names(keys)} differ from those of the first item")
 
     def _steps(self, cursor: Any) -> Positions | None:
         """Where on the first axis ``cursor`` points; None where it says more than that."""
@@ -322,17 +306,26 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
             if positions[-1] - positions[0] == len(positions) - 1 and (np.diff(positions) == 1).all():
                 index = slice(int(positions[0]), int(positions[-1]) + 1)
             for key, leaf in self._dense.items():
-                leaf[index if isinstance(index, slice) else index.to(leaf.device)] = (
-                    data.get(key).reshape(-1, *leaf.shape[1:]).to(leaf.device)
-                )
+                value = data.get(key, None)
+                if value is None:
+                    # TorchRL's own, which `buffer[i] = item` leaves as it was
+                    continue
+                leaf[index if isinstance(index, slice) else index.to(leaf.device)] = value.reshape(
+                    -1, *leaf.shape[1:]
+                ).to(leaf.device)
+        absent = self.specs.keys() & {ADDED} - data.keys()
         batches = [
             [leaf.as_rows(data.get(key)) for key, leaf in zip(group.keys, group.leaves, strict=True)]
+            if not absent.intersection(group.keys)
+            else None
             for group in self.groups
         ]
-        if self._pilot is not None:
-            self._look_at(positions, batches[self._pilot_group()])
+        pilots = None if self._pilot is None else batches[self._pilot_group()]
+        if pilots is not None:
+            self._look_at(positions, pilots)
         for group, rows in zip(self.groups, batches, strict=True):
-            group.write(positions, rows)
+            if rows is not None:
+                group.write(positions, rows)
 
     # ---- how many environments take turns ----
 
@@ -340,24 +333,14 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
         return max(range(len(self.groups)), key=lambda place: len(self.groups[place].keys))
 
     def _look_at(self, positions: Positions, batches: Sequence[Any]) -> None:
-        """Collect the first items until they tell how many environments take turns; then have that many streams."""
+        """Have as many streams as environments take turns, once the first items tell how many."""
         pilot = self._pilot
-        if pilot is None:
+        n_envs = None if pilot is None else pilot.look_at(positions, batches)
+        if pilot is None or n_envs is None:
             return
-        held = sum(len(rows) for rows, *_ in pilot)
-        if not np.array_equal(positions, np.arange(held, held + len(positions))):
-            # written in no order that means anything
-            self._pilot = None
-            return
-        pilot.append([rows[: PILOT_ROWS - held].copy() for rows in batches])
-        if held + len(positions) < min(PILOT_ROWS, self.max_size):
-            return
-        columns = [np.concatenate(column) for column in zip(*pilot, strict=True)]
         self._pilot = None
-        spec = self.groups[self._pilot_group()].store.spec
-        n_envs = find_n_envs(spec, columns[0], columns[1] if len(columns) > 1 else None)
         if n_envs > 1:
-            self.groups = [group.rewrite(n_envs, held) for group in self.groups]
+            self.groups = [group.rewrite(n_envs, pilot.held) for group in self.groups]
             self._renew()
 
     # ---- reading ----
@@ -378,7 +361,7 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
         """Only ``keys`` of the items at ``index``; nothing else is decoded."""
         unknown = [key for key in keys if key not in self.specs]
         if unknown:
-            raise UnknownFieldError(f"no field {_names(unknown)}; there are {_names(self.specs)}")
+            raise UnknownFieldError(f"no field {names_of(unknown)}; there are {names_of(self.specs)}")
         positions = self._positions(index)
         if positions is None:
             raise IndexOutOfRangeError(f"items are found by integers, got {index!r}")
@@ -432,7 +415,7 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
 
     def _empty(self) -> None:
         for group in self.groups:
-            group.store.clear()
+            group.clear()
         super()._empty()
 
     def memory_usage(self) -> MemoryUsage:
@@ -441,8 +424,8 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
         small = sum(leaf.nbytes for leaf in self._dense.values())
         total = MemoryUsage(0, 0, 0, other=int(small * share), dense=small)
         for group in self.groups:
-            usage = group.store.memory_usage()
-            codecs = {_name(key): usage.codecs[""] for key in group.keys}
+            usage = group.memory_usage()
+            codecs = {name_of(key): usage.codecs[""] for key in group.keys}
             total += MemoryUsage(
                 usage.payload, usage.index, usage.keyframes, usage.other, dense=usage.dense, codecs=codecs
             )
@@ -451,12 +434,12 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
     def check(self) -> None:
         """Raise if anything inside disagrees."""
         for group in self.groups:
-            group.store.check()
+            group.check()
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(len={self._count}, max_size={self.max_size}, ndim={self.ndim}, "
-            f"keys=[{_names(self.specs)}], {self.memory_usage()})"
+            f"keys=[{names_of(self.specs)}], {self.memory_usage()})"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -468,11 +451,17 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
         return {"manifest": manifest, "arrays": tensors, "initialized": self.initialized, "_len": self._count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hold what the storage held whose `state_dict` this is."""
-        from sb3_extra_buffers.replay_buffers.checkpoint import unpack_storage
+        """Hold what the storage held whose `state_dict` this is, one of these or of TorchRL's own."""
+        from sb3_extra_buffers.replay_buffers.checkpoint import take_over, unpack_storage
 
-        arrays = {name: to_numpy(tensor) for name, tensor in state_dict["arrays"].items()}
-        unpack_storage(self, state_dict["manifest"], arrays)
+        if "_storage" in state_dict:
+            data, length = state_dict["_storage"], int(state_dict["_len"])
+            if not isinstance(data, torch.Tensor):
+                data = TensorDict().load_state_dict(data, strict=False)
+            take_over(self, data, length)
+        else:
+            arrays = {name: to_numpy(tensor) for name, tensor in state_dict["arrays"].items()}
+            unpack_storage(self, state_dict["manifest"], arrays)
         self._bump_mutation_revision()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -513,17 +502,6 @@ def _blank(storage: Any) -> Any:
     return tree_map(empty, storage)
 
 
-def _items(data: Any) -> list[tuple[Key, torch.Tensor]]:
-    """Keys and tensors of a TensorDict, nested ones included."""
-    found = []
-    for key, value in data.items(include_nested=True):
-        if isinstance(value, torch.Tensor):
-            found.append((key, value))
-        elif is_non_tensor(value):
-            raise SpecMismatchError(f"{key!r} holds no tensor; a CompressedStorage keeps tensors only")
-    return found
-
-
 def _as_indices(index: Any) -> np.ndarray[Any, Any] | None:
     """An array of integers, or None if ``index`` is none."""
     if isinstance(index, torch.Tensor):
@@ -533,11 +511,3 @@ def _as_indices(index: Any) -> np.ndarray[Any, Any] | None:
     if isinstance(index, np.ndarray) and index.ndim and index.dtype.kind in "iu":
         return index
     return None
-
-
-def _name(key: Key) -> str:
-    return ".".join(key) if isinstance(key, tuple) else str(key)
-
-
-def _names(keys: Any) -> str:
-    return ", ".join(sorted(map(_name, keys)))

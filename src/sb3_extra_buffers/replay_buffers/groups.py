@@ -13,11 +13,12 @@ from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.replay_buffers.stored_tensor import Leaf, Positions
 from sb3_extra_buffers.stores.layout import find_layout
 from sb3_extra_buffers.stores.observation import ObservationStore
+from sb3_extra_buffers.stores.usage import MemoryUsage
 
-__all__ = ["Group", "find_n_envs", "join_keys"]
+__all__ = ["Group", "Pilot", "find_n_envs", "join_keys", "steps_of"]
 
-#: rows that tell how many environments take turns
-PILOT_ROWS = 128
+# rows that tell how many environments take turns
+_PILOT_ROWS = 128
 # environments that may take turns
 _MOST_ENVS = 64
 
@@ -78,7 +79,7 @@ class Group:
             return
         base, next_base = (leaf.base for leaf in self.leaves)
         rows, next_rows = batches
-        for first, stop in _steps(positions, n_streams):
+        for first, stop in steps_of(positions, n_streams):
             cell = int(positions[first])
             if stop - first == n_streams:
                 store.write_step(cell + base, cell + next_base, rows[first:stop], next_rows[first:stop])
@@ -97,11 +98,47 @@ class Group:
         new.write(positions, [store.read(positions + leaf.base) for leaf in self.leaves])
         return new
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
+    def clear(self) -> None:
+        """Make every position unwritten."""
+        self.store.clear()
+
+    def memory_usage(self) -> MemoryUsage:
+        """What is held, by purpose."""
+        return self.store.memory_usage()
+
+    def check(self) -> None:
+        """Raise if anything inside disagrees."""
+        self.store.check()
 
 
-def _steps(positions: Positions, n_streams: int) -> Iterator[tuple[int, int]]:
+class Pilot:
+    """The first rows of a storage, until they tell how many environments take turns."""
+
+    def __init__(self, spec: ObsSpec, n_rows: int) -> None:
+        self.spec = spec
+        self.held = 0
+        self._enough = min(_PILOT_ROWS, n_rows)
+        self._parts: list[list[ByteRows]] = []
+
+    def look_at(self, positions: Positions, batches: Sequence[ByteRows]) -> int | None:
+        """How many it are, once that is known; 1 where rows come in no order that means anything."""
+        if not np.array_equal(positions, np.arange(self.held, self.held + len(positions))):
+            return 1
+        self._parts.append([rows[: _PILOT_ROWS - self.held].copy() for rows in batches])
+        if self.held + len(positions) >= self._enough:
+            return self.decide()
+        self.held += len(positions)
+        return None
+
+    def decide(self) -> int:
+        """How many it are, judging by what there is."""
+        if not self._parts:
+            return 1
+        columns = [np.concatenate(column) for column in zip(*self._parts, strict=True)]
+        return find_n_envs(self.spec, columns[0], columns[1] if len(columns) > 1 else None)
+
+
+def steps_of(positions: Positions, n_streams: int) -> Iterator[tuple[int, int]]:
     """Runs of consecutive positions that begin and end with a step of all streams, or within one."""
     if n_streams == 1:
         return ((row, row + 1) for row in range(len(positions)))

@@ -14,7 +14,7 @@ from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.errors import IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.stores.observation import ObservationStore
 
-__all__ = ["Leaf", "StoredTensor", "bits_of", "to_numpy", "to_torch"]
+__all__ = ["Leaf", "Positions", "StoredTensor", "as_rows", "bits_of", "leaf_spec", "to_numpy", "to_torch", "wrap"]
 
 Positions = npt.NDArray[np.int64]
 
@@ -74,15 +74,18 @@ class Leaf:
 
     def as_rows(self, tensor: torch.Tensor) -> ByteRows:
         """``tensor`` of shape ``(*lead, *shape)`` as rows."""
-        spec = self.store.spec
-        array = to_numpy(tensor)
-        rows: ByteRows = array.reshape(-1, math.prod(spec.shape)).view(np.uint8)
-        return rows
+        return as_rows(self.store.spec, tensor)
 
     def write(self, positions: Positions, tensor: torch.Tensor) -> None:
         """Store one tensor for each of ``positions``."""
         flat = np.ascontiguousarray(positions).reshape(-1)
         self.store.write(flat + self.base, flat % self.store.n_streams, self.as_rows(tensor))
+
+
+def as_rows(spec: ObsSpec, tensor: torch.Tensor) -> ByteRows:
+    """A tensor of observations as rows on the host."""
+    rows: ByteRows = to_numpy(tensor).reshape(-1, math.prod(spec.shape)).view(np.uint8)
+    return rows
 
 
 def leaf_spec(shape: tuple[int, ...], dtype: torch.dtype) -> ObsSpec:
@@ -97,18 +100,18 @@ class StoredTensor(torch.Tensor):
     written to it, also to a slice and in place, is written to the store.
     """
 
-    leaf: Leaf
+    leaf: Any  # a `Leaf`, or what does the same on a device
     rows: range
     inner_shape: tuple[int, ...]
 
     @staticmethod
-    def __new__(cls, leaf: Leaf, rows: range, inner: tuple[int, ...] = ()) -> StoredTensor:
+    def __new__(cls, leaf: Any, rows: range, inner: tuple[int, ...] = ()) -> StoredTensor:
         shape = (len(rows), *inner, *leaf.shape)
         tensor: StoredTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=leaf.dtype, device=leaf.device)
         tensor.leaf, tensor.rows, tensor.inner_shape = leaf, rows, inner
         return tensor
 
-    def __init__(self, leaf: Leaf, rows: range, inner: tuple[int, ...] = ()) -> None:
+    def __init__(self, leaf: Any, rows: range, inner: tuple[int, ...] = ()) -> None:
         pass
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # takes what torch passes
@@ -116,7 +119,8 @@ class StoredTensor(torch.Tensor):
 
     def dense(self) -> torch.Tensor:
         """All of it, decoded."""
-        return self.leaf.read(self._table())
+        tensor: torch.Tensor = self.leaf.read(self._table())
+        return tensor
 
     def overwrite(self, tensor: torch.Tensor) -> None:
         """Replace all of it by ``tensor``, which must have its shape and dtype."""
@@ -136,9 +140,10 @@ class StoredTensor(torch.Tensor):
         if len(parts) == 1 and isinstance(parts[0], slice):
             return StoredTensor(self.leaf, self.rows[parts[0]], self.inner_shape)
         positions = self._positions(parts)
-        if positions is not None:
-            return self.leaf.read(positions)
-        return self.dense()[index]
+        if positions is None:
+            return self.dense()[index]
+        tensor: torch.Tensor = self.leaf.read(positions)
+        return tensor
 
     def write_at(self, index: Any, value: Any) -> None:
         """``self[index] = value``."""

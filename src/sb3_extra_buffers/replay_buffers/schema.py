@@ -1,0 +1,84 @@
+"""What the first item looks like, and what all others are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from sb3_extra_buffers.errors import MissingExtraError, SpecMismatchError
+
+try:
+    from tensordict import is_non_tensor, is_tensor_collection
+except ImportError as error:
+    raise MissingExtraError(
+        "CompressedStorage needs 'torchrl' and 'tensordict': pip install 'sb3-extra-buffers[torchrl]'"
+    ) from error
+
+__all__ = ["ADDED", "Key", "Spec", "check_items", "items", "name_of", "names_of", "specs_of"]
+
+Key = Any  # of a TensorDict, nested ones as tuples; of anything else the place among its leaves
+Spec = tuple[tuple[int, ...], torch.dtype]
+
+# TorchRL's writers add it to what they are given, just before they store it
+ADDED = "index"
+
+
+def items(data: Any) -> list[tuple[Key, torch.Tensor]]:
+    """Keys and tensors of a TensorDict, nested ones included, or of a tree of tensors."""
+    if not is_tensor_collection(data):
+        return list(enumerate(tree_leaves(data)))
+    found = []
+    try:
+        pairs = list(data.items(include_nested=True))
+    except RuntimeError as error:
+        raise SpecMismatchError(
+            "tensors of several shapes lie under one key; a CompressedStorage keeps one shape to a key"
+        ) from error
+    for key, value in pairs:
+        if isinstance(value, torch.Tensor):
+            found.append((key, value))
+        elif is_non_tensor(value):
+            raise SpecMismatchError(f"{key!r} holds no tensor; a CompressedStorage keeps tensors only")
+    return found
+
+
+def specs_of(data: Any) -> dict[Key, Spec]:
+    """Shape and dtype of every leaf."""
+    return {key: (tuple(value.shape), value.dtype) for key, value in items(data)}
+
+
+def check_items(specs: Mapping[Key, Spec], structured: bool, data: Any, n_batch: int | None) -> None:
+    """Raise `SpecMismatchError` unless ``data`` is like the first item, with ``n_batch`` axes before it.
+
+    With ``n_batch=None`` shapes may differ, as they do where values are repeated to fill a slice.
+    """
+    if is_tensor_collection(data) != structured:
+        expected = "a TensorDict" if structured else "no TensorDict"
+        raise SpecMismatchError(f"got a {type(data).__name__}, but the first item was {expected}; nothing was stored")
+    found = dict(items(data))
+    missing, unknown = specs.keys() - found.keys() - {ADDED}, found.keys() - specs.keys() - {ADDED}
+    if missing or unknown:
+        parts = [f"{names_of(keys)} {what}" for keys, what in ((missing, "missing"), (unknown, "new")) if keys]
+        raise SpecMismatchError(f"the keys differ from those of the first item: {', '.join(parts)}; nothing was stored")
+    for key, (shape, dtype) in specs.items():
+        value = found.get(key)
+        if value is None or key == ADDED:
+            continue
+        if value.dtype != dtype or (n_batch is not None and tuple(value.shape[n_batch:]) != shape):
+            there = tuple(value.shape[n_batch or 0 :])
+            raise SpecMismatchError(
+                f"{key!r} is {there} of {value.dtype}, but the first item's was {shape} of {dtype}; nothing was stored"
+            )
+
+
+def name_of(key: Key) -> str:
+    """``key`` as people write it."""
+    return ".".join(key) if isinstance(key, tuple) else str(key)
+
+
+def names_of(keys: Any) -> str:
+    """Several of them."""
+    return ", ".join(sorted(map(name_of, keys)))
