@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from sb3_extra_buffers.codecs import Codec, codec_from_config, get_codec
+from sb3_extra_buffers.errors import CorruptPayloadError
 from tests.contracts.codec import check_round_trip
 
 zstandard = pytest.importorskip("zstandard", exc_type=ImportError)
@@ -99,3 +100,30 @@ def test_large_rows_with_a_dictionary_come_back() -> None:
     codec = get_codec("zstd1", dictionary=16384).train(rows)
 
     check_round_trip(codec, rows)
+
+
+@pytest.mark.parametrize("dictionary", [0, 4096])
+@pytest.mark.parametrize("nbytes", [40, 2000, 300_000])  # the last of more blocks than one
+def test_many_payloads_in_one_call(nbytes: int, dictionary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "multi_decompress_to_buffer" not in zstandard.backend_features:
+        pytest.skip("this zstandard has no such call")
+    from sb3_extra_buffers.codecs import zstd
+
+    monkeypatch.setattr(zstd, "_BATCHES", True)
+    rows = scenes(20, nbytes)
+    rows[3] = 9
+    codec = get_codec("zstd3", dictionary=dictionary).train(rows[:10])
+    payloads = codec.encode_batch(rows)
+    lengths = np.array([len(payload) for payload in payloads], np.int64)
+    heap = np.frombuffer(b"??" + b"".join(payloads), np.uint8)
+    starts = 2 + np.cumsum(lengths) - lengths
+    out = np.full_like(rows, 0xAA)
+
+    codec.decode_heap(heap, starts, lengths, out)
+
+    np.testing.assert_array_equal(out, rows)
+    for change in (-1, 1):  # a payload cut short, and one with more behind it
+        wrong = lengths.copy()
+        wrong[7] += change
+        with pytest.raises(CorruptPayloadError):
+            codec.decode_heap(heap, starts, wrong, out)

@@ -13,9 +13,12 @@ import pytest
 import torch
 
 from sb3_extra_buffers.codecs.delta import DeltaCodec
+from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.kernels.delta_torch import DeviceTables
 from sb3_extra_buffers.stores.device import DeviceFrameStore
-from tests.stores.test_device import Game, layouts, play, read
+from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.staging import Staging
+from tests.stores.test_device import Game, follow_rows, layouts, play, read
 
 HERE = Path(__file__)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -43,7 +46,7 @@ def test_the_kernels_interpreted() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("n_layout", [0, 1, 3])
+@pytest.mark.parametrize("n_layout", [0, 1, 3])  # the first of whole words, the others not
 def test_both_write_the_same_tables(device: str, n_layout: int) -> None:
     layout = layouts()[n_layout]
     # one stream at a time: which scene of several unused ones a stream takes is a matter of who comes first
@@ -85,6 +88,38 @@ def test_no_byte_is_left_unwritten(device: str) -> None:
 
     expected = np.stack(rows).transpose(1, 0, 2, 3).reshape(2, 9, 4, 400)
     np.testing.assert_array_equal(out.cpu().numpy(), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("n_envs", "dtype"), [(1, np.int64), (3, np.float32), (5, np.int8)])
+def test_columns_come_with_a_batch(device: str, n_envs: int, dtype: type) -> None:
+    store = DeviceFrameStore(layouts()[0], 5, 1, DeltaCodec(), device, 2, triton=True)
+    game = Game(store.layout, 1)
+    for step in range(3):
+        store.write(step, list(game.step()))
+    shapes = ((2, 3), np.int64), ((2, 3, 1), np.float32), ((3, n_envs), dtype)
+    lent = Staging(store.device).lend([(shape, np.dtype(kind)) for shape, kind in shapes])
+    random = np.random.default_rng(0)
+    lent.arrays[0][:] = [[2, 0, 2], [7, 5, 7]]
+    lent.arrays[1][:] = random.standard_normal((2, 3, 1))
+    lent.arrays[2][:] = random.integers(-100, 100, (3, n_envs))
+
+    rows, numbers, actions = store.read_batch(lent)
+
+    assert torch.equal(rows, store.read(torch.tensor([[2, 0, 2], [7, 5, 7]], device=device)))
+    np.testing.assert_array_equal(numbers.cpu(), lent.arrays[1])
+    np.testing.assert_array_equal(actions.cpu(), lent.arrays[2])
+    assert actions.dtype == torch.from_numpy(lent.arrays[2]).dtype
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("n_steps", [1, 2, 7])
+@pytest.mark.parametrize("stack", [1, 4])
+def test_rows_that_repeat_move_on_or_jump_on_the_gpu(stack: int, n_steps: int) -> None:
+    layout = StackLayout(ObsSpec((stack, 4, 6), np.dtype(np.uint8)), stack, "first")
+    for n_sets in (1, 2):
+        follow_rows(DeviceFrameStore(layout, n_steps, 3, DeltaCodec(), "cuda", n_sets), 100)
 
 
 @pytest.mark.gpu

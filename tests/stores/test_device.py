@@ -105,6 +105,43 @@ def test_every_step_is_kept_until_it_is_overwritten(layout: StackLayout, n_sets:
     play(DeviceFrameStore(layout, 17, 3, DeltaCodec(), "cpu", n_sets), 60, check_every=3)
 
 
+@pytest.mark.parametrize("n_sets", [1, 2])
+@pytest.mark.parametrize("n_steps", [1, 2, 3, 7])
+@pytest.mark.parametrize("stack", [1, 2, 4])
+def test_rows_that_repeat_move_on_or_jump(stack: int, n_steps: int, n_sets: int) -> None:
+    layout = StackLayout(ObsSpec((stack, 4, 6), np.dtype(np.uint8)), stack, "first")
+    store = DeviceFrameStore(layout, n_steps, 3, DeltaCodec(), "cpu", n_sets)
+    follow_rows(store, 60)
+
+
+def follow_rows(store: DeviceFrameStore, count: int) -> None:
+    """Write rows that stay, move on by a frame, or are made of frames seen long ago; each stream as it likes."""
+    layout, n_steps, n_streams, n_sets = store.layout, store.n_steps, store.n_streams, store.n_sets
+    random = np.random.default_rng(count + n_steps)
+    size = layout.frame_bytes
+    # few frames, so that old ones come again; one is zeros
+    pool = random.integers(0, 3, (12, size)).astype(np.uint8)
+    pool[0] = 0
+    last = np.zeros((n_streams, layout.stack, size), np.uint8)
+    ring = np.zeros((n_sets, n_steps, n_streams, layout.spec.nbytes), np.uint8)
+    cells = np.arange(ring[..., 0].size).reshape(n_sets, -1)
+    for i in range(count):
+        for place in range(n_sets):
+            for stream in range(n_streams):
+                kind = random.integers(0, 4)
+                if kind == 1:
+                    last[stream] = pool[random.integers(0, len(pool), layout.stack)]
+                elif kind > 1:
+                    last[stream] = np.concatenate([last[stream, 1:], pool[random.integers(0, len(pool), 1)]])
+            ring[place, i % n_steps] = last.reshape(n_streams, -1)
+        rows = [np.array(ring[place, i % n_steps]) for place in range(n_sets)]
+        store.write(i % n_steps, rows)
+        for row in rows:
+            row[:] = 7  # whoever wrote them may use their memory again
+        store.check()
+        np.testing.assert_array_equal(read(store, cells), ring.reshape(*cells.shape, -1))
+
+
 @pytest.mark.parametrize("noise", [0.001, 0.3])
 def test_a_heap_with_little_room(noise: float) -> None:
     layout = StackLayout(ObsSpec((4, 30, 30), np.dtype(np.uint8)), 4, "first")

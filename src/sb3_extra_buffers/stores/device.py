@@ -390,12 +390,7 @@ class DeviceFrameStore:
             damaged = kernels.read_rows_reference(self.tables, self.shape, cells, out)
             if damaged >= 0:
                 raise CorruptPayloadError(f"segment {damaged} of the heap is damaged and cannot be decoded")
-        if words != size:
-            out = out[..., :size]
-        if layout.axis == "last" and layout.stack > 1:
-            unit = layout.spec.shape[-1] // layout.stack * layout.spec.dtype.itemsize
-            out = out.reshape(*cells.shape, layout.stack, size // unit, unit).transpose(2, 3)
-        return as_dtype(out.reshape(*cells.shape, layout.spec.nbytes), layout.spec)
+        return join_frames(out if words == size else out[..., :size], layout)
 
     @property
     def direct(self) -> bool:
@@ -544,6 +539,15 @@ def _fill(frames: npt.NDArray[np.int64], rows: Sequence[np.ndarray[Any, Any]], r
                 first = -1 if relation == kernels.MOVED else 0
                 if relation != kernels.SAME:
                     frames[place, stream, first:] = words[stream, first:]
+
+
+def join_frames(frames: torch.Tensor, layout: StackLayout) -> torch.Tensor:
+    """Observations ``[set, n, *shape]`` of frames ``[set, n, stack, byte]``."""
+    lead = frames.shape[:2]
+    if layout.axis == "last" and layout.stack > 1:
+        unit = layout.spec.shape[-1] // layout.stack * layout.spec.dtype.itemsize
+        frames = frames.reshape(*lead, layout.stack, layout.frame_bytes // unit, unit).transpose(2, 3)
+    return as_dtype(frames.reshape(*lead, layout.spec.nbytes), layout.spec)
 
 
 def as_dtype(rows: torch.Tensor, spec: ObsSpec) -> torch.Tensor:

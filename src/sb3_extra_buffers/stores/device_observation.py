@@ -12,13 +12,16 @@ import torch
 
 from sb3_extra_buffers.codecs.delta import DeltaCodec
 from sb3_extra_buffers.codecs.registry import get_codec, is_available
+from sb3_extra_buffers.codecs.rle import RleCodec
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import CodecOptionError, HeapFullError, MissingExtraError
 from sb3_extra_buffers.stores.choice import Choice, choose, choose_unseen
-from sb3_extra_buffers.stores.device import DeviceFrameStore, has_triton, suits_device
+from sb3_extra_buffers.stores.device import DeviceFrameStore, has_triton, join_frames, suits_device
 from sb3_extra_buffers.stores.layout import find_layout
+from sb3_extra_buffers.stores.mirror import HeapMirror, decode_runs
 from sb3_extra_buffers.stores.observation import ObservationStore
-from sb3_extra_buffers.stores.staging import Staging, torch_dtype
+from sb3_extra_buffers.stores.payloads import PayloadStore
+from sb3_extra_buffers.stores.staging import Lent, Staging, torch_dtype
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 __all__ = ["CellBatch", "DeviceObservations", "DevicePlace"]
@@ -268,7 +271,10 @@ class _Dense:
 
 
 class _OnHost:
-    """An `ObservationStore` of the host whose batches cross to the device in one copy."""
+    """An `ObservationStore` of the host whose batches cross to the device in one copy.
+
+    Each distinct frame of a batch crosses once. A GPU decodes run lengths itself, from a copy of the heap that it has.
+    """
 
     def __init__(self, of: DeviceObservations, method: str) -> None:
         # the same payloads, read many times faster
@@ -278,6 +284,7 @@ class _OnHost:
         self._n_cells, self._n_streams = of.n_cells, of.n_streams
         self._streams = np.arange(of.n_streams)
         self._staging = Staging(of.place.device)
+        self._mirror: HeapMirror | None = None
 
     def write(self, step: int, rows: Sequence[Array]) -> None:
         first = step * self._n_streams
@@ -287,18 +294,51 @@ class _OnHost:
             self.store.write(first + self._streams, self._streams, rows[0])
 
     def read(self, cells: npt.NDArray[np.int64]) -> torch.Tensor:
+        staging, inner = self._staging, self.store._inner
+        if staging.device.type == "cuda" and isinstance(inner, PayloadStore) and cells.size:
+            if isinstance(inner.codec, RleCodec) and inner.guard is None and has_triton():
+                return self._read_runs(inner, cells)
+            return self._read_frames(inner, cells)
         spec = self.store.spec
         rows = self.store.read(cells).reshape(-1, spec.nbytes)
         observations = spec.from_rows(rows).reshape(*cells.shape, *spec.shape)
-        if self._staging.device.type == "cpu":
+        if staging.device.type == "cpu":
             return torch.from_numpy(observations)
-        return self._staging.upload([observations])[0]
+        return staging.upload([observations])[0]
+
+    def _read_frames(self, inner: PayloadStore, cells: npt.NDArray[np.int64]) -> torch.Tensor:
+        lent: list[Lent] = []
+
+        def make(n_frames: int, size: int) -> Array:
+            # no more sizes than need be, so that memory is laid out once for each
+            n_rows = -(-n_frames // 64) * 64
+            lent.append(self._staging.lend((((n_rows, size), np.dtype(np.uint8)), ((where,), np.dtype(np.int64)))))
+            return lent[0].arrays[0][:n_frames]
+
+        where = cells.size * inner.layout.stack
+        with self.store._lock:
+            inverse = inner.read_distinct(cells, make)[1]
+        lent[0].arrays[1][:] = inverse.ravel()
+        frames, order = self._staging.send(lent[0])
+        return join_frames(frames[order].view(*cells.shape, inner.layout.stack, -1), inner.layout)
+
+    def _read_runs(self, inner: PayloadStore, cells: npt.NDArray[np.int64]) -> torch.Tensor:
+        with self.store._lock:
+            if self._mirror is None:
+                self._mirror = HeapMirror(self._staging)
+            heap = self._mirror.follow(inner.heap)
+            starts, lengths = self._staging.upload(inner.find(cells))
+        return join_frames(decode_runs(inner.codec, heap, starts, lengths, inner.layout.frame_bytes), inner.layout)
 
     def clear(self) -> None:
         self.store.clear()
 
     def memory_usage(self) -> MemoryUsage:
-        return self.store.memory_usage()
+        usage = self.store.memory_usage()
+        return usage if self._mirror is None else replace(usage, other=usage.other + self._mirror.nbytes)
 
     def check(self) -> None:
         self.store.check()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mirror": None}

@@ -45,7 +45,7 @@ class Heap:
         self._n_order = 0
         self._first_number = 0
         self._numbers = np.zeros(n_slots, np.uint32)
-        # slots written since `saved`, so that a file need only be given what is new
+        # slots written or freed since `saved`, so that a file need only be given what is new
         self._unsaved = np.zeros(n_slots, np.bool_)
 
     @property
@@ -104,6 +104,7 @@ class Heap:
         """Release what ``slots`` hold."""
         for slot in slots:
             self._release(slot)
+        self._unsaved[list(slots)] = True
         if self.capacity > 2 * self.live_bytes + 4 * _LEAST:
             self._repack(0)
 
@@ -115,10 +116,25 @@ class Heap:
     def clear(self) -> None:
         """Release everything, and give the memory back."""
         self.lengths[:] = 0
+        self._unsaved[:] = True
         self.live_bytes = 0
         self._first = self._n_order = self._head = 0
         self._area = map_bytes(0, self.path)
         self.data = np.frombuffer(self._area, np.uint8)
+
+    # ---- copies elsewhere ----
+
+    @property
+    def mark(self) -> tuple[object, int]:
+        """The state of things, for `written_since`."""
+        return self._area, (self._first_number + self._n_order) & _NUMBER
+
+    def written_since(self, mark: tuple[object, int]) -> npt.NDArray[np.int32] | None:
+        """Slots whose payloads were written since then; None if they have been moved, all of them."""
+        area, number = mark
+        if area is not self._area:
+            return None
+        return self._listed((self.mark[1] - number) & _NUMBER)
 
     # ---- files ----
 
@@ -130,9 +146,15 @@ class Heap:
         order: npt.NDArray[np.int32] = slots[np.argsort(self._numbers[slots] - np.uint32(self._first_number))]
         return order
 
-    def saved(self) -> None:
-        """What there is now has been saved."""
+    def changed(self) -> npt.NDArray[np.int64]:
+        """Slots that were written or freed since `saved`."""
+        return np.flatnonzero(self._unsaved)
+
+    def saved(self, but: npt.NDArray[Any] | None = None) -> None:
+        """What there is now has been saved; of the slots ``but``, more is to come."""
         self._unsaved[:] = False
+        if but is not None:
+            self._unsaved[but] = True
 
     def adopt_all(
         self, slots: npt.NDArray[np.int32], data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64]
@@ -229,9 +251,10 @@ class Heap:
         self._unsaved[slots] = True
         self._n_order = count
 
-    def _listed(self) -> npt.NDArray[np.int32]:
-        """Live slots, oldest first."""
-        entries = np.arange(self._n_order)
+    def _listed(self, n_newest: int | None = None) -> npt.NDArray[np.int32]:
+        """Live slots, oldest first; of the ``n_newest`` writes only, if that is given."""
+        first = 0 if n_newest is None else max(self._n_order - n_newest, 0)
+        entries = np.arange(first, self._n_order)
         slots = self._order[(self._first + entries) % len(self._order)]
         numbers = ((self._first_number + entries) & _NUMBER).astype(np.uint32)
         alive: npt.NDArray[np.int32] = slots[(self.lengths[slots] > 0) & (self._numbers[slots] == numbers)]

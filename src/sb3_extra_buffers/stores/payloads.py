@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,12 @@ from sb3_extra_buffers.kernels.state import NONE
 from sb3_extra_buffers.stores.arena import lengthen
 from sb3_extra_buffers.stores.frames import Cells, Frames, FrameStore, Slots
 from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.workers import run_split
+from sb3_extra_buffers.stores.workers import n_workers, run_split
 
 # bytes of output that a thread takes at a time
 _CHUNK_BYTES = 1 << 20
+# and frames, at least
+_LEAST_CHUNK = 32
 
 
 class PayloadStore(FrameStore):
@@ -138,11 +141,32 @@ class PayloadStore(FrameStore):
     # ---- reading ----
 
     def _decode(self, slots: Slots, sets: Cells) -> npt.NDArray[np.uint8]:
+        frames, inverse = self._decode_distinct(slots, sets, lambda n_frames, size: np.empty((n_frames, size), np.uint8))
+        return frames.take(inverse, axis=0)
+
+    def read_distinct(
+        self, cells: Cells, make: Callable[[int, int], ByteRows]
+    ) -> tuple[ByteRows, npt.NDArray[np.int64]]:
+        """The distinct frames of ``cells``, in rows that ``make`` makes; and which one goes where, frame by frame."""
+        if self.guard is not None:
+            self.guard(cells)
+        return self._decode_distinct(self.slots, cells, make)
+
+    def find(self, cells: Cells) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """Where in the heap the payload of each frame of ``cells`` lies, and its length, 0 for a frame of zeros."""
+        ids = self.slots[cells] - 1
+        if not len(self.heap.starts):
+            return np.zeros(ids.shape, np.int64), np.zeros(ids.shape, np.int32)
+        return self.heap.starts[ids], np.where(ids >= 0, self.heap.lengths[ids], np.int32(0))
+
+    def _decode_distinct(
+        self, slots: Slots, sets: Cells, make: Callable[[int, int], ByteRows]
+    ) -> tuple[ByteRows, npt.NDArray[np.int64]]:
         ids = slots[sets].ravel() - 1
         unique, inverse = np.unique(ids, return_inverse=True)
         known = unique[unique >= 0]
         zero = len(unique) - len(known)
-        frames = np.empty((len(unique), self.layout.frame_bytes), np.uint8)
+        frames = make(len(unique), self.layout.frame_bytes)
         frames[:zero] = 0
         generations = self._generation[known]
         for generation, codec in enumerate(self.codecs):
@@ -153,7 +177,7 @@ class PayloadStore(FrameStore):
                 rows = np.empty((len(mine), self.layout.frame_bytes), np.uint8)
                 self._decode_payloads(codec, known[mine], rows)
                 frames[zero + mine] = rows
-        return frames.take(inverse, axis=0)
+        return frames, inverse
 
     def _decode_payloads(self, codec: Codec, segments: npt.NDArray[np.int32], rows: ByteRows) -> None:
         starts, lengths = self.heap.starts[segments], self.heap.lengths[segments].astype(np.int64)
@@ -162,7 +186,9 @@ class PayloadStore(FrameStore):
             part = slice(first, stop)
             codec.decode_heap(self.heap.data, starts[part], lengths[part], rows[part])
 
-        run_split(work, len(segments), max(_CHUNK_BYTES // rows.shape[1], 1))
+        # twice as many chunks as threads, at least, so that none of them is left with much when the others are done
+        chunk = min(_CHUNK_BYTES // rows.shape[1], -(-len(segments) // (2 * n_workers())))
+        run_split(work, len(segments), max(chunk, min(_LEAST_CHUNK, len(segments)), 1))
 
 
 class _Average:

@@ -1,0 +1,44 @@
+"""A heap's copy on a device holds what the heap holds, however the heap turns, grows and moves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sb3_extra_buffers.stores.heap import Heap
+from sb3_extra_buffers.stores.mirror import HeapMirror
+from sb3_extra_buffers.stores.staging import Staging
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("longest", [900, 9000])
+def test_what_the_heap_holds_is_there(device: str, longest: int) -> None:
+    random = np.random.default_rng(longest)
+    heap = Heap(200)
+    mirror = HeapMirror(Staging(torch.device(device)))
+    repacks = 0
+    for turn in range(300):
+        # about oldest first, as replay buffers do; now and then anything goes
+        first = int(random.integers(0, 200)) if turn % 17 == 0 else turn * 3 % 200
+        slots = list(dict.fromkeys((first + np.arange(random.integers(1, 6))) % 200))
+        heap.write(slots, [random.integers(0, 256, random.integers(1, longest)).astype(np.uint8) for _ in slots])
+        if turn % 41 == 40:
+            heap.free(list(range(0, 200, 2)))
+        if turn == 200:
+            repacks = heap.n_repacks
+            heap.clear()
+        if turn % 3 == 0:
+            found = mirror.follow(heap).cpu().numpy()
+            for slot in np.flatnonzero(heap.lengths):
+                start, length = int(heap.starts[slot]), int(heap.lengths[slot])
+                np.testing.assert_array_equal(found[start : start + length], heap.data[start : start + length])
+    assert repacks > 0
+    assert mirror.nbytes >= heap.data.size
