@@ -91,6 +91,16 @@ def test_nothing_is_lost_in_the_example_of_ray() -> None:
     assert "had acknowledged 512 in the end" in done.stdout
 
 
+def test_without_sbx_its_example_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = EXAMPLES / "example_sbx.py"
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+    monkeypatch.setattr(sys, "argv", [str(path), "--quick"])
+    monkeypatch.setitem(sys.modules, "sbx", None)
+
+    with pytest.raises(SystemExit, match="pip install sbx-rl"):
+        runpy.run_path(str(path), run_name="__main__")
+
+
 def test_without_a_model_evaluation_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ale_py")
     path = EXAMPLES / "example_eval.py"
