@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_extra_buffers import compressed as door
 from sb3_extra_buffers.compressed import CompressedArray
+from sb3_extra_buffers.errors import FileWriteError
 from sb3_extra_buffers.stores.view import StoreView
 from tests.contracts.store import Stacked, Walk
 
@@ -203,3 +205,23 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def fill_disk(place: Path, n_free: int) -> None:
+    """Take all room of a file system but ``n_free`` pages."""
+    filler = place / "filler"
+    filler.unlink(missing_ok=True)
+    room = os.statvfs(place)
+    filler.write_bytes(bytes(max(room.f_bavail - n_free, 0) * room.f_bsize))
+
+
+def save_or_say(attempt: Callable[[], Any]) -> str:
+    """What is said of a full disk, or nothing where there was room."""
+    try:
+        attempt()
+    except FileWriteError as error:
+        said = str(error)
+    else:
+        return ""
+    assert "No space left on device" in said
+    return said

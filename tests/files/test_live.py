@@ -16,7 +16,21 @@ from sb3_extra_buffers.compressed import CompressedArray, CompressedHerReplayBuf
 from sb3_extra_buffers.errors import DamagedFileError, FileWriteError
 from sb3_extra_buffers.files import live, load, open_saved, repair
 from sb3_extra_buffers.files.journal import Journal, read_journal
-from tests.files.filing import ACTIONS, BOX, BUFFERS, GOALS, IMAGE, N_ENVS, Feed, GoalEnv, assert_same, finish
+from sb3_extra_buffers.stores.file_heap import FileHeap
+from tests.files.filing import (
+    ACTIONS,
+    BOX,
+    BUFFERS,
+    GOALS,
+    IMAGE,
+    N_ENVS,
+    Feed,
+    GoalEnv,
+    assert_same,
+    fill_disk,
+    finish,
+    save_or_say,
+)
 
 KINDS = ["replay", "replay-delta", "replay-gzip", "replay-dense", "n-step", "dict", "her", "her-infos"]
 
@@ -156,6 +170,50 @@ def test_a_full_disk_is_an_error_with_a_name_and_costs_no_step(tmp_path: Path, m
             feed.add_to(buffer)
 
     assert_same(plain, CompressedReplayBuffer.load(tmp_path / "live"))
+
+
+@pytest.mark.parametrize("name", ["replay-delta", "replay-gzip"])
+def test_a_disk_that_is_really_full_costs_no_step_that_was_completed(name: str, small_disk: Path) -> None:
+    buffer, feed = BUFFERS[name](), Feed()
+    live.keep_in_file(buffer, small_disk / "live")
+    n_failed = 0
+    good = copy.deepcopy(buffer)
+    for step in range(60):
+        if step % 9 == 5:
+            fill_disk(small_disk, n_free=step % 4)
+        if step % 9 == 8:
+            fill_disk(small_disk, n_free=1000)
+        refused = save_or_say(lambda: feed.add_to(buffer))
+        found = load(small_disk / "live")
+        if refused:
+            n_failed += 1
+            # what was completed is there, with the step that was refused or without
+            assert_same(buffer if found.pos == buffer.pos else good, found)
+        else:
+            good = copy.deepcopy(buffer)
+            assert_same(good, found)
+    assert n_failed > 3
+
+
+def test_a_heap_in_a_file_names_a_full_disk_and_goes_on(small_disk: Path) -> None:
+    heap = FileHeap(small_disk / "heap.bin")
+    heap.grow(3)
+    payload = np.arange(1 << 19, dtype=np.uint32).view(np.uint8)
+    heap.put(0, payload[:1000])
+    fill_disk(small_disk, n_free=5)
+
+    for _ in range(2):
+        with pytest.raises(FileWriteError, match=r"no room for \d+ bytes: No space left"):
+            heap.put(1, payload)
+    with pytest.raises(FileWriteError, match="No space left"):
+        heap.compact(small_disk / "other.bin")
+    np.testing.assert_array_equal(heap.read(0), payload[:1000])
+    heap.check()
+    (small_disk / "filler").unlink()
+    heap.put(1, payload)
+    np.testing.assert_array_equal(heap.read(1), payload)
+    heap.compact(small_disk / "other.bin")
+    np.testing.assert_array_equal(heap.read(0), payload[:1000])
 
 
 def test_files_that_live_stay_small(tmp_path: Path) -> None:

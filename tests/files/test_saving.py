@@ -29,7 +29,19 @@ from sb3_extra_buffers.errors import (
     UnsupportedVersionError,
 )
 from sb3_extra_buffers.files import load, manifest, open_saved, save
-from tests.files.filing import ACTIONS, BOX, BUFFERS, N_ENVS, Feed, assert_same, finish, make_array, size_of
+from tests.files.filing import (
+    ACTIONS,
+    BOX,
+    BUFFERS,
+    N_ENVS,
+    Feed,
+    assert_same,
+    fill_disk,
+    finish,
+    make_array,
+    save_or_say,
+    size_of,
+)
 
 every_buffer = pytest.mark.parametrize("name", BUFFERS)
 
@@ -306,9 +318,9 @@ def saved(tmp_path: Path) -> tuple[Any, Any, Path]:
     return buffer, state, tmp_path / "saved"
 
 
-@pytest.mark.parametrize("fails_at", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("fails_at", ["writev", "write", "fsync", "replace"])
 @pytest.mark.parametrize("full", [False, True])
-def test_a_full_disk_leaves_the_previous_state(
+def test_an_error_of_the_disk_leaves_the_previous_state(
     saved: tuple[Any, Any, Path], fails_at: str, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer, state, folder = saved
@@ -320,29 +332,45 @@ def test_a_full_disk_leaves_the_previous_state(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path if fails_at == "replace" else os, fails_at, refuse)
+        patch.setattr(os, fails_at, refuse)
         with pytest.raises(FileWriteError, match="No space left on device; what was saved before is untouched"):
             buffer.save(folder)
 
     assert_same(state, CompressedReplayBuffer.load(folder))
-    if fails_at == "write":
+    if fails_at == "writev":
         assert size_of(folder) == before
     buffer.save(folder)
     assert_same(buffer, CompressedReplayBuffer.load(folder))
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_disk_that_is_really_full(saved: tuple[Any, Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer, state, folder = saved
-    really = os.open
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            os, "open", lambda path, flags, *mode: really("/dev/full" if flags & os.O_APPEND else path, flags)
-        )
-        with pytest.raises(FileWriteError, match="No space left"):
-            buffer.save(folder)
-
-    assert_same(state, CompressedReplayBuffer.load(folder))
+def test_a_disk_that_is_really_full(small_disk: Path) -> None:
+    buffer, feed = BUFFERS["replay"](), Feed()
+    for _ in range(20):
+        feed.add_to(buffer)
+    folder = small_disk / "saved"
+    buffer.save(folder)
+    state = copy.deepcopy(buffer)
+    for _ in range(5):
+        feed.add_to(buffer)
+    n_failed = 0
+    for n_free in range(40):
+        fill_disk(small_disk, n_free)
+        refused = save_or_say(lambda: buffer.save(folder))
+        if not refused:
+            break
+        assert "what was saved before is untouched" in refused
+        assert_same(state, CompressedReplayBuffer.load(folder))
+        n_failed += 1
+    # with room enough it goes on as if nothing had been
+    assert n_failed > 1
+    assert_same(buffer, CompressedReplayBuffer.load(folder))
+    # a folder that is new
+    fill_disk(small_disk, 2)
+    with pytest.raises(FileWriteError, match="No space left"):
+        buffer.save(small_disk / "other")
+    assert not list((small_disk / "other").glob("data-*"))
+    buffer.save(folder)
+    assert_same(buffer, CompressedReplayBuffer.load(folder))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only to root")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import mmap
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.errors import DamagedFileError, FileFormatError, FileWriteError
+from sb3_extra_buffers.kernels.prints import PAGE, prints_of
 from sb3_extra_buffers.stores.arena import SLACK, zeros
-from sb3_extra_buffers.stores.frames import PAGE
 from sb3_extra_buffers.stores.snapshot import parse_dtype
 
 Array = npt.NDArray[Any]
@@ -33,11 +33,10 @@ MAGIC = b"sb3-extra-buffers data 1\n"
 INDEX = np.dtype([("offset", "<u8"), ("crc32", "<u4")])
 #: payloads are checked in stretches of this kind
 CHUNK = np.dtype([("offset", "<i8"), ("length", "<i4"), ("crc32", "<u4")])
-# how much is written in one go
+# how much is written in one go, and from how many places
 _PENDING = 1 << 20
-# blocks that are compared in one go
-_PIECE = 64
-_ZEROS = np.zeros(_PIECE * BLOCK, np.uint8)
+_PARTS = 512
+_ZEROS = bytes(BLOCK)
 
 
 class ArrayRecord(NamedTuple):
@@ -99,20 +98,22 @@ class Appender:
         flags = os.O_WRONLY | os.O_APPEND | (os.O_CREAT | os.O_EXCL if new else 0) | getattr(os, "O_BINARY", 0)
         self._descriptor = os.open(path, flags, 0o666)
         self._began = self.end = os.fstat(self._descriptor).st_size
-        self._pending = bytearray()
-        self.n_bytes = 0
+        self._pending: list[memoryview] = []
+        self._n_pending = 0
+
+    @property
+    def n_bytes(self) -> int:
+        return self.end - self._began
 
     def put(self, data: Any) -> int:
-        """Append bytes; return where they begin."""
+        """Append bytes, which must stay as they are until `flush`; return where they begin."""
         start = self.end
         view = memoryview(data).cast("B")
+        self._pending.append(view)
+        self._n_pending += len(view)
         self.end += len(view)
-        self.n_bytes += len(view)
-        if len(self._pending) + len(view) < _PENDING:
-            self._pending += view
-        else:
+        if self._n_pending >= _PENDING or len(self._pending) == _PARTS:
             self._write_out()
-            self._write(view)
         return start
 
     def flush(self, sync: bool = True) -> None:
@@ -133,62 +134,98 @@ class Appender:
         self.close()
 
     def _write_out(self) -> None:
-        if self._pending:
-            self._write(memoryview(self._pending))
-            self._pending = bytearray()
+        parts, self._pending, self._n_pending = [part for part in self._pending if len(part)], [], 0
+        while parts:
+            if hasattr(os, "writev"):
+                written = os.writev(self._descriptor, parts)
+            else:
+                written = os.write(self._descriptor, parts[0])
+            while parts and written >= len(parts[0]):
+                written -= len(parts.pop(0))
+            if written:
+                parts[0] = parts[0][written:]
 
-    def _write(self, view: memoryview) -> None:
-        while len(view):
-            view = view[os.write(self._descriptor, view) :]
+
+class NamedArray(NamedTuple):
+    """An array to be written."""
+
+    name: str
+    array: Array
+    touched: npt.NDArray[np.int64] | None = None
+    """Blocks that may have changed since the last save; without this, all may have."""
 
 
-class BlockWriter:
-    """Puts arrays into a data file; blocks that are there already, byte for byte, are used again."""
+@dataclass(frozen=True, slots=True)
+class SavedArrays:
+    """Arrays as they are in a file, and by what to know whether they still are."""
 
-    def __init__(self, out: Appender, before: SavedBlocks | None) -> None:
-        self._out = out
-        self._before = before
-        self._entries: list[Array] = []
-        self._n_entries = 0
-        self.records: dict[str, ArrayRecord] = {}
-        self.live_bytes = 0
+    records: dict[str, ArrayRecord]
+    index: Array
+    prints: npt.NDArray[np.uint64]  # per block of the index
+    live_bytes: int = 0
 
-    def put(self, name: str, array: Array, touched: npt.NDArray[np.bool_] | None = None) -> None:
-        """Add ``array``; one that is not in one piece is copied, all others are written as they lie.
+    def blocks_like(self, name: str, record: ArrayRecord) -> tuple[int, int]:
+        """The first of the blocks of ``name``, and how many of them may be as they were.
 
-        ``touched`` says of each block whether it may have changed since the last save; without it, all may have.
+        Of an array that grew, those are the ones that were whole before.
         """
-        record = ArrayRecord(array.dtype, array.shape, self._n_entries)
-        flat: Bytes = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        entries = np.zeros(record.n_blocks, INDEX)
-        offsets, crcs = entries["offset"], entries["crc32"]
-        todo: list[int] = list(range(record.n_blocks))
-        if self._before is not None:
-            known = self._before.blocks_like(name, record)
-            entries[: len(known)] = known
-            todo = self._before.changed_blocks(known, flat, touched) + todo[len(known) :]
-        for block in todo:
-            data = flat[block * BLOCK : (block + 1) * BLOCK]
-            # zeros take no place
-            filled = bool(data.any())
-            offsets[block] = self._out.put(data) if filled else 0
-            crcs[block] = zlib.crc32(data.data) if filled else 0
-        n_kept = int(np.count_nonzero(offsets))
-        self.live_bytes += n_kept * BLOCK - (-flat.size % BLOCK if n_kept and offsets[-1] else 0)
-        self.records[name] = record
-        self._entries.append(entries)
-        self._n_entries += record.n_blocks
+        old = self.records.get(name)
+        if old is None:
+            return 0, 0
+        return old.first, old.n_blocks if old.nbytes == record.nbytes else min(old.nbytes, record.nbytes) // BLOCK
 
-    def finish(self) -> dict[str, Any]:
-        """Write the index; return where it is, JSON-ready."""
-        index = np.concatenate([np.zeros(0, INDEX), *self._entries])
-        data = index.view(np.uint8) if index.size else np.zeros(0, np.uint8)
-        start = self._out.put(data)
-        # kernels may read a little past a payload: there is always something
-        self._out.put(bytes(SLACK))
-        self.index = index
-        self.live_bytes += data.nbytes
-        return {"offset": start, "n_blocks": len(index), "crc32": zlib.crc32(data.data)}
+
+def put_arrays(
+    out: Appender, arrays: Sequence[NamedArray], before: SavedArrays | None
+) -> tuple[SavedArrays, dict[str, Any]]:
+    """Append ``arrays`` and their index, which is then at the place that is returned.
+
+    Blocks that are there already are used again: those that have the prints they had. An array that is not in one piece
+    is copied, all others are written as they lie.
+    """
+    records: dict[str, ArrayRecord] = {}
+    n_index = 0
+    for name, array, _ in arrays:
+        records[name] = ArrayRecord(array.dtype, array.shape, n_index)
+        n_index += records[name].n_blocks
+    index, prints = np.zeros(n_index, INDEX), np.zeros((n_index, 2), np.uint64)
+    offsets, crcs = index["offset"], index["crc32"]
+    live_bytes = index.nbytes
+    for name, array, touched in arrays:
+        first, stop = records[name].first, records[name].first + records[name].n_blocks
+        flat: Bytes = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        known, n_known = (0, 0) if before is None else before.blocks_like(name, records[name])
+        if before is not None and n_known:
+            offsets[first : first + n_known] = before.index["offset"][known : known + n_known]
+            crcs[first : first + n_known] = before.index["crc32"][known : known + n_known]
+            prints[first : first + n_known] = before.prints[known : known + n_known]
+        todo = _new_prints(flat, prints[first:stop], n_known, touched)
+        for block in todo:
+            data = flat[block * BLOCK : (block + 1) * BLOCK].data
+            # zeros take no place
+            if data == _ZEROS[: len(data)]:
+                offsets[first + block] = crcs[first + block] = 0
+            else:
+                offsets[first + block], crcs[first + block] = out.put(data), zlib.crc32(data)
+        n_kept = int(np.count_nonzero(offsets[first:stop]))
+        live_bytes += n_kept * BLOCK - (-flat.size % BLOCK if n_kept and offsets[stop - 1] else 0)
+    data = index.view(np.uint8).data if n_index else memoryview(b"")
+    where = {"offset": out.put(data), "n_blocks": n_index, "crc32": zlib.crc32(data)}
+    # kernels may read a little past a payload: there is always something
+    out.put(bytes(SLACK))
+    return SavedArrays(records, index, prints, live_bytes), where
+
+
+def _new_prints(
+    flat: Bytes, prints: npt.NDArray[np.uint64], n_known: int, touched: npt.NDArray[np.int64] | None
+) -> list[int]:
+    """Bring the prints of an array up to date; return the blocks that are new or have changed."""
+    blocks = np.arange(n_known) if touched is None else touched[touched < n_known]
+    new = np.arange(n_known, len(prints))
+    found = prints_of(flat, None if touched is None else np.concatenate([blocks, new]))
+    changed = blocks[(found[: len(blocks)] != prints[blocks]).any(axis=1)]
+    prints[blocks], prints[n_known:] = found[: len(blocks)], found[len(blocks) :]
+    return [*changed.tolist(), *new.tolist()]
 
 
 class BlockReader:
@@ -199,9 +236,10 @@ class BlockReader:
         self.index = index
         self.records = dict(records)
         self.path = path
+        self.prints = np.zeros((len(index), 2), np.uint64)
 
-    def read(self, name: str) -> Array:
-        """The array ``name``, in memory of its own."""
+    def read(self, name: str, printed: bool = False) -> Array:
+        """The array ``name``, in memory of its own; ``printed`` where it will be saved again."""
         record = self.records.get(name)
         if record is None:
             raise FileFormatError(f"{self.path} has no array {name!r}")
@@ -213,6 +251,8 @@ class BlockReader:
                 f"{self.path}: {len(bad)} of {record.n_blocks} blocks of {name!r} are damaged, the first at byte "
                 f"{self.index['offset'][record.first + bad[0]]}; 'sb3-extra-buffers repair' keeps what is whole"
             )
+        if printed:
+            self.prints[record.first : record.first + record.n_blocks] = prints_of(flat)
         return out
 
     def copy_blocks(self, record: ArrayRecord, flat: Bytes) -> list[int]:
@@ -236,100 +276,6 @@ class BlockReader:
             return zeros(record.shape, record.dtype)
         except (OSError, MemoryError, OverflowError, ValueError) as problem:
             raise FileFormatError(f"no room for an array of {record.shape} {record.dtype}: {problem}") from problem
-
-
-class SavedBlocks:
-    """The blocks of the last save, to find out which are as they were.
-
-    They are read, not mapped: a page that is looked at once costs more to map than to copy.
-    """
-
-    def __init__(self, path: Path, index: Array, records: Mapping[str, ArrayRecord]) -> None:
-        self.index, self.records = index, records
-        self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        self._read = np.empty(_PIECE * BLOCK, np.uint8)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-    def blocks_like(self, name: str, record: ArrayRecord) -> Array:
-        """The blocks of ``name`` that may be as they were; of an array that grew, those that were whole before."""
-        old = self.records.get(name)
-        if old is None:
-            return self.index[:0]
-        count = old.n_blocks if old.nbytes == record.nbytes else min(old.nbytes, record.nbytes) // BLOCK
-        return self.index[old.first : old.first + count]
-
-    def changed_blocks(self, entries: Array, flat: Bytes, touched: npt.NDArray[np.bool_] | None = None) -> list[int]:
-        """Which blocks of ``flat`` are not in the file as they are, compared byte for byte.
-
-        ``touched`` tells of each block whether it needs to be looked at.
-        """
-        offsets = entries["offset"].astype(np.int64)
-        if touched is None or len(touched) < len(offsets):
-            candidates = np.arange(len(offsets))
-        else:
-            candidates = np.flatnonzero(touched[: len(offsets)])
-        if not len(candidates):
-            return []
-        # runs of blocks that follow each other here and in the file
-        places = offsets[candidates]
-        apart = (np.diff(candidates) != 1) | (np.diff(places) != np.where(places[:-1] > 0, BLOCK, 0))
-        firsts = np.concatenate([[0], np.flatnonzero(apart) + 1]).tolist()
-        changed: list[int] = []
-        for first, stop in zip(firsts, [*firsts[1:], len(candidates)], strict=True):
-            for piece in range(first, stop, _PIECE):
-                begin = int(candidates[piece])
-                end = begin + min(_PIECE, stop - piece)
-                changed += self._compare(int(places[piece]), flat, begin, end)
-        return changed
-
-    def _compare(self, offset: int, flat: Bytes, first: int, stop: int) -> list[int]:
-        """Compare a run of blocks with the file; those that differ."""
-        part = flat[first * BLOCK : stop * BLOCK]
-        if offset:
-            found = self._read[: part.size]
-            os.lseek(self._descriptor, offset, os.SEEK_SET)
-            if _read_into(self._descriptor, found) != part.size:
-                return list(range(first, stop))
-        else:
-            found = _ZEROS[: part.size]
-        if equal_bytes(found, part):
-            return []
-        whole = part.size // BLOCK
-        different = (found != part)[: whole * BLOCK].reshape(whole, BLOCK).any(axis=1)
-        changed: list[int] = (np.flatnonzero(different) + first).tolist()
-        if part.size % BLOCK and not equal_bytes(found[whole * BLOCK :], part[whole * BLOCK :]):
-            changed.append(stop - 1)
-        return changed
-
-
-def _read_into(descriptor: int, target: Bytes) -> int:
-    if hasattr(os, "readv"):
-        return os.readv(descriptor, [target.data])
-    data = os.read(descriptor, target.size)
-    target[: len(data)] = np.frombuffer(data, np.uint8)
-    return len(data)
-
-
-def _find_memcmp() -> Any:
-    """The C library's comparison: one call for megabytes, and no copy."""
-    try:
-        compare: Any = ctypes.CDLL(None if os.name != "nt" else "msvcrt").memcmp
-    except (OSError, AttributeError):
-        return None
-    compare.argtypes, compare.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_int
-    return compare
-
-
-_memcmp = _find_memcmp()
-
-
-def equal_bytes(first: Bytes, second: Bytes) -> bool:
-    """Whether two stretches of bytes are equal."""
-    if _memcmp is None:
-        return first.tobytes() == second.tobytes()
-    return first.size == second.size and _memcmp(first.ctypes.data, second.ctypes.data, first.size) == 0
 
 
 def map_file(path: Path, size: int, private: bool = False) -> Bytes:

@@ -43,8 +43,13 @@ class Journal:
         fields = _FIELDS.pack(len(body), zlib.crc32(body), self.n_records)
         record = fields + zlib.crc32(fields).to_bytes(4, "little") + body
         view = memoryview(record)
-        while len(view):
-            view = view[os.write(self._descriptor, view) :]
+        try:
+            while len(view):
+                view = view[os.write(self._descriptor, view) :]
+        except OSError:
+            # half a record may only be the last thing in the file
+            os.ftruncate(self._descriptor, self.n_bytes)
+            raise
         self.n_records += 1
         self.n_bytes += len(record)
 

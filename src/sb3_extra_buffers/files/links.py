@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.files.blocks import CHUNK, ArrayRecord
+from sb3_extra_buffers.files.blocks import SavedArrays
 from sb3_extra_buffers.stores.heap import Heap
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(slots=True)
@@ -22,7 +20,7 @@ class StoreLink:
 
     heap: Heap
     starts: npt.NDArray[np.int64]  # per slot; those of slots that are not in use mean nothing
-    chunks: Array = field(default_factory=lambda: np.zeros(0, CHUNK))
+    chunks: npt.NDArray[np.int64]  # [stretch, 3]: offset, length, checksum
     file: Path | None = None  # where that is not the data file
 
 
@@ -37,10 +35,10 @@ class Link:
     data_name: str
     data_size: int
     live_bytes: int
-    index: Array
-    records: dict[str, ArrayRecord]
+    arrays: SavedArrays
     stores: list[StoreLink | None]
     seen: tuple[int, ...] = ()  # of the manifest, as it was after that save
+    alone: bool = False  # whether no other data files were in the folder then
 
 
 _links: dict[int, Link] = {}

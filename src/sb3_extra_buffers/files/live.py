@@ -63,6 +63,7 @@ class LiveFile:
         self._journal: Journal | None = None
         self._memory = StepMemory()
         self._n_cells = 0
+        self._behind = False
 
     @property
     def buffer(self) -> Any:
@@ -99,14 +100,16 @@ class LiveFile:
                     if isinstance(heap, FileHeap) and heap.dead_bytes > heap.live_bytes + _SPARE:
                         inner._drop_view()
                         number = next_number(self.folder, f"heap-{place}-*.bin")
-                        heap.compact(self.folder / f"heap-{place}-{number:04}.bin")
-                        inner._sync()
+                        try:
+                            heap.compact(self.folder / f"heap-{place}-{number:04}.bin")
+                        finally:
+                            inner._sync()
             number = next_number(self.folder, "journal-*.bin")
             journal = Journal(self.folder / f"journal-{number:04}.bin")
             report = save(self.buffer, self.folder, sync=sync, journal=journal.path.name)
         if self._journal is not None:
             self._journal.close()
-        self._journal, self._memory = journal, StepMemory()
+        self._journal, self._memory, self._behind = journal, StepMemory(), False
         self._n_cells = sum(store.n_cells for store in stores_of(self.buffer))
         return report
 
@@ -128,8 +131,16 @@ class LiveFile:
         journal = self._journal
         if journal is None:
             return
-        with named_errors(journal.path, "taking down a step"):
-            journal.append(words, arrays)
+        if self._behind:
+            # a step is missing there, but not here
+            self.checkpoint()
+            return
+        try:
+            with named_errors(journal.path, "taking down a step"):
+                journal.append(words, arrays)
+        except OSError:
+            self._behind = True
+            raise
         if journal.n_records >= _RECORDS or journal.n_bytes > _JOURNAL_BYTES:
             self.checkpoint()
 

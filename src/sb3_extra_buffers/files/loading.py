@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.errors import DamagedFileError, ExtraBuffersError, FileFormatError, ReadOnlyBufferError
 from sb3_extra_buffers.files import manifest
-from sb3_extra_buffers.files.blocks import CHUNK, MAGIC, ArrayRecord, BlockReader, map_file, read_index
+from sb3_extra_buffers.files.blocks import CHUNK, MAGIC, ArrayRecord, BlockReader, SavedArrays, map_file, read_index
 from sb3_extra_buffers.files.links import Link, StoreLink, set_link
 from sb3_extra_buffers.files.values import Decoder, our_class, set_state
 from sb3_extra_buffers.stores.arena import SLACK
@@ -92,7 +92,7 @@ class SavedBuffer:
         """The buffer in memory, as a view of the file, or with its heaps there; ``replayed`` with its journal."""
         kind = self.find_class(kind)
         parts = [self._load_store(place, read_only, in_file) for place in range(self.n_stores)]
-        decoder = self.decoder([store for store, _ in parts])
+        decoder = self.decoder([store for store, _ in parts], printed=not read_only)
         buffer = make_buffer(kind, self.record.get("state"), decoder)
         if read_only:
             forbid_writing(buffer)
@@ -137,10 +137,10 @@ class SavedBuffer:
             raise FileFormatError(f"{self.folder}: store {place} is unreadable")
         return record
 
-    def decoder(self, stores: list[ObservationStore]) -> Decoder:
+    def decoder(self, stores: list[ObservationStore], printed: bool = False) -> Decoder:
         # objects come beside columns of numbers: there can't be more of them than bytes of those
         most = sum(record.nbytes for record in self.blocks.records.values())
-        return Decoder(lambda name: self.blocks.read(f"state.{name}"), stores, most)
+        return Decoder(lambda name: self.blocks.read(f"state.{name}", printed), stores, most)
 
     def payload_file(self, place: int) -> tuple[Path, int]:
         """Where the payloads of a store are, and how much of that file was written."""
@@ -156,7 +156,7 @@ class SavedBuffer:
         names = record.get("arrays")
         if not isinstance(names, list):
             raise FileFormatError(f"{self.folder}: store {place} does not say what it is made of")
-        arrays = {name: self.blocks.read(f"store{place}.{name}") for name in map(str, names)}
+        arrays = {name: self.blocks.read(f"store{place}.{name}", not read_only) for name in map(str, names)}
         record["options"] = self.decoder([]).decode(record.get("options"))
         links: list[StoreLink] = []
 
@@ -168,7 +168,8 @@ class SavedBuffer:
             store.read_only = True
             if isinstance(store._inner, FrameStore):
                 path, size = self.payload_file(place)
-                store._inner.guard = Guard(store._inner, links[0].chunks, map_file(path, size), path)
+                _, chunks = payload_tables(arrays, len(links[0].starts), size)
+                store._inner.guard = Guard(store._inner, chunks, map_file(path, size), path)
         elif in_file and links and isinstance(store._inner, FrameStore):
             self._stay_in_file(place, store._inner, links[0])
         return store, links[0] if links else None
@@ -208,7 +209,7 @@ class SavedBuffer:
                 )
             heap.adopt_all(slots, data, starts[slots])
         heap.saved()
-        return StoreLink(heap, starts, chunks)
+        return StoreLink(heap, starts, arrays["chunks"])
 
     def _link(self, stores: list[StoreLink | None]) -> Link:
         live_bytes, number = _entry(self.record, "data", dict).get("live_bytes"), self.record.get("number")
@@ -220,8 +221,7 @@ class SavedBuffer:
             self.data_path.name,
             self.data_size,
             live_bytes if type(live_bytes) is int else 0,
-            self.blocks.index.copy(),
-            self.blocks.records,
+            SavedArrays(self.blocks.records, self.blocks.index.copy(), self.blocks.prints),
             stores,
         )
 

@@ -25,12 +25,13 @@ _MOST_BYTES = 1 << 26
 _TAIL = struct.Struct("<8sQQI")
 _TAIL_MAGIC = b"SEBsaved"
 TAIL_BYTES = _TAIL.size + 4
+_to_json = json.JSONEncoder(allow_nan=False).encode
 _TRAILER = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n\}\n')
 
 
 def dump(record: dict[str, Any]) -> bytes:
     """The manifest as bytes: JSON, one line to an entry, its own checksum last."""
-    parts = [f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in record.items()]
+    parts = [f" {_to_json(key)}: {_to_json(value)}" for key, value in record.items()]
     body = ("{\n" + ",\n".join(parts)).encode()
     return body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode()
 
@@ -80,21 +81,38 @@ def read(folder: Path, name: str = NAME) -> dict[str, Any]:
 
 def replace(folder: Path, data: bytes, sync: bool = True) -> None:
     """Make ``data`` the manifest, all at once: before it there is the old one, after it the new one."""
-    staged, path = folder / STAGED, folder / NAME
-    descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
+    staged, path, previous = (f"{folder}{os.sep}{name}" for name in (STAGED, NAME, PREVIOUS))
+    descriptor = _stage(staged, previous)
     try:
         view = memoryview(data)
         while len(view):
             view = view[os.write(descriptor, view) :]
+        os.ftruncate(descriptor, len(data))
         if sync:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
     with contextlib.suppress(OSError):
         # a second name for the old one; where there are no links, there is no second chance either
-        (folder / PREVIOUS).unlink(missing_ok=True)
-        os.link(path, folder / PREVIOUS)
-    staged.replace(path)
+        os.link(path, previous)
+    os.replace(staged, path)
+
+
+def _stage(staged: str, previous: str) -> int:
+    """A file to write the next manifest to: the one before the last, written over where nobody else has a name for it.
+
+    A new file in place of an old one makes some file systems write it out and wait, which takes longer than the rest
+    of a small save.
+    """
+    with contextlib.suppress(OSError):
+        os.replace(previous, staged)
+    flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(staged, flags, 0o666)
+    if os.fstat(descriptor).st_nlink == 1:
+        return descriptor
+    os.close(descriptor)
+    os.unlink(staged)
+    return os.open(staged, flags | os.O_EXCL, 0o666)
 
 
 # ---- the copy at the end of a data file ----

@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,20 +18,19 @@ from sb3_extra_buffers import __version__
 from sb3_extra_buffers.errors import ExtraBuffersError, FileWriteError, NotSaveableError, UnsupportedVersionError
 from sb3_extra_buffers.files import manifest
 from sb3_extra_buffers.files.blocks import (
-    CHUNK,
     MAGIC,
     STRETCH,
     Appender,
-    BlockWriter,
-    SavedBlocks,
+    NamedArray,
     named_errors,
+    put_arrays,
 )
 from sb3_extra_buffers.files.links import Link, StoreLink, get_link, set_link
 from sb3_extra_buffers.files.values import Encoder
 from sb3_extra_buffers.stores.arena import SLACK, lengthen
 from sb3_extra_buffers.stores.file_heap import FileHeap
 from sb3_extra_buffers.stores.heap import Heap, merge_runs
-from sb3_extra_buffers.stores.snapshot import StoreParts, take_apart
+from sb3_extra_buffers.stores.snapshot import StoreParts, take_apart, touched_pages
 from sb3_extra_buffers.stores.view import StoreView
 
 Array = npt.NDArray[Any]
@@ -117,13 +115,12 @@ class _Save:
         number = there.get("number")
         self.number_there = number if type(number) is int else 0
         link = self._usable_link(there.get("save_id"), base)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if link is not None and link.folder != self.folder:
-            link = self._share(link)
+        if link is None or link.folder != self.folder:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            link = None if link is None else self._share(link)
         out = self._begin(link)
         try:
-            with _reader(link) as before:
-                record, new = self._write(out, before, link)
+            record, new = self._write(out, link)
             text = manifest.dump(record)
             out.put(manifest.tail(text, out.put(text)))
             # from here on a save that builds upon another is on the disk, whatever becomes of the manifest
@@ -144,7 +141,10 @@ class _Save:
                 part.inner.saved()
         new.seen = _stat(self.folder)
         set_link(self.buffer, new)
-        _remove_others(self.folder, _files_of(record))
+        # nothing that could be removed comes about by adding to a file
+        new.alone = link is not None and link.folder == self.folder and link.alone and self.journal is None
+        if not new.alone:
+            new.alone = _remove_others(self.folder, _files_of(record))
         return SaveReport(self.folder, n_bytes, link is not None)
 
     def _look(self) -> dict[str, Any]:
@@ -188,16 +188,16 @@ class _Save:
         out.put(MAGIC)
         return out
 
-    def _write(self, out: Appender, before: SavedBlocks | None, link: Link | None) -> tuple[dict[str, Any], Link]:
-        blocks = BlockWriter(out, before)
+    def _write(self, out: Appender, link: Link | None) -> tuple[dict[str, Any], Link]:
         payload_bytes = 0
         stores: list[StoreLink | None] = []
         records = []
+        arrays: list[NamedArray] = []
         for place, part in enumerate(self.parts):
-            record, arrays = dict(part.record), dict(part.arrays)
+            record, tables = dict(part.record), dict(part.arrays)
             known = None if link is None or place >= len(link.stores) else link.stores[place]
-            made = None
-            if part.heap is not None:
+            made, touched = None, {}
+            if part.heap is not None and part.inner is not None:
                 if isinstance(part.heap, FileHeap) and part.heap.file.parent == self.folder:
                     made = _count_payloads(part.heap, known)
                     record["heap"] = {"name": part.heap.file.name, "size": part.heap.end + SLACK}
@@ -206,20 +206,18 @@ class _Save:
                 else:
                     made = _put_payloads(out, part.heap, known)
                     payload_bytes += part.heap.live_bytes
-                arrays |= {"starts": made.starts, "chunks": _chunks_to_array(made.chunks)}
+                tables |= {"starts": made.starts, "chunks": made.chunks}
+                if known is not None and known.heap is made.heap and known.file == made.file:
+                    # stretches are only ever added
+                    touched = touched_pages(part.inner) | {"chunks": np.zeros(0, np.int64)}
             record["options"] = self.encoder.encode(record["options"], f"store{place}.options")
-            record["arrays"] = list(arrays)
-            same_store = made is not None and known is not None and known.heap is made.heap
-            for name, array in arrays.items():
-                # who wrote to the cells is known; the rest is compared
-                touched = part.inner.touched if name == "slots" and part.inner is not None and same_store else None
-                blocks.put(f"store{place}.{name}", array, touched)
+            record["arrays"] = list(tables)
+            arrays += [NamedArray(f"store{place}.{name}", array, touched.get(name)) for name, array in tables.items()]
             stores.append(made)
             records.append(record)
-        for name, array in self.encoder.arrays.items():
-            blocks.put(f"state.{name}", array)
-        index = blocks.finish()
-        live_bytes = blocks.live_bytes + payload_bytes
+        arrays += [NamedArray(f"state.{name}", array) for name, array in self.encoder.arrays.items()]
+        written, where = put_arrays(out, arrays, None if link is None else link.arrays)
+        live_bytes = written.live_bytes + payload_bytes
         kind = type(self.buffer)
         number = 1 + max(self.number_there, 0 if link is None else link.number)
         record = {
@@ -235,8 +233,8 @@ class _Save:
             "data": {"name": out.path.name, "size": out.end, "live_bytes": live_bytes},
             "state": self.state,
             "stores": records,
-            "arrays": {name: array.to_json() for name, array in blocks.records.items()},
-            "index": index,
+            "arrays": {name: array.to_json() for name, array in written.records.items()},
+            "index": where,
         } | ({} if self.journal is None else {"journal": self.journal})
         new = Link(
             self.folder,
@@ -246,8 +244,7 @@ class _Save:
             out.path.name,
             out.end,
             live_bytes,
-            blocks.index,
-            blocks.records,
+            written,
             stores,
         )
         return record, new
@@ -256,7 +253,7 @@ class _Save:
 def _stat(folder: Path) -> tuple[int, ...]:
     """What tells one manifest from another without reading it."""
     try:
-        found = (folder / manifest.NAME).stat()
+        found = os.stat(f"{folder}{os.sep}{manifest.NAME}")
     except OSError:
         return ()
     return found.st_ino, found.st_size, found.st_mtime_ns
@@ -281,83 +278,39 @@ def _look_at(folder: Path) -> dict[str, Any]:
         return {}
 
 
-@contextlib.contextmanager
-def _reader(link: Link | None) -> Iterator[SavedBlocks | None]:
-    """The blocks of the last save, to compare with."""
-    if link is None:
-        yield None
-        return
-    before = SavedBlocks(link.folder / link.data_name, link.index, link.records)
-    try:
-        yield before
-    finally:
-        before.close()
-
-
 def _put_payloads(out: Appender, heap: Heap, known: StoreLink | None) -> StoreLink:
     """Append the payloads that the file does not have."""
-    known = known if known is not None and known.heap is heap else None
+    known = known if known is not None and known.heap is heap and known.file is None else None
     slots = heap.unsaved(everything=known is None)
-    starts = lengthen(np.zeros(0, np.int64) if known is None else known.starts[: len(heap.starts)], len(heap.starts))
+    starts = np.zeros(0, np.int64) if known is None else known.starts
+    if len(starts) != len(heap.starts):
+        starts = lengthen(starts[: len(heap.starts)], len(heap.starts))
     lengths = heap.lengths[slots].astype(np.int64)
     packed = np.cumsum(lengths) - lengths
-    begin = out.end
-    chunks = _Chunks(out)
+    # should the save fail, these are put again: until one succeeds they are unsaved
+    starts[slots] = out.end + packed
+    made = [] if known is None else [known.chunks]
     for start, _, length in merge_runs(heap.starts[slots], packed, lengths):
-        chunks.put(heap.data[start : start + length])
-    starts[slots] = begin + packed
-    made = chunks.finish()
-    return StoreLink(heap, starts, made if known is None else np.concatenate([known.chunks, made]))
+        data = heap.data[start : start + length]
+        made.append(_checksums(data, out.put(data)))
+    return StoreLink(heap, starts, np.concatenate([np.zeros((0, 3), np.int64), *made]))
 
 
 def _count_payloads(heap: FileHeap, known: StoreLink | None) -> StoreLink:
     """Take the checksums of what was written to a file of its own."""
     known = known if known is not None and known.heap is heap and known.file == heap.file else None
-    begin = (
-        int(known.chunks["offset"][-1] + known.chunks["length"][-1]) if known is not None and len(known.chunks) else 0
-    )
-    made = [
-        (at, min(STRETCH, heap.end - at), zlib.crc32(heap.data[at : min(at + STRETCH, heap.end)].data))
-        for at in range(begin, heap.end, STRETCH)
-    ]
-    chunks = np.array(made, CHUNK) if made else np.zeros(0, CHUNK)
-    if known is not None:
-        chunks = np.concatenate([known.chunks, chunks])
+    made = np.zeros((0, 3), np.int64) if known is None else known.chunks
+    begin = int(made[-1, 0] + made[-1, 1]) if len(made) else 0
+    chunks = np.concatenate([made, _checksums(heap.data[begin : heap.end], begin)])
     return StoreLink(heap, heap.starts.copy(), chunks, heap.file)
 
 
-class _Chunks:
-    """Cuts a stream of bytes into pieces with a checksum each."""
-
-    def __init__(self, out: Appender) -> None:
-        self._out = out
-        self._made: list[tuple[int, int, int]] = []
-        self._part = bytearray()
-
-    def put(self, data: npt.NDArray[np.uint8]) -> None:
-        at = 0
-        while at < data.size:
-            piece = data[at : at + STRETCH - len(self._part)]
-            at += piece.size
-            if piece.size == STRETCH:
-                self._add(piece.data)
-                continue
-            self._part += piece.data
-            if len(self._part) == STRETCH:
-                self._add(self._part)
-                self._part = bytearray()
-
-    def _add(self, data: Any) -> None:
-        self._made.append((self._out.put(data), len(data), zlib.crc32(data)))
-
-    def finish(self) -> Array:
-        if self._part:
-            self._add(self._part)
-        return np.array(self._made, CHUNK) if self._made else np.zeros(0, CHUNK)
-
-
-def _chunks_to_array(chunks: Array) -> Array:
-    return np.stack([chunks[name].astype(np.int64) for name in ("offset", "length", "crc32")], axis=1)
+def _checksums(data: npt.NDArray[np.uint8], offset: int) -> npt.NDArray[np.int64]:
+    """Offset, length and checksum of each stretch of ``data``, which lies at ``offset`` of a file."""
+    view = data.data
+    parts = [view[at : at + STRETCH] for at in range(0, len(view), STRETCH)]
+    rows = [(offset + STRETCH * place, len(part), zlib.crc32(part)) for place, part in enumerate(parts)]
+    return np.array(rows, np.int64).reshape(-1, 3)
 
 
 def next_number(folder: Path, pattern: str) -> int:
@@ -371,14 +324,15 @@ def _files_of(record: dict[str, Any]) -> set[str]:
     return {record["data"]["name"], record.get("journal", ""), *(heap["name"] for heap in heaps if heap)}
 
 
-def _remove_others(folder: Path, used: set[str]) -> None:
-    """Delete files that neither this manifest nor the one before speaks of."""
+def _remove_others(folder: Path, used: set[str]) -> bool:
+    """Delete files that neither this manifest nor the one before speaks of; whether only this one's are left."""
     found = {path.name for path in folder.glob("*-*.bin")}
     if found <= used:
-        return
+        return True
     with contextlib.suppress(ExtraBuffersError, AttributeError, KeyError, TypeError):
         used |= _files_of(manifest.read(folder, manifest.PREVIOUS))
     for name in found - used:
         if _OURS.fullmatch(name):
             with contextlib.suppress(OSError):
                 (folder / name).unlink()
+    return False

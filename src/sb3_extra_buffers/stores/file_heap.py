@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sb3_extra_buffers.errors import FileWriteError
 from sb3_extra_buffers.stores.arena import SLACK, lengthen
 from sb3_extra_buffers.stores.heap import Heap, merge_runs
 
@@ -40,16 +41,23 @@ class FileHeap(Heap):
     def _map(self, nbytes: int) -> None:
         """Map the file with room for ``nbytes``, blocks and all: a full disk must show here, not at a write."""
         size = nbytes + SLACK
-        descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            size = max(size, os.fstat(descriptor).st_size)
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor, 0, size)
-            else:
-                os.ftruncate(descriptor, size)
-            self._area = mmap.mmap(descriptor, size)
-        finally:
-            os.close(descriptor)
+            descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                size = max(size, os.fstat(descriptor).st_size)
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(descriptor, 0, size)
+                else:
+                    os.ftruncate(descriptor, size)
+                self._area = mmap.mmap(descriptor, size)
+            finally:
+                os.close(descriptor)
+        except OSError as problem:
+            raise FileWriteError(
+                problem.errno,
+                f"no room for {size} bytes: {problem.strerror or problem}; every step that was completed is kept",
+                str(self.file),
+            ) from problem
         # two maps of one file show the same bytes: whoever still looks at the old one sees no difference
         self.data = np.frombuffer(self._area, np.uint8)
 
@@ -73,9 +81,11 @@ class FileHeap(Heap):
     def free(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self._release(slot)
+        self._unsaved[list(slots)] = True
 
     def clear(self) -> None:
         self.lengths[:] = 0
+        self._unsaved[:] = True
         self.live_bytes = 0
         self._first = self._n_order = 0
 
@@ -92,9 +102,13 @@ class FileHeap(Heap):
         slots = self._listed()
         lengths = self.lengths[slots].astype(np.int64)
         packed = np.cumsum(lengths) - lengths
-        old, starts = self.data, self.starts[slots].copy()
+        old, starts, before = self.data, self.starts[slots].copy(), self.file
         self.file = file
-        self._map(self.live_bytes + _STEP)
+        try:
+            self._map(self.live_bytes + _STEP)
+        except OSError:
+            self.file = before
+            raise
         for start, to, length in merge_runs(starts, packed, lengths):
             self.data[to : to + length] = old[start : start + length]
         self.starts[slots] = packed

@@ -14,6 +14,7 @@ from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.delta import BLOCK, padded
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.kernels import frame_kernels
+from sb3_extra_buffers.kernels.prints import PAGE
 from sb3_extra_buffers.kernels.state import NONE, FrameState, scene_bytes
 from sb3_extra_buffers.stores.arena import lengthen, touched_bytes, zeros
 from sb3_extra_buffers.stores.heap import Heap
@@ -26,8 +27,6 @@ Frames = npt.NDArray[np.uint8]  # [row, stack, byte]
 
 # scenes that a new segment may start from
 _POOL = 8
-#: bytes of the table of cells that are saved together
-PAGE = 1 << 12
 # segments that are freed or sealed together: each is a matter of microseconds, seeing to it is not
 LATER = 128
 
@@ -63,8 +62,9 @@ class FrameStore(ABC):
         self.n_streams = n_streams
         self.heap = Heap(limit=heap_bytes, path=path)
         self.slots: npt.NDArray[np.int32] = zeros((n_cells, layout.stack), np.int32)
-        # pages of `slots` written since `saved`, so that a file need only be given those
+        # pages of `slots` and scenes written since `saved`, so that a file need only be given those
         self.touched = np.ones(-(-self.slots.nbytes // PAGE), np.bool_)
+        self.new_scenes: list[int] = []
         self._compiled = compiled
         self._kernels = frame_kernels(compiled)
         self._wide = layout.frame_bytes > 0xFFFF
@@ -136,7 +136,16 @@ class FrameStore(ABC):
     def saved(self) -> None:
         """What there is now has been saved."""
         self.touched[:] = False
-        self.heap.saved()
+        self.new_scenes.clear()
+        self.heap.saved(but=self._opened())
+
+    def changed_segments(self) -> npt.NDArray[np.int64]:
+        """Segments of which anything may be other than it was when `saved` was called."""
+        return np.concatenate([self.heap.changed(), self._opened()])
+
+    def _opened(self) -> npt.NDArray[np.int32]:
+        opened = self._state.open_segments
+        return opened[opened >= 0]
 
     def _lists(self, n_frames: int) -> None:
         """Have room to list ``n_frames`` frames as new and their segments as freed."""

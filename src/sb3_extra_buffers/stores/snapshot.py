@@ -13,10 +13,11 @@ from sb3_extra_buffers.codecs.delta import DeltaCodec
 from sb3_extra_buffers.codecs.registry import codec_from_config, is_available, known_codecs
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import ExtraBuffersError, FileFormatError
+from sb3_extra_buffers.kernels.prints import PAGE
 from sb3_extra_buffers.kernels.state import NONE, scene_bytes
 from sb3_extra_buffers.stores.arena import SLACK, lengthen
 from sb3_extra_buffers.stores.choice import Choice
-from sb3_extra_buffers.stores.frames import LATER, PAGE, FrameStore
+from sb3_extra_buffers.stores.frames import LATER, FrameStore
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.making import make_frame_store
@@ -107,6 +108,34 @@ def _take_frames_apart(inner: FrameStore, record: dict[str, Any]) -> StoreParts:
     if isinstance(inner, SegmentStore):
         record |= {"n_fresh": inner._n_fresh, "next_clean": inner._next_clean}
     return StoreParts(record, arrays, inner.heap, inner)
+
+
+def touched_pages(inner: FrameStore) -> dict[str, npt.NDArray[np.int64]]:
+    """For tables that `take_apart` names, the pages that may differ from what they were when `saved` was called."""
+    segments = inner.changed_segments()
+    pages = _pages_of(segments, 4)
+    width = scene_bytes(inner.layout.frame_bytes)
+    scenes = {
+        page
+        for scene in inner.new_scenes
+        for page in range(scene * width // PAGE, ((scene + 1) * width - 1) // PAGE + 1)
+    }
+    return {
+        "slots": np.flatnonzero(inner.touched),
+        "lengths": pages,
+        "counts": pages,
+        "scenes": pages,
+        "starts": _pages_of(segments, 8),
+        "generation": _pages_of(segments, 1),
+        "scene_rows": np.array(sorted(scenes), np.int64),
+    }
+
+
+def _pages_of(entries: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:
+    """The pages that ``entries`` of a table lie in, each of them ``width`` bytes."""
+    found = np.zeros(int(entries.max(initial=-1) + 1) * width // PAGE + 1, np.bool_)
+    found[entries * width // PAGE] = True
+    return np.flatnonzero(found)
 
 
 # ---- putting together ----

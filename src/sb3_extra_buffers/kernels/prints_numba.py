@@ -1,0 +1,25 @@
+"""`prints.print_blocks`, compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+
+
+@njit(nogil=True, cache=True)
+def print_blocks(words: Any, keys: Any, out: Any) -> None:
+    """Set ``out[i]`` to the prints of ``words[i]``."""
+    for block in range(words.shape[0]):
+        first = second = np.uint64(0)
+        for i in range(words.shape[1]):
+            word, key, other = words[block, i], keys[i], keys[i + 1]
+            high = word >> _HALF
+            first += ((word + key) & _LOW) * ((high + (key >> _HALF)) & _LOW)
+            second += ((word + other) & _LOW) * ((high + (other >> _HALF)) & _LOW)
+        out[block, 0] = first
+        out[block, 1] = second

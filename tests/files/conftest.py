@@ -1,0 +1,26 @@
+"""A disk that can be filled."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with room for a few megabytes."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    try:
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=16m", "none", place], capture_output=True, check=False
+        )
+    except OSError as problem:
+        pytest.skip(f"no disk can be mounted here: {problem}")
+    if made.returncode:
+        pytest.skip(f"no disk can be mounted here: {made.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
