@@ -301,8 +301,8 @@ for _function in (
 # not njit(lz4_block.pack_block): what is compiled for other kernels to call and what Python calls would share
 # a place in numba's cache, and only the latter can be called from Python
 @njit(**_OPTIONS)
-def pack_block(*arguments: Any) -> int:
-    return lz4_block.pack_block(*arguments)
+def pack_block(source: Any, size: int, target: Any, table: Any) -> int:
+    return lz4_block.pack_block(source, size, target, table)
 
 
 @njit(**_OPTIONS)
@@ -538,21 +538,30 @@ def join_stack(frames: Any, observations: Any) -> None:
                         flat[(pixel * stack + j) * unit + byte] = frames[r, j, pixel * unit + byte]
 
 
-# what Python calls is defined here, so that numba compiles it anew when this file changes
+# What Python calls is defined here, so that numba compiles it anew when this file changes; each argument has a name,
+# because finding out the type of ``*arguments`` takes 200 us a call.
 for _function in (plain.locate_cells, plain.write_frames, plain.write_step):
     register_jitable(**_INNER)(_function)
 
 
 @njit(**_OPTIONS)
-def locate_cells(*arguments: Any) -> int:
-    return plain.locate_cells(*arguments)
+def locate_cells(steps: Any, streams: Any, n_steps: int, n_streams: int, bases: Any, sets: Any) -> int:
+    return plain.locate_cells(steps, streams, n_steps, n_streams, bases, sets)
 
 
 @njit(**_OPTIONS)
-def write_step(*arguments: Any) -> int:
-    return plain.write_step(*arguments)
+def write_step(
+    state: Any, slots: Any, frames: Any, more_frames: Any, cell: int, more_cell: int, first: int,
+    per_segment: int, most_bytes: int, heavy: int, wide: bool,
+) -> int:  # fmt: skip
+    return plain.write_step(
+        state, slots, frames, more_frames, cell, more_cell, first, per_segment, most_bytes, heavy, wide
+    )
 
 
 @njit(**_OPTIONS)
-def write_frames(*arguments: Any) -> int:
-    return plain.write_frames(*arguments)
+def write_frames(
+    state: Any, slots: Any, frames: Any, streams: Any, cells: Any, first: int,
+    per_segment: int, most_bytes: int, heavy: int, delta: bool, wide: bool,
+) -> int:  # fmt: skip
+    return plain.write_frames(state, slots, frames, streams, cells, first, per_segment, most_bytes, heavy, delta, wide)
