@@ -13,8 +13,11 @@ from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_extra_buffers import compressed as door
+from sb3_extra_buffers import gpu_buffers
 from sb3_extra_buffers.compressed import CompressedArray
 from sb3_extra_buffers.errors import FileWriteError
+from sb3_extra_buffers.stores import device_observation
+from sb3_extra_buffers.stores.device_observation import CellBatch, DeviceObservations
 from sb3_extra_buffers.stores.view import StoreView
 from tests.contracts.store import Stacked, Walk
 
@@ -84,7 +87,15 @@ class Feed:
         import torch as th
 
         values, log_probs = (th.tensor(reward + shift, dtype=th.float32) for shift in (1, 2))
-        buffer.add(obs, action, reward, done, values, log_probs)
+        more: dict[str, Any] = {}
+        if hasattr(buffer, "action_masks"):
+            more["action_masks"] = np.stack([reward > shift for shift in np.linspace(-1, 1, 5)], axis=1)
+        if hasattr(buffer, "hidden_state_shape"):
+            from sb3_contrib.common.recurrent.type_aliases import RNNStates
+
+            hidden = th.arange(buffer.hidden_state_shape[1] * N_ENVS * 4).reshape(-1, N_ENVS, 4) * float(reward[0])
+            more["lstm_states"] = RNNStates((hidden, hidden + 1), (hidden + 2, hidden + 3))
+        buffer.add(obs, action, reward, done, values, log_probs, **more)
 
 
 def replay(name: str, space: spaces.Space[Any] = BOX, **options: Any) -> Callable[[], Any]:
@@ -111,6 +122,23 @@ def goals(copy_info_dict: bool = False) -> Callable[[], Any]:
     return make
 
 
+def device(name: str, space: spaces.Space[Any] = BOX, method: str = "delta", reference: bool = False) -> Any:
+    """A buffer of `gpu_buffers` on the CPU; with ``reference``, its observations are kept as on a GPU."""
+
+    def make() -> Any:
+        size = 26 if "Rollout" in name else 26 * N_ENVS
+        kept = device_observation.stays_on_host
+        if reference:
+            device_observation.stays_on_host = lambda _: False
+        try:
+            kind: Any = getattr(gpu_buffers, name)
+            return kind(size, space, ACTIONS, device="cpu", n_envs=N_ENVS, compression_method=method)
+        finally:
+            device_observation.stays_on_host = kept
+
+    return make
+
+
 #: every class of buffer, in the ways that keep something of their own
 BUFFERS: dict[str, Callable[[], Any]] = {
     "replay": replay("CompressedReplayBuffer"),
@@ -128,10 +156,25 @@ BUFFERS: dict[str, Callable[[], Any]] = {
     "her-infos": goals(copy_info_dict=True),
     "rollout": rollout("CompressedRolloutBuffer"),
     "dict-rollout": rollout("CompressedDictRolloutBuffer", DICT),
+    "dict-prioritized": replay("CompressedDictPrioritizedReplayBuffer", DICT, alpha=0.7, beta=0.5),
+    "gpu": device("GpuReplayBuffer"),
+    "gpu-rle": device("GpuReplayBuffer", method="rle"),
+    "gpu-dict": device("GpuReplayBuffer", DICT),
+    "gpu-dense": device("GpuReplayBuffer", method="none"),
+    "gpu-frames": device("GpuReplayBuffer", reference=True),
+    "gpu-rollout": device("GpuRolloutBuffer"),
+    "gpu-frames-rollout": device("GpuRolloutBuffer", DICT, reference=True),
 }
 
 if importlib.util.find_spec("sb3_contrib") is not None:
-    BUFFERS["maskable-rollout"] = rollout("CompressedMaskableRolloutBuffer")
+    BUFFERS |= {
+        "maskable-rollout": rollout("CompressedMaskableRolloutBuffer"),
+        "maskable-dict-rollout": rollout("CompressedMaskableDictRolloutBuffer", DICT),
+        "recurrent-rollout": rollout("CompressedRecurrentRolloutBuffer", hidden_state_shape=(26, 1, N_ENVS, 4)),
+        "recurrent-dict-rollout": rollout(
+            "CompressedRecurrentDictRolloutBuffer", DICT, hidden_state_shape=(26, 1, N_ENVS, 4)
+        ),
+    }
 
 
 def make_array(n_steps: int = 40, method: str = "auto") -> tuple[CompressedArray, Any]:
@@ -184,6 +227,9 @@ def contents(buffer: Any) -> dict[str, Any]:
         for key, part in parts.items():
             if isinstance(part, (np.ndarray, StoreView)):
                 found[f"{name}.{key}"] = np.asarray(part)
+            elif isinstance(part, DeviceObservations):
+                cells = CellBatch(np.arange(part.n_cells * part.n_sets)[None])
+                found[f"{name}.{key}"] = part.read(cells).numpy()
             elif isinstance(part, (int, float, str, bool)):
                 found[f"{name}.{key}"] = part
     return found
@@ -201,6 +247,8 @@ def assert_same(ours: Any, theirs: Any) -> None:
     for view in vars(ours).values():
         if isinstance(view, StoreView):
             view.store.check()
+    if isinstance(theirs, gpu_buffers.BaseGpuBuffer):
+        theirs.check()
 
 
 def size_of(folder: Path) -> int:

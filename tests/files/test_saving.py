@@ -24,11 +24,13 @@ from sb3_extra_buffers.errors import (
     DamagedFileError,
     FileFormatError,
     FileWriteError,
+    LayoutError,
     NotSaveableError,
     ReadOnlyBufferError,
     UnsupportedVersionError,
 )
 from sb3_extra_buffers.files import load, manifest, open_saved, save
+from sb3_extra_buffers.stores.device import DeviceFrameStore
 from tests.files.filing import (
     ACTIONS,
     BOX,
@@ -168,6 +170,75 @@ def test_pixels_that_wait_for_a_decision_are_saved_undecided(tmp_path: Path) -> 
     loaded = CompressedArray.load(tmp_path / "saved")
     assert "undecided" in loaded.store.describe()
     np.testing.assert_array_equal(loaded[:3], rows)
+
+
+@pytest.mark.parametrize("name", ["gpu", "gpu-frames", "gpu-dense", "gpu-frames-rollout"])
+def test_what_was_saved_on_a_gpu_is_loaded_where_there_is_none(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer, feed = BUFFERS[name](), Feed()
+    for _ in range(26):
+        feed.add_to(buffer)
+    buffer.save(tmp_path / "saved")
+    record = manifest.read(tmp_path / "saved")
+    del record["crc32"]
+    text = json.dumps(record["state"])
+    # as it would be there
+    for here, there in (('"$device": "cpu"', '"$device": "cuda"'), ('"device": "cpu"', '"device": "cuda:0"')):
+        assert here in text or name == "gpu-dense"
+        text = text.replace(here, there)
+    text = text.replace('"_triton": false', '"_triton": true').replace('["cpu", false]', '["cuda:0", true]')
+    manifest.replace(tmp_path / "saved", manifest.dump(record | {"state": json.loads(text), "number": 99}))
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    loaded = type(buffer).load(tmp_path / "saved")
+
+    assert "cuda" in text
+    assert loaded.device.type == "cpu"
+    assert_same(buffer, loaded)
+    if "rollout" in name:
+        buffer.reset()
+        loaded.reset()
+    for _ in range(26):
+        feed.add_to(buffer, loaded)
+    assert_same(buffer, loaded)
+
+
+def test_gpu_buffers_and_rollouts_do_not_live_in_files(tmp_path: Path) -> None:
+    for name in ("gpu", "rollout"):
+        buffer = BUFFERS[name]()
+        buffer.save(tmp_path / name)
+        with pytest.raises(LayoutError, match=r"cannot live in a file: .* save\(\) it"):
+            type(buffer).open(tmp_path / name, "r+")
+
+
+def test_tables_of_another_making_are_not_loaded(tmp_path: Path) -> None:
+    buffer, feed = BUFFERS["gpu-frames"](), Feed()
+    for _ in range(26):
+        feed.add_to(buffer)
+    inner = buffer._stores[""]._inner
+    if not isinstance(inner, DeviceFrameStore):
+        pytest.skip("needs Triton")
+    for name, change in (
+        ("slots", lambda table: table[3].fill_(1 << 30)),
+        ("starts", lambda table: table[:4].add_(1 << 40)),
+        ("lengths", lambda table: table.fill_(1 << 30)),
+        ("scenes", lambda table: table.fill_(1000)),
+        ("streams", lambda table: table[0].fill_(77)),
+        ("recent_ids", lambda table: table.fill_(1 << 30)),
+    ):
+        bad = copy.deepcopy(buffer)
+        change(getattr(bad._stores[""]._inner.tables, name))
+        bad.save(tmp_path / name)
+        with pytest.raises(FileFormatError):
+            load(tmp_path / name)
+    # nor tables that would be nobody's
+    record = manifest.read(tmp_path / "slots")
+    del record["crc32"]
+    forged = json.loads(json.dumps(record).replace("device:DeviceFrameStore", "segments:SegmentStore"))
+    manifest.replace(tmp_path / "slots", manifest.dump(forged | {"number": 99}))
+    with pytest.raises(FileFormatError, match="a SegmentStore is not loaded as a value"):
+        load(tmp_path / "slots")
 
 
 def test_a_checkpoint_shares_its_files_with_the_one_before(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.files.torture import forge, fuzz, kill_live, kill_writers
 
-NAMES = ["replay-delta", "replay-gzip", "dict", "her", "rollout", "array"]
+NAMES = ["replay-delta", "replay-gzip", "dict", "her", "rollout", "gpu-frames", "array"]
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 

@@ -363,7 +363,7 @@ def main() -> None:
     args = parser.parse_args()
     # whatever a file says, no more than this is taken
     resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))
-    names = ["replay-delta", "replay-gzip", "dict", "her", "n-step", "rollout", "array"]
+    names = ["replay-delta", "replay-gzip", "dict", "her", "n-step", "rollout", "gpu-frames", "array"]
     for what, run, total in (("damaged", fuzz, args.flips), ("forged", forge, args.forged)):
         for place, name in enumerate(names):
             print(what, name, dict(run(name, -(-total // len(names)), args.seed + place)), flush=True)

@@ -303,6 +303,8 @@ class _Salvage:
 
     def _longest_run(self, buffer: Any, bad: dict[int, Flags]) -> Any:
         """``buffer`` with the longest run of whole steps, oldest first, and nothing else."""
+        if {id(view.store) for _, view in views_of(buffer)} != bad.keys() or hasattr(buffer, "_stores"):
+            raise DamagedFileError("a buffer of a device is damaged, and cannot be cut")
         size, n_envs = buffer.buffer_size, buffer.n_envs
         lost = np.zeros(size, np.bool_)
         for _, view in views_of(buffer):

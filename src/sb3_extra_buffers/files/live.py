@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import FileFormatError, FileWriteError
+from sb3_extra_buffers.errors import FileFormatError, FileWriteError, LayoutError
 from sb3_extra_buffers.files.blocks import named_errors
 from sb3_extra_buffers.files.journal import Journal, read_journal
 from sb3_extra_buffers.files.saving import SaveReport, next_number, save
@@ -32,6 +32,10 @@ _SPARE = 1 << 22
 
 def keep_in_file(buffer: Any, path: str | os.PathLike[str]) -> LiveFile:
     """Let ``buffer`` live in the folder ``path``, which must be new or hold nothing else but this buffer."""
+    if not isinstance(buffer, StoreView) and not hasattr(buffer, "next_observations"):
+        raise LayoutError(
+            f"a {type(buffer).__name__} cannot live in a file: replay buffers of the host and arrays can; save() it"
+        )
     live = LiveFile(buffer, Path(path))
     live.begin()
     return live

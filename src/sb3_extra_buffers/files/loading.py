@@ -259,12 +259,13 @@ def _check_attributes(attributes: dict[str, Any]) -> None:
         raise FileFormatError("buffer_size, n_envs, pos and full must be there, as numbers and a bool")
     if size < 1 or n_envs < 1 or not 0 <= position <= size:
         raise FileFormatError(f"position {position} of {size} steps of {n_envs} environments makes no sense")
-    for name in ("observations", "next_observations", "_leaves"):
+    for name in ("observations", "next_observations", "_leaves", "_stores"):
         leaves = attributes.get(name)
         for leaf in leaves.values() if isinstance(leaves, dict) else [leaves]:
             shape = getattr(leaf, "shape", None)
             # a rollout that is being read is laid out as one row of transitions
-            if shape is not None and shape[:2] != (size, n_envs) and shape[:1] != (size * n_envs,):
+            # and the observations of a GPU's rollout are elsewhere
+            if shape is not None and 0 not in shape and shape[:2] != (size, n_envs) and shape[:1] != (size * n_envs,):
                 raise FileFormatError(f"{name} has shape {shape} where {size} steps of {n_envs} environments are due")
 
 

@@ -28,6 +28,18 @@ _MODULE = re.compile(rf"{_OURS}(\.[a-z_][a-z0-9_]*)+")
 _DEPTH = 64
 # enumerations of others that buffers hold
 _ENUMS = {"GoalSelectionStrategy": "stable_baselines3.her.goal_selection_strategy"}
+# what kernels work on is loaded with its store, all of it checked; of these, what is checked here
+_GUARDED = (f"{_OURS}.stores.", f"{_OURS}.kernels.")
+_OBJECTS = frozenset(
+    f"{_OURS}.{name}"
+    for name in (
+        "stores.choice:Choice", "stores.layout:StackLayout", "stores.staging:Staging", "stores.device:DeviceFrameStore",
+        "stores.device_observation:DeviceObservations", "stores.device_observation:_Dense",
+        "stores.device_observation:_OnHost", "kernels.delta_torch:FrameShape",
+    )
+)  # fmt: skip
+# what is made again when it is missed
+_MADE_AGAIN = frozenset({f"{_OURS}.stores.staging:Layout"})
 # arrays kept inside the JSON, where there would be too many to have a place each
 _INLINE_BYTES = 1 << 12
 
@@ -55,6 +67,8 @@ class Encoder:
             return {"$scalar": [value.dtype.str, value.tobytes().hex()]}
         if isinstance(value, StoreView):
             return {"$view": self.encode_view(value, name)}
+        if isinstance(value, ObservationStore):
+            return {"$store": self._place_of(value)}
         if isinstance(value, dict):
             return self._encode_dict(value, name)
         if type(value) in (list, tuple):
@@ -72,6 +86,8 @@ class Encoder:
         if torch is not None:
             if isinstance(value, torch.device):
                 return {"$device": str(value)}
+            if isinstance(value, torch.dtype):
+                return {"$torch": str(value).removeprefix("torch.")}
             if isinstance(value, torch.Tensor):
                 array = value.detach().cpu().numpy()
                 return {"$tensor": self.encode(array, name), "device": str(value.device)}
@@ -80,7 +96,10 @@ class Encoder:
             return {"$space": space_to_json(value)}
         kind = type(value)
         if kind.__module__.startswith(f"{_OURS}.") and "<" not in kind.__qualname__:
-            return {"$object": f"{kind.__module__}:{kind.__qualname__}", "state": self._encode_state(value, name)}
+            called = f"{kind.__module__}:{kind.__qualname__}"
+            if called in _MADE_AGAIN:
+                return None
+            return {"$object": called, "state": self._encode_state(value, name)}
         raise NotSaveableError(
             f"{name} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved without pickle; "
             "leave it out in __getstate__, or keep it as numbers, strings, arrays, lists or dicts"
@@ -97,16 +116,19 @@ class Encoder:
         return {key: self.encode(part, f"{name}.{key}") for key, part in state.items()}
 
     def encode_view(self, view: StoreView, name: str) -> dict[str, Any]:
-        known = [store is view.store for store in self.stores]
-        if True not in known:
-            self.stores.append(view.store)
-            known.append(True)
         record: dict[str, Any] = {
-            "store": known.index(True), "lead_shape": list(view.lead_shape), "base": view._base,
+            "store": self._place_of(view.store), "lead_shape": list(view.lead_shape), "base": view._base,
         }  # fmt: skip
         if view._cells is not None:
             record["cells"] = self.encode(view._cells, f"{name}.cells")
         return record
+
+    def _place_of(self, store: ObservationStore) -> int:
+        known = [each is store for each in self.stores]
+        if True not in known:
+            self.stores.append(store)
+            known.append(True)
+        return known.index(True)
 
     def _encode_array(self, array: Array, name: str) -> Any:
         known = self._known.get(id(array))
@@ -213,12 +235,10 @@ class Decoder:
 
     def view(self, record: Any, kind: type[StoreView]) -> StoreView:
         """The view that ``record`` describes, of class ``kind``."""
-        place, lead, base = record["store"], record["lead_shape"], record["base"]
-        if type(place) is not int or not 0 <= place < len(self._stores):
-            raise FileFormatError(f"there is no store {place!r}")
+        lead, base = record["lead_shape"], record["base"]
         if not isinstance(lead, list) or not all(type(n) is int and 0 <= n < 1 << 48 for n in lead):
             raise FileFormatError(f"{lead!r} is no shape")
-        store, count = self._stores[place], math.prod(lead)
+        store, count = self._store(record["store"]), math.prod(lead)
         cells = None
         if "cells" in record:
             cells = self.decode(record["cells"])
@@ -236,17 +256,29 @@ class Decoder:
         view._n_steps = lead[0] if lead and cells is None and store.spec.nbytes else 0
         return view
 
+    def _store(self, place: Any) -> ObservationStore:
+        if type(place) is not int or not 0 <= place < len(self._stores):
+            raise FileFormatError(f"there is no store {place!r}")
+        return self._stores[place]
+
     def _view(self, value: Any, depth: int) -> Any:
         # the view that SB3's own code indexes; a floor further up
         return self.view(value["$view"], our_class("sb3_extra_buffers._sb3.leaves:BufferView"))
 
     def _object(self, value: Any, depth: int) -> Any:
-        kind = our_class(value["$object"])
+        name = str(value["$object"])
+        kind = our_class(name)
+        if name.startswith(_GUARDED) and name not in _OBJECTS:
+            raise FileFormatError(f"a {kind.__name__} is not loaded as a value")
         state = {str(key): self.decode(part, depth) for key, part in value["state"].items()}
         if dataclasses.is_dataclass(kind):
             return kind(**state)
         made = object.__new__(kind)
         set_state(made, state)
+        if name in _OBJECTS:
+            from sb3_extra_buffers.stores.device_snapshot import check_loaded
+
+            check_loaded(made)
         return made
 
     def _mapping(self, value: Any, depth: int) -> Any:
@@ -305,6 +337,8 @@ _KINDS: dict[str, Callable[[Decoder, Any, int], Any]] = {
     "$mapping": Decoder._mapping,
     "$dtype": lambda decoder, value, depth: parse_dtype(value["$dtype"]),
     "$type": lambda decoder, value, depth: parse_dtype(value["$type"]).type,
+    "$torch": lambda decoder, value, depth: _torch_dtype(value["$torch"]),
+    "$store": lambda decoder, value, depth: decoder._store(value["$store"]),
     "$device": lambda decoder, value, depth: _device(value["$device"]),
     "$tensor": Decoder._tensor,
     "$space": lambda decoder, value, depth: space_from_json(value["$space"]),
@@ -320,6 +354,15 @@ def _device(name: Any) -> Any:
 
     device = torch.device(str(name))
     return device if device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
+
+
+def _torch_dtype(name: Any) -> Any:
+    import torch
+
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise FileFormatError(f"{name!r} is no dtype of torch")
+    return dtype
 
 
 def our_class(name: Any) -> type[Any]:

@@ -14,6 +14,7 @@ from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers.codecs.registry import codec_options, get_codec
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import SpecMismatchError
+from sb3_extra_buffers.files.folders import SavedAsFolder
 from sb3_extra_buffers.gpu_buffers.utils import find_smallest_dtype, torch_dtype_to_numpy
 from sb3_extra_buffers.stores.device_observation import CellBatch, DeviceObservations, DevicePlace
 from sb3_extra_buffers.stores.usage import MemoryUsage
@@ -31,7 +32,7 @@ def find_gpu_buffer_dtypes(
     return {"elem_type": elem_dtype, "runs_type": find_smallest_dtype(n_elements)}
 
 
-class BaseGpuBuffer:
+class BaseGpuBuffer(SavedAsFolder):
     """Observations behind a torch device, for buffers of SB3's layout.
 
     ``flatten_config`` is accepted for the documents' sake; the space says all that it could.
