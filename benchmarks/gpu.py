@@ -1,5 +1,7 @@
 """Measure the GPU buffers on a recorded game: ``python -m benchmarks.gpu`` on a machine with a CUDA device.
 
+``--render`` writes what was measured into ``docs/gpu.md``.
+
 Each figure is the median of many repeats, after a warm-up, up to the moment when the device is done. SB3's buffer and a
 gather from a dense tensor run beside it. A batch that differs from SB3's ends the run.
 """
@@ -33,6 +35,16 @@ from sb3_extra_buffers.stores.device import DeviceFrameStore
 DATA = Path(__file__).parent / "data" / "gpu.csv"
 SPACE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
 FIELDS = ["date", "device", "versions", "game", "n_transitions", "buffer", "figure", "unit", "p20", "p50", "p80"]
+DOCS = Path(__file__).parents[1] / "docs" / "gpu.md"
+_BEGIN, _END = "<!-- gpu -->", "<!-- end of gpu -->"
+FIGURES = {
+    "sample(256)": "`sample(256)`",
+    "sample(32)": "`sample(32)`",
+    "decode kernels, 256": "decoding `obs` and `next_obs` of 256, kernels alone",
+    "dense gather, 256": "gathering the same from a dense tensor",
+    "add of 4 envs": "`add` of four environments",
+    "memory of none": "memory",
+}
 BUFFERS = {
     "delta": {"compression_method": "delta", "buffer_device": "cuda"},
     "delta, pinned": {"compression_method": "delta", "buffer_device": "pinned"},
@@ -161,8 +173,9 @@ def train_all(report: Report) -> None:
     import gymnasium
 
     gymnasium.register_envs(ale_py)
-    # so that two trainings can be compared; it also fills all fresh memory, so nothing else is timed after this
+    # so that two trainings can be compared; fresh memory need not be filled for that
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
     for name in ("DQN", "PPO"):
         train(name, report)
@@ -180,8 +193,9 @@ def train(name: str, report: Report) -> None:
         common |= {"n_steps": 128, "batch_size": 256, "n_epochs": 4}
     taken: dict[str, list[float]] = {kind: [] for kind in kinds}
     weights: dict[str, list[torch.Tensor]] = {}
-    for turn in range(3):
-        for kind, buffer in kinds.items():
+    for turn in range(4):
+        # in turns, and each of them first as often as second
+        for kind, buffer in list(kinds.items())[:: 1 if turn % 2 else -1]:
             env = VecFrameStack(make_atari_env("PongNoFrameskip-v4", n_envs=4, seed=0), 4)
             model = (DQN if name == "DQN" else PPO)("CnnPolicy", env, **common, **buffer)
             start = time.perf_counter()
@@ -198,15 +212,57 @@ def train(name: str, report: Report) -> None:
     report.add("delta", f"{name}, same weights", "yes is 1", [float(same)])
 
 
+def render() -> None:
+    """Write the table in ``docs/gpu.md`` from the CSV file; nothing is typed by hand."""
+    with DATA.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = {(row["buffer"], row["figure"]): row for row in rows}
+    kinds = ["sb3", *BUFFERS]
+
+    def cell(kind: str, figure: str) -> str:
+        row = found.get((kind, figure))
+        if row is None:
+            return ""
+        value = float(row["p50"])
+        return f"{value:.3g} %" if row["unit"] == "%" else f"{value:.3g} {row['unit']}" if value < 1e3 else _large(row)
+
+    lines = [["", "SB3", *(f"`{kind}`" for kind in BUFFERS)]]
+    for figure, title in FIGURES.items():
+        lines.append([title, *(cell(kind, figure) for kind in kinds)])
+    lines.insert(1, ["---"] * len(lines[0]))
+    about = rows[0]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    text += f"\n\n{int(about['n_transitions']):,} transitions of {about['game']}, four environments, 84x84x4; "
+    text += f"{about['date']}, {about['device']}, {about['versions']}.\n"
+    for name in ("DQN", "PPO"):
+        ours, theirs = found.get(("delta", f"{name}, 5000 steps")), found.get(("sb3", f"{name}, 5000 steps"))
+        if ours is not None and theirs is not None:
+            ratio = float(ours["p50"]) / float(theirs["p50"])
+            same = float(found["delta", f"{name}, same weights"]["p50"]) == 1
+            text += f"{name} on Pong took {ratio:.2f} times as long as with SB3's buffer and ended with "
+            text += f"{'the same' if same else 'other'} weights.\n"
+    before, rest = DOCS.read_text().split(f"{_BEGIN}\n")
+    DOCS.write_text(f"{before}{_BEGIN}\n\n{text}\n{_END}\n{rest.split(f'{_END}{chr(10)}')[1]}")
+
+
+def _large(row: dict[str, str]) -> str:
+    return f"{float(row['p50']) / 1e3:.3g} ms"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--game", default="MsPacman")
     parser.add_argument("--steps", type=int, default=25_000, help="steps of each of the four environments")
     parser.add_argument("--only", choices=["buffers", "training"])
+    parser.add_argument("--render", action="store_true", help="write the committed figures into docs/gpu.md")
     options = parser.parse_args()
+    if options.render:
+        render()
+        return
     report = Report(options.game, options.steps * feed.N_ENVS)
     if options.only != "training":
         measure(options.game, options.steps, report)
+        report.write()
     if options.only != "buffers":
         train_all(report)
     report.write()

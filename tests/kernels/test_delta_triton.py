@@ -17,7 +17,7 @@ from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.kernels.delta_torch import DeviceTables
 from sb3_extra_buffers.stores.device import DeviceFrameStore
 from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.staging import Staging
+from sb3_extra_buffers.stores.staging import Layout, Staging
 from tests.stores.test_device import Game, follow_rows, layouts, play, read
 
 HERE = Path(__file__)
@@ -98,7 +98,7 @@ def test_columns_come_with_a_batch(device: str, n_envs: int, dtype: type) -> Non
     for step in range(3):
         store.write(step, list(game.step()))
     shapes = ((2, 3), np.int64), ((2, 3, 1), np.float32), ((3, n_envs), dtype)
-    lent = Staging(store.device).lend([(shape, np.dtype(kind)) for shape, kind in shapes])
+    lent = Staging(store.device).lend(Layout(*[(shape, np.dtype(kind)) for shape, kind in shapes]))
     random = np.random.default_rng(0)
     lent.arrays[0][:] = [[2, 0, 2], [7, 5, 7]]
     lent.arrays[1][:] = random.standard_normal((2, 3, 1))

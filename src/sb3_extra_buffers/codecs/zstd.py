@@ -25,10 +25,12 @@ __all__ = ["ZstdCodec"]
 
 _EMPTY = b"\x01\x00\x00"  # the one block of a frame of nothing
 _MAX_CONTEXTS = 32  # a thread's; each is some 100 KiB
-# rows that are decompressed in one call, where there are cores to do that at the same time for others: the call takes
-# as long as a loop does, but several threads can be at it
+# rows that are decompressed in one call, on threads that zstandard starts: worth it on more cores than two, which
+# Python's own threads keep busy
 _LEAST_BATCH = 16
-_BATCHES = (os.cpu_count() or 1) > 2 and "multi_decompress_to_buffer" in zstandard.backend_features
+_N_THREADS = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
+_BATCHES = _N_THREADS > 2 and "multi_decompress_to_buffer" in zstandard.backend_features
+_ONE_BLOCK = 1 << 17
 _SAMPLE_FACTOR = 100  # sample bytes for each byte of dictionary, as zstd's documentation advises
 
 
@@ -115,6 +117,9 @@ class ZstdCodec(Codec):
             raise CorruptPayloadError(f"zstd: {problem}") from problem
         out[:] = row
 
+    def has_threads(self, nbytes: int) -> bool:
+        return _BATCHES and 0 < nbytes <= _ONE_BLOCK
+
     def decode_heap(
         self,
         heap: npt.NDArray[np.uint8],
@@ -130,11 +135,11 @@ class ZstdCodec(Codec):
         source, target, end = heap.data, out.reshape(-1).data, 0
         try:
             decompressor = _context(_decompressor, self)
-            if _BATCHES and len(out) >= _LEAST_BATCH and _are_single_blocks(heap, starts, lengths):
+            if self.has_threads(nbytes) and len(out) >= _LEAST_BATCH and _are_single_blocks(heap, starts, lengths):
                 for row in _decompress_together(decompressor, header, source, starts, lengths):
                     target[end : end + nbytes] = row
                     end += nbytes
-                return
+                return None
             decompress = decompressor.decompress
             for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
                 row = decompress(header + source[start : start + length], allow_extra_data=False)
@@ -172,7 +177,7 @@ def _decompress_together(
     segments[:, 1] = lengths + len(header)
     segments[:, 0] = np.cumsum(segments[:, 1]) - segments[:, 1]
     frames = zstandard.BufferWithSegments(b"".join(parts), segments.tobytes())
-    rows = decompressor.multi_decompress_to_buffer(frames)
+    rows = decompressor.multi_decompress_to_buffer(frames, threads=min(_N_THREADS, -(-len(lengths) // 8)))
     return (rows[place] for place in range(len(lengths)))
 
 

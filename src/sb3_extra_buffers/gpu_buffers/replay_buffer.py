@@ -17,7 +17,7 @@ from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers.errors import EmptyBufferError
 from sb3_extra_buffers.gpu_buffers.base import BaseGpuBuffer, old_slot_bytes
 from sb3_extra_buffers.stores.device_observation import CellBatch
-from sb3_extra_buffers.stores.staging import Staging
+from sb3_extra_buffers.stores.staging import Layout, Staging
 
 __all__ = ["GpuReplayBuffer"]
 
@@ -70,6 +70,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
             old_slot_bytes(max_slot_bytes, heap_bytes, 2 * self.buffer_size * n_envs),
         )
         self._staging = Staging(self.device)
+        self._layouts: dict[int, Layout] = {}
 
     def add(
         self,
@@ -115,9 +116,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         n_cells, count = self.buffer_size * self.n_envs, len(envs)
         if self._staging.device != self.device:
             self._staging = Staging(self.device)  # SB3 sets another device on buffers that it loads
-        lent = self._staging.lend((
-            ((2, count), _INT64), ((2, count, 1), _FLOAT32), ((count, self.action_dim), self.actions.dtype),
-        ))  # fmt: skip
+        lent = self._staging.lend(self._layout(count))
         cells, (dones, rewards), actions = lent.arrays
         here = cells[0]
         np.multiply(batch_inds, self.n_envs, out=here)
@@ -148,6 +147,16 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
             obs, next_obs = self._normalized(obs, env), self._normalized(next_obs, env)
         make = DictReplayBufferSamples if isinstance(found, dict) else ReplayBufferSamples
         return make(obs, taken, next_obs, *numbers.unbind(0))
+
+    def _layout(self, count: int) -> Layout:
+        """Cells, two columns of numbers and actions of ``count`` transitions."""
+        found = self._layouts.get(count)
+        if found is None:
+            found = self._staging.layout(
+                ((2, count), _INT64), ((2, count, 1), _FLOAT32), ((count, self.action_dim), self.actions.dtype)
+            )
+            self._layouts = {count: found}  # batches are of one size, as a rule
+        return found
 
     def _normalized(self, obs: Any, env: VecNormalize) -> Any:
         """`VecNormalize` works on NumPy's arrays."""

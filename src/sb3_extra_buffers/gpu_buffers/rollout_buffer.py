@@ -77,13 +77,14 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         if log_prob.ndim == 0:
             log_prob = log_prob.reshape(-1, 1)
         fitted = self._fit(obs, "obs")
+        # first what has to come from the device, so that it need not wait for what is sent there
+        self.values[self.pos] = value.cpu().numpy().flatten()
+        self.log_probs[self.pos] = log_prob.cpu().numpy()
         for key, store in self._stores.items():
             store.write(self.pos, (fitted[key],))
         self.actions[self.pos] = np.asarray(action).reshape((self.n_envs, self.action_dim))
         self.rewards[self.pos] = reward
         self.episode_starts[self.pos] = episode_start
-        self.values[self.pos] = value.cpu().numpy().flatten()
-        self.log_probs[self.pos] = log_prob.cpu().numpy()
         self.pos += 1
         if self.pos == self.buffer_size:
             self.full = True

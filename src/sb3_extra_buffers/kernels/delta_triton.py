@@ -6,10 +6,8 @@ Frames are handled as 64-bit words. Nothing comes back to the host: a heap that 
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -169,8 +167,8 @@ def _read_kernel(
     """Rebuild ``OWN`` lines of a row's frames: walk a segment, and store each frame that is wanted as it comes by.
 
     A segment of a row is one program's, so that a row whose frames lie in two of them is read by two at once. The lines
-    stay in registers; with one warp to a program, nothing has to wait for anything but memory. Cells and what else comes
-    with a row may lie in pinned memory of the host, which is as good as a copy and needs none.
+    stay in registers; with one warp to a program, nothing has to wait for anything but memory. Cells, and what else
+    comes with a row, may lie in pinned memory of the host: reading that takes less than a copy would.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -183,7 +181,8 @@ def _read_kernel(
     word = (chunk * OWN + line)[:, None] * 8 + tl.arange(0, 8)[None, :]
     inside = word < WORDS
     if part == 0:
-        if ACTION > 0:
+        # a constant, so it is not for the other condition to see
+        if ACTION > 0:  # noqa: SIM102
             if chunk == 0:
                 byte = tl.arange(0, ACTION2)
                 some = byte < ACTION
@@ -442,7 +441,7 @@ def _claim(scene_refs_ptr, n_scenes, stream, STEP: tl.constexpr):
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_streams", "n_segments"])
 def _write_kernel(
     job_ptr,  # int64: what `make_job` says
     frames_ptr,  # int64 [set, stream, stack, word]
@@ -451,8 +450,10 @@ def _write_kernel(
     recent_ids_ptr, recent_segments_ptr,
     scene_rows_ptr,  # int64 [scene, word]
     scene_refs_ptr, published_ptr, counters_ptr, tails_ptr, scratch_ptr, report_ptr,
-    N_SETS: tl.constexpr, STACK: tl.constexpr, STREAMS: tl.constexpr, PLACES: tl.constexpr, PLACES2: tl.constexpr,
-    PER: tl.constexpr, SEGMENTS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, ROOM: tl.constexpr,
+    n_streams,
+    n_segments,  # of each stream
+    N_SETS: tl.constexpr, STACK: tl.constexpr, PLACES: tl.constexpr, PLACES2: tl.constexpr,
+    PER: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, ROOM: tl.constexpr,
     SIZE: tl.constexpr, N_TOPS: tl.constexpr, FRAME_WORDS: tl.constexpr, SCENE_WORDS: tl.constexpr,
     WORDS: tl.constexpr, SCRATCH: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -489,14 +490,14 @@ def _write_kernel(
         # frames that nobody remembers may be among those of the row before
         last = tl.load(job_ptr + 7) + stream
         shown = tl.load(slots_ptr + last * STACK + places, mask=places < STACK, other=0) - 1
-        age = (opened - 1 - shown // PER) % SEGMENTS
-        age = tl.where(age < 0, age + SEGMENTS, age)
+        age = (opened - 1 - shown // PER) % n_segments
+        age = tl.where(age < 0, age + n_segments, age)
         least = tl.minimum(least, tl.min(tl.where(shown >= 0, opened - 1 - age, opened), axis=0))
-    tl.store(floors_ptr + step * STREAMS + stream, least)
+    tl.store(floors_ptr + step * n_streams + stream, least)
     tl.debug_barrier()
-    new_floor = tl.load(floors_ptr + oldest * STREAMS + stream)
+    new_floor = tl.load(floors_ptr + oldest * n_streams + stream)
     while floor < new_floor:
-        dead = tl.load(scenes_ptr + stream * SEGMENTS + floor % SEGMENTS)
+        dead = tl.load(scenes_ptr + stream * n_segments + floor % n_segments)
         if dead >= 0:
             tl.atomic_add(scene_refs_ptr + dead, -1)
         floor += 1
@@ -504,13 +505,13 @@ def _write_kernel(
     for k in range(N_SETS * STACK):
         which = k // STACK
         j = k % STACK
-        relation = tl.load(job_ptr + 8 + N_SETS + which * STREAMS + stream).to(tl.int32)
-        known = (relation == _SAME) | ((relation == _MOVED) & (j < STACK - 1))
-        at = ((which * STREAMS + stream).to(tl.int64) * STACK + j) * FRAME_WORDS
-        # frames that are known were not even sent
-        frame = tl.load(frames_ptr + at + word, mask=word < tl.where(known, 0, FRAME_WORDS), other=0)
+        relation = tl.load(job_ptr + 8 + N_SETS + which * n_streams + stream).to(tl.int32)
+        given = (relation == _SAME) | ((relation == _MOVED) & (j < STACK - 1))
+        at = ((which * n_streams + stream).to(tl.int64) * STACK + j) * FRAME_WORDS
+        # frames that are given were not even sent
+        frame = tl.load(frames_ptr + at + word, mask=word < tl.where(given, 0, FRAME_WORDS), other=0)
         frame_id = tl.full([], -1, tl.int32)
-        if known:
+        if given:
             tl.debug_barrier()
             row_before = tl.load(job_ptr + 7 + which) + stream
             frame_id = tl.load(slots_ptr + row_before * STACK + j + tl.where(relation == _MOVED, 1, 0)) - 1
@@ -546,7 +547,7 @@ def _write_kernel(
                 open_segment = tl.full([], -1, tl.int32)
                 tl.debug_barrier()
             if open_segment < 0:
-                open_segment = (stream * SEGMENTS + opened % SEGMENTS).to(tl.int32)
+                open_segment = (stream * n_segments + opened % n_segments).to(tl.int32)
                 opened += 1
                 count = tl.full([], 0, tl.int32)
                 walk = tl.full([], 0, tl.int32)
@@ -564,8 +565,8 @@ def _write_kernel(
                 if scene >= 0:
                     best = _bound(frame, scene_rows_ptr + scene.to(tl.int64) * SCENE_WORDS, FRAME_WORDS, N_TOPS, WORDS)
                 if (scene < 0) | (4 * best > 5 * cost):
-                    for i in range(min(_N_TRIED, 2 * STREAMS)):
-                        other = tl.load(published_ptr + parity * 2 * STREAMS + (2 * stream + i) % (2 * STREAMS))
+                    for i in range(tl.minimum(_N_TRIED, 2 * n_streams)):
+                        other = tl.load(published_ptr + parity * 2 * n_streams + (2 * stream + i) % (2 * n_streams))
                         if (other >= 0) & (other != scene):
                             other_ptr = scene_rows_ptr + other.to(tl.int64) * SCENE_WORDS
                             bound = _bound(frame, other_ptr, FRAME_WORDS, N_TOPS, WORDS)
@@ -637,12 +638,12 @@ def _write_kernel(
     tl.store(row_ptr + _PLACE, place.to(tl.int64))
     tl.store(row_ptr + _FLOOR, floor.to(tl.int64))
     tl.debug_barrier()
-    published = published_ptr + (1 - parity) * 2 * STREAMS + 2 * stream
+    published = published_ptr + (1 - parity) * 2 * n_streams + 2 * stream
     tl.store(published, tl.load(row_ptr + _HELD).to(tl.int32))
     tl.store(published + 1, tl.load(row_ptr + _HELD + 1).to(tl.int32))
     needed_from = tl.full([], _NOWHERE, tl.int64)
     if floor < opened:
-        start = tl.load(starts_ptr + stream * SEGMENTS + floor % SEGMENTS)
+        start = tl.load(starts_ptr + stream * n_segments + floor % n_segments)
         if start >= 0:
             needed_from = start
     tl.store(tails_ptr + stream, needed_from)
@@ -680,7 +681,7 @@ class DeviceKernels:
         self.tables, self.shape = tables, shape
         words = torch.int64
         heap, stage, scene_rows = tables.heap.view(words), tables.stage.view(words), tables.scene_rows.view(words)
-        size, stack, n_streams = shape.frame_bytes, shape.stack, tables.streams.shape[0]
+        size, stack = shape.frame_bytes, shape.stack
         n_tops, frame_words = top_bytes(size), -(-size // 8)
         scene_words = shape.scene_bytes // 8
         self._capacity = capacity_of(tables)
@@ -696,11 +697,11 @@ class DeviceKernels:
             tables.scene_refs, tables.published, tables.counters, tables.tails, tables.scratch,
         )  # fmt: skip
         self._write_sizes = (
-            stack, n_streams, shape.places, triton.next_power_of_2(shape.places), shape.per_segment,
-            shape.segments_per_stream, shape.least_frames, shape.most_bytes, shape.room, size, n_tops, frame_words,
-            scene_words, triton.next_power_of_2(padded(size) // 8), tables.scratch.shape[1], BLOCK // 4,
+            stack, shape.places, triton.next_power_of_2(shape.places), shape.per_segment, shape.least_frames,
+            shape.most_bytes, shape.room, size, n_tops, frame_words, scene_words,
+            triton.next_power_of_2(padded(size) // 8), tables.scratch.shape[1], BLOCK // 4,
         )  # fmt: skip
-        device, key = tables.slots.device, (shape, n_streams, self._capacity >> 31 > 0)
+        device, key = tables.slots.device, (size, stack, shape.per_segment, self._capacity >> 31 > 0)
         number, byte = torch.float32, torch.uint8
         self._read = Launcher(
             _read_kernel, device, key, read_tables, ((words,), (words, number, number, byte, byte)), _READ_WARPS
@@ -717,7 +718,7 @@ class DeviceKernels:
             others, action = columns, columns.actions[0].numel() * columns.actions.element_size()
         numbers = (n_rows, self._capacity, n_sets, stack, 1 << (n_sets * stack - 1).bit_length(), *self._read_sizes)
         grid = (n_rows, _PARTS, self._n_chunks)
-        wide = triton.next_power_of_2(max(action, 1))
+        wide = 1 << max(action - 1, 0).bit_length()
         self._read.start((n_sets, action), grid, (out,), (cells, *others), (*numbers, action, wide))
 
     def write(self, job: torch.Tensor, frames: torch.Tensor, report: torch.Tensor) -> None:
@@ -727,4 +728,5 @@ class DeviceKernels:
         that the stream needs, how many scenes are unused, and the launch's number.
         """
         n_sets, n_streams = frames.shape[:2]
-        self._write.start(n_sets, (n_streams, 1, 1), (job, frames), (report,), (n_sets, *self._write_sizes))
+        numbers = (n_streams, self.shape.segments_per_stream, n_sets, *self._write_sizes)
+        self._write.start(n_sets, (n_streams, 1, 1), (job, frames), (report,), numbers)

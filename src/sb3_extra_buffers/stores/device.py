@@ -18,7 +18,7 @@ from sb3_extra_buffers.kernels import delta_torch as kernels
 from sb3_extra_buffers.kernels.delta_torch import SLACK, DeviceTables, FrameShape, Write, capacity_of
 from sb3_extra_buffers.kernels.state import NONE
 from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.staging import Lent, Staging, torch_dtype
+from sb3_extra_buffers.stores.staging import Layout, Lent, Staging, torch_dtype
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 __all__ = ["DeviceFrameStore", "has_triton", "suits_device"]
@@ -86,6 +86,7 @@ class DeviceFrameStore:
         self._wrapped = False
         self._staging = Staging(self.device)
         self._bound: Any = None
+        self._job: Layout | None = None
         # the rows written last, and their first cell
         self._last: npt.NDArray[np.uint64] | None = None
         self._last_cell = 0
@@ -219,8 +220,10 @@ class DeviceFrameStore:
             job, flat = self._staging.upload([np.array(numbers), rows])
             self._kernels().write(job, self._frames(flat), self._report)
             return
-        shape = (len(rows), self.n_streams, self.layout.stack, self.layout.frame_bytes // 8)
-        lent = self._staging.lend((((len(numbers),), _INT64), (shape, _INT64)))
+        if self._job is None:
+            shape = (len(rows), self.n_streams, self.layout.stack, self.layout.frame_bytes // 8)
+            self._job = Layout(((len(numbers),), _INT64), (shape, _INT64))
+        lent = self._staging.lend(self._job)
         lent.arrays[0][:] = numbers
         _fill(lent.arrays[1], rows, write.relations)
         # read where it lies: there is less of it than a copy is worth
@@ -505,9 +508,7 @@ class DeviceFrameStore:
         self._bound = None
 
 
-def _relations(
-    before: npt.NDArray[np.uint64], words: npt.NDArray[np.uint64], stack: int, moves: bool
-) -> list[int]:
+def _relations(before: npt.NDArray[np.uint64], words: npt.NDArray[np.uint64], stack: int, moves: bool) -> list[int]:
     """How each of ``words[stream]`` relates to ``before[stream]``; looks first whether they moved, if ``moves``."""
     step = words.shape[1] // stack
     found = np.zeros(len(words), np.int64)

@@ -296,8 +296,9 @@ class _OnHost:
     def read(self, cells: npt.NDArray[np.int64]) -> torch.Tensor:
         staging, inner = self._staging, self.store._inner
         if staging.device.type == "cuda" and isinstance(inner, PayloadStore) and cells.size:
-            if isinstance(inner.codec, RleCodec) and inner.guard is None and has_triton():
-                return self._read_runs(inner, cells)
+            codec = inner.codec
+            if isinstance(codec, RleCodec) and inner.guard is None and has_triton():
+                return self._read_runs(inner, codec, cells)
             return self._read_frames(inner, cells)
         spec = self.store.spec
         rows = self.store.read(cells).reshape(-1, spec.nbytes)
@@ -312,7 +313,8 @@ class _OnHost:
         def make(n_frames: int, size: int) -> Array:
             # no more sizes than need be, so that memory is laid out once for each
             n_rows = -(-n_frames // 64) * 64
-            lent.append(self._staging.lend((((n_rows, size), np.dtype(np.uint8)), ((where,), np.dtype(np.int64)))))
+            layout = self._staging.layout(((n_rows, size), np.dtype(np.uint8)), ((where,), np.dtype(np.int64)))
+            lent.append(self._staging.lend(layout))
             return lent[0].arrays[0][:n_frames]
 
         where = cells.size * inner.layout.stack
@@ -322,13 +324,13 @@ class _OnHost:
         frames, order = self._staging.send(lent[0])
         return join_frames(frames[order].view(*cells.shape, inner.layout.stack, -1), inner.layout)
 
-    def _read_runs(self, inner: PayloadStore, cells: npt.NDArray[np.int64]) -> torch.Tensor:
+    def _read_runs(self, inner: PayloadStore, codec: RleCodec, cells: npt.NDArray[np.int64]) -> torch.Tensor:
         with self.store._lock:
             if self._mirror is None:
                 self._mirror = HeapMirror(self._staging)
             heap = self._mirror.follow(inner.heap)
             starts, lengths = self._staging.upload(inner.find(cells))
-        return join_frames(decode_runs(inner.codec, heap, starts, lengths, inner.layout.frame_bytes), inner.layout)
+        return join_frames(decode_runs(codec, heap, starts, lengths, inner.layout.frame_bytes), inner.layout)
 
     def clear(self) -> None:
         self.store.clear()

@@ -51,7 +51,7 @@ class HeapMirror:
             target.copy_(torch.from_numpy(piece))
             return
         room = max(1 << (length - 1).bit_length(), 1 << 12)
-        lent = self._staging.lend((((room,), _BYTE),))
+        lent = self._staging.lend(self._staging.layout(((room,), _BYTE)))
         lent.arrays[0][:length] = piece
         target.copy_(lent.tensors[0][:length], non_blocking=True)
         self._staging.read(lent)

@@ -14,12 +14,10 @@ from sb3_extra_buffers.kernels.state import NONE
 from sb3_extra_buffers.stores.arena import lengthen
 from sb3_extra_buffers.stores.frames import Cells, Frames, FrameStore, Slots
 from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.workers import n_workers, run_split
+from sb3_extra_buffers.stores.workers import run_split
 
 # bytes of output that a thread takes at a time
 _CHUNK_BYTES = 1 << 20
-# and frames, at least
-_LEAST_CHUNK = 32
 
 
 class PayloadStore(FrameStore):
@@ -141,7 +139,9 @@ class PayloadStore(FrameStore):
     # ---- reading ----
 
     def _decode(self, slots: Slots, sets: Cells) -> npt.NDArray[np.uint8]:
-        frames, inverse = self._decode_distinct(slots, sets, lambda n_frames, size: np.empty((n_frames, size), np.uint8))
+        frames, inverse = self._decode_distinct(
+            slots, sets, lambda n_frames, size: np.empty((n_frames, size), np.uint8)
+        )
         return frames.take(inverse, axis=0)
 
     def read_distinct(
@@ -186,9 +186,8 @@ class PayloadStore(FrameStore):
             part = slice(first, stop)
             codec.decode_heap(self.heap.data, starts[part], lengths[part], rows[part])
 
-        # twice as many chunks as threads, at least, so that none of them is left with much when the others are done
-        chunk = min(_CHUNK_BYTES // rows.shape[1], -(-len(segments) // (2 * n_workers())))
-        run_split(work, len(segments), max(chunk, min(_LEAST_CHUNK, len(segments)), 1))
+        chunk = len(segments) if codec.has_threads(rows.shape[1]) else _CHUNK_BYTES // rows.shape[1]
+        run_split(work, len(segments), max(chunk, 1))
 
 
 class _Average:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Lent", "Staging", "torch_dtype"]
+__all__ = ["Layout", "Lent", "Staging", "torch_dtype"]
 
 Array = npt.NDArray[Any]
 
@@ -26,6 +26,14 @@ _MOST_LAYOUTS = 64
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     """The torch dtype of the same bytes."""
     return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+class Layout:
+    """How arrays of these shapes and dtypes lie one after the other. Whoever lends often keeps it: it is a key."""
+
+    def __init__(self, *parts: tuple[tuple[int, ...], np.dtype[Any]]) -> None:
+        self.parts = parts
+        self.nbytes = max(sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in parts), _ALIGNMENT)
 
 
 class Lent(NamedTuple):
@@ -44,14 +52,14 @@ class _Room:
     def __init__(self, nbytes: int, pinned: bool) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         self.copied: Any = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]  # torch's own
-        self.lent: dict[Any, Lent] = {}
+        self.lent: dict[Layout, Lent] = {}
 
-    def lend(self, key: tuple[Any, ...]) -> Lent:
-        found = self.lent.get(key)
+    def lend(self, layout: Layout) -> Lent:
+        found = self.lent.get(layout)
         if found is None:
             if len(self.lent) >= _MOST_LAYOUTS:
                 self.lent.clear()
-            found = self.lent[key] = _lay_out(self, key)
+            found = self.lent[layout] = _lay_out(self, layout)
         return found
 
 
@@ -62,14 +70,15 @@ class Staging:
         self.device = device
         self._rooms: list[_Room] = []
         self._turn = 0
-        self._sizes: dict[Any, int] = {}
+        self._layouts: dict[Any, Layout] = {}
+        self._streams: dict[int, Any] = {}
 
     def upload(self, arrays: Sequence[Array | Sequence[Array]]) -> list[torch.Tensor]:
         """Each array as a tensor; a sequence of them is stacked on the way."""
-        lent = self.lend([
+        lent = self.lend(self.layout(*[
             (array.shape, array.dtype) if type(array) is np.ndarray else ((len(array), *array[0].shape), array[0].dtype)
             for array in arrays
-        ])  # fmt: skip
+        ]))  # fmt: skip
         for view, array in zip(lent.arrays, arrays, strict=True):
             if type(array) is np.ndarray:
                 view[...] = array
@@ -78,18 +87,21 @@ class Staging:
                     place[...] = part
         return self.send(lent)
 
-    def lend(self, layout: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> Lent:
-        """Arrays of these shapes and dtypes, for `send` or for a kernel that reads them where they are.
+    def layout(self, *parts: tuple[tuple[int, ...], np.dtype[Any]]) -> Layout:
+        """The layout of these parts, the same one every time."""
+        found = self._layouts.get(parts)
+        if found is None:
+            if len(self._layouts) >= _MOST_LAYOUTS:
+                self._layouts.clear()
+            found = self._layouts[parts] = Layout(*parts)
+        return found
+
+    def lend(self, layout: Layout) -> Lent:
+        """Arrays to be filled in, for `send` or for a kernel that reads them where they are.
 
         Whoever reads them calls `read` once that has been started; until then nobody else gets this memory.
         """
-        key = tuple(layout)
-        nbytes = self._sizes.get(key)
-        if nbytes is None:
-            if len(self._sizes) >= _MOST_LAYOUTS:
-                self._sizes.clear()
-            nbytes = self._sizes[key] = _nbytes(key)
-        return self._next_room(nbytes).lend(key)
+        return self._next_room(layout.nbytes).lend(layout)
 
     def send(self, lent: Lent) -> list[torch.Tensor]:
         """What was filled in, in fresh memory on the device."""
@@ -102,8 +114,15 @@ class Staging:
 
     def read(self, lent: Lent) -> None:
         """Say that the last reader of what was lent has been started."""
-        if lent.room.copied is not None:
-            lent.room.copied.record()
+        if lent.room.copied is None:
+            return
+        index = self.device.index
+        number = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if index is None else index)
+        stream = self._streams.get(number)
+        if stream is None:
+            # asking for it takes longer than everything else here
+            stream = self._streams[number] = torch.cuda.current_stream(self.device)
+        lent.room.copied.record(stream)
 
     def _next_room(self, nbytes: int) -> _Room:
         pinned = self.device.type == "cuda"
@@ -132,16 +151,12 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _nbytes(key: tuple[Any, ...]) -> int:
-    return max(sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in key), _ALIGNMENT)
-
-
-def _lay_out(room: _Room, key: tuple[Any, ...]) -> Lent:
+def _lay_out(room: _Room, layout: Layout) -> Lent:
     """Arrays of these shapes and dtypes, one after the other."""
     host = room.memory.numpy()
     arrays, tensors, entries = [], [], []
     end = 0
-    for shape, dtype in key:
+    for shape, dtype in layout.parts:
         nbytes = math.prod(shape) * dtype.itemsize
         array = host[end : end + nbytes].view(dtype).reshape(shape)
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
@@ -149,4 +164,4 @@ def _lay_out(room: _Room, key: tuple[Any, ...]) -> Lent:
         tensors.append(torch.from_numpy(array))
         entries.append((torch_dtype(dtype), shape, strides, end // dtype.itemsize))
         end += _aligned(nbytes)
-    return Lent(tuple(arrays), tuple(tensors), room.memory[: max(end, _ALIGNMENT)], tuple(entries), room)
+    return Lent(tuple(arrays), tuple(tensors), room.memory[: layout.nbytes], tuple(entries), room)
