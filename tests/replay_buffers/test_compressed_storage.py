@@ -198,6 +198,17 @@ def test_what_torchrl_added_may_be_left_out_when_items_are_replaced() -> None:
     assert ours[:]["index"].tolist() == list(range(20))
 
 
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_lazy_stacks_as_collectors_give_them(ndim: int) -> None:
+    ours, theirs = pair(90, ndim=ndim)
+    for first in range(0, 40, 10):
+        played = list(steps(first + 10, 3))[first:]
+        for buffer in (ours, theirs):
+            parts = [data.clone() if ndim == 2 else data[0].clone() for data in played]
+            buffer.extend(LazyStackedTensorDict.lazy_stack(parts, dim=ndim - 1))
+    assert_same(ours[:].clone(), theirs[:].clone())
+
+
 def test_an_emptied_buffer_starts_again() -> None:
     ours, theirs = pair(50)
     for buffer in (ours, theirs):
@@ -581,14 +592,6 @@ def test_a_forked_child_reads_and_is_refused_to_write() -> None:
     assert "Ray" in said[1]
     assert said[2:] == (10, int(data["action"][3]))
     assert len(storage) == 10
-
-
-def test_a_process_that_is_started_is_refused_the_storage() -> None:
-    storage = CompressedStorage(20)
-    storage.set(range(10), trajectory(10))
-    child = mp.get_context("spawn").Process(target=_write_in_child, args=(storage, None))
-    with pytest.raises(SharingError, match="CompressedRayReplayBuffer"):
-        child.start()
 
 
 # ---- a real game ----

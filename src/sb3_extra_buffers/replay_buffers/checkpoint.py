@@ -17,6 +17,7 @@ from sb3_extra_buffers.errors import (
     FileFormatError,
     MissingExtraError,
     NotSaveableError,
+    SharingError,
     SpecMismatchError,
     UnsupportedVersionError,
     UntrustedFileError,
@@ -207,6 +208,8 @@ def unpack_storage(storage: CompressedStorage, manifest: Mapping[str, Any], arra
 
 def _move(new: CompressedStorage, storage: CompressedStorage, last_cursor: int | None) -> None:
     """Let ``storage`` hold what ``new`` does."""
+    if storage._shared_count is not None:
+        raise SharingError("other processes have this storage; load it before they are started")
     if storage.initialized and new.initialized and storage.specs != new.specs:
         raise SpecMismatchError(
             f"the saved storage holds {_describe(new)}, this one {_describe(storage)}; load it into an empty one"

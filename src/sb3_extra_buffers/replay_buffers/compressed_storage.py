@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing as mp
 import os
 from collections.abc import Mapping, Sequence
 from multiprocessing.context import get_spawning_popen
@@ -21,6 +22,7 @@ from sb3_extra_buffers.errors import (
 )
 from sb3_extra_buffers.replay_buffers.groups import Group, Pilot, join_keys
 from sb3_extra_buffers.replay_buffers.schema import ADDED, Key, Spec, check_items, name_of, names_of, specs_of
+from sb3_extra_buffers.replay_buffers.sharing import GroupServer, RemoteGroup
 from sb3_extra_buffers.replay_buffers.stored_tensor import Positions, StoredTensor, leaf_spec, to_numpy, wrap
 from sb3_extra_buffers.stores import device_observation
 from sb3_extra_buffers.stores.choice import choose_unseen
@@ -91,6 +93,9 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
                 else f"n_envs must be at least 1, got {n_envs}"
             )
         self._count = 0
+        # the length, where other processes have this storage too, and who answers them
+        self._shared_count: Any = None
+        self._server: GroupServer | None = None
         super().__init__(None, max_size, device=device, ndim=ndim)
         self.n_envs = n_envs
         self.compression_method = compression_method
@@ -130,11 +135,14 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
 
     @property
     def _len(self) -> int:
-        return self._count
+        return self._count if self._shared_count is None else int(self._shared_count.value)
 
     @_len.setter
     def _len(self, value: int) -> None:
-        self._count = int(value)
+        if self._shared_count is None:
+            self._count = int(value)
+        else:
+            self._shared_count.value = int(value)
 
     # ---- the first item says what all others look like ----
 
@@ -313,7 +321,7 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
                 leaf[index if isinstance(index, slice) else index.to(leaf.device)] = value.reshape(
                     -1, *leaf.shape[1:]
                 ).to(leaf.device)
-        absent = self.specs.keys() & {ADDED} - data.keys()
+        absent = self.specs.keys() & ({ADDED} - set(data.keys()))
         batches = [
             [leaf.as_rows(data.get(key)) for key, leaf in zip(group.keys, group.leaves, strict=True)]
             if not absent.intersection(group.keys)
@@ -382,7 +390,7 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
         array = _as_indices(index)
         if array is None or self.ndim > 1:
             return None
-        return wrap(array, self._count)
+        return wrap(array, self._len)
 
     def _columns(self, positions: Positions, keys: Keys) -> dict[Key, torch.Tensor]:
         found: dict[Key, torch.Tensor] = {}
@@ -420,7 +428,7 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
 
     def memory_usage(self) -> MemoryUsage:
         """What is held, by purpose; ``dense`` is what TorchRL's tensor storages take for the same items."""
-        share = self._count / max(self.max_size, 1)
+        share = self._len / max(self.max_size, 1)
         small = sum(leaf.nbytes for leaf in self._dense.values())
         total = MemoryUsage(0, 0, 0, other=int(small * share), dense=small)
         for group in self.groups:
@@ -438,7 +446,7 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}(len={self._count}, max_size={self.max_size}, ndim={self.ndim}, "
+            f"{type(self).__name__}(len={self._len}, max_size={self.max_size}, ndim={self.ndim}, "
             f"keys=[{names_of(self.specs)}], {self.memory_usage()})"
         )
 
@@ -448,7 +456,7 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
 
         manifest, arrays = pack_storage(self)
         tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
-        return {"manifest": manifest, "arrays": tensors, "initialized": self.initialized, "_len": self._count}
+        return {"manifest": manifest, "arrays": tensors, "initialized": self.initialized, "_len": self._len}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Hold what the storage held whose `state_dict` this is, one of these or of TorchRL's own."""
@@ -464,17 +472,42 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
             unpack_storage(self, state_dict["manifest"], arrays)
         self._bump_mutation_revision()
 
-    def __getstate__(self) -> dict[str, Any]:
-        if get_spawning_popen() is not None:
+    def share(self) -> None:
+        """Be ready for processes that are started from now on: this one answers them as long as it has the storage."""
+        if not self.initialized:
             raise SharingError(
-                "a CompressedStorage cannot be shared with a process that is being started: its tables live in one "
-                "process. Hold the buffer in Ray (CompressedRayReplayBuffer), or use LazyMemmapStorage"
+                "a CompressedStorage cannot be shared between processes while it has not been initialized yet; "
+                "store an item first"
             )
+        if self._shared_count is not None:
+            return
+        pilot, self._pilot = self._pilot, None
+        if pilot is not None and pilot.decide() > 1:
+            # streams do not change any more
+            self.groups = [group.rewrite(pilot.decide(), pilot.held) for group in self.groups]
+        for leaf in self._dense.values():
+            leaf.share_memory_()  # type: ignore[no-untyped-call]  # torch's own
+        self._renew()
+        self._server = GroupServer(self) if self.groups else None
+        self._shared_count = mp.Value("q", self._count)
+
+    def __getstate__(self) -> dict[str, Any]:
+        starting = get_spawning_popen() is not None
+        if starting:
+            self.share()
+        elif any(isinstance(group, RemoteGroup) for group in self.groups):
+            raise SharingError("only the process that holds a shared CompressedStorage can copy or save it")
         state: dict[str, Any] = Storage.__getstate__(self)
         # decoded if it were pickled as it is; rebuilt from the groups instead
         state["_checked"] = None
         state["_storage"] = None if self._storage is None else _blank(self._storage)
+        state["_server"] = None
         state.pop("_attached_entities_list", None)
+        if starting and self._server is not None:
+            address = self._server.address
+            state["groups"] = [RemoteGroup(address, place, group) for place, group in enumerate(self.groups)]
+        elif not starting:
+            state["_count"], state["_shared_count"] = self._len, None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -12,47 +12,18 @@ import torch
 
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.replay_buffers.groups import Key, steps_of
-from sb3_extra_buffers.replay_buffers.stored_tensor import Positions, as_rows, to_numpy
+from sb3_extra_buffers.replay_buffers.stored_tensor import GroupLeaf, Positions, as_rows, to_numpy
 from sb3_extra_buffers.stores.device_observation import CellBatch, DeviceObservations, DevicePlace
 from sb3_extra_buffers.stores.staging import torch_dtype
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
-__all__ = ["DeviceGroup", "DeviceLeaf"]
+__all__ = ["DeviceGroup"]
 
 # rows out of turn that are held as they are before everything is put in order: a share of all, and a few at least
 _LOOSE_SHARE = 8
 _LOOSE_LEAST = 256
 # rows that cross to the host at once
 _CHUNK = 256
-
-
-class DeviceLeaf:
-    """One key of a `DeviceGroup`, as a `StoredTensor` wants it."""
-
-    def __init__(self, group: DeviceGroup, place: int) -> None:
-        self.group, self.place = group, place
-        self.dtype, self.device = group.dtype, group.device
-
-    @property
-    def store(self) -> DeviceObservations:
-        return self.group.store
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.group.spec.shape
-
-    def read(self, positions: Positions) -> torch.Tensor:
-        """The tensors at ``positions``, of any shape, freshly decoded."""
-        rows = self.group.read_sets([self.place], np.ascontiguousarray(positions).reshape(-1))[0]
-        return rows.reshape(*positions.shape, *self.shape)
-
-    def as_rows(self, tensor: torch.Tensor) -> ByteRows:
-        """``tensor`` of shape ``(*lead, *shape)`` as rows."""
-        return as_rows(self.group.spec, tensor)
-
-    def write(self, positions: Positions, tensor: torch.Tensor) -> None:
-        """Store one tensor for each of ``positions``."""
-        self.group.write_set(self.place, np.ascontiguousarray(positions).reshape(-1), self.as_rows(tensor))
 
 
 class DeviceGroup:
@@ -80,7 +51,7 @@ class DeviceGroup:
         # rows after the last whole step stay loose
         self.n_steps = max(n_rows // n_streams, 1)
         self.store = self._new_store(n_streams, method)
-        self.leaves = [DeviceLeaf(self, place) for place in range(len(keys))]
+        self.leaves = [GroupLeaf(self, place) for place in range(len(keys))]
         self._loose = [_LooseRows(n_rows, spec, device) for _ in keys]
         # the step of the data that is the store's first, and the one whose turn is next; None before the first
         self._origin = 0
@@ -167,6 +138,10 @@ class DeviceGroup:
             found = self._read(places, positions)
         return [part.view(self.dtype) if part.dtype is not self.dtype else part for part in found]
 
+    def read_rows(self, places: Sequence[int], positions: Positions) -> list[ByteRows]:
+        """The same as rows on the host."""
+        return [as_rows(self.spec, part) for part in self.read_sets(places, positions)]
+
     def _read(self, places: Sequence[int], positions: Positions) -> list[torch.Tensor]:
         store = self.store
         shape = (len(places), len(positions), *self.spec.shape)
@@ -186,8 +161,8 @@ class DeviceGroup:
 
     def rewrite(self, n_streams: int, count: int) -> DeviceGroup:
         """A group of as many rows with other streams that holds the first ``count`` of this one's."""
-        made = self.with_streams(n_streams)
-        return made.take(lambda cells: [as_rows(self.spec, part) for part in self.read(cells)], count)
+        places = range(len(self.keys))
+        return self.with_streams(n_streams).take(lambda positions: self.read_rows(places, positions), count)
 
     def with_streams(self, n_streams: int) -> DeviceGroup:
         """An empty one like this, with another number of streams."""
@@ -218,6 +193,10 @@ class DeviceGroup:
         loose = sum(part.nbytes for part in self._loose)
         dense = self.n_rows * len(self.keys) * self.spec.nbytes
         return replace(usage, payload=usage.payload + loose, dense=dense)
+
+    def describe(self) -> str:
+        """The method in use, where it runs and why."""
+        return self.store.describe()
 
     def check(self) -> None:
         """Raise if anything inside disagrees."""

@@ -70,6 +70,14 @@ class Group:
         rows = self.store.read(sets)
         return [leaf.as_tensor(part, positions.shape) for leaf, part in zip(self.leaves, rows, strict=True)]
 
+    def read_rows(self, places: Sequence[int], positions: Positions) -> list[ByteRows]:
+        """The rows at ``positions`` for some of the keys."""
+        return list(self.store.read(np.stack([positions + self.leaves[place].base for place in places])))
+
+    def write_set(self, place: int, positions: Positions, rows: ByteRows) -> None:
+        """Store ``rows`` of one key alone."""
+        self.store.write(positions + self.leaves[place].base, positions % self.store.n_streams, rows)
+
     def write(self, positions: Positions, batches: Sequence[ByteRows]) -> None:
         """Store ``batches`` of rows, one for each key, as if they came one step after the other."""
         store = self.store
@@ -105,6 +113,10 @@ class Group:
     def memory_usage(self) -> MemoryUsage:
         """What is held, by purpose."""
         return self.store.memory_usage()
+
+    def describe(self) -> str:
+        """The method in use and why."""
+        return self.store.describe()
 
     def check(self) -> None:
         """Raise if anything inside disagrees."""

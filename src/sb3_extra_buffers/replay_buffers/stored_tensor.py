@@ -14,7 +14,18 @@ from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.errors import IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.stores.observation import ObservationStore
 
-__all__ = ["Leaf", "Positions", "StoredTensor", "as_rows", "bits_of", "leaf_spec", "to_numpy", "to_torch", "wrap"]
+__all__ = [
+    "GroupLeaf",
+    "Leaf",
+    "Positions",
+    "StoredTensor",
+    "as_rows",
+    "bits_of",
+    "leaf_spec",
+    "to_numpy",
+    "to_torch",
+    "wrap",
+]
 
 Positions = npt.NDArray[np.int64]
 
@@ -60,8 +71,16 @@ class Leaf:
         self.base = store.add_cells(steps * store.n_streams)
 
     @property
+    def spec(self) -> ObsSpec:
+        return self.store.spec
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return self.store.spec.shape
+
+    def describe(self) -> str:
+        """The method in use and why."""
+        return self.store.describe()
 
     def read(self, positions: Positions) -> torch.Tensor:
         """The tensors at ``positions``, of any shape, freshly decoded."""
@@ -82,6 +101,42 @@ class Leaf:
         self.store.write(flat + self.base, flat % self.store.n_streams, self.as_rows(tensor))
 
 
+class GroupLeaf:
+    """One key of a group that does the reading and writing itself."""
+
+    def __init__(self, group: Any, place: int) -> None:
+        self.group, self.place = group, place
+        self.dtype: torch.dtype = group.dtype
+        self.device: torch.device = group.device
+
+    @property
+    def spec(self) -> ObsSpec:
+        spec: ObsSpec = self.group.spec
+        return spec
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
+
+    def describe(self) -> str:
+        """The method in use and why."""
+        text: str = self.group.describe()
+        return text
+
+    def read(self, positions: Positions) -> torch.Tensor:
+        """The tensors at ``positions``, of any shape, freshly decoded."""
+        rows: torch.Tensor = self.group.read_sets([self.place], np.ascontiguousarray(positions).reshape(-1))[0]
+        return rows.reshape(*positions.shape, *self.shape)
+
+    def as_rows(self, tensor: torch.Tensor) -> ByteRows:
+        """``tensor`` of shape ``(*lead, *shape)`` as rows."""
+        return as_rows(self.spec, tensor)
+
+    def write(self, positions: Positions, tensor: torch.Tensor) -> None:
+        """Store one tensor for each of ``positions``."""
+        self.group.write_set(self.place, np.ascontiguousarray(positions).reshape(-1), self.as_rows(tensor))
+
+
 def as_rows(spec: ObsSpec, tensor: torch.Tensor) -> ByteRows:
     """A tensor of observations as rows on the host."""
     rows: ByteRows = to_numpy(tensor).reshape(-1, math.prod(spec.shape)).view(np.uint8)
@@ -100,7 +155,7 @@ class StoredTensor(torch.Tensor):
     written to it, also to a slice and in place, is written to the store.
     """
 
-    leaf: Any  # a `Leaf`, or what does the same on a device
+    leaf: Any  # a `Leaf` or a `GroupLeaf`
     rows: range
     inner_shape: tuple[int, ...]
 
@@ -115,7 +170,7 @@ class StoredTensor(torch.Tensor):
         pass
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # takes what torch passes
-        return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {self.leaf.store.describe()})"
+        return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {self.leaf.describe()})"
 
     def dense(self) -> torch.Tensor:
         """All of it, decoded."""

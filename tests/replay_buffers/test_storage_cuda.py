@@ -1,0 +1,252 @@
+"""`CompressedStorage` on a GPU gives what TorchRL's tensor storage gives there.
+
+The same tests run without one: on the CPU with the reference of the kernels, which defines what they do.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torchrl")
+
+from torchrl.data import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
+
+from sb3_extra_buffers.errors import SpecMismatchError
+from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
+from sb3_extra_buffers.replay_buffers.device_group import DeviceGroup
+from sb3_extra_buffers.replay_buffers.experience_memory import ReplayBuffer
+from sb3_extra_buffers.stores import device_observation
+from sb3_extra_buffers.stores.device import DeviceFrameStore
+from tests.replay_buffers.playing import SIDE, STACK, assert_same, steps, trajectory
+
+on_gpu = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+)
+
+
+@pytest.fixture(params=["reference", on_gpu])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    if request.param == "cuda":
+        return torch.device("cuda")
+    monkeypatch.setattr(device_observation, "stays_on_host", lambda device: False)
+    monkeypatch.setattr(device_observation, "has_triton", lambda: True)
+    return torch.device("cpu")
+
+
+def pair(device: torch.device, size: int, **options: Any) -> tuple[Any, Any]:
+    storages = [
+        CompressedStorage(size, device=device, **options),
+        LazyTensorStorage(size, device=device, ndim=options.get("ndim", 1)),
+    ]
+    ours, theirs = (TensorDictReplayBuffer(storage=storage, batch_size=16) for storage in storages)
+    return ours, theirs
+
+
+def same_samples(ours: Any, theirs: Any, seed: int = 0) -> None:
+    batches = []
+    for buffer in (ours, theirs):
+        torch.manual_seed(seed)
+        batches.append(buffer.sample())
+    assert batches[0]["observation"].device == batches[1]["observation"].device
+    assert_same(*batches)
+
+
+def is_on_device(storage: CompressedStorage) -> bool:
+    return all(isinstance(group.store._inner, DeviceFrameStore) for group in storage.groups)
+
+
+@pytest.mark.parametrize(("n_envs", "given"), [(1, None), (3, None), (3, 3)])
+def test_samples_equal_those_of_a_tensor_storage_at_the_same_seed(
+    device: torch.device, n_envs: int, given: int | None
+) -> None:
+    # no whole number of steps, so that the last of them is never complete
+    ours, theirs = pair(device, 61, n_envs=given)
+    for step, data in enumerate(steps(140 // n_envs, n_envs)):
+        for buffer in (ours, theirs):
+            buffer.extend(data.clone())
+        if step > 16 and step % 9 == 0:
+            same_samples(ours, theirs, seed=step)
+    [group] = ours.storage.groups
+    assert isinstance(group, DeviceGroup)
+    assert is_on_device(ours.storage)
+    assert_same(ours[:].clone(), theirs[:].clone())
+    ours.storage.check()
+
+
+def test_two_leading_axes(device: torch.device) -> None:
+    ours, theirs = pair(device, 60, ndim=2)
+    for first in range(0, 40, 10):
+        data = torch.stack(list(steps(first + 10, 3))[first:], dim=1)
+        for buffer in (ours, theirs):
+            buffer.extend(data.clone())
+    same_samples(ours, theirs)
+    assert ours.storage.groups[0].store.n_streams == 3
+    assert_same(ours[:].clone(), theirs[:].clone())
+
+
+def test_items_one_by_one_and_steps_in_parts(device: torch.device) -> None:
+    data: Any = trajectory(40, 3)
+    ours, theirs = pair(device, 90, n_envs=3)
+    for buffer in (ours, theirs):
+        for first in range(0, 115, 5):
+            buffer.extend(data[first : first + 5].clone())
+        buffer.add(data[115].clone())
+    same_samples(ours, theirs)
+    assert is_on_device(ours.storage)
+    # of the step under way alone
+    assert max(loose.count for loose in ours.storage.groups[0]._loose) <= 2
+
+
+def test_items_replaced_out_of_turn(device: torch.device) -> None:
+    data, other = trajectory(40), trajectory(40, seed=1)
+    ours, theirs = pair(device, 40)
+    for buffer in (ours, theirs):
+        buffer.extend(data.clone())
+        buffer[3] = other[3].to(device)
+        buffer[10:14] = other[10:14].to(device)
+        buffer[torch.tensor([30, 20])] = other[torch.tensor([30, 20])].to(device)
+        buffer.set_at_("observation", other["observation"][5:7].to(device), torch.tensor([5, 6]))
+        buffer.extend(trajectory(13, seed=2))
+        buffer.set_(("next", "observation"), other["next", "observation"].to(device))
+    assert_same(ours[:].clone(), theirs[:].clone())
+    ours.storage.check()
+
+
+def test_much_out_of_turn_is_put_in_order(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sb3_extra_buffers.replay_buffers.device_group._LOOSE_LEAST", 4)
+    buffers = [
+        TensorDictReplayBuffer(
+            storage=storage, writer=TensorDictMaxValueWriter(rank_key=("next", "reward")), batch_size=8
+        )
+        for storage in (CompressedStorage(20, device=device), LazyTensorStorage(20, device=device))
+    ]
+    for first in range(0, 60, 12):
+        for buffer in buffers:
+            buffer.extend(trajectory(60)[first : first + 12].clone())
+    assert_same(buffers[0][:].clone(), buffers[1][:].clone())
+    [group] = buffers[0].storage.groups
+    assert max(loose.count for loose in group._loose) <= 4
+    buffers[0].storage.check()
+
+
+def test_an_emptied_buffer_starts_again(device: torch.device) -> None:
+    ours, theirs = pair(device, 50)
+    for buffer in (ours, theirs):
+        buffer.extend(trajectory(40))
+        buffer.empty()
+        buffer.extend(trajectory(30, seed=3))
+    same_samples(ours, theirs)
+    ours.storage.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_dtype_keeps_its_bits(device: torch.device, dtype: torch.dtype) -> None:
+    frames = (torch.arange(40 * 16 * 16).reshape(40, 16, 16) % 251).to(dtype)
+    storage = CompressedStorage(40, device=device, compression_method="delta")
+    storage.set(range(40), frames)
+    found = storage.get(torch.tensor([4, 39, 0]))
+    assert found.dtype == dtype
+    assert torch.equal(found.cpu(), frames[[4, 39, 0]])
+
+
+@pytest.mark.parametrize("n_items", [30, 140])
+def test_files_and_copies(device: torch.device, tmp_path: Path, n_items: int) -> None:
+    ours, theirs = pair(device, 90, n_envs=2)
+    for data in steps(n_items // 2, 2):
+        for buffer in (ours, theirs):
+            buffer.extend(data.clone())
+    ours.storage.dumps(tmp_path)
+    again, _ = pair(device, 90)
+    again.storage.loads(tmp_path)
+    again.writer._cursor = ours.writer._cursor
+    for buffer in (ours, again, theirs):
+        for data in steps(8, 2, seed=5):
+            buffer.extend(data.clone())
+    assert_same(again[:].clone(), theirs[:].clone())
+    # its turn went on where it was
+    assert max(loose.count for loose in again.storage.groups[0]._loose) == 0
+    for copied in (copy.deepcopy(ours.storage), pickle.loads(pickle.dumps(ours.storage))):
+        assert_same(copied[:].clone(), theirs.storage[:].clone())
+
+
+def test_a_file_of_one_device_is_read_on_the_other(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = pair(device, 90, n_envs=2)
+    for data in steps(70, 2):
+        for buffer in (ours, theirs):
+            buffer.extend(data.clone())
+    ours.storage.dumps(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(device_observation, "stays_on_host", lambda device: True)
+        on_host = CompressedStorage(90)
+        on_host.loads(tmp_path)
+        assert not isinstance(on_host.groups[0], DeviceGroup)
+        assert_same(on_host[:].clone(), theirs[:].clone().cpu())
+        on_host.dumps(tmp_path / "host")
+    again = CompressedStorage(90, device=device)
+    again.loads(tmp_path / "host")
+    assert isinstance(again.groups[0], DeviceGroup)
+    assert_same(again[:].clone(), theirs[:].clone())
+
+
+def test_memory_is_small_and_says_what_is_held(device: torch.device) -> None:
+    buffer, _ = pair(device, 2000, n_envs=1)
+    buffer.extend(trajectory(100))
+    usage = buffer.storage.memory_usage()
+    assert usage.codecs["observation"].startswith("delta")
+    assert usage.dense > 2000 * 2 * STACK * SIDE * SIDE
+    # a heap begins with a mebibyte
+    assert usage.payload < 1.1 * 2**20
+
+
+def test_bad_input_changes_nothing(device: torch.device) -> None:
+    buffer, _ = pair(device, 50)
+    buffer.extend(trajectory(20))
+    before = buffer[:].clone()
+    with pytest.raises(SpecMismatchError, match="first item"):
+        buffer.extend(trajectory(8).exclude("action"))
+    assert_same(buffer[:].clone(), before)
+
+
+def test_the_replay_memory_on_this_device(device: torch.device) -> None:
+    buffer = ReplayBuffer(device, device, 50, storage="compressed")
+    buffer.add_batch(trajectory(60))
+    data = trajectory(60)
+    one = buffer.sample_by_index_fields([0, 5], fields=["observation"])
+    assert one.device.type == device.type
+    assert torch.equal(one.cpu(), data["observation"][[50, 55]])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_real_game_stays_on_the_gpu() -> None:
+    pytest.importorskip("ale_py")
+    pytest.importorskip("cv2")
+    import importlib
+
+    from tensordict import TensorDict
+
+    native_steps = importlib.import_module("benchmarks.feed").native_steps
+    ours, theirs = pair(torch.device("cuda"), 1000)
+    for step in native_steps("ms_pacman", 300):
+        data = TensorDict(
+            {
+                "observation": torch.from_numpy(step.obs),
+                "next": {"observation": torch.from_numpy(step.next_obs), "done": torch.from_numpy(step.dones.copy())},
+            },
+            batch_size=[len(step.obs)],
+        )
+        for buffer in (ours, theirs):
+            buffer.extend(data.clone())
+    same_samples(ours, theirs)
+    assert is_on_device(ours.storage)
+    usage = ours.storage.memory_usage()
+    assert usage.total < 0.05 * usage.dense

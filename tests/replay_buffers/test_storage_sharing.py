@@ -1,0 +1,118 @@
+"""Processes that are started have the storage of the one that started them: they read, write and agree."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("torchrl")
+
+from torch import multiprocessing as mp
+from torchrl.data import TensorDictReplayBuffer
+
+from sb3_extra_buffers.errors import SharingError, SpecMismatchError
+from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
+from sb3_extra_buffers.replay_buffers.sharing import RemoteGroup
+from tests.replay_buffers.playing import assert_same, steps, trajectory
+
+
+def child(buffer: Any, asked: Any, answers: Any) -> None:
+    """Does what it is asked to, and says how that went."""
+    while True:
+        request = asked.get(timeout=60)
+        try:
+            if request == "write":
+                answers.put(buffer.extend(trajectory(30, seed=7)).tolist())
+            elif request == "replace":
+                buffer[3] = trajectory(1, seed=9)[0]
+                buffer.set_at_("observation", trajectory(2, seed=11)["observation"], torch.tensor([5, 6]))
+                answers.put(len(buffer))
+            elif request == "read":
+                answers.put(buffer[:].clone())
+            elif request == "sample":
+                torch.manual_seed(3)
+                answers.put(buffer.sample(8))
+            elif request == "bad":
+                buffer.extend(trajectory(3).exclude("action"))
+            elif request == "copy":
+                copy.deepcopy(buffer.storage)
+            elif request == "describe":
+                answers.put(repr(buffer[:]["observation"]))
+            else:
+                return
+        except (SharingError, SpecMismatchError) as error:
+            answers.put(f"{type(error).__name__}: {error}")
+
+
+def test_a_started_process_reads_and_writes_what_the_other_does() -> None:
+    buffer = TensorDictReplayBuffer(storage=CompressedStorage(60), batch_size=8).share(True)
+    twin = TensorDictReplayBuffer(storage=CompressedStorage(60), batch_size=8)
+    for data in steps(20, 2):
+        buffer.extend(data.clone())
+        twin.extend(data.clone())
+    context = mp.get_context("spawn")
+    asked, answers = context.Queue(), context.Queue()
+    process = context.Process(target=child, args=(buffer, asked, answers), daemon=True)
+    process.start()
+
+    def ask(request: str) -> Any:
+        asked.put(request)
+        return answers.get(timeout=60)
+
+    # the streams were found from fewer items than usual, since they cannot change any more
+    assert buffer.storage.groups[0].store.n_streams == 2
+    assert ask("write") == twin.extend(trajectory(30, seed=7)).tolist()
+    assert len(buffer) == 60
+    assert_same(buffer[:].clone(), twin[:].clone())
+
+    revision = buffer.storage._mutation_revision
+    assert ask("replace") == 60
+    twin[3] = trajectory(1, seed=9)[0]
+    twin.set_at_("observation", trajectory(2, seed=11)["observation"], torch.tensor([5, 6]))
+    for one in (buffer, twin):
+        one.extend(trajectory(4, seed=13))
+    assert_same(buffer[:].clone(), twin[:].clone())
+    assert_same(ask("read"), twin[:].clone())
+    assert buffer.storage._mutation_revision > revision
+    torch.manual_seed(3)
+    assert_same(ask("sample"), twin.sample(8))
+    buffer.storage.check()
+
+    assert "first item" in ask("bad")
+    assert "SharingError" in ask("copy")
+    assert "delta" in ask("describe")
+    with pytest.raises(SharingError, match="before they are started"):
+        buffer.storage.load_state_dict(twin.storage.state_dict())
+    assert_same(copy.deepcopy(buffer.storage)[:].clone(), twin[:].clone())
+    asked.put("end")
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def test_when_the_storage_is_gone_the_others_are_told() -> None:
+    data = trajectory(10)
+    storage = CompressedStorage(20)
+    storage.set(range(10), data)
+    storage.share()
+    assert storage._server is not None
+    remote = RemoteGroup(storage._server.address, 0, storage.groups[0])
+    first, following = remote.read(np.arange(10))
+    assert torch.equal(first, data["observation"])
+    assert torch.equal(following, data["next", "observation"])
+    assert remote.describe() == storage.groups[0].describe()
+
+    del storage
+    gc.collect()
+    with pytest.raises(SharingError, match="has ended"):
+        remote.read(np.arange(10))
+
+
+def test_an_empty_storage_is_not_shared() -> None:
+    process = mp.get_context("spawn").Process(target=child, args=(CompressedStorage(20), None, None))
+    with pytest.raises(SharingError, match="initialized"):
+        process.start()
