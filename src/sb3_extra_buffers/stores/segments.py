@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,9 @@ from sb3_extra_buffers.stores.workers import run_split
 _LONG = 0.75
 _HEAVY = 0.06
 _PAYS = 0.75
-# bytes of output for which another thread pays, and what each one takes at a time
-_SPLIT_BYTES = 4 << 20
-_CHUNK_BYTES = 1 << 20
+# seconds of decoding for which another thread pays, and what each one takes at a time
+_SPLIT_SECONDS = 450e-6
+_CHUNK_SECONDS = 200e-6
 
 
 class SegmentStore(FrameStore):
@@ -60,6 +61,7 @@ class SegmentStore(FrameStore):
         self._unread: list[int] = []
         self._n_fresh = 0
         self._next_clean = 4096
+        self._row_seconds = 20e-6
 
     def _follow_kernels(self) -> None:
         """What depends on the kind of kernels at hand."""
@@ -300,15 +302,18 @@ class SegmentStore(FrameStore):
             tables = self._kernels.bind_state(local)
         read, per, wide = self._kernels.read_frames, self.per_segment, self._wide
         n_rows = sets.shape[1]
-        if out.size < _SPLIT_BYTES or not self._kernels.compiled:
-            damaged = read(tables, slots, sets, out, size, per, wide, 0, n_rows)
+
+        def work(first: int, stop: int) -> int:
+            began = perf_counter()
+            damaged: int = read(tables, slots, sets, out, size, per, wide, first, stop)
+            self._row_seconds = min(1.05 * self._row_seconds, (perf_counter() - began) / (stop - first))
+            return damaged
+
+        # how long a row takes depends on the machine and on what is stored: the last ones tell
+        if n_rows * self._row_seconds < _SPLIT_SECONDS or not self._kernels.compiled:
+            damaged = work(0, n_rows) if n_rows else -1
         else:
-            found = run_split(
-                lambda first, stop: read(tables, slots, sets, out, size, per, wide, first, stop),
-                n_rows,
-                max(n_rows * _CHUNK_BYTES // out.size, 1),
-            )
-            damaged = max(found)
+            damaged = max(run_split(work, n_rows, max(int(_CHUNK_SECONDS / self._row_seconds), 1)))
         if damaged >= 0:
             raise CorruptPayloadError(f"segment {damaged} of the heap is damaged and cannot be decoded")
         return out
