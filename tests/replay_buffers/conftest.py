@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests.conformance import torchrl_extension
+
+if importlib.util.find_spec("torchrl") is not None:
+    # for the prioritised samplers, where somebody built it
+    torchrl_extension.load()
 
 
 @pytest.fixture(autouse=True)

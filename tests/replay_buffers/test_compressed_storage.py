@@ -49,7 +49,8 @@ from tests.replay_buffers.playing import SIDE, STACK, assert_same, steps, trajec
 
 prioritized = importlib.import_module("torchrl.data.replay_buffers.samplers.prioritized")
 needs_trees = pytest.mark.skipif(
-    prioritized.SumSegmentTreeFp32 is None, reason="TorchRL's extension was built for another version of torch"
+    prioritized.SumSegmentTreeFp32 is None,
+    reason="TorchRL's wheel was built for another torch; python -m tests.conformance.torchrl_extension builds its own",
 )
 
 SAMPLERS: dict[str, Callable[[int], Any]] = {
