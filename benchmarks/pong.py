@@ -71,7 +71,7 @@ class Curve(BaseCallback):
 
     def _on_rollout_end(self) -> None:
         # now and then: a figure for the page, at no cost for the clock
-        if len(self.rows) % 20 == 1:
+        if len(self.rows) % 20 == 0:
             rollout: Any = self.model.rollout_buffer  # type: ignore[attr-defined]  # PPO has one
             dense = self._buffer == "sb3"
             self.stored = int(rollout.observations.nbytes if dense else rollout.memory_usage().total)
@@ -107,8 +107,7 @@ class Curve(BaseCallback):
         self._over = row["seconds"] > self._limit or (len(finished) == 100 and mean >= self._stop_at)
 
 
-def make_model(buffer: str, options: argparse.Namespace, n_steps: int) -> PPO:
-    env = make_env(GAME, options.n_envs, framestack=4, native=True, seed=options.seed)
+def make_model(buffer: str, env: Any, options: argparse.Namespace, n_steps: int) -> PPO:
     ours: dict[str, Any] = {
         "rollout_buffer_class": GpuRolloutBuffer,
         "rollout_buffer_kwargs": {"compression_method": buffer, "buffer_device": options.device},
@@ -131,16 +130,15 @@ def make_model(buffer: str, options: argparse.Namespace, n_steps: int) -> PPO:
     )
 
 
-def train(buffer: str, options: argparse.Namespace) -> tuple[PPO, dict[str, Any]]:
-    """A trained model, and what there is to say of the whole run."""
+def train(buffer: str, env: Any, options: argparse.Namespace) -> PPO:
+    """A trained model; what there is to say of the whole run is written down."""
     # compile and tune whatever is compiled and tuned once
-    warm = make_model(buffer, options, 8)
+    warm = make_model(buffer, env, options, 8)
     warm.learn(2 * 8 * options.n_envs, log_interval=None)  # type: ignore[arg-type]  # None is for no logs
-    warm.env.close()  # type: ignore[union-attr]  # there is one
-    model = make_model(buffer, options, options.n_steps)
+    # from here on everything follows from the seed, the games included
+    model = make_model(buffer, env, options, options.n_steps)
     curve = Curve(options.output / f"pong_curve_{buffer}.csv", buffer, options.stop_at, options.seconds)
     model.learn(options.timesteps, callback=curve, log_interval=None)  # type: ignore[arg-type]
-    model.env.close()  # type: ignore[union-attr]
     last = curve.rows[-1]
     packages = {"torch": torch, "numpy": np, "stable-baselines3": stable_baselines3}
     versions = [f"Python {platform.python_version()}", *(f"{name} {m.__version__}" for name, m in packages.items())]
@@ -160,7 +158,7 @@ def train(buffer: str, options: argparse.Namespace) -> tuple[PPO, dict[str, Any]
     write(options.output / f"pong_run_{buffer}.csv", [run])
     size = f"a rollout of {curve.stored / 1e6:.2f} MB"
     print(f"{buffer}: {run['timesteps']:,} steps in {run['seconds']} s, {size}", flush=True)
-    return model, run
+    return model
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -170,30 +168,27 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def evaluate(model: Any, options: argparse.Namespace) -> None:
-    """Whole games: actions drawn from the policy first, as it was trained, then the likeliest ones."""
+def evaluate(model: Any, env: Any, options: argparse.Namespace) -> None:
+    """Whole games: actions drawn from the policy first, as it was trained, then the likeliest ones.
+
+    Pong has no lives to lose and gives no more than a point, so the environments of the training will do.
+    """
     found = []
     for deterministic in (False, True):
-        env = eval_env(min(options.episodes, options.n_envs), options)
         print("likeliest actions:" if deterministic else "actions drawn from the policy:")
+        env.seed(options.seed + 10_000)
         result = eval_model(model, env, options.episodes, deterministic=deterministic, name="Final", progress_bar=False)
-        env.close()
         actions = "likeliest" if deterministic else "drawn"
         for reward, length in zip(result.rewards, result.lengths, strict=True):
             found.append({"actions": actions, "reward": reward, "length": length})
         write(options.output / "pong_eval.csv", found)
 
 
-def eval_env(n_envs: int, options: argparse.Namespace) -> Any:
-    wrapper = {"terminal_on_life_loss": False, "clip_reward": False}
-    return make_env(GAME, n_envs, framestack=4, native=True, seed=options.seed + 10_000, wrapper_kwargs=wrapper)
-
-
 def film(model: Any, path: Path, options: argparse.Namespace) -> None:
-    """A game of the agent as it sees it."""
+    """Some of a game, as the agent sees it."""
     from sb3_extra_buffers.recording import record_agent
 
-    env = eval_env(1, options)
+    env = make_env(GAME, 1, framestack=4, native=True, seed=options.seed + 10_000)
     try:
         recorded = record_agent(model, env, options.film_steps, deterministic=False)
         recorded.export(path, scale=2, fps=30)
@@ -349,13 +344,14 @@ def main() -> None:
     # every number that is read was written first; filling memory would only cost time
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
+    env = make_env(GAME, options.n_envs, framestack=4, native=True, seed=options.seed)
     curves = []
     for position, buffer in enumerate(options.buffers):
-        model, _ = train(buffer, options)
+        model = train(buffer, env, options)
         curves += read(options.output / f"pong_curve_{buffer}.csv")
         if position == 0 and options.episodes:
             save(model, options.output / "pong_model.zip")
-            evaluate(model, options)
+            evaluate(model, env, options)
             film(model, options.output / "pong.gif", options)
     if len(options.buffers) == 2:
         shared, different = differences(curves)
