@@ -21,7 +21,7 @@ from sb3_extra_buffers.cli.main import commands, main
 from sb3_extra_buffers.cli.page import make_page
 from sb3_extra_buffers.compressed import CompressedReplayBuffer
 from sb3_extra_buffers.files import load
-from tests.files.filing import ACTIONS, BOX, BUFFERS, DICT, N_ENVS, Feed, assert_same, batches, make_array
+from tests.files.filing import ACTIONS, BOX, BUFFERS, DICT, N_ENVS, Feed, assert_same, batches, contents, make_array
 
 
 @pytest.fixture
@@ -339,7 +339,7 @@ def test_a_pickled_rollout_and_one_of_ours_are_converted_too(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("suffix", ["h5", "zarr"])
-@pytest.mark.parametrize("name", ["replay-delta", "dict", "rollout"])
+@pytest.mark.parametrize("name", ["replay-delta", "dict", "rollout", "gpu-dict", "gpu-rollout"])
 def test_columns_and_observations_are_written_as_they_are(name: str, suffix: str, tmp_path: Path) -> None:
     module = pytest.importorskip("h5py" if suffix == "h5" else "zarr")
     buffer, feed = BUFFERS[name](), Feed()
@@ -351,7 +351,13 @@ def test_columns_and_observations_are_written_as_they_are(name: str, suffix: str
     assert run("convert", tmp_path / "saved", target) == 0
 
     group = module.File(target) if suffix == "h5" else module.open_group(str(target), mode="r")
-    observed = buffer.observations
+    if "gpu" in name:
+        held = {name.partition(".")[2]: part for name, part in contents(buffer).items() if name.startswith("_stores.")}
+        leaves = {key: part[0, : buffer.buffer_size * N_ENVS] for key, part in held.items()}
+        leaves = {key: part.reshape(buffer.buffer_size, N_ENVS, *part.shape[1:]) for key, part in leaves.items()}
+        observed = leaves.get("", leaves)
+    else:
+        observed = buffer.observations
     pairs = (
         {f"observations/{key}": leaf for key, leaf in observed.items()}
         if isinstance(observed, dict)

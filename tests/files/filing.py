@@ -129,7 +129,7 @@ def device(name: str, space: spaces.Space[Any] = BOX, method: str = "delta", ref
         size = 26 if "Rollout" in name else 26 * N_ENVS
         kept = device_observation.stays_on_host
         if reference:
-            device_observation.stays_on_host = lambda _: False
+            device_observation.stays_on_host = lambda device: False
         try:
             kind: Any = getattr(gpu_buffers, name)
             return kind(size, space, ACTIONS, device="cpu", n_envs=N_ENVS, compression_method=method)

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -219,14 +220,15 @@ def test_tables_of_another_making_are_not_loaded(tmp_path: Path) -> None:
     inner = buffer._stores[""]._inner
     if not isinstance(inner, DeviceFrameStore):
         pytest.skip("needs Triton")
-    for name, change in (
+    changes: list[tuple[str, Callable[[Any], Any]]] = [
         ("slots", lambda table: table[3].fill_(1 << 30)),
         ("starts", lambda table: table[:4].add_(1 << 40)),
         ("lengths", lambda table: table.fill_(1 << 30)),
         ("scenes", lambda table: table.fill_(1000)),
         ("streams", lambda table: table[0].fill_(77)),
         ("recent_ids", lambda table: table.fill_(1 << 30)),
-    ):
+    ]
+    for name, change in changes:
         bad = copy.deepcopy(buffer)
         change(getattr(bad._stores[""]._inner.tables, name))
         bad.save(tmp_path / name)

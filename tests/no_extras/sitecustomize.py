@@ -6,7 +6,23 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
-HIDDEN = {"ale_py", "cv2", "isal", "lz4", "numba", "vizdoom", "zstandard"}
+HIDDEN = {
+    "ale_py",
+    "cv2",
+    "h5py",
+    "isal",
+    "lz4",
+    "minari",
+    "numba",
+    "ray",
+    "sb3_contrib",
+    "tensordict",
+    "torchrl",
+    "triton",
+    "vizdoom",
+    "zarr",
+    "zstandard",
+}
 
 
 class FinderWithoutExtras(PathFinder):

@@ -48,7 +48,36 @@ def open_any(path: str | os.PathLike[str]) -> tuple[SavedBuffer, Any]:
     except FileFormatError:
         # its columns are all we want; nothing of its code is needed, or run
         kind = type(saved.class_name, (), {})
-    return saved, saved.load(kind, read_only=True)
+    buffer = saved.load(kind, read_only=True)
+    stores = vars(buffer).get("_stores")
+    if stores:
+        for place, name in enumerate(("observations", "next_observations")[: next(iter(stores.values())).n_sets]):
+            leaves = {key: DeviceLeaf(store, place) for key, store in stores.items()}
+            vars(buffer)[name] = leaves.get("", leaves)
+    return saved, buffer
+
+
+class DeviceLeaf:
+    """Observations of a GPU buffer, read as an array is."""
+
+    def __init__(self, store: Any, place: int) -> None:
+        self.store, self._place = store, place
+        self.shape, self.dtype = store.shape, store.dtype
+        self.ndim = len(self.shape)
+        inner = store._inner
+        found = getattr(inner, "layout", None) or getattr(getattr(inner, "store", None), "layout", None)
+        self.layout: StackLayout | None = found
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __getitem__(self, where: Any) -> Array:
+        from sb3_extra_buffers.stores.device_observation import CellBatch
+
+        cells = np.arange(self._place * self.store.n_cells, (self._place + 1) * self.store.n_cells)
+        wanted = cells.reshape(self.shape[:2])[where]
+        found: Array = self.store.read(CellBatch(wanted.reshape(1, -1))).cpu().numpy()
+        return found.reshape(*wanted.shape, *self.shape[2:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +108,7 @@ class Contents:
             return
         self.n_envs, size = int(buffer.n_envs), int(buffer.buffer_size)
         full, pos = bool(buffer.full), int(buffer.pos)
-        ring = hasattr(buffer, "next_observations")
+        ring = not hasattr(buffer, "advantages")
         evicted = int(getattr(buffer, "_n_evicted", 0))
         oldest = pos if full and ring else 0
         count = (size if full else pos) - evicted
@@ -148,7 +177,7 @@ class Pictures:
 
     def __init__(self, leaf: Any, contents: Contents) -> None:
         self._leaf, self._contents = leaf, contents
-        layout = leaf.store.layout if isinstance(leaf, StoreView) else None
+        layout = leaf.store.layout if isinstance(leaf, StoreView) else getattr(leaf, "layout", None)
         n_lead = len(leaf.shape) - len(_obs_shape(leaf, contents))
         self._shape = leaf.shape[n_lead:]
         self._layout: StackLayout | None = layout

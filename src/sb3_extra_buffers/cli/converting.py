@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.cli.contents import Contents, need, progress
+from sb3_extra_buffers.cli.contents import Contents, DeviceLeaf, need, progress
 from sb3_extra_buffers.errors import FileFormatError, LayoutError, UntrustedFileError
 from sb3_extra_buffers.files.checking import views_of
 from sb3_extra_buffers.files.loading import SavedBuffer
@@ -152,7 +152,7 @@ def _write_group(buffer: Any, create: Any) -> None:
     if not isinstance(buffer, StoreView):
         for name, value in vars(buffer).items():
             for key, part in value.items() if isinstance(value, dict) else [("", value)]:
-                if isinstance(part, np.ndarray) and part.dtype != object:
+                if isinstance(part, DeviceLeaf) or (isinstance(part, np.ndarray) and part.dtype != object):
                     arrays[f"{name}/{key}" if key else name] = part
     arrays = {name: array for name, array in arrays.items() if not name.startswith("_leaves")}
     for name, array in arrays.items():

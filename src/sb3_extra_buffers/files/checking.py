@@ -98,6 +98,19 @@ def _read_all(buffer: Any) -> Iterator[str]:
                 view[step]
             except CorruptPayloadError as problem:
                 yield f"{name}[{step}]: {problem}"
+    for key, store in vars(buffer).get("_stores", {}).items():
+        yield from _read_device(store, key)
+
+
+def _read_device(store: Any, key: str) -> Iterator[str]:
+    from sb3_extra_buffers.stores.device_observation import CellBatch
+
+    n_cells = store.n_cells * store.n_sets
+    for first in range(0, n_cells, store.n_streams):
+        try:
+            store.read(CellBatch(np.arange(first, first + store.n_streams)[None]))
+        except CorruptPayloadError as problem:
+            yield f"observations.{key}, cell {first}: {problem}"
 
 
 def views_of(buffer: Any) -> Iterator[tuple[str, StoreView]]:
