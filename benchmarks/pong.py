@@ -227,8 +227,10 @@ def collect(folders: list[Path]) -> None:
     for kind in ("curve", "run"):
         found = [path for folder in folders for path in sorted(folder.glob(f"pong_{kind}_*.csv"))]
         rows = [row for path in found for row in read(path)]
+        target = DATA / f"pong_{kind}s.csv"
+        kept = [row for row in read(target) if row["buffer"] not in {new["buffer"] for new in rows}]
         if rows:
-            write(DATA / f"pong_{kind}s.csv", rows)
+            write(target, kept + rows)
     for folder in folders:
         for name, target in (("pong_eval.csv", DATA), ("pong.gif", DOCS / "images")):
             if (folder / name).exists():
@@ -245,7 +247,6 @@ def render() -> None:
     if not runs or not curves:
         return
     plot(curves, DOCS / "images" / "pong_curve.png")
-    shared, different = differences(curves)
     lines = [
         [
             "SB3's `RolloutBuffer`" if name == "sb3" else f"`GpuRolloutBuffer`, `{name}`",
@@ -257,11 +258,13 @@ def render() -> None:
         for name, row in runs.items()
     ]
     run = next(iter(runs.values()))
-    same = (
-        f"All {shared} iterations that both trainings made gave the same rewards, losses and weights, to the last bit."
-        if not different
-        else f"{len(different)} of {shared} iterations differ, first number {different[0]}."
-    )
+    same = ""
+    if len(runs) == 2:
+        shared, different = differences(curves)
+        same = f"{len(different)} of the {shared} iterations that both trainings made differ. "
+        if not different:
+            same = f"All {shared} iterations that both trainings made gave the same rewards, losses and weights, "
+            same += "to the last bit. "
     settings = (
         f"{run['n_envs']} environments x {run['n_steps']} steps, {run['epochs']} epochs in batches of "
         f"{run['batch_size']}, learning rate {run['learning_rate']} and clip range {run['clip_range']}, falling to a "
@@ -271,7 +274,7 @@ def render() -> None:
     parts = [
         "\n![reward of the last 100 games](images/pong_curve.png)\n",
         render.table(["rollout kept by", "steps", "training", "steps/s", "observations of a rollout"], lines),
-        f"{same} Settings: {settings}.\n",
+        f"{same}Settings: {settings}.\n",
         report(read(DATA / "pong_eval.csv")),
     ]
     if (DOCS / "images" / "pong.gif").exists():
