@@ -181,6 +181,8 @@ def main() -> None:
     for page in (README, DOCS / "index.md"):
         insert(page, "figures", summary())
     insert(DOCS / "architecture.md", "formats", format_table())
+    insert(DOCS / "gpu.md", "gpu", gpu_table())
+    insert(DOCS / "files.md", "files", file_table())
 
 
 def insert(path: Path, name: str, text: str) -> None:
@@ -202,6 +204,58 @@ def format_table() -> str:
     formats = dict.fromkeys(row["format"] for row in measured)
     lines = [[name, *(f"{sizes[name, game]:.2f}" for game in games)] for name in formats]
     return f"\n{table(['per frame', *games], lines)}\n{about(measured)}\n"
+
+
+GPU_BUFFERS = {"sb3": "SB3's", "none": "`none`", "delta": "`delta`", "delta, pinned": "`delta`, pinned"}
+
+
+def gpu_table() -> str:
+    """Medians of what was measured on a GPU, a column for each buffer, and trainings beside SB3's."""
+    measured = rows("gpu")
+    if not measured:
+        return ""
+    first = measured[0]
+    found = {(row["figure"], row["buffer"]): row for row in measured}
+    lines = []
+    for figure in dict.fromkeys(row["figure"] for row in measured):
+        cells = [found.get((figure, buffer)) for buffer in GPU_BUFFERS]
+        if "same weights" in figure or sum(cell is not None for cell in cells) == 0:
+            continue
+        shown = ["" if cell is None else f"{float(cell['p50']):.4g} {cell['unit']}" for cell in cells]
+        lines.append([figure, *shown])
+    same = [row["figure"].split(",")[0] for row in measured if "same weights" in row["figure"] and float(row["p50"])]
+    learnt = f"{' and '.join(same)} ended with the same weights as with SB3's buffer.\n" if same else ""
+    head = f"{int(first['n_transitions']):,} transitions of {first['game']}, four environments, 84x84x4:\n"
+    about = f"Measured {first['date']} on {first['device']}; {first['versions']}.\n"
+    return f"\n{head}\n{table(['median', *GPU_BUFFERS.values()], lines)}\n{learnt}\n{about}\n"
+
+
+def file_table() -> str:
+    """Saved buffers of several sizes, and SB3's pickle where there was one."""
+    measured = rows("files")
+    if not measured:
+        return ""
+    header, columns = [""], []
+    for row in measured:
+        header.append(f"{int(row['n_transitions']):,}")
+        new = f", {float(row['incremental_bytes']) / 1e6:.1f} MB written"
+        columns.append(
+            [
+                f"{float(row['bytes']) / 1e6:.1f} MB",
+                f"{float(row['save_s']):.3f} s",
+                f"{float(row['save_peak_bytes']) / 1e6:.1f} MB",
+                f"{float(row['incremental_s']):.3f} s{new}",
+                f"{float(row['load_s']):.3f} s",
+                f"{float(row['open_s']):.3f} s, {float(row['open_resident_bytes']) / 1e6:.1f} MB resident",
+            ]
+        )
+        if row["sb3_bytes"]:
+            header.append("SB3's pickle of them")
+            size, seconds = float(row["sb3_bytes"]) / 1e6, float(row["sb3_save_s"])
+            columns.append([f"{size:.1f} MB", f"{seconds:.3f} s", "", "all of it again", "", ""])
+    names = ["bytes", "save", "memory on top, while saving", "save again after 1000 new transitions", "load", "open"]
+    lines = [[name, *(column[place] for column in columns)] for place, name in enumerate(names)]
+    return f"\n{table(header, lines)}\n{about(measured)}\n"
 
 
 def other_table(measured: list[Row]) -> str:

@@ -245,6 +245,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="of torch; its own choice unless given")
     parser.add_argument("--ray", action="store_true", help="measure a local cluster as well")
     parser.add_argument("--only", nargs="+", help="these alone, such as CompressedStorage sampled 'Ray sample'")
+    parser.add_argument("--render", action="store_true", help="only write the pages anew")
     parser.add_argument("--child", nargs=4, metavar=("JOB", "GAME", "STEPS", "WHAT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -253,6 +254,9 @@ def main() -> None:
         torch.set_num_threads(options.threads or torch.get_num_threads())
         job, game, n_steps, what = options.child
         print(json.dumps(JOBS[job](game, int(n_steps), what)))
+        return
+    if options.render:
+        render(options.game)
         return
     n_steps = options.transitions // feed.N_ENVS
     feed.record(options.game, n_steps)
