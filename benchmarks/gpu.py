@@ -199,9 +199,9 @@ def train(name: str, report: Report) -> None:
             env = VecFrameStack(make_atari_env("PongNoFrameskip-v4", n_envs=4, seed=0), 4)
             model = (DQN if name == "DQN" else PPO)("CnnPolicy", env, **common, **buffer)
             start = time.perf_counter()
-            model.learn(5000)
-            torch.cuda.synchronize()
             # the first turn compiles and tunes
+            model.learn(5000 if turn else 1200)
+            torch.cuda.synchronize()
             if turn:
                 taken[kind].append(time.perf_counter() - start)
             weights[kind] = [parameter.detach().clone() for parameter in model.policy.parameters()]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -304,3 +308,33 @@ def test_indices_of_optimize_memory_usage_are_drawn_as_sb3_draws_them() -> None:
         batches.append(buffer.sample(16))
     assert th.equal(batches[0].observations, batches[1].observations)
     assert th.equal(batches[0].actions, batches[1].actions)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not th.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("method", ["none", "delta", "rle"])
+def test_what_was_saved_on_a_gpu_loads_where_there_is_none(method: str, tmp_path: Path) -> None:
+    ours, _ = replay_pair(IMAGE, compression_method=method, buffer_device="cuda")
+    for transition in transitions(IMAGE, 33):
+        ours.add(*transition)
+    set_random_seed(4)
+    batch = [part.cpu().numpy() for part in ours.sample(50)[:5]]
+    (tmp_path / "buffer.pkl").write_bytes(pickle.dumps(ours))
+    np.savez(tmp_path / "batch.npz", *batch)
+    code = """
+import pickle, sys, numpy as np, torch
+from stable_baselines3.common.utils import set_random_seed
+assert not torch.cuda.is_available()
+buffer = pickle.load(open(sys.argv[1] + "/buffer.pkl", "rb"))
+buffer.device = torch.device("cpu")  # as SB3 sets it when it loads a buffer
+set_random_seed(4)
+wanted = np.load(sys.argv[1] + "/batch.npz")
+for part, name in zip(buffer.sample(50)[:5], wanted.files, strict=True):
+    np.testing.assert_array_equal(part.numpy(), wanted[name])
+buffer.check()
+"""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -28,8 +28,9 @@ _MAX_CONTEXTS = 32  # a thread's; each is some 100 KiB
 # rows that are decompressed in one call, on threads that zstandard starts: worth it on more cores than two, which
 # Python's own threads keep busy
 _LEAST_BATCH = 16
-_N_THREADS = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
-_BATCHES = _N_THREADS > 2 and "multi_decompress_to_buffer" in zstandard.backend_features
+_N_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_N_THREADS = max(min(_N_CORES // 2, 4), 1)
+_BATCHES = _N_CORES > 2 and "multi_decompress_to_buffer" in zstandard.backend_features
 _ONE_BLOCK = 1 << 17
 _SAMPLE_FACTOR = 100  # sample bytes for each byte of dictionary, as zstd's documentation advises
 
@@ -136,8 +137,9 @@ class ZstdCodec(Codec):
         try:
             decompressor = _context(_decompressor, self)
             if self.has_threads(nbytes) and len(out) >= _LEAST_BATCH and _are_single_blocks(heap, starts, lengths):
-                for row in _decompress_together(decompressor, header, source, starts, lengths):
-                    target[end : end + nbytes] = row
+                rows = _decompress_together(decompressor, header, source, starts, lengths)
+                for place in range(len(out)):
+                    target[end : end + nbytes] = rows[place]
                     end += nbytes
                 return None
             decompress = decompressor.decompress
@@ -168,17 +170,15 @@ def _decompress_together(
     source: memoryview,
     starts: npt.NDArray[np.int64],
     lengths: npt.NDArray[np.int64],
-) -> Iterator[Any]:
+) -> Any:
     """The rows of many payloads, decompressed in one call that does not hold the interpreter's lock."""
-    parts: list[bytes | memoryview] = []
-    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-        parts += (header, source[start : start + length])
+    ends = (starts + lengths).tolist()
+    payloads = [source[start:end] for start, end in zip(starts.tolist(), ends, strict=True)]
     segments = np.empty((len(lengths), 2), np.uint64)
     segments[:, 1] = lengths + len(header)
     segments[:, 0] = np.cumsum(segments[:, 1]) - segments[:, 1]
-    frames = zstandard.BufferWithSegments(b"".join(parts), segments.tobytes())
-    rows = decompressor.multi_decompress_to_buffer(frames, threads=min(_N_THREADS, -(-len(lengths) // 8)))
-    return (rows[place] for place in range(len(lengths)))
+    frames = zstandard.BufferWithSegments(header.join([b"", *payloads]), segments.tobytes())
+    return decompressor.multi_decompress_to_buffer(frames, threads=min(_N_THREADS, -(-len(lengths) // 8)))
 
 
 def _header(nbytes: int) -> bytes:

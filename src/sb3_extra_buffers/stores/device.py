@@ -83,6 +83,8 @@ class DeviceFrameStore:
         self._whole = (layout.axis == "first" or layout.stack == 1) and layout.frame_bytes % 8 == 0
         self._report = self._make_report()
         self._notes = self._report.numpy()
+        # no kernel has said yet how many are unused
+        self._notes[:, 2] = self.tables.scene_refs.numel()
         self._wrapped = False
         self._staging = Staging(self.device)
         self._bound: Any = None

@@ -284,6 +284,8 @@ class _OnHost:
         self._n_cells, self._n_streams = of.n_cells, of.n_streams
         self._streams = np.arange(of.n_streams)
         self._staging = Staging(of.place.device)
+        # whole frames take so much room that two of them must do
+        self._frames = Staging(of.place.device, 2)
         self._mirror: HeapMirror | None = None
 
     def write(self, step: int, rows: Sequence[Array]) -> None:
@@ -313,15 +315,15 @@ class _OnHost:
         def make(n_frames: int, size: int) -> Array:
             # no more sizes than need be, so that memory is laid out once for each
             n_rows = -(-n_frames // 64) * 64
-            layout = self._staging.layout(((n_rows, size), np.dtype(np.uint8)), ((where,), np.dtype(np.int64)))
-            lent.append(self._staging.lend(layout))
+            layout = self._frames.layout(((n_rows, size), np.dtype(np.uint8)), ((where,), np.dtype(np.int64)))
+            lent.append(self._frames.lend(layout))
             return lent[0].arrays[0][:n_frames]
 
         where = cells.size * inner.layout.stack
         with self.store._lock:
             inverse = inner.read_distinct(cells, make)[1]
         lent[0].arrays[1][:] = inverse.ravel()
-        frames, order = self._staging.send(lent[0])
+        frames, order = self._frames.send(lent[0])
         return join_frames(frames[order].view(*cells.shape, inner.layout.stack, -1), inner.layout)
 
     def _read_runs(self, inner: PayloadStore, codec: RleCodec, cells: npt.NDArray[np.int64]) -> torch.Tensor:

@@ -32,7 +32,7 @@ class HeapMirror:
         """Copy what is new in ``heap``; return all of it. Nobody waits for the copies."""
         slots, mark = heap.written_since(self._mark), heap.mark
         if heap.data.size > self._bytes.numel():
-            longer = torch.empty(heap.data.size + heap.data.size // 2, dtype=torch.uint8, device=self._staging.device)
+            longer = torch.empty(heap.data.size + heap.data.size // 8, dtype=torch.uint8, device=self._staging.device)
             longer[: self._bytes.numel()] = self._bytes
             self._bytes = longer
         if slots is None:

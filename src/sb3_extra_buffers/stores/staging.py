@@ -64,10 +64,10 @@ class _Room:
 
 
 class Staging:
-    """Uploads arrays to ``device``. What it returns is fresh memory there, and safe to keep."""
+    """Uploads arrays to ``device``, as many as ``depth`` at once. What it returns is fresh memory there."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, depth: int = _DEPTH) -> None:
+        self.device, self.depth = device, depth
         self._rooms: list[_Room] = []
         self._turn = 0
         self._layouts: dict[Any, Layout] = {}
@@ -126,10 +126,10 @@ class Staging:
 
     def _next_room(self, nbytes: int) -> _Room:
         pinned = self.device.type == "cuda"
-        if len(self._rooms) < _DEPTH:
+        if len(self._rooms) < self.depth:
             self._rooms.append(_Room(max(nbytes, 1 << 14), pinned))
             return self._rooms[-1]
-        self._turn = (self._turn + 1) % _DEPTH
+        self._turn = (self._turn + 1) % self.depth
         room = self._rooms[self._turn]
         if pinned:
             room.copied.synchronize()  # over long ago, as a rule
@@ -138,13 +138,13 @@ class Staging:
         return room
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"device": str(self.device)}
+        return {"device": str(self.device), "depth": self.depth}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         device = torch.device(state["device"])
         if device.type == "cuda" and not torch.cuda.is_available():
             device = torch.device("cpu")
-        self.__init__(device)  # type: ignore[misc]  # pinned memory does not travel
+        self.__init__(device, state["depth"])  # type: ignore[misc]  # pinned memory does not travel
 
 
 def _aligned(nbytes: int) -> int:
