@@ -1,7 +1,8 @@
 """Measure methods on games, each in a fresh process, and append rows to ``benchmarks/data``.
 
 ``python -m benchmarks.run`` reproduces the memory table on MsPacman; ``--suite games`` measures the recommended
-methods on many games; ``--suite million`` one million transitions. ``--help`` has the rest.
+methods on many games; ``--suite million`` one million transitions; ``--suite plain`` what is left of the speed where
+no optional package is installed. ``--help`` has the rest.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import csv
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -21,7 +23,9 @@ from tqdm import tqdm
 
 from benchmarks import feed
 
+ROOT = Path(__file__).parents[1]
 DATA = Path(__file__).parent / "data"
+OPTIONAL = ("numba", "zstandard", "lz4", "isal")
 
 # every row of the documented table; lz4-block/16 there is outside the documented levels, 12 is the highest
 TABLE = [
@@ -109,10 +113,10 @@ def machine() -> str:
     return name
 
 
-def versions() -> str:
-    """Versions of what a figure depends on."""
+def versions(plain: bool = False) -> str:
+    """Versions of what a figure depends on; ``plain``: without what is hidden then."""
     parts = [f"Python {platform.python_version()}"]
-    for package in ("numpy", "numba", "torch", "stable-baselines3", "zstandard", "lz4", "isal"):
+    for package in ("numpy", "torch", "stable-baselines3", *(() if plain else OPTIONAL)):
         try:
             parts.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
@@ -120,10 +124,12 @@ def versions() -> str:
     return ", ".join(parts)
 
 
-def child(**request: Any) -> dict[str, Any]:
-    """Run one measurement in a fresh process."""
+def child(plain: bool = False, **request: Any) -> dict[str, Any]:
+    """Run one measurement in a fresh process; ``plain``: one that finds no optional package."""
     command = [sys.executable, "-m", "benchmarks.measure", json.dumps(request)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=Path(__file__).parents[1])
+    paths = [*([str(ROOT / "tests" / "no_extras")] if plain else []), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT, env=env)
     if done.returncode:
         raise SystemExit(f"measuring {request} failed with status {done.returncode}; its message is above")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -136,11 +142,11 @@ def split_method(method: str) -> tuple[str, dict[str, Any]]:
     return name, {"dictionary": 16384} if option else {}
 
 
-def measure(game: str, method: str, n_steps: int, million: bool) -> dict[str, Any]:
+def measure(game: str, method: str, n_steps: int, suite: str) -> dict[str, Any]:
     """One row."""
     name, options = split_method(method)
-    request = {"game": game, "n_steps": n_steps, "method": name, "options": options}
-    if million:
+    request = {"game": game, "n_steps": n_steps, "method": name, "options": options, "plain": suite == "plain"}
+    if suite == "million":
         return child(what="million", **request)
     return child(what="memory", **request) | child(what="speed", **request)
 
@@ -162,27 +168,31 @@ def append(path: Path, row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=["table", "games", "million"], default="table")
+    parser.add_argument("--suite", choices=["table", "games", "million", "plain"], default="table")
     parser.add_argument("--games", nargs="+", help="Atari names, vizdoom-rgb or vizdoom-labels")
     parser.add_argument("--methods", nargs="+", help="methods, such as auto zstd-5 zstd3+dictionary")
     parser.add_argument("--transitions", type=int, help="how many to store (40000; 1000000 for the million suite)")
     parser.add_argument("--output", type=Path, help="the CSV file to append to")
     options = parser.parse_args()
     million = options.suite == "million"
-    games = options.games or {"table": ["MsPacman"], "games": GAMES, "million": ["ms_pacman"]}[options.suite]
-    methods = options.methods or {
-        "table": ["sb3", *OURS, *TABLE], "games": ["auto", "delta3"], "million": ["auto"]
-    }[options.suite]  # fmt: skip
+    games = options.games or {"games": GAMES, "million": ["ms_pacman"]}.get(options.suite, ["MsPacman"])
+    methods = options.methods or {"table": ["sb3", *OURS, *TABLE], "games": ["auto", "delta3"]}.get(
+        options.suite, ["auto"]
+    )
     n_transitions = options.transitions or (1_000_000 if million else 40_000)
     n_steps = n_transitions // feed.N_ENVS
     output = options.output or DATA / f"{options.suite}.csv"
-    about = {"date": datetime.date.today().isoformat(), "machine": machine(), "versions": versions()}
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "versions": versions(options.suite == "plain"),
+    }
     cases = [(game, method) for game in games for method in methods]
     for game, method in (bar := tqdm(cases, file=sys.stderr)):
         bar.set_description(f"{game} {method}")
         if not million:
             feed.record(game, n_steps)
-        row = measure(game, method, n_steps, million)
+        row = measure(game, method, n_steps, options.suite)
         append(output, about | {"game": game, "method": method, "n_transitions": n_transitions} | row)
 
 
