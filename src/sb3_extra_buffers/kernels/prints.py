@@ -38,7 +38,7 @@ def prints_of(data: Bytes, pages: npt.NDArray[np.int64] | None = None) -> Words:
     if pages is not None:
         words = words[pages[pages < n_whole]]
     out: Words = np.empty((len(words) + last, 2), np.uint64)
-    _kernel()(words, _keys(), out)
+    _kernel()(words, _keys(), out[: len(words)])
     if last:
         rest = np.zeros(PAGE, np.uint8)
         rest[: data.size - n_whole * PAGE] = data[n_whole * PAGE :]
