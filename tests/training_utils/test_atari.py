@@ -165,26 +165,26 @@ class TestNative:
         assert not np.array_equal(runs[0], runs[2])
 
     def test_ends_of_games_are_reported_with_unclipped_scores(self) -> None:
-        env = make_env("MsPacmanNoFrameskip-v4", 2, native=True, seed=2)
+        env = make_env("MsPacmanNoFrameskip-v4", 1, native=True, seed=2)
+        plain = make_env("MsPacmanNoFrameskip-v4", 1, native=True, seed=2, wrapper_kwargs={"clip_reward": False})
         env.reset()
-        plain = make_env("MsPacmanNoFrameskip-v4", 2, native=True, seed=2, wrapper_kwargs={"clip_reward": False})
         plain.reset()
-        scores = np.zeros(2)
-        ended = 0
-        for (obs, rewards, dones, infos), (_, raw, _, _) in zip(play(env, 700), play(plain, 700), strict=True):
-            scores += raw
+        random = np.random.default_rng(0)
+        score, episode = 0.0, None
+        while episode is None:
+            actions = random.integers(0, env.action_space.n, 1)
+            obs, rewards, dones, (info,) = env.step(actions)
+            raw = plain.step(actions)[1]
+            score += raw[0]
             np.testing.assert_array_equal(rewards, np.sign(raw))
-            for e in range(2):
-                assert ("terminal_observation" in infos[e]) == dones[e]
-                if "episode" in infos[e]:
-                    ended += 1
-                    assert dones[e]
-                    assert infos[e]["episode"]["r"] == scores[e]
-                    assert infos[e]["episode"]["l"] > 4 * 50
-                    assert not infos[e]["TimeLimit.truncated"]
-                    assert (obs[e, :3] == 0).all()
-                    scores[e] = 0
-        assert ended >= 2
+            assert ("terminal_observation" in info) == dones[0]
+            episode = info.get("episode")
+
+        assert dones[0]
+        assert episode["r"] == score > 100
+        assert episode["l"] > 4 * 50
+        assert not info["TimeLimit.truncated"]
+        assert (obs[0, :3] == 0).all()
 
     def test_a_lost_life_ends_an_episode_but_not_the_game(self) -> None:
         env = make_env("MsPacmanNoFrameskip-v4", 1, native=True, seed=2)
@@ -255,10 +255,11 @@ class TestNative:
         with pytest.raises(EnvironmentOptionError, match=message):
             make_env("PongNoFrameskip-v4", 1, native=True, **options)
 
-    @pytest.mark.parametrize("actions", [[0], [0.5, 0.5], [0, 6], [-1, 0], [[0, 0]]])
-    def test_bad_actions_are_refused(self, actions: list[Any]) -> None:
+    def test_bad_actions_are_refused(self) -> None:
         env = make_env("PongNoFrameskip-v4", 2, native=True)
         env.reset()
 
-        with pytest.raises(EnvironmentOptionError, match="got"):
-            env.step(np.array(actions))
+        for actions in ([0], [0.5, 0.5], [0, 6], [-1, 0], [[0, 0]]):
+            with pytest.raises(EnvironmentOptionError, match="got"):
+                env.step(np.array(actions))
+        env.step(np.array([0, 5]))
