@@ -25,8 +25,8 @@ class NativeAtariVecEnv(VecEnv):
     Observations, rewards, ends of episodes on lost lives, ``info["episode"]`` of whole games with unclipped rewards,
     ``terminal_observation`` and ``TimeLimit.truncated`` are as there. What differs:
 
-    - Frames become grey before the larger of the last two is taken, not after, and are resized by ale-py: more than
-      99 % of pixels are equal (MsPacman, 150 steps), the others differ by up to a few dozen levels of grey.
+    - Frames become grey before the larger of the last two is taken, not after, and are resized by ale-py: nearly all
+      pixels are equal, the others differ by up to a few dozen levels of grey.
     - The number of no-ops at the start of a game comes from ale-py's own generator.
     - ``FIRE`` is pressed once for a frame when a game starts, and not after a lost life: the agent has to press it.
     - After a lost life the game goes on with the frame of the loss; SB3 does nothing for one step first.
