@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -64,12 +65,16 @@ def test_the_reference_names_everything_public() -> None:
         )
 
 
-def test_the_demo_trains_and_compares() -> None:
+@pytest.mark.filterwarnings("ignore")
+def test_the_demo_trains_and_compares(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ale_py")
     pytest.importorskip("cv2")
+    path = os.fspath(ROOT / "examples" / "demo.py")
+    monkeypatch.setattr(sys, "argv", [path, "--quick"])
 
-    said = run(os.fspath(ROOT / "examples" / "demo.py"), "--quick")
+    runpy.run_path(path, run_name="__main__")
 
+    said = capsys.readouterr().out
     assert re.search(r"CompressedReplayBuffer +[\d.]+ MB", said)
     assert re.search(r"SB3's ReplayBuffer +[\d.]+ MB", said)
     assert "both agents ended with the same weights" in said
