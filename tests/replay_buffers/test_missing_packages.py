@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-import subprocess
+import importlib
 import sys
+from collections.abc import Iterator
 
 import pytest
+
+import sb3_extra_buffers.replay_buffers as package
+from sb3_extra_buffers.errors import MissingExtraError
+
+
+@pytest.fixture
+def _imported_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The package as if nothing of it had been imported; afterwards as it was."""
+    before = dict(vars(package))
+    for name in [name for name in sys.modules if name.startswith(f"{package.__name__}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    yield
+    vars(package).update(before)
 
 
 @pytest.mark.parametrize(
@@ -18,19 +32,13 @@ import pytest
         ("ray", "ray", "ray"),
     ],
 )
-def test_the_missing_package_is_named(hidden: str, module: str, extra: str) -> None:
+@pytest.mark.usefixtures("_imported_anew")
+def test_the_missing_package_is_named(hidden: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if hidden == "ray":
         pytest.importorskip("torchrl")
-    code = f"""
-import sys
-sys.modules[{hidden!r}] = None
-import sb3_extra_buffers.replay_buffers
-from sb3_extra_buffers.errors import MissingExtraError
-try:
-    import sb3_extra_buffers.replay_buffers.{module}
-except MissingExtraError as error:
-    print(error)
-"""
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for name in [hidden, *(name for name in sys.modules if name.startswith(f"{hidden}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
 
-    assert f"pip install 'sb3-extra-buffers[{extra}]'" in said
+    with pytest.raises(MissingExtraError) as raised:
+        importlib.import_module(f"{package.__name__}.{module}")
+    assert f"pip install 'sb3-extra-buffers[{extra}]'" in str(raised.value)

@@ -21,7 +21,7 @@ pytest.importorskip("ray")
 
 import ray
 
-from sb3_extra_buffers.errors import FileFormatError, SpecMismatchError
+from sb3_extra_buffers.errors import DamagedFileError, FileFormatError, FileWriteError, SpecMismatchError
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
 from sb3_extra_buffers.replay_buffers.packing import pack, unpack
 from sb3_extra_buffers.replay_buffers.ray import CompressedRayReplayBuffer, CompressedReplayService
@@ -88,6 +88,42 @@ def test_a_long_journal_becomes_a_snapshot(tmp_path: Path, monkeypatch: pytest.M
         buffer.extend(pack(trajectory(120)[first : first + 10]))
     assert len(list(tmp_path.glob("snapshot-*"))) == 1
     assert_same(contents(service(tmp_path)), contents(buffer))
+
+
+def test_damage_in_the_middle_of_a_journal_is_named_and_a_cut_at_its_end_is_not(tmp_path: Path) -> None:
+    data = trajectory(30)
+    buffer = service(tmp_path)
+    for first in (0, 10, 20):
+        buffer.extend(pack(data[first : first + 10]))
+    [journal] = tmp_path.glob("journal-*")
+    whole = journal.read_bytes()
+
+    journal.write_bytes(whole[:-3])
+    assert len(service(tmp_path)) == 20
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 1
+    journal.write_bytes(damaged)
+    with pytest.raises(DamagedFileError, match=r"at byte \d+ .* cut the file"):
+        service(tmp_path)
+    assert journal.read_bytes() == damaged
+
+
+def test_a_full_disk_leaves_no_half_packet_behind(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    data = trajectory(30)
+    buffer = service(tmp_path)
+    buffer.extend(pack(data[:10]))
+    [journal] = tmp_path.glob("journal-*")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (journal.stat().st_size + 100, limits[1]))
+    try:
+        with pytest.raises(FileWriteError, match="not in the file"):
+            buffer.extend(pack(data[10:20]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    buffer.extend(pack(data[20:]))
+
+    assert_same(contents(service(tmp_path)), torch.cat([data[:10], data[20:]]))
 
 
 def test_a_folder_of_something_else_is_named(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def test_a_file_of_one_device_is_read_on_the_other(
 
 def test_memory_is_small_and_says_what_is_held(device: torch.device) -> None:
     buffer, _ = pair(device, 2000, n_envs=1)
-    buffer.extend(trajectory(100))
+    buffer.extend(trajectory(150))
     usage = buffer.storage.memory_usage()
     assert usage.codecs["observation"].startswith("delta")
     assert usage.dense > 2000 * 2 * STACK * SIDE * SIDE

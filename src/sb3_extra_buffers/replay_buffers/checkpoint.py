@@ -175,7 +175,7 @@ def _on_host(storage: CompressedStorage) -> list[Group]:
     return found
 
 
-def unpack_storage(storage: CompressedStorage, manifest: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+def unpack_storage(storage: CompressedStorage, manifest: Any, arrays: Mapping[str, Any]) -> None:
     """Let ``storage`` hold what was packed; on an error it still holds what it did."""
     if not isinstance(manifest, Mapping) or manifest.get("format") != FORMAT:
         raise FileFormatError(f"this is no saved CompressedStorage but {_what(manifest)}")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import multiprocessing as mp
-import os
 from collections.abc import Mapping, Sequence
-from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import numpy as np
@@ -16,21 +13,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 from sb3_extra_buffers.errors import (
     IndexOutOfRangeError,
     MissingExtraError,
-    SharingError,
     SpecMismatchError,
     UnknownFieldError,
 )
 from sb3_extra_buffers.replay_buffers.groups import Group, Pilot, join_keys
+from sb3_extra_buffers.replay_buffers.portable import PortableStorage
 from sb3_extra_buffers.replay_buffers.schema import ADDED, Key, Spec, check_items, name_of, names_of, specs_of
-from sb3_extra_buffers.replay_buffers.sharing import GroupServer, RemoteGroup
-from sb3_extra_buffers.replay_buffers.stored_tensor import Positions, StoredTensor, leaf_spec, to_numpy, wrap
+from sb3_extra_buffers.replay_buffers.stored_tensor import Positions, StoredTensor, leaf_spec, wrap
 from sb3_extra_buffers.stores import device_observation
 from sb3_extra_buffers.stores.choice import choose_unseen
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 try:
     from tensordict import TensorDict, is_tensor_collection, is_tensorclass
-    from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 except ImportError as error:
     raise MissingExtraError(
         "CompressedStorage needs 'torchrl' and 'tensordict': pip install 'sb3-extra-buffers[torchrl]'"
@@ -43,7 +38,7 @@ __all__ = ["CompressedStorage"]
 Keys = set[Any] | None
 
 
-class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no types
+class CompressedStorage(PortableStorage):
     """A storage for TensorDicts that holds images in about a hundredth of the memory, lossless.
 
     Takes the place of `LazyTensorStorage` and `LazyMemmapStorage` in any TorchRL buffer: same samples at the same
@@ -71,8 +66,6 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
     """
 
     _default_checkpointer = CompressedStorageCheckpointer
-    _storage: Any
-    device: Any
 
     def __init__(
         self,
@@ -92,16 +85,11 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
                 if ndim > 1
                 else f"n_envs must be at least 1, got {n_envs}"
             )
-        self._count = 0
-        # the length, where other processes have this storage too, and who answers them
-        self._shared_count: Any = None
-        self._server: GroupServer | None = None
         super().__init__(None, max_size, device=device, ndim=ndim)
         self.n_envs = n_envs
         self.compression_method = compression_method
         self.compression_kwargs = dict(compression_kwargs or {})
         self._requested_size = int(max_size)
-        self._owner = os.getpid()
         self._forget()
 
     def _forget(self) -> None:
@@ -130,19 +118,6 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
             compression_method=self.compression_method,
             compression_kwargs=self.compression_kwargs,
         )
-
-    # ---- what TensorStorage keeps in shared memory, although the data is not ----
-
-    @property
-    def _len(self) -> int:
-        return self._count if self._shared_count is None else int(self._shared_count.value)
-
-    @_len.setter
-    def _len(self, value: int) -> None:
-        if self._shared_count is None:
-            self._count = int(value)
-        else:
-            self._shared_count.value = int(value)
 
     # ---- the first item says what all others look like ----
 
@@ -259,11 +234,7 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Store ``data`` at ``cursor``: one item at an integer, else one for each position."""
-        if os.getpid() != self._owner:
-            raise SharingError(
-                "this CompressedStorage belongs to another process and what is written here would be lost; "
-                "let that process write, or hold the buffer in Ray (CompressedRayReplayBuffer)"
-            )
+        self._check_owner()
         if isinstance(data, list) and data and all(map(is_tensor_collection, data)):
             data = torch.stack(data)
         single = isinstance(cursor, (int, np.integer)) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
@@ -449,90 +420,6 @@ class CompressedStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships n
             f"{type(self).__name__}(len={self._len}, max_size={self.max_size}, ndim={self.ndim}, "
             f"keys=[{names_of(self.specs)}], {self.memory_usage()})"
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` of another storage of this size needs; tensors, numbers and text."""
-        from sb3_extra_buffers.replay_buffers.checkpoint import pack_storage
-
-        manifest, arrays = pack_storage(self)
-        tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
-        return {"manifest": manifest, "arrays": tensors, "initialized": self.initialized, "_len": self._len}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hold what the storage held whose `state_dict` this is, one of these or of TorchRL's own."""
-        from sb3_extra_buffers.replay_buffers.checkpoint import take_over, unpack_storage
-
-        if "_storage" in state_dict:
-            data, length = state_dict["_storage"], int(state_dict["_len"])
-            if not isinstance(data, torch.Tensor):
-                data = TensorDict().load_state_dict(data, strict=False)
-            take_over(self, data, length)
-        else:
-            arrays = {name: to_numpy(tensor) for name, tensor in state_dict["arrays"].items()}
-            unpack_storage(self, state_dict["manifest"], arrays)
-        self._bump_mutation_revision()
-
-    def share(self) -> None:
-        """Be ready for processes that are started from now on: this one answers them as long as it has the storage."""
-        if not self.initialized:
-            raise SharingError(
-                "a CompressedStorage cannot be shared between processes while it has not been initialized yet; "
-                "store an item first"
-            )
-        if self._shared_count is not None:
-            return
-        pilot, self._pilot = self._pilot, None
-        if pilot is not None and pilot.decide() > 1:
-            # streams do not change any more
-            self.groups = [group.rewrite(pilot.decide(), pilot.held) for group in self.groups]
-        for leaf in self._dense.values():
-            leaf.share_memory_()  # type: ignore[no-untyped-call]  # torch's own
-        self._renew()
-        self._server = GroupServer(self) if self.groups else None
-        self._shared_count = mp.Value("q", self._count)
-
-    def __getstate__(self) -> dict[str, Any]:
-        starting = get_spawning_popen() is not None
-        if starting:
-            self.share()
-        elif any(isinstance(group, RemoteGroup) for group in self.groups):
-            raise SharingError("only the process that holds a shared CompressedStorage can copy or save it")
-        state: dict[str, Any] = Storage.__getstate__(self)
-        # decoded if it were pickled as it is; rebuilt from the groups instead
-        state["_checked"] = None
-        state["_storage"] = None if self._storage is None else _blank(self._storage)
-        state["_server"] = None
-        state.pop("_attached_entities_list", None)
-        if starting and self._server is not None:
-            address = self._server.address
-            state["groups"] = [RemoteGroup(address, place, group) for place, group in enumerate(self.groups)]
-        elif not starting:
-            state["_count"], state["_shared_count"] = self._len, None
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Storage.__setstate__(self, state)
-        self._owner = os.getpid()
-        if self._storage is not None:
-            leaves = self._leaves()
-            if is_tensor_collection(self._storage):
-                shape = [self.lead[0], *self._storage.shape[1:]]
-                self._storage = self._storage.named_apply(
-                    lambda key, value: leaves[key], nested_keys=True, batch_size=shape
-                )
-            else:
-                self._renew()
-
-
-def _blank(storage: Any) -> Any:
-    """A stand-in of the same structure that weighs nothing."""
-
-    def empty(value: torch.Tensor) -> torch.Tensor:
-        return torch.empty((0, *value.shape[1:]), dtype=value.dtype)
-
-    if is_tensor_collection(storage):
-        return storage.apply(empty, batch_size=[0, *storage.shape[1:]])
-    return tree_map(empty, storage)
 
 
 def _as_indices(index: Any) -> np.ndarray[Any, Any] | None:

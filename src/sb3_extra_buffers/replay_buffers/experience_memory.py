@@ -49,7 +49,7 @@ class ReplayBuffer:
     """A fixed-size buffer of experience; the oldest makes room for the newest.
 
     What is sampled is moved to ``device``. On the CPU experience lies in memory-mapped files, on a GPU in its memory,
-    and with ``storage="compressed"`` in a `CompressedStorage`, images in about a hundredth of the memory.
+    and with ``storage="compressed"`` in a `CompressedStorage` there, images in about a hundredth of the memory.
 
     Args:
         device: Where sampled batches are put, usually to be trained on.
@@ -194,7 +194,9 @@ class ReplayBuffer:
 
     def _checked(self, indices: Indices) -> torch.Tensor:
         self._need_some()
-        index = torch.as_tensor(list(indices) if isinstance(indices, range) else indices).to(self.storing_device)
+        # a compressed storage finds rows from the host, wherever they lie
+        where = torch.device("cpu") if self.storage == "compressed" else self.storing_device
+        index = torch.as_tensor(list(indices) if isinstance(indices, range) else indices).to(where)
         if not index.numel():
             index = index.long()
         if index.dtype.is_floating_point or index.dtype.is_complex or index.dtype == torch.bool or index.ndim > 1:

@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from sb3_extra_buffers.errors import DamagedFileError, FileWriteError
+
 __all__ = ["Journal"]
 
 _RECORD = struct.Struct("<II")  # length and checksum of the packet that follows
@@ -22,7 +24,10 @@ class Journal:
         self._file: int | None = None
 
     def replay(self) -> Iterator[bytes]:
-        """Every whole packet; a last one that was cut short is dropped from the file."""
+        """Every whole packet; a last one that was cut short is dropped from the file.
+
+        One that is damaged with others behind it is an error: those were acknowledged.
+        """
         if not self.path.exists():
             return
         with self.path.open("r+b") as file:
@@ -36,6 +41,12 @@ class Journal:
                         at = file.tell()
                         yield packet
                         continue
+                    behind = self.path.stat().st_size - file.tell()
+                    if len(packet) == length and behind:
+                        raise DamagedFileError(
+                            f"{self.path}: the packet at byte {at} is not what was written, and {behind} bytes follow "
+                            f"it; to go on without them, keep a copy and cut the file to {at} bytes"
+                        )
                 # nobody was told that this one was written
                 file.truncate(at)
                 self.nbytes = at
@@ -47,10 +58,19 @@ class Journal:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
         record = memoryview(_RECORD.pack(len(packet), zlib.crc32(packet)) + packet)
-        while len(record):
-            record = record[os.write(self._file, record) :]
-        if self.sync:
-            os.fsync(self._file)
+        end = os.lseek(self._file, 0, os.SEEK_END)
+        try:
+            while len(record):
+                record = record[os.write(self._file, record) :]
+            if self.sync:
+                os.fsync(self._file)
+        except OSError as error:
+            # half a packet must not stand before the next
+            os.ftruncate(self._file, end)
+            raise FileWriteError(
+                f"{self.path} has {end} bytes and takes no {len(packet)} more: {error}. These items are in memory but "
+                "not in the file: send them again once there is room, or they are lost when the process ends"
+            ) from error
         self.nbytes += _RECORD.size + len(packet)
 
     def close(self) -> None:

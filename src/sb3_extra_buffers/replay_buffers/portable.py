@@ -1,0 +1,162 @@
+"""How a compressed storage leaves its process: states, pickles, and other processes that have it too."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+from multiprocessing.context import get_spawning_popen
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+
+from sb3_extra_buffers.errors import MissingExtraError, SharingError
+from sb3_extra_buffers.replay_buffers.sharing import GroupServer, RemoteGroup
+from sb3_extra_buffers.replay_buffers.stored_tensor import to_numpy
+
+try:
+    from tensordict import TensorDict, is_tensor_collection
+    from torchrl.data.replay_buffers.storages import Storage, TensorStorage
+except ImportError as error:
+    raise MissingExtraError(
+        "CompressedStorage needs 'torchrl' and 'tensordict': pip install 'sb3-extra-buffers[torchrl]'"
+    ) from error
+
+if TYPE_CHECKING:
+    from sb3_extra_buffers.replay_buffers.groups import Pilot
+
+__all__ = ["PortableStorage"]
+
+
+class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no types
+    """What a `CompressedStorage` does to be saved, copied and shared.
+
+    It belongs to the process that made it. Those that are started with it ask that one; a forked child reads what was
+    there and is refused to write.
+    """
+
+    _storage: Any
+    device: Any
+    groups: list[Any]
+    lead: tuple[int, ...]
+    _dense: dict[Any, torch.Tensor]
+    _pilot: Pilot | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._count = 0
+        # the length, where other processes have this storage too, and who answers them
+        self._shared_count: Any = None
+        self._server: GroupServer | None = None
+        self._owner = os.getpid()
+        super().__init__(*args, **kwargs)
+
+    def _leaves(self) -> dict[Any, torch.Tensor]:
+        raise NotImplementedError
+
+    def _renew(self) -> None:
+        raise NotImplementedError
+
+    def _check_owner(self) -> None:
+        if os.getpid() != self._owner:
+            raise SharingError(
+                "this CompressedStorage belongs to the process that was forked, and what is written here would be "
+                "lost; start processes with 'spawn', or hold the buffer in Ray (CompressedRayReplayBuffer)"
+            )
+
+    # TensorStorage keeps it in shared memory from the beginning, which takes a lock to read
+
+    @property
+    def _len(self) -> int:
+        return self._count if self._shared_count is None else int(self._shared_count.value)
+
+    @_len.setter
+    def _len(self, value: int) -> None:
+        if self._shared_count is None:
+            self._count = int(value)
+        else:
+            self._shared_count.value = int(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` of another storage of this size needs; tensors, numbers and text."""
+        from sb3_extra_buffers.replay_buffers.checkpoint import pack_storage
+
+        manifest, arrays = pack_storage(self)
+        tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+        return {"manifest": manifest, "arrays": tensors, "initialized": self.initialized, "_len": self._len}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Hold what the storage held whose `state_dict` this is, one of these or of TorchRL's own."""
+        from sb3_extra_buffers.replay_buffers.checkpoint import take_over, unpack_storage
+
+        if "_storage" in state_dict:
+            data, length = state_dict["_storage"], int(state_dict["_len"])
+            if not isinstance(data, torch.Tensor):
+                data = TensorDict().load_state_dict(data, strict=False)
+            take_over(self, data, length)
+        else:
+            arrays = {name: to_numpy(tensor) for name, tensor in state_dict.get("arrays", {}).items()}
+            unpack_storage(self, state_dict.get("manifest"), arrays)
+        self._bump_mutation_revision()
+
+    def share(self) -> None:
+        """Be ready for processes that are started from now on: this one answers them as long as it has the storage."""
+        if not self.initialized:
+            raise SharingError(
+                "a CompressedStorage cannot be shared between processes while it has not been initialized yet; "
+                "store an item first"
+            )
+        if self._shared_count is not None:
+            return
+        pilot, self._pilot = self._pilot, None
+        if pilot is not None and pilot.decide() > 1:
+            # streams do not change any more
+            self.groups = [group.rewrite(pilot.decide(), pilot.held) for group in self.groups]
+        for leaf in self._dense.values():
+            leaf.share_memory_()  # type: ignore[no-untyped-call]  # torch's own
+        self._renew()
+        self._server = GroupServer(self) if self.groups else None
+        self._shared_count = mp.Value("q", self._count)
+
+    def __getstate__(self) -> dict[str, Any]:
+        starting = get_spawning_popen() is not None
+        if starting:
+            self.share()
+        elif any(isinstance(group, RemoteGroup) for group in self.groups):
+            raise SharingError("only the process that holds a shared CompressedStorage can copy or save it")
+        state: dict[str, Any] = Storage.__getstate__(self)
+        # decoded if it were pickled as it is; rebuilt from the groups instead
+        state["_checked"] = None
+        state["_storage"] = None if self._storage is None else _blank(self._storage)
+        state["_server"] = None
+        state.pop("_attached_entities_list", None)
+        if starting and self._server is not None:
+            address = self._server.address
+            state["groups"] = [RemoteGroup(address, place, group) for place, group in enumerate(self.groups)]
+        elif not starting:
+            state["_count"], state["_shared_count"] = self._len, None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Storage.__setstate__(self, state)
+        self._owner = os.getpid()
+        if self._storage is not None:
+            leaves = self._leaves()
+            if is_tensor_collection(self._storage):
+                shape = [self.lead[0], *self._storage.shape[1:]]
+                self._storage = self._storage.named_apply(
+                    lambda key, value: leaves[key], nested_keys=True, batch_size=shape
+                )
+            else:
+                self._renew()
+
+
+def _blank(storage: Any) -> Any:
+    """A stand-in of the same structure that weighs nothing."""
+
+    def empty(value: torch.Tensor) -> torch.Tensor:
+        return torch.empty((0, *value.shape[1:]), dtype=value.dtype)
+
+    if is_tensor_collection(storage):
+        return storage.apply(empty, batch_size=[0, *storage.shape[1:]])
+    return tree_map(empty, storage)
