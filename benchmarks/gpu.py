@@ -1,7 +1,5 @@
 """Measure the GPU buffers on a recorded game: ``python -m benchmarks.gpu`` on a machine with a CUDA device.
 
-``--render`` writes what was measured into ``docs/gpu.md``.
-
 Each figure is the median of many repeats, after a warm-up, up to the moment when the device is done. SB3's buffer and a
 gather from a dense tensor run beside it. A batch that differs from SB3's ends the run.
 """
@@ -34,17 +32,20 @@ from sb3_extra_buffers.stores.device import DeviceFrameStore
 
 DATA = Path(__file__).parent / "data" / "gpu.csv"
 SPACE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
-FIELDS = ["date", "device", "versions", "game", "n_transitions", "buffer", "figure", "unit", "p20", "p50", "p80"]
-DOCS = Path(__file__).parents[1] / "docs" / "gpu.md"
-_BEGIN, _END = "<!-- gpu -->", "<!-- end of gpu -->"
-FIGURES = {
-    "sample(256)": "`sample(256)`",
-    "sample(32)": "`sample(32)`",
-    "decode kernels, 256": "decoding `obs` and `next_obs` of 256, kernels alone",
-    "dense gather, 256": "gathering the same from a dense tensor",
-    "add of 4 envs": "`add` of four environments",
-    "memory of none": "memory",
-}
+FIELDS = [
+    "date",
+    "time",
+    "device",
+    "versions",
+    "game",
+    "n_transitions",
+    "buffer",
+    "figure",
+    "unit",
+    "p20",
+    "p50",
+    "p80",
+]
 BUFFERS = {
     "delta": {"compression_method": "delta", "buffer_device": "cuda"},
     "delta, pinned": {"compression_method": "delta", "buffer_device": "pinned"},
@@ -90,12 +91,23 @@ def graph_us(run: Callable[[], Any], repeats: int = 50) -> list[float]:
 class Report:
     """Rows of the CSV file, printed as they come."""
 
-    def __init__(self, game: str, n_transitions: int) -> None:
+    def __init__(self, game: str, n_transitions: int, append: bool = False) -> None:
         versions = f"Python {platform.python_version()}, torch {torch.__version__}, triton {_version('triton')}, "
         versions += f"numpy {np.__version__}, stable-baselines3 {stable_baselines3.__version__}"
-        date = datetime.now(timezone.utc).date().isoformat()
-        self._same = [date, torch.cuda.get_device_name(), versions, game, n_transitions]
+        now = datetime.now(timezone.utc)
+        self._same = [
+            now.date().isoformat(),
+            f"{now:%H:%M}",
+            torch.cuda.get_device_name(),
+            versions,
+            game,
+            n_transitions,
+        ]
         self.rows: list[list[Any]] = []
+        self._earlier: list[list[str]] = []
+        if append:
+            with DATA.open(newline="") as file:
+                self._earlier = list(csv.reader(file))[1:]
 
     def add(self, buffer: str, figure: str, unit: str, values: list[float]) -> None:
         cuts = statistics.quantiles(values, n=10) if len(values) > 1 else values * 9
@@ -104,7 +116,7 @@ class Report:
 
     def write(self) -> None:
         with DATA.open("w", newline="") as file:
-            csv.writer(file).writerows([FIELDS, *self.rows])
+            csv.writer(file).writerows([FIELDS, *self._earlier, *self.rows])
 
 
 def _version(package: str) -> str:
@@ -212,54 +224,14 @@ def train(name: str, report: Report) -> None:
     report.add("delta", f"{name}, same weights", "yes is 1", [float(same)])
 
 
-def render() -> None:
-    """Write the table in ``docs/gpu.md`` from the CSV file; nothing is typed by hand."""
-    with DATA.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    found = {(row["buffer"], row["figure"]): row for row in rows}
-    kinds = ["sb3", *BUFFERS]
-
-    def cell(kind: str, figure: str) -> str:
-        row = found.get((kind, figure))
-        if row is None:
-            return ""
-        value = float(row["p50"])
-        return f"{value:.3g} %" if row["unit"] == "%" else f"{value:.3g} {row['unit']}" if value < 1e3 else _large(row)
-
-    lines = [["", "SB3", *(f"`{kind}`" for kind in BUFFERS)]]
-    for figure, title in FIGURES.items():
-        lines.append([title, *(cell(kind, figure) for kind in kinds)])
-    lines.insert(1, ["---"] * len(lines[0]))
-    about = rows[0]
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    text += f"\n\n{int(about['n_transitions']):,} transitions of {about['game']}, four environments, 84x84x4; "
-    text += f"{about['date']}, {about['device']}, {about['versions']}.\n"
-    for name in ("DQN", "PPO"):
-        ours, theirs = found.get(("delta", f"{name}, 5000 steps")), found.get(("sb3", f"{name}, 5000 steps"))
-        if ours is not None and theirs is not None:
-            ratio = float(ours["p50"]) / float(theirs["p50"])
-            same = float(found["delta", f"{name}, same weights"]["p50"]) == 1
-            text += f"{name} on Pong took {ratio:.2f} times as long as with SB3's buffer and ended with "
-            text += f"{'the same' if same else 'other'} weights.\n"
-    before, rest = DOCS.read_text().split(f"{_BEGIN}\n")
-    DOCS.write_text(f"{before}{_BEGIN}\n\n{text}\n{_END}\n{rest.split(f'{_END}{chr(10)}')[1]}")
-
-
-def _large(row: dict[str, str]) -> str:
-    return f"{float(row['p50']) / 1e3:.3g} ms"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--game", default="MsPacman")
     parser.add_argument("--steps", type=int, default=25_000, help="steps of each of the four environments")
     parser.add_argument("--only", choices=["buffers", "training"])
-    parser.add_argument("--render", action="store_true", help="write the committed figures into docs/gpu.md")
+    parser.add_argument("--append", action="store_true", help="keep what earlier runs measured")
     options = parser.parse_args()
-    if options.render:
-        render()
-        return
-    report = Report(options.game, options.steps * feed.N_ENVS)
+    report = Report(options.game, options.steps * feed.N_ENVS, options.append)
     if options.only != "training":
         measure(options.game, options.steps, report)
         report.write()

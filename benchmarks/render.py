@@ -206,28 +206,45 @@ def format_table() -> str:
     return f"\n{table(['per frame', *games], lines)}\n{about(measured)}\n"
 
 
-GPU_BUFFERS = {"sb3": "SB3's", "none": "`none`", "delta": "`delta`", "delta, pinned": "`delta`, pinned"}
+GPU_BUFFERS = {
+    "sb3": "SB3's",
+    "none": "`none`",
+    "delta": "`delta`",
+    "delta, pinned": "`delta`, pinned",
+    "rle": "`rle`",
+    "zstd": "`zstd`",
+}
 
 
 def gpu_table() -> str:
-    """Medians of what was measured on a GPU, a column for each buffer, and trainings beside SB3's."""
+    """Medians of what was measured on a GPU, a column for each buffer, and trainings beside SB3's; of every run."""
     measured = rows("gpu")
     if not measured:
         return ""
     first = measured[0]
-    found = {(row["figure"], row["buffer"]): row for row in measured}
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in measured:
+        found.setdefault((row["figure"], row["buffer"]), []).append(row)
     lines = []
     for figure in dict.fromkeys(row["figure"] for row in measured):
-        cells = [found.get((figure, buffer)) for buffer in GPU_BUFFERS]
-        if "same weights" in figure or sum(cell is not None for cell in cells) == 0:
-            continue
-        shown = ["" if cell is None else f"{float(cell['p50']):.4g} {cell['unit']}" for cell in cells]
-        lines.append([figure, *shown])
+        if "same weights" not in figure:
+            lines.append([figure, *(_medians(found.get((figure, buffer), [])) for buffer in GPU_BUFFERS)])
     same = [row["figure"].split(",")[0] for row in measured if "same weights" in row["figure"] and float(row["p50"])]
     learnt = f"{' and '.join(same)} ended with the same weights as with SB3's buffer.\n" if same else ""
     head = f"{int(first['n_transitions']):,} transitions of {first['game']}, four environments, 84x84x4:\n"
-    about = f"Measured {first['date']} on {first['device']}; {first['versions']}.\n"
+    times = {row["time"] for row in measured if row["unit"] == "us"}
+    runs = f", in {len(times)} runs on machines of their own" if len(times) > 1 else ""
+    about = f"Measured {first['date']} on {first['device']}{runs}; {first['versions']}.\n"
     return f"\n{head}\n{table(['median', *GPU_BUFFERS.values()], lines)}\n{learnt}\n{about}\n"
+
+
+def _medians(measured: list[Row]) -> str:
+    """The median of each run, in the order of the runs."""
+    if not measured:
+        return ""
+    values = [float(row["p50"]) for row in measured]
+    shown = [f"{value:.4g}" if value < 1e4 else f"{value:.0f}" for value in values]
+    return f"{', '.join(dict.fromkeys(shown))} {measured[0]['unit']}"
 
 
 def file_table() -> str:

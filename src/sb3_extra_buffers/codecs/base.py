@@ -92,7 +92,7 @@ class Codec(ABC):
             self.decode_into(payload, row.data)
 
     def has_threads(self, nbytes: int) -> bool:
-        """Whether `decode_heap` starts threads of its own for rows of ``nbytes``, so that few others are needed."""
+        """Whether `decode_heap` starts threads of its own for rows of ``nbytes``, so that nobody else has to."""
         return False
 
     def decode_heap(

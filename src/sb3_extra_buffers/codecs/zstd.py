@@ -29,7 +29,7 @@ _MAX_CONTEXTS = 32  # a thread's; each is some 100 KiB
 # Python's own threads keep busy
 _LEAST_BATCH = 16
 _N_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-_N_THREADS = max(min(_N_CORES // 2, 4), 1)
+_N_THREADS = min(_N_CORES, 12)
 _BATCHES = _N_CORES > 2 and "multi_decompress_to_buffer" in zstandard.backend_features
 _ONE_BLOCK = 1 << 17
 _SAMPLE_FACTOR = 100  # sample bytes for each byte of dictionary, as zstd's documentation advises

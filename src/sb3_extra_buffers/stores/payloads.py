@@ -186,10 +186,8 @@ class PayloadStore(FrameStore):
             part = slice(first, stop)
             codec.decode_heap(self.heap.data, starts[part], lengths[part], rows[part])
 
-        chunk = _CHUNK_BYTES // rows.shape[1]
-        if codec.has_threads(rows.shape[1]):
-            # a few, so that some prepare and copy while others decode
-            chunk = -(-len(segments) // 4)
+        # threads of ours beside a codec's own would only wait for each other
+        chunk = len(segments) if codec.has_threads(rows.shape[1]) else _CHUNK_BYTES // rows.shape[1]
         run_split(work, len(segments), max(chunk, 1))
 
 
