@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
@@ -25,14 +24,15 @@ HIDDEN = {
 }
 
 
-class FinderWithoutExtras(PathFinder):
-    """Says of an optional package what it would say were it not installed: nothing."""
-
-    @classmethod
-    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname.partition(".")[0] in HIDDEN:
-            return None
-        return super().find_spec(fullname, path, target)
+_find_spec = PathFinder.find_spec
 
 
-sys.meta_path[sys.meta_path.index(PathFinder)] = FinderWithoutExtras
+def find_spec(_: type, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    """Say of an optional package what would be said were it not installed: nothing."""
+    if fullname.partition(".")[0] in HIDDEN:
+        return None
+    return _find_spec(fullname, path, target)
+
+
+# in its place, and not before it: pytest asks this class too
+PathFinder.find_spec = classmethod(find_spec)  # type: ignore[assignment,method-assign]

@@ -29,8 +29,13 @@ def parameters(function: object) -> list[str]:
 
 def test_all_is_there() -> None:
     assert sorted(module.__all__) == list(module.__all__)
+    of_contrib = {name for name in module.__all__ if "Maskable" in name or "Recurrent" in name} | {"use_rollout_buffer"}
     for name in module.__all__:
-        assert getattr(module, name).__doc__, f"{name} says nothing of itself"
+        if name in of_contrib and importlib.util.find_spec("sb3_contrib") is None:
+            with pytest.raises(MissingExtraError, match=r"pip install 'sb3-extra-buffers\[contrib\]'"):
+                getattr(module, name)
+        else:
+            assert getattr(module, name).__doc__, f"{name} says nothing of itself"
 
 
 def test_signatures() -> None:
