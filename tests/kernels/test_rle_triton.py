@@ -1,12 +1,11 @@
-"""Run lengths decoded by the Triton kernel and by its reference give what the codec encoded."""
+"""Run lengths decoded by the Triton kernel and by its reference give what the codec encoded.
+
+`test_delta_triton` runs these with Triton's interpreter, too.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -29,19 +28,6 @@ SPECS = [
     ObsSpec((33, 5), np.dtype(np.float32)),
     ObsSpec((40,), np.dtype(np.float64)),
 ]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
-@pytest.mark.slow
-def test_the_kernel_interpreted() -> None:
-    """Triton decides whether to interpret when it is imported, so the tests below run in a process of their own."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__)), "-m", "not gpu"]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout
-    assert "passed" in done.stdout
 
 
 def payloads(spec: ObsSpec) -> tuple[RleCodec, list[bytes], npt.NDArray[np.uint8]]:

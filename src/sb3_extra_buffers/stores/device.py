@@ -445,7 +445,8 @@ class DeviceFrameStore:
         payload = tables.heap.numel() + tables.stage.numel()
         total = sum(table.numel() * table.element_size() for table in tables)
         dense = tables.slots.shape[0] * self.layout.spec.nbytes
-        return MemoryUsage(payload, total - payload - frames, frames, 0, dense)
+        last = 0 if self._last is None else self._last.nbytes
+        return MemoryUsage(payload, total - payload - frames, frames, last, dense)
 
     def check(self) -> None:
         """Raise if the tables disagree with each other or with the heap."""
