@@ -46,6 +46,7 @@ FIELDS = [
     "p50",
     "p80",
 ]
+ALGORITHMS = ("DQN", "PPO")
 BUFFERS = {
     "delta": {"compression_method": "delta", "buffer_device": "cuda"},
     "delta, pinned": {"compression_method": "delta", "buffer_device": "pinned"},
@@ -180,7 +181,7 @@ def measure(game: str, n_steps: int, report: Report) -> None:
         report.add(name, "memory of none", "%", [100 * buffer.memory_usage().total / dense_bytes])
 
 
-def train_all(report: Report) -> None:
+def train_all(report: Report, names: tuple[str, ...]) -> None:
     import ale_py
     import gymnasium
 
@@ -189,8 +190,9 @@ def train_all(report: Report) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
-    for name in ("DQN", "PPO"):
+    for name in names:
         train(name, report)
+        report.write()
 
 
 def train(name: str, report: Report) -> None:
@@ -228,16 +230,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--game", default="MsPacman")
     parser.add_argument("--steps", type=int, default=25_000, help="steps of each of the four environments")
-    parser.add_argument("--only", choices=["buffers", "training"])
+    parser.add_argument("--only", choices=["buffers", *ALGORITHMS])
     parser.add_argument("--append", action="store_true", help="keep what earlier runs measured")
     options = parser.parse_args()
     report = Report(options.game, options.steps * feed.N_ENVS, options.append)
-    if options.only != "training":
+    if options.only in (None, "buffers"):
         measure(options.game, options.steps, report)
         report.write()
-    if options.only != "buffers":
-        train_all(report)
-    report.write()
+    train_all(report, ALGORITHMS if options.only is None else tuple({options.only} & set(ALGORITHMS)))
 
 
 if __name__ == "__main__":
