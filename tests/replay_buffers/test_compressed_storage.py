@@ -119,6 +119,21 @@ def test_samples_of_two_leading_axes(sampler: str) -> None:
     assert_same(ours.storage[2:7, 1], theirs.storage[2:7, 1])
 
 
+@pytest.mark.parametrize("method", ["auto", "delta"])
+def test_what_is_written_through_two_axes_arrives(method: str) -> None:
+    ours, theirs = pair(90, ndim=2, compression_method=method)
+    data = torch.stack(list(steps(25, 3)), dim=1)
+    other: Any = torch.stack(list(steps(25, 3, seed=1)), dim=1)
+    for buffer in (ours, theirs):
+        buffer.extend(data.clone())
+        buffer[0, 3:5] = other[0, 3:5].set("index", torch.zeros(2, dtype=torch.int64))
+        buffer[:, 7:9] = other[:, 7:9].set("index", torch.zeros(3, 2, dtype=torch.int64))
+        buffer[:]["observation"][1, 12] = other["observation"][1, 12]
+    assert_same(ours[:].clone(), theirs[:].clone())
+    assert torch.equal(ours[2, 8]["observation"], other["observation"][2, 8])
+    assert torch.equal(ours[:]["observation"][1:].clone(), theirs[:]["observation"][1:])
+
+
 @needs_trees
 def test_priorities_are_updated_alike() -> None:
     buffers = [
@@ -183,6 +198,8 @@ def test_items_are_replaced_one_by_one_and_in_slices() -> None:
         buffer.set_at_("observation", other["observation"][5:7], torch.tensor([5, 6]))
         buffer.update_({"action": torch.arange(40)})
         buffer.set_(("next", "observation"), other["next", "observation"])
+        # several large leaves at once
+        buffer[:20].update_(other[20:].select("observation", ("next", "observation")))
 
     assert_same(ours[:].clone(), theirs[:].clone())
     ours.storage.check()
@@ -356,6 +373,14 @@ def test_data_unlike_the_first_is_refused_and_changes_nothing(what: str, batched
 
     assert (len(buffer), buffer.writer._cursor, buffer.write_count) == (20, cursor, written)
     assert_same(buffer[:].clone(), before)
+
+
+def test_scalars_may_be_compressed_too() -> None:
+    storage = CompressedStorage(30, compression_method="delta")
+    storage.set(range(20), TensorDict({"a": torch.arange(20), "b": torch.rand(20, 1)}, [20]))
+    assert int(storage.get(7)["a"]) == 7
+    assert storage.get(torch.tensor([3, 4]))["a"].tolist() == [3, 4]
+    assert storage[:]["a"].tolist() == list(range(20))
 
 
 @pytest.mark.parametrize("shape", [(), (40, 40)])

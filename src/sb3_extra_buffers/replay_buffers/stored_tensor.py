@@ -88,7 +88,7 @@ class Leaf:
         return self.as_tensor(rows, positions.shape)
 
     def as_tensor(self, rows: ByteRows, lead: tuple[int, ...]) -> torch.Tensor:
-        array = rows.view(self.store.spec.dtype).reshape(*lead, *self.shape)
+        array = rows.view(self.store.spec.dtype).reshape((*lead, *self.shape))
         return to_torch(array, self.dtype, self.device)
 
     def as_rows(self, tensor: torch.Tensor) -> ByteRows:
@@ -126,7 +126,7 @@ class GroupLeaf:
     def read(self, positions: Positions) -> torch.Tensor:
         """The tensors at ``positions``, of any shape, freshly decoded."""
         rows: torch.Tensor = self.group.read_sets([self.place], np.ascontiguousarray(positions).reshape(-1))[0]
-        return rows.reshape(*positions.shape, *self.shape)
+        return rows.reshape((*positions.shape, *self.shape))
 
     def as_rows(self, tensor: torch.Tensor) -> ByteRows:
         """``tensor`` of shape ``(*lead, *shape)`` as rows."""
@@ -151,22 +151,25 @@ def leaf_spec(shape: tuple[int, ...], dtype: torch.dtype) -> ObsSpec:
 class StoredTensor(torch.Tensor):
     """Looks like a tensor of shape ``(len(rows), *inner, *leaf.shape)``; holds none of its elements.
 
-    Slices of the first axis are further stored tensors; all else that is read is decoded into plain tensors. What is
-    written to it, also to a slice and in place, is written to the store.
+    Slices of the first axis are further stored tensors, and so is this one with its first two leading axes swapped,
+    as TorchRL's buffers show it; all else that is read is decoded into plain tensors. What is written to it, also to
+    a slice and in place, is written to the store.
     """
 
     leaf: Any  # a `Leaf` or a `GroupLeaf`
     rows: range
     inner_shape: tuple[int, ...]
+    swapped: bool
 
     @staticmethod
-    def __new__(cls, leaf: Any, rows: range, inner: tuple[int, ...] = ()) -> StoredTensor:
-        shape = (len(rows), *inner, *leaf.shape)
+    def __new__(cls, leaf: Any, rows: range, inner: tuple[int, ...] = (), swapped: bool = False) -> StoredTensor:
+        lead = (inner[0], len(rows), *inner[1:]) if swapped else (len(rows), *inner)
+        shape = (*lead, *leaf.shape)
         tensor: StoredTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=leaf.dtype, device=leaf.device)
-        tensor.leaf, tensor.rows, tensor.inner_shape = leaf, rows, inner
+        tensor.leaf, tensor.rows, tensor.inner_shape, tensor.swapped = leaf, rows, inner, swapped
         return tensor
 
-    def __init__(self, leaf: Any, rows: range, inner: tuple[int, ...] = ()) -> None:
+    def __init__(self, leaf: Any, rows: range, inner: tuple[int, ...] = (), swapped: bool = False) -> None:
         pass
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # takes what torch passes
@@ -185,14 +188,21 @@ class StoredTensor(torch.Tensor):
         """Positions of all rows, in the shape of the leading axes."""
         width = math.prod(self.inner_shape)
         steps = np.arange(self.rows.start, self.rows.stop, self.rows.step, dtype=np.int64)
-        return (steps[:, None] * width + np.arange(width)).reshape(len(self.rows), *self.inner_shape)
+        table = (steps[:, None] * width + np.arange(width)).reshape(len(self.rows), *self.inner_shape)
+        return table.swapaxes(0, 1) if self.swapped else table
+
+    def with_axes_swapped(self, one: int, other: int) -> StoredTensor | None:
+        """This with two axes in each other's place, or None if they are not the first two leading ones."""
+        if not self.inner_shape or {one % self.ndim, other % self.ndim} != {0, 1}:
+            return None
+        return StoredTensor(self.leaf, self.rows, self.inner_shape, not self.swapped)
 
     # ---- indices ----
 
     def read_at(self, index: Any) -> torch.Tensor:
         """``self[index]``."""
         parts = _parts(index)
-        if len(parts) == 1 and isinstance(parts[0], slice):
+        if len(parts) == 1 and isinstance(parts[0], slice) and not self.swapped:
             return StoredTensor(self.leaf, self.rows[parts[0]], self.inner_shape)
         positions = self._positions(parts)
         if positions is None:
@@ -223,7 +233,7 @@ class StoredTensor(torch.Tensor):
 
     def _positions(self, parts: tuple[Any, ...]) -> Positions | None:
         """Where the rows lie that ``parts`` select; None where they select parts of rows."""
-        lead = (len(self.rows), *self.inner_shape)
+        lead = tuple(self.shape[: 1 + len(self.inner_shape)])
         if not parts or (len(parts) == 1 and parts[0] is Ellipsis):
             return self._table()
         if any(part is None or part is Ellipsis or isinstance(part, bool) for part in parts):
@@ -249,6 +259,11 @@ class StoredTensor(torch.Tensor):
             return args[0].read_at(args[1])
         if func is torch.Tensor.__setitem__ and isinstance(args[0], StoredTensor):
             return args[0].write_at(args[1], args[2])
+        if func in (torch.Tensor.transpose, torch.transpose) and isinstance(args[0], StoredTensor):
+            axes = [*args[1:], *kwargs.values()]
+            swapped = args[0].with_axes_swapped(*axes) if all(isinstance(axis, int) for axis in axes) else None
+            if swapped is not None:
+                return swapped
         if func in _NEED_MEMORY:
             return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
@@ -260,7 +275,7 @@ class StoredTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
-            return StoredTensor(args[0].leaf, args[0].rows, args[0].inner_shape)
+            return StoredTensor(args[0].leaf, args[0].rows, args[0].inner_shape, args[0].swapped)
         decoded: dict[int, tuple[StoredTensor, torch.Tensor]] = {}
 
         def plain(value: Any) -> Any:
@@ -272,9 +287,13 @@ class StoredTensor(torch.Tensor):
 
         out = func(*tree_map(plain, args), **tree_map(plain, kwargs))
         for argument, value in zip(func._schema.arguments, args, strict=False):
-            if isinstance(value, StoredTensor) and argument.alias_info is not None and argument.alias_info.is_write:
-                value.overwrite(decoded[id(value)][1])
-                out = value if out is decoded[id(value)][1] else out
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            # one, or the many of an operation on lists
+            for written in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(written, StoredTensor):
+                    written.overwrite(decoded[id(written)][1])
+                    out = written if out is decoded[id(written)][1] else out
         return out
 
 
