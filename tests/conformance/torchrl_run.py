@@ -1,9 +1,10 @@
 """Run TorchRL's own tests of storages, buffers, samplers and writers with `CompressedStorage` in the place of theirs.
 
 ``python -m tests.conformance.torchrl_run CHECKOUT`` takes a checkout of pytorch/rl near the installed version and runs
-the files of its folder ``test/rb`` three times: as they are, with ours in the place of `LazyTensorStorage`,
-`LazyMemmapStorage` and `ListStorage`, and so that every leaf, however small, goes through a store. What fails as it is
-was written for another version, and is left out. Nothing of theirs is kept in this repository.
+the files of its folder ``test/rb`` four times: as they are, with ours in the place of `LazyTensorStorage`,
+`LazyMemmapStorage` and `ListStorage`, so that every leaf, however small, goes through a store, and so that it goes
+through those of GPUs. What fails as it is was written for another version, and is left out. Nothing of theirs is kept
+in this repository.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def compare(how: str, plain: dict[str, tuple[str, str]], ours: dict[str, tuple[s
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("--how", choices=["auto", "stored"], action="append", help="both by default")
+    parser.add_argument("--how", choices=["auto", "stored", "device"], action="append", help="all by default")
     parser.add_argument("--file", action="append", help=f"of {', '.join(FILES)}; all by default")
     parser.add_argument("--verbose", action="store_true", help="print what pytest did")
     arguments, more = parser.parse_known_args()
@@ -97,7 +98,7 @@ def main() -> int:
     counts = Counter(kind for kind, _ in plain.values())
     print(f"as they are: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped", flush=True)
     bad = False
-    for how in arguments.how or ["auto", "stored"]:
+    for how in arguments.how or ["auto", "stored", "device"]:
         ours, printed = run(arguments.checkout, how, files, more)
         summary, failed = compare(how, plain, ours)
         print(summary, flush=True)

@@ -1,7 +1,8 @@
 """Run pytest with `CompressedStorage` in the place of TorchRL's own storages.
 
 ``python -m tests.conformance.torchrl_swap HOW [pytest arguments]``, where HOW is ``plain`` (nothing swapped), ``auto``
-(as users have it) or ``stored`` (every leaf goes through a store, however small).
+(as users have it), ``stored`` (every leaf goes through a store, however small) or ``device`` (through the stores of
+GPUs, with the references of their kernels on the CPU).
 """
 
 from __future__ import annotations
@@ -24,10 +25,20 @@ def swap_in() -> None:
             setattr(module, stand_in.__name__, stand_in)
 
 
+def as_on_a_gpu() -> None:
+    """Let the CPU pass for a device that has stores of its own."""
+    from sb3_extra_buffers.stores import device_observation
+
+    for name, value in (("stays_on_host", lambda device: False), ("has_triton", lambda: True)):
+        setattr(device_observation, name, value)
+
+
 def main(how: str, *arguments: str) -> int:
     torchrl_extension.load()
     if how != "plain":
         swap_in()
+    if how == "device":
+        as_on_a_gpu()
     return int(pytest.main(list(arguments)))
 
 
