@@ -70,7 +70,7 @@ def test_samples_equal_those_of_a_tensor_storage_at_the_same_seed(
     ours, theirs = pair(device, 61, n_envs=given)
     for step, data in enumerate(steps(140 // n_envs, n_envs)):
         for buffer in (ours, theirs):
-            buffer.extend(data.clone())
+            buffer.extend(data.clone().to(device))
         if step > 16 and step % 9 == 0:
             same_samples(ours, theirs, seed=step)
     [group] = ours.storage.groups
@@ -85,7 +85,7 @@ def test_two_leading_axes(device: torch.device) -> None:
     for first in range(0, 40, 10):
         data = torch.stack(list(steps(first + 10, 3))[first:], dim=1)
         for buffer in (ours, theirs):
-            buffer.extend(data.clone())
+            buffer.extend(data.clone().to(device))
     same_samples(ours, theirs)
     assert ours.storage.groups[0].store.n_streams == 3
     assert_same(ours[:].clone(), theirs[:].clone())
@@ -96,8 +96,8 @@ def test_items_one_by_one_and_steps_in_parts(device: torch.device) -> None:
     ours, theirs = pair(device, 90, n_envs=3)
     for buffer in (ours, theirs):
         for first in range(0, 115, 5):
-            buffer.extend(data[first : first + 5].clone())
-        buffer.add(data[115].clone())
+            buffer.extend(data[first : first + 5].clone().to(device))
+        buffer.add(data[115].clone().to(device))
     same_samples(ours, theirs)
     assert is_on_device(ours.storage)
     # of the step under way alone
@@ -108,12 +108,12 @@ def test_items_replaced_out_of_turn(device: torch.device) -> None:
     data, other = trajectory(40), trajectory(40, seed=1)
     ours, theirs = pair(device, 40)
     for buffer in (ours, theirs):
-        buffer.extend(data.clone())
+        buffer.extend(data.clone().to(device))
         buffer[3] = other[3].to(device)
         buffer[10:14] = other[10:14].to(device)
         buffer[torch.tensor([30, 20])] = other[torch.tensor([30, 20])].to(device)
         buffer.set_at_("observation", other["observation"][5:7].to(device), torch.tensor([5, 6]))
-        buffer.extend(trajectory(13, seed=2))
+        buffer.extend(trajectory(13, seed=2).to(device))
         buffer.set_(("next", "observation"), other["next", "observation"].to(device))
     assert_same(ours[:].clone(), theirs[:].clone())
     ours.storage.check()
@@ -129,7 +129,7 @@ def test_much_out_of_turn_is_put_in_order(device: torch.device, monkeypatch: pyt
     ]
     for first in range(0, 60, 12):
         for buffer in buffers:
-            buffer.extend(trajectory(60)[first : first + 12].clone())
+            buffer.extend(trajectory(60)[first : first + 12].to(device).clone())
     assert_same(buffers[0][:].clone(), buffers[1][:].clone())
     [group] = buffers[0].storage.groups
     assert max(loose.count for loose in group._loose) <= 4
@@ -139,9 +139,9 @@ def test_much_out_of_turn_is_put_in_order(device: torch.device, monkeypatch: pyt
 def test_an_emptied_buffer_starts_again(device: torch.device) -> None:
     ours, theirs = pair(device, 50)
     for buffer in (ours, theirs):
-        buffer.extend(trajectory(40))
+        buffer.extend(trajectory(40).to(device))
         buffer.empty()
-        buffer.extend(trajectory(30, seed=3))
+        buffer.extend(trajectory(30, seed=3).to(device))
     same_samples(ours, theirs)
     ours.storage.check()
 
@@ -161,14 +161,14 @@ def test_files_and_copies(device: torch.device, tmp_path: Path, n_items: int) ->
     ours, theirs = pair(device, 90, n_envs=2)
     for data in steps(n_items // 2, 2):
         for buffer in (ours, theirs):
-            buffer.extend(data.clone())
+            buffer.extend(data.clone().to(device))
     ours.storage.dumps(tmp_path)
     again, _ = pair(device, 90)
     again.storage.loads(tmp_path)
     again.writer._cursor = ours.writer._cursor
     for buffer in (ours, again, theirs):
         for data in steps(8, 2, seed=5):
-            buffer.extend(data.clone())
+            buffer.extend(data.clone().to(device))
     assert_same(again[:].clone(), theirs[:].clone())
     # its turn went on where it was
     assert max(loose.count for loose in again.storage.groups[0]._loose) == 0
@@ -182,7 +182,7 @@ def test_a_file_of_one_device_is_read_on_the_other(
     ours, theirs = pair(device, 90, n_envs=2)
     for data in steps(70, 2):
         for buffer in (ours, theirs):
-            buffer.extend(data.clone())
+            buffer.extend(data.clone().to(device))
     ours.storage.dumps(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(device_observation, "stays_on_host", lambda device: True)
@@ -245,7 +245,7 @@ def test_a_real_game_stays_on_the_gpu() -> None:
             batch_size=[len(step.obs)],
         )
         for buffer in (ours, theirs):
-            buffer.extend(data.clone())
+            buffer.extend(data.clone().to("cuda"))
     same_samples(ours, theirs)
     assert is_on_device(ours.storage)
     usage = ours.storage.memory_usage()
