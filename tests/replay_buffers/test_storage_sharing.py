@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
 from typing import Any
 
 import numpy as np
@@ -101,6 +103,8 @@ def test_when_the_storage_is_gone_the_others_are_told() -> None:
     storage.share()
     assert storage._server is not None
     remote = RemoteGroup(storage._server.address, 0, storage.groups[0])
+    with pytest.raises(AuthenticationError):
+        Client(storage._server.address, authkey=b"somebody else's")
     first, following = remote.read(np.arange(10))
     assert torch.equal(first, data["observation"])
     assert torch.equal(following, data["next", "observation"])

@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
-from multiprocessing import current_process
+from multiprocessing import AuthenticationError, current_process
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -42,7 +42,7 @@ class GroupServer:
         while self._storage() is not None:
             try:
                 connection = self._listener.accept()
-            except (OSError, EOFError):
+            except (AuthenticationError, OSError, EOFError):
                 # somebody who does not know the key, or is gone already
                 continue
             threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
