@@ -292,10 +292,10 @@ class CompressedStorage(PortableStorage):
                 leaf[index if isinstance(index, slice) else index.to(leaf.device)] = value.reshape(
                     -1, *leaf.shape[1:]
                 ).to(leaf.device)
-        absent = self.specs.keys() & ({ADDED} - set(data.keys()))
+        left_out = ADDED in self.specs and ADDED not in self._dense and ADDED not in set(data.keys())
         batches = [
             [leaf.as_rows(data.get(key)) for key, leaf in zip(group.keys, group.leaves, strict=True)]
-            if not absent.intersection(group.keys)
+            if not (left_out and ADDED in group.keys)
             else None
             for group in self.groups
         ]

@@ -28,8 +28,10 @@ ADDED = "index"
 
 def items(data: Any) -> list[tuple[Key, torch.Tensor]]:
     """Keys and tensors of a TensorDict, nested ones included, or of a tree of tensors."""
-    if not is_tensor_collection(data):
-        return list(enumerate(tree_leaves(data)))
+    return _items_of(data) if is_tensor_collection(data) else list(enumerate(tree_leaves(data)))
+
+
+def _items_of(data: Any) -> list[tuple[Key, torch.Tensor]]:
     found = []
     try:
         pairs = list(data.items(include_nested=True))
@@ -58,7 +60,7 @@ def check_items(specs: Mapping[Key, Spec], structured: bool, data: Any, n_batch:
     if is_tensor_collection(data) != structured:
         expected = "a TensorDict" if structured else "no TensorDict"
         raise SpecMismatchError(f"got a {type(data).__name__}, but the first item was {expected}; nothing was stored")
-    found = dict(items(data))
+    found = dict(_items_of(data) if structured else items(data))
     missing, unknown = specs.keys() - found.keys() - {ADDED}, found.keys() - specs.keys() - {ADDED}
     if missing or unknown:
         parts = [f"{names_of(keys)} {what}" for keys, what in ((missing, "missing"), (unknown, "new")) if keys]
