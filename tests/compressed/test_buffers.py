@@ -308,6 +308,16 @@ def test_an_observation_without_its_environment_axis() -> None:
     assert_same_samples(ours, theirs)
 
 
+def test_time_limits_as_arrays_of_one() -> None:
+    """SB3's own tests pass them so."""
+    buffers = pair(SPACES["vector"], 10, 1)
+    for number, step in enumerate(play(SPACES["vector"], 1, 5)):
+        for buffer in buffers:
+            buffer.add(*step[:5], [{"TimeLimit.truncated": np.array([number % 2 == 0])}])
+    np.testing.assert_array_equal(buffers[0].timeouts, buffers[1].timeouts)
+    assert buffers[0].timeouts[:5].ravel().tolist() == [1, 0, 1, 0, 1]
+
+
 def test_infos_are_not_looked_at_without_time_limits() -> None:
     # CleanRL passes a dict
     ours, theirs = pair(SPACES["frames first"], 20, 2, handle_timeout_termination=False)

@@ -43,6 +43,7 @@ else:
 _TABLES = 1 / 3
 # what a stack of four and the next one take in such tables
 _CELL_BYTES = 32
+_BOOL = frozenset({bool, np.bool_})
 
 
 class ReplayMixin(CompressedStorage, _Base):
@@ -191,7 +192,7 @@ class ReplayMixin(CompressedStorage, _Base):
 
     def _fit_step(
         self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any
-    ) -> tuple[Any, Any, Array, Array, Array, list[bool] | None]:
+    ) -> tuple[Any, Any, Array, Array, Array, Any]:
         """What `add` was given, as it will be written, or an error; nothing is changed."""
         # what is as it should be is seen without a call
         leaves = self.observations
@@ -218,8 +219,10 @@ class ReplayMixin(CompressedStorage, _Base):
             self._check_budget(limit)
         return obs, next_obs, action, reward, done, truncated
 
-    def _fit_infos(self, infos: Any) -> list[bool]:
-        truncated = [info.get("TimeLimit.truncated", False) for info in infos]
+    def _fit_infos(self, infos: Any) -> Any:
+        truncated: Any = [info.get("TimeLimit.truncated", False) for info in infos]
+        if not _BOOL.issuperset(map(type, truncated)):
+            truncated = np.array(truncated, self.timeouts.dtype).ravel()  # some pass arrays of one
         if len(truncated) != self.n_envs and len(truncated) != 1:
             raise SpecMismatchError(f"{len(infos)} infos for {self.n_envs} environments; check n_envs")
         return truncated
