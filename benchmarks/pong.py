@@ -37,6 +37,8 @@ from sb3_extra_buffers.training_utils.eval_model import EvalResult, eval_model
 DATA = Path(__file__).parent / "data"
 DOCS = Path(__file__).parents[1] / "docs"
 GAME = "PongNoFrameskip-v4"
+# after the name of a buffer: training that went on from the model of an earlier run
+RESUMED = "-resumed"
 LOSSES = ("loss", "policy_gradient_loss", "value_loss", "entropy_loss", "approx_kl")
 # what both trainings must agree on, to the last bit
 SAME = ("timesteps", "episodes", "mean_reward", *LOSSES, "weights")
@@ -120,7 +122,7 @@ def make_model(buffer: str, env: Any, options: argparse.Namespace, n_steps: int)
         n_epochs=options.epochs,
         learning_rate=LinearSchedule(options.learning_rate, options.learning_rate / 10, 1.0),
         clip_range=LinearSchedule(options.clip_range, options.clip_range / 10, 1.0),
-        ent_coef=0.01,
+        ent_coef=options.entropy,
         vf_coef=0.5,
         gamma=0.99,
         gae_lambda=0.95,
@@ -137,6 +139,9 @@ def train(buffer: str, env: Any, options: argparse.Namespace) -> PPO:
     warm.learn(2 * 8 * options.n_envs, log_interval=None)  # type: ignore[arg-type]  # None is for no logs
     # from here on everything follows from the seed, the games included
     model = make_model(buffer, env, options, options.n_steps)
+    if options.resume:
+        model.policy.load_state_dict(PPO.load(options.resume, device=options.device).policy.state_dict())
+        buffer += RESUMED
     curve = Curve(options.output / f"pong_curve_{buffer}.csv", buffer, options.stop_at, options.seconds)
     model.learn(options.timesteps, callback=curve, log_interval=None)  # type: ignore[arg-type]
     last = curve.rows[-1]
@@ -153,7 +158,17 @@ def train(buffer: str, env: Any, options: argparse.Namespace) -> PPO:
         "mean_reward": last["mean_reward"],
         "rollout_bytes": curve.stored,
     }
-    settings = ("n_envs", "n_steps", "batch_size", "epochs", "learning_rate", "clip_range", "seed", "stop_at")
+    settings = (
+        "n_envs",
+        "n_steps",
+        "batch_size",
+        "epochs",
+        "learning_rate",
+        "clip_range",
+        "entropy",
+        "seed",
+        "stop_at",
+    )
     run |= {name: vars(options)[name] for name in settings} | {"schedule": options.timesteps}
     write(options.output / f"pong_run_{buffer}.csv", [run])
     size = f"a rollout of {curve.stored / 1e6:.2f} MB"
@@ -174,7 +189,7 @@ def evaluate(model: Any, env: Any, options: argparse.Namespace) -> None:
     Pong has no lives to lose and gives no more than a point, so the environments of the training will do.
     """
     found = []
-    for deterministic in (False, True):
+    for deterministic in (True,) if options.resume else (False, True):
         print("likeliest actions:" if deterministic else "actions drawn from the policy:")
         env.seed(options.seed + 10_000)
         result = eval_model(model, env, options.episodes, deterministic=deterministic, name="Final", progress_bar=False)
@@ -215,7 +230,8 @@ def differences(curves: list[dict[str, str]]) -> tuple[int, list[int]]:
     """How many iterations both trainings have, and which of them differ."""
     by_buffer: dict[str, list[tuple[str, ...]]] = {}
     for row in curves:
-        by_buffer.setdefault(row["buffer"], []).append(tuple(row[name] for name in SAME))
+        if not row["buffer"].endswith(RESUMED):
+            by_buffer.setdefault(row["buffer"], []).append(tuple(row[name] for name in SAME))
     if len(by_buffer) != 2:
         raise SystemExit(f"expected the curves of two buffers, found {', '.join(by_buffer) or 'none'}")
     pairs = list(zip(*by_buffer.values(), strict=False))
@@ -328,6 +344,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--clip-range", type=float, default=0.2)
+    parser.add_argument("--entropy", type=float, default=0.01, help="what entropy counts for in the loss")
+    parser.add_argument("--resume", type=Path, help="a model of an earlier run to start from, its optimiser anew")
     parser.add_argument("--timesteps", type=int, default=3_000_000, help="where the schedules end")
     parser.add_argument("--stop-at", type=float, default=20.3, help="mean reward of the last 100 games")
     parser.add_argument("--seconds", type=float, default=1e9, help="end a training that takes longer")
@@ -351,7 +369,7 @@ def main() -> None:
     curves = []
     for position, buffer in enumerate(options.buffers):
         model = train(buffer, env, options)
-        curves += read(options.output / f"pong_curve_{buffer}.csv")
+        curves += read(options.output / f"pong_curve_{buffer}{RESUMED if options.resume else ''}.csv")
         if position == 0 and options.episodes:
             save(model, options.output / "pong_model.zip")
             evaluate(model, env, options)
