@@ -28,7 +28,7 @@ _HEAVY = 0.06
 _PAYS = 0.75
 # seconds of decoding for which another thread pays, and what each one takes at a time
 _SPLIT_SECONDS = 450e-6
-_CHUNK_SECONDS = 200e-6
+_CHUNK_SECONDS = 300e-6
 
 
 class SegmentStore(FrameStore):
