@@ -60,13 +60,15 @@ def test_rows_come_back(kernel: str, device: str, spec: ObsSpec) -> None:
         starts[place] = len(heap)
         heap += encoded[place] + b"\xff" * place
     lengths = np.array([len(payload) for payload in encoded], np.int32)
-    args = [torch.from_numpy(np.array(array)).to(device) for array in (np.frombuffer(heap, np.uint8), starts, lengths)]
+    heap_, starts_, lengths_ = (
+        torch.from_numpy(np.array(array)).to(device) for array in (np.frombuffer(heap, np.uint8), starts, lengths)
+    )
     out = torch.full((6, spec.nbytes), 0xAA, dtype=torch.uint8, device=device)
     elem, run = np.dtype(codec.elem).itemsize, np.dtype(codec.run).itemsize
     if kernel == "triton":
         from sb3_extra_buffers.kernels.rle_triton import decode_rle
 
-        decode_rle(*args, out, elem, run)
+        decode_rle(heap_, starts_, lengths_, out, elem, run)
     else:
-        decode_rle_reference(*args, out, elem, run)
+        decode_rle_reference(heap_, starts_, lengths_, out, elem, run)
     np.testing.assert_array_equal(out.cpu().numpy(), rows)

@@ -28,7 +28,7 @@ def test_what_the_heap_holds_is_there(device: str, longest: int) -> None:
     for turn in range(300):
         # about oldest first, as replay buffers do; now and then anything goes
         first = int(random.integers(0, 200)) if turn % 17 == 0 else turn * 3 % 200
-        slots = list(dict.fromkeys((first + np.arange(random.integers(1, 6))) % 200))
+        slots = list(dict.fromkeys(((first + np.arange(random.integers(1, 6))) % 200).tolist()))
         heap.write(slots, [random.integers(0, 256, random.integers(1, longest)).astype(np.uint8) for _ in slots])
         if turn % 41 == 40:
             heap.free(list(range(0, 200, 2)))
