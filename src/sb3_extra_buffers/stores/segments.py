@@ -27,7 +27,7 @@ _LONG = 0.75
 _HEAVY = 0.06
 _PAYS = 0.75
 # seconds of decoding for which another thread pays, and what each one takes at a time
-_SPLIT_SECONDS = 450e-6
+_SPLIT_SECONDS = 1e-3
 _CHUNK_SECONDS = 300e-6
 
 
