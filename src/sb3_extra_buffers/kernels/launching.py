@@ -53,7 +53,11 @@ class Launcher:
             return
         run, function, metadata = compiled
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        run(*grid, stream, function, metadata, None, None, None, *first, *self._addresses, *last, *numbers)
+        try:
+            run(*grid, stream, function, metadata, None, None, None, *first, *self._addresses, *last, *numbers)
+        except TypeError:
+            # a version of Triton whose kernels are started in another way, which it knows itself
+            self._start_slowly((variant, odd), grid, before, after, numbers)
 
     def _start_slowly(
         self, key: Any, grid: tuple[int, int, int], before: Tensors, after: Tensors, numbers: tuple[Any, ...]
