@@ -40,11 +40,11 @@ _LOW_BITS = np.uint64(0x0101010101010101)
 _GATHER_BITS = np.uint64(0x0102040810204080)
 # for each byte: its bits widened to bytes, and the indices of its set bits
 _WIDENED = np.array([sum(0xFF << 8 * i for i in range(8) if mask >> i & 1) for mask in range(256)], np.uint64)
-# for each number of bytes below eight: a mask of them, a factor that repeats them in a word, the multiple that fills one
+_BITS = np.array([([i for i in range(8) if mask >> i & 1] + [0] * 8)[:8] for mask in range(256)], np.int32)
+# for each number of bytes below eight: a mask of them, a factor that repeats them in a word, a multiple that fills one
 _LOWEST = np.array([(1 << 8 * n) - 1 for n in range(8)], np.uint64)
 _REPEATED = np.array([0] + [sum(1 << 8 * i for i in range(0, 8, n)) for n in range(1, 8)], np.uint64)
 _BACK = np.array([0] + [-(-8 // n) * n for n in range(1, 8)], np.int64)
-_BITS = np.array([([i for i in range(8) if mask >> i & 1] + [0] * 8)[:8] for mask in range(256)], np.int32)
 
 
 @structref.register
