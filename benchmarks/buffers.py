@@ -7,7 +7,6 @@ reads), ``vector`` (17 floats), ``save`` (pickles), ``ppo`` and ``dqn`` (trainin
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import random
 import statistics
@@ -27,10 +26,9 @@ from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
 from tqdm import tqdm, trange
 
 from benchmarks import feed
-from benchmarks.run import DATA, machine, versions
+from benchmarks.run import DATA, machine, replace_rows, versions
 from sb3_extra_buffers.compressed import CompressedReplayBuffer, CompressedRolloutBuffer, init_jit
 
-COLUMNS = ["date", "machine", "versions", "case", "figure", "unit", "ours", "sb3"]
 IMAGES = spaces.Box(0, 255, (4, 84, 84), np.uint8)
 BATCHES = (32, 256)
 
@@ -232,16 +230,10 @@ def main() -> None:
     about = {"date": datetime.date.today().isoformat(), "machine": machine(), "versions": versions()}
     for case in options.cases:
         rows = []
-        if path.exists():
-            with path.open(newline="") as file:
-                rows = [row for row in csv.DictReader(file) if row["case"] != case]
         for figure, unit, ours, theirs in CASES[case]():
             print(f"{case}: {figure}: {ours:.4g} {unit}, SB3 {theirs:.4g} {unit}: {ours / theirs:.3f}x", flush=True)
             rows.append(about | {"case": case, "figure": figure, "unit": unit, "ours": ours, "sb3": theirs})
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        replace_rows(path, rows, ("case",))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ ours. Each part runs in a fresh process.
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import gc
 import itertools
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import feed
-from benchmarks.run import DATA, machine, versions
+from benchmarks.run import DATA, machine, replace_rows, versions
 
 GAME = "MsPacman"
 RECORDED = 25_000
@@ -199,22 +198,8 @@ def main() -> None:
         for part in ("ours", "opening") if options.no_sb3 else ("ours", "opening", "theirs"):
             print(f"measuring {part}", file=sys.stderr)
             row |= child(part, folder, options.transitions)
-    append(DATA / "files.csv", row)
+    replace_rows(DATA / "files.csv", [row], ("n_transitions",))
     print(json.dumps(row, indent=1))
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Add a row, replacing an older one of the same size."""
-    rows = []
-    if path.exists():
-        with path.open(newline="") as file:
-            rows = [old for old in csv.DictReader(file) if old["n_transitions"] != str(row["n_transitions"])]
-    rows.append(row)
-    columns = list(dict.fromkeys(name for each in rows for name in each))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

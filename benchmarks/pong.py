@@ -240,13 +240,13 @@ def differences(curves: list[dict[str, str]]) -> tuple[int, list[int]]:
 
 def collect(folders: list[Path]) -> None:
     """Bring what runs wrote to where it is rendered from."""
+    from benchmarks.run import replace_rows  # not needed where the runs are made
+
     for kind in ("curve", "run"):
         found = [path for folder in folders for path in sorted(folder.glob(f"pong_{kind}_*.csv"))]
         rows = [row for path in found for row in read(path)]
-        target = DATA / f"pong_{kind}s.csv"
-        kept = [row for row in read(target) if row["buffer"] not in {new["buffer"] for new in rows}]
         if rows:
-            write(target, kept + rows)
+            replace_rows(DATA / f"pong_{kind}s.csv", rows, ("buffer",))
     for folder in folders:
         for name, target in (("pong_eval.csv", DATA), ("pong.gif", DOCS / "images")):
             if (folder / name).exists():

@@ -151,19 +151,18 @@ def measure(game: str, method: str, n_steps: int, suite: str) -> dict[str, Any]:
     return child(what="memory", **request) | child(what="speed", **request)
 
 
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Add a row, replacing an older one of the same game, method and size."""
-    rows = []
+def replace_rows(path: Path, rows: list[dict[str, Any]], key: tuple[str, ...]) -> None:
+    """Write ``rows`` into the file, in the place of older ones that have the same ``key``."""
+    fresh = {tuple(str(row[name]) for name in key) for row in rows}
+    kept: list[dict[str, Any]] = []
     if path.exists():
         with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    key = ("game", "method", "n_transitions")
-    rows = [old for old in rows if tuple(old[k] for k in key) != tuple(str(row[k]) for k in key)]
-    rows.append({column: row.get(column, "") for column in COLUMNS})
+            kept = [old for old in csv.DictReader(file) if tuple(old[name] for name in key) not in fresh]
+    columns = list(dict.fromkeys(name for row in kept + rows for name in row))
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(kept + rows)
 
 
 def main() -> None:
@@ -193,7 +192,8 @@ def main() -> None:
         if not million:
             feed.record(game, n_steps)
         row = measure(game, method, n_steps, options.suite)
-        append(output, about | {"game": game, "method": method, "n_transitions": n_transitions} | row)
+        row |= about | {"game": game, "method": method, "n_transitions": n_transitions}
+        replace_rows(output, [{column: row.get(column, "") for column in COLUMNS}], ("game", "method", "n_transitions"))
 
 
 if __name__ == "__main__":

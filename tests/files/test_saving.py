@@ -49,6 +49,16 @@ from tests.files.filing import (
 every_buffer = pytest.mark.parametrize("name", BUFFERS)
 
 
+def assert_goes_on(name: str, feed: Feed, buffer: Any, loaded: Any) -> None:
+    """The loaded buffer goes on as the other does."""
+    if "rollout" in name:
+        buffer.reset()
+        loaded.reset()
+    for _ in range(26):
+        feed.add_to(buffer, loaded)
+    assert_same(buffer, loaded)
+
+
 @every_buffer
 @pytest.mark.parametrize("n_steps", [0, 15, 61])
 def test_a_loaded_buffer_is_the_buffer_that_was_saved(name: str, n_steps: int, tmp_path: Path) -> None:
@@ -64,13 +74,7 @@ def test_a_loaded_buffer_is_the_buffer_that_was_saved(name: str, n_steps: int, t
     finish(loaded)
     if n_steps > 10:
         assert_same(buffer, loaded)
-    # it goes on as the other does
-    if "rollout" in name:
-        buffer.reset()
-        loaded.reset()
-    for _ in range(26):
-        feed.add_to(buffer, loaded)
-    assert_same(buffer, loaded)
+    assert_goes_on(name, feed, buffer, loaded)
 
 
 @every_buffer
@@ -197,12 +201,7 @@ def test_what_was_saved_on_a_gpu_is_loaded_where_there_is_none(
     assert "cuda" in text
     assert loaded.device.type == "cpu"
     assert_same(buffer, loaded)
-    if "rollout" in name:
-        buffer.reset()
-        loaded.reset()
-    for _ in range(26):
-        feed.add_to(buffer, loaded)
-    assert_same(buffer, loaded)
+    assert_goes_on(name, feed, buffer, loaded)
 
 
 def test_gpu_buffers_and_rollouts_do_not_live_in_files(tmp_path: Path) -> None:
