@@ -46,9 +46,11 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.run
 	$(BIN)/python -m benchmarks.render
+	$(BIN)/python scripts/fit_heap_heuristic.py --write
 
 docs: $(READY)
 	$(BIN)/python -m benchmarks.render
+	$(BIN)/python scripts/fit_heap_heuristic.py --write
 	$(BIN)/python -m benchmarks.envs --render
 	$(BIN)/python -m benchmarks.doom_memory --render
 	$(BIN)/python -m benchmarks.torchrl --render

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 
@@ -32,12 +33,17 @@ def measured(path: Path) -> dict[str, dict[int, float]]:
     return found
 
 
-def fit(ratios: dict[int, float]) -> tuple[tuple[float, ...], float, float]:
-    """A polynomial of at most the second degree through the measured levels, and their bounds."""
-    levels, values = list(ratios), list(ratios.values())
-    degree = min(len(levels) - 1, 2)
+def fit(ratios: dict[int, float]) -> tuple[dict[int, float], tuple[float, ...]]:
+    """What was measured, and a polynomial of at most the second degree for the levels between.
+
+    Level 0 is a mode of its own (gzip's only stores), so it says nothing about the others.
+    """
+    measured = {level: round(ratios[level], 6) for level in sorted(ratios)}
+    fitted = {level: ratio for level, ratio in measured.items() if level} or measured
+    degree = min(len(fitted) - 1, 2)
+    levels, values = list(fitted), list(fitted.values())
     factors = np.polynomial.Polynomial.fit(levels, values, degree).convert().coef if degree else np.array(values)
-    return tuple(round(float(factor), 6) for factor in factors), round(min(values), 6), round(max(values), 6)
+    return measured, tuple(round(float(factor), 6) for factor in factors)
 
 
 def main() -> None:
@@ -45,14 +51,15 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=ROOT / "benchmarks" / "data" / "table.csv")
     parser.add_argument("--write", action="store_true", help="put the table into size_estimation.py")
     options = parser.parse_args()
-    lines = [f'    "{family}": {fit(ratios)},\n' for family, ratios in sorted(measured(options.csv).items())]
-    print("".join(lines), end="")
+    rows = [f'"{family}": {fit(ratios)},' for family, ratios in sorted(measured(options.csv).items())]
+    table = "".join(textwrap.fill(row, 110, initial_indent=" " * 4, subsequent_indent=" " * 8) + "\n" for row in rows)
+    print(table, end="")
     if options.write:
         target = Path(size_estimation.__file__)
         text = target.read_text()
         begin, end = "    # fitted: begin\n", "    # fitted: end\n"
         head, rest = text.split(begin)
-        target.write_text(head + begin + "".join(lines) + end + rest.split(end)[1])
+        target.write_text(head + begin + table + end + rest.split(end)[1])
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from sb3_extra_buffers.gpu_buffers import (
 from sb3_extra_buffers.gpu_buffers.compression import GpuCompressionMethod, GpuCompressionMethods
 from sb3_extra_buffers.gpu_buffers.metadata import arr_config_length
 from sb3_extra_buffers.gpu_buffers.raw_buffer import read_at, write_at
+from sb3_extra_buffers.gpu_buffers.size_estimation import save_ratio
 from sb3_extra_buffers.gpu_buffers.utils import (
     estimate_max_slot_bytes,
     estimate_total_heap_bytes,
@@ -217,3 +218,8 @@ def test_the_heuristic_is_what_its_script_fits() -> None:
     source = (ROOT / "src/sb3_extra_buffers/gpu_buffers/size_estimation.py").read_text()
     assert ran.stdout
     assert ran.stdout in source
+
+
+def test_levels_between_the_measured_ones_lie_between() -> None:
+    assert save_ratio("gzip0") > save_ratio("gzip1") > save_ratio("gzip3") >= save_ratio("gzip9")
+    assert save_ratio("zstd-100") > save_ratio("zstd-30") > save_ratio("zstd-10") > save_ratio("zstd4")

@@ -10,18 +10,21 @@ from sb3_extra_buffers.errors import CodecLevelError
 
 __all__ = ["BARE_LEVELS", "LEVELS", "RATIOS", "save_ratio"]
 
-# family: coefficients of a polynomial in the level, lowest first, and the smallest and largest ratio measured
-RATIOS: dict[str, tuple[tuple[float, ...], float, float]] = {
+# family: the ratio measured at each level, and a polynomial in the level, lowest power first, for the levels between
+# fmt: off
+RATIOS: dict[str, tuple[dict[int, float], tuple[float, ...]]] = {
     # fitted: begin
-    "delta": ((0.007873, -0.000613), 0.006034, 0.006647),
-    "gzip": ((0.050765,), 0.050765, 0.050765),
-    "igzip": ((0.04989,), 0.04989, 0.04989),
-    "lz4-block": ((0.05452,), 0.05452, 0.05452),
-    "lz4-frame": ((0.074195,), 0.074195, 0.074195),
-    "rle": ((0.239488,), 0.239488, 0.239488),
-    "zstd": ((0.048983, -0.002994, -1.5e-05), 0.042126, 0.201611),
+    "delta": ({1: 0.008895, 2: 0.006409, 3: 0.005803}, (0.013261, -0.005306, 0.00094)),
+    "gzip": ({0: 0.251366, 1: 0.050577, 3: 0.045902}, (0.052914, -0.002337)),
+    "igzip": ({0: 0.0588, 1: 0.049713, 3: 0.050693}, (0.049223, 0.00049)),
+    "lz4-block": ({1: 0.054351, 5: 0.051923, 9: 0.050976}, (0.055189, -0.000885, 4.6e-05)),
+    "lz4-frame": ({1: 0.074047, 5: 0.052435, 9: 0.051506}, (0.082682, -0.009281, 0.000646)),
+    "rle": ({0: 0.239252}, (0.239252,)),
+    "zstd": ({-100: 0.201443, -50: 0.175294, -20: 0.112934, -5: 0.065409, -3: 0.056935, -1: 0.048337, 1:
+        0.045017, 3: 0.041943, 5: 0.039547, 10: 0.037965}, (0.053862, -0.003098, -1.6e-05)),
     # fitted: end
 }
+# fmt: on
 
 # the documented levels; a bare zstd is level -3
 LEVELS: dict[str, tuple[range, ...]] = {
@@ -52,6 +55,9 @@ def save_ratio(compression_method: str, compresslevel: int | None = None) -> flo
     if family not in RATIOS:
         get_codec(family)  # an unknown name is an error; what was not measured counts in full
         return 1.0
-    coefficients, least, most = RATIOS[family]
-    ratio = sum(factor * float(level or 0) ** power for power, factor in enumerate(coefficients))
-    return float(min(max(ratio, least), most))
+    measured, coefficients = RATIOS[family]
+    level = level or 0
+    if level in measured:
+        return measured[level]
+    ratio = sum(factor * float(level) ** power for power, factor in enumerate(coefficients))
+    return float(min(max(ratio, min(measured.values())), max(measured.values())))
