@@ -28,7 +28,8 @@ from sb3_extra_buffers.kernels.intrinsics import (
 from sb3_extra_buffers.kernels.state import PACKED_LZ4, FrameState, scene_bytes
 
 # not parallel=True: numba's default thread layer aborts when two threads enter it at once
-# what others call is compiled into them: a cache entry of its own would outlive changes to what it calls
+# What others call is compiled into them: a cache entry of its own would outlive changes to what it calls. And what has
+# one has one signature, because two processes that cache two of them at once can end with one under the other's name.
 _INNER: dict[str, Any] = {"nogil": True}
 _OPTIONS: dict[str, Any] = {**_INNER, "cache": True}
 
@@ -169,7 +170,7 @@ def _encode_frame(
     return run
 
 
-@njit(**_OPTIONS)
+@njit(**_INNER)
 def _changed_bytes(difference: Any) -> int:
     """One bit for each byte of a word that is not zero."""
     difference |= difference >> np.uint64(4)
@@ -178,7 +179,7 @@ def _changed_bytes(difference: Any) -> int:
     return np.int64(((difference & _LOW_BITS) * _GATHER_BITS) >> np.uint64(56))
 
 
-@njit(**_OPTIONS)
+@njit(**_INNER)
 def _encode(
     target: Any, at: int, rows: Any, row_at: int, reference: Any, reference_at: int, size: int, scratch: Any
 ) -> int:
@@ -314,7 +315,7 @@ def pack_block(source: Any, size: int, target: Any, table: Any) -> int:
     return lz4_block.pack_block(source, size, target, table)
 
 
-@njit(**_OPTIONS)
+@njit(**_INNER)
 def _ones_between(source: Any, begin: int, end: int) -> int:
     total = np.uint64(0)
     while begin + 8 <= end:
@@ -325,7 +326,7 @@ def _ones_between(source: Any, begin: int, end: int) -> int:
     return np.int64(total)
 
 
-@njit(**_OPTIONS)
+@njit(**_INNER)
 def _widen(source: Any, begin: int, end: int, parents: Any, found: Any) -> int:
     """List the children that the masks between ``begin`` and ``end`` name; return how many."""
     count = 0
@@ -338,19 +339,19 @@ def _widen(source: Any, begin: int, end: int, parents: Any, found: Any) -> int:
     return count
 
 
-@njit(**_OPTIONS)
+@njit(**_INNER)
 def _entry(entries: Any, place: int) -> int:
     """``entries[place]`` of an int32 array that has a word's bytes to spare."""
     return np.int64(np.uint32(load_word(entries, 4 * place)))
 
 
-@njit(**_OPTIONS)
+@njit(**_INNER)
 def _widened(mask: Any) -> Any:
     """The bits of a byte widened to bytes."""
     return load_word(_WIDENED, np.int64(mask << np.uint64(3)))
 
 
-@njit(**_OPTIONS)
+@njit(**_INNER)
 def _apply(source: Any, at: int, end: int, row: Any, size: int, a: Any, b: Any, values: Any) -> bool:
     """Apply the difference ``source[at:end]`` to ``row``; False if it is damaged.
 

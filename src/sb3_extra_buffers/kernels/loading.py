@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -27,10 +29,22 @@ def has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
+def _forget_outdated(module: Any) -> None:
+    """Drop cached kernels that are older than any source compiled into them: numba looks at one file of them only."""
+    package = Path(module.__file__).parents[1]
+    sources = [*(package / "kernels").glob("*.py"), *(package / "codecs").glob("*.py")]
+    newest = max(source.stat().st_mtime for source in sources)
+    for index in Path(module.read_frames.stats.cache_path).glob("frames_numba.*.nbi"):
+        with suppress(OSError):
+            if index.stat().st_mtime <= newest:
+                index.unlink()
+
+
 @cache
 def _load(compiled: bool) -> FrameKernels:
     if compiled:
         module: Any = importlib.import_module("sb3_extra_buffers.kernels.frames_numba")
+        _forget_outdated(module)
     else:
         module = importlib.import_module("sb3_extra_buffers.kernels.frames")
     functions = {name: getattr(module, name) for name in FrameKernels._fields if name != "compiled"}
