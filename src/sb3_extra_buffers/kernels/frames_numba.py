@@ -12,16 +12,13 @@ from numba.extending import overload, register_jitable
 from sb3_extra_buffers.codecs.delta import BLOCK
 from sb3_extra_buffers.kernels import frames as plain
 from sb3_extra_buffers.kernels import lz4_block
+from sb3_extra_buffers.kernels.delta_numba import apply, encode
 from sb3_extra_buffers.kernels.intrinsics import (
     address_of,
     copy_bytes,
-    count_ones,
     equal_bytes,
-    gather_bytes,
-    list_children,
     load_byte,
     load_word,
-    spread_bytes,
     store_word,
     stream_bytes,
 )
@@ -33,15 +30,8 @@ from sb3_extra_buffers.kernels.state import PACKED_LZ4, FrameState, scene_bytes
 _INNER: dict[str, Any] = {"nogil": True}
 _OPTIONS: dict[str, Any] = {**_INNER, "cache": True}
 
-_LINE = 64
 # bytes of a batch from which on it is written past the caches
 _STREAMED = 8 << 20
-_U1 = np.uint64(1)
-_LOW_BITS = np.uint64(0x0101010101010101)
-_GATHER_BITS = np.uint64(0x0102040810204080)
-# for each byte: its bits widened to bytes, and the indices of its set bits
-_WIDENED = np.array([sum(0xFF << 8 * i for i in range(8) if mask >> i & 1) for mask in range(256)], np.uint64)
-_BITS = np.array([([i for i in range(8) if mask >> i & 1] + [0] * 8)[:8] for mask in range(256)], np.int32)
 # for each number of bytes below eight: a mask of them, a factor that repeats them in a word, a multiple that fills one
 _LOWEST = np.array([(1 << 8 * n) - 1 for n in range(8)], np.uint64)
 _REPEATED = np.array([0] + [sum(1 << 8 * i for i in range(0, 8, n)) for n in range(1, 8)], np.uint64)
@@ -161,92 +151,13 @@ def _encode_frame(
         scratch: Any,
     ) -> int:
         row_at = (stream * recent.shape[1] + place) * recent.shape[2]
-        length = _encode(target, at, recent, row_at, reference, reference_at, size, scratch)
+        length = encode(target, at, recent, row_at, reference, reference_at, size, scratch)
         if length >= size:
             copy_bytes(target, at, recent, row_at, size)
             return size
         return length
 
     return run
-
-
-@njit(**_INNER)
-def _changed_bytes(difference: Any) -> int:
-    """One bit for each byte of a word that is not zero."""
-    difference |= difference >> np.uint64(4)
-    difference |= difference >> np.uint64(2)
-    difference |= difference >> np.uint64(1)
-    return np.int64(((difference & _LOW_BITS) * _GATHER_BITS) >> np.uint64(56))
-
-
-@njit(**_INNER)
-def _encode(
-    target: Any, at: int, rows: Any, row_at: int, reference: Any, reference_at: int, size: int, scratch: Any
-) -> int:
-    """Write the difference at ``target[at:]``; 0 if there is none.
-
-    Rows are padded with zeros to whole lines. The four lower sections are gathered in ``scratch``
-    first, because each one's place depends on the length of those before it.
-    """
-    n_lines = (size + _LINE - 1) // _LINE
-    n_tops = (size + BLOCK - 1) // BLOCK
-    # rooms for the most that each section can hold
-    words = 0
-    lines = words + n_tops * (BLOCK // 8)
-    groups = lines + n_tops * (BLOCK // 64)
-    values = groups + n_tops * (BLOCK // 512)
-    n_words = n_lines_changed = n_groups = n_values = 0
-    group_mask = 0
-    for i in range(n_tops):
-        target[at + i] = 0
-    for line in range(n_lines):
-        begin = line * _LINE
-        different = np.uint64(0)
-        for i in range(8):
-            different |= load_word(rows, row_at + begin + 8 * i) ^ load_word(reference, reference_at + begin + 8 * i)
-        if different:
-            line_mask = 0
-            for i in range(8):
-                word = load_word(rows, row_at + begin + 8 * i)
-                x = word ^ load_word(reference, reference_at + begin + 8 * i)
-                if x:
-                    line_mask |= 1 << i
-                    mask = _changed_bytes(x)
-                    scratch[words + n_words] = mask
-                    n_words += 1
-                    store_word(scratch, values + n_values, gather_bytes(word, _widened(np.uint64(mask))))
-                    n_values += np.int64(count_ones(np.uint64(mask)))
-            scratch[lines + n_lines_changed] = line_mask
-            n_lines_changed += 1
-            group_mask |= 1 << (line & 7)
-        if group_mask and ((line & 7) == 7 or line == n_lines - 1):
-            scratch[groups + n_groups] = group_mask
-            n_groups += 1
-            group = line >> 3
-            target[at + (group >> 3)] |= 1 << (group & 7)
-            group_mask = 0
-    if n_values == 0:
-        return 0
-    end = at + n_tops
-    copy_bytes(target, end, scratch, groups, n_groups)
-    end += n_groups
-    copy_bytes(target, end, scratch, lines, n_lines_changed)
-    end += n_lines_changed
-    copy_bytes(target, end, scratch, words, n_words)
-    end += n_words
-    n_fresh = (n_values + 7) >> 3
-    fresh, end = end, end + n_fresh
-    before = ~np.uint64(scratch[values]) & np.uint64(255)  # anything but the first value
-    for i in range(n_fresh):
-        word = load_word(scratch, values + 8 * i)
-        mask = _changed_bytes(word ^ ((word << np.uint64(8)) | before))
-        before = word >> np.uint64(56)
-        if 8 * i + 8 > n_values:
-            mask &= (1 << (n_values - 8 * i)) - 1
-        target[fresh + i] = mask
-        store_word(target, end, gather_bytes(word, _widened(np.uint64(mask))))
-        end += np.int64(count_ones(np.uint64(mask)))
-    return end - at
 
 
 @overload(lz4_block.quad, jit_options=_INNER)
@@ -315,95 +226,6 @@ def pack_block(source: Any, size: int, target: Any, table: Any) -> int:
     return lz4_block.pack_block(source, size, target, table)
 
 
-@njit(**_INNER)
-def _ones_between(source: Any, begin: int, end: int) -> int:
-    total = np.uint64(0)
-    while begin + 8 <= end:
-        total += count_ones(load_word(source, begin))
-        begin += 8
-    if begin < end:
-        total += count_ones(load_word(source, begin) & ((_U1 << np.uint64(8 * (end - begin))) - _U1))
-    return np.int64(total)
-
-
-@njit(**_INNER)
-def _widen(source: Any, begin: int, end: int, parents: Any, found: Any) -> int:
-    """List the children that the masks between ``begin`` and ``end`` name; return how many."""
-    count = 0
-    for i in range(begin, end):
-        mask = np.int64(load_byte(source, i))
-        base = _entry(parents, i - begin) << 3
-        # all eight every time: cheaper than a branch that is hard to foresee
-        list_children(found, count, _BITS, mask, base)
-        count += np.int64(count_ones(np.uint64(mask)))
-    return count
-
-
-@njit(**_INNER)
-def _entry(entries: Any, place: int) -> int:
-    """``entries[place]`` of an int32 array that has a word's bytes to spare."""
-    return np.int64(np.uint32(load_word(entries, 4 * place)))
-
-
-@njit(**_INNER)
-def _widened(mask: Any) -> Any:
-    """The bits of a byte widened to bytes."""
-    return load_word(_WIDENED, np.int64(mask << np.uint64(3)))
-
-
-@njit(**_INNER)
-def _apply(source: Any, at: int, end: int, row: Any, size: int, a: Any, b: Any, values: Any) -> bool:
-    """Apply the difference ``source[at:end]`` to ``row``; False if it is damaged.
-
-    ``row`` has `padded` bytes, so no position a mask can name lies outside it.
-    """
-    n_tops = (size + BLOCK - 1) // BLOCK
-    groups = at + n_tops
-    if groups > end:
-        return False
-    for i in range(n_tops):
-        b[i] = i
-    count = _widen(source, at, groups, b, a)
-    lines = groups + count
-    if lines > end:
-        return False
-    count = _widen(source, groups, lines, a, b)
-    words = lines + count
-    if words > end:
-        return False
-    n_words = _widen(source, lines, words, b, a)
-    fresh = words + n_words
-    if fresh > end:
-        return False
-    n_values = _ones_between(source, words, fresh)
-    n_fresh = (n_values + 7) >> 3
-    value = fresh + n_fresh - 1
-    if value >= end or value + 1 + _ones_between(source, fresh, fresh + n_fresh) != end:
-        return False
-    for i in range(n_fresh):
-        # lay the fresh values where their bits are, then let each fill the places after it
-        mask = load_byte(source, fresh + i)
-        before = load_byte(source, value) * _LOW_BITS
-        if mask == 0:
-            store_word(values, 8 * i, before)
-            continue
-        filled = _widened(mask)
-        word = spread_bytes(load_word(source, value + 1), filled)
-        for shift in (np.uint64(8), np.uint64(16), np.uint64(32)):
-            word |= (word << shift) & ~filled
-            filled |= filled << shift
-        store_word(values, 8 * i, word | (before & ~filled))
-        value += np.int64(count_ones(mask))
-    done = 0
-    for i in range(n_words):
-        mask = load_byte(source, words + i)
-        places = _widened(mask)
-        to = _entry(a, i) << 3
-        store_word(row, to, (load_word(row, to) & ~places) | spread_bytes(load_word(values, done), places))
-        done += np.int64(count_ones(mask))
-    return True
-
-
 @njit(**_OPTIONS)
 def read_frames(
     state: Any, slots: Any, sets: Any, out: Any, size: int, per_segment: int, wide: bool, first: int, stop: int
@@ -411,7 +233,7 @@ def read_frames(
     """Decode rows ``first`` to ``stop``, each one's segments walked once from front to back."""
     n_tops = (size + BLOCK - 1) // BLOCK
     row = np.zeros(n_tops * BLOCK, np.uint8)
-    values = np.empty(n_tops * BLOCK + 8, np.uint8)
+    values = np.empty((n_tops + 1) * BLOCK, np.uint8)
     a = np.empty(n_tops * (BLOCK // 8) + 8, np.int32)
     b = np.empty(n_tops * (BLOCK // 64) + 8, np.int32)
     n_sets, n_rows = sets.shape
@@ -496,7 +318,7 @@ def read_frames(
                         return segment
                     if length == size:
                         copy_bytes(row, 0, body, at, size)
-                    elif length > 0 and not _apply(body, at, at + length, row, size, a, b, values):
+                    elif length > 0 and not apply(body, at, at + length, row, size, a, b, values):
                         return segment
                     at += length
                     position += 1

@@ -10,13 +10,17 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 _WORD = ir.IntType(64)
 
+# what numba compiles for, unless it is told of another processor
+_FEATURES = {} if config.CPU_NAME or config.CPU_FEATURES else llvm.get_host_cpu_features()
 # pdep and pext: one instruction on x86-64 since 2013; elsewhere a loop over the eight bytes
-_HAS_BMI2 = bool(llvm.get_host_cpu_features().get("bmi2", False))
+_HAS_BMI2 = bool(_FEATURES.get("bmi2", False))
+#: whether 64 bytes can be moved by a mask at once
+HAS_LINES = bool(_FEATURES.get("avx512vbmi2", False) and _FEATURES.get("avx512bw", False))
 
 
 def _pointer(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
@@ -203,3 +207,94 @@ def gather_bytes(typing_context: Any, word: Any, places: Any) -> Any:
         return result
 
     return types.uint64(types.uint64, types.uint64), generate
+
+
+# ---- lines of 64 bytes, where `HAS_LINES` says so ----
+
+_LINE = ir.VectorType(ir.IntType(8), 64)
+_MASK = ir.VectorType(ir.IntType(1), 64)
+
+
+def _line_at(builder: Any, place: Any) -> Any:
+    line = builder.load(builder.bitcast(place, _LINE.as_pointer()))
+    line.align = 1
+    return line
+
+
+def _put_line(builder: Any, line: Any, place: Any) -> None:
+    builder.store(line, builder.bitcast(place, _LINE.as_pointer())).align = 1
+
+
+def _expand(builder: Any, place: Any, mask: Any, rest: Any) -> Any:
+    """The bytes at ``place``, in order, where ``mask`` is set, and ``rest`` elsewhere; reads no more than it lays."""
+    kind = ir.FunctionType(_LINE, [ir.IntType(8).as_pointer(), _MASK, _LINE])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.expandload.v64i8")
+    return builder.call(function, [place, mask, rest])
+
+
+@intrinsic
+def unequal_line(typing_context: Any, a: Any, at: Any, b: Any, bt: Any) -> Any:
+    """One bit for each of 64 bytes in which two arrays differ."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        a, at, b, bt = args
+        first = _line_at(builder, _pointer(context, builder, signature.args[0], a, at))
+        second = _line_at(builder, _pointer(context, builder, signature.args[2], b, bt))
+        return builder.bitcast(builder.icmp_unsigned("!=", first, second), _WORD)
+
+    return types.uint64(a, types.int64, b, types.int64), generate
+
+
+@intrinsic
+def cut_line(typing_context: Any, target: Any, to: Any, source: Any, at: Any, mask: Any) -> Any:
+    """Move those of 64 bytes that ``mask`` names together; what lies after them in ``target`` is anything."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target, to, source, at, mask = args
+        line = _line_at(builder, _pointer(context, builder, signature.args[2], source, at))
+        kind = ir.FunctionType(_LINE, [_LINE, _LINE, _MASK])
+        compress = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.mask.compress.v64i8")
+        # in a register: storing by mask is slow on some processors
+        cut = builder.call(compress, [line, ir.Constant(_LINE, None), builder.bitcast(mask, _MASK)])
+        _put_line(builder, cut, _pointer(context, builder, signature.args[0], target, to))
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, source, types.int64, types.uint64), generate
+
+
+@intrinsic
+def fill_line(typing_context: Any, target: Any, to: Any, source: Any, at: Any, mask: Any, before: Any) -> Any:
+    """Lay bytes of ``source`` where ``mask`` is set, and repeat each until the next; ``before`` up to the first."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target, to, source, at, mask, before = args
+        place = _pointer(context, builder, signature.args[2], source, at)
+        none = ir.Constant(_LINE, None)
+        line = _expand(builder, place, builder.bitcast(mask, _MASK), none)
+        filled = mask
+        for shift in (1, 2, 4, 8, 16, 32):
+            lanes = ir.Constant(ir.VectorType(ir.IntType(32), 64), [max(i - shift, 0) for i in range(64)])
+            moved = builder.shuffle_vector(line, none, lanes)
+            line = builder.select(builder.bitcast(filled, _MASK), line, moved)
+            filled = builder.or_(filled, builder.shl(filled, _WORD(shift)))
+        first = builder.insert_element(none, builder.trunc(before, ir.IntType(8)), ir.IntType(32)(0))
+        repeated = builder.shuffle_vector(first, none, ir.Constant(ir.VectorType(ir.IntType(32), 64), [0] * 64))
+        line = builder.select(builder.bitcast(filled, _MASK), line, repeated)
+        _put_line(builder, line, _pointer(context, builder, signature.args[0], target, to))
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, source, types.int64, types.uint64, types.uint64), generate
+
+
+@intrinsic
+def merge_line(typing_context: Any, row: Any, to: Any, source: Any, at: Any, mask: Any) -> Any:
+    """Overwrite those of 64 bytes that ``mask`` names with the bytes of ``source``, in order."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        row, to, source, at, mask = args
+        place = _pointer(context, builder, signature.args[0], row, to)
+        values = _pointer(context, builder, signature.args[2], source, at)
+        _put_line(builder, _expand(builder, values, builder.bitcast(mask, _MASK), _line_at(builder, place)), place)
+        return context.get_dummy_value()
+
+    return types.void(row, types.int64, source, types.int64, types.uint64), generate
