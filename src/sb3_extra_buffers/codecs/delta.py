@@ -19,7 +19,7 @@ A difference as long as the row is the row itself; an empty one says that nothin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -98,15 +98,14 @@ class DeltaCodec(Codec):
 def encode_delta(row: Bytes, reference: Bytes) -> bytes:
     """Encode ``row`` as its difference to ``reference``, or as itself where that is no longer."""
     size = row.size
-    changed = row != reference
-    if not changed.any():
-        return b""
+    bits = changed = row != reference
     sections: list[Bytes] = []
-    bits = _pad(changed, padded(size))
     for _ in range(3):
         masks = np.packbits(bits, bitorder="little")
         bits = masks != 0
         sections.append(masks[bits])
+    if not sections[-1].size:
+        return b""
     values = row[changed]
     fresh = np.empty(values.size, bool)
     fresh[0] = True
@@ -157,11 +156,3 @@ def delta_positions(payload: Bytes, size: int) -> tuple[npt.NDArray[np.intp], By
 
 def _set_bits(masks: Bytes) -> npt.NDArray[np.intp]:
     return np.flatnonzero(np.unpackbits(masks, bitorder="little"))
-
-
-def _pad(values: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
-    if values.size == size:
-        return values
-    out = np.zeros(size, values.dtype)
-    out[: values.size] = values
-    return out

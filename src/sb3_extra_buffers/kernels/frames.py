@@ -135,7 +135,10 @@ def write_frames(
                     state.tallies[2] += 1
                 state.counts[segment] = position + 1
             places[j] = place
-            ids[j] = ZERO if place == ZERO else np.int64(state.recent_ids[stream, place])
+            if place == ZERO:
+                ids[j] = ZERO
+            else:
+                ids[j] = state.recent_ids[stream, place]
         cell = cells[row]
         # take the new references before the old ones go: a frame may be in both
         for j in range(stack):
@@ -342,7 +345,8 @@ def is_same(
 
 
 def is_zero(frames: npt.NDArray[np.uint8], row: int, j: int) -> bool:
-    return not frames[row, j].any()
+    # most frames show in their first bytes that they are not
+    return not frames[row, j, :64].any() and not frames[row, j].any()
 
 
 def put_frame(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.delta import padded, top_bytes
 from sb3_extra_buffers.kernels.state import Bytes, FrameState, Ints, scene_bytes
+
+_AT_ONCE = 2 << 20
+_ONES = np.array([mask.bit_count() for mask in range(256)], np.uint8)
 
 
 def read_frames(
@@ -21,6 +26,27 @@ def read_frames(
     stop: int,
 ) -> int:
     """Decode rows ``first`` to ``stop`` into ``out``; return -1, or a segment that is damaged."""
+    # as many rows at once as fit into the caches with all that is made on the way
+    n_rows = max(_AT_ONCE // (sets.shape[0] * slots.shape[1] * size), 1)
+    for begin in range(first, stop, n_rows):
+        damaged = _read_rows(state, slots, sets, out, size, per_segment, wide, begin, min(begin + n_rows, stop))
+        if damaged >= 0:
+            return damaged
+    return -1
+
+
+def _read_rows(
+    state: FrameState,
+    slots: npt.NDArray[np.int32],
+    sets: Ints,
+    out: Bytes,
+    size: int,
+    per_segment: int,
+    wide: bool,
+    first: int,
+    stop: int,
+) -> int:
+    """`read_frames` for few rows."""
     n_sets, n_rows = sets.shape
     flat = slots[sets[:, first:stop]].astype(np.int64).ravel() - 1
     numbers = np.arange(n_sets * n_rows * slots.shape[1]).reshape(n_sets, n_rows, slots.shape[1])
@@ -92,58 +118,88 @@ def _read_segments(
     step_of, segment_of = np.nonzero(lengths.T)
     at, length = offsets[segment_of, step_of], lengths[segment_of, step_of]
     sparse = np.flatnonzero(length < size)
-    positions_of, values, owner, damaged = _unpack(source, at[sparse], length[sparse], size)
+    words, damaged = _unpack(source, at[sparse], length[sparse], size)
     if damaged >= 0:
         return int(segment_of[sparse[damaged]])
     rows = np.zeros((len(starts), padded(size)), np.uint8)
     known = np.flatnonzero(scenes >= 0)
     whole_scenes = state.scene_rows.reshape(-1, scene_bytes(size))
     rows[known, :size] = whole_scenes[scenes[known], :size]
-    cuts = np.searchsorted(step_of[sparse][owner], np.arange(per_segment + 1))
-    flat_rows = rows.reshape(-1)
-    scatter = segment_of[sparse][owner] * rows.shape[1] + positions_of
+    row_words = rows.reshape(-1).view(np.uint64)
+    targets = segment_of[sparse][words.owners] * (rows.shape[1] // 8) + words.places
+    # where each step of the walk begins
+    cuts = np.searchsorted(step_of[sparse], np.arange(per_segment + 1))
+    word_cuts = np.searchsorted(words.owners, cuts)
+    value_cuts = np.append(0, np.cumsum(words.n_values))[cuts]
     whole = np.flatnonzero(length == size)
     for step in range(int(deepest.max()) + 1):
         for index in whole[step_of[whole] == step]:
             rows[segment_of[index], :size] = source[at[index] : at[index] + size]
-        here = slice(cuts[step], cuts[step + 1])
-        flat_rows[scatter[here]] = values[here]
+        here = slice(word_cuts[step], word_cuts[step + 1])
+        changed = row_words[targets[here]]
+        bytes_of = changed.view(np.uint8).reshape(-1, 8)
+        bytes_of[words.changes[here]] = words.values[value_cuts[step] : value_cuts[step + 1]]
+        row_words[targets[here]] = changed
         now = np.flatnonzero(positions == step)
         frames[places[now]] = rows[which[now], :size]
     return -1
 
 
-def _unpack(
-    source: Bytes, at: Ints, length: Ints, size: int
-) -> tuple[npt.NDArray[np.int64], Bytes, npt.NDArray[np.int64], int]:
-    """Positions, values and owners of all differences; the index of a damaged one, or -1."""
-    ends = at + length
-    limit = source.size - 1
-    owner = np.repeat(np.arange(at.size), top_bytes(size))
-    index = np.tile(np.arange(top_bytes(size)), at.size)
-    cursor = at
-    for _ in range(4):
-        count = np.bincount(owner, minlength=at.size)
-        if (cursor + count > ends).any():
-            empty = np.zeros(0, np.int64)
-            return empty, np.zeros(0, np.uint8), empty, int(np.argmax(cursor + count > ends))
-        rank = np.arange(owner.size) - np.repeat(np.cumsum(count) - count, count)
-        masks = source[np.minimum(cursor[owner] + rank, limit)]
-        bits = np.flatnonzero(np.unpackbits(masks, bitorder="little"))
-        parent = bits >> 3
-        cursor = cursor + count
-        owner, index = owner[parent], index[parent] * 8 + (bits & 7)
-    count = np.bincount(owner, minlength=at.size)
-    before = np.repeat(np.cumsum(count) - count, count)
-    rank = np.arange(owner.size) - before
-    flags = source[np.minimum(cursor[owner] + (rank >> 3), limit)] >> (rank & 7) & 1
-    total = np.cumsum(flags, dtype=np.int64)
-    base = np.concatenate([[0], total])[np.cumsum(count) - count]
-    n_fresh = np.concatenate([[0], total])[np.cumsum(count)] - base
-    cursor = cursor + (count + 7) // 8
-    wrong = cursor + n_fresh != ends
+class _Words(NamedTuple):
+    """What some differences change, word by word."""
+
+    owners: Ints  # [word]: the difference it belongs to, ascending
+    places: Ints  # [word]: its number in the row
+    changes: npt.NDArray[np.bool_]  # [word, 8]: which of its bytes change
+    values: Bytes  # the bytes that they change to
+    n_values: Ints  # [difference]: how many of them are its own
+
+
+def _unpack(source: Bytes, at: Ints, length: Ints, size: int) -> tuple[_Words, int]:
+    """What the differences at ``at`` change, and the index of one that is damaged, or -1."""
+    none = np.zeros(0, np.int64)
+    nothing = _Words(none, none, np.zeros((0, 8), np.bool_), np.zeros(0, np.uint8), none)
+    ends, cursor = at + length, at
+    counts = np.full(at.size, top_bytes(size))
+    owners = np.repeat(np.arange(at.size), counts)
+    places = np.tile(np.arange(top_bytes(size)), at.size)
+    for level in range(4):
+        if (cursor + counts > ends).any():
+            return nothing, int(np.argmax(cursor + counts > ends))
+        masks = _runs(source, cursor, counts)
+        cursor = cursor + counts
+        bits = np.unpackbits(masks, bitorder="little").view(np.bool_)
+        if level < 3:
+            found = np.flatnonzero(bits)
+            parents = found >> 3
+            owners, places = owners[parents], places[parents] * 8 + (found & 7)
+            counts = np.bincount(owners, minlength=at.size)
+    so_far = np.append(0, np.cumsum(_ONES[masks], dtype=np.int64))
+    n_values = np.diff(so_far[np.searchsorted(owners, np.arange(at.size + 1))])
+    # a bit for each value, those of a difference rounded up to bytes: is it another than the one before?
+    n_bytes = (n_values + 7) // 8
+    fresh = np.unpackbits(_runs(source, cursor, n_bytes), bitorder="little").view(np.bool_)
+    firsts = 8 * (np.cumsum(n_bytes) - n_bytes)
+    cursor = cursor + n_bytes
+    begins = np.flatnonzero(fresh)
+    n_fresh = np.diff(np.searchsorted(begins, np.append(firsts, fresh.size)))
+    wrong = (cursor + n_fresh != ends) | (n_values == 0)
+    wrong[~wrong] = ~fresh[firsts[~wrong]]
     if wrong.any():
-        empty = np.zeros(0, np.int64)
-        return empty, np.zeros(0, np.uint8), empty, int(np.argmax(wrong))
-    values = source[np.minimum(cursor[owner] + total - base[owner] - 1, limit)]
-    return index, values, owner, -1
+        return nothing, int(np.argmax(wrong))
+    values = np.repeat(_runs(source, cursor, n_fresh), np.diff(np.append(begins, fresh.size)))
+    values = np.delete(values, _spread(firsts + n_values, 8 * n_bytes - n_values))
+    return _Words(owners, places, bits.reshape(-1, 8), values, n_values), -1
+
+
+def _runs(source: Bytes, begins: Ints, counts: Ints) -> Bytes:
+    """``counts[i]`` bytes from ``begins[i]`` on, for all i, one after the other."""
+    places = _spread(begins, counts)
+    return source[np.minimum(places, source.size - 1, out=places)]
+
+
+def _spread(begins: Ints, counts: Ints) -> Ints:
+    """``begins[i]`` and the ``counts[i] - 1`` numbers after it, for all i, one after the other."""
+    numbers = np.arange(int(counts.sum()))
+    numbers += np.repeat(begins - (np.cumsum(counts) - counts), counts)
+    return numbers
