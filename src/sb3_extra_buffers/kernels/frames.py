@@ -32,6 +32,10 @@ __all__ = [
 ]
 
 
+#: packing a segment pays when no more than these tenths of it are left
+PAYING_TENTHS = 9
+
+
 def bind_state(state: FrameState) -> FrameState:
     """What the kernels take for ``state``."""
     return state
@@ -213,11 +217,9 @@ def seal_segment(state: FrameState, stream: int, per_segment: int, size: int, he
     put_bytes(state.heap, start, state.stage, begin, n_table)
     packed = 0
     if length > heavy * count:
-        # packing pays when no more than three quarters are left
         to = start + n_table
-        packed = pack_block(
-            state.stage[body:], length, state.heap[to : to + length * 3 // 4], np.empty(TABLE, np.int32)
-        )
+        most = length * PAYING_TENTHS // 10
+        packed = pack_block(state.stage[body:], length, state.heap[to : to + most], np.empty(TABLE, np.int32))
     if packed:
         state.heap[start] = PACKED_LZ4
         length = packed

@@ -51,6 +51,7 @@ def _load(compiled: bool) -> FrameKernels:
     return FrameKernels(compiled=compiled, **functions)
 
 
+@cache
 def frame_kernels(compiled: bool | None = None) -> FrameKernels:
     """Kernels of the frame store; ``None`` means compiled if numba is there."""
     return _load(has_numba() if compiled is None else compiled)

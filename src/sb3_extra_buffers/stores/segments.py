@@ -13,7 +13,7 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.delta import BLOCK, DeltaCodec
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError
-from sb3_extra_buffers.kernels.frames import is_full
+from sb3_extra_buffers.kernels.frames import PAYING_TENTHS, is_full
 from sb3_extra_buffers.kernels.lz4_block import OVERRUN, TABLE, unpack_block
 from sb3_extra_buffers.kernels.state import NONE, PACKED_LZ4, PACKED_ZSTD, FrameState, scene_bytes
 from sb3_extra_buffers.stores.arena import SLACK, lengthen
@@ -21,11 +21,10 @@ from sb3_extra_buffers.stores.frames import LATER, Cells, FrameStore
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.workers import run_split
 
-# a segment ends early when its differences would fill this much of a frame; it is heavy when they take more than
-# that part of a frame each; packing pays when no more than that is left
-_LONG = 0.75
+# a segment ends early when its differences would fill this many frames; it is heavy when they take more than
+# that part of a frame each
+_LONG = 1.5
 _HEAVY = 0.06
-_PAYS = 0.75
 # seconds of decoding for which another thread pays, and what each one takes at a time
 _SPLIT_SECONDS = 1e-3
 _CHUNK_SECONDS = 300e-6
@@ -56,8 +55,6 @@ class SegmentStore(FrameStore):
         super().__init__(layout, n_cells, n_streams, codec, heap_bytes, path, compiled, per_segment, room)
         self._pack_level = codec.pack_level
         self._follow_kernels()
-        # what is packed is unpacked as a whole anyway; else a segment ends when walking it gets long
-        self._most_bytes = per_segment * size if codec.pack_level else int(_LONG * size)
         self._unread: list[int] = []
         self._n_fresh = 0
         self._next_clean = 4096
@@ -70,6 +67,10 @@ class SegmentStore(FrameStore):
         # with that they leave sealing to us
         heavy = int(_HEAVY * self.layout.frame_bytes) if compiled else self.layout.frame_bytes
         self._heavy = -1 if self._pack_level else heavy
+        # what is packed by zstd is unpacked as a whole anyway; else a segment ends when walking it gets long, which for
+        # plain kernels is sooner
+        long = self.per_segment if self._pack_level else _LONG if compiled else _LONG / 2
+        self._most_bytes = int(long * self.layout.frame_bytes)
         # segments that the read kernel cannot unpack by itself, and how they are marked
         self._packed_flags = (PACKED_ZSTD,) if compiled else (PACKED_ZSTD, PACKED_LZ4)
         sealed = np.flatnonzero(self._state.lengths)
@@ -203,17 +204,17 @@ class SegmentStore(FrameStore):
 
     def _pack(self, body: npt.NDArray[np.uint8], count: int) -> tuple[int, npt.NDArray[np.uint8]]:
         """The differences of a segment, compressed together where that is wanted and pays, and which way."""
-        flags, packed = 0, body
+        flags, packed, tenths = 0, body, PAYING_TENTHS
         if self._pack_level:
             from sb3_extra_buffers.codecs.packing import pack  # needs zstandard, as nothing else here does
 
-            flags, packed = PACKED_ZSTD, np.frombuffer(pack(body, self._pack_level), np.uint8)
+            flags, packed, tenths = PACKED_ZSTD, np.frombuffer(pack(body, self._pack_level), np.uint8), 10
         elif body.size > self._heavy * count:
             target = np.empty(body.size, np.uint8)
             source = np.concatenate([body, np.zeros(SLACK, np.uint8)])
             length = self._kernels.pack_block(source, body.size, target, np.empty(TABLE, np.int32))
             flags, packed = PACKED_LZ4, target[: length or body.size]
-        return (flags, packed) if packed.size < _PAYS * body.size else (0, body)
+        return (flags, packed) if 10 * packed.size < tenths * body.size else (0, body)
 
     def _add_scene(self, stream: int, frame: npt.NDArray[np.uint8]) -> int:
         """Let ``stream`` start its segments from ``frame``; return the scene's number."""
