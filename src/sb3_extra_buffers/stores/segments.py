@@ -69,7 +69,7 @@ class SegmentStore(FrameStore):
         self._heavy = -1 if self._pack_level else heavy
         # what is packed by zstd is unpacked as a whole anyway; else a segment ends when walking it gets long, which for
         # plain kernels is sooner
-        long = self.per_segment if self._pack_level else _LONG if compiled else _LONG / 2
+        long = self.per_segment if self._pack_level else _LONG if compiled else _LONG / 3
         self._most_bytes = int(long * self.layout.frame_bytes)
         # segments that the read kernel cannot unpack by itself, and how they are marked
         self._packed_flags = (PACKED_ZSTD,) if compiled else (PACKED_ZSTD, PACKED_LZ4)
@@ -220,10 +220,10 @@ class SegmentStore(FrameStore):
         """Let ``stream`` start its segments from ``frame``; return the scene's number."""
         state = self._state
         size = scene_bytes(self.layout.frame_bytes)
-        unused = [scene for scene in np.flatnonzero(state.scene_refs == 0).tolist() if not self._scene_held(scene)]
-        if unused:
-            scene = unused[0]
-        else:
+        held = {*state.pool.tolist(), *state.scene_of.tolist()}
+        unused = (number for number in np.flatnonzero(state.scene_refs == 0).tolist() if number not in held)
+        scene: int = next(unused, NONE)
+        if scene == NONE:
             scene = len(state.scene_refs)
             n_scenes = scene + max(scene // 4, 4)
             self._replace(
@@ -240,9 +240,6 @@ class SegmentStore(FrameStore):
         state.pool[:] = np.roll(state.pool, 1)
         state.pool[0] = scene
         return scene
-
-    def _scene_held(self, scene: int) -> bool:
-        return bool((self._state.pool == scene).any() or (self._state.scene_of == scene).any())
 
     def _forget(self, segments: npt.NDArray[np.int64]) -> None:
         state = self._state
