@@ -16,6 +16,7 @@ from sb3_extra_buffers.kernels import frame_kernels
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.making import make_frame_store
+from sb3_extra_buffers.stores.segments import SegmentStore
 from tests.contracts.store import KERNELS, UNWRITTEN, Walk, method_params
 
 SIZES = [1, 7, 8, 63, 64, 65, 511, 512, 513, 4095, 4096, 4097, 7056, 70_000]
@@ -144,6 +145,8 @@ def test_compiled_and_plain_write_the_same_bytes(frame: tuple[int, ...], stack: 
     n_steps = 260 if frame[0] < 100 else 40
     rows = [light_rows(frame, stack, n_steps, seed) for seed in (1, 2)]
     fast, slow = (build("delta", frame, stack, compiled) for compiled in (True, False))
+    assert isinstance(fast, SegmentStore)
+    assert isinstance(slow, SegmentStore)
     slow._most_bytes = fast._most_bytes  # plain kernels end segments sooner, because they walk them more slowly
     for store in (fast, slow):
         write_all(store, rows)

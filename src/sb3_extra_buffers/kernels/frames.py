@@ -67,6 +67,7 @@ def write_frames(
     ids = np.empty(stack, np.int64)
     places = np.empty(stack, np.int64)
     room = state.stage.size // state.open_segments.size
+    last, recent_ids, refs = state.last, state.recent_ids, state.refs
     for row in range(first, n_rows):
         stream = streams[row]
         shift = 0
@@ -75,18 +76,20 @@ def write_frames(
             # the stack before, either unchanged (obs after next_obs) or moved by one (next_obs after obs)
             for attempt in range(2):
                 moved = j + ((shift + attempt) & 1)
-                if moved < stack and place == NONE:
-                    guess = state.last[stream, moved]
+                if moved < stack:
+                    guess = last[stream, moved]
                     if is_frame(state, frames, row, j, stream, guess):
                         place = guess
                         shift = moved - j
+                        break
             if place == NONE and is_frame(state, frames, row, j, stream, ZERO):
                 place = ZERO
             # a stack that moved on ends in a frame that is new, almost always: no need to look further
             if place == NONE and (shift == 0 or j + 1 < stack):
-                for guess in range(state.recent_ids.shape[1]):
-                    if place == NONE and is_frame(state, frames, row, j, stream, guess):
+                for guess in range(recent_ids.shape[1]):
+                    if is_frame(state, frames, row, j, stream, guess):
                         place = guess
+                        break
             if place == NONE:
                 segment = state.open_segments[stream]
                 if segment >= 0 and is_full(state, stream, per_segment, most_bytes):
@@ -108,13 +111,13 @@ def write_frames(
                         state.starts[segment] = -1 - stream * room
                         state.stage_ends[stream] = 2 + per_segment * (4 if wide else 2)
                 place = state.heads[stream]
-                before = (place - 1) % state.recent_ids.shape[1]
-                state.heads[stream] = (place + 1) % state.recent_ids.shape[1]
+                before = (place - 1) % recent_ids.shape[1]
+                state.heads[stream] = (place + 1) % recent_ids.shape[1]
                 put_frame(state.recent, stream, place, frames, row, j)
                 position = state.counts[segment]
                 frame_id = segment * per_segment + position
-                state.recent_ids[stream, place] = frame_id
-                state.refs[frame_id] = 0
+                recent_ids[stream, place] = frame_id
+                refs[frame_id] = 0
                 if delta:
                     at = stream * room
                     end = at + state.stage_ends[stream]
@@ -142,18 +145,19 @@ def write_frames(
             if place == ZERO:
                 ids[j] = ZERO
             else:
-                ids[j] = state.recent_ids[stream, place]
+                ids[j] = recent_ids[stream, place]
         cell = cells[row]
         # take the new references before the old ones go: a frame may be in both
         for j in range(stack):
-            if ids[j] >= 0:
-                if state.refs[ids[j]] == 0:
-                    state.live[ids[j] // per_segment] += 1
-                state.refs[ids[j]] += 1
+            held = ids[j]
+            if held >= 0:
+                if refs[held] == 0:
+                    state.live[held // per_segment] += 1
+                refs[held] += 1
         for j in range(stack):
             drop_frame(state, slots[cell, j] - 1, per_segment)
             slots[cell, j] = ids[j] + 1
-            state.last[stream, j] = places[j]
+            last[stream, j] = places[j]
     return n_rows
 
 
@@ -303,8 +307,9 @@ def encode_against(state: FrameState, stream: int, place: int, scene: int, end: 
 def set_length(stage: Bytes, table: int, position: int, length: int, wide: bool) -> None:
     """Write one entry of a segment's table of lengths, little-endian."""
     width = 4 if wide else 2
+    at = table + position * width
     for byte in range(width):
-        stage[table + position * width + byte] = (length >> (8 * byte)) & 255
+        stage[at + byte] = (length >> (8 * byte)) & 255
 
 
 def get_length(stage: Bytes, table: int, position: int, wide: bool) -> int:
