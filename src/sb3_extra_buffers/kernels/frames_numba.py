@@ -19,6 +19,7 @@ from sb3_extra_buffers.kernels.intrinsics import (
     equal_bytes,
     load_byte,
     load_word,
+    low_zeros,
     store_word,
     stream_bytes,
 )
@@ -172,6 +173,30 @@ def _quad(source: Any, at: Any) -> Any:
 def _byte(source: Any, at: Any) -> Any:
     def run(source: Any, at: Any) -> int:
         return np.int64(load_byte(source, at))
+
+    return run
+
+
+@overload(lz4_block.alike, jit_options=_INNER)
+def _alike(source: Any, a: Any, b: Any, stop: Any) -> Any:
+    def run(source: Any, a: Any, b: Any, stop: Any) -> int:
+        count = 0
+        while b + count + 8 <= stop:
+            difference = load_word(source, a + count) ^ load_word(source, b + count)
+            if difference:
+                return count + (low_zeros(difference) >> 3)
+            count += 8
+        while b + count < stop and load_byte(source, a + count) == load_byte(source, b + count):
+            count += 1
+        return count
+
+    return run
+
+
+@overload(lz4_block.copy, jit_options=_INNER)
+def _copy(target: Any, to: Any, source: Any, at: Any, count: Any) -> Any:
+    def run(target: Any, to: Any, source: Any, at: Any, count: Any) -> None:
+        copy_bytes(target, to, source, at, count)
 
     return run
 

@@ -153,6 +153,16 @@ def count_ones(typing_context: Any, word: Any) -> Any:
 
 
 @intrinsic
+def low_zeros(typing_context: Any, word: Any) -> Any:
+    """How many bits below the lowest one that is set; of a word that is not zero."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.IntType(1)(1))
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic
 def spread_bytes(typing_context: Any, packed: Any, places: Any) -> Any:
     """Lay the low bytes of ``packed``, in order, where ``places`` has bytes of 0xFF."""
 

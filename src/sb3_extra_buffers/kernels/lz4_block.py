@@ -57,9 +57,7 @@ def find_match(source: Bytes, start: int, size: int, table: npt.NDArray[np.int32
     found = int(table[slot_of(source, start)])
     if found < 0 or start - found > _FARTHEST or quad(source, found) != quad(source, start):
         return 0, 0
-    length = _MIN_MATCH
-    while start + length < size - _LAST_STOP and source[found + length] == source[start + length]:
-        length += 1
+    length = _MIN_MATCH + alike(source, found + _MIN_MATCH, start + _MIN_MATCH, size - _LAST_STOP)
     return (found, length) if length >= _WORTH else (0, 0)
 
 
@@ -78,8 +76,7 @@ def put_sequence(source: Bytes, start: int, n_literals: int, target: Bytes, end:
     end += 1
     if n_literals >= 15:
         end = put_length(target, end, n_literals - 15)
-    for i in range(n_literals):
-        target[end + i] = source[start + i]
+    copy(target, end, source, start, n_literals)
     end += n_literals
     if offset:
         target[end] = offset & 255
@@ -160,6 +157,18 @@ def byte(source: Bytes, at: int) -> int:
 def quad(source: Bytes, at: int) -> int:
     """Four bytes as a number."""
     return int.from_bytes(source[at : at + 4].tobytes(), "little")
+
+
+def alike(source: Bytes, a: int, b: int, stop: int) -> int:
+    """How many bytes from ``a`` on are the ones from ``b`` on, which end at ``stop``."""
+    count = 0
+    while b + count < stop and source[a + count] == source[b + count]:
+        count += 1
+    return count
+
+
+def copy(target: Bytes, to: int, source: Bytes, at: int, count: int) -> None:
+    target[to : to + count] = source[at : at + count]
 
 
 def copy_ahead(target: Bytes, to: int, source: Bytes, at: int, count: int) -> None:
