@@ -158,6 +158,12 @@ def main() -> None:
         "observations. Times are multiples of SB3's `ReplayBuffer` in the same process, calls interleaved: adding and "
         "filling against `optimize_memory_usage=True`, sampling against SB3's default. Below 1 is faster than SB3.\n",
     ]
+    fills = [float(row["sb3_fill_s"]) for name in ("table", "games") for row in rows(name) if row["sb3_fill_s"]]
+    if fills:
+        parts.append(
+            f"SB3 took {min(fills):.1f} to {max(fills):.1f} s to fill, depending on what the system asked for memory that "
+            "is touched for the first time: of the ratios, those for filling vary most.\n"
+        )
     measured = rows("table")
     if measured:
         plot(measured, DOCS / "memory_speed.png")
