@@ -161,8 +161,8 @@ def main() -> None:
     fills = [float(row["sb3_fill_s"]) for name in ("table", "games") for row in rows(name) if row["sb3_fill_s"]]
     if fills:
         parts.append(
-            f"SB3 took {min(fills):.1f} to {max(fills):.1f} s to fill, depending on what the system asked for memory that "
-            "is touched for the first time: of the ratios, those for filling vary most.\n"
+            f"SB3 took {min(fills):.1f} to {max(fills):.1f} s to fill, depending on what the system asked for memory "
+            "that is touched for the first time: of the ratios, those for filling vary most.\n"
         )
     measured = rows("table")
     if measured:
