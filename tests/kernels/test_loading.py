@@ -7,10 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import sb3_extra_buffers
+from sb3_extra_buffers.compressed import CompressedArray
+from sb3_extra_buffers.kernels import frame_kernels
 
 PACK = """
 import numpy as np
@@ -39,3 +43,26 @@ def test_a_change_of_an_imported_source_compiles_anew(tmp_path: Path) -> None:
     os.utime(package / "kernels" / "lz4_block.py")
     assert pack(tmp_path) == "compiled"
     assert pack(tmp_path) == "kept"
+
+
+def test_arrays_of_every_kind_run_the_same_kernels() -> None:
+    pytest.importorskip("numba")
+    kernels: Any = frame_kernels()
+    known = [0, 0]
+    rng = np.random.default_rng(0)
+    steps = rng.integers(0, 255, (40, 3, 8, 9)).astype(np.uint8)
+    frozen = steps.copy()
+    frozen.flags.writeable = False
+    shifted = np.frombuffer(bytearray(steps.size + 1), np.uint8, offset=1).reshape(steps.shape)
+    shifted[...] = steps
+    for number, source in enumerate([steps, frozen, shifted, np.asfortranarray(steps), steps[:, ::-1][:, ::-1]]):
+        array = CompressedArray((40, 3), (8, 9), np.uint8, compression_method="delta")
+        other = array.sibling()
+        for step in range(39):
+            array.write_with(other, step, source[step], source[step + 1])
+        array[39] = source[39]
+        array[[3, 4], [0, 1]] = source[[3, 4], [0, 1]]
+        np.testing.assert_array_equal(array[...], steps)
+        compiled = [len(kernel.signatures) for kernel in (kernels.write_step, kernels.write_frames)]
+        assert number == 0 or compiled == known
+        known = compiled

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.delta import encode_delta
-from sb3_extra_buffers.kernels.lz4_block import TABLE, pack_block
+from sb3_extra_buffers.kernels.lz4_block import TABLE, copy_run, pack_block
 from sb3_extra_buffers.kernels.reading import read_frames
 from sb3_extra_buffers.kernels.state import NONE, PACKED_LZ4, ZERO, Bytes, FrameState, Ints, scene_bytes
 
@@ -218,7 +218,7 @@ def seal_segment(state: FrameState, stream: int, per_segment: int, size: int, he
         return False
     if get_length(state.stage, begin + 2, 0, wide) == size:
         return False
-    put_bytes(state.heap, start, state.stage, begin, n_table)
+    copy_run(state.heap, start, state.stage, begin, n_table)
     packed = 0
     if length > heavy * count:
         to = start + n_table
@@ -228,7 +228,7 @@ def seal_segment(state: FrameState, stream: int, per_segment: int, size: int, he
         state.heap[start] = PACKED_LZ4
         length = packed
     else:
-        put_bytes(state.heap, start + n_table, state.stage, body, length)
+        copy_run(state.heap, start + n_table, state.stage, body, length)
     state.starts[segment] = start
     state.lengths[segment] = n_table + length
     state.gap[0] = start + n_table + length
@@ -360,10 +360,6 @@ def put_frame(
     recent: npt.NDArray[np.uint8], stream: int, place: int, frames: npt.NDArray[np.uint8], row: int, j: int
 ) -> None:
     recent[stream, place, : frames.shape[2]] = frames[row, j]
-
-
-def put_bytes(target: Bytes, to: int, source: Bytes, at: int, count: int) -> None:
-    target[to : to + count] = source[at : at + count]
 
 
 def put_whole(target: Bytes, at: int, recent: npt.NDArray[np.uint8], stream: int, place: int, size: int) -> None:

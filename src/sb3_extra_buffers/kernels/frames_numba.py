@@ -112,14 +112,6 @@ def _put_frame(recent: Any, stream: Any, place: Any, frames: Any, row: Any, j: A
     return run
 
 
-@overload(plain.put_bytes, jit_options=_INNER)
-def _put_bytes(target: Any, to: Any, source: Any, at: Any, count: Any) -> Any:
-    def run(target: Any, to: Any, source: Any, at: Any, count: Any) -> None:
-        copy_bytes(target, to, source, at, count)
-
-    return run
-
-
 @overload(plain.put_whole, jit_options=_INNER)
 def _put_whole(target: Any, at: Any, recent: Any, stream: Any, place: Any, size: Any) -> Any:
     def run(target: Any, at: Any, recent: Any, stream: Any, place: Any, size: Any) -> None:
@@ -193,8 +185,8 @@ def _alike(source: Any, a: Any, b: Any, stop: Any) -> Any:
     return run
 
 
-@overload(lz4_block.copy, jit_options=_INNER)
-def _copy(target: Any, to: Any, source: Any, at: Any, count: Any) -> Any:
+@overload(lz4_block.copy_run, jit_options=_INNER)
+def _copy_run(target: Any, to: Any, source: Any, at: Any, count: Any) -> Any:
     def run(target: Any, to: Any, source: Any, at: Any, count: Any) -> None:
         copy_bytes(target, to, source, at, count)
 

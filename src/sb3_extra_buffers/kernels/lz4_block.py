@@ -76,7 +76,7 @@ def put_sequence(source: Bytes, start: int, n_literals: int, target: Bytes, end:
     end += 1
     if n_literals >= 15:
         end = put_length(target, end, n_literals - 15)
-    copy(target, end, source, start, n_literals)
+    copy_run(target, end, source, start, n_literals)
     end += n_literals
     if offset:
         target[end] = offset & 255
@@ -167,7 +167,7 @@ def alike(source: Bytes, a: int, b: int, stop: int) -> int:
     return count
 
 
-def copy(target: Bytes, to: int, source: Bytes, at: int, count: int) -> None:
+def copy_run(target: Bytes, to: int, source: Bytes, at: int, count: int) -> None:
     target[to : to + count] = source[at : at + count]
 
 
