@@ -27,7 +27,7 @@ from sb3_extra_buffers.kernels.state import PACKED_LZ4, FrameState, scene_bytes
 
 # not parallel=True: numba's default thread layer aborts when two threads enter it at once
 # What others call is compiled into them: a cache entry of its own would outlive changes to what it calls. And what has
-# one has one signature, because two processes that cache two of them at once can end with one under the other's name.
+# one should meet one signature (`as_whole`): two processes that cache two at once can leave one under the other's name.
 _INNER: dict[str, Any] = {"nogil": True}
 _OPTIONS: dict[str, Any] = {**_INNER, "cache": True}
 

@@ -7,7 +7,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import numpy.typing as npt
+
+Array = TypeVar("Array", bound=npt.NDArray[Any])
 
 
 class FrameKernels(NamedTuple):
@@ -22,6 +26,11 @@ class FrameKernels(NamedTuple):
     split_stack: Callable[..., None]
     join_stack: Callable[..., None]
     compiled: bool
+
+
+def as_whole(array: Array) -> Array:
+    """``array`` in one piece that can be written: for other kinds numba would compile the kernels anew."""
+    return array if array.flags.carray else array.copy()
 
 
 def has_numba() -> bool:

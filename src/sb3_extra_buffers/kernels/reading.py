@@ -10,6 +10,7 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.delta import padded, top_bytes
 from sb3_extra_buffers.kernels.state import Bytes, FrameState, Ints, scene_bytes
 
+# bytes of frames to decode at once, so that all that is made on the way stays in the caches
 _AT_ONCE = 2 << 20
 _ONES = np.array([mask.bit_count() for mask in range(256)], np.uint8)
 
@@ -26,35 +27,25 @@ def read_frames(
     stop: int,
 ) -> int:
     """Decode rows ``first`` to ``stop`` into ``out``; return -1, or a segment that is damaged."""
-    # as many rows at once as fit into the caches with all that is made on the way
-    n_rows = max(_AT_ONCE // (sets.shape[0] * slots.shape[1] * size), 1)
-    for begin in range(first, stop, n_rows):
-        damaged = _read_rows(state, slots, sets, out, size, per_segment, wide, begin, min(begin + n_rows, stop))
+    frames = out.reshape(-1, size)
+    numbers = np.arange(len(frames)).reshape(*sets.shape, slots.shape[1])
+    at_once = max(_AT_ONCE // (sets.shape[0] * slots.shape[1] * size), 1)
+    for begin in range(first, stop, at_once):
+        rows = slice(begin, min(begin + at_once, stop))
+        ids = slots[sets[:, rows]].astype(np.int64).ravel() - 1
+        damaged = _read_ids(state, ids, numbers[:, rows].ravel(), frames, per_segment, wide)
         if damaged >= 0:
             return damaged
     return -1
 
 
-def _read_rows(
-    state: FrameState,
-    slots: npt.NDArray[np.int32],
-    sets: Ints,
-    out: Bytes,
-    size: int,
-    per_segment: int,
-    wide: bool,
-    first: int,
-    stop: int,
+def _read_ids(
+    state: FrameState, ids: Ints, places: Ints, frames: npt.NDArray[np.uint8], per_segment: int, wide: bool
 ) -> int:
-    """`read_frames` for few rows."""
-    n_sets, n_rows = sets.shape
-    flat = slots[sets[:, first:stop]].astype(np.int64).ravel() - 1
-    numbers = np.arange(n_sets * n_rows * slots.shape[1]).reshape(n_sets, n_rows, slots.shape[1])
-    places = numbers[:, first:stop].ravel()
-    frames = out.reshape(-1, size)
-    zero = flat < 0
+    """Decode the frames that ``ids`` names into ``frames[places]``; return -1, or a segment that is damaged."""
+    zero = ids < 0
     frames[places[zero]] = 0
-    segments, which = np.unique(flat // per_segment, return_inverse=True)
+    segments, which = np.unique(ids // per_segment, return_inverse=True)
     starts = np.zeros(len(segments), np.int64)
     starts[segments >= 0] = state.starts[segments[segments >= 0]]
     room = state.stage.size // state.open_segments.size
@@ -71,7 +62,7 @@ def _read_rows(
             ends = begins + state.lengths[segments[mine]]
         damaged = _read_segments(
             state, source, begins, ends, state.scenes[segments[mine]], np.searchsorted(mine, which[wanted]),
-            flat[wanted] % per_segment, places[wanted], frames, per_segment, wide, opened,
+            ids[wanted] % per_segment, places[wanted], frames, per_segment, wide, opened,
         )  # fmt: skip
         if damaged >= 0:
             return int(segments[mine[damaged]])

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.delta import BLOCK, padded
 from sb3_extra_buffers.codecs.spec import ByteRows
-from sb3_extra_buffers.kernels import frame_kernels
+from sb3_extra_buffers.kernels import as_whole, frame_kernels
 from sb3_extra_buffers.kernels.prints import PAGE
 from sb3_extra_buffers.kernels.state import NONE, FrameState, scene_bytes
 from sb3_extra_buffers.stores.arena import lengthen, touched_bytes, zeros
@@ -111,7 +111,8 @@ class FrameStore(ABC):
     def write(self, cells: Cells, streams: Cells, rows: ByteRows) -> None:
         """Store one row per cell. ``streams`` names the stream that each row continues."""
         self._touch(cells)
-        self._write(self.slots, cells, streams, self.layout.split(rows, self._kernels))
+        frames = self.layout.split(rows, self._kernels)
+        self._write(self.slots, as_whole(cells), as_whole(streams), frames)
 
     def write_step(self, cell: int, more_cell: int, rows: ByteRows, more_rows: ByteRows) -> None:
         """Store a row of every stream in the cells from ``cell`` on, then those that follow from ``more_cell`` on."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
-from sb3_extra_buffers.kernels import FrameKernels
+from sb3_extra_buffers.kernels import FrameKernels, as_whole
 
 Frames = npt.NDArray[np.uint8]  # [row, stack, byte]
 
@@ -41,6 +41,7 @@ class StackLayout:
 
     def split(self, rows: ByteRows, kernels: FrameKernels) -> Frames:
         """Frames of each row; a view where they already lie one after the other."""
+        rows = as_whole(rows)
         if self.axis == "first" or self.stack == 1:
             return rows.reshape(len(rows), self.stack, self.frame_bytes)
         frames = np.empty((len(rows), self.stack, self.frame_bytes), np.uint8)

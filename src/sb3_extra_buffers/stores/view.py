@@ -222,16 +222,14 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
             or not 0 <= step < self._n_steps
         ):
             return None
-        if not batch.flags.carray:
-            # kernels are compiled for arrays in one piece that can be written; for others they would be compiled anew
+        if not batch.flags.c_contiguous:
             batch = batch.copy()
         rows: ByteRows = batch.reshape(len(self._step_cells), self._row_elements).view(np.uint8)
         return rows
 
     def _write(self, cells: Cells, batch: npt.NDArray[Any]) -> None:
         spec = self.store.spec
-        whole = np.require(batch, requirements=["C", "A", "W"])  # as in `_step_rows`
-        rows = whole.reshape(cells.size, spec.nbytes // max(spec.dtype.itemsize, 1))
+        rows = np.ascontiguousarray(batch).reshape(cells.size, spec.nbytes // max(spec.dtype.itemsize, 1))
         self.store.write(cells, cells % self.store.n_streams, rows.view(np.uint8))
 
     def _fit(self, value: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
