@@ -110,7 +110,7 @@ def test_many_payloads_in_one_call(nbytes: int, dictionary: int, monkeypatch: py
     from sb3_extra_buffers.codecs import zstd
 
     monkeypatch.setattr(zstd, "_BATCHES", True)
-    rows = scenes(20, nbytes)
+    rows = scenes(70, nbytes)
     rows[3] = 9
     codec = get_codec("zstd3", dictionary=dictionary).train(rows[:10])
     payloads = codec.encode_batch(rows)

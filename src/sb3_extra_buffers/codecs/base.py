@@ -91,10 +91,6 @@ class Codec(ABC):
         for payload, row in zip(payloads, out, strict=True):
             self.decode_into(payload, row.data)
 
-    def has_threads(self, nbytes: int) -> bool:
-        """Whether `decode_heap` starts threads of its own for rows of ``nbytes``, so that nobody else has to."""
-        return False
-
     def decode_heap(
         self,
         heap: npt.NDArray[np.uint8],

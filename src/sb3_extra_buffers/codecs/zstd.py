@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import zstandard
+from numpy.lib.stride_tricks import as_strided
 
 from sb3_extra_buffers.codecs.base import Codec, check_level, check_segments
 from sb3_extra_buffers.codecs.spec import ByteRows
@@ -25,12 +26,9 @@ __all__ = ["ZstdCodec"]
 
 _EMPTY = b"\x01\x00\x00"  # the one block of a frame of nothing
 _MAX_CONTEXTS = 32  # a thread's; each is some 100 KiB
-# rows that are decompressed in one call, on threads that zstandard starts: worth it on more cores than two, which
-# Python's own threads keep busy
-_LEAST_BATCH = 16
-_N_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-_N_THREADS = min(_N_CORES, 12)
-_BATCHES = _N_CORES > 2 and "multi_decompress_to_buffer" in zstandard.backend_features
+# rows from which one call for all of them pays: it leaves the interpreter to other threads meanwhile
+_LEAST_BATCH = 64
+_BATCHES = "multi_decompress_to_buffer" in zstandard.backend_features
 _ONE_BLOCK = 1 << 17
 _SAMPLE_FACTOR = 100  # sample bytes for each byte of dictionary, as zstd's documentation advises
 
@@ -118,9 +116,6 @@ class ZstdCodec(Codec):
             raise CorruptPayloadError(f"zstd: {problem}") from problem
         out[:] = row
 
-    def has_threads(self, nbytes: int) -> bool:
-        return _BATCHES and 0 < nbytes <= _ONE_BLOCK
-
     def decode_heap(
         self,
         heap: npt.NDArray[np.uint8],
@@ -136,12 +131,9 @@ class ZstdCodec(Codec):
         source, target, end = heap.data, out.reshape(-1).data, 0
         try:
             decompressor = _context(_decompressor, self)
-            if self.has_threads(nbytes) and len(out) >= _LEAST_BATCH and _are_single_blocks(heap, starts, lengths):
-                rows = _decompress_together(decompressor, header, source, starts, lengths)
-                for place in range(len(out)):
-                    target[end : end + nbytes] = rows[place]
-                    end += nbytes
-                return None
+            together = _BATCHES and nbytes <= _ONE_BLOCK and len(out) >= _LEAST_BATCH
+            if together and _are_single_blocks(heap, starts, lengths):
+                return _copy_rows(_decompress_together(decompressor, header, source, starts, lengths), out)
             decompress = decompressor.decompress
             for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
                 row = decompress(header + source[start : start + length], allow_extra_data=False)
@@ -178,7 +170,19 @@ def _decompress_together(
     segments[:, 1] = lengths + len(header)
     segments[:, 0] = np.cumsum(segments[:, 1]) - segments[:, 1]
     frames = zstandard.BufferWithSegments(header.join([b"", *payloads]), segments.tobytes())
-    return decompressor.multi_decompress_to_buffer(frames, threads=min(_N_THREADS, -(-len(lengths) // 8)))
+    return decompressor.multi_decompress_to_buffer(frames)
+
+
+def _copy_rows(rows: Any, out: ByteRows) -> None:
+    """Copy decompressed rows; those of one buffer lie there one after the other, so that few copies do."""
+    nbytes = out.shape[1]
+    offsets = np.array([row.offset for row in rows])
+    firsts = np.flatnonzero(offsets == 0)
+    for first, stop in zip(firsts.tolist(), [*firsts[1:].tolist(), len(out)], strict=True):
+        if (offsets[first:stop] != nbytes * np.arange(stop - first)).any():
+            raise AssertionError(f"zstandard left gaps between rows {first} and {stop}")
+        row = np.frombuffer(rows[first], np.uint8)
+        out[first:stop] = as_strided(row, (stop - first, nbytes), (nbytes, 1), writeable=False)
 
 
 def _header(nbytes: int) -> bytes:

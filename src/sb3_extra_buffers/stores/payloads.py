@@ -186,9 +186,7 @@ class PayloadStore(FrameStore):
             part = slice(first, stop)
             codec.decode_heap(self.heap.data, starts[part], lengths[part], rows[part])
 
-        # threads of ours beside a codec's own would only wait for each other
-        chunk = len(segments) if codec.has_threads(rows.shape[1]) else _CHUNK_BYTES // rows.shape[1]
-        run_split(work, len(segments), max(chunk, 1))
+        run_split(work, len(segments), max(_CHUNK_BYTES // rows.shape[1], 1))
 
 
 class _Average:
