@@ -51,14 +51,18 @@ class ObsSpec:
         """Bytes of one row."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def to_rows(self, batch: npt.ArrayLike) -> ByteRows:
-        """View a ``(n, *shape)`` batch as byte rows, copying only if it must be moved or widened."""
+    def to_batch(self, batch: npt.ArrayLike) -> npt.NDArray[Any]:
+        """A ``(n, *shape)`` batch of this dtype, copying only if it must be widened."""
         array = np.asarray(batch)
         if array.ndim == 0 or array.shape[1:] != self.shape or not _casts_exactly(array.dtype, self.dtype):
             raise SpecMismatchError(
                 f"expected a batch of {('n', *self.shape)} {self.dtype}, got {array.shape} {array.dtype}"
             )
-        array = np.ascontiguousarray(array, dtype=self.dtype)
+        return np.asarray(array, dtype=self.dtype)
+
+    def to_rows(self, batch: npt.ArrayLike) -> ByteRows:
+        """View a ``(n, *shape)`` batch as byte rows, copying only if it must be moved or widened."""
+        array = np.ascontiguousarray(self.to_batch(batch))
         return array.reshape(len(array), math.prod(self.shape)).view(np.uint8)
 
     def from_rows(self, rows: ByteRows) -> npt.NDArray[Any]:

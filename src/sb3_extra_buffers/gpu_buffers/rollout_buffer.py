@@ -74,12 +74,9 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         log_prob: th.Tensor,
     ) -> None:
         """Add a rollout step of every environment."""
-        if log_prob.ndim == 0:
-            log_prob = log_prob.reshape(-1, 1)
         fitted = self._fit(obs, "obs")
-        # first what has to come from the device, so that it need not wait for what is sent there
-        self.values[self.pos] = value.cpu().numpy().flatten()
-        self.log_probs[self.pos] = log_prob.cpu().numpy()
+        # first what has to come from the device, in one copy, so that it need not wait for what is sent there
+        self.values[self.pos], self.log_probs[self.pos] = th.stack((value.flatten(), log_prob.flatten())).cpu().numpy()
         for key, store in self._stores.items():
             store.write(self.pos, (fitted[key],))
         self.actions[self.pos] = np.asarray(action).reshape((self.n_envs, self.action_dim))

@@ -29,6 +29,7 @@ _LARGEST_FRAME = 0xFFFF
 # has segments, each walking its own, so that short ones are read sooner
 _SHORT = 4
 _INT64 = np.dtype(np.int64)
+_BYTE = np.dtype(np.uint8)
 # steps that may be under way before a write has to wait and see how full the heap is
 _AHEAD = 16
 
@@ -89,8 +90,8 @@ class DeviceFrameStore:
         self._staging = Staging(self.device)
         self._bound: Any = None
         self._job: Layout | None = None
-        # the rows written last, and their first cell
-        self._last: npt.NDArray[np.uint64] | None = None
+        # the rows written last, where the device read them, and their first cell
+        self._last: npt.NDArray[np.int64] | None = None
         self._last_cell = 0
 
     def _allocate(self) -> DeviceTables:
@@ -150,40 +151,54 @@ class DeviceFrameStore:
 
     # ---- writing ----
 
-    def write(self, step: int, rows: Sequence[np.ndarray[Any, Any]]) -> None:
-        """Store one row per stream and set as step ``step``, the one after the last written."""
+    def write(self, step: int, batches: Sequence[np.ndarray[Any, Any]]) -> None:
+        """Store one observation per stream and set, or its bytes, as step ``step``, the one after the last written."""
         n_cells = self.n_steps * self.n_streams
-        self.write_cells(step, [step * self.n_streams + place * n_cells for place in range(len(rows))], rows)
+        self.write_cells(step, [step * self.n_streams + place * n_cells for place in range(len(batches))], batches)
 
-    def write_cells(self, step: int, cells: Sequence[int], rows: Sequence[np.ndarray[Any, Any]]) -> None:
+    def write_cells(self, step: int, cells: Sequence[int], batches: Sequence[np.ndarray[Any, Any]]) -> None:
         """`write` to the cells that begin at each of ``cells``."""
+        staged = self._stage(batches)
+        rows = staged.arrays[1]
         write = Write(
             step, (step + 1) % self.n_steps if self._wrapped else 0, tuple(cells), self._launches & 1, 0,
             self._last_cell, self._relate(rows),
         )  # fmt: skip
+        # until this is written nothing is known of what comes next: others may have got the memory of the last rows
+        self._last = None
         use, tail = self._known()
         if use + self._advance(1) <= capacity_of(self.tables):
-            self._launch(rows, write._replace(tail=tail))
+            self._launch(staged, write._replace(tail=tail))
         else:
-            self._write_near_limit(rows, write)
+            self._write_near_limit(staged, write)
         if step == self.n_steps - 1:
             self._wrapped = True
         if self._whole:
-            self._last_cell = cells[-1]
-            if self._last is None:
-                self._last = rows[-1].view(np.uint64).copy()
-            else:
-                self._last[...] = rows[-1].view(np.uint64)
+            self._last, self._last_cell = rows[-1], cells[-1]
         self._grow_scenes()
 
-    def _relate(self, rows: Sequence[np.ndarray[Any, Any]]) -> tuple[int, ...]:
+    def _stage(self, batches: Sequence[np.ndarray[Any, Any]]) -> Lent:
+        """Copy what is to be written to where the device can read it, with room for what the kernel is told."""
+        spec = self.layout.spec
+        if self._job is None:
+            n_sets, n_streams = len(batches), self.n_streams
+            rows = (n_sets, n_streams, spec.nbytes)
+            told = 8 + n_sets + n_sets * n_streams
+            words = ((*rows[:2], spec.nbytes // 8), _INT64) if self._whole else (rows, _BYTE)
+            self._job = Layout(((told,), _INT64), words)
+        staged = self._staging.lend(self._job)
+        places = staged.arrays[1].view(spec.dtype).reshape(-1, self.n_streams, *spec.shape)
+        for place, batch in zip(places, batches, strict=True):
+            place[...] = batch if batch.shape[1:] == spec.shape else spec.from_rows(batch)
+        return staged
+
+    def _relate(self, rows: npt.NDArray[np.int64]) -> tuple[int, ...]:
         """How each row relates to its stream's row before: what is known already need not be sent."""
         if not self._whole:
             return ()
         relations: list[int] = []
         before = self._last
-        for place, part in enumerate(rows):
-            words = part.view(np.uint64)
+        for place, words in enumerate(rows):
             if before is None:
                 relations += [kernels.UNKNOWN] * self.n_streams
             else:
@@ -206,31 +221,25 @@ class DeviceFrameStore:
             frames = flat.view(n_sets, n_streams, layout.stack, size)
         return frames if words == size else torch.nn.functional.pad(frames, (0, words - size))
 
-    def _launch(self, rows: Sequence[np.ndarray[Any, Any]], write: Write) -> None:
+    def _launch(self, staged: Lent, write: Write) -> None:
         self._launches += 1
         if not self._triton:
-            frames = self._frames(torch.from_numpy(np.stack(rows)))
-            kernels.write_rows_reference(self.tables, self.shape, frames, write)
+            rows = torch.from_numpy(staged.arrays[1].view(np.uint8))
+            kernels.write_rows_reference(self.tables, self.shape, self._frames(rows), write)
             counters = self.tables.counters
             self._report[:, 0], self._report[:, 1] = counters[kernels.HEAD], self.tables.tails
             self._report[:, 2], self._report[:, 3] = counters[kernels.SPARE], self._launches
             return
         from sb3_extra_buffers.kernels.delta_triton import make_job
 
-        numbers = make_job(self.tables, write, self._launches, self.n_streams)
-        if not self._whole:
-            job, flat = self._staging.upload([np.array(numbers), rows])
-            self._kernels().write(job, self._frames(flat), self._report)
-            return
-        if self._job is None:
-            shape = (len(rows), self.n_streams, self.layout.stack, self.layout.frame_bytes // 8)
-            self._job = Layout(((len(numbers),), _INT64), (shape, _INT64))
-        lent = self._staging.lend(self._job)
-        lent.arrays[0][:] = numbers
-        _fill(lent.arrays[1], rows, write.relations)
-        # read where it lies: there is less of it than a copy is worth
-        self._kernels().write(*lent.tensors, self._report)
-        self._staging.read(lent)
+        staged.arrays[0][:] = make_job(self.tables, write, self._launches, self.n_streams)
+        if self._whole:
+            # read where it lies: there is less of it than a copy is worth
+            self._kernels().write(*staged.tensors, self._report)
+            self._staging.read(staged)
+        else:
+            job, rows = self._staging.send(staged)
+            self._kernels().write(job, self._frames(rows), self._report)
 
     def _advance(self, n_launches: int) -> int:
         """Bytes by which ``n_launches`` writes can move the end of the heap on."""
@@ -254,24 +263,24 @@ class DeviceFrameStore:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _write_near_limit(self, rows: Sequence[np.ndarray[Any, Any]], write: Write) -> None:
+    def _write_near_limit(self, staged: Lent, write: Write) -> None:
         """Wait, look, and make room; where there is none, try, and take back what did not fit."""
         self._wait()
         if self._launches and self._known()[0] + self._advance(_AHEAD) > capacity_of(self.tables):
             self._make_room()
         if self._known()[0] + self._advance(1) <= capacity_of(self.tables):
-            self._launch(rows, write._replace(tail=self._known()[1]))
+            self._launch(staged, write._replace(tail=self._known()[1]))
             return
-        needed = self._try(rows, write)
+        needed = self._try(staged, write)
         if needed and self._launches:
             # packed, it may yet fit
             self._repack(capacity_of(self.tables))
-            needed = self._try(rows, write)
+            needed = self._try(staged, write)
         if needed:
             capacity = capacity_of(self.tables)
             raise HeapFullError(needed, self._live_bytes(), capacity if self.limit is None else self.limit)
 
-    def _try(self, rows: Sequence[np.ndarray[Any, Any]], write: Write) -> int:
+    def _try(self, staged: Lent, write: Write) -> int:
         """Write, or change nothing and return how many bytes would be needed."""
         before = self.tables
         # only free places of these are written
@@ -279,7 +288,7 @@ class DeviceFrameStore:
         kept = {name: getattr(before, name) for name in shared}
         self.tables = DeviceTables(**{**{k: v.clone() for k, v in before._asdict().items() if k not in kept}, **kept})
         floor = before.floors[write.step].clone()
-        self._launch(rows, write._replace(tail=self._known()[1]))
+        self._launch(staged, write._replace(tail=self._known()[1]))
         self._wait()
         missing = int(self.tables.counters[kernels.NEEDED])
         if not missing:
@@ -445,8 +454,7 @@ class DeviceFrameStore:
         payload = tables.heap.numel() + tables.stage.numel()
         total = sum(table.numel() * table.element_size() for table in tables)
         dense = tables.slots.shape[0] * self.layout.spec.nbytes
-        last = 0 if self._last is None else self._last.nbytes
-        return MemoryUsage(payload, total - payload - frames, frames, last, dense)
+        return MemoryUsage(payload, total - payload - frames, frames, self._staging.nbytes, dense)
 
     def check(self) -> None:
         """Raise if the tables disagree with each other or with the heap."""
@@ -511,38 +519,23 @@ class DeviceFrameStore:
         self._bound = None
 
 
-def _relations(before: npt.NDArray[np.uint64], words: npt.NDArray[np.uint64], stack: int, moves: bool) -> list[int]:
+def _relations(before: npt.NDArray[np.int64], words: npt.NDArray[np.int64], stack: int, moves: bool) -> list[int]:
     """How each of ``words[stream]`` relates to ``before[stream]``; looks first whether they moved, if ``moves``."""
     step = words.shape[1] // stack
-    found = np.zeros(len(words), np.int64)
+    found: npt.NDArray[np.int64] | None = None
     for relation in (kernels.MOVED, kernels.SAME) if moves else (kernels.SAME, kernels.MOVED):
         if relation == kernels.SAME:
-            fits = (before == words).all(axis=1)
+            equal = before == words
         elif stack > 1:
-            fits = (before[:, step:] == words[:, :-step]).all(axis=1)
+            equal = before[:, step:] == words[:, :-step]
         else:
             continue
-        found[fits & (found == kernels.UNKNOWN)] = relation
-        if fits.all():
-            break
-    return found.tolist()
-
-
-def _fill(frames: npt.NDArray[np.int64], rows: Sequence[np.ndarray[Any, Any]], relations: Sequence[int]) -> None:
-    """Copy to ``frames[set, stream, stack, word]`` what is not known already."""
-    n_streams = frames.shape[1]
-    for place, part in enumerate(rows):
-        here = relations[place * n_streams : (place + 1) * n_streams]
-        words = part.view(np.int64).reshape(frames.shape[1:])
-        if min(here) == kernels.MOVED:
-            frames[place, :, -1] = words[:, -1]
-        elif max(here) == kernels.UNKNOWN:
-            frames[place] = words
-        else:
-            for stream, relation in enumerate(here):
-                first = -1 if relation == kernels.MOVED else 0
-                if relation != kernels.SAME:
-                    frames[place, stream, first:] = words[stream, first:]
+        if found is None:
+            if equal.all():
+                return [relation] * len(words)
+            found = np.zeros(len(words), np.int64)
+        found[equal.all(axis=1) & (found == kernels.UNKNOWN)] = relation
+    return [kernels.UNKNOWN] * len(words) if found is None else found.tolist()
 
 
 def join_frames(frames: torch.Tensor, layout: StackLayout) -> torch.Tensor:

@@ -121,9 +121,14 @@ class DeviceObservations:
 
     def write(self, step: int, batches: Sequence[Array]) -> None:
         """Store one batch of ``n_streams`` observations for each set as step ``step``."""
+        inner = self._inner
+        if isinstance(inner, DeviceFrameStore):
+            # copied once, however they lie
+            inner.write(step, [self.spec.to_batch(batch) for batch in batches])
+            return
         rows = [self.spec.to_rows(batch) for batch in batches]
-        if self._inner is not None:
-            self._inner.write(step, rows)
+        if inner is not None:
+            inner.write(step, rows)
             return
         self._pending.append((step, [row.copy() for row in rows]))
         least, most = _TRIAL_ROWS

@@ -73,6 +73,11 @@ class Staging:
         self._layouts: dict[Any, Layout] = {}
         self._streams: dict[int, Any] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the host's memory that are held for what is under way."""
+        return sum(room.memory.numel() for room in self._rooms)
+
     def upload(self, arrays: Sequence[Array | Sequence[Array]]) -> list[torch.Tensor]:
         """Each array as a tensor; a sequence of them is stacked on the way."""
         lent = self.lend(self.layout(*[
