@@ -46,11 +46,12 @@ CURVE = ("buffer", "iteration", "seconds", *SAME)
 
 
 class Curve(BaseCallback):
-    """Writes a row after each iteration, and ends the training when it is good enough or out of time."""
+    """Writes a row after each iteration, makes exploring count for less and less, and ends the training in time."""
 
-    def __init__(self, path: Path, buffer: str, stop_at: float, seconds: float) -> None:
+    def __init__(self, path: Path, buffer: str, options: argparse.Namespace) -> None:
         super().__init__()
-        self._buffer, self._stop_at, self._limit = buffer, stop_at, seconds
+        self._buffer, self._stop_at, self._limit = buffer, options.stop_at, options.seconds
+        self._entropy, self._schedule = options.entropy, options.timesteps
         self.rows: list[dict[str, Any]] = []
         self._file = path.open("w", newline="")
         self._writer = csv.DictWriter(self._file, CURVE, lineterminator="\n")
@@ -72,9 +73,11 @@ class Curve(BaseCallback):
             self._row()
 
     def _on_rollout_end(self) -> None:
+        model: Any = self.model
+        model.ent_coef = self._entropy * max(1 - self.num_timesteps / self._schedule, 0)
         # now and then: a figure for the page, at no cost for the clock
         if len(self.rows) % 20 == 0:
-            rollout: Any = self.model.rollout_buffer  # type: ignore[attr-defined]  # PPO has one
+            rollout = model.rollout_buffer
             dense = self._buffer == "sb3"
             self.stored = int(rollout.observations.nbytes if dense else rollout.memory_usage().total)
 
@@ -142,7 +145,7 @@ def train(buffer: str, env: Any, options: argparse.Namespace) -> PPO:
     if options.resume:
         model.policy.load_state_dict(PPO.load(options.resume, device=options.device).policy.state_dict())
         buffer += RESUMED
-    curve = Curve(options.output / f"pong_curve_{buffer}.csv", buffer, options.stop_at, options.seconds)
+    curve = Curve(options.output / f"pong_curve_{buffer}.csv", buffer, options)
     model.learn(options.timesteps, callback=curve, log_interval=None)  # type: ignore[arg-type]
     last = curve.rows[-1]
     packages = {"torch": torch, "numpy": np, "stable-baselines3": stable_baselines3}
@@ -284,7 +287,8 @@ def render() -> None:
     settings = (
         f"{run['n_envs']} environments x {run['n_steps']} steps, {run['epochs']} epochs in batches of "
         f"{run['batch_size']}, learning rate {run['learning_rate']} and clip range {run['clip_range']}, falling to a "
-        f"tenth at {int(run['schedule']):,} steps, seed {run['seed']}; a run ends when the last 100 games gave "
+        f"tenth at {int(run['schedule']):,} steps, where entropy, worth {run['entropy']} at first, no longer counts; "
+        f"seed {run['seed']}; a run ends when the last 100 games gave "
         f"{run['stop_at']}"
     )
     parts = [
@@ -344,7 +348,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--clip-range", type=float, default=0.2)
-    parser.add_argument("--entropy", type=float, default=0.01, help="what entropy counts for in the loss")
+    parser.add_argument("--entropy", type=float, default=0.01, help="what entropy counts for, falling to nothing")
     parser.add_argument("--resume", type=Path, help="a model of an earlier run to start from, its optimiser anew")
     parser.add_argument("--timesteps", type=int, default=3_000_000, help="where the schedules end")
     parser.add_argument("--stop-at", type=float, default=20.3, help="mean reward of the last 100 games")

@@ -119,11 +119,13 @@ def test_many_payloads_in_one_call(nbytes: int, dictionary: int, monkeypatch: py
     starts = 2 + np.cumsum(lengths) - lengths
     out = np.full_like(rows, 0xAA)
 
-    codec.decode_heap(heap, starts, lengths, out)
+    decode = codec.heap_decoder(heap, starts, lengths, out)
+    decode(0, 30)
+    decode(30, len(rows))
 
     np.testing.assert_array_equal(out, rows)
     for change in (-1, 1):  # a payload cut short, and one with more behind it
         wrong = lengths.copy()
         wrong[7] += change
         with pytest.raises(CorruptPayloadError):
-            codec.decode_heap(heap, starts, wrong, out)
+            codec.heap_decoder(heap, starts, wrong, out)(0, len(rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -103,6 +103,21 @@ class Codec(ABC):
         view = heap.data
         for start, length, row in zip(starts.tolist(), lengths.tolist(), out, strict=True):
             self.decode_into(view[start : start + length], row.data)
+
+    def heap_decoder(
+        self,
+        heap: npt.NDArray[np.uint8],
+        starts: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        out: ByteRows,
+    ) -> Callable[[int, int], None]:
+        """What decodes rows ``first`` to ``stop`` as `decode_heap` would, in whichever thread calls it."""
+
+        def decode(first: int, stop: int) -> None:
+            part = slice(first, stop)
+            self.decode_heap(heap, starts[part], lengths[part], out[part])
+
+        return decode
 
 
 def check_segments(

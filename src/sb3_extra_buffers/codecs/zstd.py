@@ -130,17 +130,37 @@ class ZstdCodec(Codec):
         header = _header(nbytes)
         source, target, end = heap.data, out.reshape(-1).data, 0
         try:
-            decompressor = _context(_decompressor, self)
-            together = _BATCHES and nbytes <= _ONE_BLOCK and len(out) >= _LEAST_BATCH
-            if together and _are_single_blocks(heap, starts, lengths):
-                return _copy_rows(_decompress_together(decompressor, header, source, starts, lengths), out)
-            decompress = decompressor.decompress
+            decompress = _context(_decompressor, self).decompress
             for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
                 row = decompress(header + source[start : start + length], allow_extra_data=False)
                 target[end : end + nbytes] = row
                 end += nbytes
         except zstandard.ZstdError as problem:
             raise CorruptPayloadError(f"zstd: {problem}") from problem
+
+    def heap_decoder(
+        self,
+        heap: npt.NDArray[np.uint8],
+        starts: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        out: ByteRows,
+    ) -> Callable[[int, int], None]:
+        check_segments(heap, starts, lengths, out)
+        together = _BATCHES and 0 < out.shape[1] <= _ONE_BLOCK and len(out) >= _LEAST_BATCH
+        if not together or not _are_single_blocks(heap, starts, lengths):
+            return Codec.heap_decoder(self, heap, starts, lengths, out)
+        # here, once: threads that wait for each other's lines of Python gain nothing
+        frames, segments = _join(_header(out.shape[1]), heap.data, starts, lengths)
+
+        def decode(first: int, stop: int) -> None:
+            part = zstandard.BufferWithSegments(frames, segments[first:stop].tobytes())
+            try:
+                rows = _context(_decompressor, self).multi_decompress_to_buffer(part)
+            except zstandard.ZstdError as problem:
+                raise CorruptPayloadError(f"zstd: {problem}") from problem
+            _copy_rows(rows, out[first:stop])
+
+        return decode
 
 
 def _are_single_blocks(
@@ -156,21 +176,16 @@ def _are_single_blocks(
     return bool(((heads & 1 == 1) & (lengths == 3 + sizes)).all())
 
 
-def _decompress_together(
-    decompressor: zstandard.ZstdDecompressor,
-    header: bytes,
-    source: memoryview,
-    starts: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int64],
-) -> Any:
-    """The rows of many payloads, decompressed in one call that does not hold the interpreter's lock."""
+def _join(
+    header: bytes, source: memoryview, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> tuple[bytes, npt.NDArray[np.uint64]]:
+    """Whole frames of many payloads, one after the other; and where each begins, and its length."""
     ends = (starts + lengths).tolist()
     payloads = [source[start:end] for start, end in zip(starts.tolist(), ends, strict=True)]
     segments = np.empty((len(lengths), 2), np.uint64)
     segments[:, 1] = lengths + len(header)
     segments[:, 0] = np.cumsum(segments[:, 1]) - segments[:, 1]
-    frames = zstandard.BufferWithSegments(header.join([b"", *payloads]), segments.tobytes())
-    return decompressor.multi_decompress_to_buffer(frames)
+    return header.join([b"", *payloads]), segments
 
 
 def _copy_rows(rows: Any, out: ByteRows) -> None:

@@ -181,12 +181,8 @@ class PayloadStore(FrameStore):
 
     def _decode_payloads(self, codec: Codec, segments: npt.NDArray[np.int32], rows: ByteRows) -> None:
         starts, lengths = self.heap.starts[segments], self.heap.lengths[segments].astype(np.int64)
-
-        def work(first: int, stop: int) -> None:
-            part = slice(first, stop)
-            codec.decode_heap(self.heap.data, starts[part], lengths[part], rows[part])
-
-        run_split(work, len(segments), max(_CHUNK_BYTES // rows.shape[1], 1))
+        decode = codec.heap_decoder(self.heap.data, starts, lengths, rows)
+        run_split(decode, len(segments), max(_CHUNK_BYTES // rows.shape[1], 1))
 
 
 class _Average:
