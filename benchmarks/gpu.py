@@ -195,6 +195,10 @@ def train_all(report: Report, names: tuple[str, ...]) -> None:
         report.write()
 
 
+# times that each training is made, after one that compiles and tunes
+_ROUNDS = 4
+
+
 def train(name: str, report: Report) -> None:
     """Seconds that a short training on Pong takes with either buffer, in turns; the weights must be the same."""
     kinds: dict[str, dict[str, Any]] = {"sb3": {}, "delta": {}}
@@ -207,13 +211,12 @@ def train(name: str, report: Report) -> None:
         common |= {"n_steps": 128, "batch_size": 256, "n_epochs": 4}
     taken: dict[str, list[float]] = {kind: [] for kind in kinds}
     weights: dict[str, list[torch.Tensor]] = {}
-    for turn in range(4):
+    for turn in range(_ROUNDS + 1):
         # in turns, and each of them first as often as second
         for kind, buffer in list(kinds.items())[:: 1 if turn % 2 else -1]:
             env = VecFrameStack(make_atari_env("PongNoFrameskip-v4", n_envs=4, seed=0), 4)
             model = (DQN if name == "DQN" else PPO)("CnnPolicy", env, **common, **buffer)
             start = time.perf_counter()
-            # the first turn compiles and tunes
             model.learn(5000 if turn else 1200)
             torch.cuda.synchronize()
             if turn:

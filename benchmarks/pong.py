@@ -9,6 +9,7 @@ same weights. Each writes a row per iteration; the trained agent then plays whol
 from __future__ import annotations
 
 import argparse
+import copy
 import csv
 import datetime
 import os
@@ -58,6 +59,8 @@ class Curve(BaseCallback):
         self._writer.writeheader()
         self._over = False
         self.stored = 0
+        # agents of the last part of the training, by their steps
+        self.agents: dict[int, dict[str, torch.Tensor]] = {}
 
     def _on_training_start(self) -> None:
         self._start = time.perf_counter()
@@ -110,6 +113,8 @@ class Curve(BaseCallback):
             print(f"{self._buffer}: {row['timesteps']:,} steps, {row['seconds']:.0f} s, ", end="")
             print(f"{speed:,.0f} steps/s, {self._episodes} games, mean reward {mean:.2f}", flush=True)
         self._over = row["seconds"] > self._limit or (len(finished) == 100 and mean >= self._stop_at)
+        if self.num_timesteps > (0.7 + 0.1 * len(self.agents)) * self._schedule:
+            self.agents[self.num_timesteps] = copy.deepcopy(self.model.policy.state_dict())
 
 
 def make_model(buffer: str, env: Any, options: argparse.Namespace, n_steps: int) -> PPO:
@@ -129,14 +134,15 @@ def make_model(buffer: str, env: Any, options: argparse.Namespace, n_steps: int)
         vf_coef=0.5,
         gamma=0.99,
         gae_lambda=0.95,
+        policy_kwargs={"optimizer_kwargs": {"eps": 1e-5, "fused": options.device == "cuda"}},
         seed=options.seed,
         device=options.device,
         **({} if buffer == "sb3" else ours),
     )
 
 
-def train(buffer: str, env: Any, options: argparse.Namespace) -> PPO:
-    """A trained model; what there is to say of the whole run is written down."""
+def train(buffer: str, env: Any, options: argparse.Namespace) -> tuple[PPO, Curve]:
+    """A trained model and how it came about; what there is to say of the whole run is written down."""
     # compile and tune whatever is compiled and tuned once
     warm = make_model(buffer, env, options, 8)
     warm.learn(2 * 8 * options.n_envs, log_interval=None)  # type: ignore[arg-type]  # None is for no logs
@@ -176,7 +182,7 @@ def train(buffer: str, env: Any, options: argparse.Namespace) -> PPO:
     write(options.output / f"pong_run_{buffer}.csv", [run])
     size = f"a rollout of {curve.stored / 1e6:.2f} MB"
     print(f"{buffer}: {run['timesteps']:,} steps in {run['seconds']} s, {size}", flush=True)
-    return model
+    return model, curve
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -186,20 +192,33 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def evaluate(model: Any, env: Any, options: argparse.Namespace) -> None:
-    """Whole games: actions drawn from the policy first, as it was trained, then the likeliest ones.
+def evaluate(model: PPO, curve: Curve, env: Any, options: argparse.Namespace) -> None:
+    """Whole games of the last agent and, if it is not good enough, of those before; the best one is left in ``model``.
 
     Pong has no lives to lose and gives no more than a point, so the environments of the training will do.
     """
-    found = []
-    for deterministic in (True,) if options.resume else (False, True):
-        print("likeliest actions:" if deterministic else "actions drawn from the policy:")
+    found: dict[str, list[dict[str, Any]]] = {}
+    best = -np.inf
+    n_steps = curve.rows[-1]["timesteps"]
+    agents = curve.agents | {n_steps: copy.deepcopy(model.policy.state_dict())}
+    for timesteps, weights in sorted(agents.items(), reverse=True):
+        name = "Final" if timesteps == n_steps else "Best"
+        if best >= options.good:
+            break
+        model.policy.load_state_dict(weights)
         env.seed(options.seed + 10_000)
-        result = eval_model(model, env, options.episodes, deterministic=deterministic, name="Final", progress_bar=False)
-        actions = "likeliest" if deterministic else "drawn"
-        for reward, length in zip(result.rewards, result.lengths, strict=True):
-            found.append({"actions": actions, "reward": reward, "length": length})
-        write(options.output / "pong_eval.csv", found)
+        result = eval_model(model, env, options.episodes, name=name, progress_bar=False)
+        print(f"after {timesteps:,} steps: {result.rewards.mean():.2f}", flush=True)
+        rows = [
+            {"agent": name, "timesteps": timesteps, "reward": reward, "length": length}
+            for reward, length in zip(result.rewards, result.lengths, strict=True)
+        ]
+        if name == "Final" or result.rewards.mean() > best:
+            found[name] = rows
+        if result.rewards.mean() > best:
+            best, chosen = result.rewards.mean(), weights
+        write(options.output / "pong_eval.csv", [row for rows in found.values() for row in rows])
+    model.policy.load_state_dict(chosen)
 
 
 def film(model: Any, path: Path, options: argparse.Namespace) -> None:
@@ -208,7 +227,7 @@ def film(model: Any, path: Path, options: argparse.Namespace) -> None:
 
     env = make_env(GAME, 1, framestack=4, native=True, seed=options.seed + 10_000)
     try:
-        recorded = record_agent(model, env, options.film_steps, deterministic=False)
+        recorded = record_agent(model, env, options.film_steps)
         recorded.export(path, scale=2, fps=30)
         print(f"{path.name}: {path.stat().st_size / 1e6:.2f} MB")
     except MissingExtraError as missing:
@@ -305,14 +324,14 @@ def render() -> None:
 
 def report(played: list[dict[str, str]]) -> str:
     """The evaluation as `eval_model` prints it."""
-    parts = []
-    for actions in dict.fromkeys(row["actions"] for row in played):
-        some = [row for row in played if row["actions"] == actions]
+    lines = []
+    for agent in dict.fromkeys(row["agent"] for row in played):
+        some = [row for row in played if row["agent"] == agent]
         rewards = np.array([float(row["reward"]) for row in some])
         lengths = np.array([int(row["length"]) for row in some])
-        title = "Likeliest actions" if actions == "likeliest" else "Actions drawn from the policy"
-        parts.append(f"{title}:\n\n```text\n{EvalResult(rewards, lengths, int(lengths.sum())).report('Final')}\n```\n")
-    return "\n".join(parts)
+        lines.append(EvalResult(rewards, lengths, int(lengths.sum())).report(agent))
+    steps = ", ".join(dict.fromkeys(f"{row['agent']}: after {int(row['timesteps']):,} steps" for row in played))
+    return "```text\n{}\n```\n\nWhole games with the likeliest actions. {}.\n".format("\n".join(lines), steps)
 
 
 def plot(curves: list[dict[str, str]], path: Path) -> None:
@@ -342,18 +361,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--buffers", nargs="+", default=["delta", "sb3"], help="in this order; sb3 is SB3's own")
     parser.add_argument("--output", type=Path, default=Path("logs/pong"), help="where curves, model and film go")
-    parser.add_argument("--n-envs", type=int, default=128)
-    parser.add_argument("--n-steps", type=int, default=64)
-    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--n-envs", type=int, default=100)
+    parser.add_argument("--n-steps", type=int, default=40)
+    parser.add_argument("--batch-size", type=int, default=250)
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--clip-range", type=float, default=0.2)
     parser.add_argument("--entropy", type=float, default=0.01, help="what entropy counts for, falling to nothing")
     parser.add_argument("--resume", type=Path, help="a model of an earlier run to start from, its optimiser anew")
-    parser.add_argument("--timesteps", type=int, default=3_000_000, help="where the schedules end")
-    parser.add_argument("--stop-at", type=float, default=20.3, help="mean reward of the last 100 games")
+    parser.add_argument("--timesteps", type=int, default=2_400_000, help="where the schedules end")
+    parser.add_argument("--stop-at", type=float, default=20.6, help="mean reward of the last 100 games")
     parser.add_argument("--seconds", type=float, default=1e9, help="end a training that takes longer")
     parser.add_argument("--episodes", type=int, default=100, help="games to evaluate the first training on; 0 for none")
+    parser.add_argument("--good", type=float, default=20.5, help="mean reward at which no earlier agent is looked at")
     parser.add_argument("--film-steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -369,14 +389,16 @@ def main() -> None:
     # every number that is read was written first; filling memory would only cost time
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
+    # distributions look at every number they are given, which takes longer than using it
+    torch.distributions.Distribution.set_default_validate_args(False)
     env = make_env(GAME, options.n_envs, framestack=4, native=True, seed=options.seed)
     curves = []
     for position, buffer in enumerate(options.buffers):
-        model = train(buffer, env, options)
+        model, curve = train(buffer, env, options)
         curves += read(options.output / f"pong_curve_{buffer}{RESUMED if options.resume else ''}.csv")
         if position == 0 and options.episodes:
+            evaluate(model, curve, env, options)
             save(model, options.output / "pong_model.zip")
-            evaluate(model, env, options)
             film(model, options.output / "pong.gif", options)
     if len(options.buffers) == 2:
         shared, different = differences(curves)

@@ -102,14 +102,15 @@ def test_large_rows_with_a_dictionary_come_back() -> None:
     check_round_trip(codec, rows)
 
 
+@pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("dictionary", [0, 4096])
 @pytest.mark.parametrize("nbytes", [40, 2000, 300_000])  # the last of more blocks than one
-def test_many_payloads_in_one_call(nbytes: int, dictionary: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "multi_decompress_to_buffer" not in zstandard.backend_features:
-        pytest.skip("this zstandard has no such call")
+def test_rows_are_decoded_in_parts(nbytes: int, dictionary: int, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from sb3_extra_buffers.codecs import zstd
 
-    monkeypatch.setattr(zstd, "_BATCHES", True)
+    if direct and not zstd.is_direct():
+        pytest.skip("zstd's own function is out of reach, or numba is not installed")
+    monkeypatch.setattr(zstd, "is_direct", lambda: direct)
     rows = scenes(70, nbytes)
     rows[3] = 9
     codec = get_codec("zstd3", dictionary=dictionary).train(rows[:10])
@@ -129,3 +130,30 @@ def test_many_payloads_in_one_call(nbytes: int, dictionary: int, monkeypatch: py
         wrong[7] += change
         with pytest.raises(CorruptPayloadError):
             codec.heap_decoder(heap, starts, wrong, out)(0, len(rows))
+
+
+def test_damage_is_seen_alike_by_zstds_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sb3_extra_buffers.codecs import zstd
+
+    if not zstd.is_direct():
+        pytest.skip("zstd's own function is out of reach, or numba is not installed")
+    rows = np.ascontiguousarray(np.repeat(scenes(1, 40), 50, axis=1))
+    codec = get_codec("zstd3")
+    payload = np.frombuffer(codec.encode_batch(rows)[0], np.uint8)
+    random = np.random.default_rng(0)
+    outcomes = []
+    for _ in range(400):
+        damaged = payload.copy()
+        damaged[random.integers(3, len(payload))] = random.integers(256)
+        found: list[bytes | None] = []
+        for direct in (True, False):
+            monkeypatch.setattr(zstd, "is_direct", lambda direct=direct: direct)
+            out = np.zeros_like(rows)
+            try:
+                codec.heap_decoder(damaged, np.zeros(1, np.int64), np.array([len(payload)]), out)(0, 1)
+                found.append(out.tobytes())
+            except CorruptPayloadError:
+                found.append(None)
+        assert found[0] == found[1]
+        outcomes.append(found[0])
+    assert None in outcomes

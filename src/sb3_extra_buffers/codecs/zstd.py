@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import zstandard
-from numpy.lib.stride_tricks import as_strided
 
 from sb3_extra_buffers.codecs.base import Codec, check_level, check_segments
 from sb3_extra_buffers.codecs.spec import ByteRows
+from sb3_extra_buffers.codecs.zstd_direct import DirectDecoder, is_direct
 from sb3_extra_buffers.errors import CodecOptionError, CorruptPayloadError
 
 if TYPE_CHECKING:
@@ -26,9 +26,6 @@ __all__ = ["ZstdCodec"]
 
 _EMPTY = b"\x01\x00\x00"  # the one block of a frame of nothing
 _MAX_CONTEXTS = 32  # a thread's; each is some 100 KiB
-# rows from which one call for all of them pays: it leaves the interpreter to other threads meanwhile
-_LEAST_BATCH = 64
-_BATCHES = "multi_decompress_to_buffer" in zstandard.backend_features
 _ONE_BLOCK = 1 << 17
 _SAMPLE_FACTOR = 100  # sample bytes for each byte of dictionary, as zstd's documentation advises
 
@@ -146,19 +143,17 @@ class ZstdCodec(Codec):
         out: ByteRows,
     ) -> Callable[[int, int], None]:
         check_segments(heap, starts, lengths, out)
-        together = _BATCHES and 0 < out.shape[1] <= _ONE_BLOCK and len(out) >= _LEAST_BATCH
-        if not together or not _are_single_blocks(heap, starts, lengths):
+        suits = 0 < out.shape[1] <= _ONE_BLOCK and len(out) > 0 and out.flags.carray
+        if not suits or not is_direct() or not _are_single_blocks(heap, starts, lengths):
             return Codec.heap_decoder(self, heap, starts, lengths, out)
-        # here, once: threads that wait for each other's lines of Python gain nothing
-        frames, segments = _join(_header(out.shape[1]), heap.data, starts, lengths)
+        header = _header(out.shape[1])
 
         def decode(first: int, stop: int) -> None:
-            part = zstandard.BufferWithSegments(frames, segments[first:stop].tobytes())
-            try:
-                rows = _context(_decompressor, self).multi_decompress_to_buffer(part)
-            except zstandard.ZstdError as problem:
-                raise CorruptPayloadError(f"zstd: {problem}") from problem
-            _copy_rows(rows, out[first:stop])
+            part = slice(first, stop)
+            decoder = _context(DirectDecoder, self.learnt)
+            bad = decoder.decode(header, heap, starts[part], lengths[part], out[part])
+            if bad >= 0:
+                raise CorruptPayloadError(f"zstd: a payload of {lengths[part][bad]} bytes makes no row")
 
         return decode
 
@@ -166,7 +161,7 @@ class ZstdCodec(Codec):
 def _are_single_blocks(
     heap: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
 ) -> bool:
-    """Whether each payload is one block and ends with it; the batch call would not mind what follows."""
+    """Whether each payload is one block and ends with it; zstd would not mind a frame of nothing behind it."""
     if lengths.min() < 3:
         return False
     heads = heap[starts].astype(np.int64) | heap[starts + 1].astype(np.int64) << 8
@@ -174,30 +169,6 @@ def _are_single_blocks(
     # a bit for the last block, two for its kind, and its size; a repeated byte takes one, however many it makes
     sizes = np.where(heads >> 1 & 3 == 1, 1, heads >> 3)
     return bool(((heads & 1 == 1) & (lengths == 3 + sizes)).all())
-
-
-def _join(
-    header: bytes, source: memoryview, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-) -> tuple[bytes, npt.NDArray[np.uint64]]:
-    """Whole frames of many payloads, one after the other; and where each begins, and its length."""
-    ends = (starts + lengths).tolist()
-    payloads = [source[start:end] for start, end in zip(starts.tolist(), ends, strict=True)]
-    segments = np.empty((len(lengths), 2), np.uint64)
-    segments[:, 1] = lengths + len(header)
-    segments[:, 0] = np.cumsum(segments[:, 1]) - segments[:, 1]
-    return header.join([b"", *payloads]), segments
-
-
-def _copy_rows(rows: Any, out: ByteRows) -> None:
-    """Copy decompressed rows; those of one buffer lie there one after the other, so that few copies do."""
-    nbytes = out.shape[1]
-    offsets = np.array([row.offset for row in rows])
-    firsts = np.flatnonzero(offsets == 0)
-    for first, stop in zip(firsts.tolist(), [*firsts[1:].tolist(), len(out)], strict=True):
-        if (offsets[first:stop] != nbytes * np.arange(stop - first)).any():
-            raise AssertionError(f"zstandard left gaps between rows {first} and {stop}")
-        row = np.frombuffer(rows[first], np.uint8)
-        out[first:stop] = as_strided(row, (stop - first, nbytes), (nbytes, 1), writeable=False)
 
 
 def _header(nbytes: int) -> bytes:

@@ -17,7 +17,7 @@ from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.workers import run_split
 
 # bytes of output that a thread takes at a time
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 19
 
 
 class PayloadStore(FrameStore):

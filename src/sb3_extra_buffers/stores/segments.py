@@ -22,9 +22,9 @@ from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.workers import run_split
 
 # a segment ends early when its differences would fill this many frames; it is heavy when they take more than
-# that part of a frame each
+# that part of an observation each: of a stack, which would be held dense as a whole, a frame is but a part
 _LONG = 1.5
-_HEAVY = 0.06
+_HEAVY = 0.015
 # seconds of decoding for which another thread pays, and what each one takes at a time
 _SPLIT_SECONDS = 1e-3
 _CHUNK_SECONDS = 300e-6
@@ -65,7 +65,7 @@ class SegmentStore(FrameStore):
         compiled = self._kernels.compiled
         # bytes from which on a frame is heavy: none is to plain kernels, which cannot pack. No kernel can call zstd, so
         # with that they leave sealing to us
-        heavy = int(_HEAVY * self.layout.frame_bytes) if compiled else self.layout.frame_bytes
+        heavy = int(_HEAVY * self.layout.spec.nbytes) if compiled else self.layout.frame_bytes
         self._heavy = -1 if self._pack_level else heavy
         # what is packed by zstd is unpacked as a whole anyway; else a segment ends when walking it gets long, which for
         # plain kernels is sooner

@@ -1,0 +1,97 @@
+"""zstd's own function, called from a compiled loop: straight into the rows, with no lock held and nothing allocated.
+
+It is taken from the library that zstandard brings along. Where that does not show it, or numba is not installed, rows
+are decompressed one by one through Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from sb3_extra_buffers.codecs.spec import ByteRows
+from sb3_extra_buffers.kernels import has_numba
+
+__all__ = ["DirectDecoder", "is_direct"]
+
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    # what it returns, then what it takes
+    "ZSTD_versionNumber": (ctypes.c_uint,),
+    "ZSTD_createDCtx": (_POINTER,),
+    "ZSTD_freeDCtx": (_SIZE, _POINTER),
+    "ZSTD_createDDict": (_POINTER, ctypes.c_char_p, _SIZE),
+    "ZSTD_freeDDict": (_SIZE, _POINTER),
+    "ZSTD_decompress_usingDDict": (_SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER),
+}
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    found = importlib.util.find_spec("zstandard._cffi")
+    if found is None or found.origin is None:
+        return None
+    try:
+        library = ctypes.CDLL(found.origin)
+        for name, (result, *arguments) in _FUNCTIONS.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError):
+        return None
+    major, minor, patch = zstandard.ZSTD_VERSION
+    return library if library.ZSTD_versionNumber() == (major * 100 + minor) * 100 + patch else None
+
+
+@cache
+def is_direct() -> bool:
+    """Whether `DirectDecoder` can be used here."""
+    return has_numba() and ctypes.sizeof(_POINTER) == 8 and _library() is not None
+
+
+class DirectDecoder:
+    """Decompresses rows, with the dictionary ``learnt`` unless that is empty. Belongs to one thread."""
+
+    def __init__(self, learnt: bytes) -> None:
+        library: Any = _library()
+        self._library = library
+        self._dictionary = 0
+        self._context = library.ZSTD_createDCtx()
+        if learnt:
+            self._dictionary = library.ZSTD_createDDict(learnt, len(learnt))
+        if not self._context or (learnt and not self._dictionary):
+            raise MemoryError(f"zstd has no memory for a dictionary of {len(learnt)} bytes")
+        address = ctypes.cast(library.ZSTD_decompress_usingDDict, _POINTER).value
+        self._addresses = np.array([address, self._context, self._dictionary], np.int64)
+        self._frame = np.empty(0, np.uint8)
+        self._decompress = importlib.import_module("sb3_extra_buffers.kernels.zstd_numba").decompress_rows
+
+    def decode(
+        self,
+        header: bytes,
+        heap: npt.NDArray[np.uint8],
+        starts: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        out: ByteRows,
+    ) -> int:
+        """Decompress ``header`` and a payload into each row of ``out``; the first that fails, or -1."""
+        longest = len(header) + int(lengths.max(initial=0))
+        if self._frame.size < longest:
+            self._frame = np.empty(2 * longest, np.uint8)
+        self._frame[: len(header)] = np.frombuffer(header, np.uint8)
+        # one kind of array, so that the loop is compiled once
+        heap = np.asarray(heap).view()
+        heap.flags.writeable = False
+        return int(self._decompress(self._addresses, heap, starts, lengths, self._frame, len(header), out))
+
+    def __del__(self) -> None:
+        library = self.__dict__.get("_library")
+        if library is not None:
+            library.ZSTD_freeDCtx(self.__dict__.get("_context"))
+            library.ZSTD_freeDDict(self.__dict__.get("_dictionary"))
