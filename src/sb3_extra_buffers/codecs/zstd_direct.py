@@ -17,7 +17,6 @@ import numpy.typing as npt
 import zstandard
 
 from sb3_extra_buffers.codecs.spec import ByteRows
-from sb3_extra_buffers.kernels import has_numba
 
 __all__ = ["DirectDecoder", "is_direct"]
 
@@ -52,7 +51,7 @@ def _library() -> ctypes.CDLL | None:
 @cache
 def is_direct() -> bool:
     """Whether `DirectDecoder` can be used here."""
-    return has_numba() and ctypes.sizeof(_POINTER) == 8 and _library() is not None
+    return importlib.util.find_spec("numba") is not None and ctypes.sizeof(_POINTER) == 8 and _library() is not None
 
 
 class DirectDecoder:
@@ -70,7 +69,7 @@ class DirectDecoder:
         address = ctypes.cast(library.ZSTD_decompress_usingDDict, _POINTER).value
         self._addresses = np.array([address, self._context, self._dictionary], np.int64)
         self._frame = np.empty(0, np.uint8)
-        self._decompress = importlib.import_module("sb3_extra_buffers.kernels.zstd_numba").decompress_rows
+        self._decompress = importlib.import_module("sb3_extra_buffers.codecs.zstd_loop").decompress_rows
 
     def decode(
         self,

@@ -47,18 +47,6 @@ def load_word(typing_context: Any, array: Any, offset: Any) -> Any:
 
 
 @intrinsic
-def call_words(typing_context: Any, address: Any, words: Any) -> Any:
-    """What the function at ``address`` returns for a tuple of ``words``; pointers and sizes are words, too."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_WORD, [_WORD] * len(signature.args[1]))
-        function = builder.inttoptr(args[0], kind.as_pointer())
-        return builder.call(function, cgutils.unpack_tuple(builder, args[1]))
-
-    return types.int64(types.int64, types.UniTuple(types.int64, len(words))), generate
-
-
-@intrinsic
 def store_word(typing_context: Any, array: Any, offset: Any, value: Any) -> Any:
     """Set the eight bytes at byte ``offset`` of a contiguous array."""
 

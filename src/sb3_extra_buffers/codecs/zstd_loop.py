@@ -1,12 +1,26 @@
-"""The loop around zstd's own function."""
+"""The loop around zstd's own function. Imports numba: only `zstd_direct` may import this module."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
-from sb3_extra_buffers.kernels.intrinsics import call_words
+
+@intrinsic
+def call_words(typing_context: Any, address: Any, words: Any) -> Any:
+    """What the function at ``address`` returns for a tuple of ``words``; pointers and sizes are words, too."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(64)
+        kind = ir.FunctionType(word, [word] * len(signature.args[1]))
+        function = builder.inttoptr(args[0], kind.as_pointer())
+        return builder.call(function, cgutils.unpack_tuple(builder, args[1]))
+
+    return types.int64(types.int64, types.UniTuple(types.int64, len(words))), generate
 
 
 @njit(nogil=True, cache=True)
