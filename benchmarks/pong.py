@@ -113,7 +113,7 @@ class Curve(BaseCallback):
             print(f"{self._buffer}: {row['timesteps']:,} steps, {row['seconds']:.0f} s, ", end="")
             print(f"{speed:,.0f} steps/s, {self._episodes} games, mean reward {mean:.2f}", flush=True)
         self._over = row["seconds"] > self._limit or (len(finished) == 100 and mean >= self._stop_at)
-        if self.num_timesteps > (0.7 + 0.1 * len(self.agents)) * self._schedule:
+        if self.num_timesteps > (0.6 + 0.08 * len(self.agents)) * self._schedule:
             self.agents[self.num_timesteps] = copy.deepcopy(self.model.policy.state_dict())
 
 
@@ -193,7 +193,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def evaluate(model: PPO, curve: Curve, env: Any, options: argparse.Namespace) -> None:
-    """Whole games of the last agent and, if it is not good enough, of those before; the best one is left in ``model``.
+    """Whole games of the last agent and, if it is not good enough, of those before; the best is saved and left there.
 
     Pong has no lives to lose and gives no more than a point, so the environments of the training will do.
     """
@@ -217,6 +217,7 @@ def evaluate(model: PPO, curve: Curve, env: Any, options: argparse.Namespace) ->
             found[name] = rows
         if result.rewards.mean() > best:
             best, chosen = result.rewards.mean(), weights
+            save(model, options.output / "pong_model.zip")
         write(options.output / "pong_eval.csv", [row for rows in found.values() for row in rows])
     model.policy.load_state_dict(chosen)
 
@@ -361,19 +362,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--buffers", nargs="+", default=["delta", "sb3"], help="in this order; sb3 is SB3's own")
     parser.add_argument("--output", type=Path, default=Path("logs/pong"), help="where curves, model and film go")
-    parser.add_argument("--n-envs", type=int, default=100)
-    parser.add_argument("--n-steps", type=int, default=40)
-    parser.add_argument("--batch-size", type=int, default=250)
+    parser.add_argument("--n-envs", type=int, default=128)
+    parser.add_argument("--n-steps", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--clip-range", type=float, default=0.2)
     parser.add_argument("--entropy", type=float, default=0.01, help="what entropy counts for, falling to nothing")
     parser.add_argument("--resume", type=Path, help="a model of an earlier run to start from, its optimiser anew")
-    parser.add_argument("--timesteps", type=int, default=2_400_000, help="where the schedules end")
+    parser.add_argument("--timesteps", type=int, default=3_000_000, help="where the schedules end")
     parser.add_argument("--stop-at", type=float, default=20.6, help="mean reward of the last 100 games")
     parser.add_argument("--seconds", type=float, default=1e9, help="end a training that takes longer")
     parser.add_argument("--episodes", type=int, default=100, help="games to evaluate the first training on; 0 for none")
-    parser.add_argument("--good", type=float, default=20.5, help="mean reward at which no earlier agent is looked at")
+    parser.add_argument("--good", type=float, default=20.0, help="mean reward at which no earlier agent is looked at")
     parser.add_argument("--film-steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -398,7 +399,6 @@ def main() -> None:
         curves += read(options.output / f"pong_curve_{buffer}{RESUMED if options.resume else ''}.csv")
         if position == 0 and options.episodes:
             evaluate(model, curve, env, options)
-            save(model, options.output / "pong_model.zip")
             film(model, options.output / "pong.gif", options)
     if len(options.buffers) == 2:
         shared, different = differences(curves)

@@ -13,6 +13,7 @@ from sb3_extra_buffers.errors import CorruptPayloadError
 from tests.contracts.codec import check_round_trip
 
 zstandard = pytest.importorskip("zstandard", exc_type=ImportError)
+zstd_direct = pytest.importorskip("sb3_extra_buffers.codecs.zstd_direct")
 
 
 def scenes(n: int, nbytes: int = 2000) -> npt.NDArray[np.uint8]:
@@ -106,11 +107,9 @@ def test_large_rows_with_a_dictionary_come_back() -> None:
 @pytest.mark.parametrize("dictionary", [0, 4096])
 @pytest.mark.parametrize("nbytes", [40, 2000, 300_000])  # the last of more blocks than one
 def test_rows_are_decoded_in_parts(nbytes: int, dictionary: int, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sb3_extra_buffers.codecs import zstd
-
-    if direct and not zstd.is_direct():
+    if direct and not zstd_direct.is_direct():
         pytest.skip("zstd's own function is out of reach, or numba is not installed")
-    monkeypatch.setattr(zstd, "is_direct", lambda: direct)
+    monkeypatch.setattr("sb3_extra_buffers.codecs.zstd.is_direct", lambda: direct)
     rows = scenes(70, nbytes)
     rows[3] = 9
     codec = get_codec("zstd3", dictionary=dictionary).train(rows[:10])
@@ -133,9 +132,7 @@ def test_rows_are_decoded_in_parts(nbytes: int, dictionary: int, direct: bool, m
 
 
 def test_damage_is_seen_alike_by_zstds_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sb3_extra_buffers.codecs import zstd
-
-    if not zstd.is_direct():
+    if not zstd_direct.is_direct():
         pytest.skip("zstd's own function is out of reach, or numba is not installed")
     rows = np.ascontiguousarray(np.repeat(scenes(1, 40), 50, axis=1))
     codec = get_codec("zstd3")
@@ -147,7 +144,7 @@ def test_damage_is_seen_alike_by_zstds_own_function(monkeypatch: pytest.MonkeyPa
         damaged[random.integers(3, len(payload))] = random.integers(256)
         found: list[bytes | None] = []
         for direct in (True, False):
-            monkeypatch.setattr(zstd, "is_direct", lambda direct=direct: direct)
+            monkeypatch.setattr("sb3_extra_buffers.codecs.zstd.is_direct", lambda direct=direct: direct)
             out = np.zeros_like(rows)
             try:
                 codec.heap_decoder(damaged, np.zeros(1, np.int64), np.array([len(payload)]), out)(0, 1)
