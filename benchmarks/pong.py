@@ -52,7 +52,7 @@ class Curve(BaseCallback):
     def __init__(self, path: Path, buffer: str, options: argparse.Namespace) -> None:
         super().__init__()
         self._buffer, self._stop_at, self._limit = buffer, options.stop_at, options.seconds
-        self._entropy, self._schedule = options.entropy, options.timesteps
+        self._entropies, self._schedule = (options.entropy, options.last_entropy), options.timesteps
         self.rows: list[dict[str, Any]] = []
         self._file = path.open("w", newline="")
         self._writer = csv.DictWriter(self._file, CURVE, lineterminator="\n")
@@ -77,7 +77,8 @@ class Curve(BaseCallback):
 
     def _on_rollout_end(self) -> None:
         model: Any = self.model
-        model.ent_coef = self._entropy * max(1 - self.num_timesteps / self._schedule, 0)
+        first, last = self._entropies
+        model.ent_coef = last + (first - last) * max(1 - self.num_timesteps / self._schedule, 0)
         # now and then: a figure for the page, at no cost for the clock
         if len(self.rows) % 20 == 0:
             rollout = model.rollout_buffer
@@ -175,6 +176,7 @@ def train(buffer: str, env: Any, options: argparse.Namespace) -> tuple[PPO, Curv
         "learning_rate",
         "clip_range",
         "entropy",
+        "last_entropy",
         "seed",
         "stop_at",
     )
@@ -285,10 +287,10 @@ def render() -> None:
     curves = read(DATA / "pong_curves.csv")
     if not runs or not curves:
         return
-    plot(curves, DOCS / "images" / "pong_curve.png")
+    plot(curves, runs, DOCS / "images" / "pong_curve.png")
     lines = [
         [
-            "SB3's `RolloutBuffer`" if name == "sb3" else f"`GpuRolloutBuffer`, `{name}`",
+            titles(name)[0],
             f"{int(row['timesteps']):,}",
             f"{float(row['seconds']):.0f} s",
             f"{int(row['timesteps']) / float(row['seconds']):,.0f}",
@@ -296,26 +298,20 @@ def render() -> None:
         ]
         for name, row in runs.items()
     ]
-    run = next(iter(runs.values()))
     same = ""
-    if len(runs) == 2:
+    if "sb3" in runs:
         shared, different = differences(curves)
-        same = f"{len(different)} of the {shared} iterations that both trainings made differ. "
+        same = f"{len(different)} of the {shared} iterations that both trainings made from the start differ. "
         if not different:
-            same = f"All {shared} iterations that both trainings made gave the same rewards, losses and weights, "
-            same += "to the last bit. "
-    settings = (
-        f"{run['n_envs']} environments x {run['n_steps']} steps, {run['epochs']} epochs in batches of "
-        f"{run['batch_size']}, learning rate {run['learning_rate']} and clip range {run['clip_range']}, falling to a "
-        f"tenth at {int(run['schedule']):,} steps, where entropy, worth {run['entropy']} at first, no longer counts; "
-        f"seed {run['seed']}; a run ends when the last 100 games gave "
-        f"{run['stop_at']}"
-    )
+            same = f"All {shared} iterations that both trainings made from the start gave the same rewards, losses and "
+            same += "weights, to the last bit. "
+    settings = " ".join(described(name, run) for name, run in runs.items() if name != "sb3")
     parts = [
         "\n![reward of the last 100 games](images/pong_curve.png)\n",
         render.table(["rollout kept by", "steps", "training", "steps/s", "observations of a rollout"], lines),
-        f"{same}Settings: {settings}.\n",
-        report(read(DATA / "pong_eval.csv")),
+        f"{same}{settings}\n",
+        pair(read(DATA / "pong_pair.csv")),
+        report(read(DATA / "pong_eval.csv"), sum(int(row["timesteps"]) for name, row in runs.items() if name != "sb3")),
     ]
     if (DOCS / "images" / "pong.gif").exists():
         parts.append("![the trained agent plays](images/pong.gif)\n")
@@ -323,19 +319,53 @@ def render() -> None:
     render.insert(DOCS / "training.md", "pong", "\n".join(parts) + "\n")
 
 
-def report(played: list[dict[str, str]]) -> str:
-    """The evaluation as `eval_model` prints it."""
-    lines = []
+def titles(name: str) -> tuple[str, str]:
+    """How a run is called in the table, and in the plot."""
+    if name == "sb3":
+        return "SB3's `RolloutBuffer`", "SB3's RolloutBuffer"
+    method, resumed, _ = name.partition(RESUMED)
+    on = ", going on from there" if resumed else ""
+    return f"`GpuRolloutBuffer`, `{method}`{on}", f"GpuRolloutBuffer, {method}{on}"
+
+
+def described(name: str, run: dict[str, str]) -> str:
+    """The settings of a run, in words."""
+    start = "The training that went on" if name.endswith(RESUMED) else "The training"
+    return (
+        f"{start} had {run['n_envs']} environments x {run['n_steps']} steps, {run['epochs']} epochs in batches of "
+        f"{run['batch_size']}, learning rate {run['learning_rate']} and clip range {run['clip_range']}, falling to a "
+        f"tenth at {int(run['schedule']):,} steps, and a weight of entropy of {run['entropy']} at first and "
+        f"{run['last_entropy']} there, seed {run['seed']}."
+    )
+
+
+def pair(rows: list[dict[str, str]]) -> str:
+    """What both buffers took for the same few iterations on one machine, where that was measured."""
+    if not rows:
+        return ""
+    seconds = {row["buffer"]: float(row["seconds"]) for row in rows}
+    ours = next(name for name in seconds if name != "sb3")
+    return (
+        "The table's rows are of different machines of this kind, whose processors are not equally fast. On one of "
+        f"them, the first {int(rows[0]['timesteps']):,} steps took {seconds[ours]:.1f} s with `{ours}` and "
+        f"{seconds['sb3']:.1f} s with SB3's buffer ({seconds[ours] / seconds['sb3']:.2f}x), {rows[0]['remark']}.\n"
+    )
+
+
+def report(played: list[dict[str, str]], n_steps: int) -> str:
+    """The evaluation as `eval_model` prints it; the last agent had made ``n_steps``, whatever run it is of."""
+    lines, ages = [], []
+    last = max(int(row["timesteps"]) for row in played)
     for agent in dict.fromkeys(row["agent"] for row in played):
         some = [row for row in played if row["agent"] == agent]
         rewards = np.array([float(row["reward"]) for row in some])
         lengths = np.array([int(row["length"]) for row in some])
         lines.append(EvalResult(rewards, lengths, int(lengths.sum())).report(agent))
-    steps = ", ".join(dict.fromkeys(f"{row['agent']}: after {int(row['timesteps']):,} steps" for row in played))
-    return "```text\n{}\n```\n\nWhole games with the likeliest actions. {}.\n".format("\n".join(lines), steps)
+        ages.append(f"{agent}: after {n_steps - last + int(some[0]['timesteps']):,} steps in all")
+    return "```text\n{}\n```\n\nWhole games with the likeliest actions. {}.\n".format("\n".join(lines), ", ".join(ages))
 
 
-def plot(curves: list[dict[str, str]], path: Path) -> None:
+def plot(curves: list[dict[str, str]], runs: dict[str, dict[str, str]], path: Path) -> None:
     """Reward against steps, where the two lie on each other, and against time."""
     from matplotlib import pyplot as plt
 
@@ -343,11 +373,15 @@ def plot(curves: list[dict[str, str]], path: Path) -> None:
     for name in dict.fromkeys(row["buffer"] for row in curves):
         rows = [row for row in curves if row["buffer"] == name]
         reward = [float(row["mean_reward"]) for row in rows]
-        theirs = name == "sb3"
-        label = "SB3's RolloutBuffer" if theirs else f"GpuRolloutBuffer, {name}"
-        look: dict[str, Any] = {"color": "black", "linestyle": ":", "zorder": 3} if theirs else {"color": "tab:red"}
-        axes[0].plot([int(row["timesteps"]) / 1e6 for row in rows], reward, label=label, **look)
-        axes[1].plot([float(row["seconds"]) for row in rows], reward, label=label, **look)
+        look: dict[str, Any] = {"color": "tab:red", "label": titles(name)[1]}
+        if name == "sb3":
+            look |= {"color": "black", "linestyle": ":", "zorder": 3}
+        elif name.endswith(RESUMED):
+            look["color"] = "tab:orange"
+        # what went on from another run begins where that one ended
+        before = runs.get(name.removesuffix(RESUMED), {}) if name.endswith(RESUMED) else {}
+        for axis, column, scale in ((axes[0], "timesteps", 1e6), (axes[1], "seconds", 1.0)):
+            axis.plot([(float(row[column]) + float(before.get(column, 0))) / scale for row in rows], reward, **look)
     axes[0].set(xlabel="million steps", ylabel="reward, last 100 games")
     axes[1].set(xlabel="seconds")
     axes[0].legend(loc="lower right", fontsize=8)
@@ -368,7 +402,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--clip-range", type=float, default=0.2)
-    parser.add_argument("--entropy", type=float, default=0.01, help="what entropy counts for, falling to nothing")
+    parser.add_argument("--entropy", type=float, default=0.01, help="what entropy counts for at first")
+    parser.add_argument("--last-entropy", type=float, default=0.0, help="and where the schedules end")
     parser.add_argument("--resume", type=Path, help="a model of an earlier run to start from, its optimiser anew")
     parser.add_argument("--timesteps", type=int, default=3_000_000, help="where the schedules end")
     parser.add_argument("--stop-at", type=float, default=20.6, help="mean reward of the last 100 games")

@@ -32,6 +32,8 @@ _INT64 = np.dtype(np.int64)
 _BYTE = np.dtype(np.uint8)
 # steps that may be under way before a write has to wait and see how full the heap is
 _AHEAD = 16
+# rows that wait to be read by the device, unless a step has more
+_STAGED_BYTES = 8 << 20
 
 
 def has_triton() -> bool:
@@ -87,7 +89,9 @@ class DeviceFrameStore:
         # no kernel has said yet how many are unused
         self._notes[:, 2] = self.tables.scene_refs.numel()
         self._wrapped = False
-        self._staging = Staging(self.device)
+        # the rows of many streams take so much room that fewer of them must do
+        step_bytes = n_sets * n_streams * layout.spec.nbytes
+        self._staging = Staging(self.device, min(max(_STAGED_BYTES // max(step_bytes, 1), 3), _AHEAD // 2))
         self._bound: Any = None
         self._job: Layout | None = None
         # the rows written last, where the device read them, and their first cell
