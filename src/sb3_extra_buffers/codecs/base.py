@@ -18,7 +18,7 @@ from sb3_extra_buffers.errors import CodecLevelError, CorruptPayloadError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Codec", "check_level", "check_segments"]
+__all__ = ["Codec", "check_level", "check_segments", "read_only"]
 
 
 class Codec(ABC):
@@ -132,6 +132,13 @@ def check_segments(
     # compared without adding, so that no sum can wrap round
     if len(starts) and (starts.min() < 0 or lengths.min() < 0 or (starts > heap.size - lengths).any()):
         raise CorruptPayloadError(f"a payload lies outside the heap of {heap.size} bytes")
+
+
+def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """``array`` for a compiled loop: numba compiles once more for each mix of flags, and this view has one type."""
+    view = array.view(np.ndarray)
+    view.flags.writeable = False
+    return view
 
 
 def check_level(name: str, level: object, allowed: Sequence[range], described: str) -> None:

@@ -10,7 +10,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.codecs.base import check_segments
+from sb3_extra_buffers.codecs.base import check_segments, read_only
 from sb3_extra_buffers.codecs.rle import RleCodec
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import CorruptPayloadError
@@ -34,7 +34,7 @@ class RleJitCodec(RleCodec):
         values = np.empty(elements.shape[1], elements.dtype)
         payloads = []
         for row in elements:
-            n_runs = _encode_row(_readonly(row), lengths, values)
+            n_runs = _encode_row(read_only(row), lengths, values)
             payloads.append(lengths[:n_runs].astype(self.run).tobytes() + values[:n_runs].tobytes())
         return payloads
 
@@ -60,18 +60,11 @@ class RleJitCodec(RleCodec):
 
     def _decode(self, heap: Any, starts: Any, lengths: Any, out: Any) -> None:
         elem, run = np.dtype(self.elem).itemsize, np.dtype(self.run).itemsize
-        bad = _decode_rows(_readonly(heap), starts, lengths, elem, run, out)
+        bad = _decode_rows(read_only(heap), starts, lengths, elem, run, out)
         if bad >= 0:
             raise CorruptPayloadError(
                 f"rle: the runs of a payload of {lengths[bad]} bytes do not make a row of {out.shape[1]}"
             )
-
-
-def _readonly(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    # numba compiles once more for each mix of flags; one view has one type, and no write gets through
-    view = array.view(np.ndarray)
-    view.flags.writeable = False
-    return view
 
 
 @numba.njit(nogil=True, cache=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import os
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from sb3_extra_buffers.codecs.base import read_only
 from sb3_extra_buffers.codecs.spec import ByteRows
 
 __all__ = ["DirectDecoder", "is_direct"]
@@ -38,7 +40,8 @@ def _library() -> ctypes.CDLL | None:
     if found is None or found.origin is None:
         return None
     try:
-        library = ctypes.CDLL(found.origin)
+        # what it calls is its own, even if the process has another version of zstd for all to see
+        library = ctypes.CDLL(found.origin, mode=ctypes.DEFAULT_MODE | getattr(os, "RTLD_DEEPBIND", 0))
         for name, (result, *arguments) in _FUNCTIONS.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
@@ -84,10 +87,7 @@ class DirectDecoder:
         if self._frame.size < longest:
             self._frame = np.empty(2 * longest, np.uint8)
         self._frame[: len(header)] = np.frombuffer(header, np.uint8)
-        # one kind of array, so that the loop is compiled once
-        heap = np.asarray(heap).view()
-        heap.flags.writeable = False
-        return int(self._decompress(self._addresses, heap, starts, lengths, self._frame, len(header), out))
+        return int(self._decompress(self._addresses, read_only(heap), starts, lengths, self._frame, len(header), out))
 
     def __del__(self) -> None:
         library = self.__dict__.get("_library")
