@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -75,16 +76,13 @@ def find_layout(spec: ObsSpec, streams: Iterable[ByteRows]) -> StackLayout:
     of the others must be the observation before, moved on by one frame. A wrong guess costs memory,
     not correctness: frames are compared byte for byte whenever they are shared.
     """
-    pairs = [(rows[:-1], rows[1:]) for rows in streams if len(rows) > 1]
-    if not pairs or not spec.shape:
+    if not spec.shape:
         return StackLayout(spec)
-    before = np.concatenate([first for first, _ in pairs])
-    after = np.concatenate([second for _, second in pairs])
-    moved = np.flatnonzero((before != after).any(axis=1))
-    moved = moved[:: max(len(moved) // _PAIRS, 1)]
-    before, after = before[moved], after[moved]
-    if not len(before):
+    pairs = [pair for rows in streams for pair in pairwise(rows) if not np.array_equal(*pair)]
+    if not pairs:
         return StackLayout(spec)
+    some = pairs[:: max(len(pairs) // _PAIRS, 1)]
+    before, after = (np.stack(part) for part in zip(*some, strict=True))
     candidates: list[StackLayout] = []
     for axis, length in (("first", spec.shape[0]), ("last", spec.shape[-1])):
         for stack in range(min(length, 64), 1, -1):
