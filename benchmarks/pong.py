@@ -355,13 +355,15 @@ def pair(rows: list[dict[str, str]]) -> str:
 def report(played: list[dict[str, str]], n_steps: int) -> str:
     """The evaluation as `eval_model` prints it; the last agent had made ``n_steps``, whatever run it is of."""
     lines, ages = [], []
-    last = max(int(row["timesteps"]) for row in played)
+    last = max((int(row["timesteps"]) for row in played), default=0)
     for agent in dict.fromkeys(row["agent"] for row in played):
         some = [row for row in played if row["agent"] == agent]
         rewards = np.array([float(row["reward"]) for row in some])
         lengths = np.array([int(row["length"]) for row in some])
         lines.append(EvalResult(rewards, lengths, int(lengths.sum())).report(agent))
         ages.append(f"{agent}: after {n_steps - last + int(some[0]['timesteps']):,} steps in all")
+    if not played:
+        return ""
     return "```text\n{}\n```\n\nWhole games with the likeliest actions. {}.\n".format("\n".join(lines), ", ".join(ages))
 
 

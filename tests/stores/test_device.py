@@ -11,7 +11,7 @@ import torch
 
 from sb3_extra_buffers.codecs.delta import DeltaCodec
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.errors import HeapFullError
+from sb3_extra_buffers.errors import HeapFullError, SpecMismatchError
 from sb3_extra_buffers.kernels.delta_torch import COUNT, capacity_of
 from sb3_extra_buffers.stores.device import DeviceFrameStore
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -258,3 +258,21 @@ def test_what_was_kept_on_a_gpu_goes_on_where_there_is_none() -> None:
     again.write(3, list(rows))
     again.check()
     np.testing.assert_array_equal(read(again, cells)[:, 6:8], rows)
+
+
+@pytest.mark.parametrize("n_failures", range(1, 10))
+def test_writes_that_were_refused_leave_no_trace(n_failures: int) -> None:
+    layout = layouts()[0]
+    store = DeviceFrameStore(layout, 30, 2, DeltaCodec(), "cpu", 2)
+    game = Game(layout, 2)
+    ring: Rows = np.zeros((2, 30, 2, layout.spec.nbytes), np.uint8)
+    for step in range(24):
+        rows = game.step()
+        if step in (3, 12):
+            for _ in range(n_failures):
+                with pytest.raises(SpecMismatchError, match="2 streams, got 1"):
+                    store.write(step, [rows[0], rows[1][:1]])
+        store.write(step, list(rows))
+        ring[:, step] = rows
+
+    np.testing.assert_array_equal(read(store, np.arange(120).reshape(2, -1)), ring.reshape(2, 60, -1))

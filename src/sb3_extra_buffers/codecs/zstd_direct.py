@@ -19,6 +19,7 @@ import zstandard
 
 from sb3_extra_buffers.codecs.base import read_only
 from sb3_extra_buffers.codecs.spec import ByteRows
+from sb3_extra_buffers.errors import CorruptPayloadError
 
 __all__ = ["DirectDecoder", "is_direct"]
 
@@ -54,7 +55,10 @@ def _library() -> ctypes.CDLL | None:
 @cache
 def is_direct() -> bool:
     """Whether `DirectDecoder` can be used here."""
-    return importlib.util.find_spec("numba") is not None and ctypes.sizeof(_POINTER) == 8 and _library() is not None
+    if importlib.util.find_spec("numba") is None or ctypes.sizeof(_POINTER) != 8 or _library() is None:
+        return False
+    compiles: bool = not importlib.import_module("numba").config.DISABLE_JIT
+    return compiles
 
 
 class DirectDecoder:
@@ -67,8 +71,10 @@ class DirectDecoder:
         self._context = library.ZSTD_createDCtx()
         if learnt:
             self._dictionary = library.ZSTD_createDDict(learnt, len(learnt))
-        if not self._context or (learnt and not self._dictionary):
-            raise MemoryError(f"zstd has no memory for a dictionary of {len(learnt)} bytes")
+        if not self._context:
+            raise MemoryError("zstd has no memory for a decompression context")
+        if learnt and not self._dictionary:
+            raise CorruptPayloadError(f"zstd: a dictionary of {len(learnt)} bytes is damaged")
         address = ctypes.cast(library.ZSTD_decompress_usingDDict, _POINTER).value
         self._addresses = np.array([address, self._context, self._dictionary], np.int64)
         self._frame = np.empty(0, np.uint8)

@@ -75,8 +75,11 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
     ) -> None:
         """Add a rollout step of every environment."""
         fitted = self._fit(obs, "obs")
-        # first what has to come from the device, in one copy, so that it need not wait for what is sent there
-        self.values[self.pos], self.log_probs[self.pos] = th.stack((value.flatten(), log_prob.flatten())).cpu().numpy()
+        # first what has to come from the device, in one copy if it can, so that it need not wait for what is sent there
+        if value.numel() == log_prob.numel() and value.device == log_prob.device:
+            value, log_prob = th.stack((value.flatten(), log_prob.flatten())).cpu()
+        self.values[self.pos] = value.cpu().numpy().flatten()
+        self.log_probs[self.pos] = log_prob.cpu().numpy().flatten()
         for key, store in self._stores.items():
             store.write(self.pos, (fitted[key],))
         self.actions[self.pos] = np.asarray(action).reshape((self.n_envs, self.action_dim))

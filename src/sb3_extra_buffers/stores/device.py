@@ -13,7 +13,7 @@ import torch
 
 from sb3_extra_buffers.codecs.delta import DeltaCodec, padded
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError
+from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError, SpecMismatchError
 from sb3_extra_buffers.kernels import delta_torch as kernels
 from sb3_extra_buffers.kernels.delta_torch import SLACK, DeviceTables, FrameShape, Write, capacity_of
 from sb3_extra_buffers.kernels.state import NONE
@@ -89,14 +89,17 @@ class DeviceFrameStore:
         # no kernel has said yet how many are unused
         self._notes[:, 2] = self.tables.scene_refs.numel()
         self._wrapped = False
-        # the rows of many streams take so much room that fewer of them must do
-        step_bytes = n_sets * n_streams * layout.spec.nbytes
-        self._staging = Staging(self.device, min(max(_STAGED_BYTES // max(step_bytes, 1), 3), _AHEAD // 2))
+        self._last_cell = 0  # the first of those written last
         self._bound: Any = None
+        self._start_staging()
+
+    def _start_staging(self) -> None:
+        """Where rows wait to be read by the device; those of many streams take so much room that fewer must do."""
+        step_bytes = self.n_sets * self.n_streams * self.layout.spec.nbytes
+        self._staging = Staging(self.device, min(max(_STAGED_BYTES // max(step_bytes, 1), 3), _AHEAD // 2))
         self._job: Layout | None = None
-        # the rows written last, where the device read them, and their first cell
+        # the rows written last, where the device read them
         self._last: npt.NDArray[np.int64] | None = None
-        self._last_cell = 0
 
     def _allocate(self) -> DeviceTables:
         shape, streams, device = self.shape, self.n_streams, self.device
@@ -162,14 +165,14 @@ class DeviceFrameStore:
 
     def write_cells(self, step: int, cells: Sequence[int], batches: Sequence[np.ndarray[Any, Any]]) -> None:
         """`write` to the cells that begin at each of ``cells``."""
+        # until this is written nothing is known of what comes next: others may get the memory of the last rows
+        before, self._last = self._last, None
         staged = self._stage(batches)
         rows = staged.arrays[1]
         write = Write(
             step, (step + 1) % self.n_steps if self._wrapped else 0, tuple(cells), self._launches & 1, 0,
-            self._last_cell, self._relate(rows),
+            self._last_cell, self._relate(before, rows),
         )  # fmt: skip
-        # until this is written nothing is known of what comes next: others may have got the memory of the last rows
-        self._last = None
         use, tail = self._known()
         if use + self._advance(1) <= capacity_of(self.tables):
             self._launch(staged, write._replace(tail=tail))
@@ -193,15 +196,18 @@ class DeviceFrameStore:
         staged = self._staging.lend(self._job)
         places = staged.arrays[1].view(spec.dtype).reshape(-1, self.n_streams, *spec.shape)
         for place, batch in zip(places, batches, strict=True):
+            if len(batch) != self.n_streams:
+                raise SpecMismatchError(
+                    f"expected an observation for each of {self.n_streams} streams, got {len(batch)}"
+                )
             place[...] = batch if batch.shape[1:] == spec.shape else spec.from_rows(batch)
         return staged
 
-    def _relate(self, rows: npt.NDArray[np.int64]) -> tuple[int, ...]:
-        """How each row relates to its stream's row before: what is known already need not be sent."""
+    def _relate(self, before: npt.NDArray[np.int64] | None, rows: npt.NDArray[np.int64]) -> tuple[int, ...]:
+        """How each row relates to its stream's row ``before`` it: what is known already need not be sent."""
         if not self._whole:
             return ()
         relations: list[int] = []
-        before = self._last
         for place, words in enumerate(rows):
             if before is None:
                 relations += [kernels.UNKNOWN] * self.n_streams
@@ -499,7 +505,7 @@ class DeviceFrameStore:
     def __getstate__(self) -> dict[str, Any]:
         self._wait()
         state = self.__dict__.copy()
-        state["_bound"] = state["_notes"] = state["_last"] = None
+        state["_bound"] = state["_notes"] = state["_last"] = state["_job"] = state["_staging"] = None
         state["_report"] = self._report.numpy().copy()
         tables = {name: table.cpu() for name, table in self.tables._asdict().items()}
         state["tables"] = {name: table.numpy() for name, table in tables.items()}
@@ -521,6 +527,7 @@ class DeviceFrameStore:
         self._report.copy_(torch.from_numpy(report))
         self._notes = self._report.numpy()
         self._bound = None
+        self._start_staging()
 
 
 def _relations(before: npt.NDArray[np.int64], words: npt.NDArray[np.int64], stack: int, moves: bool) -> list[int]:
