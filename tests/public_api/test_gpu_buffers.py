@@ -6,13 +6,16 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch as th
+from gymnasium import spaces
 from stable_baselines3.common.buffers import ReplayBuffer, RolloutBuffer
 
 import sb3_extra_buffers.gpu_buffers as module
+from sb3_extra_buffers.codecs.registry import is_available
 from sb3_extra_buffers.errors import CodecLevelError, HeapFullError, UnknownCodecError
 from sb3_extra_buffers.gpu_buffers import (
     BaseGpuBuffer,
@@ -223,3 +226,73 @@ def test_the_heuristic_is_what_its_script_fits() -> None:
 def test_levels_between_the_measured_ones_lie_between() -> None:
     assert save_ratio("gzip0") > save_ratio("gzip1") > save_ratio("gzip3") >= save_ratio("gzip9")
     assert save_ratio("zstd-100") > save_ratio("zstd-30") > save_ratio("zstd-10") > save_ratio("zstd4")
+
+
+@pytest.mark.parametrize("rollout", [False, True])
+def test_compression_kwargs_reach_the_codec(rollout: bool) -> None:
+    pytest.importorskip("zstandard", exc_type=ImportError)
+    space = spaces.Box(0, 255, (4, 20, 20), np.uint8)
+    random = np.random.default_rng(0)
+    held = []
+    for kwargs in ({}, {"level": 22}):
+        arguments: Any = (64, space, spaces.Discrete(2), "cpu")
+        options: Any = {"compression_method": "zstd", "compression_kwargs": kwargs}
+        buffer: Any = (GpuRolloutBuffer if rollout else GpuReplayBuffer)(*arguments, **options)
+        assert buffer.compression_method == "zstd"
+        assert buffer.compression_kwargs == kwargs
+        for _ in range(64):
+            obs = np.repeat(random.integers(0, 4, (1, 4, 20, 4)), 5, axis=3).astype(np.uint8)
+            if rollout:
+                one = th.zeros(1)
+                buffer.add(obs, np.zeros((1, 1)), np.zeros(1), np.zeros(1), one, one)
+            else:
+                buffer.add(obs, obs, np.zeros((1, 1)), np.zeros(1), np.zeros(1), [{}])
+        held.append(buffer.memory_usage().payload)
+
+    assert held[1] < 0.8 * held[0]
+
+
+def test_a_full_heap_replaces_what_a_cell_holds() -> None:
+    heap = SharedRawHeap(2, 20)
+    heap.put(0, th.arange(12, dtype=th.uint8))
+    heap.put(1, th.arange(8, dtype=th.uint8) + 100)
+
+    heap.put(0, th.arange(12, dtype=th.uint8) + 50)
+
+    assert heap.live_bytes == heap.lengths.sum() == 20
+    for cell, first in ((0, 50), (1, 100)):
+        found = read_at(heap.buffer, heap.start_idx[cell], 0, heap.lengths[cell], th.uint8)
+        assert found.tolist() == list(range(first, first + len(found)))
+    with pytest.raises(HeapFullError):
+        heap.put(1, th.zeros(9, dtype=th.uint8))
+    assert heap.lengths.tolist() == [12, 8]
+
+
+@pytest.mark.parametrize("method", ["rle", "rle-jit", "lz4-block/1", "gzip6", "igzip1", "zstd", "zstd22"])
+@pytest.mark.parametrize("flat_len", [100, 28_224, 230_400])
+def test_noise_fits_into_the_heap_that_is_estimated(method: str, flat_len: int) -> None:
+    if not is_available(method.rstrip("0123456789/")):
+        pytest.skip(f"{method} is not installed")
+    store: Any = create_observation_store(method, 4, 1, flat_len, th.uint8, "cpu")
+    noise = th.from_numpy(np.random.default_rng(0).integers(0, 256, (4, flat_len)).astype(np.uint8))
+    for turn in range(2):
+        for step in range(4):
+            store.write(step, 0, noise[(step + turn) % 4])
+
+    for step in range(4):
+        assert th.equal(store.read(step, 0), noise[(step + 1) % 4])
+
+
+def test_none_has_no_level_to_estimate() -> None:
+    with pytest.raises(ValueError, match="none has no levels, got 3"):
+        estimate_max_slot_bytes(1000, th.uint8, th.uint16, "none3")
+
+
+def test_bytes_are_read_into_a_tensor_of_any_layout() -> None:
+    buffer = RawBuffer(8)
+    buffer.write_bytes((0, 8), th.arange(8, dtype=th.uint8))
+    target = th.zeros(4, 2, dtype=th.uint8).T
+
+    buffer.read_into((0, 8), target)
+
+    assert target.flatten().tolist() == list(range(8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from sb3_extra_buffers.errors import HeapFullError
@@ -34,10 +35,13 @@ class RawBuffer:
 
     def read_into(self, malloc: tuple[int, int], tensor: torch.Tensor) -> None:
         """Copy the bytes of the region into the start of ``tensor``."""
-        target = tensor.view(-1).view(torch.uint8)
+        whole = tensor.contiguous()
+        target = whole.view(-1).view(torch.uint8)
         if target.numel() < malloc[1]:
             raise ValueError(f"{malloc[1]} bytes do not fit into a tensor of {target.numel()}")
         target[: malloc[1]].copy_(self._region(malloc))
+        if whole is not tensor:
+            tensor.copy_(whole)
 
     def copy_region(self, src_start: int, length: int, dst_start: int) -> None:
         """Copy ``length`` bytes from ``src_start`` to ``dst_start``; the two may overlap."""
@@ -78,23 +82,23 @@ class SharedRawHeap:
     def __init__(self, n_cells: int, heap_bytes: int, device: str | torch.device = "cpu") -> None:
         self.buffer = RawBuffer(heap_bytes, device)
         self.heap_bytes = heap_bytes
-        self.start_idx = [0] * n_cells
-        self.lengths = [0] * n_cells
+        self.start_idx = np.zeros(n_cells, np.int64)
+        self.lengths = np.zeros(n_cells, np.int64)
         self.data_end = 0
 
     @property
     def live_bytes(self) -> int:
         """Bytes that cells refer to."""
-        return sum(self.lengths)
+        return int(self.lengths.sum())
 
     def compact(self) -> None:
         """Pack all cell payloads into a contiguous prefix of the heap."""
         end = 0
         # in the order in which they lie, so that none is copied over one that has yet to move
-        for cell in sorted(range(len(self.lengths)), key=self.start_idx.__getitem__):
-            length = self.lengths[cell]
-            if length and self.start_idx[cell] != end:
-                self.buffer.copy_region(self.start_idx[cell], length, end)
+        for cell in np.argsort(self.start_idx, kind="stable").tolist():
+            start, length = int(self.start_idx[cell]), int(self.lengths[cell])
+            if length and start != end:
+                self.buffer.copy_region(start, length, end)
                 self.start_idx[cell] = end
             end += length
         self.data_end = end
@@ -109,7 +113,11 @@ class SharedRawHeap:
 
     def put(self, cell: int, payload: torch.Tensor) -> int:
         """Make ``payload`` (bytes) the cell's; what it held before stays until that is done. Return where it lies."""
-        self.ensure_space(payload.numel())
+        needed, live = payload.numel(), self.live_bytes
+        if live + needed > self.heap_bytes >= live + needed - int(self.lengths[cell]):
+            # there is no room but that of what it replaces
+            self.lengths[cell] = 0
+        self.ensure_space(needed)
         start = self.data_end
         write_at(self.buffer, start, 0, payload)
         self.start_idx[cell], self.lengths[cell] = start, payload.numel()

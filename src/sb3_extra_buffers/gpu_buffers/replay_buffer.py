@@ -52,9 +52,10 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         heap_bytes: int | None = None,
         max_slot_bytes: int | None = None,
     ) -> None:
-        BaseGpuBuffer.__init__(self, compression_method, compression_kwargs, decompression_kwargs)
         # not ReplayBuffer's: it would lay out dense observations
         BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs=n_envs)
+        # only now: SB3's calls this one too, without arguments
+        BaseGpuBuffer.__init__(self, compression_method, compression_kwargs, decompression_kwargs)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = optimize_memory_usage
         self.handle_timeout_termination = handle_timeout_termination
@@ -67,7 +68,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
             2,
             StorageOptions(dtypes, normalize_images, compression_method, output_dtype=output_dtype),
             buffer_device,
-            old_slot_bytes(max_slot_bytes, heap_bytes, 2 * self.buffer_size * n_envs),
+            old_slot_bytes(max_slot_bytes, heap_bytes, 2 * self.buffer_size * n_envs, 2 * n_envs),
         )
         self._staging = Staging(self.device)
         self._layouts: dict[int, Layout] = {}

@@ -44,11 +44,12 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         heap_bytes: int | None = None,
         max_slot_bytes: int | None = None,
     ) -> None:
-        BaseGpuBuffer.__init__(self, compression_method, compression_kwargs, decompression_kwargs)
         self._stores = {}
         options = StorageOptions(dtypes, normalize_images, compression_method)
-        heap_bytes = old_slot_bytes(max_slot_bytes, heap_bytes, buffer_size * n_envs)
+        heap_bytes = old_slot_bytes(max_slot_bytes, heap_bytes, buffer_size * n_envs, n_envs)
         super().__init__(buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs)
+        # only now: SB3's calls this one too, without arguments
+        BaseGpuBuffer.__init__(self, compression_method, compression_kwargs, decompression_kwargs)
         self._make_stores(1, options, buffer_device, heap_bytes)
         self._staging = Staging(self.device)
 

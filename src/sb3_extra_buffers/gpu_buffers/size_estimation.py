@@ -46,6 +46,8 @@ def save_ratio(compression_method: str, compresslevel: int | None = None) -> flo
     if compresslevel is not None:
         level = compresslevel
     if family in ("none", "auto"):
+        if level is not None:
+            raise CodecLevelError(f"{family} has no levels, got {level}")
         return 1.0
     if family in LEVELS:
         level = BARE_LEVELS[family] if level is None else level

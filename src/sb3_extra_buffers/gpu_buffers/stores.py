@@ -92,7 +92,7 @@ class RawObservationStore:
         if cell not in self._metadata:
             return self._empty.clone()
         # compaction moves payloads: the heap knows where they lie now
-        self._metadata[cell].byte_start = self.heap.start_idx[cell]
+        self._metadata[cell].byte_start = int(self.heap.start_idx[cell])
         return self._decompress(self.heap, self._metadata[cell])
 
     def read_flat(self, flat_idx: int) -> torch.Tensor:

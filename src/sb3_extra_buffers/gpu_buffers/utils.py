@@ -8,6 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sb3_extra_buffers.codecs.registry import get_codec, parse_method
+from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.errors import MissingExtraError
 from sb3_extra_buffers.gpu_buffers.size_estimation import save_ratio
 
 __all__ = [
@@ -54,7 +57,18 @@ def estimate_max_slot_bytes(
     measured = int(nbytes * save_ratio(compression_method, compresslevel) * overalloc_factor)
     # runs of one element each; a few bytes around what a byte codec leaves as it is
     worst = flat_len * (elem_type.itemsize + runs_type.itemsize) if compression_method == "rle" else nbytes + 64
-    return max(measured, worst)
+    return max(measured, worst, _bound(flat_len, elem_type, compression_method))
+
+
+def _bound(flat_len: int, elem_type: torch.dtype, compression_method: str) -> int:
+    """The most that the codec makes of an observation, where it is installed."""
+    if parse_method(compression_method)[0] in ("none", "auto"):
+        return 0
+    try:
+        spec = ObsSpec((flat_len,), torch_dtype_to_numpy(elem_type))
+        return get_codec(compression_method).bind(spec).bound(spec.nbytes)
+    except MissingExtraError:
+        return 0
 
 
 def estimate_total_heap_bytes(
