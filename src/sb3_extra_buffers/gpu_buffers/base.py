@@ -154,14 +154,11 @@ def _numpy_dtypes(options: StorageOptions) -> StorageOptions:
     return options if options.dtypes is None else replace(options, dtypes=translate(options.dtypes))
 
 
-def old_slot_bytes(max_slot_bytes: int | None, heap_bytes: int | None, n_cells: int, per_step: int) -> int | None:
-    """``heap_bytes``, or what the deprecated ``max_slot_bytes`` makes of it.
-
-    A step is written before the one that it replaces is given up, so there is room for one more.
-    """
+def old_slot_bytes(max_slot_bytes: int | None, heap_bytes: int | None, n_cells: int) -> int | None:
+    """``heap_bytes``, or what the deprecated ``max_slot_bytes`` makes of it."""
     if max_slot_bytes is None:
         return heap_bytes
     import warnings
 
     warnings.warn("max_slot_bytes is deprecated; pass heap_bytes, for all cells", DeprecationWarning, stacklevel=3)
-    return max_slot_bytes * (n_cells + per_step) if heap_bytes is None else heap_bytes
+    return max_slot_bytes * n_cells if heap_bytes is None else heap_bytes

@@ -68,7 +68,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
             2,
             StorageOptions(dtypes, normalize_images, compression_method, output_dtype=output_dtype),
             buffer_device,
-            old_slot_bytes(max_slot_bytes, heap_bytes, 2 * self.buffer_size * n_envs, 2 * n_envs),
+            old_slot_bytes(max_slot_bytes, heap_bytes, 2 * self.buffer_size * n_envs),
         )
         self._staging = Staging(self.device)
         self._layouts: dict[int, Layout] = {}

@@ -46,7 +46,7 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
     ) -> None:
         self._stores = {}
         options = StorageOptions(dtypes, normalize_images, compression_method)
-        heap_bytes = old_slot_bytes(max_slot_bytes, heap_bytes, buffer_size * n_envs, n_envs)
+        heap_bytes = old_slot_bytes(max_slot_bytes, heap_bytes, buffer_size * n_envs)
         super().__init__(buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs)
         # only now: SB3's calls this one too, without arguments
         BaseGpuBuffer.__init__(self, compression_method, compression_kwargs, decompression_kwargs)
