@@ -45,16 +45,14 @@ def save_ratio(compression_method: str, compresslevel: int | None = None) -> flo
     family = "rle" if family == "rle-jit" else family
     if compresslevel is not None:
         level = compresslevel
-    if family in ("none", "auto"):
-        if level is not None:
-            raise CodecLevelError(f"{family} has no levels, got {level}")
-        return 1.0
     if family in LEVELS:
         level = BARE_LEVELS[family] if level is None else level
         if not any(level in levels for levels in LEVELS[family]):
             raise CodecLevelError(f"{family} has no level {level}")
     elif level is not None:
         raise CodecLevelError(f"{family} has no levels, got {level}")
+    if family == "auto":
+        return 1.0
     if family not in RATIOS:
         get_codec(family)  # an unknown name is an error; what was not measured counts in full
         return 1.0

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sb3_extra_buffers.codecs.registry import get_codec, parse_method
+from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import MissingExtraError
 from sb3_extra_buffers.gpu_buffers.size_estimation import save_ratio
@@ -62,7 +62,7 @@ def estimate_max_slot_bytes(
 
 def _bound(flat_len: int, elem_type: torch.dtype, compression_method: str) -> int:
     """The most that the codec makes of an observation, where it is installed."""
-    if parse_method(compression_method)[0] in ("none", "auto"):
+    if compression_method == "auto":
         return 0
     try:
         spec = ObsSpec((flat_len,), torch_dtype_to_numpy(elem_type))

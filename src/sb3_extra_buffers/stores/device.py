@@ -97,7 +97,10 @@ class DeviceFrameStore:
         """Where rows wait to be read by the device; those of many streams take so much room that fewer must do."""
         step_bytes = self.n_sets * self.n_streams * self.layout.spec.nbytes
         self._staging = Staging(self.device, min(max(_STAGED_BYTES // max(step_bytes, 1), 3), _AHEAD // 2))
-        self._job: Layout | None = None
+        rows = (self.n_sets, self.n_streams, self.layout.spec.nbytes)
+        words = ((*rows[:2], rows[2] // 8), _INT64) if self._whole else (rows, _BYTE)
+        # as many numbers as `make_job` makes, then the rows
+        self._job = Layout(((8 + self.n_sets * (1 + self.n_streams),), _INT64), words)
         # the rows written last, where the device read them
         self._last: npt.NDArray[np.int64] | None = None
 
@@ -187,12 +190,6 @@ class DeviceFrameStore:
     def _stage(self, batches: Sequence[np.ndarray[Any, Any]]) -> Lent:
         """Copy what is to be written to where the device can read it, with room for what the kernel is told."""
         spec = self.layout.spec
-        if self._job is None:
-            n_sets, n_streams = len(batches), self.n_streams
-            rows = (n_sets, n_streams, spec.nbytes)
-            told = 8 + n_sets + n_sets * n_streams
-            words = ((*rows[:2], spec.nbytes // 8), _INT64) if self._whole else (rows, _BYTE)
-            self._job = Layout(((told,), _INT64), words)
         staged = self._staging.lend(self._job)
         places = staged.arrays[1].view(spec.dtype).reshape(-1, self.n_streams, *spec.shape)
         for place, batch in zip(places, batches, strict=True):

@@ -63,7 +63,7 @@ class SegmentStore(FrameStore):
     def _follow_kernels(self) -> None:
         """What depends on the kind of kernels at hand."""
         compiled = self._kernels.compiled
-        # bytes from which on a frame is heavy: none is to plain kernels, which cannot pack. No kernel can call zstd, so
+        # bytes from which on a frame is heavy: none is to plain kernels, which cannot pack. They do not call zstd, so
         # with that they leave sealing to us
         heavy = int(_HEAVY * self.layout.spec.nbytes) if compiled else self.layout.frame_bytes
         self._heavy = -1 if self._pack_level else heavy
