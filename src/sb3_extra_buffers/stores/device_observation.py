@@ -121,15 +121,11 @@ class DeviceObservations:
 
     def write(self, step: int, batches: Sequence[Array]) -> None:
         """Store one batch of ``n_streams`` observations for each set as step ``step``."""
-        inner = self._inner
-        if isinstance(inner, DeviceFrameStore):
-            # copied once, however they lie
-            inner.write(step, [self.spec.to_batch(batch) for batch in batches])
+        if self._inner is not None:
+            # as they lie: whoever stores them copies them, once
+            self._inner.write(step, [self.spec.to_batch(batch) for batch in batches])
             return
         rows = [self.spec.to_rows(batch) for batch in batches]
-        if inner is not None:
-            inner.write(step, rows)
-            return
         self._pending.append((step, [row.copy() for row in rows]))
         least, most = _TRIAL_ROWS
         held = len(self._pending) * self.n_streams * len(rows)
@@ -179,7 +175,7 @@ class DeviceObservations:
         else:
             inner = _OnHost(self, choice.method)
         for step, sets in self._pending:
-            inner.write(step, sets)
+            inner.write(step, [self.spec.from_rows(part) for part in sets])
         # only now: an error on the way leaves the rows where they were
         self.choice, self._inner, self._pending = choice, inner, []
 
@@ -242,13 +238,13 @@ class _Dense:
         self._spec, self._n_cells, self._n_streams = of.spec, of.n_cells, of.n_streams
         self._place = of.place
 
-    def write(self, step: int, rows: Sequence[Array]) -> None:
+    def write(self, step: int, batches: Sequence[Array]) -> None:
         first = step * self._n_streams
-        for place, part in enumerate(rows):
+        for place, batch in enumerate(batches):
             at = first + place * self._n_cells
-            batch = torch.from_numpy(np.require(self._spec.from_rows(part), requirements="W"))
+            whole = torch.from_numpy(np.require(batch, requirements=["C", "W"]))
             # from pageable memory this waits until the rows have been read, so that they may change afterwards
-            self.rows[at : at + self._n_streams] = batch.to(self.rows.device)
+            self.rows[at : at + self._n_streams] = whole.to(self.rows.device)
 
     def read(self, cells: torch.Tensor) -> torch.Tensor:
         found = self.rows[cells.reshape(-1).to(self.rows.device)].to(self._place.device)
@@ -293,8 +289,9 @@ class _OnHost:
         self._frames = Staging(of.place.device, 2)
         self._mirror: HeapMirror | None = None
 
-    def write(self, step: int, rows: Sequence[Array]) -> None:
+    def write(self, step: int, batches: Sequence[Array]) -> None:
         first = step * self._n_streams
+        rows = [self.store.spec.to_rows(batch) for batch in batches]
         if len(rows) == 2:
             self.store.write_step(first, first + self._n_cells, *rows)
         else:
