@@ -218,13 +218,10 @@ class ReplayMixin(CompressedStorage, _Base):
         """Write the observations that stores hold; they can take them back."""
         leaves, next_leaves, position = self.observations, self.next_observations, step.position
         if type(leaves) is Leaves:
-            views = [key for key, leaf in leaves.items() if type(leaf) is not np.ndarray]
-            for key in views:
-                leaves[key].store.commit()
-            self._step = WRITING
-            for key in views:
+            for key in self._begin_step(leaves):
                 leaves[key].write_with(next_leaves[key], position, step.obs[key], step.next_obs[key])
         elif type(leaves) is not np.ndarray:
+            # `_begin_step`, for the path that most steps take
             leaves.store.commit()
             self._step = WRITING
             leaves.write_with(next_leaves, position, step.obs, step.next_obs)
@@ -265,12 +262,7 @@ class ReplayMixin(CompressedStorage, _Base):
         elif isinstance(step, Eviction):
             self._finish_eviction(step)
         elif step is not None:
-            for _, leaf in each_leaf(self.observations):
-                if isinstance(leaf, StoreView):
-                    leaf.store.undo_write()
-            if self._live is not None:
-                self._live.undo_step()
-            self._step = None
+            self._undo_step(self.observations)
 
     def _fit_step(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> Step:
         """What `add` was given, as it will be written, or an error; nothing is changed."""

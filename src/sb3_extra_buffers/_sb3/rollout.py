@@ -114,13 +114,12 @@ class RolloutMixin(CompressedStorage, _Base):
                     self._recover()
                     position = self.pos
                 step = self._fit_step(obs, action, reward, episode_start, value, log_prob)
-                # nobody reads these before the step counts, and the next one is written in the same place
                 leaves = self.observations
-                if isinstance(leaves, Leaves):
-                    for key, leaf in leaves.items():
-                        leaf[position] = step.obs[key]
-                else:
-                    leaves[position] = step.obs
+                for key in self._begin_step(leaves):
+                    if key is None:
+                        leaves[position] = step.obs
+                    else:
+                        leaves[key][position] = step.obs[key]
                 self._step = step
                 self._finish_step(step)
             except BaseException as problem:
@@ -148,7 +147,10 @@ class RolloutMixin(CompressedStorage, _Base):
         return RolloutStep(self.pos, obs, action.reshape(n_envs, self.action_dim), *numbers)
 
     def _finish_step(self, step: RolloutStep) -> None:
-        position = step.position
+        position, leaves = step.position, self.observations
+        for key, leaf in each_leaf(leaves):
+            if type(leaf) is np.ndarray:
+                leaf[position] = step.obs if key is None else step.obs[key]
         self.actions[position] = step.action
         self.rewards[position] = step.reward
         self.episode_starts[position] = step.episode_start
@@ -160,8 +162,10 @@ class RolloutMixin(CompressedStorage, _Base):
         self._step = None
 
     def _recover(self) -> None:
-        if self._step is not None:
+        if isinstance(self._step, RolloutStep):
             self._finish_step(self._step)
+        elif self._step is not None:
+            self._undo_step(self.observations)
 
     def _position(self) -> int:
         return self.pos

@@ -10,7 +10,7 @@ import numpy as np
 import torch as th
 
 from sb3_extra_buffers._sb3.algorithm import check_loaded
-from sb3_extra_buffers._sb3.leaves import Array, Leaves, take_decoded
+from sb3_extra_buffers._sb3.leaves import Array, Leaves, each_leaf, take_decoded
 from sb3_extra_buffers._sb3.options import OPTION_NAMES, StorageOptions
 from sb3_extra_buffers.errors import (
     ExtraBuffersError,
@@ -63,6 +63,22 @@ class CompressedStorage(SavedAsFolder):
 
     def _recover(self) -> None:
         """Finish or take back a step that was interrupted."""
+
+    def _begin_step(self, leaves: Any) -> list[Any]:
+        """Be ready to take back what is written to stores from now on; the keys of those, None for a Box."""
+        keys = [key for key, leaf in each_leaf(leaves) if isinstance(leaf, StoreView)]
+        for key in keys:
+            (leaves if key is None else leaves[key]).store.commit()
+        self._step = WRITING
+        return keys
+
+    def _undo_step(self, leaves: Any) -> None:
+        for _, leaf in each_leaf(leaves):
+            if isinstance(leaf, StoreView):
+                leaf.store.undo_write()
+        if self._live is not None:
+            self._live.undo_step()
+        self._step = None
 
     def _fail(self, problem: BaseException, position: Any) -> None:
         """Recover from ``problem`` in a step that began at ``position`` and raise it, memory errors by a name of ours.

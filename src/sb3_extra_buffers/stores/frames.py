@@ -195,11 +195,15 @@ class FrameStore(ABC):
                 self.slots[self._state.undo_cells[row]] = self._state.undo_ids[row]
         tallies[[N_UNDO, N_FREED, N_FRESH, N_SEALED]] = 0
         self.touched = np.ones(-(-self.slots.nbytes // PAGE), np.bool_)
+        self._drop_freed()
         self.heap.rebuild()
         self._sync()
         self._rebuild_segments()
         self._count_references()
         self._free(np.flatnonzero((self._state.counts > 0) & (self._state.live == 0)))
+
+    def _drop_freed(self) -> None:  # noqa: B027  # most stores have nothing to say
+        """Take the payloads from segments that were being freed."""
 
     @abstractmethod
     def _rebuild_segments(self) -> None:

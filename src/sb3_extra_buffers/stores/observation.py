@@ -242,7 +242,7 @@ class ObservationStore:
             self.write(cells, np.concatenate([streams, streams]), np.concatenate([rows, more_rows]))
 
     def _take_back(self) -> None:
-        """Take back what was written of a write that failed; if that fails as well, the next use of the store does it."""
+        """Take back what was written of a write that failed; if that fails too, the next use of the store does it."""
         with contextlib.suppress(Exception):
             if self._before is not None:
                 self.undo_write()
@@ -256,7 +256,7 @@ class ObservationStore:
             self._inner.commit()
 
     def undo_write(self) -> bool:
-        """Take back the last `write` or `write_step` since `commit`, if nothing was changed since; whether there was one.
+        """Take back the last `write` or `write_step` since `commit`; whether there was one that nothing followed.
 
         For writers to several stores, who `commit` all of them before they begin.
         """

@@ -251,6 +251,10 @@ class SegmentStore(FrameStore):
         state.pool[0] = scene
         return scene
 
+    def _drop_freed(self) -> None:
+        counts = self._state.counts
+        self.heap.lengths[: len(counts)][counts == 0] = 0
+
     def _rebuild_segments(self) -> None:
         state, per = self._state, self.per_segment
         room = state.stage.size // state.open_segments.size
@@ -270,6 +274,8 @@ class SegmentStore(FrameStore):
             count = int(state.counts[segment])
             table = state.stage[begin + 2 : begin + 2 + count * width].view("<u4" if self._wide else "<u2")
             lengths = table.astype(np.int64)
+            if lengths[0] == size:
+                state.scenes[segment] = NONE  # a whole frame refers to none until it is sealed
             state.starts[segment] = -1 - begin
             state.stage[begin : begin + 2] = 0, count
             state.stage_ends[stream] = 2 + per * width + lengths.sum()
