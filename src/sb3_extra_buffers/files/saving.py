@@ -62,7 +62,7 @@ def save(
     if live is not None and live.lives_in(folder):
         report: SaveReport = live.checkpoint(sync)
         return report
-    with _state_of(saved) as (parts, taken), disk.named_errors(folder, f"saving to {folder}"):
+    with state_of(saved) as (parts, taken), disk.named_errors(folder, f"saving to {folder}"):
         return Save(saved, folder, parts, taken, sync).run(None if base is None else Path(base))
 
 
@@ -70,7 +70,7 @@ def save_file(saved: Any, path: str | os.PathLike[str], sync: bool = True) -> Pa
     """Save a buffer, array or recording as the single file ``path``, which is replaced when all is written."""
     target = Path(path)
     staged = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    with _state_of(saved) as (parts, taken), disk.named_errors(target, f"saving to {target}"):
+    with state_of(saved) as (parts, taken), disk.named_errors(target, f"saving to {target}"):
         disk.make_folder(target.parent)
         writing = Save(saved, target.parent, parts, taken, sync)
         out = Appender(staged, new=True)
@@ -88,7 +88,7 @@ def save_file(saved: Any, path: str | os.PathLike[str], sync: bool = True) -> Pa
 
 
 @contextlib.contextmanager
-def _state_of(saved: Any) -> Iterator[tuple[Parts, dict[str, StoreParts]]]:
+def state_of(saved: Any) -> Iterator[tuple[Parts, dict[str, StoreParts]]]:
     """What ``saved`` is made of, which nobody changes meanwhile."""
     with getattr(saved, "_lock", None) or contextlib.nullcontext(), contextlib.ExitStack() as locks:
         parts = parts_of(saved)
