@@ -225,7 +225,7 @@ def make_buffer(parts: LoadedParts) -> Any:
     """The buffer that `to_parts` saw, made by its constructor; every column is checked before it is put there."""
     layout = _LAYOUTS[parts.kind]
     lead = parts.number("steps", low=1), parts.number("n_envs", low=1)
-    buffer = _construct(parts, lead, checked=True)
+    buffer = _construct(parts, layout, lead)
     for name in layout.columns:
         due = getattr(buffer, name)
         setattr(buffer, name, parts.column(name, due.dtype, due.shape))
@@ -237,20 +237,13 @@ def make_buffer(parts: LoadedParts) -> Any:
     return _finish(buffer, parts)
 
 
-def empty_like(parts: Parts) -> Any:
-    """A buffer like the one that ``parts`` were taken from, with nothing in it."""
-    described = LoadedParts(parts.kind, parts.description, {}, {})
-    return _construct(described, (described.number("steps"), described.number("n_envs")), checked=False)
-
-
-def _construct(parts: LoadedParts, lead: tuple[int, int], checked: bool) -> Any:
-    layout, (steps, n_envs) = _LAYOUTS[parts.kind], lead
+def _construct(parts: LoadedParts, layout: Layout, lead: tuple[int, int]) -> Any:
+    steps, n_envs = lead
     spaces = {name: space_from_json(parts.entry(name)) for name in ("observation_space", "action_space")}
     arguments = decode(parts.entry("arguments", kind=dict))
     if set(arguments) != {*layout.arguments, *layout.options, *_LIMITS}:
         raise FileFormatError(f"a {parts.kind} is not made from {', '.join(map(repr, arguments))}")
-    if checked:
-        _check_sizes(parts, layout, lead, spaces["observation_space"], spaces["action_space"], arguments)
+    _check_sizes(parts, layout, lead, spaces["observation_space"], spaces["action_space"], arguments)
     limits = {name: arguments.pop(name) for name in _LIMITS}
     if parts.kind == "her-replay":
         arguments["env"] = None
