@@ -359,7 +359,7 @@ class StepMemory:
         action, reward, done = parts
         infos = [decode(info) for info in words.get("infos", [])]
         infos += [{"TimeLimit.truncated": bool(truncated)} for truncated in words.get("truncated", [])]
-        if len(infos) not in (0, len(done)) or not all(isinstance(info, dict) for info in infos):
+        if len(infos) not in (0, 1, buffer.n_envs) or not all(isinstance(info, dict) for info in infos):
             raise FileFormatError("a record of the journal has other infos than steps")
         pair = [part[None] if set(part) == {None} else part for part in found]
         return (*pair, action, reward, done, infos)
