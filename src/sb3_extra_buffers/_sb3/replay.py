@@ -149,8 +149,6 @@ class ReplayMixin(CompressedStorage, _Base):
         self.next_observations = twin(self.observations)
         self._step_shape = None if isinstance(self.observations, Leaves) else self.observations.shape[1:]
         self._lane = (self.n_envs,)
-        raises = self._options.on_max_bytes == "raise"
-        self._raise_above, self._evict_above = (limit, None) if raises else (None, limit)
         self._action_shape = (self.n_envs, self.action_dim)
         self._column_bytes = sum(np.asarray(getattr(self, name)).nbytes for name in columns)
 
@@ -200,8 +198,9 @@ class ReplayMixin(CompressedStorage, _Base):
                     live.record_step(obs, next_obs, action, reward, done, infos)
                 self._step = step
                 self._finish_step(step)
-                if self._evict_above is not None:
-                    self._evict_beyond(self._evict_above)
+                limit = self._options.evict_above
+                if limit is not None:
+                    self._evict_beyond(limit)
             except BaseException as problem:
                 self._fail(problem, n_added)
 
@@ -280,8 +279,9 @@ class ReplayMixin(CompressedStorage, _Base):
             done = fit_column(done, self.n_envs, "done")
         # infos are nobody's business otherwise: some pass a dict
         truncated = self._fit_infos(infos) if self.handle_timeout_termination else None
-        if self._raise_above is not None:
-            self._check_budget(self._raise_above)
+        limit = self._options.raise_above
+        if limit is not None:
+            self._check_budget(limit)
         n_evicted = self._n_evicted
         if n_evicted and self.full:
             n_evicted -= 1  # the step whose place is taken was evicted already
