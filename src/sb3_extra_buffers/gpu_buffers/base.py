@@ -128,16 +128,22 @@ class BaseGpuBuffer(SavedAsFolder):
         stores = self._stores
         if "" in stores:
             store = stores[""]
-            return [store.plan(step, [fit_batch(store, obs, name) for obs, name in zip(observations, names)])]  # noqa: B905
+            shape, dtype = store.step_shape, store.dtype
+            # fast path: skip validation when shape and dtype already match
+            for obs in observations:
+                if type(obs) is not np.ndarray or obs.dtype != dtype or obs.shape != shape:
+                    fitted = [fit_batch(store, obs, name) for obs, name in zip(observations, names, strict=True)]
+                    return [store.plan(step, fitted)]
+            return [store.plan(step, observations)]
         for obs, name in zip(observations, names, strict=True):
             missing = [key for key in stores if key not in obs] if isinstance(obs, Mapping) else list(stores)
             if missing:
                 raise SpecMismatchError(f"{name} lacks {', '.join(missing)}; the space has {', '.join(stores)}")
-        fitted = [
+        by_key = [
             [fit_batch(store, obs[key], f"{name}[{key!r}]") for obs, name in zip(observations, names, strict=True)]
             for key, store in stores.items()
         ]
-        plans = [store.plan(step, batches) for store, batches in zip(stores.values(), fitted, strict=True)]
+        plans = [store.plan(step, batches) for store, batches in zip(stores.values(), by_key, strict=True)]
         # those that can still be refused come first
         plans.sort(key=_cannot_fail)
         return plans
@@ -153,15 +159,15 @@ class BaseGpuBuffer(SavedAsFolder):
                 column[position] = values
             # one call, which no signal can interrupt
             self.__dict__.update(step.after)
-        except BaseException as problem:
-            self._recover(refused=isinstance(problem, Exception))
+        except BaseException:
+            self._recover()
             raise
 
-    def _recover(self, refused: bool = False) -> None:
+    def _recover(self) -> None:
         """Finish what an exception interrupted, or take it back. May be interrupted and run again."""
         step = self._unfinished
         if isinstance(step, Step):
-            if finish_writes(step.plans, refused):
+            if finish_writes(step.plans):
                 for column, values in step.columns:
                     column[step.position] = values
                 self.__dict__.update(step.after)
@@ -241,22 +247,16 @@ def _cannot_fail(plan: PlannedWrite) -> bool:
 
 def fit_batch(store: DeviceObservations, observations: Any, name: str) -> Any:
     """``observations`` of all environments in the space's shape and dtype, or an error."""
-    if type(observations) is np.ndarray and observations.dtype == store.dtype and observations.shape == store.step_shape:
-        return observations
     return np.ascontiguousarray(fit(store, as_array(observations, name), name))  # type: ignore[arg-type]  # it has a shape and a dtype
 
 
 def fit_action(column: npt.NDArray[Any], action: Any) -> Any:
     """Actions of all environments, as a step of ``column`` holds them, or an error."""
-    if type(action) is np.ndarray and action.dtype == column.dtype and action.shape == column.shape[1:]:
-        return action
     return fit_actions(column, as_array(action, "action"))
 
 
 def fit_numbers(column: npt.NDArray[Any], values: Any, name: str) -> Any:
     """A number for each environment, as a step of ``column`` holds them, or an error."""
-    if type(values) is np.ndarray and values.dtype == column.dtype and values.shape == column.shape[1:]:
-        return values
     array = as_array(values, name)
     if array.dtype.kind not in "biuf":
         raise SpecMismatchError(f"{name} has dtype {array.dtype}, but {column.shape[1]} numbers are needed")

@@ -85,6 +85,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
             buffer_device,
             old_slot_bytes(max_slot_bytes, heap_bytes, 2 * self.buffer_size * n_envs),
         )
+        self._lane = (n_envs,)
         self._staging = Staging(self.device)
         self._layouts: dict[int, Layout] = {}
 
@@ -101,12 +102,15 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         with self._lock:
             if self._unfinished is not None or self._read_only:
                 self._check_writable()
-            position = self.pos
-            columns = [
-                (self.actions, fit_action(self.actions, action)),
-                (self.rewards, fit_numbers(self.rewards, reward, "reward")),
-                (self.dones, fit_numbers(self.dones, done, "done")),
-            ]
+            # fast path: skip validation when shape and dtype already match
+            position, actions, lane = self.pos, self.actions, self._lane
+            if type(action) is not np.ndarray or action.dtype != actions.dtype or action.shape != actions.shape[1:]:
+                action = fit_action(actions, action)
+            if type(reward) is not np.ndarray or reward.dtype != _FLOAT32 or reward.shape != lane:
+                reward = fit_numbers(self.rewards, reward, "reward")
+            if type(done) is not np.ndarray or done.dtype.char not in "?f" or done.shape != lane:
+                done = fit_numbers(self.dones, done, "done")
+            columns = [(actions, action), (self.rewards, reward), (self.dones, done)]
             if self.handle_timeout_termination:
                 columns.append((self.timeouts, self._fit_infos(infos)))
             plans = self._plan(position, (obs, next_obs), _NAMES)
@@ -122,13 +126,13 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
             truncated: Any = [info.get("TimeLimit.truncated", False) for info in infos]
         except (TypeError, AttributeError) as problem:
             raise SpecMismatchError(f"infos must be a dict for each environment, got {infos!r}") from problem
-        if len(truncated) != self.n_envs or not _BOOL.issuperset(map(type, truncated)):
-            # some pass arrays of one
-            found = [as_array(value, "TimeLimit.truncated") for value in truncated]
-            if any(value.size != 1 for value in found) or len(found) not in (1, self.n_envs):
-                raise SpecMismatchError(f"{len(found)} infos for {self.n_envs} environments; check n_envs")
-            return fit_numbers(self.timeouts, np.array([value.item() for value in found]), "TimeLimit.truncated")
-        return truncated
+        if len(truncated) == self.n_envs and _BOOL.issuperset(map(type, truncated)):
+            return truncated
+        # some pass arrays of one
+        found = [as_array(value, "TimeLimit.truncated") for value in truncated]
+        if any(value.size != 1 for value in found) or len(found) not in (1, self.n_envs):
+            raise SpecMismatchError(f"{len(found)} infos for {self.n_envs} environments; check n_envs")
+        return fit_numbers(self.timeouts, np.concatenate([value.reshape(1) for value in found]), "TimeLimit.truncated")
 
     def reset(self) -> None:
         """Forget all steps."""

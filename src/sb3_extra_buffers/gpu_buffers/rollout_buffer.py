@@ -32,6 +32,7 @@ __all__ = ["GpuRolloutBuffer"]
 
 _COLUMNS = ("values", "log_probs", "advantages", "returns")
 _NAMES = ("obs",)
+_FLOAT32 = np.dtype(np.float32)
 
 
 class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
@@ -107,13 +108,19 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
                 raise IndexOutOfRangeError(f"all {self.buffer_size} steps were added; call reset() first")
             # first what has to come from the device, in one copy if it can, so that it need not wait for what is sent
             values, log_probs = self._fit_tensors(value, log_prob)
-            columns = [
-                (self.values, values),
-                (self.log_probs, log_probs),
-                (self.actions, fit_action(self.actions, action)),
-                (self.rewards, fit_numbers(self.rewards, reward, "reward")),
-                (self.episode_starts, fit_numbers(self.episode_starts, episode_start, "episode_start")),
-            ]
+            # fast path: skip validation when shape and dtype already match
+            actions, lane = self.actions, (self.n_envs,)
+            if type(action) is not np.ndarray or action.dtype != actions.dtype or action.shape != actions.shape[1:]:
+                action = fit_action(actions, action)
+            if type(reward) is not np.ndarray or reward.dtype != _FLOAT32 or reward.shape != lane:
+                reward = fit_numbers(self.rewards, reward, "reward")
+            starts = episode_start
+            if type(starts) is not np.ndarray or starts.dtype.char not in "?f" or starts.shape != lane:
+                starts = fit_numbers(self.episode_starts, starts, "episode_start")
+            columns = (
+                (self.values, values), (self.log_probs, log_probs), (actions, action), (self.rewards, reward),
+                (self.episode_starts, starts),
+            )  # fmt: skip
             plans = self._plan(position, (obs,), _NAMES)
             after = {"pos": position + 1, "full": position + 1 == self.buffer_size, "_unfinished": None}
             self._commit(Step(position, plans, columns, after))

@@ -32,7 +32,8 @@ Array = npt.NDArray[Any]
 # observations looked at before anything is decided: enough to see a stack move, little enough to hold
 _TRIAL_BYTES = 4 << 20
 _TRIAL_ROWS = (16, 256)
-_WRITABLE = ("C", "W")
+_BYTE = np.dtype(np.uint8)
+_UNDOES = hasattr(ObservationStore, "undo_write")
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class DeviceObservations:
     ) -> None:
         self.spec, self.n_steps, self.n_streams, self.n_sets = spec, n_steps, n_streams, n_sets
         self.place, self.method, self.options = place, method, dict(options or {})
+        #: shape of a batch that `write` takes, and its dtype
+        self.step_shape, self.dtype = (n_streams, *spec.shape), spec.dtype
         self._heap_bytes = heap_bytes
         self._pending: list[tuple[int, list[Array]]] = []
         self._inner: _Dense | _OnHost | DeviceFrameStore | None = None
@@ -115,15 +118,6 @@ class DeviceObservations:
         return (self.n_steps, *self.step_shape)
 
     @property
-    def step_shape(self) -> tuple[int, ...]:
-        """Shape of a batch that `write` takes."""
-        return (self.n_streams, *self.spec.shape)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.spec.dtype
-
-    @property
     def direct(self) -> DeviceFrameStore | None:
         """The store that reads whole batches in one launch, where there is one by now."""
         inner = self._inner
@@ -141,8 +135,8 @@ class DeviceObservations:
         plan = self.plan(step, fitted)
         try:
             plan.commit()
-        except BaseException as problem:
-            finish_writes([plan], refused=isinstance(problem, Exception))
+        except BaseException:
+            finish_writes([plan])
             raise
 
     def plan(self, step: int, batches: Sequence[Array]) -> PlannedWrite:
@@ -253,11 +247,14 @@ class DeviceObservations:
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "place": (str(self.place.device), self.place.pinned)}
+        state = {**self.__dict__, "place": (str(self.place.device), self.place.pinned)}
+        del state["step_shape"], state["dtype"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         device, pinned = state.pop("place")
         self.__dict__.update(state)
+        self.step_shape, self.dtype = (self.n_streams, *self.spec.shape), self.spec.dtype
         absent = device.startswith("cuda") and not torch.cuda.is_available()
         self.place = DevicePlace(torch.device("cpu" if absent else device), pinned and not absent)
 
@@ -312,7 +309,10 @@ class _Dense:
         rows, at = self.rows, step * self._n_streams
         targets, sources = [], []
         for batch in batches:
-            source = torch.from_numpy(np.require(batch, requirements=_WRITABLE))
+            flags = batch.flags
+            if not (flags.c_contiguous and flags.writeable):
+                batch = np.require(batch, requirements=("C", "W"))
+            source = torch.from_numpy(batch)
             # from pageable memory this waits until the rows have been read, so that they may change afterwards
             sources.append(source.to(rows.device) if rows.is_cuda else source)
             targets.append(rows[at : at + self._n_streams])
@@ -359,36 +359,31 @@ class _HostWrite:
     def __init__(self, of: _OnHost, step: int, batches: Sequence[Array]) -> None:
         self.of, self.first, self.batches = of, step * of._n_streams, batches
         self.written = False
+        # what `cancel` takes back is what is written from now on
+        if _UNDOES:
+            of.store.commit()
 
     def commit(self) -> None:
         of, first = self.of, self.first
-        to_rows = of.store.spec.to_rows
+        store = of.store
         if len(self.batches) == 2:
             obs, next_obs = self.batches
-            of.store.write_step(first, first + of._n_cells, to_rows(obs), to_rows(next_obs))
+            if obs.dtype == _BYTE and obs.flags.c_contiguous and next_obs.flags.c_contiguous:
+                # fast path: the bytes are rows already
+                shape = (len(obs), store.spec.nbytes)
+                store.write_step(first, first + of._n_cells, obs.reshape(shape), next_obs.reshape(shape))
+            else:
+                to_rows = store.spec.to_rows
+                store.write_step(first, first + of._n_cells, to_rows(obs), to_rows(next_obs))
         else:
-            of.store.write(first + of._streams, of._streams, to_rows(self.batches[0]))
+            store.write(first + of._streams, of._streams, store.spec.to_rows(self.batches[0]))
         self.written = True
 
-    def is_written(self) -> bool:
-        """Whether the store holds the step; looks, if an exception came before that could be noted."""
-        self.written = self.written or self._is_there()
-        return self.written
-
     def cancel(self) -> None:
-        """Have the store as it was before."""
-        if self.written:
-            # in this order, so that it may be interrupted and tried again
-            self.written = False
+        """Have the store as it was before, whether it was written to or not."""
+        self.written = False
+        if _UNDOES:
             self.of.store.undo_write()
-
-    def _is_there(self) -> bool:
-        of = self.of
-        cells = self.first + of._streams
-        return all(
-            np.array_equal(of.store.read(cells + place * of._n_cells), of.store.spec.to_rows(batch))
-            for place, batch in enumerate(self.batches)
-        )
 
 
 class _OnHost:
@@ -474,25 +469,17 @@ class _OnHost:
 PlannedWrite = _StateWrite | _DenseWrite | _HostWrite | DeviceWrite
 
 
-def finish_writes(plans: Sequence[PlannedWrite], refused: bool = False) -> bool:
+def finish_writes(plans: Sequence[PlannedWrite]) -> bool:
     """Make good what an exception left of ``plans``: all of them are written, or none; return whether they are.
 
-    They are written, unless one was ``refused`` or is refused now. May be run again wherever it was interrupted.
+    They are, if no store of the host is missing. May be run again wherever it was interrupted.
     """
     hosts = [plan for plan in plans if isinstance(plan, _HostWrite)]
-    for host in hosts:
-        if not host.is_written():
-            if refused:
-                break
-            try:
-                host.commit()
-            except Exception:
-                break
-    else:
-        for plan in plans:
-            if not isinstance(plan, _HostWrite):
-                plan.finish()
-        return True
-    for host in hosts:
-        host.cancel()
-    return False
+    if not all(host.written for host in hosts):
+        for host in hosts:
+            host.cancel()
+        return False
+    for plan in plans:
+        if not isinstance(plan, _HostWrite):
+            plan.finish()
+    return True
