@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,9 @@ from gymnasium import spaces
 
 from sb3_extra_buffers.errors import HeapFullError
 from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
+from sb3_extra_buffers.kernels import delta_torch as kernels
 from sb3_extra_buffers.stores import device_observation
-from sb3_extra_buffers.stores.device import DeviceFrameStore
+from sb3_extra_buffers.stores.device import DeviceFrameStore, DeviceWrite
 from sb3_extra_buffers.stores.device_observation import CellBatch
 from sb3_extra_buffers.stores.observation import ObservationStore
 from tests.torture.interrupts import Injector
@@ -191,6 +193,50 @@ def test_rollouts(method: str, count: int) -> None:
     interrupt_everywhere(rollout("image", method), count)
 
 
+class OneLaunch:
+    """A GPU's kernel as the host sees it: started by one call, and nothing interrupts it."""
+
+    def __init__(self, tables: Any, shape: Any) -> None:
+        self.tables, self.shape = tables, shape
+
+    def write(self, job: th.Tensor, frames: th.Tensor, report: th.Tensor) -> None:
+        traced = sys.gettrace()
+        sys.settrace(None)
+        step, oldest, parity, tail, _, _, number, last, *rest = job.tolist()
+        n_streams, n_sets = len(report), len(rest) // (1 + len(report))
+        write = kernels.Write(step, oldest, tuple(rest[:n_sets]), parity, tail, last, tuple(rest[n_sets:]))
+        rows = frames.reshape(n_sets, n_streams, -1).view(th.uint8).reshape(n_sets, n_streams, self.shape.stack, -1)
+        kernels.write_rows_reference(self.tables, self.shape, rows, write)
+        for column, value in enumerate((self.tables.counters[0], self.tables.tails, self.tables.counters[2], number)):
+            report[:, column] = value
+        sys.settrace(traced)
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("count", [9, SIZE - 1, SIZE, 30])
+@pytest.mark.parametrize("space", ["image", "last", "dict"])
+def test_whether_a_kernel_was_started_is_known(space: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    real = DeviceFrameStore._launch
+
+    def launch(store: Any, *args: Any) -> None:
+        # as on a GPU; whatever reads uses the reference
+        store._triton = True
+        try:
+            real(store, *args)
+        finally:
+            store._triton = False
+
+    monkeypatch.setattr(DeviceFrameStore, "_launch", launch)
+    monkeypatch.setattr(DeviceFrameStore, "_kernels", lambda store, tables: OneLaunch(tables, store.shape))
+    monkeypatch.setattr(
+        DeviceFrameStore,
+        "_plan_launch",
+        lambda store, staged, write, number, after: DeviceWrite(store, number, after, staged, write),
+    )
+    interrupt_everywhere(replay(space, "delta"), count, n_points=60)
+
+
 @needs_host_transactions
 @pytest.mark.parametrize("count", [0, 3, 5, 9, SIZE - 1, SIZE, 30])
 @pytest.mark.parametrize("space", ["image", "dict"])
@@ -257,7 +303,7 @@ def test_the_store_of_a_device_finishes_what_was_interrupted_twice() -> None:
     plan = store.plan(9, [observed(IMAGE, 9), observed(IMAGE, 10)])
     store._unfinished = plan
     assert not np.array_equal(store.read(th.tensor([[18]])), after._stores[""]._inner.read(th.tensor([[17]])))
-    assert store._unfinished is None
+    assert buffer._stores[""]._inner._unfinished is None
     cells = th.tensor([[18, 19], [42, 43]])
     assert th.equal(store.read(cells), after._stores[""]._inner.read(cells))
     store.check()

@@ -16,7 +16,13 @@ from sb3_extra_buffers._sb3.leaves import fit, fit_actions, fit_column
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers.codecs.registry import codec_options, get_codec
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.errors import IndexOutOfRangeError, ReadOnlyBufferError, SpecMismatchError
+from sb3_extra_buffers.errors import (
+    CodecOptionError,
+    IndexOutOfRangeError,
+    ReadOnlyBufferError,
+    SpecMismatchError,
+    UnknownCodecError,
+)
 from sb3_extra_buffers.files.folders import SavedAsFolder
 from sb3_extra_buffers.gpu_buffers.utils import find_smallest_dtype, torch_dtype_to_numpy
 from sb3_extra_buffers.stores.device_observation import (
@@ -88,6 +94,14 @@ class BaseGpuBuffer(SavedAsFolder):
         flatten_config: Mapping[str, Any] | None = None,
     ) -> None:
         self.compression_method = "none" if compression_method is None else compression_method
+        if not isinstance(self.compression_method, str):
+            raise UnknownCodecError(f"compression_method must be a method's name, got {compression_method!r}")
+        for name, options in (
+            ("compression_kwargs", compression_kwargs),
+            ("decompression_kwargs", decompression_kwargs),
+        ):
+            if not isinstance(options, Mapping | None):
+                raise CodecOptionError(f"{name} must be a dict of options, got {options!r}")
         self.compression_kwargs = codec_options(self.compression_method, compression_kwargs, decompression_kwargs)
         if self.compression_method != "auto":
             get_codec(self.compression_method, **self.compression_kwargs)
@@ -103,6 +117,8 @@ class BaseGpuBuffer(SavedAsFolder):
         """Storage for every key of the space; a Box has one, without a name."""
         if heap_bytes is not None:
             check_count(heap_bytes, "heap_bytes")
+        if not isinstance(options.dtypes, Mapping | None):
+            raise SpecMismatchError(f"dtypes must be a dict, as find_gpu_buffer_dtypes gives, got {options.dtypes!r}")
         self._options = options
         place = _place(self.device if buffer_device is None else buffer_device)
         self.buffer_device = "pinned" if place.pinned else str(place.device)
@@ -226,7 +242,7 @@ class BaseGpuBuffer(SavedAsFolder):
                 if isinstance(value, np.ndarray):
                     state[name] = value.copy()
             state["_stores"] = {key: store.frozen() for key, store in self._stores.items()}
-        return copyreg.__newobj__, (type(self),), state
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]  # as object has it
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:

@@ -309,9 +309,7 @@ class DeviceFrameStore:
             frames = flat.view(n_sets, n_streams, layout.stack, size)
         return frames if words == size else torch.nn.functional.pad(frames, (0, words - size))
 
-    def _launch(
-        self, tables: DeviceTables, report: torch.Tensor, staged: Lent, write: Write, number: int
-    ) -> None:
+    def _launch(self, tables: DeviceTables, report: torch.Tensor, staged: Lent, write: Write, number: int) -> None:
         """Write to ``tables``; with Triton, by a single launch that notes its ``number`` in ``report``."""
         if not self._triton:
             rows = torch.from_numpy(staged.arrays[1].view(np.uint8))

@@ -361,7 +361,7 @@ class _HostWrite:
         self.written = False
         # what `cancel` takes back is what is written from now on
         if _UNDOES:
-            of.store.commit()
+            of.store.commit()  # type: ignore[attr-defined]  # where it is
 
     def commit(self) -> None:
         of, first = self.of, self.first
@@ -383,7 +383,7 @@ class _HostWrite:
         """Have the store as it was before, whether it was written to or not."""
         self.written = False
         if _UNDOES:
-            self.of.store.undo_write()
+            self.of.store.undo_write()  # type: ignore[attr-defined]  # where it is
 
 
 class _OnHost:
