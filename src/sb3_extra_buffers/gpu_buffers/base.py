@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,9 @@ from sb3_extra_buffers.stores.device_observation import (
 )
 from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.usage import MemoryUsage
+
+if TYPE_CHECKING:
+    from sb3_extra_buffers.files.parts import Parts
 
 __all__ = ["BaseGpuBuffer", "find_gpu_buffer_dtypes"]
 
@@ -233,6 +236,12 @@ class BaseGpuBuffer(SavedAsFolder):
                 store.check()
 
     # ---- copies ----
+
+    def to_parts(self) -> Parts:
+        """What this is made of, for a file: a tag, a description, columns and stores."""
+        with self._lock:
+            self._recover()
+            return super().to_parts()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # pickle and deepcopy look at what this returns later on: it must not change until then
