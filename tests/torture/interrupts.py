@@ -146,12 +146,9 @@ class Trial:
             signal.setitimer(signal.ITIMER_REAL, seconds)
             self.subject.add(self.buffer, self.steps[self.at])
             signal.setitimer(signal.ITIMER_REAL, 0)
-        except KeyboardInterrupt as error:
+        except BaseException as error:  # SystemError, where it came while compiled code called back
             signal.setitimer(signal.ITIMER_REAL, 0)
-            said = brief(error)
-            if "sb3_extra_buffers" not in said and ":" not in said:
-                said = "outside"
-            return self.interrupted(f"step {self.at}, signal {said}") and self._others_can_read()
+            return self.interrupted(f"step {self.at}, signal, {brief(error)}") and self._others_can_read()
         self.subject.add(self.model, self.steps[self.at])
         self.at += 1
         return True

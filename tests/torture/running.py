@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -48,15 +49,24 @@ class Report:
         return f"{self.name}: {self.states} states, {counts} ({rest}) in {self.seconds:.1f} s"
 
     def print(self, n_examples: int = 3) -> None:
-        """The summary, and the first defects."""
+        """The summary, and a few defects."""
         print(self.summary(), flush=True)
-        for line in self.examples[:n_examples]:
+        for line in self.distinct()[:n_examples]:
             print("    " + line, flush=True)
+
+    def distinct(self) -> list[str]:
+        """Examples of defects, one for each place in the code; the most frequent first."""
+        found: dict[str, list[str]] = {}
+        for line in self.examples:
+            # what was changed to get there is in brackets; a trial has a number
+            place = re.sub(r"\d+", "", line.partition(": ")[2].partition(" [")[0].rpartition(" at ")[2])
+            found.setdefault(place, []).append(line)
+        return [f"{len(lines)}x {lines[0]}" for lines in sorted(found.values(), key=len, reverse=True)]
 
     def check(self) -> None:
         """Raise if there was any defect, or nothing was looked at."""
         if self.defects or not self.states:
-            raise AssertionError("\n  ".join([self.summary(), *self.examples[:5]]))
+            raise AssertionError("\n  ".join([self.summary(), *self.distinct()[:5]]))
 
 
 def run_trials(
@@ -181,4 +191,4 @@ def brief(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "sb3_extra_buffers" in frame.filename] or frames
     at = f" at {ours[-1].filename.rpartition('sb3_extra_buffers/')[2]}:{ours[-1].lineno}" if ours else ""
-    return f"{type(error).__name__}: {str(error)[:160]}{at}"
+    return f"{type(error).__name__}: {str(error)[-400:] if isinstance(error, RuntimeError) else str(error)[:160]}{at}"
