@@ -100,10 +100,13 @@ _LAYOUTS: dict[str, Layout] = {
 
 # attributes that follow from the arguments, or that are made again when they are missed
 _FOLLOW = frozenset(
-    """observation_space action_space obs_shape action_dim device n_envs buffer_size observations next_observations
-    generator_ready env her_ratio infos mask_dims pad pad_and_flatten seq_start_indices seq_end_indices flatten_config
-    compression_method n_steps gamma""".split()
-)
+    {
+        "observation_space", "action_space", "obs_shape", "action_dim", "device", "n_envs", "buffer_size",
+        "observations", "next_observations", "generator_ready", "env", "her_ratio", "infos", "mask_dims", "pad",
+        "pad_and_flatten", "seq_start_indices", "seq_end_indices", "flatten_config", "compression_method", "n_steps",
+        "gamma",
+    }
+)  # fmt: skip
 
 
 def is_ring(tag: str) -> bool:
@@ -171,7 +174,11 @@ def _arguments(buffer: Any, layout: Layout, tag: str) -> dict[str, Any]:
 def _extra_state(buffer: Any, layout: Layout) -> dict[str, Any]:
     """What users, or their subclasses, have added to a buffer under public names."""
     known = _FOLLOW.union(layout.arguments, layout.columns, layout.state.values())
-    return {name: value for name, value in vars(buffer).items() if name not in known and not name.startswith("_") and not hasattr(type(buffer), name)}
+    return {
+        name: value
+        for name, value in vars(buffer).items()
+        if name not in known and not name.startswith("_") and not hasattr(type(buffer), name)
+    }
 
 
 def _is_column(value: Any) -> bool:
@@ -225,7 +232,7 @@ def make_buffer(parts: LoadedParts) -> Any:
     """The buffer that `to_parts` saw, made by its constructor; every column is checked before it is put there."""
     layout = _LAYOUTS[parts.kind]
     lead = parts.number("steps", low=1), parts.number("n_envs", low=1)
-    buffer = _construct(parts, lead, checked=True)
+    buffer = _construct(parts, layout, lead)
     for name in layout.columns:
         due = getattr(buffer, name)
         setattr(buffer, name, parts.column(name, due.dtype, due.shape))
@@ -237,20 +244,13 @@ def make_buffer(parts: LoadedParts) -> Any:
     return _finish(buffer, parts)
 
 
-def empty_like(parts: Parts) -> Any:
-    """A buffer like the one that ``parts`` were taken from, with nothing in it."""
-    described = LoadedParts(parts.kind, parts.description, {}, {})
-    return _construct(described, (described.number("steps"), described.number("n_envs")), checked=False)
-
-
-def _construct(parts: LoadedParts, lead: tuple[int, int], checked: bool) -> Any:
-    layout, (steps, n_envs) = _LAYOUTS[parts.kind], lead
+def _construct(parts: LoadedParts, layout: Layout, lead: tuple[int, int]) -> Any:
+    steps, n_envs = lead
     spaces = {name: space_from_json(parts.entry(name)) for name in ("observation_space", "action_space")}
     arguments = decode(parts.entry("arguments", kind=dict))
     if set(arguments) != {*layout.arguments, *layout.options, *_LIMITS}:
         raise FileFormatError(f"a {parts.kind} is not made from {', '.join(map(repr, arguments))}")
-    if checked:
-        _check_sizes(parts, layout, lead, spaces["observation_space"], spaces["action_space"], arguments)
+    _check_sizes(parts, layout, lead, spaces["observation_space"], spaces["action_space"], arguments)
     limits = {name: arguments.pop(name) for name in _LIMITS}
     if parts.kind == "her-replay":
         arguments["env"] = None
@@ -342,12 +342,16 @@ def _put_episodes(buffer: Any, parts: LoadedParts) -> None:
     size, lead = buffer.buffer_size, (buffer.buffer_size, buffer.n_envs)
     starts, lengths = buffer.ep_start, buffer.ep_length
     current = parts.column("current_ep_start", np.int64, (buffer.n_envs,))
-    for what, values, stop in (("start", starts, size), ("length", lengths, size + 1), ("current start", current, size)):
+    for what, values, stop in (("start", starts, size), ("length", lengths, size + 1), ("beginning", current, size)):
         if values.size and not 0 <= int(values.min()) <= int(values.max()) < stop:
             raise FileFormatError(f"the {what} of an episode is {values.min()} or {values.max()}")
     steps, envs = np.nonzero(lengths)
-    age = (steps - starts[steps, envs]) % size
-    if (age >= lengths[steps, envs]).any() or (not buffer.full and (steps >= buffer.pos).any()):
+    first, length = starts[steps, envs], lengths[steps, envs]
+    # all steps of an episode are there, and say the same of it
+    counts = np.bincount(first * buffer.n_envs + envs, minlength=lengths.size)
+    fits = ((steps - first) % size < length) & (counts[first * buffer.n_envs + envs] == length)
+    fits &= lengths[first, envs] == length
+    if not fits.all() or (not buffer.full and (steps >= buffer.pos).any()):
         raise FileFormatError("a step is in an episode that it is no part of")
     buffer._current_ep_start = current
     if buffer.copy_info_dict:

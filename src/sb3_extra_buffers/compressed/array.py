@@ -86,15 +86,15 @@ class CompressedArray(StoreView, SavedAsFolder):
             keep_in_file(self, check_new(path))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        super().__setitem__(index, value)
         if self._live is not None:
-            self._live.step_done()
+            self._live.prepare_step()
+        super().__setitem__(index, value)
 
     def erase(self, index: Any) -> None:
         """Make the observations that ``index`` selects unwritten, and give back what they took."""
-        super().erase(index)
         if self._live is not None:
-            self._live.step_done()
+            self._live.prepare_step()
+        super().erase(index)
 
     def sibling(self) -> Self:
         """Another array of the same shape whose frames are shared with this one's."""

@@ -82,12 +82,6 @@ def take_parts(saved: Any) -> Parts:
     return parts
 
 
-def empty_like(saved: Any) -> Any:
-    """A buffer made as ``saved`` was, with nothing in it."""
-    parts = parts_of(saved)
-    return importlib.import_module(_kind(parts.kind).maker.partition(":")[0]).empty_like(parts)
-
-
 def make(parts: LoadedParts) -> Any:
     """What ``parts`` were taken from."""
     return _find(_kind(parts.kind).maker)(parts)

@@ -83,8 +83,8 @@ class LiveFolder:
     a journal takes down each step. Nothing that the last manifest speaks of is written over, so a state is always that
     manifest and the journal that it names.
 
-    A buffer calls `record_step` as the last thing before a step counts, `undo_step` if it does not after all, and
-    `step_done` when it does. An array's store calls `record_change`.
+    A buffer calls `prepare_step` before it changes anything, `record_step` as the last thing before a step counts, and
+    `undo_step` if it does not count after all. An array's store calls `record_change`.
     """
 
     def __init__(self, buffer: Any, folder: Path, lock: FolderLock) -> None:
@@ -92,9 +92,8 @@ class LiveFolder:
         self.folder, self._lock = folder, lock
         self._journal: Journal | None = None
         self._memory = StepMemory()
-        self._undo: tuple[int, int, StepMemory, int] | None = None
-        self._n_cells = 0
-        self._retry_at = 0
+        self._undo: tuple[int, int, StepMemory] | None = None
+        self._n_cells = self._retry_at = 0
         _alive.add(self)
 
     @property
@@ -108,18 +107,6 @@ class LiveFolder:
     def begin(self) -> None:
         """Save, and listen to the buffer from now on."""
         self.checkpoint()
-        self._listen()
-
-    def begin_empty(self) -> None:
-        """`begin` in the middle of a buffer's first step: save the state before it."""
-        empty = kinds.empty_like(self.buffer)
-        journal = self._new_journal()
-        with disk.named_errors(self.folder, f"saving to {self.folder}"), state_of(empty) as (parts, taken):
-            Save(empty, self.folder, parts, taken, True, journal.path.name).run()
-        self._journal = journal
-        self._listen()
-
-    def _listen(self) -> None:
         buffer = self.buffer
         vars(buffer)["_live"] = self
         if isinstance(buffer, StoreView):
@@ -131,10 +118,10 @@ class LiveFolder:
         """Let go of the folder; the buffer goes on in memory."""
         buffer = self.buffer
         if buffer is not None:
-            vars(buffer).pop("_live", None)
-            vars(buffer).pop("add", None)
             for store in self._stores():
                 store.make_heap = store.on_change = None
+            for name in ("_live", "add"):
+                vars(buffer).pop(name, None)
         if self._journal is not None:
             self._journal.close()
         self._lock.release()
@@ -205,88 +192,79 @@ class LiveFolder:
 
     # ---- steps ----
 
-    def record_step(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
-        """Take down a step; when this returns, it outlives the process."""
+    def prepare_step(self) -> None:
+        """Save, if the journal is long; where that fails, the journal grows on, unless it cannot."""
         self._check_owner()
-        journal, before = self._journal, self._memory
+        self._undo, journal = None, self._journal
         if journal is None:
             return
-        words, arrays, memory = before.write(self.buffer, obs, next_obs, action, reward, done, infos)
-        self._undo = journal.n_bytes, journal.n_records, before, self.buffer.pos
-        journal.append(words, arrays)
-        self._memory = memory
-
-    def undo_step(self) -> None:
-        """Forget the step that was taken down last, unless it counts by now."""
-        undo, self._undo = self._undo, None
-        if undo is None or self._journal is None or (self.buffer.pos != undo[3] and self.buffer.buffer_size > 1):
-            return
-        n_bytes, n_records, self._memory, _ = undo
-        with contextlib.suppress(ExtraBuffersError):
-            self._journal.truncate(n_bytes, n_records)
-        if self._journal.broken:
-            with contextlib.suppress(ExtraBuffersError):
-                self.checkpoint()
-
-    def step_done(self) -> None:
-        """A step, or a change, counts. Save, if the journal is long; where that fails, the journal just grows on."""
-        self._undo, journal = None, self._journal
-        if journal is None or journal.n_records < self._retry_at:
-            return
-        moved = all(not isinstance(s._inner, FrameStore) or isinstance(s._inner.heap, FileHeap) for s in self._due())
-        if journal.broken or not moved or journal.n_records >= _RECORDS or journal.n_bytes > _JOURNAL_BYTES:
+        if journal.broken:
+            self.checkpoint()
+        elif journal.n_records >= max(_RECORDS, self._retry_at) or journal.n_bytes > _JOURNAL_BYTES:
             try:
                 self.checkpoint()
             except ExtraBuffersError:
-                self._retry_at = journal.n_records + _RECORDS // 10 + 1
+                self._retry_at = journal.n_records + _RECORDS // 10
 
-    def _due(self) -> list[ObservationStore]:
-        """Stores that may have begun a heap in memory: only those of a first step."""
-        return self._stores() if self._n_cells == 0 else []
+    def record_step(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
+        """Take down a step; when this returns, it outlives the process."""
+        journal, before = self._journal, self._memory
+        if journal is not None:
+            words, arrays, memory = before.write(self.buffer, obs, next_obs, action, reward, done, infos)
+            self._undo = journal.n_bytes, journal.n_records, before
+            journal.append(words, arrays)
+            self._memory = memory
+
+    def undo_step(self) -> None:
+        """Forget the step that was taken down since `prepare_step`, if one was."""
+        undo, self._undo = self._undo, None
+        if undo is not None and self._journal is not None:
+            self._memory = undo[2]
+            with contextlib.suppress(ExtraBuffersError):
+                self._journal.truncate(*undo[:2])
 
     def record_change(self, kind: str, *arrays: Array) -> None:
         """Take down a change to an array's store."""
         self._check_owner()
-        if self._journal is None:
-            return
-        if self._journal.broken or self.buffer.store.n_cells != self._n_cells:
-            # a sibling was made: the journal is about an array that had none
-            self.checkpoint()
-        self._journal.append({"kind": kind}, list(arrays))
+        if self._journal is not None:
+            if self._journal.broken or self.buffer.store.n_cells != self._n_cells:
+                # a sibling was made: the journal is about an array that had none
+                self.checkpoint()
+            self._journal.append({"kind": kind}, list(arrays))
 
 
 class StartsInFile:
-    """What a buffer that will live in a folder tells of its first step."""
+    """What stands for the `LiveFolder` of a buffer that will live in a folder from its first step on."""
 
     def __init__(self, buffer: Any, folder: Path) -> None:
-        self._buffer, self._folder = weakref.ref(buffer), folder
+        self._buffer, self.folder = weakref.ref(buffer), folder
+        self._live: LiveFolder | None = None
         with disk.named_errors(folder, f"making {folder}"):
             self._lock = FolderLock(folder)
 
     def lives_in(self, folder: Path) -> bool:
-        return os.path.realpath(folder) == os.path.realpath(self._folder)
+        return os.path.realpath(folder) == os.path.realpath(self.folder)
+
+    def prepare_step(self) -> None:
+        if self._live is None:
+            live = LiveFolder(self._buffer(), self.folder, self._lock)
+            live.begin()
+            self._live = live
 
     def checkpoint(self, sync: bool = True) -> SaveReport:
-        live = LiveFolder(self._buffer(), self._folder, self._lock)
-        report = live.checkpoint(sync)
-        live._listen()
-        return report
+        self.prepare_step()
+        return self._live.checkpoint(sync)  # type: ignore[union-attr]  # it is there now
 
     def record_step(self, *step: Any) -> None:
-        live = LiveFolder(self._buffer(), self._folder, self._lock)
-        live.begin_empty()
-        live.record_step(*step)
+        self._live.record_step(*step)  # type: ignore[union-attr]  # a step is prepared first
 
     def undo_step(self) -> None:
-        """Nothing was taken down yet."""
-
-    def step_done(self) -> None:
-        """Nor is there anything to save."""
+        if self._live is not None:
+            self._live.undo_step()
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        buffer: Any = self._buffer()
-        LiveFolder(buffer, self._folder, self._lock).begin()
-        buffer.add(*args, **kwargs)
+        self.prepare_step()
+        self._buffer().add(*args, **kwargs)  # type: ignore[union-attr]  # it calls
 
 
 class _Recorder:
@@ -297,10 +275,13 @@ class _Recorder:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         buffer: Any = self._buffer()
-        call = dict(zip(_NAMES, args, strict=False)) | kwargs
+        self._live.prepare_step()
         type(buffer).add(buffer, *args, **kwargs)
-        self._live.record_step(**call)
-        self._live.step_done()
+        try:
+            self._live.record_step(**(dict(zip(_NAMES, args, strict=False)) | kwargs))
+        except BaseException:
+            self._live._journal.broken = True  # type: ignore[union-attr]  # a step is missing there, but not here
+            raise
 
 
 _NAMES = ("obs", "next_obs", "action", "reward", "done", "infos")
@@ -378,7 +359,7 @@ class StepMemory:
         action, reward, done = parts
         infos = [decode(info) for info in words.get("infos", [])]
         infos += [{"TimeLimit.truncated": bool(truncated)} for truncated in words.get("truncated", [])]
-        if len(infos) not in (0, len(done)) or not all(isinstance(info, dict) for info in infos):
+        if len(infos) not in (0, 1, buffer.n_envs) or not all(isinstance(info, dict) for info in infos):
             raise FileFormatError("a record of the journal has other infos than steps")
         pair = [part[None] if set(part) == {None} else part for part in found]
         return (*pair, action, reward, done, infos)
@@ -455,7 +436,6 @@ def _forbid_in_child() -> None:
     """A forked child shares the pages of heaps in files: it may read them, nothing more."""
     for live in list(_alive):
         with contextlib.suppress(Exception):
-            vars(live.buffer)["_read_only"] = True
             for store in live._stores():
                 store.read_only = True
 

@@ -91,6 +91,8 @@ def save_file(saved: Any, path: str | os.PathLike[str], sync: bool = True) -> Pa
 def state_of(saved: Any) -> Iterator[tuple[Parts, dict[str, StoreParts]]]:
     """What ``saved`` is made of, which nobody changes meanwhile."""
     with getattr(saved, "_lock", None) or contextlib.nullcontext(), contextlib.ExitStack() as locks:
+        if hasattr(saved, "_recover"):
+            saved._recover()  # from a step that was interrupted
         parts = parts_of(saved)
         check_parts(parts)
         for store in parts.stores.values():
@@ -139,11 +141,14 @@ class Save:
             except BaseException:
                 out.undo()
                 raise
+            # from here on this is the state, whatever becomes of the rest
             out.close()
             for part in self.taken.values():
                 if part.inner is not None:
                     part.inner.saved()
             set_last_save(self.saved, new)
+            if self.sync:
+                disk.sync_folder(self.folder)
             self._remove_others(record)
         return SaveReport(self.folder, out.n_bytes, last is not None)
 
