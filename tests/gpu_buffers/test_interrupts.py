@@ -20,7 +20,6 @@ from sb3_extra_buffers.kernels import delta_torch as kernels
 from sb3_extra_buffers.stores import device_observation
 from sb3_extra_buffers.stores.device import DeviceFrameStore, DeviceWrite
 from sb3_extra_buffers.stores.device_observation import CellBatch
-from sb3_extra_buffers.stores.observation import ObservationStore
 from tests.torture.interrupts import Injector
 
 N_ENVS, SIZE = 2, 12
@@ -33,9 +32,6 @@ SPACES: dict[str, spaces.Space[Any]] = {
     "last": spaces.Box(0, 255, (11, 11, 3), np.uint8),
     "dict": spaces.Dict({"image": IMAGE, "speed": VECTOR, "other": IMAGE}),
 }
-needs_host_transactions = pytest.mark.skipif(
-    not hasattr(ObservationStore, "undo_write"), reason="stores of the host cannot take writes back"
-)
 
 Contents = dict[str, Any]
 
@@ -237,7 +233,6 @@ def test_whether_a_kernel_was_started_is_known(space: str, count: int, monkeypat
     interrupt_everywhere(replay(space, "delta"), count, n_points=60)
 
 
-@needs_host_transactions
 @pytest.mark.parametrize("count", [0, 3, 5, 9, SIZE - 1, SIZE, 30])
 @pytest.mark.parametrize("space", ["image", "dict"])
 @pytest.mark.parametrize("method", ["delta", "gzip1"])

@@ -44,8 +44,6 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 
-_UNDOES = hasattr(ObservationStore, "undo_write")
-
 
 class Record(NamedTuple):
     """What was recorded at one step; for several steps, each part has an axis more."""
@@ -183,7 +181,7 @@ class BaseRecordBuffer:
     def _apply(self, change: _Change) -> None:
         """Make a change; after an exception all of it is made, or nothing."""
         frames, place = change.frames, change.place
-        if frames is not None and _UNDOES:
+        if frames is not None:
             frames.store.commit()  # what can be taken back is what is written from now on
         try:
             self._unfinished = change
@@ -210,8 +208,7 @@ class BaseRecordBuffer:
                 column[change.place] = value
             self.__dict__.update(change.after)
         else:
-            if _UNDOES:
-                change.frames.store.undo_write()
+            change.frames.store.undo_write()
             self._unfinished = None
 
     def _fit_action(self, action: Any, after: dict[str, Any]) -> list[tuple[Array, Any]]:

@@ -33,7 +33,6 @@ Array = npt.NDArray[Any]
 _TRIAL_BYTES = 4 << 20
 _TRIAL_ROWS = (16, 256)
 _BYTE = np.dtype(np.uint8)
-_UNDOES = hasattr(ObservationStore, "undo_write")
 
 
 @dataclass(frozen=True)
@@ -360,8 +359,7 @@ class _HostWrite:
         self.of, self.first, self.batches = of, step * of._n_streams, batches
         self.written = False
         # what `cancel` takes back is what is written from now on
-        if _UNDOES:
-            of.store.commit()  # type: ignore[attr-defined]  # where it is
+        of.store.commit()
 
     def commit(self) -> None:
         of, first = self.of, self.first
@@ -382,8 +380,7 @@ class _HostWrite:
     def cancel(self) -> None:
         """Have the store as it was before, whether it was written to or not."""
         self.written = False
-        if _UNDOES:
-            self.of.store.undo_write()  # type: ignore[attr-defined]  # where it is
+        self.of.store.undo_write()
 
 
 class _OnHost:
