@@ -42,6 +42,7 @@ KINDS: dict[str, Kind] = {
     "recurrent-dict-rollout": Kind(f"{_CONTRIB}:CompressedRecurrentDictRolloutBuffer", _SB3),
     "gpu-replay": Kind(f"{_OURS}.gpu_buffers.replay_buffer:GpuReplayBuffer", _SB3),
     "gpu-rollout": Kind(f"{_OURS}.gpu_buffers.rollout_buffer:GpuRolloutBuffer", _SB3),
+    "recording": Kind(f"{_OURS}.recording.buffers:BaseRecordBuffer", f"{_OURS}.recording.files:make"),
 }
 
 _TAGS = {kind.cls: tag for tag, kind in KINDS.items()}
