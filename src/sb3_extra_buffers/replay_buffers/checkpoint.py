@@ -265,8 +265,7 @@ def _fill(storage: CompressedStorage, manifest: Mapping[str, Any], arrays: Mappi
                 leaf.store, leaf.base = store, base
         else:
             _to_device(storage, group, store, bases, length, manifest["last_cursor"])
-    storage._pilot = None
-    storage._renew()
+    storage._use_groups(storage.groups)
     storage._count = length
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_map
 from sb3_extra_buffers.errors import MissingExtraError, SharingError
 from sb3_extra_buffers.replay_buffers.sharing import GroupServer, RemoteGroup
 from sb3_extra_buffers.replay_buffers.stored_tensor import to_numpy
+from sb3_extra_buffers.stores.locks import fork_safe_lock
 
 try:
     from tensordict import TensorDict, is_tensor_collection
@@ -25,6 +27,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from sb3_extra_buffers.replay_buffers.groups import Pilot
+    from sb3_extra_buffers.replay_buffers.transactions import Write
 
 __all__ = ["PortableStorage"]
 
@@ -42,6 +45,9 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
     lead: tuple[int, ...]
     _dense: dict[Any, torch.Tensor]
     _pilot: Pilot | None
+    _open: Write | None
+    announced: Write | None
+    _lock: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._count = 0
@@ -54,7 +60,10 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
     def _leaves(self) -> dict[Any, torch.Tensor]:
         raise NotImplementedError
 
-    def _renew(self) -> None:
+    def _use_groups(self, groups: list[Any]) -> None:
+        raise NotImplementedError
+
+    def recover(self) -> None:
         raise NotImplementedError
 
     def _check_owner(self) -> None:
@@ -108,38 +117,57 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
             )
         if self._shared_count is not None:
             return
-        pilot, self._pilot = self._pilot, None
-        if pilot is not None and pilot.decide() > 1:
+        with self._lock:
+            self.recover()
+            self._share()
+
+    def _share(self) -> None:
+        groups, pilot = self.groups, self._pilot
+        n_envs = 1 if pilot is None else pilot.decide()
+        if pilot is not None and n_envs > 1:
             # streams do not change any more
-            self.groups = [group.rewrite(pilot.decide(), pilot.held) for group in self.groups]
+            groups = [group.rewrite(n_envs, pilot.held) for group in groups]
         for leaf in self._dense.values():
             leaf.share_memory_()  # type: ignore[no-untyped-call]  # torch's own
-        self._renew()
+        self._use_groups(groups)
         self._server = GroupServer(self) if self.groups else None
         self._shared_count = mp.Value("q", self._count)
 
     def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            self.recover()
+            return self._frozen_state()
+
+    def _frozen_state(self) -> dict[str, Any]:
+        """Everything as it is between two writes, to be pickled or copied whenever it suits."""
         starting = get_spawning_popen() is not None
         if starting:
             self.share()
         elif any(isinstance(group, RemoteGroup) for group in self.groups):
             raise SharingError("only the process that holds a shared CompressedStorage can copy or save it")
         state: dict[str, Any] = Storage.__getstate__(self)
+        for name in ("_lock", "_open", "announced", "_server"):
+            state.pop(name, None)
         # decoded if it were pickled as it is; rebuilt from the groups instead
-        state["_checked"] = None
         state["_storage"] = None if self._storage is None else _blank(self._storage)
-        state["_server"] = None
-        state.pop("_attached_entities_list", None)
-        if starting and self._server is not None:
+        if not starting:
+            state["_count"], state["_shared_count"] = self._len, None
+            # a copy, made now: others may write before this one is used
+            state["_dense"] = {key: leaf.clone() for key, leaf in self._dense.items()}
+            state["groups"] = pickle.dumps(self.groups, protocol=pickle.HIGHEST_PROTOCOL)
+        elif self._server is not None:
             address = self._server.address
             state["groups"] = [RemoteGroup(address, place, group) for place, group in enumerate(self.groups)]
-        elif not starting:
-            state["_count"], state["_shared_count"] = self._len, None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        groups = state.get("groups")
+        if isinstance(groups, bytes):
+            state = {**state, "groups": pickle.loads(groups)}
         Storage.__setstate__(self, state)
         self._owner = os.getpid()
+        self._lock = fork_safe_lock(of_buffer=True)
+        self._server = self._open = self.announced = None
         if self._storage is not None:
             leaves = self._leaves()
             if is_tensor_collection(self._storage):
@@ -148,7 +176,8 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
                     lambda key, value: leaves[key], nested_keys=True, batch_size=shape
                 )
             else:
-                self._renew()
+                made = iter(leaves.values())
+                self._storage = tree_map(lambda value: next(made), self._storage)
 
 
 def _blank(storage: Any) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from sb3_extra_buffers.errors import MissingExtraError, SpecMismatchError
+from sb3_extra_buffers.errors import ArgumentError, MissingExtraError, SpecMismatchError
 
 try:
     from tensordict import is_non_tensor, is_tensor_collection
@@ -17,7 +18,7 @@ except ImportError as error:
         "CompressedStorage needs 'torchrl' and 'tensordict': pip install 'sb3-extra-buffers[torchrl]'"
     ) from error
 
-__all__ = ["ADDED", "Key", "Spec", "check_items", "items", "name_of", "names_of", "specs_of"]
+__all__ = ["ADDED", "Key", "Spec", "at_least", "check_items", "items", "name_of", "names_of", "specs_of"]
 
 Key = Any  # of a TensorDict, nested ones as tuples; of anything else the place among its leaves
 Spec = tuple[tuple[int, ...], torch.dtype]
@@ -26,9 +27,27 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 ADDED = "index"
 
 
+def at_least(name: str, value: Any, least: int) -> int:
+    """``value`` as an integer, or an error that names the argument."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ArgumentError(f"{name} must be an integer, got {value!r}") from None
+    if number < least or isinstance(value, bool):
+        raise ArgumentError(f"{name} must be at least {least}, got {value!r}")
+    return number
+
+
 def items(data: Any) -> list[tuple[Key, torch.Tensor]]:
     """Keys and tensors of a TensorDict, nested ones included, or of a tree of tensors."""
-    return _items_of(data) if is_tensor_collection(data) else list(enumerate(tree_leaves(data)))
+    if is_tensor_collection(data):
+        return _items_of(data)
+    leaves = tree_leaves(data)
+    others = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    if others or not leaves:
+        found = f"a {others[0]}" if others else "nothing"
+        raise SpecMismatchError(f"a CompressedStorage keeps tensors, got {found}; nothing was stored")
+    return list(enumerate(leaves))
 
 
 def _items_of(data: Any) -> list[tuple[Key, torch.Tensor]]:
