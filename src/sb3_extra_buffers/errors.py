@@ -16,6 +16,7 @@ __all__ = [
     "ExtraBuffersError",
     "FileFormatError",
     "FileWriteError",
+    "FolderInUseError",
     "HeapFullError",
     "IndexOutOfRangeError",
     "LayoutError",
@@ -129,6 +130,10 @@ class DamagedFileError(ExtraBuffersError, ValueError):
 
 class FileWriteError(ExtraBuffersError, OSError):
     """A buffer could not be saved; what was saved before is still there."""
+
+
+class FolderInUseError(ExtraBuffersError, OSError):
+    """Another process, or another buffer of this one, is writing to the folder."""
 
 
 class NotSaveableError(ExtraBuffersError, TypeError):

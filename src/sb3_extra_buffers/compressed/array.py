@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,14 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.registry import codec_options
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.compressed.dtypes import element_dtype
+from sb3_extra_buffers.errors import FileFormatError
 from sb3_extra_buffers.files.folders import SavedAsFolder
+from sb3_extra_buffers.files.parts import LoadedParts, Parts, make_view
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.view import StoreView
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["CompressedArray"]
 
@@ -43,6 +48,9 @@ class CompressedArray(StoreView, SavedAsFolder):
         >>> frames[[0, 0], [1, 2]].shape
         (2, 4, 84, 84)
     """
+
+    #: the folder that it lives in, if it does
+    _live: Any = None
 
     def __init__(
         self,
@@ -76,6 +84,44 @@ class CompressedArray(StoreView, SavedAsFolder):
 
             keep_in_file(self, check_new(path))
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(index, value)
+        if self._live is not None:
+            self._live.step_done()
+
+    def erase(self, index: Any) -> None:
+        """Make the observations that ``index`` selects unwritten, and give back what they took."""
+        super().erase(index)
+        if self._live is not None:
+            self._live.step_done()
+
+    def sibling(self) -> Self:
+        """Another array of the same shape whose frames are shared with this one's."""
+        made = super().sibling()
+        if self._live is not None:
+            made._live = self._live
+            self._live.checkpoint()  # the journal is about an array that had none
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
         # a copy lives in memory
-        return {name: value for name, value in vars(self).items() if name != "_live"}
+        return {name: value for name, value in vars(self).items() if name not in ("_live", "_last_save")}
+
+
+def to_parts(array: CompressedArray, tag: str) -> Parts:
+    """What an array is made of: its store, and the cells of it that it shows."""
+    described = {"lead_shape": list(array.lead_shape), "base": array._base}
+    columns = {} if array._cells is None else {"cells": np.ascontiguousarray(array._cells)}
+    return Parts(tag, described, columns, {"array": array.store})
+
+
+def make_array(parts: LoadedParts) -> CompressedArray:
+    """The array that `to_parts` saw."""
+    lead = parts.entry("lead_shape", kind=list)
+    if len(lead) > 32 or not all(type(n) is int and 0 <= n < 1 << 48 for n in lead):
+        raise FileFormatError(f"{lead!r} is no shape")
+    if set(parts.stores) != {"array"}:
+        raise FileFormatError("an array has one store")
+    cls = parts.target if parts.target is not None and issubclass(parts.target, CompressedArray) else CompressedArray
+    cells = parts.columns.get("cells")
+    return make_view(cls, parts.stores["array"], tuple(lead), parts.number("base"), cells)

@@ -8,19 +8,32 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sb3_extra_buffers.files.callback import BufferCheckpointCallback
     from sb3_extra_buffers.files.checking import Repair, repair, verify
-    from sb3_extra_buffers.files.loading import load, open_saved
-    from sb3_extra_buffers.files.saving import SaveReport, save
+    from sb3_extra_buffers.files.loading import load, load_file, open_saved
+    from sb3_extra_buffers.files.saving import SaveReport, save, save_file
 
-__all__ = ["BufferCheckpointCallback", "Repair", "SaveReport", "load", "open_saved", "repair", "save", "verify"]
+__all__ = [
+    "BufferCheckpointCallback",
+    "Repair",
+    "SaveReport",
+    "load",
+    "load_file",
+    "open_saved",
+    "repair",
+    "save",
+    "save_file",
+    "verify",
+]
 
 _MODULES = {
     "BufferCheckpointCallback": "callback",
     "Repair": "checking",
     "SaveReport": "saving",
     "load": "loading",
+    "load_file": "loading",
     "open_saved": "loading",
     "repair": "checking",
     "save": "saving",
+    "save_file": "saving",
     "verify": "checking",
 }
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import mmap
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import DamagedFileError, FileFormatError, FileWriteError
+from sb3_extra_buffers.errors import DamagedFileError, FileFormatError
+from sb3_extra_buffers.files import disk
 from sb3_extra_buffers.kernels.prints import PAGE, prints_of
 from sb3_extra_buffers.stores.arena import SLACK, zeros
 from sb3_extra_buffers.stores.snapshot import parse_dtype
@@ -25,14 +25,10 @@ Bytes = npt.NDArray[np.uint8]
 
 #: bytes of an array that have a checksum of their own; small, as a save writes whole ones
 BLOCK = PAGE
-#: bytes of payloads that have one; these are only ever added
-STRETCH = 1 << 14
 #: first bytes of every data file; so that no block begins at 0, which stands for a block of zeros
-MAGIC = b"sb3-extra-buffers data 1\n"
+MAGIC = b"sb3-extra-buffers data 2\n"
 #: one entry for each block: where it is and its checksum
 INDEX = np.dtype([("offset", "<u8"), ("crc32", "<u4")])
-#: payloads are checked in stretches of this kind
-CHUNK = np.dtype([("offset", "<i8"), ("length", "<i4"), ("crc32", "<u4")])
 # how much is written in one go, and from how many places
 _PENDING = 1 << 20
 _PARTS = 512
@@ -72,34 +68,20 @@ class ArrayRecord(NamedTuple):
         return made
 
 
-@contextlib.contextmanager
-def named_errors(path: Path, doing: str) -> Iterator[None]:
-    """Turn what the system says into an error that says what it means for the file."""
-    try:
-        yield
-    except OSError as problem:
-        if isinstance(problem, FileWriteError):
-            raise
-        raise FileWriteError(
-            problem.errno,
-            f"{doing} failed: {problem.strerror or problem}; what was saved before is untouched",
-            str(path),
-        ) from problem
-
-
 class Appender:
-    """Writes to the end of a file, in few large pieces.
+    """Writes to the end of a data file, in few large pieces.
 
-    Nothing that is there is ever changed. After an error the file is as long as it was.
+    Nothing that is there is ever changed. `undo` leaves the file as long as it was.
     """
 
     def __init__(self, path: Path, new: bool) -> None:
-        self.path = path
-        flags = os.O_WRONLY | os.O_APPEND | (os.O_CREAT | os.O_EXCL if new else 0) | getattr(os, "O_BINARY", 0)
-        self._descriptor = os.open(path, flags, 0o666)
+        self.path, self._new = path, new
+        self._descriptor = disk.create(path) if new else disk.open_to_append(path)
         self._began = self.end = os.fstat(self._descriptor).st_size
-        self._pending: list[memoryview] = []
+        self._pending: list[Any] = []
         self._n_pending = 0
+        if new:
+            self.put(MAGIC)
 
     @property
     def n_bytes(self) -> int:
@@ -108,42 +90,32 @@ class Appender:
     def put(self, data: Any) -> int:
         """Append bytes, which must stay as they are until `flush`; return where they begin."""
         start = self.end
-        view = memoryview(data).cast("B")
-        self._pending.append(view)
-        self._n_pending += len(view)
-        self.end += len(view)
+        self._pending.append(data)
+        self._n_pending += len(data)
+        self.end += len(data)
         if self._n_pending >= _PENDING or len(self._pending) == _PARTS:
-            self._write_out()
+            self.flush(sync=False)
         return start
 
-    def flush(self, sync: bool = True) -> None:
-        self._write_out()
+    def flush(self, sync: bool) -> None:
+        parts, self._pending, self._n_pending = self._pending, [], 0
+        disk.write_all(self._descriptor, parts)
         if sync:
-            os.fsync(self._descriptor)
+            disk.fsync(self._descriptor)
 
     def close(self) -> None:
         if self._descriptor >= 0:
-            os.close(self._descriptor)
+            disk.close(self._descriptor)
             self._descriptor = -1
 
     def undo(self) -> None:
-        """Give back the room that was taken; somebody else's file may have grown meanwhile, then nothing is cut."""
+        """Give back the room that was taken; another folder's file may have grown meanwhile, then nothing is cut."""
         with contextlib.suppress(OSError):
-            if os.fstat(self._descriptor).st_size <= self.end:
-                os.ftruncate(self._descriptor, self._began)
+            if self._new:
+                disk.unlink(self.path)
+            elif os.fstat(self._descriptor).st_size <= self.end:
+                disk.truncate(self._descriptor, self._began)
         self.close()
-
-    def _write_out(self) -> None:
-        parts, self._pending, self._n_pending = [part for part in self._pending if len(part)], [], 0
-        while parts:
-            if hasattr(os, "writev"):
-                written = os.writev(self._descriptor, parts)
-            else:
-                written = os.write(self._descriptor, parts[0])
-            while parts and written >= len(parts[0]):
-                written -= len(parts.pop(0))
-            if written:
-                parts[0] = parts[0][written:]
 
 
 class NamedArray(NamedTuple):
@@ -276,38 +248,6 @@ class BlockReader:
             return zeros(record.shape, record.dtype)
         except (OSError, MemoryError, OverflowError, ValueError) as problem:
             raise FileFormatError(f"no room for an array of {record.shape} {record.dtype}: {problem}") from problem
-
-
-def map_file(path: Path, size: int, private: bool = False) -> Bytes:
-    """The first ``size`` bytes of a file, mapped; ``private`` ones may be written to, which changes nothing outside.
-
-    Kernels that were compiled for arrays that can be written take those.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-    except FileNotFoundError:
-        raise DamagedFileError(f"{path} is missing; a saved buffer is its whole folder") from None
-    except OSError as problem:
-        raise FileFormatError(f"{path} cannot be read: {problem.strerror}") from problem
-    try:
-        found = os.fstat(descriptor).st_size
-        if found < size:
-            raise DamagedFileError(f"{path} has {found} bytes where {size} were written; it was cut short")
-        if private and hasattr(mmap, "MAP_PRIVATE"):
-            # without a claim on memory for pages that nobody writes to: the file may be larger than memory
-            no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0)
-            area = mmap.mmap(
-                descriptor, size, flags=mmap.MAP_PRIVATE | no_reserve, prot=mmap.PROT_READ | mmap.PROT_WRITE
-            )
-        else:
-            area = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY if private else mmap.ACCESS_READ)
-    except (OSError, ValueError, OverflowError) as problem:
-        if isinstance(problem, DamagedFileError):
-            raise
-        raise FileFormatError(f"{path} cannot be mapped: {problem}") from problem
-    finally:
-        os.close(descriptor)
-    return np.frombuffer(area, np.uint8)
 
 
 def read_index(data: Bytes, record: Any, path: Path) -> Array:

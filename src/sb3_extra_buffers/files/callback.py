@@ -12,7 +12,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 
 from sb3_extra_buffers.errors import LayoutError
 from sb3_extra_buffers.files.folders import SavedAsFolder
-from sb3_extra_buffers.files.links import get_link
+from sb3_extra_buffers.files.last_save import get_last_save
 from sb3_extra_buffers.files.saving import save
 
 __all__ = ["BufferCheckpointCallback"]
@@ -78,9 +78,9 @@ class BufferCheckpointCallback(BaseCallback):
     def _save(self) -> None:
         buffer = self._buffer()
         steps = self.num_timesteps
-        link = get_link(buffer)
+        last = get_last_save(buffer)
         folder = self.save_path / f"{self.name_prefix}_buffer_{steps}_steps"
-        report = save(buffer, folder, base=None if link is None else link.folder)
+        report = save(buffer, folder, base=None if last is None else last.folder)
         if self.save_model:
             self.model.save(self.save_path / f"{self.name_prefix}_{steps}_steps.zip")
         self._delete_old()

@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from sb3_extra_buffers.files.parts import Parts
+
 __all__ = ["SavedAsFolder"]
 
 
 class SavedAsFolder:
     """`save`, `load` and `open` for buffers and arrays."""
+
+    def to_parts(self) -> Parts:
+        """What this is made of, for a file: a tag, a description, columns and stores."""
+        from sb3_extra_buffers.files.kinds import take_parts
+
+        return take_parts(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save this as the folder ``path``, without pickle; a second time, only what is new is written.

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import struct
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sb3_extra_buffers.errors import DamagedFileError, FileFormatError, UnsupportedVersionError
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.errors import DamagedFileError, ExtraBuffersError, FileFormatError, UnsupportedVersionError
+from sb3_extra_buffers.files import disk
 
 NAME = "manifest.json"
-#: the manifest before this one; what it speaks of is still there, most of the time
-PREVIOUS = "manifest.previous.json"
 STAGED = "manifest.json.tmp"
 FORMAT = "sb3-extra-buffers"
-#: version of the format; a reader refuses newer ones
-VERSION = 1
+#: version of the format; a reader refuses newer ones. The first was that of development versions
+VERSION = 2
 
 _MOST_BYTES = 1 << 26
 _TAIL = struct.Struct("<8sQQI")
@@ -49,9 +51,10 @@ def parse(data: bytes, path: Path) -> dict[str, Any]:
         raise FileFormatError(f"{path} is no JSON: {problem}") from problem
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise FileFormatError(f"{path} is no manifest of a saved buffer")
+    del record["crc32"]
     version = record.get("version")
-    if type(version) is not int or version < 1:
-        raise FileFormatError(f"{path} has no version")
+    if type(version) is not int or version < VERSION:
+        raise FileFormatError(f"{path} was written by a development version and is not read any more")
     if version > VERSION:
         raise UnsupportedVersionError(
             f"{path} has version {version} of the format, the newest known here is {VERSION}; update sb3-extra-buffers"
@@ -59,63 +62,49 @@ def parse(data: bytes, path: Path) -> dict[str, Any]:
     return record
 
 
-def read(folder: Path, name: str = NAME) -> dict[str, Any]:
+def read(folder: Path) -> dict[str, Any]:
     """The manifest of a saved buffer."""
-    path = folder / name
+    path = folder / NAME
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise FileFormatError(f"{path} is too large to be a manifest")
-        data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+        data = disk.read_bytes(path, _MOST_BYTES)
+    except DamagedFileError:
         if not folder.exists():
             what = "there is nothing"
         elif not folder.is_dir():
             what = "this is a file; a saved buffer is a folder"
         else:
-            what = f"there is no {name}"
+            what = f"there is no {NAME}"
         raise FileFormatError(f"{folder} is no saved buffer: {what}") from None
-    except OSError as problem:
-        raise FileFormatError(f"{path} cannot be read: {problem.strerror}") from problem
+    except FileFormatError:
+        if folder.is_file():
+            raise FileFormatError(f"{folder} is no saved buffer: this is a file; a saved buffer is a folder") from None
+        raise
     return parse(data, path)
 
 
 def replace(folder: Path, data: bytes, sync: bool = True) -> None:
     """Make ``data`` the manifest, all at once: before it there is the old one, after it the new one."""
-    staged, path, previous = (f"{folder}{os.sep}{name}" for name in (STAGED, NAME, PREVIOUS))
-    descriptor = _stage(staged, previous)
+    staged = folder / STAGED
+    with contextlib.suppress(FileNotFoundError):
+        disk.unlink(staged)
+    descriptor = disk.create(staged)
     try:
-        view = memoryview(data)
-        while len(view):
-            view = view[os.write(descriptor, view) :]
-        os.ftruncate(descriptor, len(data))
-        if sync:
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    with contextlib.suppress(OSError):
-        # a second name for the old one; where there are no links, there is no second chance either
-        os.link(path, previous)
-    os.replace(staged, path)
+        try:
+            disk.write_all(descriptor, [data])
+            if sync:
+                disk.fsync(descriptor)
+        finally:
+            disk.close(descriptor)
+        disk.replace(staged, folder / NAME)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            disk.unlink(staged)
+        raise
+    if sync:
+        disk.sync_folder(folder)
 
 
-def _stage(staged: str, previous: str) -> int:
-    """A file to write the next manifest to: the one before the last, written over where nobody else has a name for it.
-
-    A new file in place of an old one makes some file systems write it out and wait, which takes longer than the rest
-    of a small save.
-    """
-    with contextlib.suppress(OSError):
-        os.replace(previous, staged)
-    flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(staged, flags, 0o666)
-    if os.fstat(descriptor).st_nlink == 1:
-        return descriptor
-    os.close(descriptor)
-    os.unlink(staged)
-    return os.open(staged, flags | os.O_EXCL, 0o666)
-
-
-# ---- the copy at the end of a data file ----
+# ---- copies in a data file ----
 
 
 def tail(data: bytes, offset: int) -> bytes:
@@ -124,73 +113,37 @@ def tail(data: bytes, offset: int) -> bytes:
     return fields + zlib.crc32(fields).to_bytes(4, "little")
 
 
-def read_tail(path: Path) -> dict[str, Any] | None:
-    """The manifest at the end of a data file, if there is a whole one."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            if size < TAIL_BYTES:
-                return None
-            file.seek(size - TAIL_BYTES)
-            end = file.read(TAIL_BYTES)
-            magic, offset, length, crc = _TAIL.unpack_from(end)
-            if magic != _TAIL_MAGIC or zlib.crc32(end[: _TAIL.size]) != int.from_bytes(end[_TAIL.size :], "little"):
-                return None
-            if length > _MOST_BYTES or offset + length > size:
-                return None
-            file.seek(offset)
-            data = file.read(length)
-        if zlib.crc32(data) != crc:
-            return None
-        return parse(data, path)
-    except (OSError, DamagedFileError, FileFormatError):
+def read_tail(path: Path) -> dict[str, Any]:
+    """The manifest at the end of a data file."""
+    data = disk.map_file(path)
+    record = _copy_at(data, data.size - TAIL_BYTES, path)
+    if record is None:
+        raise DamagedFileError(f"{path} does not end as a saved file does; it was cut short or changed")
+    return record
+
+
+def copies(path: Path) -> Iterator[dict[str, Any]]:
+    """Every manifest in a data file that is whole, newest first."""
+    data = disk.map_file(path)
+    text = data.tobytes()
+    at = text.rfind(_TAIL_MAGIC)
+    while at >= 0:
+        record = None
+        with contextlib.suppress(ExtraBuffersError):
+            record = _copy_at(data, at, path)
+        if record is not None:
+            yield record
+        at = text.rfind(_TAIL_MAGIC, 0, at)
+
+
+def _copy_at(data: npt.NDArray[np.uint8], at: int, path: Path) -> dict[str, Any] | None:
+    end = data[max(at, 0) : at + TAIL_BYTES].tobytes()
+    if len(end) < TAIL_BYTES:
         return None
-
-
-def newest(folder: Path) -> dict[str, Any]:
-    """The manifest of the last save that was completed.
-
-    A save is on the disk once its data file is, with a copy of the manifest at its end; the manifest itself may follow
-    later. Where the two differ, the one that was written last counts.
-    """
-    found: dict[str, Any] | None = None
-    problem: DamagedFileError | None = None
-    try:
-        found = read(folder)
-    except DamagedFileError as error:
-        problem = error
-    if found is not None:
-        data = found.get("data")
-        name = data.get("name") if isinstance(data, dict) else None
-        ends = [read_tail(folder / name)] if isinstance(name, str) and "/" not in name and "\\" not in name else []
-        newer = [
-            end
-            for end in ends
-            if end is not None and end.get("folder_id") == found.get("folder_id") and _number(end) > _number(found)
-        ]
-        return newer[0] if newer else found
-    whole = [end for path in folder.glob("data-*.bin") if (end := read_tail(path)) is not None and _names(end, path)]
-    if not whole or problem is None:
-        raise problem or DamagedFileError(f"{folder} has no manifest that is whole")
-    return max(whole, key=_number)
-
-
-def _number(record: dict[str, Any]) -> int:
-    number = record.get("number")
-    return number if type(number) is int else -1
-
-
-def _names(record: dict[str, Any], path: Path) -> bool:
-    data = record.get("data")
-    return isinstance(data, dict) and data.get("name") == path.name
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` last, where the system can."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    magic, offset, length, crc = _TAIL.unpack_from(end)
+    if magic != _TAIL_MAGIC or zlib.crc32(end[: _TAIL.size]) != int.from_bytes(end[_TAIL.size :], "little"):
+        return None
+    if length > _MOST_BYTES or offset + length > at:
+        return None
+    copy = data[offset : offset + length].tobytes()
+    return parse(copy, path) if zlib.crc32(copy) == crc else None

@@ -1,0 +1,438 @@
+"""What buffers of SB3's layout are made of, for files: from a buffer to parts, back, and cut to some of its steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from stable_baselines3.common.preprocessing import get_action_dim, get_obs_shape
+
+from sb3_extra_buffers._sb3.leaves import BufferView, Leaves, each_leaf
+from sb3_extra_buffers.errors import DamagedFileError, FileFormatError, NotSaveableError
+from sb3_extra_buffers.files.kinds import class_of
+from sb3_extra_buffers.files.parts import LoadedParts, Parts, make_view
+from sb3_extra_buffers.files.spaces import space_from_json, space_to_json
+from sb3_extra_buffers.files.values import decode, encode
+from sb3_extra_buffers.stores.observation import ObservationStore
+from sb3_extra_buffers.stores.view import StoreView
+
+Array = npt.NDArray[Any]
+
+
+class Layout(NamedTuple):
+    """How the buffers of a kind are made and what they hold."""
+
+    arguments: tuple[str, ...]
+    """Arguments of the constructor, each an attribute of the same name."""
+    options: tuple[str, ...]
+    """Arguments of the constructor that are kept in the options."""
+    state: dict[str, str]
+    """What else is saved, by the names of the attributes."""
+    columns: tuple[str, ...]
+    """Arrays with a row for each step."""
+
+
+_COMPRESSION = ("dtypes", "normalize_images", "compression_method", "compression_kwargs", "decompression_kwargs")
+_OPTIONS = (*_COMPRESSION, "output_dtype")
+_LIMITS = ("max_bytes", "on_max_bytes")
+_STATE = {"pos": "pos", "full": "full"}
+_REPLAY = Layout(
+    ("optimize_memory_usage", "handle_timeout_termination", "n_steps", "gamma"),
+    _OPTIONS,
+    _STATE | {"n_evicted": "_n_evicted"},
+    ("actions", "rewards", "dones", "timeouts"),
+)
+_ROLLOUT = Layout(
+    ("gae_lambda", "gamma"),
+    _OPTIONS,
+    _STATE,
+    ("actions", "rewards", "returns", "episode_starts", "values", "log_probs", "advantages"),
+)
+_HER = _REPLAY._replace(
+    arguments=(
+        "optimize_memory_usage", "handle_timeout_termination", "n_sampled_goal", "goal_selection_strategy",
+        "copy_info_dict",
+    ),
+    columns=(*_REPLAY.columns, "ep_start", "ep_length"),
+)  # fmt: skip
+_PRIORITIZED = _REPLAY._replace(
+    arguments=(*_REPLAY.arguments, "alpha", "beta", "epsilon"),
+    state=_REPLAY.state
+    | {"n_added": "_n_added", "max_priority": "max_priority", "progress_remaining": "progress_remaining"},
+)
+_MASKABLE = _ROLLOUT._replace(columns=(*_ROLLOUT.columns, "action_masks"))
+_HIDDEN = ("hidden_states_pi", "cell_states_pi", "hidden_states_vf", "cell_states_vf")
+_RECURRENT = _ROLLOUT._replace(
+    arguments=(*_ROLLOUT.arguments, "hidden_state_shape"), columns=(*_ROLLOUT.columns, *_HIDDEN)
+)
+_DEVICE = ("buffer_device", "heap_bytes", "compression_kwargs")
+_PLAIN = ("dtypes", "normalize_images", "compression_method")
+_GPU_REPLAY = _REPLAY._replace(
+    arguments=("optimize_memory_usage", "handle_timeout_termination", *_DEVICE),
+    options=(*_PLAIN, "output_dtype"),
+    state=_STATE,
+)
+_GPU_ROLLOUT = _ROLLOUT._replace(arguments=(*_ROLLOUT.arguments, *_DEVICE), options=_PLAIN)
+
+_LAYOUTS: dict[str, Layout] = {
+    "replay": _REPLAY,
+    "dict-replay": _REPLAY,
+    "n-step-replay": _REPLAY,
+    "dict-n-step-replay": _REPLAY,
+    "her-replay": _HER,
+    "prioritized-replay": _PRIORITIZED,
+    "dict-prioritized-replay": _PRIORITIZED,
+    "rollout": _ROLLOUT,
+    "dict-rollout": _ROLLOUT,
+    "maskable-rollout": _MASKABLE,
+    "maskable-dict-rollout": _MASKABLE,
+    "recurrent-rollout": _RECURRENT,
+    "recurrent-dict-rollout": _RECURRENT,
+    "gpu-replay": _GPU_REPLAY,
+    "gpu-rollout": _GPU_ROLLOUT,
+}
+
+# attributes that follow from the arguments, or that are made again when they are missed
+_FOLLOW = frozenset(
+    """observation_space action_space obs_shape action_dim device n_envs buffer_size observations next_observations
+    generator_ready env her_ratio infos mask_dims pad pad_and_flatten seq_start_indices seq_end_indices flatten_config
+    compression_method n_steps gamma""".split()
+)
+
+
+def is_ring(tag: str) -> bool:
+    """Whether a buffer of this kind goes on at its beginning when it is full."""
+    return "rollout" not in tag
+
+
+# ---- from a buffer ----
+
+
+def to_parts(buffer: Any, tag: str) -> Parts:
+    """What ``buffer``, which is saved under ``tag``, is made of."""
+    layout = _LAYOUTS[tag]
+    columns = {name: _laid_out(buffer, name, getattr(buffer, name)) for name in layout.columns}
+    stores: dict[str, ObservationStore] = {}
+    observed: dict[str, Any] = {}
+    if tag.startswith("gpu-"):
+        from sb3_extra_buffers.stores.device_snapshot import take_apart
+
+        for key, device_store in buffer._stores.items():
+            name = _leaf_name("observations", key or None)
+            observed[name], arrays, on_host = take_apart(device_store)
+            columns |= {f"{name}/{table}": array for table, array in arrays.items()}
+            stores |= {} if on_host is None else {name: on_host}
+    else:
+        for name, leaf in _leaves(buffer):
+            if isinstance(leaf, StoreView):
+                stores.setdefault(name.removeprefix("next_"), leaf.store)
+            else:
+                columns[name] = leaf
+    described = {
+        "steps": int(buffer.buffer_size),
+        "n_envs": int(buffer.n_envs),
+        "observation_space": space_to_json(buffer.observation_space),
+        "action_space": space_to_json(buffer.action_space),
+        "device": str(buffer.device),
+        "arguments": _arguments(buffer, layout, tag),
+        "state": {name: encode(getattr(buffer, attribute), attribute) for name, attribute in layout.state.items()},
+        "observations": observed,
+    }
+    if tag == "her-replay":
+        columns["current_ep_start"] = buffer._current_ep_start
+        if buffer.copy_info_dict:
+            columns["infos"] = _infos_to_text(buffer.infos)
+    if "prioritized" in tag:
+        columns["priorities"] = buffer.priorities
+    extra = buffer._extra_state() if hasattr(buffer, "_extra_state") else _extra_state(buffer, layout)
+    described["extra"] = {name: encode(value, name) for name, value in extra.items() if not _is_column(value)}
+    columns |= {f"extra/{name}": value for name, value in extra.items() if _is_column(value)}
+    return Parts(tag, described, columns, stores)
+
+
+def _arguments(buffer: Any, layout: Layout, tag: str) -> dict[str, Any]:
+    found = {name: getattr(buffer, name) for name in layout.arguments}
+    found |= {name: getattr(buffer._options, name) for name in (*layout.options, *_LIMITS)}
+    if callable(found.get("beta")):
+        raise NotSaveableError(
+            "beta is a function, which cannot be saved without pickle; pass a number or a pair of first and last values"
+        )
+    if "goal_selection_strategy" in found:
+        found["goal_selection_strategy"] = found["goal_selection_strategy"].name.lower()
+    return {name: encode(value, name) for name, value in found.items()}
+
+
+def _extra_state(buffer: Any, layout: Layout) -> dict[str, Any]:
+    """What users, or their subclasses, have added to a buffer under public names."""
+    known = _FOLLOW.union(layout.arguments, layout.columns, layout.state.values())
+    return {name: value for name, value in vars(buffer).items() if name not in known and not name.startswith("_")}
+
+
+def _is_column(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
+
+
+def _leaf_name(name: str, key: str | None) -> str:
+    return name if key is None else f"{name}.{key}"
+
+
+def _leaves(buffer: Any) -> list[tuple[str, Any]]:
+    """Observations by name, as they lay before a rollout was read."""
+    found = [("observations", getattr(buffer, "_leaves", None))]
+    if hasattr(buffer, "next_observations"):
+        found = [("observations", buffer.observations), ("next_observations", buffer.next_observations)]
+    return [(_leaf_name(name, key), leaf) for name, leaves in found for key, leaf in each_leaf(leaves)]
+
+
+def _laid_out(buffer: Any, name: str, column: Array) -> Array:
+    """A column as it was before a rollout was flattened to be read."""
+    steps, n_envs = buffer.buffer_size, buffer.n_envs
+    if not getattr(buffer, "generator_ready", False):
+        return column
+    is_hidden = name in _HIDDEN
+    if column.shape[: 2 - is_hidden] == (steps, n_envs)[: 2 - is_hidden] and column.ndim == _n_axes(name):
+        return column
+    found = column.reshape(n_envs, steps, *column.shape[1:]).swapaxes(0, 1)
+    return found.swapaxes(1, 2) if is_hidden else found.reshape(found.shape[: _n_axes(name)])
+
+
+def _n_axes(name: str) -> int:
+    return {"actions": 3, "action_masks": 3}.get(name, 4 if name in _HIDDEN else 2)
+
+
+def _infos_to_text(infos: Array) -> Array:
+    """HER's infos as JSON: runs of equal ones, with their lengths."""
+    runs: list[list[Any]] = []
+    for info in infos.ravel():
+        info = encode(info, "infos")
+        if runs and runs[-1][1] == info:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, info])
+    return np.frombuffer(json.dumps(runs, separators=(",", ":")).encode(), np.uint8)
+
+
+# ---- to a buffer ----
+
+
+def make_buffer(parts: LoadedParts) -> Any:
+    """The buffer that `to_parts` saw, made by its constructor; every column is checked before it is put there."""
+    layout = _LAYOUTS[parts.kind]
+    steps, n_envs = parts.number("steps", low=1), parts.number("n_envs", low=1)
+    spaces = {name: space_from_json(parts.entry(name)) for name in ("observation_space", "action_space")}
+    arguments = decode(parts.entry("arguments", kind=dict))
+    if set(arguments) != {*layout.arguments, *layout.options, *_LIMITS}:
+        raise FileFormatError(f"a {parts.kind} is not made from {', '.join(map(repr, arguments))}")
+    _check_sizes(parts, layout, (steps, n_envs), spaces["observation_space"], spaces["action_space"], arguments)
+    limits = {name: arguments.pop(name) for name in _LIMITS}
+    size = steps * n_envs if is_ring(parts.kind) else steps
+    if parts.kind == "her-replay":
+        arguments["env"] = None
+    buffer = class_of(parts.kind)(size, **spaces, device=_device(parts.entry("device")), n_envs=n_envs, **arguments)
+    if buffer.buffer_size != steps:
+        raise FileFormatError(f"{steps} steps of {n_envs} environments make a buffer of {buffer.buffer_size}")
+    # only now: with a limit, a constructor lays out as many steps as it thinks will fit
+    buffer._options = replace(buffer._options, **limits)
+    for name in layout.columns:
+        due = getattr(buffer, name)
+        setattr(buffer, name, parts.column(name, due.dtype, due.shape))
+    _put_state(buffer, parts, layout)
+    if parts.kind.startswith("gpu-"):
+        from sb3_extra_buffers.stores.device_snapshot import put_together
+
+        for key, store in buffer._stores.items():
+            name = _leaf_name("observations", key or None)
+            tables = {column.removeprefix(f"{name}/"): array for column, array in parts.columns.items()
+                      if column.startswith(f"{name}/")}  # fmt: skip
+            put_together(store, parts.entry("observations", name, kind=dict), tables, parts.stores.get(name))
+    else:
+        _put_observations(buffer, parts, (steps, n_envs))
+    return _finish(buffer, parts)
+
+
+def _device(name: Any) -> str:
+    """The device, or the CPU where this machine has none of its kind."""
+    import torch
+
+    device = torch.device(str(name))
+    return str(name) if device.type != "cuda" or torch.cuda.is_available() else "cpu"
+
+
+def _check_sizes(
+    parts: LoadedParts, layout: Layout, lead: tuple[int, int], observed: Any, acted: Any, arguments: dict[str, Any]
+) -> None:
+    """Raise unless the columns are as long as a constructor will lay them out; before it takes memory for them."""
+    parts.column("rewards", np.float32, lead)
+    actions = parts.columns.get("actions")
+    if actions is None or actions.shape != (*lead, get_action_dim(acted)):
+        raise FileFormatError(f"actions are not those of {lead[0]} steps of {lead[1]} environments")
+    masks, hidden = parts.columns.get("action_masks"), arguments.get("hidden_state_shape")
+    if "action_masks" in layout.columns and (masks is None or masks.shape != (*lead, _mask_dims(acted))):
+        raise FileFormatError("action masks are not those of the action space")
+    if "hidden_state_shape" in layout.arguments and (
+        not isinstance(hidden, tuple) or any(np.shape(parts.columns.get(name)) != hidden for name in _HIDDEN)
+    ):
+        raise FileFormatError(f"hidden states are not of shape {hidden!r}")
+    if parts.kind.startswith("gpu-"):
+        arguments["buffer_device"] = _device_of_store(arguments["buffer_device"])
+    shapes = get_obs_shape(observed)
+    keyed = shapes if isinstance(shapes, dict) else {None: shapes}
+    if bool(isinstance(shapes, dict)) != any("dict" in part for part in (parts.kind,)) and parts.kind not in (
+        "her-replay", "gpu-replay", "gpu-rollout",
+    ):  # fmt: skip
+        raise FileFormatError(f"a {parts.kind} does not hold observations of {observed}")
+    for key, shape in keyed.items():
+        name = _leaf_name("observations", key)
+        if name in parts.stores:
+            store, dtype = parts.stores[name], np.dtype(_dtype(observed, key))
+            if store.spec.shape != tuple(shape) or store.spec.dtype != dtype or store.n_streams != lead[1]:
+                raise FileFormatError(f"{name} of {store.spec} are not those of {observed}")
+            continue
+        found = [column.nbytes for known, column in parts.columns.items() if known.startswith(name)]
+        if math.prod(lead) * math.prod(shape) > max(sum(found), 1 << 24) and not parts.kind.startswith("gpu-"):
+            raise FileFormatError(f"{name} are missing")
+
+
+def _dtype(space: Any, key: str | None) -> Any:
+    return space.dtype if key is None else space[key].dtype
+
+
+def _mask_dims(space: Any) -> int:
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Discrete):
+        return int(space.n)
+    if isinstance(space, spaces.MultiDiscrete):
+        return sum(map(int, space.nvec.ravel()))
+    return 2 * math.prod(space.shape) if isinstance(space, spaces.MultiBinary) else -1
+
+
+def _device_of_store(name: Any) -> str:
+    import torch
+
+    if str(name) == "pinned":
+        return "pinned" if torch.cuda.is_available() else "cpu"
+    return _device(name)
+
+
+def _put_state(buffer: Any, parts: LoadedParts, layout: Layout) -> None:
+    size = buffer.buffer_size
+    ring = is_ring(parts.kind)
+    full = parts.entry("state", "full", kind=bool)
+    pos = parts.number("state", "pos", stop=size + (not ring))
+    if not ring and full != (pos == size):
+        raise FileFormatError(f"position {pos} of {size} steps, and {'not ' * (not full)}full")
+    buffer.pos, buffer.full = pos, full
+    if "n_evicted" in layout.state:
+        buffer._n_evicted = parts.number("state", "n_evicted", stop=(size if full else pos) + 1)
+    if parts.kind == "her-replay":
+        _put_episodes(buffer, parts)
+    if "priorities" in parts.columns:
+        _put_priorities(buffer, parts)
+
+
+def _put_episodes(buffer: Any, parts: LoadedParts) -> None:
+    size, lead = buffer.buffer_size, (buffer.buffer_size, buffer.n_envs)
+    starts, lengths = buffer.ep_start, buffer.ep_length
+    current = parts.column("current_ep_start", np.int64, (buffer.n_envs,))
+    for what, values, stop in (("start", starts, size), ("length", lengths, size + 1), ("current start", current, size)):
+        if values.size and not 0 <= int(values.min()) <= int(values.max()) < stop:
+            raise FileFormatError(f"the {what} of an episode is {values.min()} or {values.max()}")
+    steps, envs = np.nonzero(lengths)
+    age = (steps - starts[steps, envs]) % size
+    if (age >= lengths[steps, envs]).any() or (not buffer.full and (steps >= buffer.pos).any()):
+        raise FileFormatError("a step is in an episode that it is no part of")
+    buffer._current_ep_start = current
+    if buffer.copy_info_dict:
+        buffer.infos = _infos_from_text(parts.column("infos", np.uint8, (None,)), lead)
+
+
+def _infos_from_text(text: Array, shape: tuple[int, int]) -> Array:
+    runs = json.loads(text.tobytes())
+    fits = isinstance(runs, list) and all(isinstance(run, list) and len(run) == 2 and type(run[0]) is int and run[0] > 0
+                                          for run in runs)  # fmt: skip
+    if not fits or sum(run[0] for run in runs) != math.prod(shape):
+        raise FileFormatError(f"infos are not as many as {shape}")
+    out = np.empty(math.prod(shape), object)
+    at = 0
+    for length, info in runs:
+        for place in range(at, at + length):
+            out[place] = decode(info)
+            if not isinstance(out[place], dict):
+                raise FileFormatError("an info is no dict")
+        at += length
+    return out.reshape(shape)
+
+
+def _put_priorities(buffer: Any, parts: LoadedParts) -> None:
+    leaves = parts.column("priorities", np.float64, (buffer.buffer_size, buffer.n_envs))
+    if not (np.isfinite(leaves).all() and (leaves >= 0).all()):
+        raise FileFormatError("a priority is negative or not finite")
+    buffer._tree.write(slice(0, leaves.size), leaves.reshape(-1))
+    buffer._n_added = parts.number("state", "n_added", stop=1 << 60)
+    for name, low in (("max_priority", 0.0), ("progress_remaining", -1e300)):
+        value = parts.entry("state", name, kind=(int, float))
+        if not low <= value < 1e300:
+            raise FileFormatError(f"{name} is {value}")
+        setattr(buffer, name, float(value))
+    buffer.check()
+
+
+def _put_observations(buffer: Any, parts: LoadedParts, lead: tuple[int, int]) -> None:
+    n_cells = math.prod(lead)
+    for place, (name, leaf) in enumerate(_leaves(buffer)):
+        base = n_cells * name.startswith("next_")
+        store = parts.stores.get(name.removeprefix("next_"))
+        made: Any
+        if store is not None:
+            made = make_view(BufferView, store, lead, base)
+            store.may_stay_dense = buffer._options.max_bytes is None
+        else:
+            made = parts.column(name, leaf.dtype, leaf.shape)
+        attribute, _, key = name.partition(".")
+        leaves = buffer._leaves if attribute == "observations" and not hasattr(buffer, "next_observations") else getattr(
+            buffer, attribute
+        )  # fmt: skip
+        if isinstance(leaves, dict):
+            dict.__setitem__(leaves, key, made)
+        elif hasattr(buffer, "next_observations"):
+            setattr(buffer, attribute, made)
+        else:
+            buffer._leaves = made
+        del place
+    if not hasattr(buffer, "next_observations"):
+        buffer.observations = Leaves(buffer._leaves) if isinstance(buffer._leaves, dict) else buffer._leaves
+
+
+def _finish(buffer: Any, parts: LoadedParts) -> Any:
+    """Make ``buffer`` one of the class that was asked for, with what its users had added."""
+    target = parts.target
+    if target is not None and not issubclass(type(buffer), target):
+        # what its constructor does was done when it was first made
+        made = object.__new__(target)
+        vars(made).update(vars(buffer))
+        buffer = made
+    extra = decode(parts.entry("extra", kind=dict))
+    extra |= {name.removeprefix("extra/"): column for name, column in parts.columns.items() if name[:6] == "extra/"}
+    if hasattr(buffer, "_set_extra_state"):
+        buffer._set_extra_state(extra)
+    else:
+        for name, value in extra.items():
+            if not name.isidentifier() or name.startswith("_") or hasattr(type(buffer), name) or name in vars(buffer):
+                raise FileFormatError(f"{name!r} is no attribute to add to a {type(buffer).__name__}")
+            setattr(buffer, name, value)
+    if parts.read_only:
+        buffer._read_only = True
+    return buffer
+
+
+# ---- cutting ----
+
+
+def cut(buffer: Any, order: npt.NDArray[np.int64]) -> Any:
+    """``buffer`` with the steps ``order``, from its beginning on, and nothing else."""
+    raise DamagedFileError("not yet")

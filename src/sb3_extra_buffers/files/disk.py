@@ -1,0 +1,188 @@
+"""Everything that changes a disk, in one place, so that tests can record it, refuse it or cut the power; and reading."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.errors import DamagedFileError, ExtraBuffersError, FileFormatError, FileWriteError
+
+Bytes = npt.NDArray[np.uint8]
+
+# a link is never followed, and a FIFO never waited for
+_SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_SAFE |= getattr(os, "O_CLOEXEC", 0)
+
+
+# ---- writing ----
+
+
+def create(path: Path) -> int:
+    """A new file to append to."""
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | _SAFE, 0o666)
+
+
+def open_to_append(path: Path) -> int:
+    """A regular file that is there, to append to."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | _SAFE)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileWriteError(22, "not a regular file", str(path))
+    return descriptor
+
+
+def open_lock(path: Path) -> int:
+    """A file to put a lock on, made if it is not there; nothing is ever written to it."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | _SAFE, 0o666)
+
+
+def write_all(descriptor: int, parts: Sequence[Any]) -> None:
+    """Append ``parts``, all of them."""
+    left = [view for part in parts if len(view := memoryview(part).cast("B"))]
+    while left:
+        written = os.writev(descriptor, left[:512]) if hasattr(os, "writev") else os.write(descriptor, left[0])
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]
+
+
+def truncate(descriptor: int, size: int) -> None:
+    os.ftruncate(descriptor, size)
+
+
+def fsync(descriptor: int) -> None:
+    """Wait until a file is on the disk."""
+    os.fsync(descriptor)
+
+
+def close(descriptor: int) -> None:
+    os.close(descriptor)
+
+
+def flush(heap: Any) -> None:
+    """Wait until what was written to a `FileHeap` is on the disk."""
+    heap.flush()
+
+
+def replace(source: Path, target: Path) -> None:
+    os.replace(source, target)
+
+
+def link(source: Path, target: Path) -> None:
+    os.link(source, target, follow_symlinks=False)
+
+
+def unlink(path: Path) -> None:
+    os.unlink(path)
+
+
+def make_folder(folder: Path) -> None:
+    """Make ``folder`` and those above it that are missing; their names are on the disk when this returns."""
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for each in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(each)
+        sync_folder(each.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in ``folder`` are on the disk, where the system can."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def named_errors(path: Path, doing: str) -> Iterator[None]:
+    """Turn what the system says into an error that says what it means for the file."""
+    try:
+        yield
+    except OSError as problem:
+        if isinstance(problem, ExtraBuffersError):
+            raise
+        raise FileWriteError(
+            problem.errno, f"{doing} failed: {problem.strerror or problem}; what was saved before is untouched",
+            str(path),
+        ) from problem  # fmt: skip
+
+
+# ---- reading ----
+
+
+def open_to_read(path: Path) -> int:
+    """A regular file; nothing else is ever opened, and no link followed."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _SAFE)
+    except FileNotFoundError:
+        raise DamagedFileError(f"{path} is missing; a saved buffer is its whole folder") from None
+    except OSError as problem:
+        if path.is_symlink():
+            raise FileFormatError(f"{path} is a symbolic link, which is not followed; copy the file itself") from None
+        raise FileFormatError(f"{path} cannot be read: {problem.strerror}") from problem
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileFormatError(f"{path} is not a regular file")
+    return descriptor
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """A whole file of at most ``most`` bytes."""
+    descriptor = open_to_read(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size > most:
+            raise FileFormatError(f"{path} has {size} bytes, more than the {most} that such a file can have")
+        parts = []
+        while part := os.read(descriptor, 1 << 20):
+            parts.append(part)
+    except OSError as problem:
+        raise FileFormatError(f"{path} cannot be read: {problem.strerror}") from problem
+    finally:
+        os.close(descriptor)
+    return b"".join(parts)
+
+
+def map_file(path: Path, size: int | None = None, private: bool = False) -> Bytes:
+    """The first ``size`` bytes of a file, mapped; ``private`` ones may be written to, which changes nothing outside.
+
+    Kernels that were compiled for arrays that can be written take those.
+    """
+    descriptor = open_to_read(path)
+    try:
+        found = os.fstat(descriptor).st_size
+        size = found if size is None else size
+        if found < size:
+            raise DamagedFileError(f"{path} has {found} bytes where {size} were written; it was cut short")
+        if not size:
+            return np.zeros(0, np.uint8)
+        if private and hasattr(mmap, "MAP_PRIVATE"):
+            # without a claim on memory for pages that nobody writes to: the file may be larger than memory
+            no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0)
+            area = mmap.mmap(
+                descriptor, size, flags=mmap.MAP_PRIVATE | no_reserve, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            )
+        else:
+            area = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY if private else mmap.ACCESS_READ)
+    except (OSError, ValueError, OverflowError) as problem:
+        if isinstance(problem, ExtraBuffersError):
+            raise
+        raise FileFormatError(f"{path} cannot be mapped: {problem}") from problem
+    finally:
+        os.close(descriptor)
+    return np.frombuffer(area, np.uint8)

@@ -1,0 +1,181 @@
+"""Payloads of stores in a file: where each lies, and checksums over stretches of them."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.errors import DamagedFileError, FileFormatError
+from sb3_extra_buffers.files.blocks import Appender
+from sb3_extra_buffers.files.parts import check_apart
+from sb3_extra_buffers.stores.arena import lengthen
+from sb3_extra_buffers.stores.file_heap import FileHeap
+from sb3_extra_buffers.stores.frames import FrameStore
+from sb3_extra_buffers.stores.heap import Heap, merge_runs
+from sb3_extra_buffers.stores.snapshot import check_extents
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+
+#: bytes of payloads that have a checksum of their own; these are only ever added
+STRETCH = 1 << 14
+
+
+@dataclass(slots=True)
+class SavedPayloads:
+    """Where the payloads of a heap lie in a file."""
+
+    heap: Heap
+    starts: npt.NDArray[np.int64]  # per slot; those of slots that are not in use mean nothing
+    chunks: npt.NDArray[np.int64]  # [stretch, 3]: offset, length, checksum
+    file: Path | None = None  # where that is not the data file
+
+    @property
+    def tables(self) -> dict[str, Array]:
+        return {"starts": self.starts, "chunks": self.chunks}
+
+
+# ---- writing ----
+
+
+def put_payloads(out: Appender, heap: Heap, known: SavedPayloads | None) -> SavedPayloads:
+    """Append the payloads that the file does not have."""
+    known = known if known is not None and known.heap is heap and known.file is None else None
+    slots = heap.unsaved(everything=known is None)
+    starts = np.zeros(0, np.int64) if known is None else known.starts
+    # a copy: should the save fail, what is known stays as it is
+    starts = lengthen(starts[: len(heap.starts)], len(heap.starts))
+    lengths = heap.lengths[slots].astype(np.int64)
+    packed = np.cumsum(lengths) - lengths
+    starts[slots] = out.end + packed
+    made = [] if known is None else [known.chunks]
+    for start, _, length in merge_runs(heap.starts[slots], packed, lengths):
+        data = heap.data[start : start + length]
+        made.append(_checksums(data, out.put(data.data)))
+    return SavedPayloads(heap, starts, np.concatenate([np.zeros((0, 3), np.int64), *made]))
+
+
+def count_payloads(heap: FileHeap, known: SavedPayloads | None) -> SavedPayloads:
+    """Take the checksums of what was written to a file of its own."""
+    known = known if known is not None and known.heap is heap and known.file == heap.file else None
+    made = np.zeros((0, 3), np.int64) if known is None else known.chunks
+    begin = int(made[-1, 0] + made[-1, 1]) if len(made) else 0
+    chunks = np.concatenate([made, _checksums(heap.data[begin : heap.end], begin)])
+    return SavedPayloads(heap, heap.starts.copy(), chunks, heap.file)
+
+
+def _checksums(data: Bytes, offset: int) -> npt.NDArray[np.int64]:
+    """Offset, length and checksum of each stretch of ``data``, which lies at ``offset`` of a file."""
+    parts = [data[at : at + STRETCH].data for at in range(0, data.size, STRETCH)]
+    rows = [(offset + STRETCH * place, len(part), zlib.crc32(part)) for place, part in enumerate(parts)]
+    return np.array(rows, np.int64).reshape(-1, 3)
+
+
+# ---- reading ----
+
+
+def check_tables(tables: dict[str, Array], n_slots: int, size: int) -> tuple[npt.NDArray[np.int64], Array]:
+    """Where payloads lie, and the stretches that have checksums, in a file of ``size`` bytes."""
+    starts, chunks = tables.get("starts"), tables.get("chunks")
+    if starts is None or starts.shape != (n_slots,) or starts.dtype != np.int64:
+        raise FileFormatError(f"{n_slots} segments have no places in the file")
+    if chunks is None or chunks.ndim != 2 or chunks.shape[1] != 3 or chunks.dtype != np.int64:
+        raise FileFormatError("the checksums of the observations are unreadable")
+    offsets, lengths, crcs = chunks.T
+    fits = (
+        (offsets >= 0).all() and (offsets <= size).all() and (lengths > 0).all() and (lengths <= STRETCH).all()
+        and (offsets + lengths <= size).all() and (offsets[1:] >= (offsets + lengths)[:-1]).all()
+        and (crcs >= 0).all() and (crcs < 1 << 32).all()
+    )  # fmt: skip
+    if not fits:
+        raise FileFormatError("the stretches of observations are not one after the other")
+    return starts, chunks
+
+
+def fill_heap(
+    heap: Heap, slots: npt.NDArray[np.int32], tables: dict[str, Array], data: Bytes, path: Path, copied: bool
+) -> SavedPayloads:
+    """Let ``heap`` hold what lies in ``data``: ``copied`` and checked now, or looked into where it lies."""
+    starts, chunks = check_tables(tables, len(heap.lengths), data.size)
+    check_extents(starts[slots], heap.lengths[slots], data.size)
+    slots = slots[np.argsort(starts[slots], kind="stable")]
+    check_apart(starts[slots], heap.lengths[slots])
+    _check_covered(starts[slots], heap.lengths[slots], chunks)
+    if copied:
+        bad = damaged_chunks(data, chunks)
+        if bad:
+            raise DamagedFileError(
+                f"{path}: {len(bad)} of {len(chunks)} stretches of observations are damaged, the first at byte "
+                f"{chunks[bad[0], 0]}; 'sb3-extra-buffers repair' keeps what is whole"
+            )
+        heap.adopt_all(slots, data, starts[slots])
+    else:
+        heap.look_into(slots, data, starts[slots])
+    heap.saved()
+    return SavedPayloads(heap, starts, chunks)
+
+
+def _check_covered(starts: Array, lengths: Array, chunks: Array) -> None:
+    """Raise unless every byte of the payloads has a checksum."""
+    covered = np.concatenate([[0], np.cumsum(chunks[:, 1])])
+
+    def covered_to(places: Array) -> Array:
+        """Bytes with a checksum before each place."""
+        index = np.searchsorted(chunks[:, 0], places, "right")
+        before = np.maximum(index - 1, 0)
+        inside = np.minimum(places - chunks[before, 0], chunks[before, 1]) if len(chunks) else np.zeros(len(places))
+        return np.where(index > 0, covered[before] + inside, 0)
+
+    ends = starts + lengths.astype(np.int64)
+    if (covered_to(ends) - covered_to(starts) != ends - starts).any():
+        raise FileFormatError("a segment lies where there is no checksum")
+
+
+def damaged_chunks(data: Bytes, chunks: Array) -> list[int]:
+    """Stretches whose checksum differs."""
+    return [
+        place
+        for place, (offset, length, crc) in enumerate(chunks.tolist())
+        if zlib.crc32(data[offset : offset + length].data) != crc
+    ]
+
+
+def chunks_of(starts: Array, lengths: Array, chunks: Array) -> npt.NDArray[np.int64]:
+    """Which of ``chunks`` hold any byte of these payloads."""
+    first = np.searchsorted(chunks[:, 0], starts, "right") - 1
+    last = np.searchsorted(chunks[:, 0], starts + lengths.astype(np.int64) - 1, "right") - 1
+    if not len(first):
+        return np.zeros(0, np.int64)
+    longest = int((last - first).max()) + 1
+    places = first[:, None] + np.arange(longest)
+    return np.unique(places[places <= last[:, None]])
+
+
+class PayloadCheck:
+    """Checks stretches of a mapped file when they are first read."""
+
+    def __init__(self, inner: FrameStore, chunks: Array, data: Bytes, path: Path) -> None:
+        self._inner, self._chunks, self._data, self._path = inner, chunks, data, path
+        self._left = np.ones(len(chunks), np.bool_)
+
+    def __call__(self, cells: npt.NDArray[np.int64]) -> None:
+        """Raise if a payload of ``cells`` lies in a stretch that is damaged."""
+        if not self._left.any():
+            return
+        ids = np.unique(self._inner.slots[cells])
+        segments = np.unique((ids[ids > 0] - 1) // self._inner.per_segment)
+        segments = segments[self._inner.heap.lengths[segments] > 0]
+        places = chunks_of(self._inner.heap.starts[segments], self._inner.heap.lengths[segments], self._chunks)
+        new = places[self._left[places]]
+        bad = damaged_chunks(self._data, self._chunks[new])
+        if bad:
+            raise DamagedFileError(
+                f"{self._path}: observations at byte {self._chunks[new[bad[0]], 0]} are damaged; "
+                "'sb3-extra-buffers repair' keeps what is whole"
+            )
+        self._left[new] = False
