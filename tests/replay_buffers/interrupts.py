@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dis
+import functools
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 # where a call spends its bytecodes; what stores do is theirs to get right, and is tested there
-_INSIDE = tuple(os.sep + part + os.sep for part in ("replay_buffers", "torchrl", "tensordict"))
+_INSIDE = tuple(os.sep + part + os.sep for part in ("replay_buffers", "torchrl"))
 
 
 class _Interrupt:
@@ -25,12 +28,21 @@ class _Interrupt:
         if not any(part in name for part in _INSIDE):
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode":
+        if event == "opcode" and frame.f_lasti not in _entering(frame.f_code):
             self.count += 1
             if self.at is not None and self.count >= self.at and self.error is not None:
                 error, self.error = self.error, None
                 raise error
         return self
+
+
+@functools.lru_cache(maxsize=None)
+def _entering(code: CodeType) -> frozenset[int]:
+    """Where a context manager was entered and is not yet sure to be left: Python takes no signals there."""
+    found = list(dis.get_instructions(code))
+    return frozenset(
+        after.offset for before, after in itertools.pairwise(found) if before.opname in ("BEFORE_WITH", "LOAD_SPECIAL")
+    )
 
 
 def count_bytecodes(call: Callable[[], Any]) -> int:

@@ -51,6 +51,7 @@ from sb3_extra_buffers.replay_buffers.checkpoint import CompressedStorageCheckpo
 __all__ = ["CompressedStorage"]
 
 Keys = set[Any] | None
+Layout = tuple[list[Key], list[list[Key]]]  # keys that are not compressed, and those that share a store
 
 # what the first write decides, and what a write may replace
 _STATE = (
@@ -145,15 +146,15 @@ class CompressedStorage(PortableStorage):
 
     # ---- the first item says what all others look like ----
 
-    def _init(self, data: Any) -> None:
-        """Make room for ``max_size`` items like ``data``."""
+    def _init(self, data: Any, layout: Layout | None = None) -> None:
+        """Make room for ``max_size`` items like ``data``, with keys laid out as in a file if ``layout`` says so."""
         try:
-            self._make_room(data)
+            self._make_room(data, layout)
         except BaseException:
             self._forget()
             raise
 
-    def _make_room(self, data: Any) -> None:
+    def _make_room(self, data: Any, layout: Layout | None) -> None:
         if self.device == "auto":
             first = data if is_tensor_collection(data) or isinstance(data, torch.Tensor) else tree_leaves(data)[0]
             self.device = first.device or torch.device("cpu")
@@ -162,7 +163,7 @@ class CompressedStorage(PortableStorage):
         self.lead = (steps, *shape)
         self.max_size = math.prod(self.lead)
         self.specs = specs_of(data)
-        self._make_groups(self.specs)
+        self._make_groups(self.specs, layout or self._layout(self.specs))
         if is_tensor_collection(data):
             leaves = self._leaves()
             self._storage = data.named_apply(
@@ -180,25 +181,32 @@ class CompressedStorage(PortableStorage):
         leaf = data if is_tensor_collection(data) else tree_leaves(data)[0]
         return tuple(leaf.shape[: self.ndim - 1])
 
-    def _make_groups(self, specs: Mapping[Key, Spec]) -> None:
-        inner = self.ndim - 1
-        n_rows = math.prod(self.lead)
-        n_streams = math.prod(self.lead[1:]) if inner else (self.n_envs or 1)
-        large, groups, dense = [], [], {}
+    def _layout(self, specs: Mapping[Key, Spec]) -> Layout:
+        """Which keys stay as they are, and which others share a store."""
+        dense, large = [], []
         for key, (shape, dtype) in specs.items():
-            spec = leaf_spec(shape[inner:], dtype)
+            spec = leaf_spec(shape[self.ndim - 1 :], dtype)
             method = self._method(key)
-            if method == "none" or (method == "auto" and choose_unseen(spec) is not None) or not spec.nbytes:
-                dense[key] = torch.empty((n_rows, *shape[inner:]), dtype=dtype, device=self.device)
-            else:
-                large.append(key)
+            small = method == "none" or (method == "auto" and choose_unseen(spec) is not None) or not spec.nbytes
+            (dense if small else large).append(key)
+        joined = []
         for keys in join_keys(large):
-            parts = [keys] if len({(specs[key], self._method(key)) for key in keys}) == 1 else [[key] for key in keys]
-            for part in parts:
-                shape, dtype = specs[part[0]]
-                spec = leaf_spec(shape[inner:], dtype)
-                method, options = self._method(part[0]), self.compression_kwargs
-                groups.append(self._new_group(part, spec, dtype, n_rows, n_streams, self.device, method, options))
+            alike = len({(specs[key], self._method(key)) for key in keys}) == 1
+            joined += [keys] if alike else [[key] for key in keys]
+        return dense, joined
+
+    def _make_groups(self, specs: Mapping[Key, Spec], layout: Layout) -> None:
+        inner, n_rows = self.ndim - 1, math.prod(self.lead)
+        n_streams = math.prod(self.lead[1:]) if inner else (self.n_envs or 1)
+        dense, groups = {}, []
+        for key in layout[0]:
+            shape, dtype = specs[key]
+            dense[key] = torch.empty((n_rows, *shape[inner:]), dtype=dtype, device=self.device)
+        for keys in layout[1]:
+            shape, dtype = specs[keys[0]]
+            spec, method = leaf_spec(shape[inner:], dtype), self._method(keys[0])
+            options = self.compression_kwargs
+            groups.append(self._new_group(keys, spec, dtype, n_rows, n_streams, self.device, method, options))
         self._dense, self.groups = dense, groups
         if not inner and self.n_envs is None and groups:
             self._pilot = Pilot(groups[self._pilot_group()].leaves[0].spec, n_rows)

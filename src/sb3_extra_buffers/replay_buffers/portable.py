@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
+from collections.abc import Mapping
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,10 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
-from sb3_extra_buffers.errors import MissingExtraError, SharingError
+from sb3_extra_buffers.errors import FileFormatError, MissingExtraError, SharingError
+from sb3_extra_buffers.files import kinds
+from sb3_extra_buffers.files.loading import make
+from sb3_extra_buffers.files.parts import flatten, unflatten
 from sb3_extra_buffers.replay_buffers.sharing import GroupServer, RemoteGroup
 from sb3_extra_buffers.replay_buffers.stored_tensor import to_numpy
 from sb3_extra_buffers.stores.locks import fork_safe_lock
@@ -86,26 +90,48 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
         else:
             self._shared_count.value = int(value)
 
+    def to_parts(self) -> Any:
+        """What a file or a state is given."""
+        from sb3_extra_buffers.replay_buffers.checkpoint import storage_parts
+
+        self.recover()
+        if any(isinstance(group, RemoteGroup) for group in self.groups):
+            raise SharingError("only the process that holds a shared CompressedStorage can copy or save it")
+        return storage_parts(self)
+
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` of another storage of this size needs; tensors, numbers and text."""
-        from sb3_extra_buffers.replay_buffers.checkpoint import pack_storage
-
-        manifest, arrays = pack_storage(self)
-        tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
-        return {"manifest": manifest, "arrays": tensors, "initialized": self.initialized, "_len": self._len}
+        with self._lock:
+            description, arrays = flatten(self.to_parts())
+            tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+            return {
+                "description": description, "arrays": tensors, "initialized": self.initialized, "_len": self._len,
+            }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Hold what the storage held whose `state_dict` this is, one of these or of TorchRL's own."""
-        from sb3_extra_buffers.replay_buffers.checkpoint import take_over, unpack_storage
+        from sb3_extra_buffers.replay_buffers.checkpoint import move, take_over
 
+        if not isinstance(state_dict, Mapping):
+            raise FileFormatError(f"a state is a dict, got a {type(state_dict).__name__}")
         if "_storage" in state_dict:
-            data, length = state_dict["_storage"], int(state_dict["_len"])
-            if not isinstance(data, torch.Tensor):
-                data = TensorDict().load_state_dict(data, strict=False)
+            data, length = state_dict["_storage"], state_dict.get("_len")
+            try:
+                if not isinstance(data, torch.Tensor):
+                    data = TensorDict().load_state_dict(data, strict=False)
+            except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
+                raise FileFormatError(f"this is no state of a storage: {error}") from error
+            if type(length) is not int or not 0 <= length <= data.numel():
+                raise FileFormatError(f"a state of {length!r} items is none")
             take_over(self, data, length)
         else:
-            arrays = {name: to_numpy(tensor) for name, tensor in state_dict.get("arrays", {}).items()}
-            unpack_storage(self, state_dict.get("manifest"), arrays)
+            arrays = state_dict.get("arrays")
+            if not isinstance(arrays, Mapping) or not all(isinstance(part, torch.Tensor) for part in arrays.values()):
+                raise FileFormatError("this is no state of a storage: it has no arrays")
+            tables = {name: to_numpy(tensor) for name, tensor in arrays.items()}
+            parts = unflatten(state_dict.get("description"), tables, type(self))
+            kinds.check_target(parts.kind, type(self))
+            move(make(parts), self)
         self._bump_mutation_revision()
 
     def share(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from sb3_extra_buffers.errors import ArgumentError, MissingExtraError, SpecMismatchError
+from sb3_extra_buffers.errors import ArgumentError, FileFormatError, MissingExtraError, SpecMismatchError
 
 try:
     from tensordict import is_non_tensor, is_tensor_collection
@@ -18,10 +19,26 @@ except ImportError as error:
         "CompressedStorage needs 'torchrl' and 'tensordict': pip install 'sb3-extra-buffers[torchrl]'"
     ) from error
 
-__all__ = ["ADDED", "Key", "Spec", "at_least", "check_items", "items", "name_of", "names_of", "specs_of"]
+__all__ = [
+    "ADDED",
+    "Key",
+    "Spec",
+    "at_least",
+    "check_items",
+    "items",
+    "key_from_json",
+    "key_to_json",
+    "name_of",
+    "names_of",
+    "parse_dtype",
+    "parse_shape",
+    "specs_of",
+]
 
 Key = Any  # of a TensorDict, nested ones as tuples; of anything else the place among its leaves
 Spec = tuple[tuple[int, ...], torch.dtype]
+
+_NEWER = ("uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2")
 
 # TorchRL's writers add it to what they are given, just before they store it
 ADDED = "index"
@@ -93,6 +110,49 @@ def check_items(specs: Mapping[Key, Spec], structured: bool, data: Any, n_batch:
             raise SpecMismatchError(
                 f"{key!r} is {there} of {value.dtype}, but the first item's was {shape} of {dtype}; nothing was stored"
             )
+
+
+# ---- in files and packets ----
+
+# a name from outside is looked up here, and nowhere else
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+        torch.float32, torch.float64, torch.complex64, torch.complex128,
+        *(getattr(torch, name) for name in _NEWER if hasattr(torch, name)),
+    )
+}  # fmt: skip
+
+
+def parse_dtype(text: Any) -> torch.dtype:
+    """The dtype that ``text`` names."""
+    dtype = _DTYPES.get(text.removeprefix("torch.")) if isinstance(text, str) else None
+    if dtype is None:
+        raise FileFormatError(f"{text!r} names no dtype of tensors")
+    return dtype
+
+
+def parse_shape(shape: Any, most_axes: int = 32) -> tuple[int, ...]:
+    """A shape that was read from JSON."""
+    fits = isinstance(shape, list) and len(shape) <= most_axes and all(type(n) is int and 0 <= n < 1 << 48 for n in shape)
+    if not fits or math.prod(shape) >= 1 << 48:
+        raise FileFormatError(f"{shape!r} is no shape of a tensor")
+    return tuple(shape)
+
+
+def key_to_json(key: Key) -> Any:
+    """``key`` as JSON has it."""
+    return list(key) if isinstance(key, tuple) else key
+
+
+def key_from_json(stored: Any) -> Key:
+    """Undo `key_to_json`."""
+    if isinstance(stored, list) and 0 < len(stored) <= 64 and all(isinstance(part, str) for part in stored):
+        return tuple(stored)
+    if isinstance(stored, str) or type(stored) is int:
+        return stored
+    raise FileFormatError(f"{stored!r} is no key")
 
 
 def name_of(key: Key) -> str:
