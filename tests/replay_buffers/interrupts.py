@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
-import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ class _Interrupt:
         if not any(part in name for part in _INSIDE):
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode" and frame.f_lasti not in _entering(frame.f_code):
+        if event == "opcode" and frame.f_lasti not in _sheltered(frame.f_code):
             self.count += 1
             if self.at is not None and self.count >= self.at and self.error is not None:
                 error, self.error = self.error, None
@@ -37,12 +36,17 @@ class _Interrupt:
 
 
 @functools.lru_cache(maxsize=None)
-def _entering(code: CodeType) -> frozenset[int]:
-    """Where a context manager was entered and is not yet sure to be left: Python takes no signals there."""
-    found = list(dis.get_instructions(code))
-    return frozenset(
-        after.offset for before, after in itertools.pairwise(found) if before.opname in ("BEFORE_WITH", "LOAD_SPECIAL")
-    )
+def _sheltered(code: CodeType) -> frozenset[int]:
+    """Offsets between two calls where context managers are entered and left: Python takes no signals there."""
+    found, sheltered = list(dis.get_instructions(code)), set()
+    for place, instruction in enumerate(found):
+        if place and found[place - 1].opname in ("BEFORE_WITH", "LOAD_SPECIAL"):
+            sheltered.add(instruction.offset)
+        nothing = [part.opname == "LOAD_CONST" and part.argval is None for part in found[place : place + 3]]
+        if len(nothing) == 3 and all(nothing):
+            # three times None is what __exit__ is called with
+            sheltered |= {part.offset for part in found[max(place - 1, 0) : place + 6]}
+    return frozenset(sheltered)
 
 
 def count_bytecodes(call: Callable[[], Any]) -> int:

@@ -31,6 +31,7 @@ from sb3_extra_buffers.replay_buffers.schema import (
     specs_of,
 )
 from sb3_extra_buffers.replay_buffers.stored_tensor import bits_of, to_numpy, to_torch
+from sb3_extra_buffers.stores import device_observation
 from sb3_extra_buffers.stores.observation import ObservationStore
 
 try:
@@ -173,6 +174,7 @@ def make_storage(parts: LoadedParts) -> CompressedStorage:
         compression_method=values.decode(parts.entry("method")),
         compression_kwargs=values.decode(parts.entry("options")),
     )
+    storage._host_only = True
     if not parts.entry("initialized", kind=bool):
         return storage
     example, groups = _example(parts), parts.entry("groups", kind=list)
@@ -267,18 +269,19 @@ def move(new: CompressedStorage, storage: CompressedStorage) -> None:
         raise SpecMismatchError(
             f"the saved storage holds {_describe(new)}, this one {_describe(storage)}; load it into an empty one"
         )
-    if new.initialized and storage.device != _CPU and new.device != storage.device:
-        new, shown = _on_device(new, storage), None
+    elsewhere = storage.device not in ("auto", new.device) or not device_observation.stays_on_host(new.device)
+    if new.initialized and new._host_only and elsewhere:
+        new = _on_device(new, storage)
+        shown = new._storage
     last = new._last_cursor_index
-    state = {name: getattr(new, name) for name in ("initialized", "max_size", "groups", "lead", "specs", "_dense")}
+    names = ("initialized", "max_size", "groups", "lead", "specs", "_dense", "_pilot", "device")
+    state = {name: getattr(new, name) for name in names}
     with storage._lock:
         storage.recover()
         if storage.announced is not None:
             storage.announced.done = True
         # at once: nothing may see one without the others
-        storage.__dict__.update(
-            state | {"_storage": new._storage if shown is None else shown, "_pilot": new._pilot, "_count": new._len}
-        )
+        storage.__dict__.update(state | {"_storage": shown, "_count": new._len})
         storage.__dict__.pop("_total_shape_value", None)
         storage._set_last_cursor(last)
 
@@ -294,6 +297,8 @@ def _on_device(new: CompressedStorage, storage: CompressedStorage) -> Compressed
     groups: list[Any] = []
     for mine, theirs in zip(made.groups, new.groups, strict=True):
         if isinstance(mine, Group):
+            for leaf in theirs.leaves:
+                leaf.device = mine.leaves[0].device
             groups.append(theirs)
             continue
 

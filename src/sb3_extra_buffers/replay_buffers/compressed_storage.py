@@ -87,6 +87,8 @@ class CompressedStorage(PortableStorage):
     """
 
     _default_checkpointer = CompressedStorageCheckpointer
+    # what comes from a file is looked at on the host first
+    _host_only = False
 
     def __init__(
         self,
@@ -212,7 +214,7 @@ class CompressedStorage(PortableStorage):
             self._pilot = Pilot(groups[self._pilot_group()].leaves[0].spec, n_rows)
 
     def _new_group(self, *arguments: Any) -> Any:
-        if device_observation.stays_on_host(self.device):
+        if self._host_only or device_observation.stays_on_host(self.device):
             return Group(*arguments)
         from sb3_extra_buffers.replay_buffers.device_group import DeviceGroup
 
