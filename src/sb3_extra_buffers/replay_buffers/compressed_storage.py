@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ from sb3_extra_buffers.replay_buffers.schema import (
     specs_of,
 )
 from sb3_extra_buffers.replay_buffers.stored_tensor import Positions, StoredTensor, leaf_spec, wrap
-from sb3_extra_buffers.replay_buffers.transactions import Write, follow_cursors
+from sb3_extra_buffers.replay_buffers.transactions import Write, follow_cursor
 from sb3_extra_buffers.stores import device_observation
 from sb3_extra_buffers.stores.choice import choose_unseen
 from sb3_extra_buffers.stores.locks import fork_safe_lock
@@ -259,7 +260,7 @@ class CompressedStorage(PortableStorage):
         if data is not None:
             if self.initialized:
                 self.check_data(data, 1 if single_data is None else 0)
-            follow_cursors(self)
+            follow_cursor(self, sys._getframe(1))
             self.announced = Write(data, checked=self.initialized)
         size: int = super()._max_size_along_dim0(single_data=single_data, batched_data=batched_data)
         return size

@@ -172,7 +172,7 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
         elif any(isinstance(group, RemoteGroup) for group in self.groups):
             raise SharingError("only the process that holds a shared CompressedStorage can copy or save it")
         state: dict[str, Any] = Storage.__getstate__(self)
-        for name in ("_lock", "_open", "announced", "_server"):
+        for name in ("_lock", "_open", "announced", "_server", "_attached_entities_list"):
             state.pop(name, None)
         # decoded if it were pickled as it is; rebuilt from the groups instead
         state["_storage"] = None if self._storage is None else _blank(self._storage)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import weakref
 from multiprocessing.sharedctypes import Synchronized
+from types import FrameType
 from typing import Any
 
-__all__ = ["Cursor", "Write", "follow_cursors"]
+__all__ = ["Cursor", "Write", "follow_cursor"]
 
 
 class Write:
@@ -95,9 +96,11 @@ def _same(value: Any) -> Any:
     return value
 
 
-def follow_cursors(storage: Any) -> None:
-    """Have the cursors of all writers to ``storage`` move with what is written."""
-    for buffer in storage._attached_entities:
-        writer = getattr(buffer, "_writer", None)
-        if isinstance(getattr(writer, "_cursor_value", None), Synchronized):
-            writer._cursor_value = Cursor(writer, storage)
+def follow_cursor(storage: Any, caller: FrameType | None) -> None:
+    """Have the cursor of the writer that calls ``storage`` move with what is written.
+
+    Storages are not told who writes to them, and buffers that were copied are not attached to theirs.
+    """
+    writer = None if caller is None else caller.f_locals.get("self")
+    if isinstance(getattr(writer, "_cursor_value", None), Synchronized) and getattr(writer, "_storage", None) is storage:
+        writer._cursor_value = Cursor(writer, storage)  # type: ignore[union-attr]  # it has one
