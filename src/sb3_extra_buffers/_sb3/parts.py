@@ -13,6 +13,7 @@ from stable_baselines3.common.preprocessing import get_action_dim, get_obs_shape
 
 from sb3_extra_buffers._sb3.leaves import BufferView, Leaves, each_leaf
 from sb3_extra_buffers.errors import DamagedFileError, FileFormatError, NotSaveableError
+from sb3_extra_buffers.files.checking import Cut, longest_run
 from sb3_extra_buffers.files.kinds import class_of
 from sb3_extra_buffers.files.parts import LoadedParts, Parts, make_view
 from sb3_extra_buffers.files.spaces import space_from_json, space_to_json
@@ -21,6 +22,7 @@ from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.view import StoreView
 
 Array = npt.NDArray[Any]
+Flags = npt.NDArray[np.bool_]
 
 
 class Layout(NamedTuple):
@@ -169,7 +171,7 @@ def _arguments(buffer: Any, layout: Layout, tag: str) -> dict[str, Any]:
 def _extra_state(buffer: Any, layout: Layout) -> dict[str, Any]:
     """What users, or their subclasses, have added to a buffer under public names."""
     known = _FOLLOW.union(layout.arguments, layout.columns, layout.state.values())
-    return {name: value for name, value in vars(buffer).items() if name not in known and not name.startswith("_")}
+    return {name: value for name, value in vars(buffer).items() if name not in known and not name.startswith("_") and not hasattr(type(buffer), name)}
 
 
 def _is_column(value: Any) -> bool:
@@ -222,44 +224,47 @@ def _infos_to_text(infos: Array) -> Array:
 def make_buffer(parts: LoadedParts) -> Any:
     """The buffer that `to_parts` saw, made by its constructor; every column is checked before it is put there."""
     layout = _LAYOUTS[parts.kind]
-    steps, n_envs = parts.number("steps", low=1), parts.number("n_envs", low=1)
-    spaces = {name: space_from_json(parts.entry(name)) for name in ("observation_space", "action_space")}
-    arguments = decode(parts.entry("arguments", kind=dict))
-    if set(arguments) != {*layout.arguments, *layout.options, *_LIMITS}:
-        raise FileFormatError(f"a {parts.kind} is not made from {', '.join(map(repr, arguments))}")
-    _check_sizes(parts, layout, (steps, n_envs), spaces["observation_space"], spaces["action_space"], arguments)
-    limits = {name: arguments.pop(name) for name in _LIMITS}
-    size = steps * n_envs if is_ring(parts.kind) else steps
-    if parts.kind == "her-replay":
-        arguments["env"] = None
-    buffer = class_of(parts.kind)(size, **spaces, device=_device(parts.entry("device")), n_envs=n_envs, **arguments)
-    if buffer.buffer_size != steps:
-        raise FileFormatError(f"{steps} steps of {n_envs} environments make a buffer of {buffer.buffer_size}")
-    # only now: with a limit, a constructor lays out as many steps as it thinks will fit
-    buffer._options = replace(buffer._options, **limits)
+    lead = parts.number("steps", low=1), parts.number("n_envs", low=1)
+    buffer = _construct(parts, layout, lead)
     for name in layout.columns:
         due = getattr(buffer, name)
         setattr(buffer, name, parts.column(name, due.dtype, due.shape))
     _put_state(buffer, parts, layout)
     if parts.kind.startswith("gpu-"):
-        from sb3_extra_buffers.stores.device_snapshot import put_together
-
-        for key, store in buffer._stores.items():
-            name = _leaf_name("observations", key or None)
-            tables = {column.removeprefix(f"{name}/"): array for column, array in parts.columns.items()
-                      if column.startswith(f"{name}/")}  # fmt: skip
-            put_together(store, parts.entry("observations", name, kind=dict), tables, parts.stores.get(name))
+        _put_device_observations(buffer, parts)
     else:
-        _put_observations(buffer, parts, (steps, n_envs))
+        _put_observations(buffer, parts, lead)
     return _finish(buffer, parts)
+
+
+def _construct(parts: LoadedParts, layout: Layout, lead: tuple[int, int]) -> Any:
+    steps, n_envs = lead
+    spaces = {name: space_from_json(parts.entry(name)) for name in ("observation_space", "action_space")}
+    arguments = decode(parts.entry("arguments", kind=dict))
+    if set(arguments) != {*layout.arguments, *layout.options, *_LIMITS}:
+        raise FileFormatError(f"a {parts.kind} is not made from {', '.join(map(repr, arguments))}")
+    _check_sizes(parts, layout, lead, spaces["observation_space"], spaces["action_space"], arguments)
+    limits = {name: arguments.pop(name) for name in _LIMITS}
+    if parts.kind == "her-replay":
+        arguments["env"] = None
+    if "buffer_device" in arguments:
+        arguments["buffer_device"] = _device(arguments["buffer_device"])
+    size = steps * n_envs if is_ring(parts.kind) else steps
+    buffer = class_of(parts.kind)(size, **spaces, device=_device(parts.entry("device")), n_envs=n_envs, **arguments)
+    if buffer.buffer_size != steps:
+        raise FileFormatError(f"{steps} steps of {n_envs} environments make a buffer of {buffer.buffer_size}")
+    # only now: with a limit, a constructor lays out as many steps as it thinks will fit
+    buffer._options = replace(buffer._options, **limits)
+    return buffer
 
 
 def _device(name: Any) -> str:
     """The device, or the CPU where this machine has none of its kind."""
     import torch
 
-    device = torch.device(str(name))
-    return str(name) if device.type != "cuda" or torch.cuda.is_available() else "cpu"
+    if str(name) == "pinned" or torch.device(str(name)).type == "cuda":
+        return str(name) if torch.cuda.is_available() else "cpu"
+    return str(name)
 
 
 def _check_sizes(
@@ -277,24 +282,23 @@ def _check_sizes(
         not isinstance(hidden, tuple) or any(np.shape(parts.columns.get(name)) != hidden for name in _HIDDEN)
     ):
         raise FileFormatError(f"hidden states are not of shape {hidden!r}")
-    if parts.kind.startswith("gpu-"):
-        arguments["buffer_device"] = _device_of_store(arguments["buffer_device"])
     shapes = get_obs_shape(observed)
-    keyed = shapes if isinstance(shapes, dict) else {None: shapes}
-    if bool(isinstance(shapes, dict)) != any("dict" in part for part in (parts.kind,)) and parts.kind not in (
-        "her-replay", "gpu-replay", "gpu-rollout",
-    ):  # fmt: skip
-        raise FileFormatError(f"a {parts.kind} does not hold observations of {observed}")
+    keyed: dict[Any, Any] = shapes if isinstance(shapes, dict) else {None: shapes}
     for key, shape in keyed.items():
-        name = _leaf_name("observations", key)
-        if name in parts.stores:
-            store, dtype = parts.stores[name], np.dtype(_dtype(observed, key))
+        name, dtype = _leaf_name("observations", key), np.dtype(_dtype(observed, key))
+        store, column = parts.stores.get(name), parts.columns.get(name)
+        if store is not None:
             if store.spec.shape != tuple(shape) or store.spec.dtype != dtype or store.n_streams != lead[1]:
                 raise FileFormatError(f"{name} of {store.spec} are not those of {observed}")
-            continue
-        found = [column.nbytes for known, column in parts.columns.items() if known.startswith(name)]
-        if math.prod(lead) * math.prod(shape) > max(sum(found), 1 << 24) and not parts.kind.startswith("gpu-"):
+        elif not parts.kind.startswith("gpu-"):
+            if column is None or column.shape != (*lead, *shape) or column.dtype != dtype:
+                raise FileFormatError(f"{name} are missing, or not those of {observed}")
+        elif math.prod(lead) * math.prod(shape) > max(_bytes_of(parts, name), 1 << 28):
             raise FileFormatError(f"{name} are missing")
+
+
+def _bytes_of(parts: LoadedParts, name: str) -> int:
+    return sum(column.nbytes for known, column in parts.columns.items() if known.startswith(f"{name}/")) * 64
 
 
 def _dtype(space: Any, key: str | None) -> Any:
@@ -309,14 +313,6 @@ def _mask_dims(space: Any) -> int:
     if isinstance(space, spaces.MultiDiscrete):
         return sum(map(int, space.nvec.ravel()))
     return 2 * math.prod(space.shape) if isinstance(space, spaces.MultiBinary) else -1
-
-
-def _device_of_store(name: Any) -> str:
-    import torch
-
-    if str(name) == "pinned":
-        return "pinned" if torch.cuda.is_available() else "cpu"
-    return _device(name)
 
 
 def _put_state(buffer: Any, parts: LoadedParts, layout: Layout) -> None:
@@ -383,29 +379,32 @@ def _put_priorities(buffer: Any, parts: LoadedParts) -> None:
 
 
 def _put_observations(buffer: Any, parts: LoadedParts, lead: tuple[int, int]) -> None:
-    n_cells = math.prod(lead)
-    for place, (name, leaf) in enumerate(_leaves(buffer)):
-        base = n_cells * name.startswith("next_")
+    found: dict[str, Any] = {}
+    for name, leaf in _leaves(buffer):
         store = parts.stores.get(name.removeprefix("next_"))
-        made: Any
-        if store is not None:
-            made = make_view(BufferView, store, lead, base)
-            store.may_stay_dense = buffer._options.max_bytes is None
+        if store is None:
+            found[name] = parts.column(name, leaf.dtype, leaf.shape)
         else:
-            made = parts.column(name, leaf.dtype, leaf.shape)
-        attribute, _, key = name.partition(".")
-        leaves = buffer._leaves if attribute == "observations" and not hasattr(buffer, "next_observations") else getattr(
-            buffer, attribute
-        )  # fmt: skip
-        if isinstance(leaves, dict):
-            dict.__setitem__(leaves, key, made)
-        elif hasattr(buffer, "next_observations"):
+            found[name] = make_view(BufferView, store, lead, math.prod(lead) * name.startswith("next_"))
+            store.may_stay_dense = buffer._options.max_bytes is None
+    names = {name.partition(".")[0]: "." in name for name in found}
+    for attribute, keyed in names.items():
+        leaves = {name.partition(".")[2]: leaf for name, leaf in found.items() if name.partition(".")[0] == attribute}
+        made: Any = Leaves(leaves) if keyed else leaves[""]
+        if "next_observations" in names:
             setattr(buffer, attribute, made)
         else:
-            buffer._leaves = made
-        del place
-    if not hasattr(buffer, "next_observations"):
-        buffer.observations = Leaves(buffer._leaves) if isinstance(buffer._leaves, dict) else buffer._leaves
+            buffer._leaves, buffer.observations = made, Leaves(made) if keyed else made
+
+
+def _put_device_observations(buffer: Any, parts: LoadedParts) -> None:
+    from sb3_extra_buffers.stores.device_snapshot import put_together
+
+    for key, store in buffer._stores.items():
+        name = _leaf_name("observations", key or None)
+        start = f"{name}/"
+        tables = {known.removeprefix(start): array for known, array in parts.columns.items() if known.startswith(start)}
+        put_together(store, parts.entry("observations", name, kind=dict), tables, parts.stores.get(name))
 
 
 def _finish(buffer: Any, parts: LoadedParts) -> Any:
@@ -433,6 +432,58 @@ def _finish(buffer: Any, parts: LoadedParts) -> Any:
 # ---- cutting ----
 
 
-def cut(buffer: Any, order: npt.NDArray[np.int64]) -> Any:
-    """``buffer`` with the steps ``order``, from its beginning on, and nothing else."""
-    raise DamagedFileError("not yet")
+def cut(parts: LoadedParts, bad_rows: dict[str, Flags], bad_cells: dict[str, Flags]) -> Cut:
+    """What is left without damaged steps: the longest run of whole ones, where they are, all others forgotten."""
+    if parts.kind.startswith("gpu-"):
+        raise DamagedFileError("a buffer of a device is damaged, and cannot be cut")
+    size, n_envs = parts.number("steps", low=1), parts.number("n_envs", low=1)
+    full = parts.entry("state", "full", kind=bool)
+    pos, ring = parts.number("state", "pos", stop=size + 1), is_ring(parts.kind)
+    lost = np.zeros(size, np.bool_)
+    for name, rows in bad_rows.items():
+        if len(rows) != size:
+            raise DamagedFileError(f"{name!r} is damaged, and belongs to every step")
+        lost |= rows
+    for cells in bad_cells.values():
+        lost |= cells[: cells.size // (size * n_envs) * size * n_envs].reshape(-1, size, n_envs).any(axis=(0, 2))
+    n_evicted = parts.number("state", "n_evicted", stop=size + 1) if ring else 0
+    held = (size if full else pos) - n_evicted
+    oldest = (pos if full and ring else 0) + n_evicted
+    order = (oldest + np.arange(held)) % size
+    first, count = longest_run(~lost[order], from_start=not ring)
+    kept = order[first : first + count]
+    state = dict(parts.description["state"])
+    end = int(kept[-1]) + 1 if count else 0
+    full = (full if ring else count == size) and count > 0
+    # what lies between the newest step that is kept and the oldest one counts as evicted
+    state |= {"pos": end % size if ring else end, "full": full}
+    if ring:
+        state["n_evicted"] = size - count if full else end - count
+    columns = dict(parts.columns)
+    gone = np.ones(size, np.bool_)
+    gone[kept] = False
+    for name, column in columns.items():
+        if column.shape[:1] == (size,) and not name.startswith("extra/") and name != "infos":
+            column[gone] = 0
+    if parts.kind == "her-replay":
+        _cut_episodes(columns, kept, count == held - first, end % size)
+    if "n_added" in state:
+        # numbers go on, so that indices of before stay stale
+        state["n_added"] = (parts.number("state", "n_added", stop=1 << 60) // size + 2) * size + state["pos"]
+    steps = kept[:, None] * n_envs + np.arange(n_envs)
+    cells = {
+        name: [batch + base for batch in steps for base in range(0, store.n_cells, size * n_envs)]
+        for name, store in parts.stores.items()
+    }
+    description = parts.description | {"state": state}
+    return Cut(description, columns, cells, count * n_envs, (held - count) * n_envs)
+
+
+def _cut_episodes(columns: dict[str, Array], kept: npt.NDArray[np.int64], goes_on: bool, end: int) -> None:
+    """HER: no goal may be taken from an episode that is not there as a whole."""
+    starts, lengths, current = columns["ep_start"], columns["ep_length"], columns["current_ep_start"]
+    size, count, oldest = len(starts), len(kept), int(kept[0]) if len(kept) else 0
+    whole = (starts - oldest) % size + lengths <= count
+    lengths[~whole] = 0
+    is_kept = (current - oldest) % size < count
+    current[~is_kept | (not goes_on)] = end

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.registry import codec_options
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.compressed.dtypes import element_dtype
-from sb3_extra_buffers.errors import FileFormatError
+from sb3_extra_buffers.errors import DamagedFileError, FileFormatError
+from sb3_extra_buffers.files.checking import Cut
 from sb3_extra_buffers.files.folders import SavedAsFolder
 from sb3_extra_buffers.files.parts import LoadedParts, Parts, make_view
 from sb3_extra_buffers.stores.observation import ObservationStore
@@ -85,15 +86,15 @@ class CompressedArray(StoreView, SavedAsFolder):
             keep_in_file(self, check_new(path))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        super().__setitem__(index, value)
         if self._live is not None:
-            self._live.step_done()
+            self._live.prepare_step()
+        super().__setitem__(index, value)
 
     def erase(self, index: Any) -> None:
         """Make the observations that ``index`` selects unwritten, and give back what they took."""
-        super().erase(index)
         if self._live is not None:
-            self._live.step_done()
+            self._live.prepare_step()
+        super().erase(index)
 
     def sibling(self) -> Self:
         """Another array of the same shape whose frames are shared with this one's."""
@@ -125,3 +126,16 @@ def make_array(parts: LoadedParts) -> CompressedArray:
     cls = parts.target if parts.target is not None and issubclass(parts.target, CompressedArray) else CompressedArray
     cells = parts.columns.get("cells")
     return make_view(cls, parts.stores["array"], tuple(lead), parts.number("base"), cells)
+
+
+def cut(parts: LoadedParts, bad_rows: dict[str, Any], bad_cells: dict[str, Any]) -> Cut:
+    """What is left without the observations that are lost: those read as unwritten."""
+    if bad_rows:
+        raise DamagedFileError("the cells that the array shows are damaged")
+    lost, store = bad_cells["array"], parts.stores["array"]
+    shown = make_array(parts)._table()
+    n_lost = int(lost[shown].sum())
+    n_streams = store.n_streams
+    rows = [np.arange(at, min(at + n_streams, store.n_cells)) for at in range(0, store.n_cells, n_streams)]
+    kept = {"array": [row[~lost[row]] for row in rows if not lost[row].all()]}
+    return Cut(parts.description, parts.columns, kept, shown.size - n_lost, n_lost)

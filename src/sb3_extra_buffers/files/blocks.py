@@ -215,7 +215,7 @@ class BlockReader:
         record = self.records.get(name)
         if record is None:
             raise FileFormatError(f"{self.path} has no array {name!r}")
-        out = self._room(record)
+        out = self.room(record)
         flat: Bytes = out.reshape(-1).view(np.uint8)
         bad = self.copy_blocks(record, flat)
         if len(bad):
@@ -241,7 +241,8 @@ class BlockReader:
                 target[:] = found
         return bad
 
-    def _room(self, record: ArrayRecord) -> Array:
+    def room(self, record: ArrayRecord) -> Array:
+        """Memory for an array; the index has as many blocks as it needs."""
         try:
             if record.nbytes < 1 << 16:
                 return np.zeros(record.shape, record.dtype)

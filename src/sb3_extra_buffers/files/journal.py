@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import DamagedFileError, ExtraBuffersError, FileFormatError, NotSaveableError
+from sb3_extra_buffers.errors import (
+    DamagedFileError,
+    ExtraBuffersError,
+    FileFormatError,
+    FileWriteError,
+    NotSaveableError,
+)
 from sb3_extra_buffers.files import disk
 from sb3_extra_buffers.stores.snapshot import parse_dtype
 
@@ -43,7 +49,8 @@ class Journal:
 
     def __init__(self, path: str | Path, sync: bool = False) -> None:
         self.path, self.sync = Path(path), sync
-        self.n_records = self.n_bytes = 0
+        # both at once: what interrupts the one may not tell the other apart
+        self._size = (0, 0)
         self.broken = False
         self._descriptor = -1
         self._id = secrets.token_bytes(8)
@@ -60,8 +67,7 @@ class Journal:
         made.path, made.sync, made.broken = Path(path), sync, False
         made._descriptor = -1
         records = list(_scan(disk.map_file(made.path), made.path))
-        made.n_records = len(records)
-        made.n_bytes = records[-1].end if records else 0
+        made._size = (len(records), records[-1].end if records else 0)
         made._id = records[0].journal if records else secrets.token_bytes(8)
         with disk.named_errors(made.path, f"opening {made.path.name}"):
             made._descriptor = disk.open_to_append(made.path)
@@ -70,10 +76,18 @@ class Journal:
                 disk.fsync(made._descriptor)
         return made
 
+    @property
+    def n_records(self) -> int:
+        return self._size[0]
+
+    @property
+    def n_bytes(self) -> int:
+        return self._size[1]
+
     def append(self, words: dict[str, Any], arrays: Sequence[Array] = ()) -> None:
         """Write one record."""
         if self.broken or self._descriptor < 0:
-            raise DamagedFileError(f"{self.path} cannot be appended to after a failed write; begin another journal")
+            raise FileWriteError(5, f"{self.path} cannot be appended to after a failed write; begin another journal")
         for array in arrays:
             if array.dtype.kind not in "biufc":
                 raise NotSaveableError(f"an array of dtype {array.dtype} has no place in a journal; numbers have")
@@ -97,19 +111,15 @@ class Journal:
         except BaseException:
             self._cut(self.n_bytes)
             raise
-        self.n_records += 1
-        self.n_bytes += _HEADER_BYTES + len(body)
+        self._size = self.n_records + 1, self.n_bytes + _HEADER_BYTES + len(body)
 
     def truncate(self, n_bytes: int, n_records: int | None = None) -> None:
         """Drop what was appended since the journal had ``n_bytes`` and ``n_records`` (one less, unless it is given)."""
-        if n_bytes >= self.n_bytes:
-            return
-        with disk.named_errors(self.path, f"cutting {self.path.name}"):
-            self._cut(n_bytes)
-            if self.broken:
-                raise DamagedFileError(f"{self.path} cannot be cut; begin another journal")
-        self.n_bytes = n_bytes
-        self.n_records = self.n_records - 1 if n_records is None else n_records
+        n_records = self.n_records - (n_bytes < self.n_bytes) if n_records is None else n_records
+        self._cut(n_bytes)
+        if self.broken:
+            raise FileWriteError(5, f"{self.path} cannot be cut back; begin another journal")
+        self._size = n_records, n_bytes
 
     def _cut(self, n_bytes: int) -> None:
         try:
@@ -119,6 +129,11 @@ class Journal:
         except OSError:
             # half a record may only be the last thing in the file
             self.broken = True
+
+    def flush(self) -> None:
+        """Wait until everything is on the disk."""
+        with disk.named_errors(self.path, f"writing {self.path.name}"):
+            disk.fsync(self._descriptor)
 
     def close(self) -> None:
         if self._descriptor >= 0:

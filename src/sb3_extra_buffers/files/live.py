@@ -1,7 +1,8 @@
-"""Buffers that live in a file: every step that was completed is there after the process has gone, however it went."""
+"""Buffers that live in a folder: every step that was completed is there after the process has gone, however it went."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import weakref
@@ -11,10 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import FileFormatError, FileWriteError, LayoutError
-from sb3_extra_buffers.files.blocks import named_errors
+from sb3_extra_buffers.errors import ExtraBuffersError, FileFormatError, FileWriteError, LayoutError, SharingError
+from sb3_extra_buffers.files import disk, kinds, locking
 from sb3_extra_buffers.files.journal import Journal, read_journal
-from sb3_extra_buffers.files.saving import SaveReport, next_number, save
+from sb3_extra_buffers.files.loading import SavedParts
+from sb3_extra_buffers.files.locking import FolderLock
+from sb3_extra_buffers.files.saving import Save, SaveReport, next_number, state_of
+from sb3_extra_buffers.files.values import decode, encode
 from sb3_extra_buffers.stores.file_heap import FileHeap
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.heap import Heap
@@ -29,170 +33,279 @@ _JOURNAL_BYTES = 1 << 24
 # dead bytes of a heap that are not worth moving the others for
 _SPARE = 1 << 22
 
+_alive: weakref.WeakSet[LiveFolder] = weakref.WeakSet()
 
-def keep_in_file(buffer: Any, path: str | os.PathLike[str]) -> LiveFile:
+
+def keep_in_file(buffer: Any, path: str | os.PathLike[str]) -> LiveFolder:
     """Let ``buffer`` live in the folder ``path``, which must be new or hold nothing else but this buffer."""
-    if not isinstance(buffer, StoreView) and not hasattr(buffer, "next_observations"):
-        raise LayoutError(
-            f"a {type(buffer).__name__} cannot live in a file: replay buffers of the host and arrays can; save() it"
-        )
-    live = LiveFile(buffer, Path(path))
+    _check_can_live(buffer)
+    folder = Path(path)
+    with disk.named_errors(folder, f"making {folder}"):
+        disk.make_folder(folder)
+        live = LiveFolder(buffer, folder, FolderLock(folder))
     live.begin()
     return live
+
+
+def resume(folder: Path, target: type[Any] | None) -> Any:
+    """What lives in ``folder``, to go on there."""
+    saved = SavedParts.of_folder(folder)
+    with disk.named_errors(folder, f"opening {folder}"):
+        lock = FolderLock(folder)
+    saved = SavedParts.of_folder(folder)  # nobody writes to it any more
+    buffer = saved.load(target, in_file=True)
+    _check_can_live(buffer)
+    LiveFolder(buffer, folder, lock).begin()
+    return buffer
 
 
 def check_new(path: str | os.PathLike[str]) -> Path:
     """``path``, if a buffer can begin there."""
     folder = Path(path)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileWriteError(
-            17, f"{folder} is not empty; load or open the buffer that is there, or choose a new path"
-        )  # fmt: skip
-    with named_errors(folder, f"making {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
+    if folder.exists() and (not folder.is_dir() or any(entry.name != locking.NAME for entry in folder.iterdir())):
+        raise FileWriteError(17, f"{folder} is not empty; load or open the buffer that is there, or choose a new path")
+    with disk.named_errors(folder, f"making {folder}"):
+        disk.make_folder(folder)
     return folder
 
 
-class LiveFile:
-    """Keeps a folder up to date with a buffer.
+def _check_can_live(buffer: Any) -> None:
+    if not isinstance(buffer, StoreView) and not hasattr(buffer, "next_observations"):
+        raise LayoutError(
+            f"a {type(buffer).__name__} cannot live in a file: replay buffers of the host and arrays can; save() it"
+        )
+
+
+class LiveFolder:
+    """Keeps a folder up to date with a buffer, and others from writing to it.
 
     Payloads lie in files that the heaps write to. Everything else is saved now and then, as `save` does it; in between,
     a journal takes down each step. Nothing that the last manifest speaks of is written over, so a state is always that
     manifest and the journal that it names.
+
+    A buffer calls `prepare_step` before it changes anything, `record_step` as the last thing before a step counts, and
+    `undo_step` if it does not count after all. An array's store calls `record_change`.
     """
 
-    def __init__(self, buffer: Any, folder: Path) -> None:
+    def __init__(self, buffer: Any, folder: Path, lock: FolderLock) -> None:
         self._buffer = weakref.ref(buffer)
-        self.folder = folder
+        self.folder, self._lock = folder, lock
         self._journal: Journal | None = None
         self._memory = StepMemory()
-        self._n_cells = 0
-        self._behind = False
+        self._undo: tuple[int, int, StepMemory] | None = None
+        self._n_cells = self._retry_at = 0
+        _alive.add(self)
 
     @property
     def buffer(self) -> Any:
         return self._buffer()
 
+    def lives_in(self, folder: Path) -> bool:
+        """Whether ``folder`` is this one."""
+        return os.path.realpath(folder) == os.path.realpath(self.folder)
+
     def begin(self) -> None:
-        """Move the heaps to files, save, and listen to the buffer from now on."""
-        buffer = self.buffer
-        with named_errors(self.folder, f"making {self.folder}"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for place, store in enumerate(stores_of(buffer)):
-                store.make_heap = functools.partial(self._new_heap, place, store._heap_bytes)
-                if isinstance(store._inner, FrameStore) and not isinstance(store._inner.heap, FileHeap):
-                    _move_heap(store._inner, store.make_heap())
+        """Save, and listen to the buffer from now on."""
         self.checkpoint()
-        if isinstance(buffer, StoreView):
-            buffer.store.on_change = self._record_change
-        else:
-            vars(buffer)["add"] = _Recorder(buffer, self)
+        buffer = self.buffer
         vars(buffer)["_live"] = self
+        if isinstance(buffer, StoreView):
+            buffer.store.on_change = self.record_change
+        elif not hasattr(type(buffer), "_live"):
+            vars(buffer)["add"] = _Recorder(buffer, self)
 
-    def _new_heap(self, place: int, limit: int | None) -> FileHeap:
-        number = next_number(self.folder, f"heap-{place}-*.bin")
-        return FileHeap(self.folder / f"heap-{place}-{number:04}.bin", limit)
-
-    def checkpoint(self, sync: bool = False) -> SaveReport:
-        """Save everything, and begin a new journal."""
-        with named_errors(self.folder, f"saving to {self.folder}"):
-            for place, store in enumerate(stores_of(self.buffer)):
-                inner = store._inner
-                if isinstance(inner, FrameStore):
-                    inner.settle()
-                    heap = inner.heap
-                    if isinstance(heap, FileHeap) and heap.dead_bytes > heap.live_bytes + _SPARE:
-                        inner._drop_view()
-                        number = next_number(self.folder, f"heap-{place}-*.bin")
-                        try:
-                            heap.compact(self.folder / f"heap-{place}-{number:04}.bin")
-                        finally:
-                            inner._sync()
-            number = next_number(self.folder, "journal-*.bin")
-            journal = Journal(self.folder / f"journal-{number:04}.bin")
-            report = save(self.buffer, self.folder, sync=sync, journal=journal.path.name)
+    def close(self) -> None:
+        """Let go of the folder; the buffer goes on in memory."""
+        buffer = self.buffer
+        if buffer is not None:
+            for store in self._stores():
+                store.make_heap = store.on_change = None
+            for name in ("_live", "add"):
+                vars(buffer).pop(name, None)
         if self._journal is not None:
             self._journal.close()
-        self._journal, self._memory, self._behind = journal, StepMemory(), False
-        self._n_cells = sum(store.n_cells for store in stores_of(self.buffer))
+        self._lock.release()
+
+    # ---- checkpoints ----
+
+    def checkpoint(self, sync: bool = True) -> SaveReport:
+        """Save everything, and begin a new journal."""
+        self._check_owner()
+        buffer = self.buffer
+        with getattr(buffer, "_lock", None) or contextlib.nullcontext():
+            with disk.named_errors(self.folder, f"saving to {self.folder}"):
+                self._see_to_heaps()
+                journal = self._new_journal(sync)
+                try:
+                    with state_of(buffer) as (parts, taken):
+                        report = Save(buffer, self.folder, parts, taken, sync, journal.path.name).run()
+                except BaseException:
+                    journal.close()
+                    with contextlib.suppress(OSError):
+                        disk.unlink(journal.path)
+                    raise
+            if self._journal is not None:
+                self._journal.close()
+            self._journal, self._memory, self._undo, self._retry_at = journal, StepMemory(), None, 0
+            self._n_cells = sum(store.n_cells for store in parts.stores.values())
         return report
 
-    # ---- taking down ----
+    def _stores(self) -> list[ObservationStore]:
+        return list(kinds.parts_of(self.buffer).stores.values())
 
-    def record_add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take down a call of ``add`` that has been done."""
-        words, arrays = self._memory.write(self.buffer, args, kwargs)
-        self._append(words, arrays)
+    def _see_to_heaps(self) -> None:
+        """Move heaps to files, and what is live in files that are mostly dead to new ones."""
+        for place, store in enumerate(self._stores()):
+            store.make_heap = functools.partial(self._new_heap, place, store._heap_bytes)
+            inner = store._inner
+            if not isinstance(inner, FrameStore):
+                continue
+            inner.settle()
+            heap = inner.heap
+            if not isinstance(heap, FileHeap):
+                _move_heap(inner, store.make_heap())
+            elif heap.dead_bytes > heap.live_bytes + _SPARE:
+                inner._drop_view()
+                try:
+                    heap.compact(self._heap_path(place))
+                finally:
+                    inner._sync()
 
-    def _record_change(self, kind: str, *arrays: Array) -> None:
-        if self.buffer.store.n_cells != self._n_cells:
-            # a sibling was made: the journal is about an array that had none
-            self.checkpoint()
-        else:
-            self._append({"kind": kind}, list(arrays))
+    def _new_heap(self, place: int, limit: int | None) -> FileHeap:
+        return FileHeap(self._heap_path(place), limit)
 
-    def _append(self, words: dict[str, Any], arrays: list[Array]) -> None:
-        journal = self._journal
+    def _heap_path(self, place: int) -> Path:
+        return self.folder / f"heap-{place}-{next_number(self.folder, f'heap-{place}-*.bin'):04}.bin"
+
+    def _new_journal(self, sync: bool = True) -> Journal:
+        journal = Journal(self.folder / f"journal-{next_number(self.folder, 'journal-*.bin'):04}.bin")
+        if sync:
+            journal.flush()
+        return journal
+
+    def _check_owner(self) -> None:
+        if not self._lock.is_ours:
+            raise SharingError(
+                f"{self.folder} belongs to the process that opened it; load() it there, or pickle the buffer, "
+                "for a copy in this one"
+            )
+
+    # ---- steps ----
+
+    def prepare_step(self) -> None:
+        """Save, if the journal is long; where that fails, the journal grows on, unless it cannot."""
+        self._check_owner()
+        self._undo, journal = None, self._journal
         if journal is None:
             return
-        if self._behind:
-            # a step is missing there, but not here
+        if journal.broken:
             self.checkpoint()
-            return
-        try:
-            with named_errors(journal.path, "taking down a step"):
-                journal.append(words, arrays)
-        except OSError:
-            self._behind = True
-            raise
-        if journal.n_records >= _RECORDS or journal.n_bytes > _JOURNAL_BYTES:
-            self.checkpoint()
+        elif journal.n_records >= max(_RECORDS, self._retry_at) or journal.n_bytes > _JOURNAL_BYTES:
+            try:
+                self.checkpoint()
+            except ExtraBuffersError:
+                self._retry_at = journal.n_records + _RECORDS // 10
+
+    def record_step(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
+        """Take down a step; when this returns, it outlives the process."""
+        journal, before = self._journal, self._memory
+        if journal is not None:
+            words, arrays, memory = before.write(self.buffer, obs, next_obs, action, reward, done, infos)
+            self._undo = journal.n_bytes, journal.n_records, before
+            journal.append(words, arrays)
+            self._memory = memory
+
+    def undo_step(self) -> None:
+        """Forget the step that was taken down since `prepare_step`, if one was."""
+        undo, self._undo = self._undo, None
+        if undo is not None and self._journal is not None:
+            self._memory = undo[2]
+            with contextlib.suppress(ExtraBuffersError):
+                self._journal.truncate(*undo[:2])
+
+    def record_change(self, kind: str, *arrays: Array) -> None:
+        """Take down a change to an array's store."""
+        self._check_owner()
+        if self._journal is not None:
+            if self._journal.broken or self.buffer.store.n_cells != self._n_cells:
+                # a sibling was made: the journal is about an array that had none
+                self.checkpoint()
+            self._journal.append({"kind": kind}, list(arrays))
+
+
+class StartsInFile:
+    """What stands for the `LiveFolder` of a buffer that will live in a folder from its first step on."""
+
+    def __init__(self, buffer: Any, folder: Path) -> None:
+        self._buffer, self.folder = weakref.ref(buffer), folder
+        self._live: LiveFolder | None = None
+        with disk.named_errors(folder, f"making {folder}"):
+            self._lock = FolderLock(folder)
+
+    def lives_in(self, folder: Path) -> bool:
+        return os.path.realpath(folder) == os.path.realpath(self.folder)
+
+    def prepare_step(self) -> None:
+        if self._live is None:
+            live = LiveFolder(self._buffer(), self.folder, self._lock)
+            live.begin()
+            self._live = live
+
+    def checkpoint(self, sync: bool = True) -> SaveReport:
+        self.prepare_step()
+        return self._live.checkpoint(sync)  # type: ignore[union-attr]  # it is there now
+
+    def record_step(self, *step: Any) -> None:
+        self._live.record_step(*step)  # type: ignore[union-attr]  # a step is prepared first
+
+    def undo_step(self) -> None:
+        if self._live is not None:
+            self._live.undo_step()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.prepare_step()
+        self._buffer().add(*args, **kwargs)  # type: ignore[union-attr]  # it calls
 
 
 class _Recorder:
-    """``add`` of a buffer that lives in a file."""
+    """``add`` of a buffer that does not call `record_step` itself."""
 
-    def __init__(self, buffer: Any, live: LiveFile) -> None:
+    def __init__(self, buffer: Any, live: LiveFolder) -> None:
         self._buffer, self._live = weakref.ref(buffer), live
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         buffer: Any = self._buffer()
+        self._live.prepare_step()
         type(buffer).add(buffer, *args, **kwargs)
-        self._live.record_add(args, kwargs)
-
-
-class StartsInFile:
-    """``add`` of a buffer that will live in a file from its first step on."""
-
-    def __init__(self, buffer: Any, folder: Path) -> None:
-        self._buffer, self._folder = weakref.ref(buffer), folder
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        buffer: Any = self._buffer()
-        keep_in_file(buffer, self._folder)
-        buffer.add(*args, **kwargs)
+        try:
+            self._live.record_step(**(dict(zip(_NAMES, args, strict=False)) | kwargs))
+        except BaseException:
+            self._live._journal.broken = True  # type: ignore[union-attr]  # a step is missing there, but not here
+            raise
 
 
 _NAMES = ("obs", "next_obs", "action", "reward", "done", "infos")
 
 
 class StepMemory:
-    """Turns calls of a replay buffer's ``add`` into records and back.
+    """Turns the arguments of a replay buffer's ``add`` into records and back.
 
     An observation is mostly the next one of the step before, and a next one mostly the observation moved on by a
     frame: only what is neither is written.
     """
 
-    def __init__(self) -> None:
-        self._next: dict[str, Array] = {}
+    def __init__(self, following: dict[str, Array] | None = None) -> None:
+        self._next = following or {}
 
-    def write(self, buffer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[Array]]:
-        call = dict(zip(_NAMES, args, strict=False)) | kwargs
+    def write(
+        self, buffer: Any, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any
+    ) -> tuple[dict[str, Any], list[Array], StepMemory]:
+        """A record, and the memory of after it."""
         arrays: list[Array] = []
-        keys = []
+        keys, following = [], {}
         for key, leaf in _leaves(buffer):
             shape = leaf.shape[1:]
-            rows = [_rows(call[name] if key is None else call[name][key], shape, leaf.dtype) for name in _NAMES[:2]]
+            rows = [_rows(part if key is None else part[key], shape, leaf.dtype) for part in (obs, next_obs)]
             known = self._next.get(key or "")
             same = np.zeros(len(rows[0]), np.bool_) if known is None else (rows[0] == known).all(axis=1)
             frame = _frame_bytes(leaf)
@@ -200,102 +313,105 @@ class StepMemory:
             arrays += [same, rows[0][~same], moved, rows[1][moved, -frame:] if frame else rows[1][:0]]
             arrays.append(rows[1][~moved])
             keys.append([key, frame])
-            self._next[key or ""] = rows[1].copy()
-        rest = [np.asarray(call[name]) for name in ("action", "reward", "done")]
-        infos = call["infos"]
+            following[key or ""] = rows[1].copy()
         words: dict[str, Any] = {"kind": "add", "keys": keys}
         if getattr(buffer, "copy_info_dict", False):
-            from sb3_extra_buffers.files.values import InlineEncoder
-
-            words["infos"] = [InlineEncoder().encode(info, "infos") for info in infos]
+            words["infos"] = [encode(info, "infos") for info in infos]
         elif buffer.handle_timeout_termination:
             words["truncated"] = [bool(info.get("TimeLimit.truncated", False)) for info in infos]
-        return words, arrays + rest
+        arrays += [np.asarray(part) for part in (action, reward, done)]
+        return words, arrays, StepMemory(following)
 
     def read(self, buffer: Any, words: dict[str, Any], arrays: list[Array]) -> tuple[Any, ...]:
-        """The arguments that ``write`` was given."""
+        """The arguments that `write` was given, or an error."""
+        leaves = dict(_leaves(buffer))
+        keys = words["keys"]
+        if [key for key, _ in keys] != list(leaves) or len(arrays) != 5 * len(keys) + 3:
+            raise FileFormatError("a record of the journal is of another buffer")
         parts = iter(arrays)
         found: list[dict[str | None, Array]] = [{}, {}]
-        leaves = dict(_leaves(buffer))
-        for key, frame in words["keys"]:
+        for key, frame in keys:
             leaf = leaves[key]
             n_envs, nbytes = leaf.shape[1], int(np.prod(leaf.shape[2:], dtype=np.int64)) * leaf.dtype.itemsize
             same, fresh, moved, frames, whole = (next(parts) for _ in range(5))
-            if same.shape != (n_envs,) or moved.shape != (n_envs,) or not (0 <= frame < max(nbytes, 1)):
+            flags = all(part.shape == (n_envs,) and part.dtype == np.bool_ for part in (same, moved))
+            if not flags or type(frame) is not int or not 0 <= frame < max(nbytes, 1) or (moved.any() and not frame):
                 raise FileFormatError("a record of the journal is of another buffer")
+            n_moved = int(moved.sum())
+            due = ((n_envs - int(same.sum()), nbytes), (n_moved, frame), (n_envs - n_moved, nbytes))
+            for part, shape in zip((fresh, frames, whole), due, strict=True):
+                if part.dtype != np.uint8 or (part.shape != shape and part.size + shape[0] * shape[1]):
+                    raise FileFormatError("a record of the journal is of another buffer")
+            known = self._next.get(key or "")
+            if same.any() and known is None:
+                raise FileFormatError("a record of the journal goes on from one that is not there")
             obs, following = np.zeros((n_envs, nbytes), np.uint8), np.zeros((n_envs, nbytes), np.uint8)
-            obs[same] = self._next[key or ""][same] if same.any() else 0
-            obs[~same] = fresh
+            if known is not None:
+                obs[same] = known[same]
+            obs[~same] = fresh.reshape(-1, nbytes)
             if frame:
                 following[moved, :-frame] = obs[moved, frame:]
                 following[moved, -frame:] = frames
-            following[~moved] = whole
+            following[~moved] = whole.reshape(-1, nbytes)
             self._next[key or ""] = following
             for rows, target in ((obs, found[0]), (following, found[1])):
                 target[key] = rows.view(leaf.dtype).reshape(leaf.shape[1:])
         action, reward, done = parts
-        if "infos" in words:
-            from sb3_extra_buffers.files.values import Decoder
-
-            infos = [Decoder(_no_array, []).decode(info) for info in words["infos"]]
-        else:
-            infos = [{"TimeLimit.truncated": bool(truncated)} for truncated in words.get("truncated", [])]
+        infos = [decode(info) for info in words.get("infos", [])]
+        infos += [{"TimeLimit.truncated": bool(truncated)} for truncated in words.get("truncated", [])]
+        if len(infos) not in (0, len(done)) or not all(isinstance(info, dict) for info in infos):
+            raise FileFormatError("a record of the journal has other infos than steps")
         pair = [part[None] if set(part) == {None} else part for part in found]
         return (*pair, action, reward, done, infos)
 
 
 def replay(buffer: Any, path: Path) -> int:
-    """Do again what a journal tells of; return the number of steps."""
+    """Do again what a journal tells of; return the number of records."""
     memory, count = StepMemory(), 0
     for words, arrays in read_journal(path):
         try:
             kind = words.get("kind")
-            if kind == "add":
+            if kind == "add" and not isinstance(buffer, StoreView):
                 type(buffer).add(buffer, *memory.read(buffer, words, arrays))
             elif kind in ("write", "erase", "clear") and isinstance(buffer, StoreView):
-                store = buffer.store
-                _check_change(store, arrays)
-                getattr(store, str(kind))(*arrays)
+                _check_change(buffer.store, kind, arrays)
+                getattr(buffer.store, kind)(*arrays)
             else:
                 raise FileFormatError(f"{path} holds a record of kind {kind!r}, which is unknown here")
-        except (KeyError, ValueError, TypeError, StopIteration, IndexError) as problem:
-            if isinstance(problem, FileFormatError):
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError) as problem:
+            if isinstance(problem, ExtraBuffersError):
                 raise
             raise FileFormatError(f"{path}: record {count} makes no sense: {problem}") from problem
         count += 1
     return count
 
 
-def stores_of(buffer: Any) -> list[ObservationStore]:
-    """The stores of a buffer, each once, in the order in which they are saved."""
-    from sb3_extra_buffers.files.saving import encode_buffer
-    from sb3_extra_buffers.files.values import Encoder
-
-    encoder = Encoder()
-    encode_buffer(buffer, encoder)
-    return encoder.stores
+def _check_change(store: ObservationStore, kind: str, arrays: list[Array]) -> None:
+    due: list[tuple[tuple[int, ...], Any]] = []
+    if kind != "clear":
+        count = len(arrays[0]) if arrays and arrays[0].ndim else 0
+        due = [((count,), np.int64), ((count,), np.int64), ((count, store.spec.nbytes), np.uint8)]
+        due = due if kind == "write" else due[:1]
+    if [(array.shape, array.dtype) for array in arrays] != due:
+        raise FileFormatError("a record of the journal is of another array")
+    for numbers, stop in zip(arrays[:2], (store.n_cells, store.n_streams), strict=False):
+        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < stop:
+            raise FileFormatError("a record of the journal is of another array")
 
 
 def _move_heap(inner: FrameStore, heap: Heap) -> None:
     """Put the payloads of a store into another heap."""
     inner._drop_view()  # the heap knows of all of them only now
     old = inner.heap
-    slots = old.unsaved(everything=True)
-    heap.grow(len(old.lengths))
-    for slot in slots.tolist():
-        heap.put(slot, np.frombuffer(old.read(slot), np.uint8))
-    opened = inner._state.lengths == 0
-    heap.starts[opened] = old.starts[opened]
-    inner.heap = heap
-    inner._sync()
-
-
-def _check_change(store: ObservationStore, arrays: list[Array]) -> None:
-    for cells, stop in zip(arrays[:2], (store.n_cells, store.n_streams), strict=False):
-        if cells.dtype != np.int64 or cells.ndim != 1 or (cells.size and not 0 <= cells.min() <= cells.max() < stop):
-            raise FileFormatError("a record of the journal is of another array")
-    if len(arrays) == 3 and (arrays[2].dtype != np.uint8 or arrays[2].shape != (len(arrays[0]), store.spec.nbytes)):
-        raise FileFormatError("a record of the journal is of another array")
+    try:
+        heap.grow(len(old.lengths))
+        for slot in old.unsaved(everything=True).tolist():
+            heap.put(slot, np.frombuffer(old.read(slot), np.uint8))
+        opened = inner._state.lengths == 0
+        heap.starts[opened] = old.starts[opened]
+        inner.heap = heap
+    finally:
+        inner._sync()
 
 
 def _leaves(buffer: Any) -> list[tuple[str | None, Any]]:
@@ -316,5 +432,13 @@ def _frame_bytes(leaf: Any) -> int:
     return layout.frame_bytes if layout is not None and layout.stack > 1 and layout.axis == "first" else 0
 
 
-def _no_array(name: str) -> Array:
-    raise FileFormatError(f"a journal has no array {name!r}")
+def _forbid_in_child() -> None:
+    """A forked child shares the pages of heaps in files: it may read them, nothing more."""
+    for live in list(_alive):
+        with contextlib.suppress(Exception):
+            for store in live._stores():
+                store.read_only = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forbid_in_child)

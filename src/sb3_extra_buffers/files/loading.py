@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,10 +116,16 @@ class SavedParts:
         name = self.record.get("journal")
         return None if name is None else self.folder / file_name(name, "journal")
 
-    def load(self, target: type[Any] | None = None, read_only: bool = False, in_file: bool = False) -> Any:
+    def load(
+        self, target: type[Any] | None = None, read_only: bool = False, in_file: bool = False, replayed: bool = True
+    ) -> Any:
         """What was saved: in memory with what its journal adds, ``read_only`` as of the last checkpoint, or with its
         payloads in the files that they are in.
         """
+        with only_named_errors(f"{self.folder}"):
+            return self._load(target, read_only, in_file, replayed)
+
+    def _load(self, target: type[Any] | None, read_only: bool, in_file: bool, replayed: bool) -> Any:
         kinds.check_target(self.record.get("kind"), target)
         description = entry(self.record, "description", dict)
         columns = {name: self.blocks.read(f"columns/{name}", not read_only) for name in self.record["columns"]}
@@ -127,7 +135,7 @@ class SavedParts:
         if read_only:
             return made
         self._remember(made, payloads)
-        if self.journal is not None:
+        if self.journal is not None and replayed:
             from sb3_extra_buffers.files.live import replay
 
             replay(made, self.journal)
@@ -145,23 +153,31 @@ class SavedParts:
     def _load_store(
         self, name: str, payloads: dict[str, SavedPayloads], read_only: bool, in_file: bool
     ) -> ObservationStore:
-        about = self.stores[name]
-        tables = {key: self.blocks.read(f"stores/{name}/{key}", not read_only) for key in about["arrays"]}
+        tables = {key: self.blocks.read(f"stores/{name}/{key}", not read_only) for key in self.stores[name]["arrays"]}
+        store, found = self.make_store(name, tables, read_only)
+        if found is not None:
+            payloads[name] = found
+            path, size = self.payload_file(name)
+            if in_file and isinstance(store._inner, FrameStore) and path != self.data_path:
+                self._stay_in_file(store._inner, found, path, size)
+        return store
+
+    def make_store(
+        self, name: str, tables: dict[str, Array], read_only: bool
+    ) -> tuple[ObservationStore, SavedPayloads | None]:
+        """A store from its tables; ``read_only`` ones look into the file, and check what they read there."""
         path, size = self.payload_file(name)
+        found: list[SavedPayloads] = []
 
         def fill(heap: Heap, slots: npt.NDArray[np.int32]) -> None:
             data = disk.map_file(path, size, private=read_only)
-            payloads[name] = fill_heap(heap, slots, tables, data, path, copied=not read_only)
+            found.append(fill_heap(heap, slots, tables, data, path, copied=not read_only))
 
-        store = put_together(record_from_json(about.get("record")), tables, fill, read_only)
-        inner = store._inner
-        if read_only:
-            store.read_only = True
-            if isinstance(inner, FrameStore):
-                inner.guard = PayloadCheck(inner, payloads[name].chunks, inner.heap.data, path)
-        elif in_file and isinstance(inner, FrameStore) and path != self.data_path:
-            self._stay_in_file(inner, payloads[name], path, size)
-        return store
+        store = put_together(record_from_json(self.stores[name].get("record")), tables, fill, read_only)
+        store.read_only = read_only
+        if read_only and isinstance(store._inner, FrameStore):
+            store._inner.guard = PayloadCheck(store._inner, found[0].chunks, store._inner.heap.data, path)
+        return store, found[0] if found else None
 
     def _stay_in_file(self, inner: FrameStore, saved: SavedPayloads, path: Path, size: int) -> None:
         """Let a store write on in the file that its payloads are in; it is a regular file of this folder."""
@@ -190,15 +206,20 @@ class SavedParts:
 
 def make(parts: LoadedParts) -> Any:
     """What ``parts`` were taken from; whatever is wrong with them is an error of ours."""
-    try:
+    with only_named_errors(f"this {parts.kind}"):
         return kinds.make(parts)
-    except (AssertionError, AttributeError, KeyError, TypeError, ValueError, OverflowError, MemoryError, IndexError,
-            RuntimeError) as problem:  # fmt: skip
-        if isinstance(problem, ExtraBuffersError):
-            raise
-        raise FileFormatError(
-            f"this is no description of a {parts.kind}: {type(problem).__name__}: {problem}"
-        ) from problem
+
+
+@contextlib.contextmanager
+def only_named_errors(what: str) -> Iterator[None]:
+    """What is raised by numbers that make no sense together, as an error of ours."""
+    try:
+        yield
+    except ExtraBuffersError:
+        raise
+    except (ArithmeticError, AssertionError, AttributeError, BufferError, LookupError, MemoryError, OSError, TypeError,
+            ValueError, RuntimeError) as problem:  # fmt: skip
+        raise FileFormatError(f"{what} makes no sense: {type(problem).__name__}: {problem}") from problem
 
 
 def file_name(name: Any, kind: str) -> str:

@@ -83,7 +83,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def replace(folder: Path, data: bytes, sync: bool = True) -> None:
-    """Make ``data`` the manifest, all at once: before it there is the old one, after it the new one."""
+    """Make ``data`` the manifest, all at once; it lasts when the folder is synced."""
     staged = folder / STAGED
     with contextlib.suppress(FileNotFoundError):
         disk.unlink(staged)
@@ -100,8 +100,6 @@ def replace(folder: Path, data: bytes, sync: bool = True) -> None:
         with contextlib.suppress(OSError):
             disk.unlink(staged)
         raise
-    if sync:
-        disk.sync_folder(folder)
 
 
 # ---- copies in a data file ----

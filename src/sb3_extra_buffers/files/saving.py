@@ -62,7 +62,7 @@ def save(
     if live is not None and live.lives_in(folder):
         report: SaveReport = live.checkpoint(sync)
         return report
-    with _state_of(saved) as (parts, taken), disk.named_errors(folder, f"saving to {folder}"):
+    with state_of(saved) as (parts, taken), disk.named_errors(folder, f"saving to {folder}"):
         return Save(saved, folder, parts, taken, sync).run(None if base is None else Path(base))
 
 
@@ -70,7 +70,7 @@ def save_file(saved: Any, path: str | os.PathLike[str], sync: bool = True) -> Pa
     """Save a buffer, array or recording as the single file ``path``, which is replaced when all is written."""
     target = Path(path)
     staged = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    with _state_of(saved) as (parts, taken), disk.named_errors(target, f"saving to {target}"):
+    with state_of(saved) as (parts, taken), disk.named_errors(target, f"saving to {target}"):
         disk.make_folder(target.parent)
         writing = Save(saved, target.parent, parts, taken, sync)
         out = Appender(staged, new=True)
@@ -88,9 +88,11 @@ def save_file(saved: Any, path: str | os.PathLike[str], sync: bool = True) -> Pa
 
 
 @contextlib.contextmanager
-def _state_of(saved: Any) -> Iterator[tuple[Parts, dict[str, StoreParts]]]:
+def state_of(saved: Any) -> Iterator[tuple[Parts, dict[str, StoreParts]]]:
     """What ``saved`` is made of, which nobody changes meanwhile."""
     with getattr(saved, "_lock", None) or contextlib.nullcontext(), contextlib.ExitStack() as locks:
+        if hasattr(saved, "_recover"):
+            saved._recover()  # from a step that was interrupted
         parts = parts_of(saved)
         check_parts(parts)
         for store in parts.stores.values():
@@ -139,11 +141,14 @@ class Save:
             except BaseException:
                 out.undo()
                 raise
+            # from here on this is the state, whatever becomes of the rest
             out.close()
             for part in self.taken.values():
                 if part.inner is not None:
                     part.inner.saved()
             set_last_save(self.saved, new)
+            if self.sync:
+                disk.sync_folder(self.folder)
             self._remove_others(record)
         return SaveReport(self.folder, out.n_bytes, last is not None)
 
