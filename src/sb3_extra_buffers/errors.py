@@ -23,6 +23,7 @@ __all__ = [
     "MissingRomError",
     "NoEpisodeError",
     "NotSaveableError",
+    "OutOfMemoryError",
     "PriorityError",
     "ReadOnlyBufferError",
     "SharingError",
@@ -77,6 +78,10 @@ class HeapFullError(ExtraBuffersError, MemoryError):
     def __reduce__(self) -> tuple[type[HeapFullError], tuple[int, int, int]]:
         # the numbers are the arguments; the message is made from them again
         return type(self), (self.needed, self.live, self.limit)
+
+
+class OutOfMemoryError(ExtraBuffersError, MemoryError):
+    """The system has no memory for what was asked; nothing that was stored is changed."""
 
 
 class AlgorithmMismatchError(ExtraBuffersError, ValueError):

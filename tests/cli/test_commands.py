@@ -366,7 +366,7 @@ def test_columns_and_observations_are_written_as_they_are(name: str, suffix: str
     for path, leaf in (pairs | {"rewards": buffer.rewards, "actions": buffer.actions}).items():
         np.testing.assert_array_equal(group[path][:], leaf)
         assert group[path].dtype == leaf.dtype
-    assert json.loads(group.attrs["manifest"])["class"] == type(buffer).__name__
+    assert json.loads(group.attrs["manifest"])["kind"] == buffer.to_parts().kind
     assert run("convert", tmp_path / "saved", target) == 2  # it is there already
 
 

@@ -36,7 +36,7 @@ if sys.platform == "linux":
     assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + pages), mmap.PAGESIZE, 0) == 0
     moved = np.frombuffer(area, np.uint8)[pages - store.heap.data.size : pages]
     moved[:] = store.heap.data
-    store.heap.data = moved
+    store.heap._arena = store.heap._arena._replace(area=area, data=moved)
     store._sync()
 state = store._state
 sealed = np.flatnonzero(state.lengths)

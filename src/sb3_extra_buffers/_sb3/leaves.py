@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -116,7 +116,7 @@ def fit(leaf: Leaf, observations: Any, name: str) -> Array:
 
     As in SB3, what NumPy can broadcast will do, and floats are rounded to the space's precision.
     """
-    array = np.asarray(observations)
+    array = as_array(observations, name)
     dtype = leaf.dtype
     if array.dtype == dtype and array.shape == leaf.shape[1:]:
         return array
@@ -139,6 +139,11 @@ def fit(leaf: Leaf, observations: Any, name: str) -> Array:
 
 def fit_leaves(leaves: Leaves, observations: Any, name: str) -> dict[str, Array]:
     """`fit` for every key."""
+    if not isinstance(observations, Mapping):
+        raise SpecMismatchError(
+            f"{name} is a {type(observations).__name__}, but the observation space has the keys {', '.join(leaves)}; "
+            "pass a dict with an array for each"
+        )
     missing = [key for key in leaves if key not in observations]
     if missing:
         raise SpecMismatchError(f"{name} lacks {', '.join(missing)}; the space has {', '.join(leaves)}")
@@ -147,7 +152,7 @@ def fit_leaves(leaves: Leaves, observations: Any, name: str) -> dict[str, Array]
 
 def fit_actions(column: Array, actions: Any) -> Array:
     """``actions`` of all environments as a step of ``column`` holds them."""
-    array, shape = np.asarray(actions), column.shape[1:]
+    array, shape = as_array(actions, "action"), column.shape[1:]
     if array.dtype != column.dtype:
         array = cast(array, column.dtype, "action")
     try:
@@ -159,14 +164,24 @@ def fit_actions(column: Array, actions: Any) -> Array:
         ) from None
 
 
-def fit_column(values: Any, n_envs: int, name: str) -> Array:
+def fit_column(values: Any, n_envs: int, name: str, dtype: Any = np.float32) -> Array:
     """One number for each environment, such as rewards; a single one is for all of them."""
-    array = np.asarray(values)
-    if array.shape == (n_envs,):
-        return array
-    if array.size == 1 or array.shape == (1, n_envs):
-        return np.broadcast_to(array.reshape(-1), (n_envs,))
-    raise SpecMismatchError(f"{name} has shape {array.shape}, but there are {n_envs} environments; check n_envs")
+    array = as_array(values, name)
+    if array.dtype.kind not in "biuf":
+        raise SpecMismatchError(f"{name} has dtype {array.dtype}; pass a number for each of {n_envs} environments")
+    if array.size != 1 and array.shape not in ((n_envs,), (1, n_envs)):
+        raise SpecMismatchError(f"{name} has shape {array.shape}, but there are {n_envs} environments; check n_envs")
+    # here rather than when it is stored: a warning may be an error
+    array = array.astype(dtype, copy=False)
+    return array.reshape(-1) if array.size == n_envs else np.broadcast_to(array.reshape(-1), (n_envs,))
+
+
+def as_array(values: Any, name: str) -> Array:
+    """``values`` as an array, or an error that says that they are none."""
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError, RuntimeError) as problem:
+        raise SpecMismatchError(f"{name} cannot be made an array: {problem}") from problem
 
 
 def cast(array: Array, dtype: np.dtype[Any], name: str) -> Array:

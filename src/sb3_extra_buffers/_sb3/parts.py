@@ -45,7 +45,7 @@ _STATE = {"pos": "pos", "full": "full"}
 _REPLAY = Layout(
     ("optimize_memory_usage", "handle_timeout_termination", "n_steps", "gamma"),
     _OPTIONS,
-    _STATE | {"n_evicted": "_n_evicted"},
+    _STATE | {"n_evicted": "_n_evicted", "n_added": "_n_added"},
     ("actions", "rewards", "dones", "timeouts"),
 )
 _ROLLOUT = Layout(
@@ -63,8 +63,7 @@ _HER = _REPLAY._replace(
 )  # fmt: skip
 _PRIORITIZED = _REPLAY._replace(
     arguments=(*_REPLAY.arguments, "alpha", "beta", "epsilon"),
-    state=_REPLAY.state
-    | {"n_added": "_n_added", "max_priority": "max_priority", "progress_remaining": "progress_remaining"},
+    state=_REPLAY.state | {"max_priority": "max_priority", "progress_remaining": "progress_remaining"},
 )
 _MASKABLE = _ROLLOUT._replace(columns=(*_ROLLOUT.columns, "action_masks"))
 _HIDDEN = ("hidden_states_pi", "cell_states_pi", "hidden_states_vf", "cell_states_vf")
@@ -100,10 +99,13 @@ _LAYOUTS: dict[str, Layout] = {
 
 # attributes that follow from the arguments, or that are made again when they are missed
 _FOLLOW = frozenset(
-    """observation_space action_space obs_shape action_dim device n_envs buffer_size observations next_observations
-    generator_ready env her_ratio infos mask_dims pad pad_and_flatten seq_start_indices seq_end_indices flatten_config
-    compression_method n_steps gamma""".split()
-)
+    {
+        "observation_space", "action_space", "obs_shape", "action_dim", "device", "n_envs", "buffer_size",
+        "observations", "next_observations", "generator_ready", "env", "her_ratio", "infos", "mask_dims", "pad",
+        "pad_and_flatten", "seq_start_indices", "seq_end_indices", "flatten_config", "compression_method", "n_steps",
+        "gamma",
+    }
+)  # fmt: skip
 
 
 def is_ring(tag: str) -> bool:
@@ -171,7 +173,11 @@ def _arguments(buffer: Any, layout: Layout, tag: str) -> dict[str, Any]:
 def _extra_state(buffer: Any, layout: Layout) -> dict[str, Any]:
     """What users, or their subclasses, have added to a buffer under public names."""
     known = _FOLLOW.union(layout.arguments, layout.columns, layout.state.values())
-    return {name: value for name, value in vars(buffer).items() if name not in known and not name.startswith("_") and not hasattr(type(buffer), name)}
+    return {
+        name: value
+        for name, value in vars(buffer).items()
+        if name not in known and not name.startswith("_") and not hasattr(type(buffer), name)
+    }
 
 
 def _is_column(value: Any) -> bool:
@@ -325,6 +331,7 @@ def _put_state(buffer: Any, parts: LoadedParts, layout: Layout) -> None:
     buffer.pos, buffer.full = pos, full
     if "n_evicted" in layout.state:
         buffer._n_evicted = parts.number("state", "n_evicted", stop=(size if full else pos) + 1)
+        buffer._n_added = parts.number("state", "n_added", stop=1 << 60)
     if parts.kind == "her-replay":
         _put_episodes(buffer, parts)
     if "priorities" in parts.columns:
@@ -335,12 +342,16 @@ def _put_episodes(buffer: Any, parts: LoadedParts) -> None:
     size, lead = buffer.buffer_size, (buffer.buffer_size, buffer.n_envs)
     starts, lengths = buffer.ep_start, buffer.ep_length
     current = parts.column("current_ep_start", np.int64, (buffer.n_envs,))
-    for what, values, stop in (("start", starts, size), ("length", lengths, size + 1), ("current start", current, size)):
+    for what, values, stop in (("start", starts, size), ("length", lengths, size + 1), ("beginning", current, size)):
         if values.size and not 0 <= int(values.min()) <= int(values.max()) < stop:
             raise FileFormatError(f"the {what} of an episode is {values.min()} or {values.max()}")
     steps, envs = np.nonzero(lengths)
-    age = (steps - starts[steps, envs]) % size
-    if (age >= lengths[steps, envs]).any() or (not buffer.full and (steps >= buffer.pos).any()):
+    first, length = starts[steps, envs], lengths[steps, envs]
+    # all steps of an episode are there, and say the same of it
+    counts = np.bincount(first * buffer.n_envs + envs, minlength=lengths.size)
+    fits = ((steps - first) % size < length) & (counts[first * buffer.n_envs + envs] == length)
+    fits &= lengths[first, envs] == length
+    if not fits.all() or (not buffer.full and (steps >= buffer.pos).any()):
         raise FileFormatError("a step is in an episode that it is no part of")
     buffer._current_ep_start = current
     if buffer.copy_info_dict:
@@ -369,7 +380,6 @@ def _put_priorities(buffer: Any, parts: LoadedParts) -> None:
     if not (np.isfinite(leaves).all() and (leaves >= 0).all()):
         raise FileFormatError("a priority is negative or not finite")
     buffer._tree.write(slice(0, leaves.size), leaves.reshape(-1))
-    buffer._n_added = parts.number("state", "n_added", stop=1 << 60)
     for name, low in (("max_priority", 0.0), ("progress_remaining", -1e300)):
         value = parts.entry("state", name, kind=(int, float))
         if not low <= value < 1e300:

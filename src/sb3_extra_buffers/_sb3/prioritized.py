@@ -84,7 +84,6 @@ class PrioritizedMixin(ReplayMixin):
         self.progress_remaining = 1.0
         self.beta_now()
         self.max_priority = 1.0
-        self._n_added = 0
         super().__init__(*args, **kwargs)
         self._refuse_stock(calling_algorithm("_setup_model"))
 
@@ -125,10 +124,8 @@ class PrioritizedMixin(ReplayMixin):
 
     # ---- adding and forgetting ----
 
-    def add(self, *args: Any, **kwargs: Any) -> None:
-        first = self.pos * self.n_envs
-        super().add(*args, **kwargs)
-        self._n_added += 1
+    def _step_added(self, position: int) -> None:
+        first = position * self.n_envs
         self._tree.write(slice(first, first + self.n_envs), self.max_priority**self.alpha)
 
     def _forget_step(self, step: int) -> None:
@@ -146,6 +143,9 @@ class PrioritizedMixin(ReplayMixin):
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw ``batch_size`` transitions, one from each of as many equal parts of the priorities."""
+        if self._step is not None:
+            with self._lock:
+                self._recover()
         if self._tree.total == 0:
             raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
         leaves = self._tree.draw(batch_size)
@@ -230,8 +230,9 @@ class PrioritizedMixin(ReplayMixin):
                 "those that holds(indices) names"
             )
         priorities = errors + self.epsilon
-        self._tree.write(numbers % self._tree.n_leaves, priorities**self.alpha)
+        # the maximum first: a step that is added in between may rank too high, never too low
         self.max_priority = max(self.max_priority, float(priorities.max(initial=0)))
+        self._tree.write(numbers % self._tree.n_leaves, priorities**self.alpha)
 
     def check(self) -> None:
         """Raise if the priorities are not those of the transitions that are here. Tests call this."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ from sb3_extra_buffers._sb3.leaves import (
     twin,
 )
 from sb3_extra_buffers._sb3.n_step import HAS_N_STEP, NStepReplayBuffer
-from sb3_extra_buffers._sb3.storage import CompressedStorage
+from sb3_extra_buffers._sb3.storage import WRITING, CompressedStorage
 from sb3_extra_buffers.errors import BudgetExceededError, EmptyBufferError, SpecMismatchError
 from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.stores.view import StoreView
@@ -44,6 +44,29 @@ _TABLES = 1 / 3
 # what a stack of four and the next one take in such tables
 _CELL_BYTES = 32
 _BOOL = frozenset({bool, np.bool_})
+# dtypes that rewards and dones are stored from as they are; NumPy has one object for each
+_FLOAT, _FLAG = np.dtype(np.float32), np.dtype(np.bool_)
+
+
+class Step(NamedTuple):
+    """What is left to do for a step whose observations are stored; doing it twice changes nothing."""
+
+    position: int
+    n_added: int
+    n_evicted: int
+    obs: Any
+    next_obs: Any
+    action: Any
+    reward: Any
+    done: Any
+    truncated: Any
+
+
+class Eviction(NamedTuple):
+    """What is left to do to drop the oldest step."""
+
+    position: int
+    n_evicted: int
 
 
 class ReplayMixin(CompressedStorage, _Base):
@@ -109,6 +132,7 @@ class ReplayMixin(CompressedStorage, _Base):
         is_n_step = n_steps > 1 or isinstance(self, NStepReplayBuffer)
         self.optimize_memory_usage = optimize_memory_usage and not is_n_step
         self._n_evicted = 0
+        self._n_added = 0
         self._lay_out(max(buffer_size // n_envs, 1))
         if not isinstance(self, NStepReplayBuffer):
             check_n_steps(self)
@@ -166,35 +190,84 @@ class ReplayMixin(CompressedStorage, _Base):
         done: npt.NDArray[Any],
         infos: list[dict[str, Any]],
     ) -> None:
-        """Add one step of every environment; where anything does not fit, nothing is changed."""
-        obs, next_obs, action, reward, done, truncated = self._fit_step(obs, next_obs, action, reward, done, infos)
-        leaves, next_leaves = self.observations, self.next_observations
-        position = self.pos
-        if type(leaves) is Leaves:
-            for key, leaf in leaves.items():
-                _write_pair(leaf, next_leaves[key], position, obs[key], next_obs[key])
-        else:
-            _write_pair(leaves, next_leaves, position, obs, next_obs)
-        self.actions[position] = action
-        self.rewards[position] = reward
-        self.dones[position] = done
-        if truncated is not None:
-            self.timeouts[position] = truncated
-        if self._n_evicted and self.full:
-            self._n_evicted -= 1  # its place was taken
-        self.pos = position + 1
-        if self.pos == self.buffer_size:
-            self.full = True
-            self.pos = 0
-        limit = self._options.max_bytes
-        if limit is not None and self._options.on_max_bytes == "evict":
-            self._evict_beyond(limit)
+        """Add one step of every environment: all of it, or after an exception of whatever kind nothing."""
+        with self._lock:
+            n_added = self._n_added
+            try:
+                if self._step is not None:
+                    self._recover()
+                step = self._fit_step(obs, next_obs, action, reward, done, infos)
+                live = self._live
+                if live is not None:
+                    live.prepare_step()
+                self._write_stores(step)
+                if live is not None:
+                    live.record_step(obs, next_obs, action, reward, done, infos)
+                self._step = step
+                self._finish_step(step)
+                limit = self._options.max_bytes
+                if limit is not None and self._options.on_max_bytes == "evict":
+                    self._evict_beyond(limit)
+            except BaseException as problem:
+                self._fail(problem, n_added)
 
-    def _fit_step(
-        self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any
-    ) -> tuple[Any, Any, Array, Array, Array, Any]:
+    def _position(self) -> int:
+        return self._n_added
+
+    def _write_stores(self, step: Step) -> None:
+        """Write the observations that stores hold; they can take them back."""
+        leaves, next_leaves, position = self.observations, self.next_observations, step.position
+        if type(leaves) is Leaves:
+            for key in self._begin_step(leaves):
+                leaves[key].write_with(next_leaves[key], position, step.obs[key], step.next_obs[key])
+        elif type(leaves) is not np.ndarray:
+            # `_begin_step`, for the path that most steps take
+            leaves.store.commit()
+            self._step = WRITING
+            leaves.write_with(next_leaves, position, step.obs, step.next_obs)
+
+    def _finish_step(self, step: Step) -> None:
+        position = step.position
+        leaves, next_leaves = self.observations, self.next_observations
+        if type(leaves) is np.ndarray:
+            leaves[position] = step.obs
+            next_leaves[position] = step.next_obs
+        elif type(leaves) is Leaves:
+            for key, leaf in leaves.items():
+                if type(leaf) is np.ndarray:
+                    leaf[position] = step.obs[key]
+                    next_leaves[key][position] = step.next_obs[key]
+        self.actions[position] = step.action
+        self.rewards[position] = step.reward
+        self.dones[position] = step.done
+        if step.truncated is not None:
+            self.timeouts[position] = step.truncated
+        self._n_evicted = step.n_evicted
+        self._n_added = step.n_added
+        self._step_added(position)
+        position += 1
+        if position == self.buffer_size:
+            self.full = True
+            position = 0
+        self.pos = position
+        self._step = None
+
+    def _step_added(self, position: int) -> None:
+        """What else a step at ``position`` changes; doing it twice must change nothing."""
+
+    def _recover(self) -> None:
+        step = self._step
+        if isinstance(step, Step):
+            self._finish_step(step)
+        elif isinstance(step, Eviction):
+            self._finish_eviction(step)
+        elif step is not None:
+            self._undo_step(self.observations)
+
+    def _fit_step(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> Step:
         """What `add` was given, as it will be written, or an error; nothing is changed."""
-        # what is as it should be is seen without a call
+        self._check_writable()
+        # fast path: skip validation where shape and dtype already match
         leaves = self.observations
         if type(leaves) is Leaves:
             obs, next_obs = fit_leaves(leaves, obs, "obs"), fit_leaves(leaves, next_obs, "next_obs")
@@ -208,21 +281,28 @@ class ReplayMixin(CompressedStorage, _Base):
         if type(action) is not np.ndarray or action.shape != self._action_shape or action.dtype != actions.dtype:
             action = fit_actions(actions, action)
         lane = self._lane
-        if type(reward) is not np.ndarray or reward.shape != lane:
+        if type(reward) is not np.ndarray or reward.shape != lane or reward.dtype is not _FLOAT:
             reward = fit_column(reward, self.n_envs, "reward")
-        if type(done) is not np.ndarray or done.shape != lane:
+        if type(done) is not np.ndarray or done.shape != lane or done.dtype is not _FLAG:
             done = fit_column(done, self.n_envs, "done")
         # infos are nobody's business otherwise: some pass a dict
         truncated = self._fit_infos(infos) if self.handle_timeout_termination else None
         limit = self._options.max_bytes
         if limit is not None and self._options.on_max_bytes == "raise":
             self._check_budget(limit)
-        return obs, next_obs, action, reward, done, truncated
+        # the oldest step was evicted already: its place is taken
+        n_evicted = self._n_evicted - 1 if self._n_evicted and self.full else self._n_evicted
+        return Step(self.pos, self._n_added + 1, n_evicted, obs, next_obs, action, reward, done, truncated)
 
     def _fit_infos(self, infos: Any) -> Any:
-        truncated: Any = [info.get("TimeLimit.truncated", False) for info in infos]
-        if not _BOOL.issuperset(map(type, truncated)):
-            truncated = np.array(truncated, self.timeouts.dtype).ravel()  # some pass arrays of one
+        try:
+            truncated: Any = [info.get("TimeLimit.truncated", False) for info in infos]
+            if not _BOOL.issuperset(map(type, truncated)):
+                truncated = np.array(truncated, self.timeouts.dtype).ravel()  # some pass arrays of one
+        except (AttributeError, TypeError, ValueError) as problem:
+            raise SpecMismatchError(
+                f"infos must be a list of {self.n_envs} dicts, whose 'TimeLimit.truncated' is a bool: {problem}"
+            ) from problem
         if len(truncated) != self.n_envs and len(truncated) != 1:
             raise SpecMismatchError(f"{len(infos)} infos for {self.n_envs} environments; check n_envs")
         return truncated
@@ -235,6 +315,9 @@ class ReplayMixin(CompressedStorage, _Base):
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw ``batch_size`` transitions; random numbers are drawn in SB3's order."""
+        if self._step is not None:
+            with self._lock:
+                self._recover()
         count = self.size()
         if count == 0:
             raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
@@ -316,8 +399,13 @@ class ReplayMixin(CompressedStorage, _Base):
         self._settle()
         while self.size() > 1 and self.held_bytes() > limit:
             oldest = ((self.pos if self.full else 0) + self._n_evicted) % self.buffer_size
-            self._forget_step(oldest)
-            self._n_evicted += 1
+            self._step = Eviction(oldest, self._n_evicted + 1)
+            self._finish_eviction(self._step)
+
+    def _finish_eviction(self, eviction: Eviction) -> None:
+        self._forget_step(eviction.position)
+        self._n_evicted = eviction.n_evicted
+        self._step = None
 
     def _forget_step(self, step: int) -> None:
         """Give back what the observations of ``step`` take."""
@@ -327,16 +415,12 @@ class ReplayMixin(CompressedStorage, _Base):
                     leaf.erase(step)
 
     def reset(self) -> None:
-        super().reset()
-        self._n_evicted = 0
-
-
-def _write_pair(leaf: Any, next_leaf: Any, position: int, first: Array, second: Array) -> None:
-    if type(leaf) is np.ndarray:
-        leaf[position] = first
-        next_leaf[position] = second
-    else:
-        leaf.write_with(next_leaf, position, first, second)
+        """Forget all transitions."""
+        self._check_writable()
+        with self._lock:
+            self._recover()
+            self._n_evicted = 0
+            super().reset()
 
 
 def _read_pair(leaf: Leaf, next_leaf: Leaf, steps: npt.NDArray[Any], envs: npt.NDArray[Any]) -> tuple[Array, Array]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch as th
@@ -12,6 +12,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 
 from sb3_extra_buffers._sb3.leaves import (
     Leaves,
+    as_array,
     each_leaf,
     fit,
     fit_actions,
@@ -21,7 +22,7 @@ from sb3_extra_buffers._sb3.leaves import (
     make_leaves,
 )
 from sb3_extra_buffers._sb3.storage import CompressedStorage, OptionsFirst
-from sb3_extra_buffers.errors import EmptyBufferError, SpecMismatchError
+from sb3_extra_buffers.errors import EmptyBufferError, IndexOutOfRangeError
 from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.stores.view import StoreView
 
@@ -31,6 +32,18 @@ if TYPE_CHECKING:
     _Base = RolloutBuffer
 else:
     _Base = object
+
+
+class RolloutStep(NamedTuple):
+    """What is left to do for a step whose observations are stored; doing it twice changes nothing."""
+
+    position: int
+    obs: Any
+    action: Any
+    reward: Any
+    episode_start: Any
+    value: Any
+    log_prob: Any
 
 
 class RolloutMixin(CompressedStorage, _Base):
@@ -71,6 +84,8 @@ class RolloutMixin(CompressedStorage, _Base):
 
     def reset(self) -> None:
         """Forget the rollout; what was learnt about the observations stays."""
+        self._check_writable()
+        self._step = None
         shape: Any = self.obs_shape
         # SB3 lays out everything else; observations of no elements cost it nothing
         self.obs_shape = {} if isinstance(shape, dict) else (0,)  # type: ignore[assignment]  # Dict buffers have a dict
@@ -91,39 +106,69 @@ class RolloutMixin(CompressedStorage, _Base):
         self.observations = Leaves(self._leaves) if isinstance(self._leaves, dict) else self._leaves
 
     def add(self, obs: Any, action: Any, reward: Any, episode_start: Any, value: Any, log_prob: Any) -> None:
-        """Add one step of every environment; where anything does not fit, nothing is changed."""
-        # what is as it should be is seen without a call
+        """Add one step of every environment: all of it, or after an exception of whatever kind nothing."""
+        with self._lock:
+            position = self.pos
+            try:
+                if self._step is not None:
+                    self._recover()
+                    position = self.pos
+                step = self._fit_step(obs, action, reward, episode_start, value, log_prob)
+                leaves = self.observations
+                for key in self._begin_step(leaves):
+                    if key is None:
+                        leaves[position] = step.obs
+                    else:
+                        leaves[key][position] = step.obs[key]
+                self._step = step
+                self._finish_step(step)
+            except BaseException as problem:
+                self._fail(problem, position)
+
+    def _fit_step(
+        self, obs: Any, action: Any, reward: Any, episode_start: Any, value: Any, log_prob: Any
+    ) -> RolloutStep:
+        """What `add` was given, as it will be written, or an error; nothing is changed."""
+        self._check_writable()
         n_envs, leaves, actions = self.n_envs, self.observations, self.actions
+        # fast path: skip validation where shape and dtype already match
         if isinstance(leaves, Leaves):
             obs = fit_leaves(leaves, obs, "obs")
         elif type(obs) is not np.ndarray or obs.dtype != leaves.dtype or obs.shape != leaves.shape[1:]:
             obs = fit(leaves, obs, "obs")
         if type(action) is not np.ndarray or action.dtype != actions.dtype or action.size != n_envs * self.action_dim:
             action = fit_actions(actions, action)
-        if type(reward) is not np.ndarray or reward.shape != (n_envs,):
-            reward = fit_column(reward, n_envs, "reward")
-        if type(episode_start) is not np.ndarray or episode_start.shape != (n_envs,):
-            episode_start = fit_column(episode_start, n_envs, "episode_start")
-        if value.numel() != n_envs or log_prob.numel() != n_envs:
-            for name, tensor in (("value", value), ("log_prob", log_prob)):
-                if tensor.numel() not in (1, n_envs):
-                    raise SpecMismatchError(
-                        f"{name} has shape {tuple(tensor.shape)}, but there are {n_envs} environments; check n_envs"
-                    )
-        position = self.pos
-        if isinstance(leaves, Leaves):
-            for key, leaf in leaves.items():
-                leaf[position] = obs[key]
-        else:
-            leaves[position] = obs
-        actions[position] = action.reshape(n_envs, self.action_dim)
-        self.rewards[position] = reward
-        self.episode_starts[position] = episode_start
-        self.values[position] = value.detach().cpu().numpy().reshape(-1)
-        self.log_probs[position] = log_prob.detach().cpu().numpy().reshape(-1)
-        self.pos = position + 1
-        if self.pos == self.buffer_size:
+        numbers = [fit_column(reward, n_envs, "reward"), fit_column(episode_start, n_envs, "episode_start")]
+        for name, tensor in (("value", value), ("log_prob", log_prob)):
+            array = tensor.detach().cpu().numpy() if isinstance(tensor, th.Tensor) else tensor
+            numbers.append(fit_column(as_array(array, name).reshape(-1), n_envs, name))
+        if self.pos >= self.buffer_size:
+            raise IndexOutOfRangeError(f"the rollout has all of its {self.buffer_size} steps; reset() it first")
+        return RolloutStep(self.pos, obs, action.reshape(n_envs, self.action_dim), *numbers)
+
+    def _finish_step(self, step: RolloutStep) -> None:
+        position, leaves = step.position, self.observations
+        for key, leaf in each_leaf(leaves):
+            if type(leaf) is np.ndarray:
+                leaf[position] = step.obs if key is None else step.obs[key]
+        self.actions[position] = step.action
+        self.rewards[position] = step.reward
+        self.episode_starts[position] = step.episode_start
+        self.values[position] = step.value
+        self.log_probs[position] = step.log_prob
+        if position + 1 == self.buffer_size:
             self.full = True
+        self.pos = position + 1
+        self._step = None
+
+    def _recover(self) -> None:
+        if isinstance(self._step, RolloutStep):
+            self._finish_step(self._step)
+        elif self._step is not None:
+            self._undo_step(self.observations)
+
+    def _position(self) -> int:
+        return self.pos
 
     def get(self, batch_size: int | None = None) -> Any:
         """The rollout in random batches, in SB3's order."""

@@ -2,36 +2,99 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch as th
 
 from sb3_extra_buffers._sb3.algorithm import check_loaded
-from sb3_extra_buffers._sb3.leaves import Array, take_decoded
+from sb3_extra_buffers._sb3.leaves import Array, Leaves, each_leaf, take_decoded
 from sb3_extra_buffers._sb3.options import OPTION_NAMES, StorageOptions
-from sb3_extra_buffers.errors import UnsupportedVersionError
+from sb3_extra_buffers.errors import (
+    ExtraBuffersError,
+    OutOfMemoryError,
+    ReadOnlyBufferError,
+    UnsupportedVersionError,
+)
 from sb3_extra_buffers.files.folders import SavedAsFolder
+from sb3_extra_buffers.stores.locks import fork_safe_lock
+from sb3_extra_buffers.stores.view import StoreView
 
 #: version of what is pickled
-STATE_VERSION = 1
+STATE_VERSION = 2
 
-# what a buffer that lives in a file, or was opened to be read, has beyond its own; a copy of it has nothing of that
-_OF_FILES = frozenset({"add", "extend", "reset", "_live"})
+#: while a step is being written to the stores
+WRITING = "writing"
+
+# what belongs to this process or to a file: a copy has nothing of that
+_NOT_COPIED = frozenset({"_lock", "_live", "_last_save", "_read_only", "_step"})
 
 
 class CompressedStorage(SavedAsFolder):
-    """Options, tensors and pickles."""
+    """Options, tensors, pickles, and what makes adding a step a transaction.
+
+    A step is first written to the stores, which can take it back. Then ``_step`` is set, by one assignment, to
+    everything that is left to do; whatever interrupts that, `_recover` does it again from the beginning.
+    """
 
     _options: StorageOptions
+    #: What keeps a file up to date with this buffer, if anything does.
+    _live: Any = None
+    _read_only = False
+    #: None between two steps; `WRITING` while stores may have to take a step back; then what is left to do.
+    _step: Any = None
 
     if TYPE_CHECKING:
         device: th.device
 
     def _take_options(self, **options: Any) -> None:
-        """Remember how observations are to be kept; who comes first is right (`OptionsFirst`)."""
+        """Remember how observations are to be kept; the first call wins (`OptionsFirst`)."""
         if "_options" not in self.__dict__:
             self._options = StorageOptions(**options)
+        self._lock = fork_safe_lock(of_buffer=True)
+
+    # ---- transactions ----
+
+    def _check_writable(self) -> None:
+        if self._read_only:
+            raise ReadOnlyBufferError(f"this {type(self).__name__} was opened to be read; load() it to add to a copy")
+
+    def _recover(self) -> None:
+        """Finish or take back a step that was interrupted."""
+
+    def _begin_step(self, leaves: Any) -> list[Any]:
+        """Be ready to take back what is written to stores from now on; the keys of those, None for a Box."""
+        keys = [key for key, leaf in each_leaf(leaves) if isinstance(leaf, StoreView)]
+        for key in keys:
+            (leaves if key is None else leaves[key]).store.commit()
+        self._step = WRITING
+        return keys
+
+    def _undo_step(self, leaves: Any) -> None:
+        for _, leaf in each_leaf(leaves):
+            if isinstance(leaf, StoreView):
+                leaf.store.undo_write()
+        if self._live is not None:
+            self._live.undo_step()
+        self._step = None
+
+    def _fail(self, problem: BaseException, position: Any) -> None:
+        """Recover from ``problem`` in a step that began at ``position`` and raise it, memory errors by a name of ours.
+
+        Returns if there was no memory at the end of the step, and recovering has completed it.
+        """
+        with contextlib.suppress(Exception):
+            self._recover()  # if this fails as well, the next use of the buffer does it
+        if not isinstance(problem, MemoryError) or isinstance(problem, ExtraBuffersError):
+            raise problem
+        if self._step is not None or self._position() == position:
+            raise OutOfMemoryError(f"there is no memory for another step: {problem}; nothing was changed") from problem
+
+    def _position(self) -> Any:
+        """What every step changes."""
+        raise NotImplementedError
 
     # ---- tensors ----
 
@@ -78,21 +141,36 @@ class CompressedStorage(SavedAsFolder):
             return
         from sb3_extra_buffers.files.live import StartsInFile, check_new
 
-        vars(self)["add"] = StartsInFile(self, check_new(self._options.path))
+        self._live = StartsInFile(self, check_new(self._options.path))
 
     # ---- pickles ----
 
     def __getstate__(self) -> dict[str, Any]:
-        return self._with_version(self.__dict__)
+        return self._frozen_state(self.__dict__)
 
-    @staticmethod
-    def _with_version(state: dict[str, Any]) -> dict[str, Any]:
-        kept = {name: value for name, value in state.items() if name not in _OF_FILES}
+    def _frozen_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """``state`` as it is between two steps: copies of all that a step changes."""
+        with self._lock:
+            self._recover()
+            known: dict[int, Any] = {}
+            kept = {name: _freeze(value, known) for name, value in state.items() if name not in _NOT_COPIED}
         return kept | {"_state_version": STATE_VERSION}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._check_state(state)
         self.__dict__.update(state)
+        self._lock = fork_safe_lock(of_buffer=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        # plain arrays are copies already
+        state = {
+            name: value if type(value) is np.ndarray and not value.dtype.hasobject else copy.deepcopy(value, memo)
+            for name, value in self.__getstate__().items()
+        }
+        made.__setstate__(state)
+        return made
 
     def _check_state(self, state: dict[str, Any]) -> None:
         version = state.pop("_state_version", 0)
@@ -102,6 +180,25 @@ class CompressedStorage(SavedAsFolder):
                 f"{STATE_VERSION}; update sb3-extra-buffers"
             )
         check_loaded(self, state)
+
+
+def _freeze(value: Any, known: dict[int, Any]) -> Any:
+    """``value``, or a copy of it where steps change it; what was one thing stays one thing."""
+    if id(value) in known:
+        return known[id(value)]
+    made = value
+    if type(value) is np.ndarray:
+        made = value.copy()
+    elif isinstance(value, StoreView):
+        made = object.__new__(type(value))
+        made.__dict__.update(vars(value))
+        made.store = _freeze(value.store, known)
+    elif hasattr(value, "frozen"):
+        made = value.frozen()
+    elif isinstance(value, Leaves):
+        made = Leaves({key: _freeze(leaf, known) for key, leaf in value.items()})
+    known[id(value)] = made
+    return made
 
 
 class OptionsFirst:

@@ -43,11 +43,12 @@ class SumTree:
 
     def write(self, leaves: Any, priorities: Any) -> None:
         """Set ``leaves`` (indices or a slice); where one is repeated, the last of its priorities counts."""
-        self._sums[0][leaves] = priorities
+        # marked first: a node that is summed up once too often does no harm
         if isinstance(leaves, slice):
             self._stale[leaves.start // FAN_OUT : (leaves.stop - 1) // FAN_OUT + 1] = True
         else:
             self._stale[leaves // FAN_OUT] = True
+        self._sums[0][leaves] = priorities
 
     def read(self, leaves: Any) -> Floats:
         """The priorities of ``leaves``."""
@@ -99,10 +100,9 @@ class SumTree:
 
     def _settle(self) -> None:
         """Sum up again what has stale children."""
-        stale = np.flatnonzero(self._stale)
+        stale = marked = np.flatnonzero(self._stale)
         if not len(stale):
             return
-        self._stale[stale] = False
         for level in range(1, len(self._sums)):
             if level > 1:
                 parents = stale // FAN_OUT
@@ -115,6 +115,7 @@ class SumTree:
         self._ends = self._sums[-1].cumsum()
         minima = self._mins[-1]
         self._min = float(minima.min(where=minima > 0, initial=np.inf))
+        self._stale[marked] = False
 
     def check(self) -> None:
         """Raise if the tree is not exactly what its leaves make it, or a leaf is no priority."""
@@ -135,8 +136,14 @@ class SumTree:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in (*self._sums, *self._mins[1:], self._stale, self._ends))
 
+    def frozen(self) -> SumTree:
+        """A copy."""
+        made = object.__new__(SumTree)
+        made.__setstate__(self.__getstate__())
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"n_leaves": self.n_leaves, "leaves": self._sums[0][: self.n_leaves]}
+        return {"n_leaves": self.n_leaves, "leaves": self._sums[0][: self.n_leaves].copy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.n_leaves = state["n_leaves"]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.errors import FileFormatError, MissingExtraError
 from sb3_extra_buffers.files.checking import views_of
-from sb3_extra_buffers.files.loading import SavedBuffer
+from sb3_extra_buffers.files.loading import SavedParts
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.view import StoreView
 
@@ -40,15 +40,12 @@ def progress(each: Iterable[Each], what: str, total: int | None = None) -> Itera
     yield from tqdm(each, desc=what, total=total, disable=None, leave=False)
 
 
-def open_any(path: str | os.PathLike[str]) -> tuple[SavedBuffer, Any]:
-    """A saved buffer to look at, whoever wrote its class."""
-    saved = SavedBuffer(Path(path))
-    try:
-        kind = saved.find_class(None)
-    except FileFormatError:
-        # its columns are all we want; nothing of its code is needed, or run
-        kind = type(saved.class_name, (), {})
-    buffer = saved.load(kind, read_only=True)
+def open_any(path: str | os.PathLike[str]) -> tuple[SavedParts, Any]:
+    """A saved buffer to look at."""
+    saved = SavedParts.of_folder(Path(path))
+    buffer = saved.load(read_only=True)
+    if not isinstance(buffer, StoreView) and not hasattr(buffer, "buffer_size"):
+        raise FileFormatError(f"{path} holds a {saved.kind!r}, which has no steps to look at")
     stores = vars(buffer).get("_stores")
     if stores:
         for place, name in enumerate(("observations", "next_observations")[: next(iter(stores.values())).n_sets]):

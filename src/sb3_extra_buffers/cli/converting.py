@@ -16,7 +16,7 @@ import numpy.typing as npt
 from sb3_extra_buffers.cli.contents import Contents, DeviceLeaf, need, progress
 from sb3_extra_buffers.errors import FileFormatError, LayoutError, UntrustedFileError
 from sb3_extra_buffers.files.checking import views_of
-from sb3_extra_buffers.files.loading import SavedBuffer
+from sb3_extra_buffers.files.loading import SavedParts
 from sb3_extra_buffers.files.saving import save
 from sb3_extra_buffers.stores.view import StoreView
 
@@ -119,7 +119,7 @@ def _copy_observations(buffer: Any, made: Any) -> None:
 # ---- to others ----
 
 
-def to_hdf5(saved: SavedBuffer, buffer: Any, target: Path) -> None:
+def to_hdf5(saved: SavedParts, buffer: Any, target: Path) -> None:
     """All columns and observations as an HDF5 file, laid out as the buffer has them."""
     h5py = need("h5py", "convert")
     with h5py.File(target, "w-") as file:
@@ -129,7 +129,7 @@ def to_hdf5(saved: SavedBuffer, buffer: Any, target: Path) -> None:
         ))  # fmt: skip
 
 
-def to_zarr(saved: SavedBuffer, buffer: Any, target: Path) -> None:
+def to_zarr(saved: SavedParts, buffer: Any, target: Path) -> None:
     """All columns and observations as a zarr group, laid out as the buffer has them."""
     zarr = need("zarr", "convert")
     group = zarr.open_group(str(target), mode="w-")
@@ -142,8 +142,8 @@ def to_zarr(saved: SavedBuffer, buffer: Any, target: Path) -> None:
     _write_group(buffer, create)
 
 
-def _about(saved: SavedBuffer) -> str:
-    kept = ("format", "version", "library", "saved", "class", "module", "state")
+def _about(saved: SavedParts) -> str:
+    kept = ("format", "version", "library", "saved", "kind", "description")
     return json.dumps({name: saved.record[name] for name in kept if name in saved.record})
 
 

@@ -108,7 +108,8 @@ def describe(path: str) -> dict[str, Any]:
     record = saved.record
     facts: dict[str, Any] = {
         "path": str(path),
-        "class": saved.class_name,
+        "class": type(buffer).__name__,
+        "kind": saved.kind,
         "format_version": record["version"],
         "library": record.get("library"),
         "saved": record.get("saved"),
@@ -196,7 +197,7 @@ def _view(args: argparse.Namespace) -> int:
     contents = Contents(buffer)
     usage = memory_of(buffer)
     held = "" if usage is None else f", {format_bytes(usage.total)} in memory ({100 * usage.ratio:.2f} % of dense)"
-    facts = f"{saved.class_name}: {contents.n_transitions} transitions of {contents.n_envs} environments{held}"
+    facts = f"{type(buffer).__name__}: {contents.n_transitions} transitions of {contents.n_envs} environments{held}"
     page = make_page(Path(args.path).name, facts, contents, args.key, args.steps)
     _write(args.output, page.encode())
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from stable_baselines3.common.buffers import DictReplayBuffer, DictRolloutBuffer, ReplayBuffer, RolloutBuffer
@@ -14,6 +14,7 @@ from sb3_extra_buffers._sb3.replay import ReplayMixin
 from sb3_extra_buffers._sb3.rollout import RolloutMixin
 from sb3_extra_buffers._sb3.storage import OptionsFirst
 from sb3_extra_buffers.errors import NoEpisodeError
+from sb3_extra_buffers.stores.locks import fork_safe_lock
 
 __all__ = [
     "CompressedDictNStepReplayBuffer",
@@ -77,14 +78,68 @@ class CompressedDictNStepReplayBuffer(CompressedDictReplayBuffer):
         super().__init__(*args, **kwargs)
 
 
+class _Episodes(NamedTuple):
+    """What a step that is being added changes of episodes."""
+
+    position: int
+    n_added: int
+    """Steps added before it."""
+    starts: Any
+    infos: Any
+    replaced: list[tuple[int, Any, int]]
+    """Environment, steps and length of each episode that loses its first step."""
+    ended: list[int]
+    """Environments whose episode ends with it."""
+
+
 class CompressedHerReplayBuffer(OptionsFirst, HerReplayBuffer, CompressedDictReplayBuffer):
     """`HerReplayBuffer` with compressed observations; takes its arguments and those of the compressed buffers."""
 
+    #: What SB3's code changes before and after a step is stored, while it is being added.
+    _episodes: _Episodes | None = None
+
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
-        """Add one step of every environment; where anything does not fit, nothing is changed."""
-        # episodes are changed before the step gets to where it is checked
-        self._fit_step(obs, next_obs, action, reward, done, infos)
-        super().add(obs, next_obs, action, reward, done, infos)
+        """Add one step of every environment: all of it, or after an exception of whatever kind nothing."""
+        with self._lock:
+            n_added = self._n_added
+            try:
+                self._recover()
+                # SB3's code changes episodes before the step gets to where it is checked
+                step = self._fit_step(obs, next_obs, action, reward, done, infos)
+                if self._live is not None:
+                    self._live.prepare_step()  # while episodes are as they were
+                self._episodes = self._episodes_at(step.position, step.done)
+                super().add(obs, next_obs, action, reward, done, infos)
+                self._episodes = None
+            except BaseException as problem:
+                self._fail(problem, n_added)
+
+    def _episodes_at(self, position: int, done: Any) -> _Episodes:
+        replaced = []
+        for env in range(self.n_envs):
+            start, length = int(self.ep_start[position, env]), int(self.ep_length[position, env])
+            if length > 0:
+                replaced.append((env, np.arange(position, start + length) % self.buffer_size, length))
+        infos = self.infos[position].copy() if self.copy_info_dict else None
+        ended = np.flatnonzero(done).tolist()
+        return _Episodes(position, self._n_added, self.ep_start[position].copy(), infos, replaced, ended)
+
+    def _recover(self) -> None:
+        super()._recover()
+        episodes = self._episodes
+        if episodes is None:
+            return
+        if self._n_added != episodes.n_added:
+            # the step is stored: do what comes after it
+            for env in episodes.ended:
+                self._compute_episode_length(env)
+        else:
+            self.ep_start[episodes.position] = episodes.starts
+            if episodes.infos is not None:
+                self.infos[episodes.position] = episodes.infos
+            for env, steps, length in episodes.replaced:
+                self.ep_length[steps, env] = length
+        self._episodes = None
 
     def sample(self, batch_size: int, env: Any = None) -> Any:
         """Draw transitions of finished episodes, some of them with the goals of others."""
@@ -98,9 +153,10 @@ class CompressedHerReplayBuffer(OptionsFirst, HerReplayBuffer, CompressedDictRep
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._check_state(state)
         super().__setstate__(state)
+        self._lock = fork_safe_lock(of_buffer=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self._with_version(super().__getstate__())
+        return self._frozen_state(super().__getstate__())
 
     def _forget_step(self, step: int) -> None:
         # no goal may be taken from an episode whose beginning is gone

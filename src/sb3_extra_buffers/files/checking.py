@@ -173,10 +173,9 @@ def repair(path: str | os.PathLike[str], target: str | os.PathLike[str], cls: ty
 
 def _states(source: Path, report: Repair) -> Iterator[dict[str, Any]]:
     """The manifests that can be found, newest first."""
-    seen = set()
+    first = None
     try:
         first = manifest.read_tail(source) if source.is_file() else manifest.read(source)
-        seen.add(first.get("save_id"))
         yield first
     except ExtraBuffersError as problem:
         if not source.exists():
@@ -186,10 +185,7 @@ def _states(source: Path, report: Repair) -> Iterator[dict[str, Any]]:
     for path in files:
         if source.is_file() or OURS.fullmatch(path.name):
             try:
-                for record in manifest.copies(path):
-                    if record.get("save_id") not in seen:
-                        yield record
-                    seen.add(record.get("save_id"))
+                yield from (record for record in manifest.copies(path) if record != first)
             except ExtraBuffersError as problem:
                 report.findings.append(str(problem))
 

@@ -1,4 +1,4 @@
-"""Everything that changes a disk, in one place, so that tests can record it, refuse it or cut the power; and reading."""
+"""Every change to a disk, in one place, so that tests can record it or refuse it; and reading of regular files."""
 
 from __future__ import annotations
 

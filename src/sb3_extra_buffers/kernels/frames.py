@@ -18,7 +18,21 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.delta import encode_delta
 from sb3_extra_buffers.kernels.lz4_block import TABLE, copy_run, pack_block
 from sb3_extra_buffers.kernels.reading import read_frames
-from sb3_extra_buffers.kernels.state import NONE, PACKED_LZ4, ZERO, Bytes, FrameState, Ints, scene_bytes
+from sb3_extra_buffers.kernels.state import (
+    COMMITTED,
+    N_FREED,
+    N_FRESH,
+    N_SEALED,
+    N_UNDO,
+    N_UNUSED,
+    NONE,
+    PACKED_LZ4,
+    ZERO,
+    Bytes,
+    FrameState,
+    Ints,
+    scene_bytes,
+)
 
 __all__ = [
     "bind_state",
@@ -26,6 +40,7 @@ __all__ = [
     "locate_cells",
     "pack_block",
     "read_frames",
+    "release_rows",
     "split_stack",
     "write_frames",
     "write_step",
@@ -53,6 +68,7 @@ def write_frames(
     heavy: int,
     delta: bool,
     wide: bool,
+    logged: bool,
 ) -> int:
     """Store ``frames[first:]``; return the row where room ran out, or the number of rows.
 
@@ -61,7 +77,12 @@ def write_frames(
     ``state.fresh`` for a byte codec. An open segment is full when it has ``per_segment`` frames, or more than
     ``most_bytes`` of differences; it is then moved to the heap. Room runs out when that is left to the caller
     (`seal_segment`) or no segment is unused: the caller makes some and calls again from the row returned.
+
+    With ``logged``, what ``slots`` held is kept in ``state.undo_ids`` and its frames stay in use until the write after
+    this one, so that the caller can restore it.
     """
+    if logged and state.tallies[COMMITTED]:
+        release_rows(state, per_segment)
     n_rows: int
     n_rows, stack, size = frames.shape
     ids = np.empty(stack, np.int64)
@@ -97,10 +118,10 @@ def write_frames(
                         return row
                     segment = NONE
                 if segment < 0 or not delta:
-                    if state.tallies[0] == 0:
+                    if state.tallies[N_UNUSED] == 0:
                         return row
-                    state.tallies[0] -= 1
-                    segment = state.free[state.tallies[0]]
+                    state.tallies[N_UNUSED] -= 1
+                    segment = state.free[state.tallies[N_UNUSED]]
                     state.counts[segment] = 0
                     state.live[segment] = 0
                     state.scenes[segment] = NONE
@@ -113,6 +134,7 @@ def write_frames(
                 place = state.heads[stream]
                 before = (place - 1) % recent_ids.shape[1]
                 state.heads[stream] = (place + 1) % recent_ids.shape[1]
+                recent_ids[stream, place] = NONE  # an id always names the bytes beside it
                 put_frame(state.recent, stream, place, frames, row, j)
                 position = state.counts[segment]
                 frame_id = segment * per_segment + position
@@ -136,10 +158,10 @@ def write_frames(
                     state.stage[at] = 0
                     state.stage[at + 1] = position + 1
                 else:
-                    fresh = state.tallies[2]
+                    fresh = state.tallies[N_FRESH]
                     state.fresh[fresh] = row * stack + j
                     state.fresh_ids[fresh] = frame_id
-                    state.tallies[2] += 1
+                    state.tallies[N_FRESH] += 1
                 state.counts[segment] = position + 1
             places[j] = place
             if place == ZERO:
@@ -147,18 +169,32 @@ def write_frames(
             else:
                 ids[j] = recent_ids[stream, place]
         cell = cells[row]
-        # take the new references before the old ones go: a frame may be in both
         for j in range(stack):
             held = ids[j]
             if held >= 0:
                 if refs[held] == 0:
                     state.live[held // per_segment] += 1
                 refs[held] += 1
+        if logged:
+            entry = state.tallies[N_UNDO]
+            state.undo_cells[entry] = cell
+            for j in range(stack):
+                state.undo_ids[entry, j] = slots[cell, j]
+            # from here on this row is restored if the write does not come to its end
+            state.tallies[N_UNDO] = entry + 1
         for j in range(stack):
-            drop_frame(state, slots[cell, j] - 1, per_segment)
             slots[cell, j] = ids[j] + 1
             last[stream, j] = places[j]
     return n_rows
+
+
+def release_rows(state: FrameState, per_segment: int) -> None:
+    """Give up the frames of the rows that the last write replaced."""
+    for row in range(state.tallies[N_UNDO]):
+        for j in range(state.undo_ids.shape[1]):
+            drop_frame(state, state.undo_ids[row, j] - 1, per_segment)
+    state.tallies[N_UNDO] = 0
+    state.tallies[COMMITTED] = 0
 
 
 def write_step(
@@ -182,13 +218,13 @@ def write_step(
     streams = np.arange(n_rows)
     if first < n_rows:
         first = write_frames(
-            state, slots, frames, streams, streams + cell, first, per_segment, most_bytes, heavy, True, wide
+            state, slots, frames, streams, streams + cell, first, per_segment, most_bytes, heavy, True, wide, True
         )
         if first < n_rows:
             return first
     more = write_frames(
         state, slots, more_frames, streams, streams + more_cell, first - n_rows, per_segment, most_bytes, heavy, True,
-        wide,
+        wide, True,
     )  # fmt: skip
     return n_rows + more
 
@@ -213,7 +249,7 @@ def seal_segment(state: FrameState, stream: int, per_segment: int, size: int, he
     n_table = 2 + count * width
     length = begin + state.stage_ends[stream] - body
     start = state.gap[0]
-    n_sealed = state.tallies[3]
+    n_sealed = state.tallies[N_SEALED]
     if heavy < 0 or start + n_table + length > state.gap[1] or n_sealed == state.sealed.size:
         return False
     if get_length(state.stage, begin + 2, 0, wide) == size:
@@ -233,7 +269,7 @@ def seal_segment(state: FrameState, stream: int, per_segment: int, size: int, he
     state.lengths[segment] = n_table + length
     state.gap[0] = start + n_table + length
     state.sealed[n_sealed] = segment
-    state.tallies[3] = n_sealed + 1
+    state.tallies[N_SEALED] = n_sealed + 1
     state.open_segments[stream] = NONE
     return True
 
@@ -247,8 +283,8 @@ def drop_frame(state: FrameState, frame_id: int, per_segment: int) -> None:
         segment = frame_id // per_segment
         state.live[segment] -= 1
         if state.live[segment] == 0:
-            state.freed[state.tallies[1]] = segment
-            state.tallies[1] += 1
+            state.freed[state.tallies[N_FREED]] = segment
+            state.tallies[N_FREED] += 1
 
 
 def is_frame(state: FrameState, frames: npt.NDArray[np.uint8], row: int, j: int, stream: int, place: int) -> bool:

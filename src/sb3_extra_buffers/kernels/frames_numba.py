@@ -389,7 +389,7 @@ def join_stack(frames: Any, observations: Any) -> None:
 
 # What Python calls is defined here, so that numba compiles it anew when this file changes; each argument has a name,
 # because finding out the type of ``*arguments`` takes 200 us a call.
-for _function in (plain.locate_cells, plain.write_frames, plain.write_step):
+for _function in (plain.locate_cells, plain.release_rows, plain.write_frames, plain.write_step):
     register_jitable(**_INNER)(_function)
 
 
@@ -411,6 +411,13 @@ def write_step(
 @njit(**_OPTIONS)
 def write_frames(
     state: Any, slots: Any, frames: Any, streams: Any, cells: Any, first: int,
-    per_segment: int, most_bytes: int, heavy: int, delta: bool, wide: bool,
+    per_segment: int, most_bytes: int, heavy: int, delta: bool, wide: bool, logged: bool,
 ) -> int:  # fmt: skip
-    return plain.write_frames(state, slots, frames, streams, cells, first, per_segment, most_bytes, heavy, delta, wide)
+    return plain.write_frames(
+        state, slots, frames, streams, cells, first, per_segment, most_bytes, heavy, delta, wide, logged
+    )
+
+
+@njit(**_OPTIONS)
+def release_rows(state: Any, per_segment: int) -> None:
+    plain.release_rows(state, per_segment)

@@ -20,6 +20,7 @@ class FrameKernels(NamedTuple):
     bind_state: Callable[..., Any]
     write_frames: Callable[..., int]
     write_step: Callable[..., int]
+    release_rows: Callable[..., None]
     read_frames: Callable[..., int]
     locate_cells: Callable[..., int]
     pack_block: Callable[..., int]

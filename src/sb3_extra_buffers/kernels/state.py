@@ -18,6 +18,15 @@ NONE = -2
 PACKED_ZSTD = 1
 PACKED_LZ4 = 2
 
+# what each entry of `FrameState.tallies` counts
+N_UNUSED = 0  #: segments in ``free``
+N_FREED = 1  #: segments in ``freed``
+N_FRESH = 2  #: frames in ``fresh``
+N_SEALED = 3  #: segments in ``sealed``
+N_UNDO = 4  #: rows in ``undo_cells``
+COMMITTED = 5  #: 1 where these rows will not be restored any more, so that the next write gives their frames up
+N_TALLIES = 6
+
 
 class FrameState(NamedTuple):
     """Tables of one frame store. A frame's id is ``segment * frames_per_segment + position``."""
@@ -35,9 +44,11 @@ class FrameState(NamedTuple):
     freed: npt.NDArray[np.int32]  # segments that lost their last reference
     sealed: npt.NDArray[np.int32]  # segments that were moved to the heap, in that order
     gap: Ints  # where the heap is free: begin and end
-    tallies: Ints  # how many: unused segments, freed ones, new frames, sealed segments
+    tallies: Ints  # how many of each: see `N_UNUSED` and those after it
     fresh: Ints  # new frames of this call, as row * stack + position
     fresh_ids: Ints  # their ids
+    undo_cells: Ints  # observations that the last write replaced
+    undo_ids: npt.NDArray[np.int32]  # [row, stack]: what ``slots`` held for them; these frames still count as in use
     stage: Bytes  # open segments, one room per stream
     stage_ends: Ints  # per stream: where its open segment ends, counted from its room
     open_segments: npt.NDArray[np.int32]  # per stream

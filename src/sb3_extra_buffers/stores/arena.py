@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from sb3_extra_buffers.errors import OutOfMemoryError
 
 #: bytes past the end that kernels may read, because they load eight at a time
 SLACK = 64
@@ -22,10 +25,17 @@ def map_bytes(nbytes: int, path: Path | None = None) -> mmap.mmap:
     """
     size = max(nbytes, 1) + SLACK
     if path is None:
-        if hasattr(mmap, "MAP_PRIVATE"):
-            # the default would be shared with forked children
-            return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return mmap.mmap(-1, size)
+        try:
+            if hasattr(mmap, "MAP_PRIVATE"):
+                # the default would be shared with forked children
+                return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return mmap.mmap(-1, size)
+        except OSError as problem:
+            if problem.errno != errno.ENOMEM:
+                raise
+            raise OutOfMemoryError(
+                f"the system has no {size} bytes for compressed observations; lower buffer_size, or set max_bytes"
+            ) from problem
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         os.ftruncate(descriptor, size)

@@ -116,7 +116,7 @@ def _put_frames(into: DeviceObservations, record: Mapping[str, Any], arrays: Map
     _require(type(record.get("wrapped")) is bool, "a device's store is unreadable")
     per, per_stream = int(counts["per_segment"] or 0), int(counts["segments_per_stream"] or 0)
     n_segments = len(arrays["starts"]) if "starts" in arrays else 0
-    _require(0 < per < 1 << 8 and 0 < per_stream and per_stream * into.n_streams == n_segments, "segments are missing")
+    _require(0 < per < 1 << 8 and per_stream > 0 and per_stream * into.n_streams == n_segments, "segments are missing")
     _require(int(counts["last_cell"] or 0) < into.n_cells * into.n_sets, "a cell is outside")
     place = into.place
     made = DeviceFrameStore(

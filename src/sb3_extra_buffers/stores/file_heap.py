@@ -6,14 +6,14 @@ import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.errors import FileWriteError
 from sb3_extra_buffers.stores.arena import SLACK, lengthen
-from sb3_extra_buffers.stores.heap import Heap, merge_runs
+from sb3_extra_buffers.stores.heap import Arena, Heap, merge_runs
 
 _STEP = 1 << 20
 
@@ -27,39 +27,44 @@ class FileHeap(Heap):
 
     def __init__(self, file: Path, limit: int | None = None) -> None:
         super().__init__(limit=limit)
-        self.file = file
-        self._map(_STEP)
+        self._arena = self._map(file, _STEP)
 
     def attach(self, heap: Heap, slots: npt.NDArray[np.int32], starts: npt.NDArray[np.int64], end: int) -> None:
         """Take over the payloads of ``heap``, which lie in this file at ``starts``; writing goes on at ``end``."""
         self.grow(len(heap.lengths))
         self.lengths[:] = heap.lengths
-        self._map(max(end, _STEP))
+        self._arena = self._map(self.file, max(end, _STEP))
         self._number_all(slots, starts, int(self.lengths[slots].sum(dtype=np.int64)))
         self._head = end
 
-    def _map(self, nbytes: int) -> None:
-        """Map the file with room for ``nbytes``, blocks and all: a full disk must show here, not at a write."""
+    @property
+    def file(self) -> Path:
+        """Where the bytes are."""
+        file: Path = self._arena.area.file
+        return file
+
+    def _map(self, file: Path, nbytes: int) -> Arena:
+        """Map ``file`` with room for ``nbytes``, blocks and all: a full disk must show here, not at a write."""
         size = nbytes + SLACK
         try:
-            descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 size = max(size, os.fstat(descriptor).st_size)
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(descriptor, 0, size)
                 else:
                     os.ftruncate(descriptor, size)
-                self._area = mmap.mmap(descriptor, size)
+                area = mmap.mmap(descriptor, size)
             finally:
                 os.close(descriptor)
         except OSError as problem:
             raise FileWriteError(
                 problem.errno,
                 f"no room for {size} bytes: {problem.strerror or problem}; every step that was completed is kept",
-                str(self.file),
+                str(file),
             ) from problem
         # two maps of one file show the same bytes: whoever still looks at the old one sees no difference
-        self.data = np.frombuffer(self._area, np.uint8)
+        return Arena(_MappedFile(file, area), np.frombuffer(area, np.uint8), self.starts)
 
     @property
     def end(self) -> int:
@@ -68,7 +73,7 @@ class FileHeap(Heap):
 
     def flush(self) -> None:
         """Wait until everything is on the disk."""
-        self._area.flush()
+        self._arena.area.map.flush()
 
     @property
     def dead_bytes(self) -> int:
@@ -94,24 +99,24 @@ class FileHeap(Heap):
 
     def _extend(self, nbytes: int) -> bool:
         longer = self._head + nbytes
-        self._map(longer + longer // 8 + _STEP)
+        self._arena = self._map(self.file, longer + longer // 8 + _STEP)
         return True
+
+    def _end_of(self, slots: npt.NDArray[np.int32]) -> int:
+        # nothing that was written is ever written over
+        return max(self._head, int((self.starts[slots] + self.lengths[slots]).max(initial=0)))
 
     def compact(self, file: Path) -> None:
         """Move what is live to the beginning of another file, in the order in which it was written."""
         slots = self._listed()
         lengths = self.lengths[slots].astype(np.int64)
         packed = np.cumsum(lengths) - lengths
-        old, starts, before = self.data, self.starts[slots].copy(), self.file
-        self.file = file
-        try:
-            self._map(self.live_bytes + _STEP)
-        except OSError:
-            self.file = before
-            raise
-        for start, to, length in merge_runs(starts, packed, lengths):
-            self.data[to : to + length] = old[start : start + length]
-        self.starts[slots] = packed
+        arena = self._map(file, self.live_bytes + _STEP)
+        for start, to, length in merge_runs(self.starts[slots], packed, lengths):
+            arena.data[to : to + length] = self.data[start : start + length]
+        moved = lengthen(self.starts, len(self.starts))
+        moved[slots] = packed
+        self._arena = arena._replace(starts=moved)
         self._head = self.live_bytes
         self._order = lengthen(slots, len(slots) + 64)
         self._numbers[slots] = np.arange(len(slots), dtype=np.uint32)
@@ -120,9 +125,14 @@ class FileHeap(Heap):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # a copy lives in memory: two processes cannot write to one file
-        state = self.__getstate__()
-        state.pop("file")
-        return _plain_heap, (), state
+        return _plain_heap, (), self.__getstate__()
+
+
+class _MappedFile(NamedTuple):
+    """A file and its bytes in memory."""
+
+    file: Path
+    map: mmap.mmap
 
 
 def _plain_heap() -> Heap:

@@ -15,7 +15,18 @@ from sb3_extra_buffers.codecs.delta import BLOCK, padded
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.kernels import as_whole, frame_kernels
 from sb3_extra_buffers.kernels.prints import PAGE
-from sb3_extra_buffers.kernels.state import NONE, FrameState, scene_bytes
+from sb3_extra_buffers.kernels.state import (
+    COMMITTED,
+    N_FREED,
+    N_FRESH,
+    N_SEALED,
+    N_TALLIES,
+    N_UNDO,
+    N_UNUSED,
+    NONE,
+    FrameState,
+    scene_bytes,
+)
 from sb3_extra_buffers.stores.arena import lengthen, touched_bytes, zeros
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -37,6 +48,11 @@ class FrameStore(ABC):
     A cell is a list of frame ids. A frame lies in a segment of ``per_segment``; segments are the payloads of the
     heap. A frame that equals one its stream saw lately is not stored again. A segment is freed when the last cell
     that refers to one of its frames is overwritten.
+
+    Every change is made of a few steps, and an exception may come between any two of them. So each change sets
+    ``_dirty`` first and clears it last; while it is set, `recover` restores the cells that a write had replaced and
+    derives all tables again from those that are never half changed: which frames a cell has, which bytes a segment has.
+    What the last write replaced is kept until the next change, so that `undo_write` can take a whole write back.
 
     `SegmentStore` and `PayloadStore` say how frames are encoded.
     """
@@ -87,9 +103,11 @@ class FrameStore(ABC):
             freed=np.zeros(0, np.int32),
             sealed=np.zeros(LATER, np.int32),
             gap=np.zeros(2, np.int64),
-            tallies=np.zeros(4, np.int64),
+            tallies=np.zeros(N_TALLIES, np.int64),
             fresh=np.zeros(0, np.int64),
             fresh_ids=np.zeros(0, np.int64),
+            undo_cells=np.zeros(0, np.int64),
+            undo_ids=np.zeros((0, layout.stack), np.int32),
             stage=zeros(streams * room, np.uint8),
             stage_ends=np.zeros(streams, np.int64),
             open_segments=np.full(streams, NONE, np.int32),
@@ -105,14 +123,19 @@ class FrameStore(ABC):
         )
         self._bound: Any = None
         self._table_bytes: int | None = None
+        self._dirty = False
 
     # ---- writing ----
 
     def write(self, cells: Cells, streams: Cells, rows: ByteRows) -> None:
         """Store one row per cell. ``streams`` names the stream that each row continues."""
-        self._touch(cells)
         frames = self.layout.split(rows, self._kernels)
-        self._write(self.slots, as_whole(cells), as_whole(streams), frames)
+        cells, streams = as_whole(cells), as_whole(streams)
+        self._begin_write(len(rows))
+        self._touch(cells)
+        self._write(self.slots, cells, streams, frames)
+        self._dirty = False
+        self._tidy()
 
     def write_step(self, cell: int, more_cell: int, rows: ByteRows, more_rows: ByteRows) -> None:
         """Store a row of every stream in the cells from ``cell`` on, then those that follow from ``more_cell`` on."""
@@ -123,6 +146,83 @@ class FrameStore(ABC):
     @abstractmethod
     def _write(self, slots: Slots, cells: Cells, streams: Cells, frames: Frames) -> None:
         """Store frames in cells of ``slots``."""
+
+    @abstractmethod
+    def _tidy(self) -> None:
+        """Free what has become due, after a write."""
+
+    def _begin_write(self, n_rows: int) -> None:
+        """Have room for a write of ``n_rows``, which is taken back unless ``_dirty`` is cleared when it is done."""
+        self.recover()
+        self._state.tallies[COMMITTED] = 1
+        if len(self._state.undo_cells) < n_rows:
+            self._lengthen_lists(n_rows)
+        self._dirty = True
+
+    def _begin(self) -> None:
+        """Begin a change that is no write: the last write stands, and its frames are given up."""
+        self.recover()
+        self._state.tallies[COMMITTED] = 1
+        self._dirty = True
+        self._kernels.release_rows(self._tables(), self.per_segment)
+
+    def recover(self) -> None:
+        """Be as before a change that was interrupted."""
+        if self._dirty:
+            self._rebuild()
+            self._dirty = False
+
+    def commit(self) -> None:
+        """Let the last write stand."""
+        self.recover()
+        self._state.tallies[COMMITTED] = 1
+
+    def undo_write(self) -> bool:
+        """Take back the last write since `commit`, if nothing was changed since; whether there was one."""
+        self.recover()
+        tallies = self._state.tallies
+        if tallies[COMMITTED] or not tallies[N_UNDO]:
+            return False
+        self._dirty = True
+        self.recover()
+        return True
+
+    def _rebuild(self) -> None:
+        """Derive every table that follows from others."""
+        tallies = self._state.tallies
+        if not tallies[COMMITTED]:
+            for row in range(int(tallies[N_UNDO]) - 1, -1, -1):
+                self.slots[self._state.undo_cells[row]] = self._state.undo_ids[row]
+        tallies[[N_UNDO, N_FREED, N_FRESH, N_SEALED]] = 0
+        self.touched = np.ones(-(-self.slots.nbytes // PAGE), np.bool_)
+        self._drop_freed()
+        self.heap.rebuild()
+        self._sync()
+        self._rebuild_segments()
+        self._count_references()
+        self._free(np.flatnonzero((self._state.counts > 0) & (self._state.live == 0)))
+
+    def _drop_freed(self) -> None:  # noqa: B027  # most stores have nothing to say
+        """Take the payloads from segments that were being freed."""
+
+    @abstractmethod
+    def _rebuild_segments(self) -> None:
+        """Find out which segments hold how many frames."""
+
+    def _count_references(self) -> None:
+        """Derive from ``slots`` and ``counts`` which frames are in use and which segments are not."""
+        state, per = self._state, self.per_segment
+        state.refs[:] = 0
+        for part in np.array_split(self.slots.reshape(-1), max(self.slots.size >> 20, 1)):
+            ids, n_refs = np.unique(part[part > 0] - 1, return_counts=True)
+            state.refs[ids] += n_refs.astype(np.int32)
+        state.live[:] = np.count_nonzero(state.refs.reshape(-1, per), axis=1)
+        unused = np.flatnonzero(state.counts == 0)[::-1]
+        state.free[: len(unused)] = unused
+        state.tallies[N_UNUSED] = len(unused)
+        known = np.flatnonzero(state.recent_ids >= 0)
+        ids = state.recent_ids.reshape(-1)[known]
+        state.recent_ids.reshape(-1)[known[ids % per >= state.counts[ids // per]]] = NONE
 
     def _touch(self, cells: Cells) -> None:
         width = 4 * self.layout.stack
@@ -148,21 +248,32 @@ class FrameStore(ABC):
         opened = self._state.open_segments
         return opened[opened >= 0]
 
-    def _lists(self, n_frames: int) -> None:
-        """Have room to list ``n_frames`` frames as new and their segments as freed."""
-        if self._state.fresh.size < n_frames:
-            self._replace(
-                freed=lengthen(self._state.freed, n_frames + LATER),
-                fresh=np.zeros(n_frames, np.int64),
-                fresh_ids=np.zeros(n_frames, np.int64),
-            )
+    def _lengthen_lists(self, n_rows: int) -> None:
+        """Have room to list ``n_rows`` as replaced, their frames as new and the segments of those as freed."""
+        n_frames, stack = n_rows * self.layout.stack, self.layout.stack
+        undo_ids = lengthen(self._state.undo_ids.reshape(-1), n_frames).reshape(n_rows, stack)
+        self._replace(
+            freed=lengthen(self._state.freed, n_frames + LATER),
+            fresh=np.zeros(n_frames, np.int64),
+            fresh_ids=np.zeros(n_frames, np.int64),
+            undo_cells=lengthen(self._state.undo_cells, n_rows),
+            undo_ids=undo_ids,
+        )
 
     def settle(self) -> None:
-        """Free the segments that nothing refers to any more; writing leaves that for later."""
+        """Give up what the last write replaced, and free the segments that nothing refers to any more."""
+        self._begin()
+        self._free_listed()
+        self._dirty = False
+
+    def _free_listed(self) -> None:
+        """Free the segments that writing has listed."""
+        self._adopt()
         tallies = self._state.tallies
-        if tallies[1]:
-            freed, tallies[1] = self._state.freed[: tallies[1]], 0
-            self._free(np.unique(freed))
+        if tallies[N_FREED]:
+            freed = np.unique(self._state.freed[: tallies[N_FREED]])
+            tallies[N_FREED] = 0
+            self._free(freed)
 
     def _grow(self) -> None:
         old = self._state.counts.size
@@ -171,11 +282,11 @@ class FrameStore(ABC):
         state = self._state
         self.heap.grow(new)
         free = lengthen(np.zeros(0, np.int32), new)
-        unused = int(state.tallies[0])
+        unused = int(state.tallies[N_UNUSED])
         # lowest ids last, so that they are taken first
         free[: new - old] = np.arange(new - 1, old - 1, -1)
         free[new - old : new - old + unused] = state.free[:unused]
-        state.tallies[0] = unused + new - old
+        state.tallies[N_UNUSED] = unused + new - old
         self._replace(
             counts=lengthen(state.counts, new),
             live=lengthen(state.live, new),
@@ -195,9 +306,9 @@ class FrameStore(ABC):
         self._forget(dead)
         state.counts[dead] = 0
         state.recent_ids[np.isin(state.recent_ids // self.per_segment, dead) & (state.recent_ids >= 0)] = NONE
-        unused = int(state.tallies[0])
+        unused = int(state.tallies[N_UNUSED])
         state.free[unused : unused + len(dead)] = dead
-        state.tallies[0] += len(dead)
+        state.tallies[N_UNUSED] += len(dead)
         self._drop_view()
         self.heap.free(dead.tolist())
         self._sync()
@@ -210,6 +321,8 @@ class FrameStore(ABC):
     def read(self, cells: Cells) -> ByteRows:
         """Decode ``cells`` (``[n]``, or ``[set, n]`` to walk shared segments once) into fresh rows."""
         layout = self.layout
+        if self._dirty:
+            self.recover()
         if self.guard is not None:
             self.guard(cells)
         frames = self._decode(self.slots, cells if cells.ndim == 2 else cells.reshape(1, -1))
@@ -226,6 +339,7 @@ class FrameStore(ABC):
 
     def erase(self, cells: Cells) -> None:
         """Make ``cells`` unwritten; segments that lose their last reader are freed."""
+        self._begin()
         state = self._state
         cells = np.unique(cells)
         self._touch(cells)
@@ -236,28 +350,26 @@ class FrameStore(ABC):
         segments = ids[state.refs[ids] == 0] // self.per_segment
         np.subtract.at(state.live, segments, 1)
         self._free(np.unique(segments))
+        self._dirty = False
 
     def clear(self) -> None:
         """Forget every observation; keep scenes, recent frames and what the codec has learnt."""
-        self.settle()
+        self._begin()
+        self._adopt()
         state = self._state
-        for stream in np.flatnonzero(state.open_segments >= 0):
-            state.open_segments[stream] = NONE
-        used = np.flatnonzero(state.counts)
-        state.recent_ids[:] = NONE
-        state.last[:] = -1
         self.slots[...] = 0
         self.touched[:] = True
-        state.refs[:] = 0
-        state.live[:] = 0
+        state.open_segments[:] = NONE
+        state.recent_ids[:] = NONE
+        state.last[:] = -1
         state.counts[:] = 0
         state.scene_refs[:] = 0
-        unused = int(state.tallies[0])
-        state.free[unused : unused + len(used)] = used
-        state.tallies[0] += len(used)
+        state.tallies[N_FREED] = 0
         self._drop_view()
         self.heap.clear()
         self._sync()
+        self._count_references()
+        self._dirty = False
 
     @property
     def held_bytes(self) -> int:
@@ -266,13 +378,17 @@ class FrameStore(ABC):
             state = self._state
             columns = state.scene_rows.nbytes + state.recent.nbytes + state.stage.nbytes
             self._table_bytes = self._index_bytes() + self.slots.nbytes + columns
-        self._adopt()
+        if self._state.tallies[N_SEALED]:
+            self._begin()
+            self._adopt()
+            self._dirty = False
         return self.heap.live_bytes + self._table_bytes
 
     def _index_bytes(self) -> int:
         state = self._state
         columns = (
             state.counts, state.live, state.scenes, state.refs, state.free, state.freed, state.fresh, state.fresh_ids,
+            state.undo_cells, state.undo_ids,
         )  # fmt: skip
         return self.heap.index_bytes + sum(column.nbytes for column in columns)
 
@@ -302,7 +418,7 @@ class FrameStore(ABC):
         live = (refs.reshape(-1, per) > 0).sum(axis=1)
         if not np.array_equal(live, state.live):
             raise AssertionError("live frames of segments are counted wrongly")
-        free = state.free[: state.tallies[0]]
+        free = state.free[: state.tallies[N_UNUSED]]
         if len(np.unique(free)) != len(free) or state.counts[free].any():
             raise AssertionError("a segment in use is listed as unused")
         if len(free) + int((state.counts > 0).sum()) != len(state.counts):
@@ -319,10 +435,12 @@ class FrameStore(ABC):
 
     def add_cells(self, n_cells: int) -> None:
         """Append ``n_cells`` unwritten cells."""
+        self._begin()
         slots: npt.NDArray[np.int32] = zeros((len(self.slots) + n_cells, self.layout.stack), np.int32)
         slots[: len(self.slots)] = self.slots
         self.slots = slots
         self.touched = np.ones(-(-slots.nbytes // PAGE), np.bool_)
+        self._dirty = False
 
     def use_heap(self, heap: Heap) -> None:
         """Put payloads into ``heap`` from now on; before anything is written."""
@@ -353,18 +471,25 @@ class FrameStore(ABC):
         self._replace(heap=self.heap.data, starts=self.heap.starts, lengths=self.heap.lengths)
 
     def __getstate__(self) -> dict[str, Any]:
+        """A copy that later writes do not change."""
         self.settle()
         state = self.__dict__.copy()
-        del state["_kernels"], state["_bound"], state["_table_bytes"]
-        state.pop("guard", None)
-        state["_state"] = self._state._replace(heap=np.zeros(0, np.uint8))._asdict()
+        for name in ("_kernels", "_bound", "_table_bytes", "_dirty", "touched", "guard"):
+            state.pop(name, None)
+        columns = self._state._replace(heap=np.zeros(0, np.uint8))._asdict()
+        state["_state"] = {name: column.copy() for name, column in columns.items()}
+        state["slots"] = self.slots.copy()
+        state["heap"] = self.heap.__getstate__()
         return state
 
     def __setstate__(self, stored: dict[str, Any]) -> None:
-        columns = stored.pop("_state")
+        columns, heap = stored.pop("_state"), stored.pop("heap")
         self.__dict__.update(stored)
+        self.heap = object.__new__(Heap)
+        self.heap.__setstate__(heap)
         self.touched = np.ones(-(-self.slots.nbytes // PAGE), np.bool_)
         self._kernels = frame_kernels(self._compiled)
         self._state = FrameState(**columns)
         self._bound = self._table_bytes = None
+        self._dirty = False
         self._sync()

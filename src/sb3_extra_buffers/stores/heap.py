@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,16 @@ _LEAST = 1 << 14
 _NUMBER = 0xFFFFFFFF
 
 
+class Arena(NamedTuple):
+    """Bytes and where payloads lie in them: replaced by one assignment, so that the two never disagree."""
+
+    area: Any
+    """What keeps the memory: a map, or an array."""
+    data: npt.NDArray[np.uint8]
+    starts: npt.NDArray[np.int64]
+    """Per slot; where a segment is open, its store's own business."""
+
+
 class Heap:
     """One payload per slot, packed in write order.
 
@@ -25,18 +35,20 @@ class Heap:
     freed yet, the arena is lengthened where it lies. So the arena never exceeds 9/8 of the largest amount ever
     live, plus `_LEAST` and one payload, and it shrinks when less than half of it is live.
 
+    What lies where follows from ``starts``, ``lengths`` and the bytes alone; `rebuild` derives everything else from
+    them, wherever a change was interrupted.
+
     ``limit`` bounds the live bytes. ``path`` puts the arena into a file.
     """
 
     def __init__(self, n_slots: int = 0, limit: int | None = None, path: Path | None = None) -> None:
         self.limit = limit
         self.path = path
-        self.starts = np.zeros(n_slots, np.int64)
         self.lengths = np.zeros(n_slots, np.int32)
         self.live_bytes = 0
         self.n_repacks = 0
-        self._area = map_bytes(0, path)
-        self.data = np.frombuffer(self._area, np.uint8)
+        area = map_bytes(0, path)
+        self._arena = Arena(area, np.frombuffer(area, np.uint8), np.zeros(n_slots, np.int64))
         self._head = 0
         # slots in write order. Each write has a number, counted modulo 2**32; an entry is stale
         # once its slot was freed or written under another number
@@ -47,6 +59,16 @@ class Heap:
         self._numbers = np.zeros(n_slots, np.uint32)
         # slots written or freed since `saved`, so that a file need only be given what is new
         self._unsaved = np.zeros(n_slots, np.bool_)
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """The arena's bytes."""
+        return self._arena.data
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Where the payload of each slot begins."""
+        return self._arena.starts
 
     @property
     def capacity(self) -> int:
@@ -60,8 +82,12 @@ class Heap:
 
     def grow(self, n_slots: int) -> None:
         """Make room for slots up to ``n_slots``."""
-        for name in ("starts", "lengths", "_numbers", "_unsaved"):
-            setattr(self, name, lengthen(getattr(self, name), n_slots))
+        for name in ("lengths", "_numbers", "_unsaved"):
+            column = getattr(self, name)
+            if len(column) < n_slots:
+                setattr(self, name, lengthen(column, n_slots))
+        if len(self.starts) < n_slots:
+            self._arena = self._arena._replace(starts=lengthen(self.starts, n_slots))
 
     def write(self, slots: Sequence[int], payloads: Sequence[Any]) -> None:
         """Store one payload per slot, releasing what those slots held before."""
@@ -75,9 +101,13 @@ class Heap:
 
     def put(self, slot: int, payload: npt.NDArray[np.uint8]) -> None:
         """`write` for a single payload."""
-        if self.limit is not None and self.live_bytes - int(self.lengths[slot]) + payload.size > self.limit:
-            raise HeapFullError(payload.size, self.live_bytes - int(self.lengths[slot]), self.limit)
+        self.check_limit(slot, payload.size)
         self._put(slot, payload)
+
+    def check_limit(self, slot: int, nbytes: int) -> None:
+        """Raise unless ``slot`` may hold ``nbytes``."""
+        if self.limit is not None and self.live_bytes - int(self.lengths[slot]) + nbytes > self.limit:
+            raise HeapFullError(nbytes, self.live_bytes - int(self.lengths[slot]), self.limit)
 
     def _put(self, slot: int, payload: npt.NDArray[np.uint8]) -> None:
         self._release(slot)
@@ -119,20 +149,43 @@ class Heap:
         self._unsaved[:] = True
         self.live_bytes = 0
         self._first = self._n_order = self._head = 0
-        self._area = map_bytes(0, self.path)
-        self.data = np.frombuffer(self._area, np.uint8)
+        area = map_bytes(0, self.path)
+        self._arena = Arena(area, np.frombuffer(area, np.uint8), self.starts)
+
+    def rebuild(self) -> None:
+        """Derive the order and the totals from where payloads lie, after a change that was interrupted."""
+        self.grow(max(len(self.starts), len(self.lengths), len(self._numbers), len(self._unsaved)))
+        if not self.data.size:
+            # the arena was about to be lengthened
+            self._arena = self._arena._replace(data=np.frombuffer(self._arena.area, np.uint8))
+        self._unsaved[:] = True
+        live = np.flatnonzero(self.lengths).astype(np.int32)
+        live = live[np.argsort(self.starts[live], kind="stable")]
+        starts, lengths = self.starts[live], self.lengths[live].astype(np.int64)
+        if len(live):
+            # the ring begins after its widest gap, the last one of several
+            gaps = np.append(starts[1:], self.capacity + starts[0]) - (starts + lengths)
+            live = np.roll(live, int(np.argmax(gaps[::-1])))
+        self._first = self._n_order = self._first_number = 0
+        self._append(live)
+        self._head = self._end_of(live)
+        self.live_bytes = int(lengths.sum())
+
+    def _end_of(self, slots: npt.NDArray[np.int32]) -> int:
+        """Where the next payload goes, after all of ``slots``, oldest first."""
+        return int(self.starts[slots[-1]]) + int(self.lengths[slots[-1]]) if len(slots) else 0
 
     # ---- copies elsewhere ----
 
     @property
     def mark(self) -> tuple[object, int]:
         """The state of things, for `written_since`."""
-        return self._area, (self._first_number + self._n_order) & _NUMBER
+        return self._arena.area, (self._first_number + self._n_order) & _NUMBER
 
     def written_since(self, mark: tuple[object, int]) -> npt.NDArray[np.int32] | None:
         """Slots whose payloads were written since then; None if they have been moved, all of them."""
         area, number = mark
-        if area is not self._area:
+        if area is not self._arena.area:
             return None
         return self._listed((self.mark[1] - number) & _NUMBER)
 
@@ -164,7 +217,7 @@ class Heap:
         packed = np.cumsum(lengths) - lengths
         size = int(lengths.sum())
         area = map_bytes(size + size // 8 + _LEAST, self.path)
-        self.data, self._area = np.frombuffer(area, np.uint8), area
+        self._arena = Arena(area, np.frombuffer(area, np.uint8), self.starts)
         for start, to, length in merge_runs(starts, packed, lengths):
             self.data[to : to + length] = data[start : start + length]
         self._number_all(slots, packed, size)
@@ -173,7 +226,7 @@ class Heap:
         self, slots: npt.NDArray[np.int32], data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64]
     ) -> None:
         """Let an empty heap answer from ``data``, without a copy; nothing can be written to it then."""
-        self.data = data
+        self._arena = Arena(data, data, self.starts)
         self._number_all(slots, starts, int(self.lengths[slots].sum(dtype=np.int64)))
 
     def make_room(self, n_writes: int) -> None:
@@ -208,13 +261,17 @@ class Heap:
         # dead bytes before the oldest payload may be so many that it would not fit behind the newest one
         if (self._tail() or 0) > self._head or self.capacity > size or self._head + nbytes > longer:
             return False
+        arena = self._arena
+        # an area with views on it cannot change its size
+        self._arena = arena._replace(data=np.zeros(0, np.uint8))
+        area = arena.area
+        del arena
         try:
-            self.data = np.zeros(0, np.uint8)  # an area with views on it cannot change its size
-            self._area.resize(longer + SLACK)
+            area.resize(longer + SLACK)
         except (BufferError, OSError, SystemError, ValueError):
             return False
         finally:
-            self.data = np.frombuffer(self._area, np.uint8)
+            self._arena = self._arena._replace(data=np.frombuffer(area, np.uint8))
         return True
 
     def _gap(self, nbytes: int) -> int | None:
@@ -271,9 +328,10 @@ class Heap:
         data = np.frombuffer(area, np.uint8)
         for start, to, length in merge_runs(starts, packed, lengths):
             data[to : to + length] = self.data[start : start + length]
+        moved = lengthen(self.starts, len(self.starts))
+        moved[slots] = packed
         self._settle()
-        self._area, self.data = area, data
-        self.starts[slots] = packed
+        self._arena = Arena(area, data, moved)
         self._order = lengthen(slots, len(slots) + len(slots) // 8 + 64)
         self._numbers[slots] = np.arange(len(slots), dtype=np.uint32)
         self._first, self._n_order, self._first_number = 0, len(slots), 0
@@ -301,28 +359,25 @@ class Heap:
             raise AssertionError("live payloads and the write order disagree")
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        if self.path is None:
-            # only what is in use travels, not the arena's free space
-            packed = object.__new__(type(self))
-            packed.__dict__.update(state)
-            packed.starts, packed._numbers = self.starts.copy(), self._numbers.copy()
-            packed._repack(0)
-            state = packed.__dict__.copy()
-            state["data"] = packed.data[: self.live_bytes].tobytes()
-        else:
-            state["data"] = self.data[: self.capacity].tobytes()
-            state["path"] = None
-        del state["_area"]
-        return state
+        """The live payloads, packed in write order, and where each one lies; a copy that later writes do not change."""
+        slots = self._listed()
+        lengths = self.lengths[slots].astype(np.int64)
+        packed = np.cumsum(lengths) - lengths
+        data = np.empty(int(lengths.sum()), np.uint8)
+        for start, to, length in merge_runs(self.starts[slots], packed, lengths):
+            data[to : to + length] = self.data[start : start + length]
+        starts = self.starts.copy()
+        starts[slots] = packed
+        return {"limit": self.limit, "lengths": self.lengths.copy(), "starts": starts, "data": data}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        stored = state.pop("data")
-        self.__dict__.update(state)
-        self._unsaved = np.ones(len(self.lengths), np.bool_)  # who knows of a file
-        self._area = map_bytes(len(stored))
-        self.data = np.frombuffer(self._area, np.uint8)
-        self.data[: len(stored)] = np.frombuffer(stored, np.uint8)
+        data = state["data"]
+        Heap.__init__(self, 0, state["limit"])
+        area = map_bytes(len(data))
+        self.lengths = state["lengths"]
+        self._arena = Arena(area, np.frombuffer(area, np.uint8), state["starts"])
+        self.data[: len(data)] = data
+        self.rebuild()
 
 
 def merge_runs(

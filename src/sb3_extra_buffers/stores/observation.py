@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +20,10 @@ from sb3_extra_buffers.stores.choice import Choice, choose, choose_unseen
 from sb3_extra_buffers.stores.frames import Cells, FrameStore
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout, find_layout
+from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.making import make_frame_store
 from sb3_extra_buffers.stores.payloads import PayloadStore
+from sb3_extra_buffers.stores.segments import SegmentStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 # observations looked at before anything is decided: enough to see a stack move, little enough to hold
@@ -33,13 +34,59 @@ _TRIAL_ROWS = (16, 256)
 class DenseStore:
     """Rows as they are, one after the other; pages appear as they are written."""
 
-    def __init__(self, nbytes: int, n_cells: int) -> None:
+    def __init__(self, nbytes: int, n_cells: int, limit: int | None = None) -> None:
         self.rows: ByteRows = zeros((n_cells, nbytes), np.uint8)
         self.written: npt.NDArray[np.bool_] = zeros(n_cells, bool)
+        self.limit = limit
+        # cells that are being written, what they held, and whether that counts no longer
+        self._undo: tuple[Cells, ByteRows, npt.NDArray[np.bool_]] | None = None
+        self._dirty = False
 
     def write(self, cells: Cells, streams: Cells, rows: ByteRows) -> None:
+        self.recover()
+        if self.limit is not None:
+            self._check_limit(self.limit, cells)
+        before = self.written[cells]
+        # most cells are written for the first time, until a ring is full
+        self._undo = cells.copy(), self.rows[cells] if before.any() else np.zeros((0, 0), np.uint8), before
+        self._dirty = True
         self.rows[cells] = rows
         self.written[cells] = True
+        self._dirty = False
+
+    def _check_limit(self, limit: int, cells: Cells) -> None:
+        per_row: int = self.rows.shape[1]
+        held = int(np.count_nonzero(self.written)) * per_row
+        more = int(np.count_nonzero(~self.written[np.unique(cells)])) * per_row
+        if held + more > limit:
+            raise HeapFullError(more, held, limit)
+
+    def recover(self) -> None:
+        """Be as before a write that was interrupted."""
+        if self._dirty:
+            self._restore()
+            self._dirty = False
+
+    def commit(self) -> None:
+        """Let the last write stand."""
+        self.recover()
+        self._undo = None
+
+    def undo_write(self) -> bool:
+        """Take back the last write since `commit`, if nothing was changed since; whether there was one."""
+        self.recover()
+        if self._undo is None:
+            return False
+        self._dirty = True
+        self.recover()
+        return True
+
+    def _restore(self) -> None:
+        if self._undo is not None:
+            cells, rows, written = self._undo
+            self.rows[cells] = rows if len(rows) else 0
+            self.written[cells] = written
+            self._undo = None
 
     @property
     def held_bytes(self) -> int:
@@ -52,27 +99,41 @@ class DenseStore:
         return int(np.count_nonzero(self.written)) * per_row + self.written.nbytes
 
     def read(self, cells: Cells) -> ByteRows:
+        self.recover()
         return self.rows[cells]
 
     def add_cells(self, n_cells: int) -> None:
+        self.recover()
         rows: ByteRows = zeros((len(self.rows) + n_cells, self.rows.shape[1]), np.uint8)
         rows[: len(self.rows)] = self.rows
         written: npt.NDArray[np.bool_] = zeros(len(rows), bool)
         written[: len(self.rows)] = self.written
-        self.rows, self.written = rows, written
+        # longer than rows for a moment, never shorter
+        self.written = written
+        self.rows = rows
 
     def erase(self, cells: Cells) -> None:
+        self.recover()
+        self._undo = None
         self.rows[cells] = 0
         self.written[cells] = False
 
     def clear(self) -> None:
+        self.recover()
+        self._undo = None
         self.rows, self.written = zeros(self.rows.shape, np.uint8), zeros(len(self.rows), bool)
 
     def check(self) -> None:
         """Nothing can disagree here."""
+        self.recover()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"rows": np.array(self.rows), "written": np.array(self.written)}
+        self.recover()
+        return {"rows": np.array(self.rows), "written": np.array(self.written), "limit": self.limit}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.rows, self.written, self.limit = state["rows"], state["written"], state["limit"]
+        self._undo, self._dirty = None, False
 
 
 class ObservationStore:
@@ -81,6 +142,9 @@ class ObservationStore:
     The first few are held as they come, until it is clear how they are stacked and, with ``auto``, which method
     suits them; then they move to a `FrameStore` or stay dense, and all others follow. Reading gives the same bytes
     at every moment. Unwritten cells read as zeros. One writer and many readers may use it at once.
+
+    A write is stored as a whole or, after an exception of any kind at any moment, not at all. `undo_write` takes the
+    last one back, for whoever writes to several stores in one go.
     """
 
     #: Whether ``auto`` may leave observations as they are; room for all of them is then taken at once.
@@ -89,7 +153,7 @@ class ObservationStore:
     read_only = False
     #: Makes the heap of the frame store, where that is not to be memory.
     make_heap: Callable[[], Heap] | None = None
-    #: Is told of every change once it is done: ``("write", cells, streams, rows)`` and the like.
+    #: Is told of every change, ``("write", cells, streams, rows)`` and the like. If it raises, a write is taken back.
     on_change: Callable[..., None] | None = None
 
     def __init__(
@@ -110,8 +174,9 @@ class ObservationStore:
         self._heap_bytes = heap_bytes
         self._path = None if path is None else Path(path)
         self._compiled = compiled
-        self._lock = threading.RLock()
-        _stores.add(self)
+        self._lock = fork_safe_lock()
+        # what there was before the last write, while nothing is decided
+        self._before: tuple[Any, ...] | None = None
         self._pending: list[tuple[Cells, Cells, ByteRows]] = []
         self._inner: FrameStore | DenseStore | None = None
         self.choice: Choice | None = None
@@ -132,47 +197,88 @@ class ObservationStore:
     def add_cells(self, n_cells: int) -> int:
         """Append ``n_cells`` unwritten cells; return the number of the first."""
         with self._lock:
-            first, self.n_cells = self.n_cells, self.n_cells + n_cells
+            first = self.n_cells
             if self._inner is not None:
                 self._inner.add_cells(n_cells)
             elif self._dense:
-                self._inner = DenseStore(self.spec.nbytes, self.n_cells)
+                self._inner = DenseStore(self.spec.nbytes, first + n_cells, self._heap_bytes)
+            self.n_cells = first + n_cells
             return first
 
     def write(self, cells: Cells, streams: Cells, rows: ByteRows) -> None:
         """Store one row per cell; row ``i`` continues stream ``streams[i]``."""
         with self._lock:
             self._check_writable()
-            self._write(cells, streams, rows)
-            if self.on_change is not None:
-                self.on_change("write", cells, streams, rows)
-
-    def _write(self, cells: Cells, streams: Cells, rows: ByteRows) -> None:
-        if self._inner is not None:
-            self._inner.write(cells, streams, rows)
-            return
-        self._pending.append((cells.copy(), streams.copy(), rows.copy()))
-        held = sum(len(pending) for pending, _, _ in self._pending)
-        least, most = _TRIAL_ROWS
-        enough = min(max(_TRIAL_BYTES // self.spec.nbytes, least), most, max(self.n_cells // 2, 1))
-        if held >= enough:
+            inner, self._before = self._inner, None
             try:
-                self._settle()
-            except HeapFullError:
-                # refused, so not held either
-                self._pending.pop()
+                if inner is not None:
+                    inner.write(cells, streams, rows)
+                else:
+                    self._collect(cells, streams, rows)
+            except BaseException:
+                self._take_back()
                 raise
+            if self.on_change is not None:
+                try:
+                    self.on_change("write", cells, streams, rows)
+                except BaseException:
+                    self.undo_write()
+                    raise
 
     def write_step(self, cell: int, more_cell: int, rows: ByteRows, more_rows: ByteRows) -> None:
         """Store a row of every stream in the cells from ``cell`` on, then those that follow from ``more_cell`` on."""
         with self._lock:
             inner = self._inner
-            if isinstance(inner, FrameStore) and not self.read_only and self.on_change is None:
-                inner.write_step(cell, more_cell, rows, more_rows)
+            if type(inner) is SegmentStore and not self.read_only and self.on_change is None:
+                self._before = None
+                try:
+                    inner.write_step(cell, more_cell, rows, more_rows)
+                except BaseException:
+                    self._take_back()
+                    raise
                 return
             streams = np.arange(len(rows))
-            self.write(streams + cell, streams, rows)
-            self.write(streams + more_cell, streams, more_rows)
+            cells = np.concatenate([streams + cell, streams + more_cell])
+            self.write(cells, np.concatenate([streams, streams]), np.concatenate([rows, more_rows]))
+
+    def _take_back(self) -> None:
+        """Take back what was written of a write that failed; if that fails too, the next use of the store does it."""
+        with contextlib.suppress(Exception):
+            if self._before is not None:
+                self.undo_write()
+            elif self._inner is not None:
+                self._inner.recover()
+
+    def commit(self) -> None:
+        """Let the last write stand: `undo_write` is about those from now on."""
+        self._before = None
+        if self._inner is not None:
+            self._inner.commit()
+
+    def undo_write(self) -> bool:
+        """Take back the last `write` or `write_step` since `commit`; whether there was one that nothing followed.
+
+        For writers to several stores, who `commit` all of them before they begin.
+        """
+        with self._lock:
+            before = self._before
+            if before is not None:
+                self._pending, self.choice, self._inner = before
+                self._before = None
+                return True
+            return self._inner is not None and self._inner.undo_write()
+
+    def _collect(self, cells: Cells, streams: Cells, rows: ByteRows) -> None:
+        """Hold rows as they are, and decide once there are enough of them."""
+        pending = [*self._pending, (cells.copy(), streams.copy(), rows.copy())]
+        held = sum(len(part) for part, _, _ in pending)
+        least, most = _TRIAL_ROWS
+        enough = min(max(_TRIAL_BYTES // self.spec.nbytes, least), most, max(self.n_cells // 2, 1))
+        full = self._heap_bytes is not None and held * self.spec.nbytes > self._heap_bytes
+        self._before = self._pending, self.choice, None
+        self._pending = pending
+        if held >= enough or full:
+            self._settle()
 
     def read(self, cells: Cells) -> ByteRows:
         """Decode ``cells``, of any shape ``[n]`` or ``[set, n]``, into fresh rows."""
@@ -195,6 +301,7 @@ class ObservationStore:
         """Decide now, on what there is."""
         with self._lock:
             if self._inner is None:
+                self._before = None
                 self._settle()
 
     def _settle(self) -> None:
@@ -205,12 +312,13 @@ class ObservationStore:
         layout = find_layout(self.spec, [rows[streams == stream] for stream in np.unique(streams)])
         choice = self.choice
         if choice is None and len(rows):
-            choice = choose(layout, cells, streams, rows, self.n_streams, self.may_stay_dense)
+            may_stay_dense = self.may_stay_dense and self._heap_bytes is None
+            choice = choose(layout, cells, streams, rows, self.n_streams, may_stay_dense)
         if choice is None:
             return
         inner: FrameStore | DenseStore
         if choice.method == "none":
-            inner = DenseStore(self.spec.nbytes, self.n_cells)
+            inner = DenseStore(self.spec.nbytes, self.n_cells, self._heap_bytes)
         else:
             codec = get_codec(choice.method, **self.options).bind(layout.frame_spec)
             kept = make_frame_store(
@@ -224,30 +332,32 @@ class ObservationStore:
         # rows that were overwritten since take no room
         last = np.sort(len(cells) - 1 - np.unique(cells[::-1], return_index=True)[1])
         inner.write(cells[last], streams[last], rows[last])
-        # only now: an error on the way leaves the rows where they were
-        self.choice, self._inner, self._pending = choice, inner, []
+        # only now, the store first: an error on the way leaves the rows where they were
+        self._inner = inner
+        self.choice, self._pending = choice, []
 
     def erase(self, cells: Cells) -> None:
         """Make ``cells`` unwritten."""
         with self._lock:
             self._check_writable()
-            if self._inner is not None:
-                self._inner.erase(cells)
-            for place, (written, streams, rows) in enumerate(self._pending):
-                kept = ~np.isin(written, cells)
-                self._pending[place] = written[kept], streams[kept], rows[kept]
             if self.on_change is not None:
                 self.on_change("erase", cells)
+            self._before = None
+            if self._inner is not None:
+                self._inner.erase(cells)
+                return
+            kept = [(part, ~np.isin(part[0], cells)) for part in self._pending]
+            self._pending = [(written[keep], streams[keep], rows[keep]) for (written, streams, rows), keep in kept]
 
     def clear(self) -> None:
         """Make every cell unwritten; what was decided stays."""
         with self._lock:
             self._check_writable()
-            self._pending = []
-            if self._inner is not None:
-                self._inner.clear()
             if self.on_change is not None:
                 self.on_change("clear")
+            self._pending, self._before = [], None
+            if self._inner is not None:
+                self._inner.clear()
 
     def _check_writable(self) -> None:
         if self.read_only:
@@ -288,30 +398,49 @@ class ObservationStore:
 
     def check(self) -> None:
         """Raise if anything inside disagrees."""
-        if self._inner is not None:
-            self._inner.check()
+        with self._lock:
+            if self._inner is not None:
+                self._inner.check()
+
+    def frozen(self) -> ObservationStore:
+        """What this store is between two writes, to be pickled or copied later; of no other use."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__getstate__())
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
+        if "_lock" not in vars(self):
+            return vars(self)  # frozen already
         with self._lock:
             state = self.__dict__.copy()
-        for name in ("_lock", "make_heap", "on_change"):
-            state.pop(name, None)
+            for name in ("_lock", "make_heap", "on_change", "_before"):
+                state.pop(name, None)
+            if self._inner is not None:
+                # now: pickle would get to it when the lock is open again
+                state["_inner"] = _Frozen(type(self._inner), self._inner.__getstate__())
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = threading.RLock()
-        _stores.add(self)
+        if isinstance(state["_inner"], _Frozen):
+            self._inner = state["_inner"].thaw()
+        self._lock = fork_safe_lock()
+        self._before = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ObservationStore:
+        made = object.__new__(type(self))
+        made.__setstate__(dict(self.__getstate__()))
+        memo[id(self)] = made
+        return made
 
 
-_stores: weakref.WeakSet[ObservationStore] = weakref.WeakSet()
+class _Frozen:
+    """The state of an inner store, copied already."""
 
+    def __init__(self, kind: type[Any], state: dict[str, Any]) -> None:
+        self.kind, self.state = kind, state
 
-def _open_locks() -> None:
-    """A forked child finds every lock open, whoever held it in the parent."""
-    for store in _stores:
-        store._lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_open_locks)
+    def thaw(self) -> Any:
+        inner = object.__new__(self.kind)
+        inner.__setstate__(dict(self.state))
+        return inner

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
-from sb3_extra_buffers.kernels.state import NONE
+from sb3_extra_buffers.kernels.state import N_FREED, N_FRESH
 from sb3_extra_buffers.stores.arena import lengthen
 from sb3_extra_buffers.stores.frames import Cells, Frames, FrameStore, Slots
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -50,77 +50,49 @@ class PayloadStore(FrameStore):
     # ---- writing ----
 
     def _write(self, slots: Slots, cells: Cells, streams: Cells, frames: Frames) -> None:
-        self._lists(frames.shape[0] * frames.shape[1])
-        before = slots[cells]
         done = 0
         while True:
-            first = done
             done = self._kernels.write_frames(
-                self._tables(), slots, frames, streams, cells, first, 1, 0, -1, False, self._wide
+                self._tables(), slots, frames, streams, cells, done, 1, 0, -1, False, self._wide, True
             )
-            if self._state.tallies[2]:
-                self._encode_fresh(slots, cells, frames, first, done, before)
-            self.settle()
+            if self._state.tallies[N_FRESH]:
+                self._encode_fresh(frames)
             if done == len(frames):
                 return
             self._grow()
+
+    def _tidy(self) -> None:
+        if self._state.tallies[N_FREED]:
+            self._dirty = True
+            self._free_listed()
+            self._dirty = False
 
     def _grow(self) -> None:
         super()._grow()
         self._generation = lengthen(self._generation, len(self._state.counts))
 
-    def _encode_fresh(
-        self,
-        slots: npt.NDArray[np.int32],
-        cells: Cells,
-        frames: npt.NDArray[np.uint8],
-        first: int,
-        done: int,
-        before: npt.NDArray[np.int32],
-    ) -> None:
+    def _encode_fresh(self, frames: Frames) -> None:
         """Give the frames that the kernel found new their payloads."""
         state = self._state
-        count = int(state.tallies[2])
+        count = int(state.tallies[N_FRESH])
         rows = frames.reshape(-1, frames.shape[2])[state.fresh[:count]]
         segments = state.fresh_ids[:count]
-        try:
-            payloads = self.codec.encode_batch(rows)
-            self._drop_view()
-            self.heap.write(segments.tolist(), payloads)
-        except BaseException:
-            # the old frames are still there: nothing is freed before the new ones are stored
-            self._restore(slots, cells, first, done, before, segments)
-            raise
-        finally:
-            self._sync()
-        self._state.tallies[2] = 0
+        payloads = self.codecs[-1].encode_batch(rows)
         self._generation[segments] = len(self.codecs) - 1
+        self._drop_view()
+        self.heap.write(segments.tolist(), payloads)
+        self._sync()
+        self._state.tallies[N_FRESH] = 0
         if self.codec.trainable:
             self._retrain(rows, sum(map(len, payloads)))
 
-    def _restore(
-        self,
-        slots: npt.NDArray[np.int32],
-        cells: Cells,
-        first: int,
-        done: int,
-        before: npt.NDArray[np.int32],
-        segments: npt.NDArray[np.int64],
-    ) -> None:
+    def _rebuild_segments(self) -> None:
         state = self._state
-        for row in range(done - 1, first - 1, -1):
-            slots[cells[row]] = before[row]
-        # rows of this call that were written before it count from what the tables say now
-        used = slots[slots > 0] - 1
-        state.refs[:] = np.bincount(used, minlength=state.refs.size)
-        alive = (state.refs.reshape(-1, self.per_segment) > 0).sum(axis=1)
-        state.live[:] = alive
-        state.counts[segments] = 0
-        state.recent_ids[np.isin(state.recent_ids, segments)] = NONE
-        unused = int(state.tallies[0])
-        state.free[unused : unused + len(segments)] = segments
-        state.tallies[0] += len(segments)
-        state.tallies[1:] = 0
+        # a frame without a payload belongs to a write that was taken back
+        state.counts[:] = state.lengths[: len(state.counts)] > 0
+        if len(self._generation) < len(state.counts):
+            self._generation = lengthen(self._generation, len(state.counts))
+        self.codec = self.codecs[-1]
 
     def _retrain(self, rows: ByteRows, nbytes: int) -> None:
         """Train the codec again when its payloads have grown by half since the last time."""
@@ -132,8 +104,8 @@ class PayloadStore(FrameStore):
         old_bytes = sum(map(len, self.codec.encode_batch(samples[::4])))
         new_bytes = sum(map(len, new.encode_batch(samples[::4])))
         if new_bytes < 0.9 * old_bytes:
-            self.codec = new
             self.codecs.append(new)
+            self.codec = new
         self._average = _Average()
 
     # ---- reading ----
@@ -148,6 +120,7 @@ class PayloadStore(FrameStore):
         self, cells: Cells, make: Callable[[int, int], ByteRows]
     ) -> tuple[ByteRows, npt.NDArray[np.int64]]:
         """The distinct frames of ``cells``, in rows that ``make`` makes; and which one goes where, frame by frame."""
+        self.recover()
         if self.guard is not None:
             self.guard(cells)
         return self._decode_distinct(self.slots, cells, make)

@@ -15,7 +15,17 @@ from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError
 from sb3_extra_buffers.kernels.frames import PAYING_TENTHS, is_full
 from sb3_extra_buffers.kernels.lz4_block import OVERRUN, TABLE, unpack_block
-from sb3_extra_buffers.kernels.state import NONE, PACKED_LZ4, PACKED_ZSTD, FrameState, scene_bytes
+from sb3_extra_buffers.kernels.state import (
+    COMMITTED,
+    N_FREED,
+    N_SEALED,
+    N_UNUSED,
+    NONE,
+    PACKED_LZ4,
+    PACKED_ZSTD,
+    FrameState,
+    scene_bytes,
+)
 from sb3_extra_buffers.stores.arena import SLACK, lengthen
 from sb3_extra_buffers.stores.frames import LATER, Cells, FrameStore
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -81,64 +91,61 @@ class SegmentStore(FrameStore):
     def write_step(self, cell: int, more_cell: int, rows: ByteRows, more_rows: ByteRows) -> None:
         layout, kernels = self.layout, self._kernels
         frames, more = layout.split(rows, kernels), layout.split(more_rows, kernels)
-        if self._state.fresh.size < 2 * len(frames) * layout.stack:
-            self._lists(2 * len(frames) * layout.stack)
-        self._touch_run(cell, len(frames))
-        self._touch_run(more_cell, len(frames))
+        n_rows = len(frames)
+        # `_begin_write`, for the path that every step takes
+        if self._dirty:
+            self.recover()
+        self._state.tallies[COMMITTED] = 1
+        if len(self._state.undo_cells) < 2 * n_rows:
+            self._lengthen_lists(2 * n_rows)
+        self._dirty = True
+        self._touch_run(cell, n_rows)
+        self._touch_run(more_cell, n_rows)
         done = 0
         while True:
             done = kernels.write_step(
                 self._bound or self._tables(), self.slots, frames, more, cell, more_cell, done,
                 self.per_segment, self._most_bytes, self._heavy, self._wide,
             )  # fmt: skip
-            if done == 2 * len(frames):
+            if done == 2 * n_rows:
                 break
             self._make_room(layout.stack)
-        if self._unread or self._state.tallies[1] > LATER or self._n_fresh > self._next_clean:
+        self._dirty = False
+        if self._unread or self._state.tallies[N_FREED] > LATER or self._n_fresh > self._next_clean:
             self._tidy()
 
     def _write(self, slots: npt.NDArray[np.int32], cells: Cells, streams: Cells, frames: npt.NDArray[np.uint8]) -> None:
-        self._lists(frames.shape[0] * frames.shape[1])
         done = 0
         while True:
             done = self._kernels.write_frames(
-                self._tables(),
-                slots,
-                frames,
-                streams,
-                cells,
-                done,
-                self.per_segment,
-                self._most_bytes,
-                self._heavy,
-                True,
-                self._wide,
-            )
+                self._tables(), slots, frames, streams, cells, done,
+                self.per_segment, self._most_bytes, self._heavy, True, self._wide, slots is self.slots,
+            )  # fmt: skip
             if done == len(frames):
                 break
             self._make_room(frames.shape[1])
-        if slots is self.slots:
-            self._tidy()
 
     def _tidy(self) -> None:
-        """Between two writes: free and move what has become due."""
-        if self._unread or self._state.tallies[1] > LATER:
-            self.settle()
+        if self._unread or self._state.tallies[N_FREED] > LATER:
+            self._dirty = True
+            self._free_listed()
         if self._n_fresh > self._next_clean:
+            self._dirty = True
             self._clean()
+        self._dirty = False
 
-    def settle(self) -> None:
-        self._adopt()
-        super().settle()
+    def _free_listed(self) -> None:
+        super()._free_listed()
         if self._unread:
             unread, self._unread = np.unique(self._unread), []
             self._free(unread)
 
     def _adopt(self) -> None:
         """Tell the heap which segments the kernel has put into its gap."""
-        count = int(self._state.tallies[3])
+        count = int(self._state.tallies[N_SEALED])
         if count:
-            sealed, self._state.tallies[3] = self._state.sealed[:count].copy(), 0
+            sealed = self._state.sealed[:count].copy()
+            self._state.tallies[N_SEALED] = 0
             self.heap.adopt(sealed)
             self._sealed(sealed)
 
@@ -149,7 +156,7 @@ class SegmentStore(FrameStore):
 
     def _make_room(self, stack: int) -> None:
         """Seal the segments that are full; have unused segments for a stack."""
-        super().settle()
+        super()._free_listed()
         full = [
             stream
             for stream in np.flatnonzero(self._state.open_segments >= 0).tolist()
@@ -162,7 +169,7 @@ class SegmentStore(FrameStore):
                 self._seal(stream)
         finally:
             self._sync()
-        if self._state.tallies[0] < stack:
+        if self._state.tallies[N_UNUSED] < stack:
             self._grow()
 
     def _seal(self, stream: int) -> None:
@@ -192,13 +199,16 @@ class SegmentStore(FrameStore):
         if not flags:
             flags, packed = self._pack(body, count)
         table[0], table[1] = flags, count
-        self.heap.put(segment, np.concatenate([table, packed]))
-        self._n_packed += flags in self._packed_flags
+        payload = np.concatenate([table, packed])
+        self.heap.check_limit(segment, payload.size)
         if whole:
             scene = self._add_scene(stream, state.stage[body_at : body_at + size])
             if shared:
+                # before the payload is there that needs it; a first frame that is whole does not care
                 self._state.scene_refs[scene] = 1
                 self._state.scenes[segment] = scene
+        self.heap.put(segment, payload)
+        self._n_packed += flags in self._packed_flags
         state.open_segments[stream] = NONE
         self._sealed(np.array([segment]))
 
@@ -241,6 +251,56 @@ class SegmentStore(FrameStore):
         state.pool[0] = scene
         return scene
 
+    def _drop_freed(self) -> None:
+        counts = self._state.counts
+        self.heap.lengths[: len(counts)][counts == 0] = 0
+
+    def _rebuild_segments(self) -> None:
+        state, per = self._state, self.per_segment
+        room = state.stage.size // state.open_segments.size
+        width, size = 4 if self._wide else 2, self.layout.frame_bytes
+        opened = state.open_segments
+        streams = np.flatnonzero(opened >= 0)
+        # sealed already, or opened for a frame that did not come
+        over = (state.lengths[opened[streams]] > 0) | (state.counts[opened[streams]] == 0)
+        opened[streams[over]] = NONE
+        streams = streams[~over]
+        here = np.zeros(len(state.counts), np.bool_)
+        here[opened[streams]] = True
+        here |= state.lengths[: len(here)] > 0
+        state.counts[~here] = 0
+        for stream in streams.tolist():
+            segment, begin = int(opened[stream]), stream * room
+            count = int(state.counts[segment])
+            table = state.stage[begin + 2 : begin + 2 + count * width].view("<u4" if self._wide else "<u2")
+            lengths = table.astype(np.int64)
+            if lengths[0] == size:
+                state.scenes[segment] = NONE  # a whole frame refers to none until it is sealed
+            state.starts[segment] = -1 - begin
+            state.stage[begin : begin + 2] = 0, count
+            state.stage_ends[stream] = 2 + per * width + lengths.sum()
+            state.walks[stream] = lengths[lengths < size].sum()
+        used = state.scenes[here & (state.scenes >= 0)]
+        state.scene_refs[:] = np.bincount(used, minlength=len(state.scene_refs))
+        self._unread = []
+        self._follow_kernels()
+        self._remember_newest(streams)
+
+    def _remember_newest(self, streams: npt.NDArray[np.int64]) -> None:
+        """Give each of ``streams`` the newest frame of its open segment back, to which the next one refers."""
+        state, size = self._state, self.layout.frame_bytes
+        segments = state.open_segments[streams]
+        ids = segments * self.per_segment + state.counts[segments] - 1
+        places = (state.heads[streams] - 1) % state.recent_ids.shape[1]
+        lost = np.flatnonzero(state.recent_ids[streams, places] != ids)
+        if not len(lost):
+            return
+        ids, streams, places = ids[lost], streams[lost], places[lost]
+        frames = self._decode((ids[:, None] + 1).astype(np.int32), np.arange(len(ids))[None])
+        state.recent_ids[streams, places] = NONE
+        state.recent[streams, places, :size] = frames.reshape(len(ids), size)
+        state.recent_ids[streams, places] = ids
+
     def _forget(self, segments: npt.NDArray[np.int64]) -> None:
         state = self._state
         scenes = state.scenes[segments]
@@ -250,7 +310,7 @@ class SegmentStore(FrameStore):
 
     def _clean(self) -> None:
         """Write the frames of mostly dead segments anew and free these."""
-        self.settle()
+        self._free_listed()
         state, per = self._state, self.per_segment
         self._n_fresh = 0
         n_live = int(np.count_nonzero(state.refs))
@@ -280,9 +340,11 @@ class SegmentStore(FrameStore):
         np.add.at(state.refs, renamed, state.refs[ids] - 1)
         table = np.arange(state.refs.size + 1, dtype=np.int32)
         table[ids + 1] = renamed + 1
+        # old and new ids name the same frames as long as the old segments are there: those go last
         for begin in range(0, len(self.slots), 1 << 16):
             part = self.slots[begin : begin + (1 << 16)]
             part[...] = table[part]
+        state.undo_ids[...] = table[state.undo_ids]
         self.touched[:] = True
         state.refs[ids] = 0
         state.live[segments] = np.count_nonzero(state.refs.reshape(-1, per)[segments], axis=1)

@@ -199,8 +199,9 @@ def _make_store(record: Mapping[str, Any]) -> ObservationStore:
 
 def _put_dense(store: ObservationStore, arrays: Mapping[str, Array]) -> DenseStore:
     dense = object.__new__(DenseStore)
-    dense.rows = _column(arrays, "rows", np.uint8, (store.n_cells, store.spec.nbytes))
-    dense.written = _column(arrays, "written", np.bool_, (store.n_cells,))
+    rows = _column(arrays, "rows", np.uint8, (store.n_cells, store.spec.nbytes))
+    written = _column(arrays, "written", np.bool_, (store.n_cells,))
+    dense.__setstate__({"rows": rows, "written": written, "limit": store._heap_bytes})
     return dense
 
 
@@ -295,30 +296,20 @@ def _put_state(
     _within(columns["pool"], NONE, n_scenes, "a scene at hand")
     _require(not (columns["scene_of"] == -1).any() and not (columns["pool"] == -1).any(), "a scene is -1")
     _put_stage(inner, columns, counts, stage)
-    refs = np.zeros(0, np.int32)
-    live = np.zeros(0, np.int32)
-    free = np.zeros(0, np.int32)
-    if not read_only:
-        refs = lengthen(refs, n_segments * per)
-        for part in np.array_split(inner.slots.reshape(-1), max(inner.slots.size >> 20, 1)):
-            ids, n_refs = np.unique(part[part > 0] - 1, return_counts=True)
-            refs[ids] += n_refs.astype(np.int32)
-        live = np.count_nonzero(refs.reshape(n_segments, per), axis=1).astype(np.int32)
-        unused = np.flatnonzero(counts == 0)[::-1]
-        free = lengthen(free, n_segments)
-        free[: len(unused)] = unused
-        state.tallies[0] = len(unused)
     used = scenes[(counts > 0) & (scenes >= 0)]
+    n_counted = 0 if read_only else n_segments
     inner._replace(
         counts=lengthen(counts, n_segments),
         scenes=lengthen(scenes, n_segments),
-        live=lengthen(live, max(n_segments, 0) if not read_only else 0),
-        refs=refs,
-        free=free,
+        live=lengthen(np.zeros(0, np.int32), n_counted),
+        refs=lengthen(np.zeros(0, np.int32), n_counted * per),
+        free=lengthen(np.zeros(0, np.int32), n_counted),
         scene_rows=scene_rows.reshape(-1),
         scene_refs=np.bincount(used, minlength=n_scenes).astype(np.int32),
         **columns,
     )
+    if not read_only:
+        inner._count_references()
 
 
 def _put_stage(inner: FrameStore, columns: dict[str, Array], counts: Array, stage: Array) -> None:
@@ -374,13 +365,12 @@ def _make_room(inner: FrameStore, room: Any) -> None:
         f"lists of {room!r} entries make no sense",
     )
     n_fresh, n_freed, n_order = room
-    # kernels list as many without asking
-    _require(n_fresh == 0 or n_freed >= n_fresh + LATER, f"{n_freed} entries are too few for {n_fresh} frames")
-    inner._replace(
-        fresh=np.zeros(n_fresh, np.int64),
-        fresh_ids=np.zeros(n_fresh, np.int64),
-        freed=np.zeros(n_freed, np.int32),
+    _require(
+        n_fresh % inner.layout.stack == 0 and n_freed == (n_fresh + LATER if n_fresh else 0),
+        f"{n_freed} entries are not enough for {n_fresh} frames",
     )
+    if n_fresh:
+        inner._lengthen_lists(n_fresh // inner.layout.stack)
     inner.heap.make_room(n_order)
 
 
