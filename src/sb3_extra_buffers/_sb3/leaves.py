@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch as th
 from gymnasium import spaces
 
 from sb3_extra_buffers._sb3.options import StorageOptions
@@ -179,9 +181,20 @@ def fit_column(values: Any, n_envs: int, name: str, dtype: Any = np.float32) -> 
 def as_array(values: Any, name: str) -> Array:
     """``values`` as an array, or an error that says that they are none."""
     try:
-        return np.asarray(values)
+        return np.asarray(values.detach().cpu() if isinstance(values, th.Tensor) else values)
     except (ValueError, TypeError, RuntimeError) as problem:
         raise SpecMismatchError(f"{name} cannot be made an array: {problem}") from problem
+
+
+def check_count(value: Any, name: str, least: int = 1) -> int:
+    """``value``, if it is a whole number from ``least`` on that a batch can have."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = -1
+    if isinstance(value, (bool, np.bool_)) or not least <= count < 1 << 40:
+        raise SpecMismatchError(f"{name} must be a whole number from {least} on, got {value!r}")
+    return count
 
 
 def cast(array: Array, dtype: np.dtype[Any], name: str) -> Array:

@@ -12,9 +12,16 @@ import torch as th
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_extra_buffers._sb3.algorithm import calling_algorithm
+from sb3_extra_buffers._sb3.leaves import as_array, check_count
 from sb3_extra_buffers._sb3.replay import ReplayMixin
 from sb3_extra_buffers._sb3.sum_tree import SumTree
-from sb3_extra_buffers.errors import AlgorithmMismatchError, EmptyBufferError, PriorityError, StaleIndexError
+from sb3_extra_buffers.errors import (
+    AlgorithmMismatchError,
+    EmptyBufferError,
+    PriorityError,
+    SpecMismatchError,
+    StaleIndexError,
+)
 
 # a pair is a list again in a model that SB3 has loaded
 Beta = float | Sequence[float] | Callable[[float], float]
@@ -146,6 +153,7 @@ class PrioritizedMixin(ReplayMixin):
         if self._step is not None:
             with self._lock:
                 self._recover()
+        batch_size = check_count(batch_size, "batch_size", 0)
         if self._tree.total == 0:
             raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
         leaves = self._tree.draw(batch_size)
@@ -197,7 +205,7 @@ class PrioritizedMixin(ReplayMixin):
 
     def holds(self, indices: Any) -> npt.NDArray[np.bool_]:
         """Whether the transitions that a sample named ``indices`` are still in the buffer."""
-        indices = _to_numpy(indices)
+        indices = _numbers(indices, "indices")
         newest = self._n_added * self.n_envs
         found: npt.NDArray[np.bool_] = (indices < newest) & (indices >= newest - self.size() * self.n_envs)
         return found
@@ -209,7 +217,8 @@ class PrioritizedMixin(ReplayMixin):
             indices: `PrioritizedReplayBufferSamples.indices`, or some of them. Where one is repeated, the last counts.
             td_errors: As many absolute TD errors.
         """
-        numbers, errors = _to_numpy(indices).reshape(-1), _to_numpy(td_errors).reshape(-1).astype(np.float64)
+        numbers = _numbers(indices, "indices").reshape(-1)
+        errors = _numbers(td_errors, "td_errors").reshape(-1).astype(np.float64)
         if numbers.dtype.kind not in "iu" or len(numbers) != len(errors):
             raise PriorityError(
                 f"{len(numbers)} indices ({numbers.dtype}) and {len(errors)} TD errors; pass the sample's indices and "
@@ -251,5 +260,11 @@ class PrioritizedMixin(ReplayMixin):
         super().__setstate__(state)
 
 
-def _to_numpy(values: Any) -> npt.NDArray[Any]:
-    return values.detach().cpu().numpy() if isinstance(values, th.Tensor) else np.asarray(values)
+def _numbers(values: Any, name: str) -> npt.NDArray[Any]:
+    try:
+        array = as_array(values, name)
+    except SpecMismatchError as problem:
+        raise PriorityError(str(problem)) from problem
+    if array.dtype.kind not in "biuf":
+        raise PriorityError(f"{name} are of dtype {array.dtype}; pass numbers")
+    return array

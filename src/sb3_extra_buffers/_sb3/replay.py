@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from sb3_extra_buffers._sb3.leaves import (
     Array,
     Leaf,
     Leaves,
+    check_count,
     each_leaf,
     fit,
     fit_actions,
@@ -300,6 +302,19 @@ class ReplayMixin(CompressedStorage, _Base):
             raise SpecMismatchError(f"{len(infos)} infos for {self.n_envs} environments; check n_envs")
         return truncated
 
+    def extend(self, *args: Any) -> None:
+        """Add several steps, each argument with an axis more than `add` takes; if one does not fit, none is added."""
+        try:
+            steps = list(zip(*args, strict=True))
+        except (TypeError, ValueError) as problem:
+            raise SpecMismatchError(f"extend() takes arrays of as many steps each: {problem}") from problem
+        if not args or len(args) != 6:
+            raise SpecMismatchError(f"a step has six parts, as add() takes them; extend() got {len(args)}")
+        for step in steps:
+            self._fit_step(*step)
+        for step in steps:
+            self.add(*step)
+
     # ---- sampling ----
 
     def size(self) -> int:
@@ -311,7 +326,7 @@ class ReplayMixin(CompressedStorage, _Base):
         if self._step is not None:
             with self._lock:
                 self._recover()
-        count = self.size()
+        count, batch_size = self.size(), check_count(batch_size, "batch_size", 0)
         if count == 0:
             raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
         if self._n_evicted:
@@ -325,10 +340,22 @@ class ReplayMixin(CompressedStorage, _Base):
 
     def _get_samples(self, batch_inds: npt.NDArray[Any], env: VecNormalize | None = None) -> Any:
         if self.n_steps > 1:
-            samples = self._as_asked(NStepReplayBuffer._get_samples(self, batch_inds, env))  # type: ignore[arg-type]  # not one, but laid out like one
+            with self._timeouts_kept():
+                samples = NStepReplayBuffer._get_samples(self, batch_inds, env)  # type: ignore[arg-type]  # not one, but laid out like one
+            samples = self._as_asked(samples)
             return DictReplayBufferSamples(*samples) if isinstance(self.observations, dict) else samples
         envs = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
         return self._samples_at(batch_inds, envs, env)
+
+    @contextlib.contextmanager
+    def _timeouts_kept(self) -> Iterator[None]:
+        """SB3's n-step code changes the newest timeouts for a while; whatever ends it, they are as they were."""
+        newest = (self.pos - 1) % self.buffer_size
+        kept = self.timeouts[newest].copy()
+        try:
+            yield
+        finally:
+            self.timeouts[newest] = kept
 
     def _samples_at(self, steps: npt.NDArray[Any], envs: npt.NDArray[Any], env: VecNormalize | None) -> Any:
         """The transitions at ``(steps[i], envs[i])`` as tensors."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
@@ -13,6 +14,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from sb3_extra_buffers._sb3.leaves import (
     Leaves,
     as_array,
+    check_count,
     each_leaf,
     fit,
     fit_actions,
@@ -22,11 +24,14 @@ from sb3_extra_buffers._sb3.leaves import (
     make_leaves,
 )
 from sb3_extra_buffers._sb3.storage import CompressedStorage, OptionsFirst
-from sb3_extra_buffers.errors import EmptyBufferError, IndexOutOfRangeError
+from sb3_extra_buffers.errors import EmptyBufferError, ExtraBuffersError, IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.stores.view import StoreView
 
 T = TypeVar("T")
+
+# what sb3-contrib's buffers have beyond SB3's
+_CONTRIB_COLUMNS = ("action_masks", "hidden_states_pi", "cell_states_pi", "hidden_states_vf", "cell_states_vf")
 
 if TYPE_CHECKING:
     _Base = RolloutBuffer
@@ -170,12 +175,26 @@ class RolloutMixin(CompressedStorage, _Base):
     def _position(self) -> int:
         return self.pos
 
+    def compute_returns_and_advantage(self, last_values: th.Tensor, dones: Any) -> None:
+        """Compute returns and advantages (GAE), as SB3 does."""
+        values = fit_column(as_array(last_values, "last_values").reshape(-1), self.n_envs, "last_values")
+        super().compute_returns_and_advantage(th.from_numpy(np.array(values)), fit_column(dones, self.n_envs, "dones"))
+
+    def sample(self, batch_size: int, env: Any = None) -> Any:
+        """Draw ``batch_size`` steps at random; SB3's algorithms use `get` instead."""
+        return super().sample(check_count(batch_size, "batch_size", 0), env)
+
     def get(self, batch_size: int | None = None) -> Any:
         """The rollout in random batches, in SB3's order."""
+        if batch_size is not None:
+            batch_size = check_count(batch_size, "batch_size")
         self._check_full()
         return self._ahead(super().get(batch_size))
 
     def _check_full(self) -> None:
+        if self._step is not None:
+            with self._lock:
+                self._recover()
         if not self.full:
             raise EmptyBufferError(
                 f"{self.pos} of {self.buffer_size} steps were added; a rollout is read when it is complete"
@@ -198,7 +217,39 @@ class RolloutMixin(CompressedStorage, _Base):
 
 
 class RolloutFirst(OptionsFirst):
-    """`OptionsFirst` for rollout buffers that have a `get` of their own."""
+    """`OptionsFirst` for sb3-contrib's rollout buffers, which have a `get` and columns of their own.
+
+    They write to those before the step gets to where it is checked.
+    """
+
+    #: Position of the step that is being added, and what their columns held there.
+    _replaced: tuple[int, dict[str, Any]] | None = None
+
+    def add(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Add one step of every environment: all of it, or after an exception of whatever kind nothing."""
+        with self._lock:
+            self._recover()
+            position = min(self.pos, self.buffer_size - 1)
+            columns = {name: getattr(self, name) for name in _CONTRIB_COLUMNS if hasattr(self, name)}
+            self._replaced = self.pos, {name: column[position].copy() for name, column in columns.items()}
+            try:
+                super().add(*args, **kwargs)  # type: ignore[misc]  # this stands before a buffer
+                self._replaced = None
+            except BaseException as problem:
+                with contextlib.suppress(Exception):
+                    self._recover()
+                if isinstance(problem, Exception) and not isinstance(problem, ExtraBuffersError):
+                    raise SpecMismatchError(f"{' and '.join(columns)} do not fit: {problem}") from problem
+                raise
+
+    def _recover(self: Any) -> None:
+        super()._recover()  # type: ignore[misc]  # this stands before a buffer
+        if self._replaced is not None:
+            position, rows = self._replaced
+            if self.pos == position < self.buffer_size:
+                for name, row in rows.items():
+                    getattr(self, name)[position] = row
+            self._replaced = None
 
     def get(self: Any, batch_size: int | None = None) -> Any:
         """The rollout in random batches, in the order of the buffer behind this."""

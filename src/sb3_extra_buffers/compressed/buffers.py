@@ -9,11 +9,12 @@ from stable_baselines3.common.buffers import DictReplayBuffer, DictRolloutBuffer
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from sb3_extra_buffers._sb3.algorithm import check_n_steps
+from sb3_extra_buffers._sb3.leaves import check_count
 from sb3_extra_buffers._sb3.n_step import NStepReplayBuffer
 from sb3_extra_buffers._sb3.replay import ReplayMixin
 from sb3_extra_buffers._sb3.rollout import RolloutMixin
 from sb3_extra_buffers._sb3.storage import OptionsFirst
-from sb3_extra_buffers.errors import NoEpisodeError
+from sb3_extra_buffers.errors import NoEpisodeError, SpecMismatchError
 from sb3_extra_buffers.stores.locks import fork_safe_lock
 
 __all__ = [
@@ -67,7 +68,9 @@ class CompressedNStepReplayBuffer(NStepReplayBuffer, CompressedReplayBuffer):
         check_n_steps(self)
 
     def _get_samples(self, *args: Any, **kwargs: Any) -> Any:
-        return self._as_asked(super()._get_samples(*args, **kwargs))
+        with self._timeouts_kept():
+            samples = super()._get_samples(*args, **kwargs)
+        return self._as_asked(samples)
 
 
 class CompressedDictNStepReplayBuffer(CompressedDictReplayBuffer):
@@ -108,11 +111,19 @@ class CompressedHerReplayBuffer(OptionsFirst, HerReplayBuffer, CompressedDictRep
                 step = self._fit_step(obs, next_obs, action, reward, done, infos)
                 if self._live is not None:
                     self._live.prepare_step()  # while episodes are as they were
+                if self.copy_info_dict:
+                    self._check_infos(infos)
                 self._episodes = self._episodes_at(step[0], step[7])
-                super().add(obs, next_obs, action, reward, done, infos)
+                super().add(*step[3:8], infos)
                 self._episodes = None
             except BaseException as problem:
                 self._fail(problem, n_added)
+
+    def _check_infos(self, infos: Any) -> None:
+        if not isinstance(infos, (list, tuple, np.ndarray)) or len(infos) != self.n_envs:
+            raise SpecMismatchError(
+                f"copy_info_dict keeps a dict for each of {self.n_envs} environments, got {infos!r}"
+            )
 
     def _episodes_at(self, position: int, done: Any) -> _Episodes:
         replaced = []
@@ -143,6 +154,10 @@ class CompressedHerReplayBuffer(OptionsFirst, HerReplayBuffer, CompressedDictRep
 
     def sample(self, batch_size: int, env: Any = None) -> Any:
         """Draw transitions of finished episodes, some of them with the goals of others."""
+        batch_size = check_count(batch_size, "batch_size", 0)
+        if self._step is not None or self._episodes is not None:
+            with self._lock:
+                self._recover()
         if not self.ep_length.any():
             raise NoEpisodeError(
                 f"no episode has ended in the {self.size()} steps that the buffer holds; set learning_starts to more "

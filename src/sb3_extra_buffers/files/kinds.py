@@ -45,7 +45,8 @@ KINDS: dict[str, Kind] = {
         f"{_OURS}.replay_buffers.checkpoint:make_storage",
     ),
     "experience": Kind(
-        f"{_OURS}.replay_buffers.experience_memory:ReplayBuffer", f"{_OURS}.replay_buffers.experience_memory:make_buffer"
+        f"{_OURS}.replay_buffers.experience_memory:ReplayBuffer",
+        f"{_OURS}.replay_buffers.experience_memory:make_buffer",
     ),
     "replay-service": Kind(
         f"{_OURS}.replay_buffers.service_state:ServiceState", f"{_OURS}.replay_buffers.service_state:make_state"

@@ -23,7 +23,6 @@ from sb3_extra_buffers.errors import (
 from sb3_extra_buffers.replay_buffers.groups import Group, Pilot, join_keys
 from sb3_extra_buffers.replay_buffers.portable import PortableStorage
 from sb3_extra_buffers.replay_buffers.schema import (
-    ADDED,
     Key,
     Spec,
     at_least,
@@ -340,7 +339,9 @@ class CompressedStorage(PortableStorage):
         """Positions that any other index names, in its shape."""
         parts = index if isinstance(index, tuple) else (index,)
         known = tuple(
-            part.detach().cpu().numpy() if isinstance(part, torch.Tensor) else _as_array(part)
+            part.detach().cpu().numpy()
+            if isinstance(part, torch.Tensor)
+            else _as_array(part)
             if isinstance(part, (list, range))
             else part
             for part in parts

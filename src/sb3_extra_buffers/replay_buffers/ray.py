@@ -222,7 +222,9 @@ class CompressedReplayService(TensorDictReplayBuffer):  # type: ignore[misc]  # 
             state.give_to(self._storage, self._sampler, self._writer)
             self._writers = state.writers
             self._snapshot = snapshot
-            self._journal_limit = max(_LEAST_JOURNAL, sum(path.stat().st_size for path in (folder / snapshot).iterdir()))
+            self._journal_limit = max(
+                _LEAST_JOURNAL, sum(path.stat().st_size for path in (folder / snapshot).iterdir())
+            )
         for _, arrays in read_journal(folder / journal):
             if len(arrays) != 1 or arrays[0].dtype != np.uint8:
                 raise DamagedFileError(f"{folder / journal} holds a record that is no packet")

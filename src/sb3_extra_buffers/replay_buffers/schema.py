@@ -135,7 +135,9 @@ def parse_dtype(text: Any) -> torch.dtype:
 
 def parse_shape(shape: Any, most_axes: int = 32) -> tuple[int, ...]:
     """A shape that was read from JSON."""
-    fits = isinstance(shape, list) and len(shape) <= most_axes and all(type(n) is int and 0 <= n < 1 << 48 for n in shape)
+    fits = (
+        isinstance(shape, list) and len(shape) <= most_axes and all(type(n) is int and 0 <= n < 1 << 48 for n in shape)
+    )
     if not fits or math.prod(shape) >= 1 << 48:
         raise FileFormatError(f"{shape!r} is no shape of a tensor")
     return tuple(shape)

@@ -14,7 +14,9 @@ _PATIENCE = 10.0
 
 # buffers are locked before their stores, and so by a fork
 _levels: tuple[weakref.WeakSet[Any], ...] = (weakref.WeakSet(), weakref.WeakSet())
+# locks that the fork under way has, and those that it could not get
 _held: list[Any] = []
+_missed: list[Any] = []
 
 
 def fork_safe_lock(of_buffer: bool = False) -> Any:
@@ -27,15 +29,22 @@ def fork_safe_lock(of_buffer: bool = False) -> Any:
 def _acquire_all() -> None:
     for level in _levels:
         for lock in list(level):
-            if lock.acquire(timeout=_PATIENCE):
-                _held.append(lock)
+            (_held if lock.acquire(timeout=_PATIENCE) else _missed).append(lock)
 
 
 def _release_all() -> None:
+    _missed.clear()
     while _held:
         _held.pop().release()
 
 
+def _release_in_child() -> None:
+    # whoever holds these is not here
+    for lock in _missed:
+        lock._at_fork_reinit()
+    # the child's only thread is the one that forked: it owns the locks here as well
+    _release_all()
+
+
 if hasattr(os, "register_at_fork"):
-    # the child's only thread is the one that forked: it owns the locks there as well
-    os.register_at_fork(before=_acquire_all, after_in_parent=_release_all, after_in_child=_release_all)
+    os.register_at_fork(before=_acquire_all, after_in_parent=_release_all, after_in_child=_release_in_child)

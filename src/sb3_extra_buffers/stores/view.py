@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.spec import ByteRows
-from sb3_extra_buffers.errors import SpecMismatchError
+from sb3_extra_buffers.errors import IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.kernels import frame_kernels
 from sb3_extra_buffers.stores.frames import Cells
 from sb3_extra_buffers.stores.observation import ObservationStore
@@ -168,13 +168,15 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
         locate = frame_kernels().locate_cells
         bad = locate(steps, envs, self._n_steps, self.lead_shape[1], np.array(bases), sets)
         if bad >= 0:
-            raise IndexError(f"index ({steps[bad]}, {envs[bad]}) is out of bounds for axes of {self.lead_shape}")
+            raise IndexOutOfRangeError(
+                f"index ({steps[bad]}, {envs[bad]}) is out of bounds for axes of {self.lead_shape}"
+            )
         return sets
 
     def _whole(self, index: Any) -> Cells:
         cells, rest = self._locate(index)
         if cells is None or rest is not None:
-            raise IndexError(f"{index!r} selects parts of observations; index those after reading")
+            raise IndexOutOfRangeError(f"{index!r} selects parts of observations; index those after reading")
         return cells
 
     def _read(self, cells: Cells) -> npt.NDArray[Any]:
@@ -282,7 +284,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
         axes = [operator.index(axis) for axis in (axis1, axis2)]
         axes = [axis + self.ndim if axis < 0 else axis for axis in axes]
         if not all(0 <= axis < len(self.lead_shape) for axis in axes):
-            raise IndexError(
+            raise IndexOutOfRangeError(
                 f"only the {len(self.lead_shape)} leading axes of {self.shape} can be exchanged, got {axis1}, {axis2}"
             )
         return self._with_cells(self._table().swapaxes(*axes))
@@ -293,7 +295,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
         wanted = tuple(map(operator.index, wanted))
         lead, tail = wanted[: len(wanted) - len(self.obs_shape)], wanted[len(wanted) - len(self.obs_shape) :]
         if len(wanted) < len(self.obs_shape) or tail != self.obs_shape:
-            raise ValueError(f"cannot reshape {self.shape} into {wanted}: it must end in {self.obs_shape}")
+            raise SpecMismatchError(f"cannot reshape {self.shape} into {wanted}: it must end in {self.obs_shape}")
         return self._with_cells(self._table().reshape(lead))
 
     def _with_cells(self, cells: Cells) -> Self:
@@ -362,7 +364,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
             n_steps = self.lead_shape[0]
             step = int(index)
             if not -n_steps <= step < n_steps:
-                raise IndexError(f"index {step} is out of bounds for axis 0 with size {n_steps}")
+                raise IndexOutOfRangeError(f"index {step} is out of bounds for axis 0 with size {n_steps}")
             width = math.prod(self.lead_shape[1:])
             begin = self._base + (step % n_steps) * width
             cells = np.arange(begin, begin + width, dtype=np.int64)
@@ -391,7 +393,7 @@ def _wrap(indices: npt.NDArray[Any], size: int, axis: int) -> npt.NDArray[np.int
     if (indices.view(np.uint64) >= size).any():
         outside = indices[(indices < -size) | (indices >= size)]
         if outside.size:
-            raise IndexError(f"index {outside[0]} is out of bounds for axis {axis} with size {size}")
+            raise IndexOutOfRangeError(f"index {outside[0]} is out of bounds for axis {axis} with size {size}")
         indices = np.where(indices < 0, indices + size, indices)
     return indices
 
@@ -413,7 +415,7 @@ def _expand(index: tuple[Any, ...], shape: tuple[int, ...]) -> list[Any] | None:
             if Ellipsis in [p for p in parts if p is Ellipsis]:
                 return None
             if array.shape != shape[at : at + array.ndim]:
-                raise IndexError(
+                raise IndexOutOfRangeError(
                     f"boolean index of shape {array.shape} does not match axes of {shape[at : at + array.ndim]}"
                 )
             parts.extend(np.nonzero(array))
@@ -422,13 +424,13 @@ def _expand(index: tuple[Any, ...], shape: tuple[int, ...]) -> list[Any] | None:
         elif array.dtype.kind in "iu":
             parts.append(operator.index(part) if array.ndim == 0 and not isinstance(part, np.ndarray) else array)
         else:
-            raise IndexError(f"only integers, slices, masks, None and ... can index this, got {part!r}")
+            raise IndexOutOfRangeError(f"only integers, slices, masks, None and ... can index this, got {part!r}")
     ellipses = [place for place, part in enumerate(parts) if part is Ellipsis]
     if len(ellipses) > 1:
-        raise IndexError("an index can only have a single ellipsis ('...')")
+        raise IndexOutOfRangeError("an index can only have a single ellipsis ('...')")
     n_axes = sum(part is not None and part is not Ellipsis for part in parts)
     if n_axes > len(shape):
-        raise IndexError(f"too many indices: the array has {len(shape)} axes, {n_axes} were indexed")
+        raise IndexOutOfRangeError(f"too many indices: the array has {len(shape)} axes, {n_axes} were indexed")
     filler: list[Any] = [_ALL] * (len(shape) - n_axes)
     if ellipses and not filler:
         # it stands for no axis, but indices on both sides of it are not neighbours
