@@ -190,7 +190,7 @@ def _leaf_name(name: str, key: str | None) -> str:
 
 def _leaves(buffer: Any) -> list[tuple[str, Any]]:
     """Observations by name, as they lay before a rollout was read."""
-    found = [("observations", getattr(buffer, "_leaves", None))]
+    found: list[tuple[str, Any]] = [("observations", getattr(buffer, "_leaves", None))]
     if hasattr(buffer, "next_observations"):
         found = [("observations", buffer.observations), ("next_observations", buffer.next_observations)]
     return [(_leaf_name(name, key), leaf) for name, leaves in found for key, leaf in each_leaf(leaves)]
@@ -285,7 +285,8 @@ def _check_sizes(
     if "action_masks" in layout.columns and (masks is None or masks.shape != (*lead, _mask_dims(acted))):
         raise FileFormatError("action masks are not those of the action space")
     if "hidden_state_shape" in layout.arguments and (
-        not isinstance(hidden, tuple) or any(np.shape(parts.columns.get(name)) != hidden for name in _HIDDEN)
+        not isinstance(hidden, tuple)
+        or any(name not in parts.columns or parts.columns[name].shape != hidden for name in _HIDDEN)
     ):
         raise FileFormatError(f"hidden states are not of shape {hidden!r}")
     shapes = get_obs_shape(observed)
@@ -481,12 +482,12 @@ def cut(parts: LoadedParts, bad_rows: dict[str, Flags], bad_cells: dict[str, Fla
         # numbers go on, so that indices of before stay stale
         state["n_added"] = (parts.number("state", "n_added", stop=1 << 60) // size + 2) * size + state["pos"]
     steps = kept[:, None] * n_envs + np.arange(n_envs)
-    cells = {
+    batches = {
         name: [batch + base for batch in steps for base in range(0, store.n_cells, size * n_envs)]
         for name, store in parts.stores.items()
     }
     description = parts.description | {"state": state}
-    return Cut(description, columns, cells, count * n_envs, (held - count) * n_envs)
+    return Cut(description, columns, batches, count * n_envs, (held - count) * n_envs)
 
 
 def _cut_episodes(columns: dict[str, Array], kept: npt.NDArray[np.int64], goes_on: bool, end: int) -> None:

@@ -180,14 +180,15 @@ class Save:
         stores: dict[str, Any] = {}
         arrays = [NamedArray(f"columns/{name}", column) for name, column in self.parts.columns.items()]
         for name, part in self.taken.items():
-            record, tables, touched = {"record": record_to_json(part.record)}, dict(part.arrays), {}
+            about: dict[str, Any] = {"record": record_to_json(part.record)}
+            tables, touched = dict(part.arrays), {}
             if part.heap is not None and part.inner is not None:
                 known = None if last is None else last.stores.get(name)
                 if self.journal is not None and isinstance(part.heap, FileHeap):
                     if self.sync:
                         disk.flush(part.heap)
                     made[name] = count_payloads(part.heap, known)
-                    record["heap"] = {"name": part.heap.file.name, "size": part.heap.end + SLACK}
+                    about["heap"] = {"name": part.heap.file.name, "size": part.heap.end + SLACK}
                 else:
                     made[name] = put_payloads(out, part.heap, known)
                     payload_bytes += part.heap.live_bytes
@@ -195,13 +196,13 @@ class Save:
                 if known is not None and known.heap is part.heap and known.file == made[name].file:
                     # stretches are only ever added
                     touched = touched_pages(part.inner) | {"chunks": np.zeros(0, np.int64)}
-            record["arrays"] = list(tables)
+            about["arrays"] = list(tables)
             arrays += [NamedArray(f"stores/{name}/{key}", table, touched.get(key)) for key, table in tables.items()]
-            stores[name] = record
+            stores[name] = about
         written, index = put_arrays(out, arrays, None if last is None else last.arrays)
         described = {name: array.to_json() for name, array in written.records.items()}
-        for name, record in stores.items():
-            record["arrays"] = {key: described[f"stores/{name}/{key}"] for key in record["arrays"]}
+        for name, about in stores.items():
+            about["arrays"] = {key: described[f"stores/{name}/{key}"] for key in about["arrays"]}
         live_bytes = written.live_bytes + payload_bytes
         record = {
             "format": manifest.FORMAT,
