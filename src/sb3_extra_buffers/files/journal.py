@@ -106,10 +106,10 @@ class Journal:
                 disk.write_all(self._descriptor, [fields, zlib.crc32(fields).to_bytes(4, "little"), body])
                 if self.sync:
                     disk.fsync(self._descriptor)
+            self._size = self.n_records + 1, self.n_bytes + _HEADER_BYTES + len(body)
         except BaseException:
             self._cut(self.n_bytes)
             raise
-        self._size = self.n_records + 1, self.n_bytes + _HEADER_BYTES + len(body)
 
     def truncate(self, n_bytes: int, n_records: int | None = None) -> None:
         """Drop what was appended since the journal had ``n_bytes`` and ``n_records`` (one less, unless it is given)."""

@@ -139,7 +139,8 @@ class Save:
                     disk.sync_folder(self.folder)
                 manifest.replace(self.folder, manifest.dump(record), self.sync)
             except BaseException:
-                out.undo()
+                if not self.counts():
+                    out.undo()
                 raise
             # from here on this is the state, whatever becomes of the rest
             out.close()
@@ -151,6 +152,12 @@ class Save:
                 disk.sync_folder(self.folder)
             self._remove_others(record)
         return SaveReport(self.folder, out.n_bytes, last is not None)
+
+    def counts(self) -> bool:
+        """Whether the folder holds this save; only the disk knows, if something interrupted the renaming."""
+        with contextlib.suppress(ExtraBuffersError):
+            return manifest.read(self.folder).get("save_id") == self.save_id
+        return False
 
     def _usable(self, there: Any, base: Path | None) -> LastSave | None:
         """The last save, if what it wrote can be built upon."""
@@ -229,10 +236,10 @@ class Save:
         """Delete files of ours that the manifest does not speak of; only now, that it is on the disk."""
         used = {record["data"]["name"], record.get("journal"), manifest.NAME, "lock"}
         used |= {store["heap"]["name"] for store in record["stores"].values() if "heap" in store}
-        for entry in os.scandir(self.folder):
-            if entry.name not in used and OURS.fullmatch(entry.name):
+        for name in os.listdir(self.folder):
+            if name not in used and OURS.fullmatch(name):
                 with contextlib.suppress(OSError):
-                    disk.unlink(Path(entry.path))
+                    disk.unlink(self.folder / name)
 
 
 def _look_at(folder: Path) -> dict[str, Any]:
@@ -241,7 +248,7 @@ def _look_at(folder: Path) -> dict[str, Any]:
         return {}
     if not folder.is_dir():
         raise FileWriteError(17, f"{folder} is a file; a buffer is saved as a folder: choose another path")
-    strangers = [entry.name for entry in os.scandir(folder) if not OURS.fullmatch(entry.name)]
+    strangers = [name for name in os.listdir(folder) if not OURS.fullmatch(name)]
     if strangers:
         raise FileWriteError(
             17, f"{folder} holds other things, such as {strangers[0]!r}; choose a folder of its own for the buffer"
