@@ -47,6 +47,12 @@ def keep_in_file(buffer: Any, path: str | os.PathLike[str]) -> LiveFolder:
     return live
 
 
+def StartsInFile(buffer: Any, folder: Path) -> LiveFolder:  # noqa: N802  # it stands for an object
+    """What lets ``buffer`` live in the new folder ``folder`` from its first step on, when everything is set up."""
+    with disk.named_errors(folder, f"making {folder}"):
+        return LiveFolder(buffer, folder, FolderLock(folder))
+
+
 def resume(folder: Path, target: type[Any] | None) -> Any:
     """What lives in ``folder``, to go on there."""
     saved = SavedParts.of_folder(folder)
@@ -104,15 +110,13 @@ class LiveFolder:
         """Whether ``folder`` is this one."""
         return os.path.realpath(folder) == os.path.realpath(self.folder)
 
-    def begin(self) -> None:
+    def begin(self, recover: bool = True) -> None:
         """Save, and listen to the buffer from now on."""
-        self.checkpoint()
+        self.checkpoint(recover=recover)
         buffer = self.buffer
         vars(buffer)["_live"] = self
         if isinstance(buffer, StoreView):
             buffer.store.on_change = self.record_change
-        elif not hasattr(type(buffer), "_live"):
-            vars(buffer)["add"] = _Recorder(buffer, self)
 
     def close(self) -> None:
         """Let go of the folder; the buffer goes on in memory."""
@@ -120,35 +124,38 @@ class LiveFolder:
         if buffer is not None:
             for store in self._stores():
                 store.make_heap = store.on_change = None
-            for name in ("_live", "add"):
-                vars(buffer).pop(name, None)
+            vars(buffer).pop("_live", None)
         if self._journal is not None:
             self._journal.close()
         self._lock.release()
 
     # ---- checkpoints ----
 
-    def checkpoint(self, sync: bool = True) -> SaveReport:
-        """Save everything, and begin a new journal."""
+    def checkpoint(self, sync: bool = True, recover: bool = True) -> SaveReport:
+        """Save everything, and begin a new journal; a step that is about to be added has nothing to ``recover``."""
         self._check_owner()
         buffer = self.buffer
-        with getattr(buffer, "_lock", None) or contextlib.nullcontext():
-            with disk.named_errors(self.folder, f"saving to {self.folder}"):
-                self._see_to_heaps()
-                journal = self._new_journal(sync)
-                try:
-                    with state_of(buffer) as (parts, taken):
-                        report = Save(buffer, self.folder, parts, taken, sync, journal.path.name).run()
-                except BaseException:
+        with (
+            getattr(buffer, "_lock", None) or contextlib.nullcontext(),
+            disk.named_errors(self.folder, f"saving to {self.folder}"),
+        ):
+            self._see_to_heaps()
+            journal = self._new_journal(sync)
+            writing: Save | None = None
+            try:
+                with state_of(buffer, recover) as (parts, taken):
+                    writing = Save(buffer, self.folder, parts, taken, sync, journal.path.name)
+                    return writing.run()
+            finally:
+                if writing is not None and writing.counts():
+                    if self._journal is not None:
+                        self._journal.close()
+                    self._journal, self._memory, self._undo, self._retry_at = journal, StepMemory(), None, 0
+                    self._n_cells = sum(store.n_cells for store in parts.stores.values())
+                else:
                     journal.close()
                     with contextlib.suppress(OSError):
                         disk.unlink(journal.path)
-                    raise
-            if self._journal is not None:
-                self._journal.close()
-            self._journal, self._memory, self._undo, self._retry_at = journal, StepMemory(), None, 0
-            self._n_cells = sum(store.n_cells for store in parts.stores.values())
-        return report
 
     def _stores(self) -> list[ObservationStore]:
         return list(kinds.parts_of(self.buffer).stores.values())
@@ -197,12 +204,12 @@ class LiveFolder:
         self._check_owner()
         self._undo, journal = None, self._journal
         if journal is None:
-            return
-        if journal.broken:
-            self.checkpoint()
+            self.begin(recover=False)
+        elif journal.broken:
+            self.checkpoint(recover=False)
         elif journal.n_records >= max(_RECORDS, self._retry_at) or journal.n_bytes > _JOURNAL_BYTES:
             try:
-                self.checkpoint()
+                self.checkpoint(recover=False)
             except ExtraBuffersError:
                 self._retry_at = journal.n_records + _RECORDS // 10
 
@@ -230,61 +237,13 @@ class LiveFolder:
             if self._journal.broken or self.buffer.store.n_cells != self._n_cells:
                 # a sibling was made: the journal is about an array that had none
                 self.checkpoint()
-            self._journal.append({"kind": kind}, list(arrays))
-
-
-class StartsInFile:
-    """What stands for the `LiveFolder` of a buffer that will live in a folder from its first step on."""
-
-    def __init__(self, buffer: Any, folder: Path) -> None:
-        self._buffer, self.folder = weakref.ref(buffer), folder
-        self._live: LiveFolder | None = None
-        with disk.named_errors(folder, f"making {folder}"):
-            self._lock = FolderLock(folder)
-
-    def lives_in(self, folder: Path) -> bool:
-        return os.path.realpath(folder) == os.path.realpath(self.folder)
-
-    def prepare_step(self) -> None:
-        if self._live is None:
-            live = LiveFolder(self._buffer(), self.folder, self._lock)
-            live.begin()
-            self._live = live
-
-    def checkpoint(self, sync: bool = True) -> SaveReport:
-        self.prepare_step()
-        return self._live.checkpoint(sync)  # type: ignore[union-attr]  # it is there now
-
-    def record_step(self, *step: Any) -> None:
-        self._live.record_step(*step)  # type: ignore[union-attr]  # a step is prepared first
-
-    def undo_step(self) -> None:
-        if self._live is not None:
-            self._live.undo_step()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self.prepare_step()
-        self._buffer().add(*args, **kwargs)  # type: ignore[union-attr]  # it calls
-
-
-class _Recorder:
-    """``add`` of a buffer that does not call `record_step` itself."""
-
-    def __init__(self, buffer: Any, live: LiveFolder) -> None:
-        self._buffer, self._live = weakref.ref(buffer), live
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        buffer: Any = self._buffer()
-        self._live.prepare_step()
-        type(buffer).add(buffer, *args, **kwargs)
-        try:
-            self._live.record_step(**(dict(zip(_NAMES, args, strict=False)) | kwargs))
-        except BaseException:
-            self._live._journal.broken = True  # type: ignore[union-attr]  # a step is missing there, but not here
-            raise
-
-
-_NAMES = ("obs", "next_obs", "action", "reward", "done", "infos")
+            size = self._journal.n_bytes, self._journal.n_records
+            try:
+                self._journal.append({"kind": kind}, list(arrays))
+            except BaseException:
+                with contextlib.suppress(ExtraBuffersError):
+                    self._journal.truncate(*size)
+                raise
 
 
 class StepMemory:
