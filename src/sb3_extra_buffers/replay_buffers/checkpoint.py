@@ -190,6 +190,7 @@ def make_storage(parts: LoadedParts) -> CompressedStorage:
     storage._use_groups(storage.groups)
     storage._count = length
     storage._set_last_cursor(last)
+    storage.check()
     return storage
 
 

@@ -316,7 +316,9 @@ class CompressedStorage(PortableStorage):
             counted = positions.size if steps is not None else self._count_items(data, cursor)
             write.cursor, write.length = cursor, min(write.before[1] + counted, self.max_size)
         # what nobody can read yet is simply not counted if this fails
-        write.repeat = bool(len(write.positions)) and int(write.positions.min()) < write.before[1]
+        # those in turn begin with the lowest
+        first = write.index.start if isinstance(write.index, slice) else int(write.positions.min(initial=1 << 62))
+        write.repeat = first < write.before[1]
         self._apply(write)
 
     def _steps(self, cursor: Any) -> Positions | None:
@@ -374,10 +376,12 @@ class CompressedStorage(PortableStorage):
             if value is None:
                 # TorchRL's own, which `buffer[i] = item` leaves as it was
                 return None
-            value = value.detach()
+            if value.requires_grad:
+                value = value.detach()
             if shape is not None:
                 value = _expand(value, (*shape, *leaf_shape))
-            value = value.reshape(-1, *leaf_shape)
+            if value.ndim != 1 + len(leaf_shape):
+                value = value.reshape(-1, *leaf_shape)
             return value if kept is None else value[torch.from_numpy(kept).to(value.device)]
 
         dense = [(leaf, rows_of(key, tuple(leaf.shape[1:]))) for key, leaf in self._dense.items()]
