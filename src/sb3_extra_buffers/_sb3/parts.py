@@ -45,7 +45,7 @@ _STATE = {"pos": "pos", "full": "full"}
 _REPLAY = Layout(
     ("optimize_memory_usage", "handle_timeout_termination", "n_steps", "gamma"),
     _OPTIONS,
-    _STATE | {"n_evicted": "_n_evicted"},
+    _STATE | {"n_evicted": "_n_evicted", "n_added": "_n_added"},
     ("actions", "rewards", "dones", "timeouts"),
 )
 _ROLLOUT = Layout(
@@ -63,8 +63,7 @@ _HER = _REPLAY._replace(
 )  # fmt: skip
 _PRIORITIZED = _REPLAY._replace(
     arguments=(*_REPLAY.arguments, "alpha", "beta", "epsilon"),
-    state=_REPLAY.state
-    | {"n_added": "_n_added", "max_priority": "max_priority", "progress_remaining": "progress_remaining"},
+    state=_REPLAY.state | {"max_priority": "max_priority", "progress_remaining": "progress_remaining"},
 )
 _MASKABLE = _ROLLOUT._replace(columns=(*_ROLLOUT.columns, "action_masks"))
 _HIDDEN = ("hidden_states_pi", "cell_states_pi", "hidden_states_vf", "cell_states_vf")
@@ -332,6 +331,7 @@ def _put_state(buffer: Any, parts: LoadedParts, layout: Layout) -> None:
     buffer.pos, buffer.full = pos, full
     if "n_evicted" in layout.state:
         buffer._n_evicted = parts.number("state", "n_evicted", stop=(size if full else pos) + 1)
+        buffer._n_added = parts.number("state", "n_added", stop=1 << 60)
     if parts.kind == "her-replay":
         _put_episodes(buffer, parts)
     if "priorities" in parts.columns:
@@ -380,7 +380,6 @@ def _put_priorities(buffer: Any, parts: LoadedParts) -> None:
     if not (np.isfinite(leaves).all() and (leaves >= 0).all()):
         raise FileFormatError("a priority is negative or not finite")
     buffer._tree.write(slice(0, leaves.size), leaves.reshape(-1))
-    buffer._n_added = parts.number("state", "n_added", stop=1 << 60)
     for name, low in (("max_priority", 0.0), ("progress_remaining", -1e300)):
         value = parts.entry("state", name, kind=(int, float))
         if not low <= value < 1e300:

@@ -141,7 +141,7 @@ class CompressedStorage(SavedAsFolder):
             return
         from sb3_extra_buffers.files.live import StartsInFile, check_new
 
-        vars(self)["add"] = StartsInFile(self, check_new(self._options.path))
+        self._live = StartsInFile(self, check_new(self._options.path))
 
     # ---- pickles ----
 

@@ -106,6 +106,8 @@ class CompressedHerReplayBuffer(OptionsFirst, HerReplayBuffer, CompressedDictRep
                 self._recover()
                 # SB3's code changes episodes before the step gets to where it is checked
                 step = self._fit_step(obs, next_obs, action, reward, done, infos)
+                if self._live is not None:
+                    self._live.prepare_step()  # while episodes are as they were
                 self._episodes = self._episodes_at(step.position, step.done)
                 super().add(obs, next_obs, action, reward, done, infos)
                 self._episodes = None

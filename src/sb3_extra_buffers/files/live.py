@@ -104,15 +104,13 @@ class LiveFolder:
         """Whether ``folder`` is this one."""
         return os.path.realpath(folder) == os.path.realpath(self.folder)
 
-    def begin(self) -> None:
+    def begin(self, recover: bool = True) -> None:
         """Save, and listen to the buffer from now on."""
-        self.checkpoint()
+        self.checkpoint(recover=recover)
         buffer = self.buffer
         vars(buffer)["_live"] = self
         if isinstance(buffer, StoreView):
             buffer.store.on_change = self.record_change
-        elif not hasattr(type(buffer), "_live"):
-            vars(buffer)["add"] = _Recorder(buffer, self)
 
     def close(self) -> None:
         """Let go of the folder; the buffer goes on in memory."""
@@ -120,16 +118,15 @@ class LiveFolder:
         if buffer is not None:
             for store in self._stores():
                 store.make_heap = store.on_change = None
-            for name in ("_live", "add"):
-                vars(buffer).pop(name, None)
+            vars(buffer).pop("_live", None)
         if self._journal is not None:
             self._journal.close()
         self._lock.release()
 
     # ---- checkpoints ----
 
-    def checkpoint(self, sync: bool = True) -> SaveReport:
-        """Save everything, and begin a new journal."""
+    def checkpoint(self, sync: bool = True, recover: bool = True) -> SaveReport:
+        """Save everything, and begin a new journal; a step that is about to be added has nothing to ``recover``."""
         self._check_owner()
         buffer = self.buffer
         with getattr(buffer, "_lock", None) or contextlib.nullcontext():
@@ -137,7 +134,7 @@ class LiveFolder:
                 self._see_to_heaps()
                 journal = self._new_journal(sync)
                 try:
-                    with state_of(buffer) as (parts, taken):
+                    with state_of(buffer, recover) as (parts, taken):
                         report = Save(buffer, self.folder, parts, taken, sync, journal.path.name).run()
                 except BaseException:
                     journal.close()
@@ -199,10 +196,10 @@ class LiveFolder:
         if journal is None:
             return
         if journal.broken:
-            self.checkpoint()
+            self.checkpoint(recover=False)
         elif journal.n_records >= max(_RECORDS, self._retry_at) or journal.n_bytes > _JOURNAL_BYTES:
             try:
-                self.checkpoint()
+                self.checkpoint(recover=False)
             except ExtraBuffersError:
                 self._retry_at = journal.n_records + _RECORDS // 10
 
@@ -248,7 +245,7 @@ class StartsInFile:
     def prepare_step(self) -> None:
         if self._live is None:
             live = LiveFolder(self._buffer(), self.folder, self._lock)
-            live.begin()
+            live.begin(recover=False)
             self._live = live
 
     def checkpoint(self, sync: bool = True) -> SaveReport:
@@ -261,30 +258,6 @@ class StartsInFile:
     def undo_step(self) -> None:
         if self._live is not None:
             self._live.undo_step()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self.prepare_step()
-        self._buffer().add(*args, **kwargs)  # type: ignore[union-attr]  # it calls
-
-
-class _Recorder:
-    """``add`` of a buffer that does not call `record_step` itself."""
-
-    def __init__(self, buffer: Any, live: LiveFolder) -> None:
-        self._buffer, self._live = weakref.ref(buffer), live
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        buffer: Any = self._buffer()
-        self._live.prepare_step()
-        type(buffer).add(buffer, *args, **kwargs)
-        try:
-            self._live.record_step(**(dict(zip(_NAMES, args, strict=False)) | kwargs))
-        except BaseException:
-            self._live._journal.broken = True  # type: ignore[union-attr]  # a step is missing there, but not here
-            raise
-
-
-_NAMES = ("obs", "next_obs", "action", "reward", "done", "infos")
 
 
 class StepMemory:

@@ -88,11 +88,11 @@ def save_file(saved: Any, path: str | os.PathLike[str], sync: bool = True) -> Pa
 
 
 @contextlib.contextmanager
-def state_of(saved: Any) -> Iterator[tuple[Parts, dict[str, StoreParts]]]:
-    """What ``saved`` is made of, which nobody changes meanwhile."""
+def state_of(saved: Any, recover: bool = True) -> Iterator[tuple[Parts, dict[str, StoreParts]]]:
+    """What ``saved`` is made of, which nobody changes meanwhile; ``recover`` it from a step that was interrupted."""
     with getattr(saved, "_lock", None) or contextlib.nullcontext(), contextlib.ExitStack() as locks:
-        if hasattr(saved, "_recover"):
-            saved._recover()  # from a step that was interrupted
+        if recover and hasattr(saved, "_recover"):
+            saved._recover()
         parts = parts_of(saved)
         check_parts(parts)
         for store in parts.stores.values():
