@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import os
@@ -265,3 +266,33 @@ def test_a_buffer_in_memory_can_move_to_a_file_at_any_moment(name: str, n_steps:
     found = load(tmp_path / "live")
     finish(found)
     assert_same(plain, found)
+
+
+@pytest.mark.parametrize("function", ["create", "write_all", "fsync", "flush", "replace", "sync_folder", "unlink"])
+def test_a_checkpoint_that_is_interrupted_anywhere_leaves_every_step(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a call, or right after it has done its work."""
+    buffer, plain, feed = BUFFERS["replay-delta"](), BUFFERS["replay-delta"](), Feed()
+    kept = live.keep_in_file(buffer, tmp_path / "live")
+    original = getattr(disk, function)
+    for number in range(12):
+        feed.add_to(buffer, plain)
+        calls = 0
+
+        def interrupted(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls != number // 2 + 1:  # noqa: B023  # called at once
+                return original(*args)
+            if number % 2:  # noqa: B023
+                original(*args)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, function, interrupted)
+            with contextlib.suppress(KeyboardInterrupt):
+                kept.checkpoint()
+        assert_same(plain, load(tmp_path / "live"))
+    feed.add_to(buffer, plain)
+    assert_same(plain, load(tmp_path / "live"))

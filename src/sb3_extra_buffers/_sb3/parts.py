@@ -32,70 +32,50 @@ class Layout(NamedTuple):
     """Arguments of the constructor, each an attribute of the same name."""
     options: tuple[str, ...]
     """Arguments of the constructor that are kept in the options."""
-    state: dict[str, str]
-    """What else is saved, by the names of the attributes."""
+    state: tuple[str, ...]
+    """Other attributes that are saved."""
     columns: tuple[str, ...]
     """Arrays with a row for each step."""
 
 
-_COMPRESSION = ("dtypes", "normalize_images", "compression_method", "compression_kwargs", "decompression_kwargs")
-_OPTIONS = (*_COMPRESSION, "output_dtype")
-_LIMITS = ("max_bytes", "on_max_bytes")
-_STATE = {"pos": "pos", "full": "full"}
-_REPLAY = Layout(
-    ("optimize_memory_usage", "handle_timeout_termination", "n_steps", "gamma"),
-    _OPTIONS,
-    _STATE | {"n_evicted": "_n_evicted", "n_added": "_n_added"},
-    ("actions", "rewards", "dones", "timeouts"),
-)
-_ROLLOUT = Layout(
-    ("gae_lambda", "gamma"),
-    _OPTIONS,
-    _STATE,
-    ("actions", "rewards", "returns", "episode_starts", "values", "log_probs", "advantages"),
-)
-_HER = _REPLAY._replace(
-    arguments=(
-        "optimize_memory_usage", "handle_timeout_termination", "n_sampled_goal", "goal_selection_strategy",
-        "copy_info_dict",
-    ),
-    columns=(*_REPLAY.columns, "ep_start", "ep_length"),
-)  # fmt: skip
-_PRIORITIZED = _REPLAY._replace(
-    arguments=(*_REPLAY.arguments, "alpha", "beta", "epsilon"),
-    state=_REPLAY.state | {"max_priority": "max_priority", "progress_remaining": "progress_remaining"},
-)
-_MASKABLE = _ROLLOUT._replace(columns=(*_ROLLOUT.columns, "action_masks"))
-_HIDDEN = ("hidden_states_pi", "cell_states_pi", "hidden_states_vf", "cell_states_vf")
-_RECURRENT = _ROLLOUT._replace(
-    arguments=(*_ROLLOUT.arguments, "hidden_state_shape"), columns=(*_ROLLOUT.columns, *_HIDDEN)
-)
-_DEVICE = ("buffer_device", "heap_bytes", "compression_kwargs")
 _PLAIN = ("dtypes", "normalize_images", "compression_method")
-_GPU_REPLAY = _REPLAY._replace(
-    arguments=("optimize_memory_usage", "handle_timeout_termination", *_DEVICE),
-    options=(*_PLAIN, "output_dtype"),
-    state=_STATE,
-)
-_GPU_ROLLOUT = _ROLLOUT._replace(arguments=(*_ROLLOUT.arguments, *_DEVICE), options=_PLAIN)
-
+_OPTIONS = (*_PLAIN, "compression_kwargs", "decompression_kwargs", "output_dtype")
+_LIMITS = ("max_bytes", "on_max_bytes")
+_SB3 = ("optimize_memory_usage", "handle_timeout_termination")
+_DEVICE = ("buffer_device", "heap_bytes", "compression_kwargs")
+_HIDDEN = ("hidden_states_pi", "cell_states_pi", "hidden_states_vf", "cell_states_vf")
+_STATE = ("pos", "full")
+_REPLAY = Layout(
+    (*_SB3, "n_steps", "gamma"), _OPTIONS, (*_STATE, "_n_evicted", "_n_added"),
+    ("actions", "rewards", "dones", "timeouts"),
+)  # fmt: skip
+_ROLLOUT = Layout(
+    ("gae_lambda", "gamma"), _OPTIONS, _STATE,
+    ("actions", "rewards", "returns", "episode_starts", "values", "log_probs", "advantages"),
+)  # fmt: skip
 _LAYOUTS: dict[str, Layout] = {
     "replay": _REPLAY,
-    "dict-replay": _REPLAY,
-    "n-step-replay": _REPLAY,
-    "dict-n-step-replay": _REPLAY,
-    "her-replay": _HER,
-    "prioritized-replay": _PRIORITIZED,
-    "dict-prioritized-replay": _PRIORITIZED,
+    "her-replay": _REPLAY._replace(
+        arguments=(*_SB3, "n_sampled_goal", "goal_selection_strategy", "copy_info_dict"),
+        columns=(*_REPLAY.columns, "ep_start", "ep_length"),
+    ),
+    "prioritized-replay": _REPLAY._replace(
+        arguments=(*_REPLAY.arguments, "alpha", "beta", "epsilon"),
+        state=(*_REPLAY.state, "max_priority", "progress_remaining"),
+    ),
+    "gpu-replay": Layout((*_SB3, *_DEVICE), (*_PLAIN, "output_dtype"), _STATE, _REPLAY.columns),
     "rollout": _ROLLOUT,
-    "dict-rollout": _ROLLOUT,
-    "maskable-rollout": _MASKABLE,
-    "maskable-dict-rollout": _MASKABLE,
-    "recurrent-rollout": _RECURRENT,
-    "recurrent-dict-rollout": _RECURRENT,
-    "gpu-replay": _GPU_REPLAY,
-    "gpu-rollout": _GPU_ROLLOUT,
+    "maskable-rollout": _ROLLOUT._replace(columns=(*_ROLLOUT.columns, "action_masks")),
+    "recurrent-rollout": _ROLLOUT._replace(
+        arguments=(*_ROLLOUT.arguments, "hidden_state_shape"), columns=(*_ROLLOUT.columns, *_HIDDEN)
+    ),
+    "gpu-rollout": _ROLLOUT._replace(arguments=(*_ROLLOUT.arguments, *_DEVICE), options=_PLAIN),
 }
+
+
+def _layout(tag: str) -> Layout:
+    return _LAYOUTS[tag.replace("dict-", "").replace("n-step-", "")]
+
 
 # attributes that follow from the arguments, or that are made again when they are missed
 _FOLLOW = frozenset(
@@ -118,7 +98,7 @@ def is_ring(tag: str) -> bool:
 
 def to_parts(buffer: Any, tag: str) -> Parts:
     """What ``buffer``, which is saved under ``tag``, is made of."""
-    layout = _LAYOUTS[tag]
+    layout = _layout(tag)
     columns = {name: _laid_out(buffer, name, getattr(buffer, name)) for name in layout.columns}
     stores: dict[str, ObservationStore] = {}
     observed: dict[str, Any] = {}
@@ -142,8 +122,8 @@ def to_parts(buffer: Any, tag: str) -> Parts:
         "observation_space": space_to_json(buffer.observation_space),
         "action_space": space_to_json(buffer.action_space),
         "device": str(buffer.device),
-        "arguments": _arguments(buffer, layout, tag),
-        "state": {name: encode(getattr(buffer, attribute), attribute) for name, attribute in layout.state.items()},
+        "arguments": _arguments(buffer, layout),
+        "state": {name.lstrip("_"): encode(getattr(buffer, name), name) for name in layout.state},
         "observations": observed,
     }
     if tag == "her-replay":
@@ -158,7 +138,7 @@ def to_parts(buffer: Any, tag: str) -> Parts:
     return Parts(tag, described, columns, stores)
 
 
-def _arguments(buffer: Any, layout: Layout, tag: str) -> dict[str, Any]:
+def _arguments(buffer: Any, layout: Layout) -> dict[str, Any]:
     found = {name: getattr(buffer, name) for name in layout.arguments}
     found |= {name: getattr(buffer._options, name) for name in (*layout.options, *_LIMITS)}
     if callable(found.get("beta")):
@@ -172,7 +152,7 @@ def _arguments(buffer: Any, layout: Layout, tag: str) -> dict[str, Any]:
 
 def _extra_state(buffer: Any, layout: Layout) -> dict[str, Any]:
     """What users, or their subclasses, have added to a buffer under public names."""
-    known = _FOLLOW.union(layout.arguments, layout.columns, layout.state.values())
+    known = _FOLLOW.union(layout.arguments, layout.columns, layout.state)
     return {
         name: value
         for name, value in vars(buffer).items()
@@ -190,7 +170,7 @@ def _leaf_name(name: str, key: str | None) -> str:
 
 def _leaves(buffer: Any) -> list[tuple[str, Any]]:
     """Observations by name, as they lay before a rollout was read."""
-    found = [("observations", getattr(buffer, "_leaves", None))]
+    found: list[tuple[str, Any]] = [("observations", getattr(buffer, "_leaves", None))]
     if hasattr(buffer, "next_observations"):
         found = [("observations", buffer.observations), ("next_observations", buffer.next_observations)]
     return [(_leaf_name(name, key), leaf) for name, leaves in found for key, leaf in each_leaf(leaves)]
@@ -198,18 +178,12 @@ def _leaves(buffer: Any) -> list[tuple[str, Any]]:
 
 def _laid_out(buffer: Any, name: str, column: Array) -> Array:
     """A column as it was before a rollout was flattened to be read."""
-    steps, n_envs = buffer.buffer_size, buffer.n_envs
-    if not getattr(buffer, "generator_ready", False):
-        return column
-    is_hidden = name in _HIDDEN
-    if column.shape[: 2 - is_hidden] == (steps, n_envs)[: 2 - is_hidden] and column.ndim == _n_axes(name):
+    steps, n_envs, is_hidden = buffer.buffer_size, buffer.n_envs, name in _HIDDEN
+    n_axes = 4 if is_hidden else 3 if name in ("actions", "action_masks") else 2
+    if not getattr(buffer, "generator_ready", False) or (len(column) == steps and column.ndim == n_axes):
         return column
     found = column.reshape(n_envs, steps, *column.shape[1:]).swapaxes(0, 1)
-    return found.swapaxes(1, 2) if is_hidden else found.reshape(found.shape[: _n_axes(name)])
-
-
-def _n_axes(name: str) -> int:
-    return {"actions": 3, "action_masks": 3}.get(name, 4 if name in _HIDDEN else 2)
+    return found.swapaxes(1, 2) if is_hidden else found.reshape(found.shape[:n_axes])
 
 
 def _infos_to_text(infos: Array) -> Array:
@@ -229,7 +203,7 @@ def _infos_to_text(infos: Array) -> Array:
 
 def make_buffer(parts: LoadedParts) -> Any:
     """The buffer that `to_parts` saw, made by its constructor; every column is checked before it is put there."""
-    layout = _LAYOUTS[parts.kind]
+    layout = _layout(parts.kind)
     lead = parts.number("steps", low=1), parts.number("n_envs", low=1)
     buffer = _construct(parts, layout, lead)
     for name in layout.columns:
@@ -285,30 +259,24 @@ def _check_sizes(
     if "action_masks" in layout.columns and (masks is None or masks.shape != (*lead, _mask_dims(acted))):
         raise FileFormatError("action masks are not those of the action space")
     if "hidden_state_shape" in layout.arguments and (
-        not isinstance(hidden, tuple) or any(np.shape(parts.columns.get(name)) != hidden for name in _HIDDEN)
+        not isinstance(hidden, tuple)
+        or any(name not in parts.columns or parts.columns[name].shape != hidden for name in _HIDDEN)
     ):
         raise FileFormatError(f"hidden states are not of shape {hidden!r}")
     shapes = get_obs_shape(observed)
     keyed: dict[Any, Any] = shapes if isinstance(shapes, dict) else {None: shapes}
     for key, shape in keyed.items():
-        name, dtype = _leaf_name("observations", key), np.dtype(_dtype(observed, key))
+        name, dtype = _leaf_name("observations", key), np.dtype(observed.dtype if key is None else observed[key].dtype)
         store, column = parts.stores.get(name), parts.columns.get(name)
         if store is not None:
-            if store.spec.shape != tuple(shape) or store.spec.dtype != dtype or store.n_streams != lead[1]:
-                raise FileFormatError(f"{name} of {store.spec} are not those of {observed}")
-        elif not parts.kind.startswith("gpu-"):
-            if column is None or column.shape != (*lead, *shape) or column.dtype != dtype:
-                raise FileFormatError(f"{name} are missing, or not those of {observed}")
-        elif math.prod(lead) * math.prod(shape) > max(_bytes_of(parts, name), 1 << 28):
-            raise FileFormatError(f"{name} are missing")
-
-
-def _bytes_of(parts: LoadedParts, name: str) -> int:
-    return sum(column.nbytes for known, column in parts.columns.items() if known.startswith(f"{name}/")) * 64
-
-
-def _dtype(space: Any, key: str | None) -> Any:
-    return space.dtype if key is None else space[key].dtype
+            fits = store.spec.shape == tuple(shape) and store.spec.dtype == dtype and store.n_streams == lead[1]
+        elif parts.kind.startswith("gpu-"):
+            tables = sum(table.nbytes for known, table in parts.columns.items() if known.startswith(f"{name}/"))
+            fits = math.prod(lead) * math.prod(shape) <= max(64 * tables, 1 << 28)
+        else:
+            fits = column is not None and column.shape == (*lead, *shape) and column.dtype == dtype
+        if not fits:
+            raise FileFormatError(f"{name} are missing, or not those of {observed}")
 
 
 def _mask_dims(space: Any) -> int:
@@ -329,7 +297,7 @@ def _put_state(buffer: Any, parts: LoadedParts, layout: Layout) -> None:
     if not ring and full != (pos == size):
         raise FileFormatError(f"position {pos} of {size} steps, and {'not ' * (not full)}full")
     buffer.pos, buffer.full = pos, full
-    if "n_evicted" in layout.state:
+    if "_n_evicted" in layout.state:
         buffer._n_evicted = parts.number("state", "n_evicted", stop=(size if full else pos) + 1)
         buffer._n_added = parts.number("state", "n_added", stop=1 << 60)
     if parts.kind == "her-replay":
@@ -359,19 +327,14 @@ def _put_episodes(buffer: Any, parts: LoadedParts) -> None:
 
 
 def _infos_from_text(text: Array, shape: tuple[int, int]) -> Array:
-    runs = json.loads(text.tobytes())
-    fits = isinstance(runs, list) and all(isinstance(run, list) and len(run) == 2 and type(run[0]) is int and run[0] > 0
-                                          for run in runs)  # fmt: skip
-    if not fits or sum(run[0] for run in runs) != math.prod(shape):
+    runs = [(length, info) for length, info in json.loads(text.tobytes())]
+    if not all(type(length) is int and length > 0 for length, _ in runs) or sum(n for n, _ in runs) != math.prod(shape):
         raise FileFormatError(f"infos are not as many as {shape}")
-    out = np.empty(math.prod(shape), object)
-    at = 0
-    for length, info in runs:
-        for place in range(at, at + length):
-            out[place] = decode(info)
-            if not isinstance(out[place], dict):
-                raise FileFormatError("an info is no dict")
-        at += length
+    infos = [decode(info) for length, info in runs for _ in range(length)]
+    if not all(isinstance(info, dict) for info in infos):
+        raise FileFormatError("an info is no dict")
+    out = np.empty(len(infos), object)
+    out[:] = infos
     return out.reshape(shape)
 
 
@@ -389,22 +352,21 @@ def _put_priorities(buffer: Any, parts: LoadedParts) -> None:
 
 
 def _put_observations(buffer: Any, parts: LoadedParts, lead: tuple[int, int]) -> None:
-    found: dict[str, Any] = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, leaf in _leaves(buffer):
+        attribute, _, key = name.partition(".")
         store = parts.stores.get(name.removeprefix("next_"))
         if store is None:
-            found[name] = parts.column(name, leaf.dtype, leaf.shape)
+            found.setdefault(attribute, {})[key] = parts.column(name, leaf.dtype, leaf.shape)
         else:
-            found[name] = make_view(BufferView, store, lead, math.prod(lead) * name.startswith("next_"))
+            base = math.prod(lead) * name.startswith("next_")
+            found.setdefault(attribute, {})[key] = make_view(BufferView, store, lead, base)
             store.may_stay_dense = buffer._options.max_bytes is None
-    names = {name.partition(".")[0]: "." in name for name in found}
-    for attribute, keyed in names.items():
-        leaves = {name.partition(".")[2]: leaf for name, leaf in found.items() if name.partition(".")[0] == attribute}
-        made: Any = Leaves(leaves) if keyed else leaves[""]
-        if "next_observations" in names:
-            setattr(buffer, attribute, made)
-        else:
-            buffer._leaves, buffer.observations = made, Leaves(made) if keyed else made
+    for attribute, leaves in found.items():
+        setattr(buffer, attribute, leaves[""] if set(leaves) == {""} else Leaves(leaves))
+    if not is_ring(parts.kind):
+        # what get() replaces, and what reset() goes back to
+        buffer._leaves = Leaves(buffer.observations) if isinstance(buffer.observations, dict) else buffer.observations
 
 
 def _put_device_observations(buffer: Any, parts: LoadedParts) -> None:
@@ -481,12 +443,12 @@ def cut(parts: LoadedParts, bad_rows: dict[str, Flags], bad_cells: dict[str, Fla
         # numbers go on, so that indices of before stay stale
         state["n_added"] = (parts.number("state", "n_added", stop=1 << 60) // size + 2) * size + state["pos"]
     steps = kept[:, None] * n_envs + np.arange(n_envs)
-    cells = {
+    batches = {
         name: [batch + base for batch in steps for base in range(0, store.n_cells, size * n_envs)]
         for name, store in parts.stores.items()
     }
     description = parts.description | {"state": state}
-    return Cut(description, columns, cells, count * n_envs, (held - count) * n_envs)
+    return Cut(description, columns, batches, count * n_envs, (held - count) * n_envs)
 
 
 def _cut_episodes(columns: dict[str, Array], kept: npt.NDArray[np.int64], goes_on: bool, end: int) -> None:

@@ -193,7 +193,7 @@ def _play(args: argparse.Namespace) -> int:
 def _view(args: argparse.Namespace) -> int:
     from sb3_extra_buffers.cli.page import make_page
 
-    saved, buffer = open_any(args.path)
+    _, buffer = open_any(args.path)
     contents = Contents(buffer)
     usage = memory_of(buffer)
     held = "" if usage is None else f", {format_bytes(usage.total)} in memory ({100 * usage.ratio:.2f} % of dense)"

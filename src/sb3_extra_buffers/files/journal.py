@@ -96,9 +96,7 @@ class Journal:
             text = json.dumps({"words": words, "arrays": listed}, separators=(",", ":"), allow_nan=False).encode()
         except (TypeError, ValueError) as problem:
             raise NotSaveableError(f"a record of a journal is JSON and arrays: {problem}") from problem
-        parts = [len(text).to_bytes(4, "little"), text]
-        parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays if array.size]
-        body = b"".join(parts)
+        body = b"".join([len(text).to_bytes(4, "little"), text, *(array.tobytes() for array in arrays)])
         if len(body) >= _MOST_BYTES:
             raise NotSaveableError(f"a record of {len(body)} bytes is too long for a journal")
         n_zeros = _zero_sectors(np.frombuffer(body, np.uint8), self.n_bytes + _HEADER_BYTES)
@@ -108,10 +106,10 @@ class Journal:
                 disk.write_all(self._descriptor, [fields, zlib.crc32(fields).to_bytes(4, "little"), body])
                 if self.sync:
                     disk.fsync(self._descriptor)
+            self._size = self.n_records + 1, self.n_bytes + _HEADER_BYTES + len(body)
         except BaseException:
             self._cut(self.n_bytes)
             raise
-        self._size = self.n_records + 1, self.n_bytes + _HEADER_BYTES + len(body)
 
     def truncate(self, n_bytes: int, n_records: int | None = None) -> None:
         """Drop what was appended since the journal had ``n_bytes`` and ``n_records`` (one less, unless it is given)."""

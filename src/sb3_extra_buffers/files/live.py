@@ -47,6 +47,12 @@ def keep_in_file(buffer: Any, path: str | os.PathLike[str]) -> LiveFolder:
     return live
 
 
+def StartsInFile(buffer: Any, folder: Path) -> LiveFolder:  # noqa: N802  # it stands for an object
+    """What lets ``buffer`` live in the new folder ``folder`` from its first step on, when everything is set up."""
+    with disk.named_errors(folder, f"making {folder}"):
+        return LiveFolder(buffer, folder, FolderLock(folder))
+
+
 def resume(folder: Path, target: type[Any] | None) -> Any:
     """What lives in ``folder``, to go on there."""
     saved = SavedParts.of_folder(folder)
@@ -129,23 +135,27 @@ class LiveFolder:
         """Save everything, and begin a new journal; a step that is about to be added has nothing to ``recover``."""
         self._check_owner()
         buffer = self.buffer
-        with getattr(buffer, "_lock", None) or contextlib.nullcontext():
-            with disk.named_errors(self.folder, f"saving to {self.folder}"):
-                self._see_to_heaps()
-                journal = self._new_journal(sync)
-                try:
-                    with state_of(buffer, recover) as (parts, taken):
-                        report = Save(buffer, self.folder, parts, taken, sync, journal.path.name).run()
-                except BaseException:
+        with (
+            getattr(buffer, "_lock", None) or contextlib.nullcontext(),
+            disk.named_errors(self.folder, f"saving to {self.folder}"),
+        ):
+            self._see_to_heaps()
+            journal = self._new_journal(sync)
+            writing: Save | None = None
+            try:
+                with state_of(buffer, recover) as (parts, taken):
+                    writing = Save(buffer, self.folder, parts, taken, sync, journal.path.name)
+                    return writing.run()
+            finally:
+                if writing is not None and writing.counts():
+                    if self._journal is not None:
+                        self._journal.close()
+                    self._journal, self._memory, self._undo, self._retry_at = journal, StepMemory(), None, 0
+                    self._n_cells = sum(store.n_cells for store in parts.stores.values())
+                else:
                     journal.close()
                     with contextlib.suppress(OSError):
                         disk.unlink(journal.path)
-                    raise
-            if self._journal is not None:
-                self._journal.close()
-            self._journal, self._memory, self._undo, self._retry_at = journal, StepMemory(), None, 0
-            self._n_cells = sum(store.n_cells for store in parts.stores.values())
-        return report
 
     def _stores(self) -> list[ObservationStore]:
         return list(kinds.parts_of(self.buffer).stores.values())
@@ -194,8 +204,8 @@ class LiveFolder:
         self._check_owner()
         self._undo, journal = None, self._journal
         if journal is None:
-            return
-        if journal.broken:
+            self.begin(recover=False)
+        elif journal.broken:
             self.checkpoint(recover=False)
         elif journal.n_records >= max(_RECORDS, self._retry_at) or journal.n_bytes > _JOURNAL_BYTES:
             try:
@@ -227,37 +237,13 @@ class LiveFolder:
             if self._journal.broken or self.buffer.store.n_cells != self._n_cells:
                 # a sibling was made: the journal is about an array that had none
                 self.checkpoint()
-            self._journal.append({"kind": kind}, list(arrays))
-
-
-class StartsInFile:
-    """What stands for the `LiveFolder` of a buffer that will live in a folder from its first step on."""
-
-    def __init__(self, buffer: Any, folder: Path) -> None:
-        self._buffer, self.folder = weakref.ref(buffer), folder
-        self._live: LiveFolder | None = None
-        with disk.named_errors(folder, f"making {folder}"):
-            self._lock = FolderLock(folder)
-
-    def lives_in(self, folder: Path) -> bool:
-        return os.path.realpath(folder) == os.path.realpath(self.folder)
-
-    def prepare_step(self) -> None:
-        if self._live is None:
-            live = LiveFolder(self._buffer(), self.folder, self._lock)
-            live.begin(recover=False)
-            self._live = live
-
-    def checkpoint(self, sync: bool = True) -> SaveReport:
-        self.prepare_step()
-        return self._live.checkpoint(sync)  # type: ignore[union-attr]  # it is there now
-
-    def record_step(self, *step: Any) -> None:
-        self._live.record_step(*step)  # type: ignore[union-attr]  # a step is prepared first
-
-    def undo_step(self) -> None:
-        if self._live is not None:
-            self._live.undo_step()
+            size = self._journal.n_bytes, self._journal.n_records
+            try:
+                self._journal.append({"kind": kind}, list(arrays))
+            except BaseException:
+                with contextlib.suppress(ExtraBuffersError):
+                    self._journal.truncate(*size)
+                raise
 
 
 class StepMemory:

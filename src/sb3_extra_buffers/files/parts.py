@@ -213,6 +213,4 @@ def _plain(array: Any) -> Array:
     if not isinstance(array, np.ndarray):
         raise FileFormatError(f"a {type(array).__name__} is no array")
     parse_dtype(array.dtype.str)
-    if math.prod(array.shape) and not array.flags.c_contiguous:
-        array = np.ascontiguousarray(array)
-    return array
+    return np.ascontiguousarray(array).reshape(array.shape)

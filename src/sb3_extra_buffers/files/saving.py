@@ -139,7 +139,8 @@ class Save:
                     disk.sync_folder(self.folder)
                 manifest.replace(self.folder, manifest.dump(record), self.sync)
             except BaseException:
-                out.undo()
+                if not self.counts():
+                    out.undo()
                 raise
             # from here on this is the state, whatever becomes of the rest
             out.close()
@@ -151,6 +152,12 @@ class Save:
                 disk.sync_folder(self.folder)
             self._remove_others(record)
         return SaveReport(self.folder, out.n_bytes, last is not None)
+
+    def counts(self) -> bool:
+        """Whether the folder holds this save; only the disk knows, if something interrupted the renaming."""
+        with contextlib.suppress(ExtraBuffersError):
+            return manifest.read(self.folder).get("save_id") == self.save_id
+        return False
 
     def _usable(self, there: Any, base: Path | None) -> LastSave | None:
         """The last save, if what it wrote can be built upon."""
@@ -180,14 +187,15 @@ class Save:
         stores: dict[str, Any] = {}
         arrays = [NamedArray(f"columns/{name}", column) for name, column in self.parts.columns.items()]
         for name, part in self.taken.items():
-            record, tables, touched = {"record": record_to_json(part.record)}, dict(part.arrays), {}
+            about: dict[str, Any] = {"record": record_to_json(part.record)}
+            tables, touched = dict(part.arrays), {}
             if part.heap is not None and part.inner is not None:
                 known = None if last is None else last.stores.get(name)
                 if self.journal is not None and isinstance(part.heap, FileHeap):
                     if self.sync:
                         disk.flush(part.heap)
                     made[name] = count_payloads(part.heap, known)
-                    record["heap"] = {"name": part.heap.file.name, "size": part.heap.end + SLACK}
+                    about["heap"] = {"name": part.heap.file.name, "size": part.heap.end + SLACK}
                 else:
                     made[name] = put_payloads(out, part.heap, known)
                     payload_bytes += part.heap.live_bytes
@@ -195,13 +203,13 @@ class Save:
                 if known is not None and known.heap is part.heap and known.file == made[name].file:
                     # stretches are only ever added
                     touched = touched_pages(part.inner) | {"chunks": np.zeros(0, np.int64)}
-            record["arrays"] = list(tables)
+            about["arrays"] = list(tables)
             arrays += [NamedArray(f"stores/{name}/{key}", table, touched.get(key)) for key, table in tables.items()]
-            stores[name] = record
+            stores[name] = about
         written, index = put_arrays(out, arrays, None if last is None else last.arrays)
         described = {name: array.to_json() for name, array in written.records.items()}
-        for name, record in stores.items():
-            record["arrays"] = {key: described[f"stores/{name}/{key}"] for key in record["arrays"]}
+        for name, about in stores.items():
+            about["arrays"] = {key: described[f"stores/{name}/{key}"] for key in about["arrays"]}
         live_bytes = written.live_bytes + payload_bytes
         record = {
             "format": manifest.FORMAT,
@@ -228,10 +236,10 @@ class Save:
         """Delete files of ours that the manifest does not speak of; only now, that it is on the disk."""
         used = {record["data"]["name"], record.get("journal"), manifest.NAME, "lock"}
         used |= {store["heap"]["name"] for store in record["stores"].values() if "heap" in store}
-        for entry in os.scandir(self.folder):
-            if entry.name not in used and OURS.fullmatch(entry.name):
+        for name in os.listdir(self.folder):
+            if name not in used and OURS.fullmatch(name):
                 with contextlib.suppress(OSError):
-                    disk.unlink(Path(entry.path))
+                    disk.unlink(self.folder / name)
 
 
 def _look_at(folder: Path) -> dict[str, Any]:
@@ -240,7 +248,7 @@ def _look_at(folder: Path) -> dict[str, Any]:
         return {}
     if not folder.is_dir():
         raise FileWriteError(17, f"{folder} is a file; a buffer is saved as a folder: choose another path")
-    strangers = [entry.name for entry in os.scandir(folder) if not OURS.fullmatch(entry.name)]
+    strangers = [name for name in os.listdir(folder) if not OURS.fullmatch(name)]
     if strangers:
         raise FileWriteError(
             17, f"{folder} holds other things, such as {strangers[0]!r}; choose a folder of its own for the buffer"

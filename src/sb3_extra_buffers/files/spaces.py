@@ -17,31 +17,23 @@ def space_to_json(space: Any) -> dict[str, Any]:
     """``space`` in words; `space_from_json` makes an equal one."""
     from gymnasium import spaces
 
-    if type(space) is spaces.Box:
-        return {
-            "kind": "Box",
-            "shape": list(space.shape),
-            "dtype": np.dtype(space.dtype).str,
-            "low": _bound_to_json(space.low),
-            "high": _bound_to_json(space.high),
-        }
-    if type(space) is spaces.Discrete:
-        return {"kind": "Discrete", "n": int(space.n), "start": int(space.start)}
-    if type(space) is spaces.MultiDiscrete:
+    kind: Any = type(space)
+    about: dict[str, Any] = {"kind": kind.__name__}
+    if kind is spaces.Box:
+        about |= {"shape": list(space.shape), "dtype": np.dtype(space.dtype).str}
+        return about | {"low": _bound_to_json(space.low), "high": _bound_to_json(space.high)}
+    if kind is spaces.Discrete:
+        return about | {"n": int(space.n), "start": int(space.start)}
+    if kind is spaces.MultiDiscrete:
         start = getattr(space, "start", np.zeros_like(space.nvec))
-        return {
-            "kind": "MultiDiscrete",
-            "nvec": space.nvec.tolist(),
-            "start": start.tolist(),
-            "dtype": np.dtype(space.dtype).str,
-        }
-    if type(space) is spaces.MultiBinary:
-        return {"kind": "MultiBinary", "shape": list(space.shape)}
-    if type(space) is spaces.Dict:
-        return {"kind": "Dict", "spaces": [[key, space_to_json(part)] for key, part in space.spaces.items()]}
+        about |= {"nvec": space.nvec.tolist(), "start": start.tolist()}
+        return about | {"dtype": np.dtype(space.dtype).str}
+    if kind is spaces.MultiBinary:
+        return about | {"shape": list(space.shape)}
+    if kind is spaces.Dict:
+        return about | {"spaces": [[key, space_to_json(part)] for key, part in space.spaces.items()]}
     raise NotSaveableError(
-        f"a space of type {type(space).__name__} cannot be saved; "
-        "Box, Discrete, MultiDiscrete, MultiBinary and Dict can"
+        f"a space of type {kind.__name__} cannot be saved; Box, Discrete, MultiDiscrete, MultiBinary and Dict can"
     )
 
 
@@ -58,16 +50,15 @@ def space_from_json(record: Any) -> Any:
         if kind == "MultiDiscrete":
             dtype: Any = parse_dtype(record["dtype"])
             nvec, start = np.array(record["nvec"], dtype), np.array(record["start"], dtype)
-            if not start.any():
-                return spaces.MultiDiscrete(nvec, dtype=dtype.type)
-            return spaces.MultiDiscrete(nvec, dtype=dtype.type, start=start)
+            given = {"start": start} if start.any() else {}
+            return spaces.MultiDiscrete(nvec, dtype=dtype.type, **given)
         if kind == "MultiBinary":
             shape = _shape(record["shape"])
             return spaces.MultiBinary(shape[0] if len(shape) == 1 else shape)
         if kind == "Dict":
             # in the order in which they were; gymnasium keeps that of pairs
             return spaces.Dict([(str(key), space_from_json(part)) for key, part in record["spaces"]])
-    except (AssertionError, KeyError, TypeError, ValueError, OverflowError, MemoryError) as problem:
+    except (AssertionError, KeyError, TypeError, ValueError, OverflowError, MemoryError, RecursionError) as problem:
         if isinstance(problem, FileFormatError):
             raise
         raise FileFormatError(f"the saved space makes no sense: {type(problem).__name__}: {problem}") from problem

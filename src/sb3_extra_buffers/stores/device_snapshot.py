@@ -40,6 +40,7 @@ def take_apart(of: DeviceObservations) -> tuple[dict[str, Any], dict[str, Array]
         return record | {"kind": "host"}, {}, inner.store
     inner._wait()
     tables = {name: table.cpu().numpy() for name, table in inner.tables._asdict().items() if name != "scratch"}
+    tables["heap"] = _live_heap(inner, tables)
     record |= {
         "kind": "frames",
         "stack": inner.layout.stack,
@@ -52,6 +53,15 @@ def take_apart(of: DeviceObservations) -> tuple[dict[str, Any], dict[str, Array]
         "last_cell": inner._last_cell,
     }
     return record, tables | {"report": inner._report.numpy().copy()}, None
+
+
+def _live_heap(inner: DeviceFrameStore, tables: Mapping[str, Array]) -> Array:
+    """The heap with zeros where there is nothing: memory that was never written to may hold anything."""
+    heap, live = np.zeros_like(tables["heap"]), inner._live_segments().cpu().numpy()
+    starts = tables["starts"][live] % (heap.size - kernels.SLACK)
+    for start, end in zip(starts.tolist(), (starts + tables["lengths"][live]).tolist(), strict=True):
+        heap[start:end] = tables["heap"][start:end]
+    return heap
 
 
 def put_together(
@@ -104,9 +114,9 @@ def _put_frames(into: DeviceObservations, record: Mapping[str, Any], arrays: Map
     length = (shape[0] if axis == "first" else shape[-1]) if shape else 1
     fits = type(stack) is int and axis in ("first", "last") and 1 <= stack <= 64 and into.spec.nbytes > 0
     _require(fits and (stack == 1 or length % int(stack or 1) == 0), f"no stacks of {stack!r} along {axis!r}")
-    fits = isinstance(listed, list) and len(listed) == 3 and isinstance(listed[2], dict)
-    _require(fits and isinstance(listed[0], str) and listed[1] in known_codecs(), "the codec is unreadable")
-    assert isinstance(listed, list)
+    if not isinstance(listed, list) or len(listed) != 3 or not isinstance(listed[2], dict):
+        raise FileFormatError("the codec is unreadable")
+    _require(isinstance(listed[0], str) and listed[1] in known_codecs(), "the codec is unreadable")
     codec = codec_from_config(listed[0] if is_available(listed[0]) else listed[1], listed[2])
     layout = StackLayout(into.spec, int(stack or 1), "first" if axis == "first" else "last")
     if not isinstance(codec, DeltaCodec) or not suits_device(layout, codec):

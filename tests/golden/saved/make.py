@@ -1,0 +1,81 @@
+"""Makes the saved folders and files that tests load for ever after: one of each kind, small.
+
+``python -m tests.golden.saved.make`` makes those that are not there. What is there is never made again: it was written
+by an older version, which is the point. To add a kind, add a line to `MAKERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sb3_extra_buffers import files
+from tests.files.filing import BUFFERS, Feed, assert_same, finish, make_array
+
+HERE = Path(__file__).parent
+N_STEPS = 20
+
+
+class Golden(NamedTuple):
+    """How something is made from a fixed seed, and compared with what was loaded."""
+
+    make: Callable[[], Any]
+    compare: Callable[[Any, Any], None] = assert_same
+    one_file: bool = False
+
+
+def buffer(name: str, n_steps: int = N_STEPS) -> Golden:
+    def make() -> Any:
+        made, feed = BUFFERS[name](), Feed(7)
+        for _ in range(26 if "rollout" in name else n_steps):
+            feed.add_to(made)
+        return made
+
+    return Golden(make)
+
+
+def same_array(ours: Any, theirs: Any) -> None:
+    assert (ours[...] == theirs[...]).all()
+    theirs.store.check()
+
+
+#: by the tag of the kind
+MAKERS: dict[str, Golden] = {
+    "array": Golden(lambda: make_array(20)[0], same_array),
+    "replay": buffer("replay-delta", 40),
+    "replay-gzip": buffer("replay-gzip", 40),
+    "replay-undecided": buffer("replay", 3),
+    "dict-replay": buffer("dict"),
+    "n-step-replay": buffer("n-step"),
+    "dict-n-step-replay": buffer("dict-n-step"),
+    "her-replay": buffer("her-infos"),
+    "prioritized-replay": buffer("prioritized"),
+    "dict-prioritized-replay": buffer("dict-prioritized"),
+    "rollout": buffer("rollout"),
+    "dict-rollout": buffer("dict-rollout"),
+    "maskable-rollout": buffer("maskable-rollout"),
+    "maskable-dict-rollout": buffer("maskable-dict-rollout"),
+    "recurrent-rollout": buffer("recurrent-rollout"),
+    "recurrent-dict-rollout": buffer("recurrent-dict-rollout"),
+    "gpu-replay": buffer("gpu-frames"),
+    "gpu-replay-rle": buffer("gpu-rle"),
+    "gpu-rollout": buffer("gpu-frames-rollout"),
+}
+
+
+def load(name: str) -> Any:
+    loaded = (files.load_file if MAKERS[name].one_file else files.load)(HERE / name)
+    finish(loaded)
+    return loaded
+
+
+def main() -> None:
+    for name, golden in MAKERS.items():
+        if not (HERE / name).exists():
+            (files.save_file if golden.one_file else files.save)(golden.make(), HERE / name)
+            print(f"made {name}")
+
+
+if __name__ == "__main__":
+    main()
