@@ -15,7 +15,7 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import DictReplayBuffer, DictRolloutBuffer, ReplayBuffer, RolloutBuffer
 
-from sb3_extra_buffers.errors import ExtraBuffersError, IndexOutOfRangeError, SpecMismatchError
+from sb3_extra_buffers.errors import AlgorithmMismatchError, ExtraBuffersError, IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
 from sb3_extra_buffers.stores import device_observation
 from tests.gpu_buffers.test_interrupts import IMAGE, N_ENVS, SPACES, add, contents, observed, same
@@ -149,7 +149,7 @@ def test_dicts_without_a_key_or_no_dicts_are_named() -> None:
     assert same(contents(buffer), before)
 
 
-@pytest.mark.parametrize("size", [-1, "3", 2.5, None, True, np.float32(2), [3]])
+@pytest.mark.parametrize("size", [-1, "3", 2.5, None, True, np.float32(2), [3], int, 1 << 62])
 def test_sizes_of_batches_are_checked_before_random_numbers_are_drawn(size: Any) -> None:
     buffer, rolled = replay(), rollout()
     for at in range(SIZE):
@@ -158,7 +158,7 @@ def test_sizes_of_batches_are_checked_before_random_numbers_are_drawn(size: Any)
     state: Any = np.random.get_state()  # noqa: NPY002  # SB3 draws from this generator
     with pytest.raises(SpecMismatchError, match="batch_size"):
         buffer.sample(size)
-    if size is not None:
+    if size not in (None, 1 << 62):
         with pytest.raises(SpecMismatchError, match="batch_size"):
             next(rolled.get(size))
     with pytest.raises(SpecMismatchError, match="batch_size"):
@@ -168,6 +168,14 @@ def test_sizes_of_batches_are_checked_before_random_numbers_are_drawn(size: Any)
     assert not rolled.generator_ready
     assert len(buffer.sample(0).rewards) == 0
     assert len(buffer.sample(np.int64(3)).rewards) == 3
+
+
+def test_a_rollout_is_not_sampled() -> None:
+    buffer = rollout()
+    for at in range(SIZE):
+        add(buffer, at)
+    with pytest.raises(AlgorithmMismatchError, match="get"):
+        buffer.sample(4)
 
 
 def test_indices_that_are_not_there_are_named() -> None:

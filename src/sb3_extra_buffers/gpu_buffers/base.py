@@ -51,6 +51,10 @@ def find_gpu_buffer_dtypes(
     return {"elem_type": elem_dtype, "runs_type": find_smallest_dtype(n_elements)}
 
 
+# no count is as large; more bytes than any memory has
+_MOST = 1 << 48
+
+
 class Step:
     """A step of every environment: checked, staged, and ready to be written."""
 
@@ -299,16 +303,25 @@ def as_array(values: Any, name: str) -> npt.NDArray[Any]:
 
 def check_count(value: Any, name: str, least: int = 1) -> int:
     """``value``, if it is a whole number from ``least`` on."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < least:
-        raise SpecMismatchError(f"{name} must be a whole number from {least} on, got {value!r}")
-    return operator.index(value)
+    number = _whole_number(value)
+    if isinstance(value, bool) or number is None or not least <= number < _MOST:
+        raise SpecMismatchError(f"{name} must be a whole number from {least} to {_MOST - 1}, got {value!r}")
+    return number
 
 
 def check_index(value: Any, count: int, name: str) -> int:
     """``value`` as an index below ``count``; negative ones count from the end."""
-    if not hasattr(value, "__index__") or not -count <= operator.index(value) < count:
+    number = _whole_number(value)
+    if number is None or not -count <= number < count:
         raise IndexOutOfRangeError(f"{name} must be a whole number from {-count} to {count - 1}, got {value!r}")
-    return operator.index(value) % count
+    return number % count
+
+
+def _whole_number(value: Any) -> int | None:
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def _place(device: th.device | str) -> DevicePlace:

@@ -34,6 +34,8 @@ __all__ = ["GpuReplayBuffer"]
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 _BOOL = frozenset({bool, np.bool_})
 _NAMES = ("obs", "next_obs")
+# of a batch; kernels count them in 32 bits
+_MOST_ROWS = (1 << 31) - 1
 
 
 class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
@@ -154,8 +156,10 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         if self._unfinished is not None:
             with self._lock:
                 self._recover()
-        if type(batch_size) is not int or batch_size < 1:
+        if type(batch_size) is not int or not 0 < batch_size <= _MOST_ROWS:
             batch_size = check_count(batch_size, "batch_size", 0)
+            if batch_size > _MOST_ROWS:
+                raise SpecMismatchError(f"batch_size must be at most {_MOST_ROWS}, got {batch_size}")
         count = self.size()
         if count == 0:
             raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")

@@ -13,7 +13,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.type_aliases import DictRolloutBufferSamples, RolloutBufferSamples
 
 from sb3_extra_buffers._sb3.options import StorageOptions
-from sb3_extra_buffers.errors import EmptyBufferError, IndexOutOfRangeError, SpecMismatchError
+from sb3_extra_buffers.errors import AlgorithmMismatchError, EmptyBufferError, IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.gpu_buffers.base import (
     BaseGpuBuffer,
     Step,
@@ -174,6 +174,10 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         uploaded = self._staging.upload([order, cells, actions, columns])
         for first in range(0, n_cells, batch_size):
             yield self._batch(slice(first, first + batch_size), cells, *uploaded)
+
+    def sample(self, batch_size: int, env: Any = None) -> Any:
+        """An error: a rollout is read as a whole."""
+        raise AlgorithmMismatchError("a rollout is read with get(); sample() is for replay buffers")
 
     def _batch(
         self,

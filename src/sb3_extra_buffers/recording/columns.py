@@ -152,6 +152,10 @@ def one_number(value: Any, name: str) -> Any:
 
 def check_count(value: Any, name: str) -> int:
     """``value``, if it is a whole number from 1 on."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
         raise SpecMismatchError(f"{name} must be a whole number from 1 on, got {value!r}")
-    return operator.index(value)
+    return number
