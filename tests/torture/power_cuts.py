@@ -78,7 +78,9 @@ class Recorder:
         def flush_heap(heap: FileHeap) -> None:
             recorder.look("before a flush")
             flush(heap)
-            recorder.events.append(Event(synced=recorder._number(os.stat(heap.file).st_ino), said=f"flush {heap.file.name}"))
+            recorder.events.append(
+                Event(synced=recorder._number(os.stat(heap.file).st_ino), said=f"flush {heap.file.name}")
+            )
 
         FileHeap.flush = flush_heap  # type: ignore[method-assign]
         return self
@@ -167,7 +169,9 @@ class Disk:
         self.data = dict(durable)
         for inode, versions in since.items():
             before = durable.get(inode, b"")
-            self.data[inode] = versions[-1] if mode == "all" else before if mode == "none" else _mix(before, versions, rng)
+            self.data[inode] = (
+                versions[-1] if mode == "all" else before if mode == "none" else _mix(before, versions, rng)
+            )
 
     def write(self, path: Path) -> None:
         """Make it a folder."""

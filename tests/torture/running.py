@@ -134,7 +134,9 @@ def _run_child(
             report.outcomes.update(said["outcomes"])
             report.examples += [f"trial {number}: {each}" for each in said["lines"]]
             number += 1
-            _progress(quiet, f"{report.name}: {number}/{count} trials, {report.states} states, {report.defects} defects")
+            _progress(
+                quiet, f"{report.name}: {number}/{count} trials, {report.states} states, {report.defects} defects"
+            )
             stopped = stopped or (wanted is not None and report.states >= wanted)
     os.close(reading)
     if hung or stopped:

@@ -505,7 +505,9 @@ def _subjects() -> Iterator[Subject]:
     prioritized = _replay("CompressedPrioritizedReplayBuffer", compression_method="delta", alpha=0.7, beta=0.5)
     yield Sb3("prioritized", prioritized, _plain(PlainPrioritized, alpha=0.7))
     yield Sb3("dict", _replay("CompressedDictReplayBuffer", DICT), _plain(DictReplayBuffer, DICT), DICT)
-    yield Sb3("her", _her(compressed.CompressedHerReplayBuffer, compression_method="delta"), _her(HerReplayBuffer), GOALS)
+    yield Sb3(
+        "her", _her(compressed.CompressedHerReplayBuffer, compression_method="delta"), _her(HerReplayBuffer), GOALS
+    )
     rollout = _rollout("CompressedRolloutBuffer", compression_method="delta")
     yield Sb3("rollout", rollout, _plain(RolloutBuffer))
     yield Sb3("dict-rollout", _rollout("CompressedDictRolloutBuffer", DICT), _plain(DictRolloutBuffer, DICT), DICT)
