@@ -39,7 +39,8 @@ Call = tuple[str, list[Any], dict[str, Any]]
 
 #: methods that take no argument worth changing, or that are Gymnasium's, NumPy's and TorchRL's own business
 _PLAIN = {
-    "size", "reset", "memory_usage", "held_bytes", "check", "set_env", "beta_now", "to_parts", "checkpoint", "end_episode",
+    "size", "reset", "memory_usage", "held_bytes", "check", "set_env", "beta_now", "to_parts", "checkpoint",
+    "end_episode",
     "truncate_last_trajectory", "swap_and_flatten", "describe", "load", "open", "save", "export", "astype", "sibling",
     "process_id", "to_torch", "tolist", "copy", "close",
 }  # fmt: skip

@@ -160,10 +160,10 @@ def _fork_once(writer: Writer) -> tuple[str, str]:
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read().decode()
-    outcome, _, line = said.partition(" ")
+        heard = pipe.read().decode()
+    outcome, _, line = heard.partition(" ")
     _, status = os.waitpid(child, 0)
-    if said.startswith("Timeout"):
+    if heard.startswith("Timeout"):
         return "hangs", "the child waits " + " | ".join(line.split("\n")[1:4])
     if status:
         return "crashes", f"the child ended with {status}"

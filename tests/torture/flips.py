@@ -28,10 +28,9 @@ def history(saveable: Saveable, place: Path, seed: int) -> list[Contents]:
     for number, step in enumerate(make_steps(seed, 33)):
         saveable.add(made, step)
         states.append({name: np.copy(value) for name, value in saveable.contents(made).items()})
-        if number % 8 == 0 or number == 32:
-            # what lives in a file has steps in its journal as well
-            if not saveable.live or number in (8, 24):
-                saveable.save(made, place)
+        # what lives in a file has steps in its journal as well
+        if number in (8, 24) or (number in (0, 16, 32) and not saveable.live):
+            saveable.save(made, place)
     saveable.close(made)
     return states
 
@@ -86,7 +85,7 @@ def _damage_once(saveable: Saveable, tree: Tree, states: list[Contents], place: 
         else:
             found = saveable.contents(saveable.load(place))
     except ExtraBuffersError as error:
-        outcomes, lines = Counter([type(error).__name__]), []
+        outcomes, lines = Counter([type(error).__name__]), list[str]()
     except Exception as error:
         return Counter({"unnamed": 1}), [f"{where}: {brief(error)}"]
     else:

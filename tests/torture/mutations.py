@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from typing import Any
@@ -41,10 +42,8 @@ def mutate_json(tree: Any, rng: random.Random) -> str:
         return f"{key!r} removed"
     if how < 0.16:
         other, other_key = rng.choice(places)
-        try:
+        with contextlib.suppress(KeyError, IndexError):
             node[key], other[other_key] = copy.deepcopy(other[other_key]), copy.deepcopy(value)
-        except (KeyError, IndexError):
-            pass
         return f"{key!r} and {other_key!r} exchanged"
     if how < 0.22 and isinstance(node, dict):
         node[rng.choice(["x", "", str(key) + "2", "../x"])] = copy.deepcopy(value)
