@@ -541,6 +541,18 @@ def subjects() -> dict[str, Subject]:
     return {subject.name: subject for subject in _subjects()}
 
 
+@cache
+def warm_up() -> None:
+    """Load the compiled kernels, so that no child has to."""
+    for name in ("delta", "gpu-delta"):
+        subject = subjects()[name]
+        buffer = subject.make(Path())
+        for step in make_steps(0, 30):
+            subject.add(buffer, step)
+        subject.contents(buffer)
+        subject.batch(buffer, 0)
+
+
 def use_reference_kernels() -> None:
     """Let this process, a child as a rule, find no compiled kernels."""
     from sb3_extra_buffers.kernels import loading

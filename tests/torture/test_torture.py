@@ -25,6 +25,9 @@ def _of(names: tuple[str, ...] | list[str], there: dict[str, object]) -> list[st
 
 SUBJECTS: dict[str, object] = dict(subjects())
 SAVEABLES: dict[str, object] = dict(saveables())
+#: the long form forges and damages all kinds
+FORGED = ["delta", "gzip", "none", "mmap", "prioritized", "dict", "her", "recurrent-rollout", "gpu-delta", "gpu-zstd",
+          "array-delta", "torchrl-delta", "recording", "experience", "experience-tensors", "service"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(SUBJECTS))
@@ -53,7 +56,7 @@ def test_a_full_address_space_changes_nothing(name: str) -> None:
     starvation.starve_of_space(name, 8, seed=1).check()
 
 
-@pytest.mark.parametrize("name", list(SAVEABLES))
+@pytest.mark.parametrize("name", _of(FORGED, SAVEABLES))
 def test_a_forged_file_is_refused_or_harmless(name: str) -> None:
     forgery.torture(name, 40, seed=1).check()
 
@@ -63,7 +66,7 @@ def test_what_was_promised_is_there_after_a_power_cut(name: str) -> None:
     power_cuts.torture(name, 30, seed=1).check()
 
 
-@pytest.mark.parametrize("name", list(SAVEABLES))
+@pytest.mark.parametrize("name", _of(FORGED, SAVEABLES))
 def test_damage_is_named_or_harmless(name: str) -> None:
     flips.torture(name, 25, seed=1).check()
 
