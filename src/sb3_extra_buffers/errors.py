@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "AlgorithmMismatchError",
+    "ArgumentError",
     "BudgetExceededError",
     "CodecLevelError",
     "CodecOptionError",
@@ -86,6 +87,10 @@ class OutOfMemoryError(ExtraBuffersError, MemoryError):
 
 class AlgorithmMismatchError(ExtraBuffersError, ValueError):
     """The buffer is not set up as the algorithm that uses it expects."""
+
+
+class ArgumentError(ExtraBuffersError, ValueError, TypeError):
+    """An argument has a value or a type that it cannot have."""
 
 
 class BudgetExceededError(ExtraBuffersError, MemoryError):

@@ -96,7 +96,9 @@ def test_names_of_other_files_are_refused(name: Any, tmp_path: Path) -> None:
     assert victim.read_bytes() == bytes(5000)
 
 
-@pytest.mark.parametrize("kind", ["nosuch", "os:system", "sb3_extra_buffers.cli.main:main", None, 3, {"$torch": "load"}])
+@pytest.mark.parametrize(
+    "kind", ["nosuch", "os:system", "sb3_extra_buffers.cli.main:main", None, 3, {"$torch": "load"}]
+)
 def test_an_unknown_kind_is_named(kind: Any, tmp_path: Path) -> None:
     save(fill("replay", 3), tmp_path / "saved")
     manifest.replace(tmp_path / "saved", manifest.dump(manifest.read(tmp_path / "saved") | {"kind": kind}))

@@ -21,6 +21,7 @@ from sb3_extra_buffers.errors import (
     UnknownCodecError,
     UnsupportedVersionError,
 )
+from sb3_extra_buffers.files import manifest
 from sb3_extra_buffers.recording import (
     BaseRecordBuffer,
     DummyRecordBuffer,
@@ -362,7 +363,6 @@ def test_saved_and_loaded_it_goes_on_as_before(n: int, method: str, tmp_path: Pa
     np.testing.assert_array_equal(np.asarray(again.frames), np.asarray(buffer.frames))
     assert again.actions.tolist() == buffer.actions.tolist()
     assert [path.name] == [file.name for file in path.parent.iterdir()]
-    np.load(path, allow_pickle=False)["rewards"]
 
 
 def test_a_file_may_be_read_with_another_method(tmp_path: Path) -> None:
@@ -381,14 +381,14 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         FramelessRecordBuffer.load(path)
     for damaged in (whole[: len(whole) // 2], whole[:300] + b"\x55" * 40 + whole[340:], b"", b"no archive"):
         path.write_bytes(damaged)
-        with pytest.raises(DamagedFileError, match=r"run\.npz"):
+        with pytest.raises((DamagedFileError, FileFormatError), match=r"run\.npz"):
             RecordBuffer.load(path)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="nothing"):
         RecordBuffer.load(tmp_path / "nothing.npz")
 
 
 def test_files_of_later_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sb3_extra_buffers.recording.files.FORMAT_VERSION", 2)
+    monkeypatch.setattr(manifest, "VERSION", manifest.VERSION + 1)
     filled(3).save(tmp_path / "run.npz")
     monkeypatch.undo()
     with pytest.raises(UnsupportedVersionError, match="update"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ pytest.importorskip("tensordict")
 from tensordict import TensorDict
 
 from sb3_extra_buffers.errors import CorruptPayloadError, NotSaveableError
-from sb3_extra_buffers.replay_buffers.journal import Journal
 from sb3_extra_buffers.replay_buffers.packing import pack, read_note, unpack
 from tests.replay_buffers.playing import assert_same, steps, trajectory
 
@@ -83,22 +81,3 @@ def test_objects_are_not_packed() -> None:
     data["name"] = "a string"
     with pytest.raises(NotSaveableError):
         pack(data)
-
-
-def test_a_journal_drops_what_was_cut_short(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal", sync=True)
-    packets = [bytes([number]) * number * 50 for number in range(1, 6)]
-    for packet in packets:
-        journal.append(packet)
-    journal.close()
-    content = (tmp_path / "journal").read_bytes()
-
-    for cut in (1, 7, 100, 258):
-        (tmp_path / "cut").write_bytes(content[:-cut])
-        again = Journal(tmp_path / "cut")
-        kept = list(again.replay())
-        assert kept == packets[: len(kept)]
-        assert len(kept) == 4
-        again.append(b"more")
-        again.close()
-        assert list(Journal(tmp_path / "cut").replay()) == [*kept, b"more"]

@@ -21,10 +21,21 @@ pytest.importorskip("ray")
 
 import ray
 
-from sb3_extra_buffers.errors import DamagedFileError, FileFormatError, FileWriteError, SpecMismatchError
+from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
+
+from sb3_extra_buffers.errors import (
+    CorruptPayloadError,
+    DamagedFileError,
+    FileFormatError,
+    FileWriteError,
+    SpecMismatchError,
+)
+from sb3_extra_buffers.files import disk
+from sb3_extra_buffers.files.journal import read_journal
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
 from sb3_extra_buffers.replay_buffers.packing import pack, unpack
 from sb3_extra_buffers.replay_buffers.ray import CompressedRayReplayBuffer, CompressedReplayService
+from tests.replay_buffers.interrupts import count_bytecodes, interrupt, points
 from tests.replay_buffers.playing import assert_same, trajectory
 
 ROOT = Path(__file__).parents[2]
@@ -103,9 +114,49 @@ def test_damage_in_the_middle_of_a_journal_is_named_and_a_cut_at_its_end_is_not(
     damaged = bytearray(whole)
     damaged[len(whole) // 2] ^= 1
     journal.write_bytes(damaged)
-    with pytest.raises(DamagedFileError, match=r"at byte \d+ .* cut the file"):
+    with pytest.raises(DamagedFileError, match=r"record 1 at byte \d+ is damaged"):
         service(tmp_path)
     assert journal.read_bytes() == damaged
+
+
+def test_a_flipped_bit_anywhere_in_a_journal_loses_nothing_silently(tmp_path: Path) -> None:
+    """One in a length used to drop everything behind it, acknowledged or not."""
+    data = trajectory(40)
+    buffer = service(tmp_path)
+    ends = []
+    [journal] = tmp_path.glob("journal-*")
+    for first in range(0, 40, 10):
+        buffer.extend(pack(data[first : first + 10]))
+        ends.append(journal.stat().st_size)
+    whole = journal.read_bytes()
+    # of every record: all of its header, and some of what follows
+    starts = [0, *ends[:-1]]
+    for begin, end in zip(starts, ends, strict=True):
+        for place in [*range(begin, begin + 40), *range(begin + 40, end, 97)]:
+            damaged = bytearray(whole)
+            damaged[place] ^= 1 << place % 8
+            journal.write_bytes(damaged)
+            with pytest.raises((DamagedFileError, FileFormatError)):
+                for _ in read_journal(journal):
+                    pass
+    journal.write_bytes(whole)
+    assert_same(contents(service(tmp_path)), data)
+
+
+def test_zeros_at_the_end_of_a_journal_are_what_a_power_cut_left(tmp_path: Path) -> None:
+    data = trajectory(30)
+    buffer = service(tmp_path)
+    for first in (0, 10):
+        buffer.extend(pack(data[first : first + 10]))
+    [journal] = tmp_path.glob("journal-*")
+    for zeros in (1, 512, 4096):
+        whole = journal.read_bytes()
+        journal.write_bytes(whole + bytes(zeros))
+        again = service(tmp_path)
+        assert_same(contents(again), data[:20])
+        assert journal.read_bytes() == whole
+    again.extend(pack(data[20:]))
+    assert_same(contents(service(tmp_path)), data)
 
 
 def test_a_full_disk_leaves_no_half_packet_behind(tmp_path: Path) -> None:
@@ -117,13 +168,138 @@ def test_a_full_disk_leaves_no_half_packet_behind(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (journal.stat().st_size + 100, limits[1]))
     try:
-        with pytest.raises(FileWriteError, match="not in the file"):
-            buffer.extend(pack(data[10:20]))
+        with pytest.raises(FileWriteError, match="journal"):
+            buffer.extend(pack(data[10:20], writer="a", number=1))
+        # refused means not stored
+        assert_same(contents(buffer), data[:10])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for _ in range(2):
+        buffer.extend(pack(data[10:20], writer="a", number=1))
     buffer.extend(pack(data[20:]))
+    assert_same(contents(buffer), data)
+    assert_same(contents(service(tmp_path)), data)
 
-    assert_same(contents(service(tmp_path)), torch.cat([data[:10], data[20:]]))
+
+def test_a_packet_that_cannot_be_stored_is_not_in_the_journal_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = trajectory(30)
+    buffer = service(tmp_path)
+    buffer.extend(pack(data[:10], writer="a", number=1))
+
+    def fail(*_: Any) -> Any:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(buffer._storage.groups[0], "write", fail)
+        with pytest.raises(MemoryError):
+            buffer.extend(pack(data[10:20], writer="a", number=2))
+    for bad in (b"nothing", pack(data[:3].exclude("action")), pack(data[:3], writer=3, number="x")):
+        with pytest.raises((CorruptPayloadError, SpecMismatchError)):
+            buffer.extend(bad)
+    assert_same(contents(buffer), data[:10])
+    assert_same(contents(service(tmp_path)), data[:10])
+    buffer.extend(pack(data[10:20], writer="a", number=2))
+    buffer.extend(pack(data[10:20], writer="a", number=2))
+    assert_same(contents(buffer), data[:20])
+    assert_same(contents(service(tmp_path)), data[:20])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_packet_interrupted_anywhere_is_stored_once_when_it_is_sent_again(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
+    data = trajectory(40)
+    total = None
+    for at in [None, *points(4000, 40)]:
+        folder = tmp_path / str(at)
+        buffer = service(folder, size=30)
+        buffer.extend(pack(data[:30], writer="a", number=1))
+        packet = pack(data[30:], writer="a", number=2)
+        if at is None:
+            total = count_bytecodes(lambda buffer=buffer, packet=packet: buffer.extend(packet))
+        else:
+            assert total is not None
+            interrupt(lambda buffer=buffer, packet=packet: buffer.extend(packet), 1 + at * total // 4000, error("here"))
+            buffer.extend(packet)
+        expected = torch.cat([data[30:], data[10:30]])
+        assert_same(contents(buffer), expected)
+        assert_same(contents(service(folder, size=30)), expected)
+
+
+def test_checkpoints_reach_the_disk_before_anything_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = service(tmp_path)
+    buffer.extend(pack(trajectory(30)))
+    done: list[tuple[str, str]] = []
+    names: dict[int, str] = {}
+    for name in ("create", "fsync", "replace", "unlink", "sync_folder"):
+        real = getattr(disk, name)
+
+        def record(first: Any, *more: Any, name: str = name, real: Any = real) -> Any:
+            found = real(first, *more)
+            if name == "create":
+                names[found] = Path(first).name
+            what = names.get(first, "?") if name == "fsync" else Path(more[0] if more else first).name
+            done.append((name, what))
+            return found
+
+        monkeypatch.setattr(disk, name, record)
+    buffer.checkpoint()
+
+    synced = done.index(("replace", "current.json"))
+    snapshot = next(what for name, what in done if name == "sync_folder" and what.startswith("snapshot-"))
+    for needed in (("replace", "manifest.json"), ("sync_folder", snapshot), ("fsync", "data-0001.bin")):
+        assert done.index(needed) < synced
+    deleted = [place for place, (name, _) in enumerate(done) if name == "unlink"]
+    assert deleted
+    assert ("sync_folder", tmp_path.name) in done[synced : min(deleted)]
+
+
+def test_a_checkpoint_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = trajectory(60)
+    buffer = service(tmp_path)
+    buffer.extend(pack(data[:20]))
+    buffer.checkpoint()
+    buffer.extend(pack(data[20:40]))
+    write_all = disk.write_all
+    for failing in range(1, 4):
+        left = [failing]
+
+        def write(descriptor: int, parts: Any, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] <= 0:
+                raise OSError(28, "No space left on device")
+            write_all(descriptor, parts)
+
+        monkeypatch.setattr(disk, "write_all", write)
+        with pytest.raises(FileWriteError):
+            buffer.checkpoint()
+        monkeypatch.setattr(disk, "write_all", write_all)
+        assert len(list(tmp_path.iterdir())) == 3
+        assert_same(contents(service(tmp_path)), data[:40])
+    buffer.extend(pack(data[40:]))
+    buffer.checkpoint()
+    assert_same(contents(service(tmp_path)), data)
+
+
+def test_what_the_sampler_knows_is_in_the_snapshot(tmp_path: Path) -> None:
+    def make() -> Any:
+        return CompressedReplayService(
+            storage=partial(CompressedStorage, 100), sampler=SamplerWithoutReplacement(), batch_size=8,
+            folder=str(tmp_path),
+        )  # fmt: skip
+
+    old = make()
+    old.extend(pack(trajectory(32)))
+    seen = unpack(old.sample())["index"].tolist()
+    old.checkpoint()
+    new = make()
+    for _ in range(3):
+        seen += unpack(new.sample())["index"].tolist()
+    assert sorted(seen) == list(range(32))
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".pt", ".pkl", ".pickle")]
+    assert new._writer._cursor == old._writer._cursor == 32
 
 
 def test_a_folder_of_something_else_is_named(tmp_path: Path) -> None:
@@ -186,7 +362,7 @@ def cluster() -> Iterator[None]:
         num_cpus=2,
         include_dashboard=False,
         log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+        runtime_env={"env_vars": {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}},
     )
     yield
     ray.shutdown()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -44,6 +44,9 @@ class StorageOptions:
     on_max_bytes: Literal["evict", "raise"] = "evict"
     storage: Literal["memory", "mmap"] = "memory"
     path: str | os.PathLike[str] | None = None
+    # max_bytes, where going beyond it does either; looked at in every step
+    evict_above: int | None = field(init=False, repr=False, default=None)
+    raise_above: int | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         if self.output_dtype not in ("raw", "float"):
@@ -58,6 +61,7 @@ class StorageOptions:
             )
         if self.path is not None:
             object.__setattr__(self, "path", os.fspath(self.path))
+        object.__setattr__(self, f"{self.on_max_bytes}_above", self.max_bytes)
 
     def method_for(self, key: str | None, spec: ObsSpec) -> str:
         """The method for one leaf; a single one for a whole Dict is meant for its images."""
@@ -85,7 +89,7 @@ class StorageOptions:
 
 
 #: names of the arguments, for those who take them apart from a buffer's own
-OPTION_NAMES = frozenset(field.name for field in fields(StorageOptions))
+OPTION_NAMES = frozenset(option.name for option in fields(StorageOptions) if option.init)
 
 
 def _holds(dtype: np.dtype[Any], space: spaces.Space[Any], space_dtype: np.dtype[Any]) -> bool:

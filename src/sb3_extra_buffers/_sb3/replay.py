@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -48,18 +48,9 @@ _BOOL = frozenset({bool, np.bool_})
 _FLOAT, _FLAG = np.dtype(np.float32), np.dtype(np.bool_)
 
 
-class Step(NamedTuple):
-    """What is left to do for a step whose observations are stored; doing it twice changes nothing."""
-
-    position: int
-    n_added: int
-    n_evicted: int
-    obs: Any
-    next_obs: Any
-    action: Any
-    reward: Any
-    done: Any
-    truncated: Any
+# What is left to do for a step whose observations are stored: position, n_added, n_evicted, obs, next_obs, action,
+# reward, done, truncated. A plain tuple, as it is made at every step; doing it twice changes nothing.
+Step = tuple[int, int, int, Any, Any, Array, Array, Array, Any]
 
 
 class Eviction(NamedTuple):
@@ -81,6 +72,8 @@ class ReplayMixin(CompressedStorage, _Base):
     next_observations: Any
     n_steps: int
     gamma: float
+    #: What else a step at a position changes; doing it twice must change nothing.
+    _step_added: Callable[[int], None] | None = None
 
     def __init__(
         self,
@@ -200,13 +193,13 @@ class ReplayMixin(CompressedStorage, _Base):
                 live = self._live
                 if live is not None:
                     live.prepare_step()
-                self._write_stores(step)
+                self._write_stores(step[0], step[3], step[4])
                 if live is not None:
                     live.record_step(obs, next_obs, action, reward, done, infos)
                 self._step = step
                 self._finish_step(step)
-                limit = self._options.max_bytes
-                if limit is not None and self._options.on_max_bytes == "evict":
+                limit = self._options.evict_above
+                if limit is not None:
                     self._evict_beyond(limit)
             except BaseException as problem:
                 self._fail(problem, n_added)
@@ -214,37 +207,38 @@ class ReplayMixin(CompressedStorage, _Base):
     def _position(self) -> int:
         return self._n_added
 
-    def _write_stores(self, step: Step) -> None:
+    def _write_stores(self, position: int, obs: Any, next_obs: Any) -> None:
         """Write the observations that stores hold; they can take them back."""
-        leaves, next_leaves, position = self.observations, self.next_observations, step.position
+        leaves, next_leaves = self.observations, self.next_observations
         if type(leaves) is Leaves:
             for key in self._begin_step(leaves):
-                leaves[key].write_with(next_leaves[key], position, step.obs[key], step.next_obs[key])
+                leaves[key].write_fitted(next_leaves[key], position, obs[key], next_obs[key])
         elif type(leaves) is not np.ndarray:
             # `_begin_step`, for the path that most steps take
             leaves.store.commit()
             self._step = WRITING
-            leaves.write_with(next_leaves, position, step.obs, step.next_obs)
+            leaves.write_fitted(next_leaves, position, obs, next_obs)
 
     def _finish_step(self, step: Step) -> None:
-        position = step.position
+        position, n_added, n_evicted, obs, next_obs, action, reward, done, truncated = step
         leaves, next_leaves = self.observations, self.next_observations
         if type(leaves) is np.ndarray:
-            leaves[position] = step.obs
-            next_leaves[position] = step.next_obs
+            leaves[position] = obs
+            next_leaves[position] = next_obs
         elif type(leaves) is Leaves:
             for key, leaf in leaves.items():
                 if type(leaf) is np.ndarray:
-                    leaf[position] = step.obs[key]
-                    next_leaves[key][position] = step.next_obs[key]
-        self.actions[position] = step.action
-        self.rewards[position] = step.reward
-        self.dones[position] = step.done
-        if step.truncated is not None:
-            self.timeouts[position] = step.truncated
-        self._n_evicted = step.n_evicted
-        self._n_added = step.n_added
-        self._step_added(position)
+                    leaf[position] = obs[key]
+                    next_leaves[key][position] = next_obs[key]
+        self.actions[position] = action
+        self.rewards[position] = reward
+        self.dones[position] = done
+        if truncated is not None:
+            self.timeouts[position] = truncated
+        self._n_evicted = n_evicted
+        self._n_added = n_added
+        if self._step_added is not None:
+            self._step_added(position)
         position += 1
         if position == self.buffer_size:
             self.full = True
@@ -252,21 +246,19 @@ class ReplayMixin(CompressedStorage, _Base):
         self.pos = position
         self._step = None
 
-    def _step_added(self, position: int) -> None:
-        """What else a step at ``position`` changes; doing it twice must change nothing."""
-
     def _recover(self) -> None:
         step = self._step
-        if isinstance(step, Step):
-            self._finish_step(step)
-        elif isinstance(step, Eviction):
+        if isinstance(step, Eviction):
             self._finish_eviction(step)
+        elif isinstance(step, tuple):
+            self._finish_step(step)
         elif step is not None:
             self._undo_step(self.observations)
 
     def _fit_step(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> Step:
         """What `add` was given, as it will be written, or an error; nothing is changed."""
-        self._check_writable()
+        if self._read_only:
+            self._check_writable()
         # fast path: skip validation where shape and dtype already match
         leaves = self.observations
         if type(leaves) is Leaves:
@@ -287,12 +279,13 @@ class ReplayMixin(CompressedStorage, _Base):
             done = fit_column(done, self.n_envs, "done")
         # infos are nobody's business otherwise: some pass a dict
         truncated = self._fit_infos(infos) if self.handle_timeout_termination else None
-        limit = self._options.max_bytes
-        if limit is not None and self._options.on_max_bytes == "raise":
+        limit = self._options.raise_above
+        if limit is not None:
             self._check_budget(limit)
-        # the oldest step was evicted already: its place is taken
-        n_evicted = self._n_evicted - 1 if self._n_evicted and self.full else self._n_evicted
-        return Step(self.pos, self._n_added + 1, n_evicted, obs, next_obs, action, reward, done, truncated)
+        n_evicted = self._n_evicted
+        if n_evicted and self.full:
+            n_evicted -= 1  # the step whose place is taken was evicted already
+        return self.pos, self._n_added + 1, n_evicted, obs, next_obs, action, reward, done, truncated
 
     def _fit_infos(self, infos: Any) -> Any:
         try:

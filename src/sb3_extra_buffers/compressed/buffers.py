@@ -108,7 +108,7 @@ class CompressedHerReplayBuffer(OptionsFirst, HerReplayBuffer, CompressedDictRep
                 step = self._fit_step(obs, next_obs, action, reward, done, infos)
                 if self._live is not None:
                     self._live.prepare_step()  # while episodes are as they were
-                self._episodes = self._episodes_at(step.position, step.done)
+                self._episodes = self._episodes_at(step[0], step[7])
                 super().add(obs, next_obs, action, reward, done, infos)
                 self._episodes = None
             except BaseException as problem:

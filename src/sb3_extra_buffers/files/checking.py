@@ -260,7 +260,9 @@ class _Salvage:
         if bad_chunks:
             self._found(f"{path}: {len(bad_chunks)} stretches of observations are damaged ({name})")
             for first in range(0, len(lost), _BATCH):
-                lost[first : first + _BATCH] |= self._unreadable(store, np.arange(first, min(first + _BATCH, len(lost))))
+                lost[first : first + _BATCH] |= self._unreadable(
+                    store, np.arange(first, min(first + _BATCH, len(lost)))
+                )
         return store, lost
 
     def _unreadable(self, store: ObservationStore, cells: Array) -> Flags:

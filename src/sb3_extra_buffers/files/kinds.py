@@ -40,8 +40,19 @@ KINDS: dict[str, Kind] = {
     "maskable-dict-rollout": Kind(f"{_CONTRIB}:CompressedMaskableDictRolloutBuffer", _SB3),
     "recurrent-rollout": Kind(f"{_CONTRIB}:CompressedRecurrentRolloutBuffer", _SB3),
     "recurrent-dict-rollout": Kind(f"{_CONTRIB}:CompressedRecurrentDictRolloutBuffer", _SB3),
+    "torchrl-storage": Kind(
+        f"{_OURS}.replay_buffers.compressed_storage:CompressedStorage",
+        f"{_OURS}.replay_buffers.checkpoint:make_storage",
+    ),
+    "experience": Kind(
+        f"{_OURS}.replay_buffers.experience_memory:ReplayBuffer", f"{_OURS}.replay_buffers.experience_memory:make_buffer"
+    ),
+    "replay-service": Kind(
+        f"{_OURS}.replay_buffers.service_state:ServiceState", f"{_OURS}.replay_buffers.service_state:make_state"
+    ),
     "gpu-replay": Kind(f"{_OURS}.gpu_buffers.replay_buffer:GpuReplayBuffer", _SB3),
     "gpu-rollout": Kind(f"{_OURS}.gpu_buffers.rollout_buffer:GpuRolloutBuffer", _SB3),
+    "recording": Kind(f"{_OURS}.recording.buffers:BaseRecordBuffer", f"{_OURS}.recording.files:make"),
 }
 
 _TAGS = {kind.cls: tag for tag, kind in KINDS.items()}

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import copyreg
+import operator
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch as th
 from gymnasium import spaces
 
-from sb3_extra_buffers._sb3.leaves import fit
+from sb3_extra_buffers._sb3.leaves import fit, fit_actions, fit_column
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers.codecs.registry import codec_options, get_codec
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.errors import SpecMismatchError
+from sb3_extra_buffers.errors import (
+    CodecOptionError,
+    IndexOutOfRangeError,
+    ReadOnlyBufferError,
+    SpecMismatchError,
+    UnknownCodecError,
+)
 from sb3_extra_buffers.files.folders import SavedAsFolder
 from sb3_extra_buffers.gpu_buffers.utils import find_smallest_dtype, torch_dtype_to_numpy
-from sb3_extra_buffers.stores.device_observation import CellBatch, DeviceObservations, DevicePlace
+from sb3_extra_buffers.stores.device_observation import (
+    CellBatch,
+    DeviceObservations,
+    DevicePlace,
+    PlannedWrite,
+    finish_writes,
+)
+from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.usage import MemoryUsage
+
+if TYPE_CHECKING:
+    from sb3_extra_buffers.files.parts import Parts
 
 __all__ = ["BaseGpuBuffer", "find_gpu_buffer_dtypes"]
 
@@ -32,11 +51,37 @@ def find_gpu_buffer_dtypes(
     return {"elem_type": elem_dtype, "runs_type": find_smallest_dtype(n_elements)}
 
 
+class Step:
+    """A step of every environment: checked, staged, and ready to be written."""
+
+    __slots__ = ("after", "columns", "plans", "position")
+
+    def __init__(
+        self,
+        position: int,
+        plans: list[PlannedWrite],
+        columns: Sequence[tuple[npt.NDArray[Any], Any]],
+        after: dict[str, Any],
+    ) -> None:
+        self.position, self.plans, self.columns = position, plans, columns
+        # the buffer's attributes once all of it is written
+        self.after = after
+
+
 class BaseGpuBuffer(SavedAsFolder):
     """Observations behind a torch device, for buffers of SB3's layout.
 
+    A write is a transaction. What it needs is checked and staged first, as a `Step`; then observations and columns are
+    written, and the last of all is one call that moves the position on. An exception in between is made good before it
+    is passed on, and if that is interrupted as well, when the buffer is used next.
+
     ``flatten_config`` is accepted for the documents' sake; the space says all that it could.
     """
+
+    # what is under way: a step, or "reset"
+    _unfinished: Step | str | None = None
+    _read_only = False
+    _lock: Any
 
     device: th.device
     n_envs: int
@@ -52,6 +97,14 @@ class BaseGpuBuffer(SavedAsFolder):
         flatten_config: Mapping[str, Any] | None = None,
     ) -> None:
         self.compression_method = "none" if compression_method is None else compression_method
+        if not isinstance(self.compression_method, str):
+            raise UnknownCodecError(f"compression_method must be a method's name, got {compression_method!r}")
+        for name, options in (
+            ("compression_kwargs", compression_kwargs),
+            ("decompression_kwargs", decompression_kwargs),
+        ):
+            if not isinstance(options, Mapping | None):
+                raise CodecOptionError(f"{name} must be a dict of options, got {options!r}")
         self.compression_kwargs = codec_options(self.compression_method, compression_kwargs, decompression_kwargs)
         if self.compression_method != "auto":
             get_codec(self.compression_method, **self.compression_kwargs)
@@ -65,6 +118,10 @@ class BaseGpuBuffer(SavedAsFolder):
         heap_bytes: int | None,
     ) -> None:
         """Storage for every key of the space; a Box has one, without a name."""
+        if heap_bytes is not None:
+            check_count(heap_bytes, "heap_bytes")
+        if not isinstance(options.dtypes, Mapping | None):
+            raise SpecMismatchError(f"dtypes must be a dict, as find_gpu_buffer_dtypes gives, got {options.dtypes!r}")
         self._options = options
         place = _place(self.device if buffer_device is None else buffer_device)
         self.buffer_device = "pinned" if place.pinned else str(place.device)
@@ -83,16 +140,70 @@ class BaseGpuBuffer(SavedAsFolder):
                 spec, self.buffer_size, self.n_envs, n_sets, place, method, kwargs, heap_bytes
             )
 
-    def _fit(self, observations: Any, name: str) -> dict[str, Any]:
-        """Observations of all environments, by key, in the spaces' shapes and dtypes."""
-        if "" in self._stores:
-            return {"": _fit(self._stores[""], observations, name)}
-        missing = [key for key in self._stores if key not in observations]
-        if missing:
-            raise SpecMismatchError(
-                f"the observation lacks {', '.join(missing)}; the space has {', '.join(self._stores)}"
-            )
-        return {key: _fit(store, observations[key], f"{name}[{key!r}]") for key, store in self._stores.items()}
+    # ---- writing ----
+
+    def _plan(self, step: int, observations: Sequence[Any], names: Sequence[str]) -> list[PlannedWrite]:
+        """What writing ``observations`` of all environments, one for each of ``names``, takes; or an error."""
+        stores = self._stores
+        if "" in stores:
+            store = stores[""]
+            shape, dtype = store.step_shape, store.dtype
+            # fast path: skip validation when shape and dtype already match
+            for obs in observations:
+                if type(obs) is not np.ndarray or obs.dtype != dtype or obs.shape != shape:
+                    fitted = [fit_batch(store, obs, name) for obs, name in zip(observations, names, strict=True)]
+                    return [store.plan(step, fitted)]
+            return [store.plan(step, observations)]
+        for obs, name in zip(observations, names, strict=True):
+            missing = [key for key in stores if key not in obs] if isinstance(obs, Mapping) else list(stores)
+            if missing:
+                raise SpecMismatchError(f"{name} lacks {', '.join(missing)}; the space has {', '.join(stores)}")
+        by_key = [
+            [fit_batch(store, obs[key], f"{name}[{key!r}]") for obs, name in zip(observations, names, strict=True)]
+            for key, store in stores.items()
+        ]
+        plans = [store.plan(step, batches) for store, batches in zip(stores.values(), by_key, strict=True)]
+        # those that can still be refused come first
+        plans.sort(key=_cannot_fail)
+        return plans
+
+    def _commit(self, step: Step) -> None:
+        """Write a step; after an exception, the buffer holds all of it or is as it was."""
+        try:
+            self._unfinished = step
+            for plan in step.plans:
+                plan.commit()
+            position = step.position
+            for column, values in step.columns:
+                column[position] = values
+            # one call, which no signal can interrupt
+            self.__dict__.update(step.after)
+        except BaseException:
+            self._recover()
+            raise
+
+    def _recover(self) -> None:
+        """Finish what an exception interrupted, or take it back. May be interrupted and run again."""
+        step = self._unfinished
+        if isinstance(step, Step):
+            if finish_writes(step.plans):
+                for column, values in step.columns:
+                    column[step.position] = values
+                self.__dict__.update(step.after)
+            else:
+                self._unfinished = None
+        elif step is not None:
+            self.reset()
+
+    def _check_writable(self) -> None:
+        if self._read_only:
+            raise ReadOnlyBufferError("this buffer was opened to be read; load() it to write to a copy")
+        self._recover()
+
+    def reset(self) -> None:
+        raise NotImplementedError
+
+    # ---- reading ----
 
     def _read(self, cells: CellBatch) -> Any:
         """Observations ``[set, n, ...]`` on the buffer's device, by key where the space has keys."""
@@ -119,14 +230,85 @@ class BaseGpuBuffer(SavedAsFolder):
 
     def check(self) -> None:
         """Raise if anything inside disagrees."""
-        for store in self._stores.values():
-            store.check()
+        with self._lock:
+            self._recover()
+            for store in self._stores.values():
+                store.check()
+
+    # ---- copies ----
+
+    def to_parts(self) -> Parts:
+        """What this is made of, for a file: a tag, a description, columns and stores."""
+        with self._lock:
+            self._recover()
+            return super().to_parts()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # pickle and deepcopy look at what this returns later on: it must not change until then
+        with self._lock:
+            state = self.__getstate__()
+            for name, value in state.items():
+                if isinstance(value, np.ndarray):
+                    state[name] = value.copy()
+            state["_stores"] = {key: store.frozen() for key, store in self._stores.items()}
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]  # as object has it
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            self._recover()
+            state = self.__dict__.copy()
+        for name in ("_lock", "_unfinished"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = fork_safe_lock(of_buffer=True)
 
 
-def _fit(store: DeviceObservations, observations: Any, name: str) -> Any:
-    if type(observations) is np.ndarray and observations.shape == store.shape[1:] and observations.dtype == store.dtype:
-        return observations
-    return np.ascontiguousarray(fit(store, observations, name))  # type: ignore[arg-type]  # it has a shape and a dtype
+def _cannot_fail(plan: PlannedWrite) -> bool:
+    return not plan.may_fail
+
+
+def fit_batch(store: DeviceObservations, observations: Any, name: str) -> Any:
+    """``observations`` of all environments in the space's shape and dtype, or an error."""
+    return np.ascontiguousarray(fit(store, as_array(observations, name), name))  # type: ignore[arg-type]  # it has a shape and a dtype
+
+
+def fit_action(column: npt.NDArray[Any], action: Any) -> Any:
+    """Actions of all environments, as a step of ``column`` holds them, or an error."""
+    return fit_actions(column, as_array(action, "action"))
+
+
+def fit_numbers(column: npt.NDArray[Any], values: Any, name: str) -> Any:
+    """A number for each environment, as a step of ``column`` holds them, or an error."""
+    array = as_array(values, name)
+    if array.dtype.kind not in "biuf":
+        raise SpecMismatchError(f"{name} has dtype {array.dtype}, but {column.shape[1]} numbers are needed")
+    # cast now: it may warn of what overflows, and warnings may be errors
+    return fit_column(array, column.shape[1], name).astype(column.dtype)
+
+
+def as_array(values: Any, name: str) -> npt.NDArray[Any]:
+    """``values`` as an array, or an error that names them."""
+    try:
+        return np.asarray(values.detach().cpu() if isinstance(values, th.Tensor) else values)
+    except (ValueError, TypeError, RuntimeError) as problem:
+        raise SpecMismatchError(f"{name} is {type(values).__name__}, which is no array: {problem}") from problem
+
+
+def check_count(value: Any, name: str, least: int = 1) -> int:
+    """``value``, if it is a whole number from ``least`` on."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < least:
+        raise SpecMismatchError(f"{name} must be a whole number from {least} on, got {value!r}")
+    return operator.index(value)
+
+
+def check_index(value: Any, count: int, name: str) -> int:
+    """``value`` as an index below ``count``; negative ones count from the end."""
+    if not hasattr(value, "__index__") or not -count <= operator.index(value) < count:
+        raise IndexOutOfRangeError(f"{name} must be a whole number from {-count} to {count - 1}, got {value!r}")
+    return operator.index(value) % count
 
 
 def _place(device: th.device | str) -> DevicePlace:

@@ -14,14 +14,26 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_extra_buffers._sb3.options import StorageOptions
-from sb3_extra_buffers.errors import EmptyBufferError
-from sb3_extra_buffers.gpu_buffers.base import BaseGpuBuffer, old_slot_bytes
+from sb3_extra_buffers.errors import EmptyBufferError, SpecMismatchError
+from sb3_extra_buffers.gpu_buffers.base import (
+    BaseGpuBuffer,
+    Step,
+    as_array,
+    check_count,
+    check_index,
+    fit_action,
+    fit_numbers,
+    old_slot_bytes,
+)
 from sb3_extra_buffers.stores.device_observation import CellBatch
+from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.staging import Layout, Staging
 
 __all__ = ["GpuReplayBuffer"]
 
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
+_BOOL = frozenset({bool, np.bool_})
+_NAMES = ("obs", "next_obs")
 
 
 class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
@@ -52,6 +64,9 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         heap_bytes: int | None = None,
         max_slot_bytes: int | None = None,
     ) -> None:
+        check_count(buffer_size, "buffer_size")
+        check_count(n_envs, "n_envs")
+        self._lock = fork_safe_lock(of_buffer=True)
         # not ReplayBuffer's: it would lay out dense observations
         BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs=n_envs)
         # only now: SB3's calls this one too, without arguments
@@ -70,6 +85,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
             buffer_device,
             old_slot_bytes(max_slot_bytes, heap_bytes, 2 * self.buffer_size * n_envs),
         )
+        self._lane = (n_envs,)
         self._staging = Staging(self.device)
         self._layouts: dict[int, Layout] = {}
 
@@ -82,27 +98,64 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         done: npt.NDArray[Any],
         infos: list[dict[str, Any]],
     ) -> None:
-        """Add one step of every environment; where anything does not fit, nothing is changed."""
-        step = self.pos
-        first, second = self._fit(obs, "obs"), self._fit(next_obs, "next_obs")
-        actions = np.asarray(action).reshape((self.n_envs, self.action_dim))
-        truncated = (
-            [info.get("TimeLimit.truncated", False) for info in infos] if self.handle_timeout_termination else None
-        )
-        for key, store in self._stores.items():
-            store.write(step, (first[key], second[key]))
-        self.actions[step] = actions
-        self.rewards[step] = reward
-        self.dones[step] = done
-        if truncated is not None:
-            self.timeouts[step] = truncated
-        self.pos += 1
-        if self.pos == self.buffer_size:
-            self.full = True
-            self.pos = 0
+        """Add one step of every environment; whatever is raised, all of it is added or nothing is changed."""
+        with self._lock:
+            if self._unfinished is not None or self._read_only:
+                self._check_writable()
+            # fast path: skip validation when shape and dtype already match
+            position, actions, lane = self.pos, self.actions, self._lane
+            if type(action) is not np.ndarray or action.dtype != actions.dtype or action.shape != actions.shape[1:]:
+                action = fit_action(actions, action)
+            if type(reward) is not np.ndarray or reward.dtype != _FLOAT32 or reward.shape != lane:
+                reward = fit_numbers(self.rewards, reward, "reward")
+            if type(done) is not np.ndarray or done.dtype.char not in "?f" or done.shape != lane:
+                done = fit_numbers(self.dones, done, "done")
+            columns = [(actions, action), (self.rewards, reward), (self.dones, done)]
+            if self.handle_timeout_termination:
+                columns.append((self.timeouts, self._fit_infos(infos)))
+            plans = self._plan(position, (obs, next_obs), _NAMES)
+            if position + 1 == self.buffer_size:
+                after = {"pos": 0, "full": True, "_unfinished": None}
+            else:
+                after = {"pos": position + 1, "_unfinished": None}
+            self._commit(Step(position, plans, columns, after))
+
+    def _fit_infos(self, infos: Any) -> Any:
+        """Which steps were truncated, one for each environment."""
+        try:
+            truncated: Any = [info.get("TimeLimit.truncated", False) for info in infos]
+        except (TypeError, AttributeError) as problem:
+            raise SpecMismatchError(f"infos must be a dict for each environment, got {infos!r}") from problem
+        if len(truncated) == self.n_envs and _BOOL.issuperset(map(type, truncated)):
+            return truncated
+        # some pass arrays of one
+        found = [as_array(value, "TimeLimit.truncated") for value in truncated]
+        if any(value.size != 1 for value in found) or len(found) not in (1, self.n_envs):
+            raise SpecMismatchError(f"{len(found)} infos for {self.n_envs} environments; check n_envs")
+        return fit_numbers(self.timeouts, np.concatenate([value.reshape(1) for value in found]), "TimeLimit.truncated")
+
+    def reset(self) -> None:
+        """Forget all steps."""
+        with self._lock:
+            if self._read_only or isinstance(self._unfinished, Step):
+                self._check_writable()
+            try:
+                # may be run again wherever it is interrupted
+                self._unfinished = "reset"
+                for store in self._stores.values():
+                    store.clear()
+                self.__dict__.update(pos=0, full=False, _unfinished=None)
+            except BaseException:
+                self._recover()
+                raise
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw ``batch_size`` transitions; random numbers are drawn in SB3's order."""
+        if self._unfinished is not None:
+            with self._lock:
+                self._recover()
+        if type(batch_size) is not int or batch_size < 1:
+            batch_size = check_count(batch_size, "batch_size", 0)
         count = self.size()
         if count == 0:
             raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
@@ -169,7 +222,8 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         return self.to_torch(arrays)
 
     def _at(self, place: int, idx: int, env_idx: int) -> th.Tensor:
-        cell = (place * self.buffer_size + idx % self.buffer_size) * self.n_envs + env_idx % self.n_envs
+        step, env = check_index(idx, self.buffer_size, "idx"), check_index(env_idx, self.n_envs, "env_idx")
+        cell = (place * self.buffer_size + step) * self.n_envs + env
         found = self._read(CellBatch(np.array([[cell]], np.int64)))
         parts = found.values() if isinstance(found, dict) else [found]
         return th.cat([part.reshape(-1) for part in parts])

@@ -13,14 +13,26 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.type_aliases import DictRolloutBufferSamples, RolloutBufferSamples
 
 from sb3_extra_buffers._sb3.options import StorageOptions
-from sb3_extra_buffers.errors import EmptyBufferError
-from sb3_extra_buffers.gpu_buffers.base import BaseGpuBuffer, old_slot_bytes
+from sb3_extra_buffers.errors import EmptyBufferError, IndexOutOfRangeError, SpecMismatchError
+from sb3_extra_buffers.gpu_buffers.base import (
+    BaseGpuBuffer,
+    Step,
+    as_array,
+    check_count,
+    check_index,
+    fit_action,
+    fit_numbers,
+    old_slot_bytes,
+)
 from sb3_extra_buffers.stores.device_observation import CellBatch
+from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.staging import Staging
 
 __all__ = ["GpuRolloutBuffer"]
 
 _COLUMNS = ("values", "log_probs", "advantages", "returns")
+_NAMES = ("obs",)
+_FLOAT32 = np.dtype(np.float32)
 
 
 class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
@@ -44,7 +56,10 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         heap_bytes: int | None = None,
         max_slot_bytes: int | None = None,
     ) -> None:
+        check_count(buffer_size, "buffer_size")
+        check_count(n_envs, "n_envs")
         self._stores = {}
+        self._lock = fork_safe_lock(of_buffer=True)
         options = StorageOptions(dtypes, normalize_images, compression_method)
         heap_bytes = old_slot_bytes(max_slot_bytes, heap_bytes, buffer_size * n_envs)
         super().__init__(buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs)
@@ -55,15 +70,25 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
 
     def reset(self) -> None:
         """Clear rollout storage and reset the write position."""
-        shape = self.obs_shape
-        # SB3 lays out everything else; observations of no elements cost it nothing
-        self.obs_shape = (0,)
-        try:
-            super().reset()
-        finally:
-            self.obs_shape = shape
-        for store in self._stores.values():
-            store.clear()
+        with self._lock:
+            if self._read_only or isinstance(self._unfinished, Step):
+                self._check_writable()
+            lead = (self.buffer_size, self.n_envs)
+            columns: dict[str, Any] = {
+                name: np.zeros(lead, np.float32) for name in ("rewards", "episode_starts", *_COLUMNS)
+            }
+            columns["actions"] = np.zeros((*lead, self.action_dim), self.action_space.dtype)
+            # what SB3 has here; the stores hold them
+            columns["observations"] = np.zeros((*lead, 0), self.observation_space.dtype)
+            try:
+                # may be run again wherever it is interrupted
+                self._unfinished = "reset"
+                for store in self._stores.values():
+                    store.clear()
+                self.__dict__.update(columns, pos=0, full=False, generator_ready=False, _unfinished=None)
+            except BaseException:
+                self._recover()
+                raise
 
     def add(
         self,
@@ -74,24 +99,61 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         value: th.Tensor,
         log_prob: th.Tensor,
     ) -> None:
-        """Add a rollout step of every environment."""
-        fitted = self._fit(obs, "obs")
-        # first what has to come from the device, in one copy if it can, so that it need not wait for what is sent there
-        if value.numel() == log_prob.numel() and value.device == log_prob.device:
-            value, log_prob = th.stack((value.flatten(), log_prob.flatten())).cpu()
-        self.values[self.pos] = value.cpu().numpy().flatten()
-        self.log_probs[self.pos] = log_prob.cpu().numpy().flatten()
-        for key, store in self._stores.items():
-            store.write(self.pos, (fitted[key],))
-        self.actions[self.pos] = np.asarray(action).reshape((self.n_envs, self.action_dim))
-        self.rewards[self.pos] = reward
-        self.episode_starts[self.pos] = episode_start
-        self.pos += 1
-        if self.pos == self.buffer_size:
-            self.full = True
+        """Add a rollout step of every environment; whatever is raised, all of it is added or nothing is changed."""
+        with self._lock:
+            if self._unfinished is not None or self._read_only:
+                self._check_writable()
+            position = self.pos
+            if position >= self.buffer_size:
+                raise IndexOutOfRangeError(f"all {self.buffer_size} steps were added; call reset() first")
+            # first what has to come from the device, in one copy if it can, so that it need not wait for what is sent
+            values, log_probs = self._fit_tensors(value, log_prob)
+            # fast path: skip validation when shape and dtype already match
+            actions, lane = self.actions, (self.n_envs,)
+            if type(action) is not np.ndarray or action.dtype != actions.dtype or action.shape != actions.shape[1:]:
+                action = fit_action(actions, action)
+            if type(reward) is not np.ndarray or reward.dtype != _FLOAT32 or reward.shape != lane:
+                reward = fit_numbers(self.rewards, reward, "reward")
+            starts = episode_start
+            if type(starts) is not np.ndarray or starts.dtype.char not in "?f" or starts.shape != lane:
+                starts = fit_numbers(self.episode_starts, starts, "episode_start")
+            columns = (
+                (self.values, values), (self.log_probs, log_probs), (actions, action), (self.rewards, reward),
+                (self.episode_starts, starts),
+            )  # fmt: skip
+            plans = self._plan(position, (obs,), _NAMES)
+            after = {"pos": position + 1, "full": position + 1 == self.buffer_size, "_unfinished": None}
+            self._commit(Step(position, plans, columns, after))
+
+    def _fit_tensors(self, value: Any, log_prob: Any) -> Any:
+        """Values and log probabilities on the host, a number of each for each environment."""
+        n_envs = self.n_envs
+        if (
+            isinstance(value, th.Tensor) and isinstance(log_prob, th.Tensor)
+            and value.numel() == log_prob.numel() == n_envs and value.device == log_prob.device
+            and value.dtype == log_prob.dtype == th.float32
+        ):  # fmt: skip
+            return th.stack((value.detach().flatten(), log_prob.detach().flatten())).cpu().numpy()
+        return [
+            fit_numbers(self.values, as_array(given, name).reshape(-1), name)
+            for given, name in ((value, "value"), (log_prob, "log_prob"))
+        ]
+
+    def compute_returns_and_advantage(self, last_values: th.Tensor, dones: npt.NDArray[Any]) -> None:
+        """Compute returns and advantages from the values after the last step, as SB3 does."""
+        if self.generator_ready:
+            raise SpecMismatchError("the rollout was read already; returns are computed before get()")
+        last = fit_numbers(self.values, as_array(last_values, "last_values").reshape(-1), "last_values")
+        ended = fit_numbers(self.values, dones, "dones")
+        super().compute_returns_and_advantage(th.from_numpy(np.array(last)), ended)
 
     def get(self, batch_size: int | None = None) -> Generator[Any, None, None]:
         """Yield shuffled rollout minibatches after the buffer is full; random numbers are drawn as SB3 draws them."""
+        if batch_size is not None:
+            batch_size = check_count(batch_size, "batch_size")
+        if self._unfinished is not None:
+            with self._lock:
+                self._recover()
         if not self.full:
             raise EmptyBufferError(
                 f"{self.pos} of {self.buffer_size} steps were added; a rollout is read when it is complete"
@@ -99,9 +161,9 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         n_cells = self.buffer_size * self.n_envs
         order = np.random.permutation(n_cells)
         if not self.generator_ready:
-            for name in ("actions", *_COLUMNS):
-                self.__dict__[name] = self.swap_and_flatten(self.__dict__[name])
-            self.generator_ready = True
+            flat = {name: self.swap_and_flatten(self.__dict__[name]) for name in ("actions", *_COLUMNS)}
+            # one call: what is flattened twice is in disorder
+            self.__dict__.update(flat, generator_ready=True)
         if batch_size is None:
             batch_size = n_cells
         if self._staging.device != self.device:
@@ -127,13 +189,19 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         # gathered along the columns, so that each one of them is contiguous
         values, log_probs, advantages, returns = columns.index_select(1, here)
         if isinstance(found, dict):
-            obs: Any = {key: found_part[0] for key, found_part in found.items()}
+            obs: Any = {key: _flat(found_part[0]) for key, found_part in found.items()}
             return DictRolloutBufferSamples(obs, actions[here], values, log_probs, advantages, returns)
-        return RolloutBufferSamples(found[0], actions[here], values, log_probs, advantages, returns)
+        return RolloutBufferSamples(_flat(found[0]), actions[here], values, log_probs, advantages, returns)
 
     def reconstruct_obs(self, idx: int) -> th.Tensor:
         """Return the flattened observation at flattened index ``idx``."""
+        idx = check_index(idx, self.buffer_size * self.n_envs, "idx")
         cell = idx % self.buffer_size * self.n_envs + idx // self.buffer_size
         found = self._read(CellBatch(np.array([[cell]], np.int64)))
         parts = found.values() if isinstance(found, dict) else [found]
         return th.cat([part.reshape(-1) for part in parts])
+
+
+def _flat(observations: th.Tensor) -> th.Tensor:
+    """A batch as SB3's ``swap_and_flatten`` shapes it: numbers have an axis of one."""
+    return observations[:, None] if observations.ndim == 1 else observations

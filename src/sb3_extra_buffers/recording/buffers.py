@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,16 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.registry import codec_options
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.errors import EmptyBufferError, SpecMismatchError
-from sb3_extra_buffers.recording.columns import Column, Row
+from sb3_extra_buffers.errors import (
+    CodecOptionError,
+    EmptyBufferError,
+    IndexOutOfRangeError,
+    NotSaveableError,
+    SpecMismatchError,
+    UnknownCodecError,
+)
+from sb3_extra_buffers.recording.columns import Column, Row, check_count, one_number
+from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.stores.view import StoreView
@@ -21,6 +30,8 @@ from sb3_extra_buffers.stores.view import StoreView
 if TYPE_CHECKING:
     from gymnasium import spaces
     from typing_extensions import Self
+
+    from sb3_extra_buffers.files.parts import Parts
 
 __all__ = [
     "BaseRecordBuffer",
@@ -68,11 +79,25 @@ class Episode(NamedTuple):
         return self.stop - self.start
 
 
+class _Change:
+    """What a call is about to change, checked and ready: a frame, rows of columns, attributes."""
+
+    __slots__ = ("after", "frame", "frames", "place", "rows", "written")
+
+    def __init__(
+        self, place: int, rows: list[tuple[Array, Any]], after: dict[str, Any], frames: Any = None, frame: Any = None
+    ) -> None:
+        self.place, self.rows, self.frames, self.frame = place, rows, frames, frame
+        self.written = frames is None
+        # the buffer's attributes once all of it is written
+        self.after = after
+
+
 class BaseRecordBuffer:
     """The last ``size`` records, oldest first: when it is full, each new one takes the place of the oldest.
 
     ``buffer[0]`` is the oldest record held and ``buffer[-1]`` the newest. A record that does not fit is an error, and
-    nothing of it is kept.
+    nothing of it is kept; whatever else is raised while one is added, the buffer holds all of it or is as it was.
 
     Args:
         size: The most records held.
@@ -81,8 +106,8 @@ class BaseRecordBuffer:
             to let the first record decide.
     """
 
-    #: what a file calls this kind of buffer
-    kind = ""
+    # a change that is under way, or "reset"
+    _unfinished: _Change | str | None = None
 
     def __init__(
         self,
@@ -91,9 +116,8 @@ class BaseRecordBuffer:
         action_space: spaces.Space[Any] | None = None,
         features: Mapping[str, npt.DTypeLike] | None = None,
     ) -> None:
-        if isinstance(size, bool) or not hasattr(size, "__index__") or size < 1:
-            raise ValueError(f"size must be a whole number from 1 on, got {size!r}")
-        self.size = int(size)
+        self.size = check_count(size, "size")
+        self._lock = fork_safe_lock(of_buffer=True)
         self.action_space = action_space
         self._n_added = 0
         self._rewards = np.zeros(self.size, np.float64)
@@ -104,6 +128,8 @@ class BaseRecordBuffer:
         self._actions = Column("action", self.size)
         self._features: dict[str, Column] | None = None
         if features is not None:
+            if not isinstance(features, Mapping) or not all(isinstance(name, str) for name in features):
+                raise SpecMismatchError(f"features are dtypes by name, got {features!r}")
             self._features = {name: Column(f"feature {name!r}", self.size, dtype) for name, dtype in features.items()}
 
     # ---- writing ----
@@ -118,60 +144,118 @@ class BaseRecordBuffer:
             features: Further values by name; a bare value goes by the name ``"features"``.
             done: Whether the episode ended with it.
         """
-        # everything is checked before anything is written
-        ready = self._fit_frame(frame)
-        amount = np.asarray(reward)
-        if amount.size != 1 or amount.dtype.kind not in "biuf":
-            raise SpecMismatchError(f"a reward is one number, got {reward!r}; record one environment at a time")
-        if self.action_space is not None and not self.action_space.contains(action):
-            raise SpecMismatchError(f"action {action!r} is not part of {self.action_space}")
-        row = self._actions.fit(action)
-        rows = self._fit_features(features)
-        place = self._n_added % self.size
-        self._write_frame(place, ready)
-        self._actions.write(place, row)
-        for name, part in rows.items():
-            (self._features or {})[name].write(place, part)
-        self._rewards[place] = amount.item()
-        self._starts[place] = self._ended
-        self._dones[place] = self._ended = bool(done)
-        self._n_added += 1
+        with self._lock:
+            self._recover()
+            # everything is checked, and memory is taken, before anything is written
+            place = self._n_added % self.size
+            frames, fitted = self._fit_frame(frame)
+            amount, ended = one_number(reward, "reward"), bool(one_number(done, "done"))
+            after: dict[str, Any] = {"_n_added": self._n_added + 1, "_ended": ended, "_unfinished": None}
+            if frames is not None:
+                after["_frames"] = frames
+            rows = self._fit_action(action, after) + self._fit_features(features, after)
+            rows += [(self._rewards, amount), (self._starts, self._ended), (self._dones, ended)]
+            self._apply(_Change(place, rows, after, frames, fitted))
 
     def end_episode(self) -> None:
         """The newest record was the last of its episode."""
-        if len(self):
-            self._dones[(self._n_added - 1) % self.size] = True
-        self._ended = True
+        with self._lock:
+            self._recover()
+            rows: list[tuple[Array, Any]] = [(self._dones, True)] if len(self) else []
+            self._apply(_Change((self._n_added - 1) % self.size, rows, {"_ended": True, "_unfinished": None}))
 
     def reset(self) -> None:
         """Forget all records."""
-        self._n_added, self._ended = 0, True
-        self._dones[:], self._starts[:] = False, False
+        with self._lock:
+            if isinstance(self._unfinished, _Change):
+                self._recover()
+            try:
+                # may be run again wherever it is interrupted
+                self._unfinished = "reset"
+                self._clear_frames()
+                self.__dict__.update(_n_added=0, _ended=True, _unfinished=None)
+            except BaseException:
+                self._recover()
+                raise
 
-    def _fit_features(self, features: Any) -> dict[str, Row]:
-        if features is None:
-            named: Mapping[str, Any] = {}
+    def _apply(self, change: _Change) -> None:
+        """Make a change; after an exception all of it is made, or nothing."""
+        frames, place = change.frames, change.place
+        if frames is not None:
+            frames.store.commit()  # what can be taken back is what is written from now on
+        try:
+            self._unfinished = change
+            if frames is not None:
+                frames[place] = change.frame
+                change.written = True
+            for column, value in change.rows:
+                column[place] = value
+            # one call, which no signal can interrupt
+            self.__dict__.update(change.after)
+        except BaseException:
+            self._recover()
+            raise
+
+    def _recover(self) -> None:
+        """Finish what an exception interrupted, or take it back. May be interrupted and run again."""
+        change = self._unfinished
+        if change is None:
+            return
+        if not isinstance(change, _Change):
+            self.reset()
+        elif change.written:
+            for column, value in change.rows:
+                column[change.place] = value
+            self.__dict__.update(change.after)
         else:
-            named = features if isinstance(features, Mapping) else {"features": features}
+            change.frames.store.undo_write()
+            self._unfinished = None
+
+    def _fit_action(self, action: Any, after: dict[str, Any]) -> list[tuple[Array, Any]]:
+        if self.action_space is not None:
+            try:
+                contained = self.action_space.contains(action)
+            except (TypeError, ValueError, AttributeError, IndexError):
+                contained = False
+            if not contained:
+                raise SpecMismatchError(f"action {action!r} is not part of {self.action_space}")
+        row = self._actions.fit(action)
+        column = self._actions
+        if not column.arrays:
+            column = after["_actions"] = self._actions.made_for(row)
+        return column.pairs(row)
+
+    def _fit_features(self, features: Any, after: dict[str, Any]) -> list[tuple[Array, Any]]:
+        if features is None:
+            named: dict[str, Any] = {}
+        elif isinstance(features, Mapping):
+            named = {str(name): value for name, value in features.items()}
+            if len(named) != len(features):
+                raise SpecMismatchError(f"features {list(features)} have names that are the same as text")
+        else:
+            named = {"features": features}
         known = self._features
-        if known is None:
-            made = {str(name): Column(f"feature {name!r}", self.size) for name in named}
-            rows = {str(name): made[str(name)].fit(value) for name, value in named.items()}
-            self._features = made
-            return rows
-        if named.keys() != known.keys():
+        if known is not None and named.keys() != known.keys():
             raise SpecMismatchError(
-                f"features are {sorted(map(str, named))}, but this buffer records {sorted(known)}; "
+                f"features are {sorted(named)}, but this buffer records {sorted(known)}; "
                 "every record needs the same names"
             )
-        return {name: known[name].fit(value) for name, value in named.items()}
+        columns = {name: Column(f"feature {name!r}", self.size) for name in named} if known is None else dict(known)
+        pairs: list[tuple[Array, Any]] = []
+        for name, value in named.items():
+            row: Row = columns[name].fit(value)
+            if not columns[name].arrays:
+                columns[name] = columns[name].made_for(row)
+            pairs += columns[name].pairs(row)
+        after["_features"] = columns
+        return pairs
 
-    def _fit_frame(self, frame: Any) -> Any:
-        """``frame`` ready to be written, or an error."""
-        return None
+    def _fit_frame(self, frame: Any) -> tuple[Any, Any]:
+        """The view that ``frame`` goes to and the frame as it is written there, or an error."""
+        return None, None
 
-    def _write_frame(self, place: int, frame: Any) -> None:
-        """Keep what `_fit_frame` returned."""
+    def _clear_frames(self) -> None:
+        """Forget all frames."""
 
     # ---- reading ----
 
@@ -185,20 +269,24 @@ class BaseRecordBuffer:
 
     def _places(self, index: Any) -> Any:
         """Where the records that ``index`` selects lie."""
+        if self._unfinished is not None:
+            with self._lock:
+                self._recover()
         n = len(self)
         first = self._n_added % self.size if self.full else 0
-        if isinstance(index, slice):
-            selected: Any = np.arange(*index.indices(n))
-        else:
-            selected = np.asarray(index)
+        try:
+            selected: Any = np.arange(*index.indices(n)) if isinstance(index, slice) else np.asarray(index)
+        except (TypeError, ValueError) as problem:
+            raise IndexOutOfRangeError(f"{index!r} selects no records: {problem}") from problem
+        if not isinstance(index, slice):
             if selected.dtype == bool:
                 if selected.shape != (n,):
-                    raise IndexError(f"a mask of shape {selected.shape} for {n} records")
+                    raise IndexOutOfRangeError(f"a mask of shape {selected.shape} for {n} records")
                 selected = np.flatnonzero(selected)
             elif selected.dtype.kind not in "iu" and selected.size:
-                raise IndexError(f"records are selected by whole numbers, slices or masks, not {index!r}")
+                raise IndexOutOfRangeError(f"records are selected by whole numbers, slices or masks, not {index!r}")
             if ((selected < -n) | (selected >= n)).any():
-                raise IndexError(f"index {index} is out of bounds for {n} records")
+                raise IndexOutOfRangeError(f"index {index} is out of bounds for {n} records")
             selected = np.where(selected < 0, selected + n, selected).astype(np.int64)
         places = (selected + first) % self.size
         return int(places) if places.ndim == 0 else places
@@ -275,13 +363,34 @@ class BaseRecordBuffer:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} of {self.size} records)"
 
+    # ---- copies ----
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            self._recover()
+            state = {name: value for name, value in vars(self).items() if name not in ("_lock", "_unfinished")}
+            # pickle looks at these later on: they must not change until then
+            return copy.deepcopy(state)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = fork_safe_lock(of_buffer=True)
+
     # ---- files and pictures ----
+
+    def to_parts(self) -> Parts:
+        """What this is made of, for a file: a tag, a description, columns and stores."""
+        from sb3_extra_buffers.files.kinds import take_parts
+
+        with self._lock:
+            self._recover()
+            return take_parts(self)
 
     def save(self, path: str | os.PathLike[str]) -> Path | None:
         """Write all records to one file, which `load` reads; no pickle is involved."""
-        from sb3_extra_buffers.recording.files import save
+        from sb3_extra_buffers.files.saving import save_file
 
-        return save(self, path)
+        return save_file(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], compression_method: str | None = None) -> Self:
@@ -336,8 +445,6 @@ class RecordBuffer(BaseRecordBuffer):
         np.float64(100.0)
     """
 
-    kind = "frames"
-
     def __init__(
         self,
         res: tuple[int, int] = (84, 84),
@@ -351,11 +458,19 @@ class RecordBuffer(BaseRecordBuffer):
         features: Mapping[str, npt.DTypeLike] | None = None,
     ) -> None:
         super().__init__(size, action_space=action_space, features=features)
-        if len(res) != 2 or min(*res, ch_num) < 1:
-            raise ValueError(f"res is height and width and ch_num counts channels, got {res!r} and {ch_num!r}")
-        self.res = (int(res[0]), int(res[1]))
-        self.ch_num = int(ch_num)
-        self.dtype = np.dtype(dtype)
+        sides = tuple(res) if hasattr(res, "__iter__") and not isinstance(res, str) else ()
+        if len(sides) != 2:
+            raise SpecMismatchError(f"res is height and width, got {res!r}")
+        self.res = (check_count(sides[0], "the height in res"), check_count(sides[1], "the width in res"))
+        self.ch_num = check_count(ch_num, "ch_num")
+        try:
+            self.dtype = np.dtype(dtype)
+        except TypeError as problem:
+            raise SpecMismatchError(f"dtype {dtype!r} is none: {problem}") from problem
+        if not isinstance(compression_kwargs, Mapping | None):
+            raise CodecOptionError(f"compression_kwargs must be a dict of options, got {compression_kwargs!r}")
+        if not isinstance(compression_method, str):
+            raise UnknownCodecError(f"compression_method must be a method's name, got {compression_method!r}")
         self.compression_method = compression_method
         self.compression_kwargs = dict(compression_kwargs or {})
         # made now although the first frame may turn it round: a bad method is an error here
@@ -371,8 +486,11 @@ class RecordBuffer(BaseRecordBuffer):
         """Shape of a frame as it was added; before the first one, channels first."""
         return self._frames.obs_shape
 
-    def _fit_frame(self, frame: Any) -> Array:
-        array = np.asarray(frame)
+    def _fit_frame(self, frame: Any) -> tuple[Any, Any]:
+        try:
+            array = np.asarray(frame)
+        except (TypeError, ValueError) as problem:
+            raise SpecMismatchError(f"a frame is {type(frame).__name__}, which is no array: {problem}") from problem
         shapes = [(self.ch_num, *self.res), (*self.res, self.ch_num)] + [self.res] * (self.ch_num == 1)
         allowed = shapes if self._n_added == 0 else [self.frame_shape]
         if array.shape not in allowed:
@@ -386,12 +504,7 @@ class RecordBuffer(BaseRecordBuffer):
                 f"a frame is {array.dtype}, expected {self.dtype}; convert it, or make the buffer with "
                 f"dtype={array.dtype.name!r}"
             )
-        return array
-
-    def _write_frame(self, place: int, frame: Array) -> None:
-        if frame.shape != self.frame_shape:
-            self._frames = self._make_frames(frame.shape)
-        self._frames[place] = frame
+        return self._frames if array.shape == self.frame_shape else self._make_frames(array.shape), array
 
     def _read_frame(self, places: Any) -> Any:
         return self._frames[places]
@@ -401,8 +514,7 @@ class RecordBuffer(BaseRecordBuffer):
         """All frames, oldest first: indexes like an array, and decodes what is asked for."""
         return StoreView(self._frames.store, (len(self),), cells=self._order())
 
-    def reset(self) -> None:
-        super().reset()
+    def _clear_frames(self) -> None:
         self._frames.store.clear()
 
     def memory_usage(self) -> MemoryUsage:
@@ -414,8 +526,6 @@ class FramelessRecordBuffer(BaseRecordBuffer):
 
     It takes the arguments of `RecordBuffer`, so that one can stand in for the other.
     """
-
-    kind = "frameless"
 
     def __init__(
         self,
@@ -433,8 +543,6 @@ class FramelessRecordBuffer(BaseRecordBuffer):
 class DummyRecordBuffer(BaseRecordBuffer):
     """Records nothing and takes every call: for switching recording off without changing the code around it."""
 
-    kind = "dummy"
-
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__(1)
 
@@ -443,6 +551,9 @@ class DummyRecordBuffer(BaseRecordBuffer):
 
     def end_episode(self) -> None:
         """Do nothing."""
+
+    def to_parts(self) -> Parts:
+        raise NotSaveableError("a DummyRecordBuffer records nothing that could be saved")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write nothing."""

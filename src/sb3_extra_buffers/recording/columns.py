@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from sb3_extra_buffers.errors import SpecMismatchError
 Array = npt.NDArray[Any]
 # a path of keys and places, and the array there
 Leaves = dict[tuple[str, ...], Array]
+# dicts and tuples within each other
+MOST_DEPTH = 32
 
 
 class Row(NamedTuple):
@@ -35,12 +38,24 @@ class Column:
         self.shape: Any = None
         self.arrays: Leaves = {}
         if dtype is not None:
-            kind = np.dtype(dtype)
-            self._make(Row({(): np.zeros(kind.shape, kind.base)}, None))
+            try:
+                kind = np.dtype(dtype)
+            except (TypeError, ValueError) as problem:
+                raise SpecMismatchError(f"{name} has no dtype {dtype!r}: {problem}") from problem
+            if kind.base.kind not in "biuf":
+                raise SpecMismatchError(f"{name} has dtype {kind.base}; recordings hold numbers and arrays of numbers")
+            self.arrays = {(): np.zeros((size, *kind.shape), kind.base)}
 
-    def _make(self, row: Row) -> None:
-        self.arrays = {path: np.zeros((self.size, *leaf.shape), leaf.dtype) for path, leaf in row.leaves.items()}
-        self.shape = row.shape
+    def made_for(self, row: Row) -> Column:
+        """A column like this that holds values like ``row``; nothing is written yet."""
+        made = Column(self.name, self.size)
+        made.arrays = {path: np.zeros((self.size, *leaf.shape), leaf.dtype) for path, leaf in row.leaves.items()}
+        made.shape = row.shape
+        return made
+
+    def pairs(self, row: Row) -> list[tuple[Array, Array]]:
+        """Each leaf of what `fit` returned, behind the array that it goes to."""
+        return [(self.arrays[path], leaf) for path, leaf in row.leaves.items()]
 
     def fit(self, value: Any) -> Row:
         """``value`` as it will be stored, or an error; nothing is written."""
@@ -57,17 +72,16 @@ class Column:
 
     def _take(self, value: Any, path: tuple[str, ...], leaves: Leaves) -> Any:
         """Collect the leaves below ``path``; return how they hang together, JSON-ready."""
+        if len(path) > MOST_DEPTH:
+            raise SpecMismatchError(f"{self.name} has parts within parts, more than {MOST_DEPTH} deep")
         if isinstance(value, Mapping):
-            return {str(key): self._take(part, (*path, str(key)), leaves) for key, part in value.items()}
+            taken = {str(key): self._take(part, (*path, str(key)), leaves) for key, part in value.items()}
+            if len(taken) != len(value):
+                raise SpecMismatchError(f"{'/'.join((self.name, *path))} has keys that are the same as text")
+            return taken
         if isinstance(value, tuple):
             return [self._take(part, (*path, str(place)), leaves) for place, part in enumerate(value)]
-        leaf = np.asarray(value)
-        if leaf.dtype.kind not in "biuf":
-            raise SpecMismatchError(
-                f"{'/'.join((self.name, *path))} is {type(value).__name__} of dtype {leaf.dtype}; "
-                "recordings hold numbers and arrays of numbers"
-            )
-        leaves[path] = leaf
+        leaves[path] = as_numbers(value, "/".join((self.name, *path)))
         return None
 
     def _cast(self, path: tuple[str, ...], leaf: Array) -> Array:
@@ -85,13 +99,6 @@ class Column:
                 f"the first record decides, or declare it when the buffer is made"
             )
         return cast
-
-    def write(self, place: int, row: Row) -> None:
-        """Store what `fit` returned."""
-        if not self.arrays:
-            self._make(row)
-        for path, leaf in row.leaves.items():
-            self.arrays[path][place] = leaf
 
     def read(self, rows: Any) -> Any:
         """Values of ``rows`` as they were added, leaves with an axis more where rows are several."""
@@ -115,3 +122,36 @@ class Column:
 
 def _paths(leaves: Leaves) -> str:
     return ", ".join("/".join(path) or "(one value)" for path in leaves) or "(none)"
+
+
+def as_numbers(value: Any, name: str) -> Array:
+    """``value`` as an array of numbers or flags, or an error that names it."""
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as problem:
+        raise SpecMismatchError(f"{name} is {type(value).__name__}, which is no array: {problem}") from problem
+    if array.dtype.kind not in "biuf":
+        raise SpecMismatchError(
+            f"{name} is {type(value).__name__} of dtype {array.dtype}; recordings hold numbers and arrays of numbers"
+        )
+    return array
+
+
+def one_number(value: Any, name: str) -> Any:
+    """``value`` as a single number, or an error that names it."""
+    if type(value) is float or type(value) is bool:
+        return value
+    try:
+        array = as_numbers(value, name)
+    except SpecMismatchError as problem:
+        raise SpecMismatchError(f"{name} must be one number: {problem}") from problem
+    if array.size != 1:
+        raise SpecMismatchError(f"{name} must be one number, got {value!r}; record one environment at a time")
+    return array.item()
+
+
+def check_count(value: Any, name: str) -> int:
+    """``value``, if it is a whole number from 1 on."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
+        raise SpecMismatchError(f"{name} must be a whole number from 1 on, got {value!r}")
+    return operator.index(value)

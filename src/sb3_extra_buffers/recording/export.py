@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import EmptyBufferError, ExportError, MissingExtraError
+from sb3_extra_buffers.errors import EmptyBufferError, ExportError, IndexOutOfRangeError, MissingExtraError
 
 Pixels = npt.NDArray[np.uint8]
 _BLOCK = 64
@@ -35,8 +35,10 @@ def export(
     writer = writers.get(target.suffix.lower())
     if writer is None:
         raise ExportError(f"cannot write {target.name!r}; give it a name that ends with {', '.join(writers)}")
-    if fps <= 0 or scale < 1:
-        raise ExportError(f"fps must be positive and scale at least 1, got {fps} and {scale}")
+    if not isinstance(fps, int | float) or not 0 < fps < math.inf:
+        raise ExportError(f"fps must be a positive number, got {fps!r}")
+    if not hasattr(scale, "__index__") or scale < 1:
+        raise ExportError(f"scale must be a whole number from 1 on, got {scale!r}")
     frames = buffer.frames
     if frames is None:
         raise EmptyBufferError(f"a {type(buffer).__name__} holds no frames; record with a RecordBuffer")
@@ -75,8 +77,8 @@ def _indices(which: Any, n: int) -> npt.NDArray[np.int64]:
         which = which.indices
     if isinstance(which, slice):
         return np.arange(*which.indices(n))
-    if not -n <= which < n:
-        raise IndexError(f"index {which} is out of bounds for {n} records")
+    if not hasattr(which, "__index__") or not -n <= which < n:
+        raise IndexOutOfRangeError(f"index {which!r} is out of bounds for {n} records")
     return np.array([which % n])
 
 
@@ -85,8 +87,8 @@ def _channels(buffer: Any, channels: Sequence[int] | int | None) -> list[int]:
     if channels is None:
         # the newest of a stack: three planes where they come in threes, one otherwise
         return list(range(count - 3, count)) if count % 3 == 0 else [count - 1]
-    picked = [channels] if isinstance(channels, int) else list(channels)
-    if len(picked) not in (1, 3) or not all(-count <= channel < count for channel in picked):
+    picked = list(channels) if isinstance(channels, Sequence) else [channels]
+    if len(picked) not in (1, 3) or not all(type(channel) is int and -count <= channel < count for channel in picked):
         raise ExportError(f"a picture has one channel or three of {count}, got {channels!r}")
     return picked
 

@@ -1,151 +1,199 @@
-"""A recording as one file: a zip archive of plain arrays and a manifest in JSON."""
+"""What a recording is made of, for files: from a buffer to parts and back."""
 
 from __future__ import annotations
 
-import io
-import json
+import errno
 import os
-import zipfile
-import zlib
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import DamagedFileError, FileFormatError, UnsupportedVersionError
+from sb3_extra_buffers.errors import FileFormatError, NotSaveableError
+from sb3_extra_buffers.files.loading import load_file
+from sb3_extra_buffers.files.parts import LoadedParts, Parts, make_view
+from sb3_extra_buffers.files.values import decode, encode
 from sb3_extra_buffers.recording.buffers import BaseRecordBuffer, FramelessRecordBuffer, RecordBuffer
-from sb3_extra_buffers.recording.columns import Column
+from sb3_extra_buffers.recording.columns import MOST_DEPTH, Column
+from sb3_extra_buffers.stores.view import StoreView
 
-FORMAT_VERSION = 1
-# frames that are decoded, and deflated, at once
+Array = npt.NDArray[Any]
+_Buffer = TypeVar("_Buffer", bound=BaseRecordBuffer)
+# frames that are decoded at once when they are encoded anew
 _BLOCK = 256
 
-_Buffer = TypeVar("_Buffer", bound=BaseRecordBuffer)
 
-
-def save(buffer: BaseRecordBuffer, path: str | os.PathLike[str]) -> Path:
-    """Write ``buffer``; what was at ``path`` before is replaced when all is written."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staged = target.with_name(f".{target.name}.part")
-    places = buffer._order()
-    manifest: dict[str, Any] = {
-        "format": FORMAT_VERSION,
-        "kind": buffer.kind,
+def to_parts(buffer: BaseRecordBuffer, tag: str) -> Parts:
+    """What ``buffer`` is made of: its records where they lie, and where the oldest is."""
+    n = len(buffer)
+    columns = {"rewards": buffer._rewards[:n], "dones": buffer._dones[:n], "starts": buffer._starts[:n]}
+    described: dict[str, Any] = {
         "size": buffer.size,
-        "n_records": len(buffer),
+        "n_records": n,
+        "oldest": buffer._n_added % buffer.size if buffer.full else 0,
         "ended": buffer._ended,
         "features": None if buffer._features is None else list(buffer._features),
-        "columns": {},
+        "shapes": {},
+        "frames": None,
     }
-    try:
-        with zipfile.ZipFile(staged, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-            if isinstance(buffer, RecordBuffer):
-                manifest["frames"] = {
-                    "res": buffer.res,
-                    "ch_num": buffer.ch_num,
-                    "dtype": buffer.dtype.str,
-                    "shape": buffer.frame_shape,
-                    "compression_method": buffer.compression_method,
-                    "compression_kwargs": buffer.compression_kwargs,
-                }
-                for start in range(0, len(buffer), _BLOCK):
-                    _put(archive, f"frames/{start}", buffer._read_frame(places[start : start + _BLOCK]))
-            for name, array in (
-                ("rewards", buffer._rewards),
-                ("dones", buffer._dones),
-                ("starts", buffer._starts),
-            ):
-                _put(archive, name, array[places])
-            for number, (name, column) in enumerate(_columns(buffer).items()):
-                leaves = [[list(path), f"columns/{number}.{leaf}"] for leaf, path in enumerate(column.arrays)]
-                manifest["columns"][name] = {"shape": column.shape, "leaves": leaves}
-                for (_, place), array in zip(leaves, column.arrays.values(), strict=True):
-                    _put(archive, str(place), array[places])
-            archive.writestr("manifest.json", json.dumps(manifest, indent=2))
-        staged.replace(target)
-    finally:
-        staged.unlink(missing_ok=True)
-    return target
+    for name, column in _columns(buffer).items():
+        # before the first record nothing is known of a column
+        described["shapes"][name] = {"of": column.shape} if column.arrays else None
+        columns |= {f"{name}/{place}": array[:n] for place, array in enumerate(column.arrays.values())}
+    if isinstance(buffer, RecordBuffer):
+        described["frames"] = {
+            "res": list(buffer.res),
+            "ch_num": buffer.ch_num,
+            "compression_method": buffer.compression_method,
+            "compression_kwargs": encode(buffer.compression_kwargs, "compression_kwargs"),
+        }
+        return Parts(tag, described, columns, {"frames": buffer._frames.store})
+    if not isinstance(buffer, FramelessRecordBuffer):
+        raise NotSaveableError(f"a {type(buffer).__name__} is neither a RecordBuffer nor a FramelessRecordBuffer")
+    return Parts(tag, described, columns, {})
 
 
 def _columns(buffer: BaseRecordBuffer) -> dict[str, Column]:
-    features = {f"feature:{name}": column for name, column in (buffer._features or {}).items()}
+    features = {f"feature {name}": column for name, column in (buffer._features or {}).items()}
     return {"action": buffer._actions} | features
 
 
-def _put(archive: zipfile.ZipFile, name: str, array: npt.NDArray[Any]) -> None:
-    with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-        np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
-
-
 def load(cls: type[_Buffer], path: str | os.PathLike[str], compression_method: str | None = None) -> _Buffer:
-    """Read the buffer at ``path``, which must be a ``cls``."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            manifest = json.loads(archive.read("manifest.json"))
-            version = manifest["format"]
-            if version > FORMAT_VERSION:
-                raise UnsupportedVersionError(
-                    f"{path} was written in version {version} of its format, the newest known here is "
-                    f"{FORMAT_VERSION}; update sb3-extra-buffers"
-                )
-            return _read(cls, path, manifest, archive, compression_method)
-    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, json.JSONDecodeError) as error:
-        raise DamagedFileError(f"{path} is no recording, or is damaged: {error}") from error
+    """The buffer that was saved as the file ``path``, which must be a ``cls``."""
+    if not os.path.exists(path):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
+    loaded: _Buffer = load_file(path, cls)
+    if compression_method is not None and isinstance(loaded, RecordBuffer):
+        _encode_anew(loaded, compression_method)
+    return loaded
 
 
-def _read(
-    cls: type[_Buffer],
-    path: Any,
-    manifest: dict[str, Any],
-    archive: zipfile.ZipFile,
-    compression_method: str | None,
-) -> _Buffer:
-    kinds: dict[str, type[BaseRecordBuffer]] = {made.kind: made for made in (RecordBuffer, FramelessRecordBuffer)}
-    made = kinds.get(manifest["kind"])
-    if made is None or not issubclass(made, cls):
+def _encode_anew(buffer: RecordBuffer, compression_method: str) -> None:
+    frames, n = buffer._frames, len(buffer)
+    buffer.compression_method, buffer.compression_kwargs = compression_method, {}
+    made = buffer._make_frames(frames.obs_shape)
+    # in the order in which they were added: each is much like the one before
+    order = buffer._order()
+    for start in range(0, n, _BLOCK):
+        places = order[start : start + _BLOCK]
+        for place, frame in zip(places.tolist(), frames[places], strict=True):
+            made[place] = frame
+    buffer._frames = made
+
+
+def make(parts: LoadedParts) -> BaseRecordBuffer:
+    """The buffer that `to_parts` saw; everything is checked before it is put there."""
+    about = parts.entry("frames")
+    made: type[BaseRecordBuffer] = FramelessRecordBuffer if about is None else RecordBuffer
+    if parts.target is not None and not issubclass(made, parts.target):
         raise FileFormatError(
-            f"{path} holds a recording of kind {manifest['kind']!r}, which is no {cls.__name__}; "
+            f"this is the recording of a {made.__name__}, which is no {parts.target.__name__}; "
             "BaseRecordBuffer.load reads any"
         )
-    n = manifest["n_records"]
-    buffer: Any
-    if made is RecordBuffer:
-        about = manifest["frames"]
-        options = about["compression_kwargs"] if compression_method is None else None
-        buffer = RecordBuffer(
-            tuple(about["res"]),
-            about["ch_num"],
-            manifest["size"],
-            dtype=about["dtype"],
-            compression_method=compression_method or about["compression_method"],
-            compression_kwargs=options,
-        )
-        buffer._frames = buffer._make_frames(tuple(about["shape"]))
-        for start in range(0, n, _BLOCK):
-            block = _get(archive, f"frames/{start}")
-            for offset, frame in enumerate(block):
-                buffer._frames[start + offset] = frame
-    else:
-        buffer = made(size=manifest["size"])
+    size = parts.number("size", low=1)
+    n = parts.number("n_records", stop=size + 1)
+    oldest = parts.number("oldest", stop=size if n == size else 1)
+    buffer = FramelessRecordBuffer(size=size) if about is None else _with_frames(parts, size)
+    if about is None and parts.stores:
+        raise FileFormatError("a recording without frames has a store")
     for name in ("rewards", "dones", "starts"):
-        getattr(buffer, f"_{name}")[:n] = _get(archive, name)
-    buffer._n_added, buffer._ended = n, manifest["ended"]
-    names = manifest["features"]
-    buffer._features = None if names is None else {name: Column(f"feature {name!r}", buffer.size) for name in names}
-    for name, column in _columns(buffer).items():
-        about = manifest["columns"][name]
-        column.shape = about["shape"]
-        for parts, place in about["leaves"]:
-            rows = _get(archive, place)
-            column.arrays[tuple(parts)] = np.zeros((buffer.size, *rows.shape[1:]), rows.dtype)
-            column.arrays[tuple(parts)][:n] = rows
-    result: _Buffer = buffer
-    return result
+        column = getattr(buffer, f"_{name}")
+        column[:n] = _flags_are_flags(name, parts.column(name, column.dtype, (n,)))
+    buffer._n_added, buffer._ended = n + oldest, parts.entry("ended", kind=bool)
+    _check_episodes(buffer, n)
+    names = parts.entry("features")
+    if names is not None:
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise FileFormatError(f"the features {names!r} are no names")
+        if len(set(names)) != len(names):
+            raise FileFormatError(f"the features {names!r} are not different")
+        buffer._features = {name: Column(f"feature {name!r}", size) for name in names}
+    columns = _columns(buffer)
+    shapes = parts.entry("shapes", kind=dict)
+    if shapes.keys() != columns.keys():
+        raise FileFormatError(f"columns {sorted(shapes)} where {sorted(columns)} are due")
+    known = {"rewards", "dones", "starts"}
+    for name, column in columns.items():
+        known |= _put_column(parts, name, column, shapes[name], n)
+    if known != parts.columns.keys():
+        raise FileFormatError(f"columns that nothing is known of: {sorted(parts.columns.keys() - known)}")
+    return buffer
 
 
-def _get(archive: zipfile.ZipFile, name: str) -> npt.NDArray[Any]:
-    array: npt.NDArray[Any] = np.lib.format.read_array(io.BytesIO(archive.read(f"{name}.npy")), allow_pickle=False)
-    return array
+def _with_frames(parts: LoadedParts, size: int) -> RecordBuffer:
+    store = parts.stores.get("frames")
+    res = parts.entry("frames", "res", kind=list)
+    sides = [*res, parts.number("frames", "ch_num", low=1)]
+    if store is None or len(parts.stores) != 1:
+        raise FileFormatError("a recording has one store of frames")
+    if len(sides) != 3 or not all(type(side) is int and 0 < side < 1 << 31 for side in sides):
+        raise FileFormatError(f"{res!r} is no height and width")
+    shapes = [(sides[2], *sides[:2]), tuple(sides)] + [tuple(sides[:2])] * (sides[2] == 1)
+    if store.n_cells != size or store.n_streams != 1 or store.spec.shape not in shapes:
+        raise FileFormatError(
+            f"a store of {store.n_cells} frames of {store.spec} is not that of {size} frames of {sides}"
+        )
+    method = parts.entry("frames", "compression_method", kind=str)
+    options = decode(parts.entry("frames", "compression_kwargs", kind=dict))
+    if method != store.method:
+        raise FileFormatError(f"frames are stored with {store.method!r}, not with {method!r}")
+    buffer = RecordBuffer(
+        (sides[0], sides[1]),
+        sides[2],
+        size,
+        dtype=store.spec.dtype,
+        compression_method=method,
+        compression_kwargs=options,
+    )
+    buffer._frames = make_view(StoreView, store, (size,))
+    return buffer
+
+
+def _check_episodes(buffer: BaseRecordBuffer, n: int) -> None:
+    """A record begins an episode if the one before it ended one."""
+    order = buffer._order()
+    dones, starts = buffer._dones[order], buffer._starts[order]
+    follows = bool((starts[1:] == dones[:-1]).all()) and buffer._ended == (bool(dones[-1]) if n else True)
+    if not follows or (n and not buffer.full and not starts[0]):
+        raise FileFormatError("episodes begin where none ended")
+
+
+def _put_column(parts: LoadedParts, name: str, column: Column, about: Any, n: int) -> set[str]:
+    """Fill ``column``; return the names of its arrays."""
+    if about is None:
+        if n and name == "action":
+            raise FileFormatError("records have no actions")
+        return set()
+    if not isinstance(about, dict) or about.keys() != {"of"}:
+        raise FileFormatError(f"the shape of {name} is unreadable")
+    arrays: dict[tuple[str, ...], Array] = {}
+    found: set[str] = set()
+    for place, path in enumerate(_paths(about["of"], ())):
+        rows = parts.columns.get(f"{name}/{place}")
+        if rows is None or rows.dtype.kind not in "biuf" or rows.ndim < 1 or len(rows) != n:
+            raise FileFormatError(f"{name} has no {n} numbers for {'/'.join(path) or 'its value'}")
+        arrays[path] = np.zeros((column.size, *rows.shape[1:]), rows.dtype)
+        arrays[path][:n] = _flags_are_flags(name, rows)
+        found.add(f"{name}/{place}")
+    column.arrays, column.shape = arrays, about["of"]
+    return found
+
+
+def _paths(shape: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:
+    if len(path) > MOST_DEPTH:
+        raise FileFormatError("a column has parts within parts without end")
+    if shape is None:
+        return [path]
+    if isinstance(shape, dict):
+        parts = list(shape.items())
+    elif isinstance(shape, list):
+        parts = [(str(place), part) for place, part in enumerate(shape)]
+    else:
+        raise FileFormatError(f"{shape!r} is no shape of a column")
+    return [leaf for key, part in parts for leaf in _paths(part, (*path, key))]
+
+
+def _flags_are_flags(name: str, rows: Array) -> Array:
+    if rows.dtype == bool and rows.size and int(np.ascontiguousarray(rows).view(np.uint8).max()) > 1:
+        raise FileFormatError(f"{name} holds flags that are neither true nor false")
+    return rows

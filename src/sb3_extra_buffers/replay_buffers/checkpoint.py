@@ -1,9 +1,9 @@
-"""Compressed storages to files and back, and what TorchRL's own storages saved."""
+"""Compressed storages as parts that files keep, and back; and what TorchRL's own storages saved."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,28 +11,27 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from sb3_extra_buffers import files
 from sb3_extra_buffers.errors import (
-    DamagedFileError,
-    ExtraBuffersError,
     FileFormatError,
     MissingExtraError,
     NotSaveableError,
     SharingError,
     SpecMismatchError,
-    UnsupportedVersionError,
-    UntrustedFileError,
 )
-from sb3_extra_buffers.replay_buffers.arrays import (
-    MANIFEST,
-    Arrays,
-    keep,
-    load_arrays,
-    pack_part,
-    save_arrays,
-    unpack_part,
-)
+from sb3_extra_buffers.files import disk, manifest, values
+from sb3_extra_buffers.files.parts import LoadedParts, Parts
 from sb3_extra_buffers.replay_buffers.groups import Group
-from sb3_extra_buffers.replay_buffers.stored_tensor import to_numpy
+from sb3_extra_buffers.replay_buffers.memmaps import read_json, read_memmaps
+from sb3_extra_buffers.replay_buffers.schema import (
+    key_from_json,
+    key_to_json,
+    parse_dtype,
+    parse_shape,
+    specs_of,
+)
+from sb3_extra_buffers.replay_buffers.stored_tensor import bits_of, to_numpy, to_torch
+from sb3_extra_buffers.stores import device_observation
 from sb3_extra_buffers.stores.observation import ObservationStore
 
 try:
@@ -46,114 +45,103 @@ except ImportError as error:
 if TYPE_CHECKING:
     from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
 
-__all__ = ["CompressedStorageCheckpointer", "pack_storage", "take_over", "unpack_storage"]
+__all__ = ["KIND", "CompressedStorageCheckpointer", "make_storage", "move", "storage_parts", "take_over"]
 
-FORMAT = "sb3-extra-buffers/torchrl-storage"
-VERSION = 1
+KIND = "torchrl-storage"
 # of a folder that TorchRL's tensor storages wrote
 _THEIRS = "storage_metadata.json"
 # items that are taken over at once
 _CHUNK = 256
+_CPU = torch.device("cpu")
 
 
 class CompressedStorageCheckpointer(TensorStorageCheckpointer):  # type: ignore[misc]  # torchrl ships no types
-    """Saves a `CompressedStorage` as it is, compressed. The manifest is replaced last: no manifest, no snapshot.
+    """Saves a `CompressedStorage` as it is, compressed, as `files.save` does.
 
     Hooks that were registered want to see the data: with them it is saved as TorchRL's storages are. What those wrote
-    is loaded too.
+    is loaded too, as long as it is tensors.
     """
 
     def dumps(self, storage: CompressedStorage, path: Any) -> None:
         if not storage.initialized:
             raise RuntimeError("Cannot save a non-initialized storage.")
         folder = Path(path)
-        if self._save_hooks:
+        if not self._save_hooks:
+            files.save(storage, folder)
+            return
+        with disk.named_errors(folder, f"saving to {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             super().dumps(storage, folder)
-            (folder / MANIFEST).unlink(missing_ok=True)
-            return
-        manifest, arrays = pack_storage(storage)
-        save_arrays(folder, manifest, arrays)
+            (folder / manifest.NAME).unlink(missing_ok=True)
 
     def loads(self, storage: CompressedStorage, path: Any) -> None:
         folder = Path(path)
-        if (folder / _THEIRS).exists() and not (folder / MANIFEST).exists():
-            data, length = _load_theirs(folder)
+        if (folder / _THEIRS).exists() and not (folder / manifest.NAME).exists():
+            data, length = _read_theirs(folder)
             for hook in self._load_hooks:
                 data = hook(data, out=None)
             take_over(storage, data, length)
-            return
-        manifest, arrays = load_arrays(folder)
-        unpack_storage(storage, manifest, arrays)
+        else:
+            move(files.load(folder, type(storage)), storage)
 
 
-def _load_theirs(folder: Path) -> tuple[Any, int]:
+def _read_theirs(folder: Path) -> tuple[Any, int]:
     """What a tensor storage of TorchRL saved, and how many items of it count."""
-    if any(folder.rglob("*.pickle")):
-        raise UntrustedFileError(f"{folder} holds a pickle, which is not opened; load it with TorchRL's own storage")
-    try:
-        note = json.loads((folder / _THEIRS).read_text())
-        if note["is_pytree"]:
-            raise FileFormatError(f"{folder} holds a tree of tensors; only TensorDicts are taken over from TorchRL")
-        return TensorDict.load_memmap(folder), int(note["len"])
-    except (OSError, KeyError, TypeError, RuntimeError, ValueError) as error:
-        if isinstance(error, ExtraBuffersError):
-            raise
-        raise DamagedFileError(f"{folder} is missing or damaged: {error}") from error
+    note = read_json(folder / _THEIRS)
+    if note.get("is_pytree") is not False:
+        raise FileFormatError(f"{folder} holds a tree of tensors; only TensorDicts are taken over from TorchRL")
+    data, length = read_memmaps(folder), note.get("len")
+    if type(length) is not int or not data.ndim or not 0 <= length <= data.numel():
+        raise FileFormatError(f"{folder} cannot hold {length!r} items")
+    return data, length
 
 
 def take_over(storage: CompressedStorage, data: Any, length: int) -> None:
     """Let ``storage`` hold the first ``length`` items of ``data``; on an error it still holds what it did."""
-    width = int(np.prod(data.shape[1 : storage.ndim]))
-    steps = -(-length // width)
+    width = math.prod(data.shape[1 : storage.ndim])
     if length > storage._requested_size:
         raise SpecMismatchError(f"{length} items were saved, this storage has room for {storage._requested_size}")
+    steps = -(-length // max(width, 1))
     new = storage.empty_copy()
     for first in range(0, steps, _CHUNK):
         part = data[first : min(first + _CHUNK, steps)]
         new.set(range(first, first + len(part)), part)
-    _move(new, storage, None)
+    move(new, storage)
 
 
 # ---- a storage and its parts ----
 
 
-def pack_storage(storage: CompressedStorage) -> tuple[dict[str, Any], Arrays]:
-    """``storage`` as JSON and the arrays that it names."""
-    arrays: Arrays = {}
+def storage_parts(storage: CompressedStorage) -> Parts:
+    """What ``storage`` is made of."""
     held: Any = storage._storage
     structure = "tensordict" if is_tensor_collection(held) else "tensor" if isinstance(held, torch.Tensor) else "tree"
     if structure == "tensordict" and set(held.keys(True, True)) != set(storage.specs):
         raise NotSaveableError("only tensors can be saved, but this TensorDict holds something else")
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
+    length, groups = storage._len, _on_host(storage)
+    description = {
         "structure": structure,
         "initialized": storage.initialized,
-        "len": storage._len,
-        "max_size": storage.max_size,
-        "requested_size": storage._requested_size,
+        "length": length,
+        "max_size": storage._requested_size,
         "ndim": storage.ndim,
-        "lead": list(storage.lead),
+        "n_envs": storage.n_envs,
+        "method": values.encode(storage.compression_method, "compression_method"),
+        "options": values.encode(storage.compression_kwargs, "compression_kwargs"),
         "batch_shape": list(held.shape[1:]) if storage.initialized and structure == "tensordict" else [],
         "last_cursor": storage._last_cursor_index,
         "leaves": [
-            {"key": _key_json(key), "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
+            [key_to_json(key), list(shape), str(dtype).removeprefix("torch.")]
             for key, (shape, dtype) in storage.specs.items()
         ],
-        "dense": [
-            [_key_json(key), keep(to_numpy(leaf[: storage._len]), arrays)] for key, leaf in storage._dense.items()
-        ],
+        "dense": [key_to_json(key) for key in storage._dense],
         "groups": [
-            {
-                "keys": [_key_json(key) for key in group.keys],
-                "bases": [leaf.base for leaf in group.leaves],
-                "store": pack_part(group.store, arrays),
-            }
-            for group in _on_host(storage)
+            {"keys": [key_to_json(key) for key in group.keys], "bases": [leaf.base for leaf in group.leaves]}
+            for group in groups
         ],
     }
-    return manifest, arrays
+    columns = {f"leaf-{place}": to_numpy(leaf[:length]) for place, leaf in enumerate(storage._dense.values())}
+    return Parts(KIND, description, columns, {f"group-{place}": group.store for place, group in enumerate(groups)})
 
 
 def _on_host(storage: CompressedStorage) -> list[Group]:
@@ -161,11 +149,10 @@ def _on_host(storage: CompressedStorage) -> list[Group]:
     found = []
     for group in storage.groups:
         if not isinstance(group, Group):
-            on_device, store = group, group.store
-            cpu, method = torch.device("cpu"), on_device.method
+            on_device = group
             group = Group(
-                on_device.keys, on_device.spec, on_device.dtype, on_device.n_rows, store.n_streams, cpu, method,
-                on_device.options,
+                on_device.keys, on_device.spec, on_device.dtype, on_device.n_rows, on_device.store.n_streams, _CPU,
+                on_device.method, on_device.options,
             )  # fmt: skip
             for first in range(0, storage._len, _CHUNK):
                 positions = np.arange(first, min(first + _CHUNK, storage._len))
@@ -175,127 +162,167 @@ def _on_host(storage: CompressedStorage) -> list[Group]:
     return found
 
 
-def unpack_storage(storage: CompressedStorage, manifest: Any, arrays: Mapping[str, Any]) -> None:
-    """Let ``storage`` hold what was packed; on an error it still holds what it did."""
-    if not isinstance(manifest, Mapping) or manifest.get("format") != FORMAT:
-        raise FileFormatError(f"this is no saved CompressedStorage but {_what(manifest)}")
-    if manifest["version"] > VERSION:
-        raise UnsupportedVersionError(
-            f"this storage was saved in version {manifest['version']}, the newest known here is {VERSION}; "
-            "update sb3-extra-buffers"
-        )
-    for name, ours in (("ndim", storage.ndim), ("requested_size", storage._requested_size)):
-        if manifest[name] != ours:
-            called = "max_size" if name == "requested_size" else name
-            raise SpecMismatchError(f"a storage of {called}={manifest[name]} was saved, this one has {called}={ours}")
-    n_leaves = len(manifest["leaves"])
-    if manifest["structure"] == "tree" and len(tree_leaves(storage._storage)) != n_leaves:
-        raise RuntimeError(
-            f"Cannot fill a non-initialized pytree-based TensorStorage: a tree of {n_leaves} tensors was saved, "
-            "without its structure; store an item like them first"
-        )
-    new = storage.empty_copy()
-    try:
-        if manifest["initialized"]:
-            _fill(new, manifest, arrays, _example(storage, manifest))
-            new.check()
-    except ExtraBuffersError:
-        raise
-    except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise DamagedFileError(f"the saved storage contradicts itself: {error}") from error
-    _move(new, storage, manifest["last_cursor"])
+def make_storage(parts: LoadedParts) -> CompressedStorage:
+    """A storage on the host that holds what ``parts`` say; a tree of tensors as a tuple of its leaves."""
+    from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
+
+    n_envs = None if parts.entry("n_envs") is None else parts.number("n_envs", low=1)
+    storage = (parts.target or CompressedStorage)(
+        parts.number("max_size", low=1),
+        ndim=parts.number("ndim", low=1, stop=32),
+        n_envs=n_envs,
+        compression_method=values.decode(parts.entry("method")),
+        compression_kwargs=values.decode(parts.entry("options")),
+    )
+    storage._host_only = True
+    if not parts.entry("initialized", kind=bool):
+        return storage
+    example, groups = _example(parts), parts.entry("groups", kind=list)
+    storage._init(example, _layout(parts, specs_of(example)))
+    length = parts.number("length", stop=storage.max_size + 1)
+    last = None if parts.entry("last_cursor") is None else parts.number("last_cursor", stop=storage.lead[0])
+    for place, column in enumerate(storage._dense.values()):
+        kind = torch.empty(0, dtype=bits_of(column.dtype)).numpy().dtype
+        saved = parts.column(f"leaf-{place}", kind, (length, *column.shape[1:]))
+        column[:length] = to_torch(np.array(saved), column.dtype, _CPU)
+    for place, (group, about) in enumerate(zip(storage.groups, groups, strict=True)):
+        _use_store(storage, group, about["bases"], parts.stores.get(f"group-{place}"))
+    storage._use_groups(storage.groups)
+    storage._count = length
+    storage._set_last_cursor(last)
+    return storage
 
 
-def _move(new: CompressedStorage, storage: CompressedStorage, last_cursor: int | None) -> None:
-    """Let ``storage`` hold what ``new`` does."""
+def _example(parts: LoadedParts) -> Any:
+    """An item like those that were saved."""
+    leaves: dict[Any, torch.Tensor] = {}
+    for about in parts.entry("leaves", kind=list):
+        if not isinstance(about, list) or len(about) != 3:
+            raise FileFormatError(f"{about!r} describes no leaf")
+        key, shape, dtype = key_from_json(about[0]), parse_shape(about[1]), parse_dtype(about[2])
+        # takes no memory, whatever the shape
+        leaves[key] = torch.empty((), dtype=dtype).expand(shape)
+    structure = parts.entry("structure", kind=str)
+    if structure == "tensordict":
+        return TensorDict(leaves, batch_size=parse_shape(parts.entry("batch_shape")))
+    if structure not in ("tensor", "tree") or list(leaves) != list(range(len(leaves))) or not leaves:
+        raise FileFormatError(f"{len(leaves)} leaves make no {structure!r}")
+    return leaves[0] if structure == "tensor" else tuple(leaves.values())
+
+
+def _layout(parts: LoadedParts, specs: dict[Any, Any]) -> Any:
+    """Which keys are compressed, and which of them share a store."""
+    dense = [key_from_json(key) for key in parts.entry("dense", kind=list)]
+    groups = []
+    for about in parts.entry("groups", kind=list):
+        keys = about.get("keys") if isinstance(about, dict) else None
+        if not isinstance(keys, list) or not 1 <= len(keys) <= 2 or "bases" not in about:
+            raise FileFormatError(f"{about!r} describes no keys that share a store")
+        groups.append([key_from_json(key) for key in keys])
+    named = dense + [key for keys in groups for key in keys]
+    if sorted(map(repr, named)) != sorted(map(repr, specs)):
+        raise FileFormatError(f"{named} are not the keys {list(specs)}")
+    if any(len({specs[key] for key in keys}) > 1 for keys in groups):
+        raise FileFormatError("keys that differ in shape or dtype cannot share a store")
+    return dense, groups
+
+
+def _use_store(storage: CompressedStorage, group: Group, bases: Any, store: ObservationStore | None) -> None:
+    n_rows = group.leaves[0].n_rows
+    if store is None or store.spec != group.store.spec:
+        raise FileFormatError(f"the store of {group.keys} is missing or of other observations")
+    n_streams = store.n_streams
+    due = group.store.n_streams
+    if n_streams != due and (storage.ndim > 1 or storage.n_envs is not None):
+        raise FileFormatError(f"the store of {group.keys} has {n_streams} streams where {due} are due")
+    # each key has a row of cells of its own, in whole steps
+    per_key = -(-n_rows // n_streams) * n_streams
+    if bases != [place * per_key for place in range(len(group.keys))] or store.n_cells != per_key * len(group.keys):
+        raise FileFormatError(f"{n_rows} items from {bases!r} on are not those of {store.n_cells}")
+    group.store = store
+    for leaf, base in zip(group.leaves, bases, strict=True):
+        leaf.store, leaf.base = store, base
+
+
+# ---- into a storage that is there ----
+
+
+def move(new: CompressedStorage, storage: CompressedStorage) -> None:
+    """Let ``storage`` hold what ``new`` does, or say why it cannot; ``new`` is on the host, and used up."""
+    for name, saved, ours in (
+        ("ndim", new.ndim, storage.ndim), ("max_size", new._requested_size, storage._requested_size),
+    ):  # fmt: skip
+        if saved != ours:
+            raise SpecMismatchError(f"a storage of {name}={saved} was saved, this one has {name}={ours}")
     if storage._shared_count is not None:
         raise SharingError("other processes have this storage; load it before they are started")
+    shown: Any = new._storage
+    if new.initialized and isinstance(shown, tuple):
+        n_leaves = len(shown)
+        if not storage.initialized or len(tree_leaves(storage._storage)) != n_leaves:
+            raise SpecMismatchError(
+                f"a tree of {n_leaves} tensors was saved, without its structure; store an item like them first"
+            )
+        made = iter(shown)
+        shown = tree_map(lambda _: next(made), storage._storage)
     if storage.initialized and new.initialized and storage.specs != new.specs:
         raise SpecMismatchError(
             f"the saved storage holds {_describe(new)}, this one {_describe(storage)}; load it into an empty one"
         )
-    for name in ("_storage", "initialized", "_count", "max_size", "groups", "lead", "specs", "_dense", "_pilot"):
-        setattr(storage, name, getattr(new, name))
-    storage.__dict__.pop("_total_shape_value", None)
-    storage._set_last_cursor(new._last_cursor_index if last_cursor is None else last_cursor)
+    elsewhere = storage.device not in ("auto", new.device) or not device_observation.stays_on_host(new.device)
+    if new.initialized and new._host_only and elsewhere:
+        new = _on_device(new, storage)
+        shown = new._storage
+    last = new._last_cursor_index
+    names = ("initialized", "max_size", "groups", "lead", "specs", "_dense", "_pilot", "device")
+    state = {name: getattr(new, name) for name in names}
+    with storage._lock:
+        storage.recover()
+        if storage.announced is not None:
+            storage.announced.done = True
+        # at once: nothing may see one without the others
+        storage.__dict__.update(state | {"_storage": shown, "_count": new._len})
+        storage.__dict__.pop("_total_shape_value", None)
+        storage._set_last_cursor(last)
 
 
-def _example(storage: CompressedStorage, manifest: Mapping[str, Any]) -> Any:
-    """An item like those that were saved. A tree's structure is not in the file, only its leaves are."""
-    leaves = {
-        _key(leaf["key"]): torch.empty(tuple(leaf["shape"]), dtype=getattr(torch, leaf["dtype"]))
-        for leaf in manifest["leaves"]
-    }
-    if manifest["structure"] == "tensordict":
-        return TensorDict(leaves, batch_size=manifest["batch_shape"])
-    if manifest["structure"] == "tensor":
-        return leaves[0]
-    made = iter(leaves.values())
-    return tree_map(lambda _: next(made), storage._storage)
+def _on_device(new: CompressedStorage, storage: CompressedStorage) -> CompressedStorage:
+    """A storage on the device of ``storage`` that holds what ``new`` does, written oldest first."""
+    made = storage.empty_copy()
+    made._init(_item(new), (list(new._dense), [group.keys for group in new.groups]))
+    length, last = new._len, new._last_cursor_index
+    for key, column in new._dense.items():
+        made._dense[key][:length] = column[:length].to(made._dense[key].device)
+    oldest = (last + 1) * math.prod(new.lead[1:]) if last is not None and length == new.max_size else 0
+    groups: list[Any] = []
+    for mine, theirs in zip(made.groups, new.groups, strict=True):
+        if isinstance(mine, Group):
+            for leaf in theirs.leaves:
+                leaf.device = mine.leaves[0].device
+            groups.append(theirs)
+            continue
+
+        def read(positions: Any, group: Group = theirs) -> Sequence[Any]:
+            return group.read_rows(range(len(group.keys)), positions)
+
+        groups.append(mine.with_streams(theirs.store.n_streams).take(read, length, oldest % new.max_size))
+    made._use_groups(groups)
+    made._count = length
+    made._set_last_cursor(last)
+    return made
 
 
-def _fill(storage: CompressedStorage, manifest: Mapping[str, Any], arrays: Mapping[str, Any], example: Any) -> None:
-    storage._init(example)
-    specs = storage.specs
-    if list(storage.lead) != manifest["lead"]:
-        raise DamagedFileError(f"items of {manifest['lead']} do not make {list(storage.lead)}")
-    length = int(manifest["len"])
-    if not 0 <= length <= storage.max_size:
-        raise DamagedFileError(f"{length} of {storage.max_size} items are said to be there")
-    storage._dense = {}
-    n_rows = storage.max_size
-    for key_json, name in manifest["dense"]:
-        shape, dtype = specs[_key(key_json)]
-        column = torch.empty((n_rows, *shape[storage.ndim - 1 :]), dtype=dtype, device=storage.device)
-        column[:length] = _restore(arrays[name["array"]], dtype).to(column.device)
-        storage._dense[_key(key_json)] = column
-    # each in the groups that were saved, which may have found other streams than new ones start with
-    made = {tuple(group.keys): group for group in storage.groups}
-    for saved in manifest["groups"]:
-        group = made[tuple(_key(key) for key in saved["keys"])]
-        store = unpack_part(saved["store"], arrays)
-        if not isinstance(store, ObservationStore) or store.spec != group.store.spec:
-            raise DamagedFileError(f"the store of {saved['keys']} is of another kind")
-        bases = saved["bases"]
-        if len(bases) != len(group.keys) or not all(0 <= base <= store.n_cells - n_rows for base in bases):
-            raise DamagedFileError(f"{n_rows} items from {bases} on are not among {store.n_cells}")
-        if isinstance(group, Group):
-            group.store = store
-            for leaf, base in zip(group.leaves, bases, strict=True):
-                leaf.store, leaf.base = store, base
-        else:
-            _to_device(storage, group, store, bases, length, manifest["last_cursor"])
-    storage._pilot = None
-    storage._renew()
-    storage._count = length
+def _item(storage: CompressedStorage) -> Any:
+    """An item like those of ``storage``, of no memory."""
 
+    def empty(value: torch.Tensor) -> torch.Tensor:
+        return torch.empty((), dtype=value.dtype).expand(value.shape[1:])
 
-def _to_device(
-    storage: CompressedStorage, group: Any, store: ObservationStore, bases: list[int], length: int, last: int | None
-) -> None:
-    """Put what ``store`` holds into a group on a device, the oldest first."""
-    made = group.with_streams(store.n_streams)
-    oldest = (last + 1) * int(np.prod(storage.lead[1:])) if last is not None and length == storage.max_size else 0
-    made.take(lambda positions: [store.read(positions + base) for base in bases], length, oldest % storage.max_size)
-    storage.groups[storage.groups.index(group)] = made
+    held: Any = storage._storage
+    if is_tensor_collection(held):
+        return held.apply(empty, batch_size=held.shape[1:], device=None)
+    return tree_map(empty, held)
 
 
 def _describe(storage: CompressedStorage) -> str:
     return ", ".join(f"{key!r} {shape} {dtype}" for key, (shape, dtype) in storage.specs.items())
-
-
-def _what(manifest: Any) -> str:
-    return repr(manifest.get("format", "something else")) if isinstance(manifest, Mapping) else "something else"
-
-
-def _key_json(key: Any) -> Any:
-    return list(key) if isinstance(key, tuple) else key
-
-
-def _key(stored: Any) -> Any:
-    return tuple(stored) if isinstance(stored, list) else stored
-
-
-def _restore(array: Any, dtype: torch.dtype) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor if tensor.dtype == dtype else tensor.view(dtype)

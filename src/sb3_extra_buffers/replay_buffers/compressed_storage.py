@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.errors import (
+    ArgumentError,
+    CodecOptionError,
     IndexOutOfRangeError,
     MissingExtraError,
     SpecMismatchError,
@@ -18,10 +22,22 @@ from sb3_extra_buffers.errors import (
 )
 from sb3_extra_buffers.replay_buffers.groups import Group, Pilot, join_keys
 from sb3_extra_buffers.replay_buffers.portable import PortableStorage
-from sb3_extra_buffers.replay_buffers.schema import ADDED, Key, Spec, check_items, name_of, names_of, specs_of
+from sb3_extra_buffers.replay_buffers.schema import (
+    ADDED,
+    Key,
+    Spec,
+    at_least,
+    check_items,
+    items,
+    name_of,
+    names_of,
+    specs_of,
+)
 from sb3_extra_buffers.replay_buffers.stored_tensor import Positions, StoredTensor, leaf_spec, wrap
+from sb3_extra_buffers.replay_buffers.transactions import Write, follow_cursor
 from sb3_extra_buffers.stores import device_observation
 from sb3_extra_buffers.stores.choice import choose_unseen
+from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 try:
@@ -36,6 +52,12 @@ from sb3_extra_buffers.replay_buffers.checkpoint import CompressedStorageCheckpo
 __all__ = ["CompressedStorage"]
 
 Keys = set[Any] | None
+Layout = tuple[list[Key], list[list[Key]]]  # keys that are not compressed, and those that share a store
+
+# what the first write decides, and what a write may replace
+_STATE = (
+    "_storage", "initialized", "max_size", "groups", "lead", "specs", "_dense", "_pilot", "device", "_last_cursor",
+)  # fmt: skip
 
 
 class CompressedStorage(PortableStorage):
@@ -66,6 +88,8 @@ class CompressedStorage(PortableStorage):
     """
 
     _default_checkpointer = CompressedStorageCheckpointer
+    # what comes from a file is looked at on the host first
+    _host_only = False
 
     def __init__(
         self,
@@ -77,19 +101,25 @@ class CompressedStorage(PortableStorage):
         compression_method: str | Mapping[Key, str] = "auto",
         compression_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        if max_size < 1:
-            raise ValueError(f"max_size must be at least 1, got {max_size}")
-        if n_envs is not None and (n_envs < 1 or ndim > 1):
-            raise ValueError(
-                f"n_envs must be at least 1, and with ndim={ndim} it follows from the data; got {n_envs}"
-                if ndim > 1
-                else f"n_envs must be at least 1, got {n_envs}"
-            )
+        max_size, ndim = at_least("max_size", max_size, 1), at_least("ndim", ndim, 1)
+        if n_envs is not None:
+            n_envs = at_least("n_envs", n_envs, 1)
+            if ndim > 1:
+                raise ArgumentError(f"n_envs={n_envs} is for ndim=1; with ndim={ndim} it follows from the data")
+        _check_methods(compression_method, compression_kwargs)
+        try:
+            device = device if device == "auto" else torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ArgumentError(f"device={device!r} is no device: {error}") from None
         super().__init__(None, max_size, device=device, ndim=ndim)
         self.n_envs = n_envs
         self.compression_method = compression_method
         self.compression_kwargs = dict(compression_kwargs or {})
-        self._requested_size = int(max_size)
+        self._requested_size = max_size
+        self._lock = fork_safe_lock(of_buffer=True)
+        # what a writer is about to write, and what is being written
+        self.announced: Write | None = None
+        self._open: Write | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -104,8 +134,6 @@ class CompressedStorage(PortableStorage):
         # leaves that are not compressed, seen as one row an item
         self._dense: dict[Key, torch.Tensor] = {}
         self._pilot: Pilot | None = None
-        # what a writer is about to write, looked at already
-        self._checked: Any = None
         self.__dict__.pop("_total_shape_value", None)
 
     def empty_copy(self) -> CompressedStorage:
@@ -121,15 +149,15 @@ class CompressedStorage(PortableStorage):
 
     # ---- the first item says what all others look like ----
 
-    def _init(self, data: Any) -> None:
-        """Make room for ``max_size`` items like ``data``."""
+    def _init(self, data: Any, layout: Layout | None = None) -> None:
+        """Make room for ``max_size`` items like ``data``, with keys laid out as in a file if ``layout`` says so."""
         try:
-            self._make_room(data)
+            self._make_room(data, layout)
         except BaseException:
             self._forget()
             raise
 
-    def _make_room(self, data: Any) -> None:
+    def _make_room(self, data: Any, layout: Layout | None) -> None:
         if self.device == "auto":
             first = data if is_tensor_collection(data) or isinstance(data, torch.Tensor) else tree_leaves(data)[0]
             self.device = first.device or torch.device("cpu")
@@ -138,7 +166,7 @@ class CompressedStorage(PortableStorage):
         self.lead = (steps, *shape)
         self.max_size = math.prod(self.lead)
         self.specs = specs_of(data)
-        self._make_groups(self.specs)
+        self._make_groups(self.specs, layout or self._layout(self.specs))
         if is_tensor_collection(data):
             leaves = self._leaves()
             self._storage = data.named_apply(
@@ -156,30 +184,38 @@ class CompressedStorage(PortableStorage):
         leaf = data if is_tensor_collection(data) else tree_leaves(data)[0]
         return tuple(leaf.shape[: self.ndim - 1])
 
-    def _make_groups(self, specs: Mapping[Key, Spec]) -> None:
-        inner = self.ndim - 1
-        n_rows = math.prod(self.lead)
-        n_streams = math.prod(self.lead[1:]) if inner else (self.n_envs or 1)
-        large = []
+    def _layout(self, specs: Mapping[Key, Spec]) -> Layout:
+        """Which keys stay as they are, and which others share a store."""
+        dense, large = [], []
         for key, (shape, dtype) in specs.items():
-            spec = leaf_spec(shape[inner:], dtype)
+            spec = leaf_spec(shape[self.ndim - 1 :], dtype)
             method = self._method(key)
-            if method == "none" or (method == "auto" and choose_unseen(spec) is not None) or not spec.nbytes:
-                self._dense[key] = torch.empty((n_rows, *shape[inner:]), dtype=dtype, device=self.device)
-            else:
-                large.append(key)
+            small = method == "none" or (method == "auto" and choose_unseen(spec) is not None) or not spec.nbytes
+            (dense if small else large).append(key)
+        joined = []
         for keys in join_keys(large):
-            parts = [keys] if len({(specs[key], self._method(key)) for key in keys}) == 1 else [[key] for key in keys]
-            for part in parts:
-                shape, dtype = specs[part[0]]
-                spec = leaf_spec(shape[inner:], dtype)
-                method, options = self._method(part[0]), self.compression_kwargs
-                self.groups.append(self._new_group(part, spec, dtype, n_rows, n_streams, self.device, method, options))
-        if not inner and self.n_envs is None and self.groups:
-            self._pilot = Pilot(self.groups[self._pilot_group()].store.spec, n_rows)
+            alike = len({(specs[key], self._method(key)) for key in keys}) == 1
+            joined += [keys] if alike else [[key] for key in keys]
+        return dense, joined
+
+    def _make_groups(self, specs: Mapping[Key, Spec], layout: Layout) -> None:
+        inner, n_rows = self.ndim - 1, math.prod(self.lead)
+        n_streams = math.prod(self.lead[1:]) if inner else (self.n_envs or 1)
+        dense, groups = {}, []
+        for key in layout[0]:
+            shape, dtype = specs[key]
+            dense[key] = torch.empty((n_rows, *shape[inner:]), dtype=dtype, device=self.device)
+        for keys in layout[1]:
+            shape, dtype = specs[keys[0]]
+            spec, method = leaf_spec(shape[inner:], dtype), self._method(keys[0])
+            options = self.compression_kwargs
+            groups.append(self._new_group(keys, spec, dtype, n_rows, n_streams, self.device, method, options))
+        self._dense, self.groups = dense, groups
+        if not inner and self.n_envs is None and groups:
+            self._pilot = Pilot(groups[self._pilot_group()].leaves[0].spec, n_rows)
 
     def _new_group(self, *arguments: Any) -> Any:
-        if device_observation.stays_on_host(self.device):
+        if self._host_only or device_observation.stays_on_host(self.device):
             return Group(*arguments)
         from sb3_extra_buffers.replay_buffers.device_group import DeviceGroup
 
@@ -191,11 +227,12 @@ class CompressedStorage(PortableStorage):
             return method
         return method.get(key, "auto")
 
-    def _leaves(self) -> dict[Key, torch.Tensor]:
+    def _leaves(self, groups: Sequence[Any] | None = None) -> dict[Key, torch.Tensor]:
         """Each key's tensor of all items."""
         steps, *inner = self.lead
         leaves: dict[Key, torch.Tensor] = {}
-        stored = {key: leaf for group in self.groups for key, leaf in zip(group.keys, group.leaves, strict=True)}
+        groups = self.groups if groups is None else groups
+        stored = {key: leaf for group in groups for key, leaf in zip(group.keys, group.leaves, strict=True)}
         for key in self.specs:
             if key in stored:
                 leaves[key] = StoredTensor(stored[key], range(steps), tuple(inner))
@@ -203,25 +240,28 @@ class CompressedStorage(PortableStorage):
                 leaves[key] = self._dense[key].view(*self.lead, *self._dense[key].shape[1:])
         return leaves
 
-    def _renew(self) -> None:
-        """Show the groups there are now."""
-        leaves = self._leaves()
+    def _use_groups(self, groups: list[Any]) -> None:
+        """Hold what is compressed in ``groups`` from now on, which are known to be of the right streams."""
+        leaves = self._leaves(groups)
+        shown: Any
         if is_tensor_collection(self._storage):
-            self._storage = self._storage.named_apply(lambda key, value: leaves[key], nested_keys=True)
+            shown = self._storage.named_apply(lambda key, value: leaves[key], nested_keys=True)
         else:
             made = iter(leaves.values())
-            self._storage = tree_map(lambda value: next(made), self._storage)
+            shown = tree_map(lambda value: next(made), self._storage)
+        # at once: nothing may see one without the others
+        self.__dict__.update(groups=groups, _storage=shown, _pilot=None)
 
     # ---- at the door ----
 
     def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
         # writers ask this before they move their cursor: the last chance to refuse data and leave all as it was
-        if self.initialized:
-            if single_data is not None:
-                self.check_data(single_data, 0)
-            elif batched_data is not None:
-                self.check_data(batched_data, 1)
-                self._checked = batched_data
+        data = batched_data if single_data is None else single_data
+        if data is not None:
+            if self.initialized:
+                self.check_data(data, 1 if single_data is None else 0)
+            follow_cursor(self, sys._getframe(1))
+            self.announced = Write(data, checked=self.initialized)
         size: int = super()._max_size_along_dim0(single_data=single_data, batched_data=batched_data)
         return size
 
@@ -233,78 +273,169 @@ class CompressedStorage(PortableStorage):
     # ---- writing ----
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Store ``data`` at ``cursor``: one item at an integer, else one for each position."""
+        """Store ``data`` at ``cursor``: one item at an integer, else one for each position.
+
+        All of it is stored or nothing. If this is interrupted while items are overwritten, the call is completed
+        before the interrupt goes on.
+        """
         self._check_owner()
-        if isinstance(data, list) and data and all(map(is_tensor_collection, data)):
-            data = torch.stack(data)
+        with self._lock:
+            self.recover()
+            write, self.announced = self.announced, None
+            if write is None or write.data is not data:
+                write = Write(data)
+            try:
+                self._set(write, cursor, data, set_cursor)
+            except BaseException:
+                self.recover()
+                raise
+            finally:
+                write.data = None
+
+    def _set(self, write: Write, cursor: Any, data: Any, set_cursor: bool) -> None:
+        if isinstance(data, list):
+            data = _stack(data)
         single = isinstance(cursor, (int, np.integer)) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
+        write.before = {name: self.__dict__[name] for name in _STATE}, self._len, self._last_cursor_index
+        self._open = write
         if not self.initialized:
-            if isinstance(data, list):
-                super().set(cursor, data, set_cursor=set_cursor)
-                return
-            if single:
-                self._init(data)
-            else:
-                self._init(data[0] if is_tensor_collection(data) else tree_map(lambda value: value[0], data))
+            self._init(data if single else _first(data))
         steps = self._steps(cursor)
-        checked, self._checked = self._checked, None
-        if data is not checked:
+        if not write.checked:
             self.check_data(data, None if steps is None else 0 if single else 1)
-        if steps is None or not is_tensor_collection(data):
-            super().set(cursor, data, set_cursor=set_cursor)
-            return
-        if not single and len(steps) != len(data):
-            raise SpecMismatchError(f"{len(data)} items cannot be written to {len(steps)} positions")
-        self._write(steps, data)
+        shape = None
+        if steps is not None:
+            n_items = 1 if single else len(data) if is_tensor_collection(data) else len(tree_leaves(data)[0])
+            if len(steps) != n_items:
+                raise SpecMismatchError(f"{n_items} items cannot be written to {len(steps)} positions")
+            positions = self._positions_of(steps)
+        else:
+            table = self._table(cursor)
+            shape, positions = table.shape, table.reshape(-1)
+        self._prepare(write, positions, data, shape)
         if set_cursor:
-            self._set_last_cursor(cursor)
-            self._get_new_len(data, cursor)
-        self._bump_mutation_revision()
+            counted = positions.size if steps is not None else self._count_items(data, cursor)
+            write.cursor, write.length = cursor, min(write.before[1] + counted, self.max_size)
+        # what nobody can read yet is simply not counted if this fails
+        write.repeat = bool(len(write.positions)) and int(write.positions.min()) < write.before[1]
+        self._apply(write)
 
     def _steps(self, cursor: Any) -> Positions | None:
         """Where on the first axis ``cursor`` points; None where it says more than that."""
         size = self.lead[0]
         if isinstance(cursor, slice):
-            return np.arange(size)[cursor]
-        if isinstance(cursor, (int, np.integer)):
+            try:
+                return np.arange(size)[cursor]
+            except (TypeError, ValueError) as error:
+                raise IndexOutOfRangeError(f"{cursor!r} is no slice of {size} items: {error}") from None
+        if isinstance(cursor, (int, np.integer)) and not isinstance(cursor, bool):
             return wrap(np.array([cursor]), size)
         if isinstance(cursor, (torch.Tensor, np.ndarray, range, list)):
-            array = cursor.detach().cpu().numpy() if isinstance(cursor, torch.Tensor) else np.asarray(cursor)
+            array = cursor.detach().cpu().numpy() if isinstance(cursor, torch.Tensor) else _as_array(cursor)
             if array.dtype.kind in "iu" and array.ndim <= 1:
                 return wrap(array.reshape(-1), size)
         return None
+
+    def _table(self, index: Any) -> Positions:
+        """Positions that any other index names, in its shape."""
+        parts = index if isinstance(index, tuple) else (index,)
+        known = tuple(
+            part.detach().cpu().numpy() if isinstance(part, torch.Tensor) else _as_array(part)
+            if isinstance(part, (list, range))
+            else part
+            for part in parts
+        )
+        try:
+            return np.asarray(np.arange(math.prod(self.lead)).reshape(self.lead)[known])
+        except (IndexError, TypeError, ValueError) as error:
+            raise IndexOutOfRangeError(f"{index!r} names no items: {error}") from None
+
+    def _count_items(self, data: Any, cursor: Any) -> int:
+        leaf = data if is_tensor_collection(data) else tree_leaves(data)[0]
+        return math.prod(leaf.shape[: self.ndim - isinstance(cursor, (int, np.integer))])
 
     def _positions_of(self, steps: Positions) -> Positions:
         width = math.prod(self.lead[1:])
         return steps if width == 1 else (steps[:, None] * width + np.arange(width)).reshape(-1)
 
-    def _write(self, steps: Positions, data: Any) -> None:
-        positions = self._positions_of(steps)
-        if self._dense:
-            index: Any = torch.from_numpy(positions)
-            if positions[-1] - positions[0] == len(positions) - 1 and (np.diff(positions) == 1).all():
-                index = slice(int(positions[0]), int(positions[-1]) + 1)
-            for key, leaf in self._dense.items():
-                value = data.get(key, None)
-                if value is None:
-                    # TorchRL's own, which `buffer[i] = item` leaves as it was
-                    continue
-                leaf[index if isinstance(index, slice) else index.to(leaf.device)] = value.reshape(
-                    -1, *leaf.shape[1:]
-                ).to(leaf.device)
-        left_out = ADDED in self.specs and ADDED not in self._dense and ADDED not in set(data.keys())
-        batches = [
-            [leaf.as_rows(data.get(key)) for key, leaf in zip(group.keys, group.leaves, strict=True)]
-            if not (left_out and ADDED in group.keys)
-            else None
-            for group in self.groups
-        ]
+    def _prepare(self, write: Write, positions: Positions, data: Any, shape: tuple[int, ...] | None) -> None:
+        """Have everything ready that can fail: rows for the groups, and values where they belong."""
+        values: Any = data if is_tensor_collection(data) else dict(items(data))
+        n_rows, kept = len(positions), None
+        in_turn = bool(n_rows) and positions[-1] - positions[0] == n_rows - 1 and bool((np.diff(positions) == 1).all())
+        if not in_turn and len(np.unique(positions)) != n_rows:
+            # the last of those for one position counts
+            kept = np.sort(n_rows - 1 - np.unique(positions[::-1], return_index=True)[1])
+            positions = positions[kept]
+
+        def rows_of(key: Key, leaf_shape: tuple[int, ...]) -> Any:
+            value = values.get(key, None)
+            if value is None:
+                # TorchRL's own, which `buffer[i] = item` leaves as it was
+                return None
+            value = value.detach()
+            if shape is not None:
+                value = _expand(value, (*shape, *leaf_shape))
+            value = value.reshape(-1, *leaf_shape)
+            return value if kept is None else value[torch.from_numpy(kept).to(value.device)]
+
+        dense = [(leaf, rows_of(key, tuple(leaf.shape[1:]))) for key, leaf in self._dense.items()]
+        write.dense = [(leaf, value.to(leaf.device)) for leaf, value in dense if value is not None]
+        write.index = slice(int(positions[0]), int(positions[-1]) + 1) if in_turn else torch.from_numpy(positions)
+        batches: list[Any] = []
+        for group in self.groups:
+            found = [rows_of(key, leaf.shape) for key, leaf in zip(group.keys, group.leaves, strict=True)]
+            if any(value is None for value in found):
+                batches.append(None)
+            else:
+                batches.append([leaf.as_rows(part) for leaf, part in zip(group.leaves, found, strict=True)])
+        write.positions, write.rows = positions, batches
         pilots = None if self._pilot is None else batches[self._pilot_group()]
         if pilots is not None:
             self._look_at(positions, pilots)
-        for group, rows in zip(self.groups, batches, strict=True):
+
+    def _apply(self, write: Write) -> None:
+        """Write everything; again and again, if need be."""
+        # first: whoever looks afterwards sees that what it remembers may be of before
+        self._bump_mutation_revision()
+        for group, rows in zip(self.groups, write.rows, strict=True):
+            if rows is not None and len(write.positions):
+                group.write(write.positions, rows)
+        for leaf, value in write.dense:
+            leaf[write.index if isinstance(write.index, slice) else write.index.to(leaf.device)] = value
+        if write.length is not None:
+            self._set_last_cursor(write.cursor)
+            self._len = write.length
+        # the one assignment that makes it so
+        write.done = True
+        self._open = None
+
+    def recover(self) -> None:
+        """See to a write that was interrupted, if there is one: complete it, or have all as it was before."""
+        if self._open is None:
+            return
+        with self._lock:
+            write = self._open
+            if write is None:
+                return
+            if write.before is not None and not write.done:
+                if write.repeat and not self._is_untouched(write):
+                    self._apply(write)
+                else:
+                    attributes, length, last = write.before
+                    self.__dict__.update(attributes)
+                    self.__dict__.pop("_total_shape_value", None)
+                    self._len = length
+                    self._last_cursor_index_value.value = -1 if last is None else last
+            self._open = None
+
+    def _is_untouched(self, write: Write) -> bool:
+        """Whether not even the first row is there: groups come first, and their stores write a row or do not."""
+        for group, rows in zip(self.groups, write.rows, strict=True):
             if rows is not None:
-                group.write(positions, rows)
+                [held] = group.read_rows([0], write.positions[:1])
+                return not np.array_equal(held[0], rows[0][0])
+        return False
 
     # ---- how many environments take turns ----
 
@@ -314,18 +445,21 @@ class CompressedStorage(PortableStorage):
     def _look_at(self, positions: Positions, batches: Sequence[Any]) -> None:
         """Have as many streams as environments take turns, once the first items tell how many."""
         pilot = self._pilot
-        n_envs = None if pilot is None else pilot.look_at(positions, batches)
-        if pilot is None or n_envs is None:
-            return
-        self._pilot = None
-        if n_envs > 1:
-            self.groups = [group.rewrite(n_envs, pilot.held) for group in self.groups]
-            self._renew()
+        found = None if pilot is None else pilot.look_at(positions, batches)
+        if pilot is not None and isinstance(found, int) and found > 1:
+            self._use_groups([group.rewrite(found, pilot.held) for group in self.groups])
+        else:
+            self._pilot = found if isinstance(found, Pilot) else None
 
     # ---- reading ----
 
     def get(self, index: Any) -> Any:
         """Items at ``index``; those of a slice are decoded key by key, when they are used."""
+        with self._lock:
+            self.recover()
+            return self._get(index)
+
+    def _get(self, index: Any) -> Any:
         if not self.initialized or not is_tensor_collection(self._storage):
             return super().get(index)
         if isinstance(index, (int, np.integer)):
@@ -344,7 +478,9 @@ class CompressedStorage(PortableStorage):
         positions = self._positions(index)
         if positions is None:
             raise IndexOutOfRangeError(f"items are found by integers, got {index!r}")
-        found = self._columns(positions, set(keys))
+        with self._lock:
+            self.recover()
+            found = self._columns(positions, set(keys))
         return [found[key] for key in keys]
 
     def _positions(self, index: Any) -> Positions | None:
@@ -393,12 +529,19 @@ class CompressedStorage(PortableStorage):
     # ---- the rest ----
 
     def _empty(self) -> None:
-        for group in self.groups:
-            group.clear()
-        super()._empty()
+        with self._lock:
+            self.recover()
+            if self.announced is not None:
+                # given up: the cursor is where it should be
+                self.announced.done = True
+            # first, so that what is half cleared is not read
+            super()._empty()
+            for group in self.groups:
+                group.clear()
 
     def memory_usage(self) -> MemoryUsage:
         """What is held, by purpose; ``dense`` is what TorchRL's tensor storages take for the same items."""
+        self.recover()
         share = self._len / max(self.max_size, 1)
         small = sum(leaf.nbytes for leaf in self._dense.values())
         total = MemoryUsage(0, 0, 0, other=int(small * share), dense=small)
@@ -412,8 +555,10 @@ class CompressedStorage(PortableStorage):
 
     def check(self) -> None:
         """Raise if anything inside disagrees."""
-        for group in self.groups:
-            group.check()
+        with self._lock:
+            self.recover()
+            for group in self.groups:
+                group.check()
 
     def __repr__(self) -> str:
         return (
@@ -422,12 +567,65 @@ class CompressedStorage(PortableStorage):
         )
 
 
+def _check_methods(methods: Any, options: Any) -> None:
+    """Raise unless each of ``methods`` is a method, with ``options`` that it has."""
+    if options is not None and not (isinstance(options, Mapping) and all(isinstance(name, str) for name in options)):
+        raise CodecOptionError(f"compression_kwargs maps names of options to values, got {options!r}")
+    if not isinstance(methods, (str, Mapping)):
+        raise ArgumentError(f"compression_method is a method or a mapping of keys to methods, got {methods!r}")
+    for method in [methods] if isinstance(methods, str) else methods.values():
+        if not isinstance(method, str):
+            raise ArgumentError(f"{method!r} is no compression method")
+        if method != "auto":
+            get_codec(method, **dict(options or {}))
+
+
+def _stack(data: Sequence[Any]) -> Any:
+    """Items of a list as one batch."""
+    if data and all(map(is_tensor_collection, data)):
+        try:
+            return torch.stack(list(data))
+        except (RuntimeError, KeyError) as error:
+            raise SpecMismatchError(f"the items of the list differ: {error}; nothing was stored") from None
+    flat = [tree_flatten(item) for item in data]
+    if not flat or any(spec != flat[0][1] for _, spec in flat):
+        raise SpecMismatchError("the items of the list have no structure in common; nothing was stored")
+    try:
+        leaves = [torch.stack(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
+    except (RuntimeError, TypeError) as error:
+        raise SpecMismatchError(f"the items of the list differ: {error}; nothing was stored") from None
+    return tree_unflatten(leaves, flat[0][1])
+
+
+def _first(data: Any) -> Any:
+    """The first item of a batch."""
+    try:
+        return data[0] if is_tensor_collection(data) else tree_map(lambda value: value[0], data)
+    except (IndexError, TypeError, KeyError, RuntimeError) as error:
+        raise SpecMismatchError(f"a {type(data).__name__} holds no items: {error}; nothing was stored") from None
+
+
+def _expand(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    try:
+        return value.expand(shape)
+    except RuntimeError:
+        raise SpecMismatchError(f"a tensor of {tuple(value.shape)} cannot fill {shape}; nothing was stored") from None
+
+
+def _as_array(values: Any) -> np.ndarray[Any, Any]:
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise IndexOutOfRangeError(f"{values!r} names no items: {error}") from None
+    return array.astype(np.int64) if not array.size else array
+
+
 def _as_indices(index: Any) -> np.ndarray[Any, Any] | None:
     """An array of integers, or None if ``index`` is none."""
     if isinstance(index, torch.Tensor):
         index = index.detach().cpu().numpy()
     elif isinstance(index, (list, range)):
-        index = np.asarray(index, np.int64) if not len(index) else np.asarray(index)
+        index = _as_array(index)
     if isinstance(index, np.ndarray) and index.ndim and index.dtype.kind in "iu":
         return index
     return None

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.replay_buffers.groups import Key, steps_of
 from sb3_extra_buffers.replay_buffers.stored_tensor import GroupLeaf, Positions, as_rows, to_numpy
 from sb3_extra_buffers.stores.device_observation import CellBatch, DeviceObservations, DevicePlace
+from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.staging import torch_dtype
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
@@ -26,12 +27,23 @@ _LOOSE_LEAST = 256
 _CHUNK = 256
 
 
+class _Turn(NamedTuple):
+    """A store, the step of the data that is its first, and the one whose turn is next; None before the first."""
+
+    store: DeviceObservations
+    origin: int = 0
+    next: int | None = None
+
+
 class DeviceGroup:
     """A key, and the one that repeats it, on a GPU, in `DeviceObservations`: what a `Group` is on the host.
 
     Those are written in turn, step after step, each of all streams. Rows that come in another order, and steps of
     which a part has come, are *loose*: kept as they are, on the same device. When an eighth of all rows is loose,
     everything is written again in the order of the positions.
+
+    A write that was interrupted may be repeated: loose rows are seen before those of the store, and are dropped when
+    the store has theirs.
     """
 
     def __init__(
@@ -50,13 +62,15 @@ class DeviceGroup:
         self.method, self.options = method, options
         # rows after the last whole step stay loose
         self.n_steps = max(n_rows // n_streams, 1)
-        self.store = self._new_store(n_streams, method)
+        self._turn = _Turn(self._new_store(n_streams, method))
         self.leaves = [GroupLeaf(self, place) for place in range(len(keys))]
         self._loose = [_LooseRows(n_rows, spec, device) for _ in keys]
-        # the step of the data that is the store's first, and the one whose turn is next; None before the first
-        self._origin = 0
-        self._next: int | None = None
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock()
+
+    @property
+    def store(self) -> DeviceObservations:
+        """What is held in turn."""
+        return self._turn.store
 
     def _new_store(self, n_streams: int, method: str) -> DeviceObservations:
         place = DevicePlace(self.device)
@@ -89,13 +103,13 @@ class DeviceGroup:
             self._put_in_order(0)
 
     def _is_next(self, step: int) -> bool:
-        return step == self._next if self._next is not None else step < self.n_steps
+        return step == self._turn.next if self._turn.next is not None else step < self.n_steps
 
     def _write_step(self, step: int, rows: Sequence[ByteRows]) -> None:
-        if self._next is None:
-            self._origin = step
-        self.store.write((step - self._origin) % self.n_steps, [self.spec.from_rows(part) for part in rows])
-        self._next = (step + 1) % self.n_steps
+        store, origin, due = self._turn
+        origin = step if due is None else origin
+        store.write((step - origin) % self.n_steps, [self.spec.from_rows(part) for part in rows])
+        self._turn = _Turn(store, origin, (step + 1) % self.n_steps)
         cells = step * self.store.n_streams + np.arange(self.store.n_streams)
         for loose in self._loose:
             loose.drop(cells)
@@ -122,7 +136,7 @@ class DeviceGroup:
             for place in range(len(steps)):
                 part = slice(place * n_streams, (place + 1) * n_streams)
                 fresh.write(begin + place, [self.spec.from_rows(row[part]) for row in rows])
-        self.store, self._origin, self._next = fresh, first, first
+        self._turn = _Turn(fresh, first, first)
         for loose in self._loose:
             loose.drop(np.arange(self.n_steps * n_streams))
 
@@ -143,14 +157,14 @@ class DeviceGroup:
         return [as_rows(self.spec, part) for part in self.read_sets(places, positions)]
 
     def _read(self, places: Sequence[int], positions: Positions) -> list[torch.Tensor]:
-        store = self.store
+        store, origin, due = self._turn
         shape = (len(places), len(positions), *self.spec.shape)
-        if self._next is None or not len(positions):
+        if due is None or not len(positions):
             batch = torch.zeros(shape, dtype=torch_dtype(self.spec.dtype), device=self.device)
         else:
             steps, streams = np.divmod(positions, store.n_streams)
             # those after the last whole step are loose
-            cells = (steps - self._origin) % self.n_steps * store.n_streams + streams
+            cells = (steps - origin) % self.n_steps * store.n_streams + streams
             sets = np.stack([cells + place * store.n_cells for place in places])
             batch = store.read(CellBatch(sets))
         for part, place in zip(batch, places, strict=True):
@@ -182,10 +196,11 @@ class DeviceGroup:
     def clear(self) -> None:
         """Make every position unwritten."""
         with self._lock:
-            self.store.clear()
-            self._next = None
+            # first, so that nothing half cleared is read
+            self._turn = _Turn(self.store)
             for loose in self._loose:
                 loose.drop(np.arange(self.n_rows))
+            self.store.clear()
 
     def memory_usage(self) -> MemoryUsage:
         """What is held, by purpose; loose rows among the payload."""
@@ -210,7 +225,7 @@ class DeviceGroup:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock()
         # where there is no GPU, what came from one is read on the host
         self.device = self.store.place.device
         for leaf in self.leaves:
@@ -218,32 +233,47 @@ class DeviceGroup:
 
 
 class _LooseRows:
-    """Rows as they are on a device, found by position."""
+    """Rows as they are on a device, found by position.
+
+    The place of a row counts if its owner, a position, points back to it: one assignment to the table of positions
+    makes new rows known, or forgets them.
+    """
 
     def __init__(self, n_rows: int, spec: ObsSpec, device: torch.device) -> None:
         self._places = np.full(n_rows, -1, np.int32)
+        self._owners = np.zeros(0, np.int64)
         self._rows = torch.empty((0, *spec.shape), dtype=torch_dtype(spec.dtype), device=device)
         self._spec = spec
-        self._free: list[int] = []
+
+    def _used(self) -> npt.NDArray[np.bool_]:
+        used: npt.NDArray[np.bool_] = self._places[self._owners] == np.arange(len(self._owners))
+        return used
 
     @property
     def count(self) -> int:
-        return len(self._rows) - len(self._free)
+        return int(np.count_nonzero(self._used())) if len(self._owners) else 0
 
     @property
     def nbytes(self) -> int:
-        return self._rows.nbytes + self._places.nbytes
+        return self._rows.nbytes + self._places.nbytes + self._owners.nbytes
 
     def put(self, positions: Positions, rows: ByteRows) -> None:
-        new = positions[self._places[positions] < 0]
-        while len(self._free) < len(new):
-            held = len(self._rows)
-            more = max(held, 16)
-            self._rows = torch.cat([self._rows, self._rows.new_empty((more, *self._rows.shape[1:]))])
-            self._free += range(held, held + more)
-        self._places[new] = [self._free.pop() for _ in range(len(new))]
         values = torch.from_numpy(np.require(self._spec.from_rows(rows), requirements="W"))
-        self._rows[self._index(positions)] = values.to(self._rows.device)
+        places = self._places[positions]
+        new = np.unique(positions[places < 0])
+        free = np.flatnonzero(~self._used())
+        if len(free) < len(new):
+            held = len(self._owners)
+            more = max(held, 16, len(new))
+            # rows first: there must be one for every owner
+            self._rows = torch.cat([self._rows[:held], self._rows.new_empty((more, *self._rows.shape[1:]))])
+            self._owners = np.concatenate([self._owners, np.zeros(more, np.int64)])
+            free = np.flatnonzero(~self._used())
+        chosen = free[: len(new)].astype(np.int32)
+        places[places < 0] = chosen[np.searchsorted(new, positions[places < 0])]
+        self._rows[torch.from_numpy(places.astype(np.int64)).to(self._rows.device)] = values.to(self._rows.device)
+        self._owners[chosen] = new
+        self._places[new] = chosen
 
     def _index(self, positions: Positions) -> torch.Tensor:
         return torch.from_numpy(self._places[positions].astype(np.int64)).to(self._rows.device)
@@ -263,16 +293,18 @@ class _LooseRows:
                 out[torch.from_numpy(here).to(out.device)] = self.get(positions[here])
 
     def drop(self, positions: Positions) -> None:
-        if self.count:
-            here = positions[self._places[positions] >= 0]
-            self._free += self._places[here].tolist()
-            self._places[here] = -1
+        if len(self._owners):
+            self._places[positions] = -1
             if not self.count:
-                self._rows, self._free = self._rows[:0].clone(), []
+                self._owners = np.zeros(0, np.int64)
+                self._rows = self._rows[:0].clone()
 
     def check(self) -> None:
-        used = self._places[self._places >= 0].tolist()
-        if sorted(used + self._free) != list(range(len(self._rows))):
+        held = np.flatnonzero(self._places >= 0)
+        places = self._places[held]
+        if (places >= len(self._owners)).any() or len(self._rows) < len(self._owners):
+            raise AssertionError("a loose row is nowhere")
+        if not np.array_equal(self._owners[places], held):
             raise AssertionError("places of loose rows are used twice or lost")
 
     def __getstate__(self) -> dict[str, Any]:

@@ -124,23 +124,25 @@ class Group:
 
 
 class Pilot:
-    """The first rows of a storage, until they tell how many environments take turns."""
+    """The first rows of a storage, until they tell how many environments take turns. Never changes."""
 
     def __init__(self, spec: ObsSpec, n_rows: int) -> None:
         self.spec = spec
         self.held = 0
         self._enough = min(_PILOT_ROWS, n_rows)
-        self._parts: list[list[ByteRows]] = []
+        self._parts: tuple[list[ByteRows], ...] = ()
 
-    def look_at(self, positions: Positions, batches: Sequence[ByteRows]) -> int | None:
-        """How many it are, once that is known; 1 where rows come in no order that means anything."""
+    def look_at(self, positions: Positions, batches: Sequence[ByteRows]) -> int | Pilot:
+        """How many it are, once that is known, or a pilot that has seen these rows too.
+
+        1 where rows come in no order that means anything.
+        """
         if not np.array_equal(positions, np.arange(self.held, self.held + len(positions))):
             return 1
-        self._parts.append([rows[: _PILOT_ROWS - self.held].copy() for rows in batches])
-        if self.held + len(positions) >= self._enough:
-            return self.decide()
-        self.held += len(positions)
-        return None
+        more = Pilot(self.spec, self._enough)
+        more._parts = (*self._parts, [rows[: _PILOT_ROWS - self.held].copy() for rows in batches])
+        more.held = self.held + len(positions)
+        return more.decide() if more.held >= self._enough else more
 
     def decide(self) -> int:
         """How many it are, judging by what there is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import struct
@@ -17,6 +18,7 @@ from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.errors import CorruptPayloadError, MissingExtraError, NotSaveableError
 from sb3_extra_buffers.kernels import frame_kernels
 from sb3_extra_buffers.replay_buffers.groups import find_n_envs, join_keys
+from sb3_extra_buffers.replay_buffers.schema import key_from_json, parse_dtype, parse_shape
 from sb3_extra_buffers.replay_buffers.stored_tensor import leaf_spec, to_numpy, to_torch
 from sb3_extra_buffers.stores.choice import choose_unseen
 from sb3_extra_buffers.stores.layout import StackLayout, find_layout
@@ -26,13 +28,19 @@ try:
 except ImportError as error:
     raise MissingExtraError("packing needs 'tensordict': pip install 'sb3-extra-buffers[torchrl]'") from error
 
-__all__ = ["pack", "unpack"]
+__all__ = ["MOST_BYTES", "pack", "read_note", "unpack"]
 
 _MAGIC = b"XBT1"
 _CPU = torch.device("cpu")
 # fastest first
 _METHODS = ("zstd1", "igzip1", "gzip1")
+_CODECS = tuple(method.rstrip("1") for method in _METHODS)
+# no codec makes more of a byte
+_MOST_RATIO = 1 << 16
 _WORTH = 1 << 12  # bytes that are worth a codec
+#: the most that the tensors of one packet may take
+MOST_BYTES = 1 << 32
+_MOST_HEADER = 1 << 22
 
 
 def pack(data: Any, **note: Any) -> bytes:
@@ -66,6 +74,8 @@ def pack(data: Any, **note: Any) -> bytes:
                 {"leaves": [keys.index(key) for key in part]} | _pack_rows(specs[part[0]], rows, order, codec, sections)
             )
     sections.append(codec.encode(memoryview(small)) if len(small) >= _WORTH else small)
+    if sum(tensor.nbytes for tensor in tensors.values()) > MOST_BYTES:
+        raise NotSaveableError(f"a packet holds {MOST_BYTES} bytes of tensors at most; send this in parts")
     header = {
         "codec": codec.codec_id, "lead": lead, "leaves": leaves, "groups": groups, "small": len(small),
         "sections": list(map(len, sections)), "note": note,
@@ -76,70 +86,128 @@ def pack(data: Any, **note: Any) -> bytes:
 
 def read_note(packet: bytes) -> dict[str, Any]:
     """What `pack` was told to send along."""
-    note: dict[str, Any] = _header(packet)[0]["note"]
-    return note
+    return _Packet(packet).note
 
 
 def unpack(packet: bytes) -> Any:
-    """The TensorDict that was packed, or `CorruptPayloadError`."""
-    header, at = _header(packet)
-    try:
-        return _unpack(memoryview(packet)[at:], header)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, CorruptPayloadError):
-            raise
-        raise CorruptPayloadError(f"a packet contradicts itself: {error}") from error
+    """The TensorDict that was packed, or `CorruptPayloadError`.
+
+    Packets are not trusted: what one says is checked before anything is decoded, and it takes no more memory than its
+    tensors do, `MOST_BYTES` at most.
+    """
+    return _Packet(packet).unpack()
 
 
-def _header(packet: bytes) -> tuple[dict[str, Any], int]:
-    try:
-        magic, length = packet[:4], struct.unpack_from("<I", packet, 4)[0]
-        if magic != _MAGIC:
-            raise ValueError(f"it begins with {magic!r}")
-        header: dict[str, Any] = json.loads(packet[8 : 8 + length])
-        at = 8 + length
-        if at + sum(header["sections"]) != len(packet):
-            raise ValueError(f"it has {len(packet)} bytes instead of {at + sum(header['sections'])}")
-    except (KeyError, TypeError, ValueError, struct.error) as error:
-        raise CorruptPayloadError(f"this is no packet: {error}") from error
-    return header, at
+class _Packet:
+    """A packet whose header was read and checked; its sections are not decoded yet."""
+
+    def __init__(self, packet: Any) -> None:
+        try:
+            self._parse(packet)
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError, struct.error) as error:
+            raise CorruptPayloadError(f"this is no packet: {error}") from error
+
+    def _parse(self, packet: Any) -> None:
+        if not isinstance(packet, (bytes, bytearray, memoryview)) or len(packet) < 8:
+            raise ValueError(f"a {type(packet).__name__} is no packet")
+        body = memoryview(packet).cast("B")
+        magic, length = struct.unpack_from("<4sI", body)
+        if magic != _MAGIC or length > min(len(body) - 8, _MOST_HEADER):
+            raise ValueError(f"it begins with {magic!r} and a header of {length} bytes")
+        header = json.loads(bytes(body[8 : 8 + length]))
+        lengths = header["sections"]
+        _require(isinstance(lengths, list) and all(type(n) is int and 0 <= n <= len(body) for n in lengths), "sections")
+        ends = list(itertools.accumulate(lengths, initial=8 + length))
+        _require(len(lengths) > 0 and ends[-1] == len(body), f"{len(body)} bytes instead of {ends[-1]}")
+        self.sections = [body[first:end] for first, end in itertools.pairwise(ends)]
+        self.note: dict[str, Any] = header["note"]
+        _require(isinstance(self.note, dict), "a note that is none")
+        _require(header["codec"] in _CODECS, f"the codec {header['codec']!r}")
+        self.codec = get_codec(header["codec"])
+        self.lead = parse_shape(header["lead"])
+        self.leaves = [_Leaf(about, self.lead) for about in header["leaves"]]
+        _require(len({leaf.key for leaf in self.leaves}) == len(self.leaves), "a key twice")
+        total = sum(leaf.nbytes for leaf in self.leaves)
+        _require(total <= MOST_BYTES, f"tensors of {total} bytes")
+        self.groups = [self._group(group) for group in header["groups"]]
+        taken = [place for group in self.groups for place in group["leaves"]]
+        _require(len(set(taken)) == len(taken), "a tensor twice")
+        self.rest = [place for place in range(len(self.leaves)) if place not in taken]
+        self.small = sum(self.leaves[place].nbytes for place in self.rest)
+        _require(header["small"] == self.small, f"{header['small']!r} bytes of small tensors, not {self.small}")
+
+    def _group(self, group: Any) -> dict[str, Any]:
+        places, section, stack = group["leaves"], group["section"], group["stack"]
+        _require(
+            isinstance(places, list)
+            and len(places) in (1, 2)
+            and all(type(place) is int and 0 <= place < len(self.leaves) for place in places),
+            f"tensors {places!r}",
+        )
+        first = self.leaves[places[0]]
+        alike = all((leaf.shape, leaf.dtype) == (first.shape, first.dtype) for leaf in map(self.leaves.__getitem__, places))
+        _require(alike and first.nbytes > 0, f"tensors {places} together")
+        # the last section is that of small tensors
+        _require(type(section) is int and 0 <= section < len(self.sections) - 2, f"section {section!r}")
+        n_rows = math.prod(self.lead) * len(places)
+        _require(type(stack) is int and 1 <= stack <= 1 << 16 and group["axis"] in ("first", "last"), "frames")
+        _require(type(group["frames"]) is int and 0 < group["frames"] <= n_rows * stack, f"{group['frames']!r} frames")
+        return {name: group[name] for name in ("leaves", "section", "stack", "axis", "frames")}
+
+    def unpack(self) -> Any:
+        try:
+            return self._unpack()
+        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError, RuntimeError, MemoryError) as error:
+            if isinstance(error, CorruptPayloadError):
+                raise
+            raise CorruptPayloadError(f"a packet contradicts itself: {error}") from error
+
+    def _unpack(self) -> Any:
+        tensors: dict[int, Any] = {}
+        for group in self.groups:
+            leaf = self.leaves[group["leaves"][0]]
+            spec = leaf_spec(leaf.shape[len(self.lead) :], leaf.dtype)
+            n_rows, n_batches = math.prod(self.lead), len(group["leaves"])
+            batches = _unpack_rows(spec, group, n_batches, n_rows, self.codec, self.sections)
+            for place, rows in zip(group["leaves"], batches, strict=True):
+                tensors[place] = to_torch(rows.view(spec.dtype).reshape(leaf.shape), leaf.dtype, _CPU)
+        small = _decode(self.codec, self.sections[-1], self.small)
+        at = 0
+        for place in self.rest:
+            leaf = self.leaves[place]
+            spec = leaf_spec(leaf.shape, leaf.dtype)
+            part = small[at : at + spec.nbytes]
+            tensors[place] = to_torch(part.copy().view(spec.dtype).reshape(spec.shape), leaf.dtype, _CPU)
+            at += spec.nbytes
+        named = {leaf.key: tensors[place] for place, leaf in enumerate(self.leaves)}
+        return TensorDict(named, batch_size=self.lead)
 
 
-def _unpack(body: memoryview, header: dict[str, Any]) -> Any:
-    codec = get_codec(header["codec"])
-    ends = np.cumsum(header["sections"]).tolist()
-    sections = [body[first:end] for first, end in zip([0, *ends[:-1]], ends, strict=True)]
-    lead = tuple(header["lead"])
-    leaves = header["leaves"]
-    tensors: list[Any] = [None] * len(leaves)
-    for group in header["groups"]:
-        mine = [leaves[place] for place in group["leaves"]]
-        dtype = getattr(torch, mine[0]["dtype"])
-        spec = leaf_spec(tuple(mine[0]["shape"][len(lead) :]), dtype)
-        batches = _unpack_rows(spec, group, len(mine), math.prod(lead), codec, sections)
-        for place, rows in zip(group["leaves"], batches, strict=True):
-            array = rows.view(spec.dtype).reshape(leaves[place]["shape"])
-            tensors[place] = to_torch(array, dtype, _CPU)
-    small = _decode(codec, sections[-1], header["small"])
-    at = 0
-    for place, leaf in enumerate(leaves):
-        if tensors[place] is not None:
-            continue
-        dtype = getattr(torch, leaf["dtype"])
-        spec = leaf_spec(tuple(leaf["shape"]), dtype)
-        part = small[at : at + spec.nbytes]
-        tensors[place] = to_torch(part.copy().view(spec.dtype).reshape(spec.shape), dtype, _CPU)
-        at += spec.nbytes
-    named = {
-        tuple(leaf["key"]) if isinstance(leaf["key"], list) else leaf["key"]: tensor
-        for leaf, tensor in zip(leaves, tensors, strict=True)
-    }
-    return TensorDict(named, batch_size=lead)
+class _Leaf:
+    """One tensor of a packet, as its header has it."""
+
+    def __init__(self, about: Any, lead: tuple[int, ...]) -> None:
+        self.key, self.shape, self.dtype = (
+            key_from_json(about["key"]), parse_shape(about["shape"]), parse_dtype(about["dtype"]),
+        )  # fmt: skip
+        _require(not isinstance(self.key, int) and self.shape[: len(lead)] == lead, f"{self.key!r} of {self.shape}")
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise CorruptPayloadError(f"this is no packet: it has {what}")
 
 
 def _decode(codec: Codec, section: memoryview, size: int) -> npt.NDArray[np.uint8]:
     if size < _WORTH:
-        return np.frombuffer(section, np.uint8, size)
+        _require(len(section) == size, f"{len(section)} bytes of small tensors")
+        return np.frombuffer(section, np.uint8)
+    return _decompress(codec, section, size)
+
+
+def _decompress(codec: Codec, section: memoryview, size: int) -> npt.NDArray[np.uint8]:
+    _require(size <= _WORTH + len(section) * _MOST_RATIO, f"{size} bytes in {len(section)}")
     out = np.empty(size, np.uint8)
     codec.decode_into(section, out.data)
     return out
@@ -189,17 +257,18 @@ def _unpack_rows(
     spec: ObsSpec, group: dict[str, Any], n_batches: int, n_rows: int, codec: Codec, sections: list[memoryview]
 ) -> list[ByteRows]:
     layout = StackLayout(spec, group["stack"], group["axis"])
+    along = spec.shape[0 if layout.axis == "first" else -1] if spec.shape else 1
+    _require(along % layout.stack == 0 and n_rows < 1 << 31, f"stacks of {layout.stack} along an axis of {along}")
     total = n_rows * n_batches
-    tables = np.empty(total + 4 * n_rows, np.uint8)
-    codec.decode_into(sections[group["section"] + 1], tables.data)
+    tables = _decompress(codec, sections[group["section"] + 1], total + 4 * n_rows)
     counts, order = tables[:total], tables[total:].view("<i4").astype(np.int64)
     ends = np.cumsum(counts, dtype=np.int64)
     if (counts > layout.stack).any() or counts[0] != layout.stack or ends[-1] != group["frames"]:
         raise CorruptPayloadError("a packet names frames that it does not hold")
     if not np.array_equal(np.sort(order), np.arange(n_rows)):
         raise CorruptPayloadError("a packet names rows twice")
-    frames = np.empty((group["frames"], layout.frame_bytes), np.uint8)
-    codec.decode_into(sections[group["section"]], frames.reshape(-1).data)
+    frames = _decompress(codec, sections[group["section"]], group["frames"] * layout.frame_bytes)
+    frames = frames.reshape(group["frames"], layout.frame_bytes)
     np.bitwise_xor.accumulate(frames, axis=0, out=frames)
     # a row is the last frames that had come by then; rows go back to where they were
     back = np.empty_like(order)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
+from collections.abc import Mapping
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +13,13 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
-from sb3_extra_buffers.errors import MissingExtraError, SharingError
+from sb3_extra_buffers.errors import FileFormatError, MissingExtraError, SharingError
+from sb3_extra_buffers.files import kinds
+from sb3_extra_buffers.files.loading import make
+from sb3_extra_buffers.files.parts import flatten, unflatten
 from sb3_extra_buffers.replay_buffers.sharing import GroupServer, RemoteGroup
 from sb3_extra_buffers.replay_buffers.stored_tensor import to_numpy
+from sb3_extra_buffers.stores.locks import fork_safe_lock
 
 try:
     from tensordict import TensorDict, is_tensor_collection
@@ -25,6 +31,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from sb3_extra_buffers.replay_buffers.groups import Pilot
+    from sb3_extra_buffers.replay_buffers.transactions import Write
 
 __all__ = ["PortableStorage"]
 
@@ -42,6 +49,9 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
     lead: tuple[int, ...]
     _dense: dict[Any, torch.Tensor]
     _pilot: Pilot | None
+    _open: Write | None
+    announced: Write | None
+    _lock: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._count = 0
@@ -54,7 +64,10 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
     def _leaves(self) -> dict[Any, torch.Tensor]:
         raise NotImplementedError
 
-    def _renew(self) -> None:
+    def _use_groups(self, groups: list[Any]) -> None:
+        raise NotImplementedError
+
+    def recover(self) -> None:
         raise NotImplementedError
 
     def _check_owner(self) -> None:
@@ -77,26 +90,48 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
         else:
             self._shared_count.value = int(value)
 
+    def to_parts(self) -> Any:
+        """What a file or a state is given."""
+        from sb3_extra_buffers.replay_buffers.checkpoint import storage_parts
+
+        self.recover()
+        if any(isinstance(group, RemoteGroup) for group in self.groups):
+            raise SharingError("only the process that holds a shared CompressedStorage can copy or save it")
+        return storage_parts(self)
+
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` of another storage of this size needs; tensors, numbers and text."""
-        from sb3_extra_buffers.replay_buffers.checkpoint import pack_storage
-
-        manifest, arrays = pack_storage(self)
-        tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
-        return {"manifest": manifest, "arrays": tensors, "initialized": self.initialized, "_len": self._len}
+        with self._lock:
+            description, arrays = flatten(self.to_parts())
+            tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+            return {
+                "description": description, "arrays": tensors, "initialized": self.initialized, "_len": self._len,
+            }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Hold what the storage held whose `state_dict` this is, one of these or of TorchRL's own."""
-        from sb3_extra_buffers.replay_buffers.checkpoint import take_over, unpack_storage
+        from sb3_extra_buffers.replay_buffers.checkpoint import move, take_over
 
+        if not isinstance(state_dict, Mapping):
+            raise FileFormatError(f"a state is a dict, got a {type(state_dict).__name__}")
         if "_storage" in state_dict:
-            data, length = state_dict["_storage"], int(state_dict["_len"])
-            if not isinstance(data, torch.Tensor):
-                data = TensorDict().load_state_dict(data, strict=False)
+            data, length = state_dict["_storage"], state_dict.get("_len")
+            try:
+                if not isinstance(data, torch.Tensor):
+                    data = TensorDict().load_state_dict(data, strict=False)
+            except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
+                raise FileFormatError(f"this is no state of a storage: {error}") from error
+            if type(length) is not int or not 0 <= length <= data.numel():
+                raise FileFormatError(f"a state of {length!r} items is none")
             take_over(self, data, length)
         else:
-            arrays = {name: to_numpy(tensor) for name, tensor in state_dict.get("arrays", {}).items()}
-            unpack_storage(self, state_dict.get("manifest"), arrays)
+            arrays = state_dict.get("arrays")
+            if not isinstance(arrays, Mapping) or not all(isinstance(part, torch.Tensor) for part in arrays.values()):
+                raise FileFormatError("this is no state of a storage: it has no arrays")
+            tables = {name: to_numpy(tensor) for name, tensor in arrays.items()}
+            parts = unflatten(state_dict.get("description"), tables, type(self))
+            kinds.check_target(parts.kind, type(self))
+            move(make(parts), self)
         self._bump_mutation_revision()
 
     def share(self) -> None:
@@ -108,38 +143,57 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
             )
         if self._shared_count is not None:
             return
-        pilot, self._pilot = self._pilot, None
-        if pilot is not None and pilot.decide() > 1:
+        with self._lock:
+            self.recover()
+            self._share()
+
+    def _share(self) -> None:
+        groups, pilot = self.groups, self._pilot
+        n_envs = 1 if pilot is None else pilot.decide()
+        if pilot is not None and n_envs > 1:
             # streams do not change any more
-            self.groups = [group.rewrite(pilot.decide(), pilot.held) for group in self.groups]
+            groups = [group.rewrite(n_envs, pilot.held) for group in groups]
         for leaf in self._dense.values():
             leaf.share_memory_()  # type: ignore[no-untyped-call]  # torch's own
-        self._renew()
+        self._use_groups(groups)
         self._server = GroupServer(self) if self.groups else None
         self._shared_count = mp.Value("q", self._count)
 
     def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            self.recover()
+            return self._frozen_state()
+
+    def _frozen_state(self) -> dict[str, Any]:
+        """Everything as it is between two writes, to be pickled or copied whenever it suits."""
         starting = get_spawning_popen() is not None
         if starting:
             self.share()
         elif any(isinstance(group, RemoteGroup) for group in self.groups):
             raise SharingError("only the process that holds a shared CompressedStorage can copy or save it")
         state: dict[str, Any] = Storage.__getstate__(self)
+        for name in ("_lock", "_open", "announced", "_server", "_attached_entities_list"):
+            state.pop(name, None)
         # decoded if it were pickled as it is; rebuilt from the groups instead
-        state["_checked"] = None
         state["_storage"] = None if self._storage is None else _blank(self._storage)
-        state["_server"] = None
-        state.pop("_attached_entities_list", None)
-        if starting and self._server is not None:
+        if not starting:
+            state["_count"], state["_shared_count"] = self._len, None
+            # a copy, made now: others may write before this one is used
+            state["_dense"] = {key: leaf.clone() for key, leaf in self._dense.items()}
+            state["groups"] = pickle.dumps(self.groups, protocol=pickle.HIGHEST_PROTOCOL)
+        elif self._server is not None:
             address = self._server.address
             state["groups"] = [RemoteGroup(address, place, group) for place, group in enumerate(self.groups)]
-        elif not starting:
-            state["_count"], state["_shared_count"] = self._len, None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        groups = state.get("groups")
+        if isinstance(groups, bytes):
+            state = {**state, "groups": pickle.loads(groups)}
         Storage.__setstate__(self, state)
         self._owner = os.getpid()
+        self._lock = fork_safe_lock(of_buffer=True)
+        self._server = self._open = self.announced = None
         if self._storage is not None:
             leaves = self._leaves()
             if is_tensor_collection(self._storage):
@@ -148,7 +202,8 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
                     lambda key, value: leaves[key], nested_keys=True, batch_size=shape
                 )
             else:
-                self._renew()
+                made = iter(leaves.values())
+                self._storage = tree_map(lambda value: next(made), self._storage)
 
 
 def _blank(storage: Any) -> Any:

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import shutil
+import re
 import uuid
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from sb3_extra_buffers.errors import DamagedFileError, FileFormatError, MissingExtraError, SpecMismatchError
+from sb3_extra_buffers import files
+from sb3_extra_buffers.errors import (
+    CorruptPayloadError,
+    DamagedFileError,
+    ExtraBuffersError,
+    FileFormatError,
+    FileWriteError,
+    MissingExtraError,
+    SpecMismatchError,
+)
+from sb3_extra_buffers.files import disk
+from sb3_extra_buffers.files.journal import Journal, read_journal
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
-from sb3_extra_buffers.replay_buffers.journal import Journal
+from sb3_extra_buffers.replay_buffers.memmaps import read_json, remove_saved, write_json
 from sb3_extra_buffers.replay_buffers.packing import pack, read_note, unpack
+from sb3_extra_buffers.replay_buffers.service_state import ServiceState
 
 try:
     import ray
@@ -32,15 +46,17 @@ __all__ = ["CompressedRayClient", "CompressedRayReplayBuffer", "CompressedReplay
 
 _CURRENT = "current.json"
 _FORMAT = "sb3-extra-buffers/ray-buffer"
-# a journal is folded into a snapshot when it has grown beyond both
+#: what a buffer's folder holds beside that file; nothing else in it is ever opened or deleted
+_OURS = re.compile(r"(snapshot|journal)-[0-9a-f]{12}")
+# a journal becomes a snapshot when it is longer than this and than the snapshot before
 _LEAST_JOURNAL = 64 << 20
 
 
 class CompressedReplayService(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl ships no types
     """The buffer inside the actor: takes packets, gives packets, and remembers them in ``folder`` if it has one.
 
-    Every packet is stored, then written to a journal, then acknowledged. A packet that comes again, because its
-    sender did not hear of it, is not stored twice.
+    Every packet is checked, written to a journal, stored, then acknowledged: all of that or nothing. A packet that
+    comes again, because its sender did not hear of it, is not stored twice.
     """
 
     def __init__(self, *args: Any, folder: str | None = None, sync: bool = False, **kwargs: Any) -> None:
@@ -48,9 +64,12 @@ class CompressedReplayService(TensorDictReplayBuffer):  # type: ignore[misc]  # 
         self._folder = None if folder is None else Path(folder)
         self._sync = sync
         self._journal: Journal | None = None
-        self._snapshot_bytes = 0
+        # the journal becomes a snapshot when it is longer than this
+        self._journal_limit = _LEAST_JOURNAL
+        self._snapshot: str | None = None
         # newest packet of each writer and where it went
         self._writers: dict[str, tuple[int, Any]] = {}
+        self._state = ServiceState(self._storage, {}, {}, {})
         if self._folder is not None:
             self._recover(self._folder)
 
@@ -58,29 +77,57 @@ class CompressedReplayService(TensorDictReplayBuffer):  # type: ignore[misc]  # 
 
     def extend(self, data: Any, **kwargs: Any) -> Any:
         """Store a packet of items; return where they went."""
-        if not isinstance(data, bytes):
-            # from a client that does not pack
-            data = pack(data)
-        index = self._apply(data, **kwargs)
-        if self._journal is not None:
-            self._journal.append(data)
-            if self._journal.nbytes > max(_LEAST_JOURNAL, self._snapshot_bytes):
-                self.checkpoint()
+        # one that is no packet is from a client that does not pack
+        packet = data if isinstance(data, bytes) else pack(data)
+        with self._replay_lock:
+            writer, number = _sender(packet)
+            newest, index = self._writers.get(writer, (0, None))
+            if writer and number <= newest:
+                return index
+            index = self._store(packet, writer, number, **kwargs)
+            journal = self._journal
+            if journal is not None and journal.n_bytes > self._journal_limit:
+                try:
+                    self.checkpoint()
+                except FileWriteError as error:
+                    # the packet is safe in the journal
+                    self._journal_limit = 2 * journal.n_bytes
+                    warnings.warn(f"the journal could not become a snapshot: {error}", stacklevel=2)
         return index
+
+    def _store(self, packet: bytes, writer: str, number: int, **kwargs: Any) -> Any:
+        items = unpack(packet)
+        if self._storage.initialized:
+            self._storage.check_data(items, 1)
+        if self._journal is not None and self._journal.broken:
+            self.checkpoint()
+        journal, before = self._journal, self._position()
+        n_bytes, n_records = (0, 0) if journal is None else (journal.n_bytes, journal.n_records)
+        try:
+            if journal is not None:
+                journal.append({}, [np.frombuffer(packet, np.uint8)])
+            index = super().extend(items, **kwargs)
+            if writer:
+                self._writers[writer] = number, index
+        except BaseException:
+            if self._position() == before:
+                if journal is not None:
+                    # where that fails, the journal says that it is broken, and the next packet begins another
+                    with contextlib.suppress(ExtraBuffersError):
+                        journal.truncate(n_bytes, n_records)
+            elif writer:
+                # stored as a whole: sending it again must not store it twice
+                max_size = self._storage._max_size_along_dim0()
+                self._writers[writer] = number, (torch.arange(len(items)) + before[0]) % max_size
+            raise
+        return index
+
+    def _position(self) -> tuple[int, int, int]:
+        """Tells whether anything was stored; reading the cursor sees to a write that was interrupted."""
+        return int(self._writer._cursor), int(self._writer._write_count), len(self._storage)
 
     def add(self, data: Any) -> Any:
         return self.extend(pack(data.unsqueeze(0)) if not isinstance(data, bytes) else data)
-
-    def _apply(self, packet: bytes, **kwargs: Any) -> Any:
-        note = read_note(packet)
-        writer, number = note.get("writer", ""), note.get("number", 0)
-        newest, index = self._writers.get(writer, (0, None))
-        if writer and number <= newest:
-            return index
-        index = super().extend(unpack(packet), **kwargs)
-        if writer:
-            self._writers[writer] = number, index
-        return index
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         """A packet of items; with ``return_info`` what the sampler says as well."""
@@ -111,59 +158,89 @@ class CompressedReplayService(TensorDictReplayBuffer):  # type: ignore[misc]  # 
         folder = self._folder
         if folder is None:
             raise FileFormatError("this buffer has no folder to save to; pass folder=... when it is made")
-        if not len(self):
-            return
-        name = uuid.uuid4().hex[:12]
-        snapshot = folder / f"snapshot-{name}"
-        snapshot.mkdir(parents=True)
-        for kind, part in self._parts().items():
-            part.dumps(snapshot / kind)
-        writers = {writer: [number, index.tolist()] for writer, (number, index) in self._writers.items()}
-        self._switch(folder, name, f"snapshot-{name}", writers)
-        self._snapshot_bytes = sum(path.stat().st_size for path in snapshot.rglob("*") if path.is_file())
+        with self._replay_lock:
+            if not len(self._storage):
+                return
+            # the same one every time: what it saved before need not be written again
+            state = self._state
+            state.sampler, state.writer = self._sampler.state_dict(), self._writer.state_dict()
+            state.writers = dict(self._writers)
+            snapshot = f"snapshot-{uuid.uuid4().hex[:12]}"
+            base = None if self._snapshot is None else folder / self._snapshot
+            try:
+                report = files.save(state, folder / snapshot, base)
+                self._switch(folder, snapshot)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    remove_saved(folder / snapshot)
+                raise
+            self._journal_limit = max(_LEAST_JOURNAL, report.n_bytes)
 
-    def _parts(self) -> dict[str, Any]:
-        """What is saved, by name; TorchRL's own `dumps` would add a pickle."""
-        return {"storage": self._storage, "sampler": self._sampler, "writer": self._writer}
-
-    def _switch(self, folder: Path, name: str, snapshot: str | None, writers: Mapping[str, Any]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        journal = f"journal-{name}"
-        if self._journal is not None:
-            self._journal.close()
-        self._journal = Journal(folder / journal, self._sync)
-        note = {"format": _FORMAT, "version": 1, "snapshot": snapshot, "journal": journal, "writers": dict(writers)}
-        staged = folder / f"{_CURRENT}.new"
-        staged.write_text(json.dumps(note, indent=1))
-        staged.replace(folder / _CURRENT)
-        for old in folder.iterdir():
-            if old.name.startswith("snapshot-") and old.name != snapshot:
-                shutil.rmtree(old, ignore_errors=True)
-            elif old.name.startswith("journal-") and old.name != journal:
-                old.unlink(missing_ok=True)
+    def _switch(self, folder: Path, snapshot: str | None) -> None:
+        """Begin an empty journal after ``snapshot``, then delete those before."""
+        with disk.named_errors(folder, f"saving to {folder}"):
+            disk.make_folder(folder)
+            name = f"journal-{uuid.uuid4().hex[:12]}"
+            journal = Journal(folder / name, self._sync)
+            try:
+                # also without `sync`: what is deleted below was safe
+                disk.sync_folder(folder)
+                note = {"format": _FORMAT, "version": 2, "snapshot": snapshot, "journal": name}
+                write_json(folder / _CURRENT, note)
+            except BaseException:
+                journal.close()
+                with contextlib.suppress(OSError):
+                    disk.unlink(folder / name)
+                raise
+        old, self._journal, self._snapshot = self._journal, journal, snapshot
+        if old is not None:
+            old.close()
+        for entry in os.scandir(folder):
+            if entry.name in (name, snapshot) or not _OURS.fullmatch(entry.name):
+                continue
+            with contextlib.suppress(OSError):
+                if entry.name.startswith("snapshot-"):
+                    remove_saved(Path(entry.path))
+                else:
+                    disk.unlink(Path(entry.path))
 
     def _recover(self, folder: Path) -> None:
         """Be where the buffer was that wrote to ``folder`` before."""
         if not (folder / _CURRENT).exists():
-            self._switch(folder, uuid.uuid4().hex[:12], None, {})
+            self._switch(folder, None)
             return
-        try:
-            note = json.loads((folder / _CURRENT).read_text())
-            if note["format"] != _FORMAT:
-                raise KeyError("format")
-            snapshot, journal, writers = note["snapshot"], note["journal"], note["writers"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise FileFormatError(f"{folder / _CURRENT} was not written by a buffer: {error}") from error
+        note = read_json(folder / _CURRENT)
+        snapshot, journal = note.get("snapshot"), note.get("journal")
+        if note.get("format") != _FORMAT or not _is_ours(journal, "journal-"):
+            raise FileFormatError(f"{folder / _CURRENT} was not written by a buffer")
         if snapshot is not None:
+            if not _is_ours(snapshot, "snapshot-"):
+                raise FileFormatError(f"{folder / _CURRENT}: {snapshot!r} is no snapshot of a buffer")
             if not (folder / snapshot).exists():
                 raise DamagedFileError(f"{folder / snapshot} is gone")
-            for kind, part in self._parts().items():
-                part.loads(folder / snapshot / kind)
-            self._snapshot_bytes = sum(path.stat().st_size for path in (folder / snapshot).rglob("*") if path.is_file())
-        self._writers = {writer: (number, torch.tensor(index)) for writer, (number, index) in writers.items()}
-        self._journal = Journal(folder / journal, self._sync)
-        for packet in self._journal.replay():
-            self._apply(packet)
+            state = files.load(folder / snapshot, ServiceState)
+            state.give_to(self._storage, self._sampler, self._writer)
+            self._writers = state.writers
+            self._snapshot = snapshot
+            self._journal_limit = max(_LEAST_JOURNAL, sum(path.stat().st_size for path in (folder / snapshot).iterdir()))
+        for _, arrays in read_journal(folder / journal):
+            if len(arrays) != 1 or arrays[0].dtype != np.uint8:
+                raise DamagedFileError(f"{folder / journal} holds a record that is no packet")
+            self.extend(arrays[0].tobytes())
+        self._journal = Journal.reopen(folder / journal, self._sync)
+
+
+def _sender(packet: bytes) -> tuple[str, int]:
+    """Who sent a packet, and which of theirs it is."""
+    note = read_note(packet)
+    writer, number = note.get("writer", ""), note.get("number", 0)
+    if not isinstance(writer, str) or len(writer) > 256 or type(number) is not int or not 0 <= number < 1 << 62:
+        raise CorruptPayloadError(f"a packet is said to be number {number!r} of {writer!r}")
+    return writer, number
+
+
+def _is_ours(name: Any, begin: str) -> bool:
+    return isinstance(name, str) and name.startswith(begin) and _OURS.fullmatch(name) is not None
 
 
 class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torchrl ships no types

@@ -61,7 +61,9 @@ class GroupServer:
                 try:
                     if request not in _REQUESTS:
                         raise SharingError(f"nobody may ask for {request!r}")
-                    answer = True, getattr(storage.groups[place], request)(*arguments)
+                    with storage._lock:
+                        storage.recover()
+                        answer = True, getattr(storage.groups[place], request)(*arguments)
                 except Exception as error:
                     # the other one's to deal with
                     answer = False, error
@@ -92,7 +94,11 @@ class RemoteGroup:
             with lock:
                 connection.send((self.place, request, arguments))
                 fine, answer = connection.recv()
-        except (OSError, EOFError) as error:
+        except BaseException as error:
+            # half a question, or an answer that nobody waits for: the next one needs a line of its own
+            _hang_up(self.address, connection)
+            if not isinstance(error, (OSError, EOFError)):
+                raise
             raise SharingError("the process that holds this storage has ended, and what it held with it") from error
         if not fine:
             raise answer
@@ -102,9 +108,14 @@ class RemoteGroup:
         """The rows at ``positions`` for each key."""
         return self.read_sets(range(len(self.keys)), positions)
 
+    def read_rows(self, places: Sequence[int], positions: Positions) -> list[ByteRows]:
+        """The rows at ``positions`` for some of the keys."""
+        rows: list[ByteRows] = self._ask("read_rows", list(places), positions)
+        return rows
+
     def read_sets(self, places: Sequence[int], positions: Positions) -> list[torch.Tensor]:
         """The tensors at ``positions`` for some of the keys."""
-        found = self._ask("read_rows", list(places), positions)
+        found = self.read_rows(places, positions)
         shape = (len(positions), *self.spec.shape)
         return [to_torch(rows.view(self.spec.dtype).reshape(shape), self.dtype, self.device) for rows in found]
 
@@ -150,3 +161,13 @@ def _connect(address: Any) -> tuple[Connection, threading.Lock]:
                 raise SharingError("the process that holds this storage has ended, and what it held with it") from error
             known = _connections[os.getpid(), address] = connection, threading.Lock()
         return known
+
+
+def _hang_up(address: Any, connection: Connection) -> None:
+    """Forget a line; whoever asks next makes a new one."""
+    key = (os.getpid(), address)
+    known = _connections.get(key)
+    if known is not None and known[0] is connection:
+        del _connections[key]
+    with contextlib.suppress(OSError):
+        connection.close()

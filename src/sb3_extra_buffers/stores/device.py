@@ -13,7 +13,7 @@ import torch
 
 from sb3_extra_buffers.codecs.delta import DeltaCodec, padded
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError, SpecMismatchError
+from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError, IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.kernels import delta_torch as kernels
 from sb3_extra_buffers.kernels.delta_torch import SLACK, DeviceTables, FrameShape, Write, capacity_of
 from sb3_extra_buffers.kernels.state import NONE
@@ -21,7 +21,7 @@ from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.staging import Layout, Lent, Staging, torch_dtype
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
-__all__ = ["DeviceFrameStore", "has_triton", "suits_device"]
+__all__ = ["DeviceFrameStore", "DeviceWrite", "has_triton", "suits_device"]
 
 # the lengths of a segment's differences take two bytes
 _LARGEST_FRAME = 0xFFFF
@@ -32,6 +32,8 @@ _INT64 = np.dtype(np.int64)
 _BYTE = np.dtype(np.uint8)
 # steps that may be under way before a write has to wait and see how full the heap is
 _AHEAD = 16
+# tables of which a write changes nothing but free places
+_SHARED = ("heap", "scratch")
 # rows that wait to be read by the device, unless a step has more
 _STAGED_BYTES = 8 << 20
 
@@ -46,6 +48,38 @@ def suits_device(layout: StackLayout, codec: object) -> bool:
     return isinstance(codec, DeltaCodec) and codec.pack_level == 0 and 0 < layout.frame_bytes <= _LARGEST_FRAME
 
 
+class DeviceWrite:
+    """A step of a `DeviceFrameStore` that is sure to fit: one launch, or tables that were written aside."""
+
+    __slots__ = ("after", "number", "staged", "store", "write")
+    may_fail = False
+
+    def __init__(
+        self, store: DeviceFrameStore, number: int, after: dict[str, Any], staged: Lent | None, write: Write
+    ) -> None:
+        self.store, self.number, self.staged, self.write = store, number, staged, write
+        # the store's attributes once the step is written
+        self.after = after
+
+    def commit(self) -> None:
+        """Write the step."""
+        store = self.store
+        store._unfinished = self
+        if self.staged is not None:
+            store._launch(store.tables, store._report, self.staged, self.write, self.number)
+        # one call, which no signal can interrupt
+        store.__dict__.update(self.after)
+
+    def finish(self) -> None:
+        """`commit`, where an exception may have interrupted it anywhere."""
+        store = self.store
+        if self.staged is not None and store._launches < self.number:
+            store._wait()
+            if int(store._notes[:, 3].min()) < self.number:
+                store._launch(store.tables, store._report, self.staged, self.write, self.number)
+        store.__dict__.update(self.after)
+
+
 class DeviceFrameStore:
     """``n_steps`` steps of ``n_streams`` streams, each step one observation a stream and set (``obs``, ``next_obs``).
 
@@ -55,7 +89,12 @@ class DeviceFrameStore:
     write leaves in pinned memory, and waits only when what may have been written since could fill it.
 
     The heap grows to ``heap_bytes`` at most. A write that does not fit raises `HeapFullError` and changes nothing.
+    Writing is a transaction: `plan` does all that can fail, aside; a launch or one assignment then makes the step
+    visible. An exception in between is made good by `DeviceWrite.finish`, at the latest when the store is used next.
     """
+
+    # a write or "clear", while it is under way
+    _unfinished: DeviceWrite | str | None = None
 
     def __init__(
         self,
@@ -151,45 +190,83 @@ class DeviceFrameStore:
         report = torch.zeros((self.n_streams, 4), dtype=torch.int64)
         return report.pin_memory() if self.device.type == "cuda" else report
 
-    def _kernels(self) -> Any:
-        """The kernels, bound to the tables as they are now."""
-        if self._bound is None or self._bound.tables is not self.tables:
+    def _kernels(self, tables: DeviceTables) -> Any:
+        """The kernels, bound to ``tables``."""
+        if self._bound is None or self._bound.tables is not tables:
             from sb3_extra_buffers.kernels.delta_triton import DeviceKernels  # needs Triton, as nothing else here does
 
-            self._bound = DeviceKernels(self.tables, self.shape)
+            self._bound = DeviceKernels(tables, self.shape)
         return self._bound
 
     # ---- writing ----
 
     def write(self, step: int, batches: Sequence[np.ndarray[Any, Any]]) -> None:
         """Store one observation per stream and set, or its bytes, as step ``step``, the one after the last written."""
-        n_cells = self.n_steps * self.n_streams
-        self.write_cells(step, [step * self.n_streams + place * n_cells for place in range(len(batches))], batches)
+        plan = self.plan(step, batches)
+        try:
+            plan.commit()
+        except BaseException:
+            plan.finish()
+            raise
 
-    def write_cells(self, step: int, cells: Sequence[int], batches: Sequence[np.ndarray[Any, Any]]) -> None:
-        """`write` to the cells that begin at each of ``cells``."""
+    def plan(self, step: int, batches: Sequence[np.ndarray[Any, Any]]) -> DeviceWrite:
+        """A step that is checked, staged and sure to fit; nothing that can be read changes."""
+        if self._unfinished is not None:
+            self._recover()
+        if not 0 <= step < self.n_steps:
+            raise IndexOutOfRangeError(f"step {step} is outside of a ring of {self.n_steps} steps")
         # until this is written nothing is known of what comes next: others may get the memory of the last rows
         before, self._last = self._last, None
+        self._grow_scenes()
         staged = self._stage(batches)
         rows = staged.arrays[1]
+        first, n_cells = step * self.n_streams, self.n_steps * self.n_streams
+        cells = tuple(range(first, first + self.n_sets * n_cells, n_cells))
         write = Write(
-            step, (step + 1) % self.n_steps if self._wrapped else 0, tuple(cells), self._launches & 1, 0,
+            step, (step + 1) % self.n_steps if self._wrapped else 0, cells, self._launches & 1, 0,
             self._last_cell, self._relate(before, rows),
         )  # fmt: skip
+        number = self._launches + 1
+        after: dict[str, Any] = {"_launches": number, "_unfinished": None}
+        if step == self.n_steps - 1:
+            after["_wrapped"] = True
+        if self._whole:
+            after["_last"], after["_last_cell"] = rows[-1], cells[-1]
         use, tail = self._known()
         if use + self._advance(1) <= capacity_of(self.tables):
-            self._launch(staged, write._replace(tail=tail))
-        else:
-            self._write_near_limit(staged, write)
-        if step == self.n_steps - 1:
-            self._wrapped = True
-        if self._whole:
-            self._last, self._last_cell = rows[-1], cells[-1]
-        self._grow_scenes()
+            return self._plan_launch(staged, write._replace(tail=tail), number, after)
+        return self._plan_near_limit(staged, write, number, after)
+
+    def _recover(self) -> None:
+        """Finish what an exception interrupted."""
+        if isinstance(self._unfinished, DeviceWrite):
+            self._unfinished.finish()
+        elif self._unfinished is not None:
+            self.clear()
+
+    def _plan_launch(self, staged: Lent, write: Write, number: int, after: dict[str, Any]) -> DeviceWrite:
+        if self._triton:
+            self._kernels(self.tables)  # what could fail, now
+            return DeviceWrite(self, number, after, staged, write)
+        # the reference is no single launch
+        aside = self._write_aside(staged, write, number)
+        return DeviceWrite(self, number, after | aside, None, write)
+
+    def _write_aside(self, staged: Lent, write: Write, number: int) -> dict[str, Any]:
+        """The attributes that a write changes, made beside those of now."""
+        tables = DeviceTables(*(
+            table if name in _SHARED else table.clone() for name, table in self.tables._asdict().items()
+        ))  # fmt: skip
+        report = self._make_report()
+        self._launch(tables, report, staged, write, number)
+        self._wait()
+        return {"tables": tables, "_report": report, "_notes": report.numpy()}
 
     def _stage(self, batches: Sequence[np.ndarray[Any, Any]]) -> Lent:
         """Copy what is to be written to where the device can read it, with room for what the kernel is told."""
         spec = self.layout.spec
+        if len(batches) != self.n_sets:
+            raise SpecMismatchError(f"expected {self.n_sets} batches, one of each set, got {len(batches)}")
         staged = self._staging.lend(self._job)
         places = staged.arrays[1].view(spec.dtype).reshape(-1, self.n_streams, *spec.shape)
         for place, batch in zip(places, batches, strict=True):
@@ -197,7 +274,11 @@ class DeviceFrameStore:
                 raise SpecMismatchError(
                     f"expected an observation for each of {self.n_streams} streams, got {len(batch)}"
                 )
-            place[...] = batch if batch.shape[1:] == spec.shape else spec.from_rows(batch)
+            if batch.shape[1:] != spec.shape and batch.dtype == _BYTE:
+                batch = spec.from_rows(batch)
+            elif batch.dtype != spec.dtype or batch.shape[1:] != spec.shape:
+                batch = spec.to_batch(batch)
+            place[...] = batch
         return staged
 
     def _relate(self, before: npt.NDArray[np.int64] | None, rows: npt.NDArray[np.int64]) -> tuple[int, ...]:
@@ -228,25 +309,24 @@ class DeviceFrameStore:
             frames = flat.view(n_sets, n_streams, layout.stack, size)
         return frames if words == size else torch.nn.functional.pad(frames, (0, words - size))
 
-    def _launch(self, staged: Lent, write: Write) -> None:
-        self._launches += 1
+    def _launch(self, tables: DeviceTables, report: torch.Tensor, staged: Lent, write: Write, number: int) -> None:
+        """Write to ``tables``; with Triton, by a single launch that notes its ``number`` in ``report``."""
         if not self._triton:
             rows = torch.from_numpy(staged.arrays[1].view(np.uint8))
-            kernels.write_rows_reference(self.tables, self.shape, self._frames(rows), write)
-            counters = self.tables.counters
-            self._report[:, 0], self._report[:, 1] = counters[kernels.HEAD], self.tables.tails
-            self._report[:, 2], self._report[:, 3] = counters[kernels.SPARE], self._launches
+            kernels.write_rows_reference(tables, self.shape, self._frames(rows), write)
+            report[:, 0], report[:, 1] = tables.counters[kernels.HEAD], tables.tails
+            report[:, 2], report[:, 3] = tables.counters[kernels.SPARE], number
             return
         from sb3_extra_buffers.kernels.delta_triton import make_job
 
-        staged.arrays[0][:] = make_job(self.tables, write, self._launches, self.n_streams)
+        staged.arrays[0][:] = make_job(tables, write, number, self.n_streams)
         if self._whole:
             # read where it lies: there is less of it than a copy is worth
-            self._kernels().write(*staged.tensors, self._report)
+            self._kernels(tables).write(*staged.tensors, report)
             self._staging.read(staged)
         else:
             job, rows = self._staging.send(staged)
-            self._kernels().write(job, self._frames(rows), self._report)
+            self._kernels(tables).write(job, self._frames(rows), report)
 
     def _advance(self, n_launches: int) -> int:
         """Bytes by which ``n_launches`` writes can move the end of the heap on."""
@@ -270,51 +350,30 @@ class DeviceFrameStore:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _write_near_limit(self, staged: Lent, write: Write) -> None:
-        """Wait, look, and make room; where there is none, try, and take back what did not fit."""
+    def _plan_near_limit(self, staged: Lent, write: Write, number: int, after: dict[str, Any]) -> DeviceWrite:
+        """Wait, look, and make room; where there is none, write aside, and see whether it fits."""
         self._wait()
         if self._launches and self._known()[0] + self._advance(_AHEAD) > capacity_of(self.tables):
             self._make_room()
-        if self._known()[0] + self._advance(1) <= capacity_of(self.tables):
-            self._launch(staged, write._replace(tail=self._known()[1]))
-            return
-        needed = self._try(staged, write)
+        use, tail = self._known()
+        if use + self._advance(1) <= capacity_of(self.tables):
+            return self._plan_launch(staged, write._replace(tail=tail), number, after)
+        aside, needed = self._try(staged, write, number)
         if needed and self._launches:
             # packed, it may yet fit
             self._repack(capacity_of(self.tables))
-            needed = self._try(staged, write)
+            aside, needed = self._try(staged, write, number)
         if needed:
             capacity = capacity_of(self.tables)
             raise HeapFullError(needed, self._live_bytes(), capacity if self.limit is None else self.limit)
+        return DeviceWrite(self, number, after | aside, None, write)
 
-    def _try(self, staged: Lent, write: Write) -> int:
-        """Write, or change nothing and return how many bytes would be needed."""
-        before = self.tables
-        # only free places of these are written
-        shared = ("heap", "starts", "lengths", "floors", "scratch")
-        kept = {name: getattr(before, name) for name in shared}
-        self.tables = DeviceTables(**{**{k: v.clone() for k, v in before._asdict().items() if k not in kept}, **kept})
-        floor = before.floors[write.step].clone()
-        self._launch(staged, write._replace(tail=self._known()[1]))
-        self._wait()
-        missing = int(self.tables.counters[kernels.NEEDED])
-        if not missing:
-            return 0
-        needed = missing + int(self.tables.counters[kernels.HEAD]) - int(before.counters[kernels.HEAD])
-        self.tables, self._launches = before, self._launches - 1
-        before.floors[write.step] = floor
-        self._reopen()
-        return needed
-
-    def _reopen(self) -> None:
-        """Say again which segments are open, after a write was taken back; and report what is true now."""
-        tables = self.tables
-        opened = tables.streams[:, kernels.OPEN]
-        for stream in torch.nonzero(opened >= 0).flatten().tolist():
-            tables.starts[opened[stream]] = -1 - stream * self.shape.room
-        head = tables.counters[kernels.HEAD]
-        self._report[:, 0], self._report[:, 1] = head.cpu(), tables.tails.cpu()
-        self._report[:, 3] = self._launches
+    def _try(self, staged: Lent, write: Write, number: int) -> tuple[dict[str, Any], int]:
+        """What a write makes of the attributes, and 0; or how many bytes would be needed."""
+        aside = self._write_aside(staged, write._replace(tail=self._known()[1]), number)
+        counters, before = aside["tables"].counters, self.tables.counters
+        missing = int(counters[kernels.NEEDED])
+        return aside, missing and missing + int(counters[kernels.HEAD]) - int(before[kernels.HEAD])
 
     def _make_room(self) -> None:
         """Pack the heap if much of it is dead, lengthen it if not, as far as ``heap_bytes`` allows."""
@@ -331,6 +390,7 @@ class DeviceFrameStore:
 
     def compact(self) -> None:
         """Lay what is live one after the other."""
+        self._recover()
         self._wait()
         if self._launches:
             self._repack(capacity_of(self.tables))
@@ -366,18 +426,21 @@ class DeviceFrameStore:
             source = torch.arange(low, high, device=self.device) + shift
             heap[low:high] = tables.heap[source.to(tables.heap.device)]
         head = int(ends[-1]) if len(ends) else 0
-        tables.starts[segments] = begins
-        tables.counters[kernels.HEAD] = head
-        self.tables = tables._replace(heap=heap)
+        starts, counters = tables.starts.clone(), tables.counters.clone()
+        starts[segments] = begins
+        counters[kernels.HEAD] = head
         rows = tables.streams.cpu().numpy()
         per_stream = self.shape.segments_per_stream
         oldest = np.arange(self.n_streams) * per_stream + rows[:, kernels.FLOOR] % per_stream
-        starts = tables.starts.cpu().numpy()[oldest]
-        known = (rows[:, kernels.FLOOR] < rows[:, kernels.OPENED]) & (starts >= 0)
-        tails = np.where(known, starts, kernels.NOWHERE)
-        tables.tails.copy_(torch.from_numpy(tails))
-        self._report[:, 0], self._report[:, 1] = head, torch.from_numpy(tails)
-        self._report[:, 3] = self._launches
+        first_starts = starts.cpu().numpy()[oldest]
+        known = (rows[:, kernels.FLOOR] < rows[:, kernels.OPENED]) & (first_starts >= 0)
+        tails = torch.from_numpy(np.where(known, first_starts, kernels.NOWHERE))
+        report = self._make_report()
+        report.copy_(self._report)
+        report[:, 0], report[:, 1], report[:, 3] = head, tails, self._launches
+        packed = tables._replace(heap=heap, starts=starts, counters=counters, tails=tails.to(self.device))
+        # one call, which no signal can interrupt: the report counts places of this heap
+        self.__dict__.update(tables=packed, _report=report, _notes=report.numpy())
 
     def _grow_scenes(self) -> None:
         """Have unused scenes for every stream; what was there is copied on the device, in its turn."""
@@ -395,18 +458,20 @@ class DeviceFrameStore:
 
     def read(self, cells: torch.Tensor) -> torch.Tensor:
         """Decode ``cells`` (int64 ``[set, n]`` on the device) into fresh observations ``[set, n, *shape]``."""
+        if self._unfinished is not None:
+            self._recover()
         layout, size = self.layout, self.layout.frame_bytes
         words = -(-size // 8) * 8
         if self.direct and cells.shape[1]:
             # nothing to rearrange: decode straight into what is returned
             fresh = torch.empty((*cells.shape, *layout.spec.shape), dtype=torch.uint8, device=self.device)
-            self._kernels().read(cells.contiguous(), fresh)
+            self._kernels(self.tables).read(cells.contiguous(), fresh)
             return fresh
         out = torch.empty((*cells.shape, layout.stack, words), dtype=torch.uint8, device=self.device)
         if cells.shape[1] == 0:
             pass
         elif self._triton:
-            self._kernels().read(cells.contiguous(), out)
+            self._kernels(self.tables).read(cells.contiguous(), out)
         else:
             damaged = kernels.read_rows_reference(self.tables, self.shape, cells, out)
             if damaged >= 0:
@@ -430,15 +495,21 @@ class DeviceFrameStore:
         fresh = torch.empty((*cells.shape, *self.layout.spec.shape), dtype=torch.uint8, device=device)
         floats = torch.empty(floats_from.shape, dtype=torch.float32, device=device)
         actions = torch.empty(actions_from.shape, dtype=actions_from.dtype, device=device)
-        self._kernels().read(cells, fresh, Columns(floats, floats_from, actions, actions_from))
+        self._kernels(self.tables).read(cells, fresh, Columns(floats, floats_from, actions, actions_from))
         return fresh, floats, actions
 
     # ---- the rest ----
 
     def clear(self) -> None:
         """Forget every observation; keep scenes and the memory."""
+        if isinstance(self._unfinished, DeviceWrite):
+            self._unfinished.finish()
+        self._wait()
         tables = self.tables
         rows = tables.streams
+        refs = torch.zeros(tables.scene_refs.numel() + 1, dtype=torch.int32, device=self.device)
+        # may be run again from the start wherever it was interrupted
+        self._unfinished = "clear"
         rows[:, kernels.OPEN] = -1
         rows[:, kernels.FLOOR] = rows[:, kernels.OPENED]
         tables.slots.zero_()
@@ -446,13 +517,10 @@ class DeviceFrameStore:
         tables.tails.fill_(kernels.NOWHERE)
         tables.counters.zero_()
         held = rows[:, kernels.HELD : kernels.HELD + kernels.N_HELD].flatten()
-        refs = torch.zeros(tables.scene_refs.numel() + 1, dtype=torch.int32, device=self.device)
         refs.index_add_(0, torch.where(held >= 0, held, tables.scene_refs.numel()), torch.ones_like(held).int())
         tables.scene_refs.copy_(refs[:-1])
-        self._wait()
         self._report[:, 0], self._report[:, 1], self._report[:, 3] = 0, kernels.NOWHERE, self._launches
-        self._wrapped = False
-        self._last = None
+        self.__dict__.update(_wrapped=False, _last=None, _unfinished=None)
 
     def memory_usage(self) -> MemoryUsage:
         """What is held on the device (and, with ``pinned``, beside it)."""
@@ -465,6 +533,7 @@ class DeviceFrameStore:
 
     def check(self) -> None:
         """Raise if the tables disagree with each other or with the heap."""
+        self._recover()
         self._wait()
         tables = DeviceTables(*(table.cpu() for table in self.tables))
         segments = self._live_segments().cpu()
@@ -499,9 +568,21 @@ class DeviceFrameStore:
         if not torch.equal(refs, tables.scene_refs):
             raise AssertionError("references to scenes are counted wrongly")
 
+    def frozen(self) -> DeviceFrameStore:
+        """A copy in the host's memory to be pickled, which later writes do not change."""
+        self._recover()
+        self._wait()
+        copied = object.__new__(DeviceFrameStore)
+        copied.__dict__.update(self.__dict__)
+        copied.tables = DeviceTables(*(table.to("cpu", copy=True) for table in self.tables))
+        copied._report = self._report.clone()
+        return copied
+
     def __getstate__(self) -> dict[str, Any]:
+        self._recover()
         self._wait()
         state = self.__dict__.copy()
+        state.pop("_unfinished", None)
         state["_bound"] = state["_notes"] = state["_last"] = state["_job"] = state["_staging"] = None
         state["_report"] = self._report.numpy().copy()
         tables = {name: table.cpu() for name, table in self.tables._asdict().items()}

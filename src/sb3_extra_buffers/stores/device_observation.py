@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,9 +15,9 @@ from sb3_extra_buffers.codecs.delta import DeltaCodec
 from sb3_extra_buffers.codecs.registry import get_codec, is_available
 from sb3_extra_buffers.codecs.rle import RleCodec
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.errors import CodecOptionError, HeapFullError, MissingExtraError
+from sb3_extra_buffers.errors import CodecOptionError, IndexOutOfRangeError, MissingExtraError, SpecMismatchError
 from sb3_extra_buffers.stores.choice import Choice, choose, choose_unseen
-from sb3_extra_buffers.stores.device import DeviceFrameStore, has_triton, join_frames, suits_device
+from sb3_extra_buffers.stores.device import DeviceFrameStore, DeviceWrite, has_triton, join_frames, suits_device
 from sb3_extra_buffers.stores.layout import find_layout
 from sb3_extra_buffers.stores.mirror import HeapMirror, decode_runs
 from sb3_extra_buffers.stores.observation import ObservationStore
@@ -24,13 +25,14 @@ from sb3_extra_buffers.stores.payloads import PayloadStore
 from sb3_extra_buffers.stores.staging import Lent, Staging, torch_dtype
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
-__all__ = ["CellBatch", "DeviceObservations", "DevicePlace"]
+__all__ = ["CellBatch", "DeviceObservations", "DevicePlace", "PlannedWrite", "finish_writes"]
 
 Array = npt.NDArray[Any]
 
 # observations looked at before anything is decided: enough to see a stack move, little enough to hold
 _TRIAL_BYTES = 4 << 20
 _TRIAL_ROWS = (16, 256)
+_BYTE = np.dtype(np.uint8)
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,9 @@ class DeviceObservations:
 
     Steps are written in turn, the oldest overwritten. ``delta`` on a CUDA device lives there as a whole, and so do
     observations without compression. Other methods are decoded on the host; a batch of them crosses in one copy.
+
+    ``heap_bytes`` is the most that encoded observations may take, those counted that are collected before a method is
+    chosen. Writing is a transaction: see `plan`.
     """
 
     def __init__(
@@ -74,6 +79,8 @@ class DeviceObservations:
     ) -> None:
         self.spec, self.n_steps, self.n_streams, self.n_sets = spec, n_steps, n_streams, n_sets
         self.place, self.method, self.options = place, method, dict(options or {})
+        #: shape of a batch that `write` takes, and its dtype
+        self.step_shape, self.dtype = (n_streams, *spec.shape), spec.dtype
         self._heap_bytes = heap_bytes
         self._pending: list[tuple[int, list[Array]]] = []
         self._inner: _Dense | _OnHost | DeviceFrameStore | None = None
@@ -107,11 +114,7 @@ class DeviceObservations:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.n_steps, self.n_streams, *self.spec.shape)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.spec.dtype
+        return (self.n_steps, *self.step_shape)
 
     @property
     def direct(self) -> DeviceFrameStore | None:
@@ -120,22 +123,43 @@ class DeviceObservations:
         return inner if isinstance(inner, DeviceFrameStore) and inner.direct else None
 
     def write(self, step: int, batches: Sequence[Array]) -> None:
-        """Store one batch of ``n_streams`` observations for each set as step ``step``."""
-        if self._inner is not None:
-            # as they lie: whoever stores them copies them, once
-            self._inner.write(step, [self.spec.to_batch(batch) for batch in batches])
-            return
-        rows = [self.spec.to_rows(batch) for batch in batches]
-        self._pending.append((step, [row.copy() for row in rows]))
+        """Store one batch of ``n_streams`` observations for each set as step ``step``; whole, or not at all."""
+        if not 0 <= step < self.n_steps:
+            raise IndexOutOfRangeError(f"step {step} is outside of a ring of {self.n_steps} steps")
+        fitted = [self.spec.to_batch(batch) for batch in batches]
+        if len(fitted) != self.n_sets or any(len(batch) != self.n_streams for batch in fitted):
+            raise SpecMismatchError(
+                f"expected {self.n_sets} batches of {self.n_streams} observations, got {[len(part) for part in fitted]}"
+            )
+        plan = self.plan(step, fitted)
+        try:
+            plan.commit()
+        except BaseException:
+            finish_writes([plan])
+            raise
+
+    def plan(self, step: int, batches: Sequence[Array]) -> PlannedWrite:
+        """`write` up to the point where something changes, for batches that have been checked.
+
+        ``commit`` makes the step visible. Of a plan that ``may_fail``, which is to be committed before all others,
+        it can raise. Whatever happens on the way, `finish_writes` then makes good.
+        """
+        inner = self._inner
+        if inner is not None:
+            return inner.plan(step, batches)
+        rows = [self.spec.to_rows(batch).copy() for batch in batches]
+        pending = [*self._pending, (step, rows)]
         least, most = _TRIAL_ROWS
-        held = len(self._pending) * self.n_streams * len(rows)
+        n_rows = len(pending) * self.n_streams * len(rows)
         enough = min(max(_TRIAL_BYTES // self.spec.nbytes, least), most, max(self.n_cells * self.n_sets // 2, 1))
-        if held >= enough or step == self.n_steps - 1:
-            try:
-                self._settle()
-            except HeapFullError:
-                self._pending.pop()  # refused, so not held either
-                raise
+        limit = self._heap_bytes
+        if (
+            n_rows >= enough
+            or step == self.n_steps - 1
+            or (limit is not None and n_rows * self.spec.nbytes > limit)
+        ):  # fmt: skip
+            return _StateWrite(self, self._choose_method(pending))
+        return _StateWrite(self, {"_pending": pending})
 
     def read(self, cells: CellBatch) -> torch.Tensor:
         """Fresh observations ``[set, n, *shape]`` on the device."""
@@ -153,10 +177,10 @@ class DeviceObservations:
         observations = self.spec.from_rows(out).reshape(*cells.host.shape, *self.spec.shape)
         return torch.from_numpy(observations).to(self.place.device)
 
-    def _settle(self) -> None:
-        """Decide on what was seen, and store it so."""
+    def _choose_method(self, pending: list[tuple[int, list[Array]]]) -> dict[str, Any]:
+        """Choose by what was seen, and store it so, beside the state of now; return the new one."""
         # obs and next_obs of a stream, one after the other
-        rows = np.stack([np.stack(sets) for _, sets in self._pending]).reshape(-1, self.n_streams, self.spec.nbytes)
+        rows = np.stack([np.stack(sets) for _, sets in pending]).reshape(-1, self.n_streams, self.spec.nbytes)
         layout = find_layout(self.spec, [np.ascontiguousarray(rows[:, stream]) for stream in range(self.n_streams)])
         choice = self.choice
         if choice is None:
@@ -174,13 +198,12 @@ class DeviceObservations:
             )  # fmt: skip
         else:
             inner = _OnHost(self, choice.method)
-        for step, sets in self._pending:
-            inner.write(step, [self.spec.from_rows(part) for part in sets])
-        # only now: an error on the way leaves the rows where they were
-        self.choice, self._inner, self._pending = choice, inner, []
+        for step, sets in pending:
+            inner.plan(step, [self.spec.from_rows(part) for part in sets]).commit()
+        return {"choice": choice, "_inner": inner, "_pending": []}
 
     def clear(self) -> None:
-        """Make every cell unwritten; what was decided stays."""
+        """Make every cell unwritten; what was decided stays. May be called again wherever it was interrupted."""
         self._pending = []
         if self._inner is not None:
             self._inner.clear()
@@ -213,12 +236,24 @@ class DeviceObservations:
         if self._inner is not None:
             self._inner.check()
 
+    def frozen(self) -> DeviceObservations:
+        """A copy in the host's memory to be pickled, which later writes do not change."""
+        copied = object.__new__(DeviceObservations)
+        copied.__dict__.update(self.__dict__)
+        copied._pending = list(self._pending)
+        if self._inner is not None:
+            copied._inner = self._inner.frozen()
+        return copied
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "place": (str(self.place.device), self.place.pinned)}
+        state = {**self.__dict__, "place": (str(self.place.device), self.place.pinned)}
+        del state["step_shape"], state["dtype"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         device, pinned = state.pop("place")
         self.__dict__.update(state)
+        self.step_shape, self.dtype = (self.n_streams, *self.spec.shape), self.spec.dtype
         absent = device.startswith("cuda") and not torch.cuda.is_available()
         self.place = DevicePlace(torch.device("cpu" if absent else device), pinned and not absent)
 
@@ -226,6 +261,37 @@ class DeviceObservations:
 def stays_on_host(device: torch.device) -> bool:
     """Whether nothing is gained by keeping encoded observations on ``device``."""
     return device.type != "cuda"
+
+
+class _StateWrite:
+    """New attributes of `DeviceObservations`: rows that were collected, or a store made of them."""
+
+    __slots__ = ("after", "of")
+    may_fail = False
+
+    def __init__(self, of: DeviceObservations, after: dict[str, Any]) -> None:
+        self.of, self.after = of, after
+
+    def commit(self) -> None:
+        self.of.__dict__.update(self.after)
+
+    finish = commit
+
+
+class _DenseWrite:
+    """Rows on their device, and where they go."""
+
+    __slots__ = ("sources", "targets")
+    may_fail = False
+
+    def __init__(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        self.targets, self.sources = targets, sources
+
+    def commit(self) -> None:
+        for target, source in zip(self.targets, self.sources, strict=True):
+            target.copy_(source)
+
+    finish = commit
 
 
 class _Dense:
@@ -238,13 +304,19 @@ class _Dense:
         self._spec, self._n_cells, self._n_streams = of.spec, of.n_cells, of.n_streams
         self._place = of.place
 
-    def write(self, step: int, batches: Sequence[Array]) -> None:
-        first = step * self._n_streams
-        for place, batch in enumerate(batches):
-            at = first + place * self._n_cells
-            whole = torch.from_numpy(np.require(batch, requirements=["C", "W"]))
+    def plan(self, step: int, batches: Sequence[Array]) -> _DenseWrite:
+        rows, at = self.rows, step * self._n_streams
+        targets, sources = [], []
+        for batch in batches:
+            flags = batch.flags
+            if not (flags.c_contiguous and flags.writeable):
+                batch = np.require(batch, requirements=("C", "W"))
+            source = torch.from_numpy(batch)
             # from pageable memory this waits until the rows have been read, so that they may change afterwards
-            self.rows[at : at + self._n_streams] = whole.to(self.rows.device)
+            sources.append(source.to(rows.device) if rows.is_cuda else source)
+            targets.append(rows[at : at + self._n_streams])
+            at += self._n_cells
+        return _DenseWrite(targets, sources)
 
     def read(self, cells: torch.Tensor) -> torch.Tensor:
         found = self.rows[cells.reshape(-1).to(self.rows.device)].to(self._place.device)
@@ -259,6 +331,12 @@ class _Dense:
     def check(self) -> None:
         """Nothing can disagree here."""
 
+    def frozen(self) -> _Dense:
+        copied = object.__new__(_Dense)
+        copied.__dict__.update(self.__dict__)
+        copied.rows = self.rows.to("cpu", copy=True)
+        return copied
+
     def __getstate__(self) -> dict[str, Any]:
         place = (str(self._place.device), self._place.pinned)
         return {**self.__dict__, "rows": self.rows.cpu().numpy(), "_place": place}
@@ -269,6 +347,40 @@ class _Dense:
         absent = device.startswith("cuda") and not torch.cuda.is_available()
         self._place = DevicePlace(torch.device("cpu" if absent else device), pinned and not absent)
         self.rows = torch.from_numpy(state["rows"]).to("cpu" if self._place.pinned else self._place.device)
+
+
+class _HostWrite:
+    """A step for an `ObservationStore`, whose writes are all or nothing, and can be taken back."""
+
+    __slots__ = ("batches", "first", "of", "written")
+    may_fail = True
+
+    def __init__(self, of: _OnHost, step: int, batches: Sequence[Array]) -> None:
+        self.of, self.first, self.batches = of, step * of._n_streams, batches
+        self.written = False
+        # what `cancel` takes back is what is written from now on
+        of.store.commit()
+
+    def commit(self) -> None:
+        of, first = self.of, self.first
+        store = of.store
+        if len(self.batches) == 2:
+            obs, next_obs = self.batches
+            if obs.dtype == _BYTE and obs.flags.c_contiguous and next_obs.flags.c_contiguous:
+                # fast path: the bytes are rows already
+                shape = (len(obs), store.spec.nbytes)
+                store.write_step(first, first + of._n_cells, obs.reshape(shape), next_obs.reshape(shape))
+            else:
+                to_rows = store.spec.to_rows
+                store.write_step(first, first + of._n_cells, to_rows(obs), to_rows(next_obs))
+        else:
+            store.write(first + of._streams, of._streams, store.spec.to_rows(self.batches[0]))
+        self.written = True
+
+    def cancel(self) -> None:
+        """Have the store as it was before, whether it was written to or not."""
+        self.written = False
+        self.of.store.undo_write()
 
 
 class _OnHost:
@@ -289,13 +401,8 @@ class _OnHost:
         self._frames = Staging(of.place.device, 2)
         self._mirror: HeapMirror | None = None
 
-    def write(self, step: int, batches: Sequence[Array]) -> None:
-        first = step * self._n_streams
-        rows = [self.store.spec.to_rows(batch) for batch in batches]
-        if len(rows) == 2:
-            self.store.write_step(first, first + self._n_cells, *rows)
-        else:
-            self.store.write(first + self._streams, self._streams, rows[0])
+    def plan(self, step: int, batches: Sequence[Array]) -> _HostWrite:
+        return _HostWrite(self, step, batches)
 
     def read(self, cells: npt.NDArray[np.int64]) -> torch.Tensor:
         staging, inner = self._staging, self.store._inner
@@ -346,5 +453,30 @@ class _OnHost:
     def check(self) -> None:
         self.store.check()
 
+    def frozen(self) -> _OnHost:
+        copied = object.__new__(_OnHost)
+        copied.__dict__.update(self.__dict__)
+        copied.store = copy.deepcopy(self.store)
+        return copied
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mirror": None}
+
+
+PlannedWrite = _StateWrite | _DenseWrite | _HostWrite | DeviceWrite
+
+
+def finish_writes(plans: Sequence[PlannedWrite]) -> bool:
+    """Make good what an exception left of ``plans``: all of them are written, or none; return whether they are.
+
+    They are, if no store of the host is missing. May be run again wherever it was interrupted.
+    """
+    hosts = [plan for plan in plans if isinstance(plan, _HostWrite)]
+    if not all(host.written for host in hosts):
+        for host in hosts:
+            host.cancel()
+        return False
+    for plan in plans:
+        if not isinstance(plan, _HostWrite):
+            plan.finish()
+    return True

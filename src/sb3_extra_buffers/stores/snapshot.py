@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.delta import DeltaCodec
-from sb3_extra_buffers.codecs.registry import codec_from_config, is_available, known_codecs
+from sb3_extra_buffers.codecs.registry import codec_from_config, get_codec, is_available, known_codecs
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import ExtraBuffersError, FileFormatError
 from sb3_extra_buffers.kernels.prints import PAGE
-from sb3_extra_buffers.kernels.state import NONE, scene_bytes
+from sb3_extra_buffers.kernels.state import NONE, PACKED_LZ4, PACKED_ZSTD, scene_bytes
 from sb3_extra_buffers.stores.arena import SLACK, lengthen
 from sb3_extra_buffers.stores.choice import Choice
 from sb3_extra_buffers.stores.frames import LATER, FrameStore
@@ -160,6 +160,9 @@ def put_together(
         if isinstance(problem, ExtraBuffersError):
             raise
         raise FileFormatError(f"the saved store makes no sense: {type(problem).__name__}: {problem}") from problem
+    dense = store.choice is not None and store.choice.method == "none"
+    fits = store._inner is None or (store.choice is not None and dense == isinstance(store._inner, DenseStore))
+    _require(fits and not (dense and store._inner is None and store.n_cells), "observations are not kept as was chosen")
     store._dense = store._dense or isinstance(store._inner, DenseStore)
     return store
 
@@ -190,9 +193,16 @@ def _make_store(record: Mapping[str, Any]) -> ObservationStore:
     store = ObservationStore(spec, record["n_streams"], record["method"], record["options"], limit)
     choice = record["choice"]
     if choice is not None:
-        method, why = choice
-        _require(isinstance(method, str) and isinstance(why, str), f"the choice {choice!r} is unreadable")
-        store.choice = Choice(method, why)
+        _require(
+            isinstance(choice, list) and len(choice) == 2 and all(isinstance(part, str) for part in choice),
+            f"the choice {choice!r} is unreadable",
+        )
+        chosen = get_codec(choice[0], **store.options).codec_id
+        _require(
+            store.choice is None or chosen in (get_codec(store.choice.method, **store.options).codec_id, "none"),
+            f"{choice[0]!r} was chosen where {record['method']!r} was asked for",
+        )
+        store.choice = Choice(*choice)
     store.n_cells = record["n_cells"]
     return store
 
@@ -255,6 +265,16 @@ def _put_frames(
         "a segment is neither open nor in the heap",
     )
     _require(isinstance(inner, SegmentStore) or not len(streams), "a byte codec has no open segments")
+    _require(
+        (record["n_sealed"], record["n_open"]) == (int(np.count_nonzero(lengths)), len(streams)),
+        "there are more segments, or fewer, than were saved",
+    )
+    held = int(lengths.sum(dtype=np.int64))
+    _require(inner.heap.limit is None or held <= inner.heap.limit, f"{held} bytes are more than heap_bytes")
+    _require(
+        store.choice is not None and get_codec(store.choice.method, **store.options).codec_id == codecs[-1].codec_id,
+        f"payloads of {codecs[-1].codec_id!r} are not what was chosen",
+    )
     inner.slots = slots
     inner.touched = np.zeros(-(-slots.nbytes // PAGE), np.bool_)
     inner.heap.grow(n_segments)
@@ -295,6 +315,7 @@ def _put_state(
     _within(columns["scene_of"], NONE, n_scenes, "a stream's scene")
     _within(columns["pool"], NONE, n_scenes, "a scene at hand")
     _require(not (columns["scene_of"] == -1).any() and not (columns["pool"] == -1).any(), "a scene is -1")
+    _within(columns["scene_cost"], 0, 1 << 60, "the cost of a scene")
     _put_stage(inner, columns, counts, stage)
     used = scenes[(counts > 0) & (scenes >= 0)]
     n_counted = 0 if read_only else n_segments
@@ -334,7 +355,8 @@ def _put_stage(inner: FrameStore, columns: dict[str, Array], counts: Array, stag
             part[0] == 0
             and part[1] == count
             and bool((lengths <= inner.layout.frame_bytes).all())
-            and body + int(lengths.sum()) == end,
+            and body + int(lengths.sum()) == end
+            and int(columns["walks"][stream]) == int(lengths[lengths < inner.layout.frame_bytes].sum()),
             "an open segment does not hold what it says",
         )
         newest = int(columns["recent_ids"][stream, (int(columns["heads"][stream]) - 1) % state.recent_ids.shape[1]])
@@ -350,11 +372,36 @@ def _finish_segments(inner: SegmentStore, record: Mapping[str, Any], read_only: 
     for name in ("n_fresh", "next_clean"):
         _require(type(record[name]) is int and 0 <= record[name] < 1 << 60, f"{name} is {record[name]!r}")
     inner._n_fresh, inner._next_clean = record["n_fresh"], record["next_clean"]
+    if not read_only:
+        _check_payloads(inner)
     if read_only:
         # looking at the flags of every segment would read all of the file
         inner._n_packed = int(bool(inner._pack_level) or not inner._kernels.compiled)
     else:
         inner._follow_kernels()
+
+
+def _check_payloads(inner: SegmentStore) -> None:
+    """Raise unless every sealed segment begins as the tables say."""
+    width, size = 4 if inner._wide else 2, inner.layout.frame_bytes
+    heap, steps = inner.heap, np.arange(inner.per_segment)
+    sealed = np.flatnonzero(heap.lengths)
+    for segments in np.array_split(sealed, max(len(sealed) >> 14, 1)):
+        starts, lengths = heap.starts[segments], heap.lengths[segments].astype(np.int64)
+        counts = inner._state.counts[segments].astype(np.int64)
+        tables = 2 + counts * width
+        _require(bool((lengths >= tables).all()), "a segment is too short for its frames")
+        flags = heap.data[starts]
+        _require(bool(np.isin(flags, (0, PACKED_LZ4, PACKED_ZSTD)).all()), "a segment is packed in an unknown way")
+        _require(bool((heap.data[starts + 1] == counts).all()), "a segment does not hold the frames that it should")
+        # [segment, frame, byte], frames that are not there read as the first one
+        here = steps < counts[:, None]
+        at = (starts[:, None] + 2 + np.where(here, steps, 0) * width)[..., None] + np.arange(width)
+        frames = heap.data[at].reshape(-1, width).view("<u4" if width == 4 else "<u2").reshape(here.shape)
+        frames = np.where(here, frames, 0).astype(np.int64)
+        _require(bool((frames <= size).all()), f"a frame of {size} bytes takes more than that")
+        fits = (tables + frames.sum(axis=1) == lengths) | (flags != 0)
+        _require(bool(fits.all()), "the frames of a segment are not as long as it is")
 
 
 def _make_room(inner: FrameStore, room: Any) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _ALL = slice(None)
+_BYTE = np.dtype(np.uint8)
 # NumPy 2 moved it
 _ComplexWarning: Any = getattr(np, "exceptions", np).ComplexWarning
 
@@ -210,6 +211,22 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
             other[step] = other_batch
             return
         cell = step * len(rows)
+        self.store.write_step(self._base + cell, other._base + cell, rows, more)
+
+    def write_fitted(self, other: StoreView, step: int, batch: npt.NDArray[Any], other_batch: npt.NDArray[Any]) -> None:
+        """`write_with` for a sibling and for batches that are known to have the shape and dtype of a step."""
+        if not self._n_steps:
+            self.write_with(other, step, batch, other_batch)
+            return
+        n_streams = len(self._step_cells)
+        if not batch.flags.c_contiguous:
+            batch = batch.copy()
+        if not other_batch.flags.c_contiguous:
+            other_batch = other_batch.copy()
+        rows, more = batch.reshape(n_streams, -1), other_batch.reshape(n_streams, -1)
+        if self._dtype is not _BYTE:
+            rows, more = rows.view(np.uint8), more.view(np.uint8)
+        cell = step * n_streams
         self.store.write_step(self._base + cell, other._base + cell, rows, more)
 
     def _step_rows(self, step: Any, batch: Any) -> ByteRows | None:

@@ -1,0 +1,347 @@
+"""Whatever is raised inside a write of a GPU buffer, and wherever: the buffer is as it was, or holds the whole step."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+
+from sb3_extra_buffers.errors import HeapFullError
+from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
+from sb3_extra_buffers.kernels import delta_torch as kernels
+from sb3_extra_buffers.stores import device_observation
+from sb3_extra_buffers.stores.device import DeviceFrameStore, DeviceWrite
+from sb3_extra_buffers.stores.device_observation import CellBatch
+from tests.torture.interrupts import Injector
+
+N_ENVS, SIZE = 2, 12
+IMAGE = spaces.Box(0, 255, (4, 12, 12), np.uint8)
+VECTOR = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+SPACES: dict[str, spaces.Space[Any]] = {
+    "image": IMAGE,
+    "vector": VECTOR,
+    # channels last: rows are rearranged on their way
+    "last": spaces.Box(0, 255, (11, 11, 3), np.uint8),
+    "dict": spaces.Dict({"image": IMAGE, "speed": VECTOR, "other": IMAGE}),
+}
+
+Contents = dict[str, Any]
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Observations are kept as on a GPU, with the references of its kernels."""
+    monkeypatch.setattr(device_observation, "stays_on_host", lambda device: False)
+    monkeypatch.setattr(device_observation, "has_triton", lambda: True)
+
+
+def observed(space: spaces.Space[Any], at: int, noise: bool = False) -> Any:
+    if isinstance(space, spaces.Dict):
+        return {key: observed(part, at + number, noise) for number, (key, part) in enumerate(space.items())}
+    assert isinstance(space, spaces.Box)
+    random = np.random.default_rng(at)
+    if space.dtype == np.float32:
+        return random.standard_normal((N_ENVS, *space.shape)).astype(np.float32)
+    if noise:
+        return random.integers(0, 256, (N_ENVS, *space.shape)).astype(np.uint8)
+    if space.shape[0] != 4:
+        shown = np.tile(np.arange(space.shape[0], dtype=np.uint8)[:, None, None], (N_ENVS, 1, *space.shape[1:]))
+        shown[:, at % 11] = at
+        return shown
+    frames = []
+    for number in range(at, at + 4):
+        frame = np.tile(np.arange(12, dtype=np.uint8) // 3, (N_ENVS, 12, 1))
+        frame[0, number % 12, (5 * number) % 12] = 200
+        frame[1, (3 * number) % 12, number % 12] = number % 250 + 1
+        frames.append(frame)
+    return np.stack(frames, axis=1)
+
+
+def add(buffer: Any, at: int, noise: bool = False) -> None:
+    space = buffer.observation_space
+    random = np.random.default_rng(at)
+    action, reward = random.integers(0, 4, (N_ENVS, 1)), random.standard_normal(N_ENVS).astype(np.float32)
+    done = random.random(N_ENVS) < 0.2
+    if isinstance(buffer, GpuReplayBuffer):
+        infos = [{"TimeLimit.truncated": bool(at % 2)}] * N_ENVS
+        buffer.add(observed(space, at, noise), observed(space, at + 1, noise), action, reward, done, infos)
+    else:
+        value = th.from_numpy(reward)
+        buffer.add(observed(space, at, noise), action, reward, done, value[:, None] + 1, value - 1)
+
+
+def contents(buffer: Any) -> Contents:
+    """All that can be read."""
+    held = buffer.size()
+    names = ("actions", "rewards", "dones", "timeouts", "episode_starts", "values", "log_probs")
+    found: Contents = {name: getattr(buffer, name)[:held].copy() for name in names if hasattr(buffer, name)}
+    found["pos"], found["full"] = buffer.pos, buffer.full
+    for key, store in buffer._stores.items():
+        cells = np.arange(store.n_sets)[:, None] * store.n_cells + np.arange(held * N_ENVS)
+        found[f"observations {key}"] = store.read(CellBatch(cells)).numpy()
+    return found
+
+
+def same(a: Contents, b: Contents) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) for key in a)
+
+
+def filled(make: Callable[[], Any], count: int, noise: bool = False) -> Any:
+    buffer = make()
+    for at in range(count):
+        if isinstance(buffer, GpuRolloutBuffer) and buffer.full:
+            buffer.reset()
+        add(buffer, at, noise)
+    if isinstance(buffer, GpuRolloutBuffer) and buffer.full:
+        buffer.reset()
+    return buffer
+
+
+def interrupt_everywhere(
+    make: Callable[[], Any], count: int, n_points: int = 60, noise: bool = False, write: Any = add
+) -> None:
+    """Interrupt the write of step ``count`` at ``n_points`` bytecodes, and see what the buffer holds then."""
+    saved = pickle.dumps(filled(make, count, noise))
+    before, done = contents(pickle.loads(saved)), pickle.loads(saved)
+    with Injector() as counter:
+        write(done, count, noise)
+    after, seen = contents(done), set()
+    done.reset() if isinstance(done, GpuRolloutBuffer) and done.full else None
+    add(done, count + 1, noise)
+    later = contents(done)
+    for point in np.unique(np.linspace(1, counter.count, n_points).astype(int)).tolist():
+        error = MemoryError("injected") if point % 3 == 0 else KeyboardInterrupt()
+        buffer = pickle.loads(saved)
+        injector = Injector(point, error)
+        with contextlib.suppress(KeyboardInterrupt, MemoryError), injector:
+            write(buffer, count, noise)
+        if not injector.where:
+            break  # what was compiled or kept the first time need not be again
+        found = contents(buffer)
+        whole = same(found, after)
+        assert whole or same(found, before), injector.where
+        seen.add(whole)
+        buffer.check()
+        if isinstance(buffer, GpuReplayBuffer) and buffer.size():
+            buffer.sample(5)
+        if not whole:
+            write(buffer, count, noise)
+            assert same(contents(buffer), after), injector.where
+        if isinstance(buffer, GpuRolloutBuffer) and buffer.full:
+            buffer.reset()
+        add(buffer, count + 1, noise)
+        assert same(contents(buffer), later), injector.where
+        buffer.check()
+    assert False in seen
+
+
+def replay(space: str, method: str, **options: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        return GpuReplayBuffer(
+            SIZE * N_ENVS, SPACES[space], spaces.Discrete(4), "cpu", N_ENVS, compression_method=method, **options
+        )
+
+    return make
+
+
+def rollout(space: str, method: str) -> Callable[[], Any]:
+    def make() -> Any:
+        return GpuRolloutBuffer(
+            SIZE, SPACES[space], spaces.Discrete(4), "cpu", n_envs=N_ENVS, compression_method=method
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("count", [0, 5, SIZE - 1, SIZE, 20])
+@pytest.mark.parametrize("space", ["vector", "image"])
+def test_dense_observations(space: str, count: int) -> None:
+    interrupt_everywhere(replay(space, "none"), count)
+
+
+@pytest.mark.usefixtures("on_device")
+# nothing yet, collecting, choosing, then the first lap, its end, and others
+@pytest.mark.parametrize("count", [0, 3, 5, 9, SIZE - 1, SIZE, 30])
+@pytest.mark.parametrize("space", ["image", "last", "dict"])
+def test_observations_of_a_device(space: str, count: int) -> None:
+    interrupt_everywhere(replay(space, "delta"), count, n_points=40)
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_device_where_the_heap_is_packed_and_nearly_full() -> None:
+    make = replay("image", "delta", heap_bytes=18_000)
+    for count in range(14, 34, 3):
+        interrupt_everywhere(make, count, n_points=25, noise=True)
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("method", ["none", "delta"])
+@pytest.mark.parametrize("count", [3, SIZE - 1, 17])
+def test_rollouts(method: str, count: int) -> None:
+    interrupt_everywhere(rollout("image", method), count)
+
+
+class OneLaunch:
+    """A GPU's kernel as the host sees it: started by one call, and nothing interrupts it."""
+
+    def __init__(self, tables: Any, shape: Any) -> None:
+        self.tables, self.shape = tables, shape
+
+    def write(self, job: th.Tensor, frames: th.Tensor, report: th.Tensor) -> None:
+        traced = sys.gettrace()
+        sys.settrace(None)
+        step, oldest, parity, tail, _, _, number, last, *rest = job.tolist()
+        n_streams, n_sets = len(report), len(rest) // (1 + len(report))
+        write = kernels.Write(step, oldest, tuple(rest[:n_sets]), parity, tail, last, tuple(rest[n_sets:]))
+        rows = frames.reshape(n_sets, n_streams, -1).view(th.uint8).reshape(n_sets, n_streams, self.shape.stack, -1)
+        kernels.write_rows_reference(self.tables, self.shape, rows, write)
+        for column, value in enumerate((self.tables.counters[0], self.tables.tails, self.tables.counters[2], number)):
+            report[:, column] = value
+        sys.settrace(traced)
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("count", [9, SIZE - 1, SIZE, 30])
+@pytest.mark.parametrize("space", ["image", "last", "dict"])
+def test_whether_a_kernel_was_started_is_known(space: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    real = DeviceFrameStore._launch
+
+    def launch(store: Any, *args: Any) -> None:
+        # as on a GPU; whatever reads uses the reference
+        store._triton = True
+        try:
+            real(store, *args)
+        finally:
+            store._triton = False
+
+    monkeypatch.setattr(DeviceFrameStore, "_launch", launch)
+    monkeypatch.setattr(DeviceFrameStore, "_kernels", lambda store, tables: OneLaunch(tables, store.shape))
+    monkeypatch.setattr(
+        DeviceFrameStore,
+        "_plan_launch",
+        lambda store, staged, write, number, after: DeviceWrite(store, number, after, staged, write),
+    )
+    interrupt_everywhere(replay(space, "delta"), count, n_points=60)
+
+
+@pytest.mark.parametrize("count", [0, 3, 5, 9, SIZE - 1, SIZE, 30])
+@pytest.mark.parametrize("space", ["image", "dict"])
+@pytest.mark.parametrize("method", ["delta", "gzip1"])
+def test_observations_of_the_host(method: str, space: str, count: int) -> None:
+    interrupt_everywhere(replay(space, method), count, n_points=40)
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("kind", [replay, rollout])
+@pytest.mark.parametrize("method", ["none", "delta"])
+def test_a_reset_happens_or_does_not(kind: Any, method: str) -> None:
+    saved = pickle.dumps(filled(kind("image", method), 8))
+    before = contents(pickle.loads(saved))
+    cleared = pickle.loads(saved)
+    with Injector() as counter:
+        cleared.reset()
+    for point in range(1, counter.count + 1, 5):
+        buffer = pickle.loads(saved)
+        with pytest.raises(KeyboardInterrupt), Injector(point, KeyboardInterrupt()):
+            buffer.reset()
+        assert buffer.size() == 0 or same(contents(buffer), before)
+        buffer.reset()
+        assert buffer.size() == 0
+        for at in range(20, 25):
+            add(buffer, at)
+        buffer.check()
+        again = filled(kind("image", method), 0)
+        for at in range(20, 25):
+            add(again, at)
+        assert same(contents(buffer), contents(again))
+
+
+@pytest.mark.usefixtures("on_device")
+def test_reading_a_rollout_may_be_interrupted() -> None:
+    buffer = rollout("image", "delta")()
+    for at in range(SIZE):
+        add(buffer, at)
+    saved = pickle.dumps(buffer)
+
+    def read(buffer: Any) -> list[Any]:
+        np.random.seed(3)  # noqa: NPY002  # SB3 draws from this generator
+        return [part.numpy() for batch in buffer.get(7) for part in batch]
+
+    buffer = pickle.loads(saved)
+    with Injector() as counter:
+        expected = read(buffer)
+    for point in range(1, counter.count + 1, max(counter.count // 60, 1)):
+        again = pickle.loads(saved)
+        with contextlib.suppress(KeyboardInterrupt), Injector(point, KeyboardInterrupt()):
+            read(again)
+        found = read(again)
+        assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.usefixtures("on_device")
+def test_the_store_of_a_device_finishes_what_was_interrupted_twice() -> None:
+    buffer = filled(replay("image", "delta"), 9)
+    store = buffer._stores[""]._inner
+    assert isinstance(store, DeviceFrameStore)
+    after = copy.deepcopy(buffer)
+    add(after, 9)
+    # the exception, and another one where it is being made good
+    plan = store.plan(9, [observed(IMAGE, 9), observed(IMAGE, 10)])
+    store._unfinished = plan
+    assert not np.array_equal(store.read(th.tensor([[18]])), after._stores[""]._inner.read(th.tensor([[17]])))
+    assert buffer._stores[""]._inner._unfinished is None
+    cells = th.tensor([[18, 19], [42, 43]])
+    assert th.equal(store.read(cells), after._stores[""]._inner.read(cells))
+    store.check()
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("method", ["delta", "auto"])
+def test_what_is_collected_counts_against_the_limit(method: str) -> None:
+    limit = 6_000
+    buffer = GpuReplayBuffer(400, IMAGE, spaces.Discrete(4), "cpu", N_ENVS, compression_method=method, heap_bytes=limit)
+    observations = buffer._stores[""]
+
+    def fill() -> None:
+        for at in range(200):
+            add(buffer, at, noise=True)
+            assert sum(rows.nbytes for _, sets in observations._pending for rows in sets) <= limit
+
+    with pytest.raises(HeapFullError, match="heap_bytes>="):
+        fill()
+    assert 0 < buffer.pos < 12
+    for at in range(buffer.pos):
+        np.testing.assert_array_equal(buffer.reconstruct_obs(at, 1), observed(IMAGE, at, noise=True)[1].reshape(-1))
+    buffer.check()
+
+
+@pytest.mark.usefixtures("on_device")
+def test_no_key_is_written_where_another_one_does_not_fit() -> None:
+    quiet = replay("dict", "delta", heap_bytes=9_000)()
+    for at in range(SIZE + 3):
+        add(quiet, at)
+    before = contents(quiet)
+    space = SPACES["dict"]
+    obs = observed(space, 99)
+
+    def fill() -> None:
+        nonlocal before
+        for at in range(100, 200):
+            obs["other"] = observed(IMAGE, at, noise=True)
+            quiet.add(obs, obs, np.zeros(N_ENVS), np.full(N_ENVS, 7.0), np.zeros(N_ENVS), [{}] * N_ENVS)
+            before = contents(quiet)
+
+    with pytest.raises(HeapFullError):
+        fill()
+    assert same(contents(quiet), before)
+    quiet.check()
+    quiet.sample(8)

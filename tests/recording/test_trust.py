@@ -1,0 +1,398 @@
+"""Recordings survive interrupts, bad arguments, copies beside a writer, and files that somebody forged."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from sb3_extra_buffers.errors import (
+    CodecOptionError,
+    ExportError,
+    ExtraBuffersError,
+    FileFormatError,
+    IndexOutOfRangeError,
+    NotSaveableError,
+    SpecMismatchError,
+    UnknownCodecError,
+)
+from sb3_extra_buffers.files import load_file, save_file
+from sb3_extra_buffers.files.parts import LoadedParts, Parts
+from sb3_extra_buffers.recording import BaseRecordBuffer, DummyRecordBuffer, FramelessRecordBuffer, RecordBuffer
+from sb3_extra_buffers.recording.files import make
+from tests.torture.interrupts import Injector
+
+GOLDEN = Path(__file__).parent / "golden"
+SIZE = 10
+KINDS = ["frameless", "delta", "none", "gzip1"]
+
+
+def frame_of(at: int) -> Any:
+    frame = np.tile(np.arange(12, dtype=np.uint8), (4, 12, 1))
+    frame[:, at % 12, (5 * at) % 12] = 200
+    return frame
+
+
+def make_buffer(kind: str) -> BaseRecordBuffer:
+    if kind == "frameless":
+        return FramelessRecordBuffer(size=SIZE)
+    return RecordBuffer((12, 12), 4, SIZE, compression_method=kind)
+
+
+def add(buffer: BaseRecordBuffer, at: int) -> None:
+    action = {"arm": np.array([at, 2.0]), "legs": (at % 3, np.float32(at))}
+    buffer.add(frame_of(at), float(at), action, {"health": at, "at": np.array([at, -at])}, done=at % 4 == 3)
+
+
+def contents(buffer: BaseRecordBuffer) -> dict[str, Any]:
+    """All that can be read."""
+    frames = buffer.frames
+    return {
+        "frames": None if frames is None else np.asarray(frames).tolist(),
+        "rewards": buffer.rewards.tolist(),
+        "actions": pickle.dumps(buffer.actions),
+        "features": pickle.dumps(buffer.features),
+        "dones": buffer.dones.tolist(),
+        "episodes": buffer.episodes,
+        "ended": buffer._ended,
+        "known": None if buffer._features is None else sorted(buffer._features),
+    }
+
+
+def filled(kind: str, count: int) -> BaseRecordBuffer:
+    buffer = make_buffer(kind)
+    for at in range(count):
+        add(buffer, at)
+    return buffer
+
+
+# ---- interrupts ----
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [0, 1, 5, SIZE - 1, SIZE, 24])
+@pytest.mark.parametrize("call", [add, lambda buffer, at: buffer.end_episode(), lambda buffer, at: buffer.reset()])
+def test_an_interrupt_leaves_all_of_a_record_or_nothing(kind: str, count: int, call: Callable[..., None]) -> None:
+    saved = pickle.dumps(filled(kind, count))
+    before, done = contents(pickle.loads(saved)), pickle.loads(saved)
+    with Injector() as counter:
+        call(done, count)
+    after = contents(done)
+    add(done, count + 1)
+    later = contents(done)
+    for point in np.unique(np.linspace(1, counter.count, 70).astype(int)).tolist():
+        buffer = pickle.loads(saved)
+        injector = Injector(point, MemoryError("injected") if point % 3 == 0 else KeyboardInterrupt())
+        with contextlib.suppress(KeyboardInterrupt, MemoryError), injector:
+            call(buffer, count)
+        if not injector.where:
+            break
+        found = contents(buffer)
+        assert found in (before, after), injector.where
+        if found != after:
+            call(buffer, count)
+            assert contents(buffer) == after
+        add(buffer, count + 1)
+        assert contents(buffer) == later, injector.where
+
+
+# ---- arguments ----
+
+
+def test_a_refused_first_record_decides_nothing() -> None:
+    buffer = RecordBuffer((12, 12), 4, SIZE, compression_method="delta")
+    bad: list[tuple[Any, ...]] = [
+        (frame_of(0).transpose(1, 2, 0), "text", 1, {"x": 1.0}),
+        (frame_of(0), 0.0, "text", {"x": 1.0}),
+        (frame_of(0), 0.0, {"a": 1, "b": None}, {"x": 1.0}),
+        (frame_of(0), 0.0, 1, {"x": 1.0, "y": "text"}),
+        (frame_of(0)[:3], 0.0, 1, {"x": 1.0}),
+        (frame_of(0).astype(np.float32), 0.0, 1, None),
+        (None, 0.0, 1, None),
+        ([[1], [1, 2]], 0.0, 1, None),
+        (frame_of(0), 0.0, [[1], [1, 2]], None),
+        (frame_of(0), [[1], [1, 2]], 1, None),
+        (frame_of(0), 0.0, 1, {1: 1.0, "1": 2.0}),
+        (frame_of(0), 0.0, {1: 1.0, "1": 2.0}, None),
+        (frame_of(0), 0.0, 1, None, "yes"),
+        (frame_of(0), 0.0, 1, None, [True, False]),
+        (frame_of(0), 0.0, 1, None, None),
+    ]
+    for arguments in bad:
+        with pytest.raises(SpecMismatchError):
+            buffer.add(*arguments)
+        assert len(buffer) == 0
+        assert buffer._features is None
+        assert not buffer._actions.arrays
+        assert buffer.frame_shape == (4, 12, 12)
+    # whatever was refused, these are not what it was
+    buffer.add(frame_of(1).transpose(1, 2, 0), 1.0, (1, 2.0), {"z": [1, 2]})
+    assert buffer.frame_shape == (12, 12, 4)
+    assert buffer.actions[0].tolist() == [1]
+
+
+def test_a_refused_record_changes_nothing() -> None:
+    buffer = filled("delta", SIZE + 3)
+    before = contents(buffer)
+    good = [frame_of(1), 1.0, {"arm": np.array([1, 2.0]), "legs": (1, np.float32(1))}, {"health": 1, "at": [1, 2]}]
+    for place, bad in itertools.chain(
+        ((0, value) for value in (None, "text", frame_of(0)[1:], frame_of(0).astype(int))),
+        ((1, value) for value in (None, "text", [1.0, 2.0], 1j, {"a": 1})),
+        ((2, value) for value in (None, "text", 1, {"arm": 1}, {"arm": np.zeros(2), "legs": (1, 2, 3)})),
+        (
+            (3, value)
+            for value in (None, "text", {"health": 1}, {"health": "text", "at": [1, 2]}, {"health": 1, "at": 1})
+        ),
+    ):
+        arguments = list(good)
+        arguments[place] = bad
+        with pytest.raises(SpecMismatchError):
+            buffer.add(*arguments)
+        assert contents(buffer) == before
+    add(buffer, 4)
+
+
+def test_names_that_are_no_text_are_the_same_ones_every_time() -> None:
+    buffer = FramelessRecordBuffer(size=4)
+    for at in range(3):
+        buffer.add(None, 0.0, 0, {1: at})
+    assert buffer.features["1"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("options", [
+    {"size": 0}, {"size": -1}, {"size": 2.5}, {"size": float("nan")}, {"size": "many"}, {"size": True},
+    {"res": (0, 3)}, {"res": 84}, {"res": (3, 3, 3)}, {"res": ("a", 3)}, {"res": (float("nan"), 3)}, {"res": None},
+    {"ch_num": 0}, {"ch_num": 1.5}, {"ch_num": None}, {"dtype": "nothing"}, {"dtype": object},
+    {"features": {"x": "nothing"}}, {"features": {"x": object}}, {"features": {"x": "U4"}}, {"features": 3},
+    {"features": {1: "f4"}},
+])  # fmt: skip
+def test_bad_sizes_and_dtypes_are_named(options: dict[str, Any]) -> None:
+    with pytest.raises(SpecMismatchError):
+        RecordBuffer(**options)
+
+
+def test_bad_methods_are_named() -> None:
+    with pytest.raises(UnknownCodecError):
+        RecordBuffer(compression_method=None)  # type: ignore[arg-type]  # that is the point
+    with pytest.raises(CodecOptionError):
+        RecordBuffer(compression_method="delta", compression_kwargs=3)  # type: ignore[arg-type]  # that is the point
+    assert issubclass(CodecOptionError, ExtraBuffersError)
+
+
+def test_actions_outside_of_their_space_are_named() -> None:
+    for space in (spaces.Discrete(3), spaces.MultiDiscrete([2, 2]), spaces.Dict({"a": spaces.Discrete(2)})):
+        buffer = FramelessRecordBuffer(size=4, action_space=space)
+        for action in ("text", None, 9, np.array([1, 2, 3]), {"b": 1}, object()):
+            with pytest.raises(SpecMismatchError, match="is not part of"):
+                buffer.add(None, 0.0, action)
+        assert len(buffer) == 0
+
+
+@pytest.mark.parametrize(
+    "index", [SIZE, -SIZE - 1, "a", 1.5, None, [0, SIZE], [True, False], [[0], [0, 1]], slice("a")]
+)
+def test_records_that_are_not_there_are_named(index: Any) -> None:
+    buffer = filled("delta", SIZE + 2)
+    with pytest.raises(IndexOutOfRangeError):
+        buffer[index]
+
+
+@pytest.mark.parametrize("options", [
+    {"fps": 0}, {"fps": "a"}, {"fps": float("nan")}, {"scale": 0}, {"scale": 1.5}, {"scale": "a"}, {"channels": 9},
+    {"channels": [0, 1]}, {"channels": "abc"}, {"which": "a"}, {"which": 99}, {"which": 1.5},
+])  # fmt: skip
+def test_bad_pictures_are_named(options: dict[str, Any], tmp_path: Path) -> None:
+    buffer = filled("delta", 5)
+    with pytest.raises((ExportError, IndexOutOfRangeError)):
+        buffer.export(tmp_path / "run.gif", **options)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- copies ----
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("take", [copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))])
+def test_copies_are_taken_between_two_records(kind: str, take: Callable[[Any], Any]) -> None:
+    buffer = filled(kind, SIZE)
+    stop = threading.Event()
+
+    def write() -> None:
+        for at in itertools.count(SIZE):
+            if stop.is_set():
+                return
+            add(buffer, at)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(30):
+            copied = take(buffer)
+            first = int(copied.rewards[0])
+            expected = make_buffer(kind)
+            for at in range(first, first + SIZE):
+                add(expected, at)
+            assert copied.rewards.tolist() == expected.rewards.tolist()
+            assert pickle.dumps(copied.features) == pickle.dumps(expected.features)
+            assert copied.dones.tolist() == expected.dones.tolist()
+            if kind != "frameless":
+                np.testing.assert_array_equal(np.asarray(copied.frames), np.asarray(expected.frames))
+            add(copied, 3)
+    finally:
+        stop.set()
+        writer.join()
+
+
+# ---- files ----
+
+
+@pytest.mark.parametrize("kind", ["frameless", "delta", "none", "auto"])
+@pytest.mark.parametrize("count", [0, 3, SIZE, 23])
+def test_files_hold_everything_and_go_on(kind: str, count: int, tmp_path: Path) -> None:
+    buffer = filled(kind, count)
+    save_file(buffer, tmp_path / "run")
+    again = load_file(tmp_path / "run")
+    assert type(again) is type(buffer)
+    for each in (buffer, again):
+        for at in (30, 31):
+            add(each, at)
+    assert contents(again) == contents(buffer)
+
+
+def test_a_dummy_cannot_be_saved(tmp_path: Path) -> None:
+    with pytest.raises(NotSaveableError, match="nothing"):
+        save_file(DummyRecordBuffer(), tmp_path / "run")
+    assert not list(tmp_path.iterdir())
+
+
+#: values that a description could be given instead of what it has
+FORGED = [None, True, -1, 0, 1, 7, 1 << 40, 1 << 62, 0.5, "text", "", [], [1], ["a", "a"], {}, {"a": None}, {"of": 3}]
+
+
+def leaves_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    parts = (
+        list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
+    )
+    return [path] * bool(path) + [leaf for key, part in parts for leaf in leaves_of(part, (*path, key))]
+
+
+def changed(value: Any, path: tuple[Any, ...], to: Any) -> Any:
+    copied = copy.deepcopy(value)
+    inside = copied
+    for key in path[:-1]:
+        inside = inside[key]
+    inside[path[-1]] = to
+    return copied
+
+
+def survives(parts: Parts, description: Any, columns: dict[str, Any]) -> bool:
+    """Whether a recording can be made of these; if so it is read and written to, and its shapes agree."""
+    loaded = LoadedParts(parts.kind, description, columns, copy.deepcopy(parts.stores))
+    try:
+        buffer = make(loaded)
+    except ExtraBuffersError:
+        return False
+    except MemoryError:
+        return False
+    n = len(buffer)
+    assert buffer.rewards.shape == (n,)
+    assert buffer.dones.shape == (n,)
+    for record in (buffer[:], *buffer):
+        assert record.features.keys() == (buffer._features or {}).keys()
+    assert sum(len(episode) for episode in buffer.episodes) == n
+    buffer.memory_usage()
+    if isinstance(buffer, RecordBuffer):
+        assert np.asarray(buffer.frames).shape == (n, *buffer.frame_shape)
+    with contextlib.suppress(SpecMismatchError):
+        add(buffer, 5)
+    return True
+
+
+@pytest.mark.parametrize("kind", ["frameless", "delta", "none"])
+@pytest.mark.parametrize("count", [3, 13])
+def test_forged_files_are_named_or_read_as_they_say(kind: str, count: int) -> None:
+    parts = filled(kind, count).to_parts()
+    columns = {name: np.array(column) for name, column in parts.columns.items()}
+    assert survives(parts, parts.description, columns)
+    refused = 0
+    for path in leaves_of(parts.description):
+        for to in FORGED:
+            if path == ("size",) and to == 1 << 40:
+                continue  # so much memory could be there
+            refused += not survives(parts, changed(parts.description, path, to), columns)
+    for name, column in columns.items():
+        others = [
+            column[:-1], column[None], column[..., None], column.astype(np.complex64), column.astype("U8"),
+            column.astype(np.float16), np.zeros(0, column.dtype), np.zeros((), column.dtype),
+        ]  # fmt: skip
+        if column.dtype == bool:
+            others += [~column, np.full(column.shape, 2, np.uint8).view(bool)]
+        for other in others:
+            refused += not survives(parts, parts.description, columns | {name: other})
+        rest = {key: value for key, value in columns.items() if key != name}
+        assert not survives(parts, parts.description, rest)
+        assert not survives(parts, parts.description, columns | {f"{name}/9": column})
+    assert refused > 250
+
+
+def test_what_a_check_can_know_is_refused() -> None:
+    parts = filled("delta", 13).to_parts()
+    columns = dict(parts.columns)
+    cases: list[tuple[tuple[Any, ...], Any, str]] = [
+        (("size",), 11, "oldest"),
+        (("n_records",), 11, "n_records"),
+        (("n_records",), 9, "oldest"),
+        (("oldest",), 10, "oldest"),
+        (("oldest",), 4, "episodes"),
+        (("ended",), True, "episodes"),
+        (("frames", "ch_num"), 3, "store of 10 frames"),
+        (("frames", "res"), [12, 13], "store of 10 frames"),
+        (("frames", "compression_method"), "rle", "not with 'rle'"),
+        (("frames",), None, "has a store"),
+        (("features",), ["health"], "columns"),
+        (("features",), ["health", "health"], "not different"),
+        (("shapes", "action", "of"), None, "nothing is known of"),
+        (("shapes", "action"), None, "no actions"),
+    ]
+    for path, to, said in cases:
+        with pytest.raises(FileFormatError, match=said):
+            make(LoadedParts(parts.kind, changed(parts.description, path, to), columns, parts.stores))
+
+
+@pytest.mark.parametrize("kind", ["frameless", "delta"])
+def test_bits_that_flip_are_noticed(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    buffer = filled(kind, 13)
+    buffer.save(path)
+    whole, expected = path.read_bytes(), contents(buffer)
+    random = np.random.default_rng(0)
+    for at in random.integers(0, len(whole) * 8, 150).tolist():
+        data = bytearray(whole)
+        data[at // 8] ^= 1 << at % 8
+        path.write_bytes(bytes(data))
+        with contextlib.suppress(ExtraBuffersError):
+            # some bytes mean nothing
+            assert contents(BaseRecordBuffer.load(path)) == expected
+
+
+@pytest.mark.parametrize("kind", ["frameless", "delta"])
+def test_recordings_of_before_are_read(kind: str) -> None:
+    """Made by ``python -m tests.recording.test_trust``."""
+    buffer = BaseRecordBuffer.load(GOLDEN / f"{kind}.recording")
+    assert contents(buffer) == contents(filled(kind, 13))
+    add(buffer, 13)
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(parents=True, exist_ok=True)
+    for kind in ("frameless", "delta"):
+        filled(kind, 13).save(GOLDEN / f"{kind}.recording")
