@@ -27,12 +27,13 @@ SUBJECTS: dict[str, object] = dict(subjects())
 SAVEABLES: dict[str, object] = dict(saveables())
 #: the long form forges and damages all kinds
 FORGED = ["delta", "gzip", "none", "mmap", "prioritized", "dict", "her", "recurrent-rollout", "gpu-delta", "gpu-zstd",
-          "array-delta", "torchrl-delta", "recording", "experience", "experience-tensors", "service"]  # fmt: skip
+          "array-delta", "torchrl-delta", "recording", "experience", "service"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(SUBJECTS))
 def test_an_interrupted_add_leaves_the_state_before_or_after_the_step(name: str) -> None:
-    interrupts.torture(name, 18, seed=1).check()
+    # a storage of TorchRL takes long to make
+    interrupts.torture(name, 9 if "torchrl" in name else 18, seed=1).check()
 
 
 @pytest.mark.parametrize("name", _of(["delta", "zstd"], SUBJECTS))
