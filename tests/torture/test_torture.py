@@ -43,7 +43,10 @@ def test_an_interrupted_add_is_whole_with_the_reference_kernels(name: str) -> No
 
 @pytest.mark.parametrize("name", _of(starvation.KINDS, SUBJECTS))
 def test_a_failed_allocation_of_an_array_changes_nothing(name: str) -> None:
-    starvation.starve_arrays(name, seed=1, every=5, steps_at=(1, 11, 12, 33)).check()
+    report = starvation.starve_arrays(name, seed=1, steps_at=(1, 11, 33))
+
+    # some kinds allocate nothing at these steps
+    assert not report.defects, report.distinct()
 
 
 @pytest.mark.skipif(not starvation.can_starve_objects(), reason="needs CPython's _testcapi")
