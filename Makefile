@@ -17,7 +17,7 @@ help:
 	@echo "make demo    train an agent on a real Atari game, beside SB3's own buffer"
 	@echo "make test    the tests, with every optional package and then with none"
 	@echo "make check   lint, format, types and the tests"
-	@echo "make torture kill and damage saved buffers, again and again"
+	@echo "make torture interrupt, starve, forge, damage and kill, again and again"
 	@echo "make bench   measure, then write docs/ from the measurements"
 	@echo "make docs    write docs/ from the measurements already made, and build site/ from it"
 
@@ -58,7 +58,7 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 torture: $(READY)
-	$(BIN)/python -m tests.files.torture
+	$(BIN)/python -m tests.torture
 
 clean:
 	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis

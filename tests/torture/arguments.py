@@ -39,9 +39,11 @@ Call = tuple[str, list[Any], dict[str, Any]]
 
 #: methods that take no argument worth changing, or that are Gymnasium's, NumPy's and TorchRL's own business
 _PLAIN = {
-    "size", "reset", "memory_usage", "held_bytes", "check", "set_env", "beta_now", "to_parts", "checkpoint", "end_episode",
+    "size", "reset", "memory_usage", "held_bytes", "check", "set_env", "beta_now", "to_parts", "checkpoint",
+    "end_episode",
     "truncate_last_trajectory", "swap_and_flatten", "describe", "load", "open", "save", "export", "astype", "sibling",
-    "process_id", "to_torch", "tolist", "copy", "close",
+    "process_id", "to_torch", "tolist", "copy", "close", "sample_all", "empty_copy", "share", "state_dict", "read_with",
+    "write_with", "check_data", "load_state_dict",
 }  # fmt: skip
 
 
@@ -78,6 +80,7 @@ def calls(name: str, made: Any, step: Step, place: Path) -> Iterator[Call]:
         yield "reshape", [made.shape], {}
         yield "swapaxes", [0, 1], {}
         yield "erase", [0], {}
+        yield "fill", [0], {}
     elif name == "recording":
         yield "add", [step.image[0], 1.0, 2, {"speed": step.vectors[0, 0]}, False], {}
         yield "__getitem__", [0], {}

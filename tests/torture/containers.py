@@ -97,7 +97,7 @@ class Container:
         tree, record = dict(self.tree), copy.deepcopy(self.record)
         # what was there stays; everything else comes behind it
         end = min(len(self.data), self.record["data"]["size"])
-        data, entries = bytearray(tree[self.data_name][:end]), []
+        data, entries = bytearray(tree[self.data_name][:end]), list[tuple[int, int]]()
         for (store, name), array in tables.items():
             flat = np.ascontiguousarray(array).tobytes()
             described = [array.dtype.str, list(array.shape), len(entries)]
@@ -146,7 +146,7 @@ def _ends_as_saved(data: bytes) -> bool:
 
 
 def _is_ours(data: bytes) -> bool:
-    return {"columns", "stores", "index", "data"} <= json.loads(data).keys()
+    return bool({"columns", "stores", "index", "data"} <= json.loads(data).keys())
 
 
 def containers_of(tree: Tree) -> list[str]:

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sb3_extra_buffers import files
 from sb3_extra_buffers.errors import ExtraBuffersError
 from tests.torture.running import Outcome, Report, brief, run_trials
@@ -84,13 +86,14 @@ def judge(subject: Subject, steps: list[Step], copied: Any, first: int, last: in
     """What is wrong with a copy that was made between these two counts of steps."""
     subject.check(copied)
     found = subject.contents(copied)
-    what = "no state"
-    for expected in model_states(subject, steps, first, last):
-        difference_here = difference(found, expected)
-        if difference_here is None:
-            return None
-        what = difference_here
-    return f"none of the states after {first} to {last} steps: {what}"
+    states = model_states(subject, steps, first, last)
+    found_out = [difference(found, expected) for expected in states]
+    if None in found_out:
+        return None
+    # those with the same position say most
+    position = int(found.get("pos", np.array(-1)))
+    same = [what for what, state in zip(found_out, states, strict=True) if int(state.get("pos", -2)) == position]
+    return f"none of the states after {first} to {last} steps: {[*same, *found_out][0]}"
 
 
 def _pickled(buffer: Any) -> Any:
@@ -160,10 +163,10 @@ def _fork_once(writer: Writer) -> tuple[str, str]:
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read().decode()
-    outcome, _, line = said.partition(" ")
+        heard = pipe.read().decode()
+    outcome, _, line = heard.partition(" ")
     _, status = os.waitpid(child, 0)
-    if said.startswith("Timeout"):
+    if heard.startswith("Timeout"):
         return "hangs", "the child waits " + " | ".join(line.split("\n")[1:4])
     if status:
         return "crashes", f"the child ended with {status}"

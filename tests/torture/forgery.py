@@ -119,7 +119,7 @@ def attempt(saveable: Saveable, tree: Tree, rng: random.Random, steps: list[Any]
             run.outcomes["loaded"] += 1
             run.tried("use", lambda: saveable.use(made, place, steps))
             run.tried("close", lambda: saveable.close(made))
-        del made
+        made = None
         what_else = disturbed(place)
         if what_else is not None:
             run.fault("wrong", what_else)

@@ -246,8 +246,8 @@ def torture(
                 if by_signal:
                     well = run.interrupt_later(max(rng.random() * costs[0].seconds[run.at] * 1.2, 1e-6))
                 else:
-                    error = MemoryError("injected") if rng.random() < 0.25 else KeyboardInterrupt()
-                    well = run.interrupt(Injector(rng.randint(1, max(costs[0].opcodes[run.at], 1)), error))
+                    raised = MemoryError("injected") if rng.random() < 0.25 else KeyboardInterrupt()
+                    well = run.interrupt(Injector(rng.randint(1, max(costs[0].opcodes[run.at], 1)), raised))
                 if not well:
                     break
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from typing import Any
@@ -41,10 +42,8 @@ def mutate_json(tree: Any, rng: random.Random) -> str:
         return f"{key!r} removed"
     if how < 0.16:
         other, other_key = rng.choice(places)
-        try:
+        with contextlib.suppress(KeyError, IndexError):
             node[key], other[other_key] = copy.deepcopy(other[other_key]), copy.deepcopy(value)
-        except (KeyError, IndexError):
-            pass
         return f"{key!r} and {other_key!r} exchanged"
     if how < 0.22 and isinstance(node, dict):
         node[rng.choice(["x", "", str(key) + "2", "../x"])] = copy.deepcopy(value)
@@ -112,14 +111,19 @@ def _extreme(dtype: np.dtype[Any], rng: random.Random) -> Any:
     return rng.choice([info.min, info.max, 0, 1, info.max // 2, max(info.min, -1)])
 
 
-def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
-    """``data`` with a bit flipped, an end cut off, or a stretch overwritten."""
+def damage(data: bytes, rng: random.Random) -> tuple[bytes, str]:
+    """``data`` with a bit flipped, an end cut off, or a stretch overwritten; and which of these it was."""
     kind = rng.choices(["flip", "cut", "zeros", "noise", "double"], [8, 4, 1, 1, 1])[0]
     at = rng.randrange(max(len(data), 1))
     if kind == "flip" and data:
-        return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+        return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :], kind
     if kind == "cut":
-        return data[:at]
+        return data[:at], kind
     stretch = data[at : at + rng.choice([1, 8, 100, 4096])]
     new = rng.randbytes(len(stretch)) if kind == "noise" else stretch * 2 if kind == "double" else bytes(len(stretch))
-    return data[:at] + new + data[at + len(stretch) :]
+    return data[:at] + new + data[at + len(stretch) :], kind
+
+
+def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
+    """Damaged ``data``."""
+    return damage(data, rng)[0]

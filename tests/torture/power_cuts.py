@@ -82,7 +82,7 @@ class Recorder:
                 Event(synced=recorder._number(os.stat(heap.file).st_ino), said=f"flush {heap.file.name}")
             )
 
-        FileHeap.flush = flush_heap  # type: ignore[method-assign]
+        FileHeap.flush = flush_heap  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -310,7 +310,7 @@ def saved_beside(name: str) -> Scenario:
     """Save to a new folder each time, sharing what the one before has."""
 
     def run(root: Path, seed: int) -> Story:
-        saveable, previous = saveables()[name], []
+        saveable, previous = saveables()[name], list[Path]()
 
         def keep(made: Any, number: int) -> bool:
             if number % 5 != 4:

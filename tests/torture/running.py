@@ -90,6 +90,9 @@ def run_trials(
         timeout: Seconds that one trial may take.
         quiet: Print no progress.
     """
+    from tests.torture.subjects import warm_up
+
+    warm_up()
     report, begun, first = Report(name), time.monotonic(), 0
     while first < count and (wanted is None or report.states < wanted):
         first = _run_child(report, trial, first, count, set_up, wanted, timeout, quiet)

@@ -32,15 +32,15 @@ STEPS = (0, 1, 5, 10, 11, 12, 19, 20, 27, 33, 41, 52)
 
 KINDS = (
     "auto", "delta", "zstd", "none", "palette", "mmap", "evict", "n-step", "prioritized", "dict", "her", "rollout",
-    "recurrent-rollout", "gpu-none", "gpu-delta", "gpu-zstd", "gpu-rollout-delta", "array-delta", "array-zstd", "record",
-    "torchrl-delta",
+    "recurrent-rollout", "gpu-none", "gpu-delta", "gpu-zstd", "gpu-rollout-delta", "array-delta", "array-zstd",
+    "record", "torchrl-delta",
 )  # fmt: skip
 OBJECT_STEPS = (1, 11, 12, 33)
 #: those that need nothing but NumPy and the interpreter
 OBJECTS = ("auto", "delta", "none", "gzip", "mmap", "evict", "prioritized", "dict", "her", "array-delta", "record")
 
 
-class Starved(MemoryError):
+class StarvedError(MemoryError):
     """Raised in the place of an allocation."""
 
 
@@ -89,7 +89,7 @@ class Seams:
     def __enter__(self) -> Seams:
         self._undo: list[tuple[Any, str, Any]] = []
         for name in _ARRAYS:
-            self._replace(np, name, lambda: Starved("no array"))
+            self._replace(np, name, lambda: StarvedError("no array"))
         self._replace(os, "ftruncate", lambda: OSError(errno.ENOSPC, "No space left on device"))
         seams, plain = self, mmap.mmap
 

@@ -408,14 +408,14 @@ class StorageSubject(Subject):
     def add(self, buffer: Any, step: Step) -> None:
         at = np.arange(N_ENVS) + step.number * N_ENVS % (SIZE * N_ENVS)
         if isinstance(buffer, dict):
-            for name, rows in self._rows(step).items():
-                column = buffer.setdefault(name, np.zeros((SIZE * N_ENVS, *rows.shape[1:]), rows.dtype))
-                column[at] = rows
+            for name, part in self._rows(step).items():
+                column = buffer.setdefault(name, np.zeros((SIZE * N_ENVS, *part.shape[1:]), part.dtype))
+                column[at] = part
             buffer["len"] = np.array(max(int(buffer.get("len", 0)), int(at[-1]) + 1))
             return
         from tensordict import TensorDict
 
-        rows = {name: th.from_numpy(rows) for name, rows in self._rows(step).items()}
+        rows: dict[str, Any] = {name: th.from_numpy(part) for name, part in self._rows(step).items()}
         next_pixels = rows.pop("next")
         data = TensorDict({**rows, "next": {"pixels": next_pixels}}, batch_size=[N_ENVS])
         buffer.set(th.from_numpy(at), data)
@@ -517,7 +517,7 @@ def _subjects() -> Iterator[Subject]:
 
         masked = _rollout("CompressedMaskableRolloutBuffer", compression_method="delta")
         yield Sb3("maskable-rollout", masked, _plain(MaskableRolloutBuffer))
-        shape = {"hidden_state_shape": (SIZE, 1, N_ENVS, 4)}
+        shape: dict[str, Any] = {"hidden_state_shape": (SIZE, 1, N_ENVS, 4)}
         recurrent = _rollout("CompressedRecurrentRolloutBuffer", compression_method="delta", **shape)
         yield Sb3("recurrent-rollout", recurrent, _plain(RecurrentRolloutBuffer, **shape))
     for method in ("none", "delta", "zstd"):
@@ -539,6 +539,18 @@ def _subjects() -> Iterator[Subject]:
 def subjects() -> dict[str, Subject]:
     """Every kind by name."""
     return {subject.name: subject for subject in _subjects()}
+
+
+@cache
+def warm_up() -> None:
+    """Load the compiled kernels, so that no child has to."""
+    for name in ("delta", "gpu-delta"):
+        subject = subjects()[name]
+        buffer = subject.make(Path())
+        for step in make_steps(0, 30):
+            subject.add(buffer, step)
+        subject.contents(buffer)
+        subject.batch(buffer, 0)
 
 
 def use_reference_kernels() -> None:
