@@ -46,7 +46,7 @@ class Heap:
         self.path = path
         self.lengths = np.zeros(n_slots, np.int32)
         self.live_bytes = 0
-        self.n_repacks = 0
+        self.n_repacks = self._n_rebuilds = 0
         area = map_bytes(0, path)
         self._arena = Arena(area, np.frombuffer(area, np.uint8), np.zeros(n_slots, np.int64))
         self._head = 0
@@ -166,6 +166,7 @@ class Heap:
             # the ring begins after its widest gap, the last one of several
             gaps = np.append(starts[1:], self.capacity + starts[0]) - (starts + lengths)
             live = np.roll(live, int(np.argmax(gaps[::-1])))
+        self._n_rebuilds += 1
         self._first = self._n_order = self._first_number = 0
         self._append(live)
         self._head = self._end_of(live)
@@ -178,16 +179,16 @@ class Heap:
     # ---- copies elsewhere ----
 
     @property
-    def mark(self) -> tuple[object, int]:
+    def mark(self) -> tuple[object, int, int]:
         """The state of things, for `written_since`."""
-        return self._arena.area, (self._first_number + self._n_order) & _NUMBER
+        return self._arena.area, self._n_rebuilds, (self._first_number + self._n_order) & _NUMBER
 
-    def written_since(self, mark: tuple[object, int]) -> npt.NDArray[np.int32] | None:
-        """Slots whose payloads were written since then; None if they have been moved, all of them."""
-        area, number = mark
-        if area is not self._arena.area:
+    def written_since(self, mark: tuple[object, int, int]) -> npt.NDArray[np.int32] | None:
+        """Slots whose payloads were written since then; None if that may be all of them."""
+        area, n_rebuilds, number = self.mark
+        if mark[0] is not area or mark[1] != n_rebuilds:
             return None
-        return self._listed((self.mark[1] - number) & _NUMBER)
+        return self._listed((number - mark[2]) & _NUMBER)
 
     # ---- files ----
 

@@ -22,7 +22,7 @@ class HeapMirror:
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
         self._bytes = torch.empty(0, dtype=torch.uint8, device=staging.device)
-        self._mark: tuple[object, int] = (None, 0)
+        self._mark: tuple[object, int, int] = (None, 0, 0)
 
     @property
     def nbytes(self) -> int:

@@ -291,6 +291,10 @@ def _put_frames(
     if not read_only:
         _remember_frames(inner)
         _make_room(inner, record["room"])
+        try:
+            inner.check()
+        except AssertionError as problem:
+            raise FileFormatError(f"the saved store contradicts itself: {problem}") from problem
     return inner
 
 
