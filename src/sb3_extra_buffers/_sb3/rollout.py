@@ -198,7 +198,12 @@ class RolloutMixin(CompressedStorage, _Base):
 
 
 class RolloutFirst(OptionsFirst):
-    """`OptionsFirst` for rollout buffers that have a `get` of their own."""
+    """`OptionsFirst` for rollout buffers that have an `add` and a `get` of their own."""
+
+    def add(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Add one step of every environment."""
+        self._check_writable()  # before the buffer behind this writes columns of its own
+        super().add(*args, **kwargs)  # type: ignore[misc]  # this stands before a buffer
 
     def get(self: Any, batch_size: int | None = None) -> Any:
         """The rollout in random batches, in the order of the buffer behind this."""
