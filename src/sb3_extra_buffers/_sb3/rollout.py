@@ -227,6 +227,7 @@ class RolloutFirst(OptionsFirst):
 
     def add(self: Any, *args: Any, **kwargs: Any) -> None:
         """Add one step of every environment: all of it, or after an exception of whatever kind nothing."""
+        self._check_writable()
         with self._lock:
             self._recover()
             position = min(self.pos, self.buffer_size - 1)

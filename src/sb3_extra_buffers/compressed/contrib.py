@@ -27,11 +27,11 @@ class CompressedMaskableDictRolloutBuffer(RolloutFirst, MaskableDictRolloutBuffe
     """`MaskableDictRolloutBuffer` with compressed observations."""
 
 
-class CompressedRecurrentRolloutBuffer(RolloutFirst, RecurrentRolloutBuffer, CompressedRolloutBuffer):  # type: ignore[misc]  # its add has one argument more
+class CompressedRecurrentRolloutBuffer(RolloutFirst, RecurrentRolloutBuffer, CompressedRolloutBuffer):
     """`RecurrentRolloutBuffer` with compressed observations; `use_rollout_buffer` gives one to a model."""
 
 
-class CompressedRecurrentDictRolloutBuffer(RolloutFirst, RecurrentDictRolloutBuffer, CompressedDictRolloutBuffer):  # type: ignore[misc]  # its add has one argument more
+class CompressedRecurrentDictRolloutBuffer(RolloutFirst, RecurrentDictRolloutBuffer, CompressedDictRolloutBuffer):
     """`RecurrentDictRolloutBuffer` with compressed observations; `use_rollout_buffer` gives one to a model."""
 
 

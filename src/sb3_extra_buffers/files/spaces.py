@@ -50,7 +50,7 @@ def space_from_json(record: Any) -> Any:
         if kind == "MultiDiscrete":
             dtype: Any = parse_dtype(record["dtype"])
             nvec, start = np.array(record["nvec"], dtype), np.array(record["start"], dtype)
-            given = {"start": start} if start.any() else {}
+            given: Any = {"start": start} if start.any() else {}
             return spaces.MultiDiscrete(nvec, dtype=dtype.type, **given)
         if kind == "MultiBinary":
             shape = _shape(record["shape"])
