@@ -428,7 +428,7 @@ def _look(story: Story, stop: int, disk: Disk, mode: str) -> Outcome:
                 return Counter({"wrong": 1}), [f"{where}: state {least} was promised, but {brief(error)}"]
             return Counter({"nothing was promised": 1}), []
         except Exception as error:
-            if isinstance(error, FileNotFoundError) and not any(place.rglob("*")):
+            if isinstance(error, FileNotFoundError) and not least:
                 return Counter({"nothing was promised": 1}), []
             return Counter({"unnamed": 1}), [f"{where}: {brief(error)}"]
     for state in range(most, -1, -1):
