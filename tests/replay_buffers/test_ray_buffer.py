@@ -20,7 +20,6 @@ pytest.importorskip("torchrl")
 pytest.importorskip("ray")
 
 import ray
-
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 
 from sb3_extra_buffers.errors import (
