@@ -15,7 +15,7 @@ from gymnasium import spaces
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers.codecs.registry import codec_options
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.errors import SpecMismatchError
+from sb3_extra_buffers.errors import ArgumentError, SpecMismatchError
 from sb3_extra_buffers.stores.choice import choose_unseen
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
@@ -193,7 +193,7 @@ def check_count(value: Any, name: str, least: int = 1) -> int:
     except TypeError:
         count = -1
     if isinstance(value, (bool, np.bool_)) or not least <= count < 1 << 40:
-        raise SpecMismatchError(f"{name} must be a whole number from {least} on, got {value!r}")
+        raise ArgumentError(f"{name} must be a whole number from {least} on, got {value!r}")
     return count
 
 

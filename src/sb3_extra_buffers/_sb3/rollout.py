@@ -90,25 +90,26 @@ class RolloutMixin(CompressedStorage, _Base):
     def reset(self) -> None:
         """Forget the rollout; what was learnt about the observations stays."""
         self._check_writable()
-        self._step = None
-        shape: Any = self.obs_shape
-        # SB3 lays out everything else; observations of no elements cost it nothing
-        self.obs_shape = {} if isinstance(shape, dict) else (0,)  # type: ignore[assignment]  # Dict buffers have a dict
-        try:
-            super().reset()
-        finally:
-            self.obs_shape = shape
-        if self._leaves is None:
-            lead = (self.buffer_size, self.n_envs)
-            self._leaves = make_leaves(self.observation_space, shape, lead, self._options)
-        else:
-            for _, leaf in each_leaf(self._leaves):
-                if isinstance(leaf, StoreView):
-                    leaf.store.clear()
-                else:
-                    leaf[...] = 0
-        # get() replaces these by flattened views
-        self.observations = Leaves(self._leaves) if isinstance(self._leaves, dict) else self._leaves
+        with self._lock:
+            self._recover()
+            shape: Any = self.obs_shape
+            # SB3 lays out everything else; observations of no elements cost it nothing
+            self.obs_shape = {} if isinstance(shape, dict) else (0,)  # type: ignore[assignment]  # Dict buffers have a dict
+            try:
+                super().reset()
+            finally:
+                self.obs_shape = shape
+            if self._leaves is None:
+                lead = (self.buffer_size, self.n_envs)
+                self._leaves = make_leaves(self.observation_space, shape, lead, self._options)
+            else:
+                for _, leaf in each_leaf(self._leaves):
+                    if isinstance(leaf, StoreView):
+                        leaf.store.clear()
+                    else:
+                        leaf[...] = 0
+            # get() replaces these by flattened views
+            self.observations = Leaves(self._leaves) if isinstance(self._leaves, dict) else self._leaves
 
     def add(self, obs: Any, action: Any, reward: Any, episode_start: Any, value: Any, log_prob: Any) -> None:
         """Add one step of every environment: all of it, or after an exception of whatever kind nothing."""

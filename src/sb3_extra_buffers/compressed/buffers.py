@@ -171,7 +171,9 @@ class CompressedHerReplayBuffer(OptionsFirst, HerReplayBuffer, CompressedDictRep
         self._lock = fork_safe_lock(of_buffer=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self._frozen_state(super().__getstate__())
+        with self._lock:
+            self._recover()
+            return self._frozen_state(super().__getstate__())
 
     def _forget_step(self, step: int) -> None:
         # no goal may be taken from an episode whose beginning is gone

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch as th
 from gymnasium import spaces
 
-from sb3_extra_buffers._sb3.leaves import fit, fit_actions, fit_column
+from sb3_extra_buffers._sb3.leaves import check_count, fit
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers.codecs.registry import codec_options, get_codec
 from sb3_extra_buffers.codecs.spec import ObsSpec
@@ -276,52 +276,18 @@ def _cannot_fail(plan: PlannedWrite) -> bool:
 
 def fit_batch(store: DeviceObservations, observations: Any, name: str) -> Any:
     """``observations`` of all environments in the space's shape and dtype, or an error."""
-    return np.ascontiguousarray(fit(store, as_array(observations, name), name))  # type: ignore[arg-type]  # it has a shape and a dtype
-
-
-def fit_action(column: npt.NDArray[Any], action: Any) -> Any:
-    """Actions of all environments, as a step of ``column`` holds them, or an error."""
-    return fit_actions(column, as_array(action, "action"))
-
-
-def fit_numbers(column: npt.NDArray[Any], values: Any, name: str) -> Any:
-    """A number for each environment, as a step of ``column`` holds them, or an error."""
-    array = as_array(values, name)
-    if array.dtype.kind not in "biuf":
-        raise SpecMismatchError(f"{name} has dtype {array.dtype}, but {column.shape[1]} numbers are needed")
-    # cast now: it may warn of what overflows, and warnings may be errors
-    return fit_column(array, column.shape[1], name).astype(column.dtype)
-
-
-def as_array(values: Any, name: str) -> npt.NDArray[Any]:
-    """``values`` as an array, or an error that names them."""
-    try:
-        return np.asarray(values.detach().cpu() if isinstance(values, th.Tensor) else values)
-    except (ValueError, TypeError, RuntimeError) as problem:
-        raise SpecMismatchError(f"{name} is {type(values).__name__}, which is no array: {problem}") from problem
-
-
-def check_count(value: Any, name: str, least: int = 1) -> int:
-    """``value``, if it is a whole number from ``least`` on."""
-    number = _whole_number(value)
-    if isinstance(value, bool) or number is None or not least <= number < _MOST:
-        raise SpecMismatchError(f"{name} must be a whole number from {least} to {_MOST - 1}, got {value!r}")
-    return number
+    return np.ascontiguousarray(fit(store, observations, name))  # type: ignore[arg-type]  # it has a shape and a dtype
 
 
 def check_index(value: Any, count: int, name: str) -> int:
     """``value`` as an index below ``count``; negative ones count from the end."""
-    number = _whole_number(value)
-    if number is None or not -count <= number < count:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = count
+    if not -count <= number < count:
         raise IndexOutOfRangeError(f"{name} must be a whole number from {-count} to {count - 1}, got {value!r}")
     return number % count
-
-
-def _whole_number(value: Any) -> int | None:
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
 
 
 def _place(device: th.device | str) -> DevicePlace:

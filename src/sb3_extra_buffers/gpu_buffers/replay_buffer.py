@@ -13,16 +13,13 @@ from stable_baselines3.common.buffers import BaseBuffer, ReplayBuffer
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
+from sb3_extra_buffers._sb3.leaves import as_array, check_count, fit_actions, fit_column
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers.errors import EmptyBufferError, SpecMismatchError
 from sb3_extra_buffers.gpu_buffers.base import (
     BaseGpuBuffer,
     Step,
-    as_array,
-    check_count,
     check_index,
-    fit_action,
-    fit_numbers,
     old_slot_bytes,
 )
 from sb3_extra_buffers.stores.device_observation import CellBatch
@@ -107,11 +104,11 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
             # fast path: skip validation when shape and dtype already match
             position, actions, lane = self.pos, self.actions, self._lane
             if type(action) is not np.ndarray or action.dtype != actions.dtype or action.shape != actions.shape[1:]:
-                action = fit_action(actions, action)
+                action = fit_actions(actions, action)
             if type(reward) is not np.ndarray or reward.dtype != _FLOAT32 or reward.shape != lane:
-                reward = fit_numbers(self.rewards, reward, "reward")
+                reward = fit_column(reward, self.n_envs, "reward")
             if type(done) is not np.ndarray or done.dtype.char not in "?f" or done.shape != lane:
-                done = fit_numbers(self.dones, done, "done")
+                done = fit_column(done, self.n_envs, "done")
             columns = [(actions, action), (self.rewards, reward), (self.dones, done)]
             if self.handle_timeout_termination:
                 columns.append((self.timeouts, self._fit_infos(infos)))
@@ -134,7 +131,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         found = [as_array(value, "TimeLimit.truncated") for value in truncated]
         if any(value.size != 1 for value in found) or len(found) not in (1, self.n_envs):
             raise SpecMismatchError(f"{len(found)} infos for {self.n_envs} environments; check n_envs")
-        return fit_numbers(self.timeouts, np.concatenate([value.reshape(1) for value in found]), "TimeLimit.truncated")
+        return fit_column(np.concatenate([value.reshape(1) for value in found]), self.n_envs, "TimeLimit.truncated")
 
     def reset(self) -> None:
         """Forget all steps."""

@@ -12,16 +12,13 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.type_aliases import DictRolloutBufferSamples, RolloutBufferSamples
 
+from sb3_extra_buffers._sb3.leaves import as_array, check_count, fit_actions, fit_column
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers.errors import AlgorithmMismatchError, EmptyBufferError, IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.gpu_buffers.base import (
     BaseGpuBuffer,
     Step,
-    as_array,
-    check_count,
     check_index,
-    fit_action,
-    fit_numbers,
     old_slot_bytes,
 )
 from sb3_extra_buffers.stores.device_observation import CellBatch
@@ -111,12 +108,12 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
             # fast path: skip validation when shape and dtype already match
             actions, lane = self.actions, (self.n_envs,)
             if type(action) is not np.ndarray or action.dtype != actions.dtype or action.shape != actions.shape[1:]:
-                action = fit_action(actions, action)
+                action = fit_actions(actions, action)
             if type(reward) is not np.ndarray or reward.dtype != _FLOAT32 or reward.shape != lane:
-                reward = fit_numbers(self.rewards, reward, "reward")
+                reward = fit_column(reward, self.n_envs, "reward")
             starts = episode_start
             if type(starts) is not np.ndarray or starts.dtype.char not in "?f" or starts.shape != lane:
-                starts = fit_numbers(self.episode_starts, starts, "episode_start")
+                starts = fit_column(starts, self.n_envs, "episode_start")
             columns = (
                 (self.values, values), (self.log_probs, log_probs), (actions, action), (self.rewards, reward),
                 (self.episode_starts, starts),
@@ -135,7 +132,7 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         ):  # fmt: skip
             return th.stack((value.detach().flatten(), log_prob.detach().flatten())).cpu().numpy()
         return [
-            fit_numbers(self.values, as_array(given, name).reshape(-1), name)
+            fit_column(as_array(given, name).reshape(-1), self.n_envs, name)
             for given, name in ((value, "value"), (log_prob, "log_prob"))
         ]
 
@@ -143,8 +140,8 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         """Compute returns and advantages from the values after the last step, as SB3 does."""
         if self.generator_ready:
             raise SpecMismatchError("the rollout was read already; returns are computed before get()")
-        last = fit_numbers(self.values, as_array(last_values, "last_values").reshape(-1), "last_values")
-        ended = fit_numbers(self.values, dones, "dones")
+        last = fit_column(as_array(last_values, "last_values").reshape(-1), self.n_envs, "last_values")
+        ended = fit_column(dones, self.n_envs, "dones")
         super().compute_returns_and_advantage(th.from_numpy(np.array(last)), ended)
 
     def get(self, batch_size: int | None = None) -> Generator[Any, None, None]:
