@@ -35,7 +35,7 @@ class _Interrupt:
         return self
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _sheltered(code: CodeType) -> frozenset[int]:
     """Offsets between two calls where context managers are entered and left: Python takes no signals there."""
     found, sheltered = list(dis.get_instructions(code)), set()

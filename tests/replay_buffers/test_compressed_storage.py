@@ -42,8 +42,8 @@ from sb3_extra_buffers.errors import (
     UnknownFieldError,
     UnsupportedVersionError,
 )
-from sb3_extra_buffers.kernels import has_numba
 from sb3_extra_buffers.files.manifest import dump
+from sb3_extra_buffers.kernels import has_numba
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
 from sb3_extra_buffers.replay_buffers.stored_tensor import to_numpy
 from tests.replay_buffers.playing import SIDE, STACK, assert_same, steps, trajectory

@@ -23,7 +23,6 @@ from sb3_extra_buffers.errors import (
 from sb3_extra_buffers.replay_buffers.groups import Group, Pilot, join_keys
 from sb3_extra_buffers.replay_buffers.portable import PortableStorage
 from sb3_extra_buffers.replay_buffers.schema import (
-    ADDED,
     Key,
     Spec,
     at_least,
@@ -186,7 +185,8 @@ class CompressedStorage(PortableStorage):
 
     def _layout(self, specs: Mapping[Key, Spec]) -> Layout:
         """Which keys stay as they are, and which others share a store."""
-        dense, large = [], []
+        dense: list[Key] = []
+        large: list[Key] = []
         for key, (shape, dtype) in specs.items():
             spec = leaf_spec(shape[self.ndim - 1 :], dtype)
             method = self._method(key)
@@ -315,6 +315,9 @@ class CompressedStorage(PortableStorage):
         self._prepare(write, positions, data, shape)
         if set_cursor:
             counted = positions.size if steps is not None else self._count_items(data, cursor)
+            if not isinstance(cursor, (int, np.integer, slice, range, torch.Tensor)):
+                # as TorchRL knows it
+                cursor = torch.from_numpy(positions // math.prod(self.lead[1:]))
             write.cursor, write.length = cursor, min(write.before[1] + counted, self.max_size)
         # what nobody can read yet is simply not counted if this fails
         # those in turn begin with the lowest
@@ -342,7 +345,9 @@ class CompressedStorage(PortableStorage):
         """Positions that any other index names, in its shape."""
         parts = index if isinstance(index, tuple) else (index,)
         known = tuple(
-            part.detach().cpu().numpy() if isinstance(part, torch.Tensor) else _as_array(part)
+            part.detach().cpu().numpy()
+            if isinstance(part, torch.Tensor)
+            else _as_array(part)
             if isinstance(part, (list, range))
             else part
             for part in parts
@@ -419,7 +424,8 @@ class CompressedStorage(PortableStorage):
         if self._open is None:
             return
         with self._lock:
-            write = self._open
+            # another thread may have done it meanwhile
+            write: Write | None = vars(self)["_open"]
             if write is None:
                 return
             if write.before is not None and not write.done:
@@ -464,6 +470,8 @@ class CompressedStorage(PortableStorage):
             return self._get(index)
 
     def _get(self, index: Any) -> Any:
+        if isinstance(index, str):
+            raise IndexOutOfRangeError(f"items are found by position, got {index!r}; use get_fields for a field")
         if not self.initialized or not is_tensor_collection(self._storage):
             return super().get(index)
         if isinstance(index, (int, np.integer)):
@@ -476,9 +484,12 @@ class CompressedStorage(PortableStorage):
 
     def get_fields(self, index: Any, keys: Sequence[Key]) -> list[torch.Tensor]:
         """Only ``keys`` of the items at ``index``; nothing else is decoded."""
-        unknown = [key for key in keys if key not in self.specs]
+        if not isinstance(keys, (list, tuple)):
+            raise UnknownFieldError(f"keys must be a list of fields, got {keys!r}")
+        known = list(self.specs)
+        unknown = [key for key in keys if key not in known]
         if unknown:
-            raise UnknownFieldError(f"no field {names_of(unknown)}; there are {names_of(self.specs)}")
+            raise UnknownFieldError(f"no field {', '.join(map(repr, unknown))}; there are {names_of(self.specs)}")
         positions = self._positions(index)
         if positions is None:
             raise IndexOutOfRangeError(f"items are found by integers, got {index!r}")

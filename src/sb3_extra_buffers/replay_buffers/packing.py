@@ -145,7 +145,9 @@ class _Packet:
             f"tensors {places!r}",
         )
         first = self.leaves[places[0]]
-        alike = all((leaf.shape, leaf.dtype) == (first.shape, first.dtype) for leaf in map(self.leaves.__getitem__, places))
+        alike = all(
+            (leaf.shape, leaf.dtype) == (first.shape, first.dtype) for leaf in map(self.leaves.__getitem__, places)
+        )
         _require(alike and first.nbytes > 0, f"tensors {places} together")
         # the last section is that of small tensors
         _require(type(section) is int and 0 <= section < len(self.sections) - 2, f"section {section!r}")
@@ -157,7 +159,15 @@ class _Packet:
     def unpack(self) -> Any:
         try:
             return self._unpack()
-        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError, RuntimeError, MemoryError) as error:
+        except (
+            ArithmeticError,
+            AssertionError,
+            LookupError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+            MemoryError,
+        ) as error:
             if isinstance(error, CorruptPayloadError):
                 raise
             raise CorruptPayloadError(f"a packet contradicts itself: {error}") from error

@@ -210,7 +210,8 @@ class CompressedReplayService(TensorDictReplayBuffer):  # type: ignore[misc]  # 
             self._switch(folder, None)
             return
         note = read_json(folder / _CURRENT)
-        snapshot, journal = note.get("snapshot"), note.get("journal")
+        snapshot: Any = note.get("snapshot")
+        journal: Any = note.get("journal")
         if note.get("format") != _FORMAT or not _is_ours(journal, "journal-"):
             raise FileFormatError(f"{folder / _CURRENT} was not written by a buffer")
         if snapshot is not None:
@@ -222,7 +223,9 @@ class CompressedReplayService(TensorDictReplayBuffer):  # type: ignore[misc]  # 
             state.give_to(self._storage, self._sampler, self._writer)
             self._writers = state.writers
             self._snapshot = snapshot
-            self._journal_limit = max(_LEAST_JOURNAL, sum(path.stat().st_size for path in (folder / snapshot).iterdir()))
+            self._journal_limit = max(
+                _LEAST_JOURNAL, sum(path.stat().st_size for path in (folder / snapshot).iterdir())
+            )
         for _, arrays in read_journal(folder / journal):
             if len(arrays) != 1 or arrays[0].dtype != np.uint8:
                 raise DamagedFileError(f"{folder / journal} holds a record that is no packet")

@@ -102,5 +102,8 @@ def follow_cursor(storage: Any, caller: FrameType | None) -> None:
     Storages are not told who writes to them, and buffers that were copied are not attached to theirs.
     """
     writer = None if caller is None else caller.f_locals.get("self")
-    if isinstance(getattr(writer, "_cursor_value", None), Synchronized) and getattr(writer, "_storage", None) is storage:
+    if (
+        isinstance(getattr(writer, "_cursor_value", None), Synchronized)
+        and getattr(writer, "_storage", None) is storage
+    ):
         writer._cursor_value = Cursor(writer, storage)  # type: ignore[union-attr]  # it has one
