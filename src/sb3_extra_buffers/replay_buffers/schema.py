@@ -51,7 +51,9 @@ def at_least(name: str, value: Any, least: int) -> int:
     except TypeError:
         raise ArgumentError(f"{name} must be an integer, got {value!r}") from None
     if not least <= number < 1 << 48 or isinstance(value, bool):
-        raise ArgumentError(f"{name} must be at least {least} and a number of things that memory can hold, got {value!r}")
+        raise ArgumentError(
+            f"{name} must be at least {least} and a number of things that memory can hold, got {value!r}"
+        )
     return number
 
 
