@@ -89,7 +89,7 @@ class AlgorithmMismatchError(ExtraBuffersError, ValueError):
     """The buffer is not set up as the algorithm that uses it expects."""
 
 
-class ArgumentError(ExtraBuffersError, ValueError, TypeError):
+class ArgumentError(ExtraBuffersError, ValueError):
     """An argument has a value or a type that it cannot have."""
 
 

@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
 
 from sb3_extra_buffers.errors import (
+    ArgumentError,
     DamagedFileError,
     EmptyBufferError,
     FileFormatError,
@@ -324,7 +325,7 @@ def test_what_cannot_be_found_is_named(buffer: ReplayBuffer) -> None:
     ("call", "error"),
     [
         (lambda b: b.sample_batch(0), ValueError),
-        (lambda b: b.sample_batch(2.5), TypeError),
+        (lambda b: b.sample_batch(2.5), ArgumentError),
         (lambda b: b.create_epoch_iterator(4, n_epochs=-1), ValueError),
         (lambda b: b.reset(buffer_size=0), ValueError),
         (lambda b: b.add(trajectory(3)), SpecMismatchError),

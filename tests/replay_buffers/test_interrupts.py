@@ -14,6 +14,8 @@ pytest.importorskip("torchrl")
 from torchrl.data import TensorDictReplayBuffer
 
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
+from sb3_extra_buffers.replay_buffers.device_group import DeviceGroup
+from sb3_extra_buffers.stores import device_observation
 from tests.replay_buffers.interrupts import count_bytecodes, interrupt, points
 from tests.replay_buffers.playing import trajectory
 
@@ -112,3 +114,14 @@ def test_an_exception_anywhere_leaves_what_was_there_or_the_whole_call(name: str
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_at_any_of_a_thousand_points_leaves_a_whole_storage(name: str) -> None:
     check_points(name, KeyboardInterrupt, 1000)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("name", ["extend while there is room", "extend that overwrites", "add that overwrites"])
+def test_groups_of_a_device_are_left_whole_too(
+    name: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_observation, "stays_on_host", lambda device: False)
+    monkeypatch.setattr(device_observation, "has_triton", lambda: True)
+    assert isinstance(filled(5).storage.groups[0], DeviceGroup)
+    check_points(name, error, 60)

@@ -217,10 +217,10 @@ def test_a_packet_interrupted_anywhere_is_stored_once_when_it_is_sent_again(
         buffer.extend(pack(data[:30], writer="a", number=1))
         packet = pack(data[30:], writer="a", number=2)
         if at is None:
-            total = count_bytecodes(lambda buffer=buffer, packet=packet: buffer.extend(packet))
+            total = count_bytecodes(partial(buffer.extend, packet))
         else:
             assert total is not None
-            interrupt(lambda buffer=buffer, packet=packet: buffer.extend(packet), 1 + at * total // 4000, error("here"))
+            interrupt(partial(buffer.extend, packet), 1 + at * total // 4000, error("here"))
             buffer.extend(packet)
         expected = torch.cat([data[30:], data[10:30]])
         assert_same(contents(buffer), expected)

@@ -185,7 +185,8 @@ class CompressedStorage(PortableStorage):
 
     def _layout(self, specs: Mapping[Key, Spec]) -> Layout:
         """Which keys stay as they are, and which others share a store."""
-        dense, large = [], []
+        dense: list[Key] = []
+        large: list[Key] = []
         for key, (shape, dtype) in specs.items():
             spec = leaf_spec(shape[self.ndim - 1 :], dtype)
             method = self._method(key)
@@ -314,6 +315,9 @@ class CompressedStorage(PortableStorage):
         self._prepare(write, positions, data, shape)
         if set_cursor:
             counted = positions.size if steps is not None else self._count_items(data, cursor)
+            if not isinstance(cursor, (int, np.integer, slice, range, torch.Tensor)):
+                # as TorchRL knows it
+                cursor = torch.from_numpy(positions // math.prod(self.lead[1:]))
             write.cursor, write.length = cursor, min(write.before[1] + counted, self.max_size)
         # what nobody can read yet is simply not counted if this fails
         # those in turn begin with the lowest
@@ -420,7 +424,8 @@ class CompressedStorage(PortableStorage):
         if self._open is None:
             return
         with self._lock:
-            write = self._open
+            # another thread may have done it meanwhile
+            write: Write | None = vars(self)["_open"]
             if write is None:
                 return
             if write.before is not None and not write.done:
@@ -465,6 +470,8 @@ class CompressedStorage(PortableStorage):
             return self._get(index)
 
     def _get(self, index: Any) -> Any:
+        if isinstance(index, str):
+            raise IndexOutOfRangeError(f"items are found by position, got {index!r}; use get_fields for a field")
         if not self.initialized or not is_tensor_collection(self._storage):
             return super().get(index)
         if isinstance(index, (int, np.integer)):
@@ -477,9 +484,12 @@ class CompressedStorage(PortableStorage):
 
     def get_fields(self, index: Any, keys: Sequence[Key]) -> list[torch.Tensor]:
         """Only ``keys`` of the items at ``index``; nothing else is decoded."""
-        unknown = [key for key in keys if key not in self.specs]
+        if not isinstance(keys, (list, tuple)):
+            raise UnknownFieldError(f"keys must be a list of fields, got {keys!r}")
+        known = list(self.specs)
+        unknown = [key for key in keys if key not in known]
         if unknown:
-            raise UnknownFieldError(f"no field {names_of(unknown)}; there are {names_of(self.specs)}")
+            raise UnknownFieldError(f"no field {', '.join(map(repr, unknown))}; there are {names_of(self.specs)}")
         positions = self._positions(index)
         if positions is None:
             raise IndexOutOfRangeError(f"items are found by integers, got {index!r}")

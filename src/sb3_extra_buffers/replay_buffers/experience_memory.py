@@ -185,7 +185,7 @@ class ReplayBuffer:
             found = storage.get_fields(index, list(fields))
         else:
             stored = storage.get(slice(None))
-            known = set(stored.keys(True, True))
+            known = list(stored.keys(True, True))
             unknown = [field for field in fields if field not in known]
             if unknown:
                 raise UnknownFieldError(f"no field {unknown}; there are {sorted(map(str, known))}")

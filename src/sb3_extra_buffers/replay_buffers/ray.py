@@ -210,7 +210,8 @@ class CompressedReplayService(TensorDictReplayBuffer):  # type: ignore[misc]  # 
             self._switch(folder, None)
             return
         note = read_json(folder / _CURRENT)
-        snapshot, journal = note.get("snapshot"), note.get("journal")
+        snapshot: Any = note.get("snapshot")
+        journal: Any = note.get("journal")
         if note.get("format") != _FORMAT or not _is_ours(journal, "journal-"):
             raise FileFormatError(f"{folder / _CURRENT} was not written by a buffer")
         if snapshot is not None:

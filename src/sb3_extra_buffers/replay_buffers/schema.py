@@ -50,8 +50,10 @@ def at_least(name: str, value: Any, least: int) -> int:
         number = operator.index(value)
     except TypeError:
         raise ArgumentError(f"{name} must be an integer, got {value!r}") from None
-    if number < least or isinstance(value, bool):
-        raise ArgumentError(f"{name} must be at least {least}, got {value!r}")
+    if not least <= number < 1 << 48 or isinstance(value, bool):
+        raise ArgumentError(
+            f"{name} must be at least {least} and a number of things that memory can hold, got {value!r}"
+        )
     return number
 
 
@@ -115,7 +117,7 @@ def check_items(specs: Mapping[Key, Spec], structured: bool, data: Any, n_batch:
 # ---- in files and packets ----
 
 # a name from outside is looked up here, and nowhere else
-_DTYPES = {
+_DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -127,7 +129,7 @@ _DTYPES = {
 
 def parse_dtype(text: Any) -> torch.dtype:
     """The dtype that ``text`` names."""
-    dtype = _DTYPES.get(text.removeprefix("torch.")) if isinstance(text, str) else None
+    dtype: torch.dtype | None = _DTYPES.get(text.removeprefix("torch.")) if isinstance(text, str) else None
     if dtype is None:
         raise FileFormatError(f"{text!r} names no dtype of tensors")
     return dtype

@@ -81,8 +81,7 @@ def make_state(parts: LoadedParts) -> ServiceState:
             raise FileFormatError("packets went to more places than were saved")
         writers[name] = number, torch.from_numpy(written[at : at + count].copy()).reshape(shape)
         at += count
-    states = [_unpack(name, parts) for name in ("sampler", "writer")]
-    return ServiceState(held, *states, writers)
+    return ServiceState(held, _unpack("sampler", parts), _unpack("writer", parts), writers)
 
 
 # ---- states of samplers and writers: numbers, text, tensors, and trees of priorities ----
@@ -126,7 +125,7 @@ def _merge(what: str, saved: dict[str, Any], fresh: dict[str, Any]) -> dict[str,
         raise FileFormatError(f"the {what} that was saved was another: it had {sorted(saved.keys() - fresh.keys())}")
     merged = dict(fresh)
     for name, value in saved.items():
-        mine = fresh.get(name)
+        mine: Any = fresh.get(name)
         if _is_tree(mine):
             if not isinstance(value, torch.Tensor) or value.shape != (len(mine),) or bool(value.isnan().any()):
                 raise FileFormatError(f"{name} holds no priorities of {len(mine)} items")

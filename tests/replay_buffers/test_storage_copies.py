@@ -1,0 +1,156 @@
+"""Copies of a storage are of the state between two writes, whoever writes meanwhile; bad arguments are named."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("torchrl")
+
+from tensordict import TensorDict
+from torchrl.data import TensorDictReplayBuffer
+
+from sb3_extra_buffers.errors import ExtraBuffersError, IndexOutOfRangeError, SpecMismatchError
+from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
+from tests.replay_buffers.playing import assert_same, trajectory
+
+N_ITEMS = 24
+
+
+def numbered(number: int) -> TensorDict:
+    """Items that all say which write they are of, in what is compressed and in what is not."""
+    data = trajectory(N_ITEMS, 2, seed=3)[:N_ITEMS]
+    data["observation"][:, :, :2] = number % 251
+    data["next", "observation"][:, :, :2] = number % 251
+    data["action"][:] = number
+    return data
+
+
+def is_whole(storage: Any) -> bool:
+    """Whether everything in ``storage`` is of one write."""
+    data = storage.get(torch.arange(len(storage)))
+    [number] = set(data["action"].tolist())
+    marks = torch.cat([data["observation"][:, :, :2].ravel(), data["next", "observation"][:, :, :2].ravel()])
+    return len(data) == N_ITEMS and bool((marks == number % 251).all())
+
+
+def write_meanwhile(storage: Any, look: Callable[[], bool], times: int) -> None:
+    over, failed = threading.Event(), []
+
+    def write() -> None:
+        number = 1
+        try:
+            while not over.is_set():
+                storage.set(torch.arange(N_ITEMS), numbered(number), set_cursor=False)
+                number += 1
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        assert all(look() for _ in range(times))
+    finally:
+        over.set()
+        thread.join()
+    assert not failed
+
+
+@pytest.fixture
+def storage() -> CompressedStorage:
+    made = CompressedStorage(N_ITEMS, n_envs=2)
+    made.set(torch.arange(N_ITEMS), numbered(0))
+    return made
+
+
+@pytest.mark.parametrize("way", ["pickle", "deepcopy", "state", "get"])
+def test_a_copy_beside_a_writing_thread_is_whole(storage: CompressedStorage, way: str) -> None:
+    def look() -> bool:
+        if way == "get":
+            return is_whole(storage)
+        if way == "state":
+            again = CompressedStorage(N_ITEMS, n_envs=2)
+            again.load_state_dict(storage.state_dict())
+            return is_whole(again)
+        copied = pickle.loads(pickle.dumps(storage)) if way == "pickle" else copy.deepcopy(storage)
+        copied.check()
+        return is_whole(copied)
+
+    write_meanwhile(storage, look, 25)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_forked_beside_a_writing_thread_reads_whole_items(storage: CompressedStorage) -> None:
+    def look() -> bool:
+        child = os.fork()
+        if not child:
+            # no clean up: this is a copy of the test
+            code = 1
+            try:
+                storage.check()
+                code = 0 if is_whole(storage) else 2
+            finally:
+                os._exit(code)
+        return os.waitpid(child, 0)[1] == 0
+
+    write_meanwhile(storage, look, 15)
+
+
+# ---- bad arguments ----
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_size": 0}, {"max_size": -3}, {"max_size": 2.5}, {"max_size": "9"}, {"max_size": float("nan")},
+        {"max_size": None}, {"max_size": True}, {"max_size": 1 << 80}, {"ndim": 0}, {"ndim": "x"}, {"n_envs": 0},
+        {"n_envs": 1.5}, {"n_envs": 2, "ndim": 2}, {"device": "nowhere"}, {"device": 3.5}, {"compression_method": 3},
+        {"compression_method": "nosuch"}, {"compression_method": {"a": None}}, {"compression_method": {"a": "nosuch"}},
+        {"compression_kwargs": 3}, {"compression_kwargs": {"level": 1}, "compression_method": "nosuch"},
+        {"compression_kwargs": {"nosuch": 1}, "compression_method": "gzip"},
+    ],
+)  # fmt: skip
+def test_options_that_make_no_sense_are_named(options: dict[str, Any]) -> None:
+    with pytest.raises(ExtraBuffersError):
+        CompressedStorage(**{"max_size": 10, **options})
+
+
+@pytest.mark.parametrize("cursor", [99, -99, [0, 99], "x", None, 1.5, torch.rand(3), object(), slice("a", "b"), {}])
+def test_nothing_is_written_to_places_that_are_none(cursor: Any) -> None:
+    buffer: Any = TensorDictReplayBuffer(storage=CompressedStorage(30, n_envs=1), batch_size=4)
+    buffer.extend(trajectory(20))
+    before = buffer[:].clone()
+    with pytest.raises((IndexOutOfRangeError, SpecMismatchError)):
+        buffer.storage.set(cursor, trajectory(3))
+    assert_same(buffer[:].clone(), before)
+    assert buffer.writer._cursor == 20
+
+
+@pytest.mark.parametrize("data", [None, 3, "text", [], [1, 2], {}, np.zeros(3), object(), {"a": "text"}, [None, None]])
+def test_nothing_is_stored_of_what_is_no_data(data: Any) -> None:
+    for storage in (CompressedStorage(30), CompressedStorage(30, n_envs=1)):
+        if storage.n_envs:
+            storage.set(range(20), trajectory(20))
+        before = len(storage), storage.initialized
+        with pytest.raises(SpecMismatchError):
+            storage.set(range(2), data)
+        assert (len(storage), storage.initialized) == before
+
+
+def test_arrays_and_lists_of_positions_are_written_to() -> None:
+    storage = CompressedStorage(30, n_envs=1)
+    data: Any = trajectory(20)
+    storage.set(np.arange(20), data)
+    storage.set([3, 5, 3], data[[7, 8, 9]])
+    assert storage._last_cursor_index == 3
+    assert_same(storage.get([3, 5]), data[[9, 8]])
