@@ -356,12 +356,12 @@ def test_cleaning_again_and_again_is_exact(stack: int, compiled: bool) -> None:
         # few stay for long, so that old segments are mostly dead
         cells = rng.integers(0, 4 if turn % 3 else 30, 8).tolist()
         rows = rng.integers(0, 256, (8, case.spec.nbytes)).astype(np.uint8)
-        held = n_frames_held(store)
-        store._next_clean = 0
         for place in range(8):
             # one by one: what a write replaces counts as live until the next
+            held = n_frames_held(store)
+            store._next_clean = 0
             write_rows(store, cells[place : place + 1], [0], rows[place : place + 1])
-        n_cleaned += n_frames_held(store) < held
+            n_cleaned += n_frames_held(store) < held
         model.update(zip(cells, [row.tobytes() for row in rows], strict=True))
         store.check()
         check_content(store, model)

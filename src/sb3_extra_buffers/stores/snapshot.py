@@ -320,7 +320,7 @@ def _put_state(
     _within(columns["pool"], NONE, n_scenes, "a scene at hand")
     _require(not (columns["scene_of"] == -1).any() and not (columns["pool"] == -1).any(), "a scene is -1")
     _within(columns["scene_cost"], 0, 1 << 60, "the cost of a scene")
-    _put_stage(inner, columns, counts, stage)
+    _put_stage(inner, columns, counts, scenes, stage)
     used = scenes[(counts > 0) & (scenes >= 0)]
     n_counted = 0 if read_only else n_segments
     inner._replace(
@@ -337,7 +337,7 @@ def _put_state(
         inner._count_references()
 
 
-def _put_stage(inner: FrameStore, columns: dict[str, Array], counts: Array, stage: Array) -> None:
+def _put_stage(inner: FrameStore, columns: dict[str, Array], counts: Array, scenes: Array, stage: Array) -> None:
     """Give open segments their rooms back, each where its stream expects it."""
     state, per = inner._state, inner.per_segment
     opened, ends = columns["open_segments"], columns["stage_ends"]
@@ -362,6 +362,10 @@ def _put_stage(inner: FrameStore, columns: dict[str, Array], counts: Array, stag
             and body + int(lengths.sum()) == end
             and int(columns["walks"][stream]) == int(lengths[lengths < inner.layout.frame_bytes].sum()),
             "an open segment does not hold what it says",
+        )
+        _require(
+            int(lengths[0]) != inner.layout.frame_bytes or scenes[segment] == NONE,
+            "a segment that begins with a whole frame refers to a scene",
         )
         newest = int(columns["recent_ids"][stream, (int(columns["heads"][stream]) - 1) % state.recent_ids.shape[1]])
         _require(newest == segment * per + count - 1, "a stream does not remember its newest frame")
