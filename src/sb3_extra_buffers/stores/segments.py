@@ -110,6 +110,8 @@ class SegmentStore(FrameStore):
             if done == 2 * n_rows:
                 break
             self._make_room(layout.stack)
+        if self.heap.limit is not None:
+            self._check_limit(self.heap.limit)
         self._dirty = False
         if self._unread or self._state.tallies[N_FREED] > LATER or self._n_fresh > self._next_clean:
             self._tidy()
@@ -124,6 +126,24 @@ class SegmentStore(FrameStore):
             if done == len(frames):
                 break
             self._make_room(frames.shape[1])
+        if self.heap.limit is not None and slots is self.slots:
+            self._check_limit(self.heap.limit)
+
+    def _check_limit(self, limit: int) -> None:
+        """Raise if observations take more than ``limit`` bytes."""
+        self._adopt()
+        held = self.payload_bytes
+        if held > limit:
+            raise HeapFullError(held - limit, limit, limit)
+
+    @property
+    def payload_bytes(self) -> int:
+        """What a limit counts: segments, sealed and open, and the keyframes that they refer to."""
+        state = self._state
+        header = 2 + self.per_segment * (4 if self._wide else 2)
+        opened = int((state.stage_ends[state.open_segments >= 0] - header).sum())
+        keyframes = int(np.count_nonzero(state.scene_refs)) * self.layout.frame_bytes
+        return self.heap.live_bytes + opened + keyframes
 
     def _tidy(self) -> None:
         if self._unread or self._state.tallies[N_FREED] > LATER:

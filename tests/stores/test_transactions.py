@@ -1,0 +1,211 @@
+"""A write is stored as a whole or not at all, whatever ends it, and limits count from the first byte."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.errors import FileWriteError, HeapFullError
+from sb3_extra_buffers.stores.heap import Heap
+from sb3_extra_buffers.stores.observation import ObservationStore
+from tests.contracts.store import KERNELS
+
+SPEC = ObsSpec((4, 12, 12), np.dtype(np.uint8))
+METHODS = ["delta", "gzip", "none"]
+
+
+def stacks(count: int, seed: int) -> np.ndarray[Any, Any]:
+    """Successive stacks of four frames that change a little."""
+    rng = np.random.default_rng(seed)
+    frames = np.zeros((count + 3, 12, 12), np.uint8)
+    for number in range(1, len(frames)):
+        frames[number] = frames[number - 1]
+        frames[number, rng.integers(12), :5] = rng.integers(1, 256, 5)
+    return np.stack([frames[start : start + 4] for start in range(count)]).reshape(count, -1)
+
+
+def filled(method: str, compiled: bool | None = None, n_cells: int = 40) -> tuple[ObservationStore, Any]:
+    store = ObservationStore(SPEC, 1, method, compiled=compiled)
+    store.add_cells(n_cells)
+    rows = stacks(n_cells, 0)
+    for cell in range(n_cells):
+        store.write(np.array([cell]), np.array([0]), rows[cell : cell + 1])
+    return store, rows
+
+
+def contents(store: ObservationStore) -> Any:
+    return store.read(np.arange(store.n_cells))
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_write_can_be_taken_back(method: str, compiled: bool) -> None:
+    store, rows = filled(method, compiled)
+    store.commit()
+    cells = np.array([3, 4, 5, 3])  # one of them twice
+
+    store.write(cells, np.zeros(4, np.int64), stacks(4, 1))
+    assert store.undo_write()
+
+    store.check()
+    np.testing.assert_array_equal(contents(store), rows)
+    assert not store.undo_write()  # once only
+    store.write(cells[:3], np.zeros(3, np.int64), stacks(3, 2))
+    store.check()
+    np.testing.assert_array_equal(contents(store)[3:6], stacks(3, 2))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_write_that_was_committed_stands(method: str) -> None:
+    store, _ = filled(method)
+    store.write(np.array([3]), np.array([0]), stacks(1, 1))
+    store.commit()
+
+    assert not store.undo_write()
+
+    np.testing.assert_array_equal(contents(store)[3], stacks(1, 1)[0])
+
+
+def test_a_write_can_be_taken_back_before_and_while_a_method_is_chosen() -> None:
+    store = ObservationStore(SPEC, 1, "auto")
+    store.add_cells(40)
+    rows = stacks(40, 0)
+    for cell in range(40):
+        store.commit()
+        store.write(np.array([cell]), np.array([0]), rows[cell : cell + 1])
+        assert store.undo_write()
+        assert not contents(store)[cell].any()
+        store.write(np.array([cell]), np.array([0]), rows[cell : cell + 1])
+    assert store.layout is not None
+    store.check()
+    np.testing.assert_array_equal(contents(store), rows)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_change_that_its_listener_refuses_is_taken_back(method: str) -> None:
+    store, rows = filled(method)
+
+    def refuse(*_: Any) -> None:
+        raise FileWriteError(28, "no room")
+
+    store.on_change = refuse
+    with pytest.raises(FileWriteError):
+        store.write(np.array([3]), np.array([0]), stacks(1, 1))
+    with pytest.raises(FileWriteError):
+        store.erase(np.array([3]))
+
+    store.on_change = None
+    store.check()
+    np.testing.assert_array_equal(contents(store), rows)
+
+
+@pytest.mark.parametrize("method", ["delta", "gzip"])
+def test_a_heap_that_cannot_grow_leaves_every_observation_as_it_was(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, rows = filled(method)
+    n_calls = 0
+
+    def fail(self: Heap, nbytes: int) -> int:
+        nonlocal n_calls
+        n_calls += 1
+        raise FileWriteError(28, f"no room for {nbytes} bytes")
+
+    noise = np.random.default_rng(0).integers(0, 256, (40, SPEC.nbytes)).astype(np.uint8)
+    with monkeypatch.context() as patch:
+        patch.setattr(Heap, "_reserve", fail)
+        with pytest.raises(FileWriteError):
+            store.write(np.arange(40), np.zeros(40, np.int64), noise)
+    assert n_calls
+
+    store.check()
+    np.testing.assert_array_equal(contents(store), rows)
+    store.write(np.arange(40), np.zeros(40, np.int64), noise)
+    store.check()
+    np.testing.assert_array_equal(contents(store), noise)
+
+
+@pytest.mark.parametrize("method", ["auto", "delta", "gzip", "none"])
+def test_a_limit_counts_from_the_first_byte(method: str) -> None:
+    """Also what is collected before a method is chosen, what is open and what is dense."""
+    limit = 20_000
+    store = ObservationStore(SPEC, 1, method, heap_bytes=limit)
+    store.add_cells(4000)
+    noise = np.random.default_rng(0).integers(0, 256, (4000, SPEC.nbytes)).astype(np.uint8)
+    stored = 0
+    with pytest.raises(HeapFullError):
+        for cell in range(4000):
+            store.write(np.array([cell]), np.array([0]), noise[cell : cell + 1])
+            stored += 1
+    usage = store.memory_usage()
+    # a few bytes to an observation say where it is, and a few frames are held to find repeats
+    assert usage.payload <= limit + 16 * stored + store.n_cells
+    assert usage.payload + usage.keyframes <= limit + 16 * stored + store.n_cells + 16 * SPEC.nbytes
+    assert stored >= limit // SPEC.nbytes - 8
+    store.check()
+    np.testing.assert_array_equal(contents(store)[:stored], noise[:stored])
+    assert not contents(store)[stored:].any()
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda store: pickle.loads(pickle.dumps(store))])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_copy_beside_a_writer_is_a_state_between_two_writes(
+    method: str, make: Callable[[ObservationStore], ObservationStore]
+) -> None:
+    store, rows = filled(method)
+    other = stacks(40, 1)
+    done = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not done.is_set():
+            number += 1
+            store.write(np.arange(40), np.zeros(40, np.int64), other if number % 2 else rows)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(20):
+            made = make(store)
+            made.check()
+            found = contents(made)
+            assert np.array_equal(found, rows) or np.array_equal(found, other)
+    finally:
+        done.set()
+        writer.join()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_beside_a_writer_is_a_state_between_two_writes() -> None:
+    store, rows = filled("delta")
+    other = stacks(40, 1)
+    done = threading.Event()
+
+    def write() -> None:
+        while not done.is_set():
+            store.write(np.arange(40), np.zeros(40, np.int64), other)
+            store.write(np.arange(40), np.zeros(40, np.int64), rows)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(10):
+            child = os.fork()
+            if child == 0:
+                found = contents(store)
+                os._exit(0 if np.array_equal(found, rows) or np.array_equal(found, other) else 1)
+            assert os.waitpid(child, 0)[1] == 0
+            time.sleep(0.001)
+    finally:
+        done.set()
+        writer.join()
