@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 MINIMAL := $(wildcard tests/codecs tests/kernels tests/stores tests/compressed tests/public_api tests/files tests/cli \
 	tests/recording tests/vec_buf tests/training_utils)
 # two processes share the cores already. zarr comes with a plugin, by which pytest would find it though it is hidden
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q -m "not long"
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check bench docs torture format clean
@@ -59,6 +59,7 @@ docs: $(READY)
 
 torture: $(READY)
 	$(BIN)/python -m tests.torture
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q -m long tests
 
 clean:
 	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis

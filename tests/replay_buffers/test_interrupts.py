@@ -110,7 +110,7 @@ def test_an_exception_anywhere_leaves_what_was_there_or_the_whole_call(name: str
     check_points(name, error, 40)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_at_any_of_a_thousand_points_leaves_a_whole_storage(name: str) -> None:
     check_points(name, KeyboardInterrupt, 1000)

@@ -288,7 +288,7 @@ def test_a_forged_description_is_refused_or_harmless(tmp_path: Path) -> None:
     assert accepted < 60
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_thousands_of_forged_descriptions(tmp_path: Path, seed: int) -> None:
     run_forgeries(tmp_path, 1500, seed=100 + seed)

@@ -43,7 +43,7 @@ _PLAIN = {
     "end_episode",
     "truncate_last_trajectory", "swap_and_flatten", "describe", "load", "open", "save", "export", "astype", "sibling",
     "process_id", "to_torch", "tolist", "copy", "close", "sample_all", "empty_copy", "share", "state_dict", "read_with",
-    "write_with", "check_data", "load_state_dict",
+    "write_with", "write_fitted", "check_data", "load_state_dict", "recover",
 }  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def calls(name: str, made: Any, step: Step, place: Path) -> Iterator[Call]:
         if hasattr(made, "advantages"):
             yield "get", [8], {}
             yield "compute_returns_and_advantage", [th.zeros(N_ENVS), np.zeros(N_ENVS, bool)], {}
-        elif hasattr(made, "extend") and name == "delta":
+        elif "gpu" not in name:
             args, _ = subject.arguments(made, step)
             yield "extend", [[args[0]], [args[1]], [args[2]], [args[3]], [args[4]], [args[5]]], {}
         if hasattr(made, "update_priorities"):

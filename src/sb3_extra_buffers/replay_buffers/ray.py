@@ -22,6 +22,7 @@ from sb3_extra_buffers.errors import (
     ExtraBuffersError,
     FileFormatError,
     FileWriteError,
+    IndexOutOfRangeError,
     MissingExtraError,
     SpecMismatchError,
 )
@@ -30,6 +31,7 @@ from sb3_extra_buffers.files.journal import Journal, read_journal
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
 from sb3_extra_buffers.replay_buffers.memmaps import read_json, remove_saved, write_json
 from sb3_extra_buffers.replay_buffers.packing import pack, read_note, unpack
+from sb3_extra_buffers.replay_buffers.schema import at_least
 from sb3_extra_buffers.replay_buffers.service_state import ServiceState
 
 try:
@@ -78,7 +80,7 @@ class CompressedReplayService(TensorDictReplayBuffer):  # type: ignore[misc]  # 
     def extend(self, data: Any, **kwargs: Any) -> Any:
         """Store a packet of items; return where they went."""
         # one that is no packet is from a client that does not pack
-        packet = data if isinstance(data, bytes) else pack(data)
+        packet = data if isinstance(data, bytes) else pack(_as_items(data))
         with self._replay_lock:
             writer, number = _sender(packet)
             newest, index = self._writers.get(writer, (0, None))
@@ -127,15 +129,21 @@ class CompressedReplayService(TensorDictReplayBuffer):  # type: ignore[misc]  # 
         return int(self._writer._cursor), int(self._writer._write_count), len(self._storage)
 
     def add(self, data: Any) -> Any:
-        return self.extend(pack(data.unsqueeze(0)) if not isinstance(data, bytes) else data)
+        """`extend` by a single item."""
+        return self.extend(pack(_as_items(data).unsqueeze(0)) if not isinstance(data, bytes) else data)
 
-    def sample(self, *args: Any, **kwargs: Any) -> Any:
+    def sample(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """A packet of items; with ``return_info`` what the sampler says as well."""
+        if batch_size is not None:
+            batch_size = at_least("batch_size", batch_size, 1)
+        args = (batch_size, *args)
         found = super().sample(*args, **kwargs)
         return (pack(found[0]), found[1]) if isinstance(found, tuple) else pack(found)
 
     def packed(self, index: Any) -> bytes:
         """The items at ``index`` as a packet."""
+        if isinstance(index, str):
+            raise IndexOutOfRangeError(f"items are found by number, not by {index!r}")
         return pack(super().__getitem__(index).contiguous())
 
     def memory_usage(self) -> dict[str, Any]:
@@ -246,6 +254,12 @@ def _is_ours(name: Any, begin: str) -> bool:
     return isinstance(name, str) and name.startswith(begin) and _OURS.fullmatch(name) is not None
 
 
+def _as_items(data: Any) -> TensorDictBase:
+    if not isinstance(data, TensorDictBase):
+        raise SpecMismatchError(f"expected a TensorDict, got a {type(data).__name__}")
+    return data
+
+
 class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torchrl ships no types
     """What collectors and learners hold: packs in the process that sends, unpacks in the one that receives."""
 
@@ -259,10 +273,9 @@ class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torc
 
     def extend(self, data: TensorDictBase, **kwargs: Any) -> Any:
         """Store ``data``; when this returns, it is there."""
-        if not isinstance(data, TensorDictBase):
-            raise SpecMismatchError(f"expected a TensorDict, got a {type(data).__name__}")
+        items = _as_items(data)
         self._number += 1
-        packet = pack(data.exclude("index"), writer=self._writer, number=self._number)
+        packet = pack(items.exclude("index"), writer=self._writer, number=self._number)
         return ray.get(self._actor.extend.remote(packet, **kwargs))
 
     def add(self, data: TensorDictBase) -> Any:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.spec import ByteRows
-from sb3_extra_buffers.errors import IndexOutOfRangeError, SpecMismatchError
+from sb3_extra_buffers.errors import ArgumentError, IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.kernels import frame_kernels
 from sb3_extra_buffers.stores.frames import Cells
 from sb3_extra_buffers.stores.observation import ObservationStore
@@ -253,7 +253,10 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
 
     def _fit(self, value: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         """``value`` as an array of ``shape`` and the store's dtype, or an error if that would change it."""
-        array = np.asarray(value)
+        try:
+            array = np.asarray(value)
+        except ValueError as problem:
+            raise SpecMismatchError(f"cannot write what is no array: {problem}") from problem
         if array.dtype != self.dtype:
             array = _cast_exactly(array, self.dtype)
         if array.shape != shape:
@@ -281,7 +284,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
 
     def swapaxes(self, axis1: SupportsIndex, axis2: SupportsIndex) -> Self:
         """This view with two of its leading axes exchanged."""
-        axes = [operator.index(axis) for axis in (axis1, axis2)]
+        axes = _whole_numbers((axis1, axis2), "axes")
         axes = [axis + self.ndim if axis < 0 else axis for axis in axes]
         if not all(0 <= axis < len(self.lead_shape) for axis in axes):
             raise IndexOutOfRangeError(
@@ -292,11 +295,14 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
     def reshape(self, *shape: Any) -> Self:
         """This view with other leading axes; those of an observation must stay as they are."""
         wanted = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
-        wanted = tuple(map(operator.index, wanted))
+        wanted = tuple(_whole_numbers(wanted, "a shape"))
         lead, tail = wanted[: len(wanted) - len(self.obs_shape)], wanted[len(wanted) - len(self.obs_shape) :]
         if len(wanted) < len(self.obs_shape) or tail != self.obs_shape:
             raise SpecMismatchError(f"cannot reshape {self.shape} into {wanted}: it must end in {self.obs_shape}")
-        return self._with_cells(self._table().reshape(lead))
+        try:
+            return self._with_cells(self._table().reshape(lead))
+        except ValueError as problem:
+            raise SpecMismatchError(f"cannot reshape {self.shape} into {wanted}: {problem}") from None
 
     def _with_cells(self, cells: Cells) -> Self:
         view = object.__new__(type(self))
@@ -378,6 +384,13 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
         return None
 
 
+def _whole_numbers(values: Iterable[Any], name: str) -> list[int]:
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError as problem:
+        raise ArgumentError(f"{name} must be whole numbers: {problem}") from None
+
+
 def _are_indices(*arrays: Any) -> bool:
     """Whether these are integer arrays of one shape."""
     return all(
@@ -407,7 +420,10 @@ def _expand(index: tuple[Any, ...], shape: tuple[int, ...]) -> list[Any] | None:
             continue
         if isinstance(part, (bool, np.bool_)):
             return None
-        array = np.asarray(part)
+        try:
+            array = np.asarray(part)
+        except ValueError as problem:
+            raise IndexOutOfRangeError(f"{part!r} is no index: {problem}") from problem
         if array.dtype == np.bool_:
             if array.ndim == 0:
                 return None
