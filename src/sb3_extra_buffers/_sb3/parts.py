@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ _SB3 = ("optimize_memory_usage", "handle_timeout_termination")
 _DEVICE = ("buffer_device", "heap_bytes", "compression_kwargs")
 _HIDDEN = ("hidden_states_pi", "cell_states_pi", "hidden_states_vf", "cell_states_vf")
 _STATE = ("pos", "full")
+_SETS = ("observations", "next_observations")
 _REPLAY = Layout(
     (*_SB3, "n_steps", "gamma"), _OPTIONS, (*_STATE, "_n_evicted", "_n_added"),
     ("actions", "rewards", "dones", "timeouts"),
@@ -101,21 +103,11 @@ def to_parts(buffer: Any, tag: str) -> Parts:
     layout = _layout(tag)
     columns = {name: _laid_out(buffer, name, getattr(buffer, name)) for name in layout.columns}
     stores: dict[str, ObservationStore] = {}
-    observed: dict[str, Any] = {}
-    if tag.startswith("gpu-"):
-        from sb3_extra_buffers.stores.device_snapshot import take_apart
-
-        for key, device_store in buffer._stores.items():
-            name = _leaf_name("observations", key or None)
-            observed[name], arrays, on_host = take_apart(device_store)
-            columns |= {f"{name}/{table}": array for table, array in arrays.items()}
-            stores |= {} if on_host is None else {name: on_host}
-    else:
-        for name, leaf in _leaves(buffer):
-            if isinstance(leaf, StoreView):
-                stores.setdefault(name.removeprefix("next_"), leaf.store)
-            else:
-                columns[name] = leaf
+    for name, leaf in _device_leaves(buffer) if tag.startswith("gpu-") else _leaves(buffer):
+        if isinstance(leaf, np.ndarray):
+            columns[name] = leaf
+        else:
+            stores.setdefault(name.removeprefix("next_"), leaf.store if isinstance(leaf, StoreView) else leaf)
     described = {
         "steps": int(buffer.buffer_size),
         "n_envs": int(buffer.n_envs),
@@ -124,7 +116,6 @@ def to_parts(buffer: Any, tag: str) -> Parts:
         "device": str(buffer.device),
         "arguments": _arguments(buffer, layout),
         "state": {name.lstrip("_"): encode(getattr(buffer, name), name) for name in layout.state},
-        "observations": observed,
     }
     if tag == "her-replay":
         columns["current_ep_start"] = buffer._current_ep_start
@@ -174,6 +165,22 @@ def _leaves(buffer: Any) -> list[tuple[str, Any]]:
     if hasattr(buffer, "next_observations"):
         found = [("observations", buffer.observations), ("next_observations", buffer.next_observations)]
     return [(_leaf_name(name, key), leaf) for name, leaves in found for key, leaf in each_leaf(leaves)]
+
+
+def _device_leaves(buffer: Any) -> Iterator[tuple[str, Any]]:
+    """Observations behind a device by name, as the host would have them."""
+    from sb3_extra_buffers.stores.device_snapshot import to_host
+
+    for key, store in buffer._stores.items():
+        found = to_host(store, _steps_of(buffer))
+        for name, part in zip(_SETS, found if isinstance(found, list) else [found], strict=False):
+            yield _leaf_name(name, key or None), part
+
+
+def _steps_of(buffer: Any) -> list[int]:
+    """Steps in the order in which they were written."""
+    held = range(buffer.pos)
+    return [*range(buffer.pos, buffer.buffer_size), *held] if buffer.full else [*held]
 
 
 def _laid_out(buffer: Any, name: str, column: Array) -> Array:
@@ -270,9 +277,6 @@ def _check_sizes(
         store, column = parts.stores.get(name), parts.columns.get(name)
         if store is not None:
             fits = store.spec.shape == tuple(shape) and store.spec.dtype == dtype and store.n_streams == lead[1]
-        elif parts.kind.startswith("gpu-"):
-            tables = sum(table.nbytes for known, table in parts.columns.items() if known.startswith(f"{name}/"))
-            fits = math.prod(lead) * math.prod(shape) <= max(64 * tables, 1 << 28)
         else:
             fits = column is not None and column.shape == (*lead, *shape) and column.dtype == dtype
         if not fits:
@@ -370,13 +374,14 @@ def _put_observations(buffer: Any, parts: LoadedParts, lead: tuple[int, int]) ->
 
 
 def _put_device_observations(buffer: Any, parts: LoadedParts) -> None:
-    from sb3_extra_buffers.stores.device_snapshot import put_together
+    from sb3_extra_buffers.stores.device_snapshot import from_host
 
-    for key, store in buffer._stores.items():
-        name = _leaf_name("observations", key or None)
-        start = f"{name}/"
-        tables = {known.removeprefix(start): array for known, array in parts.columns.items() if known.startswith(start)}
-        put_together(store, parts.entry("observations", name, kind=dict), tables, parts.stores.get(name))
+    for key, into in buffer._stores.items():
+        names = [_leaf_name(name, key or None) for name in _SETS[: into.n_sets]]
+        store = parts.stores.get(names[0])
+        if store is not None and store.n_cells != into.n_cells * into.n_sets:
+            raise FileFormatError(f"{store.n_cells} observations are those of another buffer")
+        from_host(into, store or [parts.column(name, into.dtype, into.shape) for name in names], _steps_of(buffer))
 
 
 def _finish(buffer: Any, parts: LoadedParts) -> Any:
