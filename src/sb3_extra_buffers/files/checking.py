@@ -18,10 +18,11 @@ from sb3_extra_buffers.files import disk, kinds, manifest
 from sb3_extra_buffers.files.blocks import BLOCK, ArrayRecord
 from sb3_extra_buffers.files.journal import read_journal
 from sb3_extra_buffers.files.live import replay
-from sb3_extra_buffers.files.loading import SavedParts, make, only_named_errors
+from sb3_extra_buffers.files.loading import SavedParts, make
 from sb3_extra_buffers.files.parts import LoadedParts
 from sb3_extra_buffers.files.payloads import check_tables, damaged_chunks
 from sb3_extra_buffers.files.saving import OURS, save, save_file
+from sb3_extra_buffers.stores.checks import only_named_errors
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.view import StoreView
 

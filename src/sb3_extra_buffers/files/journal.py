@@ -14,15 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import (
-    DamagedFileError,
-    ExtraBuffersError,
-    FileFormatError,
-    FileWriteError,
-    NotSaveableError,
-)
+from sb3_extra_buffers.errors import DamagedFileError, FileWriteError, NotSaveableError
 from sb3_extra_buffers.files import disk
-from sb3_extra_buffers.stores.snapshot import parse_dtype
+from sb3_extra_buffers.stores.checks import entry, only_named_errors, parse_dtype, parse_shape, require
 
 __all__ = ["Journal", "read_journal"]
 
@@ -227,23 +221,13 @@ def _zero_sectors(part: Bytes, offset: int) -> int:
 
 
 def _parse(body: bytes, path: Path, record: _Record) -> tuple[dict[str, Any], list[Array]]:
-    try:
+    with only_named_errors(f"{path}: record {record.number}"):
         end = 4 + int.from_bytes(body[:4], "little")
-        parsed = json.loads(body[4:end])
-        words, arrays = parsed["words"], []
-        if not isinstance(words, dict):
-            raise FileFormatError(f"{path}: record {record.number} is no JSON object")
+        parsed, arrays = json.loads(body[4:end]), []
         for dtype, shape in parsed["arrays"]:
-            kind = parse_dtype(dtype)
-            if not isinstance(shape, list) or len(shape) > 32 or not all(type(n) is int and n >= 0 for n in shape):
-                raise FileFormatError(f"{path}: {shape!r} is no shape of an array")
+            kind, shape = parse_dtype(dtype), parse_shape(shape)
             count = math.prod(shape)
-            if end + count * kind.itemsize > len(body):
-                raise FileFormatError(f"{path}: an array of {shape} {dtype} is longer than its record")
+            require(end + count * kind.itemsize <= len(body), f"an array of {shape} {dtype} is longer than its record")
             arrays.append(np.frombuffer(body, kind, count, end).reshape(shape))
             end += count * kind.itemsize
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as problem:
-        if isinstance(problem, ExtraBuffersError):
-            raise
-        raise FileFormatError(f"{path}: record {record.number} makes no sense: {problem}") from problem
-    return words, arrays
+        return entry(parsed, "words", kind=dict), arrays
