@@ -111,16 +111,13 @@ class SavedParts:
         name = self.record.get("journal")
         return None if name is None else self.folder / file_name(name, "journal")
 
+    @only_named_errors("what was saved")
     def load(
         self, target: type[Any] | None = None, read_only: bool = False, in_file: bool = False, replayed: bool = True
     ) -> Any:
         """What was saved: in memory with what its journal adds, ``read_only`` as of the last checkpoint, or with its
         payloads in the files that they are in.
         """
-        with only_named_errors(f"{self.folder}"):
-            return self._load(target, read_only, in_file, replayed)
-
-    def _load(self, target: type[Any] | None, read_only: bool, in_file: bool, replayed: bool) -> Any:
         kinds.check_target(self.record.get("kind"), target)
         description = entry(self.record, "description", kind=dict)
         columns = {name: self.blocks.read(f"columns/{name}", not read_only) for name in self.record["columns"]}
@@ -188,14 +185,10 @@ class SavedParts:
     def _remember(self, made: Any, payloads: dict[str, SavedPayloads]) -> None:
         if self.data_path.name != self.record["data"].get("name") or self.data_path.suffix != ".bin":
             return  # a single file is written as a whole
-        live_bytes, number = self.record["data"].get("live_bytes"), self.record.get("number")
+        whole(entry(self.record, "data", "live_bytes"), "the size of what is saved", stop=1 << 60)
+        whole(entry(self.record, "number"), "the number of a save", stop=1 << 60)
         arrays = SavedArrays(self.blocks.records, self.blocks.index.copy(), self.blocks.prints)
-        numbers = [value if type(value) is int else 0 for value in (number, live_bytes)]
-        last = LastSave(
-            self.folder, str(self.record.get("save_id")), numbers[0], self.data_path.name, self.data.size, numbers[1],
-            arrays, payloads,
-        )  # fmt: skip
-        set_last_save(made, last)
+        set_last_save(made, LastSave(self.folder, self.record, arrays, payloads))
 
 
 def make(parts: LoadedParts) -> Any:
