@@ -88,4 +88,11 @@ def column(arrays: Mapping[str, Array], name: str, dtype: npt.DTypeLike, shape: 
         raise FileFormatError(
             f"the column {name!r} has {array.shape} {array.dtype} where {shape} {np.dtype(dtype)} is due"
         )
+    check_flags(name, array)
     return array
+
+
+def check_flags(name: str, array: Array) -> None:
+    """Raise if ``array`` holds flags that are neither true nor false."""
+    if array.dtype == np.bool_:
+        within(np.ascontiguousarray(array).view(np.uint8), 0, 2, f"a flag of {name!r}")
