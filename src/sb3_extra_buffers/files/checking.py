@@ -19,9 +19,10 @@ from sb3_extra_buffers.files.blocks import BLOCK, ArrayRecord
 from sb3_extra_buffers.files.live import replay
 from sb3_extra_buffers.files.loading import SavedParts, make
 from sb3_extra_buffers.files.parts import LoadedParts
-from sb3_extra_buffers.files.payloads import damaged_chunks
+from sb3_extra_buffers.files.payloads import damaged_chunks, lost_cells
 from sb3_extra_buffers.files.saving import OURS, save, save_file
 from sb3_extra_buffers.stores.checks import only_named_errors
+from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.view import StoreView
 
@@ -30,8 +31,6 @@ Flags = npt.NDArray[np.bool_]
 
 # tables with one entry for each observation, in which a lost entry is that of a lost observation
 _OF_CELLS = ("slots", "rows", "written")
-# observations that are read at once, to see whether they can be
-_BATCH = 1024
 # states that a repair tries, newest first
 _TRIES = 16
 
@@ -167,14 +166,9 @@ class _Salvage:
         if not hasattr(module, "cut"):
             raise DamagedFileError(f"a damaged {saved.kind!r} cannot be cut to what is whole")
         columns = {name: column for name, (column, _) in self.columns.items()}
-        stores = {name: store for name, (store, *_) in self.stores.items()}
+        stores = {name: store for name, (store, _) in self.stores.items()}
         bad_rows = {name: bad for name, (_, bad) in self.columns.items() if bad.any()}
-        bad_cells = {}
-        for name, (store, lost, is_whole) in self.stores.items():
-            cells = np.arange(0 if is_whole else len(lost))
-            for batch in np.array_split(cells, -(-len(cells) // _BATCH) or 1):
-                lost[batch] |= self._unreadable(store, batch)
-            bad_cells[name] = lost
+        bad_cells = {name: lost for name, (_, lost) in self.stores.items()}
         parts = LoadedParts(saved.kind, saved.record["description"], columns, stores, cls)
         kept: Cut = module.cut(parts, bad_rows, bad_cells)
         self.report.n_steps, self.report.n_lost = kept.n_kept, kept.n_lost
@@ -202,8 +196,8 @@ class _Salvage:
             self.report.findings.append(f"{name!r}: {len(bad)} of {record.n_blocks} blocks are damaged")
         return out, _bad_rows(record, bad)
 
-    def _store(self, name: str) -> tuple[ObservationStore, Flags, bool]:
-        """A store to read from, the cells whose entry in a table is lost, and whether all payloads are whole."""
+    def _store(self, name: str) -> tuple[ObservationStore, Flags]:
+        """A store to read from, and the cells that are lost: their entry in a table, or their payloads."""
         about = self.saved.stores[name]
         tables, lost = {}, np.zeros(int(about["record"]["n_cells"]), np.bool_)
         for key in about["arrays"]:
@@ -214,20 +208,10 @@ class _Salvage:
         store, payloads = self.saved.make_store(name, tables, read_only=True)
         path, size = self.saved.payload_file(name)
         bad_chunks = [] if payloads is None else damaged_chunks(disk.map_file(path, size), payloads.chunks)
-        if bad_chunks:
+        if bad_chunks and payloads is not None and isinstance(store._inner, FrameStore):
             self.report.findings.append(f"{path}: {len(bad_chunks)} stretches of observations are damaged ({name})")
-        return store, lost, not bad_chunks
-
-    def _unreadable(self, store: ObservationStore, cells: Array) -> Flags:
-        """Which of ``cells`` have a payload that is damaged."""
-        try:
-            store.read(cells)
-        except DamagedFileError:
-            if len(cells) == 1:
-                return np.ones(1, np.bool_)
-            half = len(cells) // 2
-            return np.concatenate([self._unreadable(store, cells[:half]), self._unreadable(store, cells[half:])])
-        return np.zeros(len(cells), np.bool_)
+            lost |= lost_cells(store._inner, payloads.chunks, bad_chunks)
+        return store, lost
 
 
 def _bad_rows(record: ArrayRecord, bad: list[int]) -> Flags:

@@ -41,15 +41,16 @@ class Journal:
     leaves the file as it was; where even that fails, `broken` says that nothing may be appended any more.
     """
 
-    def __init__(self, path: str | Path, sync: bool = False) -> None:
-        self.path, self.sync = Path(path), sync
+    def __init__(self, path: str | Path, sync: bool = False, new: bool = True) -> None:
+        self.path, self.sync, self.broken, self._descriptor = Path(path), sync, False, -1
+        records = [] if new else list(_scan(disk.map_file(self.path), self.path))
         # both at once: what interrupts the one may not tell the other apart
-        self._size = (0, 0)
-        self.broken = False
-        self._descriptor = -1
-        self._id = secrets.token_bytes(8)
-        with disk.named_errors(self.path, f"making {self.path.name}"):
-            self._descriptor = disk.create(self.path)
+        self._size = (len(records), records[-1].end if records else 0)
+        self._id = records[0].journal if records else secrets.token_bytes(8)
+        with disk.named_errors(self.path, f"opening {self.path.name}"):
+            self._descriptor = disk.create(self.path) if new else disk.open_to_append(self.path)
+            if not new:
+                disk.truncate(self._descriptor, self.n_bytes)
             if sync:
                 disk.fsync(self._descriptor)
                 disk.sync_folder(self.path.parent)
@@ -57,18 +58,7 @@ class Journal:
     @classmethod
     def reopen(cls, path: str | Path, sync: bool = False) -> Journal:
         """Go on behind the last whole record of a journal that is there; what follows it is cut off."""
-        made = object.__new__(cls)
-        made.path, made.sync, made.broken = Path(path), sync, False
-        made._descriptor = -1
-        records = list(_scan(disk.map_file(made.path), made.path))
-        made._size = (len(records), records[-1].end if records else 0)
-        made._id = records[0].journal if records else secrets.token_bytes(8)
-        with disk.named_errors(made.path, f"opening {made.path.name}"):
-            made._descriptor = disk.open_to_append(made.path)
-            disk.truncate(made._descriptor, made.n_bytes)
-            if sync:
-                disk.fsync(made._descriptor)
-        return made
+        return cls(path, sync, new=False)
 
     @property
     def n_records(self) -> int:

@@ -17,7 +17,7 @@ from sb3_extra_buffers.files import disk, kinds, locking
 from sb3_extra_buffers.files.journal import Journal, read_journal
 from sb3_extra_buffers.files.loading import SavedParts
 from sb3_extra_buffers.files.locking import FolderLock
-from sb3_extra_buffers.files.saving import Save, SaveReport, next_number, state_of
+from sb3_extra_buffers.files.saving import Save, SaveReport, next_file, state_of
 from sb3_extra_buffers.files.values import decode, encode
 from sb3_extra_buffers.stores.checks import column, only_named_errors, require, whole, within
 from sb3_extra_buffers.stores.file_heap import FileHeap
@@ -138,7 +138,9 @@ class LiveFolder:
             disk.named_errors(self.folder, f"saving to {self.folder}"),
         ):
             self._see_to_heaps()
-            journal = self._new_journal(sync)
+            journal = Journal(next_file(self.folder, "journal"))
+            if sync:
+                journal.flush()
             writing: Save | None = None
             try:
                 with state_of(buffer, recover) as (parts, taken):
@@ -172,21 +174,12 @@ class LiveFolder:
             elif heap.dead_bytes > heap.live_bytes + _SPARE:
                 inner._drop_view()
                 try:
-                    heap.compact(self._heap_path(place))
+                    heap.compact(next_file(self.folder, f"heap-{place}"))
                 finally:
                     inner._sync()
 
     def _new_heap(self, place: int, limit: int | None) -> FileHeap:
-        return FileHeap(self._heap_path(place), limit)
-
-    def _heap_path(self, place: int) -> Path:
-        return self.folder / f"heap-{place}-{next_number(self.folder, f'heap-{place}-*.bin'):04}.bin"
-
-    def _new_journal(self, sync: bool = True) -> Journal:
-        journal = Journal(self.folder / f"journal-{next_number(self.folder, 'journal-*.bin'):04}.bin")
-        if sync:
-            journal.flush()
-        return journal
+        return FileHeap(next_file(self.folder, f"heap-{place}"), limit)
 
     def _check_owner(self) -> None:
         if not self._lock.is_ours:

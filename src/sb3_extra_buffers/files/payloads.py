@@ -132,15 +132,19 @@ def damaged_chunks(data: Bytes, chunks: Array) -> list[int]:
     ]
 
 
-def chunks_of(starts: Array, lengths: Array, chunks: Array) -> npt.NDArray[np.int64]:
-    """Which of ``chunks`` hold any byte of these payloads."""
-    first = np.searchsorted(chunks[:, 0], starts, "right") - 1
-    last = np.searchsorted(chunks[:, 0], starts + lengths.astype(np.int64) - 1, "right") - 1
-    if not len(first):
-        return np.zeros(0, np.int64)
-    longest = int((last - first).max()) + 1
-    places = first[:, None] + np.arange(longest)
-    return np.unique(places[places <= last[:, None]])
+def lost_cells(inner: FrameStore, chunks: Array, bad: list[int]) -> npt.NDArray[np.bool_]:
+    """Which cells have a payload that lies in one of the ``bad`` stretches."""
+    heap, counts = inner.heap, np.bincount(bad, minlength=len(chunks)).cumsum()
+    first, last = _stretches(heap.starts, heap.lengths, chunks)
+    broken = (heap.lengths > 0) & (counts[last] - counts[first] + np.isin(first, bad) > 0)
+    segments = (np.maximum(inner.slots, 1) - 1) // inner.per_segment
+    return np.asarray(((inner.slots > 0) & broken[segments]).any(axis=1))
+
+
+def _stretches(starts: Array, lengths: Array, chunks: Array) -> tuple[Array, Array]:
+    """The first and the last stretch that each payload lies in."""
+    ends = starts + lengths.astype(np.int64) - 1
+    return tuple(np.maximum(np.searchsorted(chunks[:, 0], at, "right") - 1, 0) for at in (starts, ends))  # type: ignore[return-value]  # two
 
 
 class PayloadCheck:
@@ -157,7 +161,11 @@ class PayloadCheck:
         ids = np.unique(self._inner.slots[cells])
         segments = np.unique((ids[ids > 0] - 1) // self._inner.per_segment)
         segments = segments[self._inner.heap.lengths[segments] > 0]
-        places = chunks_of(self._inner.heap.starts[segments], self._inner.heap.lengths[segments], self._chunks)
+        heap = self._inner.heap
+        first, last = _stretches(heap.starts[segments], heap.lengths[segments], self._chunks)
+        # [segment, stretch], as many as the longest has
+        places = first[:, None] + np.arange(int((last - first).max(initial=0)) + 1)
+        places = np.unique(places[places <= last[:, None]])
         new = places[self._left[places]]
         bad = damaged_chunks(self._data, self._chunks[new])
         if bad:

@@ -133,8 +133,8 @@ class Save:
                     disk.link(last.folder / last.data_name, self.folder / last.data_name)
                 except OSError:
                     last = None
-            name = f"data-{next_number(self.folder, 'data-*.bin'):04}.bin" if last is None else last.data_name
-            out = Appender(self.folder / name, new=last is None)
+            path = next_file(self.folder, "data") if last is None else self.folder / last.data_name
+            out = Appender(path, new=last is None)
             try:
                 record, new = self.write(out, last)
                 out.flush(self.sync)
@@ -256,7 +256,7 @@ def _look_at(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def next_number(folder: Path, pattern: str) -> int:
-    """A number that no file of this ``pattern`` has yet."""
-    names = [path.stem.rsplit("-", 1)[1] for path in folder.glob(pattern)]
-    return 1 + max((int(name) for name in names if name.isdigit()), default=0)
+def next_file(folder: Path, stem: str) -> Path:
+    """A file of ours with a number that none of its kind has yet."""
+    names = [path.stem.rsplit("-", 1)[1] for path in folder.glob(f"{stem}-*.bin")]
+    return folder / f"{stem}-{1 + max((int(name) for name in names if name.isdigit()), default=0):04}.bin"
