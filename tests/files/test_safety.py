@@ -147,11 +147,11 @@ def change_description(folder: Path, change: Callable[[Any], Any]) -> None:
         ("rollout", lambda d: d["state"].update(full=False)),
         ("recurrent-rollout", lambda d: d["arguments"].update(hidden_state_shape=[1 << 20] * 4)),
         ("maskable-rollout", lambda d: d["action_space"].update(n=1 << 40)),
-        ("gpu", lambda d: d["observations"]["observations"].update(kind="frames")),
-        ("gpu-frames", lambda d: d["observations"]["observations"].update(stack=0)),
-        ("gpu-frames", lambda d: d["observations"]["observations"].update(per_segment=1 << 40)),
-        ("gpu-frames", lambda d: d["observations"]["observations"].update(last_cell=1 << 40)),
-        ("gpu-frames", lambda d: d["observations"]["observations"].update(codec=["zstd", "zstd", {}])),
+        ("gpu", lambda d: d["state"].update(pos=26)),
+        ("gpu", lambda d: d.update(steps=27)),
+        ("gpu-frames", lambda d: d.update(n_envs=1)),
+        ("gpu-frames", lambda d: d["observation_space"].update(shape=[2, 18, 21])),
+        ("gpu-dense", lambda d: d["observation_space"].update(shape=[2, 18, 21])),
     ],
 )  # fmt: skip
 def test_descriptions_that_make_no_sense_are_refused_by_name(

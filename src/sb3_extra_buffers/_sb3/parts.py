@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,12 +13,13 @@ import numpy.typing as npt
 from stable_baselines3.common.preprocessing import get_action_dim, get_obs_shape
 
 from sb3_extra_buffers._sb3.leaves import BufferView, Leaves, each_leaf
-from sb3_extra_buffers.errors import DamagedFileError, FileFormatError, NotSaveableError
+from sb3_extra_buffers.errors import DamagedFileError, NotSaveableError
 from sb3_extra_buffers.files.checking import Cut, longest_run
 from sb3_extra_buffers.files.kinds import class_of
 from sb3_extra_buffers.files.parts import LoadedParts, Parts, make_view
 from sb3_extra_buffers.files.spaces import space_from_json, space_to_json
 from sb3_extra_buffers.files.values import decode, encode
+from sb3_extra_buffers.stores.checks import require, whole, within
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.view import StoreView
 
@@ -45,6 +47,7 @@ _SB3 = ("optimize_memory_usage", "handle_timeout_termination")
 _DEVICE = ("buffer_device", "heap_bytes", "compression_kwargs")
 _HIDDEN = ("hidden_states_pi", "cell_states_pi", "hidden_states_vf", "cell_states_vf")
 _STATE = ("pos", "full")
+_SETS = ("observations", "next_observations")
 _REPLAY = Layout(
     (*_SB3, "n_steps", "gamma"), _OPTIONS, (*_STATE, "_n_evicted", "_n_added"),
     ("actions", "rewards", "dones", "timeouts"),
@@ -101,21 +104,11 @@ def to_parts(buffer: Any, tag: str) -> Parts:
     layout = _layout(tag)
     columns = {name: _laid_out(buffer, name, getattr(buffer, name)) for name in layout.columns}
     stores: dict[str, ObservationStore] = {}
-    observed: dict[str, Any] = {}
-    if tag.startswith("gpu-"):
-        from sb3_extra_buffers.stores.device_snapshot import take_apart
-
-        for key, device_store in buffer._stores.items():
-            name = _leaf_name("observations", key or None)
-            observed[name], arrays, on_host = take_apart(device_store)
-            columns |= {f"{name}/{table}": array for table, array in arrays.items()}
-            stores |= {} if on_host is None else {name: on_host}
-    else:
-        for name, leaf in _leaves(buffer):
-            if isinstance(leaf, StoreView):
-                stores.setdefault(name.removeprefix("next_"), leaf.store)
-            else:
-                columns[name] = leaf
+    for name, leaf in _device_leaves(buffer) if tag.startswith("gpu-") else _leaves(buffer):
+        if isinstance(leaf, np.ndarray):
+            columns[name] = leaf
+        else:
+            stores.setdefault(name.removeprefix("next_"), leaf.store if isinstance(leaf, StoreView) else leaf)
     described = {
         "steps": int(buffer.buffer_size),
         "n_envs": int(buffer.n_envs),
@@ -124,7 +117,6 @@ def to_parts(buffer: Any, tag: str) -> Parts:
         "device": str(buffer.device),
         "arguments": _arguments(buffer, layout),
         "state": {name.lstrip("_"): encode(getattr(buffer, name), name) for name in layout.state},
-        "observations": observed,
     }
     if tag == "her-replay":
         columns["current_ep_start"] = buffer._current_ep_start
@@ -165,15 +157,29 @@ def _is_column(value: Any) -> bool:
 
 
 def _leaf_name(name: str, key: str | None) -> str:
-    return name if key is None else f"{name}.{key}"
+    return f"{name}.{key}" if key else name
 
 
 def _leaves(buffer: Any) -> list[tuple[str, Any]]:
     """Observations by name, as they lay before a rollout was read."""
-    found: list[tuple[str, Any]] = [("observations", getattr(buffer, "_leaves", None))]
-    if hasattr(buffer, "next_observations"):
-        found = [("observations", buffer.observations), ("next_observations", buffer.next_observations)]
-    return [(_leaf_name(name, key), leaf) for name, leaves in found for key, leaf in each_leaf(leaves)]
+    found = {name: getattr(buffer, name) for name in _SETS} if hasattr(buffer, _SETS[1]) else {_SETS[0]: buffer._leaves}
+    return [(_leaf_name(name, key), leaf) for name, leaves in found.items() for key, leaf in each_leaf(leaves)]
+
+
+def _device_leaves(buffer: Any) -> Iterator[tuple[str, Any]]:
+    """Observations behind a device by name, as the host would have them."""
+    from sb3_extra_buffers.stores.device_snapshot import to_host
+
+    for key, store in buffer._stores.items():
+        found = to_host(store, _steps_of(buffer))
+        for name, part in zip(_SETS, found if isinstance(found, list) else [found], strict=False):
+            yield _leaf_name(name, key), part
+
+
+def _steps_of(buffer: Any) -> list[int]:
+    """Steps in the order in which they were written."""
+    held = range(buffer.pos)
+    return [*range(buffer.pos, buffer.buffer_size), *held] if buffer.full else [*held]
 
 
 def _laid_out(buffer: Any, name: str, column: Array) -> Array:
@@ -221,9 +227,12 @@ def _construct(parts: LoadedParts, layout: Layout, lead: tuple[int, int]) -> Any
     steps, n_envs = lead
     spaces = {name: space_from_json(parts.entry(name)) for name in ("observation_space", "action_space")}
     arguments = decode(parts.entry("arguments", kind=dict))
-    if set(arguments) != {*layout.arguments, *layout.options, *_LIMITS}:
-        raise FileFormatError(f"a {parts.kind} is not made from {', '.join(map(repr, arguments))}")
-    _check_sizes(parts, layout, lead, spaces["observation_space"], spaces["action_space"], arguments)
+    known = {*layout.arguments, *layout.options, *_LIMITS}
+    require(set(arguments) == known, f"a {parts.kind} is not made from {', '.join(map(repr, arguments))}")
+    shapes: dict[str, Any] = {"actions": (*lead, get_action_dim(spaces["action_space"]))}
+    shapes |= dict.fromkeys(_HIDDEN, arguments.get("hidden_state_shape"))
+    shapes["action_masks"] = (*lead, _mask_dims(spaces["action_space"]))
+    _check_sizes(parts, layout, lead, spaces["observation_space"], shapes)
     limits = {name: arguments.pop(name) for name in _LIMITS}
     if parts.kind == "her-replay":
         arguments["env"] = None
@@ -231,8 +240,7 @@ def _construct(parts: LoadedParts, layout: Layout, lead: tuple[int, int]) -> Any
         arguments["buffer_device"] = _device(arguments["buffer_device"])
     size = steps * n_envs if is_ring(parts.kind) else steps
     buffer = class_of(parts.kind)(size, **spaces, device=_device(parts.entry("device")), n_envs=n_envs, **arguments)
-    if buffer.buffer_size != steps:
-        raise FileFormatError(f"{steps} steps of {n_envs} environments make a buffer of {buffer.buffer_size}")
+    require(buffer.buffer_size == steps, f"{steps} steps of {n_envs} make a buffer of {buffer.buffer_size}")
     # only now: with a limit, a constructor lays out as many steps as it thinks will fit
     buffer._options = replace(buffer._options, **limits)
     return buffer
@@ -247,36 +255,20 @@ def _device(name: Any) -> str:
     return str(name)
 
 
-def _check_sizes(
-    parts: LoadedParts, layout: Layout, lead: tuple[int, int], observed: Any, acted: Any, arguments: dict[str, Any]
-) -> None:
+def _check_sizes(parts: LoadedParts, layout: Layout, lead: tuple[int, int], observed: Any, shapes: Any) -> None:
     """Raise unless the columns are as long as a constructor will lay them out; before it takes memory for them."""
-    parts.column("rewards", np.float32, lead)
-    actions = parts.columns.get("actions")
-    if actions is None or actions.shape != (*lead, get_action_dim(acted)):
-        raise FileFormatError(f"actions are not those of {lead[0]} steps of {lead[1]} environments")
-    masks, hidden = parts.columns.get("action_masks"), arguments.get("hidden_state_shape")
-    if "action_masks" in layout.columns and (masks is None or masks.shape != (*lead, _mask_dims(acted))):
-        raise FileFormatError("action masks are not those of the action space")
-    if "hidden_state_shape" in layout.arguments and (
-        not isinstance(hidden, tuple)
-        or any(name not in parts.columns or parts.columns[name].shape != hidden for name in _HIDDEN)
-    ):
-        raise FileFormatError(f"hidden states are not of shape {hidden!r}")
-    shapes = get_obs_shape(observed)
-    keyed: dict[Any, Any] = shapes if isinstance(shapes, dict) else {None: shapes}
-    for key, shape in keyed.items():
+    for name in layout.columns:
+        due, found = shapes.get(name, lead), parts.columns.get(name)
+        require(found is not None and found.shape == due, f"{name} are missing, or not of shape {due}")
+    observations: Any = get_obs_shape(observed)
+    for key, shape in observations.items() if isinstance(observations, dict) else [(None, observations)]:
         name, dtype = _leaf_name("observations", key), np.dtype(observed.dtype if key is None else observed[key].dtype)
-        store, column = parts.stores.get(name), parts.columns.get(name)
-        if store is not None:
-            fits = store.spec.shape == tuple(shape) and store.spec.dtype == dtype and store.n_streams == lead[1]
-        elif parts.kind.startswith("gpu-"):
-            tables = sum(table.nbytes for known, table in parts.columns.items() if known.startswith(f"{name}/"))
-            fits = math.prod(lead) * math.prod(shape) <= max(64 * tables, 1 << 28)
+        store = parts.stores.get(name)
+        if store is None:
+            parts.column(name, dtype, (*lead, *shape))
         else:
-            fits = column is not None and column.shape == (*lead, *shape) and column.dtype == dtype
-        if not fits:
-            raise FileFormatError(f"{name} are missing, or not those of {observed}")
+            fits = (store.spec.shape, store.spec.dtype, store.n_streams) == (tuple(shape), dtype, lead[1])
+            require(fits, f"{name} are not those of {observed}")
 
 
 def _mask_dims(space: Any) -> int:
@@ -294,8 +286,7 @@ def _put_state(buffer: Any, parts: LoadedParts, layout: Layout) -> None:
     ring = is_ring(parts.kind)
     full = parts.entry("state", "full", kind=bool)
     pos = parts.number("state", "pos", stop=size + (not ring))
-    if not ring and full != (pos == size):
-        raise FileFormatError(f"position {pos} of {size} steps, and {'not ' * (not full)}full")
+    require(ring or full == (pos == size), f"position {pos} of {size} steps, and full is {full}")
     buffer.pos, buffer.full = pos, full
     if "_n_evicted" in layout.state:
         buffer._n_evicted = parts.number("state", "n_evicted", stop=(size if full else pos) + 1)
@@ -311,16 +302,14 @@ def _put_episodes(buffer: Any, parts: LoadedParts) -> None:
     starts, lengths = buffer.ep_start, buffer.ep_length
     current = parts.column("current_ep_start", np.int64, (buffer.n_envs,))
     for what, values, stop in (("start", starts, size), ("length", lengths, size + 1), ("beginning", current, size)):
-        if values.size and not 0 <= int(values.min()) <= int(values.max()) < stop:
-            raise FileFormatError(f"the {what} of an episode is {values.min()} or {values.max()}")
+        within(values, 0, stop, f"the {what} of an episode")
     steps, envs = np.nonzero(lengths)
     first, length = starts[steps, envs], lengths[steps, envs]
     # all steps of an episode are there, and say the same of it
     counts = np.bincount(first * buffer.n_envs + envs, minlength=lengths.size)
     fits = ((steps - first) % size < length) & (counts[first * buffer.n_envs + envs] == length)
     fits &= lengths[first, envs] == length
-    if not fits.all() or (not buffer.full and (steps >= buffer.pos).any()):
-        raise FileFormatError("a step is in an episode that it is no part of")
+    require(fits & (buffer.full | (steps < buffer.pos)), "a step is in an episode that it is no part of")
     buffer._current_ep_start = current
     if buffer.copy_info_dict:
         buffer.infos = _infos_from_text(parts.column("infos", np.uint8, (None,)), lead)
@@ -328,11 +317,10 @@ def _put_episodes(buffer: Any, parts: LoadedParts) -> None:
 
 def _infos_from_text(text: Array, shape: tuple[int, int]) -> Array:
     runs = [(length, info) for length, info in json.loads(text.tobytes())]
-    if not all(type(length) is int and length > 0 for length, _ in runs) or sum(n for n, _ in runs) != math.prod(shape):
-        raise FileFormatError(f"infos are not as many as {shape}")
+    count = sum(whole(length, "a number of infos", 1) for length, _ in runs)
+    require(count == math.prod(shape), f"infos are not as many as {shape}")
     infos = [decode(info) for length, info in runs for _ in range(length)]
-    if not all(isinstance(info, dict) for info in infos):
-        raise FileFormatError("an info is no dict")
+    require(all(isinstance(info, dict) for info in infos), "an info is no dict")
     out = np.empty(len(infos), object)
     out[:] = infos
     return out.reshape(shape)
@@ -340,13 +328,11 @@ def _infos_from_text(text: Array, shape: tuple[int, int]) -> Array:
 
 def _put_priorities(buffer: Any, parts: LoadedParts) -> None:
     leaves = parts.column("priorities", np.float64, (buffer.buffer_size, buffer.n_envs))
-    if not (np.isfinite(leaves).all() and (leaves >= 0).all()):
-        raise FileFormatError("a priority is negative or not finite")
+    require(np.isfinite(leaves) & (leaves >= 0), "a priority is negative or not finite")
     buffer._tree.write(slice(0, leaves.size), leaves.reshape(-1))
     for name, low in (("max_priority", 0.0), ("progress_remaining", -1e300)):
         value = parts.entry("state", name, kind=(int, float))
-        if not low <= value < 1e300:
-            raise FileFormatError(f"{name} is {value}")
+        require(low <= value < 1e300, f"{name} is {value}")
         setattr(buffer, name, float(value))
     buffer.check()
 
@@ -370,13 +356,14 @@ def _put_observations(buffer: Any, parts: LoadedParts, lead: tuple[int, int]) ->
 
 
 def _put_device_observations(buffer: Any, parts: LoadedParts) -> None:
-    from sb3_extra_buffers.stores.device_snapshot import put_together
+    from sb3_extra_buffers.stores.device_snapshot import from_host
 
-    for key, store in buffer._stores.items():
-        name = _leaf_name("observations", key or None)
-        start = f"{name}/"
-        tables = {known.removeprefix(start): array for known, array in parts.columns.items() if known.startswith(start)}
-        put_together(store, parts.entry("observations", name, kind=dict), tables, parts.stores.get(name))
+    for key, into in buffer._stores.items():
+        names = [_leaf_name(each, key) for each in _SETS[: into.n_sets]]
+        store = parts.stores.get(names[0])
+        fits = store is None or store.n_cells == into.n_cells * into.n_sets
+        require(fits, f"{names[0]} are not as many as {into.n_cells * into.n_sets}")
+        from_host(into, store or [parts.column(name, into.dtype, into.shape) for name in names], _steps_of(buffer))
 
 
 def _finish(buffer: Any, parts: LoadedParts) -> Any:
@@ -393,8 +380,8 @@ def _finish(buffer: Any, parts: LoadedParts) -> Any:
         buffer._set_extra_state(extra)
     else:
         for name, value in extra.items():
-            if not name.isidentifier() or name.startswith("_") or hasattr(type(buffer), name) or name in vars(buffer):
-                raise FileFormatError(f"{name!r} is no attribute to add to a {type(buffer).__name__}")
+            fits = name.isidentifier() and not name.startswith("_") and not hasattr(buffer, name)
+            require(fits, f"{name!r} is no attribute to add to a {type(buffer).__name__}")
             setattr(buffer, name, value)
     if parts.read_only:
         buffer._read_only = True

@@ -18,7 +18,7 @@ from sb3_extra_buffers.errors import DamagedFileError, FileFormatError
 from sb3_extra_buffers.files import disk
 from sb3_extra_buffers.kernels.prints import PAGE, prints_of
 from sb3_extra_buffers.stores.arena import SLACK, zeros
-from sb3_extra_buffers.stores.snapshot import parse_dtype
+from sb3_extra_buffers.stores.checks import entry, parse_dtype, parse_shape, require, whole
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -56,15 +56,10 @@ class ArrayRecord(NamedTuple):
     @classmethod
     def from_json(cls, record: Any, n_index: int) -> ArrayRecord:
         """An array that the index has room for, or an error: no size is believed before that."""
-        try:
-            dtype, shape, first = record
-        except (TypeError, ValueError):
-            raise FileFormatError(f"{record!r} describes no array") from None
-        if not isinstance(shape, list) or len(shape) > 32 or not all(type(n) is int and n >= 0 for n in shape):
-            raise FileFormatError(f"{shape!r} is no shape of an array")
-        made = cls(parse_dtype(dtype), tuple(shape), first)
-        if type(first) is not int or not 0 <= first <= n_index - made.n_blocks or any(n >= 1 << 48 for n in shape):
-            raise FileFormatError(f"an array of {made.nbytes} bytes has no place among {n_index} blocks")
+        require(isinstance(record, list) and len(record) == 3, f"{record!r} describes no array")
+        made = cls(parse_dtype(record[0]), parse_shape(record[1]), whole(record[2], "the place of an array"))
+        fits = made.first <= n_index - made.n_blocks
+        require(fits, f"an array of {made.nbytes} bytes has no place among {n_index} blocks")
         return made
 
 
@@ -253,16 +248,8 @@ class BlockReader:
 
 def read_index(data: Bytes, record: Any, path: Path) -> Array:
     """The index that ``record`` points to."""
-    try:
-        offset, count, crc = record["offset"], record["n_blocks"], record["crc32"]
-    except (KeyError, TypeError):
-        raise FileFormatError(f"{path} does not say where its index is") from None
-    if not all(type(n) is int and 0 <= n < 1 << 60 for n in (offset, count, crc)):
-        raise FileFormatError(f"{path} does not say where its index is")
-    nbytes = count * INDEX.itemsize
-    if offset + nbytes > data.size:
-        raise DamagedFileError(f"{path} is cut short: its index reaches to byte {offset + nbytes} of {data.size}")
-    found = data[offset : offset + nbytes]
-    if zlib.crc32(found.data) != crc:
+    offset, count, crc = (whole(entry(record, name), name, stop=1 << 59) for name in ("offset", "n_blocks", "crc32"))
+    found = data[offset : offset + count * INDEX.itemsize]
+    if found.size != count * INDEX.itemsize or zlib.crc32(found.data) != crc:
         raise DamagedFileError(f"{path}: the index at byte {offset} is damaged; 'sb3-extra-buffers repair' may help")
     return found.view(INDEX)

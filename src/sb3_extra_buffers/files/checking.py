@@ -16,12 +16,13 @@ import numpy.typing as npt
 from sb3_extra_buffers.errors import CorruptPayloadError, DamagedFileError, ExtraBuffersError
 from sb3_extra_buffers.files import disk, kinds, manifest
 from sb3_extra_buffers.files.blocks import BLOCK, ArrayRecord
-from sb3_extra_buffers.files.journal import read_journal
 from sb3_extra_buffers.files.live import replay
-from sb3_extra_buffers.files.loading import SavedParts, make, only_named_errors
+from sb3_extra_buffers.files.loading import SavedParts, make
 from sb3_extra_buffers.files.parts import LoadedParts
-from sb3_extra_buffers.files.payloads import check_tables, damaged_chunks
+from sb3_extra_buffers.files.payloads import damaged_chunks, lost_cells
 from sb3_extra_buffers.files.saving import OURS, save, save_file
+from sb3_extra_buffers.stores.checks import only_named_errors
+from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.view import StoreView
 
@@ -30,8 +31,6 @@ Flags = npt.NDArray[np.bool_]
 
 # tables with one entry for each observation, in which a lost entry is that of a lost observation
 _OF_CELLS = ("slots", "rows", "written")
-# observations that are read at once, to see whether they can be
-_BATCH = 1024
 # states that a repair tries, newest first
 _TRIES = 16
 
@@ -58,75 +57,32 @@ class Cut(NamedTuple):
     n_lost: int
 
 
-def _open(path: Path) -> SavedParts:
-    return SavedParts.of_file(path) if path.is_file() else SavedParts.of_folder(path)
-
-
 def verify(path: str | os.PathLike[str], deep: bool = False) -> Iterator[str]:
     """What is wrong with the saved folder or file ``path``, one finding at a time; nothing where all is well.
 
     ``deep`` also decodes every observation, where otherwise checksums and tables are looked at.
     """
-    n_found = 0
+    source, report = Path(path), Repair(Path(path))
     try:
         with only_named_errors(f"{path}"):
-            saved = _open(Path(path))
-            for finding in _damage(saved):
-                n_found += 1
-                yield finding
-            if n_found:
-                return
-            made = saved.load()
-            if deep:
+            saved = SavedParts.of_file(source) if source.is_file() else SavedParts.of_folder(source)
+            _Salvage(saved, report)
+            made = None if report.findings else saved.load()
+            if deep and made is not None:
                 yield from _read_all(made)
     except ExtraBuffersError as problem:
-        yield str(problem)
-
-
-def _damage(saved: SavedParts) -> Iterator[str]:
-    """Checksums that differ."""
-    broken = set()
-    for name, record in saved.blocks.records.items():
-        bad = saved.blocks.copy_blocks(record, np.zeros(record.nbytes, np.uint8))
-        if bad:
-            broken.add(name)
-            yield f"{saved.data_path}: {len(bad)} of {record.n_blocks} blocks of {name!r} are damaged"
-    for name in saved.stores:
-        tables = [f"stores/{name}/{key}" for key in ("starts", "chunks", "lengths")]
-        if all(table in saved.blocks.records and table not in broken for table in tables):
-            starts, chunks, lengths = (saved.blocks.read(table) for table in tables)
-            path, size = saved.payload_file(name)
-            check_tables({"starts": starts, "chunks": chunks}, len(lengths), size)
-            for place in damaged_chunks(disk.map_file(path, size), chunks):
-                yield f"{path}: observations at byte {chunks[place, 0]} are damaged ({name})"
-    if saved.journal is not None:
-        try:
-            for _ in read_journal(saved.journal):
-                pass
-        except ExtraBuffersError as problem:
-            yield str(problem)
+        report.findings.append(str(problem))
+    yield from report.findings
 
 
 def _read_all(made: Any) -> Iterator[str]:
-    for name, view in views_of(made):
-        for step in range(view.lead_shape[0] if view.lead_shape else 0):
+    for name, store in kinds.parts_of(made).stores.items():
+        for first in range(0, store.n_cells, store.n_streams):
+            cells = np.arange(first, min(first + store.n_streams, store.n_cells))
             try:
-                view[step]
+                store.read(cells)
             except CorruptPayloadError as problem:
-                yield f"{name}[{step}]: {problem}"
-    for key, store in vars(made).get("_stores", {}).items():
-        yield from _read_device(store, key)
-
-
-def _read_device(store: Any, key: str) -> Iterator[str]:
-    from sb3_extra_buffers.stores.device_observation import CellBatch
-
-    n_cells = store.n_cells * store.n_sets
-    for first in range(0, n_cells, store.n_streams):
-        try:
-            store.read(CellBatch(np.arange(first, first + store.n_streams)[None]))
-        except CorruptPayloadError as problem:
-            yield f"observations.{key}, cell {first}: {problem}"
+                yield f"{name}, observations {cells[0]} to {cells[-1]}: {problem}"
 
 
 def views_of(buffer: Any) -> Iterator[tuple[str, StoreView]]:
@@ -153,13 +109,14 @@ def repair(path: str | os.PathLike[str], target: str | os.PathLike[str], cls: ty
     source, report = Path(path), Repair(Path(target))
     problems: list[ExtraBuffersError] = []
     for record in islice(_states(source, report), _TRIES):
-        found = Repair(report.folder, findings=report.findings.copy())
+        found = Repair(report.folder)
         try:
             with only_named_errors(f"{source}"):
                 saved = SavedParts(source.parent, record, source) if source.is_file() else SavedParts.of_folder(
                     source, record
                 )  # fmt: skip
                 made = _Salvage(saved, found).run(cls)
+                found.findings[:0] = report.findings
         except ExtraBuffersError as problem:
             problems.append(problem)
             report.findings.append(f"state {record.get('number')}: {problem}")
@@ -191,28 +148,29 @@ def _states(source: Path, report: Repair) -> Iterator[dict[str, Any]]:
 
 
 class _Salvage:
-    """Reads what can be read."""
+    """Reads what can be read, and says what cannot."""
 
     def __init__(self, saved: SavedParts, report: Repair) -> None:
         self.saved, self.report = saved, report
-        self.n_found = 0
+        names = saved.record["columns"]
+        self.columns = {name: self._read(f"columns/{name}") for name in names}
+        self.stores = {name: self._store(name) for name in saved.stores}
 
     def run(self, cls: type[Any] | None) -> Any:
+        """What is left."""
         saved = self.saved
         kinds.check_target(saved.record.get("kind"), cls)
-        columns, bad_rows = {}, {}
-        for name in saved.record["columns"]:
-            columns[name], bad_rows[name] = self._read(f"columns/{name}")
-        pairs = {name: self._store(name) for name in saved.stores}
-        if not self.n_found:
+        if not self.report.findings:
             return self._with_journal(saved.load(cls, replayed=False))
         module = importlib.import_module(kinds.KINDS[saved.kind].maker.partition(":")[0])
         if not hasattr(module, "cut"):
             raise DamagedFileError(f"a damaged {saved.kind!r} cannot be cut to what is whole")
-        stores = {name: store for name, (store, _) in pairs.items()}
+        columns = {name: column for name, (column, _) in self.columns.items()}
+        stores = {name: store for name, (store, _) in self.stores.items()}
+        bad_rows = {name: bad for name, (_, bad) in self.columns.items() if bad.any()}
+        bad_cells = {name: lost for name, (_, lost) in self.stores.items()}
         parts = LoadedParts(saved.kind, saved.record["description"], columns, stores, cls)
-        bad_cells = {name: lost for name, (_, lost) in pairs.items()}
-        kept: Cut = module.cut(parts, {name: rows for name, rows in bad_rows.items() if rows.any()}, bad_cells)
+        kept: Cut = module.cut(parts, bad_rows, bad_cells)
         self.report.n_steps, self.report.n_lost = kept.n_kept, kept.n_lost
         fresh = {name: _copy_cells(store, kept.cells[name]) for name, store in stores.items()}
         return make(LoadedParts(saved.kind, kept.description, kept.columns, fresh, cls))
@@ -228,10 +186,6 @@ class _Salvage:
             self.report.n_steps = made.size() * made.n_envs
         return made
 
-    def _found(self, what: str) -> None:
-        self.n_found += 1
-        self.report.findings.append(what)
-
     def _read(self, name: str) -> tuple[Array, Flags]:
         """An array as far as it is whole, and which rows of it are not."""
         blocks = self.saved.blocks
@@ -239,42 +193,25 @@ class _Salvage:
         out = blocks.room(record)
         bad = blocks.copy_blocks(record, out.reshape(-1).view(np.uint8))
         if bad:
-            self._found(f"{name!r}: {len(bad)} of {record.n_blocks} blocks are damaged")
+            self.report.findings.append(f"{name!r}: {len(bad)} of {record.n_blocks} blocks are damaged")
         return out, _bad_rows(record, bad)
 
     def _store(self, name: str) -> tuple[ObservationStore, Flags]:
         """A store to read from, and the cells that are lost: their entry in a table, or their payloads."""
         about = self.saved.stores[name]
-        pairs = {key: self._read(f"stores/{name}/{key}") for key in about["arrays"]}
         tables, lost = {}, np.zeros(int(about["record"]["n_cells"]), np.bool_)
-        for key, (table, bad) in pairs.items():
-            tables[key] = table
+        for key in about["arrays"]:
+            tables[key], bad = self._read(f"stores/{name}/{key}")
             if bad.any() and (key not in _OF_CELLS or len(bad) != len(lost)):
                 raise DamagedFileError(f"{key!r} of {name} is damaged, and all of them depend on it")
             lost |= bad if bad.any() else False
         store, payloads = self.saved.make_store(name, tables, read_only=True)
-        if payloads is None:
-            return store, lost
         path, size = self.saved.payload_file(name)
-        bad_chunks = damaged_chunks(disk.map_file(path, size), payloads.chunks)
-        if bad_chunks:
-            self._found(f"{path}: {len(bad_chunks)} stretches of observations are damaged ({name})")
-            for first in range(0, len(lost), _BATCH):
-                lost[first : first + _BATCH] |= self._unreadable(
-                    store, np.arange(first, min(first + _BATCH, len(lost)))
-                )
+        bad_chunks = [] if payloads is None else damaged_chunks(disk.map_file(path, size), payloads.chunks)
+        if bad_chunks and payloads is not None and isinstance(store._inner, FrameStore):
+            self.report.findings.append(f"{path}: {len(bad_chunks)} stretches of observations are damaged ({name})")
+            lost |= lost_cells(store._inner, payloads.chunks, bad_chunks)
         return store, lost
-
-    def _unreadable(self, store: ObservationStore, cells: Array) -> Flags:
-        """Which of ``cells`` have a payload that is damaged."""
-        try:
-            store.read(cells)
-        except DamagedFileError:
-            if len(cells) == 1:
-                return np.ones(1, np.bool_)
-            half = len(cells) // 2
-            return np.concatenate([self._unreadable(store, cells[:half]), self._unreadable(store, cells[half:])])
-        return np.zeros(len(cells), np.bool_)
 
 
 def _bad_rows(record: ArrayRecord, bad: list[int]) -> Flags:

@@ -14,15 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import (
-    DamagedFileError,
-    ExtraBuffersError,
-    FileFormatError,
-    FileWriteError,
-    NotSaveableError,
-)
+from sb3_extra_buffers.errors import DamagedFileError, FileWriteError, NotSaveableError
 from sb3_extra_buffers.files import disk
-from sb3_extra_buffers.stores.snapshot import parse_dtype
+from sb3_extra_buffers.stores.checks import entry, only_named_errors, parse_dtype, parse_shape, require
 
 __all__ = ["Journal", "read_journal"]
 
@@ -47,15 +41,16 @@ class Journal:
     leaves the file as it was; where even that fails, `broken` says that nothing may be appended any more.
     """
 
-    def __init__(self, path: str | Path, sync: bool = False) -> None:
-        self.path, self.sync = Path(path), sync
+    def __init__(self, path: str | Path, sync: bool = False, new: bool = True) -> None:
+        self.path, self.sync, self.broken, self._descriptor = Path(path), sync, False, -1
+        records = [] if new else list(_scan(disk.map_file(self.path), self.path))
         # both at once: what interrupts the one may not tell the other apart
-        self._size = (0, 0)
-        self.broken = False
-        self._descriptor = -1
-        self._id = secrets.token_bytes(8)
-        with disk.named_errors(self.path, f"making {self.path.name}"):
-            self._descriptor = disk.create(self.path)
+        self._size = (len(records), records[-1].end if records else 0)
+        self._id = records[0].journal if records else secrets.token_bytes(8)
+        with disk.named_errors(self.path, f"opening {self.path.name}"):
+            self._descriptor = disk.create(self.path) if new else disk.open_to_append(self.path)
+            if not new:
+                disk.truncate(self._descriptor, self.n_bytes)
             if sync:
                 disk.fsync(self._descriptor)
                 disk.sync_folder(self.path.parent)
@@ -63,18 +58,7 @@ class Journal:
     @classmethod
     def reopen(cls, path: str | Path, sync: bool = False) -> Journal:
         """Go on behind the last whole record of a journal that is there; what follows it is cut off."""
-        made = object.__new__(cls)
-        made.path, made.sync, made.broken = Path(path), sync, False
-        made._descriptor = -1
-        records = list(_scan(disk.map_file(made.path), made.path))
-        made._size = (len(records), records[-1].end if records else 0)
-        made._id = records[0].journal if records else secrets.token_bytes(8)
-        with disk.named_errors(made.path, f"opening {made.path.name}"):
-            made._descriptor = disk.open_to_append(made.path)
-            disk.truncate(made._descriptor, made.n_bytes)
-            if sync:
-                disk.fsync(made._descriptor)
-        return made
+        return cls(path, sync, new=False)
 
     @property
     def n_records(self) -> int:
@@ -227,23 +211,13 @@ def _zero_sectors(part: Bytes, offset: int) -> int:
 
 
 def _parse(body: bytes, path: Path, record: _Record) -> tuple[dict[str, Any], list[Array]]:
-    try:
+    with only_named_errors(f"{path}: record {record.number}"):
         end = 4 + int.from_bytes(body[:4], "little")
-        parsed = json.loads(body[4:end])
-        words, arrays = parsed["words"], []
-        if not isinstance(words, dict):
-            raise FileFormatError(f"{path}: record {record.number} is no JSON object")
+        parsed, arrays = json.loads(body[4:end]), []
         for dtype, shape in parsed["arrays"]:
-            kind = parse_dtype(dtype)
-            if not isinstance(shape, list) or len(shape) > 32 or not all(type(n) is int and n >= 0 for n in shape):
-                raise FileFormatError(f"{path}: {shape!r} is no shape of an array")
+            kind, shape = parse_dtype(dtype), parse_shape(shape)
             count = math.prod(shape)
-            if end + count * kind.itemsize > len(body):
-                raise FileFormatError(f"{path}: an array of {shape} {dtype} is longer than its record")
+            require(end + count * kind.itemsize <= len(body), f"an array of {shape} {dtype} is longer than its record")
             arrays.append(np.frombuffer(body, kind, count, end).reshape(shape))
             end += count * kind.itemsize
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as problem:
-        if isinstance(problem, ExtraBuffersError):
-            raise
-        raise FileFormatError(f"{path}: record {record.number} makes no sense: {problem}") from problem
-    return words, arrays
+        return entry(parsed, "words", kind=dict), arrays

@@ -16,14 +16,15 @@ class LastSave:
     """An object's last save, or the one it was loaded from."""
 
     folder: Path
-    save_id: str
-    number: int
-    data_name: str
-    data_size: int
-    live_bytes: int
+    record: dict[str, Any]
+    """Its manifest."""
     arrays: SavedArrays
     stores: dict[str, SavedPayloads]
     _owner: Any = field(default=None, repr=False)
+
+    @property
+    def data_name(self) -> str:
+        return str(self.record["data"]["name"])
 
     def __reduce__(self) -> Any:
         # a copy was never saved

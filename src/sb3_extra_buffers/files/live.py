@@ -17,8 +17,9 @@ from sb3_extra_buffers.files import disk, kinds, locking
 from sb3_extra_buffers.files.journal import Journal, read_journal
 from sb3_extra_buffers.files.loading import SavedParts
 from sb3_extra_buffers.files.locking import FolderLock
-from sb3_extra_buffers.files.saving import Save, SaveReport, next_number, state_of
+from sb3_extra_buffers.files.saving import Save, SaveReport, next_file, state_of
 from sb3_extra_buffers.files.values import decode, encode
+from sb3_extra_buffers.stores.checks import column, only_named_errors, require, whole, within
 from sb3_extra_buffers.stores.file_heap import FileHeap
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.heap import Heap
@@ -36,21 +37,19 @@ _SPARE = 1 << 22
 _alive: weakref.WeakSet[LiveFolder] = weakref.WeakSet()
 
 
-def keep_in_file(buffer: Any, path: str | os.PathLike[str]) -> LiveFolder:
-    """Let ``buffer`` live in the folder ``path``, which must be new or hold nothing else but this buffer."""
-    _check_can_live(buffer)
-    folder = Path(path)
-    with disk.named_errors(folder, f"making {folder}"):
-        disk.make_folder(folder)
-        live = LiveFolder(buffer, folder, FolderLock(folder))
-    live.begin()
-    return live
-
-
 def StartsInFile(buffer: Any, folder: Path) -> LiveFolder:  # noqa: N802  # it stands for an object
     """What lets ``buffer`` live in the new folder ``folder`` from its first step on, when everything is set up."""
+    _check_can_live(buffer)
     with disk.named_errors(folder, f"making {folder}"):
+        disk.make_folder(folder)
         return LiveFolder(buffer, folder, FolderLock(folder))
+
+
+def keep_in_file(buffer: Any, folder: Path) -> LiveFolder:
+    """Let ``buffer`` live in ``folder`` from now on, which must be new or hold nothing else but this buffer."""
+    live = StartsInFile(buffer, folder)
+    live.begin()
+    return live
 
 
 def resume(folder: Path, target: type[Any] | None) -> Any:
@@ -70,8 +69,6 @@ def check_new(path: str | os.PathLike[str]) -> Path:
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(entry.name != locking.NAME for entry in folder.iterdir())):
         raise FileWriteError(17, f"{folder} is not empty; load or open the buffer that is there, or choose a new path")
-    with disk.named_errors(folder, f"making {folder}"):
-        disk.make_folder(folder)
     return folder
 
 
@@ -97,8 +94,9 @@ class LiveFolder:
         self._buffer = weakref.ref(buffer)
         self.folder, self._lock = folder, lock
         self._journal: Journal | None = None
-        self._memory = StepMemory()
-        self._undo: tuple[int, int, StepMemory] | None = None
+        # the next observations of the last step
+        self._known: dict[str, Array] = {}
+        self._undo: tuple[int, int, dict[str, Array]] | None = None
         self._n_cells = self._retry_at = 0
         _alive.add(self)
 
@@ -140,7 +138,9 @@ class LiveFolder:
             disk.named_errors(self.folder, f"saving to {self.folder}"),
         ):
             self._see_to_heaps()
-            journal = self._new_journal(sync)
+            journal = Journal(next_file(self.folder, "journal"))
+            if sync:
+                journal.flush()
             writing: Save | None = None
             try:
                 with state_of(buffer, recover) as (parts, taken):
@@ -150,7 +150,7 @@ class LiveFolder:
                 if writing is not None and writing.counts():
                     if self._journal is not None:
                         self._journal.close()
-                    self._journal, self._memory, self._undo, self._retry_at = journal, StepMemory(), None, 0
+                    self._journal, self._known, self._undo, self._retry_at = journal, {}, None, 0
                     self._n_cells = sum(store.n_cells for store in parts.stores.values())
                 else:
                     journal.close()
@@ -174,21 +174,12 @@ class LiveFolder:
             elif heap.dead_bytes > heap.live_bytes + _SPARE:
                 inner._drop_view()
                 try:
-                    heap.compact(self._heap_path(place))
+                    heap.compact(next_file(self.folder, f"heap-{place}"))
                 finally:
                     inner._sync()
 
     def _new_heap(self, place: int, limit: int | None) -> FileHeap:
-        return FileHeap(self._heap_path(place), limit)
-
-    def _heap_path(self, place: int) -> Path:
-        return self.folder / f"heap-{place}-{next_number(self.folder, f'heap-{place}-*.bin'):04}.bin"
-
-    def _new_journal(self, sync: bool = True) -> Journal:
-        journal = Journal(self.folder / f"journal-{next_number(self.folder, 'journal-*.bin'):04}.bin")
-        if sync:
-            journal.flush()
-        return journal
+        return FileHeap(next_file(self.folder, f"heap-{place}"), limit)
 
     def _check_owner(self) -> None:
         if not self._lock.is_ours:
@@ -215,18 +206,20 @@ class LiveFolder:
 
     def record_step(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Take down a step; when this returns, it outlives the process."""
-        journal, before = self._journal, self._memory
-        if journal is not None:
-            words, arrays, memory = before.write(self.buffer, obs, next_obs, action, reward, done, infos)
-            self._undo = journal.n_bytes, journal.n_records, before
-            journal.append(words, arrays)
-            self._memory = memory
+        if self._journal is not None:
+            self._append(*_pack_step(self.buffer, self._known, obs, next_obs, action, reward, done, infos))
+
+    def _append(self, words: dict[str, Any], arrays: list[Array], known: dict[str, Array]) -> None:
+        journal: Any = self._journal
+        self._undo = journal.n_bytes, journal.n_records, self._known
+        journal.append(words, arrays)
+        self._known = known
 
     def undo_step(self) -> None:
         """Forget the step that was taken down since `prepare_step`, if one was."""
         undo, self._undo = self._undo, None
         if undo is not None and self._journal is not None:
-            self._memory = undo[2]
+            self._known = undo[2]
             with contextlib.suppress(ExtraBuffersError):
                 self._journal.truncate(*undo[:2])
 
@@ -237,125 +230,103 @@ class LiveFolder:
             if self._journal.broken or self.buffer.store.n_cells != self._n_cells:
                 # a sibling was made: the journal is about an array that had none
                 self.checkpoint()
-            size = self._journal.n_bytes, self._journal.n_records
             try:
-                self._journal.append({"kind": kind}, list(arrays))
+                self._append({"kind": kind}, list(arrays), {})
             except BaseException:
-                with contextlib.suppress(ExtraBuffersError):
-                    self._journal.truncate(*size)
+                self.undo_step()
                 raise
 
 
-class StepMemory:
-    """Turns the arguments of a replay buffer's ``add`` into records and back.
+# ---- the arguments of ``add`` as a record, and back ----
+#
+# An observation is mostly the next one of the step before, and a next one mostly the observation moved on by a frame:
+# of rows that can be guessed so, nothing is written.
 
-    An observation is mostly the next one of the step before, and a next one mostly the observation moved on by a
-    frame: only what is neither is written.
-    """
 
-    def __init__(self, following: dict[str, Array] | None = None) -> None:
-        self._next = following or {}
+def _pack_step(
+    buffer: Any, known: dict[str, Array], obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any
+) -> tuple[dict[str, Any], list[Array], dict[str, Array]]:
+    """A record, and the next observations, which those of the step that follows are guessed from."""
+    arrays: list[Array] = []
+    keys, following = [], {}
+    for key, leaf in _each_leaf(buffer.observations):
+        shape = leaf.shape[1:]
+        now, then = (_rows(part if key is None else part[key], shape, leaf.dtype) for part in (obs, next_obs))
+        width = _frame_bytes(leaf) or now.shape[1]
+        for rows, guess in ((now, known.get(key or "")), (then[:, : then.shape[1] - width], now[:, width:])):
+            same = np.zeros(len(rows), np.bool_) if guess is None else (rows == guess).all(axis=1)
+            arrays += [same, rows[~same]]
+        arrays.append(then[:, then.shape[1] - width :])
+        keys.append([key, width])
+        following[key or ""] = then.copy()
+    words: dict[str, Any] = {"kind": "add", "keys": keys}
+    if getattr(buffer, "copy_info_dict", False):
+        words["infos"] = [encode(info, "infos") for info in infos]
+    elif buffer.handle_timeout_termination:
+        words["truncated"] = [bool(info.get("TimeLimit.truncated", False)) for info in infos]
+    return words, [*arrays, *map(np.asarray, (action, reward, done))], following
 
-    def write(
-        self, buffer: Any, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any
-    ) -> tuple[dict[str, Any], list[Array], StepMemory]:
-        """A record, and the memory of after it."""
-        arrays: list[Array] = []
-        keys, following = [], {}
-        for key, leaf in _leaves(buffer):
-            shape = leaf.shape[1:]
-            rows = [_rows(part if key is None else part[key], shape, leaf.dtype) for part in (obs, next_obs)]
-            known = self._next.get(key or "")
-            same = np.zeros(len(rows[0]), np.bool_) if known is None else (rows[0] == known).all(axis=1)
-            frame = _frame_bytes(leaf)
-            moved = (rows[1][:, :-frame] == rows[0][:, frame:]).all(axis=1) if frame else np.zeros(len(same), np.bool_)
-            arrays += [same, rows[0][~same], moved, rows[1][moved, -frame:] if frame else rows[1][:0]]
-            arrays.append(rows[1][~moved])
-            keys.append([key, frame])
-            following[key or ""] = rows[1].copy()
-        words: dict[str, Any] = {"kind": "add", "keys": keys}
-        if getattr(buffer, "copy_info_dict", False):
-            words["infos"] = [encode(info, "infos") for info in infos]
-        elif buffer.handle_timeout_termination:
-            words["truncated"] = [bool(info.get("TimeLimit.truncated", False)) for info in infos]
-        arrays += [np.asarray(part) for part in (action, reward, done)]
-        return words, arrays, StepMemory(following)
 
-    def read(self, buffer: Any, words: dict[str, Any], arrays: list[Array]) -> tuple[Any, ...]:
-        """The arguments that `write` was given, or an error."""
-        leaves = dict(_leaves(buffer))
-        keys = words["keys"]
-        if [key for key, _ in keys] != list(leaves) or len(arrays) != 5 * len(keys) + 3:
-            raise FileFormatError("a record of the journal is of another buffer")
-        parts = iter(arrays)
-        found: list[dict[str | None, Array]] = [{}, {}]
-        for key, frame in keys:
-            leaf = leaves[key]
-            n_envs, nbytes = leaf.shape[1], int(np.prod(leaf.shape[2:], dtype=np.int64)) * leaf.dtype.itemsize
-            same, fresh, moved, frames, whole = (next(parts) for _ in range(5))
-            flags = all(part.shape == (n_envs,) and part.dtype == np.bool_ for part in (same, moved))
-            if not flags or type(frame) is not int or not 0 <= frame < max(nbytes, 1) or (moved.any() and not frame):
-                raise FileFormatError("a record of the journal is of another buffer")
-            n_moved = int(moved.sum())
-            due = ((n_envs - int(same.sum()), nbytes), (n_moved, frame), (n_envs - n_moved, nbytes))
-            for part, shape in zip((fresh, frames, whole), due, strict=True):
-                if part.dtype != np.uint8 or (part.shape != shape and part.size + shape[0] * shape[1]):
-                    raise FileFormatError("a record of the journal is of another buffer")
-            known = self._next.get(key or "")
-            if same.any() and known is None:
-                raise FileFormatError("a record of the journal goes on from one that is not there")
-            obs, following = np.zeros((n_envs, nbytes), np.uint8), np.zeros((n_envs, nbytes), np.uint8)
-            if known is not None:
-                obs[same] = known[same]
-            obs[~same] = fresh.reshape(-1, nbytes)
-            if frame:
-                following[moved, :-frame] = obs[moved, frame:]
-                following[moved, -frame:] = frames
-            following[~moved] = whole.reshape(-1, nbytes)
-            self._next[key or ""] = following
-            for rows, target in ((obs, found[0]), (following, found[1])):
-                target[key] = rows.view(leaf.dtype).reshape(leaf.shape[1:])
-        action, reward, done = parts
-        infos = [decode(info) for info in words.get("infos", [])]
-        infos += [{"TimeLimit.truncated": bool(truncated)} for truncated in words.get("truncated", [])]
-        if len(infos) not in (0, 1, buffer.n_envs) or not all(isinstance(info, dict) for info in infos):
-            raise FileFormatError("a record of the journal has other infos than steps")
-        pair = [part[None] if set(part) == {None} else part for part in found]
-        return (*pair, action, reward, done, infos)
+def _unpack_step(buffer: Any, known: dict[str, Array], words: dict[str, Any], arrays: list[Array]) -> tuple[Any, ...]:
+    """The arguments that `_pack_step` was given, or an error; ``known`` is brought up to date."""
+    leaves, keys = dict(_each_leaf(buffer.observations)), words["keys"]
+    fits = [key for key, _ in keys] == list(leaves) and len(arrays) == 5 * len(keys) + 3
+    require(fits, "a record of the journal is of another buffer")
+    parts = iter(arrays)
+    found: tuple[dict[str | None, Array], ...] = ({}, {})
+    for key, width in keys:
+        leaf = leaves[key]
+        n_bytes = int(np.prod(leaf.shape[2:], dtype=np.int64)) * leaf.dtype.itemsize
+        rest = n_bytes - whole(width, "the width of a frame", 0, n_bytes + 1)
+        now = _guessed(known.get(key or ""), next(parts), next(parts), (leaf.shape[1], n_bytes))
+        then = _guessed(now[:, width:], next(parts), next(parts), (leaf.shape[1], rest))
+        tails = column({"tails": next(parts)}, "tails", np.uint8, (leaf.shape[1], width))
+        known[key or ""] = then = np.concatenate([then, tails], axis=1)
+        for rows, target in zip((now, then), found, strict=True):
+            target[key] = rows.view(leaf.dtype).reshape(leaf.shape[1:])
+    infos = [decode(info) for info in words.get("infos", [])]
+    infos += [{"TimeLimit.truncated": bool(truncated)} for truncated in words.get("truncated", [])]
+    fits = len(infos) in (0, 1, buffer.n_envs) and all(isinstance(info, dict) for info in infos)
+    require(fits, "a record of the journal has other infos than steps")
+    return (*(part[None] if set(part) == {None} else part for part in found), *parts, infos)
+
+
+def _guessed(guess: Array | None, same: Array, rows: Array, shape: tuple[int, int]) -> Array:
+    """Rows of which some are as was guessed."""
+    column({"flags": same}, "flags", np.bool_, shape[:1])
+    column({"rows": rows}, "rows", np.uint8, (shape[0] - int(same.sum()), shape[1]))
+    require(guess is not None or not same.any(), "a record of the journal goes on from one that is not there")
+    out = np.zeros(shape, np.uint8) if guess is None else guess.copy()
+    out[~same] = rows
+    return out
 
 
 def replay(buffer: Any, path: Path) -> int:
     """Do again what a journal tells of; return the number of records."""
-    memory, count = StepMemory(), 0
+    known: dict[str, Array] = {}
+    count = 0
     for words, arrays in read_journal(path):
-        try:
+        with only_named_errors(f"{path}: record {count}"):
             kind = words.get("kind")
             if kind == "add" and not isinstance(buffer, StoreView):
-                type(buffer).add(buffer, *memory.read(buffer, words, arrays))
+                type(buffer).add(buffer, *_unpack_step(buffer, known, words, arrays))
             elif kind in ("write", "erase", "clear") and isinstance(buffer, StoreView):
                 _check_change(buffer.store, kind, arrays)
                 getattr(buffer.store, kind)(*arrays)
             else:
                 raise FileFormatError(f"{path} holds a record of kind {kind!r}, which is unknown here")
-        except (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError) as problem:
-            if isinstance(problem, ExtraBuffersError):
-                raise
-            raise FileFormatError(f"{path}: record {count} makes no sense: {problem}") from problem
         count += 1
     return count
 
 
 def _check_change(store: ObservationStore, kind: str, arrays: list[Array]) -> None:
-    due: list[tuple[tuple[int, ...], Any]] = []
-    if kind != "clear":
-        count = len(arrays[0]) if arrays and arrays[0].ndim else 0
-        due = [((count,), np.int64), ((count,), np.int64), ((count, store.spec.nbytes), np.uint8)]
-        due = due if kind == "write" else due[:1]
-    if [(array.shape, array.dtype) for array in arrays] != due:
-        raise FileFormatError("a record of the journal is of another array")
-    for numbers, stop in zip(arrays[:2], (store.n_cells, store.n_streams), strict=False):
-        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < stop:
-            raise FileFormatError("a record of the journal is of another array")
+    names = ("cells", "streams", "rows")[: {"write": 3, "erase": 1, "clear": 0}[kind]]
+    found = dict(zip(names, arrays, strict=True))
+    for name, stop in (("cells", store.n_cells), ("streams", store.n_streams)):
+        if name in found:
+            within(column(found, name, np.int64, arrays[0].shape[:1]), 0, stop, f"one of {name}")
+    if "rows" in found:
+        column(found, "rows", np.uint8, (len(arrays[0]), store.spec.nbytes))
 
 
 def _move_heap(inner: FrameStore, heap: Heap) -> None:
@@ -373,8 +344,7 @@ def _move_heap(inner: FrameStore, heap: Heap) -> None:
         inner._sync()
 
 
-def _leaves(buffer: Any) -> list[tuple[str | None, Any]]:
-    leaves = buffer.observations
+def _each_leaf(leaves: Any) -> list[tuple[str | None, Any]]:
     return list(leaves.items()) if isinstance(leaves, dict) else [(None, leaves)]
 
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import DamagedFileError, ExtraBuffersError, FileFormatError
+from sb3_extra_buffers.errors import DamagedFileError, FileFormatError
 from sb3_extra_buffers.files import disk, kinds, manifest
 from sb3_extra_buffers.files.blocks import MAGIC, ArrayRecord, BlockReader, SavedArrays, read_index
 from sb3_extra_buffers.files.last_save import LastSave, set_last_save
 from sb3_extra_buffers.files.parts import LoadedParts, record_from_json
 from sb3_extra_buffers.files.payloads import PayloadCheck, SavedPayloads, fill_heap
 from sb3_extra_buffers.stores.arena import SLACK
+from sb3_extra_buffers.stores.checks import entry, only_named_errors, whole
 from sb3_extra_buffers.stores.file_heap import FileHeap
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.heap import Heap
@@ -76,9 +75,7 @@ class SavedParts:
 
     def __init__(self, folder: Path, record: dict[str, Any], data_path: Path) -> None:
         self.folder, self.record, self.data_path = folder, record, data_path
-        size = entry(record, "data", dict).get("size")
-        if type(size) is not int or not len(MAGIC) <= size < 1 << 60:
-            raise FileFormatError(f"{folder}: a data file of {size!r} bytes is none")
+        size = whole(entry(record, "data", "size"), "the size of a data file", len(MAGIC), 1 << 60)
         # the copy of the manifest that follows is of no interest here
         self.data = disk.map_file(data_path, size)
         if self.data[: len(MAGIC)].tobytes() != MAGIC:
@@ -86,12 +83,10 @@ class SavedParts:
         index = read_index(self.data, record.get("index"), data_path)
         # a block outside the file is found when it is read
         self.stores: dict[str, dict[str, Any]] = {}
-        listed = {f"columns/{name}": array for name, array in entry(record, "columns", dict).items()}
-        for name, about in entry(record, "stores", dict).items():
-            if not isinstance(about, dict):
-                raise FileFormatError(f"{folder}: store {name!r} is unreadable")
+        listed = {f"columns/{name}": array for name, array in entry(record, "columns", kind=dict).items()}
+        for name, about in entry(record, "stores", kind=dict).items():
             self.stores[name] = about
-            listed |= {f"stores/{name}/{key}": array for key, array in entry(about, "arrays", dict).items()}
+            listed |= {f"stores/{name}/{key}": array for key, array in entry(about, "arrays", kind=dict).items()}
         records = {name: ArrayRecord.from_json(array, len(index)) for name, array in listed.items()}
         self.blocks = BlockReader(self.data, index, records, data_path)
 
@@ -99,7 +94,7 @@ class SavedParts:
     def of_folder(cls, folder: Path, record: dict[str, Any] | None = None) -> SavedParts:
         """The state that a folder's manifest speaks of, or ``record``."""
         record = manifest.read(folder) if record is None else record
-        return cls(folder, record, folder / file_name(entry(record, "data", dict).get("name"), "data"))
+        return cls(folder, record, folder / file_name(entry(record, "data", "name"), "data"))
 
     @classmethod
     def of_file(cls, path: Path) -> SavedParts:
@@ -116,18 +111,15 @@ class SavedParts:
         name = self.record.get("journal")
         return None if name is None else self.folder / file_name(name, "journal")
 
+    @only_named_errors("what was saved")
     def load(
         self, target: type[Any] | None = None, read_only: bool = False, in_file: bool = False, replayed: bool = True
     ) -> Any:
         """What was saved: in memory with what its journal adds, ``read_only`` as of the last checkpoint, or with its
         payloads in the files that they are in.
         """
-        with only_named_errors(f"{self.folder}"):
-            return self._load(target, read_only, in_file, replayed)
-
-    def _load(self, target: type[Any] | None, read_only: bool, in_file: bool, replayed: bool) -> Any:
         kinds.check_target(self.record.get("kind"), target)
-        description = entry(self.record, "description", dict)
+        description = entry(self.record, "description", kind=dict)
         columns = {name: self.blocks.read(f"columns/{name}", not read_only) for name in self.record["columns"]}
         payloads: dict[str, SavedPayloads] = {}
         stores = {name: self._load_store(name, payloads, read_only, in_file) for name in self.stores}
@@ -146,9 +138,8 @@ class SavedParts:
         heap = self.stores[name].get("heap")
         if heap is None:
             return self.data_path, self.data.size
-        if not isinstance(heap, dict) or type(heap.get("size")) is not int or not SLACK <= heap["size"] < 1 << 60:
-            raise FileFormatError(f"{self.folder}: store {name!r} does not say where its observations are")
-        return self.folder / file_name(heap.get("name"), "heap"), heap["size"]
+        size = whole(entry(heap, "size"), "the size of a heap", SLACK, 1 << 60)
+        return self.folder / file_name(entry(heap, "name"), "heap"), size
 
     def _load_store(
         self, name: str, payloads: dict[str, SavedPayloads], read_only: bool, in_file: bool
@@ -194,14 +185,10 @@ class SavedParts:
     def _remember(self, made: Any, payloads: dict[str, SavedPayloads]) -> None:
         if self.data_path.name != self.record["data"].get("name") or self.data_path.suffix != ".bin":
             return  # a single file is written as a whole
-        live_bytes, number = self.record["data"].get("live_bytes"), self.record.get("number")
+        whole(entry(self.record, "data", "live_bytes"), "the size of what is saved", stop=1 << 60)
+        whole(entry(self.record, "number"), "the number of a save", stop=1 << 60)
         arrays = SavedArrays(self.blocks.records, self.blocks.index.copy(), self.blocks.prints)
-        numbers = [value if type(value) is int else 0 for value in (number, live_bytes)]
-        last = LastSave(
-            self.folder, str(self.record.get("save_id")), numbers[0], self.data_path.name, self.data.size, numbers[1],
-            arrays, payloads,
-        )  # fmt: skip
-        set_last_save(made, last)
+        set_last_save(made, LastSave(self.folder, self.record, arrays, payloads))
 
 
 def make(parts: LoadedParts) -> Any:
@@ -210,28 +197,9 @@ def make(parts: LoadedParts) -> Any:
         return kinds.make(parts)
 
 
-@contextlib.contextmanager
-def only_named_errors(what: str) -> Iterator[None]:
-    """What is raised by numbers that make no sense together, as an error of ours."""
-    try:
-        yield
-    except ExtraBuffersError:
-        raise
-    except (ArithmeticError, AssertionError, AttributeError, BufferError, LookupError, MemoryError, OSError, TypeError,
-            ValueError, RuntimeError) as problem:  # fmt: skip
-        raise FileFormatError(f"{what} makes no sense: {type(problem).__name__}: {problem}") from problem
-
-
 def file_name(name: Any, kind: str) -> str:
     """``name``, if it is that of a file of the folder and of this kind, and not somewhere else."""
     number = r"\d{1,9}-" if kind == "heap" else ""
     if not isinstance(name, str) or not re.fullmatch(rf"{kind}-{number}\d{{4,9}}\.bin", name, re.ASCII):
         raise FileFormatError(f"{name!r} is no {kind} file of a saved buffer")
     return name
-
-
-def entry(record: dict[str, Any], name: str, kind: type[Any]) -> Any:
-    value = record.get(name)
-    if not isinstance(value, kind):
-        raise FileFormatError(f"the manifest has no {name}")
-    return value

@@ -20,7 +20,7 @@ class FolderLock:
     """The right to write to a folder, until it is released or the process ends. A forked child does not have it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.pid = folder, os.getpid()
+        self.folder, self.pid, self._descriptor = folder, os.getpid(), -1
         self._descriptor = disk.open_lock(folder / NAME)
         try:
             _lock(self._descriptor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import struct
 import zlib
@@ -65,21 +66,10 @@ def parse(data: bytes, path: Path) -> dict[str, Any]:
 def read(folder: Path) -> dict[str, Any]:
     """The manifest of a saved buffer."""
     path = folder / NAME
-    try:
-        data = disk.read_bytes(path, _MOST_BYTES)
-    except DamagedFileError:
-        if not folder.exists():
-            what = "there is nothing"
-        elif not folder.is_dir():
-            what = "this is a file; a saved buffer is a folder"
-        else:
-            what = f"there is no {NAME}"
-        raise FileFormatError(f"{folder} is no saved buffer: {what}") from None
-    except FileFormatError:
-        if folder.is_file():
-            raise FileFormatError(f"{folder} is no saved buffer: this is a file; a saved buffer is a folder") from None
-        raise
-    return parse(data, path)
+    if not folder.is_dir() or not os.path.lexists(path):
+        what = "this is a file; a saved buffer is a folder" if folder.is_file() else f"there is no {NAME}"
+        raise FileFormatError(f"{folder} is no saved buffer: {what if folder.exists() else 'there is nothing'}")
+    return parse(disk.read_bytes(path, _MOST_BYTES), path)
 
 
 def replace(folder: Path, data: bytes, sync: bool = True) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import ExtraBuffersError, FileFormatError, NotSaveableError
+from sb3_extra_buffers.errors import FileFormatError, NotSaveableError
 from sb3_extra_buffers.files.values import decode, encode
+from sb3_extra_buffers.stores import checks
 from sb3_extra_buffers.stores.arena import SLACK
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.observation import ObservationStore
-from sb3_extra_buffers.stores.snapshot import check_extents, parse_dtype, put_together, take_apart
+from sb3_extra_buffers.stores.snapshot import place_payloads, put_together, take_apart
 from sb3_extra_buffers.stores.view import StoreView
 
 __all__ = ["LoadedParts", "Parts", "flatten", "make_view", "unflatten"]
@@ -37,58 +39,33 @@ class Parts(NamedTuple):
     """Saved with `take_apart`; of their payloads, those that are new."""
 
 
+@dataclass
 class LoadedParts:
     """Parts that come from outside: every store was checked, and arrays are what their dtype and shape say.
 
     What numbers mean is for the maker to check, with `column` and `entry` and its own knowledge.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        description: dict[str, Any],
-        columns: dict[str, Array],
-        stores: dict[str, ObservationStore],
-        target: type[Any] | None = None,
-        read_only: bool = False,
-    ) -> None:
-        self.kind, self.description, self.columns, self.stores = kind, description, columns, stores
-        #: the class that was asked for, one of the kind's class or derived from it; None for the kind's own
-        self.target = target
-        #: whether what is made may be written to
-        self.read_only = read_only
+    kind: str
+    description: dict[str, Any]
+    columns: dict[str, Array]
+    stores: dict[str, ObservationStore]
+    target: type[Any] | None = None
+    """The class that was asked for, one of the kind's class or derived from it; None for the kind's own."""
+    read_only: bool = False
+    """Whether what is made may not be written to."""
 
     def column(self, name: str, dtype: npt.DTypeLike, shape: tuple[int | None, ...]) -> Array:
         """The column ``name``, or an error unless it has this dtype and shape; None is any length."""
-        array = self.columns.get(name)
-        if array is None:
-            raise FileFormatError(f"the column {name!r} is missing")
-        fits = len(shape) == array.ndim and all(
-            due is None or due == n for due, n in zip(shape, array.shape, strict=True)
-        )
-        if array.dtype != np.dtype(dtype) or not fits:
-            raise FileFormatError(
-                f"the column {name!r} has {array.shape} {array.dtype} where {shape} {np.dtype(dtype)} is due"
-            )
-        return array
+        return checks.column(self.columns, name, dtype, shape)
 
     def entry(self, *names: str, kind: type[Any] | tuple[type[Any], ...] = object) -> Any:
         """An entry of the description, which must be of type ``kind``."""
-        value: Any = self.description
-        for name in names:
-            if not isinstance(value, dict) or name not in value:
-                raise FileFormatError(f"the description has no {'.'.join(names)}")
-            value = value[name]
-        if kind is not object and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
-            raise FileFormatError(f"{'.'.join(names)} is {value!r}, which it cannot be")
-        return value
+        return checks.entry(self.description, *names, kind=kind)
 
     def number(self, *names: str, low: int = 0, stop: int = 1 << 48) -> int:
         """A whole number of the description, from ``low`` to below ``stop``."""
-        value: int = self.entry(*names, kind=int)
-        if not low <= value < stop:
-            raise FileFormatError(f"{'.'.join(names)} is {value}, outside {low}..{stop - 1}")
-        return value
+        return checks.whole(self.entry(*names), ".".join(names), low, stop)
 
 
 def check_parts(parts: Parts) -> None:
@@ -99,7 +76,7 @@ def check_parts(parts: Parts) -> None:
         raise NotSaveableError(f"the description of a {parts.kind!r} is no JSON: {problem}") from problem
     for name, column in parts.columns.items():
         try:
-            parse_dtype(column.dtype.str)
+            checks.parse_dtype(column.dtype.str)
         except FileFormatError:
             raise NotSaveableError(f"{name} has dtype {column.dtype}, which cannot be saved; numbers can") from None
 
@@ -108,12 +85,12 @@ def make_view(
     cls: type[View], store: ObservationStore, lead: tuple[int, ...], base: int = 0, cells: Array | None = None
 ) -> View:
     """A view of a store that was loaded: of the cells from ``base`` on, or of ``cells``."""
-    if cells is None and (base < 0 or base + math.prod(lead) > store.n_cells):
-        raise FileFormatError(f"a view of {lead} observations does not fit a store of {store.n_cells}")
-    if cells is not None:
-        fits = cells.dtype == np.int64 and cells.shape == lead
-        if not fits or (cells.size and not 0 <= int(cells.min()) <= int(cells.max()) < store.n_cells):
-            raise FileFormatError(f"a view of {lead} observations names others than a store's {store.n_cells}")
+    if cells is None:
+        fits = 0 <= base <= store.n_cells - math.prod(lead)
+        checks.require(fits, f"a view of {lead} observations does not fit a store of {store.n_cells}")
+    else:
+        checks.column({"cells": cells}, "cells", np.int64, lead)
+        checks.within(cells, 0, store.n_cells, "a cell of a view")
     view = object.__new__(cls)
     StoreView.__init__(view, store, lead, np.zeros(0, np.int64) if cells is None else cells)
     if cells is None:
@@ -138,12 +115,7 @@ def flatten(parts: Parts) -> tuple[dict[str, Any], dict[str, Array]]:
                 tables |= _pack_heap(taken.heap)
         stores[name] = {"record": record_to_json(taken.record), "arrays": list(tables)}
         arrays |= {f"stores/{place}/{key}": table for key, table in tables.items()}
-    described = {
-        "kind": parts.kind,
-        "description": parts.description,
-        "columns": list(parts.columns),
-        "stores": stores,
-    }
+    described = {"kind": parts.kind, "description": parts.description, "columns": list(parts.columns), "stores": stores}
     return described, arrays
 
 
@@ -159,36 +131,19 @@ def _pack_heap(heap: Heap) -> dict[str, Array]:
 
 def unflatten(described: Any, arrays: Mapping[str, Array], target: type[Any] | None = None) -> LoadedParts:
     """What `flatten` was given; nothing of it is believed before it is checked."""
-    try:
-        kind, description = described["kind"], described["description"]
+    with checks.only_named_errors("the description of parts"):
         columns = {str(name): _plain(arrays[f"columns/{name}"]) for name in described["columns"]}
         stores = {}
-        for place, (name, about) in enumerate(described["stores"].items()):
+        for place, (name, about) in enumerate(checks.entry(described, "stores", kind=dict).items()):
             tables = {str(key): _plain(arrays[f"stores/{place}/{key}"]) for key in about["arrays"]}
-            stores[str(name)] = _store(about["record"], tables)
-        if not isinstance(kind, str) or not isinstance(description, dict):
-            raise FileFormatError("parts have no kind or no description")
-    except (KeyError, TypeError, ValueError, AttributeError) as problem:
-        if isinstance(problem, ExtraBuffersError):
-            raise
-        raise FileFormatError(f"these are no parts of anything: {type(problem).__name__}: {problem}") from problem
-    return LoadedParts(kind, description, columns, stores, target)
 
+            def fill(heap: Heap, slots: npt.NDArray[np.int32], tables: dict[str, Array] = tables) -> None:
+                starts = checks.column(tables, "starts", np.int64, heap.lengths.shape)
+                place_payloads(heap, slots, starts, checks.column(tables, "payload", np.uint8, (None,)))
 
-def _store(record: Any, tables: dict[str, Array]) -> ObservationStore:
-    payload, starts = tables.pop("payload", None), tables.pop("starts", None)
-
-    def fill(heap: Heap, slots: npt.NDArray[np.int32]) -> None:
-        if payload is None or payload.dtype != np.uint8 or payload.ndim != 1:
-            raise FileFormatError("a store has no payloads")
-        if starts is None or starts.dtype != np.int64 or starts.shape != heap.lengths.shape:
-            raise FileFormatError("the payloads of a store have no places")
-        check_extents(starts[slots], heap.lengths[slots], payload.size)
-        order = slots[np.argsort(starts[slots], kind="stable")]
-        check_apart(starts[order], heap.lengths[order])
-        heap.adopt_all(order, payload, starts[order])
-
-    return put_together(record_from_json(record), tables, fill)
+            stores[str(name)] = put_together(record_from_json(about["record"]), tables, fill)
+        kind, about = checks.entry(described, "kind", kind=str), checks.entry(described, "description", kind=dict)
+        return LoadedParts(kind, about, columns, stores, target)
 
 
 def record_to_json(record: dict[str, Any]) -> dict[str, Any]:
@@ -198,19 +153,10 @@ def record_to_json(record: dict[str, Any]) -> dict[str, Any]:
 
 def record_from_json(record: Any) -> dict[str, Any]:
     """Undo `record_to_json`."""
-    if not isinstance(record, dict):
-        raise FileFormatError("the record of a store is unreadable")
-    return {**record, "options": decode(record.get("options"))}
-
-
-def check_apart(starts: Array, lengths: Array) -> None:
-    """Raise if two payloads, in the order in which they lie, share a byte."""
-    if (starts[:-1] + lengths[:-1].astype(np.int64) > starts[1:]).any():
-        raise FileFormatError("two segments overlap")
+    return {**checks.entry({"record": record}, "record", kind=dict), "options": decode(checks.entry(record, "options"))}
 
 
 def _plain(array: Any) -> Array:
-    if not isinstance(array, np.ndarray):
-        raise FileFormatError(f"a {type(array).__name__} is no array")
-    parse_dtype(array.dtype.str)
+    checks.require(isinstance(array, np.ndarray), f"a {type(array).__name__} is no array")
+    checks.parse_dtype(array.dtype.str)
     return np.ascontiguousarray(array).reshape(array.shape)

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import DamagedFileError, FileFormatError
+from sb3_extra_buffers.errors import DamagedFileError
 from sb3_extra_buffers.files.blocks import Appender
-from sb3_extra_buffers.files.parts import check_apart
 from sb3_extra_buffers.stores.arena import lengthen
+from sb3_extra_buffers.stores.checks import column, require, within
 from sb3_extra_buffers.stores.file_heap import FileHeap
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.heap import Heap, merge_runs
-from sb3_extra_buffers.stores.snapshot import check_extents
+from sb3_extra_buffers.stores.snapshot import place_payloads
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -81,19 +81,13 @@ def _checksums(data: Bytes, offset: int) -> npt.NDArray[np.int64]:
 
 def check_tables(tables: dict[str, Array], n_slots: int, size: int) -> tuple[npt.NDArray[np.int64], Array]:
     """Where payloads lie, and the stretches that have checksums, in a file of ``size`` bytes."""
-    starts, chunks = tables.get("starts"), tables.get("chunks")
-    if starts is None or starts.shape != (n_slots,) or starts.dtype != np.int64:
-        raise FileFormatError(f"{n_slots} segments have no places in the file")
-    if chunks is None or chunks.ndim != 2 or chunks.shape[1] != 3 or chunks.dtype != np.int64:
-        raise FileFormatError("the checksums of the observations are unreadable")
+    starts, chunks = column(tables, "starts", np.int64, (n_slots,)), column(tables, "chunks", np.int64, (None, 3))
     offsets, lengths, crcs = chunks.T
-    fits = (
-        (offsets >= 0).all() and (offsets <= size).all() and (lengths > 0).all() and (lengths <= STRETCH).all()
-        and (offsets + lengths <= size).all() and (offsets[1:] >= (offsets + lengths)[:-1]).all()
-        and (crcs >= 0).all() and (crcs < 1 << 32).all()
-    )  # fmt: skip
-    if not fits:
-        raise FileFormatError("the stretches of observations are not one after the other")
+    for what, values, low, stop in (("offset", offsets, 0, size + 1), ("length", lengths, 1, STRETCH + 1),
+                                    ("checksum", crcs, 0, 1 << 32)):  # fmt: skip
+        within(values, low, stop, f"the {what} of a stretch of observations")
+    ends = offsets + lengths
+    require(bool((ends <= size).all() and (offsets[1:] >= ends[:-1]).all()), "stretches of observations overlap")
     return starts, chunks
 
 
@@ -102,20 +96,14 @@ def fill_heap(
 ) -> SavedPayloads:
     """Let ``heap`` hold what lies in ``data``: ``copied`` and checked now, or looked into where it lies."""
     starts, chunks = check_tables(tables, len(heap.lengths), data.size)
-    check_extents(starts[slots], heap.lengths[slots], data.size)
-    slots = slots[np.argsort(starts[slots], kind="stable")]
-    check_apart(starts[slots], heap.lengths[slots])
     _check_covered(starts[slots], heap.lengths[slots], chunks)
-    if copied:
-        bad = damaged_chunks(data, chunks)
-        if bad:
-            raise DamagedFileError(
-                f"{path}: {len(bad)} of {len(chunks)} stretches of observations are damaged, the first at byte "
-                f"{chunks[bad[0], 0]}; 'sb3-extra-buffers repair' keeps what is whole"
-            )
-        heap.adopt_all(slots, data, starts[slots])
-    else:
-        heap.look_into(slots, data, starts[slots])
+    bad = damaged_chunks(data, chunks) if copied else []
+    if bad:
+        raise DamagedFileError(
+            f"{path}: {len(bad)} of {len(chunks)} stretches of observations are damaged, the first at byte "
+            f"{chunks[bad[0], 0]}; 'sb3-extra-buffers repair' keeps what is whole"
+        )
+    place_payloads(heap, slots, starts, data, copied)
     heap.saved()
     return SavedPayloads(heap, starts, chunks)
 
@@ -132,8 +120,7 @@ def _check_covered(starts: Array, lengths: Array, chunks: Array) -> None:
         return np.where(index > 0, covered[before] + inside, 0)
 
     ends = starts + lengths.astype(np.int64)
-    if (covered_to(ends) - covered_to(starts) != ends - starts).any():
-        raise FileFormatError("a segment lies where there is no checksum")
+    require(covered_to(ends) - covered_to(starts) == ends - starts, "a segment lies where there is no checksum")
 
 
 def damaged_chunks(data: Bytes, chunks: Array) -> list[int]:
@@ -145,15 +132,19 @@ def damaged_chunks(data: Bytes, chunks: Array) -> list[int]:
     ]
 
 
-def chunks_of(starts: Array, lengths: Array, chunks: Array) -> npt.NDArray[np.int64]:
-    """Which of ``chunks`` hold any byte of these payloads."""
-    first = np.searchsorted(chunks[:, 0], starts, "right") - 1
-    last = np.searchsorted(chunks[:, 0], starts + lengths.astype(np.int64) - 1, "right") - 1
-    if not len(first):
-        return np.zeros(0, np.int64)
-    longest = int((last - first).max()) + 1
-    places = first[:, None] + np.arange(longest)
-    return np.unique(places[places <= last[:, None]])
+def lost_cells(inner: FrameStore, chunks: Array, bad: list[int]) -> npt.NDArray[np.bool_]:
+    """Which cells have a payload that lies in one of the ``bad`` stretches."""
+    heap, counts = inner.heap, np.bincount(bad, minlength=len(chunks)).cumsum()
+    first, last = _stretches(heap.starts, heap.lengths, chunks)
+    broken = (heap.lengths > 0) & (counts[last] - counts[first] + np.isin(first, bad) > 0)
+    segments = (np.maximum(inner.slots, 1) - 1) // inner.per_segment
+    return np.asarray(((inner.slots > 0) & broken[segments]).any(axis=1))
+
+
+def _stretches(starts: Array, lengths: Array, chunks: Array) -> tuple[Array, Array]:
+    """The first and the last stretch that each payload lies in."""
+    ends = starts + lengths.astype(np.int64) - 1
+    return tuple(np.maximum(np.searchsorted(chunks[:, 0], at, "right") - 1, 0) for at in (starts, ends))  # type: ignore[return-value]  # two
 
 
 class PayloadCheck:
@@ -170,7 +161,11 @@ class PayloadCheck:
         ids = np.unique(self._inner.slots[cells])
         segments = np.unique((ids[ids > 0] - 1) // self._inner.per_segment)
         segments = segments[self._inner.heap.lengths[segments] > 0]
-        places = chunks_of(self._inner.heap.starts[segments], self._inner.heap.lengths[segments], self._chunks)
+        heap = self._inner.heap
+        first, last = _stretches(heap.starts[segments], heap.lengths[segments], self._chunks)
+        # [segment, stretch], as many as the longest has
+        places = first[:, None] + np.arange(int((last - first).max(initial=0)) + 1)
+        places = np.unique(places[places <= last[:, None]])
         new = places[self._left[places]]
         bad = damaged_chunks(self._data, self._chunks[new])
         if bad:

@@ -121,16 +121,20 @@ class Save:
         """Save to the folder; the caller has its lock if it lives there."""
         with contextlib.nullcontext() if self.journal else hold_if_locked(self.folder):
             there = _look_at(self.folder)
-            number = there.get("number")
             last = self._usable(there.get("save_id"), base)
-            self.number = 1 + max(number if type(number) is int else 0, 0 if last is None else last.number)
+            numbers = [about.get("number") for about in (there, {} if last is None else last.record)]
+            self.number = 1 + max(number if type(number) is int else 0 for number in numbers)
             if not self.folder.exists():
                 disk.make_folder(self.folder)
             shared = last is not None and last.folder != self.folder
-            if last is not None and shared and not self._share(last):
-                last = None
-            name = f"data-{next_number(self.folder, 'data-*.bin'):04}.bin" if last is None else last.data_name
-            out = Appender(self.folder / name, new=last is None)
+            if last is not None and shared:
+                try:
+                    # a second name for what is there
+                    disk.link(last.folder / last.data_name, self.folder / last.data_name)
+                except OSError:
+                    last = None
+            path = next_file(self.folder, "data") if last is None else self.folder / last.data_name
+            out = Appender(path, new=last is None)
             try:
                 record, new = self.write(out, last)
                 out.flush(self.sync)
@@ -162,23 +166,15 @@ class Save:
     def _usable(self, there: Any, base: Path | None) -> LastSave | None:
         """The last save, if what it wrote can be built upon."""
         last = get_last_save(self.saved)
-        if last is None or last.data_size > 2 * last.live_bytes + _SPARE:
+        if last is None or last.record["data"]["size"] > 2 * last.record["data"]["live_bytes"] + _SPARE:
             return None
-        if last.folder == self.folder:
-            return last if there == last.save_id else None
-        if base is None or last.folder != base:
-            return None
-        with contextlib.suppress(ExtraBuffersError):
-            return last if manifest.read(base).get("save_id") == last.save_id else None
-        return None
-
-    def _share(self, last: LastSave) -> bool:
-        """Give the data file of ``last`` a second name in this folder."""
-        try:
-            disk.link(last.folder / last.data_name, self.folder / last.data_name)
-        except OSError:
-            return False
-        return True
+        if last.folder != self.folder:
+            if base is None or last.folder != base:
+                return None
+            there = None
+            with contextlib.suppress(ExtraBuffersError):
+                there = manifest.read(base).get("save_id")
+        return last if there == last.record["save_id"] else None
 
     def write(self, out: Appender, last: LastSave | None) -> tuple[dict[str, Any], LastSave]:
         """Append everything that is new, the index, and a copy of the manifest."""
@@ -211,7 +207,7 @@ class Save:
         for name, about in stores.items():
             about["arrays"] = {key: described[f"stores/{name}/{key}"] for key in about["arrays"]}
         live_bytes = written.live_bytes + payload_bytes
-        record = {
+        record: dict[str, Any] = {
             "format": manifest.FORMAT,
             "version": manifest.VERSION,
             "library": __version__,
@@ -227,10 +223,9 @@ class Save:
         } | ({} if self.journal is None else {"journal": self.journal})
         text = manifest.dump(record)
         out.put(manifest.tail(text, out.put(text)))
-        last = LastSave(
-            self.folder, self.save_id, self.number, out.path.name, out.end, live_bytes, written, made
-        )  # fmt: skip
-        return record, last
+        # the next save goes on behind this copy
+        kept = record | {"data": {**record["data"], "size": out.end}}
+        return record, LastSave(self.folder, kept, written, made)
 
     def _remove_others(self, record: dict[str, Any]) -> None:
         """Delete files of ours that the manifest does not speak of; only now, that it is on the disk."""
@@ -261,7 +256,7 @@ def _look_at(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def next_number(folder: Path, pattern: str) -> int:
-    """A number that no file of this ``pattern`` has yet."""
-    names = [path.stem.rsplit("-", 1)[1] for path in folder.glob(pattern)]
-    return 1 + max((int(name) for name in names if name.isdigit()), default=0)
+def next_file(folder: Path, stem: str) -> Path:
+    """A file of ours with a number that none of its kind has yet."""
+    names = [path.stem.rsplit("-", 1)[1] for path in folder.glob(f"{stem}-*.bin")]
+    return folder / f"{stem}-{1 + max((int(name) for name in names if name.isdigit()), default=0):04}.bin"

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from sb3_extra_buffers.errors import ExtraBuffersError, FileFormatError, NotSaveableError
-from sb3_extra_buffers.stores.snapshot import parse_dtype
+from sb3_extra_buffers.errors import FileFormatError, NotSaveableError
+from sb3_extra_buffers.stores.checks import only_named_errors, parse_dtype
 
 _MOST_DEPTH = 64
 # arrays are kept among the JSON, so they had better be small
@@ -67,12 +67,8 @@ def decode(value: Any, depth: int = 0) -> Any:
     marks = [key for key in value if key.startswith("$")]
     if not marks:
         return {key: decode(part, depth + 1) for key, part in value.items()}
-    try:
+    with only_named_errors(f"a saved {marks[0]}"):
         return _decode_marked(marks[0], value[marks[0]], depth + 1)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as problem:
-        if isinstance(problem, ExtraBuffersError):
-            raise
-        raise FileFormatError(f"a saved {marks[0]} makes no sense: {type(problem).__name__}: {problem}") from problem
 
 
 def _decode_marked(mark: str, value: Any, depth: int) -> Any:

@@ -15,18 +15,20 @@ from sb3_extra_buffers.files.parts import LoadedParts, Parts, make_view
 from sb3_extra_buffers.files.values import decode, encode
 from sb3_extra_buffers.recording.buffers import BaseRecordBuffer, FramelessRecordBuffer, RecordBuffer
 from sb3_extra_buffers.recording.columns import MOST_DEPTH, Column
+from sb3_extra_buffers.stores.checks import check_flags, entry, require, whole
 from sb3_extra_buffers.stores.view import StoreView
 
 Array = npt.NDArray[Any]
 _Buffer = TypeVar("_Buffer", bound=BaseRecordBuffer)
 # frames that are decoded at once when they are encoded anew
 _BLOCK = 256
+_FIXED = ("rewards", "dones", "starts")
 
 
 def to_parts(buffer: BaseRecordBuffer, tag: str) -> Parts:
     """What ``buffer`` is made of: its records where they lie, and where the oldest is."""
     n = len(buffer)
-    columns = {"rewards": buffer._rewards[:n], "dones": buffer._dones[:n], "starts": buffer._starts[:n]}
+    columns = {name: getattr(buffer, f"_{name}")[:n] for name in _FIXED}
     described: dict[str, Any] = {
         "size": buffer.size,
         "n_records": n,
@@ -90,60 +92,44 @@ def make(parts: LoadedParts) -> BaseRecordBuffer:
             f"this is the recording of a {made.__name__}, which is no {parts.target.__name__}; "
             "BaseRecordBuffer.load reads any"
         )
+    require(set(parts.stores) == (set() if about is None else {"frames"}), "a recording has a store of its frames")
     size = parts.number("size", low=1)
     n = parts.number("n_records", stop=size + 1)
     oldest = parts.number("oldest", stop=size if n == size else 1)
     buffer = FramelessRecordBuffer(size=size) if about is None else _with_frames(parts, size)
-    if about is None and parts.stores:
-        raise FileFormatError("a recording without frames has a store")
-    for name in ("rewards", "dones", "starts"):
+    for name in _FIXED:
         column = getattr(buffer, f"_{name}")
-        column[:n] = _flags_are_flags(name, parts.column(name, column.dtype, (n,)))
+        column[:n] = parts.column(name, column.dtype, (n,))
     buffer._n_added, buffer._ended = n + oldest, parts.entry("ended", kind=bool)
     _check_episodes(buffer, n)
     names = parts.entry("features")
     if names is not None:
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise FileFormatError(f"the features {names!r} are no names")
-        if len(set(names)) != len(names):
-            raise FileFormatError(f"the features {names!r} are not different")
+        fits = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        require(fits and len(set(names)) == len(names), f"the features {names!r} are no names, or not different")
         buffer._features = {name: Column(f"feature {name!r}", size) for name in names}
-    columns = _columns(buffer)
-    shapes = parts.entry("shapes", kind=dict)
-    if shapes.keys() != columns.keys():
-        raise FileFormatError(f"columns {sorted(shapes)} where {sorted(columns)} are due")
-    known = {"rewards", "dones", "starts"}
+    columns, shapes = _columns(buffer), parts.entry("shapes", kind=dict)
+    require(shapes.keys() == columns.keys(), f"columns {sorted(shapes)} where {sorted(columns)} are due")
+    known = {*_FIXED}
     for name, column in columns.items():
         known |= _put_column(parts, name, column, shapes[name], n)
-    if known != parts.columns.keys():
-        raise FileFormatError(f"columns that nothing is known of: {sorted(parts.columns.keys() - known)}")
+    require(known == parts.columns.keys(), f"columns that nothing is known of: {sorted(parts.columns.keys() - known)}")
     return buffer
 
 
 def _with_frames(parts: LoadedParts, size: int) -> RecordBuffer:
-    store = parts.stores.get("frames")
-    res = parts.entry("frames", "res", kind=list)
-    sides = [*res, parts.number("frames", "ch_num", low=1)]
-    if store is None or len(parts.stores) != 1:
-        raise FileFormatError("a recording has one store of frames")
-    if len(sides) != 3 or not all(type(side) is int and 0 < side < 1 << 31 for side in sides):
-        raise FileFormatError(f"{res!r} is no height and width")
-    shapes = [(sides[2], *sides[:2]), tuple(sides)] + [tuple(sides[:2])] * (sides[2] == 1)
-    if store.n_cells != size or store.n_streams != 1 or store.spec.shape not in shapes:
-        raise FileFormatError(
-            f"a store of {store.n_cells} frames of {store.spec} is not that of {size} frames of {sides}"
-        )
-    method = parts.entry("frames", "compression_method", kind=str)
-    options = decode(parts.entry("frames", "compression_kwargs", kind=dict))
-    if method != store.method:
-        raise FileFormatError(f"frames are stored with {store.method!r}, not with {method!r}")
+    store, about = parts.stores["frames"], parts.entry("frames", kind=dict)
+    res = entry(about, "res", kind=list)
+    require(len(res) == 2, f"{res!r} is no height and width")
+    height, width = (whole(side, "height or width", 1, 1 << 31) for side in res)
+    depth = whole(entry(about, "ch_num"), "ch_num", 1, 1 << 31)
+    shapes = [(depth, height, width), (height, width, depth)] + [(height, width)] * (depth == 1)
+    fits = store.n_cells == size and store.n_streams == 1 and store.spec.shape in shapes
+    require(fits, f"a store of {store.n_cells} frames of {store.spec} is not one of {size} of {shapes[0]}")
+    method = entry(about, "compression_method", kind=str)
+    require(method == store.method, f"frames are stored with {store.method!r}, not with {method!r}")
+    options = decode(entry(about, "compression_kwargs", kind=dict))
     buffer = RecordBuffer(
-        (sides[0], sides[1]),
-        sides[2],
-        size,
-        dtype=store.spec.dtype,
-        compression_method=method,
-        compression_kwargs=options,
+        (height, width), depth, size, dtype=store.spec.dtype, compression_method=method, compression_kwargs=options
     )
     buffer._frames = make_view(StoreView, store, (size,))
     return buffer
@@ -154,29 +140,26 @@ def _check_episodes(buffer: BaseRecordBuffer, n: int) -> None:
     order = buffer._order()
     dones, starts = buffer._dones[order], buffer._starts[order]
     follows = bool((starts[1:] == dones[:-1]).all()) and buffer._ended == (bool(dones[-1]) if n else True)
-    if not follows or (n and not buffer.full and not starts[0]):
-        raise FileFormatError("episodes begin where none ended")
+    require(follows and (not n or buffer.full or bool(starts[0])), "episodes begin where none ended")
 
 
 def _put_column(parts: LoadedParts, name: str, column: Column, about: Any, n: int) -> set[str]:
     """Fill ``column``; return the names of its arrays."""
     if about is None:
-        if n and name == "action":
-            raise FileFormatError("records have no actions")
+        require(not n or name != "action", "records have no actions")
         return set()
-    if not isinstance(about, dict) or about.keys() != {"of"}:
-        raise FileFormatError(f"the shape of {name} is unreadable")
+    require(isinstance(about, dict) and about.keys() == {"of"}, f"the shape of {name} is unreadable")
+    found = {f"{name}/{place}": path for place, path in enumerate(_paths(about["of"], ()))}
     arrays: dict[tuple[str, ...], Array] = {}
-    found: set[str] = set()
-    for place, path in enumerate(_paths(about["of"], ())):
-        rows = parts.columns.get(f"{name}/{place}")
+    for each, path in found.items():
+        rows = parts.columns.get(each)
         if rows is None or rows.dtype.kind not in "biuf" or rows.ndim < 1 or len(rows) != n:
             raise FileFormatError(f"{name} has no {n} numbers for {'/'.join(path) or 'its value'}")
+        check_flags(name, rows)
         arrays[path] = np.zeros((column.size, *rows.shape[1:]), rows.dtype)
-        arrays[path][:n] = _flags_are_flags(name, rows)
-        found.add(f"{name}/{place}")
+        arrays[path][:n] = rows
     column.arrays, column.shape = arrays, about["of"]
-    return found
+    return set(found)
 
 
 def _paths(shape: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -191,9 +174,3 @@ def _paths(shape: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:
     else:
         raise FileFormatError(f"{shape!r} is no shape of a column")
     return [leaf for key, part in parts for leaf in _paths(part, (*path, key))]
-
-
-def _flags_are_flags(name: str, rows: Array) -> Array:
-    if rows.dtype == bool and rows.size and int(np.ascontiguousarray(rows).view(np.uint8).max()) > 1:
-        raise FileFormatError(f"{name} holds flags that are neither true nor false")
-    return rows

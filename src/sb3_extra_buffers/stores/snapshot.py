@@ -12,10 +12,11 @@ from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.delta import DeltaCodec
 from sb3_extra_buffers.codecs.registry import codec_from_config, get_codec, is_available, known_codecs
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.errors import ExtraBuffersError, FileFormatError
+from sb3_extra_buffers.errors import FileFormatError
 from sb3_extra_buffers.kernels.prints import PAGE
 from sb3_extra_buffers.kernels.state import NONE, PACKED_LZ4, PACKED_ZSTD, scene_bytes
 from sb3_extra_buffers.stores.arena import SLACK, lengthen
+from sb3_extra_buffers.stores.checks import column, only_named_errors, parse_dtype, parse_shape, require, whole, within
 from sb3_extra_buffers.stores.choice import Choice
 from sb3_extra_buffers.stores.frames import LATER, FrameStore
 from sb3_extra_buffers.stores.heap import Heap
@@ -29,11 +30,10 @@ Array = npt.NDArray[Any]
 #: fills a heap from payloads somewhere else: the heap, slots oldest first
 FillHeap = Callable[[Heap, npt.NDArray[np.int32]], None]
 
-#: columns of the state that are kept as they are; all are small, an entry or a few for each stream
-STREAM_COLUMNS = (
+# columns of the state that are kept as they are; all are small, an entry or a few for each stream
+_STREAM_COLUMNS = (
     "stage_ends", "open_segments", "recent_ids", "heads", "last", "scene_of", "scene_cost", "walks", "pool",
 )  # fmt: skip
-_DTYPE_KINDS = "biufc"
 
 
 class StoreParts(NamedTuple):
@@ -91,7 +91,7 @@ def _take_frames_apart(inner: FrameStore, record: dict[str, Any]) -> StoreParts:
         "scene_rows": state.scene_rows.reshape(-1, scene_bytes(inner.layout.frame_bytes)),
         "stage": np.concatenate([np.zeros(0, np.uint8), *stage]),
         # one place for all of them: each is a few numbers
-        "streams": join_streams(state._asdict()),
+        "streams": np.concatenate([getattr(state, name).ravel().astype(np.int64) for name in _STREAM_COLUMNS]),
     }
     record = record | {
         "kind": "frames",
@@ -145,183 +145,98 @@ def put_together(
     record: Mapping[str, Any], arrays: Mapping[str, Array], fill_heap: FillHeap, read_only: bool = False
 ) -> ObservationStore:
     """The store that `take_apart` saw. ``read_only`` leaves out what only writing needs."""
-    try:
+    with only_named_errors("the saved store"):
         store = _make_store(record)
         kind = record["kind"]
         if kind == "dense":
-            store._inner = _put_dense(store, arrays)
+            rows = column(arrays, "rows", np.uint8, (store.n_cells, store.spec.nbytes))
+            written = column(arrays, "written", np.bool_, (store.n_cells,))
+            store._inner = dense = object.__new__(DenseStore)
+            dense.__setstate__({"rows": rows, "written": written, "limit": store._heap_bytes})
         elif kind == "pending":
             store._pending = _put_pending(store, arrays)
         elif kind == "frames":
             store._inner = _put_frames(store, record, arrays, fill_heap, read_only)
         else:
             raise FileFormatError(f"a store of kind {kind!r} is unknown here; update sb3-extra-buffers")
-    except (KeyError, TypeError, ValueError, OverflowError, IndexError, OSError, MemoryError) as problem:
-        if isinstance(problem, ExtraBuffersError):
-            raise
-        raise FileFormatError(f"the saved store makes no sense: {type(problem).__name__}: {problem}") from problem
-    dense = store.choice is not None and store.choice.method == "none"
-    fits = store._inner is None or (store.choice is not None and dense == isinstance(store._inner, DenseStore))
-    _require(fits and not (dense and store._inner is None and store.n_cells), "observations are not kept as was chosen")
+    none = store.choice is not None and store.choice.method == "none"
+    fits = store._inner is None or (store.choice is not None and none == isinstance(store._inner, DenseStore))
+    require(fits and not (none and store._inner is None and store.n_cells), "observations are not kept as was chosen")
     store._dense = store._dense or isinstance(store._inner, DenseStore)
     return store
 
 
-def parse_dtype(text: Any) -> np.dtype[Any]:
-    """The plain dtype that ``text`` names; nothing that holds objects, fields or nothing at all."""
-    _require(isinstance(text, str) and len(text) <= 16, f"{text!r} names no dtype")
-    try:
-        dtype: np.dtype[Any] = np.dtype(text)
-    except (TypeError, ValueError) as problem:
-        raise FileFormatError(f"{text!r} names no dtype") from problem
-    _require(dtype.kind in _DTYPE_KINDS and dtype.itemsize > 0, f"arrays of dtype {text!r} are not kept in files")
-    return dtype
-
-
 def _make_store(record: Mapping[str, Any]) -> ObservationStore:
-    shape = record["shape"]
-    _require(
-        isinstance(shape, list) and len(shape) <= 32 and all(type(n) is int and 0 <= n < 1 << 40 for n in shape),
-        f"{shape!r} is no shape of observations",
-    )
-    for name, least in (("n_streams", 1), ("n_cells", 0)):
-        _require(type(record[name]) is int and least <= record[name] < 1 << 48, f"{name} is {record[name]!r}")
-    limit = record["heap_bytes"]
-    _require(limit is None or (type(limit) is int and limit >= 0), f"heap_bytes is {limit!r}")
-    _require(isinstance(record["method"], str) and isinstance(record["options"], dict), "the method is unreadable")
-    spec = ObsSpec(tuple(shape), parse_dtype(record["dtype"]))
-    store = ObservationStore(spec, record["n_streams"], record["method"], record["options"], limit)
-    choice = record["choice"]
+    spec = ObsSpec(parse_shape(record["shape"]), parse_dtype(record["dtype"]))
+    n_streams, limit, choice = whole(record["n_streams"], "n_streams", 1), record["heap_bytes"], record["choice"]
+    if limit is not None:
+        whole(limit, "heap_bytes", stop=1 << 64)
+    require(isinstance(record["method"], str) and isinstance(record["options"], dict), "the method is unreadable")
+    store = ObservationStore(spec, n_streams, record["method"], record["options"], limit)
     if choice is not None:
-        _require(
-            isinstance(choice, list) and len(choice) == 2 and all(isinstance(part, str) for part in choice),
-            f"the choice {choice!r} is unreadable",
-        )
+        require(isinstance(choice, list) and [*map(type, choice)] == [str, str], f"{choice!r} is no choice")
         chosen = get_codec(choice[0], **store.options).codec_id
-        _require(
+        require(
             store.choice is None or chosen in (get_codec(store.choice.method, **store.options).codec_id, "none"),
             f"{choice[0]!r} was chosen where {record['method']!r} was asked for",
         )
         store.choice = Choice(*choice)
-    store.n_cells = record["n_cells"]
+    store.n_cells = whole(record["n_cells"], "n_cells")
     return store
 
 
-def _put_dense(store: ObservationStore, arrays: Mapping[str, Array]) -> DenseStore:
-    dense = object.__new__(DenseStore)
-    rows = _column(arrays, "rows", np.uint8, (store.n_cells, store.spec.nbytes))
-    written = _column(arrays, "written", np.bool_, (store.n_cells,))
-    dense.__setstate__({"rows": rows, "written": written, "limit": store._heap_bytes})
-    return dense
-
-
 def _put_pending(store: ObservationStore, arrays: Mapping[str, Array]) -> list[tuple[Array, Array, Array]]:
-    count = len(arrays["cells"])
-    cells = _column(arrays, "cells", np.int64, (count,))
-    streams = _column(arrays, "streams", np.int64, (count,))
-    rows = _column(arrays, "rows", np.uint8, (count, store.spec.nbytes))
-    _within(cells, 0, store.n_cells, "a cell")
-    _within(streams, 0, store.n_streams, "a stream")
-    return [(cells, streams, rows)] if count else []
+    cells = column(arrays, "cells", np.int64, (None,))
+    streams = column(arrays, "streams", np.int64, cells.shape)
+    rows = column(arrays, "rows", np.uint8, (len(cells), store.spec.nbytes))
+    within(cells, 0, store.n_cells, "a cell")
+    within(streams, 0, store.n_streams, "a stream")
+    return [(cells, streams, rows)] if len(cells) else []
 
 
 def _put_frames(
-    store: ObservationStore,
-    record: Mapping[str, Any],
-    arrays: Mapping[str, Array],
-    fill_heap: FillHeap,
-    read_only: bool,
+    store: ObservationStore, record: Mapping[str, Any], arrays: Mapping[str, Array], fill: FillHeap, read_only: bool
 ) -> FrameStore:
-    layout = _layout(store.spec, record)
-    codecs = _codecs(record)
+    layout, codecs = _layout(store.spec, record), _codecs(record)
     # before rooms for them are made: there are more numbers than streams
-    _require(len(arrays["streams"]) > store.n_streams, f"{store.n_streams} streams are not what there is")
+    require(len(arrays["streams"]) > store.n_streams, f"{store.n_streams} streams are not what there is")
     inner = make_frame_store(layout, 0, store.n_streams, codecs[-1], store._heap_bytes, None, store._compiled)
     per = inner.per_segment
-    counts = _column(arrays, "counts", np.int32, (len(arrays["counts"]),))
+    counts = column(arrays, "counts", np.int32, (None,))
     n_segments = len(counts)
-    lengths = _column(arrays, "lengths", np.int32, (n_segments,))
-    scenes = _column(arrays, "scenes", np.int32, (n_segments,))
-    scene_rows = _column(arrays, "scene_rows", np.uint8, (len(arrays["scene_rows"]), scene_bytes(layout.frame_bytes)))
-    slots = _column(arrays, "slots", np.int32, (store.n_cells, layout.stack))
-    _within(counts, 0, per + 1, "a segment's number of frames")
-    _within(lengths, 0, 1 << 31, "a segment's length")
-    used = np.flatnonzero(counts)
-    _within(scenes[used], NONE, len(scene_rows), "a segment's scene")
-    _require(bool((scenes[used] != -1).all()), "a segment's scene is -1")
-    _within(slots, 0, n_segments * per + 1, "a frame's id")
+    lengths = column(arrays, "lengths", np.int32, (n_segments,))
+    scenes = column(arrays, "scenes", np.int32, (n_segments,))
+    scene_rows = column(arrays, "scene_rows", np.uint8, (None, scene_bytes(layout.frame_bytes)))
+    slots = column(arrays, "slots", np.int32, (store.n_cells, layout.stack))
+    stage = column(arrays, "stage", np.uint8, (None,))
+    within(counts, 0, per + 1, "a segment's number of frames")
+    within(lengths, 0, 1 << 31, "a segment's length")
+    _are_scenes(scenes[counts > 0], len(scene_rows), "a segment's scene")
+    within(slots, 0, n_segments * per + 1, "a frame's id")
     for part in np.array_split(slots.reshape(-1), max(slots.size >> 20, 1)):
         ids = part[part > 0] - 1
-        _require(bool((ids % per < counts[ids // per]).all()), "an observation names a frame that is not there")
-
-    columns = split_streams(inner, arrays["streams"])
-    opened = columns["open_segments"]
-    streams = np.flatnonzero(opened != NONE)
-    _within(opened[streams], 0, n_segments, "an open segment")
-    _require(len(np.unique(opened[streams])) == len(streams), "a segment is open twice")
-    _require(
-        np.array_equal(np.flatnonzero((counts > 0) & (lengths == 0)), np.sort(opened[streams]))
-        and bool((counts[lengths > 0] > 0).all()),
-        "a segment is neither open nor in the heap",
-    )
-    _require(isinstance(inner, SegmentStore) or not len(streams), "a byte codec has no open segments")
-    _require(
-        (record["n_sealed"], record["n_open"]) == (int(np.count_nonzero(lengths)), len(streams)),
-        "there are more segments, or fewer, than were saved",
-    )
+        require(ids % per < counts[ids // per], "an observation names a frame that is not there")
+    columns = _split_streams(inner, arrays["streams"])
+    opened = columns["open_segments"][columns["open_segments"] != NONE]
+    within(opened, 0, n_segments, "an open segment")
+    # which also says that none is open twice
+    due = np.flatnonzero((counts > 0) & (lengths == 0))
+    require(np.array_equal(due, np.sort(opened)), "a segment is neither open nor in the heap")
+    require(counts[lengths > 0] > 0, "a segment without frames is in the heap")
+    require(isinstance(inner, SegmentStore) or not len(opened), "a byte codec has no open segments")
+    found = [int(np.count_nonzero(lengths)), len(opened)]
+    require([record["n_sealed"], record["n_open"]] == found, "there are more segments, or fewer, than were saved")
     held = int(lengths.sum(dtype=np.int64))
-    _require(inner.heap.limit is None or held <= inner.heap.limit, f"{held} bytes are more than heap_bytes")
-    _require(
-        store.choice is not None and get_codec(store.choice.method, **store.options).codec_id == codecs[-1].codec_id,
-        f"payloads of {codecs[-1].codec_id!r} are not what was chosen",
-    )
+    require(inner.heap.limit is None or held <= inner.heap.limit, f"{held} bytes are more than heap_bytes")
+    chosen = None if store.choice is None else get_codec(store.choice.method, **store.options).codec_id
+    require(chosen == codecs[-1].codec_id, f"payloads of {codecs[-1].codec_id!r} are not what was chosen")
+
     inner.slots = slots
     inner.touched = np.zeros(-(-slots.nbytes // PAGE), np.bool_)
     inner.heap.grow(n_segments)
     inner.heap.lengths[:] = lengths
-    _put_state(inner, columns, counts, scenes, scene_rows, arrays["stage"], read_only)
-    fill_heap(inner.heap, np.flatnonzero(lengths).astype(np.int32))
-    inner._sync()
-    if isinstance(inner, PayloadStore):
-        inner.codecs = codecs
-        inner._generation = lengthen(_column(arrays, "generation", np.uint8, (n_segments,)), n_segments)
-        _within(inner._generation, 0, len(codecs), "the codec of a payload")
-    if isinstance(inner, SegmentStore):
-        _finish_segments(inner, record, read_only)
-    if not read_only:
-        _remember_frames(inner)
-        _make_room(inner, record["room"])
-        try:
-            inner.check()
-        except AssertionError as problem:
-            raise FileFormatError(f"the saved store contradicts itself: {problem}") from problem
-    return inner
-
-
-def _put_state(
-    inner: FrameStore,
-    columns: dict[str, Array],
-    counts: Array,
-    scenes: Array,
-    scene_rows: Array,
-    stage: Array,
-    read_only: bool,
-) -> None:
-    """Set the tables, those that follow from others computed anew."""
-    state, per, n_segments = inner._state, inner.per_segment, len(counts)
-    n_scenes, places = len(scene_rows), state.recent_ids.shape[1]
-    frames = columns["recent_ids"]
-    _within(frames, NONE, n_segments * per, "a recent frame")
-    known = frames[frames >= 0]
-    _require(bool((known % per < counts[known // per]).all()), "a recent frame is not there")
-    _within(columns["heads"], 0, places, "a place among the recent frames")
-    _within(columns["last"], NONE, places, "a place among the recent frames")
-    _within(columns["scene_of"], NONE, n_scenes, "a stream's scene")
-    _within(columns["pool"], NONE, n_scenes, "a scene at hand")
-    _require(not (columns["scene_of"] == -1).any() and not (columns["pool"] == -1).any(), "a scene is -1")
-    _within(columns["scene_cost"], 0, 1 << 60, "the cost of a scene")
+    _check_streams(columns, counts, per, len(scene_rows))
     _put_stage(inner, columns, counts, scenes, stage)
-    used = scenes[(counts > 0) & (scenes >= 0)]
     n_counted = 0 if read_only else n_segments
     inner._replace(
         counts=lengthen(counts, n_segments),
@@ -330,62 +245,89 @@ def _put_state(
         refs=lengthen(np.zeros(0, np.int32), n_counted * per),
         free=lengthen(np.zeros(0, np.int32), n_counted),
         scene_rows=scene_rows.reshape(-1),
-        scene_refs=np.bincount(used, minlength=n_scenes).astype(np.int32),
+        scene_refs=np.bincount(scenes[(counts > 0) & (scenes >= 0)], minlength=len(scene_rows)).astype(np.int32),
         **columns,
     )
     if not read_only:
         inner._count_references()
+    fill(inner.heap, np.flatnonzero(lengths).astype(np.int32))
+    inner._sync()
+    if isinstance(inner, PayloadStore):
+        inner.codecs = codecs
+        inner._generation = lengthen(column(arrays, "generation", np.uint8, (n_segments,)), n_segments)
+        within(inner._generation, 0, len(codecs), "the codec of a payload")
+    if isinstance(inner, SegmentStore):
+        _finish_segments(inner, record, read_only)
+    if not read_only:
+        _remember_frames(inner)
+        _make_room(inner, record["room"])
+        inner.check()
+    return inner
+
+
+def _split_streams(inner: FrameStore, numbers: Array) -> dict[str, Array]:
+    """The columns of streams, which were saved as one."""
+    empty = {name: getattr(inner._state, name) for name in _STREAM_COLUMNS}
+    column({"streams": numbers}, "streams", np.int64, (sum(part.size for part in empty.values()),))
+    columns, at = {}, 0
+    for name, like in empty.items():
+        part, limits = numbers[at : at + like.size], np.iinfo(like.dtype)
+        at += like.size
+        within(part, int(limits.min), int(limits.max) + 1, name)
+        columns[name] = part.astype(like.dtype).reshape(like.shape)
+    return columns
+
+
+def _check_streams(columns: dict[str, Array], counts: Array, per: int, n_scenes: int) -> None:
+    frames = columns["recent_ids"]
+    within(frames, NONE, len(counts) * per, "a recent frame")
+    known = frames[frames >= 0]
+    require(known % per < counts[known // per], "a recent frame is not there")
+    within(columns["heads"], 0, frames.shape[1], "a place among the recent frames")
+    within(columns["last"], NONE, frames.shape[1], "a place among the recent frames")
+    _are_scenes(columns["scene_of"], n_scenes, "a stream's scene")
+    _are_scenes(columns["pool"], n_scenes, "a scene at hand")
+    within(columns["scene_cost"], 0, 1 << 60, "the cost of a scene")
+
+
+def _are_scenes(scenes: Array, n_scenes: int, what: str) -> None:
+    within(scenes, NONE, n_scenes, what)
+    require(scenes != -1, f"{what} is -1")
 
 
 def _put_stage(inner: FrameStore, columns: dict[str, Array], counts: Array, scenes: Array, stage: Array) -> None:
     """Give open segments their rooms back, each where its stream expects it."""
-    state, per = inner._state, inner.per_segment
+    state, per, size = inner._state, inner.per_segment, inner.layout.frame_bytes
     opened, ends = columns["open_segments"], columns["stage_ends"]
-    streams = np.flatnonzero(opened >= 0)
-    room = state.stage.size // len(opened)
-    width = 4 if inner._wide else 2
-    body = 2 + per * width
-    at = 0
-    _require(stage.dtype == np.uint8 and stage.ndim == 1, "the open segments are unreadable")
-    for stream in streams.tolist():
+    room, width = state.stage.size // len(opened), 4 if inner._wide else 2
+    body, at = 2 + per * width, 0
+    for stream in np.flatnonzero(opened >= 0).tolist():
         end, segment = int(ends[stream]), int(opened[stream])
-        _require(body <= end <= room and at + end <= stage.size, "an open segment is cut short")
-        part = state.stage[stream * room : stream * room + end]
+        require(body <= end <= room and at + end <= stage.size, "an open segment is cut short")
+        part, count = state.stage[stream * room : stream * room + end], int(counts[segment])
         part[:] = stage[at : at + end]
         at += end
-        count = int(counts[segment])
-        lengths = part[2 : 2 + count * width].view("<u4" if inner._wide else "<u2").astype(np.int64)
-        _require(
-            part[0] == 0
-            and part[1] == count
-            and bool((lengths <= inner.layout.frame_bytes).all())
-            and body + int(lengths.sum()) == end
-            and int(columns["walks"][stream]) == int(lengths[lengths < inner.layout.frame_bytes].sum()),
-            "an open segment does not hold what it says",
-        )
-        _require(
-            int(lengths[0]) != inner.layout.frame_bytes or scenes[segment] == NONE,
-            "a segment that begins with a whole frame refers to a scene",
-        )
+        lengths = part[2 : 2 + count * width].view(f"<u{width}").astype(np.int64)
+        fits = part[0] == 0 and part[1] == count and (lengths <= size).all() and body + int(lengths.sum()) == end
+        walk = int(lengths[lengths < size].sum())
+        require(fits and int(columns["walks"][stream]) == walk, "an open segment does not hold what it says")
+        begins_whole = count and int(lengths[0]) == size
+        require(not begins_whole or scenes[segment] == NONE, "a segment that begins with a whole frame has a scene")
         newest = int(columns["recent_ids"][stream, (int(columns["heads"][stream]) - 1) % state.recent_ids.shape[1]])
-        _require(newest == segment * per + count - 1, "a stream does not remember its newest frame")
-    _require(at == stage.size, "the open segments are longer than they say")
+        require(newest == segment * per + count - 1, "a stream does not remember its newest frame")
+    require(at == stage.size, "the open segments are longer than they say")
 
 
 def _finish_segments(inner: SegmentStore, record: Mapping[str, Any], read_only: bool) -> None:
     state, opened = inner._state, inner._state.open_segments
-    room = state.stage.size // len(opened)
     streams = np.flatnonzero(opened >= 0)
-    state.starts[opened[streams]] = -1 - streams * room
-    for name in ("n_fresh", "next_clean"):
-        _require(type(record[name]) is int and 0 <= record[name] < 1 << 60, f"{name} is {record[name]!r}")
-    inner._n_fresh, inner._next_clean = record["n_fresh"], record["next_clean"]
-    if not read_only:
-        _check_payloads(inner)
+    state.starts[opened[streams]] = -1 - streams * (state.stage.size // len(opened))
+    inner._n_fresh, inner._next_clean = (whole(record[name], name, stop=1 << 60) for name in ("n_fresh", "next_clean"))
     if read_only:
         # looking at the flags of every segment would read all of the file
         inner._n_packed = int(bool(inner._pack_level) or not inner._kernels.compiled)
     else:
+        _check_payloads(inner)
         inner._follow_kernels()
 
 
@@ -398,32 +340,27 @@ def _check_payloads(inner: SegmentStore) -> None:
         starts, lengths = heap.starts[segments], heap.lengths[segments].astype(np.int64)
         counts = inner._state.counts[segments].astype(np.int64)
         tables = 2 + counts * width
-        _require(bool((lengths >= tables).all()), "a segment is too short for its frames")
+        require(lengths >= tables, "a segment is too short for its frames")
         flags = heap.data[starts]
-        _require(bool(np.isin(flags, (0, PACKED_LZ4, PACKED_ZSTD)).all()), "a segment is packed in an unknown way")
-        _require(bool((heap.data[starts + 1] == counts).all()), "a segment does not hold the frames that it should")
+        require(np.isin(flags, (0, PACKED_LZ4, PACKED_ZSTD)), "a segment is packed in an unknown way")
+        require(heap.data[starts + 1] == counts, "a segment does not hold the frames that it should")
         # [segment, frame, byte], frames that are not there read as the first one
         here = steps < counts[:, None]
         at = (starts[:, None] + 2 + np.where(here, steps, 0) * width)[..., None] + np.arange(width)
-        frames = heap.data[at].reshape(-1, width).view("<u4" if width == 4 else "<u2").reshape(here.shape)
+        frames = heap.data[at].reshape(-1, width).view(f"<u{width}").reshape(here.shape)
         frames = np.where(here, frames, 0).astype(np.int64)
-        _require(bool((frames <= size).all()), f"a frame of {size} bytes takes more than that")
+        require(frames <= size, f"a frame of {size} bytes takes more than that")
         fits = (tables + frames.sum(axis=1) == lengths) | (flags != 0)
-        _require(bool(fits.all()), "the frames of a segment are not as long as it is")
+        require(fits, "the frames of a segment are not as long as it is")
 
 
 def _make_room(inner: FrameStore, room: Any) -> None:
     """Give lists the length that they had."""
+    require(isinstance(room, list) and len(room) == 3, f"lists of {room!r} entries make no sense")
     most = 4 * (inner.slots.size + 4096)
-    _require(
-        isinstance(room, list) and len(room) == 3 and all(type(n) is int and 0 <= n <= most for n in room),
-        f"lists of {room!r} entries make no sense",
-    )
-    n_fresh, n_freed, n_order = room
-    _require(
-        n_fresh % inner.layout.stack == 0 and n_freed == (n_fresh + LATER if n_fresh else 0),
-        f"{n_freed} entries are not enough for {n_fresh} frames",
-    )
+    n_fresh, n_freed, n_order = (whole(n, "the length of a list", stop=most + 1) for n in room)
+    fits = n_fresh % inner.layout.stack == 0 and n_freed == (n_fresh + LATER if n_fresh else 0)
+    require(fits, f"{n_freed} entries are not enough for {n_fresh} frames")
     if n_fresh:
         inner._lengthen_lists(n_fresh // inner.layout.stack)
     inner.heap.make_room(n_order)
@@ -443,69 +380,33 @@ def _remember_frames(inner: FrameStore) -> None:
 
 def _layout(spec: ObsSpec, record: Mapping[str, Any]) -> StackLayout:
     stack, axis = record["stack"], record["axis"]
-    _require(type(stack) is int and axis in ("first", "last"), f"stacks of {stack!r} along {axis!r} are unreadable")
+    require(type(stack) is int and axis in ("first", "last"), f"stacks of {stack!r} along {axis!r} are unreadable")
     length = (spec.shape[0] if axis == "first" else spec.shape[-1]) if spec.shape else 1
-    _require(1 <= stack <= 64 and 0 < spec.nbytes < 1 << 31, f"observations of {spec} are no stacks of {stack}")
-    _require(
-        stack == 1 or length % stack == 0, f"observations of {spec} are no stacks of {stack} along the {axis} axis"
-    )
+    require(1 <= stack <= 64 and 0 < spec.nbytes < 1 << 31, f"observations of {spec} are no stacks of {stack}")
+    require(stack == 1 or length % stack == 0, f"observations of {spec} are no stacks of {stack} along the {axis} axis")
     return StackLayout(spec, stack, axis)
 
 
 def _codecs(record: Mapping[str, Any]) -> list[Codec]:
     listed = record["codecs"]
-    _require(isinstance(listed, list) and 1 <= len(listed) <= 256, "the codecs are unreadable")
+    require(isinstance(listed, list) and 1 <= len(listed) <= 256, "the codecs are unreadable")
     codecs = []
     for name, codec_id, config in listed:
-        _require(
+        require(
             isinstance(name, str) and codec_id in known_codecs() and isinstance(config, dict), f"{name!r} is no codec"
         )
         # a codec of the same id reads the same payloads
         codecs.append(codec_from_config(name if is_available(name) else codec_id, config))
-    _require(len(codecs) == 1 or not any(isinstance(codec, DeltaCodec) for codec in codecs), "too many codecs")
+    require(len(codecs) == 1 or not any(isinstance(codec, DeltaCodec) for codec in codecs), "too many codecs")
     return codecs
 
 
-def check_extents(starts: Array, lengths: Array, size: int) -> None:
-    """Raise unless every payload lies inside ``size`` bytes, with what kernels may read beyond it."""
-    _within(starts, 0, max(size, 1), "the place of a segment")
-    _require(bool((starts <= size - SLACK - lengths.astype(np.int64)).all()), "a segment reaches past the end")
-
-
-def _column(arrays: Mapping[str, Array], name: str, dtype: Any, shape: tuple[int, ...]) -> Array:
-    array = arrays[name]
-    _require(
-        array.dtype == np.dtype(dtype) and array.shape == shape,
-        f"{name} has {array.shape} {array.dtype} where {shape} {np.dtype(dtype)} is due",
-    )
-    return array
-
-
-def join_streams(columns: Mapping[str, Array]) -> Array:
-    """The columns of streams as one."""
-    return np.concatenate([columns[name].ravel().astype(np.int64) for name in STREAM_COLUMNS])
-
-
-def split_streams(inner: FrameStore, numbers: Array) -> dict[str, Array]:
-    """Undo `join_streams`, for a store like ``inner``."""
-    empty = {name: getattr(inner._state, name) for name in STREAM_COLUMNS}
-    total = sum(column.size for column in empty.values())
-    _column({"streams": numbers}, "streams", np.int64, (total,))
-    columns, at = {}, 0
-    for name, column in empty.items():
-        part = numbers[at : at + column.size]
-        at += column.size
-        limits = np.iinfo(column.dtype)
-        _within(part, int(limits.min), int(limits.max) + 1, name)
-        columns[name] = part.astype(column.dtype).reshape(column.shape)
-    return columns
-
-
-def _within(values: Array, low: int, stop: int, what: str) -> None:
-    if values.size and (int(values.min()) < low or int(values.max()) >= stop):
-        raise FileFormatError(f"{what} is {values.min()} or {values.max()}, outside {low}..{stop - 1}")
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise FileFormatError(message)
+def place_payloads(heap: Heap, slots: npt.NDArray[np.int32], starts: Array, data: Array, copied: bool = True) -> None:
+    """Let ``heap`` hold payloads that lie in ``data``, inside of it and apart from each other: ``copied``, or there."""
+    places, ends = starts[slots], starts[slots] + heap.lengths[slots].astype(np.int64)
+    within(places, 0, max(data.size, 1), "the place of a segment")
+    # kernels may read a little beyond a payload
+    require(ends <= data.size - SLACK, "a segment reaches past the end")
+    order = np.argsort(places, kind="stable")
+    require(ends[order][:-1] <= places[order][1:], "two segments overlap")
+    (heap.adopt_all if copied else heap.look_into)(slots[order], data, places[order])
