@@ -45,6 +45,24 @@ def open_to_write(folder: Path) -> Any:
 # ---- what is no file of the folder ----
 
 
+def test_a_file_that_has_a_name_elsewhere_is_not_written_to(tmp_path: Path) -> None:
+    buffer, feed, folder = BUFFERS["replay-delta"](), Feed(), tmp_path / "saved"
+    kept = live.keep_in_file(buffer, folder)
+    for _ in range(20):
+        feed.add_to(buffer)
+    kept.checkpoint()
+    kept.close()
+    heap = next(folder.glob("heap-*.bin"))
+    os.link(heap, tmp_path / "elsewhere.bin")
+    before = heap.read_bytes()
+
+    with pytest.raises(FileFormatError, match="second name"):
+        open_to_write(folder)
+
+    assert heap.read_bytes() == before
+    assert_same(load(folder), buffer)
+
+
 @pytest.mark.parametrize("replaced", ["data-0001.bin", "heap-0-0001.bin", "journal-*.bin", "manifest.json"])
 @pytest.mark.parametrize("by", ["link", "fifo", "folder"])
 def test_links_fifos_and_folders_are_not_opened(replaced: str, by: str, tmp_path: Path) -> None:

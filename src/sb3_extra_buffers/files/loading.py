@@ -172,6 +172,8 @@ class SavedParts:
 
     def _stay_in_file(self, inner: FrameStore, saved: SavedPayloads, path: Path, size: int) -> None:
         """Let a store write on in the file that its payloads are in; it is a regular file of this folder."""
+        if os.stat(path, follow_symlinks=False).st_nlink > 1:
+            raise FileFormatError(f"{path} has a second name elsewhere, and is not written to; load() makes a copy")
         heap = FileHeap(path, inner.heap.limit)
         slots = inner.heap.unsaved(everything=True)
         heap.attach(inner.heap, slots, saved.starts[slots], size - SLACK)

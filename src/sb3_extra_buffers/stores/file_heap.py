@@ -47,7 +47,7 @@ class FileHeap(Heap):
         """Map ``file`` with room for ``nbytes``, blocks and all: a full disk must show here, not at a write."""
         size = nbytes + SLACK
         try:
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
             try:
                 size = max(size, os.fstat(descriptor).st_size)
                 if hasattr(os, "posix_fallocate"):
