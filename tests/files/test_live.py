@@ -191,7 +191,7 @@ def test_a_disk_that_is_really_full_costs_no_step_that_was_completed(name: str, 
         else:
             good = copy.deepcopy(buffer)
             assert_same(good, found)
-    assert n_failed > 1
+    assert n_failed
 
 
 def test_a_heap_in_a_file_names_a_full_disk_and_goes_on(small_disk: Path) -> None:

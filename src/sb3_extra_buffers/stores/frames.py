@@ -59,6 +59,8 @@ class FrameStore(ABC):
 
     #: Looks at cells before they are read, where their payloads lie in a file that nobody has looked through.
     guard: Callable[[Cells], None] | None = None
+    #: Whether the kernel lists new frames for a byte codec.
+    lists_fresh = False
 
     def __init__(
         self,
@@ -251,11 +253,12 @@ class FrameStore(ABC):
     def _lengthen_lists(self, n_rows: int) -> None:
         """Have room to list ``n_rows`` as replaced, their frames as new and the segments of those as freed."""
         n_frames, stack = n_rows * self.layout.stack, self.layout.stack
+        n_fresh = n_frames if self.lists_fresh else 0
         undo_ids = lengthen(self._state.undo_ids.reshape(-1), n_frames).reshape(n_rows, stack)
         self._replace(
             freed=lengthen(self._state.freed, n_frames + LATER),
-            fresh=np.zeros(n_frames, np.int64),
-            fresh_ids=np.zeros(n_frames, np.int64),
+            fresh=np.zeros(n_fresh, np.int64),
+            fresh_ids=np.zeros(n_fresh, np.int64),
             undo_cells=lengthen(self._state.undo_cells, n_rows),
             undo_ids=undo_ids,
         )

@@ -26,6 +26,8 @@ class PayloadStore(FrameStore):
     A codec that learns is trained again when its payloads have grown; frames remember which one wrote them.
     """
 
+    lists_fresh = True
+
     def __init__(
         self,
         layout: StackLayout,

@@ -101,7 +101,7 @@ def _take_frames_apart(inner: FrameStore, record: dict[str, Any]) -> StoreParts:
         "n_sealed": int(np.count_nonzero(state.lengths)),
         "n_open": len(opened),
         # a limit on memory counts these, and evicts at the same step only if they are as long as they were
-        "room": [state.fresh.size, state.freed.size, len(inner.heap._order)],
+        "room": [state.undo_ids.size, state.freed.size, len(inner.heap._order)],
     }
     if isinstance(inner, PayloadStore):
         arrays["generation"] = inner._generation
