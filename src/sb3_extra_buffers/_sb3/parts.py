@@ -293,7 +293,7 @@ def _put_state(buffer: Any, parts: LoadedParts, layout: Layout) -> None:
         buffer._n_added = parts.number("state", "n_added", stop=1 << 60)
     if parts.kind == "her-replay":
         _put_episodes(buffer, parts)
-    if "priorities" in parts.columns:
+    if "prioritized" in parts.kind:
         _put_priorities(buffer, parts)
 
 
