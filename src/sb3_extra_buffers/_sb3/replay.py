@@ -31,8 +31,14 @@ from sb3_extra_buffers._sb3.leaves import (
     twin,
 )
 from sb3_extra_buffers._sb3.n_step import HAS_N_STEP, NStepReplayBuffer
-from sb3_extra_buffers._sb3.storage import WRITING, CompressedStorage
-from sb3_extra_buffers.errors import BudgetExceededError, EmptyBufferError, SpecMismatchError
+from sb3_extra_buffers._sb3.storage import NO_MEMORY, WRITING, CompressedStorage
+from sb3_extra_buffers.errors import (
+    BudgetExceededError,
+    EmptyBufferError,
+    ExtraBuffersError,
+    OutOfMemoryError,
+    SpecMismatchError,
+)
 from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.stores.view import StoreView
 
@@ -336,7 +342,12 @@ class ReplayMixin(CompressedStorage, _Base):
             steps = (np.random.randint(1, self.buffer_size, size=batch_size) + self.pos) % self.buffer_size
         else:
             steps = np.random.randint(0, count, size=batch_size)
-        return self._get_samples(steps, env=env)
+        try:
+            return self._get_samples(steps, env=env)
+        except NO_MEMORY as problem:
+            if isinstance(problem, ExtraBuffersError):
+                raise
+            raise OutOfMemoryError(f"there is no memory for a batch of {batch_size}: {problem}") from problem
 
     def _get_samples(self, batch_inds: npt.NDArray[Any], env: VecNormalize | None = None) -> Any:
         if self.n_steps > 1:

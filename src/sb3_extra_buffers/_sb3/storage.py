@@ -25,6 +25,9 @@ from sb3_extra_buffers.stores.view import StoreView
 #: version of what is pickled
 STATE_VERSION = 2
 
+#: what Python, NumPy and torch raise where there is no memory
+NO_MEMORY = (MemoryError, th.cuda.OutOfMemoryError)
+
 #: while a step is being written to the stores
 WRITING = "writing"
 
