@@ -145,6 +145,7 @@ def _after(run: Trial, what: str, error: BaseException | None, where: str) -> No
         # what failed could be done without
         run.subject.add(run.model, run.steps[run.at])
         run.at += 1
+        run._prepare()  # the step is there: what comes next is compared with that
     if run.interrupted(f"{where} ({'done' if error is None else brief(error)})"):
         run.finish()
 

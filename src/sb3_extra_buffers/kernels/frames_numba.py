@@ -10,6 +10,7 @@ from numba.experimental import structref
 from numba.extending import overload, register_jitable
 
 from sb3_extra_buffers.codecs.delta import BLOCK
+from sb3_extra_buffers.errors import OutOfMemoryError
 from sb3_extra_buffers.kernels import frames as plain
 from sb3_extra_buffers.kernels import lz4_block
 from sb3_extra_buffers.kernels.delta_numba import apply, encode
@@ -56,7 +57,11 @@ structref.define_proxy(Tables, _TablesType, FrameState._fields)
 
 def bind_state(state: FrameState) -> Any:
     """What the compiled kernels take for ``state``; it keeps the same arrays alive."""
-    return Tables(*state)
+    try:
+        return Tables(*state)
+    except TypeError as problem:
+        # what numba makes of an allocation that failed in it
+        raise OutOfMemoryError(f"there is no memory for the tables of compiled kernels: {problem}") from problem
 
 
 for _function in (
