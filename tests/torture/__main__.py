@@ -52,7 +52,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with ThreadPoolExecutor(args.jobs) as pool:
-        return int(any(pool.map(lambda module: run(module, args.seed), args.modules or MODULES)))
+        codes = list(pool.map(lambda module: run(module, args.seed), args.modules or MODULES))
+    return int(any(codes))
 
 
 if __name__ == "__main__":

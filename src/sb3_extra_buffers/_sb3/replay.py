@@ -117,7 +117,7 @@ class ReplayMixin(CompressedStorage, _Base):
             storage=storage,
             path=path,
         )
-        if n_steps < 1 or (n_steps > 1 and not HAS_N_STEP):
+        if check_count(n_steps, "n_steps") > 1 and not HAS_N_STEP:
             raise ValueError(f"n_steps must be 1, or more with stable-baselines3>=2.7; got {n_steps}")
         # SB3 lays out a single step, so that dense observations are never asked for
         super().__init__(

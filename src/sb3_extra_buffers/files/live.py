@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.errors import ExtraBuffersError, FileFormatError, FileWriteError, LayoutError, SharingError
-from sb3_extra_buffers.files import disk, kinds, locking
+from sb3_extra_buffers.files import disk, kinds, locking, manifest
 from sb3_extra_buffers.files.journal import Journal, read_journal
 from sb3_extra_buffers.files.loading import SavedParts
 from sb3_extra_buffers.files.locking import FolderLock
-from sb3_extra_buffers.files.saving import Save, SaveReport, next_file, state_of
+from sb3_extra_buffers.files.saving import OURS, Save, SaveReport, next_file, state_of
 from sb3_extra_buffers.files.values import decode, encode
 from sb3_extra_buffers.stores.checks import column, only_named_errors, require, whole, within
 from sb3_extra_buffers.stores.file_heap import FileHeap
@@ -67,7 +67,10 @@ def resume(folder: Path, target: type[Any] | None) -> Any:
 def check_new(path: str | os.PathLike[str]) -> Path:
     """``path``, if a buffer can begin there."""
     folder = Path(path)
-    if folder.exists() and (not folder.is_dir() or any(entry.name != locking.NAME for entry in folder.iterdir())):
+    # what a process left that was killed before its first checkpoint is in nobody's way
+    names = {entry.name for entry in folder.iterdir()} - {locking.NAME} if folder.is_dir() else set()
+    begun = manifest.NAME not in names and all(OURS.fullmatch(name) for name in names)
+    if folder.exists() and not (folder.is_dir() and begun):
         raise FileWriteError(17, f"{folder} is not empty; load or open the buffer that is there, or choose a new path")
     return folder
 

@@ -88,6 +88,8 @@ def make_view(
     if cells is None:
         fits = 0 <= base <= store.n_cells - math.prod(lead)
         checks.require(fits, f"a view of {lead} observations does not fit a store of {store.n_cells}")
+        fits = max(math.prod(lead[1:]), 1) == store.n_streams
+        checks.require(fits, f"a view of {lead} observations does not fit {store.n_streams} streams")
     else:
         checks.column({"cells": cells}, "cells", np.int64, lead)
         checks.within(cells, 0, store.n_cells, "a cell of a view")

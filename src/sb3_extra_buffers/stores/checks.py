@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import ExtraBuffersError, FileFormatError
+from sb3_extra_buffers.errors import ArgumentError, ExtraBuffersError, FileFormatError
 
 Array = npt.NDArray[Any]
 
@@ -24,8 +24,10 @@ def only_named_errors(what: str) -> Iterator[None]:
     """What is raised by numbers that make no sense together, as an error of ours."""
     try:
         yield
-    except ExtraBuffersError:
-        raise
+    except ExtraBuffersError as problem:
+        if not isinstance(problem, ArgumentError):
+            raise
+        raise FileFormatError(f"{what} makes no sense: {problem}") from problem
     except _MISFITS as problem:
         raise FileFormatError(f"{what} makes no sense: {type(problem).__name__}: {problem}") from problem
 

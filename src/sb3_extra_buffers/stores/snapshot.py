@@ -35,6 +35,9 @@ _STREAM_COLUMNS = (
     "stage_ends", "open_segments", "recent_ids", "heads", "last", "scene_of", "scene_cost", "walks", "pool",
 )  # fmt: skip
 
+# what a codec is told by what it encodes
+_FROM_SPEC = frozenset({"elem", "run", "channels", "planar"})
+
 
 class StoreParts(NamedTuple):
     """What a store is made of: settings as JSON, tables as arrays, payloads in a heap."""
@@ -197,7 +200,8 @@ def _put_pending(store: ObservationStore, arrays: Mapping[str, Array]) -> list[t
 def _put_frames(
     store: ObservationStore, record: Mapping[str, Any], arrays: Mapping[str, Array], fill: FillHeap, read_only: bool
 ) -> FrameStore:
-    layout, codecs = _layout(store.spec, record), _codecs(record)
+    layout = _layout(store.spec, record)
+    codecs = _codecs(record, layout.frame_spec)
     # before rooms for them are made: there are more numbers than streams
     require(len(arrays["streams"]) > store.n_streams, f"{store.n_streams} streams are not what there is")
     inner = make_frame_store(layout, 0, store.n_streams, codecs[-1], store._heap_bytes, None, store._compiled)
@@ -387,7 +391,7 @@ def _layout(spec: ObsSpec, record: Mapping[str, Any]) -> StackLayout:
     return StackLayout(spec, stack, axis)
 
 
-def _codecs(record: Mapping[str, Any]) -> list[Codec]:
+def _codecs(record: Mapping[str, Any], spec: ObsSpec) -> list[Codec]:
     listed = record["codecs"]
     require(isinstance(listed, list) and 1 <= len(listed) <= 256, "the codecs are unreadable")
     codecs = []
@@ -396,7 +400,11 @@ def _codecs(record: Mapping[str, Any]) -> list[Codec]:
             isinstance(name, str) and codec_id in known_codecs() and isinstance(config, dict), f"{name!r} is no codec"
         )
         # a codec of the same id reads the same payloads
-        codecs.append(codec_from_config(name if is_available(name) else codec_id, config))
+        codec = codec_from_config(name if is_available(name) else codec_id, config)
+        bound = codec.bind(spec).config()
+        fits = all(bound[key] == value for key, value in codec.config().items() if key in _FROM_SPEC)
+        require(fits, f"{name!r} with {config!r} is not for frames of {spec}")
+        codecs.append(codec)
     require(len(codecs) == 1 or not any(isinstance(codec, DeltaCodec) for codec in codecs), "too many codecs")
     return codecs
 
