@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import uuid
 import warnings
+import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -194,7 +196,7 @@ class CompressedReplayService(TensorDictReplayBuffer):  # type: ignore[misc]  # 
                 # also without `sync`: what is deleted below was safe
                 disk.sync_folder(folder)
                 note = {"format": _FORMAT, "version": 2, "snapshot": snapshot, "journal": name}
-                write_json(folder / _CURRENT, note)
+                write_json(folder / _CURRENT, note | {"crc32": _checksum(note)})
             except BaseException:
                 journal.close()
                 with contextlib.suppress(OSError):
@@ -222,6 +224,8 @@ class CompressedReplayService(TensorDictReplayBuffer):  # type: ignore[misc]  # 
         journal: Any = note.get("journal")
         if note.get("format") != _FORMAT or not _is_ours(journal, "journal-"):
             raise FileFormatError(f"{folder / _CURRENT} was not written by a buffer")
+        if note.pop("crc32", None) != _checksum(note):
+            raise DamagedFileError(f"{folder / _CURRENT} is not what was written: its checksum differs")
         if snapshot is not None:
             if not _is_ours(snapshot, "snapshot-"):
                 raise FileFormatError(f"{folder / _CURRENT}: {snapshot!r} is no snapshot of a buffer")
@@ -252,6 +256,10 @@ def _sender(packet: bytes) -> tuple[str, int]:
 
 def _is_ours(name: Any, begin: str) -> bool:
     return isinstance(name, str) and name.startswith(begin) and _OURS.fullmatch(name) is not None
+
+
+def _checksum(note: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(dict(note), sort_keys=True).encode())
 
 
 def _as_items(data: Any) -> TensorDictBase:
