@@ -63,12 +63,12 @@ def stored(game: str, n_steps: int, n_frames: int, packed: bool) -> float:
     """What the store holds per observation with segments of ``n_frames``."""
     layout = StackLayout(ObsSpec((4, 84, 84), np.dtype(np.uint8)), 4)
     store = segments.SegmentStore(layout, n_steps * feed.N_ENVS, feed.N_ENVS, DeltaCodec(frames=n_frames))
-    heavy = segments._HEAVY
-    segments._HEAVY = heavy if packed else 1.0
+    compress_above = segments._COMPRESS_ABOVE
+    segments._COMPRESS_ABOVE = compress_above if packed else 1.0
     streams = np.arange(feed.N_ENVS)
     for step, (obs, _, _) in zip(range(n_steps), feed.steps(game, 10_000), strict=False):
         store.write(streams + step * feed.N_ENVS, streams, obs.reshape(feed.N_ENVS, -1))
-    segments._HEAVY = heavy
+    segments._COMPRESS_ABOVE = compress_above
     return store.difference_bytes()[0] / (n_steps * feed.N_ENVS)
 
 

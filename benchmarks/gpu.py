@@ -166,16 +166,16 @@ def measure(game: str, n_steps: int, report: Report) -> None:
             repeats = 50 if name in ("sb3", "rle", "zstd") else 300
             report.add(name, f"sample({size})", "us", times_us(lambda b=buffer, n=size: b.sample(n), repeats))
 
-    cells = torch.randint(0, n_transitions, (1, 256), device="cuda")
-    cells = torch.cat([cells, cells + n_transitions])
+    indices = torch.randint(0, n_transitions, (1, 256), device="cuda")
+    indices = torch.cat([indices, indices + n_transitions])
     for name, buffer in ours.items():
         store = buffer._stores[""]._inner
         if isinstance(store, DeviceFrameStore):
             out = torch.empty((2, 256, 4, 7056), dtype=torch.uint8, device="cuda")
             kernels = store._kernels()
-            report.add(name, "decode kernels, 256", "us", graph_us(lambda k=kernels, o=out: k.read(cells, o)))
+            report.add(name, "decode kernels, 256", "us", graph_us(lambda k=kernels, o=out: k.read(indices, o)))
     dense = ours["none"]._stores[""]._inner.rows
-    report.add("none", "dense gather, 256", "us", graph_us(lambda: dense[cells.flatten()]))
+    report.add("none", "dense gather, 256", "us", graph_us(lambda: dense[indices.flatten()]))
     dense_bytes = ours["none"].memory_usage().total
     for name, buffer in ours.items():
         report.add(name, "memory of none", "%", [100 * buffer.memory_usage().total / dense_bytes])

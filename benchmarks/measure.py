@@ -85,7 +85,7 @@ class Ours:
         self.observations = CompressedArray(
             (n_steps, feed.N_ENVS), shape, np.uint8, compression_method=method, compression_kwargs=options
         )
-        self.next_observations = self.observations.sibling()
+        self.next_observations = self.observations.next_view()
         self._random = np.random.default_rng(0)
 
     def add(self, position: int, step: feed.Step) -> None:
@@ -226,8 +226,8 @@ def million(game: str, n_steps: int, method: str, options: dict[str, Any]) -> di
     kept: dict[int, tuple[int, ...]] = {}
     before = resident()
     large = Ours(shape, n_steps, method, options)
-    cells = (n_steps, feed.N_ENVS)
-    columns = [np.zeros((*cells, 1), np.int64), *(np.zeros(cells, np.float32) for _ in range(3))]
+    indices = (n_steps, feed.N_ENVS)
+    columns = [np.zeros((*indices, 1), np.int64), *(np.zeros(indices, np.float32) for _ in range(3))]
     for position, step in enumerate(feed.native_steps(game, n_steps)):
         large.add(position, step)
         for column in columns:

@@ -17,8 +17,8 @@ from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer, Rol
 from stable_baselines3.common.save_util import save_to_pkl
 
 from sb3_extra_buffers.cli.contents import Contents, open_any, to_rgb
+from sb3_extra_buffers.cli.html_view import make_page
 from sb3_extra_buffers.cli.main import commands, main
-from sb3_extra_buffers.cli.page import make_page
 from sb3_extra_buffers.compressed import CompressedReplayBuffer
 from sb3_extra_buffers.files import load
 from tests.files.filing import ACTIONS, BOX, BUFFERS, DICT, N_ENVS, Feed, assert_same, batches, contents, make_array

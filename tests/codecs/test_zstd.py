@@ -16,8 +16,8 @@ zstandard = pytest.importorskip("zstandard", exc_type=ImportError)
 zstd_direct = pytest.importorskip("sb3_extra_buffers.codecs.zstd_direct")
 
 
-def scenes(n: int, nbytes: int = 2000) -> npt.NDArray[np.uint8]:
-    """Frames of one textured scene in which a few bytes change."""
+def keyframes(n: int, nbytes: int = 2000) -> npt.NDArray[np.uint8]:
+    """Frames of one textured keyframe in which a few bytes change."""
     rng = np.random.default_rng(0)
     rows = np.repeat(rng.integers(0, 256, (1, nbytes), np.uint8), n, axis=0)
     rows[np.arange(n), rng.integers(0, nbytes, n)] ^= 0x55
@@ -29,7 +29,7 @@ def size(codec: Codec, rows: npt.NDArray[np.uint8]) -> int:
 
 
 def test_a_dictionary_makes_similar_rows_small() -> None:
-    rows = scenes(64)
+    rows = keyframes(64)
     codec = get_codec("zstd3", dictionary=4096)
 
     trained = codec.train(rows[:32])
@@ -44,7 +44,7 @@ def test_without_the_option_nothing_is_learnt() -> None:
     codec = get_codec("zstd3")
 
     assert not codec.trainable
-    assert codec.train(scenes(64)) == codec
+    assert codec.train(keyframes(64)) == codec
 
 
 def test_a_dictionary_that_does_not_help_is_not_kept() -> None:
@@ -61,7 +61,7 @@ def test_training_copes_with_whatever_it_is_given(n: int, nbytes: int, dictionar
     codec = get_codec("zstd", dictionary=dictionary)
     for rows in (
         np.zeros((n, nbytes), np.uint8),
-        scenes(n, nbytes) if nbytes else np.zeros((n, 0), np.uint8),
+        keyframes(n, nbytes) if nbytes else np.zeros((n, 0), np.uint8),
     ):
         trained = codec.train(rows)
         check_round_trip(trained, rows)
@@ -69,15 +69,15 @@ def test_training_copes_with_whatever_it_is_given(n: int, nbytes: int, dictionar
 
 
 def test_training_again_replaces_the_dictionary() -> None:
-    first = get_codec("zstd3", dictionary=4096).train(scenes(32))
-    second = first.train(scenes(32) ^ np.uint8(0x3C))
+    first = get_codec("zstd3", dictionary=4096).train(keyframes(32))
+    second = first.train(keyframes(32) ^ np.uint8(0x3C))
 
     assert first != second
-    check_round_trip(second, scenes(4))
+    check_round_trip(second, keyframes(4))
 
 
 def test_a_trained_codec_is_read_back_from_its_configuration() -> None:
-    rows = scenes(40)
+    rows = keyframes(40)
     codec = get_codec("zstd3", dictionary=4096).train(rows)
 
     again = codec_from_config("zstd", json.loads(json.dumps(codec.config())))
@@ -97,7 +97,7 @@ def test_payloads_carry_no_header() -> None:
 
 
 def test_large_rows_with_a_dictionary_come_back() -> None:
-    rows = np.tile(scenes(8, 50_000), (1, 30))
+    rows = np.tile(keyframes(8, 50_000), (1, 30))
     codec = get_codec("zstd1", dictionary=16384).train(rows)
 
     check_round_trip(codec, rows)
@@ -110,7 +110,7 @@ def test_rows_are_decoded_in_parts(nbytes: int, dictionary: int, direct: bool, m
     if direct and not zstd_direct.is_direct():
         pytest.skip("zstd's own function is out of reach, or numba is not installed")
     monkeypatch.setattr("sb3_extra_buffers.codecs.zstd.is_direct", lambda: direct)
-    rows = scenes(70, nbytes)
+    rows = keyframes(70, nbytes)
     rows[3] = 9
     codec = get_codec("zstd3", dictionary=dictionary).train(rows[:10])
     payloads = codec.encode_batch(rows)
@@ -134,7 +134,7 @@ def test_rows_are_decoded_in_parts(nbytes: int, dictionary: int, direct: bool, m
 def test_damage_is_seen_alike_by_zstds_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
     if not zstd_direct.is_direct():
         pytest.skip("zstd's own function is out of reach, or numba is not installed")
-    rows = np.ascontiguousarray(np.repeat(scenes(1, 40), 50, axis=1))
+    rows = np.ascontiguousarray(np.repeat(keyframes(1, 40), 50, axis=1))
     codec = get_codec("zstd3")
     payload = np.frombuffer(codec.encode_batch(rows)[0], np.uint8)
     random = np.random.default_rng(0)

@@ -165,7 +165,7 @@ def test_copies_are_equal_and_independent(method: str, n_steps: int, duplicate: 
 
 def test_views_and_siblings_keep_their_store_when_pickled_together() -> None:
     array, dense = both()
-    following = array.sibling()
+    following = array.next_view()
     following[:39] = dense[1:]
     pair = pickle.loads(pickle.dumps({"obs": array, "next": following}))
     assert pair["obs"].store is pair["next"].store
@@ -179,7 +179,7 @@ def test_siblings_hold_next_observations_for_little(method: str, late: bool) -> 
     array = CompressedArray((60, 2), (4, 12, 11), np.uint8, compression_method=method)
     if late:
         array[:50] = 1  # decided before there is a sibling
-    following = array.sibling()
+    following = array.next_view()
     assert type(following) is CompressedArray
     obs, after = np.zeros(array.shape, np.uint8), np.zeros(array.shape, np.uint8)
     if late:
@@ -204,7 +204,7 @@ def test_siblings_hold_next_observations_for_little(method: str, late: bool) -> 
 @pytest.mark.parametrize("method", METHODS)
 def test_writing_together_is_writing_twice(method: str) -> None:
     array = CompressedArray((30, 2), (4, 12, 11), np.uint8, compression_method=method)
-    following = array.sibling()
+    following = array.next_view()
     obs, after = np.zeros(array.shape, np.uint8), np.zeros(array.shape, np.uint8)
     for step, (before, then) in enumerate(transitions((12, 11), 4, "first", 2, 80)):
         at = step % 30
@@ -383,10 +383,10 @@ def test_a_full_heap_is_an_error_and_nothing_is_lost(method: str) -> None:
 def test_payloads_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "frames.bin"
     array = CompressedArray((100, 2), (16, 16), np.uint8, compression_method="delta", path=path)
-    walks = [Walk((16, 16), seed) for seed in range(2)]
+    chain_bytes = [Walk((16, 16), seed) for seed in range(2)]
     dense = np.zeros(array.shape, np.uint8)
     for step in range(250):
-        array[step % 100] = dense[step % 100] = np.stack([walk.step() for walk in walks])
+        array[step % 100] = dense[step % 100] = np.stack([walk.step() for walk in chain_bytes])
     np.testing.assert_array_equal(np.asarray(array), dense)
     assert path.stat().st_size > 0
     copied = pickle.loads(pickle.dumps(array))

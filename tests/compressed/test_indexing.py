@@ -27,7 +27,7 @@ def filled(
         values = Walk((*lead, *per_obs), seed).frames(1)[0]
         for step in range(lead[0]):
             array[step] = dense[step] = values[step]
-        array.store.settle()
+        array.store.choose_method()
     else:
         for step in (0, lead[0] - 1):
             where = (step,) + (0,) * (len(lead) - 1)
@@ -280,4 +280,4 @@ def test_axes_of_an_observation_stay() -> None:
     with pytest.raises(IndexError, match="leading axes"):
         array.swapaxes(1, 2)
     with pytest.raises(ValueError, match="sibling"):
-        array.reshape(24, 4, 6, 6).sibling()
+        array.reshape(24, 4, 6, 6).next_view()

@@ -146,17 +146,17 @@ def n_frames_live(store: FrameStore) -> int:
     return int(np.count_nonzero(store._state.refs))
 
 
-def check_content(store: FrameStore, model: dict[int, bytes], cells: list[int] | None = None) -> None:
+def check_content(store: FrameStore, model: dict[int, bytes], indices: list[int] | None = None) -> None:
     """Raise unless ``store`` holds what ``model`` says, and zeros everywhere else."""
-    wanted = list(range(len(store.slots))) if cells is None else cells
+    wanted = list(range(len(store.frame_ids))) if indices is None else indices
     rows = store.read(np.array(wanted, np.int64))
     empty = bytes(store.layout.spec.nbytes)
-    for cell, row in zip(wanted, rows, strict=True):
-        assert row.tobytes() == model.get(cell, empty), f"cell {cell} is not what was written to it"
+    for index, row in zip(wanted, rows, strict=True):
+        assert row.tobytes() == model.get(index, empty), f"index {index} does not hold what was written to it"
 
 
-def write_rows(store: FrameStore, cells: list[int], streams: list[int], rows: ByteRows) -> None:
-    store.write(np.array(cells, np.int64), np.array(streams, np.int64), rows)
+def write_rows(store: FrameStore, indices: list[int], streams: list[int], rows: ByteRows) -> None:
+    store.write(np.array(indices, np.int64), np.array(streams, np.int64), rows)
 
 
 def poison_empty(monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:

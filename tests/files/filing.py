@@ -17,7 +17,7 @@ from sb3_extra_buffers import gpu_buffers
 from sb3_extra_buffers.compressed import CompressedArray
 from sb3_extra_buffers.errors import FileWriteError
 from sb3_extra_buffers.stores import device_observation
-from sb3_extra_buffers.stores.device_observation import CellBatch, DeviceObservations
+from sb3_extra_buffers.stores.device_observation import DeviceObservations, IndexBatch
 from sb3_extra_buffers.stores.view import StoreView
 from tests.contracts.store import Stacked, Walk
 
@@ -228,8 +228,8 @@ def contents(buffer: Any) -> dict[str, Any]:
             if isinstance(part, (np.ndarray, StoreView)):
                 found[f"{name}.{key}"] = np.asarray(part)
             elif isinstance(part, DeviceObservations):
-                cells = CellBatch(np.arange(part.n_cells * part.n_sets)[None])
-                found[f"{name}.{key}"] = part.read(cells).numpy()
+                indices = IndexBatch(np.arange(part.n_obs * part.n_sets)[None])
+                found[f"{name}.{key}"] = part.read(indices).numpy()
             elif isinstance(part, (int, float, str, bool)):
                 found[f"{name}.{key}"] = part
     return found

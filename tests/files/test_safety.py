@@ -24,7 +24,18 @@ from sb3_extra_buffers.errors import (
     NotSaveableError,
     SharingError,
 )
-from sb3_extra_buffers.files import kinds, live, load, load_file, manifest, open_saved, repair, save, save_file, verify
+from sb3_extra_buffers.files import (
+    kinds,
+    load,
+    load_file,
+    manifest,
+    mmap_buffer,
+    open_saved,
+    repair,
+    save,
+    save_file,
+    verify,
+)
 from sb3_extra_buffers.files.journal import Journal, read_journal
 from sb3_extra_buffers.files.loading import SavedParts, make
 from sb3_extra_buffers.files.parts import LoadedParts, flatten, unflatten
@@ -47,7 +58,7 @@ def open_to_write(folder: Path) -> Any:
 
 def test_a_file_that_has_a_name_elsewhere_is_not_written_to(tmp_path: Path) -> None:
     buffer, feed, folder = BUFFERS["replay-delta"](), Feed(), tmp_path / "saved"
-    kept = live.keep_in_file(buffer, folder)
+    kept = mmap_buffer.keep_in_file(buffer, folder)
     for _ in range(20):
         feed.add_to(buffer)
     kept.checkpoint()
@@ -67,7 +78,7 @@ def test_a_file_that_has_a_name_elsewhere_is_not_written_to(tmp_path: Path) -> N
 @pytest.mark.parametrize("by", ["link", "fifo", "folder"])
 def test_links_fifos_and_folders_are_not_opened(replaced: str, by: str, tmp_path: Path) -> None:
     buffer, feed, folder = BUFFERS["replay-delta"](), Feed(), tmp_path / "saved"
-    kept = live.keep_in_file(buffer, folder)
+    kept = mmap_buffer.keep_in_file(buffer, folder)
     for _ in range(20):
         feed.add_to(buffer)
     kept.checkpoint()
@@ -251,7 +262,7 @@ def test_forged_records_of_an_array_are_refused_by_name(kind: str, shapes: Any, 
 @pytest.mark.parametrize("size", [0, 1, 3])
 def test_forged_records_of_a_step_are_refused_by_name(place: int, size: int, tmp_path: Path) -> None:
     buffer, feed = BUFFERS["replay-delta"](), Feed()
-    kept = live.keep_in_file(buffer, tmp_path / "live")
+    kept = mmap_buffer.keep_in_file(buffer, tmp_path / "live")
     for _ in range(15):
         feed.add_to(buffer)
     kept.close()
@@ -280,11 +291,11 @@ def test_forged_records_of_a_step_are_refused_by_name(place: int, size: int, tmp
 
 def test_a_second_writer_is_refused_by_name(tmp_path: Path) -> None:
     buffer = fill("replay-delta")
-    live.keep_in_file(buffer, tmp_path / "live")
+    mmap_buffer.keep_in_file(buffer, tmp_path / "live")
 
     for attempt in (
         lambda: open_saved(tmp_path / "live", mode="r+"),
-        lambda: live.keep_in_file(fill("replay"), tmp_path / "live"),
+        lambda: mmap_buffer.keep_in_file(fill("replay"), tmp_path / "live"),
         lambda: save(fill("replay"), tmp_path / "live"),
     ):
         with pytest.raises(FolderInUseError, match=rf"another buffer is writing to {tmp_path}.*mode='r'"):
@@ -304,7 +315,7 @@ def test_a_second_writer_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:This process")  # is multi-threaded: what forks is pytest, not us
 def test_a_forked_child_does_not_write_and_does_not_keep_the_lock(tmp_path: Path) -> None:
     buffer, feed = BUFFERS["replay-delta"](), Feed()
-    live.keep_in_file(buffer, tmp_path / "live")
+    mmap_buffer.keep_in_file(buffer, tmp_path / "live")
     for _ in range(12):
         feed.add_to(buffer)
     before = {path.name: path.read_bytes() for path in (tmp_path / "live").iterdir()}

@@ -19,7 +19,7 @@ from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
 from sb3_extra_buffers.kernels import delta_torch as kernels
 from sb3_extra_buffers.stores import device_observation
 from sb3_extra_buffers.stores.device import DeviceFrameStore, DeviceWrite
-from sb3_extra_buffers.stores.device_observation import CellBatch
+from sb3_extra_buffers.stores.device_observation import IndexBatch
 from tests.torture.interrupts import Injector
 
 N_ENVS, SIZE = 2, 12
@@ -85,8 +85,8 @@ def contents(buffer: Any) -> Contents:
     found: Contents = {name: getattr(buffer, name)[:held].copy() for name in names if hasattr(buffer, name)}
     found["pos"], found["full"] = buffer.pos, buffer.full
     for key, store in buffer._stores.items():
-        cells = np.arange(store.n_sets)[:, None] * store.n_cells + np.arange(held * N_ENVS)
-        found[f"observations {key}"] = store.read(CellBatch(cells)).numpy()
+        indices = np.arange(store.n_sets)[:, None] * store.n_obs + np.arange(held * N_ENVS)
+        found[f"observations {key}"] = store.read(IndexBatch(indices)).numpy()
     return found
 
 
@@ -299,8 +299,8 @@ def test_the_store_of_a_device_finishes_what_was_interrupted_twice() -> None:
     store._unfinished = plan
     assert not np.array_equal(store.read(th.tensor([[18]])), after._stores[""]._inner.read(th.tensor([[17]])))
     assert buffer._stores[""]._inner._unfinished is None
-    cells = th.tensor([[18, 19], [42, 43]])
-    assert th.equal(store.read(cells), after._stores[""]._inner.read(cells))
+    indices = th.tensor([[18, 19], [42, 43]])
+    assert th.equal(store.read(indices), after._stores[""]._inner.read(indices))
     store.check()
 
 

@@ -50,7 +50,7 @@ def test_the_kernels_interpreted() -> None:
 @pytest.mark.parametrize("n_layout", [0, 1, 3])  # the first of whole words, the others not
 def test_both_write_the_same_tables(device: str, n_layout: int) -> None:
     layout = layouts()[n_layout]
-    # one stream at a time: which scene of several unused ones a stream takes is a matter of who comes first
+    # one stream at a time: which keyframe of several unused ones a stream takes is a matter of who comes first
     n_streams = 1
     ours = DeviceFrameStore(layout, 7, n_streams, DeltaCodec(), device, 2, triton=True)
     theirs = DeviceFrameStore(layout, 7, n_streams, DeltaCodec(), "cpu", 2, triton=False)
@@ -66,8 +66,8 @@ def test_both_write_the_same_tables(device: str, n_layout: int) -> None:
             np.testing.assert_array_equal(getattr(ours.tables, name).cpu(), getattr(theirs.tables, name), name)
         # the interpreter takes its time
         if step % 8 == 7:
-            cells = np.arange(14 * n_streams).reshape(2, -1)[:, ::5]
-            np.testing.assert_array_equal(read(ours, cells), read(theirs, cells))
+            indices = np.arange(14 * n_streams).reshape(2, -1)[:, ::5]
+            np.testing.assert_array_equal(read(ours, indices), read(theirs, indices))
     n_sealed = int(theirs.tables.counters[0])
     assert n_sealed > 0 or layout.stack == 1
     assert torch.equal(ours.tables.heap[:n_sealed].cpu(), theirs.tables.heap[:n_sealed])
@@ -82,10 +82,10 @@ def test_no_byte_is_left_unwritten(device: str) -> None:
         store.write(step, list(rows[step]))
     from sb3_extra_buffers.kernels.delta_triton import DeviceKernels
 
-    cells = torch.arange(18, device=device).reshape(2, -1)
+    indices = torch.arange(18, device=device).reshape(2, -1)
     out = torch.full((2, 9, 4, 400), 0xAA, dtype=torch.uint8, device=device)
 
-    DeviceKernels(store.tables, store.shape).read(cells, out)
+    DeviceKernels(store.tables, store.shape).read(indices, out)
 
     expected = np.stack(rows).transpose(1, 0, 2, 3).reshape(2, 9, 4, 400)
     np.testing.assert_array_equal(out.cpu().numpy(), expected)
@@ -99,18 +99,18 @@ def test_columns_come_with_a_batch(device: str, n_envs: int, dtype: type) -> Non
     for step in range(3):
         store.write(step, list(game.step()))
     shapes = ((2, 3), np.int64), ((2, 3, 1), np.float32), ((3, n_envs), dtype)
-    lent = Staging(store.device).lend(Layout(*[(shape, np.dtype(kind)) for shape, kind in shapes]))
+    lease = Staging(store.device).acquire(Layout(*[(shape, np.dtype(kind)) for shape, kind in shapes]))
     random = np.random.default_rng(0)
-    lent.arrays[0][:] = [[2, 0, 2], [7, 5, 7]]
-    lent.arrays[1][:] = random.standard_normal((2, 3, 1))
-    lent.arrays[2][:] = random.integers(-100, 100, (3, n_envs))
+    lease.arrays[0][:] = [[2, 0, 2], [7, 5, 7]]
+    lease.arrays[1][:] = random.standard_normal((2, 3, 1))
+    lease.arrays[2][:] = random.integers(-100, 100, (3, n_envs))
 
-    rows, numbers, actions = store.read_batch(lent)
+    rows, numbers, actions = store.read_batch(lease)
 
     assert torch.equal(rows, store.read(torch.tensor([[2, 0, 2], [7, 5, 7]], device=device)))
-    np.testing.assert_array_equal(numbers.cpu(), lent.arrays[1])
-    np.testing.assert_array_equal(actions.cpu(), lent.arrays[2])
-    assert actions.dtype == torch.from_numpy(lent.arrays[2]).dtype
+    np.testing.assert_array_equal(numbers.cpu(), lease.arrays[1])
+    np.testing.assert_array_equal(actions.cpu(), lease.arrays[2])
+    assert actions.dtype == torch.from_numpy(lease.arrays[2]).dtype
 
 
 @pytest.mark.gpu

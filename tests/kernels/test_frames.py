@@ -13,9 +13,9 @@ from sb3_extra_buffers.codecs import ObsSpec, get_codec
 from sb3_extra_buffers.codecs.delta import BLOCK, apply_delta, encode_delta, padded
 from sb3_extra_buffers.errors import CorruptPayloadError
 from sb3_extra_buffers.kernels import frame_kernels
+from sb3_extra_buffers.stores.factory import make_frame_store
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.making import make_frame_store
 from sb3_extra_buffers.stores.segments import SegmentStore
 from tests.contracts.store import KERNELS, UNWRITTEN, Walk, method_params
 
@@ -135,8 +135,8 @@ def light_rows(frame: tuple[int, ...], stack: int, n_rows: int, seed: int) -> By
 
 def write_all(store: FrameStore, rows: list[Bytes]) -> None:
     for step in range(len(rows[0])):
-        cells = np.array([2 * step % 200, (2 * step + 1) % 200])
-        store.write(cells, np.arange(2), np.stack([rows[0][step], rows[1][step]]))
+        indices = np.array([2 * step % 200, (2 * step + 1) % 200])
+        store.write(indices, np.arange(2), np.stack([rows[0][step], rows[1][step]]))
 
 
 @pytest.mark.parametrize(("frame", "stack"), [((16, 16), 1), ((30, 21), 4), ((260, 260), 2)])
@@ -147,12 +147,14 @@ def test_compiled_and_plain_write_the_same_bytes(frame: tuple[int, ...], stack: 
     fast, slow = (build("delta", frame, stack, compiled) for compiled in (True, False))
     assert isinstance(fast, SegmentStore)
     assert isinstance(slow, SegmentStore)
-    slow._most_bytes = fast._most_bytes  # plain kernels end segments sooner, because they walk them more slowly
+    slow._max_chain_bytes = (
+        fast._max_chain_bytes
+    )  # plain kernels end segments sooner, because they walk them more slowly
     for store in (fast, slow):
         write_all(store, rows)
 
-    np.testing.assert_array_equal(fast.slots, slow.slots)
-    for column in ("counts", "live", "scenes", "refs", "lengths", "open_segments", "scene_refs", "scene_of"):
+    np.testing.assert_array_equal(fast.frame_ids, slow.frame_ids)
+    for column in ("counts", "live", "keyframes", "refs", "lengths", "open_segments", "keyframe_refs", "keyframe_of"):
         np.testing.assert_array_equal(getattr(fast._state, column), getattr(slow._state, column), column)
     sealed = np.flatnonzero(fast._state.lengths).tolist()
     assert sealed
@@ -210,7 +212,9 @@ def test_every_byte_of_the_target_is_written_and_no_other(compiled: bool) -> Non
     kernels = frame_kernels(compiled)
     # in two halves, as two threads would
     for first, stop in ((0, 2), (2, 4)):
-        code = kernels.read_frames(store._tables(), store.slots, sets, out, size, store.per_segment, False, first, stop)
+        code = kernels.read_frames(
+            store._tables(), store.frame_ids, sets, out, size, store.per_segment, False, first, stop
+        )
         assert code == -1
     assert (guarded[:64] == UNWRITTEN).all()
     assert (guarded[-64:] == UNWRITTEN).all()

@@ -18,7 +18,7 @@ from sb3_extra_buffers.kernels import frame_kernels
 
 PACK = """
 import numpy as np
-from sb3_extra_buffers.kernels.loading import frame_kernels
+from sb3_extra_buffers.kernels.dispatch import frame_kernels
 kernels = frame_kernels()
 kernels.pack_block(np.zeros(64, np.uint8), 64, np.empty(128, np.uint8), np.zeros(1 << 12, np.int32))
 print("kept" if kernels.pack_block.stats.cache_hits else "compiled")
@@ -57,7 +57,7 @@ def test_arrays_of_every_kind_run_the_same_kernels() -> None:
     shifted[...] = steps
     for number, source in enumerate([steps, frozen, shifted, np.asfortranarray(steps), steps[:, ::-1][:, ::-1]]):
         array = CompressedArray((40, 3), (8, 9), np.uint8, compression_method="delta")
-        other = array.sibling()
+        other = array.next_view()
         for step in range(39):
             array.write_with(other, step, source[step], source[step + 1])
         array[39] = source[39]

@@ -151,7 +151,7 @@ def test_the_choice_is_kept_when_cleared_and_copied() -> None:
 
 def test_deciding_early_on_nothing_waits() -> None:
     array = CompressedArray(50, (40, 40), np.uint8)
-    array.store.settle()
+    array.store.choose_method()
     assert "undecided" in array.store.describe()
     array[:] = play(50, (40, 40))
     assert "undecided" not in array.store.describe()

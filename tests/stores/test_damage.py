@@ -13,7 +13,7 @@ import numpy as np
 from sb3_extra_buffers.codecs import ObsSpec, get_codec
 from sb3_extra_buffers.errors import ExtraBuffersError
 from sb3_extra_buffers.stores.frames import FrameStore
-from sb3_extra_buffers.stores.making import make_frame_store
+from sb3_extra_buffers.stores.factory import make_frame_store
 from sb3_extra_buffers.stores.layout import StackLayout
 from tests.contracts.store import Walk
 

@@ -25,10 +25,10 @@ class Game:
     def __init__(self, layout: StackLayout, n_streams: int, seed: int = 0, noise: float = 0.02) -> None:
         self.layout, self.noise = layout, noise
         self.random = np.random.default_rng(seed)
-        self.frames = [self._scene() for _ in range(n_streams)]
+        self.frames = [self._keyframe() for _ in range(n_streams)]
         self.stacks = [[np.zeros_like(frame)] * (layout.stack - 1) + [frame] for frame in self.frames]
 
-    def _scene(self) -> Rows:
+    def _keyframe(self) -> Rows:
         size = self.layout.frame_bytes
         return np.repeat(self.random.integers(0, 255, size // 5 + 1), 5)[:size].astype(np.uint8)
 
@@ -37,7 +37,7 @@ class Game:
         if chance < 0.1:
             return frame
         if chance < 0.13:
-            return self._scene()
+            return self._keyframe()
         if chance < 0.15:
             return self.random.integers(0, 256, frame.size).astype(np.uint8)
         moved = frame.copy()
@@ -60,7 +60,7 @@ class Game:
             stack = [*stack[1:], self._next(stack[-1])]
             following.append(self._row(stack))
             if self.random.random() < 0.05:
-                first = self._scene()
+                first = self._keyframe()
                 stack = [np.zeros_like(first)] * (self.layout.stack - 1) + [first]
             self.stacks[s] = stack
         return np.stack([np.stack(obs), np.stack(following)])
@@ -77,25 +77,25 @@ def layouts() -> list[StackLayout]:
     ]
 
 
-def read(store: DeviceFrameStore, cells: npt.NDArray[np.int64]) -> Rows:
-    found = store.read(torch.from_numpy(cells).to(store.device)).cpu().numpy()
-    assert found.shape == (*cells.shape, *store.layout.spec.shape)
+def read(store: DeviceFrameStore, indices: npt.NDArray[np.int64]) -> Rows:
+    found = store.read(torch.from_numpy(indices).to(store.device)).cpu().numpy()
+    assert found.shape == (*indices.shape, *store.layout.spec.shape)
     assert found.dtype == store.layout.spec.dtype
-    return np.ascontiguousarray(found).reshape(*cells.shape, -1).view(np.uint8)
+    return np.ascontiguousarray(found).reshape(*indices.shape, -1).view(np.uint8)
 
 
 def play(store: DeviceFrameStore, n_steps: int, check_every: int = 1, noise: float = 0.02, seed: int = 0) -> Rows:
     """Write ``n_steps`` and compare every observation that is held; return the last state of the ring."""
     game = Game(store.layout, store.n_streams, seed, noise)
     ring: Rows = np.zeros((store.n_sets, store.n_steps, store.n_streams, store.layout.spec.nbytes), np.uint8)
-    cells = np.arange(store.n_sets * store.n_steps * store.n_streams).reshape(store.n_sets, -1)
+    indices = np.arange(store.n_sets * store.n_steps * store.n_streams).reshape(store.n_sets, -1)
     for i in range(n_steps):
         rows = game.step()[: store.n_sets]
         store.write(i % store.n_steps, list(rows))
         ring[:, i % store.n_steps] = rows
         if i % check_every == 0 or i == n_steps - 1:
             store.check()
-            np.testing.assert_array_equal(read(store, cells), ring.reshape(*cells.shape, -1))
+            np.testing.assert_array_equal(read(store, indices), ring.reshape(*indices.shape, -1))
     return ring
 
 
@@ -124,7 +124,7 @@ def follow_rows(store: DeviceFrameStore, count: int) -> None:
     pool[0] = 0
     last = np.zeros((n_streams, layout.stack, size), np.uint8)
     ring = np.zeros((n_sets, n_steps, n_streams, layout.spec.nbytes), np.uint8)
-    cells = np.arange(ring[..., 0].size).reshape(n_sets, -1)
+    indices = np.arange(ring[..., 0].size).reshape(n_sets, -1)
     for i in range(count):
         for place in range(n_sets):
             for stream in range(n_streams):
@@ -139,7 +139,7 @@ def follow_rows(store: DeviceFrameStore, count: int) -> None:
         for row in rows:
             row[:] = 7  # whoever wrote them may use their memory again
         store.check()
-        np.testing.assert_array_equal(read(store, cells), ring.reshape(*cells.shape, -1))
+        np.testing.assert_array_equal(read(store, indices), ring.reshape(*indices.shape, -1))
 
 
 @pytest.mark.parametrize("noise", [0.001, 0.3])
@@ -157,7 +157,7 @@ def test_a_full_heap_refuses_and_keeps_what_it_has() -> None:
     store = DeviceFrameStore(layout, 64, 2, DeltaCodec(), "cpu", 1, heap_bytes=60_000)
     random = np.random.default_rng(0)
     ring: Rows = np.zeros((1, 64, 2, 1600), np.uint8)
-    cells = np.arange(128).reshape(1, -1)
+    indices = np.arange(128).reshape(1, -1)
     for step in range(64):
         rows = random.integers(0, 256, (1, 2, 1600)).astype(np.uint8)
         try:
@@ -168,7 +168,7 @@ def test_a_full_heap_refuses_and_keeps_what_it_has() -> None:
     assert 5 < step < 63
     for _ in range(2):
         store.check()
-        np.testing.assert_array_equal(read(store, cells), ring.reshape(1, 128, -1))
+        np.testing.assert_array_equal(read(store, indices), ring.reshape(1, 128, -1))
         with pytest.raises(HeapFullError, match="heap_bytes>=") as full:
             store.write(step, list(rows))
         assert full.value.limit == 60_000
@@ -193,12 +193,12 @@ def test_compacting_changes_nothing() -> None:
     layout = layouts()[0]
     store = DeviceFrameStore(layout, 20, 2, DeltaCodec(), "cpu", 2)
     ring = play(store, 55, check_every=50)
-    cells = np.arange(80).reshape(2, -1)
+    indices = np.arange(80).reshape(2, -1)
 
     store.compact()
 
     store.check()
-    np.testing.assert_array_equal(read(store, cells), ring.reshape(2, 40, -1))
+    np.testing.assert_array_equal(read(store, indices), ring.reshape(2, 40, -1))
 
 
 def test_clearing_forgets_and_starts_again() -> None:
@@ -220,15 +220,15 @@ def test_a_copy_goes_on_where_the_original_was() -> None:
     store = DeviceFrameStore(layouts()[0], 9, 2, DeltaCodec(), "cpu", 2)
     ring = play(store, 21)
     again = pickle.loads(pickle.dumps(store))
-    cells = np.arange(36).reshape(2, -1)
+    indices = np.arange(36).reshape(2, -1)
 
     for copy in (again, store):
-        np.testing.assert_array_equal(read(copy, cells), ring.reshape(2, 18, -1))
+        np.testing.assert_array_equal(read(copy, indices), ring.reshape(2, 18, -1))
     rows = Game(store.layout, 2, 5).step()
     again.write(3, list(rows))
     again.check()
-    np.testing.assert_array_equal(read(again, cells)[:, 6:8], rows)
-    np.testing.assert_array_equal(read(store, cells), ring.reshape(2, 18, -1))
+    np.testing.assert_array_equal(read(again, indices)[:, 6:8], rows)
+    np.testing.assert_array_equal(read(store, indices), ring.reshape(2, 18, -1))
 
 
 def test_frames_are_stored_once() -> None:
@@ -238,7 +238,7 @@ def test_frames_are_stored_once() -> None:
     for step in range(40):
         store.write(step, list(game.step()))
     # one new frame a step and one for each new episode, where eight are shown
-    assert len(torch.unique(store.tables.slots)) < 60
+    assert len(torch.unique(store.tables.frame_ids)) < 60
     assert int(store.tables.streams[0, COUNT]) >= 1
     assert store.memory_usage().dense == 200 * layout.spec.nbytes
 
@@ -251,13 +251,13 @@ def test_what_was_kept_on_a_gpu_goes_on_where_there_is_none() -> None:
     state = store.__getstate__() | {"device": "cuda:0", "pinned": True, "_triton": True}
     again = DeviceFrameStore.__new__(DeviceFrameStore)
     again.__setstate__(pickle.loads(pickle.dumps(state)))
-    cells = np.arange(36).reshape(2, -1)
+    indices = np.arange(36).reshape(2, -1)
 
-    np.testing.assert_array_equal(read(again, cells), ring.reshape(2, 18, -1))
+    np.testing.assert_array_equal(read(again, indices), ring.reshape(2, 18, -1))
     rows = Game(store.layout, 2, 5).step()
     again.write(3, list(rows))
     again.check()
-    np.testing.assert_array_equal(read(again, cells)[:, 6:8], rows)
+    np.testing.assert_array_equal(read(again, indices)[:, 6:8], rows)
 
 
 @pytest.mark.parametrize("n_sets", [1, 2])

@@ -18,8 +18,8 @@ from sb3_extra_buffers.errors import HeapFullError
 from sb3_extra_buffers.kernels import has_numba
 from sb3_extra_buffers.kernels.state import PACKED_LZ4, PACKED_ZSTD
 from sb3_extra_buffers.stores import frames, layout, payloads, segments
+from sb3_extra_buffers.stores.factory import make_frame_store
 from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.making import make_frame_store
 from tests.contracts.store import (
     KERNELS,
     Walk,
@@ -65,10 +65,10 @@ class Case:
     def layout(self) -> StackLayout:
         return StackLayout(self.spec, self.stack, self.axis)
 
-    def build(self, n_cells: int, compiled: bool, **options: Any) -> Any:
+    def build(self, n_obs: int, compiled: bool, **options: Any) -> Any:
         codec_options = {} if self.frames is None else {"frames": self.frames}
         codec = get_codec(self.method, **codec_options).bind(self.layout.frame_spec)
-        return make_frame_store(self.layout, n_cells, self.n_streams, codec, compiled=compiled, **options)
+        return make_frame_store(self.layout, n_obs, self.n_streams, codec, compiled=compiled, **options)
 
     def rows(self, planes: Any) -> ByteRows:
         """``[row, stack, *frame]`` as rows of stacked observations."""
@@ -111,28 +111,28 @@ class StoreMachine(RuleBasedStateMachine):
 
     case: Case
     compiled: bool
-    n_cells = 24
+    n_obs = 24
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = self.case.build(self.n_cells, self.compiled)
+        self.store = self.case.build(self.n_obs, self.compiled)
         self.model: dict[int, bytes] = {}
-        self.walks = [Walk(self.case.frame, seed) for seed in range(self.case.n_streams)]
-        self.planes = [[walk.frame] * self.case.stack for walk in self.walks]
+        self.chain_bytes = [Walk(self.case.frame, seed) for seed in range(self.case.n_streams)]
+        self.planes = [[walk.frame] * self.case.stack for walk in self.chain_bytes]
         self.next = 0
 
     def observe(self, stream: int, reset: bool, hold: bool) -> Any:
         """The next observation of a stream; ``hold`` repeats the last one, as obs does after next_obs."""
         if reset:
-            self.planes[stream] = [np.zeros_like(self.walks[stream].frame)] * self.case.stack
+            self.planes[stream] = [np.zeros_like(self.chain_bytes[stream].frame)] * self.case.stack
         if not hold:
-            self.planes[stream] = [*self.planes[stream][1:], self.walks[stream].step()]
+            self.planes[stream] = [*self.planes[stream][1:], self.chain_bytes[stream].step()]
         return np.stack(self.planes[stream])
 
-    def write(self, cells: list[int], streams: list[int], planes: list[Any]) -> None:
+    def write(self, indices: list[int], streams: list[int], planes: list[Any]) -> None:
         rows = self.case.rows(np.stack(planes))
-        write_rows(self.store, cells, streams, rows)
-        self.model.update(zip(cells, [row.tobytes() for row in rows], strict=True))
+        write_rows(self.store, indices, streams, rows)
+        self.model.update(zip(indices, [row.tobytes() for row in rows], strict=True))
 
     @rule(
         count=st.integers(1, 30),
@@ -143,39 +143,41 @@ class StoreMachine(RuleBasedStateMachine):
     )
     def write_in_turn(self, count: int, reset: bool, hold: int, stream: int, one: bool) -> None:
         stream %= self.case.n_streams
-        cells, streams, planes = [], [], []
+        indices, streams, planes = [], [], []
         for step in range(count):
             at = stream if one else step % self.case.n_streams
-            cells.append(self.next)
+            indices.append(self.next)
             streams.append(at)
             planes.append(self.observe(at, reset and step == count // 2, hold > 0 and step % 4 < hold))
-            self.next = (self.next + 1) % self.n_cells
-        self.write(cells, streams, planes)
+            self.next = (self.next + 1) % self.n_obs
+        self.write(indices, streams, planes)
 
     @rule(
-        cells=st.lists(st.integers(0, 23), min_size=1, max_size=12), stream=st.integers(0, 2), seed=st.integers(0, 99)
+        indices=st.lists(st.integers(0, 23), min_size=1, max_size=12), stream=st.integers(0, 2), seed=st.integers(0, 99)
     )
-    def write_anywhere(self, cells: list[int], stream: int, seed: int) -> None:
+    def write_anywhere(self, indices: list[int], stream: int, seed: int) -> None:
         """Any order, the same cell twice, content of no stream."""
         stream %= self.case.n_streams
-        planes = Walk(self.case.frame, seed).frames(len(cells) * self.case.stack)
-        self.write(cells, [stream] * len(cells), list(planes.reshape(len(cells), self.case.stack, *self.case.frame)))
+        planes = Walk(self.case.frame, seed).frames(len(indices) * self.case.stack)
+        self.write(
+            indices, [stream] * len(indices), list(planes.reshape(len(indices), self.case.stack, *self.case.frame))
+        )
 
     @rule(count=st.integers(1, 4), apart=st.integers(0, 12), reset=st.booleans(), hold=st.booleans())
     def write_pairs(self, count: int, apart: int, reset: bool, hold: bool) -> None:
         """Observations and their successors in one call, as a replay buffer adds them."""
         for _ in range(count):
             streams = list(range(self.case.n_streams))
-            last = self.n_cells - len(streams)
-            cell, more_cell = min(self.next, last), min((self.next + apart) % self.n_cells, last)
-            cells = [cell + stream for stream in streams]
-            more_cells = [more_cell + stream for stream in streams]
+            last = self.n_obs - len(streams)
+            index, next_index = min(self.next, last), min((self.next + apart) % self.n_obs, last)
+            indices = [index + stream for stream in streams]
+            more_indices = [next_index + stream for stream in streams]
             before = self.case.rows(np.stack([self.observe(stream, reset, True) for stream in streams]))
             after = self.case.rows(np.stack([self.observe(stream, False, hold) for stream in streams]))
-            self.store.write_step(cell, more_cell, before, after)
-            self.model.update(zip(cells, [row.tobytes() for row in before], strict=True))
-            self.model.update(zip(more_cells, [row.tobytes() for row in after], strict=True))
-            self.next = (self.next + len(streams)) % self.n_cells
+            self.store.write_step(index, next_index, before, after)
+            self.model.update(zip(indices, [row.tobytes() for row in before], strict=True))
+            self.model.update(zip(more_indices, [row.tobytes() for row in after], strict=True))
+            self.next = (self.next + len(streams)) % self.n_obs
 
     @rule(least=st.integers(0, 4))
     def clean_soon(self, least: int) -> None:
@@ -191,9 +193,9 @@ class StoreMachine(RuleBasedStateMachine):
         old.clear()
 
     @rule(count=st.integers(1, 3))
-    def add_cells(self, count: int) -> None:
-        if len(self.store.slots) < 40:
-            self.store.add_cells(count)
+    def allocate(self, count: int) -> None:
+        if len(self.store.frame_ids) < 40:
+            self.store.allocate(count)
 
     @rule(really=st.integers(0, 5))
     def clear(self, really: int) -> None:
@@ -201,17 +203,17 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.clear()
             self.model.clear()
 
-    @rule(cells=st.lists(st.integers(0, 23), max_size=9))
-    def read_some(self, cells: list[int]) -> None:
-        check_content(self.store, self.model, cells)
+    @rule(indices=st.lists(st.integers(0, 23), max_size=9))
+    def read_some(self, indices: list[int]) -> None:
+        check_content(self.store, self.model, indices)
 
-    @rule(cells=st.lists(st.integers(0, 22), min_size=1, max_size=9))
-    def read_together(self, cells: list[int]) -> None:
-        rows = self.store.read(np.array([cells, [cell + 1 for cell in cells]]))
+    @rule(indices=st.lists(st.integers(0, 22), min_size=1, max_size=9))
+    def read_together(self, indices: list[int]) -> None:
+        rows = self.store.read(np.array([indices, [index + 1 for index in indices]]))
         empty = bytes(self.case.spec.nbytes)
-        for place, cell in enumerate(cells):
-            assert rows[0, place].tobytes() == self.model.get(cell, empty)
-            assert rows[1, place].tobytes() == self.model.get(cell + 1, empty)
+        for place, index in enumerate(indices):
+            assert rows[0, place].tobytes() == self.model.get(index, empty)
+            assert rows[1, place].tobytes() == self.model.get(index + 1, empty)
 
     @invariant()
     def holds_the_model(self) -> None:
@@ -229,7 +231,7 @@ def test_store_holds_what_a_dict_holds(case: Case, compiled: bool) -> None:
 @pytest.mark.parametrize("compiled", KERNELS)
 @pytest.mark.parametrize("case", WIDE)
 def test_store_of_large_frames_holds_what_a_dict_holds(case: Case, compiled: bool) -> None:
-    machine = type("Machine", (StoreMachine,), {"case": case, "compiled": compiled, "n_cells": 24})
+    machine = type("Machine", (StoreMachine,), {"case": case, "compiled": compiled, "n_obs": 24})
     run_state_machine_as_test(machine, settings=examples(2, 8))
 
 
@@ -274,7 +276,7 @@ def test_zero_frames_take_nothing(compiled: bool) -> None:
 
 @pytest.mark.parametrize("compiled", KERNELS)
 def test_every_kind_of_segment_occurs_in_these_tests(compiled: bool) -> None:
-    """Scenes, whole frames, light and packed segments: what the machines write leads to all of them."""
+    """Keyframes, whole frames, light and packed segments: what the machines write leads to all of them."""
     case = Case(frame=(40, 40), n_streams=2)
     store = case.build(600, compiled)
     model: dict[int, bytes] = {}
@@ -287,8 +289,8 @@ def test_every_kind_of_segment_occurs_in_these_tests(compiled: bool) -> None:
     sealed = np.flatnonzero(state.lengths)
     flags = set(state.heap[state.starts[sealed]].tolist())
     assert flags == ({0, PACKED_LZ4} if compiled else {0})
-    assert (state.scenes[sealed] >= 0).any()
-    assert len(np.unique(state.scenes[sealed])) > 2
+    assert (state.keyframes[sealed] >= 0).any()
+    assert len(np.unique(state.keyframes[sealed])) > 2
     assert n_frames_live(store) < 600
 
 
@@ -332,10 +334,10 @@ def test_random_overwrite_stays_bounded(method: str, compiled: bool) -> None:
     rounds = 60 if compiled else 25
     for turn in range(rounds):
         store._next_clean = 64
-        cells = rng.integers(0, 300, 100).tolist()
+        indices = rng.integers(0, 300, 100).tolist()
         rows = case.rows(walk.frames(100)[:, None])
-        write_rows(store, cells, [turn % 2] * 100, rows)
-        model.update(zip(cells, [row.tobytes() for row in rows], strict=True))
+        write_rows(store, indices, [turn % 2] * 100, rows)
+        model.update(zip(indices, [row.tobytes() for row in rows], strict=True))
         # what a write leaves since the last clean-up comes on top
         slack = store.per_segment * (store.n_streams + 1) + 100
         assert n_frames_held(store) <= 2 * n_frames_live(store) + slack
@@ -354,15 +356,15 @@ def test_cleaning_again_and_again_is_exact(stack: int, compiled: bool) -> None:
     n_cleaned = 0
     for turn in range(120):
         # few stay for long, so that old segments are mostly dead
-        cells = rng.integers(0, 4 if turn % 3 else 30, 8).tolist()
+        indices = rng.integers(0, 4 if turn % 3 else 30, 8).tolist()
         rows = rng.integers(0, 256, (8, case.spec.nbytes)).astype(np.uint8)
         for place in range(8):
             # one by one: what a write replaces counts as live until the next
             held = n_frames_held(store)
             store._next_clean = 0
-            write_rows(store, cells[place : place + 1], [0], rows[place : place + 1])
+            write_rows(store, indices[place : place + 1], [0], rows[place : place + 1])
             n_cleaned += n_frames_held(store) < held
-        model.update(zip(cells, [row.tobytes() for row in rows], strict=True))
+        model.update(zip(indices, [row.tobytes() for row in rows], strict=True))
         store.check()
         check_content(store, model)
     assert n_cleaned > 5
@@ -377,10 +379,10 @@ def test_cleaning_a_full_heap_is_exact_and_no_error(room: int, compiled: bool) -
     rng = np.random.default_rng(0)
     model: dict[int, bytes] = {}
     for turn in range(12):
-        cells = rng.integers(0, 300, 100).tolist()
+        indices = rng.integers(0, 300, 100).tolist()
         rows = rng.integers(0, 256, (100, 64)).astype(np.uint8)
-        write_rows(store, cells, [turn % 2] * 100, rows)
-        model.update(zip(cells, [row.tobytes() for row in rows], strict=True))
+        write_rows(store, indices, [turn % 2] * 100, rows)
+        model.update(zip(indices, [row.tobytes() for row in rows], strict=True))
     held = n_frames_held(store)
     # with room for what the write brings
     store.heap.limit = store.payload_bytes + 2 * 64 + room
@@ -428,8 +430,8 @@ def test_wrapping_round_frees_what_is_overwritten(compiled: bool) -> None:
     rows = [case.rows(planes_of(case, 500, stream)) for stream in range(2)]
     held = []
     for step in range(500):
-        cells = [2 * step % 200, (2 * step + 1) % 200]
-        write_rows(store, cells, [0, 1], np.stack([rows[0][step], rows[1][step]]))
+        indices = [2 * step % 200, (2 * step + 1) % 200]
+        write_rows(store, indices, [0, 1], np.stack([rows[0][step], rows[1][step]]))
         if step % 100 == 99:
             store.check()
             held.append(n_frames_held(store))
@@ -448,30 +450,30 @@ def test_a_full_heap_leaves_what_is_stored(case: Case, compiled: bool) -> None:
     walk = Walk(case.frame, 3)
     for turn in range(40):
         store._next_clean = 8
-        cells = [(5 * turn + step * 3) % 64 for step in range(5)]
-        planes = [np.stack([walk._noise(256).astype(np.uint8) for _ in range(case.stack)]) for _ in cells]
+        indices = [(5 * turn + step * 3) % 64 for step in range(5)]
+        planes = [np.stack([walk._noise(256).astype(np.uint8) for _ in range(case.stack)]) for _ in indices]
         rows = case.rows(np.stack(planes))
-        new = dict(zip(cells, [row.tobytes() for row in rows], strict=True))
+        new = dict(zip(indices, [row.tobytes() for row in rows], strict=True))
         try:
-            write_rows(store, cells, [turn % case.n_streams] * 5, rows)
+            write_rows(store, indices, [turn % case.n_streams] * 5, rows)
             model.update(new)
         except HeapFullError:
             refused += 1
             # rows of the refused call are there or not, each as a whole; all others are untouched
-            now = store.read(np.array(cells))
+            now = store.read(np.array(indices))
             empty = bytes(case.spec.nbytes)
-            for cell, row in zip(cells, now, strict=True):
-                assert row.tobytes() in (new[cell], model.get(cell, empty))
-                model[cell] = row.tobytes()
+            for index, row in zip(indices, now, strict=True):
+                assert row.tobytes() in (new[index], model.get(index, empty))
+                model[index] = row.tobytes()
         store.check()
         check_content(store, model)
         if turn == 20:
             store = pickle.loads(pickle.dumps(store))
     assert refused
     # room is made by overwriting with less
-    for cell in range(64):
+    for index in range(64):
         try:
-            write_rows(store, [cell], [0], np.zeros((1, case.spec.nbytes), np.uint8))
+            write_rows(store, [index], [0], np.zeros((1, case.spec.nbytes), np.uint8))
         except HeapFullError:
             continue
     store.check()
@@ -507,10 +509,10 @@ def test_episodes_of_several_envs_are_exact(method: str, axis: Axis, compiled: b
     for step, (before, after) in enumerate(transitions((12, 9), 4, axis, n_envs, n_steps)):
         envs = np.arange(n_envs)
         for part, batch in ((0, before), (1, after)):
-            cells = (part * size + step % size) * n_envs + envs
+            indices = (part * size + step % size) * n_envs + envs
             rows = np.ascontiguousarray(batch).reshape(n_envs, -1)
-            store.write(cells, envs, rows)
-            model.update(zip(cells.tolist(), [row.tobytes() for row in rows], strict=True))
+            store.write(indices, envs, rows)
+            model.update(zip(indices.tolist(), [row.tobytes() for row in rows], strict=True))
         planes = before if axis == "first" else np.moveaxis(before, -1, 1)
         seen_zero_stack |= not planes[:, :3].any(axis=(1, 2, 3)).all()
         if step % 10 == 0:
@@ -522,8 +524,8 @@ def test_episodes_of_several_envs_are_exact(method: str, axis: Axis, compiled: b
     steps = np.random.default_rng(0).integers(0, size * n_envs, 32)
     together = store.read(np.stack([steps, steps + size * n_envs]))
     for part in (0, 1):
-        for place, cell in enumerate(steps + part * size * n_envs):
-            assert together[part, place].tobytes() == model[int(cell)]
+        for place, index in enumerate(steps + part * size * n_envs):
+            assert together[part, place].tobytes() == model[int(index)]
 
 
 @pytest.fixture(scope="module")
@@ -567,8 +569,8 @@ def test_a_real_game_is_exact_and_small(game: Any, method: str, axis: Axis, comp
     for step, pair in enumerate(game[: 300 if compiled else 120]):
         for part, batch in enumerate(pair):
             dense[part, step % 250] = batch
-            cells = (part * 250 + step % 250) * 2 + np.arange(2)
-            store.write(cells, np.arange(2), np.ascontiguousarray(batch).reshape(2, -1))
+            indices = (part * 250 + step % 250) * 2 + np.arange(2)
+            store.write(indices, np.arange(2), np.ascontiguousarray(batch).reshape(2, -1))
     store.check()
 
     for begin in range(0, 1000, 250):

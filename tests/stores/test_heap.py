@@ -49,23 +49,25 @@ class HeapMachine(RuleBasedStateMachine):
     @initialize(fill=st.booleans(), seed=st.integers(0, 99))
     def fill(self, fill: bool, seed: int) -> None:
         if fill:
-            for slot in range(N_SLOTS):
-                self.store([slot], [payload_of(seed + slot, 900 + slot)])
+            for payload_id in range(N_SLOTS):
+                self.store([payload_id], [payload_of(seed + payload_id, 900 + payload_id)])
 
-    def store(self, slots: list[int], payloads: list[bytes]) -> None:
-        self.heap.write(slots, payloads)
-        self.model.update(zip(slots, payloads, strict=True))
+    def store(self, payload_ids: list[int], payloads: list[bytes]) -> None:
+        self.heap.write(payload_ids, payloads)
+        self.model.update(zip(payload_ids, payloads, strict=True))
 
-    @rule(slot=st.integers(0, N_SLOTS - 1), size=SIZES, seed=st.integers(0, 1 << 20))
-    def write(self, slot: int, size: int, seed: int) -> None:
-        self.store([slot], [payload_of(seed, size)])
+    @rule(payload_id=st.integers(0, N_SLOTS - 1), size=SIZES, seed=st.integers(0, 1 << 20))
+    def write(self, payload_id: int, size: int, seed: int) -> None:
+        self.store([payload_id], [payload_of(seed, size)])
 
     @rule(
-        slots=st.lists(st.integers(0, N_SLOTS - 1), unique=True, max_size=N_SLOTS),
+        payload_ids=st.lists(st.integers(0, N_SLOTS - 1), unique=True, max_size=N_SLOTS),
         sizes=st.lists(st.integers(1, 5000), min_size=N_SLOTS, max_size=N_SLOTS),
     )
-    def write_batch(self, slots: list[int], sizes: list[int]) -> None:
-        self.store(slots, [payload_of(slot, size) for slot, size in zip(slots, sizes, strict=False)])
+    def write_batch(self, payload_ids: list[int], sizes: list[int]) -> None:
+        self.store(
+            payload_ids, [payload_of(payload_id, size) for payload_id, size in zip(payload_ids, sizes, strict=False)]
+        )
 
     @rule(count=st.integers(1, 40), size=st.integers(1, 600), jitter=st.integers(0, 300))
     def write_round(self, count: int, size: int, jitter: int) -> None:
@@ -73,11 +75,11 @@ class HeapMachine(RuleBasedStateMachine):
             self.store([self.next], [payload_of(step, size + step * 7 % (jitter + 1))])
             self.next = (self.next + 1) % N_SLOTS
 
-    @rule(slots=st.lists(st.integers(0, N_SLOTS - 1), max_size=N_SLOTS))
-    def free(self, slots: list[int]) -> None:
-        self.heap.free(slots)
-        for slot in slots:
-            self.model.pop(slot, None)
+    @rule(payload_ids=st.lists(st.integers(0, N_SLOTS - 1), max_size=N_SLOTS))
+    def free(self, payload_ids: list[int]) -> None:
+        self.heap.free(payload_ids)
+        for payload_id in payload_ids:
+            self.model.pop(payload_id, None)
 
     @precondition(lambda self: len(self.model) > N_SLOTS // 2)
     @rule()
@@ -97,9 +99,9 @@ class HeapMachine(RuleBasedStateMachine):
     @invariant()
     def holds_the_model(self) -> None:
         self.heap.check()
-        assert {int(slot) for slot in np.flatnonzero(self.heap.lengths)} == set(self.model)
-        for slot, payload in self.model.items():
-            assert bytes(self.heap.read(slot)) == payload
+        assert {int(payload_id) for payload_id in np.flatnonzero(self.heap.lengths)} == set(self.model)
+        for payload_id, payload in self.model.items():
+            assert bytes(self.heap.read(payload_id)) == payload
         live = sum(map(len, self.model.values()))
         assert self.heap.live_bytes == live
         self.most = max(self.most, live)
@@ -122,10 +124,10 @@ def test_heap_in_a_file_holds_what_a_dict_holds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("in_file", [False, True], ids=["memory", "file"])
 def test_fifo_overwrite_never_repacks(in_file: bool, tmp_path: Path) -> None:
     heap = Heap(100, path=tmp_path / "heap.bin" if in_file else None)
-    for slot in range(100):
-        heap.write([slot], [payload_of(slot, 777)])
-    for slot in range(100):
-        heap.write([slot], [payload_of(slot, 777)])
+    for payload_id in range(100):
+        heap.write([payload_id], [payload_of(payload_id, 777)])
+    for payload_id in range(100):
+        heap.write([payload_id], [payload_of(payload_id, 777)])
     settled, capacity = heap.n_repacks, heap.capacity
 
     for step in range(1000):
@@ -134,30 +136,30 @@ def test_fifo_overwrite_never_repacks(in_file: bool, tmp_path: Path) -> None:
 
     assert heap.n_repacks == settled
     assert heap.capacity == capacity
-    for slot in range(100):
-        assert bytes(heap.read(slot)) == payload_of(900 + slot, 777)
+    for payload_id in range(100):
+        assert bytes(heap.read(payload_id)) == payload_of(900 + payload_id, 777)
 
 
 def test_random_overwrite_stays_bounded() -> None:
     rng = np.random.default_rng(0)
     heap, model, most = Heap(200), dict[int, bytes](), 0
     for _ in range(4000):
-        slot, payload = int(rng.integers(200)), rng.bytes(int(rng.integers(1, 3000)))
-        heap.write([slot], [payload])
-        model[slot] = payload
+        payload_id, payload = int(rng.integers(200)), rng.bytes(int(rng.integers(1, 3000)))
+        heap.write([payload_id], [payload])
+        model[payload_id] = payload
         most = max(most, heap.live_bytes)
         assert heap.capacity <= most * 9 // 8 + LEAST + 3000
     heap.check()
-    for slot, payload in model.items():
-        assert bytes(heap.read(slot)) == payload
+    for payload_id, payload in model.items():
+        assert bytes(heap.read(payload_id)) == payload
     # an eighth of slack is refilled before the next repack: few bytes move for each one written
     assert heap.n_repacks < 4000 // 8
 
 
 def test_a_payload_larger_than_the_arena_fits_behind_dead_ones() -> None:
     heap = Heap(20)
-    for slot in range(10):
-        heap.write([slot], [payload_of(slot, 5000)])
+    for payload_id in range(10):
+        heap.write([payload_id], [payload_of(payload_id, 5000)])
     heap.free(range(8))
 
     heap.write([11], [payload_of(11, 82_000)])
@@ -169,23 +171,23 @@ def test_a_payload_larger_than_the_arena_fits_behind_dead_ones() -> None:
 
 def test_arena_shrinks_after_frees() -> None:
     heap = Heap(300)
-    heap.write(range(300), [payload_of(slot, 4000) for slot in range(300)])
+    heap.write(range(300), [payload_of(payload_id, 4000) for payload_id in range(300)])
     full = heap.capacity
 
-    heap.free([slot for slot in range(300) if slot % 10])
+    heap.free([payload_id for payload_id in range(300) if payload_id % 10])
 
     heap.check()
     assert full >= 300 * 4000
     assert heap.capacity <= 2 * heap.live_bytes + 4 * LEAST
-    for slot in range(0, 300, 10):
-        assert bytes(heap.read(slot)) == payload_of(slot, 4000)
+    for payload_id in range(0, 300, 10):
+        assert bytes(heap.read(payload_id)) == payload_of(payload_id, 4000)
     heap.clear()
     assert heap.capacity <= LEAST
 
 
 def test_limit_is_an_error_that_changes_nothing() -> None:
     heap = Heap(10, limit=1000)
-    heap.write(range(9), [payload_of(slot, 100) for slot in range(9)])
+    heap.write(range(9), [payload_of(payload_id, 100) for payload_id in range(9)])
 
     with pytest.raises(HeapFullError, match=r"101 bytes does not fit: 900 of 1000 .* heap_bytes>=1001") as caught:
         heap.write([9], [payload_of(9, 101)])
@@ -194,8 +196,8 @@ def test_limit_is_an_error_that_changes_nothing() -> None:
     assert isinstance(caught.value, ExtraBuffersError)
     assert (caught.value.needed, caught.value.live, caught.value.limit) == (101, 900, 1000)
     heap.check()
-    for slot in range(9):
-        assert bytes(heap.read(slot)) == payload_of(slot, 100)
+    for payload_id in range(9):
+        assert bytes(heap.read(payload_id)) == payload_of(payload_id, 100)
     assert heap.lengths[9] == 0
     # what a slot holds already does not count against its successor
     heap.write([3], [payload_of(99, 200)])
@@ -227,7 +229,7 @@ def test_file_is_where_the_payloads_are(tmp_path: Path) -> None:
 
 def test_pickle_leaves_free_space_behind() -> None:
     heap = Heap(2000)
-    heap.write(range(2000), [payload_of(slot, 500) for slot in range(2000)])
+    heap.write(range(2000), [payload_of(payload_id, 500) for payload_id in range(2000)])
     heap.free(range(1000))
     assert len(pickle.dumps(heap)) < heap.live_bytes + 2000 * 40
 

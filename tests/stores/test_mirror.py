@@ -28,8 +28,10 @@ def test_what_the_heap_holds_is_there(device: str, longest: int) -> None:
     for turn in range(300):
         # about oldest first, as replay buffers do; now and then anything goes
         first = int(random.integers(0, 200)) if turn % 17 == 0 else turn * 3 % 200
-        slots = list(dict.fromkeys(((first + np.arange(random.integers(1, 6))) % 200).tolist()))
-        heap.write(slots, [random.integers(0, 256, random.integers(1, longest)).astype(np.uint8) for _ in slots])
+        frame_ids = list(dict.fromkeys(((first + np.arange(random.integers(1, 6))) % 200).tolist()))
+        heap.write(
+            frame_ids, [random.integers(0, 256, random.integers(1, longest)).astype(np.uint8) for _ in frame_ids]
+        )
         if turn % 41 == 40:
             heap.free(list(range(0, 200, 2)))
         if turn == 200:
@@ -37,8 +39,8 @@ def test_what_the_heap_holds_is_there(device: str, longest: int) -> None:
             heap.clear()
         if turn % 3 == 0:
             found = mirror.follow(heap).cpu().numpy()
-            for slot in np.flatnonzero(heap.lengths):
-                start, length = int(heap.starts[slot]), int(heap.lengths[slot])
+            for payload_id in np.flatnonzero(heap.lengths):
+                start, length = int(heap.starts[payload_id]), int(heap.lengths[payload_id])
                 np.testing.assert_array_equal(found[start : start + length], heap.data[start : start + length])
     assert repacks > 0
     assert mirror.nbytes >= heap.data.size

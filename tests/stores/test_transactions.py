@@ -34,17 +34,17 @@ def stacks(count: int, seed: int) -> np.ndarray[Any, Any]:
     return np.stack([frames[start : start + 4] for start in range(count)]).reshape(count, -1)
 
 
-def filled(method: str, compiled: bool | None = None, n_cells: int = 40) -> tuple[ObservationStore, Any]:
+def filled(method: str, compiled: bool | None = None, n_obs: int = 40) -> tuple[ObservationStore, Any]:
     store = ObservationStore(SPEC, 1, method, compiled=compiled)
-    store.add_cells(n_cells)
-    rows = stacks(n_cells, 0)
-    for cell in range(n_cells):
-        store.write(np.array([cell]), np.array([0]), rows[cell : cell + 1])
+    store.allocate(n_obs)
+    rows = stacks(n_obs, 0)
+    for index in range(n_obs):
+        store.write(np.array([index]), np.array([0]), rows[index : index + 1])
     return store, rows
 
 
 def contents(store: ObservationStore) -> Any:
-    return store.read(np.arange(store.n_cells))
+    return store.read(np.arange(store.n_obs))
 
 
 @pytest.mark.parametrize("compiled", KERNELS)
@@ -52,15 +52,15 @@ def contents(store: ObservationStore) -> Any:
 def test_a_write_can_be_taken_back(method: str, compiled: bool) -> None:
     store, rows = filled(method, compiled)
     store.commit()
-    cells = np.array([3, 4, 5, 3])  # one of them twice
+    indices = np.array([3, 4, 5, 3])  # one of them twice
 
-    store.write(cells, np.zeros(4, np.int64), stacks(4, 1))
+    store.write(indices, np.zeros(4, np.int64), stacks(4, 1))
     assert store.undo_write()
 
     store.check()
     np.testing.assert_array_equal(contents(store), rows)
     assert not store.undo_write()  # once only
-    store.write(cells[:3], np.zeros(3, np.int64), stacks(3, 2))
+    store.write(indices[:3], np.zeros(3, np.int64), stacks(3, 2))
     store.check()
     np.testing.assert_array_equal(contents(store)[3:6], stacks(3, 2))
 
@@ -78,14 +78,14 @@ def test_a_write_that_was_committed_stands(method: str) -> None:
 
 def test_a_write_can_be_taken_back_before_and_while_a_method_is_chosen() -> None:
     store = ObservationStore(SPEC, 1, "auto")
-    store.add_cells(40)
+    store.allocate(40)
     rows = stacks(40, 0)
-    for cell in range(40):
+    for index in range(40):
         store.commit()
-        store.write(np.array([cell]), np.array([0]), rows[cell : cell + 1])
+        store.write(np.array([index]), np.array([0]), rows[index : index + 1])
         assert store.undo_write()
-        assert not contents(store)[cell].any()
-        store.write(np.array([cell]), np.array([0]), rows[cell : cell + 1])
+        assert not contents(store)[index].any()
+        store.write(np.array([index]), np.array([0]), rows[index : index + 1])
     assert store.layout is not None
     store.check()
     np.testing.assert_array_equal(contents(store), rows)
@@ -140,18 +140,18 @@ def test_a_limit_counts_from_the_first_byte(method: str) -> None:
     """Also what is collected before a method is chosen, what is open and what is dense."""
     limit = 20_000
     store = ObservationStore(SPEC, 1, method, heap_bytes=limit)
-    store.add_cells(4000)
+    store.allocate(4000)
     noise = np.random.default_rng(0).integers(0, 256, (4000, SPEC.nbytes)).astype(np.uint8)
     stored = 0
     with contextlib.suppress(HeapFullError):
-        while stored < store.n_cells:
+        while stored < store.n_obs:
             store.write(np.array([stored]), np.array([0]), noise[stored : stored + 1])
             stored += 1
-    assert stored < store.n_cells  # refused
+    assert stored < store.n_obs  # refused
     usage = store.memory_usage()
     # a few bytes to an observation say where it is, and a few frames are held to find repeats
-    assert usage.payload <= limit + 16 * stored + store.n_cells
-    assert usage.payload + usage.keyframes <= limit + 16 * stored + store.n_cells + 16 * SPEC.nbytes
+    assert usage.payload <= limit + 16 * stored + store.n_obs
+    assert usage.payload + usage.keyframes <= limit + 16 * stored + store.n_obs + 16 * SPEC.nbytes
     assert stored >= limit // SPEC.nbytes - 8
     store.check()
     np.testing.assert_array_equal(contents(store)[:stored], noise[:stored])

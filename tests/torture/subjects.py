@@ -52,7 +52,7 @@ class Step(NamedTuple):
 
 
 class _Game:
-    """Stacks of frames that move on; a sprite before a scene, or for a while nothing but noise."""
+    """Stacks of frames that move on; a sprite before a keyframe, or for a while nothing but noise."""
 
     def __init__(self, seed: int, noise: float, episode: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -60,8 +60,8 @@ class _Game:
         self._begin()
 
     def _begin(self) -> None:
-        self.scene = self.rng.integers(0, 6, IMAGE[1:], np.uint8) * 40
-        self.scene[self.rng.integers(0, 30) :] = self.rng.integers(256)
+        self.keyframe = self.rng.integers(0, 6, IMAGE[1:], np.uint8) * 40
+        self.keyframe[self.rng.integers(0, 30) :] = self.rng.integers(256)
         self.at = self.rng.integers(0, 30, 2)
         self.age = 0
         self.stack = np.zeros(IMAGE, np.uint8)
@@ -73,7 +73,7 @@ class _Game:
         if self.n_noisy:
             self.n_noisy -= 1
             return self.rng.integers(0, 256, IMAGE[1:], np.uint8)
-        frame = self.scene.copy()
+        frame = self.keyframe.copy()
         self.at = np.clip(self.at + self.rng.integers(-2, 3, 2), 0, 30)
         frame[self.at[0] : self.at[0] + 5, self.at[1] : self.at[1] + 5] = 255
         return frame
@@ -555,10 +555,10 @@ def warm_up() -> None:
 
 def use_reference_kernels() -> None:
     """Let this process, a child as a rule, find no compiled kernels."""
-    from sb3_extra_buffers.kernels import loading
+    from sb3_extra_buffers.kernels import dispatch
 
-    loading.has_numba = lambda: False
-    loading.frame_kernels.cache_clear()
+    dispatch.has_numba = lambda: False
+    dispatch.frame_kernels.cache_clear()
 
 
 def difference(found: Contents, expected: Contents) -> str | None:

@@ -102,15 +102,15 @@ def _make_leaf(
     return BufferView(store, lead_shape)
 
 
-def twin(leaves: Leaf | Leaves) -> Leaf | Leaves:
+def next_leaves(leaves: Leaf | Leaves) -> Leaf | Leaves:
     """As much storage again, for the next observations; frames are shared."""
     if isinstance(leaves, dict):
-        return Leaves({key: _twin(leaf) for key, leaf in leaves.items()})
-    return _twin(leaves)
+        return Leaves({key: _next_leaf(leaf) for key, leaf in leaves.items()})
+    return _next_leaf(leaves)
 
 
-def _twin(leaf: Leaf) -> Leaf:
-    return leaf.sibling() if isinstance(leaf, StoreView) else np.zeros(leaf.shape, leaf.dtype)
+def _next_leaf(leaf: Leaf) -> Leaf:
+    return leaf.next_view() if isinstance(leaf, StoreView) else np.zeros(leaf.shape, leaf.dtype)
 
 
 def fit(leaf: Leaf, observations: Any, name: str) -> Array:

@@ -361,8 +361,8 @@ def _put_device_observations(buffer: Any, parts: LoadedParts) -> None:
     for key, into in buffer._stores.items():
         names = [_leaf_name(each, key) for each in _SETS[: into.n_sets]]
         store = parts.stores.get(names[0])
-        fits = store is None or store.n_cells == into.n_cells * into.n_sets
-        require(fits, f"{names[0]} are not as many as {into.n_cells * into.n_sets}")
+        fits = store is None or store.n_obs == into.n_obs * into.n_sets
+        require(fits, f"{names[0]} are not as many as {into.n_obs * into.n_sets}")
         from_host(into, store or [parts.column(name, into.dtype, into.shape) for name in names], _steps_of(buffer))
 
 
@@ -391,7 +391,7 @@ def _finish(buffer: Any, parts: LoadedParts) -> Any:
 # ---- cutting ----
 
 
-def cut(parts: LoadedParts, bad_rows: dict[str, Flags], bad_cells: dict[str, Flags]) -> Cut:
+def cut(parts: LoadedParts, bad_rows: dict[str, Flags], bad_indices: dict[str, Flags]) -> Cut:
     """What is left without damaged steps: the longest run of whole ones, where they are, all others forgotten."""
     if parts.kind.startswith("gpu-"):
         raise DamagedFileError("a buffer of a device is damaged, and cannot be cut")
@@ -403,8 +403,8 @@ def cut(parts: LoadedParts, bad_rows: dict[str, Flags], bad_cells: dict[str, Fla
         if len(rows) != size:
             raise DamagedFileError(f"{name!r} is damaged, and belongs to every step")
         lost |= rows
-    for cells in bad_cells.values():
-        lost |= cells[: cells.size // (size * n_envs) * size * n_envs].reshape(-1, size, n_envs).any(axis=(0, 2))
+    for indices in bad_indices.values():
+        lost |= indices[: indices.size // (size * n_envs) * size * n_envs].reshape(-1, size, n_envs).any(axis=(0, 2))
     n_evicted = parts.number("state", "n_evicted", stop=size + 1) if ring else 0
     held = (size if full else pos) - n_evicted
     oldest = (pos if full and ring else 0) + n_evicted
@@ -431,7 +431,7 @@ def cut(parts: LoadedParts, bad_rows: dict[str, Flags], bad_cells: dict[str, Fla
         state["n_added"] = (parts.number("state", "n_added", stop=1 << 60) // size + 2) * size + state["pos"]
     steps = kept[:, None] * n_envs + np.arange(n_envs)
     batches = {
-        name: [batch + base for batch in steps for base in range(0, store.n_cells, size * n_envs)]
+        name: [batch + base for batch in steps for base in range(0, store.n_obs, size * n_envs)]
         for name, store in parts.stores.items()
     }
     description = parts.description | {"state": state}

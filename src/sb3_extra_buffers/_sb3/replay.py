@@ -15,6 +15,7 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_extra_buffers._sb3.algorithm import check_n_steps
+from sb3_extra_buffers._sb3.base import NO_MEMORY, WRITING, CompressedBuffer
 from sb3_extra_buffers._sb3.leaves import (
     Array,
     Leaf,
@@ -28,10 +29,9 @@ from sb3_extra_buffers._sb3.leaves import (
     held_bytes,
     leaves_usage,
     make_leaves,
-    twin,
+    next_leaves,
 )
 from sb3_extra_buffers._sb3.n_step import HAS_N_STEP, NStepReplayBuffer
-from sb3_extra_buffers._sb3.storage import NO_MEMORY, WRITING, CompressedStorage
 from sb3_extra_buffers.errors import (
     BudgetExceededError,
     EmptyBufferError,
@@ -68,7 +68,7 @@ class Eviction(NamedTuple):
     n_evicted: int
 
 
-class ReplayMixin(CompressedStorage, _Base):
+class ReplayMixin(CompressedBuffer, _Base):
     """Keeps the observations of a replay buffer in stores; everything else stays as SB3 laid it out.
 
     Next observations are held beside the observations and share their frames, so ``optimize_memory_usage`` has
@@ -154,7 +154,7 @@ class ReplayMixin(CompressedStorage, _Base):
             setattr(self, name, np.zeros((n_steps, *column.shape[1:]), column.dtype))
         self.buffer_size = n_steps
         self.observations = make_leaves(self.observation_space, self.obs_shape, (n_steps, self.n_envs), self._options)
-        self.next_observations = twin(self.observations)
+        self.next_observations = next_leaves(self.observations)
         self._step_shape = None if isinstance(self.observations, Leaves) else self.observations.shape[1:]
         self._lane = (self.n_envs,)
         self._action_shape = (self.n_envs, self.action_dim)
@@ -422,7 +422,7 @@ class ReplayMixin(CompressedStorage, _Base):
         """Compress what is still being looked at, before anything has to go."""
         for _, leaf in each_leaf(self.observations):
             if isinstance(leaf, StoreView):
-                leaf.store.settle()
+                leaf.store.choose_method()
 
     def _evict_beyond(self, limit: int) -> None:
         if self.held_bytes() <= limit:

@@ -11,6 +11,7 @@ import numpy as np
 import torch as th
 from stable_baselines3.common.buffers import RolloutBuffer
 
+from sb3_extra_buffers._sb3.base import CompressedBuffer, OptionsFirst
 from sb3_extra_buffers._sb3.leaves import (
     Leaves,
     as_array,
@@ -23,7 +24,6 @@ from sb3_extra_buffers._sb3.leaves import (
     leaves_usage,
     make_leaves,
 )
-from sb3_extra_buffers._sb3.storage import CompressedStorage, OptionsFirst
 from sb3_extra_buffers.errors import EmptyBufferError, ExtraBuffersError, IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.stores.view import StoreView
@@ -51,7 +51,7 @@ class RolloutStep(NamedTuple):
     log_prob: Any
 
 
-class RolloutMixin(CompressedStorage, _Base):
+class RolloutMixin(CompressedBuffer, _Base):
     """Keeps the observations of a rollout buffer in stores; everything else stays as SB3 laid it out."""
 
     observations: Any

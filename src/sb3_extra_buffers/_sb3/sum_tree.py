@@ -62,20 +62,20 @@ class SumTree:
     @property
     def total(self) -> float:
         """The sum of all priorities."""
-        self._settle()
+        self._apply_pending()
         return float(self._ends[-1])
 
     @property
     def minimum(self) -> float:
         """The least priority above zero; infinite where there is none."""
-        self._settle()
+        self._apply_pending()
         return self._min
 
     # ---- drawing ----
 
     def find(self, points: Floats) -> Indices:
         """The leaf that each of ``points`` falls on, where all priorities are laid end to end from 0 to `total`."""
-        self._settle()
+        self._apply_pending()
         # the first node that ends beyond the point: it cannot be an empty one
         ends = self._ends
         points = np.minimum(points, np.nextafter(ends[-1], 0))
@@ -98,7 +98,7 @@ class SumTree:
 
     # ---- keeping the sums ----
 
-    def _settle(self) -> None:
+    def _apply_pending(self) -> None:
         """Sum up again what has stale children."""
         stale = marked = np.flatnonzero(self._stale)
         if not len(stale):

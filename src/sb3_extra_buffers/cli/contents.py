@@ -69,11 +69,11 @@ class DeviceLeaf:
         return int(self.shape[0])
 
     def __getitem__(self, where: Any) -> Array:
-        from sb3_extra_buffers.stores.device_observation import CellBatch
+        from sb3_extra_buffers.stores.device_observation import IndexBatch
 
-        cells = np.arange(self._place * self.store.n_cells, (self._place + 1) * self.store.n_cells)
-        wanted = cells.reshape(self.shape[:2])[where]
-        found: Array = self.store.read(CellBatch(wanted.reshape(1, -1))).cpu().numpy()
+        indices = np.arange(self._place * self.store.n_obs, (self._place + 1) * self.store.n_obs)
+        wanted = indices.reshape(self.shape[:2])[where]
+        found: Array = self.store.read(IndexBatch(wanted.reshape(1, -1))).cpu().numpy()
         return found.reshape(*wanted.shape, *self.shape[2:])
 
 

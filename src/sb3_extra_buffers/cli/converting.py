@@ -47,10 +47,10 @@ def compress(buffer: Any, method: str = "auto") -> Any:
     from stable_baselines3.common.buffers import BaseBuffer, ReplayBuffer
     from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
-    from sb3_extra_buffers._sb3.storage import CompressedStorage
-    from sb3_extra_buffers.compressed.making import compressed
+    from sb3_extra_buffers._sb3.base import CompressedBuffer
+    from sb3_extra_buffers.compressed.factory import compressed
 
-    if isinstance(buffer, CompressedStorage):
+    if isinstance(buffer, CompressedBuffer):
         return buffer
     if not isinstance(buffer, BaseBuffer):
         raise LayoutError(f"a {type(buffer).__name__} is none of SB3's buffers")

@@ -191,7 +191,7 @@ def _play(args: argparse.Namespace) -> int:
 
 
 def _view(args: argparse.Namespace) -> int:
-    from sb3_extra_buffers.cli.page import make_page
+    from sb3_extra_buffers.cli.html_view import make_page
 
     _, buffer = open_any(args.path)
     contents = Contents(buffer)
@@ -243,19 +243,19 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from sb3_extra_buffers.cli import measuring
+    from sb3_extra_buffers.cli import bench
 
-    methods = args.methods.split(",") if args.methods else measuring.available_methods()
-    observations = measuring.observations_from(args.path, args.steps, args.key)
-    rows = sorted(measuring.bench(observations, methods), key=lambda row: row.percent)
+    methods = args.methods.split(",") if args.methods else bench.available_methods()
+    observations = bench.observations_from(args.path, args.steps, args.key)
+    rows = sorted(bench.bench(observations, methods), key=lambda row: row.percent)
     shape = "x".join(map(str, observations.shape[2:]))
     print(f"observations: {observations.shape[0] * observations.shape[1]} of {shape} {observations.dtype}")
-    print(measuring.table(rows))
+    print(bench.table(rows))
     if args.name == "recommend":
-        best = measuring.recommend(rows)
+        best = bench.recommend(rows)
         print(f"recommended: {best.method} ({best.percent:.2f} % of dense, {best.read_us:.1f} us to read one)")
     if args.output is not None:
-        measuring.plot(rows, args.output, Path(args.path).name)
+        bench.plot(rows, args.output, Path(args.path).name)
         print(f"saved: {args.output}")
     return 0
 

@@ -49,11 +49,11 @@ def padded(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DeltaCodec(Codec):
-    """Differences to a reference row, in segments that start from a shared scene.
+    """Differences to a reference row, in segments that start from a shared keyframe.
 
     On its own, a row is encoded as the difference to a row of zeros. The frame store encodes each
     frame against the one before it, ``frames`` to a segment; the first one of a segment refers to
-    a scene, a whole frame that many segments share.
+    a keyframe, a whole frame that many segments share.
 
     Level 1 decodes fastest; it packs only segments in which much changes, with LZ4. Levels 2 and 3 have longer
     segments and pack all of them with zstd: less memory, slower reads.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         CompressedRecurrentRolloutBuffer,
         use_rollout_buffer,
     )
-    from sb3_extra_buffers.compressed.making import compressed
+    from sb3_extra_buffers.compressed.factory import compressed
     from sb3_extra_buffers.compressed.priorities import (
         CompressedDictPrioritizedReplayBuffer,
         CompressedPrioritizedReplayBuffer,
@@ -73,7 +73,7 @@ __all__ = [
 # imported when they are asked for: SB3 takes a second or two, sb3-contrib may be absent
 _CONTRIB = [name for name in __all__ if "Maskable" in name or "Recurrent" in name] + ["use_rollout_buffer"]
 _PRIORITIZED = [name for name in __all__ if "rioritized" in name]
-_MODULES = {"BufferUsageCallback": "callback", "compressed": "making"}
+_MODULES = {"BufferUsageCallback": "callback", "compressed": "factory"}
 _MODULES |= dict.fromkeys(_CONTRIB, "contrib") | dict.fromkeys(_PRIORITIZED, "priorities")
 
 

@@ -81,7 +81,7 @@ class CompressedArray(StoreView, SavedAsFolder):
         )
         super().__init__(store, lead)
         if storage == "mmap" and path is not None:
-            from sb3_extra_buffers.files.live import check_new, keep_in_file
+            from sb3_extra_buffers.files.mmap_buffer import check_new, keep_in_file
 
             keep_in_file(self, check_new(path))
 
@@ -98,7 +98,11 @@ class CompressedArray(StoreView, SavedAsFolder):
 
     def sibling(self) -> Self:
         """Another array of the same shape whose frames are shared with this one's."""
-        made = super().sibling()
+        return self.next_view()
+
+    def next_view(self) -> Self:
+        """Another array of the same shape whose frames are shared with this one's."""
+        made = super().next_view()
         if self._live is not None:
             made._live = self._live
             self._live.checkpoint()  # the journal is about an array that had none
@@ -112,7 +116,7 @@ class CompressedArray(StoreView, SavedAsFolder):
 def to_parts(array: CompressedArray, tag: str) -> Parts:
     """What an array is made of: its store, and the cells of it that it shows."""
     described = {"lead_shape": list(array.lead_shape), "base": array._base}
-    columns = {} if array._cells is None else {"cells": np.ascontiguousarray(array._cells)}
+    columns = {} if array._indices is None else {"cells": np.ascontiguousarray(array._indices)}
     return Parts(tag, described, columns, {"array": array.store})
 
 
@@ -124,18 +128,18 @@ def make_array(parts: LoadedParts) -> CompressedArray:
     if set(parts.stores) != {"array"}:
         raise FileFormatError("an array has one store")
     cls = parts.target if parts.target is not None and issubclass(parts.target, CompressedArray) else CompressedArray
-    cells = parts.columns.get("cells")
-    return make_view(cls, parts.stores["array"], tuple(lead), parts.number("base"), cells)
+    indices = parts.columns.get("cells")
+    return make_view(cls, parts.stores["array"], tuple(lead), parts.number("base"), indices)
 
 
-def cut(parts: LoadedParts, bad_rows: dict[str, Any], bad_cells: dict[str, Any]) -> Cut:
+def cut(parts: LoadedParts, bad_rows: dict[str, Any], bad_indices: dict[str, Any]) -> Cut:
     """What is left without the observations that are lost: those read as unwritten."""
     if bad_rows:
         raise DamagedFileError("the cells that the array shows are damaged")
-    lost, store = bad_cells["array"], parts.stores["array"]
+    lost, store = bad_indices["array"], parts.stores["array"]
     shown = make_array(parts)._table()
     n_lost = int(lost[shown].sum())
     n_streams = store.n_streams
-    rows = [np.arange(at, min(at + n_streams, store.n_cells)) for at in range(0, store.n_cells, n_streams)]
+    rows = [np.arange(at, min(at + n_streams, store.n_obs)) for at in range(0, store.n_obs, n_streams)]
     kept = {"array": [row[~lost[row]] for row in rows if not lost[row].all()]}
     return Cut(parts.description, parts.columns, kept, shown.size - n_lost, n_lost)

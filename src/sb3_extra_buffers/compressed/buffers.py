@@ -9,11 +9,11 @@ from stable_baselines3.common.buffers import DictReplayBuffer, DictRolloutBuffer
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from sb3_extra_buffers._sb3.algorithm import check_n_steps
+from sb3_extra_buffers._sb3.base import OptionsFirst
 from sb3_extra_buffers._sb3.leaves import check_count
 from sb3_extra_buffers._sb3.n_step import NStepReplayBuffer
 from sb3_extra_buffers._sb3.replay import ReplayMixin
 from sb3_extra_buffers._sb3.rollout import RolloutMixin
-from sb3_extra_buffers._sb3.storage import OptionsFirst
 from sb3_extra_buffers.errors import NoEpisodeError, SpecMismatchError
 from sb3_extra_buffers.stores.locks import fork_safe_lock
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from stable_baselines3.common.callbacks import BaseCallback
 
-from sb3_extra_buffers._sb3.storage import CompressedStorage
+from sb3_extra_buffers._sb3.base import CompressedBuffer
 from sb3_extra_buffers.errors import LayoutError
 
 __all__ = ["BufferUsageCallback"]
@@ -29,7 +29,7 @@ class BufferUsageCallback(BaseCallback):
     def _buffer(self) -> Any:
         for name in ("replay_buffer", "rollout_buffer"):
             buffer = getattr(self.model, name, None)
-            if isinstance(buffer, CompressedStorage):
+            if isinstance(buffer, CompressedBuffer):
                 return buffer
         raise LayoutError(
             f"{type(self.model).__name__} has no compressed buffer to report on; "

@@ -65,13 +65,13 @@ def _compile_frame_kernels() -> None:
 
     # many changes that repeat, so that a segment is also packed and unpacked
     rows = np.tile(np.arange(64, dtype=np.uint8), (16, 32)) + np.arange(16, dtype=np.uint8)[:, None]
-    cells, streams = np.arange(16), np.zeros(16, np.int64)
+    indices, streams = np.arange(16), np.zeros(16, np.int64)
     for axis in ("first", "last"):
         layout = StackLayout(ObsSpec((2, 512, 2), np.dtype(np.uint8)), 2, "first" if axis == "first" else "last")
         store = SegmentStore(layout, 32, 1, DeltaCodec())
-        store.write(cells, streams, rows)
+        store.write(indices, streams, rows)
         store.write_step(0, 16, rows[-1:], rows[:1])
-        store.read(cells)
+        store.read(indices)
 
 
 def has_igzip() -> bool:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.errors import DamagedFileError, FileFormatError
 from sb3_extra_buffers.files import disk
-from sb3_extra_buffers.kernels.prints import PAGE, prints_of
+from sb3_extra_buffers.kernels.fingerprints import PAGE, fingerprints_of
 from sb3_extra_buffers.stores.arena import SLACK, zeros
 from sb3_extra_buffers.stores.checks import entry, parse_dtype, parse_shape, require, whole
 
@@ -118,7 +118,7 @@ class NamedArray(NamedTuple):
 
     name: str
     array: Array
-    touched: npt.NDArray[np.int64] | None = None
+    dirty_pages: npt.NDArray[np.int64] | None = None
     """Blocks that may have changed since the last save; without this, all may have."""
 
 
@@ -128,7 +128,7 @@ class SavedArrays:
 
     records: dict[str, ArrayRecord]
     index: Array
-    prints: npt.NDArray[np.uint64]  # per block of the index
+    fingerprints: npt.NDArray[np.uint64]  # per block of the index
     live_bytes: int = 0
 
     def blocks_like(self, name: str, record: ArrayRecord) -> tuple[int, int]:
@@ -155,18 +155,18 @@ def put_arrays(
     for name, array, _ in arrays:
         records[name] = ArrayRecord(array.dtype, array.shape, n_index)
         n_index += records[name].n_blocks
-    index, prints = np.zeros(n_index, INDEX), np.zeros((n_index, 2), np.uint64)
+    index, fingerprints = np.zeros(n_index, INDEX), np.zeros((n_index, 2), np.uint64)
     offsets, crcs = index["offset"], index["crc32"]
     live_bytes = index.nbytes
-    for name, array, touched in arrays:
+    for name, array, dirty_pages in arrays:
         first, stop = records[name].first, records[name].first + records[name].n_blocks
         flat: Bytes = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         known, n_known = (0, 0) if before is None else before.blocks_like(name, records[name])
         if before is not None and n_known:
             offsets[first : first + n_known] = before.index["offset"][known : known + n_known]
             crcs[first : first + n_known] = before.index["crc32"][known : known + n_known]
-            prints[first : first + n_known] = before.prints[known : known + n_known]
-        todo = _new_prints(flat, prints[first:stop], n_known, touched)
+            fingerprints[first : first + n_known] = before.fingerprints[known : known + n_known]
+        todo = _new_fingerprints(flat, fingerprints[first:stop], n_known, dirty_pages)
         for block in todo:
             data = flat[block * BLOCK : (block + 1) * BLOCK].data
             # zeros take no place
@@ -180,18 +180,18 @@ def put_arrays(
     where = {"offset": out.put(data), "n_blocks": n_index, "crc32": zlib.crc32(data)}
     # kernels may read a little past a payload: there is always something
     out.put(bytes(SLACK))
-    return SavedArrays(records, index, prints, live_bytes), where
+    return SavedArrays(records, index, fingerprints, live_bytes), where
 
 
-def _new_prints(
-    flat: Bytes, prints: npt.NDArray[np.uint64], n_known: int, touched: npt.NDArray[np.int64] | None
+def _new_fingerprints(
+    flat: Bytes, fingerprints: npt.NDArray[np.uint64], n_known: int, dirty_pages: npt.NDArray[np.int64] | None
 ) -> list[int]:
     """Bring the prints of an array up to date; return the blocks that are new or have changed."""
-    blocks = np.arange(n_known) if touched is None else touched[touched < n_known]
-    new = np.arange(n_known, len(prints))
-    found = prints_of(flat, None if touched is None else np.concatenate([blocks, new]))
-    changed = blocks[(found[: len(blocks)] != prints[blocks]).any(axis=1)]
-    prints[blocks], prints[n_known:] = found[: len(blocks)], found[len(blocks) :]
+    blocks = np.arange(n_known) if dirty_pages is None else dirty_pages[dirty_pages < n_known]
+    new = np.arange(n_known, len(fingerprints))
+    found = fingerprints_of(flat, None if dirty_pages is None else np.concatenate([blocks, new]))
+    changed = blocks[(found[: len(blocks)] != fingerprints[blocks]).any(axis=1)]
+    fingerprints[blocks], fingerprints[n_known:] = found[: len(blocks)], found[len(blocks) :]
     return [*changed.tolist(), *new.tolist()]
 
 
@@ -203,7 +203,7 @@ class BlockReader:
         self.index = index
         self.records = dict(records)
         self.path = path
-        self.prints = np.zeros((len(index), 2), np.uint64)
+        self.fingerprints = np.zeros((len(index), 2), np.uint64)
 
     def read(self, name: str, printed: bool = False) -> Array:
         """The array ``name``, in memory of its own; ``printed`` where it will be saved again."""
@@ -219,7 +219,7 @@ class BlockReader:
                 f"{self.index['offset'][record.first + bad[0]]}; 'sb3-extra-buffers repair' keeps what is whole"
             )
         if printed:
-            self.prints[record.first : record.first + record.n_blocks] = prints_of(flat)
+            self.fingerprints[record.first : record.first + record.n_blocks] = fingerprints_of(flat)
         return out
 
     def copy_blocks(self, record: ArrayRecord, flat: Bytes) -> list[int]:

@@ -16,10 +16,10 @@ import numpy.typing as npt
 from sb3_extra_buffers.errors import CorruptPayloadError, DamagedFileError, ExtraBuffersError
 from sb3_extra_buffers.files import disk, kinds, manifest
 from sb3_extra_buffers.files.blocks import BLOCK, ArrayRecord
-from sb3_extra_buffers.files.live import replay
 from sb3_extra_buffers.files.loading import SavedParts, make
+from sb3_extra_buffers.files.mmap_buffer import replay
 from sb3_extra_buffers.files.parts import LoadedParts
-from sb3_extra_buffers.files.payloads import damaged_chunks, lost_cells
+from sb3_extra_buffers.files.payloads import damaged_chunks, lost_indices
 from sb3_extra_buffers.files.saving import OURS, save, save_file
 from sb3_extra_buffers.stores.checks import only_named_errors
 from sb3_extra_buffers.stores.frames import FrameStore
@@ -30,7 +30,7 @@ Array = npt.NDArray[Any]
 Flags = npt.NDArray[np.bool_]
 
 # tables with one entry for each observation, in which a lost entry is that of a lost observation
-_OF_CELLS = ("slots", "rows", "written")
+_BY_OBS = ("slots", "rows", "written")
 # states that a repair tries, newest first
 _TRIES = 16
 
@@ -51,7 +51,7 @@ class Cut(NamedTuple):
 
     description: dict[str, Any]
     columns: dict[str, Array]
-    cells: dict[str, list[Array]]
+    indices: dict[str, list[Array]]
     """For each store, batches of cells to keep, in the order in which they were written."""
     n_kept: int
     n_lost: int
@@ -77,12 +77,12 @@ def verify(path: str | os.PathLike[str], deep: bool = False) -> Iterator[str]:
 
 def _read_all(made: Any) -> Iterator[str]:
     for name, store in kinds.parts_of(made).stores.items():
-        for first in range(0, store.n_cells, store.n_streams):
-            cells = np.arange(first, min(first + store.n_streams, store.n_cells))
+        for first in range(0, store.n_obs, store.n_streams):
+            indices = np.arange(first, min(first + store.n_streams, store.n_obs))
             try:
-                store.read(cells)
+                store.read(indices)
             except CorruptPayloadError as problem:
-                yield f"{name}, observations {cells[0]} to {cells[-1]}: {problem}"
+                yield f"{name}, observations {indices[0]} to {indices[-1]}: {problem}"
 
 
 def views_of(buffer: Any) -> Iterator[tuple[str, StoreView]]:
@@ -168,11 +168,11 @@ class _Salvage:
         columns = {name: column for name, (column, _) in self.columns.items()}
         stores = {name: store for name, (store, _) in self.stores.items()}
         bad_rows = {name: bad for name, (_, bad) in self.columns.items() if bad.any()}
-        bad_cells = {name: lost for name, (_, lost) in self.stores.items()}
+        bad_indices = {name: lost for name, (_, lost) in self.stores.items()}
         parts = LoadedParts(saved.kind, saved.record["description"], columns, stores, cls)
-        kept: Cut = module.cut(parts, bad_rows, bad_cells)
+        kept: Cut = module.cut(parts, bad_rows, bad_indices)
         self.report.n_steps, self.report.n_lost = kept.n_kept, kept.n_lost
-        fresh = {name: _copy_cells(store, kept.cells[name]) for name, store in stores.items()}
+        fresh = {name: _copy_indices(store, kept.indices[name]) for name, store in stores.items()}
         return make(LoadedParts(saved.kind, kept.description, kept.columns, fresh, cls))
 
     def _with_journal(self, made: Any) -> Any:
@@ -202,7 +202,7 @@ class _Salvage:
         tables, lost = {}, np.zeros(int(about["record"]["n_cells"]), np.bool_)
         for key in about["arrays"]:
             tables[key], bad = self._read(f"stores/{name}/{key}")
-            if bad.any() and (key not in _OF_CELLS or len(bad) != len(lost)):
+            if bad.any() and (key not in _BY_OBS or len(bad) != len(lost)):
                 raise DamagedFileError(f"{key!r} of {name} is damaged, and all of them depend on it")
             lost |= bad if bad.any() else False
         store, payloads = self.saved.make_store(name, tables, read_only=True)
@@ -210,7 +210,7 @@ class _Salvage:
         bad_chunks = [] if payloads is None else damaged_chunks(disk.map_file(path, size), payloads.chunks)
         if bad_chunks and payloads is not None and isinstance(store._inner, FrameStore):
             self.report.findings.append(f"{path}: {len(bad_chunks)} stretches of observations are damaged ({name})")
-            lost |= lost_cells(store._inner, payloads.chunks, bad_chunks)
+            lost |= lost_indices(store._inner, payloads.chunks, bad_chunks)
         return store, lost
 
 
@@ -224,13 +224,13 @@ def _bad_rows(record: ArrayRecord, bad: list[int]) -> Flags:
     return rows
 
 
-def _copy_cells(store: ObservationStore, batches: list[Array]) -> ObservationStore:
+def _copy_indices(store: ObservationStore, batches: list[Array]) -> ObservationStore:
     """A store like ``store`` with these cells alone."""
     fresh = ObservationStore(store.spec, store.n_streams, store.method, store.options, store._heap_bytes)
-    fresh.add_cells(store.n_cells)
-    for cells in batches:
-        cells = np.ascontiguousarray(cells, np.int64).reshape(-1)
-        fresh.write(cells, cells % store.n_streams, store.read(cells))
+    fresh.allocate(store.n_obs)
+    for indices in batches:
+        indices = np.ascontiguousarray(indices, np.int64).reshape(-1)
+        fresh.write(indices, indices % store.n_streams, store.read(indices))
     return fresh
 
 

@@ -65,7 +65,7 @@ def open_saved(path: str | os.PathLike[str], target: type[Any] | None = None, mo
         raise ValueError(f"mode must be 'r' or 'r+', got {mode!r}")
     if mode == "r":
         return SavedParts.of_folder(Path(path)).load(target, read_only=True)
-    from sb3_extra_buffers.files.live import resume
+    from sb3_extra_buffers.files.mmap_buffer import resume
 
     return resume(Path(path), target)
 
@@ -128,7 +128,7 @@ class SavedParts:
             return made
         self._remember(made, payloads)
         if self.journal is not None and replayed:
-            from sb3_extra_buffers.files.live import replay
+            from sb3_extra_buffers.files.mmap_buffer import replay
 
             replay(made, self.journal)
         return made
@@ -160,14 +160,14 @@ class SavedParts:
         path, size = self.payload_file(name)
         found: list[SavedPayloads] = []
 
-        def fill(heap: Heap, slots: npt.NDArray[np.int32]) -> None:
+        def fill(heap: Heap, payload_ids: npt.NDArray[np.int32]) -> None:
             data = disk.map_file(path, size, private=read_only)
-            found.append(fill_heap(heap, slots, tables, data, path, copied=not read_only))
+            found.append(fill_heap(heap, payload_ids, tables, data, path, copied=not read_only))
 
         store = put_together(record_from_json(self.stores[name].get("record")), tables, fill, read_only)
         store.read_only = read_only
         if read_only and isinstance(store._inner, FrameStore):
-            store._inner.guard = PayloadCheck(store._inner, found[0].chunks, store._inner.heap.data, path)
+            store._inner.validator = PayloadCheck(store._inner, found[0].chunks, store._inner.heap.data, path)
         return store, found[0] if found else None
 
     def _stay_in_file(self, inner: FrameStore, saved: SavedPayloads, path: Path, size: int) -> None:
@@ -175,8 +175,8 @@ class SavedParts:
         if os.stat(path, follow_symlinks=False).st_nlink > 1:
             raise FileFormatError(f"{path} has a second name elsewhere, and is not written to; load() makes a copy")
         heap = FileHeap(path, inner.heap.limit)
-        slots = inner.heap.unsaved(everything=True)
-        heap.attach(inner.heap, slots, saved.starts[slots], size - SLACK)
+        payload_ids = inner.heap.unsaved(everything=True)
+        heap.attach(inner.heap, payload_ids, saved.starts[payload_ids], size - SLACK)
         opened = inner._state.lengths == 0
         heap.starts[opened] = inner.heap.starts[opened]
         heap.saved()
@@ -189,7 +189,7 @@ class SavedParts:
             return  # a single file is written as a whole
         whole(entry(self.record, "data", "live_bytes"), "the size of what is saved", stop=1 << 60)
         whole(entry(self.record, "number"), "the number of a save", stop=1 << 60)
-        arrays = SavedArrays(self.blocks.records, self.blocks.index.copy(), self.blocks.prints)
+        arrays = SavedArrays(self.blocks.records, self.blocks.index.copy(), self.blocks.fingerprints)
         set_last_save(made, LastSave(self.folder, self.record, arrays, payloads))
 
 

@@ -82,21 +82,21 @@ def check_parts(parts: Parts) -> None:
 
 
 def make_view(
-    cls: type[View], store: ObservationStore, lead: tuple[int, ...], base: int = 0, cells: Array | None = None
+    cls: type[View], store: ObservationStore, lead: tuple[int, ...], base: int = 0, indices: Array | None = None
 ) -> View:
     """A view of a store that was loaded: of the cells from ``base`` on, or of ``cells``."""
-    if cells is None:
-        fits = 0 <= base <= store.n_cells - math.prod(lead)
-        checks.require(fits, f"a view of {lead} observations does not fit a store of {store.n_cells}")
+    if indices is None:
+        fits = 0 <= base <= store.n_obs - math.prod(lead)
+        checks.require(fits, f"a view of {lead} observations does not fit a store of {store.n_obs}")
         fits = max(math.prod(lead[1:]), 1) == store.n_streams
         checks.require(fits, f"a view of {lead} observations does not fit {store.n_streams} streams")
     else:
-        checks.column({"cells": cells}, "cells", np.int64, lead)
-        checks.within(cells, 0, store.n_cells, "a cell of a view")
+        checks.column({"cells": indices}, "cells", np.int64, lead)
+        checks.within(indices, 0, store.n_obs, "a cell of a view")
     view = object.__new__(cls)
-    StoreView.__init__(view, store, lead, np.zeros(0, np.int64) if cells is None else cells)
-    if cells is None:
-        view._cells, view._base = None, base
+    StoreView.__init__(view, store, lead, np.zeros(0, np.int64) if indices is None else indices)
+    if indices is None:
+        view._indices, view._base = None, base
         view._n_steps = lead[0] if lead and store.spec.nbytes else 0
     return view
 
@@ -122,11 +122,11 @@ def flatten(parts: Parts) -> tuple[dict[str, Any], dict[str, Array]]:
 
 
 def _pack_heap(heap: Heap) -> dict[str, Array]:
-    slots = heap.unsaved(everything=True)
-    lengths = heap.lengths[slots].astype(np.int64)
+    payload_ids = heap.unsaved(everything=True)
+    lengths = heap.lengths[payload_ids].astype(np.int64)
     starts = np.zeros(len(heap.lengths), np.int64)
-    starts[slots] = np.cumsum(lengths) - lengths
-    payload = np.concatenate([*(np.frombuffer(heap.read(slot), np.uint8) for slot in slots.tolist()),
+    starts[payload_ids] = np.cumsum(lengths) - lengths
+    payload = np.concatenate([*(np.frombuffer(heap.read(payload_id), np.uint8) for payload_id in payload_ids.tolist()),
                               np.zeros(SLACK, np.uint8)])  # fmt: skip
     return {"starts": starts, "payload": payload}
 
@@ -139,9 +139,9 @@ def unflatten(described: Any, arrays: Mapping[str, Array], target: type[Any] | N
         for place, (name, about) in enumerate(checks.entry(described, "stores", kind=dict).items()):
             tables = {str(key): _plain(arrays[f"stores/{place}/{key}"]) for key in about["arrays"]}
 
-            def fill(heap: Heap, slots: npt.NDArray[np.int32], tables: dict[str, Array] = tables) -> None:
+            def fill(heap: Heap, payload_ids: npt.NDArray[np.int32], tables: dict[str, Array] = tables) -> None:
                 starts = checks.column(tables, "starts", np.int64, heap.lengths.shape)
-                place_payloads(heap, slots, starts, checks.column(tables, "payload", np.uint8, (None,)))
+                place_payloads(heap, payload_ids, starts, checks.column(tables, "payload", np.uint8, (None,)))
 
             stores[str(name)] = put_together(record_from_json(about["record"]), tables, fill)
         kind, about = checks.entry(described, "kind", kind=str), checks.entry(described, "description", kind=dict)

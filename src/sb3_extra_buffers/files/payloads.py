@@ -46,15 +46,15 @@ class SavedPayloads:
 def put_payloads(out: Appender, heap: Heap, known: SavedPayloads | None) -> SavedPayloads:
     """Append the payloads that the file does not have."""
     known = known if known is not None and known.heap is heap and known.file is None else None
-    slots = heap.unsaved(everything=known is None)
+    payload_ids = heap.unsaved(everything=known is None)
     starts = np.zeros(0, np.int64) if known is None else known.starts
     # a copy: should the save fail, what is known stays as it is
     starts = lengthen(starts[: len(heap.starts)], len(heap.starts))
-    lengths = heap.lengths[slots].astype(np.int64)
+    lengths = heap.lengths[payload_ids].astype(np.int64)
     packed = np.cumsum(lengths) - lengths
-    starts[slots] = out.end + packed
+    starts[payload_ids] = out.end + packed
     made = [] if known is None else [known.chunks]
-    for start, _, length in merge_runs(heap.starts[slots], packed, lengths):
+    for start, _, length in merge_runs(heap.starts[payload_ids], packed, lengths):
         data = heap.data[start : start + length]
         made.append(_checksums(data, out.put(data.data)))
     return SavedPayloads(heap, starts, np.concatenate([np.zeros((0, 3), np.int64), *made]))
@@ -79,9 +79,9 @@ def _checksums(data: Bytes, offset: int) -> npt.NDArray[np.int64]:
 # ---- reading ----
 
 
-def check_tables(tables: dict[str, Array], n_slots: int, size: int) -> tuple[npt.NDArray[np.int64], Array]:
+def check_tables(tables: dict[str, Array], n_payloads: int, size: int) -> tuple[npt.NDArray[np.int64], Array]:
     """Where payloads lie, and the stretches that have checksums, in a file of ``size`` bytes."""
-    starts, chunks = column(tables, "starts", np.int64, (n_slots,)), column(tables, "chunks", np.int64, (None, 3))
+    starts, chunks = column(tables, "starts", np.int64, (n_payloads,)), column(tables, "chunks", np.int64, (None, 3))
     offsets, lengths, crcs = chunks.T
     for what, values, low, stop in (("offset", offsets, 0, size + 1), ("length", lengths, 1, STRETCH + 1),
                                     ("checksum", crcs, 0, 1 << 32)):  # fmt: skip
@@ -92,18 +92,18 @@ def check_tables(tables: dict[str, Array], n_slots: int, size: int) -> tuple[npt
 
 
 def fill_heap(
-    heap: Heap, slots: npt.NDArray[np.int32], tables: dict[str, Array], data: Bytes, path: Path, copied: bool
+    heap: Heap, payload_ids: npt.NDArray[np.int32], tables: dict[str, Array], data: Bytes, path: Path, copied: bool
 ) -> SavedPayloads:
     """Let ``heap`` hold what lies in ``data``: ``copied`` and checked now, or looked into where it lies."""
     starts, chunks = check_tables(tables, len(heap.lengths), data.size)
-    _check_covered(starts[slots], heap.lengths[slots], chunks)
+    _check_covered(starts[payload_ids], heap.lengths[payload_ids], chunks)
     bad = damaged_chunks(data, chunks) if copied else []
     if bad:
         raise DamagedFileError(
             f"{path}: {len(bad)} of {len(chunks)} stretches of observations are damaged, the first at byte "
             f"{chunks[bad[0], 0]}; 'sb3-extra-buffers repair' keeps what is whole"
         )
-    place_payloads(heap, slots, starts, data, copied)
+    place_payloads(heap, payload_ids, starts, data, copied)
     heap.saved()
     return SavedPayloads(heap, starts, chunks)
 
@@ -132,13 +132,13 @@ def damaged_chunks(data: Bytes, chunks: Array) -> list[int]:
     ]
 
 
-def lost_cells(inner: FrameStore, chunks: Array, bad: list[int]) -> npt.NDArray[np.bool_]:
+def lost_indices(inner: FrameStore, chunks: Array, bad: list[int]) -> npt.NDArray[np.bool_]:
     """Which cells have a payload that lies in one of the ``bad`` stretches."""
     heap, counts = inner.heap, np.bincount(bad, minlength=len(chunks)).cumsum()
     first, last = _stretches(heap.starts, heap.lengths, chunks)
     broken = (heap.lengths > 0) & (counts[last] - counts[first] + np.isin(first, bad) > 0)
-    segments = (np.maximum(inner.slots, 1) - 1) // inner.per_segment
-    return np.asarray(((inner.slots > 0) & broken[segments]).any(axis=1))
+    segments = (np.maximum(inner.frame_ids, 1) - 1) // inner.per_segment
+    return np.asarray(((inner.frame_ids > 0) & broken[segments]).any(axis=1))
 
 
 def _stretches(starts: Array, lengths: Array, chunks: Array) -> tuple[Array, Array]:
@@ -154,11 +154,11 @@ class PayloadCheck:
         self._inner, self._chunks, self._data, self._path = inner, chunks, data, path
         self._left = np.ones(len(chunks), np.bool_)
 
-    def __call__(self, cells: npt.NDArray[np.int64]) -> None:
+    def __call__(self, indices: npt.NDArray[np.int64]) -> None:
         """Raise if a payload of ``cells`` lies in a stretch that is damaged."""
         if not self._left.any():
             return
-        ids = np.unique(self._inner.slots[cells])
+        ids = np.unique(self._inner.frame_ids[indices])
         segments = np.unique((ids[ids > 0] - 1) // self._inner.per_segment)
         segments = segments[self._inner.heap.lengths[segments] > 0]
         heap = self._inner.heap

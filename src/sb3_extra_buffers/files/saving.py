@@ -24,7 +24,7 @@ from sb3_extra_buffers.files.parts import Parts, check_parts, record_to_json
 from sb3_extra_buffers.files.payloads import SavedPayloads, count_payloads, put_payloads
 from sb3_extra_buffers.stores.arena import SLACK
 from sb3_extra_buffers.stores.file_heap import FileHeap
-from sb3_extra_buffers.stores.snapshot import StoreParts, take_apart, touched_pages
+from sb3_extra_buffers.stores.snapshot import StoreParts, pages_to_save, take_apart
 
 #: names that files in a saved folder can have; nothing else in it is ever opened or deleted
 OURS = re.compile(r"data-\d{4,9}\.bin|heap-\d{1,9}-\d{4,9}\.bin|journal-\d{4,9}\.bin|manifest\.json(\.tmp)?|lock")
@@ -184,7 +184,7 @@ class Save:
         arrays = [NamedArray(f"columns/{name}", column) for name, column in self.parts.columns.items()]
         for name, part in self.taken.items():
             about: dict[str, Any] = {"record": record_to_json(part.record)}
-            tables, touched = dict(part.arrays), {}
+            tables, dirty_pages = dict(part.arrays), {}
             if part.heap is not None and part.inner is not None:
                 known = None if last is None else last.stores.get(name)
                 if self.journal is not None and isinstance(part.heap, FileHeap):
@@ -198,9 +198,9 @@ class Save:
                 tables |= made[name].tables
                 if known is not None and known.heap is part.heap and known.file == made[name].file:
                     # stretches are only ever added
-                    touched = touched_pages(part.inner) | {"chunks": np.zeros(0, np.int64)}
+                    dirty_pages = pages_to_save(part.inner) | {"chunks": np.zeros(0, np.int64)}
             about["arrays"] = list(tables)
-            arrays += [NamedArray(f"stores/{name}/{key}", table, touched.get(key)) for key, table in tables.items()]
+            arrays += [NamedArray(f"stores/{name}/{key}", table, dirty_pages.get(key)) for key, table in tables.items()]
             stores[name] = about
         written, index = put_arrays(out, arrays, None if last is None else last.arrays)
         described = {name: array.to_json() for name, array in written.records.items()}

@@ -26,9 +26,9 @@ from sb3_extra_buffers.errors import (
 from sb3_extra_buffers.files.folders import SavedAsFolder
 from sb3_extra_buffers.gpu_buffers.utils import find_smallest_dtype, torch_dtype_to_numpy
 from sb3_extra_buffers.stores.device_observation import (
-    CellBatch,
     DeviceObservations,
     DevicePlace,
+    IndexBatch,
     PlannedWrite,
     finish_writes,
 )
@@ -209,9 +209,9 @@ class BaseGpuBuffer(SavedAsFolder):
 
     # ---- reading ----
 
-    def _read(self, cells: CellBatch) -> Any:
+    def _read(self, indices: IndexBatch) -> Any:
         """Observations ``[set, n, ...]`` on the buffer's device, by key where the space has keys."""
-        found = {key: self._finish(store.read(cells)) for key, store in self._stores.items()}
+        found = {key: self._finish(store.read(indices)) for key, store in self._stores.items()}
         return found.get("", found)
 
     def _finish(self, observations: th.Tensor) -> th.Tensor:
@@ -315,11 +315,11 @@ def _numpy_dtypes(options: StorageOptions) -> StorageOptions:
     return options if options.dtypes is None else replace(options, dtypes=translate(options.dtypes))
 
 
-def old_slot_bytes(max_slot_bytes: int | None, heap_bytes: int | None, n_cells: int) -> int | None:
+def old_slot_bytes(max_slot_bytes: int | None, heap_bytes: int | None, n_obs: int) -> int | None:
     """``heap_bytes``, or what the deprecated ``max_slot_bytes`` makes of it."""
     if max_slot_bytes is None:
         return heap_bytes
     import warnings
 
     warnings.warn("max_slot_bytes is deprecated; pass heap_bytes, for all cells", DeprecationWarning, stacklevel=3)
-    return max_slot_bytes * n_cells if heap_bytes is None else heap_bytes
+    return max_slot_bytes * n_obs if heap_bytes is None else heap_bytes

@@ -22,7 +22,7 @@ from sb3_extra_buffers.gpu_buffers.base import (
     check_index,
     old_slot_bytes,
 )
-from sb3_extra_buffers.stores.device_observation import CellBatch
+from sb3_extra_buffers.stores.device_observation import IndexBatch
 from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.staging import Layout, Staging
 
@@ -168,31 +168,31 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
 
     def _get_samples(self, batch_inds: npt.NDArray[Any], env: VecNormalize | None = None) -> Any:
         envs = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
-        n_cells, count = self.buffer_size * self.n_envs, len(envs)
+        n_obs, count = self.buffer_size * self.n_envs, len(envs)
         if self._staging.device != self.device:
             self._staging = Staging(self.device)  # SB3 sets another device on buffers that it loads
-        lent = self._staging.lend(self._layout(count))
-        cells, (dones, rewards), actions = lent.arrays
-        here = cells[0]
+        lease = self._staging.acquire(self._layout(count))
+        indices, (dones, rewards), actions = lease.arrays
+        here = indices[0]
         np.multiply(batch_inds, self.n_envs, out=here)
         here += envs
-        np.add(here, n_cells, out=cells[1])
+        np.add(here, n_obs, out=indices[1])
         # indices are right: "clip" only spares NumPy a copy of what it writes
-        self.actions.reshape(n_cells, -1).take(here, axis=0, out=actions, mode="clip")
-        self.dones.reshape(n_cells, 1).take(here, axis=0, out=dones, mode="clip")
+        self.actions.reshape(n_obs, -1).take(here, axis=0, out=actions, mode="clip")
+        self.dones.reshape(n_obs, 1).take(here, axis=0, out=dones, mode="clip")
         # dones that are due to timeouts do not count
-        dones *= 1 - self.timeouts.reshape(n_cells, 1).take(here, axis=0)
-        self.rewards.reshape(n_cells, 1).take(here, axis=0, out=rewards, mode="clip")
+        dones *= 1 - self.timeouts.reshape(n_obs, 1).take(here, axis=0)
+        self.rewards.reshape(n_obs, 1).take(here, axis=0, out=rewards, mode="clip")
         if env is not None:
             rewards[...] = self._normalize_reward(rewards, env)
         direct = self._stores[""].direct if "" in self._stores and count else None
         if direct is not None and direct.device.type == self.device.type:
-            observations, numbers, taken = direct.read_batch(lent)
-            self._staging.read(lent)
+            observations, numbers, taken = direct.read_batch(lease)
+            self._staging.release(lease)
             found: Any = self._finish(observations)
         else:
-            batch, numbers, taken = self._staging.send(lent)
-            found = self._read(CellBatch(cells, batch))
+            batch, numbers, taken = self._staging.send(lease)
+            found = self._read(IndexBatch(indices, batch))
         if isinstance(found, dict):
             obs: Any = {key: part[0] for key, part in found.items()}
             next_obs: Any = {key: part[1] for key, part in found.items()}
@@ -224,8 +224,8 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
 
     def _at(self, place: int, idx: int, env_idx: int) -> th.Tensor:
         step, env = check_index(idx, self.buffer_size, "idx"), check_index(env_idx, self.n_envs, "env_idx")
-        cell = (place * self.buffer_size + step) * self.n_envs + env
-        found = self._read(CellBatch(np.array([[cell]], np.int64)))
+        index = (place * self.buffer_size + step) * self.n_envs + env
+        found = self._read(IndexBatch(np.array([[index]], np.int64)))
         parts = found.values() if isinstance(found, dict) else [found]
         return th.cat([part.reshape(-1) for part in parts])
 

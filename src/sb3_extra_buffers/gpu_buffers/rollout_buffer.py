@@ -21,7 +21,7 @@ from sb3_extra_buffers.gpu_buffers.base import (
     check_index,
     old_slot_bytes,
 )
-from sb3_extra_buffers.stores.device_observation import CellBatch
+from sb3_extra_buffers.stores.device_observation import IndexBatch
 from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.staging import Staging
 
@@ -155,22 +155,22 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
             raise EmptyBufferError(
                 f"{self.pos} of {self.buffer_size} steps were added; a rollout is read when it is complete"
             )
-        n_cells = self.buffer_size * self.n_envs
-        order = np.random.permutation(n_cells)
+        n_obs = self.buffer_size * self.n_envs
+        order = np.random.permutation(n_obs)
         if not self.generator_ready:
             flat = {name: self.swap_and_flatten(self.__dict__[name]) for name in ("actions", *_COLUMNS)}
             # one call: what is flattened twice is in disorder
             self.__dict__.update(flat, generator_ready=True)
         if batch_size is None:
-            batch_size = n_cells
+            batch_size = n_obs
         if self._staging.device != self.device:
             self._staging = Staging(self.device)
-        cells = (order % self.buffer_size * self.n_envs + order // self.buffer_size)[None]
+        indices = (order % self.buffer_size * self.n_envs + order // self.buffer_size)[None]
         actions = self.actions.astype(np.float32, copy=False)
         columns = [self.__dict__[name].reshape(-1) for name in _COLUMNS]
-        uploaded = self._staging.upload([order, cells, actions, columns])
-        for first in range(0, n_cells, batch_size):
-            yield self._batch(slice(first, first + batch_size), cells, *uploaded)
+        uploaded = self._staging.upload([order, indices, actions, columns])
+        for first in range(0, n_obs, batch_size):
+            yield self._batch(slice(first, first + batch_size), indices, *uploaded)
 
     def sample(self, batch_size: int, env: Any = None) -> Any:
         """An error: a rollout is read as a whole."""
@@ -179,13 +179,13 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
     def _batch(
         self,
         part: slice,
-        cells: npt.NDArray[np.int64],
+        indices: npt.NDArray[np.int64],
         order: th.Tensor,
-        device_cells: th.Tensor,
+        device_indices: th.Tensor,
         actions: th.Tensor,
         columns: th.Tensor,
     ) -> Any:
-        found = self._read(CellBatch(cells[:, part], device_cells[:, part]))
+        found = self._read(IndexBatch(indices[:, part], device_indices[:, part]))
         here = order[part]
         # gathered along the columns, so that each one of them is contiguous
         values, log_probs, advantages, returns = columns.index_select(1, here)
@@ -197,8 +197,8 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
     def reconstruct_obs(self, idx: int) -> th.Tensor:
         """Return the flattened observation at flattened index ``idx``."""
         idx = check_index(idx, self.buffer_size * self.n_envs, "idx")
-        cell = idx % self.buffer_size * self.n_envs + idx // self.buffer_size
-        found = self._read(CellBatch(np.array([[cell]], np.int64)))
+        index = idx % self.buffer_size * self.n_envs + idx // self.buffer_size
+        found = self._read(IndexBatch(np.array([[index]], np.int64)))
         parts = found.values() if isinstance(found, dict) else [found]
         return th.cat([part.reshape(-1) for part in parts])
 

@@ -2,7 +2,7 @@
 
 `kernels.delta_triton` does the same on a GPU, one program for each stream or row. Both read and write the segments
 of `kernels.frames`; only the bookkeeping differs: streams free what they wrote in the order in which they wrote it, so
-nothing counts references but scenes, and every decision is taken on the device.
+nothing counts references but keyframes, and every decision is taken on the device.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy.typing as npt
 import torch
 
 from sb3_extra_buffers.codecs.delta import BLOCK, encode_delta, top_bytes
-from sb3_extra_buffers.kernels.loading import frame_kernels
-from sb3_extra_buffers.kernels.state import NONE, ZERO, FrameState, scene_bytes
+from sb3_extra_buffers.kernels.dispatch import frame_kernels
+from sb3_extra_buffers.kernels.state import NONE, ZERO, FrameState, keyframe_bytes
 
 __all__ = ["DeviceTables", "FrameShape", "read_rows_reference", "write_rows_reference"]
 
 # columns of `DeviceTables.streams`
-OPEN, OPENED, END, COUNT, WALK, PLACE, COST, LOST, HELD, FLOOR = 0, 1, 2, 3, 4, 5, 6, 7, 8, 11
+OPEN, OPENED, END, COUNT, CHAIN_BYTES, PLACE, COST, LOST, HELD, FLOOR = 0, 1, 2, 3, 4, 5, 6, 7, 8, 11
 N_COLUMNS = 12
-# scenes that a stream holds: two that others may use, and one that they could have used a moment ago
+# keyframes that a stream holds: two that others may use, and one that they could have used a moment ago
 N_HELD, N_PUBLISHED = 3, 2
-# scenes of other streams that are tried for a segment's first frame
+# keyframes of other streams that are tried for a segment's first frame
 N_TRIED = 8
 # entries of `DeviceTables.counters`
 HEAD, NEEDED, SPARE = 0, 1, 2
@@ -52,8 +52,8 @@ class FrameShape:
         return self.stack + 1
 
     @property
-    def scene_bytes(self) -> int:
-        return scene_bytes(self.frame_bytes)
+    def keyframe_bytes(self) -> int:
+        return keyframe_bytes(self.frame_bytes)
 
     @property
     def room(self) -> int:
@@ -62,7 +62,7 @@ class FrameShape:
         return -(-(2 + 2 * self.per_segment + (self.per_segment + 1) * size + size // 2 + BLOCK) // 64) * 64
 
     @property
-    def most_bytes(self) -> int:
+    def max_chain_bytes(self) -> int:
         """Differences for which a segment ends early, once it has ``least_frames``."""
         return 3 * self.frame_bytes // 4
 
@@ -82,17 +82,17 @@ class DeviceTables(NamedTuple):
     stage: torch.Tensor  # uint8 [stream * room]: open segments
     starts: torch.Tensor  # int64 [segment]: place in heap, or -1 - place in stage while it is open
     lengths: torch.Tensor  # int32 [segment]
-    scenes: torch.Tensor  # int32 [segment]: its scene, or NONE
-    slots: torch.Tensor  # int32 [cell, stack]: frame ids + 1
+    keyframes: torch.Tensor  # int32 [segment]: its keyframe, or NONE
+    frame_ids: torch.Tensor  # int32 [cell, stack]: frame ids + 1
     floors: torch.Tensor  # int32 [step, stream]: no frame of the step lies in a segment before this one
     streams: torch.Tensor  # int64 [stream, column]
-    recent: torch.Tensor  # uint8 [stream, place, scene_bytes]: the frames a stream saw last
+    recent: torch.Tensor  # uint8 [stream, place, keyframe_bytes]: the frames a stream saw last
     recent_ids: torch.Tensor  # int32 [stream, place]
     recent_segments: torch.Tensor  # int32 [stream, place]: the segments they lie in, counted on
-    scene_rows: torch.Tensor  # uint8 [scene, scene_bytes]
-    scene_refs: torch.Tensor  # int32 [scene]: segments that start from it, streams that hold it
-    published: torch.Tensor  # int32 [2, stream, 2]: scenes that other streams may use, now and next time
-    counters: torch.Tensor  # int64: end of the heap, bytes that did not fit, unused scenes
+    keyframe_rows: torch.Tensor  # uint8 [keyframe, keyframe_bytes]
+    keyframe_refs: torch.Tensor  # int32 [keyframe]: segments that start from it, streams that hold it
+    published: torch.Tensor  # int32 [2, stream, 2]: keyframes that other streams may use, now and next time
+    counters: torch.Tensor  # int64: end of the heap, bytes that did not fit, unused keyframes
     tails: torch.Tensor  # int64 [stream]: oldest place in the heap that the stream needs
     scratch: torch.Tensor  # uint8 [stream, padded frame]
 
@@ -107,7 +107,7 @@ class Write(NamedTuple):
 
     step: int
     oldest: int  # the oldest step that is kept once this one is written
-    cells: tuple[int, ...]  # first cell of each set of rows
+    indices: tuple[int, ...]  # first cell of each set of rows
     parity: int
     tail: int  # nothing in the heap before this place is needed
     last: int = 0  # first cell of the rows that were written before
@@ -145,28 +145,28 @@ class _Stream:
         floor = int(tables.recent_segments[stream][known].min(initial=row[OPENED]))
         if relations[0] != UNKNOWN:
             # frames that nobody remembers may be among these
-            ids = tables.slots[self.write_.last + stream].astype(np.int64) - 1
+            ids = tables.frame_ids[self.write_.last + stream].astype(np.int64) - 1
             segments = ids[ids >= 0] // self.shape.per_segment
             age = (row[OPENED] - 1 - segments) % self.shape.segments_per_stream
             floor = int((row[OPENED] - 1 - age).min(initial=floor))
         tables.floors[self.write_.step, stream] = floor
         self._release(int(tables.floors[self.write_.oldest, stream]))
         before = self.write_.last
-        for first, stack, relation in zip(self.write_.cells, sets, relations, strict=True):
+        for first, stack, relation in zip(self.write_.indices, sets, relations, strict=True):
             for j, frame in enumerate(stack):
                 if relation == SAME:
-                    slot = tables.slots[before + stream, j]
+                    frame_id = tables.frame_ids[before + stream, j]
                 elif relation == MOVED and j < len(stack) - 1:
-                    slot = tables.slots[before + stream, j + 1]
+                    frame_id = tables.frame_ids[before + stream, j + 1]
                 else:
-                    slot = self._find(frame) + 1
-                tables.slots[first + stream, j] = slot
+                    frame_id = self._find(frame) + 1
+                tables.frame_ids[first + stream, j] = frame_id
             before = first
         tables.published[1 - self.write_.parity, stream] = row[HELD : HELD + N_PUBLISHED]
         oldest = self._number(int(row[FLOOR]))
         sealed = row[FLOOR] < row[OPENED] and tables.starts[oldest] >= 0
         tables.tails[stream] = tables.starts[oldest] if sealed else NOWHERE
-        tables.counters[SPARE] = np.count_nonzero(tables.scene_refs == 0)
+        tables.counters[SPARE] = np.count_nonzero(tables.keyframe_refs == 0)
 
     def _number(self, segment: int) -> int:
         per_stream = self.shape.segments_per_stream
@@ -175,9 +175,9 @@ class _Stream:
     def _release(self, floor: int) -> None:
         """Give up segments that no step refers to any more."""
         for segment in range(int(self.row[FLOOR]), floor):
-            scene = self.tables.scenes[self._number(segment)]
-            if scene >= 0:
-                self.tables.scene_refs[scene] -= 1
+            keyframe = self.tables.keyframes[self._number(segment)]
+            if keyframe >= 0:
+                self.tables.keyframe_refs[keyframe] -= 1
         self.row[FLOOR] = floor
 
     def _find(self, frame: npt.NDArray[np.uint8]) -> int:
@@ -194,14 +194,16 @@ class _Stream:
         tables, shape, row, stream = self.tables, self.shape, self.row, self.stream
         size, per, places = shape.frame_bytes, shape.per_segment, shape.places
         count = int(row[COUNT])
-        if row[OPEN] >= 0 and (count >= per or (count >= shape.least_frames and row[WALK] > shape.most_bytes)):
+        if row[OPEN] >= 0 and (
+            count >= per or (count >= shape.least_frames and row[CHAIN_BYTES] > shape.max_chain_bytes)
+        ):
             self._seal()
         if row[OPEN] < 0:
             segment = self._number(int(row[OPENED]))
-            row[[OPEN, COUNT, WALK, END]] = segment, 0, 0, 2 + 2 * per
+            row[[OPEN, COUNT, CHAIN_BYTES, END]] = segment, 0, 0, 2 + 2 * per
             row[OPENED] += 1
             tables.starts[segment] = -1 - stream * shape.room
-            tables.scenes[segment] = NONE
+            tables.keyframes[segment] = NONE
         place, position, segment = int(row[PLACE]), int(row[COUNT]), int(row[OPEN])
         before = (place + places - 1) % places
         begin = stream * shape.room
@@ -219,7 +221,7 @@ class _Stream:
         tables.stage[begin + 2 + 2 * position : begin + 4 + 2 * position] = length & 255, length >> 8
         row[PLACE] = (place + 1) % places
         row[END] += length
-        row[WALK] += length if length < size else 0
+        row[CHAIN_BYTES] += length if length < size else 0
         row[COUNT] += 1
         return segment * per + position
 
@@ -246,73 +248,73 @@ class _Stream:
         tables.lengths[segment] = length
 
     def _first(self, frame: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """Encode a segment's first frame against the cheapest scene at hand, or make a scene of it."""
+        """Encode a segment's first frame against the cheapest keyframe at hand, or make a keyframe of it."""
         tables, row, size = self.tables, self.row, self.shape.frame_bytes
         segment = int(row[OPEN])
-        scene = held = int(row[HELD])
-        least = size if scene < 0 else self._bound(frame, scene)
-        if scene < 0 or 4 * least > 5 * row[COST]:
+        keyframe = held = int(row[HELD])
+        least = size if keyframe < 0 else self._bound(frame, keyframe)
+        if keyframe < 0 or 4 * least > 5 * row[COST]:
             published = tables.published[self.write_.parity].reshape(-1)
             for i in range(min(N_TRIED, published.size)):
                 other = int(published[(self.stream * N_PUBLISHED + i) % published.size])
-                if other >= 0 and other != scene:
+                if other >= 0 and other != keyframe:
                     bound = self._bound(frame, other)
-                    # a scene in hand is worth more than an equal one elsewhere
+                    # a keyframe in hand is worth more than an equal one elsewhere
                     if 8 * bound < 7 * least:
-                        least, scene = bound, other
-        cost, lost = (int(row[COST]), int(row[LOST])) if scene == held else (least, 0)
+                        least, keyframe = bound, other
+        cost, lost = (int(row[COST]), int(row[LOST])) if keyframe == held else (least, 0)
         cost = min(cost, least)
         lost += least - cost
-        if scene < 0 or 2 * least > size or lost > size:
-            scene = -1 if self.moved else self._claim()
-            if scene < 0:
+        if keyframe < 0 or 2 * least > size or lost > size:
+            keyframe = -1 if self.moved else self._claim()
+            if keyframe < 0:
                 return frame
-            tables.scene_rows[scene, :size] = frame
-            self._hold(scene)
+            tables.keyframe_rows[keyframe, :size] = frame
+            self._hold(keyframe)
             # until a first frame has been encoded against it, a quarter of a frame is what it should cost
             row[[COST, LOST]] = size // 4, 0
-            tables.scenes[segment] = scene
+            tables.keyframes[segment] = keyframe
             return frame[:0]
-        if scene != held and not self.moved:
-            self._hold(scene)
-            held = scene
-        if scene == held:
+        if keyframe != held and not self.moved:
+            self._hold(keyframe)
+            held = keyframe
+        if keyframe == held:
             row[[COST, LOST]] = cost, lost
-        tables.scenes[segment] = scene
-        tables.scene_refs[scene] += 1
-        return np.frombuffer(encode_delta(frame, tables.scene_rows[scene, :size]), np.uint8)
+        tables.keyframes[segment] = keyframe
+        tables.keyframe_refs[keyframe] += 1
+        return np.frombuffer(encode_delta(frame, tables.keyframe_rows[keyframe, :size]), np.uint8)
 
-    def _hold(self, scene: int) -> None:
-        """Make ``scene`` the stream's own; only once in a call, so that no one else loses what they may be using."""
+    def _hold(self, keyframe: int) -> None:
+        """Make ``keyframe`` the stream's own; only once in a call, so that no one else loses what they may be using."""
         tables, row = self.tables, self.row
         dropped = int(row[HELD + N_HELD - 1])
         if dropped >= 0:
-            tables.scene_refs[dropped] -= 1
+            tables.keyframe_refs[dropped] -= 1
         row[HELD + 1 : HELD + N_HELD] = row[HELD : HELD + N_HELD - 1].copy()
-        row[HELD] = scene
-        tables.scene_refs[scene] += 1
+        row[HELD] = keyframe
+        tables.keyframe_refs[keyframe] += 1
         self.moved = True
 
     def _claim(self) -> int:
-        """An unused scene, which the open segment starts from; or -1."""
-        refs = self.tables.scene_refs
+        """An unused keyframe, which the open segment starts from; or -1."""
+        refs = self.tables.keyframe_refs
         unused = np.flatnonzero(refs == 0)
         if not len(unused):
             return -1
         order = (unused - self.stream) % refs.size
-        scene = int(unused[np.argmin(order)])
-        refs[scene] = 1
-        return scene
+        keyframe = int(unused[np.argmin(order)])
+        refs[keyframe] = 1
+        return keyframe
 
-    def _bound(self, frame: npt.NDArray[np.uint8], scene: int) -> int:
+    def _bound(self, frame: npt.NDArray[np.uint8], keyframe: int) -> int:
         """The length of a difference if no value repeated the one before."""
         size = self.shape.frame_bytes
-        changed = np.flatnonzero(frame != self.tables.scene_rows[scene, :size])
+        changed = np.flatnonzero(frame != self.tables.keyframe_rows[keyframe, :size])
         masks = sum(len(np.unique(changed >> shift)) for shift in (3, 6, 9))
         return int(top_bytes(size) + masks + -(-len(changed) // 8) + len(changed))
 
 
-def read_rows_reference(tables: DeviceTables, shape: FrameShape, cells: torch.Tensor, out: torch.Tensor) -> int:
+def read_rows_reference(tables: DeviceTables, shape: FrameShape, indices: torch.Tensor, out: torch.Tensor) -> int:
     """Decode ``cells[set, row]`` into ``out[set, row, stack, byte]``; return -1, or a segment that is damaged.
 
     Bytes of ``out`` past a frame's end are left alone.
@@ -324,18 +326,18 @@ def read_rows_reference(tables: DeviceTables, shape: FrameShape, cells: torch.Te
         **dict.fromkeys(FrameState._fields, np.zeros(0, np.int64)),
         "heap": tables.heap.numpy(),
         "stage": tables.stage.numpy(),
-        "scene_rows": tables.scene_rows.numpy().reshape(-1),
+        "keyframe_rows": tables.keyframe_rows.numpy().reshape(-1),
         "starts": np.where(starts >= 0, starts % capacity_of(tables), starts),
         "lengths": tables.lengths.numpy(),
-        "scenes": tables.scenes.numpy(),
+        "keyframes": tables.keyframes.numpy(),
         "stage_ends": np.ascontiguousarray(tables.streams.numpy()[:, END]),
         "open_segments": np.zeros(n_streams, np.int32),
     })  # fmt: skip
-    sets = cells.numpy()
+    sets = indices.numpy()
     rows = np.empty(sets.size * shape.stack * size, np.uint8)
     kernels = frame_kernels(compiled=False)
     damaged = kernels.read_frames(
-        kernels.bind_state(state), tables.slots.numpy(), sets, rows, size, per, False, 0, sets.shape[1]
+        kernels.bind_state(state), tables.frame_ids.numpy(), sets, rows, size, per, False, 0, sets.shape[1]
     )
     out.numpy()[..., :size] = rows.reshape(*sets.shape, shape.stack, size)
     return damaged

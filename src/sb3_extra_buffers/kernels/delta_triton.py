@@ -15,7 +15,7 @@ import triton.language as tl
 from sb3_extra_buffers.codecs.delta import BLOCK, padded, top_bytes
 from sb3_extra_buffers.kernels import delta_torch as plain
 from sb3_extra_buffers.kernels.delta_torch import DeviceTables, FrameShape, Write, capacity_of
-from sb3_extra_buffers.kernels.launching import Launcher
+from sb3_extra_buffers.kernels.launcher import Launcher
 
 __all__ = ["Columns", "DeviceKernels", "make_job"]
 
@@ -26,7 +26,7 @@ _OPEN = tl.constexpr(plain.OPEN)
 _OPENED = tl.constexpr(plain.OPENED)
 _END = tl.constexpr(plain.END)
 _COUNT = tl.constexpr(plain.COUNT)
-_WALK = tl.constexpr(plain.WALK)
+_WALK = tl.constexpr(plain.CHAIN_BYTES)
 _PLACE = tl.constexpr(plain.PLACE)
 _COST = tl.constexpr(plain.COST)
 _LOST = tl.constexpr(plain.LOST)
@@ -140,10 +140,10 @@ def _read_kernel(
     stage_ptr,  # uint8 [stream * room]
     stage_words_ptr,  # int64, the same memory
     starts_ptr,  # int64 [segment]
-    scenes_ptr,  # int32 [segment]
-    scene_rows_ptr,  # int64 [scene, word]
-    slots_ptr,  # int32 [cell, stack]
-    cells_ptr,  # int64 [set, row]
+    keyframes_ptr,  # int32 [segment]
+    keyframe_rows_ptr,  # int64 [keyframe, word]
+    frame_ids_ptr,  # int32 [cell, stack]
+    indices_ptr,  # int64 [set, row]
     floats_ptr,  # float32 [2, row]: where numbers of the rows go, and where they come from
     floats_from_ptr,
     actions_ptr,  # uint8 [row, ACTION]
@@ -158,7 +158,7 @@ def _read_kernel(
     N_TOPS: tl.constexpr,
     TOPS: tl.constexpr,
     WORDS: tl.constexpr,
-    SCENE_WORDS: tl.constexpr,
+    KEYFRAME_WORDS: tl.constexpr,
     PARTS: tl.constexpr,
     OWN: tl.constexpr,
     ACTION: tl.constexpr,
@@ -175,8 +175,8 @@ def _read_kernel(
     chunk = tl.program_id(2)
     target = tl.arange(0, TARGETS)
     wanted = target < N_SETS * STACK
-    cell = tl.load(cells_ptr + (target // STACK).to(tl.int64) * n_rows + row, mask=wanted, other=0)
-    ids = tl.load(slots_ptr + cell * STACK + target % STACK, mask=wanted, other=0) - 1
+    index = tl.load(indices_ptr + (target // STACK).to(tl.int64) * n_rows + row, mask=wanted, other=0)
+    ids = tl.load(frame_ids_ptr + index * STACK + target % STACK, mask=wanted, other=0) - 1
     line = tl.arange(0, OWN)
     word = (chunk * OWN + line)[:, None] * 8 + tl.arange(0, 8)[None, :]
     inside = word < WORDS
@@ -210,9 +210,9 @@ def _read_kernel(
             words = tl.where(opened, stage_words_ptr, heap_words_ptr)
             table = payload + at + 2
             at += 2 + 2 * tl.where(opened, PER, tl.load(payload + at + 1).to(tl.int32))
-            scene = tl.load(scenes_ptr + segment).to(tl.int64)
-            known = word < tl.where(scene >= 0, WORDS, 0)
-            frame = tl.load(scene_rows_ptr + scene * SCENE_WORDS + word, mask=known, other=0).to(
+            keyframe = tl.load(keyframes_ptr + segment).to(tl.int64)
+            known = word < tl.where(keyframe >= 0, WORDS, 0)
+            frame = tl.load(keyframe_rows_ptr + keyframe * KEYFRAME_WORDS + word, mask=known, other=0).to(
                 tl.uint64, bitcast=True
             )
             for position in range(deepest + 1):
@@ -321,10 +321,10 @@ def _sections(x, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _bound(frame, scene_ptr, SIZE_WORDS: tl.constexpr, N_TOPS: tl.constexpr, WORDS: tl.constexpr):
+def _bound(frame, keyframe_ptr, SIZE_WORDS: tl.constexpr, N_TOPS: tl.constexpr, WORDS: tl.constexpr):
     """The length of a difference if no value repeated the one before."""
     word = tl.arange(0, WORDS)
-    x = frame ^ tl.load(scene_ptr + word, mask=word < SIZE_WORDS, other=0)
+    x = frame ^ tl.load(keyframe_ptr + word, mask=word < SIZE_WORDS, other=0)
     masks, lines, groups, _tops = _sections(x, WORDS)
     n_values = tl.sum(_ones(masks), axis=0)
     n_masks = tl.sum((masks != 0).to(tl.int32), axis=0) + tl.sum((lines != 0).to(tl.int32), axis=0)
@@ -397,47 +397,47 @@ def _copy(target, source, count, STEP: tl.constexpr):
 
 
 @triton.jit
-def _hold(row_ptr, scene_refs_ptr, scene):
-    """Make ``scene`` the stream's own; only once in a call, so that no one else loses what they may be using."""
+def _hold(row_ptr, keyframe_refs_ptr, keyframe):
+    """Make ``keyframe`` the stream's own; only once in a call, so that no one else loses what they may be using."""
     first = tl.load(row_ptr + _HELD)
     second = tl.load(row_ptr + _HELD + 1)
     dropped = tl.load(row_ptr + _HELD + 2)
     tl.debug_barrier()
     if dropped >= 0:
-        tl.atomic_add(scene_refs_ptr + dropped, -1)
-    tl.atomic_add(scene_refs_ptr + scene, 1)
+        tl.atomic_add(keyframe_refs_ptr + dropped, -1)
+    tl.atomic_add(keyframe_refs_ptr + keyframe, 1)
     tl.store(row_ptr + _HELD + 2, second)
     tl.store(row_ptr + _HELD + 1, first)
-    tl.store(row_ptr + _HELD, scene.to(tl.int64))
+    tl.store(row_ptr + _HELD, keyframe.to(tl.int64))
     tl.debug_barrier()
 
 
 @triton.jit
-def _spare(scene_refs_ptr, n_scenes, stream, STEP: tl.constexpr):
-    """How many scenes are unused, and how far from the stream's number on the nearest is."""
+def _spare(keyframe_refs_ptr, n_keyframes, stream, STEP: tl.constexpr):
+    """How many keyframes are unused, and how far from the stream's number on the nearest is."""
     nearest = tl.full([], _FAR, tl.int32)
     spare = tl.full([], 0, tl.int32)
-    for base in range(0, n_scenes, STEP):
-        scene = base + tl.arange(0, STEP)
-        refs = tl.load(scene_refs_ptr + scene, mask=scene < n_scenes, other=1, volatile=True)
-        order = tl.where(refs == 0, (scene - stream % n_scenes + n_scenes) % n_scenes, _FAR)
+    for base in range(0, n_keyframes, STEP):
+        keyframe = base + tl.arange(0, STEP)
+        refs = tl.load(keyframe_refs_ptr + keyframe, mask=keyframe < n_keyframes, other=1, volatile=True)
+        order = tl.where(refs == 0, (keyframe - stream % n_keyframes + n_keyframes) % n_keyframes, _FAR)
         nearest = tl.minimum(nearest, tl.min(order, axis=0))
         spare += tl.sum((refs == 0).to(tl.int32), axis=0)
     return spare, nearest
 
 
 @triton.jit
-def _claim(scene_refs_ptr, n_scenes, stream, STEP: tl.constexpr):
-    """An unused scene, with a reference taken; or -1."""
+def _claim(keyframe_refs_ptr, n_keyframes, stream, STEP: tl.constexpr):
+    """An unused keyframe, with a reference taken; or -1."""
     found = tl.full([], -1, tl.int32)
-    _n, nearest = _spare(scene_refs_ptr, n_scenes, stream, STEP)
+    _n, nearest = _spare(keyframe_refs_ptr, n_keyframes, stream, STEP)
     while (nearest < _FAR) & (found < 0):
-        candidate = (nearest + stream) % n_scenes
+        candidate = (nearest + stream) % n_keyframes
         # someone else may have been faster
-        if tl.atomic_cas(scene_refs_ptr + candidate, 0, 1) == 0:
+        if tl.atomic_cas(keyframe_refs_ptr + candidate, 0, 1) == 0:
             found = candidate.to(tl.int32)
         else:
-            _n, nearest = _spare(scene_refs_ptr, n_scenes, stream, STEP)
+            _n, nearest = _spare(keyframe_refs_ptr, n_keyframes, stream, STEP)
     return found
 
 
@@ -445,16 +445,16 @@ def _claim(scene_refs_ptr, n_scenes, stream, STEP: tl.constexpr):
 def _write_kernel(
     job_ptr,  # int64: what `make_job` says
     frames_ptr,  # int64 [set, stream, stack, word]
-    heap_ptr, stage_ptr, starts_ptr, lengths_ptr, scenes_ptr, slots_ptr, floors_ptr, streams_ptr,
+    heap_ptr, stage_ptr, starts_ptr, lengths_ptr, keyframes_ptr, frame_ids_ptr, floors_ptr, streams_ptr,
     recent_ptr,  # int64 [stream, place, word]
     recent_ids_ptr, recent_segments_ptr,
-    scene_rows_ptr,  # int64 [scene, word]
-    scene_refs_ptr, published_ptr, counters_ptr, tails_ptr, scratch_ptr, report_ptr,
+    keyframe_rows_ptr,  # int64 [keyframe, word]
+    keyframe_refs_ptr, published_ptr, counters_ptr, tails_ptr, scratch_ptr, report_ptr,
     n_streams,
     n_segments,  # of each stream
     N_SETS: tl.constexpr, STACK: tl.constexpr, PLACES: tl.constexpr, PLACES2: tl.constexpr,
     PER: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, ROOM: tl.constexpr,
-    SIZE: tl.constexpr, N_TOPS: tl.constexpr, FRAME_WORDS: tl.constexpr, SCENE_WORDS: tl.constexpr,
+    SIZE: tl.constexpr, N_TOPS: tl.constexpr, FRAME_WORDS: tl.constexpr, KEYFRAME_WORDS: tl.constexpr,
     WORDS: tl.constexpr, SCRATCH: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     stream = tl.program_id(0)
@@ -463,12 +463,12 @@ def _write_kernel(
     parity = tl.load(job_ptr + 2).to(tl.int32)
     tail = tl.load(job_ptr + 3)
     capacity = tl.load(job_ptr + 4)
-    n_scenes = tl.load(job_ptr + 5).to(tl.int32)
+    n_keyframes = tl.load(job_ptr + 5).to(tl.int32)
     launch = tl.load(job_ptr + 6)
     stage = stage_ptr + stream.to(tl.int64) * ROOM
     row_ptr = streams_ptr + stream * _N_COLUMNS
     scratch = scratch_ptr + stream.to(tl.int64) * SCRATCH
-    my_recent = recent_ptr + stream.to(tl.int64) * PLACES * SCENE_WORDS
+    my_recent = recent_ptr + stream.to(tl.int64) * PLACES * KEYFRAME_WORDS
     word = tl.arange(0, WORDS)
     inside = word < FRAME_WORDS
 
@@ -489,7 +489,7 @@ def _write_kernel(
     if tl.load(job_ptr + 8 + N_SETS + stream) > 0:
         # frames that nobody remembers may be among those of the row before
         last = tl.load(job_ptr + 7) + stream
-        shown = tl.load(slots_ptr + last * STACK + places, mask=places < STACK, other=0) - 1
+        shown = tl.load(frame_ids_ptr + last * STACK + places, mask=places < STACK, other=0) - 1
         age = (opened - 1 - shown // PER) % n_segments
         age = tl.where(age < 0, age + n_segments, age)
         least = tl.minimum(least, tl.min(tl.where(shown >= 0, opened - 1 - age, opened), axis=0))
@@ -497,9 +497,9 @@ def _write_kernel(
     tl.debug_barrier()
     new_floor = tl.load(floors_ptr + oldest * n_streams + stream)
     while floor < new_floor:
-        dead = tl.load(scenes_ptr + stream * n_segments + floor % n_segments)
+        dead = tl.load(keyframes_ptr + stream * n_segments + floor % n_segments)
         if dead >= 0:
-            tl.atomic_add(scene_refs_ptr + dead, -1)
+            tl.atomic_add(keyframe_refs_ptr + dead, -1)
         floor += 1
 
     for k in range(N_SETS * STACK):
@@ -514,11 +514,11 @@ def _write_kernel(
         if given:
             tl.debug_barrier()
             row_before = tl.load(job_ptr + 7 + which) + stream
-            frame_id = tl.load(slots_ptr + row_before * STACK + j + tl.where(relation == _MOVED, 1, 0)) - 1
+            frame_id = tl.load(frame_ids_ptr + row_before * STACK + j + tl.where(relation == _MOVED, 1, 0)) - 1
         if tl.max((frame != 0).to(tl.int32), axis=0) > 0:
             frame_id = tl.full([], -2, tl.int32)
             for p in tl.static_range(PLACES):
-                other = tl.load(my_recent + p * SCENE_WORDS + word, mask=inside, other=0)
+                other = tl.load(my_recent + p * KEYFRAME_WORDS + word, mask=inside, other=0)
                 known = tl.load(recent_ids_ptr + stream * PLACES + p)
                 if (tl.max((frame != other).to(tl.int32), axis=0) == 0) & (known >= 0) & (frame_id == -2):
                     frame_id = known
@@ -553,68 +553,70 @@ def _write_kernel(
                 walk = tl.full([], 0, tl.int32)
                 end = tl.full([], 2 + 2 * PER, tl.int32)
                 tl.store(starts_ptr + open_segment, -1 - stream.to(tl.int64) * ROOM)
-                tl.store(scenes_ptr + open_segment, _NONE)
+                tl.store(keyframes_ptr + open_segment, _NONE)
             length = tl.full([], 0, tl.int32)
             if count == 0:
-                # the cheapest scene at hand, or a new one
+                # the cheapest keyframe at hand, or a new one
                 held = tl.load(row_ptr + _HELD).to(tl.int32)
-                scene = held
+                keyframe = held
                 best = tl.full([], SIZE, tl.int32)
                 cost = tl.load(row_ptr + _COST).to(tl.int32)
                 lost = tl.load(row_ptr + _LOST).to(tl.int32)
-                if scene >= 0:
-                    best = _bound(frame, scene_rows_ptr + scene.to(tl.int64) * SCENE_WORDS, FRAME_WORDS, N_TOPS, WORDS)
-                if (scene < 0) | (4 * best > 5 * cost):
+                if keyframe >= 0:
+                    best = _bound(
+                        frame, keyframe_rows_ptr + keyframe.to(tl.int64) * KEYFRAME_WORDS, FRAME_WORDS, N_TOPS, WORDS
+                    )
+                if (keyframe < 0) | (4 * best > 5 * cost):
                     for i in range(tl.minimum(_N_TRIED, 2 * n_streams)):
                         other = tl.load(published_ptr + parity * 2 * n_streams + (2 * stream + i) % (2 * n_streams))
-                        if (other >= 0) & (other != scene):
-                            other_ptr = scene_rows_ptr + other.to(tl.int64) * SCENE_WORDS
+                        if (other >= 0) & (other != keyframe):
+                            other_ptr = keyframe_rows_ptr + other.to(tl.int64) * KEYFRAME_WORDS
                             bound = _bound(frame, other_ptr, FRAME_WORDS, N_TOPS, WORDS)
-                            # a scene in hand is worth more than an equal one elsewhere
+                            # a keyframe in hand is worth more than an equal one elsewhere
                             if 8 * bound < 7 * best:
                                 best = bound
-                                scene = other
-                if scene != held:
+                                keyframe = other
+                if keyframe != held:
                     cost = best
                     lost = tl.full([], 0, tl.int32)
                 cost = tl.minimum(cost, best)
                 lost += best - cost
-                if (scene < 0) | (2 * best > SIZE) | (lost > SIZE):
-                    scene = tl.full([], -1, tl.int32)
+                if (keyframe < 0) | (2 * best > SIZE) | (lost > SIZE):
+                    keyframe = tl.full([], -1, tl.int32)
                     if moved == 0:
-                        scene = _claim(scene_refs_ptr, n_scenes, stream, 256)
-                    if scene >= 0:
-                        new_ptr = scene_rows_ptr + scene.to(tl.int64) * SCENE_WORDS
+                        keyframe = _claim(keyframe_refs_ptr, n_keyframes, stream, 256)
+                    if keyframe >= 0:
+                        new_ptr = keyframe_rows_ptr + keyframe.to(tl.int64) * KEYFRAME_WORDS
                         tl.store(new_ptr + word, frame, mask=inside)
-                        _hold(row_ptr, scene_refs_ptr, scene)
+                        _hold(row_ptr, keyframe_refs_ptr, keyframe)
                         moved = tl.full([], 1, tl.int32)
                         # until a first frame has been encoded against it, a quarter of a frame is what it should cost
                         tl.store(row_ptr + _COST, SIZE // 4)
                         tl.store(row_ptr + _LOST, 0)
-                        tl.store(scenes_ptr + open_segment, scene)
+                        tl.store(keyframes_ptr + open_segment, keyframe)
                     else:
                         _put_whole(stage + end, frame, SIZE, WORDS)
                         length = tl.full([], SIZE, tl.int32)
                 else:
-                    if (scene != held) & (moved == 0):
-                        _hold(row_ptr, scene_refs_ptr, scene)
+                    if (keyframe != held) & (moved == 0):
+                        _hold(row_ptr, keyframe_refs_ptr, keyframe)
                         moved = tl.full([], 1, tl.int32)
-                        held = scene
-                    if scene == held:
+                        held = keyframe
+                    if keyframe == held:
                         tl.store(row_ptr + _COST, cost.to(tl.int64))
                         tl.store(row_ptr + _LOST, lost.to(tl.int64))
-                    tl.store(scenes_ptr + open_segment, scene)
-                    tl.atomic_add(scene_refs_ptr + scene, 1)
-                    scene_ptr = scene_rows_ptr + scene.to(tl.int64) * SCENE_WORDS
-                    reference = tl.load(scene_ptr + word, mask=inside, other=0)
+                    tl.store(keyframes_ptr + open_segment, keyframe)
+                    tl.atomic_add(keyframe_refs_ptr + keyframe, 1)
+                    keyframe_ptr = keyframe_rows_ptr + keyframe.to(tl.int64) * KEYFRAME_WORDS
+                    reference = tl.load(keyframe_ptr + word, mask=inside, other=0)
                     length = _encode(stage + end, scratch, frame, reference, SIZE, N_TOPS, WORDS, STEP)
             else:
                 before = (place + PLACES - 1) % PLACES
-                reference = tl.load(my_recent + before * SCENE_WORDS + word, mask=inside, other=0)
+                reference = tl.load(my_recent + before * KEYFRAME_WORDS + word, mask=inside, other=0)
                 length = _encode(stage + end, scratch, frame, reference, SIZE, N_TOPS, WORDS, STEP)
             frame_id = open_segment * PER + count
             tl.debug_barrier()
-            tl.store(my_recent + place * SCENE_WORDS + word, frame, mask=inside)
+            tl.store(my_recent + place * KEYFRAME_WORDS + word, frame, mask=inside)
             tl.store(recent_ids_ptr + stream * PLACES + place, frame_id)
             tl.store(recent_segments_ptr + stream * PLACES + place, opened - 1)
             zero = tl.full([], 0, tl.int32)
@@ -627,8 +629,8 @@ def _write_kernel(
             end += length
             walk += tl.where(length < SIZE, length, 0)
             count += 1
-        cell = tl.load(job_ptr + 8 + which) + stream
-        tl.store(slots_ptr + cell * STACK + j, frame_id + 1)
+        index = tl.load(job_ptr + 8 + which) + stream
+        tl.store(frame_ids_ptr + index * STACK + j, frame_id + 1)
 
     tl.store(row_ptr + _OPEN, open_segment.to(tl.int64))
     tl.store(row_ptr + _OPENED, opened.to(tl.int64))
@@ -647,7 +649,7 @@ def _write_kernel(
         if start >= 0:
             needed_from = start
     tl.store(tails_ptr + stream, needed_from)
-    spare, _nearest = _spare(scene_refs_ptr, n_scenes, stream, 256)
+    spare, _nearest = _spare(keyframe_refs_ptr, n_keyframes, stream, 256)
     tl.store(counters_ptr + _SPARE, spare.to(tl.int64))
     # what the host may look at without waiting: this launch's number comes last
     tl.store(report_ptr + 4 * stream, tl.atomic_add(counters_ptr, 0))
@@ -660,8 +662,8 @@ def _write_kernel(
 def make_job(tables: DeviceTables, write: Write, launch: int, n_streams: int) -> list[int]:
     """What a write is told."""
     return [
-        write.step, write.oldest, write.parity, write.tail, capacity_of(tables), tables.scene_refs.numel(), launch,
-        write.last, *write.cells, *(write.relations or [0] * (len(write.cells) * n_streams)),
+        write.step, write.oldest, write.parity, write.tail, capacity_of(tables), tables.keyframe_refs.numel(), launch,
+        write.last, *write.indices, *(write.relations or [0] * (len(write.indices) * n_streams)),
     ]  # fmt: skip
 
 
@@ -680,52 +682,52 @@ class DeviceKernels:
     def __init__(self, tables: DeviceTables, shape: FrameShape) -> None:
         self.tables, self.shape = tables, shape
         words = torch.int64
-        heap, stage, scene_rows = tables.heap.view(words), tables.stage.view(words), tables.scene_rows.view(words)
+        heap, stage, keyframe_rows = tables.heap.view(words), tables.stage.view(words), tables.keyframe_rows.view(words)
         size, stack = shape.frame_bytes, shape.stack
         n_tops, frame_words = top_bytes(size), -(-size // 8)
-        scene_words = shape.scene_bytes // 8
+        keyframe_words = shape.keyframe_bytes // 8
         self._capacity = capacity_of(tables)
         read_tables = (
-            tables.heap, heap, tables.stage, stage, tables.starts, tables.scenes, scene_rows, tables.slots,
+            tables.heap, heap, tables.stage, stage, tables.starts, tables.keyframes, keyframe_rows, tables.frame_ids,
         )  # fmt: skip
         tops = triton.next_power_of_2(n_tops)
-        self._read_sizes = (shape.per_segment, size, n_tops, tops, frame_words, scene_words, _PARTS, _OWN)
+        self._read_sizes = (shape.per_segment, size, n_tops, tops, frame_words, keyframe_words, _PARTS, _OWN)
         self._n_chunks = -(-frame_words // (8 * _OWN))
         write_tables = (
-            tables.heap, tables.stage, tables.starts, tables.lengths, tables.scenes, tables.slots, tables.floors,
-            tables.streams, tables.recent.view(words), tables.recent_ids, tables.recent_segments, scene_rows,
-            tables.scene_refs, tables.published, tables.counters, tables.tails, tables.scratch,
+            tables.heap, tables.stage, tables.starts, tables.lengths, tables.keyframes, tables.frame_ids, tables.floors,
+            tables.streams, tables.recent.view(words), tables.recent_ids, tables.recent_segments, keyframe_rows,
+            tables.keyframe_refs, tables.published, tables.counters, tables.tails, tables.scratch,
         )  # fmt: skip
         self._write_sizes = (
             stack, shape.places, triton.next_power_of_2(shape.places), shape.per_segment, shape.least_frames,
-            shape.most_bytes, shape.room, size, n_tops, frame_words, scene_words,
+            shape.max_chain_bytes, shape.room, size, n_tops, frame_words, keyframe_words,
             triton.next_power_of_2(padded(size) // 8), tables.scratch.shape[1], BLOCK // 4,
         )  # fmt: skip
-        device, key = tables.slots.device, (size, stack, shape.per_segment, self._capacity >> 31 > 0)
+        device, key = tables.frame_ids.device, (size, stack, shape.per_segment, self._capacity >> 31 > 0)
         number, byte = torch.float32, torch.uint8
         self._read = Launcher(
             _read_kernel, device, key, read_tables, ((words,), (words, number, number, byte, byte)), _READ_WARPS
         )
         self._write = Launcher(_write_kernel, device, key, write_tables, ((words, words), (words,)), _WRITE_WARPS)
 
-    def read(self, cells: torch.Tensor, out: torch.Tensor, columns: Columns | None = None) -> None:
+    def read(self, indices: torch.Tensor, out: torch.Tensor, columns: Columns | None = None) -> None:
         """`read_rows_reference`; ``out`` is ``[set, row, stack, words of 8 bytes]``. ``columns`` are copied."""
-        n_sets, n_rows = cells.shape
+        n_sets, n_rows = indices.shape
         stack = self.shape.stack
         if columns is None:
-            others, action = (cells, cells, cells, cells), 0
+            others, action = (indices, indices, indices, indices), 0
         else:
             others, action = columns, columns.actions[0].numel() * columns.actions.element_size()
         numbers = (n_rows, self._capacity, n_sets, stack, 1 << (n_sets * stack - 1).bit_length(), *self._read_sizes)
         grid = (n_rows, _PARTS, self._n_chunks)
         wide = 1 << max(action - 1, 0).bit_length()
-        self._read.start((n_sets, action), grid, (out,), (cells, *others), (*numbers, action, wide))
+        self._read.start((n_sets, action), grid, (out,), (indices, *others), (*numbers, action, wide))
 
     def write(self, job: torch.Tensor, frames: torch.Tensor, report: torch.Tensor) -> None:
         """`write_rows_reference`; ``frames`` is ``[set, stream, stack, words of 8 bytes]``.
 
         ``report`` (int64 ``[stream, 4]``, which may lie in pinned memory) gets the end of the heap, the oldest place
-        that the stream needs, how many scenes are unused, and the launch's number.
+        that the stream needs, how many keyframes are unused, and the launch's number.
         """
         n_sets, n_streams = frames.shape[:2]
         numbers = (n_streams, self.shape.segments_per_stream, n_sets, *self._write_sizes)

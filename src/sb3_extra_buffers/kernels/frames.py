@@ -6,7 +6,7 @@ it runs as it is. `read_frames` (`kernels.reading`) works on the whole batch at 
 on one observation at a time; both read the same segments.
 
 A segment payload is ``flags, count``, then ``count`` lengths (two bytes each, four where ``wide``),
-then the differences, one after the other. The first one refers to the segment's scene (a whole frame; zeros
+then the differences, one after the other. The first one refers to the segment's keyframe (a whole frame; zeros
 where there is none), each other one to the frame before it.
 """
 
@@ -31,13 +31,13 @@ from sb3_extra_buffers.kernels.state import (
     Bytes,
     FrameState,
     Ints,
-    scene_bytes,
+    keyframe_bytes,
 )
 
 __all__ = [
     "bind_state",
+    "flat_indices",
     "join_stack",
-    "locate_cells",
     "pack_block",
     "read_frames",
     "release_rows",
@@ -58,14 +58,14 @@ def bind_state(state: FrameState) -> FrameState:
 
 def write_frames(
     state: FrameState,
-    slots: npt.NDArray[np.int32],  # [cell, stack]: frame ids + 1, so that untouched memory is ZERO
+    frame_ids: npt.NDArray[np.int32],  # [cell, stack]: frame ids + 1, so that untouched memory is ZERO
     frames: npt.NDArray[np.uint8],  # [row, stack, byte]
     streams: Ints,  # [row]
-    cells: Ints,  # [row]
+    indices: Ints,  # [row]
     first: int,
     per_segment: int,
-    most_bytes: int,
-    heavy: int,
+    max_chain_bytes: int,
+    compress_above: int,
     delta: bool,
     wide: bool,
     logged: bool,
@@ -81,7 +81,7 @@ def write_frames(
     With ``logged``, what ``slots`` held is kept in ``state.undo_ids`` and its frames stay in use until the write after
     this one, so that the caller can restore it.
     """
-    if logged and state.tallies[COMMITTED]:
+    if logged and state.counters[COMMITTED]:
         release_rows(state, per_segment)
     n_rows: int
     n_rows, stack, size = frames.shape
@@ -113,22 +113,22 @@ def write_frames(
                         break
             if place == NONE:
                 segment = state.open_segments[stream]
-                if segment >= 0 and is_full(state, stream, per_segment, most_bytes):
-                    if not seal_segment(state, stream, per_segment, size, heavy, wide):
+                if segment >= 0 and is_full(state, stream, per_segment, max_chain_bytes):
+                    if not seal_segment(state, stream, per_segment, size, compress_above, wide):
                         return row
                     segment = NONE
                 if segment < 0 or not delta:
-                    if state.tallies[N_UNUSED] == 0:
+                    if state.counters[N_UNUSED] == 0:
                         return row
-                    state.tallies[N_UNUSED] -= 1
-                    segment = state.free[state.tallies[N_UNUSED]]
+                    state.counters[N_UNUSED] -= 1
+                    segment = state.free[state.counters[N_UNUSED]]
                     state.counts[segment] = 0
                     state.live[segment] = 0
-                    state.scenes[segment] = NONE
+                    state.keyframes[segment] = NONE
                     state.lengths[segment] = 0
                     if delta:
                         state.open_segments[stream] = segment
-                        state.walks[stream] = 0
+                        state.chain_bytes[stream] = 0
                         state.starts[segment] = -1 - stream * room
                         state.stage_ends[stream] = 2 + per_segment * (4 if wide else 2)
                 place = state.heads[stream]
@@ -154,21 +154,21 @@ def write_frames(
                     set_length(state.stage, at + 2, position, length, wide)
                     state.stage_ends[stream] += length
                     # a whole frame is copied, not walked
-                    state.walks[stream] += length if length < size else 0
+                    state.chain_bytes[stream] += length if length < size else 0
                     state.stage[at] = 0
                     state.stage[at + 1] = position + 1
                 else:
-                    fresh = state.tallies[N_FRESH]
+                    fresh = state.counters[N_FRESH]
                     state.fresh[fresh] = row * stack + j
                     state.fresh_ids[fresh] = frame_id
-                    state.tallies[N_FRESH] += 1
+                    state.counters[N_FRESH] += 1
                 state.counts[segment] = position + 1
             places[j] = place
             if place == ZERO:
                 ids[j] = ZERO
             else:
                 ids[j] = recent_ids[stream, place]
-        cell = cells[row]
+        index = indices[row]
         for j in range(stack):
             held = ids[j]
             if held >= 0:
@@ -176,70 +176,81 @@ def write_frames(
                     state.live[held // per_segment] += 1
                 refs[held] += 1
         if logged:
-            entry = state.tallies[N_UNDO]
-            state.undo_cells[entry] = cell
+            entry = state.counters[N_UNDO]
+            state.undo_indices[entry] = index
             for j in range(stack):
-                state.undo_ids[entry, j] = slots[cell, j]
+                state.undo_ids[entry, j] = frame_ids[index, j]
             # from here on this row is restored if the write does not come to its end
-            state.tallies[N_UNDO] = entry + 1
+            state.counters[N_UNDO] = entry + 1
         for j in range(stack):
-            slots[cell, j] = ids[j] + 1
+            frame_ids[index, j] = ids[j] + 1
             last[stream, j] = places[j]
     return n_rows
 
 
 def release_rows(state: FrameState, per_segment: int) -> None:
     """Give up the frames of the rows that the last write replaced."""
-    for row in range(state.tallies[N_UNDO]):
+    for row in range(state.counters[N_UNDO]):
         for j in range(state.undo_ids.shape[1]):
             drop_frame(state, state.undo_ids[row, j] - 1, per_segment)
-    state.tallies[N_UNDO] = 0
-    state.tallies[COMMITTED] = 0
+    state.counters[N_UNDO] = 0
+    state.counters[COMMITTED] = 0
 
 
 def write_step(
     state: FrameState,
-    slots: npt.NDArray[np.int32],
+    frame_ids: npt.NDArray[np.int32],
     frames: npt.NDArray[np.uint8],
-    more_frames: npt.NDArray[np.uint8],
-    cell: int,
-    more_cell: int,
+    next_frames: npt.NDArray[np.uint8],
+    index: int,
+    next_index: int,
     first: int,
     per_segment: int,
-    most_bytes: int,
-    heavy: int,
+    max_chain_bytes: int,
+    compress_above: int,
     wide: bool,
 ) -> int:
     """`write_frames` with ``delta`` for two batches that hold a row of every stream, one after the other.
 
-    Their cells are consecutive, from ``cell`` and ``more_cell`` on.
+    Their indices are consecutive, from ``index`` and ``next_index`` on.
     """
     n_rows: int = frames.shape[0]
     streams = np.arange(n_rows)
     if first < n_rows:
         first = write_frames(
-            state, slots, frames, streams, streams + cell, first, per_segment, most_bytes, heavy, True, wide, True
+            state,
+            frame_ids,
+            frames,
+            streams,
+            streams + index,
+            first,
+            per_segment,
+            max_chain_bytes,
+            compress_above,
+            True,
+            wide,
+            True,
         )
         if first < n_rows:
             return first
     more = write_frames(
-        state, slots, more_frames, streams, streams + more_cell, first - n_rows, per_segment, most_bytes, heavy, True,
-        wide, True,
+        state, frame_ids, next_frames, streams, streams + next_index, first - n_rows, per_segment,
+        max_chain_bytes, compress_above, True, wide, True,
     )  # fmt: skip
     return n_rows + more
 
 
-def is_full(state: FrameState, stream: int, per_segment: int, most_bytes: int) -> bool:
+def is_full(state: FrameState, stream: int, per_segment: int, max_chain_bytes: int) -> bool:
     """Whether the open segment of ``stream`` takes no more frames: a reader should not have to walk too far."""
     segment = state.open_segments[stream]
-    return bool(state.counts[segment] >= per_segment or state.walks[stream] > most_bytes)
+    return bool(state.counts[segment] >= per_segment or state.chain_bytes[stream] > max_chain_bytes)
 
 
-def seal_segment(state: FrameState, stream: int, per_segment: int, size: int, heavy: int, wide: bool) -> bool:
+def seal_segment(state: FrameState, stream: int, per_segment: int, size: int, compress_above: int, wide: bool) -> bool:
     """Move the open segment of ``stream`` to the gap in the heap, packed if a frame of it takes more than ``heavy``.
 
     False where that is left to the caller: ``heavy`` is negative, there is no room, or its first frame is whole
-    and becomes a scene.
+    and becomes a keyframe.
     """
     segment = state.open_segments[stream]
     count = int(state.counts[segment])
@@ -249,14 +260,14 @@ def seal_segment(state: FrameState, stream: int, per_segment: int, size: int, he
     n_table = 2 + count * width
     length = begin + state.stage_ends[stream] - body
     start = state.gap[0]
-    n_sealed = state.tallies[N_SEALED]
-    if heavy < 0 or start + n_table + length > state.gap[1] or n_sealed == state.sealed.size:
+    n_sealed = state.counters[N_SEALED]
+    if compress_above < 0 or start + n_table + length > state.gap[1] or n_sealed == state.sealed.size:
         return False
     if get_length(state.stage, begin + 2, 0, wide) == size:
         return False
     copy_run(state.heap, start, state.stage, begin, n_table)
     packed = 0
-    if length > heavy * count:
+    if length > compress_above * count:
         to = start + n_table
         most = length * PAYING_TENTHS // 10
         packed = pack_block(state.stage[body:], length, state.heap[to : to + most], np.empty(TABLE, np.int32))
@@ -269,7 +280,7 @@ def seal_segment(state: FrameState, stream: int, per_segment: int, size: int, he
     state.lengths[segment] = n_table + length
     state.gap[0] = start + n_table + length
     state.sealed[n_sealed] = segment
-    state.tallies[N_SEALED] = n_sealed + 1
+    state.counters[N_SEALED] = n_sealed + 1
     state.open_segments[stream] = NONE
     return True
 
@@ -283,8 +294,8 @@ def drop_frame(state: FrameState, frame_id: int, per_segment: int) -> None:
         segment = frame_id // per_segment
         state.live[segment] -= 1
         if state.live[segment] == 0:
-            state.freed[state.tallies[N_FREED]] = segment
-            state.tallies[N_FREED] += 1
+            state.freed[state.counters[N_FREED]] = segment
+            state.counters[N_FREED] += 1
 
 
 def is_frame(state: FrameState, frames: npt.NDArray[np.uint8], row: int, j: int, stream: int, place: int) -> bool:
@@ -299,45 +310,45 @@ def is_frame(state: FrameState, frames: npt.NDArray[np.uint8], row: int, j: int,
 
 
 def encode_first(state: FrameState, stream: int, place: int, end: int, size: int) -> int:
-    """Encode a segment's first frame against the cheapest scene at hand; return its length.
+    """Encode a segment's first frame against the cheapest keyframe at hand; return its length.
 
-    The frame is stored whole, and thereby becomes a scene when its segment is sealed, if no
-    scene halves it or if the current one has cost a frame's worth of bytes by ageing.
+    The frame is stored whole, and thereby becomes a keyframe when its segment is sealed, if no
+    keyframe halves it or if the current one has cost a frame's worth of bytes by ageing.
     """
-    cost = state.scene_cost
+    cost = state.keyframe_cost
     segment = state.open_segments[stream]
-    scene = state.scene_of[stream]
+    keyframe = state.keyframe_of[stream]
     length = size
-    if scene >= 0:
-        length = encode_against(state, stream, place, scene, end, size)
-    if scene < 0 or 4 * length > 5 * cost[stream, 0]:
+    if keyframe >= 0:
+        length = encode_against(state, stream, place, keyframe, end, size)
+    if keyframe < 0 or 4 * length > 5 * cost[stream, 0]:
         best = length
         for other in state.pool:
-            if other >= 0 and other != scene:
+            if other >= 0 and other != keyframe:
                 length = encode_against(state, stream, place, other, end, size)
-                # a scene in hand is worth more than an equal one elsewhere
+                # a keyframe in hand is worth more than an equal one elsewhere
                 if 8 * length < 7 * best:
                     best = length
-                    state.scene_of[stream] = other
+                    state.keyframe_of[stream] = other
                     cost[stream, 0] = length
                     cost[stream, 1] = 0
-        scene = state.scene_of[stream]
-        if scene >= 0:
-            length = encode_against(state, stream, place, scene, end, size)
+        keyframe = state.keyframe_of[stream]
+        if keyframe >= 0:
+            length = encode_against(state, stream, place, keyframe, end, size)
     cost[stream, 0] = min(cost[stream, 0], length)
     cost[stream, 1] += length - cost[stream, 0]
-    if scene < 0 or 2 * length > size or cost[stream, 1] > size:
+    if keyframe < 0 or 2 * length > size or cost[stream, 1] > size:
         put_whole(state.stage, end, state.recent, stream, place, size)
         return size
-    state.scenes[segment] = scene
-    state.scene_refs[scene] += 1
+    state.keyframes[segment] = keyframe
+    state.keyframe_refs[keyframe] += 1
     return length
 
 
-def encode_against(state: FrameState, stream: int, place: int, scene: int, end: int, size: int) -> int:
-    """Encode a recent frame at ``end`` of the stage as its difference to a scene; return the length."""
-    at = scene * scene_bytes(size)
-    return encode_frame(state.stage, end, state.recent, stream, place, state.scene_rows, at, size, state.scratch)
+def encode_against(state: FrameState, stream: int, place: int, keyframe: int, end: int, size: int) -> int:
+    """Encode a recent frame at ``end`` of the stage as its difference to a keyframe; return the length."""
+    at = keyframe * keyframe_bytes(size)
+    return encode_frame(state.stage, end, state.recent, stream, place, state.keyframe_rows, at, size, state.scratch)
 
 
 def set_length(stage: Bytes, table: int, position: int, length: int, wide: bool) -> None:
@@ -357,7 +368,7 @@ def get_length(stage: Bytes, table: int, position: int, wide: bool) -> int:
     return length
 
 
-def locate_cells(
+def flat_indices(
     steps: Ints,  # [row]
     streams: Ints,  # [row]
     n_steps: int,
@@ -370,9 +381,9 @@ def locate_cells(
         step, stream = steps[row], streams[row]
         if step < -n_steps or step >= n_steps or stream < -n_streams or stream >= n_streams:
             return row
-        cell = (step % n_steps) * n_streams + stream % n_streams
+        index = (step % n_steps) * n_streams + stream % n_streams
         for place in range(len(bases)):
-            sets[place, row] = bases[place] + cell
+            sets[place, row] = bases[place] + index
     return -1
 
 

@@ -24,11 +24,12 @@ from sb3_extra_buffers.kernels.intrinsics import (
     store_word,
     stream_bytes,
 )
-from sb3_extra_buffers.kernels.state import PACKED_LZ4, FrameState, scene_bytes
+from sb3_extra_buffers.kernels.state import PACKED_LZ4, FrameState, keyframe_bytes
 
 # not parallel=True: numba's default thread layer aborts when two threads enter it at once
 # What others call is compiled into them: a cache entry of its own would outlive changes to what it calls. And what has
-# one should meet one signature (`as_whole`): two processes that cache two at once can leave one under the other's name.
+# one should meet one signature (`as_contiguous`): two processes that cache two at
+# once can leave one under the name of the other.
 _INNER: dict[str, Any] = {"nogil": True}
 _OPTIONS: dict[str, Any] = {**_INNER, "cache": True}
 
@@ -72,7 +73,7 @@ for _function in (
     plain.encode_first,
     plain.get_length,
     plain.seal_segment,
-    scene_bytes,
+    keyframe_bytes,
     plain.set_length,
 ):
     register_jitable(**_INNER)(_function)
@@ -250,7 +251,7 @@ def pack_block(source: Any, size: int, target: Any, table: Any) -> int:
 
 @njit(**_OPTIONS)
 def read_frames(
-    state: Any, slots: Any, sets: Any, out: Any, size: int, per_segment: int, wide: bool, first: int, stop: int
+    state: Any, frame_ids: Any, sets: Any, out: Any, size: int, per_segment: int, wide: bool, first: int, stop: int
 ) -> int:
     """Decode rows ``first`` to ``stop``, each one's segments walked once from front to back."""
     n_tops = (size + BLOCK - 1) // BLOCK
@@ -259,7 +260,7 @@ def read_frames(
     a = np.empty(n_tops * (BLOCK // 8) + 8, np.int32)
     b = np.empty(n_tops * (BLOCK // 64) + 8, np.int32)
     n_sets, n_rows = sets.shape
-    stack = slots.shape[1]
+    stack = frame_ids.shape[1]
     n_frames = n_sets * stack
     ids = np.empty(n_frames, np.int64)
     targets = np.empty(n_frames, np.int64)
@@ -271,7 +272,7 @@ def read_frames(
     for r in range(first, stop):
         # by id, so that frames of one segment come together and in order
         for i in range(n_frames):
-            frame_id = np.int64(slots[sets[i // stack, r], i % stack]) - 1
+            frame_id = np.int64(frame_ids[sets[i // stack, r], i % stack]) - 1
             j = i
             while j > 0 and ids[j - 1] > frame_id:
                 ids[j] = ids[j - 1]
@@ -323,9 +324,9 @@ def read_frames(
                 body, at, end = unpacked, 0, needed
             elif source[start] != 0:
                 return segment
-            scene = state.scenes[segment]
-            if scene >= 0:
-                copy_bytes(row, 0, state.scene_rows, scene * scene_bytes(size), size)
+            keyframe = state.keyframes[segment]
+            if keyframe >= 0:
+                copy_bytes(row, 0, state.keyframe_rows, keyframe * keyframe_bytes(size), size)
             else:
                 for byte in range(size):
                     row[byte] = 0
@@ -394,32 +395,53 @@ def join_stack(frames: Any, observations: Any) -> None:
 
 # What Python calls is defined here, so that numba compiles it anew when this file changes; each argument has a name,
 # because finding out the type of ``*arguments`` takes 200 us a call.
-for _function in (plain.locate_cells, plain.release_rows, plain.write_frames, plain.write_step):
+for _function in (plain.flat_indices, plain.release_rows, plain.write_frames, plain.write_step):
     register_jitable(**_INNER)(_function)
 
 
 @njit(**_OPTIONS)
-def locate_cells(steps: Any, streams: Any, n_steps: int, n_streams: int, bases: Any, sets: Any) -> int:
-    return plain.locate_cells(steps, streams, n_steps, n_streams, bases, sets)
+def flat_indices(steps: Any, streams: Any, n_steps: int, n_streams: int, bases: Any, sets: Any) -> int:
+    return plain.flat_indices(steps, streams, n_steps, n_streams, bases, sets)
 
 
 @njit(**_OPTIONS)
 def write_step(
-    state: Any, slots: Any, frames: Any, more_frames: Any, cell: int, more_cell: int, first: int,
-    per_segment: int, most_bytes: int, heavy: int, wide: bool,
+    state: Any, frame_ids: Any, frames: Any, next_frames: Any, index: int, next_index: int, first: int,
+    per_segment: int, max_chain_bytes: int, compress_above: int, wide: bool,
 ) -> int:  # fmt: skip
     return plain.write_step(
-        state, slots, frames, more_frames, cell, more_cell, first, per_segment, most_bytes, heavy, wide
+        state,
+        frame_ids,
+        frames,
+        next_frames,
+        index,
+        next_index,
+        first,
+        per_segment,
+        max_chain_bytes,
+        compress_above,
+        wide,
     )
 
 
 @njit(**_OPTIONS)
 def write_frames(
-    state: Any, slots: Any, frames: Any, streams: Any, cells: Any, first: int,
-    per_segment: int, most_bytes: int, heavy: int, delta: bool, wide: bool, logged: bool,
+    state: Any, frame_ids: Any, frames: Any, streams: Any, indices: Any, first: int,
+    per_segment: int, max_chain_bytes: int, compress_above: int, delta: bool, wide: bool, logged: bool,
 ) -> int:  # fmt: skip
     return plain.write_frames(
-        state, slots, frames, streams, cells, first, per_segment, most_bytes, heavy, delta, wide, logged
+        state,
+        frame_ids,
+        frames,
+        streams,
+        indices,
+        first,
+        per_segment,
+        max_chain_bytes,
+        compress_above,
+        delta,
+        wide,
+        logged,
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.delta import padded, top_bytes
-from sb3_extra_buffers.kernels.state import Bytes, FrameState, Ints, scene_bytes
+from sb3_extra_buffers.kernels.state import Bytes, FrameState, Ints, keyframe_bytes
 
 # bytes of frames to decode at once, so that all that is made on the way stays in the caches
 _AT_ONCE = 2 << 20
@@ -17,7 +17,7 @@ _ONES = np.array([mask.bit_count() for mask in range(256)], np.uint8)
 
 def read_frames(
     state: FrameState,
-    slots: npt.NDArray[np.int32],  # [cell, stack]: frame ids + 1
+    frame_ids: npt.NDArray[np.int32],  # [cell, stack]: frame ids + 1
     sets: Ints,  # [set, row]: cells; those of one row have frames in common
     out: Bytes,  # [set, row, stack, byte]
     size: int,
@@ -28,11 +28,11 @@ def read_frames(
 ) -> int:
     """Decode rows ``first`` to ``stop`` into ``out``; return -1, or a segment that is damaged."""
     frames = out.reshape(-1, size)
-    numbers = np.arange(len(frames)).reshape(*sets.shape, slots.shape[1])
-    at_once = max(_AT_ONCE // (sets.shape[0] * slots.shape[1] * size), 1)
+    numbers = np.arange(len(frames)).reshape(*sets.shape, frame_ids.shape[1])
+    at_once = max(_AT_ONCE // (sets.shape[0] * frame_ids.shape[1] * size), 1)
     for begin in range(first, stop, at_once):
         rows = slice(begin, min(begin + at_once, stop))
-        ids = slots[sets[:, rows]].astype(np.int64).ravel() - 1
+        ids = frame_ids[sets[:, rows]].astype(np.int64).ravel() - 1
         damaged = _read_ids(state, ids, numbers[:, rows].ravel(), frames, per_segment, wide)
         if damaged >= 0:
             return damaged
@@ -61,7 +61,7 @@ def _read_ids(
             source, begins = state.heap, starts[mine]
             ends = begins + state.lengths[segments[mine]]
         damaged = _read_segments(
-            state, source, begins, ends, state.scenes[segments[mine]], np.searchsorted(mine, which[wanted]),
+            state, source, begins, ends, state.keyframes[segments[mine]], np.searchsorted(mine, which[wanted]),
             ids[wanted] % per_segment, places[wanted], frames, per_segment, wide, opened,
         )  # fmt: skip
         if damaged >= 0:
@@ -74,7 +74,7 @@ def _read_segments(
     source: Bytes,
     starts: Ints,
     ends: Ints,
-    scenes: npt.NDArray[np.int32],
+    keyframes: npt.NDArray[np.int32],
     which: npt.NDArray[np.intp],  # of each frame wanted: its segment
     positions: Ints,  # its place in it
     places: Ints,  # where it goes
@@ -113,9 +113,9 @@ def _read_segments(
     if damaged >= 0:
         return int(segment_of[sparse[damaged]])
     rows = np.zeros((len(starts), padded(size)), np.uint8)
-    known = np.flatnonzero(scenes >= 0)
-    whole_scenes = state.scene_rows.reshape(-1, scene_bytes(size))
-    rows[known, :size] = whole_scenes[scenes[known], :size]
+    known = np.flatnonzero(keyframes >= 0)
+    whole_keyframes = state.keyframe_rows.reshape(-1, keyframe_bytes(size))
+    rows[known, :size] = whole_keyframes[keyframes[known], :size]
     row_words = rows.reshape(-1).view(np.uint64)
     targets = segment_of[sparse][words.owners] * (rows.shape[1] // 8) + words.places
     # where each step of the walk begins

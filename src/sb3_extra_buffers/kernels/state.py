@@ -18,36 +18,36 @@ NONE = -2
 PACKED_ZSTD = 1
 PACKED_LZ4 = 2
 
-# what each entry of `FrameState.tallies` counts
+# what each entry of `FrameState.counters` counts
 N_UNUSED = 0  #: segments in ``free``
 N_FREED = 1  #: segments in ``freed``
 N_FRESH = 2  #: frames in ``fresh``
 N_SEALED = 3  #: segments in ``sealed``
 N_UNDO = 4  #: rows in ``undo_cells``
 COMMITTED = 5  #: 1 where these rows will not be restored any more, so that the next write gives their frames up
-N_TALLIES = 6
+N_COUNTERS = 6
 
 
 class FrameState(NamedTuple):
     """Tables of one frame store. A frame's id is ``segment * frames_per_segment + position``."""
 
     heap: Bytes  # sealed segments
-    scene_rows: Bytes  # [scene * whole lines of a frame]: whole frames that segments start from
-    scene_refs: npt.NDArray[np.int32]  # per scene: segments that start from it
+    keyframe_rows: Bytes  # [keyframe * whole lines of a frame]: whole frames that segments start from
+    keyframe_refs: npt.NDArray[np.int32]  # per keyframe: segments that start from it
     starts: Ints  # per segment: its place in heap, or -1 - its place in stage while it is open
     lengths: npt.NDArray[np.int32]  # per segment: bytes in heap, 0 while it is open
     counts: npt.NDArray[np.int32]  # per segment: frames in it
     live: npt.NDArray[np.int32]  # per segment: frames referred to
-    scenes: npt.NDArray[np.int32]  # per segment: its scene, or NONE
+    keyframes: npt.NDArray[np.int32]  # per segment: its keyframe, or NONE
     refs: npt.NDArray[np.int32]  # per frame: observations that contain it
     free: npt.NDArray[np.int32]  # ids of unused segments, a stack
     freed: npt.NDArray[np.int32]  # segments that lost their last reference
     sealed: npt.NDArray[np.int32]  # segments that were moved to the heap, in that order
     gap: Ints  # where the heap is free: begin and end
-    tallies: Ints  # how many of each: see `N_UNUSED` and those after it
+    counters: Ints  # how many of each: see `N_UNUSED` and those after it
     fresh: Ints  # new frames of this call, as row * stack + position
     fresh_ids: Ints  # their ids
-    undo_cells: Ints  # observations that the last write replaced
+    undo_indices: Ints  # observations that the last write replaced
     undo_ids: npt.NDArray[np.int32]  # [row, stack]: what ``slots`` held for them; these frames still count as in use
     stage: Bytes  # open segments, one room per stream
     stage_ends: Ints  # per stream: where its open segment ends, counted from its room
@@ -56,13 +56,13 @@ class FrameState(NamedTuple):
     recent_ids: npt.NDArray[np.int32]  # [stream, place]
     heads: Ints  # per stream: the place that is overwritten next
     last: Ints  # [stream, stack]: places of the frames of the stream's last observation
-    scene_of: npt.NDArray[np.int32]  # per stream: its scene, or NONE
-    scene_cost: Ints  # [stream, 2]: best size of a first frame against that scene; bytes lost to its age
-    walks: Ints  # per stream: bytes of differences in its open segment
-    pool: npt.NDArray[np.int32]  # the newest scenes
+    keyframe_of: npt.NDArray[np.int32]  # per stream: its keyframe, or NONE
+    keyframe_cost: Ints  # [stream, 2]: best size of a first frame against that keyframe; bytes lost to its age
+    chain_bytes: Ints  # per stream: bytes of differences in its open segment
+    pool: npt.NDArray[np.int32]  # the newest keyframes
     scratch: Bytes
 
 
-def scene_bytes(size: int) -> int:
-    """Bytes that a scene takes: whole lines, the last one padded with zeros."""
+def keyframe_bytes(size: int) -> int:
+    """Bytes that a keyframe takes: whole lines, the last one padded with zeros."""
     return (size + 63) // 64 * 64

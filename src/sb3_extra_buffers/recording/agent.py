@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sb3_extra_buffers.recording.buffers import BaseRecordBuffer
-from sb3_extra_buffers.recording.making import buffer_for
+from sb3_extra_buffers.recording.factory import buffer_for
 
 if TYPE_CHECKING:
     from stable_baselines3.common.vec_env import VecEnv

@@ -512,7 +512,7 @@ class RecordBuffer(BaseRecordBuffer):
     @property
     def frames(self) -> StoreView:
         """All frames, oldest first: indexes like an array, and decodes what is asked for."""
-        return StoreView(self._frames.store, (len(self),), cells=self._order())
+        return StoreView(self._frames.store, (len(self),), indices=self._order())
 
     def _clear_frames(self) -> None:
         self._frames.store.clear()

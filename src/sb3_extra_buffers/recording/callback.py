@@ -9,7 +9,7 @@ import numpy as np
 from stable_baselines3.common.callbacks import BaseCallback
 
 from sb3_extra_buffers.recording.buffers import BaseRecordBuffer
-from sb3_extra_buffers.recording.making import buffer_for
+from sb3_extra_buffers.recording.factory import buffer_for
 
 __all__ = ["RecordCallback"]
 

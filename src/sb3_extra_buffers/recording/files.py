@@ -123,8 +123,8 @@ def _with_frames(parts: LoadedParts, size: int) -> RecordBuffer:
     height, width = (whole(side, "height or width", 1, 1 << 31) for side in res)
     depth = whole(entry(about, "ch_num"), "ch_num", 1, 1 << 31)
     shapes = [(depth, height, width), (height, width, depth)] + [(height, width)] * (depth == 1)
-    fits = store.n_cells == size and store.n_streams == 1 and store.spec.shape in shapes
-    require(fits, f"a store of {store.n_cells} frames of {store.spec} is not one of {size} of {shapes[0]}")
+    fits = store.n_obs == size and store.n_streams == 1 and store.spec.shape in shapes
+    require(fits, f"a store of {store.n_obs} frames of {store.spec} is not one of {size} of {shapes[0]}")
     method = entry(about, "compression_method", kind=str)
     require(method == store.method, f"frames are stored with {store.method!r}, not with {method!r}")
     options = decode(entry(about, "compression_kwargs", kind=dict))

@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 
 from sb3_extra_buffers.recording.buffers import BaseRecordBuffer
-from sb3_extra_buffers.recording.making import buffer_for
+from sb3_extra_buffers.recording.factory import buffer_for
 
 __all__ = ["RecordWrapper"]
 

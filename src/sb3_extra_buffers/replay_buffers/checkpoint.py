@@ -238,8 +238,8 @@ def _use_store(storage: CompressedStorage, group: Group, bases: Any, store: Obse
         raise FileFormatError(f"the store of {group.keys} has {n_streams} streams where {due} are due")
     # each key has a row of cells of its own, in whole steps
     per_key = -(-n_rows // n_streams) * n_streams
-    if bases != [place * per_key for place in range(len(group.keys))] or store.n_cells != per_key * len(group.keys):
-        raise FileFormatError(f"{n_rows} items from {bases!r} on are not those of {store.n_cells}")
+    if bases != [place * per_key for place in range(len(group.keys))] or store.n_obs != per_key * len(group.keys):
+        raise FileFormatError(f"{n_rows} items from {bases!r} on are not those of {store.n_obs}")
     group.store = store
     for leaf, base in zip(group.leaves, bases, strict=True):
         leaf.store, leaf.base = store, base

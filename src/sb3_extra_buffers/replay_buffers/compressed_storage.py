@@ -151,12 +151,12 @@ class CompressedStorage(PortableStorage):
     def _init(self, data: Any, layout: Layout | None = None) -> None:
         """Make room for ``max_size`` items like ``data``, with keys laid out as in a file if ``layout`` says so."""
         try:
-            self._make_room(data, layout)
+            self._reserve(data, layout)
         except BaseException:
             self._forget()
             raise
 
-    def _make_room(self, data: Any, layout: Layout | None) -> None:
+    def _reserve(self, data: Any, layout: Layout | None) -> None:
         if self.device == "auto":
             first = data if is_tensor_collection(data) or isinstance(data, torch.Tensor) else tree_leaves(data)[0]
             self.device = first.device or torch.device("cpu")

@@ -13,7 +13,7 @@ import torch
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.replay_buffers.groups import Key, steps_of
 from sb3_extra_buffers.replay_buffers.stored_tensor import GroupLeaf, Positions, as_rows, to_numpy
-from sb3_extra_buffers.stores.device_observation import CellBatch, DeviceObservations, DevicePlace
+from sb3_extra_buffers.stores.device_observation import DeviceObservations, DevicePlace, IndexBatch
 from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.staging import torch_dtype
 from sb3_extra_buffers.stores.usage import MemoryUsage
@@ -110,15 +110,15 @@ class DeviceGroup:
         origin = step if due is None else origin
         store.write((step - origin) % self.n_steps, [self.spec.from_rows(part) for part in rows])
         self._turn = _Turn(store, origin, (step + 1) % self.n_steps)
-        cells = step * self.store.n_streams + np.arange(self.store.n_streams)
+        indices = step * self.store.n_streams + np.arange(self.store.n_streams)
         for loose in self._loose:
-            loose.drop(cells)
+            loose.drop(indices)
 
     def _complete(self, step: int) -> None:
         """Write a step whose turn it is when the last of its rows has come."""
-        cells = step * self.store.n_streams + np.arange(self.store.n_streams)
-        if self._is_next(step) and all(loose.holds(cells) for loose in self._loose):
-            self._write_step(step, [as_rows(self.spec, loose.get(cells)) for loose in self._loose])
+        indices = step * self.store.n_streams + np.arange(self.store.n_streams)
+        if self._is_next(step) and all(loose.holds(indices) for loose in self._loose):
+            self._write_step(step, [as_rows(self.spec, loose.get(indices)) for loose in self._loose])
 
     def _put_in_order(self, newest: int) -> None:
         """Write everything again, the step after ``newest`` first, if much of it is loose."""
@@ -131,8 +131,8 @@ class DeviceGroup:
         per_chunk = max(_CHUNK // n_streams, 1)
         for begin in range(0, self.n_steps, per_chunk):
             steps = (first + np.arange(begin, min(begin + per_chunk, self.n_steps))) % self.n_steps
-            cells = (steps[:, None] * n_streams + np.arange(n_streams)).reshape(-1)
-            rows = [as_rows(self.spec, part) for part in self._read(range(len(self.keys)), cells)]
+            indices = (steps[:, None] * n_streams + np.arange(n_streams)).reshape(-1)
+            rows = [as_rows(self.spec, part) for part in self._read(range(len(self.keys)), indices)]
             for place in range(len(steps)):
                 part = slice(place * n_streams, (place + 1) * n_streams)
                 fresh.write(begin + place, [self.spec.from_rows(row[part]) for row in rows])
@@ -164,9 +164,9 @@ class DeviceGroup:
         else:
             steps, streams = np.divmod(positions, store.n_streams)
             # those after the last whole step are loose
-            cells = (steps - origin) % self.n_steps * store.n_streams + streams
-            sets = np.stack([cells + place * store.n_cells for place in places])
-            batch = store.read(CellBatch(sets))
+            indices = (steps - origin) % self.n_steps * store.n_streams + streams
+            sets = np.stack([indices + place * store.n_obs for place in places])
+            batch = store.read(IndexBatch(sets))
         for part, place in zip(batch, places, strict=True):
             self._loose[place].fill(positions, part)
         return list(batch)

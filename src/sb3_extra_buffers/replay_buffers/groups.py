@@ -88,14 +88,14 @@ class Group:
         base, next_base = (leaf.base for leaf in self.leaves)
         rows, next_rows = batches
         for first, stop in steps_of(positions, n_streams):
-            cell = int(positions[first])
+            index = int(positions[first])
             if stop - first == n_streams:
-                store.write_step(cell + base, cell + next_base, rows[first:stop], next_rows[first:stop])
+                store.write_step(index + base, index + next_base, rows[first:stop], next_rows[first:stop])
                 continue
-            cells = positions[first:stop]
-            streams = cells % n_streams
-            store.write(cells + base, streams, rows[first:stop])
-            store.write(cells + next_base, streams, next_rows[first:stop])
+            indices = positions[first:stop]
+            streams = indices % n_streams
+            store.write(indices + base, streams, rows[first:stop])
+            store.write(indices + next_base, streams, next_rows[first:stop])
 
     def rewrite(self, n_streams: int, count: int) -> Group:
         """A group of as many rows with other streams that holds the first ``count`` of this one's."""

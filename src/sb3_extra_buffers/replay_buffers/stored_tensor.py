@@ -68,7 +68,7 @@ class Leaf:
         self.device = device
         # a stream is found by position, so every leaf begins with the first of them
         steps = -(-n_rows // store.n_streams)
-        self.base = store.add_cells(steps * store.n_streams)
+        self.base = store.allocate(steps * store.n_streams)
 
     @property
     def spec(self) -> ObsSpec:

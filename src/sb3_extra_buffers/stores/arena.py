@@ -59,7 +59,7 @@ def lengthen(column: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
     return longer
 
 
-def touched_bytes(array: npt.NDArray[Any]) -> int:
+def resident_bytes(array: npt.NDArray[Any]) -> int:
     """Bytes of the pages of an array made by `zeros` that hold anything."""
     flat = array.reshape(-1).view(np.uint8)
     whole = flat[: flat.size // mmap.PAGESIZE * mmap.PAGESIZE].reshape(-1, mmap.PAGESIZE)

@@ -38,7 +38,7 @@ def choose_unseen(spec: ObsSpec) -> Choice | None:
 
 
 def choose(
-    layout: StackLayout, cells: Any, streams: Any, rows: ByteRows, n_streams: int, may_stay_dense: bool = True
+    layout: StackLayout, indices: Any, streams: Any, rows: ByteRows, n_streams: int, may_stay_dense: bool = True
 ) -> Choice:
     """Try the candidates on the first observations; the smallest wins, slow ones with a handicap."""
     spec, size = layout.frame_spec, layout.frame_bytes
@@ -55,7 +55,7 @@ def choose(
             continue
         codec = get_codec(method).bind(spec)
         if isinstance(codec, DeltaCodec):
-            sizes[method] = _try_delta(layout, codec, cells, streams, rows, n_streams)
+            sizes[method] = _try_delta(layout, codec, indices, streams, rows, n_streams)
         else:
             sizes[method] = sum(map(len, codec.encode_batch(frames))) / max(len(frames), 1)
         scores[method] = max(sizes[method], 1.0) * weight / _WORTH
@@ -65,10 +65,10 @@ def choose(
 
 
 def _try_delta(
-    layout: StackLayout, codec: DeltaCodec, cells: Any, streams: Any, rows: ByteRows, n_streams: int
+    layout: StackLayout, codec: DeltaCodec, indices: Any, streams: Any, rows: ByteRows, n_streams: int
 ) -> float:
-    """Bytes per frame, the first scenes apart: there are few more in the long run, as a rule."""
-    store = SegmentStore(layout, int(cells.max()) + 1, n_streams, codec)
-    store.write(cells, streams, rows)
+    """Bytes per frame, the first keyframes apart: there are few more in the long run, as a rule."""
+    store = SegmentStore(layout, int(indices.max()) + 1, n_streams, codec)
+    store.write(indices, streams, rows)
     nbytes, n_frames = store.difference_bytes()
     return nbytes / max(n_frames, 1)

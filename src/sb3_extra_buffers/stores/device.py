@@ -18,7 +18,7 @@ from sb3_extra_buffers.kernels import delta_torch as kernels
 from sb3_extra_buffers.kernels.delta_torch import SLACK, DeviceTables, FrameShape, Write, capacity_of
 from sb3_extra_buffers.kernels.state import NONE
 from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.staging import Layout, Lent, Staging, torch_dtype
+from sb3_extra_buffers.stores.staging import Layout, Lease, Staging, torch_dtype
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 __all__ = ["DeviceFrameStore", "DeviceWrite", "has_triton", "suits_device"]
@@ -55,7 +55,7 @@ class DeviceWrite:
     may_fail = False
 
     def __init__(
-        self, store: DeviceFrameStore, number: int, after: dict[str, Any], staged: Lent | None, write: Write
+        self, store: DeviceFrameStore, number: int, after: dict[str, Any], staged: Lease | None, write: Write
     ) -> None:
         self.store, self.number, self.staged, self.write = store, number, staged, write
         # the store's attributes once the step is written
@@ -126,9 +126,9 @@ class DeviceFrameStore:
         self._report = self._make_report()
         self._notes = self._report.numpy()
         # no kernel has said yet how many are unused
-        self._notes[:, 2] = self.tables.scene_refs.numel()
+        self._notes[:, 2] = self.tables.keyframe_refs.numel()
         self._wrapped = False
-        self._last_cell = 0  # the first of those written last
+        self._last_index = 0  # the first of those written last
         self._bound: Any = None
         self._start_staging()
 
@@ -145,9 +145,9 @@ class DeviceFrameStore:
 
     def _allocate(self) -> DeviceTables:
         shape, streams, device = self.shape, self.n_streams, self.device
-        n_cells = self.n_steps * streams * self.n_sets
+        n_obs = self.n_steps * streams * self.n_sets
         n_segments = shape.segments_per_stream * streams
-        n_scenes = 4 * streams + 8
+        n_keyframes = 4 * streams + 8
 
         def new(size: Any, dtype: torch.dtype, fill: int = 0) -> torch.Tensor:
             return torch.full(size, fill, dtype=dtype, device=device)
@@ -160,15 +160,15 @@ class DeviceFrameStore:
             stage=new((streams * shape.room,), torch.uint8),
             starts=new((n_segments,), torch.int64),
             lengths=new((n_segments,), torch.int32),
-            scenes=new((n_segments,), torch.int32, NONE),
-            slots=new((n_cells, shape.stack), torch.int32),
+            keyframes=new((n_segments,), torch.int32, NONE),
+            frame_ids=new((n_obs, shape.stack), torch.int32),
             floors=new((self.n_steps, streams), torch.int32),
             streams=rows,
-            recent=new((streams, shape.places, shape.scene_bytes), torch.uint8),
+            recent=new((streams, shape.places, shape.keyframe_bytes), torch.uint8),
             recent_ids=new((streams, shape.places), torch.int32, NONE),
             recent_segments=new((streams, shape.places), torch.int32),
-            scene_rows=new((n_scenes, shape.scene_bytes), torch.uint8),
-            scene_refs=new((n_scenes,), torch.int32),
+            keyframe_rows=new((n_keyframes, shape.keyframe_bytes), torch.uint8),
+            keyframe_refs=new((n_keyframes,), torch.int32),
             published=new((2, streams, kernels.N_PUBLISHED), torch.int32, NONE),
             counters=new((4,), torch.int64),
             tails=new((streams,), torch.int64, kernels.NOWHERE),
@@ -217,21 +217,21 @@ class DeviceFrameStore:
             raise IndexOutOfRangeError(f"step {step} is outside of a ring of {self.n_steps} steps")
         # until this is written nothing is known of what comes next: others may get the memory of the last rows
         before, self._last = self._last, None
-        self._grow_scenes()
+        self._grow_keyframes()
         staged = self._stage(batches)
         rows = staged.arrays[1]
-        first, n_cells = step * self.n_streams, self.n_steps * self.n_streams
-        cells = tuple(range(first, first + self.n_sets * n_cells, n_cells))
+        first, n_obs = step * self.n_streams, self.n_steps * self.n_streams
+        indices = tuple(range(first, first + self.n_sets * n_obs, n_obs))
         write = Write(
-            step, (step + 1) % self.n_steps if self._wrapped else 0, cells, self._launches & 1, 0,
-            self._last_cell, self._relate(before, rows),
+            step, (step + 1) % self.n_steps if self._wrapped else 0, indices, self._launches & 1, 0,
+            self._last_index, self._relate(before, rows),
         )  # fmt: skip
         number = self._launches + 1
         after: dict[str, Any] = {"_launches": number, "_unfinished": None}
         if step == self.n_steps - 1:
             after["_wrapped"] = True
         if self._whole:
-            after["_last"], after["_last_cell"] = rows[-1], cells[-1]
+            after["_last"], after["_last_index"] = rows[-1], indices[-1]
         use, tail = self._known()
         if use + self._advance(1) <= capacity_of(self.tables):
             return self._plan_launch(staged, write._replace(tail=tail), number, after)
@@ -244,7 +244,7 @@ class DeviceFrameStore:
         elif self._unfinished is not None:
             self.clear()
 
-    def _plan_launch(self, staged: Lent, write: Write, number: int, after: dict[str, Any]) -> DeviceWrite:
+    def _plan_launch(self, staged: Lease, write: Write, number: int, after: dict[str, Any]) -> DeviceWrite:
         if self._triton:
             self._kernels(self.tables)  # what could fail, now
             return DeviceWrite(self, number, after, staged, write)
@@ -252,7 +252,7 @@ class DeviceFrameStore:
         aside = self._write_aside(staged, write, number)
         return DeviceWrite(self, number, after | aside, None, write)
 
-    def _write_aside(self, staged: Lent, write: Write, number: int) -> dict[str, Any]:
+    def _write_aside(self, staged: Lease, write: Write, number: int) -> dict[str, Any]:
         """The attributes that a write changes, made beside those of now."""
         tables = DeviceTables(*(
             table if name in _SHARED else table.clone() for name, table in self.tables._asdict().items()
@@ -262,12 +262,12 @@ class DeviceFrameStore:
         self._wait()
         return {"tables": tables, "_report": report, "_notes": report.numpy()}
 
-    def _stage(self, batches: Sequence[np.ndarray[Any, Any]]) -> Lent:
+    def _stage(self, batches: Sequence[np.ndarray[Any, Any]]) -> Lease:
         """Copy what is to be written to where the device can read it, with room for what the kernel is told."""
         spec = self.layout.spec
         if len(batches) != self.n_sets:
             raise SpecMismatchError(f"expected {self.n_sets} batches, one of each set, got {len(batches)}")
-        staged = self._staging.lend(self._job)
+        staged = self._staging.acquire(self._job)
         places = staged.arrays[1].view(spec.dtype).reshape(-1, self.n_streams, *spec.shape)
         for place, batch in zip(places, batches, strict=True):
             if len(batch) != self.n_streams:
@@ -309,7 +309,7 @@ class DeviceFrameStore:
             frames = flat.view(n_sets, n_streams, layout.stack, size)
         return frames if words == size else torch.nn.functional.pad(frames, (0, words - size))
 
-    def _launch(self, tables: DeviceTables, report: torch.Tensor, staged: Lent, write: Write, number: int) -> None:
+    def _launch(self, tables: DeviceTables, report: torch.Tensor, staged: Lease, write: Write, number: int) -> None:
         """Write to ``tables``; with Triton, by a single launch that notes its ``number`` in ``report``."""
         if not self._triton:
             rows = torch.from_numpy(staged.arrays[1].view(np.uint8))
@@ -323,7 +323,7 @@ class DeviceFrameStore:
         if self._whole:
             # read where it lies: there is less of it than a copy is worth
             self._kernels(tables).write(*staged.tensors, report)
-            self._staging.read(staged)
+            self._staging.release(staged)
         else:
             job, rows = self._staging.send(staged)
             self._kernels(tables).write(job, self._frames(rows), report)
@@ -350,11 +350,11 @@ class DeviceFrameStore:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _plan_near_limit(self, staged: Lent, write: Write, number: int, after: dict[str, Any]) -> DeviceWrite:
+    def _plan_near_limit(self, staged: Lease, write: Write, number: int, after: dict[str, Any]) -> DeviceWrite:
         """Wait, look, and make room; where there is none, write aside, and see whether it fits."""
         self._wait()
         if self._launches and self._known()[0] + self._advance(_AHEAD) > capacity_of(self.tables):
-            self._make_room()
+            self._reserve()
         use, tail = self._known()
         if use + self._advance(1) <= capacity_of(self.tables):
             return self._plan_launch(staged, write._replace(tail=tail), number, after)
@@ -368,14 +368,14 @@ class DeviceFrameStore:
             raise HeapFullError(needed, self._live_bytes(), capacity if self.limit is None else self.limit)
         return DeviceWrite(self, number, after | aside, None, write)
 
-    def _try(self, staged: Lent, write: Write, number: int) -> tuple[dict[str, Any], int]:
+    def _try(self, staged: Lease, write: Write, number: int) -> tuple[dict[str, Any], int]:
         """What a write makes of the attributes, and 0; or how many bytes would be needed."""
         aside = self._write_aside(staged, write._replace(tail=self._known()[1]), number)
         counters, before = aside["tables"].counters, self.tables.counters
         missing = int(counters[kernels.NEEDED])
         return aside, missing and missing + int(counters[kernels.HEAD]) - int(before[kernels.HEAD])
 
-    def _make_room(self) -> None:
+    def _reserve(self) -> None:
         """Pack the heap if much of it is dead, lengthen it if not, as far as ``heap_bytes`` allows."""
         use = self._known()[0]
         capacity = capacity_of(self.tables)
@@ -442,38 +442,38 @@ class DeviceFrameStore:
         # one call, which no signal can interrupt: the report counts places of this heap
         self.__dict__.update(tables=packed, _report=report, _notes=report.numpy())
 
-    def _grow_scenes(self) -> None:
-        """Have unused scenes for every stream; what was there is copied on the device, in its turn."""
+    def _grow_keyframes(self) -> None:
+        """Have unused keyframes for every stream; what was there is copied on the device, in its turn."""
         if self._launches and self._notes[0, 2] < self.n_streams:
             tables = self.tables
-            n_scenes = tables.scene_refs.numel()
-            more = max(n_scenes // 2, 2 * self.n_streams)
+            n_keyframes = tables.keyframe_refs.numel()
+            more = max(n_keyframes // 2, 2 * self.n_streams)
             self.tables = tables._replace(
-                scene_rows=torch.nn.functional.pad(tables.scene_rows, (0, 0, 0, more)),
-                scene_refs=torch.nn.functional.pad(tables.scene_refs, (0, more)),
+                keyframe_rows=torch.nn.functional.pad(tables.keyframe_rows, (0, 0, 0, more)),
+                keyframe_refs=torch.nn.functional.pad(tables.keyframe_refs, (0, more)),
             )
             self._report[:, 2] = more
 
     # ---- reading ----
 
-    def read(self, cells: torch.Tensor) -> torch.Tensor:
+    def read(self, indices: torch.Tensor) -> torch.Tensor:
         """Decode ``cells`` (int64 ``[set, n]`` on the device) into fresh observations ``[set, n, *shape]``."""
         if self._unfinished is not None:
             self._recover()
         layout, size = self.layout, self.layout.frame_bytes
         words = -(-size // 8) * 8
-        if self.direct and cells.shape[1]:
+        if self.direct and indices.shape[1]:
             # nothing to rearrange: decode straight into what is returned
-            fresh = torch.empty((*cells.shape, *layout.spec.shape), dtype=torch.uint8, device=self.device)
-            self._kernels(self.tables).read(cells.contiguous(), fresh)
+            fresh = torch.empty((*indices.shape, *layout.spec.shape), dtype=torch.uint8, device=self.device)
+            self._kernels(self.tables).read(indices.contiguous(), fresh)
             return fresh
-        out = torch.empty((*cells.shape, layout.stack, words), dtype=torch.uint8, device=self.device)
-        if cells.shape[1] == 0:
+        out = torch.empty((*indices.shape, layout.stack, words), dtype=torch.uint8, device=self.device)
+        if indices.shape[1] == 0:
             pass
         elif self._triton:
-            self._kernels(self.tables).read(cells.contiguous(), out)
+            self._kernels(self.tables).read(indices.contiguous(), out)
         else:
-            damaged = kernels.read_rows_reference(self.tables, self.shape, cells, out)
+            damaged = kernels.read_rows_reference(self.tables, self.shape, indices, out)
             if damaged >= 0:
                 raise CorruptPayloadError(f"segment {damaged} of the heap is damaged and cannot be decoded")
         return join_frames(out if words == size else out[..., :size], layout)
@@ -483,52 +483,52 @@ class DeviceFrameStore:
         """Whether `read_batch` can be used: a GPU decodes straight into what is returned."""
         return self._triton and self._whole and self.layout.spec.dtype == np.uint8
 
-    def read_batch(self, lent: Lent) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def read_batch(self, lease: Lease) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`read` with what else belongs to the rows: fresh observations, numbers and actions, in one launch.
 
         ``lent`` holds cells ``[set, n]``, float32 ``[2, n, ...]`` and actions ``[n, ...]``, at least one row of each.
         """
         from sb3_extra_buffers.kernels.delta_triton import Columns
 
-        cells, floats_from, actions_from = lent.tensors
+        indices, floats_from, actions_from = lease.tensors
         device = self.device
-        fresh = torch.empty((*cells.shape, *self.layout.spec.shape), dtype=torch.uint8, device=device)
+        fresh = torch.empty((*indices.shape, *self.layout.spec.shape), dtype=torch.uint8, device=device)
         floats = torch.empty(floats_from.shape, dtype=torch.float32, device=device)
         actions = torch.empty(actions_from.shape, dtype=actions_from.dtype, device=device)
-        self._kernels(self.tables).read(cells, fresh, Columns(floats, floats_from, actions, actions_from))
+        self._kernels(self.tables).read(indices, fresh, Columns(floats, floats_from, actions, actions_from))
         return fresh, floats, actions
 
     # ---- the rest ----
 
     def clear(self) -> None:
-        """Forget every observation; keep scenes and the memory."""
+        """Forget every observation; keep keyframes and the memory."""
         if isinstance(self._unfinished, DeviceWrite):
             self._unfinished.finish()
         self._wait()
         tables = self.tables
         rows = tables.streams
-        refs = torch.zeros(tables.scene_refs.numel() + 1, dtype=torch.int32, device=self.device)
+        refs = torch.zeros(tables.keyframe_refs.numel() + 1, dtype=torch.int32, device=self.device)
         # may be run again from the start wherever it was interrupted
         self._unfinished = "clear"
         rows[:, kernels.OPEN] = -1
         rows[:, kernels.FLOOR] = rows[:, kernels.OPENED]
-        tables.slots.zero_()
+        tables.frame_ids.zero_()
         tables.recent_ids.fill_(NONE)
         tables.tails.fill_(kernels.NOWHERE)
         tables.counters.zero_()
         held = rows[:, kernels.HELD : kernels.HELD + kernels.N_HELD].flatten()
-        refs.index_add_(0, torch.where(held >= 0, held, tables.scene_refs.numel()), torch.ones_like(held).int())
-        tables.scene_refs.copy_(refs[:-1])
+        refs.index_add_(0, torch.where(held >= 0, held, tables.keyframe_refs.numel()), torch.ones_like(held).int())
+        tables.keyframe_refs.copy_(refs[:-1])
         self._report[:, 0], self._report[:, 1], self._report[:, 3] = 0, kernels.NOWHERE, self._launches
         self.__dict__.update(_wrapped=False, _last=None, _unfinished=None)
 
     def memory_usage(self) -> MemoryUsage:
         """What is held on the device (and, with ``pinned``, beside it)."""
         tables = self.tables
-        frames = tables.scene_rows.numel() + tables.recent.numel()
+        frames = tables.keyframe_rows.numel() + tables.recent.numel()
         payload = tables.heap.numel() + tables.stage.numel()
         total = sum(table.numel() * table.element_size() for table in tables)
-        dense = tables.slots.shape[0] * self.layout.spec.nbytes
+        dense = tables.frame_ids.shape[0] * self.layout.spec.nbytes
         return MemoryUsage(payload, total - payload - frames, frames, self._staging.nbytes, dense)
 
     def check(self) -> None:
@@ -550,23 +550,23 @@ class DeviceFrameStore:
                 raise AssertionError("a segment is cut in two")
         per_stream, per = self.shape.segments_per_stream, self.shape.per_segment
         rows = tables.streams
-        ids = tables.slots[tables.slots > 0] - 1
+        ids = tables.frame_ids[tables.frame_ids > 0] - 1
         stream = torch.div(ids, per * per_stream, rounding_mode="floor")
         age = (rows[stream, kernels.OPENED] - 1 - torch.div(ids, per, rounding_mode="floor") % per_stream) % per_stream
         if bool((age >= (rows[:, kernels.OPENED] - rows[:, kernels.FLOOR])[stream]).any()):
             raise AssertionError("a frame that is referred to lies in a segment that was given up")
-        refs = torch.zeros_like(tables.scene_refs)
+        refs = torch.zeros_like(tables.keyframe_refs)
         all_live = [
             s * per_stream + np.arange(int(row[kernels.FLOOR]), int(row[kernels.OPENED])) % per_stream
             for s, row in enumerate(rows)
         ]
-        used = tables.scenes[torch.from_numpy(np.concatenate(all_live))]
+        used = tables.keyframes[torch.from_numpy(np.concatenate(all_live))]
         held = rows[:, kernels.HELD : kernels.HELD + kernels.N_HELD].flatten().int()
-        for scene in torch.cat([used, held]).tolist():
-            if scene >= 0:
-                refs[scene] += 1
-        if not torch.equal(refs, tables.scene_refs):
-            raise AssertionError("references to scenes are counted wrongly")
+        for keyframe in torch.cat([used, held]).tolist():
+            if keyframe >= 0:
+                refs[keyframe] += 1
+        if not torch.equal(refs, tables.keyframe_refs):
+            raise AssertionError("references to keyframes are counted wrongly")
 
     def frozen(self) -> DeviceFrameStore:
         """A copy in the host's memory to be pickled, which later writes do not change."""

@@ -22,10 +22,10 @@ from sb3_extra_buffers.stores.layout import find_layout
 from sb3_extra_buffers.stores.mirror import HeapMirror, decode_runs
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.payloads import PayloadStore
-from sb3_extra_buffers.stores.staging import Lent, Staging, torch_dtype
+from sb3_extra_buffers.stores.staging import Lease, Staging, torch_dtype
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
-__all__ = ["CellBatch", "DeviceObservations", "DevicePlace", "PlannedWrite", "finish_writes"]
+__all__ = ["DeviceObservations", "DevicePlace", "IndexBatch", "PlannedWrite", "finish_writes"]
 
 Array = npt.NDArray[Any]
 
@@ -44,7 +44,7 @@ class DevicePlace:
 
 
 @dataclass
-class CellBatch:
+class IndexBatch:
     """Cells to read, ``[set, n]``, on the host and, once somebody needs it, on the device."""
 
     host: npt.NDArray[np.int64]
@@ -108,7 +108,7 @@ class DeviceObservations:
             self._inner = _OnHost(self, method)
 
     @property
-    def n_cells(self) -> int:
+    def n_obs(self) -> int:
         """Cells of one set."""
         return self.n_steps * self.n_streams
 
@@ -151,7 +151,7 @@ class DeviceObservations:
         pending = [*self._pending, (step, rows)]
         least, most = _TRIAL_ROWS
         n_rows = len(pending) * self.n_streams * len(rows)
-        enough = min(max(_TRIAL_BYTES // self.spec.nbytes, least), most, max(self.n_cells * self.n_sets // 2, 1))
+        enough = min(max(_TRIAL_BYTES // self.spec.nbytes, least), most, max(self.n_obs * self.n_sets // 2, 1))
         limit = self._heap_bytes
         if (
             n_rows >= enough
@@ -161,20 +161,20 @@ class DeviceObservations:
             return _StateWrite(self, self._choose_method(pending))
         return _StateWrite(self, {"_pending": pending})
 
-    def read(self, cells: CellBatch) -> torch.Tensor:
+    def read(self, indices: IndexBatch) -> torch.Tensor:
         """Fresh observations ``[set, n, *shape]`` on the device."""
         if isinstance(self._inner, (DeviceFrameStore, _Dense)):
-            return self._inner.read(cells.on(self.place.device))
+            return self._inner.read(indices.on(self.place.device))
         if self._inner is not None:
-            return self._inner.read(cells.host)
-        out = np.zeros((cells.host.size, self.spec.nbytes), np.uint8)
+            return self._inner.read(indices.host)
+        out = np.zeros((indices.host.size, self.spec.nbytes), np.uint8)
         newest = dict(self._pending)
-        for place, cell in enumerate(cells.host.ravel().tolist()):
-            chosen, rest = divmod(cell, self.n_cells)
+        for place, index in enumerate(indices.host.ravel().tolist()):
+            chosen, rest = divmod(index, self.n_obs)
             step, stream = divmod(rest, self.n_streams)
             if step in newest:
                 out[place] = newest[step][chosen][stream]
-        observations = self.spec.from_rows(out).reshape(*cells.host.shape, *self.spec.shape)
+        observations = self.spec.from_rows(out).reshape(*indices.host.shape, *self.spec.shape)
         return torch.from_numpy(observations).to(self.place.device)
 
     def _choose_method(self, pending: list[tuple[int, list[Array]]]) -> dict[str, Any]:
@@ -223,7 +223,7 @@ class DeviceObservations:
 
     def memory_usage(self) -> MemoryUsage:
         """What is held, wherever it is, and what the same observations would take dense."""
-        dense = self.n_cells * self.n_sets * self.spec.nbytes
+        dense = self.n_obs * self.n_sets * self.spec.nbytes
         if self._inner is None:
             held = sum(row.nbytes for _, sets in self._pending for row in sets)
             usage = MemoryUsage(held, 0, 0, 0, dense)
@@ -299,9 +299,9 @@ class _Dense:
 
     def __init__(self, of: DeviceObservations) -> None:
         device = torch.device("cpu") if of.place.pinned else of.place.device
-        shape = (of.n_cells * of.n_sets, *of.spec.shape)
+        shape = (of.n_obs * of.n_sets, *of.spec.shape)
         self.rows = torch.zeros(shape, dtype=torch_dtype(of.spec.dtype), device=device)
-        self._spec, self._n_cells, self._n_streams = of.spec, of.n_cells, of.n_streams
+        self._spec, self._n_obs, self._n_streams = of.spec, of.n_obs, of.n_streams
         self._place = of.place
 
     def plan(self, step: int, batches: Sequence[Array]) -> _DenseWrite:
@@ -315,12 +315,12 @@ class _Dense:
             # from pageable memory this waits until the rows have been read, so that they may change afterwards
             sources.append(source.to(rows.device) if rows.is_cuda else source)
             targets.append(rows[at : at + self._n_streams])
-            at += self._n_cells
+            at += self._n_obs
         return _DenseWrite(targets, sources)
 
-    def read(self, cells: torch.Tensor) -> torch.Tensor:
-        found = self.rows[cells.reshape(-1).to(self.rows.device)].to(self._place.device)
-        return found.reshape(*cells.shape, *self._spec.shape)
+    def read(self, indices: torch.Tensor) -> torch.Tensor:
+        found = self.rows[indices.reshape(-1).to(self.rows.device)].to(self._place.device)
+        return found.reshape(*indices.shape, *self._spec.shape)
 
     def clear(self) -> None:
         self.rows.zero_()
@@ -369,10 +369,10 @@ class _HostWrite:
             if obs.dtype == _BYTE and obs.flags.c_contiguous and next_obs.flags.c_contiguous:
                 # fast path: the bytes are rows already
                 shape = (len(obs), store.spec.nbytes)
-                store.write_step(first, first + of._n_cells, obs.reshape(shape), next_obs.reshape(shape))
+                store.write_step(first, first + of._n_obs, obs.reshape(shape), next_obs.reshape(shape))
             else:
                 to_rows = store.spec.to_rows
-                store.write_step(first, first + of._n_cells, to_rows(obs), to_rows(next_obs))
+                store.write_step(first, first + of._n_obs, to_rows(obs), to_rows(next_obs))
         else:
             store.write(first + of._streams, of._streams, store.spec.to_rows(self.batches[0]))
         self.written = True
@@ -393,8 +393,8 @@ class _OnHost:
         # the same payloads, read many times faster
         method = "rle-jit" if method == "rle" and is_available("rle-jit") else method
         self.store = ObservationStore(of.spec, of.n_streams, method, of.options, of._heap_bytes)
-        self.store.add_cells(of.n_cells * of.n_sets)
-        self._n_cells, self._n_streams = of.n_cells, of.n_streams
+        self.store.allocate(of.n_obs * of.n_sets)
+        self._n_obs, self._n_streams = of.n_obs, of.n_streams
         self._streams = np.arange(of.n_streams)
         self._staging = Staging(of.place.device)
         # whole frames take so much room that two of them must do
@@ -404,43 +404,43 @@ class _OnHost:
     def plan(self, step: int, batches: Sequence[Array]) -> _HostWrite:
         return _HostWrite(self, step, batches)
 
-    def read(self, cells: npt.NDArray[np.int64]) -> torch.Tensor:
+    def read(self, indices: npt.NDArray[np.int64]) -> torch.Tensor:
         staging, inner = self._staging, self.store._inner
-        if staging.device.type == "cuda" and isinstance(inner, PayloadStore) and cells.size:
+        if staging.device.type == "cuda" and isinstance(inner, PayloadStore) and indices.size:
             codec = inner.codec
-            if isinstance(codec, RleCodec) and inner.guard is None and has_triton():
-                return self._read_runs(inner, codec, cells)
-            return self._read_frames(inner, cells)
+            if isinstance(codec, RleCodec) and inner.validator is None and has_triton():
+                return self._read_runs(inner, codec, indices)
+            return self._read_frames(inner, indices)
         spec = self.store.spec
-        rows = self.store.read(cells).reshape(-1, spec.nbytes)
-        observations = spec.from_rows(rows).reshape(*cells.shape, *spec.shape)
+        rows = self.store.read(indices).reshape(-1, spec.nbytes)
+        observations = spec.from_rows(rows).reshape(*indices.shape, *spec.shape)
         if staging.device.type == "cpu":
             return torch.from_numpy(observations)
         return staging.upload([observations])[0]
 
-    def _read_frames(self, inner: PayloadStore, cells: npt.NDArray[np.int64]) -> torch.Tensor:
-        lent: list[Lent] = []
+    def _read_frames(self, inner: PayloadStore, indices: npt.NDArray[np.int64]) -> torch.Tensor:
+        lease: list[Lease] = []
 
         def make(n_frames: int, size: int) -> Array:
             # no more sizes than need be, so that memory is laid out once for each
             n_rows = -(-n_frames // 64) * 64
             layout = self._frames.layout(((n_rows, size), np.dtype(np.uint8)), ((where,), np.dtype(np.int64)))
-            lent.append(self._frames.lend(layout))
-            return lent[0].arrays[0][:n_frames]
+            lease.append(self._frames.acquire(layout))
+            return lease[0].arrays[0][:n_frames]
 
-        where = cells.size * inner.layout.stack
+        where = indices.size * inner.layout.stack
         with self.store._lock:
-            inverse = inner.read_distinct(cells, make)[1]
-        lent[0].arrays[1][:] = inverse.ravel()
-        frames, order = self._frames.send(lent[0])
-        return join_frames(frames[order].view(*cells.shape, inner.layout.stack, -1), inner.layout)
+            inverse = inner.read_distinct(indices, make)[1]
+        lease[0].arrays[1][:] = inverse.ravel()
+        frames, order = self._frames.send(lease[0])
+        return join_frames(frames[order].view(*indices.shape, inner.layout.stack, -1), inner.layout)
 
-    def _read_runs(self, inner: PayloadStore, codec: RleCodec, cells: npt.NDArray[np.int64]) -> torch.Tensor:
+    def _read_runs(self, inner: PayloadStore, codec: RleCodec, indices: npt.NDArray[np.int64]) -> torch.Tensor:
         with self.store._lock:
             if self._mirror is None:
                 self._mirror = HeapMirror(self._staging)
             heap = self._mirror.follow(inner.heap)
-            starts, lengths = self._staging.upload(inner.find(cells))
+            starts, lengths = self._staging.upload(inner.find(indices))
         return join_frames(decode_runs(codec, heap, starts, lengths, inner.layout.frame_bytes), inner.layout)
 
     def clear(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.stores.device_observation import CellBatch, DeviceObservations, _Dense, _OnHost
+from sb3_extra_buffers.stores.device_observation import DeviceObservations, IndexBatch, _Dense, _OnHost
 from sb3_extra_buffers.stores.observation import ObservationStore
 
 Array = npt.NDArray[Any]
@@ -26,15 +26,20 @@ def to_host(of: DeviceObservations, steps: Sequence[int]) -> ObservationStore | 
     if isinstance(inner, _Dense):
         return list(inner.rows.cpu().numpy().reshape(of.n_sets, *of.shape))
     store = ObservationStore(of.spec, of.n_streams, of.method, of.options)
-    store.add_cells(of.n_cells * of.n_sets)
-    _write(of, steps, lambda cells: of.read(CellBatch(cells)).cpu().numpy(), lambda step, sets: _put(store, step, sets))
+    store.allocate(of.n_obs * of.n_sets)
+    _write(
+        of,
+        steps,
+        lambda indices: of.read(IndexBatch(indices)).cpu().numpy(),
+        lambda step, sets: _put(store, step, sets),
+    )
     return store
 
 
 def _put(store: ObservationStore, step: int, sets: Array) -> None:
     streams = np.arange(store.n_streams)
     for place, batch in enumerate(sets):
-        first = place * (store.n_cells // len(sets)) + step * store.n_streams
+        first = place * (store.n_obs // len(sets)) + step * store.n_streams
         store.write(first + streams, streams, store.spec.to_rows(batch))
 
 
@@ -45,10 +50,10 @@ def from_host(into: DeviceObservations, found: ObservationStore | Sequence[Array
             into._inner.store = found
             return
         store = found
-        _write(into, steps, lambda cells: into.spec.from_rows(store.read(cells.ravel())), into.write)
+        _write(into, steps, lambda indices: into.spec.from_rows(store.read(indices.ravel())), into.write)
     else:
-        flat = np.concatenate([rows.reshape(into.n_cells, *into.spec.shape) for rows in found])
-        _write(into, steps, lambda cells: flat[cells], into.write)
+        flat = np.concatenate([rows.reshape(into.n_obs, *into.spec.shape) for rows in found])
+        _write(into, steps, lambda indices: flat[indices], into.write)
 
 
 def _write(
@@ -56,8 +61,8 @@ def _write(
 ) -> None:
     for first in range(0, len(steps), _CHUNK):
         chunk = np.asarray(steps[first : first + _CHUNK])
-        cells = chunk[:, None] * of.n_streams + np.arange(of.n_streams)
-        sets = read((np.arange(of.n_sets)[:, None, None] * of.n_cells + cells).reshape(of.n_sets, -1))
+        indices = chunk[:, None] * of.n_streams + np.arange(of.n_streams)
+        sets = read((np.arange(of.n_sets)[:, None, None] * of.n_obs + indices).reshape(of.n_sets, -1))
         by_step = sets.reshape(of.n_sets, len(chunk), *of.step_shape).swapaxes(0, 1)
         for step, batches in zip(chunk.tolist(), by_step, strict=True):
             write(step, batches)

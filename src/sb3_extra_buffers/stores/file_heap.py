@@ -29,12 +29,12 @@ class FileHeap(Heap):
         super().__init__(limit=limit)
         self._arena = self._map(file, _STEP)
 
-    def attach(self, heap: Heap, slots: npt.NDArray[np.int32], starts: npt.NDArray[np.int64], end: int) -> None:
+    def attach(self, heap: Heap, payload_ids: npt.NDArray[np.int32], starts: npt.NDArray[np.int64], end: int) -> None:
         """Take over the payloads of ``heap``, which lie in this file at ``starts``; writing goes on at ``end``."""
         self.grow(len(heap.lengths))
         self.lengths[:] = heap.lengths
         self._arena = self._map(self.file, max(end, _STEP))
-        self._number_all(slots, starts, int(self.lengths[slots].sum(dtype=np.int64)))
+        self._number_all(payload_ids, starts, int(self.lengths[payload_ids].sum(dtype=np.int64)))
         self._head = end
 
     @property
@@ -83,10 +83,10 @@ class FileHeap(Heap):
         end = self.capacity
         return self._head, end if self.limit is None else min(end, self._head + self.limit - self.live_bytes)
 
-    def free(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self._release(slot)
-        self._unsaved[list(slots)] = True
+    def free(self, payload_ids: Sequence[int]) -> None:
+        for payload_id in payload_ids:
+            self._release(payload_id)
+        self._unsaved[list(payload_ids)] = True
 
     def clear(self) -> None:
         self.lengths[:] = 0
@@ -102,25 +102,25 @@ class FileHeap(Heap):
         self._arena = self._map(self.file, longer + longer // 8 + _STEP)
         return True
 
-    def _end_of(self, slots: npt.NDArray[np.int32]) -> int:
+    def _end_of(self, payload_ids: npt.NDArray[np.int32]) -> int:
         # nothing that was written is ever written over
-        return max(self._head, int((self.starts[slots] + self.lengths[slots]).max(initial=0)))
+        return max(self._head, int((self.starts[payload_ids] + self.lengths[payload_ids]).max(initial=0)))
 
     def compact(self, file: Path) -> None:
         """Move what is live to the beginning of another file, in the order in which it was written."""
-        slots = self._listed()
-        lengths = self.lengths[slots].astype(np.int64)
+        payload_ids = self._listed()
+        lengths = self.lengths[payload_ids].astype(np.int64)
         packed = np.cumsum(lengths) - lengths
         arena = self._map(file, self.live_bytes + _STEP)
-        for start, to, length in merge_runs(self.starts[slots], packed, lengths):
+        for start, to, length in merge_runs(self.starts[payload_ids], packed, lengths):
             arena.data[to : to + length] = self.data[start : start + length]
         moved = lengthen(self.starts, len(self.starts))
-        moved[slots] = packed
+        moved[payload_ids] = packed
         self._arena = arena._replace(starts=moved)
         self._head = self.live_bytes
-        self._order = lengthen(slots, len(slots) + 64)
-        self._numbers[slots] = np.arange(len(slots), dtype=np.uint32)
-        self._first, self._n_order, self._first_number = 0, len(slots), 0
+        self._order = lengthen(payload_ids, len(payload_ids) + 64)
+        self._numbers[payload_ids] = np.arange(len(payload_ids), dtype=np.uint32)
+        self._first, self._n_order, self._first_number = 0, len(payload_ids), 0
         self.n_repacks += 1
 
     def __reduce_ex__(self, protocol: Any) -> Any:

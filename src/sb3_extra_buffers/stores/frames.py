@@ -13,30 +13,30 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.delta import BLOCK, padded
 from sb3_extra_buffers.codecs.spec import ByteRows
-from sb3_extra_buffers.kernels import as_whole, frame_kernels
-from sb3_extra_buffers.kernels.prints import PAGE
+from sb3_extra_buffers.kernels import as_contiguous, frame_kernels
+from sb3_extra_buffers.kernels.fingerprints import PAGE
 from sb3_extra_buffers.kernels.state import (
     COMMITTED,
+    N_COUNTERS,
     N_FREED,
     N_FRESH,
     N_SEALED,
-    N_TALLIES,
     N_UNDO,
     N_UNUSED,
     NONE,
     FrameState,
-    scene_bytes,
+    keyframe_bytes,
 )
-from sb3_extra_buffers.stores.arena import lengthen, touched_bytes, zeros
+from sb3_extra_buffers.stores.arena import lengthen, resident_bytes, zeros
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
-Cells = npt.NDArray[np.int64]
-Slots = npt.NDArray[np.int32]
+Indices = npt.NDArray[np.int64]
+FrameIds = npt.NDArray[np.int32]
 Frames = npt.NDArray[np.uint8]  # [row, stack, byte]
 
-# scenes that a new segment may start from
+# keyframes that a new segment may start from
 _POOL = 8
 # segments that are freed or sealed together: each is a matter of microseconds, seeing to it is not
 LATER = 128
@@ -58,14 +58,14 @@ class FrameStore(ABC):
     """
 
     #: Looks at cells before they are read, where their payloads lie in a file that nobody has looked through.
-    guard: Callable[[Cells], None] | None = None
+    validator: Callable[[Indices], None] | None = None
     #: Whether the kernel lists new frames for a byte codec.
     lists_fresh = False
 
     def __init__(
         self,
         layout: StackLayout,
-        n_cells: int,
+        n_obs: int,
         n_streams: int,
         codec: Codec,
         heap_bytes: int | None = None,
@@ -79,10 +79,10 @@ class FrameStore(ABC):
         self.per_segment = per_segment
         self.n_streams = n_streams
         self.heap = Heap(limit=heap_bytes, path=path)
-        self.slots: npt.NDArray[np.int32] = zeros((n_cells, layout.stack), np.int32)
-        # pages of `slots` and scenes written since `saved`, so that a file need only be given those
-        self.touched = np.ones(-(-self.slots.nbytes // PAGE), np.bool_)
-        self.new_scenes: list[int] = []
+        self.frame_ids: npt.NDArray[np.int32] = zeros((n_obs, layout.stack), np.int32)
+        # pages of `slots` and keyframes written since `saved`, so that a file need only be given those
+        self.dirty_pages = np.ones(-(-self.frame_ids.nbytes // PAGE), np.bool_)
+        self.new_keyframes: list[int] = []
         self._compiled = compiled
         self._kernels = frame_kernels(compiled)
         self._wide = layout.frame_bytes > 0xFFFF
@@ -93,33 +93,33 @@ class FrameStore(ABC):
         places = max(layout.stack, 2)
         self._state = FrameState(
             heap=self.heap.data,
-            scene_rows=np.zeros(0, np.uint8),
-            scene_refs=np.zeros(0, np.int32),
+            keyframe_rows=np.zeros(0, np.uint8),
+            keyframe_refs=np.zeros(0, np.int32),
             starts=self.heap.starts,
             lengths=self.heap.lengths,
             counts=np.zeros(0, np.int32),
             live=np.zeros(0, np.int32),
-            scenes=np.zeros(0, np.int32),
+            keyframes=np.zeros(0, np.int32),
             refs=np.zeros(0, np.int32),
             free=np.zeros(0, np.int32),
             freed=np.zeros(0, np.int32),
             sealed=np.zeros(LATER, np.int32),
             gap=np.zeros(2, np.int64),
-            tallies=np.zeros(N_TALLIES, np.int64),
+            counters=np.zeros(N_COUNTERS, np.int64),
             fresh=np.zeros(0, np.int64),
             fresh_ids=np.zeros(0, np.int64),
-            undo_cells=np.zeros(0, np.int64),
+            undo_indices=np.zeros(0, np.int64),
             undo_ids=np.zeros((0, layout.stack), np.int32),
             stage=zeros(streams * room, np.uint8),
             stage_ends=np.zeros(streams, np.int64),
             open_segments=np.full(streams, NONE, np.int32),
-            recent=zeros((streams, places, scene_bytes(size)), np.uint8),
+            recent=zeros((streams, places, keyframe_bytes(size)), np.uint8),
             recent_ids=np.full((streams, places), NONE, np.int32),
             heads=np.zeros(streams, np.int64),
             last=np.full((streams, layout.stack), -1, np.int64),
-            scene_of=np.full(streams, NONE, np.int32),
-            scene_cost=np.zeros((streams, 2), np.int64),
-            walks=np.zeros(streams, np.int64),
+            keyframe_of=np.full(streams, NONE, np.int32),
+            keyframe_cost=np.zeros((streams, 2), np.int64),
+            chain_bytes=np.zeros(streams, np.int64),
             pool=np.full(_POOL, NONE, np.int32),
             scratch=np.zeros(n_tops * (BLOCK + BLOCK // 4) + 64, np.uint8),
         )
@@ -129,24 +129,24 @@ class FrameStore(ABC):
 
     # ---- writing ----
 
-    def write(self, cells: Cells, streams: Cells, rows: ByteRows) -> None:
+    def write(self, indices: Indices, streams: Indices, rows: ByteRows) -> None:
         """Store one row per cell. ``streams`` names the stream that each row continues."""
         frames = self.layout.split(rows, self._kernels)
-        cells, streams = as_whole(cells), as_whole(streams)
+        indices, streams = as_contiguous(indices), as_contiguous(streams)
         self._begin_write(len(rows))
-        self._touch(cells)
-        self._write(self.slots, cells, streams, frames)
+        self._mark_dirty(indices)
+        self._write(self.frame_ids, indices, streams, frames)
         self._dirty = False
         self._tidy()
 
-    def write_step(self, cell: int, more_cell: int, rows: ByteRows, more_rows: ByteRows) -> None:
-        """Store a row of every stream in the cells from ``cell`` on, then those that follow from ``more_cell`` on."""
+    def write_step(self, index: int, next_index: int, rows: ByteRows, next_rows: ByteRows) -> None:
+        """Store a row of every stream from ``index`` on, and the rows that follow them from ``next_index`` on."""
         streams = np.arange(len(rows))
-        self.write(streams + cell, streams, rows)
-        self.write(streams + more_cell, streams, more_rows)
+        self.write(streams + index, streams, rows)
+        self.write(streams + next_index, streams, next_rows)
 
     @abstractmethod
-    def _write(self, slots: Slots, cells: Cells, streams: Cells, frames: Frames) -> None:
+    def _write(self, frame_ids: FrameIds, indices: Indices, streams: Indices, frames: Frames) -> None:
         """Store frames in cells of ``slots``."""
 
     @abstractmethod
@@ -156,15 +156,15 @@ class FrameStore(ABC):
     def _begin_write(self, n_rows: int) -> None:
         """Have room for a write of ``n_rows``, which is taken back unless ``_dirty`` is cleared when it is done."""
         self.recover()
-        self._state.tallies[COMMITTED] = 1
-        if len(self._state.undo_cells) < n_rows:
+        self._state.counters[COMMITTED] = 1
+        if len(self._state.undo_indices) < n_rows:
             self._lengthen_lists(n_rows)
         self._dirty = True
 
     def _begin(self) -> None:
         """Begin a change that is no write: the last write stands, and its frames are given up."""
         self.recover()
-        self._state.tallies[COMMITTED] = 1
+        self._state.counters[COMMITTED] = 1
         self._dirty = True
         self._kernels.release_rows(self._tables(), self.per_segment)
 
@@ -177,13 +177,13 @@ class FrameStore(ABC):
     def commit(self) -> None:
         """Let the last write stand."""
         self.recover()
-        self._state.tallies[COMMITTED] = 1
+        self._state.counters[COMMITTED] = 1
 
     def undo_write(self) -> bool:
         """Take back the last write since `commit`, if nothing was changed since; whether there was one."""
         self.recover()
-        tallies = self._state.tallies
-        if tallies[COMMITTED] or not tallies[N_UNDO]:
+        counters = self._state.counters
+        if counters[COMMITTED] or not counters[N_UNDO]:
             return False
         self._dirty = True
         self.recover()
@@ -191,12 +191,12 @@ class FrameStore(ABC):
 
     def _rebuild(self) -> None:
         """Derive every table that follows from others."""
-        tallies = self._state.tallies
-        if not tallies[COMMITTED]:
-            for row in range(int(tallies[N_UNDO]) - 1, -1, -1):
-                self.slots[self._state.undo_cells[row]] = self._state.undo_ids[row]
-        tallies[[N_UNDO, N_FREED, N_FRESH, N_SEALED]] = 0
-        self.touched = np.ones(-(-self.slots.nbytes // PAGE), np.bool_)
+        counters = self._state.counters
+        if not counters[COMMITTED]:
+            for row in range(int(counters[N_UNDO]) - 1, -1, -1):
+                self.frame_ids[self._state.undo_indices[row]] = self._state.undo_ids[row]
+        counters[[N_UNDO, N_FREED, N_FRESH, N_SEALED]] = 0
+        self.dirty_pages = np.ones(-(-self.frame_ids.nbytes // PAGE), np.bool_)
         self._drop_freed()
         self.heap.rebuild()
         self._sync()
@@ -215,31 +215,31 @@ class FrameStore(ABC):
         """Derive from ``slots`` and ``counts`` which frames are in use and which segments are not."""
         state, per = self._state, self.per_segment
         state.refs[:] = 0
-        for part in np.array_split(self.slots.reshape(-1), max(self.slots.size >> 20, 1)):
+        for part in np.array_split(self.frame_ids.reshape(-1), max(self.frame_ids.size >> 20, 1)):
             ids, n_refs = np.unique(part[part > 0] - 1, return_counts=True)
             state.refs[ids] += n_refs.astype(np.int32)
         state.live[:] = np.count_nonzero(state.refs.reshape(-1, per), axis=1)
         unused = np.flatnonzero(state.counts == 0)[::-1]
         state.free[: len(unused)] = unused
-        state.tallies[N_UNUSED] = len(unused)
+        state.counters[N_UNUSED] = len(unused)
         known = np.flatnonzero(state.recent_ids >= 0)
         ids = state.recent_ids.reshape(-1)[known]
         state.recent_ids.reshape(-1)[known[ids % per >= state.counts[ids // per]]] = NONE
 
-    def _touch(self, cells: Cells) -> None:
+    def _mark_dirty(self, indices: Indices) -> None:
         width = 4 * self.layout.stack
-        self.touched[cells * width // PAGE] = True
-        self.touched[(cells * width + width - 1) // PAGE] = True
+        self.dirty_pages[indices * width // PAGE] = True
+        self.dirty_pages[(indices * width + width - 1) // PAGE] = True
 
-    def _touch_run(self, first: int, count: int) -> None:
+    def _mark_dirty_run(self, first: int, count: int) -> None:
         """`_touch` for cells in a row; cheap enough for every step."""
         width = 4 * self.layout.stack
-        self.touched[first * width // PAGE : ((first + count) * width - 1) // PAGE + 1] = True
+        self.dirty_pages[first * width // PAGE : ((first + count) * width - 1) // PAGE + 1] = True
 
     def saved(self) -> None:
         """What there is now has been saved."""
-        self.touched[:] = False
-        self.new_scenes.clear()
+        self.dirty_pages[:] = False
+        self.new_keyframes.clear()
         self.heap.saved(but=self._opened())
 
     def changed_segments(self) -> npt.NDArray[np.int64]:
@@ -259,11 +259,11 @@ class FrameStore(ABC):
             freed=lengthen(self._state.freed, n_frames + LATER),
             fresh=np.zeros(n_fresh, np.int64),
             fresh_ids=np.zeros(n_fresh, np.int64),
-            undo_cells=lengthen(self._state.undo_cells, n_rows),
+            undo_indices=lengthen(self._state.undo_indices, n_rows),
             undo_ids=undo_ids,
         )
 
-    def settle(self) -> None:
+    def collect_segments(self) -> None:
         """Give up what the last write replaced, and free the segments that nothing refers to any more."""
         self._begin()
         self._free_listed()
@@ -272,10 +272,10 @@ class FrameStore(ABC):
     def _free_listed(self) -> None:
         """Free the segments that writing has listed."""
         self._adopt()
-        tallies = self._state.tallies
-        if tallies[N_FREED]:
-            freed = np.unique(self._state.freed[: tallies[N_FREED]])
-            tallies[N_FREED] = 0
+        counters = self._state.counters
+        if counters[N_FREED]:
+            freed = np.unique(self._state.freed[: counters[N_FREED]])
+            counters[N_FREED] = 0
             self._free(freed)
 
     def _grow(self) -> None:
@@ -285,15 +285,15 @@ class FrameStore(ABC):
         state = self._state
         self.heap.grow(new)
         free = lengthen(np.zeros(0, np.int32), new)
-        unused = int(state.tallies[N_UNUSED])
+        unused = int(state.counters[N_UNUSED])
         # lowest ids last, so that they are taken first
         free[: new - old] = np.arange(new - 1, old - 1, -1)
         free[new - old : new - old + unused] = state.free[:unused]
-        state.tallies[N_UNUSED] = unused + new - old
+        state.counters[N_UNUSED] = unused + new - old
         self._replace(
             counts=lengthen(state.counts, new),
             live=lengthen(state.live, new),
-            scenes=lengthen(state.scenes, new),
+            keyframes=lengthen(state.keyframes, new),
             refs=lengthen(state.refs, new * per),
             free=free,
         )
@@ -309,9 +309,9 @@ class FrameStore(ABC):
         self._forget(dead)
         state.counts[dead] = 0
         state.recent_ids[np.isin(state.recent_ids // self.per_segment, dead) & (state.recent_ids >= 0)] = NONE
-        unused = int(state.tallies[N_UNUSED])
+        unused = int(state.counters[N_UNUSED])
         state.free[unused : unused + len(dead)] = dead
-        state.tallies[N_UNUSED] += len(dead)
+        state.counters[N_UNUSED] += len(dead)
         self._drop_view()
         self.heap.free(dead.tolist())
         self._sync()
@@ -321,34 +321,34 @@ class FrameStore(ABC):
 
     # ---- reading ----
 
-    def read(self, cells: Cells) -> ByteRows:
+    def read(self, indices: Indices) -> ByteRows:
         """Decode ``cells`` (``[n]``, or ``[set, n]`` to walk shared segments once) into fresh rows."""
         layout = self.layout
         if self._dirty:
             self.recover()
-        if self.guard is not None:
-            self.guard(cells)
-        frames = self._decode(self.slots, cells if cells.ndim == 2 else cells.reshape(1, -1))
+        if self.validator is not None:
+            self.validator(indices)
+        frames = self._decode(self.frame_ids, indices if indices.ndim == 2 else indices.reshape(1, -1))
         if layout.axis == "first":
-            return frames.reshape(*cells.shape, layout.spec.nbytes)
-        rows = layout.join(frames.reshape(cells.size, layout.stack, layout.frame_bytes), self._kernels)
-        return rows.reshape(*cells.shape, layout.spec.nbytes)
+            return frames.reshape(*indices.shape, layout.spec.nbytes)
+        rows = layout.join(frames.reshape(indices.size, layout.stack, layout.frame_bytes), self._kernels)
+        return rows.reshape(*indices.shape, layout.spec.nbytes)
 
     @abstractmethod
-    def _decode(self, slots: Slots, sets: Cells) -> npt.NDArray[np.uint8]:
+    def _decode(self, frame_ids: FrameIds, sets: Indices) -> npt.NDArray[np.uint8]:
         """The frames that ``slots`` names at ``sets`` (``[set, row]``), one after the other."""
 
     # ---- the rest ----
 
-    def erase(self, cells: Cells) -> None:
+    def erase(self, indices: Indices) -> None:
         """Make ``cells`` unwritten; segments that lose their last reader are freed."""
         self._begin()
         state = self._state
-        cells = np.unique(cells)
-        self._touch(cells)
-        ids = self.slots[cells].ravel().astype(np.int64) - 1
+        indices = np.unique(indices)
+        self._mark_dirty(indices)
+        ids = self.frame_ids[indices].ravel().astype(np.int64) - 1
         ids, counts = np.unique(ids[ids >= 0], return_counts=True)
-        self.slots[cells] = 0
+        self.frame_ids[indices] = 0
         state.refs[ids] -= counts.astype(np.int32)
         segments = ids[state.refs[ids] == 0] // self.per_segment
         np.subtract.at(state.live, segments, 1)
@@ -356,18 +356,18 @@ class FrameStore(ABC):
         self._dirty = False
 
     def clear(self) -> None:
-        """Forget every observation; keep scenes, recent frames and what the codec has learnt."""
+        """Forget every observation; keep keyframes, recent frames and what the codec has learnt."""
         self._begin()
         self._adopt()
         state = self._state
-        self.slots[...] = 0
-        self.touched[:] = True
+        self.frame_ids[...] = 0
+        self.dirty_pages[:] = True
         state.open_segments[:] = NONE
         state.recent_ids[:] = NONE
         state.last[:] = -1
         state.counts[:] = 0
-        state.scene_refs[:] = 0
-        state.tallies[N_FREED] = 0
+        state.keyframe_refs[:] = 0
+        state.counters[N_FREED] = 0
         self._drop_view()
         self.heap.clear()
         self._sync()
@@ -379,9 +379,9 @@ class FrameStore(ABC):
         """What is held, all tables counted in full."""
         if self._table_bytes is None:
             state = self._state
-            columns = state.scene_rows.nbytes + state.recent.nbytes + state.stage.nbytes
-            self._table_bytes = self._index_bytes() + self.slots.nbytes + columns
-        if self._state.tallies[N_SEALED]:
+            columns = state.keyframe_rows.nbytes + state.recent.nbytes + state.stage.nbytes
+            self._table_bytes = self._index_bytes() + self.frame_ids.nbytes + columns
+        if self._state.counters[N_SEALED]:
             self._begin()
             self._adopt()
             self._dirty = False
@@ -390,38 +390,38 @@ class FrameStore(ABC):
     def _index_bytes(self) -> int:
         state = self._state
         columns = (
-            state.counts, state.live, state.scenes, state.refs, state.free, state.freed, state.fresh, state.fresh_ids,
-            state.undo_cells, state.undo_ids,
+            state.counts, state.live, state.keyframes, state.refs, state.free, state.freed, state.fresh,
+            state.fresh_ids, state.undo_indices, state.undo_ids,
         )  # fmt: skip
         return self.heap.index_bytes + sum(column.nbytes for column in columns)
 
     def memory_usage(self) -> MemoryUsage:
-        self.settle()
+        self.collect_segments()
         state = self._state
-        tables = self._index_bytes() + touched_bytes(self.slots)
+        tables = self._index_bytes() + resident_bytes(self.frame_ids)
         opened = int(state.stage_ends[state.open_segments >= 0].sum())
         return MemoryUsage(
             payload=self.heap.live_bytes + opened,
             index=int(tables),
-            keyframes=touched_bytes(state.scene_rows) + touched_bytes(state.recent),
+            keyframes=resident_bytes(state.keyframe_rows) + resident_bytes(state.recent),
             # rooms of open segments, as far as they were ever used
-            other=max(touched_bytes(state.stage) - opened, 0),
+            other=max(resident_bytes(state.stage) - opened, 0),
             dense=0,
         )
 
     def check(self) -> None:
         """Raise if the tables disagree with each other or with the heap."""
-        self.settle()
+        self.collect_segments()
         self.heap.check()
         state, per = self._state, self.per_segment
-        used = self.slots[self.slots > 0].astype(np.int64) - 1
+        used = self.frame_ids[self.frame_ids > 0].astype(np.int64) - 1
         refs = np.bincount(used, minlength=state.refs.size)
         if not np.array_equal(refs, state.refs):
             raise AssertionError("references to frames are counted wrongly")
         live = (refs.reshape(-1, per) > 0).sum(axis=1)
         if not np.array_equal(live, state.live):
             raise AssertionError("live frames of segments are counted wrongly")
-        free = state.free[: state.tallies[N_UNUSED]]
+        free = state.free[: state.counters[N_UNUSED]]
         if len(np.unique(free)) != len(free) or state.counts[free].any():
             raise AssertionError("a segment in use is listed as unused")
         if len(free) + int((state.counts > 0).sum()) != len(state.counts):
@@ -432,17 +432,19 @@ class FrameStore(ABC):
             raise AssertionError("a sealed segment has no payload or no reader")
         if not np.array_equal(np.flatnonzero(state.lengths), sealed):
             raise AssertionError("the heap holds a payload of no segment")
-        scenes = state.scenes[np.flatnonzero(state.counts)]
-        if not np.array_equal(np.bincount(scenes[scenes >= 0], minlength=len(state.scene_refs)), state.scene_refs):
-            raise AssertionError("segments that start from scenes are counted wrongly")
+        keyframes = state.keyframes[np.flatnonzero(state.counts)]
+        if not np.array_equal(
+            np.bincount(keyframes[keyframes >= 0], minlength=len(state.keyframe_refs)), state.keyframe_refs
+        ):
+            raise AssertionError("segments that start from keyframes are counted wrongly")
 
-    def add_cells(self, n_cells: int) -> None:
+    def allocate(self, n_obs: int) -> None:
         """Append ``n_cells`` unwritten cells."""
         self._begin()
-        slots: npt.NDArray[np.int32] = zeros((len(self.slots) + n_cells, self.layout.stack), np.int32)
-        slots[: len(self.slots)] = self.slots
-        self.slots = slots
-        self.touched = np.ones(-(-slots.nbytes // PAGE), np.bool_)
+        frame_ids: npt.NDArray[np.int32] = zeros((len(self.frame_ids) + n_obs, self.layout.stack), np.int32)
+        frame_ids[: len(self.frame_ids)] = self.frame_ids
+        self.frame_ids = frame_ids
+        self.dirty_pages = np.ones(-(-frame_ids.nbytes // PAGE), np.bool_)
         self._dirty = False
 
     def use_heap(self, heap: Heap) -> None:
@@ -475,13 +477,13 @@ class FrameStore(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy that later writes do not change."""
-        self.settle()
+        self.collect_segments()
         state = self.__dict__.copy()
-        for name in ("_kernels", "_bound", "_table_bytes", "_dirty", "touched", "guard"):
+        for name in ("_kernels", "_bound", "_table_bytes", "_dirty", "dirty_pages", "validator"):
             state.pop(name, None)
         columns = self._state._replace(heap=np.zeros(0, np.uint8))._asdict()
         state["_state"] = {name: column.copy() for name, column in columns.items()}
-        state["slots"] = self.slots.copy()
+        state["frame_ids"] = self.frame_ids.copy()
         state["heap"] = self.heap.__getstate__()
         return state
 
@@ -490,7 +492,7 @@ class FrameStore(ABC):
         self.__dict__.update(stored)
         self.heap = object.__new__(Heap)
         self.heap.__setstate__(heap)
-        self.touched = np.ones(-(-self.slots.nbytes // PAGE), np.bool_)
+        self.dirty_pages = np.ones(-(-self.frame_ids.nbytes // PAGE), np.bool_)
         self._kernels = frame_kernels(self._compiled)
         self._state = FrameState(**columns)
         self._bound = self._table_bytes = None

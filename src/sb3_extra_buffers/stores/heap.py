@@ -41,14 +41,14 @@ class Heap:
     ``limit`` bounds the live bytes. ``path`` puts the arena into a file.
     """
 
-    def __init__(self, n_slots: int = 0, limit: int | None = None, path: Path | None = None) -> None:
+    def __init__(self, n_payloads: int = 0, limit: int | None = None, path: Path | None = None) -> None:
         self.limit = limit
         self.path = path
-        self.lengths = np.zeros(n_slots, np.int32)
+        self.lengths = np.zeros(n_payloads, np.int32)
         self.live_bytes = 0
         self.n_repacks = self._n_rebuilds = 0
         area = map_bytes(0, path)
-        self._arena = Arena(area, np.frombuffer(area, np.uint8), np.zeros(n_slots, np.int64))
+        self._arena = Arena(area, np.frombuffer(area, np.uint8), np.zeros(n_payloads, np.int64))
         self._head = 0
         # slots in write order. Each write has a number, counted modulo 2**32; an entry is stale
         # once its slot was freed or written under another number
@@ -56,9 +56,9 @@ class Heap:
         self._first = 0
         self._n_order = 0
         self._first_number = 0
-        self._numbers = np.zeros(n_slots, np.uint32)
+        self._numbers = np.zeros(n_payloads, np.uint32)
         # slots written or freed since `saved`, so that a file need only be given what is new
-        self._unsaved = np.zeros(n_slots, np.bool_)
+        self._unsaved = np.zeros(n_payloads, np.bool_)
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
@@ -80,41 +80,41 @@ class Heap:
         columns = (self.starts, self.lengths, self._numbers, self._order, self._unsaved)
         return sum(column.nbytes for column in columns)
 
-    def grow(self, n_slots: int) -> None:
+    def grow(self, n_payloads: int) -> None:
         """Make room for slots up to ``n_slots``."""
         for name in ("lengths", "_numbers", "_unsaved"):
             column = getattr(self, name)
-            if len(column) < n_slots:
-                setattr(self, name, lengthen(column, n_slots))
-        if len(self.starts) < n_slots:
-            self._arena = self._arena._replace(starts=lengthen(self.starts, n_slots))
+            if len(column) < n_payloads:
+                setattr(self, name, lengthen(column, n_payloads))
+        if len(self.starts) < n_payloads:
+            self._arena = self._arena._replace(starts=lengthen(self.starts, n_payloads))
 
-    def write(self, slots: Sequence[int], payloads: Sequence[Any]) -> None:
+    def write(self, payload_ids: Sequence[int], payloads: Sequence[Any]) -> None:
         """Store one payload per slot, releasing what those slots held before."""
         views = [np.frombuffer(payload, np.uint8) for payload in payloads]
         needed = sum(view.size for view in views)
-        held = int(self.lengths[list(slots)].sum()) if len(slots) else 0
+        held = int(self.lengths[list(payload_ids)].sum()) if len(payload_ids) else 0
         if self.limit is not None and self.live_bytes - held + needed > self.limit:
             raise HeapFullError(needed, self.live_bytes - held, self.limit)
-        for slot, view in zip(slots, views, strict=True):
-            self._put(slot, view)
+        for payload_id, view in zip(payload_ids, views, strict=True):
+            self._put(payload_id, view)
 
-    def put(self, slot: int, payload: npt.NDArray[np.uint8]) -> None:
+    def put(self, payload_id: int, payload: npt.NDArray[np.uint8]) -> None:
         """`write` for a single payload."""
-        self.check_limit(slot, payload.size)
-        self._put(slot, payload)
+        self.check_limit(payload_id, payload.size)
+        self._put(payload_id, payload)
 
-    def check_limit(self, slot: int, nbytes: int) -> None:
+    def check_limit(self, payload_id: int, nbytes: int) -> None:
         """Raise unless ``slot`` may hold ``nbytes``."""
-        if self.limit is not None and self.live_bytes - int(self.lengths[slot]) + nbytes > self.limit:
-            raise HeapFullError(nbytes, self.live_bytes - int(self.lengths[slot]), self.limit)
+        if self.limit is not None and self.live_bytes - int(self.lengths[payload_id]) + nbytes > self.limit:
+            raise HeapFullError(nbytes, self.live_bytes - int(self.lengths[payload_id]), self.limit)
 
-    def _put(self, slot: int, payload: npt.NDArray[np.uint8]) -> None:
-        self._release(slot)
+    def _put(self, payload_id: int, payload: npt.NDArray[np.uint8]) -> None:
+        self._release(payload_id)
         start = self._reserve(payload.size)
         self.data[start : start + payload.size] = payload
-        self._append(np.array([slot], np.int32))
-        self.starts[slot], self.lengths[slot] = start, payload.size
+        self._append(np.array([payload_id], np.int32))
+        self.starts[payload_id], self.lengths[payload_id] = start, payload.size
         self.live_bytes += payload.size
 
     def gap(self) -> tuple[int, int]:
@@ -124,24 +124,24 @@ class Heap:
         end = self.capacity if tail is None or head > tail else tail - 1
         return head, end if self.limit is None else min(end, head + self.limit - self.live_bytes)
 
-    def adopt(self, slots: npt.NDArray[np.int32]) -> None:
+    def adopt(self, payload_ids: npt.NDArray[np.int32]) -> None:
         """Take over payloads that were put into the gap in this order, with ``starts`` and ``lengths`` set."""
-        self._append(slots)
-        self._head = int(self.starts[slots[-1]]) + int(self.lengths[slots[-1]])
-        self.live_bytes += int(self.lengths[slots].sum())
+        self._append(payload_ids)
+        self._head = int(self.starts[payload_ids[-1]]) + int(self.lengths[payload_ids[-1]])
+        self.live_bytes += int(self.lengths[payload_ids].sum())
 
-    def free(self, slots: Sequence[int]) -> None:
+    def free(self, payload_ids: Sequence[int]) -> None:
         """Release what ``slots`` hold."""
-        for slot in slots:
-            self._release(slot)
-        self._unsaved[list(slots)] = True
+        for payload_id in payload_ids:
+            self._release(payload_id)
+        self._unsaved[list(payload_ids)] = True
         if self.capacity > 2 * self.live_bytes + 4 * _LEAST:
             self._repack(0)
 
-    def read(self, slot: int) -> memoryview:
+    def read(self, payload_id: int) -> memoryview:
         """The payload without a copy; valid until the next write."""
-        start = int(self.starts[slot])
-        return self.data[start : start + int(self.lengths[slot])].data
+        start = int(self.starts[payload_id])
+        return self.data[start : start + int(self.lengths[payload_id])].data
 
     def clear(self) -> None:
         """Release everything, and give the memory back."""
@@ -172,9 +172,9 @@ class Heap:
         self._head = self._end_of(live)
         self.live_bytes = int(lengths.sum())
 
-    def _end_of(self, slots: npt.NDArray[np.int32]) -> int:
+    def _end_of(self, payload_ids: npt.NDArray[np.int32]) -> int:
         """Where the next payload goes, after all of ``slots``, oldest first."""
-        return int(self.starts[slots[-1]]) + int(self.lengths[slots[-1]]) if len(slots) else 0
+        return int(self.starts[payload_ids[-1]]) + int(self.lengths[payload_ids[-1]]) if len(payload_ids) else 0
 
     # ---- copies elsewhere ----
 
@@ -196,8 +196,10 @@ class Heap:
         """Slots whose payloads were written since `saved`, or all of them; oldest first."""
         if everything:
             return self._listed()
-        slots = np.flatnonzero(self._unsaved & (self.lengths > 0)).astype(np.int32)
-        order: npt.NDArray[np.int32] = slots[np.argsort(self._numbers[slots] - np.uint32(self._first_number))]
+        payload_ids = np.flatnonzero(self._unsaved & (self.lengths > 0)).astype(np.int32)
+        order: npt.NDArray[np.int32] = payload_ids[
+            np.argsort(self._numbers[payload_ids] - np.uint32(self._first_number))
+        ]
         return order
 
     def changed(self) -> npt.NDArray[np.int64]:
@@ -211,38 +213,38 @@ class Heap:
             self._unsaved[but] = True
 
     def adopt_all(
-        self, slots: npt.NDArray[np.int32], data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64]
+        self, payload_ids: npt.NDArray[np.int32], data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64]
     ) -> None:
         """Fill an empty heap with payloads that lie in ``data``, oldest first; ``lengths`` is set already."""
-        lengths = self.lengths[slots].astype(np.int64)
+        lengths = self.lengths[payload_ids].astype(np.int64)
         packed = np.cumsum(lengths) - lengths
         size = int(lengths.sum())
         area = map_bytes(size + size // 8 + _LEAST, self.path)
         self._arena = Arena(area, np.frombuffer(area, np.uint8), self.starts)
         for start, to, length in merge_runs(starts, packed, lengths):
             self.data[to : to + length] = data[start : start + length]
-        self._number_all(slots, packed, size)
+        self._number_all(payload_ids, packed, size)
 
     def look_into(
-        self, slots: npt.NDArray[np.int32], data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64]
+        self, payload_ids: npt.NDArray[np.int32], data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64]
     ) -> None:
         """Let an empty heap answer from ``data``, without a copy; nothing can be written to it then."""
         self._arena = Arena(data, data, self.starts)
-        self._number_all(slots, starts, int(self.lengths[slots].sum(dtype=np.int64)))
+        self._number_all(payload_ids, starts, int(self.lengths[payload_ids].sum(dtype=np.int64)))
 
-    def make_room(self, n_writes: int) -> None:
+    def reserve_order(self, n_writes: int) -> None:
         """Have room to list as many writes as ``n_writes``, or as few, if there are no more."""
         if self._first == 0:
             self._order = lengthen(self._order[: self._n_order], max(n_writes, self._n_order))
 
-    def _number_all(self, slots: npt.NDArray[np.int32], starts: npt.NDArray[np.int64], size: int) -> None:
-        self.starts[slots] = starts
+    def _number_all(self, payload_ids: npt.NDArray[np.int32], starts: npt.NDArray[np.int64], size: int) -> None:
+        self.starts[payload_ids] = starts
         self.live_bytes = self._head = size
-        self._append(slots)
+        self._append(payload_ids)
 
-    def _release(self, slot: int) -> None:
-        self.live_bytes -= int(self.lengths[slot])
-        self.lengths[slot] = 0
+    def _release(self, payload_id: int) -> None:
+        self.live_bytes -= int(self.lengths[payload_id])
+        self.lengths[payload_id] = 0
 
     def _reserve(self, nbytes: int) -> int:
         start = self._gap(nbytes)
@@ -289,40 +291,42 @@ class Heap:
     def _tail(self) -> int | None:
         """Start of the oldest live payload; forgets stale entries on the way."""
         while self._n_order:
-            slot = self._order[self._first]
-            if self.lengths[slot] and self._numbers[slot] == self._first_number:
-                return int(self.starts[slot])
+            payload_id = self._order[self._first]
+            if self.lengths[payload_id] and self._numbers[payload_id] == self._first_number:
+                return int(self.starts[payload_id])
             self._first = (self._first + 1) % len(self._order)
             self._first_number = (self._first_number + 1) & _NUMBER
             self._n_order -= 1
         return None
 
-    def _append(self, slots: npt.NDArray[np.int32]) -> None:
-        size, count = len(self._order), self._n_order + len(slots)
+    def _append(self, payload_ids: npt.NDArray[np.int32]) -> None:
+        size, count = len(self._order), self._n_order + len(payload_ids)
         if count > size:
             in_order = np.roll(self._order, -self._first)
             size = count + count // 4 + 64
             self._order, self._first = lengthen(in_order, size), 0
         entries = np.arange(self._n_order, count)
-        self._order[(self._first + entries) % size] = slots
-        self._numbers[slots] = (self._first_number + entries) & _NUMBER
-        self._unsaved[slots] = True
+        self._order[(self._first + entries) % size] = payload_ids
+        self._numbers[payload_ids] = (self._first_number + entries) & _NUMBER
+        self._unsaved[payload_ids] = True
         self._n_order = count
 
     def _listed(self, n_newest: int | None = None) -> npt.NDArray[np.int32]:
         """Live slots, oldest first; of the ``n_newest`` writes only, if that is given."""
         first = 0 if n_newest is None else max(self._n_order - n_newest, 0)
         entries = np.arange(first, self._n_order)
-        slots = self._order[(self._first + entries) % len(self._order)]
+        payload_ids = self._order[(self._first + entries) % len(self._order)]
         numbers = ((self._first_number + entries) & _NUMBER).astype(np.uint32)
-        alive: npt.NDArray[np.int32] = slots[(self.lengths[slots] > 0) & (self._numbers[slots] == numbers)]
+        alive: npt.NDArray[np.int32] = payload_ids[
+            (self.lengths[payload_ids] > 0) & (self._numbers[payload_ids] == numbers)
+        ]
         return alive
 
     def _repack(self, extra: int) -> None:
         """Move the live payloads, in write order, to the front of an arena that fits them."""
-        slots = self._listed()
-        starts = self.starts[slots]
-        lengths = self.lengths[slots].astype(np.int64)
+        payload_ids = self._listed()
+        starts = self.starts[payload_ids]
+        lengths = self.lengths[payload_ids].astype(np.int64)
         packed = np.cumsum(lengths) - lengths
         size = self.live_bytes + extra
         area = map_bytes(size + size // 8 + _LEAST, self._staging())
@@ -330,19 +334,19 @@ class Heap:
         for start, to, length in merge_runs(starts, packed, lengths):
             data[to : to + length] = self.data[start : start + length]
         moved = lengthen(self.starts, len(self.starts))
-        moved[slots] = packed
-        self._settle()
+        moved[payload_ids] = packed
+        self._replace_file()
         self._arena = Arena(area, data, moved)
-        self._order = lengthen(slots, len(slots) + len(slots) // 8 + 64)
-        self._numbers[slots] = np.arange(len(slots), dtype=np.uint32)
-        self._first, self._n_order, self._first_number = 0, len(slots), 0
+        self._order = lengthen(payload_ids, len(payload_ids) + len(payload_ids) // 8 + 64)
+        self._numbers[payload_ids] = np.arange(len(payload_ids), dtype=np.uint32)
+        self._first, self._n_order, self._first_number = 0, len(payload_ids), 0
         self._head = self.live_bytes
         self.n_repacks += 1
 
     def _staging(self) -> Path | None:
         return None if self.path is None else self.path.with_name(self.path.name + ".new")
 
-    def _settle(self) -> None:
+    def _replace_file(self) -> None:
         staging = self._staging()
         if staging is not None and self.path is not None:
             staging.replace(self.path)
@@ -361,14 +365,14 @@ class Heap:
 
     def __getstate__(self) -> dict[str, Any]:
         """The live payloads, packed in write order, and where each one lies; a copy that later writes do not change."""
-        slots = self._listed()
-        lengths = self.lengths[slots].astype(np.int64)
+        payload_ids = self._listed()
+        lengths = self.lengths[payload_ids].astype(np.int64)
         packed = np.cumsum(lengths) - lengths
         data = np.empty(int(lengths.sum()), np.uint8)
-        for start, to, length in merge_runs(self.starts[slots], packed, lengths):
+        for start, to, length in merge_runs(self.starts[payload_ids], packed, lengths):
             data[to : to + length] = self.data[start : start + length]
         starts = self.starts.copy()
-        starts[slots] = packed
+        starts[payload_ids] = packed
         return {"limit": self.limit, "lengths": self.lengths.copy(), "starts": starts, "data": data}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
-from sb3_extra_buffers.kernels import FrameKernels, as_whole
+from sb3_extra_buffers.kernels import FrameKernels, as_contiguous
 
 Frames = npt.NDArray[np.uint8]  # [row, stack, byte]
 
@@ -42,7 +42,7 @@ class StackLayout:
 
     def split(self, rows: ByteRows, kernels: FrameKernels) -> Frames:
         """Frames of each row; a view where they already lie one after the other."""
-        rows = as_whole(rows)
+        rows = as_contiguous(rows)
         if self.axis == "first" or self.stack == 1:
             return rows.reshape(len(rows), self.stack, self.frame_bytes)
         frames = np.empty((len(rows), self.stack, self.frame_bytes), np.uint8)

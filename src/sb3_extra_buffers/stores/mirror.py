@@ -30,16 +30,16 @@ class HeapMirror:
 
     def follow(self, heap: Heap) -> torch.Tensor:
         """Copy what is new in ``heap``; return all of it. Nobody waits for the copies."""
-        slots, mark = heap.written_since(self._mark), heap.mark
+        payload_ids, mark = heap.written_since(self._mark), heap.mark
         if heap.data.size > self._bytes.numel():
             longer = torch.empty(heap.data.size + heap.data.size // 8, dtype=torch.uint8, device=self._staging.device)
             longer[: self._bytes.numel()] = self._bytes
             self._bytes = longer
-        if slots is None:
-            slots = np.flatnonzero(heap.lengths).astype(np.int32)
-        if len(slots):
-            slots = slots[np.argsort(heap.starts[slots])]
-            starts, lengths = heap.starts[slots], heap.lengths[slots].astype(np.int64)
+        if payload_ids is None:
+            payload_ids = np.flatnonzero(heap.lengths).astype(np.int32)
+        if len(payload_ids):
+            payload_ids = payload_ids[np.argsort(heap.starts[payload_ids])]
+            starts, lengths = heap.starts[payload_ids], heap.lengths[payload_ids].astype(np.int64)
             for start, _, length in merge_runs(starts, starts, lengths):
                 self._copy(heap, start, length)
         self._mark = mark
@@ -51,10 +51,10 @@ class HeapMirror:
             target.copy_(torch.from_numpy(piece))
             return
         room = max(1 << (length - 1).bit_length(), 1 << 12)
-        lent = self._staging.lend(self._staging.layout(((room,), _BYTE)))
-        lent.arrays[0][:length] = piece
-        target.copy_(lent.tensors[0][:length], non_blocking=True)
-        self._staging.read(lent)
+        lease = self._staging.acquire(self._staging.layout(((room,), _BYTE)))
+        lease.arrays[0][:length] = piece
+        target.copy_(lease.tensors[0][:length], non_blocking=True)
+        self._staging.release(lease)
 
 
 def decode_runs(

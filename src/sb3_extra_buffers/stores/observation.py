@@ -17,11 +17,11 @@ from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.errors import CodecOptionError, HeapFullError, ReadOnlyBufferError
 from sb3_extra_buffers.stores.arena import zeros
 from sb3_extra_buffers.stores.choice import Choice, choose, choose_unseen
-from sb3_extra_buffers.stores.frames import Cells, FrameStore
+from sb3_extra_buffers.stores.factory import make_frame_store
+from sb3_extra_buffers.stores.frames import FrameStore, Indices
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout, find_layout
 from sb3_extra_buffers.stores.locks import fork_safe_lock
-from sb3_extra_buffers.stores.making import make_frame_store
 from sb3_extra_buffers.stores.payloads import PayloadStore
 from sb3_extra_buffers.stores.segments import SegmentStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
@@ -34,30 +34,30 @@ _TRIAL_ROWS = (16, 256)
 class DenseStore:
     """Rows as they are, one after the other; pages appear as they are written."""
 
-    def __init__(self, nbytes: int, n_cells: int, limit: int | None = None) -> None:
-        self.rows: ByteRows = zeros((n_cells, nbytes), np.uint8)
-        self.written: npt.NDArray[np.bool_] = zeros(n_cells, bool)
+    def __init__(self, nbytes: int, n_obs: int, limit: int | None = None) -> None:
+        self.rows: ByteRows = zeros((n_obs, nbytes), np.uint8)
+        self.written: npt.NDArray[np.bool_] = zeros(n_obs, bool)
         self.limit = limit
         # cells that are being written, what they held, and whether that counts no longer
-        self._undo: tuple[Cells, ByteRows, npt.NDArray[np.bool_]] | None = None
+        self._undo: tuple[Indices, ByteRows, npt.NDArray[np.bool_]] | None = None
         self._dirty = False
 
-    def write(self, cells: Cells, streams: Cells, rows: ByteRows) -> None:
+    def write(self, indices: Indices, streams: Indices, rows: ByteRows) -> None:
         self.recover()
         if self.limit is not None:
-            self._check_limit(self.limit, cells)
-        before = self.written[cells]
+            self._check_limit(self.limit, indices)
+        before = self.written[indices]
         # most cells are written for the first time, until a ring is full
-        self._undo = cells.copy(), self.rows[cells] if before.any() else np.zeros((0, 0), np.uint8), before
+        self._undo = indices.copy(), self.rows[indices] if before.any() else np.zeros((0, 0), np.uint8), before
         self._dirty = True
-        self.rows[cells] = rows
-        self.written[cells] = True
+        self.rows[indices] = rows
+        self.written[indices] = True
         self._dirty = False
 
-    def _check_limit(self, limit: int, cells: Cells) -> None:
+    def _check_limit(self, limit: int, indices: Indices) -> None:
         per_row: int = self.rows.shape[1]
         held = int(np.count_nonzero(self.written)) * per_row
-        more = int(np.count_nonzero(~self.written[np.unique(cells)])) * per_row
+        more = int(np.count_nonzero(~self.written[np.unique(indices)])) * per_row
         if held + more > limit:
             raise HeapFullError(more, held, limit)
 
@@ -83,9 +83,9 @@ class DenseStore:
 
     def _restore(self) -> None:
         if self._undo is not None:
-            cells, rows, written = self._undo
-            self.rows[cells] = rows if len(rows) else 0
-            self.written[cells] = written
+            indices, rows, written = self._undo
+            self.rows[indices] = rows if len(rows) else 0
+            self.written[indices] = written
             self._undo = None
 
     @property
@@ -98,13 +98,13 @@ class DenseStore:
         per_row: int = self.rows.shape[1]
         return int(np.count_nonzero(self.written)) * per_row + self.written.nbytes
 
-    def read(self, cells: Cells) -> ByteRows:
+    def read(self, indices: Indices) -> ByteRows:
         self.recover()
-        return self.rows[cells]
+        return self.rows[indices]
 
-    def add_cells(self, n_cells: int) -> None:
+    def allocate(self, n_obs: int) -> None:
         self.recover()
-        rows: ByteRows = zeros((len(self.rows) + n_cells, self.rows.shape[1]), np.uint8)
+        rows: ByteRows = zeros((len(self.rows) + n_obs, self.rows.shape[1]), np.uint8)
         rows[: len(self.rows)] = self.rows
         written: npt.NDArray[np.bool_] = zeros(len(rows), bool)
         written[: len(self.rows)] = self.written
@@ -112,11 +112,11 @@ class DenseStore:
         self.written = written
         self.rows = rows
 
-    def erase(self, cells: Cells) -> None:
+    def erase(self, indices: Indices) -> None:
         self.recover()
         self._undo = None
-        self.rows[cells] = 0
-        self.written[cells] = False
+        self.rows[indices] = 0
+        self.written[indices] = False
 
     def clear(self) -> None:
         self.recover()
@@ -170,14 +170,14 @@ class ObservationStore:
         self.n_streams = n_streams
         self.method = method
         self.options = dict(options or {})
-        self.n_cells = 0
+        self.n_obs = 0
         self._heap_bytes = heap_bytes
         self._path = None if path is None else Path(path)
         self._compiled = compiled
         self._lock = fork_safe_lock()
         # what there was before the last write, while nothing is decided
         self._before: tuple[Any, ...] | None = None
-        self._pending: list[tuple[Cells, Cells, ByteRows]] = []
+        self._pending: list[tuple[Indices, Indices, ByteRows]] = []
         self._inner: FrameStore | DenseStore | None = None
         self.choice: Choice | None = None
         if method == "auto":
@@ -194,52 +194,52 @@ class ObservationStore:
             self.choice = Choice("none", "observations of no bytes")
         self._dense = self.choice is not None and self.choice.method == "none"
 
-    def add_cells(self, n_cells: int) -> int:
+    def allocate(self, n_obs: int) -> int:
         """Append ``n_cells`` unwritten cells; return the number of the first."""
         with self._lock:
-            first = self.n_cells
+            first = self.n_obs
             if self._inner is not None:
-                self._inner.add_cells(n_cells)
+                self._inner.allocate(n_obs)
             elif self._dense:
-                self._inner = DenseStore(self.spec.nbytes, first + n_cells, self._heap_bytes)
-            self.n_cells = first + n_cells
+                self._inner = DenseStore(self.spec.nbytes, first + n_obs, self._heap_bytes)
+            self.n_obs = first + n_obs
             return first
 
-    def write(self, cells: Cells, streams: Cells, rows: ByteRows) -> None:
+    def write(self, indices: Indices, streams: Indices, rows: ByteRows) -> None:
         """Store one row per cell; row ``i`` continues stream ``streams[i]``."""
         with self._lock:
             self._check_writable()
             inner, self._before = self._inner, None
             try:
                 if inner is not None:
-                    inner.write(cells, streams, rows)
+                    inner.write(indices, streams, rows)
                 else:
-                    self._collect(cells, streams, rows)
+                    self._collect(indices, streams, rows)
             except BaseException:
                 self._take_back()
                 raise
             if self.on_change is not None:
                 try:
-                    self.on_change("write", cells, streams, rows)
+                    self.on_change("write", indices, streams, rows)
                 except BaseException:
                     self.undo_write()
                     raise
 
-    def write_step(self, cell: int, more_cell: int, rows: ByteRows, more_rows: ByteRows) -> None:
-        """Store a row of every stream in the cells from ``cell`` on, then those that follow from ``more_cell`` on."""
+    def write_step(self, index: int, next_index: int, rows: ByteRows, next_rows: ByteRows) -> None:
+        """Store a row of every stream from ``index`` on, and the rows that follow them from ``next_index`` on."""
         with self._lock:
             inner = self._inner
             if type(inner) is SegmentStore and not self.read_only and self.on_change is None:
                 self._before = None
                 try:
-                    inner.write_step(cell, more_cell, rows, more_rows)
+                    inner.write_step(index, next_index, rows, next_rows)
                 except BaseException:
                     self._take_back()
                     raise
                 return
             streams = np.arange(len(rows))
-            cells = np.concatenate([streams + cell, streams + more_cell])
-            self.write(cells, np.concatenate([streams, streams]), np.concatenate([rows, more_rows]))
+            indices = np.concatenate([streams + index, streams + next_index])
+            self.write(indices, np.concatenate([streams, streams]), np.concatenate([rows, next_rows]))
 
     def _take_back(self) -> None:
         """Take back what was written of a write that failed; if that fails too, the next use of the store does it."""
@@ -268,61 +268,61 @@ class ObservationStore:
                 return True
             return self._inner is not None and self._inner.undo_write()
 
-    def _collect(self, cells: Cells, streams: Cells, rows: ByteRows) -> None:
+    def _collect(self, indices: Indices, streams: Indices, rows: ByteRows) -> None:
         """Hold rows as they are, and decide once there are enough of them."""
-        pending = [*self._pending, (cells.copy(), streams.copy(), rows.copy())]
+        pending = [*self._pending, (indices.copy(), streams.copy(), rows.copy())]
         held = sum(len(part) for part, _, _ in pending)
         least, most = _TRIAL_ROWS
-        enough = min(max(_TRIAL_BYTES // self.spec.nbytes, least), most, max(self.n_cells // 2, 1))
+        enough = min(max(_TRIAL_BYTES // self.spec.nbytes, least), most, max(self.n_obs // 2, 1))
         full = self._heap_bytes is not None and held * self.spec.nbytes > self._heap_bytes
         self._before = self._pending, self.choice, None
         self._pending = pending
         if held >= enough or full:
-            self._settle()
+            self._choose_method()
 
-    def read(self, cells: Cells) -> ByteRows:
+    def read(self, indices: Indices) -> ByteRows:
         """Decode ``cells``, of any shape ``[n]`` or ``[set, n]``, into fresh rows."""
         with self._lock:
             if self._inner is not None:
-                return self._inner.read(cells)
+                return self._inner.read(indices)
             # the last row written to a cell is the one that counts
             newest = {
-                cell: row
+                index: row
                 for written, _, rows in self._pending
-                for cell, row in zip(written.tolist(), rows, strict=True)
+                for index, row in zip(written.tolist(), rows, strict=True)
             }
-            out = np.zeros((cells.size, self.spec.nbytes), np.uint8)
-            for place, cell in enumerate(cells.ravel().tolist()):
-                if cell in newest:
-                    out[place] = newest[cell]
-            return out.reshape(*cells.shape, self.spec.nbytes)
+            out = np.zeros((indices.size, self.spec.nbytes), np.uint8)
+            for place, index in enumerate(indices.ravel().tolist()):
+                if index in newest:
+                    out[place] = newest[index]
+            return out.reshape(*indices.shape, self.spec.nbytes)
 
-    def settle(self) -> None:
+    def choose_method(self) -> None:
         """Decide now, on what there is."""
         with self._lock:
             if self._inner is None:
                 self._before = None
-                self._settle()
+                self._choose_method()
 
-    def _settle(self) -> None:
+    def _choose_method(self) -> None:
         empty = np.zeros(0, np.int64)
-        cells = np.concatenate([empty, *(pending[0] for pending in self._pending)])
+        indices = np.concatenate([empty, *(pending[0] for pending in self._pending)])
         streams = np.concatenate([empty, *(pending[1] for pending in self._pending)])
         rows = np.concatenate([np.zeros((0, self.spec.nbytes), np.uint8), *(pending[2] for pending in self._pending)])
         layout = find_layout(self.spec, [rows[streams == stream] for stream in np.unique(streams)])
         choice = self.choice
         if choice is None and len(rows):
             may_stay_dense = self.may_stay_dense and self._heap_bytes is None
-            choice = choose(layout, cells, streams, rows, self.n_streams, may_stay_dense)
+            choice = choose(layout, indices, streams, rows, self.n_streams, may_stay_dense)
         if choice is None:
             return
         inner: FrameStore | DenseStore
         if choice.method == "none":
-            inner = DenseStore(self.spec.nbytes, self.n_cells, self._heap_bytes)
+            inner = DenseStore(self.spec.nbytes, self.n_obs, self._heap_bytes)
         else:
             codec = get_codec(choice.method, **self.options).bind(layout.frame_spec)
             kept = make_frame_store(
-                layout, self.n_cells, self.n_streams, codec, self._heap_bytes, self._path, self._compiled
+                layout, self.n_obs, self.n_streams, codec, self._heap_bytes, self._path, self._compiled
             )
             if self.make_heap is not None:
                 kept.use_heap(self.make_heap())
@@ -330,23 +330,23 @@ class ObservationStore:
                 kept.train(rows)
             inner = kept
         # rows that were overwritten since take no room
-        last = np.sort(len(cells) - 1 - np.unique(cells[::-1], return_index=True)[1])
-        inner.write(cells[last], streams[last], rows[last])
+        last = np.sort(len(indices) - 1 - np.unique(indices[::-1], return_index=True)[1])
+        inner.write(indices[last], streams[last], rows[last])
         # only now, the store first: an error on the way leaves the rows where they were
         self._inner = inner
         self.choice, self._pending = choice, []
 
-    def erase(self, cells: Cells) -> None:
+    def erase(self, indices: Indices) -> None:
         """Make ``cells`` unwritten."""
         with self._lock:
             self._check_writable()
             if self.on_change is not None:
-                self.on_change("erase", cells)
+                self.on_change("erase", indices)
             self._before = None
             if self._inner is not None:
-                self._inner.erase(cells)
+                self._inner.erase(indices)
                 return
-            kept = [(part, ~np.isin(part[0], cells)) for part in self._pending]
+            kept = [(part, ~np.isin(part[0], indices)) for part in self._pending]
             self._pending = [(written[keep], streams[keep], rows[keep]) for (written, streams, rows), keep in kept]
 
     def clear(self) -> None:
@@ -384,9 +384,9 @@ class ObservationStore:
             elif self._inner is not None:
                 usage = MemoryUsage(payload=self._inner.nbytes, index=0, keyframes=0, other=0, dense=0)
             else:
-                pending = sum(rows.nbytes + cells.nbytes + streams.nbytes for cells, streams, rows in self._pending)
+                pending = sum(rows.nbytes + indices.nbytes + streams.nbytes for indices, streams, rows in self._pending)
                 usage = MemoryUsage(payload=pending, index=0, keyframes=0, other=0, dense=0)
-            return replace(usage, dense=self.n_cells * self.spec.nbytes, codecs={"": self.describe()})
+            return replace(usage, dense=self.n_obs * self.spec.nbytes, codecs={"": self.describe()})
 
     @property
     def held_bytes(self) -> int:
@@ -394,7 +394,7 @@ class ObservationStore:
         with self._lock:
             if self._inner is not None:
                 return self._inner.held_bytes
-            return sum(rows.nbytes + cells.nbytes + streams.nbytes for cells, streams, rows in self._pending)
+            return sum(rows.nbytes + indices.nbytes + streams.nbytes for indices, streams, rows in self._pending)
 
     def check(self) -> None:
         """Raise if anything inside disagrees."""

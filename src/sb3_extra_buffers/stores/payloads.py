@@ -12,7 +12,7 @@ from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.kernels.state import N_FREED, N_FRESH
 from sb3_extra_buffers.stores.arena import lengthen
-from sb3_extra_buffers.stores.frames import Cells, Frames, FrameStore, Slots
+from sb3_extra_buffers.stores.frames import FrameIds, Frames, FrameStore, Indices
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.workers import run_split
 
@@ -31,14 +31,14 @@ class PayloadStore(FrameStore):
     def __init__(
         self,
         layout: StackLayout,
-        n_cells: int,
+        n_obs: int,
         n_streams: int,
         codec: Codec,
         heap_bytes: int | None = None,
         path: Path | None = None,
         compiled: bool | None = None,
     ) -> None:
-        super().__init__(layout, n_cells, n_streams, codec, heap_bytes, path, compiled)
+        super().__init__(layout, n_obs, n_streams, codec, heap_bytes, path, compiled)
         self.codecs = [codec]
         self._generation = np.zeros(0, np.uint8)
         self._average = _Average()
@@ -51,20 +51,20 @@ class PayloadStore(FrameStore):
 
     # ---- writing ----
 
-    def _write(self, slots: Slots, cells: Cells, streams: Cells, frames: Frames) -> None:
+    def _write(self, frame_ids: FrameIds, indices: Indices, streams: Indices, frames: Frames) -> None:
         done = 0
         while True:
             done = self._kernels.write_frames(
-                self._tables(), slots, frames, streams, cells, done, 1, 0, -1, False, self._wide, True
+                self._tables(), frame_ids, frames, streams, indices, done, 1, 0, -1, False, self._wide, True
             )
-            if self._state.tallies[N_FRESH]:
+            if self._state.counters[N_FRESH]:
                 self._encode_fresh(frames)
             if done == len(frames):
                 return
             self._grow()
 
     def _tidy(self) -> None:
-        if self._state.tallies[N_FREED]:
+        if self._state.counters[N_FREED]:
             self._dirty = True
             self._free_listed()
             self._dirty = False
@@ -76,7 +76,7 @@ class PayloadStore(FrameStore):
     def _encode_fresh(self, frames: Frames) -> None:
         """Give the frames that the kernel found new their payloads."""
         state = self._state
-        count = int(state.tallies[N_FRESH])
+        count = int(state.counters[N_FRESH])
         rows = frames.reshape(-1, frames.shape[2])[state.fresh[:count]]
         segments = state.fresh_ids[:count]
         payloads = self.codecs[-1].encode_batch(rows)
@@ -84,7 +84,7 @@ class PayloadStore(FrameStore):
         self._drop_view()
         self.heap.write(segments.tolist(), payloads)
         self._sync()
-        self._state.tallies[N_FRESH] = 0
+        self._state.counters[N_FRESH] = 0
         if self.codec.trainable:
             self._retrain(rows, sum(map(len, payloads)))
 
@@ -112,32 +112,32 @@ class PayloadStore(FrameStore):
 
     # ---- reading ----
 
-    def _decode(self, slots: Slots, sets: Cells) -> npt.NDArray[np.uint8]:
+    def _decode(self, frame_ids: FrameIds, sets: Indices) -> npt.NDArray[np.uint8]:
         frames, inverse = self._decode_distinct(
-            slots, sets, lambda n_frames, size: np.empty((n_frames, size), np.uint8)
+            frame_ids, sets, lambda n_frames, size: np.empty((n_frames, size), np.uint8)
         )
         return frames.take(inverse, axis=0)
 
     def read_distinct(
-        self, cells: Cells, make: Callable[[int, int], ByteRows]
+        self, indices: Indices, make: Callable[[int, int], ByteRows]
     ) -> tuple[ByteRows, npt.NDArray[np.int64]]:
         """The distinct frames of ``cells``, in rows that ``make`` makes; and which one goes where, frame by frame."""
         self.recover()
-        if self.guard is not None:
-            self.guard(cells)
-        return self._decode_distinct(self.slots, cells, make)
+        if self.validator is not None:
+            self.validator(indices)
+        return self._decode_distinct(self.frame_ids, indices, make)
 
-    def find(self, cells: Cells) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    def find(self, indices: Indices) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
         """Where in the heap the payload of each frame of ``cells`` lies, and its length, 0 for a frame of zeros."""
-        ids = self.slots[cells] - 1
+        ids = self.frame_ids[indices] - 1
         if not len(self.heap.starts):
             return np.zeros(ids.shape, np.int64), np.zeros(ids.shape, np.int32)
         return self.heap.starts[ids], np.where(ids >= 0, self.heap.lengths[ids], np.int32(0))
 
     def _decode_distinct(
-        self, slots: Slots, sets: Cells, make: Callable[[int, int], ByteRows]
+        self, frame_ids: FrameIds, sets: Indices, make: Callable[[int, int], ByteRows]
     ) -> tuple[ByteRows, npt.NDArray[np.int64]]:
-        ids = slots[sets].ravel() - 1
+        ids = frame_ids[sets].ravel() - 1
         unique, inverse = np.unique(ids, return_inverse=True)
         known = unique[unique >= 0]
         zero = len(unique) - len(known)

@@ -24,17 +24,17 @@ from sb3_extra_buffers.kernels.state import (
     PACKED_LZ4,
     PACKED_ZSTD,
     FrameState,
-    scene_bytes,
+    keyframe_bytes,
 )
 from sb3_extra_buffers.stores.arena import SLACK, lengthen
-from sb3_extra_buffers.stores.frames import LATER, Cells, FrameStore
+from sb3_extra_buffers.stores.frames import LATER, FrameStore, Indices
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.workers import run_split
 
 # a segment ends early when its differences would fill this many frames; it is heavy when they take more than
 # that part of an observation each: of a stack, which would be held dense as a whole, a frame is but a part
 _LONG = 1.5
-_HEAVY = 0.015
+_COMPRESS_ABOVE = 0.015
 # seconds of decoding for which another thread pays, and what each one takes at a time
 _SPLIT_SECONDS = 1e-3
 _CHUNK_SECONDS = 300e-6
@@ -44,14 +44,14 @@ class SegmentStore(FrameStore):
     """A frame store whose segments hold successive frames of a stream as differences.
 
     A stream's open segment lies in a room of its own and moves to the heap when it is full. The first frame of a
-    segment refers to a scene, a whole frame that many segments share. Segments that are mostly dead are written
+    segment refers to a keyframe, a whole frame that many segments share. Segments that are mostly dead are written
     anew, so no more than about twice the live frames are held.
     """
 
     def __init__(
         self,
         layout: StackLayout,
-        n_cells: int,
+        n_obs: int,
         n_streams: int,
         codec: DeltaCodec,
         heap_bytes: int | None = None,
@@ -62,7 +62,7 @@ class SegmentStore(FrameStore):
         per_segment = max(codec.frames, layout.stack)
         size = layout.frame_bytes
         room = 2 + per_segment * 4 + per_segment * size + size // 2 + BLOCK
-        super().__init__(layout, n_cells, n_streams, codec, heap_bytes, path, compiled, per_segment, room)
+        super().__init__(layout, n_obs, n_streams, codec, heap_bytes, path, compiled, per_segment, room)
         self._pack_level = codec.pack_level
         self._follow_kernels()
         self._unread: list[int] = []
@@ -75,12 +75,12 @@ class SegmentStore(FrameStore):
         compiled = self._kernels.compiled
         # bytes from which on a frame is heavy: none is to plain kernels, which cannot pack. They do not call zstd, so
         # with that they leave sealing to us
-        heavy = int(_HEAVY * self.layout.spec.nbytes) if compiled else self.layout.frame_bytes
-        self._heavy = -1 if self._pack_level else heavy
+        compress_above = int(_COMPRESS_ABOVE * self.layout.spec.nbytes) if compiled else self.layout.frame_bytes
+        self._compress_above = -1 if self._pack_level else compress_above
         # what is packed by zstd is unpacked as a whole anyway; else a segment ends when walking it gets long, which for
         # plain kernels is sooner
         long = self.per_segment if self._pack_level else _LONG if compiled else _LONG / 3
-        self._most_bytes = int(long * self.layout.frame_bytes)
+        self._max_chain_bytes = int(long * self.layout.frame_bytes)
         # segments that the read kernel cannot unpack by itself, and how they are marked
         self._packed_flags = (PACKED_ZSTD,) if compiled else (PACKED_ZSTD, PACKED_LZ4)
         sealed = np.flatnonzero(self._state.lengths)
@@ -88,45 +88,48 @@ class SegmentStore(FrameStore):
 
     # ---- writing ----
 
-    def write_step(self, cell: int, more_cell: int, rows: ByteRows, more_rows: ByteRows) -> None:
+    def write_step(self, index: int, next_index: int, rows: ByteRows, next_rows: ByteRows) -> None:
         layout, kernels = self.layout, self._kernels
-        frames, more = layout.split(rows, kernels), layout.split(more_rows, kernels)
+        frames, more = layout.split(rows, kernels), layout.split(next_rows, kernels)
         n_rows = len(frames)
         # `_begin_write`, for the path that every step takes
         if self._dirty:
             self.recover()
-        self._state.tallies[COMMITTED] = 1
-        if len(self._state.undo_cells) < 2 * n_rows:
+        self._state.counters[COMMITTED] = 1
+        if len(self._state.undo_indices) < 2 * n_rows:
             self._lengthen_lists(2 * n_rows)
         self._dirty = True
-        self._touch_run(cell, n_rows)
-        self._touch_run(more_cell, n_rows)
+        self._mark_dirty_run(index, n_rows)
+        self._mark_dirty_run(next_index, n_rows)
         done = 0
         while True:
             done = kernels.write_step(
-                self._bound or self._tables(), self.slots, frames, more, cell, more_cell, done,
-                self.per_segment, self._most_bytes, self._heavy, self._wide,
+                self._bound or self._tables(), self.frame_ids, frames, more, index, next_index, done,
+                self.per_segment, self._max_chain_bytes, self._compress_above, self._wide,
             )  # fmt: skip
             if done == 2 * n_rows:
                 break
-            self._make_room(layout.stack)
+            self._reserve(layout.stack)
         if self.heap.limit is not None:
             self._check_limit(self.heap.limit)
         self._dirty = False
-        if self._unread or self._state.tallies[N_FREED] > LATER or self._n_fresh > self._next_clean:
+        if self._unread or self._state.counters[N_FREED] > LATER or self._n_fresh > self._next_clean:
             self._tidy()
 
-    def _write(self, slots: npt.NDArray[np.int32], cells: Cells, streams: Cells, frames: npt.NDArray[np.uint8]) -> None:
+    def _write(
+        self, frame_ids: npt.NDArray[np.int32], indices: Indices, streams: Indices, frames: npt.NDArray[np.uint8]
+    ) -> None:
         done = 0
         while True:
             done = self._kernels.write_frames(
-                self._tables(), slots, frames, streams, cells, done,
-                self.per_segment, self._most_bytes, self._heavy, True, self._wide, slots is self.slots,
+                self._tables(), frame_ids, frames, streams, indices, done,
+                self.per_segment, self._max_chain_bytes, self._compress_above, True, self._wide,
+                frame_ids is self.frame_ids,
             )  # fmt: skip
             if done == len(frames):
                 break
-            self._make_room(frames.shape[1])
-        if self.heap.limit is not None and slots is self.slots:
+            self._reserve(frames.shape[1])
+        if self.heap.limit is not None and frame_ids is self.frame_ids:
             self._check_limit(self.heap.limit)
 
     def _check_limit(self, limit: int) -> None:
@@ -142,11 +145,11 @@ class SegmentStore(FrameStore):
         state = self._state
         header = 2 + self.per_segment * (4 if self._wide else 2)
         opened = int((state.stage_ends[state.open_segments >= 0] - header).sum())
-        keyframes = int(np.count_nonzero(state.scene_refs)) * self.layout.frame_bytes
+        keyframes = int(np.count_nonzero(state.keyframe_refs)) * self.layout.frame_bytes
         return self.heap.live_bytes + opened + keyframes
 
     def _tidy(self) -> None:
-        if self._unread or self._state.tallies[N_FREED] > LATER:
+        if self._unread or self._state.counters[N_FREED] > LATER:
             self._dirty = True
             self._free_listed()
         if self._n_fresh > self._next_clean:
@@ -162,10 +165,10 @@ class SegmentStore(FrameStore):
 
     def _adopt(self) -> None:
         """Tell the heap which segments the kernel has put into its gap."""
-        count = int(self._state.tallies[N_SEALED])
+        count = int(self._state.counters[N_SEALED])
         if count:
             sealed = self._state.sealed[:count].copy()
-            self._state.tallies[N_SEALED] = 0
+            self._state.counters[N_SEALED] = 0
             self.heap.adopt(sealed)
             self._sealed(sealed)
 
@@ -174,13 +177,13 @@ class SegmentStore(FrameStore):
         # their frames may belong to a row that is being written: too early to free one without a reader
         self._unread += segments[self._state.live[segments] == 0].tolist()
 
-    def _make_room(self, stack: int) -> None:
+    def _reserve(self, stack: int) -> None:
         """Seal the segments that are full; have unused segments for a stack."""
         super()._free_listed()
         full = [
             stream
             for stream in np.flatnonzero(self._state.open_segments >= 0).tolist()
-            if is_full(self._state, stream, self.per_segment, self._most_bytes)
+            if is_full(self._state, stream, self.per_segment, self._max_chain_bytes)
         ]
         # an arena with views on it could not be lengthened where it lies
         self._drop_view()
@@ -189,14 +192,14 @@ class SegmentStore(FrameStore):
                 self._seal(stream)
         finally:
             self._sync()
-        if self._state.tallies[N_UNUSED] < stack:
+        if self._state.counters[N_UNUSED] < stack:
             self._grow()
 
     def _seal(self, stream: int) -> None:
-        """Move a stream's open segment to the heap; a first frame stored whole becomes a scene.
+        """Move a stream's open segment to the heap; a first frame stored whole becomes a keyframe.
 
         Where much changes, few segments will start from it: this one then keeps its own, packed copy, and the
-        scene goes again if no other needs it.
+        keyframe goes again if no other needs it.
         """
         state = self._state  # without a view of the heap
         segment = int(state.open_segments[stream])
@@ -210,7 +213,7 @@ class SegmentStore(FrameStore):
         whole = int(table[2 : 2 + width].view("<u4" if self._wide else "<u2")[0]) == size
         body = state.stage[body_at:end]
         flags, packed = 0, body
-        if whole and not self._pack_level and body.size - size > self._heavy * (count - 1):
+        if whole and not self._pack_level and body.size - size > self._compress_above * (count - 1):
             flags, packed = self._pack(body, count)
         shared = whole and not flags
         if shared:
@@ -222,11 +225,11 @@ class SegmentStore(FrameStore):
         payload = np.concatenate([table, packed])
         self.heap.check_limit(segment, payload.size)
         if whole:
-            scene = self._add_scene(stream, state.stage[body_at : body_at + size])
+            keyframe = self._add_keyframe(stream, state.stage[body_at : body_at + size])
             if shared:
                 # before the payload is there that needs it; a first frame that is whole does not care
-                self._state.scene_refs[scene] = 1
-                self._state.scenes[segment] = scene
+                self._state.keyframe_refs[keyframe] = 1
+                self._state.keyframes[segment] = keyframe
         self.heap.put(segment, payload)
         self._n_packed += flags in self._packed_flags
         state.open_segments[stream] = NONE
@@ -239,37 +242,37 @@ class SegmentStore(FrameStore):
             from sb3_extra_buffers.codecs.packing import pack  # needs zstandard, as nothing else here does
 
             flags, packed, tenths = PACKED_ZSTD, np.frombuffer(pack(body, self._pack_level), np.uint8), 10
-        elif body.size > self._heavy * count:
+        elif body.size > self._compress_above * count:
             target = np.empty(body.size, np.uint8)
             source = np.concatenate([body, np.zeros(SLACK, np.uint8)])
             length = self._kernels.pack_block(source, body.size, target, np.empty(TABLE, np.int32))
             flags, packed = PACKED_LZ4, target[: length or body.size]
         return (flags, packed) if 10 * packed.size < tenths * body.size else (0, body)
 
-    def _add_scene(self, stream: int, frame: npt.NDArray[np.uint8]) -> int:
-        """Let ``stream`` start its segments from ``frame``; return the scene's number."""
+    def _add_keyframe(self, stream: int, frame: npt.NDArray[np.uint8]) -> int:
+        """Let ``stream`` start its segments from ``frame``; return the keyframe's number."""
         state = self._state
-        size = scene_bytes(self.layout.frame_bytes)
-        held = {*state.pool.tolist(), *state.scene_of.tolist()}
-        unused = (number for number in np.flatnonzero(state.scene_refs == 0).tolist() if number not in held)
-        scene: int = next(unused, NONE)
-        if scene == NONE:
-            scene = len(state.scene_refs)
-            n_scenes = scene + max(scene // 4, 4)
+        size = keyframe_bytes(self.layout.frame_bytes)
+        held = {*state.pool.tolist(), *state.keyframe_of.tolist()}
+        unused = (number for number in np.flatnonzero(state.keyframe_refs == 0).tolist() if number not in held)
+        keyframe: int = next(unused, NONE)
+        if keyframe == NONE:
+            keyframe = len(state.keyframe_refs)
+            n_keyframes = keyframe + max(keyframe // 4, 4)
             self._replace(
-                scene_rows=lengthen(state.scene_rows, n_scenes * size),
-                scene_refs=lengthen(state.scene_refs, n_scenes),
+                keyframe_rows=lengthen(state.keyframe_rows, n_keyframes * size),
+                keyframe_refs=lengthen(state.keyframe_refs, n_keyframes),
             )
             state = self._state
-        row = state.scene_rows[scene * size : (scene + 1) * size]
+        row = state.keyframe_rows[keyframe * size : (keyframe + 1) * size]
         row[: frame.size] = frame
-        self.new_scenes.append(scene)
-        state.scene_of[stream] = scene
+        self.new_keyframes.append(keyframe)
+        state.keyframe_of[stream] = keyframe
         # until a first frame has been encoded against it, a quarter of a frame is what it should cost
-        state.scene_cost[stream] = self.layout.frame_bytes // 4, 0
+        state.keyframe_cost[stream] = self.layout.frame_bytes // 4, 0
         state.pool[:] = np.roll(state.pool, 1)
-        state.pool[0] = scene
-        return scene
+        state.pool[0] = keyframe
+        return keyframe
 
     def _drop_freed(self) -> None:
         counts = self._state.counts
@@ -295,13 +298,13 @@ class SegmentStore(FrameStore):
             table = state.stage[begin + 2 : begin + 2 + count * width].view("<u4" if self._wide else "<u2")
             lengths = table.astype(np.int64)
             if lengths[0] == size:
-                state.scenes[segment] = NONE  # a whole frame refers to none until it is sealed
+                state.keyframes[segment] = NONE  # a whole frame refers to none until it is sealed
             state.starts[segment] = -1 - begin
             state.stage[begin : begin + 2] = 0, count
             state.stage_ends[stream] = 2 + per * width + lengths.sum()
-            state.walks[stream] = lengths[lengths < size].sum()
-        used = state.scenes[here & (state.scenes >= 0)]
-        state.scene_refs[:] = np.bincount(used, minlength=len(state.scene_refs))
+            state.chain_bytes[stream] = lengths[lengths < size].sum()
+        used = state.keyframes[here & (state.keyframes >= 0)]
+        state.keyframe_refs[:] = np.bincount(used, minlength=len(state.keyframe_refs))
         self._unread = []
         self._follow_kernels()
         self._remember_newest(streams)
@@ -323,8 +326,8 @@ class SegmentStore(FrameStore):
 
     def _forget(self, segments: npt.NDArray[np.int64]) -> None:
         state = self._state
-        scenes = state.scenes[segments]
-        np.subtract.at(state.scene_refs, scenes[scenes >= 0], 1)
+        keyframes = state.keyframes[segments]
+        np.subtract.at(state.keyframe_refs, keyframes[keyframes >= 0], 1)
         if self._n_packed:
             self._n_packed -= int(np.isin(state.heap[state.starts[segments]], self._packed_flags).sum())
 
@@ -361,31 +364,31 @@ class SegmentStore(FrameStore):
         table = np.arange(state.refs.size + 1, dtype=np.int32)
         table[ids + 1] = renamed + 1
         # old and new ids name the same frames as long as the old segments are there: those go last
-        for begin in range(0, len(self.slots), 1 << 16):
-            part = self.slots[begin : begin + (1 << 16)]
+        for begin in range(0, len(self.frame_ids), 1 << 16):
+            part = self.frame_ids[begin : begin + (1 << 16)]
             part[...] = table[part]
         state.undo_ids[...] = table[state.undo_ids]
-        self.touched[:] = True
+        self.dirty_pages[:] = True
         state.refs[ids] = 0
         state.live[segments] = np.count_nonzero(state.refs.reshape(-1, per)[segments], axis=1)
         self._free(segments)
 
     # ---- reading ----
 
-    def _decode(self, slots: npt.NDArray[np.int32], sets: Cells) -> npt.NDArray[np.uint8]:
+    def _decode(self, frame_ids: npt.NDArray[np.int32], sets: Indices) -> npt.NDArray[np.uint8]:
         """The frames that ``slots`` names at ``sets`` (``[set, row]``), one after the other."""
         size = self.layout.frame_bytes
-        out = np.empty(sets.size * slots.shape[1] * size, np.uint8)
+        out = np.empty(sets.size * frame_ids.shape[1] * size, np.uint8)
         tables = self._bound or self._tables()
         if self._n_packed:
-            local, slots, sets = self._unpacked(slots, sets)
+            local, frame_ids, sets = self._unpacked(frame_ids, sets)
             tables = self._kernels.bind_state(local)
         read, per, wide = self._kernels.read_frames, self.per_segment, self._wide
         n_rows = sets.shape[1]
 
         def work(first: int, stop: int) -> int:
             began = perf_counter()
-            damaged: int = read(tables, slots, sets, out, size, per, wide, first, stop)
+            damaged: int = read(tables, frame_ids, sets, out, size, per, wide, first, stop)
             self._row_seconds = min(1.05 * self._row_seconds, (perf_counter() - began) / (stop - first))
             return damaged
 
@@ -398,10 +401,12 @@ class SegmentStore(FrameStore):
             raise CorruptPayloadError(f"segment {damaged} of the heap is damaged and cannot be decoded")
         return out
 
-    def _unpacked(self, slots: npt.NDArray[np.int32], sets: Cells) -> tuple[FrameState, npt.NDArray[np.int32], Cells]:
+    def _unpacked(
+        self, frame_ids: npt.NDArray[np.int32], sets: Indices
+    ) -> tuple[FrameState, npt.NDArray[np.int32], Indices]:
         """Tables, slots and cells for the same frames in which every segment is plain."""
         state, per = self._state, self.per_segment
-        ids = slots[sets] - 1
+        ids = frame_ids[sets] - 1
         segments, inverse = np.unique(ids // per, return_inverse=True)
         sealed = np.flatnonzero((segments >= 0) & (state.lengths[segments] > 0))
         flags = state.heap[state.starts[segments[sealed]]]
@@ -423,28 +428,28 @@ class SegmentStore(FrameStore):
             heap=np.concatenate([*bodies, np.zeros(SLACK, np.uint8)]),
             starts=starts,
             lengths=lengths,
-            scenes=state.scenes[segments],
+            keyframes=state.keyframes[segments],
         )
         renamed = np.where(ids < 0, 0, inverse.reshape(ids.shape) * per + ids % per + 1).astype(np.int32)
-        return local, renamed.reshape(sets.size, slots.shape[1]), np.arange(sets.size).reshape(sets.shape)
+        return local, renamed.reshape(sets.size, frame_ids.shape[1]), np.arange(sets.size).reshape(sets.shape)
 
     def difference_bytes(self) -> tuple[int, int]:
-        """Bytes of all segments, and of scenes beyond one for each stream; the number of frames."""
-        self.settle()
+        """Bytes of all segments, and of keyframes beyond one for each stream; the number of frames."""
+        self.collect_segments()
         state, size = self._state, self.layout.frame_bytes
         opened = np.flatnonzero(state.open_segments >= 0)
         room = state.stage.size // state.open_segments.size
         width = 4 if self._wide else 2
         nbytes, n_frames = self.heap.live_bytes, int(state.counts.sum())
-        n_scenes = int(np.count_nonzero(state.scene_refs))
+        n_keyframes = int(np.count_nonzero(state.keyframe_refs))
         for stream in opened:
             begin = stream * room + 2
             count = int(state.counts[state.open_segments[stream]])
             lengths = state.stage[begin : begin + count * width].view("<u4" if self._wide else "<u2")
-            starts_scene = int(lengths[0]) == size
-            nbytes += int(lengths[starts_scene:].sum(dtype=np.int64))
-            n_scenes += starts_scene
-        nbytes += max(n_scenes - self.n_streams, 0) * size
+            starts_keyframe = int(lengths[0]) == size
+            nbytes += int(lengths[starts_keyframe:].sum(dtype=np.int64))
+            n_keyframes += starts_keyframe
+        nbytes += max(n_keyframes - self.n_streams, 0) * size
         return nbytes, n_frames
 
     def __setstate__(self, stored: dict[str, Any]) -> None:

@@ -13,15 +13,15 @@ from sb3_extra_buffers.codecs.delta import DeltaCodec
 from sb3_extra_buffers.codecs.registry import codec_from_config, get_codec, is_available, known_codecs
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import FileFormatError
-from sb3_extra_buffers.kernels.prints import PAGE
-from sb3_extra_buffers.kernels.state import NONE, PACKED_LZ4, PACKED_ZSTD, scene_bytes
+from sb3_extra_buffers.kernels.fingerprints import PAGE
+from sb3_extra_buffers.kernels.state import NONE, PACKED_LZ4, PACKED_ZSTD, keyframe_bytes
 from sb3_extra_buffers.stores.arena import SLACK, lengthen
 from sb3_extra_buffers.stores.checks import column, only_named_errors, parse_dtype, parse_shape, require, whole, within
 from sb3_extra_buffers.stores.choice import Choice
+from sb3_extra_buffers.stores.factory import make_frame_store
 from sb3_extra_buffers.stores.frames import LATER, FrameStore
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.making import make_frame_store
 from sb3_extra_buffers.stores.observation import DenseStore, ObservationStore
 from sb3_extra_buffers.stores.payloads import PayloadStore
 from sb3_extra_buffers.stores.segments import SegmentStore
@@ -32,7 +32,7 @@ FillHeap = Callable[[Heap, npt.NDArray[np.int32]], None]
 
 # columns of the state that are kept as they are; all are small, an entry or a few for each stream
 _STREAM_COLUMNS = (
-    "stage_ends", "open_segments", "recent_ids", "heads", "last", "scene_of", "scene_cost", "walks", "pool",
+    "stage_ends", "open_segments", "recent_ids", "heads", "last", "keyframe_of", "keyframe_cost", "chain_bytes", "pool",
 )  # fmt: skip
 
 # what a codec is told by what it encodes
@@ -57,7 +57,7 @@ def take_apart(store: ObservationStore) -> StoreParts:
         "shape": list(store.spec.shape),
         "dtype": store.spec.dtype.str,
         "n_streams": store.n_streams,
-        "n_cells": store.n_cells,
+        "n_cells": store.n_obs,
         "method": store.method,
         "options": dict(store.options),
         "heap_bytes": store._heap_bytes,
@@ -69,7 +69,7 @@ def take_apart(store: ObservationStore) -> StoreParts:
     if inner is None:
         arrays = _join_pending(store)
         return StoreParts(record | {"kind": "pending"}, arrays, None)
-    inner.settle()
+    inner.collect_segments()
     return _take_frames_apart(inner, record)
 
 
@@ -87,11 +87,11 @@ def _take_frames_apart(inner: FrameStore, record: dict[str, Any]) -> StoreParts:
     stage = [state.stage[stream * room : stream * room + int(state.stage_ends[stream])] for stream in used]
     codecs = inner.codecs if isinstance(inner, PayloadStore) else [inner.codec]
     arrays: dict[str, Array] = {
-        "slots": inner.slots,
+        "slots": inner.frame_ids,
         "lengths": state.lengths,
         "counts": state.counts,
-        "scenes": state.scenes,
-        "scene_rows": state.scene_rows.reshape(-1, scene_bytes(inner.layout.frame_bytes)),
+        "scenes": state.keyframes,
+        "scene_rows": state.keyframe_rows.reshape(-1, keyframe_bytes(inner.layout.frame_bytes)),
         "stage": np.concatenate([np.zeros(0, np.uint8), *stage]),
         # one place for all of them: each is a few numbers
         "streams": np.concatenate([getattr(state, name).ravel().astype(np.int64) for name in _STREAM_COLUMNS]),
@@ -113,24 +113,24 @@ def _take_frames_apart(inner: FrameStore, record: dict[str, Any]) -> StoreParts:
     return StoreParts(record, arrays, inner.heap, inner)
 
 
-def touched_pages(inner: FrameStore) -> dict[str, npt.NDArray[np.int64]]:
+def pages_to_save(inner: FrameStore) -> dict[str, npt.NDArray[np.int64]]:
     """For tables that `take_apart` names, the pages that may differ from what they were when `saved` was called."""
     segments = inner.changed_segments()
     pages = _pages_of(segments, 4)
-    width = scene_bytes(inner.layout.frame_bytes)
-    scenes = {
+    width = keyframe_bytes(inner.layout.frame_bytes)
+    keyframes = {
         page
-        for scene in inner.new_scenes
-        for page in range(scene * width // PAGE, ((scene + 1) * width - 1) // PAGE + 1)
+        for keyframe in inner.new_keyframes
+        for page in range(keyframe * width // PAGE, ((keyframe + 1) * width - 1) // PAGE + 1)
     }
     return {
-        "slots": np.flatnonzero(inner.touched),
+        "slots": np.flatnonzero(inner.dirty_pages),
         "lengths": pages,
         "counts": pages,
         "scenes": pages,
         "starts": _pages_of(segments, 8),
         "generation": _pages_of(segments, 1),
-        "scene_rows": np.array(sorted(scenes), np.int64),
+        "scene_rows": np.array(sorted(keyframes), np.int64),
     }
 
 
@@ -152,8 +152,8 @@ def put_together(
         store = _make_store(record)
         kind = record["kind"]
         if kind == "dense":
-            rows = column(arrays, "rows", np.uint8, (store.n_cells, store.spec.nbytes))
-            written = column(arrays, "written", np.bool_, (store.n_cells,))
+            rows = column(arrays, "rows", np.uint8, (store.n_obs, store.spec.nbytes))
+            written = column(arrays, "written", np.bool_, (store.n_obs,))
             store._inner = dense = object.__new__(DenseStore)
             dense.__setstate__({"rows": rows, "written": written, "limit": store._heap_bytes})
         elif kind == "pending":
@@ -164,7 +164,7 @@ def put_together(
             raise FileFormatError(f"a store of kind {kind!r} is unknown here; update sb3-extra-buffers")
     none = store.choice is not None and store.choice.method == "none"
     fits = store._inner is None or (store.choice is not None and none == isinstance(store._inner, DenseStore))
-    require(fits and not (none and store._inner is None and store.n_cells), "observations are not kept as was chosen")
+    require(fits and not (none and store._inner is None and store.n_obs), "observations are not kept as was chosen")
     store._dense = store._dense or isinstance(store._inner, DenseStore)
     return store
 
@@ -184,17 +184,17 @@ def _make_store(record: Mapping[str, Any]) -> ObservationStore:
             f"{choice[0]!r} was chosen where {record['method']!r} was asked for",
         )
         store.choice = Choice(*choice)
-    store.n_cells = whole(record["n_cells"], "n_cells")
+    store.n_obs = whole(record["n_cells"], "n_cells")
     return store
 
 
 def _put_pending(store: ObservationStore, arrays: Mapping[str, Array]) -> list[tuple[Array, Array, Array]]:
-    cells = column(arrays, "cells", np.int64, (None,))
-    streams = column(arrays, "streams", np.int64, cells.shape)
-    rows = column(arrays, "rows", np.uint8, (len(cells), store.spec.nbytes))
-    within(cells, 0, store.n_cells, "a cell")
+    indices = column(arrays, "cells", np.int64, (None,))
+    streams = column(arrays, "streams", np.int64, indices.shape)
+    rows = column(arrays, "rows", np.uint8, (len(indices), store.spec.nbytes))
+    within(indices, 0, store.n_obs, "a cell")
     within(streams, 0, store.n_streams, "a stream")
-    return [(cells, streams, rows)] if len(cells) else []
+    return [(indices, streams, rows)] if len(indices) else []
 
 
 def _put_frames(
@@ -209,15 +209,15 @@ def _put_frames(
     counts = column(arrays, "counts", np.int32, (None,))
     n_segments = len(counts)
     lengths = column(arrays, "lengths", np.int32, (n_segments,))
-    scenes = column(arrays, "scenes", np.int32, (n_segments,))
-    scene_rows = column(arrays, "scene_rows", np.uint8, (None, scene_bytes(layout.frame_bytes)))
-    slots = column(arrays, "slots", np.int32, (store.n_cells, layout.stack))
+    keyframes = column(arrays, "scenes", np.int32, (n_segments,))
+    keyframe_rows = column(arrays, "scene_rows", np.uint8, (None, keyframe_bytes(layout.frame_bytes)))
+    frame_ids = column(arrays, "slots", np.int32, (store.n_obs, layout.stack))
     stage = column(arrays, "stage", np.uint8, (None,))
     within(counts, 0, per + 1, "a segment's number of frames")
     within(lengths, 0, 1 << 31, "a segment's length")
-    _are_scenes(scenes[counts > 0], len(scene_rows), "a segment's scene")
-    within(slots, 0, n_segments * per + 1, "a frame's id")
-    for part in np.array_split(slots.reshape(-1), max(slots.size >> 20, 1)):
+    _are_keyframes(keyframes[counts > 0], len(keyframe_rows), "a segment's keyframe")
+    within(frame_ids, 0, n_segments * per + 1, "a frame's id")
+    for part in np.array_split(frame_ids.reshape(-1), max(frame_ids.size >> 20, 1)):
         ids = part[part > 0] - 1
         require(ids % per < counts[ids // per], "an observation names a frame that is not there")
     columns = _split_streams(inner, arrays["streams"])
@@ -235,21 +235,23 @@ def _put_frames(
     chosen = None if store.choice is None else get_codec(store.choice.method, **store.options).codec_id
     require(chosen == codecs[-1].codec_id, f"payloads of {codecs[-1].codec_id!r} are not what was chosen")
 
-    inner.slots = slots
-    inner.touched = np.zeros(-(-slots.nbytes // PAGE), np.bool_)
+    inner.frame_ids = frame_ids
+    inner.dirty_pages = np.zeros(-(-frame_ids.nbytes // PAGE), np.bool_)
     inner.heap.grow(n_segments)
     inner.heap.lengths[:] = lengths
-    _check_streams(columns, counts, per, len(scene_rows))
-    _put_stage(inner, columns, counts, scenes, stage)
+    _check_streams(columns, counts, per, len(keyframe_rows))
+    _put_stage(inner, columns, counts, keyframes, stage)
     n_counted = 0 if read_only else n_segments
     inner._replace(
         counts=lengthen(counts, n_segments),
-        scenes=lengthen(scenes, n_segments),
+        keyframes=lengthen(keyframes, n_segments),
         live=lengthen(np.zeros(0, np.int32), n_counted),
         refs=lengthen(np.zeros(0, np.int32), n_counted * per),
         free=lengthen(np.zeros(0, np.int32), n_counted),
-        scene_rows=scene_rows.reshape(-1),
-        scene_refs=np.bincount(scenes[(counts > 0) & (scenes >= 0)], minlength=len(scene_rows)).astype(np.int32),
+        keyframe_rows=keyframe_rows.reshape(-1),
+        keyframe_refs=np.bincount(keyframes[(counts > 0) & (keyframes >= 0)], minlength=len(keyframe_rows)).astype(
+            np.int32
+        ),
         **columns,
     )
     if not read_only:
@@ -264,7 +266,7 @@ def _put_frames(
         _finish_segments(inner, record, read_only)
     if not read_only:
         _remember_frames(inner)
-        _make_room(inner, record["room"])
+        _reserve(inner, record["room"])
         inner.check()
     return inner
 
@@ -282,24 +284,24 @@ def _split_streams(inner: FrameStore, numbers: Array) -> dict[str, Array]:
     return columns
 
 
-def _check_streams(columns: dict[str, Array], counts: Array, per: int, n_scenes: int) -> None:
+def _check_streams(columns: dict[str, Array], counts: Array, per: int, n_keyframes: int) -> None:
     frames = columns["recent_ids"]
     within(frames, NONE, len(counts) * per, "a recent frame")
     known = frames[frames >= 0]
     require(known % per < counts[known // per], "a recent frame is not there")
     within(columns["heads"], 0, frames.shape[1], "a place among the recent frames")
     within(columns["last"], NONE, frames.shape[1], "a place among the recent frames")
-    _are_scenes(columns["scene_of"], n_scenes, "a stream's scene")
-    _are_scenes(columns["pool"], n_scenes, "a scene at hand")
-    within(columns["scene_cost"], 0, 1 << 60, "the cost of a scene")
+    _are_keyframes(columns["keyframe_of"], n_keyframes, "a stream's keyframe")
+    _are_keyframes(columns["pool"], n_keyframes, "a keyframe at hand")
+    within(columns["keyframe_cost"], 0, 1 << 60, "the cost of a keyframe")
 
 
-def _are_scenes(scenes: Array, n_scenes: int, what: str) -> None:
-    within(scenes, NONE, n_scenes, what)
-    require(scenes != -1, f"{what} is -1")
+def _are_keyframes(keyframes: Array, n_keyframes: int, what: str) -> None:
+    within(keyframes, NONE, n_keyframes, what)
+    require(keyframes != -1, f"{what} is -1")
 
 
-def _put_stage(inner: FrameStore, columns: dict[str, Array], counts: Array, scenes: Array, stage: Array) -> None:
+def _put_stage(inner: FrameStore, columns: dict[str, Array], counts: Array, keyframes: Array, stage: Array) -> None:
     """Give open segments their rooms back, each where its stream expects it."""
     state, per, size = inner._state, inner.per_segment, inner.layout.frame_bytes
     opened, ends = columns["open_segments"], columns["stage_ends"]
@@ -314,9 +316,11 @@ def _put_stage(inner: FrameStore, columns: dict[str, Array], counts: Array, scen
         lengths = part[2 : 2 + count * width].view(f"<u{width}").astype(np.int64)
         fits = part[0] == 0 and part[1] == count and (lengths <= size).all() and body + int(lengths.sum()) == end
         walk = int(lengths[lengths < size].sum())
-        require(fits and int(columns["walks"][stream]) == walk, "an open segment does not hold what it says")
+        require(fits and int(columns["chain_bytes"][stream]) == walk, "an open segment does not hold what it says")
         begins_whole = count and int(lengths[0]) == size
-        require(not begins_whole or scenes[segment] == NONE, "a segment that begins with a whole frame has a scene")
+        require(
+            not begins_whole or keyframes[segment] == NONE, "a segment that begins with a whole frame has a keyframe"
+        )
         newest = int(columns["recent_ids"][stream, (int(columns["heads"][stream]) - 1) % state.recent_ids.shape[1]])
         require(newest == segment * per + count - 1, "a stream does not remember its newest frame")
     require(at == stage.size, "the open segments are longer than they say")
@@ -358,16 +362,16 @@ def _check_payloads(inner: SegmentStore) -> None:
         require(fits, "the frames of a segment are not as long as it is")
 
 
-def _make_room(inner: FrameStore, room: Any) -> None:
+def _reserve(inner: FrameStore, room: Any) -> None:
     """Give lists the length that they had."""
     require(isinstance(room, list) and len(room) == 3, f"lists of {room!r} entries make no sense")
-    most = 4 * (inner.slots.size + 4096)
+    most = 4 * (inner.frame_ids.size + 4096)
     n_fresh, n_freed, n_order = (whole(n, "the length of a list", stop=most + 1) for n in room)
     fits = n_fresh % inner.layout.stack == 0 and n_freed == (n_fresh + LATER if n_fresh else 0)
     require(fits, f"{n_freed} entries are not enough for {n_fresh} frames")
     if n_fresh:
         inner._lengthen_lists(n_fresh // inner.layout.stack)
-    inner.heap.make_room(n_order)
+    inner.heap.reserve_order(n_order)
 
 
 def _remember_frames(inner: FrameStore) -> None:
@@ -409,12 +413,14 @@ def _codecs(record: Mapping[str, Any], spec: ObsSpec) -> list[Codec]:
     return codecs
 
 
-def place_payloads(heap: Heap, slots: npt.NDArray[np.int32], starts: Array, data: Array, copied: bool = True) -> None:
+def place_payloads(
+    heap: Heap, frame_ids: npt.NDArray[np.int32], starts: Array, data: Array, copied: bool = True
+) -> None:
     """Let ``heap`` hold payloads that lie in ``data``, inside of it and apart from each other: ``copied``, or there."""
-    places, ends = starts[slots], starts[slots] + heap.lengths[slots].astype(np.int64)
+    places, ends = starts[frame_ids], starts[frame_ids] + heap.lengths[frame_ids].astype(np.int64)
     within(places, 0, max(data.size, 1), "the place of a segment")
     # kernels may read a little beyond a payload
     require(ends <= data.size - SLACK, "a segment reaches past the end")
     order = np.argsort(places, kind="stable")
     require(ends[order][:-1] <= places[order][1:], "two segments overlap")
-    (heap.adopt_all if copied else heap.look_into)(slots[order], data, places[order])
+    (heap.adopt_all if copied else heap.look_into)(frame_ids[order], data, places[order])

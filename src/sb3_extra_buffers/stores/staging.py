@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Layout", "Lent", "Staging", "torch_dtype"]
+__all__ = ["Layout", "Lease", "Staging", "torch_dtype"]
 
 Array = npt.NDArray[Any]
 
@@ -36,7 +36,7 @@ class Layout:
         self.nbytes = max(sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in parts), _ALIGNMENT)
 
 
-class Lent(NamedTuple):
+class Lease(NamedTuple):
     """Arrays in memory that a device can read, to be filled in and handed over."""
 
     arrays: tuple[Array, ...]
@@ -52,14 +52,14 @@ class _Room:
     def __init__(self, nbytes: int, pinned: bool) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         self.copied: Any = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]  # torch's own
-        self.lent: dict[Layout, Lent] = {}
+        self.lease: dict[Layout, Lease] = {}
 
-    def lend(self, layout: Layout) -> Lent:
-        found = self.lent.get(layout)
+    def acquire(self, layout: Layout) -> Lease:
+        found = self.lease.get(layout)
         if found is None:
-            if len(self.lent) >= _MOST_LAYOUTS:
-                self.lent.clear()
-            found = self.lent[layout] = _lay_out(self, layout)
+            if len(self.lease) >= _MOST_LAYOUTS:
+                self.lease.clear()
+            found = self.lease[layout] = _lay_out(self, layout)
         return found
 
 
@@ -80,17 +80,17 @@ class Staging:
 
     def upload(self, arrays: Sequence[Array | Sequence[Array]]) -> list[torch.Tensor]:
         """Each array as a tensor; a sequence of them is stacked on the way."""
-        lent = self.lend(self.layout(*[
+        lease = self.acquire(self.layout(*[
             (array.shape, array.dtype) if type(array) is np.ndarray else ((len(array), *array[0].shape), array[0].dtype)
             for array in arrays
         ]))  # fmt: skip
-        for view, array in zip(lent.arrays, arrays, strict=True):
+        for view, array in zip(lease.arrays, arrays, strict=True):
             if type(array) is np.ndarray:
                 view[...] = array
             else:
                 for place, part in zip(view, array, strict=True):
                     place[...] = part
-        return self.send(lent)
+        return self.send(lease)
 
     def layout(self, *parts: tuple[tuple[int, ...], np.dtype[Any]]) -> Layout:
         """The layout of these parts, the same one every time."""
@@ -101,25 +101,27 @@ class Staging:
             found = self._layouts[parts] = Layout(*parts)
         return found
 
-    def lend(self, layout: Layout) -> Lent:
+    def acquire(self, layout: Layout) -> Lease:
         """Arrays to be filled in, for `send` or for a kernel that reads them where they are.
 
         Whoever reads them calls `read` once that has been started; until then nobody else gets this memory.
         """
-        return self._next_room(layout.nbytes).lend(layout)
+        return self._next_room(layout.nbytes).acquire(layout)
 
-    def send(self, lent: Lent) -> list[torch.Tensor]:
+    def send(self, lease: Lease) -> list[torch.Tensor]:
         """What was filled in, in fresh memory on the device."""
         if self.device.type != "cuda":
-            return [torch.from_numpy(array.copy()).to(self.device) for array in lent.arrays]
-        packed = torch.empty(lent.whole.numel(), dtype=torch.uint8, device=self.device)
-        packed.copy_(lent.whole, non_blocking=True)
-        self.read(lent)
-        return [packed.view(dtype).as_strided(shape, strides, offset) for dtype, shape, strides, offset in lent.entries]
+            return [torch.from_numpy(array.copy()).to(self.device) for array in lease.arrays]
+        packed = torch.empty(lease.whole.numel(), dtype=torch.uint8, device=self.device)
+        packed.copy_(lease.whole, non_blocking=True)
+        self.release(lease)
+        return [
+            packed.view(dtype).as_strided(shape, strides, offset) for dtype, shape, strides, offset in lease.entries
+        ]
 
-    def read(self, lent: Lent) -> None:
+    def release(self, lease: Lease) -> None:
         """Say that the last reader of what was lent has been started."""
-        if lent.room.copied is None:
+        if lease.room.copied is None:
             return
         index = self.device.index
         number = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if index is None else index)
@@ -127,7 +129,7 @@ class Staging:
         if stream is None:
             # asking for it takes longer than everything else here
             stream = self._streams[number] = torch.cuda.current_stream(self.device)
-        lent.room.copied.record(stream)
+        lease.room.copied.record(stream)
 
     def _next_room(self, nbytes: int) -> _Room:
         pinned = self.device.type == "cuda"
@@ -156,7 +158,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _lay_out(room: _Room, layout: Layout) -> Lent:
+def _lay_out(room: _Room, layout: Layout) -> Lease:
     """Arrays of these shapes and dtypes, one after the other."""
     host = room.memory.numpy()
     arrays, tensors, entries = [], [], []
@@ -169,4 +171,4 @@ def _lay_out(room: _Room, layout: Layout) -> Lent:
         tensors.append(torch.from_numpy(array))
         entries.append((torch_dtype(dtype), shape, strides, end // dtype.itemsize))
         end += _aligned(nbytes)
-    return Lent(tuple(arrays), tuple(tensors), room.memory[: layout.nbytes], tuple(entries), room)
+    return Lease(tuple(arrays), tuple(tensors), room.memory[: layout.nbytes], tuple(entries), room)

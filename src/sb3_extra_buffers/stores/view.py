@@ -14,7 +14,7 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import ArgumentError, IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.kernels import frame_kernels
-from sb3_extra_buffers.stores.frames import Cells
+from sb3_extra_buffers.stores.frames import Indices
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
@@ -34,17 +34,17 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
     same store differ in the table of cells alone, so `swapaxes` and `reshape` copy no observation.
     """
 
-    def __init__(self, store: ObservationStore, lead_shape: Sequence[int], cells: Cells | None = None) -> None:
+    def __init__(self, store: ObservationStore, lead_shape: Sequence[int], indices: Indices | None = None) -> None:
         self.store = store
         self.lead_shape = tuple(map(operator.index, lead_shape))
-        self._cells = cells
-        self._base = store.add_cells(math.prod(self.lead_shape)) if cells is None else 0
+        self._indices = indices
+        self._base = store.allocate(math.prod(self.lead_shape)) if indices is None else 0
         # what writing a step needs every time; no step of a table of cells is written that way
         self._dtype = store.spec.dtype
         self._step_shape = self.shape[1:]
-        self._n_steps = self.lead_shape[0] if self.lead_shape and cells is None and store.spec.nbytes else 0
+        self._n_steps = self.lead_shape[0] if self.lead_shape and indices is None and store.spec.nbytes else 0
         self._row_elements = math.prod(store.spec.shape)
-        self._step_cells = np.arange(store.n_streams, dtype=np.int64)
+        self._step_indices = np.arange(store.n_streams, dtype=np.int64)
 
     # ---- what an array tells of itself ----
 
@@ -78,7 +78,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
 
         Views of one store share what it holds, each in proportion to its cells.
         """
-        share = math.prod(self.lead_shape) / max(self.store.n_cells, 1)
+        share = math.prod(self.lead_shape) / max(self.store.n_obs, 1)
         return round(self.store.memory_usage().total * share)
 
     def memory_usage(self) -> MemoryUsage:
@@ -96,12 +96,12 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
     # ---- reading ----
 
     def __getitem__(self, index: Any) -> Any:
-        cells, rest = self._locate(index)
-        if cells is None:
+        indices, rest = self._locate(index)
+        if indices is None:
             return self.__array__()[rest]
         if rest is not None:
-            return self._read(cells)[rest]
-        batch = self._read(cells)
+            return self._read(indices)[rest]
+        batch = self._read(indices)
         return batch if batch.ndim else batch[()]
 
     def __iter__(self) -> Iterator[Any]:
@@ -138,19 +138,19 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
             return list(rows.reshape(*sets.shape, *self._step_shape[1:]))
         if any(other.store is not self.store for other in others):
             raise SpecMismatchError("views of different stores cannot be read together")
-        cells = self._whole(index)
-        sets = np.empty((1 + len(others), cells.size), np.int64)
-        sets[0] = cells.reshape(-1)
+        indices = self._whole(index)
+        sets = np.empty((1 + len(others), indices.size), np.int64)
+        sets[0] = indices.reshape(-1)
         for place, other in enumerate(others, 1):
-            if self._cells is None and other._cells is None and other.lead_shape == self.lead_shape:
+            if self._indices is None and other._indices is None and other.lead_shape == self.lead_shape:
                 np.add(sets[0], other._base - self._base, out=sets[place])
             else:
                 sets[place] = other._whole(index).reshape(-1)
         spec = self.store.spec
-        batches = self.store.read(sets).view(spec.dtype).reshape(len(sets), *cells.shape, *spec.shape)
+        batches = self.store.read(sets).view(spec.dtype).reshape(len(sets), *indices.shape, *spec.shape)
         return list(batches)
 
-    def _pairs(self, others: Sequence[StoreView], index: Any) -> Cells | None:
+    def _pairs(self, others: Sequence[StoreView], index: Any) -> Indices | None:
         """Cells for a batch of (step, stream) pairs, as sampling asks for them; None for any other index."""
         if type(index) is not tuple or len(index) != 2 or len(self.lead_shape) != 2 or not self._n_steps:
             return None
@@ -165,7 +165,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
                 return None
             bases.append(other._base)
         sets = np.empty((len(bases), len(steps)), np.int64)
-        locate = frame_kernels().locate_cells
+        locate = frame_kernels().flat_indices
         bad = locate(steps, envs, self._n_steps, self.lead_shape[1], np.array(bases), sets)
         if bad >= 0:
             raise IndexOutOfRangeError(
@@ -173,37 +173,37 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
             )
         return sets
 
-    def _whole(self, index: Any) -> Cells:
-        cells, rest = self._locate(index)
-        if cells is None or rest is not None:
+    def _whole(self, index: Any) -> Indices:
+        indices, rest = self._locate(index)
+        if indices is None or rest is not None:
             raise IndexOutOfRangeError(f"{index!r} selects parts of observations; index those after reading")
-        return cells
+        return indices
 
-    def _read(self, cells: Cells) -> npt.NDArray[Any]:
+    def _read(self, indices: Indices) -> npt.NDArray[Any]:
         spec = self.store.spec
-        rows = self.store.read(np.ascontiguousarray(cells).reshape(-1))
-        return spec.from_rows(rows).reshape(cells.shape + spec.shape)
+        rows = self.store.read(np.ascontiguousarray(indices).reshape(-1))
+        return spec.from_rows(rows).reshape(indices.shape + spec.shape)
 
     # ---- writing ----
 
     def __setitem__(self, index: Any, value: Any) -> None:
         rows = self._step_rows(index, value)
         if rows is not None:
-            self.store.write(self._step_cells + (self._base + index * len(rows)), self._step_cells, rows)
+            self.store.write(self._step_indices + (self._base + index * len(rows)), self._step_indices, rows)
             return
-        cells, rest = self._locate(index)
-        if rest is None and cells is not None:
-            batch = self._fit(value, cells.shape + self.obs_shape)
-            self._write(cells.reshape(-1), batch)
+        indices, rest = self._locate(index)
+        if rest is None and indices is not None:
+            batch = self._fit(value, indices.shape + self.obs_shape)
+            self._write(indices.reshape(-1), batch)
             return
         # part of some observations: read them, change that part, write them back
-        if cells is None:
-            cells, rest = self._table(), index
-        batch = self._read(cells)
+        if indices is None:
+            indices, rest = self._table(), index
+        batch = self._read(indices)
         part = batch[rest]
         fitted = self._fit(value, part.shape)
         batch[rest] = fitted
-        self._write(cells.reshape(-1), batch)
+        self._write(indices.reshape(-1), batch)
 
     def write_with(self, other: StoreView, step: int, batch: npt.NDArray[Any], other_batch: npt.NDArray[Any]) -> None:
         """``self[step] = batch`` and ``other[step] = other_batch``, in that order and in one go."""
@@ -212,15 +212,15 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
             self[step] = batch
             other[step] = other_batch
             return
-        cell = step * len(rows)
-        self.store.write_step(self._base + cell, other._base + cell, rows, more)
+        index = step * len(rows)
+        self.store.write_step(self._base + index, other._base + index, rows, more)
 
     def write_fitted(self, other: StoreView, step: int, batch: npt.NDArray[Any], other_batch: npt.NDArray[Any]) -> None:
         """`write_with` for a sibling and for batches that are known to have the shape and dtype of a step."""
         if not self._n_steps:
             self.write_with(other, step, batch, other_batch)
             return
-        n_streams = len(self._step_cells)
+        n_streams = len(self._step_indices)
         if not batch.flags.c_contiguous:
             batch = batch.copy()
         if not other_batch.flags.c_contiguous:
@@ -228,8 +228,8 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
         rows, more = batch.reshape(n_streams, -1), other_batch.reshape(n_streams, -1)
         if self._dtype is not _BYTE:
             rows, more = rows.view(np.uint8), more.view(np.uint8)
-        cell = step * n_streams
-        self.store.write_step(self._base + cell, other._base + cell, rows, more)
+        index = step * n_streams
+        self.store.write_step(self._base + index, other._base + index, rows, more)
 
     def _step_rows(self, step: Any, batch: Any) -> ByteRows | None:
         """One step of every stream as rows, as buffers write it; None where that is not what ``batch`` is."""
@@ -243,13 +243,13 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
             return None
         if not batch.flags.c_contiguous:
             batch = batch.copy()
-        rows: ByteRows = batch.reshape(len(self._step_cells), self._row_elements).view(np.uint8)
+        rows: ByteRows = batch.reshape(len(self._step_indices), self._row_elements).view(np.uint8)
         return rows
 
-    def _write(self, cells: Cells, batch: npt.NDArray[Any]) -> None:
+    def _write(self, indices: Indices, batch: npt.NDArray[Any]) -> None:
         spec = self.store.spec
-        rows = np.ascontiguousarray(batch).reshape(cells.size, spec.nbytes // max(spec.dtype.itemsize, 1))
-        self.store.write(cells, cells % self.store.n_streams, rows.view(np.uint8))
+        rows = np.ascontiguousarray(batch).reshape(indices.size, spec.nbytes // max(spec.dtype.itemsize, 1))
+        self.store.write(indices, indices % self.store.n_streams, rows.view(np.uint8))
 
     def _fit(self, value: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         """``value`` as an array of ``shape`` and the store's dtype, or an error if that would change it."""
@@ -290,7 +290,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
             raise IndexOutOfRangeError(
                 f"only the {len(self.lead_shape)} leading axes of {self.shape} can be exchanged, got {axis1}, {axis2}"
             )
-        return self._with_cells(self._table().swapaxes(*axes))
+        return self._with_indices(self._table().swapaxes(*axes))
 
     def reshape(self, *shape: Any) -> Self:
         """This view with other leading axes; those of an observation must stay as they are."""
@@ -300,35 +300,35 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
         if len(wanted) < len(self.obs_shape) or tail != self.obs_shape:
             raise SpecMismatchError(f"cannot reshape {self.shape} into {wanted}: it must end in {self.obs_shape}")
         try:
-            return self._with_cells(self._table().reshape(lead))
+            return self._with_indices(self._table().reshape(lead))
         except ValueError as problem:
             raise SpecMismatchError(f"cannot reshape {self.shape} into {wanted}: {problem}") from None
 
-    def _with_cells(self, cells: Cells) -> Self:
+    def _with_indices(self, indices: Indices) -> Self:
         view = object.__new__(type(self))
-        StoreView.__init__(view, self.store, cells.shape, cells)
+        StoreView.__init__(view, self.store, indices.shape, indices)
         return view
 
-    def sibling(self) -> Self:
+    def next_view(self) -> Self:
         """Another array of the same shape whose frames are shared with this one's.
 
         For what repeats this one, such as the next observations beside the observations.
         """
-        if self._cells is not None:
+        if self._indices is not None:
             raise ValueError("only an array that was not reshaped can have a sibling")
-        twin = object.__new__(type(self))
-        StoreView.__init__(twin, self.store, self.lead_shape)
-        return twin
+        next_leaves = object.__new__(type(self))
+        StoreView.__init__(next_leaves, self.store, self.lead_shape)
+        return next_leaves
 
     # ---- indices ----
 
-    def _table(self) -> Cells:
-        if self._cells is not None:
-            return self._cells
+    def _table(self) -> Indices:
+        if self._indices is not None:
+            return self._indices
         count = math.prod(self.lead_shape)
         return np.arange(self._base, self._base + count, dtype=np.int64).reshape(self.lead_shape)
 
-    def _locate(self, index: Any) -> tuple[Cells | None, Any]:
+    def _locate(self, index: Any) -> tuple[Indices | None, Any]:
         """Cells that ``index`` touches, and what is left to apply to their observations.
 
         ``(cells, None)`` where whole observations are meant; ``(None, index)`` where only the whole array will do.
@@ -362,9 +362,9 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
             axis += 1
         return table, (*remapped, *parts)
 
-    def _locate_common(self, index: Any) -> Cells | None:
+    def _locate_common(self, index: Any) -> Indices | None:
         """The forms that SB3 and loops use, without building the table."""
-        if self._cells is not None or not self.lead_shape:
+        if self._indices is not None or not self.lead_shape:
             return None
         if isinstance(index, (int, np.integer)) and not isinstance(index, (bool, np.bool_)):
             n_steps = self.lead_shape[0]
@@ -373,8 +373,8 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
                 raise IndexOutOfRangeError(f"index {step} is out of bounds for axis 0 with size {n_steps}")
             width = math.prod(self.lead_shape[1:])
             begin = self._base + (step % n_steps) * width
-            cells = np.arange(begin, begin + width, dtype=np.int64)
-            return cells.reshape(self.lead_shape[1:])
+            indices = np.arange(begin, begin + width, dtype=np.int64)
+            return indices.reshape(self.lead_shape[1:])
         if isinstance(index, tuple) and len(self.lead_shape) == 2 and 2 <= len(index) <= self.ndim:
             steps, envs, *rest = index
             whole = all(part is Ellipsis or (isinstance(part, slice) and part == _ALL) for part in rest)

@@ -22,14 +22,14 @@ class FrameKernels(NamedTuple):
     write_step: Callable[..., int]
     release_rows: Callable[..., None]
     read_frames: Callable[..., int]
-    locate_cells: Callable[..., int]
+    flat_indices: Callable[..., int]
     pack_block: Callable[..., int]
     split_stack: Callable[..., None]
     join_stack: Callable[..., None]
     compiled: bool
 
 
-def as_whole(array: Array) -> Array:
+def as_contiguous(array: Array) -> Array:
     """``array`` in one piece that can be written: for other kinds numba would compile the kernels anew."""
     return array if array.flags.carray else array.copy()
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sb3_extra_buffers.kernels.loading import has_numba
-from sb3_extra_buffers.kernels.prints import PAGE, WORDS, print_blocks, prints_of
+from sb3_extra_buffers.kernels.dispatch import has_numba
+from sb3_extra_buffers.kernels.fingerprints import PAGE, WORDS, fingerprint_pages, fingerprints_of
 
 RNG = np.random.default_rng(0)
 
 
 def test_every_changed_byte_changes_the_prints_of_its_block_alone() -> None:
     data = RNG.integers(0, 256, 3 * PAGE + 100, np.uint8)
-    before = prints_of(data)
+    before = fingerprints_of(data)
     for place in [*range(0, data.size, 97), data.size - 1]:
         data[place] ^= 1 << int(RNG.integers(8))
-        after = prints_of(data)
+        after = fingerprints_of(data)
         assert (before != after).any(axis=1).tolist() == [block == place // PAGE for block in range(4)]
         before = after
 
@@ -28,7 +28,7 @@ def test_values_that_change_places_are_noticed() -> None:
     for first in range(64):
         for second in range(first + 1, 64):
             column[[first, second]] = 1.0, 1.0
-            found.add(prints_of(column.view(np.uint8)).tobytes())
+            found.add(fingerprints_of(column.view(np.uint8)).tobytes())
             column[[first, second]] = 0
     assert len(found) == 64 * 63 // 2
 
@@ -40,19 +40,19 @@ def test_arrays_of_any_kind_have_the_prints_of_their_bytes(size: int) -> None:
     frozen = aligned.copy()
     frozen.flags.writeable = False
 
-    assert prints_of(aligned).shape == (-(-size // PAGE), 2)
+    assert fingerprints_of(aligned).shape == (-(-size // PAGE), 2)
     for other in (odd, frozen):
-        np.testing.assert_array_equal(prints_of(other), prints_of(aligned))
+        np.testing.assert_array_equal(fingerprints_of(other), fingerprints_of(aligned))
 
 
 @pytest.mark.skipif(not has_numba(), reason="needs numba")
 def test_compiled_and_plain_prints_agree() -> None:
-    from sb3_extra_buffers.kernels import prints_numba
+    from sb3_extra_buffers.kernels import fingerprints_numba
 
     words = RNG.integers(0, 1 << 64, (70, WORDS), np.uint64)
     keys = RNG.integers(0, 1 << 64, WORDS + 1, np.uint64)
     plain, compiled = np.zeros((70, 2), np.uint64), np.ones((70, 2), np.uint64)
-    print_blocks(words, keys, plain)
-    prints_numba.print_blocks(words, keys, compiled)
+    fingerprint_pages(words, keys, plain)
+    fingerprints_numba.fingerprint_pages(words, keys, compiled)
 
     np.testing.assert_array_equal(plain, compiled)

@@ -15,7 +15,7 @@ import pytest
 
 from sb3_extra_buffers.compressed import CompressedArray, CompressedHerReplayBuffer, CompressedReplayBuffer
 from sb3_extra_buffers.errors import DamagedFileError, FileWriteError
-from sb3_extra_buffers.files import disk, live, load, open_saved, repair
+from sb3_extra_buffers.files import disk, load, mmap_buffer, open_saved, repair
 from sb3_extra_buffers.stores.file_heap import FileHeap
 from tests.files.filing import (
     ACTIONS,
@@ -37,8 +37,8 @@ KINDS = ["replay", "replay-delta", "replay-gzip", "replay-dense", "n-step", "dic
 
 @pytest.fixture(autouse=True)
 def _checkpoint_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "_RECORDS", 7)
-    monkeypatch.setattr(live, "_SPARE", 1 << 12)
+    monkeypatch.setattr(mmap_buffer, "_RECORDS", 7)
+    monkeypatch.setattr(mmap_buffer, "_SPARE", 1 << 12)
 
 
 def left_behind(buffer: Any) -> None:
@@ -49,7 +49,7 @@ def left_behind(buffer: Any) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_in_the_file_is_what_was_added(name: str, tmp_path: Path) -> None:
     buffer, plain, feed = BUFFERS[name](), BUFFERS[name](), Feed()
-    live.keep_in_file(buffer, tmp_path / "live")
+    mmap_buffer.keep_in_file(buffer, tmp_path / "live")
     for step in range(75):
         feed.add_to(buffer, plain)
         if step % 11 == 10:
@@ -116,7 +116,7 @@ def test_arrays_live_in_files_too(tmp_path: Path) -> None:
 
 def test_copies_and_pickles_live_in_memory(tmp_path: Path) -> None:
     buffer, feed = BUFFERS["replay"](), Feed()
-    live.keep_in_file(buffer, tmp_path / "live")
+    mmap_buffer.keep_in_file(buffer, tmp_path / "live")
     for _ in range(30):
         feed.add_to(buffer)
 
@@ -132,7 +132,7 @@ def test_copies_and_pickles_live_in_memory(tmp_path: Path) -> None:
 
 def test_a_save_elsewhere_is_a_file_of_its_own(tmp_path: Path) -> None:
     buffer, feed = BUFFERS["replay"](), Feed()
-    live.keep_in_file(buffer, tmp_path / "live")
+    mmap_buffer.keep_in_file(buffer, tmp_path / "live")
     for _ in range(30):
         feed.add_to(buffer)
     buffer.save(tmp_path / "elsewhere")
@@ -156,7 +156,7 @@ def test_a_folder_in_use_is_not_begun_again(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_an_error_with_a_name_and_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer, plain, feed = BUFFERS["replay"](), BUFFERS["replay"](), Feed()
-    live.keep_in_file(buffer, tmp_path / "live")
+    mmap_buffer.keep_in_file(buffer, tmp_path / "live")
     for _ in range(9):
         feed.add_to(buffer, plain)
 
@@ -174,7 +174,7 @@ def test_a_full_disk_is_an_error_with_a_name_and_costs_no_step(tmp_path: Path, m
 @pytest.mark.parametrize("name", ["replay-delta", "replay-gzip"])
 def test_a_disk_that_is_really_full_costs_no_step_that_was_completed(name: str, small_disk: Path) -> None:
     buffer, feed = BUFFERS[name](), Feed()
-    live.keep_in_file(buffer, small_disk / "live")
+    mmap_buffer.keep_in_file(buffer, small_disk / "live")
     n_failed = 0
     good = copy.deepcopy(buffer)
     for step in range(60):
@@ -217,7 +217,7 @@ def test_a_heap_in_a_file_names_a_full_disk_and_goes_on(small_disk: Path) -> Non
 
 def test_files_that_live_stay_small(tmp_path: Path) -> None:
     buffer, feed = BUFFERS["replay-delta"](), Feed()
-    live.keep_in_file(buffer, tmp_path / "live")
+    mmap_buffer.keep_in_file(buffer, tmp_path / "live")
     heap = buffer.observations.store
     most = 0
     for _ in range(700):
@@ -234,7 +234,7 @@ def test_files_that_live_stay_small(tmp_path: Path) -> None:
 
 def test_a_damaged_journal_is_repaired_up_to_the_damage(tmp_path: Path) -> None:
     buffer, feed = BUFFERS["replay-delta"](), Feed()
-    live.keep_in_file(buffer, tmp_path / "live")
+    mmap_buffer.keep_in_file(buffer, tmp_path / "live")
     for _ in range(12):
         feed.add_to(buffer)
     journal = max((tmp_path / "live").glob("journal-*"))
@@ -257,7 +257,7 @@ def test_a_buffer_in_memory_can_move_to_a_file_at_any_moment(name: str, n_steps:
     buffer, plain, feed = BUFFERS[name](), BUFFERS[name](), Feed()
     for _ in range(n_steps):
         feed.add_to(buffer, plain)
-    live.keep_in_file(buffer, tmp_path / "live")
+    mmap_buffer.keep_in_file(buffer, tmp_path / "live")
     for store in buffer.to_parts().stores.values():
         store.check()
     for _ in range(9):
@@ -274,7 +274,7 @@ def test_a_checkpoint_that_is_interrupted_anywhere_leaves_every_step(
 ) -> None:
     """Before a call, or right after it has done its work."""
     buffer, plain, feed = BUFFERS["replay-delta"](), BUFFERS["replay-delta"](), Feed()
-    kept = live.keep_in_file(buffer, tmp_path / "live")
+    kept = mmap_buffer.keep_in_file(buffer, tmp_path / "live")
     original = getattr(disk, function)
     for number in range(12):
         feed.add_to(buffer, plain)

@@ -22,8 +22,8 @@ from sb3_extra_buffers.files.folders import SavedAsFolder
 from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.view import StoreView
 
-#: version of what is pickled
-STATE_VERSION = 2
+#: version of the pickled state; pickles of other versions are refused
+STATE_VERSION = 3
 
 #: what Python, NumPy and torch raise where there is no memory
 NO_MEMORY = (MemoryError, th.cuda.OutOfMemoryError)
@@ -35,7 +35,7 @@ WRITING = "writing"
 _NOT_COPIED = frozenset({"_lock", "_live", "_last_save", "_read_only", "_step"})
 
 
-class CompressedStorage(SavedAsFolder):
+class CompressedBuffer(SavedAsFolder):
     """Options, tensors, pickles, and what makes adding a step a transaction.
 
     A step is first written to the stores, which can take it back. Then ``_step`` is set, by one assignment, to
@@ -142,7 +142,7 @@ class CompressedStorage(SavedAsFolder):
         """Begin to live in a file if that was asked for; with the first step, when everything has been set up."""
         if self._options.storage != "mmap" or self._options.path is None:
             return
-        from sb3_extra_buffers.files.live import StartsInFile, check_new
+        from sb3_extra_buffers.files.mmap_buffer import StartsInFile, check_new
 
         self._live = StartsInFile(self, check_new(self._options.path))
 
@@ -177,10 +177,10 @@ class CompressedStorage(SavedAsFolder):
 
     def _check_state(self, state: dict[str, Any]) -> None:
         version = state.pop("_state_version", 0)
-        if version > STATE_VERSION:
+        if version != STATE_VERSION:
             raise UnsupportedVersionError(
-                f"this {type(self).__name__} was saved in version {version} of its layout, the newest known here is "
-                f"{STATE_VERSION}; update sb3-extra-buffers"
+                f"this {type(self).__name__} was pickled with state version {version}, but this release reads version "
+                f"{STATE_VERSION}; use the release that wrote it, and save() for files that later releases can read"
             )
         check_loaded(self, state)
 
@@ -218,4 +218,4 @@ class OptionsFirst:
 
     def _get_samples(self, *args: Any, **kwargs: Any) -> Any:
         samples = super()._get_samples(*args, **kwargs)  # type: ignore[misc]  # this stands before a buffer
-        return self._as_asked(samples)  # type: ignore[attr-defined]  # behind which is a CompressedStorage
+        return self._as_asked(samples)  # type: ignore[attr-defined]  # behind which is a CompressedBuffer

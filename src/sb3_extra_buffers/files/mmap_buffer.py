@@ -100,7 +100,7 @@ class LiveFolder:
         # the next observations of the last step
         self._known: dict[str, Array] = {}
         self._undo: tuple[int, int, dict[str, Array]] | None = None
-        self._n_cells = self._retry_at = 0
+        self._n_obs = self._retry_at = 0
         _alive.add(self)
 
     @property
@@ -154,7 +154,7 @@ class LiveFolder:
                     if self._journal is not None:
                         self._journal.close()
                     self._journal, self._known, self._undo, self._retry_at = journal, {}, None, 0
-                    self._n_cells = sum(store.n_cells for store in parts.stores.values())
+                    self._n_obs = sum(store.n_obs for store in parts.stores.values())
                 else:
                     journal.close()
                     with contextlib.suppress(OSError):
@@ -170,7 +170,7 @@ class LiveFolder:
             inner = store._inner
             if not isinstance(inner, FrameStore):
                 continue
-            inner.settle()
+            inner.collect_segments()
             heap = inner.heap
             if not isinstance(heap, FileHeap):
                 _move_heap(inner, store.make_heap())
@@ -230,7 +230,7 @@ class LiveFolder:
         """Take down a change to an array's store."""
         self._check_owner()
         if self._journal is not None:
-            if self._journal.broken or self.buffer.store.n_cells != self._n_cells:
+            if self._journal.broken or self.buffer.store.n_obs != self._n_obs:
                 # a sibling was made: the journal is about an array that had none
                 self.checkpoint()
             try:
@@ -325,7 +325,7 @@ def replay(buffer: Any, path: Path) -> int:
 def _check_change(store: ObservationStore, kind: str, arrays: list[Array]) -> None:
     names = ("cells", "streams", "rows")[: {"write": 3, "erase": 1, "clear": 0}[kind]]
     found = dict(zip(names, arrays, strict=True))
-    for name, stop in (("cells", store.n_cells), ("streams", store.n_streams)):
+    for name, stop in (("cells", store.n_obs), ("streams", store.n_streams)):
         if name in found:
             within(column(found, name, np.int64, arrays[0].shape[:1]), 0, stop, f"one of {name}")
     if "rows" in found:
@@ -338,8 +338,8 @@ def _move_heap(inner: FrameStore, heap: Heap) -> None:
     old = inner.heap
     try:
         heap.grow(len(old.lengths))
-        for slot in old.unsaved(everything=True).tolist():
-            heap.put(slot, np.frombuffer(old.read(slot), np.uint8))
+        for payload_id in old.unsaved(everything=True).tolist():
+            heap.put(payload_id, np.frombuffer(old.read(payload_id), np.uint8))
         opened = inner._state.lengths == 0
         heap.starts[opened] = old.starts[opened]
         inner.heap = heap

@@ -8,9 +8,9 @@ import numpy as np
 from stable_baselines3.common.buffers import DictReplayBuffer, DictRolloutBuffer, ReplayBuffer, RolloutBuffer
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
+from sb3_extra_buffers._sb3.base import CompressedBuffer, OptionsFirst
 from sb3_extra_buffers._sb3.leaves import each_leaf, make_leaves
 from sb3_extra_buffers._sb3.n_step import NStepReplayBuffer
-from sb3_extra_buffers._sb3.storage import CompressedStorage, OptionsFirst
 from sb3_extra_buffers.compressed.buffers import (
     CompressedDictReplayBuffer,
     CompressedDictRolloutBuffer,
@@ -84,7 +84,7 @@ def compressed(buffer_class: type[Any]) -> type[Any]:
         ...     '''My own.'''
         >>> buffer_class = compressed(MyBuffer)
     """
-    if issubclass(buffer_class, CompressedStorage):
+    if issubclass(buffer_class, CompressedBuffer):
         return buffer_class
     if buffer_class in _made:
         return _made[buffer_class]

@@ -14,7 +14,7 @@ from sb3_extra_buffers.stores.segments import SegmentStore
 
 def make_frame_store(
     layout: StackLayout,
-    n_cells: int,
+    n_obs: int,
     n_streams: int,
     codec: Codec,
     heap_bytes: int | None = None,
@@ -23,5 +23,5 @@ def make_frame_store(
 ) -> FrameStore:
     """A store for ``n_cells`` observations that ``codec`` encodes."""
     if isinstance(codec, DeltaCodec):
-        return SegmentStore(layout, n_cells, n_streams, codec, heap_bytes, path, compiled)
-    return PayloadStore(layout, n_cells, n_streams, codec, heap_bytes, path, compiled)
+        return SegmentStore(layout, n_obs, n_streams, codec, heap_bytes, path, compiled)
+    return PayloadStore(layout, n_obs, n_streams, codec, heap_bytes, path, compiled)

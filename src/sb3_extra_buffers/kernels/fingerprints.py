@@ -1,7 +1,7 @@
-"""Prints of blocks: two numbers each, by which a block that has changed is known without a copy of what it was.
+"""Fingerprints of pages, which tell a changed page without a copy of its old contents.
 
-Twice NH, the hash inside UMAC, under keys that nobody knows: whatever two different blocks hold, their prints are equal
-with a chance of at most one in 2**64.
+A fingerprint is two NH hashes (the hash inside UMAC) under random keys: two different pages collide with a probability
+of at most 2**-64.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.kernels.loading import has_numba
+from sb3_extra_buffers.kernels.dispatch import has_numba
 
-#: bytes that have prints of their own, and are saved together
+#: bytes of a page: each has its own fingerprint, and is saved as a whole
 PAGE = 1 << 12
 WORDS = PAGE // 8
 
@@ -27,11 +27,8 @@ _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
 
-def prints_of(data: Bytes, pages: npt.NDArray[np.int64] | None = None) -> Words:
-    """The prints of the pages of ``data``, or of some of them, ``[page, 2]``.
-
-    A last page that is not whole counts as filled up with zeros.
-    """
+def fingerprints_of(data: Bytes, pages: npt.NDArray[np.int64] | None = None) -> Words:
+    """Fingerprints of all pages of ``data``, or of some, as ``[page, 2]``. A short last page is padded with zeros."""
     n_whole, count = data.size // PAGE, -(-data.size // PAGE)
     last = count > n_whole and (pages is None or count - 1 in pages)
     words = _as_words(data[: n_whole * PAGE])
@@ -52,8 +49,8 @@ def _as_words(data: Bytes) -> Words:
     return data.view(np.uint64).reshape(-1, WORDS)
 
 
-def print_blocks(words: Words, keys: Words, out: Words) -> None:
-    """Set ``out[i]`` to the prints of ``words[i]``; what `prints_numba` does in one pass."""
+def fingerprint_pages(words: Words, keys: Words, out: Words) -> None:
+    """Reference kernel: set ``out[i]`` to the fingerprint of ``words[i]``."""
     for first in range(0, len(words), 64):
         part = words[first : first + 64]
         low, high = part & _LOW, part >> _HALF
@@ -71,5 +68,5 @@ def _keys() -> Words:
 @cache
 def _kernel() -> Any:
     if not has_numba():
-        return print_blocks
-    return importlib.import_module("sb3_extra_buffers.kernels.prints_numba").print_blocks
+        return fingerprint_pages
+    return importlib.import_module("sb3_extra_buffers.kernels.fingerprints_numba").fingerprint_pages

@@ -12,7 +12,7 @@ _HALF = np.uint64(32)
 
 
 @njit(nogil=True, cache=True)
-def print_blocks(words: Any, keys: Any, out: Any) -> None:
+def fingerprint_pages(words: Any, keys: Any, out: Any) -> None:
     """Set ``out[i]`` to the prints of ``words[i]``."""
     for block in range(words.shape[0]):
         first = second = np.uint64(0)

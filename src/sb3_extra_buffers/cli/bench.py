@@ -114,7 +114,7 @@ def bench(observations: Array, methods: list[str], batch: int = 32) -> list[Row]
         start = time.perf_counter()
         for step in range(n_steps):
             array[step] = observations[step]
-        array.store.settle()
+        array.store.choose_method()
         written = time.perf_counter() - start
         if not np.array_equal(array[: min(64, n_steps)], observations[:64]):
             raise AssertionError(f"{method} changed the observations; refusing to report on it")
