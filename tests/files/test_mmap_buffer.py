@@ -202,7 +202,7 @@ def test_a_heap_in_a_file_names_a_full_disk_and_goes_on(small_disk: Path) -> Non
     fill_disk(small_disk, n_free=5)
 
     for _ in range(2):
-        with pytest.raises(FileWriteError, match=r"no room for \d+ bytes: No space left"):
+        with pytest.raises(FileWriteError, match=r"cannot allocate \d+ bytes: No space left"):
             heap.put(1, payload)
     with pytest.raises(FileWriteError, match="No space left"):
         heap.compact(small_disk / "other.bin")

@@ -94,10 +94,7 @@ def make_view(
         checks.column({"cells": indices}, "cells", np.int64, lead)
         checks.within(indices, 0, store.n_obs, "a cell of a view")
     view = object.__new__(cls)
-    StoreView.__init__(view, store, lead, np.zeros(0, np.int64) if indices is None else indices)
-    if indices is None:
-        view._indices, view._base = None, base
-        view._n_steps = lead[0] if lead and store.spec.nbytes else 0
+    StoreView.__init__(view, store, lead, indices, base)
     return view
 
 

@@ -14,6 +14,7 @@ from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.delta import BLOCK, padded
 from sb3_extra_buffers.kernels import frame_kernels
 from sb3_extra_buffers.kernels.fingerprints import PAGE
+from sb3_extra_buffers.kernels.policy import POOL_SIZE
 from sb3_extra_buffers.kernels.state import (
     COMMITTED,
     N_COUNTERS,
@@ -33,8 +34,6 @@ from sb3_extra_buffers.stores.layout import StackLayout
 
 FrameIds = npt.NDArray[np.int32]
 
-# keyframes that a new segment may start from
-_POOL = 8
 #: Segments that are freed or sealed in one go: each takes microseconds, setting out to do it takes longer.
 FREE_BATCH = 128
 
@@ -370,7 +369,7 @@ def _new_state(layout: StackLayout, n_streams: int, heap: Heap, stage_bytes: int
         keyframe_of=np.full(n_streams, NONE, np.int32),
         keyframe_cost=np.zeros((n_streams, 2), np.int64),
         chain_bytes=np.zeros(n_streams, np.int64),
-        pool=np.full(_POOL, NONE, np.int32),
+        pool=np.full(POOL_SIZE, NONE, np.int32),
         scratch=np.zeros(padded(size) // BLOCK * (BLOCK + BLOCK // 4) + 64, np.uint8),
     )
 

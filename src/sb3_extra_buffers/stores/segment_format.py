@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.errors import CorruptPayloadError
 from sb3_extra_buffers.kernels import FrameKernels
-from sb3_extra_buffers.kernels.frames import PAYING_TENTHS
 from sb3_extra_buffers.kernels.lz4_block import OVERRUN, TABLE, unpack_block
+from sb3_extra_buffers.kernels.policy import PAYING_TENTHS
 from sb3_extra_buffers.kernels.state import PACKED_LZ4, PACKED_ZSTD
 from sb3_extra_buffers.stores.arena import SLACK
 from sb3_extra_buffers.stores.checks import require

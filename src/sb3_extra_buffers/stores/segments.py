@@ -14,6 +14,7 @@ from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.delta import BLOCK
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError
+from sb3_extra_buffers.kernels import policy
 from sb3_extra_buffers.kernels.frames import is_full
 from sb3_extra_buffers.kernels.state import (
     COMMITTED,
@@ -37,10 +38,6 @@ from sb3_extra_buffers.stores.workers import run_split
 
 Bytes = npt.NDArray[np.uint8]
 
-# a segment ends early when its differences would fill this many frames
-_LONG = 1.5
-# a segment is compressed when its differences take more than this part of an observation each
-_COMPRESS_ABOVE = 0.015
 # seconds of decoding from which on other threads help, and what each one takes at a time
 _SPLIT_SECONDS = 1e-3
 _CHUNK_SECONDS = 300e-6
@@ -84,12 +81,11 @@ class SegmentStore(FrameStore):
         compiled, layout = self._kernels.compiled, self.layout
         # bytes per frame from which on a segment is compressed. Reference kernels cannot compress. No kernel calls
         # zstd, so that with zstd all sealing is left to this class
-        compress_above = int(_COMPRESS_ABOVE * layout.spec.nbytes) if compiled else layout.frame_bytes
+        compress_above = int(policy.COMPRESS_ABOVE * layout.spec.nbytes) if compiled else layout.frame_bytes
         self._compress_above = -1 if self._zstd_level else compress_above
-        # a segment ends when decoding it takes long, for reference kernels sooner; one that is compressed with zstd is
-        # decompressed as a whole anyway
-        long = self.per_segment if self._zstd_level else _LONG if compiled else _LONG / 3
-        self._max_chain_bytes = int(long * layout.frame_bytes)
+        max_chain = policy.MAX_CHAIN_FRAMES if compiled else policy.MAX_CHAIN_FRAMES_REFERENCE
+        # a segment that is compressed with zstd is decompressed as a whole, however much of it is read
+        self._max_chain_bytes = int((self.per_segment if self._zstd_level else max_chain) * layout.frame_bytes)
         # flags of segments that the read kernel cannot decompress, and how many of those there are
         self._packed_flags = (PACKED_ZSTD,) if compiled else (PACKED_ZSTD, PACKED_LZ4)
         self._n_packed = self._count_packed(np.flatnonzero(self.state.lengths))
@@ -241,8 +237,7 @@ class SegmentStore(FrameStore):
         state.keyframe_rows[keyframe * size :][: frame.size] = frame
         self.new_keyframes.append(keyframe)
         state.keyframe_of[stream] = keyframe
-        # until a first frame has been encoded against it, it should cost a quarter of a frame
-        state.keyframe_cost[stream] = self.layout.frame_bytes // 4, 0
+        state.keyframe_cost[stream] = policy.initial_cost(self.layout.frame_bytes), 0
         state.pool[:] = np.roll(state.pool, 1)
         state.pool[0] = keyframe
         return keyframe
@@ -430,10 +425,10 @@ class SegmentStore(FrameStore):
     def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
         store = cls(layout, len(rows), n_streams, codec)
         store.write(np.arange(len(rows)), streams, rows)
-        return store.difference_bytes()
+        return store.difference_bytes() / max(int(store.state.counts.sum()), 1)
 
-    def difference_bytes(self) -> float:
-        """Bytes per frame of all segments, and of keyframes beyond one per stream: more are rare in the long run."""
+    def difference_bytes(self) -> int:
+        """Bytes of all segments, and of keyframes beyond one per stream: in the long run there are few more."""
         self.collect_segments()
         state, size = self.state, self.layout.frame_bytes
         nbytes, n_keyframes = self.heap.live_bytes, int(np.count_nonzero(state.keyframe_refs))
@@ -442,8 +437,7 @@ class SegmentStore(FrameStore):
             starts_whole = bool(lengths[0] == size)
             nbytes += int(lengths[starts_whole:].sum())
             n_keyframes += starts_whole
-        nbytes += max(n_keyframes - self.n_streams, 0) * size
-        return nbytes / max(int(state.counts.sum()), 1)
+        return nbytes + max(n_keyframes - self.n_streams, 0) * size
 
     # ---- saving ----
 
