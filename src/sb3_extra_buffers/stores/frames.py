@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -448,10 +449,25 @@ class FrameStore(ABC):
         self._dirty = False
 
     def use_heap(self, heap: Heap) -> None:
-        """Put payloads into ``heap`` from now on; before anything is written."""
-        self.heap = heap
-        heap.grow(len(self._state.counts))
-        self._sync()
+        """Move all payloads to ``heap``, and put new ones there."""
+        with self.heap_detached():
+            old = self.heap
+            heap.grow(len(old.lengths))
+            for payload_id in old.unsaved(everything=True).tolist():
+                heap.put(payload_id, np.frombuffer(old.read(payload_id), np.uint8))
+            # what `starts` says of open segments belongs to this store
+            is_open = old.lengths == 0
+            heap.starts[is_open] = old.starts[is_open]
+            self.heap = heap
+
+    @contextlib.contextmanager
+    def heap_detached(self) -> Iterator[None]:
+        """Within this context, no array refers to the heap's memory, so that the heap can be moved or replaced."""
+        self._drop_view()
+        try:
+            yield
+        finally:
+            self._sync()
 
     def _tables(self) -> Any:
         if self._bound is None:
