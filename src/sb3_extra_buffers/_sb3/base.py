@@ -142,9 +142,9 @@ class CompressedBuffer(SavedAsFolder):
         """Begin to live in a file if that was asked for; with the first step, when everything has been set up."""
         if self._options.storage != "mmap" or self._options.path is None:
             return
-        from sb3_extra_buffers.files.mmap_buffer import StartsInFile, check_new
+        from sb3_extra_buffers.files.mmap_buffer import check_new, create_folder
 
-        self._live = StartsInFile(self, check_new(self._options.path))
+        self._live = create_folder(self, check_new(self._options.path))
 
     # ---- pickles ----
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.errors import FileFormatError, MissingExtraError
-from sb3_extra_buffers.files.checking import views_of
-from sb3_extra_buffers.files.loading import SavedParts
+from sb3_extra_buffers.files.parts import views_of
+from sb3_extra_buffers.files.saved_parts import SavedParts
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.view import StoreView
 

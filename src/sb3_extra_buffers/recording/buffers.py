@@ -378,13 +378,17 @@ class BaseRecordBuffer:
 
     # ---- files and pictures ----
 
+    def lock_for_save(self, recover: bool = True) -> Any:
+        """The lock to hold while this is saved; `to_parts` recovers by itself."""
+        return self._lock
+
     def to_parts(self) -> Parts:
         """What this is made of, for a file: a tag, a description, columns and stores."""
-        from sb3_extra_buffers.files.kinds import take_parts
+        from sb3_extra_buffers.files.registry import registered_parts
 
         with self._lock:
             self._recover()
-            return take_parts(self)
+            return registered_parts(self)
 
     def save(self, path: str | os.PathLike[str]) -> Path | None:
         """Write all records to one file, which `load` reads; no pickle is involved."""
@@ -551,6 +555,10 @@ class DummyRecordBuffer(BaseRecordBuffer):
 
     def end_episode(self) -> None:
         """Do nothing."""
+
+    def lock_for_save(self, recover: bool = True) -> Any:
+        """The lock to hold while this is saved; `to_parts` recovers by itself."""
+        return self._lock
 
     def to_parts(self) -> Parts:
         raise NotSaveableError("a DummyRecordBuffer records nothing that could be saved")
