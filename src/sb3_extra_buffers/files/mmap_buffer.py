@@ -19,6 +19,7 @@ from sb3_extra_buffers.files.saved_parts import SavedParts
 from sb3_extra_buffers.files.saving import Save, SaveReport, locked_snapshot
 from sb3_extra_buffers.files.step_records import pack_step
 from sb3_extra_buffers.stores.file_heap import FileHeap
+from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.view import StoreView
 
@@ -179,16 +180,16 @@ class MmapFolder:
         """Move heaps to files, and the live payloads of mostly dead files to new ones."""
         for number, store in enumerate(self._stores()):
             store.make_heap = functools.partial(self._new_heap, number, store.heap_bytes)
-            frames = store.frame_store
-            if frames is None:
+            frames = store.inner
+            if not isinstance(frames, FrameStore):
                 continue
             frames.collect_segments()
             heap = frames.heap
             if not isinstance(heap, FileHeap):
-                frames.use_heap(store.make_heap())
+                frames.move_payloads(store.make_heap())
             elif heap.dead_bytes > heap.live_bytes + _SPARE:
-                with frames.heap_detached():
-                    heap.compact(manifest.next_file(self.folder, f"heap-{number}"))
+                file = manifest.next_file(self.folder, f"heap-{number}")
+                frames.compact_heap(functools.partial(heap.compact, file))
 
     def _new_heap(self, number: int, limit: int | None) -> FileHeap:
         return FileHeap(manifest.next_file(self.folder, f"heap-{number}"), limit)

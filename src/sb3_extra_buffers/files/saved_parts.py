@@ -101,8 +101,8 @@ class SavedParts:
         if saved is not None:
             payloads[name] = saved
             path, size = self.payload_file(name)
-            if in_file and store.frame_store is not None and path != self.data_path:
-                _continue_in_file(store.frame_store, saved, path, size)
+            if in_file and isinstance(store.inner, FrameStore) and path != self.data_path:
+                _continue_in_file(store.inner, saved, path, size)
         return store
 
     def make_store(
@@ -118,9 +118,8 @@ class SavedParts:
 
         store = put_together(record_from_json(self.stores[name].get("record")), tables, fill, read_only)
         store.read_only = read_only
-        frames = store.frame_store
-        if read_only and frames is not None:
-            frames.validator = PayloadCheck(frames, saved[0].chunks, frames.heap.data, path)
+        if read_only and isinstance(store.inner, FrameStore):
+            store.inner.validator = PayloadCheck(store.inner, saved[0].chunks, store.inner.heap.data, path)
         return store, saved[0] if saved else None
 
     def _remember(self, loaded: Any, payloads: dict[str, SavedPayloads]) -> None:
@@ -137,12 +136,9 @@ def _continue_in_file(frames: FrameStore, saved: SavedPayloads, path: Path, size
     """Let a store append to the heap file that holds its payloads."""
     if os.stat(path, follow_symlinks=False).st_nlink > 1:
         raise FileFormatError(f"{path} is hard-linked from elsewhere and will not be written to; load() makes a copy")
-    old, heap = frames.heap, FileHeap(path, frames.heap.limit)
-    payload_ids = old.unsaved(everything=True)
-    heap.attach(old, payload_ids, saved.starts[payload_ids], size - SLACK)
-    is_open = old.lengths == 0
-    heap.starts[is_open] = old.starts[is_open]
+    heap = FileHeap(path, frames.heap.limit)
+    payload_ids = frames.heap.unsaved(everything=True)
+    heap.attach(frames.heap, payload_ids, saved.starts[payload_ids], size - SLACK)
     heap.saved()
-    with frames.heap_detached():
-        frames.heap = saved.heap = heap
-    saved.file = path
+    frames.switch_heap(heap)
+    saved.heap, saved.file = heap, path

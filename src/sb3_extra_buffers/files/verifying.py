@@ -16,6 +16,7 @@ from sb3_extra_buffers.files.blocks import BLOCK, ArrayRecord
 from sb3_extra_buffers.files.payloads import damaged_chunks, lost_indices
 from sb3_extra_buffers.files.saved_parts import SavedParts
 from sb3_extra_buffers.stores.checks import only_named_errors
+from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.observation import ObservationStore
 
 Array = npt.NDArray[Any]
@@ -83,11 +84,11 @@ class DamageScan:
             lost |= bad if bad.any() else False
         store, payloads = self.saved.make_store(name, tables, read_only=True)
         path, size = self.saved.payload_file(name)
-        if payloads is not None and store.frame_store is not None:
+        if payloads is not None and isinstance(store.inner, FrameStore):
             bad_chunks = damaged_chunks(disk.map_file(path, size), payloads.chunks)
             if bad_chunks:
                 self.findings.append(f"{path}: {len(bad_chunks)} chunks of observations are damaged ({name})")
-                lost |= lost_indices(store.frame_store, payloads.chunks, bad_chunks)
+                lost |= lost_indices(store.inner, payloads.chunks, bad_chunks)
         return store, lost
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -449,23 +448,33 @@ class FrameStore(ABC):
         self._dirty = False
 
     def use_heap(self, heap: Heap) -> None:
-        """Move all payloads to ``heap``, and put new ones there."""
-        with self.heap_detached():
-            old = self.heap
-            heap.grow(len(old.lengths))
-            for payload_id in old.unsaved(everything=True).tolist():
-                heap.put(payload_id, np.frombuffer(old.read(payload_id), np.uint8))
-            # what `starts` says of open segments belongs to this store
-            is_open = old.lengths == 0
-            heap.starts[is_open] = old.starts[is_open]
-            self.heap = heap
+        """Put payloads into ``heap`` from now on; before anything is written."""
+        self.heap = heap
+        heap.grow(len(self._state.counts))
+        self._sync()
 
-    @contextlib.contextmanager
-    def heap_detached(self) -> Iterator[None]:
-        """Within this context, no array refers to the heap's memory, so that the heap can be moved or replaced."""
+    def switch_heap(self, heap: Heap) -> None:
+        """Continue in ``heap``, which holds the same payloads as the present one."""
+        # what `starts` says of open segments belongs to this store
+        is_open = self.heap.lengths == 0
+        heap.starts[is_open] = self.heap.starts[is_open]
+        self.heap = heap
+        self._sync()
+
+    def move_payloads(self, heap: Heap) -> None:
+        """Copy every payload to ``heap``, which is empty, and continue there."""
+        self.collect_segments()
+        heap.grow(len(self.heap.lengths))
+        for payload_id in self.heap.unsaved(everything=True).tolist():
+            heap.put(payload_id, np.frombuffer(self.heap.read(payload_id), np.uint8))
+        self.switch_heap(heap)
+
+    def compact_heap(self, compact: Callable[[], None]) -> None:
+        """Call ``compact``, which moves the heap's payloads, while no array refers to them."""
+        self.collect_segments()
         self._drop_view()
         try:
-            yield
+            compact()
         finally:
             self._sync()
 

@@ -374,9 +374,9 @@ class ObservationStore:
         return self._heap_bytes
 
     @property
-    def frame_store(self) -> FrameStore | None:
-        """The store of frames, once a method is chosen; None while none is, and for dense observations."""
-        return self._inner if isinstance(self._inner, FrameStore) else None
+    def inner(self) -> FrameStore | DenseStore | None:
+        """The store that holds the observations, once a method is chosen."""
+        return self._inner
 
     @property
     def layout(self) -> StackLayout | None:
