@@ -67,7 +67,7 @@ def test_what_is_in_the_file_is_what_was_added(name: str, tmp_path: Path) -> Non
     found = load(tmp_path / "live")
     finish(found)
     assert_same(plain, found)
-    assert found._options.storage == "memory"
+    assert found.storage_options.storage == "memory"
 
 
 def test_the_documented_arguments_begin_a_file(tmp_path: Path) -> None:

@@ -403,7 +403,7 @@ def test_priorities_are_cut_with_their_steps(tmp_path: Path) -> None:
 
     found.check()
     assert found.size() * N_ENVS == report.n_steps == 26 * N_ENVS - report.n_lost
-    steps = (found.pos + found._n_evicted * found.full + np.arange(found.size())) % 26
+    steps = (found.pos + found.n_evicted * found.full + np.arange(found.size())) % 26
     if found.size():
         np.testing.assert_array_equal(found.observations[steps], buffer.observations[steps])
         np.testing.assert_array_equal(found.rewards[steps], buffer.rewards[steps])

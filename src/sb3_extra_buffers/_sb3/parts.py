@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from stable_baselines3.common.preprocessing import get_action_dim, get_obs_shape
 
-from sb3_extra_buffers._sb3.leaves import BufferView, Leaves, each_leaf
+from sb3_extra_buffers._sb3.views import BufferView
 from sb3_extra_buffers.errors import DamagedFileError, NotSaveableError
 from sb3_extra_buffers.files.parts import Cut, LoadedParts, Parts, make_view
 from sb3_extra_buffers.files.registry import class_of
@@ -48,7 +48,7 @@ _HIDDEN = ("hidden_states_pi", "cell_states_pi", "hidden_states_vf", "cell_state
 _STATE = ("pos", "full")
 _SETS = ("observations", "next_observations")
 _REPLAY = Layout(
-    (*_SB3, "n_steps", "gamma"), _OPTIONS, (*_STATE, "_n_evicted", "_n_added"),
+    (*_SB3, "n_steps", "gamma"), _OPTIONS, (*_STATE, "n_evicted", "n_added"),
     ("actions", "rewards", "dones", "timeouts"),
 )  # fmt: skip
 _ROLLOUT = Layout(
@@ -85,7 +85,7 @@ _FOLLOW = frozenset(
         "observation_space", "action_space", "obs_shape", "action_dim", "device", "n_envs", "buffer_size",
         "observations", "next_observations", "generator_ready", "env", "her_ratio", "infos", "mask_dims", "pad",
         "pad_and_flatten", "seq_start_indices", "seq_end_indices", "flatten_config", "compression_method", "n_steps",
-        "gamma",
+        "gamma", "storage_options",
     }
 )  # fmt: skip
 
@@ -115,7 +115,7 @@ def to_parts(buffer: Any, tag: str) -> Parts:
         "action_space": space_to_json(buffer.action_space),
         "device": str(buffer.device),
         "arguments": _arguments(buffer, layout),
-        "state": {name.lstrip("_"): value_to_json(getattr(buffer, name), name) for name in layout.state},
+        "state": {name: value_to_json(getattr(buffer, name), name) for name in layout.state},
     }
     if tag == "her-replay":
         columns["current_ep_start"] = buffer._current_ep_start
@@ -131,7 +131,7 @@ def to_parts(buffer: Any, tag: str) -> Parts:
 
 def _arguments(buffer: Any, layout: Layout) -> dict[str, Any]:
     found = {name: getattr(buffer, name) for name in layout.arguments}
-    found |= {name: getattr(buffer._options, name) for name in (*layout.options, *_LIMITS)}
+    found |= {name: getattr(buffer.storage_options, name) for name in (*layout.options, *_LIMITS)}
     if callable(found.get("beta")):
         raise NotSaveableError(
             "beta is a function, which cannot be saved without pickle; pass a number or a pair of first and last values"
@@ -161,8 +161,8 @@ def _leaf_name(name: str, key: str | None) -> str:
 
 def _leaves(buffer: Any) -> list[tuple[str, Any]]:
     """Observations by name, as they lay before a rollout was read."""
-    found = {name: getattr(buffer, name) for name in _SETS} if hasattr(buffer, _SETS[1]) else {_SETS[0]: buffer._leaves}
-    return [(_leaf_name(name, key), leaf) for name, leaves in found.items() for key, leaf in each_leaf(leaves)]
+    sets = buffer.obs_views().items()
+    return [(_leaf_name(name, key), view) for name, views in sets for key, view in views.by_key.items()]
 
 
 def _device_leaves(buffer: Any) -> Iterator[tuple[str, Any]]:
@@ -241,7 +241,7 @@ def _construct(parts: LoadedParts, layout: Layout, lead: tuple[int, int]) -> Any
     buffer = class_of(parts.kind)(size, **spaces, device=_device(parts.entry("device")), n_envs=n_envs, **arguments)
     require(buffer.buffer_size == steps, f"{steps} steps of {n_envs} make a buffer of {buffer.buffer_size}")
     # only now: with a limit, a constructor lays out as many steps as it thinks will fit
-    buffer._options = replace(buffer._options, **limits)
+    buffer.storage_options = replace(buffer.storage_options, **limits)
     return buffer
 
 
@@ -287,9 +287,9 @@ def _put_state(buffer: Any, parts: LoadedParts, layout: Layout) -> None:
     pos = parts.number("state", "pos", stop=size + (not ring))
     require(ring or full == (pos == size), f"position {pos} of {size} steps, and full is {full}")
     buffer.pos, buffer.full = pos, full
-    if "_n_evicted" in layout.state:
-        buffer._n_evicted = parts.number("state", "n_evicted", stop=(size if full else pos) + 1)
-        buffer._n_added = parts.number("state", "n_added", stop=1 << 60)
+    if "n_evicted" in layout.state:
+        buffer.n_evicted = parts.number("state", "n_evicted", stop=(size if full else pos) + 1)
+        buffer.n_added = parts.number("state", "n_added", stop=1 << 60)
     if parts.kind == "her-replay":
         _put_episodes(buffer, parts)
     if "prioritized" in parts.kind:
@@ -328,12 +328,11 @@ def _infos_from_text(text: Array, shape: tuple[int, int]) -> Array:
 def _put_priorities(buffer: Any, parts: LoadedParts) -> None:
     leaves = parts.column("priorities", np.float64, (buffer.buffer_size, buffer.n_envs))
     require(np.isfinite(leaves) & (leaves >= 0), "a priority is negative or not finite")
-    buffer._tree.write(slice(0, leaves.size), leaves.reshape(-1))
     for name, low in (("max_priority", 0.0), ("progress_remaining", -1e300)):
         value = parts.entry("state", name, kind=(int, float))
         require(low <= value < 1e300, f"{name} is {value}")
         setattr(buffer, name, float(value))
-    buffer.check()
+    buffer.restore_priorities(leaves)
 
 
 def _put_observations(buffer: Any, parts: LoadedParts, lead: tuple[int, int]) -> None:
@@ -346,12 +345,8 @@ def _put_observations(buffer: Any, parts: LoadedParts, lead: tuple[int, int]) ->
         else:
             base = math.prod(lead) * name.startswith("next_")
             found.setdefault(attribute, {})[key] = make_view(BufferView, store, lead, base)
-            store.may_stay_dense = buffer._options.max_bytes is None
-    for attribute, leaves in found.items():
-        setattr(buffer, attribute, leaves[""] if set(leaves) == {""} else Leaves(leaves))
-    if not is_ring(parts.kind):
-        # what get() replaces, and what reset() goes back to
-        buffer._leaves = Leaves(buffer.observations) if isinstance(buffer.observations, dict) else buffer.observations
+            store.may_stay_dense = buffer.storage_options.max_bytes is None
+    buffer.restore_obs_views(found)
 
 
 def _put_device_observations(buffer: Any, parts: LoadedParts) -> None:
@@ -383,7 +378,7 @@ def _finish(buffer: Any, parts: LoadedParts) -> Any:
             require(fits, f"{name!r} is no attribute to add to a {type(buffer).__name__}")
             setattr(buffer, name, value)
     if parts.read_only:
-        buffer._read_only = True
+        buffer.read_only = True
     return buffer
 
 

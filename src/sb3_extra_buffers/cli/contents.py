@@ -106,7 +106,7 @@ class Contents:
         self.n_envs, size = int(buffer.n_envs), int(buffer.buffer_size)
         full, pos = bool(buffer.full), int(buffer.pos)
         ring = not hasattr(buffer, "advantages")
-        evicted = int(getattr(buffer, "_n_evicted", 0))
+        evicted = int(getattr(buffer, "n_evicted", 0))
         oldest = pos if full and ring else 0
         count = (size if full else pos) - evicted
         self.order = (oldest + evicted + np.arange(count)) % size

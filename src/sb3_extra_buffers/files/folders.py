@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from sb3_extra_buffers.files import loading, registry, saving
@@ -20,19 +19,13 @@ __all__ = ["SavedAsFolder"]
 class SavedAsFolder:
     """`save`, `load` and `open` for buffers and arrays."""
 
-    #: Held while this is changed or saved.
-    _lock: Any = None
+    @property
+    def lock(self) -> Any:
+        """Held while this is changed or saved."""
+        return contextlib.nullcontext()
 
-    def _recover(self) -> None:
-        """Finish or undo an interrupted step."""
-
-    @contextlib.contextmanager
-    def lock_for_save(self, recover: bool = True) -> Iterator[None]:
-        """Keep other threads from changing this while it is saved; first ``recover`` from an interrupted step."""
-        with contextlib.nullcontext() if self._lock is None else self._lock:
-            if recover:
-                self._recover()
-            yield
+    def recover(self) -> None:
+        """Complete or undo a write that was interrupted."""
 
     def to_parts(self) -> Parts:
         """The parts to save: a tag, a description, columns and stores."""

@@ -149,10 +149,7 @@ class MmapFolder:
         """Save everything and begin a new journal. In the middle of ``add`` there is nothing to ``recover``."""
         self._check_owner()
         buffer = self.buffer
-        with (
-            buffer.lock_for_save(recover=False),
-            disk.named_errors(self.folder, f"saving to {self.folder}"),
-        ):
+        with buffer.lock, disk.named_errors(self.folder, f"saving to {self.folder}"):
             self._update_heaps()
             journal = Journal(manifest.next_file(self.folder, "journal"))
             if sync:

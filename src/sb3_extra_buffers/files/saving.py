@@ -91,11 +91,11 @@ class Snapshot(NamedTuple):
 
 @contextlib.contextmanager
 def locked_snapshot(saved: Any, recover: bool = True) -> Iterator[Snapshot]:
-    """The parts of ``saved``, which no other thread can change meanwhile; see `SavedAsFolder.lock_for_save`."""
-    lock = getattr(saved, "lock_for_save", None)
+    """The parts of ``saved``, locked against changes by other threads; ``recover`` from an interrupted step first."""
     with contextlib.ExitStack() as locks:
-        if lock is not None:
-            locks.enter_context(lock(recover))
+        locks.enter_context(getattr(saved, "lock", contextlib.nullcontext()))
+        if recover and hasattr(saved, "recover"):
+            saved.recover()
         parts = registry.to_parts(saved)
         check_parts(parts)
         for store in parts.stores.values():

@@ -378,8 +378,9 @@ class BaseRecordBuffer:
 
     # ---- files and pictures ----
 
-    def lock_for_save(self, recover: bool = True) -> Any:
-        """The lock to hold while this is saved; `to_parts` recovers by itself."""
+    @property
+    def lock(self) -> Any:
+        """Held while this is changed or saved."""
         return self._lock
 
     def to_parts(self) -> Parts:
@@ -555,10 +556,6 @@ class DummyRecordBuffer(BaseRecordBuffer):
 
     def end_episode(self) -> None:
         """Do nothing."""
-
-    def lock_for_save(self, recover: bool = True) -> Any:
-        """The lock to hold while this is saved; `to_parts` recovers by itself."""
-        return self._lock
 
     def to_parts(self) -> Parts:
         raise NotSaveableError("a DummyRecordBuffer records nothing that could be saved")

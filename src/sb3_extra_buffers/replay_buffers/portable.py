@@ -89,8 +89,9 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
         else:
             self._shared_count.value = int(value)
 
-    def lock_for_save(self, recover: bool = True) -> Any:
-        """The lock to hold while this is saved; `to_parts` recovers by itself."""
+    @property
+    def lock(self) -> Any:
+        """Held while this is changed or saved."""
         return self._lock
 
     def to_parts(self) -> Any:

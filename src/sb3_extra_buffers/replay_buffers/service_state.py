@@ -30,9 +30,10 @@ class ServiceState:
         # states, as TorchRL's `state_dict` has them
         self.sampler, self.writer = sampler, writer
 
-    def lock_for_save(self, recover: bool = True) -> Any:
-        """The storage's lock."""
-        return self.storage.lock_for_save(recover)
+    @property
+    def lock(self) -> Any:
+        """Held while this is changed or saved."""
+        return self.storage.lock
 
     def to_parts(self) -> Parts:
         held = self.storage.to_parts()
