@@ -240,9 +240,9 @@ class SegmentStore(FrameStore):
         """The differences of a segment, compressed together where that is wanted and pays, and which way."""
         flags, packed, tenths = 0, body, PAYING_TENTHS
         if self._pack_level:
-            from sb3_extra_buffers.codecs.packing import pack  # needs zstandard, as nothing else here does
+            from sb3_extra_buffers.codecs.zstd import compress_bytes  # needs zstandard, as nothing else here does
 
-            flags, packed, tenths = PACKED_ZSTD, np.frombuffer(pack(body, self._pack_level), np.uint8), 10
+            flags, packed, tenths = PACKED_ZSTD, np.frombuffer(compress_bytes(body, self._pack_level), np.uint8), 10
         elif body.size > self._state.config.compress_above * count:
             target = np.empty(body.size, np.uint8)
             source = np.concatenate([body, np.zeros(SLACK, np.uint8)])
@@ -473,9 +473,9 @@ def _inflate(payload: npt.NDArray[np.uint8], width: int, per_segment: int, frame
     plain[:at] = payload[:at]
     plain[0] = 0
     if payload[0] == PACKED_ZSTD:
-        from sb3_extra_buffers.codecs.packing import unpack  # needs zstandard, as nothing else here does
+        from sb3_extra_buffers.codecs.zstd import decompress_bytes  # needs zstandard, as nothing else here does
 
-        plain[at:] = np.frombuffer(unpack(payload[at:], size), np.uint8)
+        plain[at:] = np.frombuffer(decompress_bytes(payload[at:], size), np.uint8)
     else:
         body = np.empty(size + OVERRUN, np.uint8)
         if not unpack_block(payload, at, len(payload), body, size, size):
