@@ -1,4 +1,4 @@
-"""The house stands: floors import only the floors below, and importing them is silent and cheap."""
+"""The layers: each imports only the ones below it, and importing them is silent and cheap."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ EXTRAS = {
 SB3 = {"gymnasium", "stable_baselines3"}
 OPTIONAL = EXTRAS | {"triton"}
 
-# floor, what importing it must not load and its modules must not name at the top, and which of our floors they may name
-FLOORS = [
-    ("codecs", {"torch"} | SB3 | OPTIONAL, {"codecs", "errors"}),
-    ("kernels", SB3 | OPTIONAL, {"codecs", "kernels", "errors"}),
-    ("stores", SB3 | OPTIONAL, {"codecs", "kernels", "stores", "errors"}),
-    ("files", OPTIONAL, {"codecs", "kernels", "stores", "files", "errors"}),
-    ("_sb3", OPTIONAL, {"codecs", "kernels", "stores", "files", "_sb3", "errors"}),
+BASE = {"errors", "arguments", "_lazy"}
+
+# layer; packages that importing it must not load; our own packages and modules that its modules may import
+LAYERS = [
+    ("codecs", {"torch"} | SB3 | OPTIONAL, {"codecs", *BASE}),
+    ("kernels", SB3 | OPTIONAL, {"codecs", "kernels", *BASE}),
+    ("stores", SB3 | OPTIONAL, {"codecs", "kernels", "stores", *BASE}),
+    ("files", OPTIONAL, {"codecs", "kernels", "stores", "files", *BASE}),
+    ("_sb3", OPTIONAL, {"codecs", "kernels", "stores", "files", "_sb3", *BASE}),
 ]
-PRESENT = [floor for floor in FLOORS if (PACKAGE / floor[0] / "__init__.py").exists()]
+PRESENT = [layer for layer in LAYERS if (PACKAGE / layer[0] / "__init__.py").exists()]
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -69,16 +71,16 @@ def imported_at_top(source: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(("floor", "forbidden"), [floor[:2] for floor in PRESENT])
-def test_floors_do_not_load_what_is_above_them(floor: str, forbidden: set[str]) -> None:
-    found = run(f"import sys, sb3_extra_buffers.{floor}; print(*({forbidden!r} & sys.modules.keys()))")
+@pytest.mark.parametrize(("layer", "forbidden"), [layer[:2] for layer in PRESENT])
+def test_importing_a_layer_loads_nothing_from_above(layer: str, forbidden: set[str]) -> None:
+    found = run(f"import sys, sb3_extra_buffers.{layer}; print(*({forbidden!r} & sys.modules.keys()))")
 
     assert found.stdout.split() == []
 
 
-@pytest.mark.parametrize(("floor", "forbidden", "below"), PRESENT)
-def test_floors_do_not_name_what_is_above_them(floor: str, forbidden: set[str], below: set[str]) -> None:
-    for source in (PACKAGE / floor).rglob("*.py"):
+@pytest.mark.parametrize(("layer", "forbidden", "below"), PRESENT)
+def test_a_layer_imports_only_from_below(layer: str, forbidden: set[str], below: set[str]) -> None:
+    for source in (PACKAGE / layer).rglob("*.py"):
         for node in ast.walk(ast.parse(source.read_text())):
             names: list[str] = []
             if isinstance(node, ast.Import):
@@ -90,7 +92,7 @@ def test_floors_do_not_name_what_is_above_them(floor: str, forbidden: set[str], 
                 root, _, rest = name.partition(".")
                 assert root not in forbidden & (SB3 | {"sb3_contrib", "torchrl"}), f"{source.name} imports {name}"
                 if root == "sb3_extra_buffers" and rest:
-                    assert rest.partition(".")[0] in below, f"{source.name} reaches up to {name}"
+                    assert rest.partition(".")[0] in below, f"{source.name} imports {name} from a layer above"
 
 
 def test_importing_the_package_is_silent_and_loads_next_to_nothing() -> None:

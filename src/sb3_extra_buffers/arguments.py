@@ -1,0 +1,87 @@
+"""Checks and conversions of arguments, shared by every layer: each returns a value to use or raises a named error."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.errors import ArgumentError, IndexOutOfRangeError, SpecMismatchError
+
+__all__ = ["as_array", "cast", "cast_exactly", "check_count", "check_index"]
+
+Array = npt.NDArray[Any]
+
+_NUMBERS = frozenset("biuf")
+# NumPy 2 moved it
+_ComplexWarning: Any = getattr(np, "exceptions", np).ComplexWarning
+
+
+def check_count(value: Any, name: str, least: int = 1) -> int:
+    """Return ``value`` if it is an integer of at least ``least``, and small enough to count anything in memory."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = least - 1
+    if isinstance(value, (bool, np.bool_)) or not least <= count < 1 << 48:
+        raise ArgumentError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return count
+
+
+def check_index(value: Any, count: int, name: str) -> int:
+    """Return ``value`` as an index from 0 to ``count - 1``; negative ones count from the end."""
+    try:
+        index = operator.index(value)
+    except TypeError:
+        index = count
+    if not -count <= index < count:
+        raise IndexOutOfRangeError(f"{name} must be an integer from {-count} to {count - 1}, got {value!r}")
+    return index % count
+
+
+def as_array(values: Any, name: str) -> Array:
+    """Return ``values``, which may be a tensor on any device, as an array."""
+    try:
+        return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+    except (ValueError, TypeError, RuntimeError) as problem:
+        raise SpecMismatchError(f"{name} cannot be converted to an array: {problem}") from problem
+
+
+def cast(array: Array, dtype: np.dtype[Any], name: str) -> Array:
+    """Return ``array`` in another dtype as SB3 stores it: floats are rounded, everything else must stay exact."""
+    if array.dtype.kind not in _NUMBERS or dtype.kind not in _NUMBERS:
+        raise SpecMismatchError(f"{name} has dtype {array.dtype}, which cannot be stored as {dtype}")
+    if dtype.kind != "f":
+        return cast_exactly(array, dtype, name)
+    with np.errstate(invalid="ignore", over="ignore"):
+        rounded = array.astype(dtype)
+    bad = np.isinf(rounded) & ~np.isinf(array)
+    if bad.any():
+        raise _inexact(array, bad, dtype, name)
+    return rounded
+
+
+def cast_exactly(array: Array, dtype: np.dtype[Any], name: str) -> Array:
+    """Return ``array`` in another dtype, or raise if that changes a value; NaN stays NaN."""
+    if array.dtype.kind != dtype.kind and not {array.dtype.kind, dtype.kind} <= _NUMBERS | {"c"}:
+        raise SpecMismatchError(f"{name} has dtype {array.dtype}, which cannot be stored as {dtype}")
+    with np.errstate(invalid="ignore", over="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", _ComplexWarning)
+        converted = array.astype(dtype)
+        # there and back: a large integer compares equal to the float that it is rounded to
+        same = np.asarray((converted == array) & (converted.astype(array.dtype) == array))
+        if array.dtype.kind in "fc" and dtype.kind in "fc":
+            same |= np.isnan(array) & np.isnan(converted)
+    if not same.all():
+        raise _inexact(array, ~same, dtype, name)
+    return converted
+
+
+def _inexact(array: Array, bad: Array, dtype: np.dtype[Any], name: str) -> SpecMismatchError:
+    return SpecMismatchError(
+        f"{name} holds {array[bad].ravel()[0]!r} ({array.dtype}), which is not a value of dtype {dtype}; convert "
+        f"{name} before storing it"
+    )
