@@ -175,7 +175,7 @@ def main() -> None:
         "table again. Memory is the growth of the resident set of a fresh process while it stores observations and "
         "next observations of four environments (84x84x4 stacks), relative to *one* dense copy of the observations. "
         "Times are relative to SB3's `ReplayBuffer` in the same process, with calls interleaved: adding and filling "
-        "compared with `optimize_memory_usage=True`, sampling compared with SB3's default. Below 1 is faster than SB3.\n",
+        "compared with `optimize_memory_usage=True`, sampling with SB3's default. Below 1 is faster than SB3.\n",
     ]
     fills = [float(row["sb3_fill_s"]) for name in ("table", "games") for row in rows(name) if row["sb3_fill_s"]]
     if fills:
