@@ -1,4 +1,4 @@
-"""GPU buffers on a recorded game, beside SB3's buffer and a dense tensor; writes ``benchmarks/data/gpu.csv``.
+"""GPU buffers on a recorded game, compared with SB3's buffer and a dense tensor; writes ``benchmarks/data/gpu.csv``.
 
 Needs a CUDA device. Each figure is the median of many repeats after a warm-up, up to the point where the device is
 done. A batch that differs from SB3's ends the run.

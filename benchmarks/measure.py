@@ -1,6 +1,6 @@
 """One measurement, for `benchmarks.run`: ``python -m benchmarks.measure '{"what": "speed", …}'`` prints it as JSON.
 
-``memory`` is the growth of the resident set, ``speed`` the times of add and sample beside SB3's buffer, and ``million``
+``memory`` is the growth of the resident set, ``speed`` the times of add and sample compared with SB3's, and ``million``
 both for a long run.
 """
 
@@ -167,7 +167,7 @@ def check(buffer: CompressedPair, expected_checksums: dict[int, tuple[int, ...]]
 
 
 def speed(game: str, n_steps: int, method: str, options: dict[str, Any], repeats: int = 1000) -> dict[str, Any]:
-    """Times of add and sample beside SB3's buffer, calls interleaved."""
+    """Times of add and sample compared with SB3's, calls interleaved."""
     warm_up(method, options, feed.steps(game, n_steps))
     first = next(feed.steps(game, n_steps))
     shape = first.obs.shape[1:]

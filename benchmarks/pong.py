@@ -285,10 +285,11 @@ def render() -> None:
     same = ""
     if "sb3" in runs:
         shared, different = differences(curves)
-        same = f"{len(different)} of the {shared} iterations that both runs made from the start differ. "
+        same = f"{len(different)} of the {shared} iterations that both runs have from the start differ. "
         if not different:
-            same = f"All {shared} iterations that both runs made from the start had bit-identical rewards, losses and "
-            same += "weights. "
+            same = (
+                f"The first {shared} iterations, which both runs have, gave bit-identical rewards, losses and weights. "
+            )
     settings = " ".join(described(name, run) for name, run in runs.items() if name != "sb3")
     parts = [
         "\n![reward of the last 100 games](images/pong_curve.png)\n",

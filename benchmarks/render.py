@@ -109,7 +109,7 @@ FORMATS = {
 
 
 def buffer_table(measured: list[Row]) -> str:
-    """Compressed SB3 buffers beside SB3's own, with the ratio of the two."""
+    """Compressed SB3 buffers and SB3's own, with the ratio of the two."""
     lines = []
     for case, title in CASES.items():
         for row in (row for row in measured if row["case"] == case):

@@ -1,4 +1,4 @@
-"""Measurements as rows of the CSV files in ``benchmarks/data``, and where and with what they were made."""
+"""Measurements as rows of the CSV files in ``benchmarks/data``, with their date, machine and versions."""
 
 from __future__ import annotations
 

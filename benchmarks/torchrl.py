@@ -1,4 +1,4 @@
-"""`CompressedStorage` beside TorchRL's storages, each in a fresh process; writes ``benchmarks/data/torchrl.csv``.
+"""`CompressedStorage` compared with TorchRL's storages, each in a fresh process; writes ``benchmarks/data/torchrl.csv``.
 
 ``--ray`` also measures a local Ray cluster. Use ``--threads 1`` on a busy machine, where torch's threads would wait for
 each other. Storages must return the same samples before they are timed.
