@@ -1,4 +1,4 @@
-"""Compressed SB3 buffers compared with SB3's own, in one process, calls interleaved; writes ``benchmarks/data/buffers.csv``.
+"""Compressed SB3 buffers compared with SB3's own, in one process, calls interleaved; writes ``buffers.csv``.
 
 Cases: ``replay`` (add and sample, first filling the buffer, then overwriting), ``rollout`` (one iteration of PPO),
 ``vector`` (observations of 17 floats), ``save`` (pickles), ``ppo`` and ``dqn`` (training, wall clock).

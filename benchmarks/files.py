@@ -1,4 +1,4 @@
-"""Size, time and memory of saving, loading and opening, compared with SB3's pickle; writes ``benchmarks/data/files.csv``.
+"""Size, time and memory of saving, loading and opening, compared with SB3's pickle; writes ``files.csv``.
 
 The default is 100,000 MsPacman transitions; ``--transitions 1000000 --no-sb3`` measures a million without SB3. Each
 part runs in a fresh process.

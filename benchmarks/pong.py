@@ -263,15 +263,12 @@ def collect(folders: list[Path]) -> None:
                 shutil.copyfile(folder / name, target / name)
 
 
-def render() -> None:
-    """Render the section of the training page, and its plot."""
-    from benchmarks import render
+def section() -> str:
+    """The section of the training page."""
+    from benchmarks import render  # needs matplotlib, which training runs do not
 
     runs = {row["buffer"]: row for row in read_rows(DATA / "pong_runs.csv")}
     curves = read_rows(DATA / "pong_curves.csv")
-    if not runs or not curves:
-        return
-    plot(curves, runs, DOCS / "images" / "pong_curve.png")
     lines = [
         [
             titles(name)[0],
@@ -303,7 +300,7 @@ def render() -> None:
     if (DOCS / "images" / "pong.gif").exists():
         parts.append("![the trained agent playing Pong](images/pong.gif)\n")
     parts.append(render.provenance(list(runs.values())))
-    render.insert(DOCS / "training.md", "pong", "\n".join(parts) + "\n")
+    return "\n".join(parts) + "\n"
 
 
 def titles(name: str) -> tuple[str, str]:
@@ -354,9 +351,12 @@ def report(played: list[dict[str, str]], n_steps: int) -> str:
     return "```text\n{}\n```\n\nWhole games with deterministic actions. {}.\n".format("\n".join(lines), ", ".join(ages))
 
 
-def plot(curves: list[dict[str, str]], runs: dict[str, dict[str, str]], path: Path) -> None:
+def plot(path: Path) -> None:
     """Plot reward over steps, where both curves coincide, and over time."""
     from matplotlib import pyplot as plt
+
+    runs = {row["buffer"]: row for row in read_rows(DATA / "pong_runs.csv")}
+    curves = read_rows(DATA / "pong_curves.csv")
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     for name in dict.fromkeys(row["buffer"] for row in curves):
@@ -415,8 +415,11 @@ def main() -> None:
     parser.add_argument("--render", action="store_true", help="only render the page from the CSV files")
     options = parser.parse_args()
     if options.collect or options.render:
+        from benchmarks.render import insert
+
         collect(options.collect or [])
-        render()
+        plot(DOCS / "images" / "pong_curve.png")
+        insert(DOCS / "training.md", "pong", section())
         return
     options.output.mkdir(parents=True, exist_ok=True)
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -167,8 +167,8 @@ def summary() -> str:
     return "".join(parts)
 
 
-def main() -> None:
-    DOCS.mkdir(exist_ok=True)
+def benchmarks_page() -> str:
+    """``docs/benchmarks.md``."""
     parts = [
         "# Benchmarks\n",
         "`make docs` renders all figures from the CSV files in `benchmarks/data`; `make bench` measures the first "
@@ -185,7 +185,6 @@ def main() -> None:
         )
     measured = rows("table")
     if measured:
-        plot(measured, DOCS / "memory_speed.png")
         parts += [
             f"## Methods on {measured[0]['game']}\n",
             "![memory versus sampling time](memory_speed.png)\n",
@@ -202,7 +201,13 @@ def main() -> None:
     some = rows("buffers")
     if some:
         parts += ["## Buffers compared with SB3's\n", buffer_table(some), provenance(some)]
-    (DOCS / "benchmarks.md").write_text("\n".join(parts))
+    return "\n".join(parts)
+
+
+def main() -> None:
+    (DOCS / "benchmarks.md").write_text(benchmarks_page())
+    if rows("table"):
+        plot(rows("table"), DOCS / "memory_speed.png")
     for page in (README, DOCS / "index.md"):
         insert(page, "figures", summary())
     insert(DOCS / "architecture.md", "formats", format_table())

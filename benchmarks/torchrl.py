@@ -1,4 +1,4 @@
-"""`CompressedStorage` compared with TorchRL's storages, each in a fresh process; writes ``benchmarks/data/torchrl.csv``.
+"""`CompressedStorage` compared with TorchRL's storages, each in a fresh process; writes ``torchrl.csv``.
 
 ``--ray`` also measures a local Ray cluster. Use ``--threads 1`` on a busy machine, where torch's threads would wait for
 each other. Storages must return the same samples before they are timed.
@@ -226,7 +226,8 @@ def main() -> None:
         return
     if not options.render:
         measure(options)
-    render_tables(options.game)
+    for name, text in sections(options.game).items():
+        render.insert(render.DOCS / f"{name}.md", name, text)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -254,15 +255,17 @@ def measure(options: argparse.Namespace) -> None:
         print(what, figures, file=sys.stderr)
 
 
-def render_tables(game: str) -> None:
-    """Write the tables of ``docs/torchrl.md`` and ``docs/distributed.md``."""
+def sections(game: str = "MsPacman") -> dict[str, str]:
+    """The tables of ``docs/torchrl.md`` and ``docs/distributed.md``."""
     rows = {row["what"]: row for row in render.rows("torchrl") if row["game"] == game}
     info = next(iter(rows.values()))
     threads = f", torch on {info['threads']} thread" if info["threads"] else ""
     stamp = f"{game}, 4 environments, measured {info['date']} on {info['machine']}{threads}; {info['versions']}.\n"
-    render.insert(render.DOCS / "torchrl.md", "torchrl", f"\n{storage_table(rows)}\n{stamp}\n")
     note = "Everything runs on one machine, with one request at a time. "
-    render.insert(render.DOCS / "distributed.md", "distributed", f"\n{wire_table(rows)}\n{note}{stamp}\n")
+    return {
+        "torchrl": f"\n{storage_table(rows)}\n{stamp}\n",
+        "distributed": f"\n{wire_table(rows)}\n{note}{stamp}\n",
+    }
 
 
 def number(row: render.Row, column: str) -> float | None:

@@ -63,6 +63,29 @@ def test_api_reference_lists_all_public_names() -> None:
         )
 
 
+def test_figures_are_rendered_from_the_measurements() -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("ale_py")
+    render, envs, doom, torchrl, pong = (
+        importlib.import_module(f"benchmarks.{name}") for name in ("render", "envs", "doom_memory", "torchrl", "pong")
+    )
+    sections = {
+        ("README.md", "figures"): render.summary(),
+        ("docs/index.md", "figures"): render.summary(),
+        ("docs/architecture.md", "formats"): render.format_table(),
+        ("docs/gpu.md", "gpu"): render.gpu_table(),
+        ("docs/files.md", "files"): render.file_table(),
+        ("docs/training.md", "environments"): envs.table(),
+        ("docs/training.md", "doom memory"): doom.table(),
+        ("docs/training.md", "pong"): pong.section(),
+        **{(f"docs/{name}.md", name): text for name, text in torchrl.sections().items()},
+    }
+    for (page, name), expected in sections.items():
+        _, _, rest = (ROOT / page).read_text().partition(f"<!-- {name} -->\n")
+        assert rest.partition(f"<!-- end of {name} -->")[0] == expected, f"{page}: run `make docs`"
+    assert (ROOT / "docs" / "benchmarks.md").read_text() == render.benchmarks_page()
+
+
 @pytest.mark.filterwarnings("ignore")  # warnings of other libraries
 def test_demo_trains_and_compares(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ale_py")
