@@ -47,7 +47,7 @@ KINDS: dict[str, Kind] = {
     "replay-service": Kind(f"{_TORCHRL}.service_state:ServiceState", f"{_TORCHRL}.service_state:make_state"),
     "gpu-replay": Kind(f"{_OURS}.gpu_buffers.replay_buffer:GpuReplayBuffer", _SB3),
     "gpu-rollout": Kind(f"{_OURS}.gpu_buffers.rollout_buffer:GpuRolloutBuffer", _SB3),
-    "recording": Kind(f"{_OURS}.recording.buffers:BaseRecordBuffer", f"{_OURS}.recording.files:make"),
+    "recording": Kind(f"{_OURS}.recording.base:BaseRecordBuffer", f"{_OURS}.recording.buffers:make_recording"),
 }
 
 _TAGS = {kind.cls: tag for tag, kind in KINDS.items()}
