@@ -1,4 +1,4 @@
-"""One page to scrub through a buffer: everything in it, nothing from anywhere else."""
+"""A self-contained HTML page to browse the episodes of a buffer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from sb3_extra_buffers.cli.contents import Contents, Episode, progress
-from sb3_extra_buffers.cli.pictures import encode_png
+from sb3_extra_buffers.cli.images import read_images
+from sb3_extra_buffers.cli.reader import BufferReader, EpisodeSteps, with_progress
 from sb3_extra_buffers.errors import FileFormatError
+from sb3_extra_buffers.recording.images import encode_png
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -25,7 +26,7 @@ body { margin: 1.5rem auto; max-width: 60rem; padding: 0 1rem; }
 h1 { font-size: 1.2rem; margin: 0 0 .2rem; }
 .facts { opacity: .7; margin: 0 0 1rem; }
 .stage { display: flex; gap: 1.5rem; flex-wrap: wrap; align-items: flex-start; }
-#picture { image-rendering: pixelated; width: min(26rem, 100%); background: #222; border-radius: 4px; }
+#image { image-rendering: pixelated; width: min(26rem, 100%); background: #222; border-radius: 4px; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 td { padding: .15rem .8rem .15rem 0; vertical-align: top; }
 td:first-child { opacity: .7; }
@@ -41,7 +42,7 @@ kbd { border: 1px solid #8886; border-radius: 3px; padding: 0 .3rem; }
 <p class="facts">@FACTS@</p>
 <p><label>Episode <select id="episode"></select></label> <button id="play" aria-pressed="false">Play</button></p>
 <div class="stage">
-<img id="picture" alt="observation">
+<img id="image" alt="observation">
 <table aria-live="polite"><tbody>
 <tr><td>step</td><td id="step"></td></tr>
 <tr><td>action</td><td id="action"></td></tr>
@@ -88,7 +89,7 @@ function draw() {
 }
 function show() {
   const e = episodes[episode];
-  get("picture").src = "data:image/png;base64," + e.frames[step];
+  get("image").src = "data:image/png;base64," + e.frames[step];
   get("step").textContent = `${step + 1} of ${e.frames.length}`;
   get("action").textContent = e.actions[step];
   get("reward").textContent = e.rewards[step];
@@ -126,47 +127,45 @@ if (wanted.length === 2 && wanted.every(Number.isInteger)) { choose(wanted[0]); 
 """
 
 
-def make_page(title: str, facts: str, contents: Contents, key: str | None, most: int) -> str:
-    """The page, with the first ``most`` steps, episode by episode."""
-    source = contents.pictures(key)
-    actions, shown = contents.column("actions"), 0
+def make_page(title: str, facts: str, reader: BufferReader, key: str | None, max_steps: int) -> str:
+    """Return a page with the first ``max_steps`` steps, episode by episode."""
+    actions, n_shown = reader.column("actions"), 0
     episodes = []
-    for number, episode in enumerate(progress(contents.episodes(), "reading")):
-        steps = episode.steps[: most - shown]
+    for number, episode in enumerate(with_progress(reader.episodes(), "reading")):
+        steps = episode.steps[: max_steps - n_shown]
         if not len(steps):
             break
-        shown += len(steps)
-        frames = [
-            base64.b64encode(encode_png(picture)).decode()
-            for first in range(0, len(steps), 64)
-            for picture in source[steps[first : first + 64], np.full(len(steps[first : first + 64]), episode.env)]
-        ]
-        episodes.append(_record(number, episode, steps, frames, actions))
+        n_shown += len(steps)
+        images = read_images(reader, key, steps, np.full(len(steps), episode.env))
+        frames = [base64.b64encode(encode_png(image)).decode() for image in images]
+        episodes.append(_episode_data(number, episode, frames, actions))
     if not episodes:
-        raise FileFormatError("there is nothing in the buffer to show")
+        raise FileFormatError("the buffer is empty: there is nothing to show")
     data = json.dumps(episodes, separators=(",", ":")).replace("<", "\\u003c")
-    if shown < contents.n_transitions:
-        facts += f"; the first {shown} of {contents.n_transitions} transitions are on this page"
+    if n_shown < reader.n_transitions:
+        facts += f"; this page shows the first {n_shown} of {reader.n_transitions} transitions"
     page = _PAGE.replace("@TITLE@", html.escape(title)).replace("@FACTS@", html.escape(facts))
     return page.replace("@DATA@", data)
 
 
-def _record(number: int, episode: Episode, steps: Any, frames: list[str], actions: Any) -> dict[str, Any]:
-    rewards = episode.rewards[: len(steps)].astype(np.float64)
-    dones = [False] * len(steps)
-    if len(steps) == len(episode.steps):
+def _episode_data(number: int, episode: EpisodeSteps, frames: list[str], actions: Any) -> dict[str, Any]:
+    """Return what the page's script needs to show the first ``len(frames)`` steps of an episode."""
+    rewards = episode.rewards[: len(frames)].astype(np.float64)
+    dones = [False] * len(frames)
+    if len(frames) == len(episode.steps):
         dones[-1] = episode.ended
+    steps = episode.steps[: len(frames)]
     return {
         "name": f"{number} (environment {episode.env})",
         "frames": frames,
-        "actions": ["" if actions is None else _brief(actions[step, episode.env]) for step in steps],
+        "actions": ["" if actions is None else _format_action(actions[step, episode.env]) for step in steps],
         "rewards": [round(reward, 4) for reward in rewards.tolist()],
         "totals": [round(total, 4) for total in np.cumsum(rewards).tolist()],
         "dones": dones,
     }
 
 
-def _brief(action: Any) -> str:
+def _format_action(action: Any) -> str:
     values = np.asarray(action).ravel().tolist()
-    words = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
-    return words[0] if len(words) == 1 else "[" + ", ".join(words[:12]) + (", …]" if len(words) > 12 else "]")
+    texts = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
+    return texts[0] if len(texts) == 1 else "[" + ", ".join(texts[:12]) + (", …]" if len(texts) > 12 else "]")
