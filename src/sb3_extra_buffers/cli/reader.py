@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.errors import FileFormatError
-from sb3_extra_buffers.files.checking import views_of
-from sb3_extra_buffers.files.loading import SavedParts
-from sb3_extra_buffers.files.parts import make_view
+from sb3_extra_buffers.files.parts import make_view, views_of
+from sb3_extra_buffers.files.saved_parts import SavedParts
 from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.stores.view import StoreView
 

@@ -317,6 +317,11 @@ class BaseRecordBuffer:
 
     # ---- files ----
 
+    @property
+    def lock(self) -> Any:
+        """Held while the buffer is changed or saved."""
+        return self._lock
+
     def to_parts(self) -> Parts:
         """Return what is written to a file: a tag, a description, columns and stores."""
         from sb3_extra_buffers.files.parts import Parts

@@ -150,7 +150,7 @@ class RecordBuffer(BaseRecordBuffer):
             self.__dict__.update(_frames=frames, compression_method=compression_method, compression_kwargs={})
 
     def to_parts(self) -> Parts:
-        from sb3_extra_buffers.files.values import encode
+        from sb3_extra_buffers.files.values import value_to_json
 
         with self._lock:
             parts = super().to_parts()
@@ -158,7 +158,7 @@ class RecordBuffer(BaseRecordBuffer):
                 "res": list(self.res),
                 "ch_num": self.ch_num,
                 "compression_method": self.compression_method,
-                "compression_kwargs": encode(self.compression_kwargs, "compression_kwargs"),
+                "compression_kwargs": value_to_json(self.compression_kwargs, "compression_kwargs"),
             }
             parts.stores["frames"] = self._frames.store
             return parts
@@ -166,7 +166,7 @@ class RecordBuffer(BaseRecordBuffer):
     @classmethod
     def from_parts(cls, parts: LoadedParts) -> Self:
         """Rebuild a buffer from a file; everything is checked."""
-        from sb3_extra_buffers.files.values import decode
+        from sb3_extra_buffers.files.values import value_from_json
 
         store, saved = parts.stores["frames"], parts.entry("frames", kind=dict)
         res = entry(saved, "res", kind=list)
@@ -180,7 +180,7 @@ class RecordBuffer(BaseRecordBuffer):
             parts.number("size", low=1),
             dtype=store.spec.dtype,
             compression_method=method,
-            compression_kwargs=decode(entry(saved, "compression_kwargs", kind=dict)),
+            compression_kwargs=value_from_json(entry(saved, "compression_kwargs", kind=dict)),
         )
         buffer.restore_columns(parts)
         buffer.restore_frames(store)
