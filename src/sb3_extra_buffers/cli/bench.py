@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sb3_extra_buffers._extras import import_extra
 from sb3_extra_buffers.cli.reader import BufferReader, open_buffer, with_progress
 from sb3_extra_buffers.codecs.registry import is_available, parse_method
 from sb3_extra_buffers.errors import FileFormatError
-from sb3_extra_buffers.recording.images import import_extra
 
 Array = npt.NDArray[Any]
 

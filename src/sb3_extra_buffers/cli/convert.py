@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sb3_extra_buffers._extras import import_extra
 from sb3_extra_buffers.cli.reader import BufferReader, with_progress
 from sb3_extra_buffers.errors import FileFormatError, LayoutError, UntrustedFileError
 from sb3_extra_buffers.files.saved_parts import SavedParts
 from sb3_extra_buffers.files.saving import save
-from sb3_extra_buffers.recording.images import import_extra
 from sb3_extra_buffers.stores.view import StoreView
 
 Array = npt.NDArray[Any]

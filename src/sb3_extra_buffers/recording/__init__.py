@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING
 
 from sb3_extra_buffers._lazy import attach
-from sb3_extra_buffers.recording.base import BaseRecordBuffer
-from sb3_extra_buffers.recording.buffers import DummyRecordBuffer, FramelessRecordBuffer, RecordBuffer
-from sb3_extra_buffers.recording.records import Episode, Record
 
 if TYPE_CHECKING:
     from sb3_extra_buffers.recording.agent import record_agent
+    from sb3_extra_buffers.recording.base import BaseRecordBuffer
+    from sb3_extra_buffers.recording.buffers import DummyRecordBuffer, FramelessRecordBuffer, RecordBuffer
     from sb3_extra_buffers.recording.callback import RecordCallback
+    from sb3_extra_buffers.recording.records import Episode, Record
     from sb3_extra_buffers.recording.wrapper import RecordWrapper
 
 __all__ = [
@@ -25,10 +25,14 @@ __all__ = [
 ]
 
 # imported on first use: the buffers themselves need neither Gymnasium nor SB3
-__getattr__, _ = attach(
-    __name__, {"agent": ["record_agent"], "callback": ["RecordCallback"], "wrapper": ["RecordWrapper"]}
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "agent": ["record_agent"],
+        "base": ["BaseRecordBuffer"],
+        "buffers": ["DummyRecordBuffer", "FramelessRecordBuffer", "RecordBuffer"],
+        "callback": ["RecordCallback"],
+        "records": ["Episode", "Record"],
+        "wrapper": ["RecordWrapper"],
+    },
 )
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import struct
 import zlib
 from collections.abc import Iterable
@@ -12,19 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import ExportError, MissingExtraError
+from sb3_extra_buffers._extras import import_extra
+from sb3_extra_buffers.errors import ExportError
 
-__all__ = ["Image", "encode_png", "enlarge", "import_extra", "tile", "write_gif", "write_mp4"]
+__all__ = ["Image", "encode_png", "enlarge", "tile", "write_gif", "write_mp4"]
 
 Image = npt.NDArray[np.uint8]  # (height, width) or (height, width, 3)
-
-
-def import_extra(module: str, extra: str = "extra") -> Any:
-    """Import an optional package; the error names the extra to install."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise MissingExtraError(f"this needs {module!r}: pip install 'sb3-extra-buffers[{extra}]'") from None
 
 
 def encode_png(image: Image) -> bytes:
@@ -68,7 +60,7 @@ def tile(images: Iterable[Image], count: int, columns: int, gap: int = 0, backgr
 
 def write_gif(path: Path, images: Iterable[Image], fps: float) -> None:
     """Write an animated GIF, with Pillow."""
-    pillow = import_extra("PIL.Image")
+    pillow = import_extra("PIL.Image", user="writing a GIF")
     first, *rest = map(pillow.fromarray, images)
     # GIF durations are multiples of 10 ms, and players slow down frames shorter than 20 ms
     first.save(path, save_all=True, append_images=rest, duration=max(round(100 / fps), 2) * 10, loop=0)
@@ -76,7 +68,7 @@ def write_gif(path: Path, images: Iterable[Image], fps: float) -> None:
 
 def write_mp4(path: Path, images: Iterable[Image], fps: float) -> None:
     """Write an MP4 video, with OpenCV."""
-    cv2 = import_extra("cv2")
+    cv2 = import_extra("cv2", user="writing an MP4", alternative="write a .gif")
     writer: Any = None
     for image in images:
         height, width = image.shape[:2]

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sb3_extra_buffers.errors import (
-    EnvironmentOptionError,
-    MissingExtraError,
-    MissingRomError,
-    UnknownEnvironmentError,
-)
+from sb3_extra_buffers._extras import import_extra
+from sb3_extra_buffers.errors import EnvironmentOptionError, MissingRomError, UnknownEnvironmentError
 
 if TYPE_CHECKING:
     from stable_baselines3.common.vec_env import VecEnv
@@ -64,10 +59,7 @@ def make_env(
         if vec_env_cls is not None or monitor_dir is not None:
             raise EnvironmentOptionError("native=True supports neither vec_env_cls nor monitor_dir")
         return NativeAtariVecEnv(game, n_envs, framestack, seed, **wrapper_kwargs, **vec_env_kwargs)
-    if importlib.util.find_spec("cv2") is None:
-        raise MissingExtraError(
-            "SB3's Atari wrapper needs 'cv2': pip install 'sb3-extra-buffers[extra]', or pass native=True"
-        )
+    import_extra("cv2", user="SB3's Atari wrapper", alternative="pass native=True")
     from stable_baselines3.common.env_util import make_atari_env
 
     env = make_atari_env(
@@ -104,10 +96,7 @@ def _make_game(env_id: str, **options: Any) -> Any:
 
 def game_options(env_id: str) -> dict[str, Any]:
     """Return the arguments ``env_id`` was registered with; raise if it is not an Atari game or its ROM is missing."""
-    if importlib.util.find_spec("ale_py") is None:
-        raise MissingExtraError("Atari games need 'ale-py': pip install 'sb3-extra-buffers[extra]'")
-    import ale_py
-    import ale_py.roms
+    ale_py, roms = (import_extra(name, user="an Atari game") for name in ("ale_py", "ale_py.roms"))
     import gymnasium
 
     gymnasium.register_envs(ale_py)
@@ -122,7 +111,7 @@ def game_options(env_id: str) -> dict[str, Any]:
             f"{env_id!r} is not an Atari game; use stable_baselines3.common.env_util.make_vec_env"
         )
     options: dict[str, Any] = dict(spec.kwargs)
-    folder = Path(os.environ.get("ALE_ROMS_DIR") or Path(ale_py.roms.__file__).parent)
+    folder = Path(os.environ.get("ALE_ROMS_DIR") or Path(roms.__file__).parent)
     rom = folder / f"{options['game']}.bin"
     if not rom.exists():
         raise MissingRomError(

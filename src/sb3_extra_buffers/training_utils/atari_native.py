@@ -11,7 +11,8 @@ import numpy.typing as npt
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecEnv
 
-from sb3_extra_buffers.errors import EnvironmentOptionError, MissingExtraError
+from sb3_extra_buffers._extras import import_extra
+from sb3_extra_buffers.errors import EnvironmentOptionError
 
 __all__ = ["NativeAtariVecEnv"]
 
@@ -57,18 +58,15 @@ class NativeAtariVecEnv(VecEnv):
         clip_reward: bool = True,
         action_repeat_probability: float = 0.0,
     ) -> None:
-        try:
-            from ale_py.vector_env import AtariVectorEnv
-        except ImportError:
-            raise MissingExtraError(
-                "native Atari environments need 'ale-py' 0.11 or newer: pip install -U 'sb3-extra-buffers[extra]'"
-            ) from None
+        vector_env = import_extra(
+            "ale_py.vector_env", user="native=True", alternative="upgrade ale-py to 0.11 or newer"
+        )
         unknown = game.keys() - _GAME_OPTIONS
         if unknown:
             raise EnvironmentOptionError(
                 f"native=True does not support {', '.join(sorted(map(repr, unknown)))}; leave out native=True"
             )
-        self._env = AtariVectorEnv(
+        self._env = vector_env.AtariVectorEnv(
             game["game"],
             num_envs=n_envs,
             num_threads=n_threads,

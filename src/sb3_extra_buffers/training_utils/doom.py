@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,8 @@ import gymnasium
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import EnvironmentOptionError, MissingExtraError, UnknownEnvironmentError
+from sb3_extra_buffers._extras import import_extra
+from sb3_extra_buffers.errors import EnvironmentOptionError, UnknownEnvironmentError
 
 if TYPE_CHECKING:
     from stable_baselines3.common.vec_env import VecEnv
@@ -80,11 +80,7 @@ def _make_game(*arguments: Any) -> Any:
 
 def find_scenario(scenario: str) -> Path:
     """Return the path of the configuration file of ``scenario``."""
-    if importlib.util.find_spec("vizdoom") is None:
-        raise MissingExtraError("ViZDoom needs 'vizdoom': pip install 'sb3-extra-buffers[vizdoom]'")
-    import vizdoom
-
-    folder = Path(vizdoom.scenarios_path)
+    folder = Path(import_extra("vizdoom", "vizdoom", "DoomEnv").scenarios_path)
     for path in (folder / f"{scenario}.cfg", Path(scenario)):
         if path.suffix == ".cfg" and path.exists():
             return path

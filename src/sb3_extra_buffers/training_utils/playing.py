@@ -12,7 +12,8 @@ import numpy.typing as npt
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecEnv, unwrap_vec_normalize
 
-from sb3_extra_buffers.errors import EnvironmentOptionError, MissingExtraError, SpecMismatchError
+from sb3_extra_buffers._extras import import_extra
+from sb3_extra_buffers.errors import EnvironmentOptionError, SpecMismatchError
 
 Array = npt.NDArray[Any]
 
@@ -112,15 +113,10 @@ class TimedBuffers:
 
 def make_progress_bar(total: int, unit: str, enabled: bool) -> Any:
     """Return an object with ``update`` and ``close``, which shows nothing unless ``enabled``."""
-    try:
-        from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
-    except ImportError:
-        if enabled:
-            raise MissingExtraError(
-                "progress bars need 'tqdm': pip install 'sb3-extra-buffers[extra]', or pass progress_bar=False"
-            ) from None
+    if not enabled:
         return _NoProgressBar()
-    return tqdm(total=total, unit=unit, disable=not enabled)
+    tqdm = import_extra("tqdm.auto", user="progress_bar=True", alternative="pass progress_bar=False")
+    return tqdm.tqdm(total=total, unit=unit)
 
 
 class _NoProgressBar:
