@@ -1,25 +1,29 @@
-# make demo | test | check | bench | docs: each prepares the environment it needs.
+# Each target prepares the environment that it needs; `make` alone lists them.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# what must work with none of the optional packages installed
+# the oldest supported versions get an environment of their own; Python 3.10 or 3.11, which they were built for
+OLDEST := .venv-oldest
+OLDEST_PYTHON ?= $(PYTHON)
+# tests that must pass without any optional package
 MINIMAL := $(wildcard tests/codecs tests/kernels tests/stores tests/compressed tests/public_api tests/files tests/cli \
 	tests/recording tests/vec_buf tests/training_utils)
-# two processes share the cores already. zarr comes with a plugin, by which pytest would find it though it is hidden
+# one thread per process: two processes already use both cores
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q -m "not long"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs torture format clean
+.PHONY: help demo test test-oldest check bench docs torture format clean
 
 help:
-	@echo "make demo    train an agent on a real Atari game, beside SB3's own buffer"
-	@echo "make test    the tests, with every optional package and then with none"
-	@echo "make check   lint, format, types and the tests"
-	@echo "make torture interrupt, starve, forge, damage and kill, again and again"
-	@echo "make bench   measure, then write docs/ from the measurements"
-	@echo "make docs    write docs/ from the measurements already made, and build site/ from it"
+	@echo "make demo         train an agent on an Atari game with SB3's buffer and with a compressed one"
+	@echo "make test         run the tests, with every optional package and then with none"
+	@echo "make test-oldest  run the tests with the oldest supported versions of all dependencies"
+	@echo "make check        lint, check formatting and types, run the tests"
+	@echo "make torture      interrupts, failed allocations, forged and damaged files, kills: the long form"
+	@echo "make bench        run the benchmarks and render docs/ from the results"
+	@echo "make docs         render docs/ from the committed results and build the site"
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -31,7 +35,17 @@ demo: $(READY)
 
 test: $(READY)
 	$(PYTEST)
+	# zarr installs a pytest plugin, which would import it although tests/no_extras hides it
 	PYTHONPATH=tests/no_extras $(PYTEST) -p no:zarr $(MINIMAL)
+
+$(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
+	test -x $(OLDEST)/bin/python || $(OLDEST_PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e '.[fast,extra,contrib,convert,vizdoom]' \
+		hypothesis psutil pytest pytest-xdist
+	touch $@
+
+test-oldest: $(OLDEST)/.ready
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 -q -m "not long and not gpu" $(MINIMAL) tests/gpu_buffers
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -62,4 +76,4 @@ torture: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q -m long tests
 
 clean:
-	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) site .mypy_cache .pytest_cache .ruff_cache .hypothesis

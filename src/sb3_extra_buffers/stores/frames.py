@@ -455,6 +455,31 @@ class FrameStore(ABC):
         heap.grow(len(self._state.counts))
         self._sync()
 
+    def switch_heap(self, heap: Heap) -> None:
+        """Continue in ``heap``, which holds the same payloads as the present one."""
+        # what `starts` says of open segments belongs to this store
+        is_open = self.heap.lengths == 0
+        heap.starts[is_open] = self.heap.starts[is_open]
+        self.heap = heap
+        self._sync()
+
+    def move_payloads(self, heap: Heap) -> None:
+        """Copy every payload to ``heap``, which is empty, and continue there."""
+        self.collect_segments()
+        heap.grow(len(self.heap.lengths))
+        for payload_id in self.heap.unsaved(everything=True).tolist():
+            heap.put(payload_id, np.frombuffer(self.heap.read(payload_id), np.uint8))
+        self.switch_heap(heap)
+
+    def compact_heap(self, compact: Callable[[], None]) -> None:
+        """Call ``compact``, which moves the heap's payloads, while no array refers to them."""
+        self.collect_segments()
+        self._drop_view()
+        try:
+            compact()
+        finally:
+            self._sync()
+
     def _tables(self) -> Any:
         if self._bound is None:
             self._bound = self._kernels.bind_state(self._state)
