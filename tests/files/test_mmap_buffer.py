@@ -79,7 +79,7 @@ def test_storage_mmap_creates_the_folder(tmp_path: Path) -> None:
         feed.add_to(buffer, plain)
 
     assert_same(plain, CompressedReplayBuffer.load(tmp_path / "live"))
-    assert buffer.observations.store._inner.heap.file.parent == tmp_path / "live"
+    assert buffer.observations.store.inner.heap.file.parent == tmp_path / "live"
 
 
 def test_her_accepts_storage_mmap(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_file_heap_raises_on_a_full_disk_and_continues_after(small_disk: Path)
     fill_disk(small_disk, n_free=5)
 
     for _ in range(2):
-        with pytest.raises(FileWriteError, match=r"no room for \d+ bytes: No space left"):
+        with pytest.raises(FileWriteError, match=r"cannot allocate \d+ bytes: No space left"):
             heap.put(1, payload)
     with pytest.raises(FileWriteError, match="No space left"):
         heap.compact(small_disk / "other.bin")
@@ -222,7 +222,7 @@ def test_heap_and_journal_files_stay_small(tmp_path: Path) -> None:
     most = 0
     for _ in range(700):
         feed.add_to(buffer)
-        inner = heap._inner
+        inner = heap.inner
         if inner is not None:
             most = max(most, inner.heap.end / max(inner.heap.live_bytes, 1))
 
