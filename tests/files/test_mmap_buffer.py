@@ -43,7 +43,7 @@ def _checkpoint_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def release(buffer: Any) -> None:
     """Release the folder, as the end of the process does."""
-    vars(buffer)["_live"].close()
+    buffer.mmap_folder.close()
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -170,7 +170,7 @@ def change_description(folder: Path, change: Callable[[Any], Any]) -> None:
         ("replay", lambda d: d["arguments"].pop("gamma")),
         ("replay", lambda d: d["arguments"].update(n_steps=-3)),
         ("replay", lambda d: d["extra"].update(sample=3)),
-        ("replay", lambda d: d["extra"].update(_live=3)),
+        ("replay", lambda d: d["extra"].update(_options=3)),
         ("replay", lambda d: d["extra"].update(pos=3)),
         ("her", lambda d: d["arguments"].update(goal_selection_strategy="nosuch")),
         ("prioritized", lambda d: d["state"].update(n_added=5)),
@@ -247,7 +247,8 @@ def test_a_view_that_does_not_fit_its_store_is_refused(tmp_path: Path) -> None:
 def test_forged_records_of_an_array_are_refused(kind: str, shapes: Any, tmp_path: Path) -> None:
     array = CompressedArray((30, N_ENVS), IMAGE, np.uint8, storage="mmap", path=tmp_path / "live")
     array[0] = 3
-    array._live.close()
+    assert array.mmap_folder is not None
+    array.mmap_folder.close()
     path = next((tmp_path / "live").glob("journal-*"))
     path.unlink()
     arrays = [np.zeros(shape, np.uint8 if len(shape) == 2 and shape[1] > 9 else np.int64) for shape in shapes]
