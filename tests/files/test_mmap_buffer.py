@@ -37,7 +37,7 @@ KINDS = ["replay", "replay-delta", "replay-gzip", "replay-dense", "n-step", "dic
 
 @pytest.fixture(autouse=True)
 def _checkpoint_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mmap_buffer, "_RECORDS", 7)
+    monkeypatch.setattr(mmap_buffer, "_MAX_RECORDS", 7)
     monkeypatch.setattr(mmap_buffer, "_SPARE", 1 << 12)
 
 

@@ -14,11 +14,10 @@ from stable_baselines3.common.preprocessing import get_action_dim, get_obs_shape
 
 from sb3_extra_buffers._sb3.views import BufferView
 from sb3_extra_buffers.errors import DamagedFileError, NotSaveableError
-from sb3_extra_buffers.files.checking import Cut, longest_run
-from sb3_extra_buffers.files.kinds import class_of
-from sb3_extra_buffers.files.parts import LoadedParts, Parts, make_view
+from sb3_extra_buffers.files.parts import Cut, LoadedParts, Parts, make_view
+from sb3_extra_buffers.files.registry import class_of
 from sb3_extra_buffers.files.spaces import space_from_json, space_to_json
-from sb3_extra_buffers.files.values import decode, encode
+from sb3_extra_buffers.files.values import value_from_json, value_to_json
 from sb3_extra_buffers.stores.checks import require, whole, within
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.view import StoreView
@@ -116,7 +115,7 @@ def to_parts(buffer: Any, tag: str) -> Parts:
         "action_space": space_to_json(buffer.action_space),
         "device": str(buffer.device),
         "arguments": _arguments(buffer, layout),
-        "state": {name: encode(getattr(buffer, name), name) for name in layout.state},
+        "state": {name: value_to_json(getattr(buffer, name), name) for name in layout.state},
     }
     if tag == "her-replay":
         columns["current_ep_start"] = buffer._current_ep_start
@@ -125,7 +124,7 @@ def to_parts(buffer: Any, tag: str) -> Parts:
     if "prioritized" in tag:
         columns["priorities"] = buffer.priorities
     extra = buffer._extra_state() if hasattr(buffer, "_extra_state") else _extra_state(buffer, layout)
-    described["extra"] = {name: encode(value, name) for name, value in extra.items() if not _is_column(value)}
+    described["extra"] = {name: value_to_json(value, name) for name, value in extra.items() if not _is_column(value)}
     columns |= {f"extra/{name}": value for name, value in extra.items() if _is_column(value)}
     return Parts(tag, described, columns, stores)
 
@@ -139,7 +138,7 @@ def _arguments(buffer: Any, layout: Layout) -> dict[str, Any]:
         )
     if "goal_selection_strategy" in found:
         found["goal_selection_strategy"] = found["goal_selection_strategy"].name.lower()
-    return {name: encode(value, name) for name, value in found.items()}
+    return {name: value_to_json(value, name) for name, value in found.items()}
 
 
 def _extra_state(buffer: Any, layout: Layout) -> dict[str, Any]:
@@ -196,7 +195,7 @@ def _infos_to_text(infos: Array) -> Array:
     """HER's infos as JSON: runs of equal ones, with their lengths."""
     runs: list[list[Any]] = []
     for info in infos.ravel():
-        info = encode(info, "infos")
+        info = value_to_json(info, "infos")
         if runs and runs[-1][1] == info:
             runs[-1][0] += 1
         else:
@@ -207,7 +206,7 @@ def _infos_to_text(infos: Array) -> Array:
 # ---- to a buffer ----
 
 
-def make_buffer(parts: LoadedParts) -> Any:
+def buffer_from_parts(parts: LoadedParts) -> Any:
     """The buffer that `to_parts` saw, made by its constructor; every column is checked before it is put there."""
     layout = _layout(parts.kind)
     lead = parts.number("steps", low=1), parts.number("n_envs", low=1)
@@ -226,7 +225,7 @@ def make_buffer(parts: LoadedParts) -> Any:
 def _construct(parts: LoadedParts, layout: Layout, lead: tuple[int, int]) -> Any:
     steps, n_envs = lead
     spaces = {name: space_from_json(parts.entry(name)) for name in ("observation_space", "action_space")}
-    arguments = decode(parts.entry("arguments", kind=dict))
+    arguments = value_from_json(parts.entry("arguments", kind=dict))
     known = {*layout.arguments, *layout.options, *_LIMITS}
     require(set(arguments) == known, f"a {parts.kind} is not made from {', '.join(map(repr, arguments))}")
     shapes: dict[str, Any] = {"actions": (*lead, get_action_dim(spaces["action_space"]))}
@@ -319,7 +318,7 @@ def _infos_from_text(text: Array, shape: tuple[int, int]) -> Array:
     runs = [(length, info) for length, info in json.loads(text.tobytes())]
     count = sum(whole(length, "a number of infos", 1) for length, _ in runs)
     require(count == math.prod(shape), f"infos are not as many as {shape}")
-    infos = [decode(info) for length, info in runs for _ in range(length)]
+    infos = [value_from_json(info) for length, info in runs for _ in range(length)]
     require(all(isinstance(info, dict) for info in infos), "an info is no dict")
     out = np.empty(len(infos), object)
     out[:] = infos
@@ -369,7 +368,7 @@ def _finish(buffer: Any, parts: LoadedParts) -> Any:
         made = object.__new__(target)
         vars(made).update(vars(buffer))
         buffer = made
-    extra = decode(parts.entry("extra", kind=dict))
+    extra = value_from_json(parts.entry("extra", kind=dict))
     extra |= {name.removeprefix("extra/"): column for name, column in parts.columns.items() if name[:6] == "extra/"}
     if hasattr(buffer, "_set_extra_state"):
         buffer._set_extra_state(extra)
@@ -441,3 +440,12 @@ def _cut_episodes(columns: dict[str, Array], kept: npt.NDArray[np.int64], goes_o
     lengths[~whole] = 0
     is_kept = (current - oldest) % size < count
     current[~is_kept | (not goes_on)] = end
+
+
+def longest_run(whole: Flags, from_start: bool = False) -> tuple[int, int]:
+    """Start and length of the longest run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], whole, [False]]).astype(np.int8)))
+    runs = [(int(begin), int(end - begin)) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+    if from_start:
+        runs = [run for run in runs if run[0] == 0]
+    return max(runs, key=lambda run: run[1], default=(0, 0))

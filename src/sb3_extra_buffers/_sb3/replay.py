@@ -179,9 +179,9 @@ class ReplayMixin(CompressedBuffer, _Base):
     def _start_in_folder(self) -> None:
         """With ``storage="mmap"``, have the first step create the folder, when everything has been set up."""
         if self._options.storage == "mmap" and self._options.path is not None:
-            from sb3_extra_buffers.files.mmap_buffer import StartsInFile, check_new
+            from sb3_extra_buffers.files.mmap_buffer import check_new, create_folder
 
-            self._live = StartsInFile(self, check_new(self._options.path))
+            self._live = create_folder(self, check_new(self._options.path))
 
     # ---- adding ----
 
