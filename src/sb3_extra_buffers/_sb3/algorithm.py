@@ -39,8 +39,8 @@ def check_n_steps(buffer: Any) -> None:
         return
     if n_steps != buffer.n_steps or algorithm.gamma != buffer.gamma:
         raise AlgorithmMismatchError(
-            f"{type(algorithm).__name__}(n_steps={n_steps}, gamma={algorithm.gamma}) has a {type(buffer).__name__} with "
-            f"n_steps={buffer.n_steps}, gamma={buffer.gamma}: SB3 does not pass them on; "
+            f"{type(algorithm).__name__}(n_steps={n_steps}, gamma={algorithm.gamma}) has a {type(buffer).__name__} "
+            f"with n_steps={buffer.n_steps}, gamma={buffer.gamma}: SB3 does not pass them on; "
             f"add replay_buffer_kwargs=dict(n_steps={n_steps}, gamma={algorithm.gamma})"
         )
 
