@@ -124,7 +124,7 @@ def test_a_file_can_be_read_where_it_lies_by_many(name: str, tmp_path: Path) -> 
 
     for each in (opened, other):
         finish(each)
-    with pytest.raises(ReadOnlyBufferError, match="opened to be read"):
+    with pytest.raises(ReadOnlyBufferError, match="opened read-only"):
         feed.add_to(opened)
     before = {path: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
     assert_same_reading(buffer, opened)

@@ -114,8 +114,8 @@ class CompressedArray(StoreView, SavedAsFolder):
 
 def to_parts(array: CompressedArray, tag: str) -> Parts:
     """What an array is made of: its store, and the cells of it that it shows."""
-    described = {"lead_shape": list(array.lead_shape), "base": array._base}
-    columns = {} if array._indices is None else {"cells": np.ascontiguousarray(array._indices)}
+    described = {"lead_shape": list(array.lead_shape), "base": array.first_index}
+    columns = {} if array.indices is None else {"cells": np.ascontiguousarray(array.indices)}
     return Parts(tag, described, columns, {"array": array.store})
 
 
