@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 import subprocess
@@ -16,9 +17,10 @@ import pytest
 from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer, RolloutBuffer
 from stable_baselines3.common.save_util import save_to_pkl
 
-from sb3_extra_buffers.cli.contents import Contents, open_any, to_rgb
 from sb3_extra_buffers.cli.html_view import make_page
-from sb3_extra_buffers.cli.main import commands, main
+from sb3_extra_buffers.cli.images import read_images, to_rgb
+from sb3_extra_buffers.cli.main import main
+from sb3_extra_buffers.cli.reader import BufferReader, open_buffer
 from sb3_extra_buffers.compressed import CompressedReplayBuffer
 from sb3_extra_buffers.files import load
 from tests.files.filing import ACTIONS, BOX, BUFFERS, DICT, N_ENVS, Feed, assert_same, batches, contents, make_array
@@ -45,12 +47,14 @@ def facts_of(text: str) -> dict[str, str]:
 def test_every_command_is_offered_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
     names = ["info", "verify", "repair", "montage", "play", "view", "convert", "bench", "recommend"]
 
-    assert list(commands()) == names
-    for name in names:
+    for arguments in (["--help"], *([name, "--help"] for name in names)):
         with pytest.raises(SystemExit) as end:
-            run(name, "--help")
+            run(*arguments)
         assert end.value.code == 0
-    assert "status 1 if there is any" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    offered = re.findall(r"^    (\w+)\b", output.partition("usage: sb3-extra-buffers info")[0], re.MULTILINE)
+    assert offered == names
+    assert "exit status 1 if there is any" in output
 
 
 def test_the_module_is_the_command(saved: Path) -> None:
@@ -78,9 +82,11 @@ def test_info_tells_what_is_there(saved: Path, capsys: pytest.CaptureFixture[str
     order = (buffer.pos + np.arange(26)) % 26
     rewards, dones = buffer.rewards[order], buffer.dones[order].astype(bool)
     first = rewards[: np.flatnonzero(dones[:, 0])[0] + 1, 0].sum(dtype=np.float64)
-    totals = [episode.total for episode in Contents(buffer).episodes()]
+    totals = [episode.total_reward for episode in BufferReader(buffer).episodes()]
     assert pytest.approx(first) == totals[0]
-    assert again["return_max"] == pytest.approx(max(e.total for e in Contents(buffer).episodes() if e.ended), abs=1e-3)
+    assert again["return_max"] == pytest.approx(
+        max(e.total_reward for e in BufferReader(buffer).episodes() if e.ended), abs=1e-3
+    )
     assert int(facts["bytes_on_disk"]) == sum(path.stat().st_size for path in saved.iterdir())
 
 
@@ -172,10 +178,10 @@ def test_other_libraries_read_the_pictures(saved: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(sheet, decode_png((tmp_path / "sheet.png").read_bytes()))
     with image.open(tmp_path / "film.gif") as film:
         n_frames, shown = film.n_frames, np.asarray(film.convert("RGB"))
-    _, buffer = open_any(saved)
-    contents = Contents(buffer)
-    episode = contents.episodes()[1]
-    first = contents.pictures()[episode.steps[:1], np.array([episode.env])][0]
+    _, buffer = open_buffer(saved)
+    reader = BufferReader(buffer)
+    episode = reader.episodes()[1]
+    first = next(read_images(reader, None, episode.steps[:1], np.array([episode.env])))
     np.testing.assert_array_equal(shown, first)
     assert 1 < n_frames <= len(episode.steps)  # equal pictures are shown longer
 
@@ -190,7 +196,7 @@ def test_films_as_mp4(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     while film.read()[0]:
         count += 1
     assert count == 12
-    assert "12 pictures" in capsys.readouterr().out
+    assert "12 frames" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -222,10 +228,10 @@ def test_a_page_holds_every_step(saved: Path, tmp_path: Path) -> None:
     page = (tmp_path / "page.html").read_text()
     data = json.loads(page.split('type="application/json">')[1].split("</script>")[0])
     buffer = load(saved)
-    contents = Contents(buffer)
+    reader = BufferReader(buffer)
     assert sum(len(episode["frames"]) for episode in data) == 52
-    for shown, episode in zip(data, contents.episodes(), strict=True):
-        rows = contents.order[episode.steps]
+    for shown, episode in zip(data, reader.episodes(), strict=True):
+        rows = reader.order[episode.steps]
         assert shown["actions"] == [str(action) for action in buffer.actions[rows, episode.env, 0]]
         np.testing.assert_allclose(shown["rewards"], episode.rewards, atol=1e-4)
         np.testing.assert_allclose(shown["totals"], np.cumsum(episode.rewards), atol=1e-3)
@@ -240,9 +246,9 @@ def test_a_page_holds_every_step(saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_page_says_what_it_leaves_out(saved: Path) -> None:
-    _, buffer = open_any(saved)
+    _, buffer = open_buffer(saved)
 
-    page = make_page("<b>", "facts", Contents(buffer), None, 20)
+    page = make_page("<b>", "facts", BufferReader(buffer), None, 20)
 
     assert "the first 20 of 52 transitions" in page
     assert "&lt;b&gt;" in page
@@ -255,8 +261,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 def test_the_page_works_in_a_browser(saved: Path, tmp_path: Path) -> None:
     run("view", saved, "-o", tmp_path / "page.html")
     buffer = load(saved)
-    contents = Contents(buffer)
-    episode = contents.episodes()[2]
+    reader = BufferReader(buffer)
+    episode = reader.episodes()[2]
     page = f"file://{tmp_path / 'page.html'}#2:4"
 
     dom = browse("--dump-dom", page, home=tmp_path / "home")
@@ -264,7 +270,7 @@ def test_the_page_works_in_a_browser(saved: Path, tmp_path: Path) -> None:
 
     assert 'data-at="2:4"' in dom
     assert f'<td id="step">5 of {len(episode.steps)}</td>' in dom
-    row = contents.order[episode.steps[4]]
+    row = reader.order[episode.steps[4]]
     assert f'<td id="action">{buffer.actions[row, episode.env, 0]}</td>' in dom
     image = pytest.importorskip("PIL.Image")
     with image.open(tmp_path / "shot.png") as opened:
@@ -379,7 +385,7 @@ def test_minari_reads_the_episodes(saved: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "data"))
     dataset = minari.load_dataset("game-v0")
     buffer = load(saved)
-    contents = Contents(buffer)
+    reader = BufferReader(buffer)
     assert dataset.total_steps == 52
     seen = {env: [] for env in range(N_ENVS)}  # type: dict[int, list[Any]]
     episodes = list(dataset.iterate_episodes())
@@ -394,7 +400,7 @@ def test_minari_reads_the_episodes(saved: Path, tmp_path: Path, monkeypatch: pyt
             episode.terminations, strict=True,
         )
     }  # fmt: skip
-    for step in contents.order:
+    for step in reader.order:
         for env in seen:
             ended = bool(buffer.dones[step, env] and not buffer.timeouts[step, env])
             assert (
@@ -456,4 +462,4 @@ def test_vectors_are_no_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[s
     buffer.save(tmp_path / "saved")
 
     assert run("montage", tmp_path / "saved") == 2
-    assert "no pictures" in capsys.readouterr().err
+    assert "not images" in capsys.readouterr().err

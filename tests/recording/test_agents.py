@@ -242,8 +242,8 @@ def test_an_mp4_moves(tmp_path: Path) -> None:
         ({"path": "x.bmp"}, ExportError, r"\.gif, \.mp4, \.png"),
         ({"which": slice(9, 9)}, EmptyBufferError, "selects none of 6"),
         ({"which": 6}, IndexError, "out of bounds for 6"),
-        ({"channels": 4}, ExportError, "three of 4, got 4"),
-        ({"channels": (0, 1)}, ExportError, "one channel or three"),
+        ({"channels": 4}, ExportError, "one or three of 4, got 4"),
+        ({"channels": (0, 1)}, ExportError, "one or three of 4"),
         ({"fps": 0}, ExportError, "fps"),
     ],
 )

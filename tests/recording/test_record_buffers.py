@@ -256,7 +256,7 @@ def test_any_action_space(space: Any, told: bool, tmp_path: Path) -> None:
 
 def test_actions_outside_the_space_are_refused() -> None:
     buffer = RecordBuffer(size=5, action_space=spaces.Discrete(3))
-    with pytest.raises(SpecMismatchError, match="action 3 is not part of"):
+    with pytest.raises(SpecMismatchError, match="action 3 is not in"):
         buffer.add(frame_of(0), 0, 3)
     assert len(buffer) == 0
 
@@ -264,12 +264,12 @@ def test_actions_outside_the_space_are_refused() -> None:
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (1.5, "1.5.*int64 cannot hold"),
+        (1.5, r"1\.5.*not a value of dtype int64"),
         ([1, 2], "shape"),
         ({"a": 1}, "parts"),
         ("left", "numbers"),
         (None, "numbers"),
-        (2**63, "cannot hold"),
+        (2**63, "9223372036854775808.*not a value of dtype int64"),
     ],
 )
 def test_actions_of_another_kind_are_refused(action: Any, message: str) -> None:

@@ -95,7 +95,7 @@ def test_processes_of_their_own() -> None:
         ("PnogNoFrameskip-v4", "Did you mean"),
         ("PongNoFrameskip-v9", "v0.*v4"),
         ("not an id", "Malformed"),
-        ("CartPole-v1", "no Atari game"),
+        ("CartPole-v1", "not an Atari game"),
     ],
 )
 def test_unknown_games_are_named(name: str, message: str) -> None:

@@ -230,7 +230,7 @@ def test_steps_that_do_not_divide_are_refused(n_steps: int) -> None:
 def test_a_buffer_for_other_environments_is_refused() -> None:
     env = counting(2)
 
-    with pytest.raises(EnvironmentOptionError, match="make it with n_envs=2"):
+    with pytest.raises(EnvironmentOptionError, match="create it with n_envs=2"):
         eval_model(Still(), env, 1, buffer_for(counting(3)), progress_bar=False)
     with pytest.raises(SpecMismatchError, match=r"env\.observation_space"):
         eval_model(Still(), env, 1, {"mine": buffer_for(counting(2, dictionary=True), DictReplayBuffer)})

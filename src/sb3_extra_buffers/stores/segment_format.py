@@ -11,7 +11,7 @@ from sb3_extra_buffers.errors import CorruptPayloadError
 from sb3_extra_buffers.kernels import FrameKernels
 from sb3_extra_buffers.kernels.lz4_block import OVERRUN, TABLE, unpack_block
 from sb3_extra_buffers.kernels.policy import PAYING_TENTHS
-from sb3_extra_buffers.kernels.state import PACKED_LZ4, PACKED_ZSTD
+from sb3_extra_buffers.kernels.state import PACKED_LZ4, PACKED_ZSTD, FrameConfig
 from sb3_extra_buffers.stores.arena import SLACK
 from sb3_extra_buffers.stores.checks import require
 from sb3_extra_buffers.stores.heap import Heap
@@ -19,9 +19,9 @@ from sb3_extra_buffers.stores.heap import Heap
 Bytes = npt.NDArray[np.uint8]
 
 
-def length_dtype(wide: bool) -> np.dtype[Any]:
-    """How the length of a frame is stored; ``wide`` if frames exceed 65,535 bytes."""
-    return np.dtype("<u4" if wide else "<u2")
+def length_dtype(config: FrameConfig) -> np.dtype[Any]:
+    """How the length of a frame is stored."""
+    return np.dtype(f"<u{config.length_bytes}")
 
 
 def header_bytes(n_frames: Any, dtype: np.dtype[Any]) -> Any:
