@@ -115,7 +115,7 @@ def test_arrays_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_damage_is_found_and_repaired(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = next(saved.glob("data-*.bin"))
-    store = load(saved).observations.store._inner
+    store = load(saved).observations.store.inner
     broken = bytearray(data.read_bytes())
     broken[60] ^= 1  # in the oldest segment
     data.write_bytes(broken)

@@ -79,7 +79,7 @@ def test_the_documented_arguments_begin_a_file(tmp_path: Path) -> None:
         feed.add_to(buffer, plain)
 
     assert_same(plain, CompressedReplayBuffer.load(tmp_path / "live"))
-    assert buffer.observations.store._inner.heap.file.parent == tmp_path / "live"
+    assert buffer.observations.store.inner.heap.file.parent == tmp_path / "live"
 
 
 def test_her_takes_them_too(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_files_that_live_stay_small(tmp_path: Path) -> None:
     most = 0
     for _ in range(700):
         feed.add_to(buffer)
-        inner = heap._inner
+        inner = heap.inner
         if inner is not None:
             most = max(most, inner.heap.end / max(inner.heap.live_bytes, 1))
 

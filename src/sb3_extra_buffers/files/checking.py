@@ -208,9 +208,9 @@ class _Salvage:
         store, payloads = self.saved.make_store(name, tables, read_only=True)
         path, size = self.saved.payload_file(name)
         bad_chunks = [] if payloads is None else damaged_chunks(disk.map_file(path, size), payloads.chunks)
-        if bad_chunks and payloads is not None and isinstance(store._inner, FrameStore):
+        if bad_chunks and payloads is not None and isinstance(store.inner, FrameStore):
             self.report.findings.append(f"{path}: {len(bad_chunks)} stretches of observations are damaged ({name})")
-            lost |= lost_indices(store._inner, payloads.chunks, bad_chunks)
+            lost |= lost_indices(store.inner, payloads.chunks, bad_chunks)
         return store, lost
 
 
@@ -226,7 +226,7 @@ def _bad_rows(record: ArrayRecord, bad: list[int]) -> Flags:
 
 def _copy_indices(store: ObservationStore, batches: list[Array]) -> ObservationStore:
     """A store like ``store`` with these cells alone."""
-    fresh = ObservationStore(store.spec, store.n_streams, store.method, store.options, store._heap_bytes)
+    fresh = ObservationStore(store.spec, store.n_streams, store.method, store.options, store.heap_bytes)
     fresh.allocate(store.n_obs)
     for indices in batches:
         indices = np.ascontiguousarray(indices, np.int64).reshape(-1)

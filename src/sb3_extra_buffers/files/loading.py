@@ -22,7 +22,6 @@ from sb3_extra_buffers.stores.file_heap import FileHeap
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.observation import ObservationStore
-from sb3_extra_buffers.stores.snapshot import put_together
 
 Array = npt.NDArray[Any]
 
@@ -149,8 +148,8 @@ class SavedParts:
         if found is not None:
             payloads[name] = found
             path, size = self.payload_file(name)
-            if in_file and isinstance(store._inner, FrameStore) and path != self.data_path:
-                self._stay_in_file(store._inner, found, path, size)
+            if in_file and isinstance(store.inner, FrameStore) and path != self.data_path:
+                self._stay_in_file(store.inner, found, path, size)
         return store
 
     def make_store(
@@ -164,10 +163,10 @@ class SavedParts:
             data = disk.map_file(path, size, private=read_only)
             found.append(fill_heap(heap, payload_ids, tables, data, path, copied=not read_only))
 
-        store = put_together(record_from_json(self.stores[name].get("record")), tables, fill, read_only)
+        store = ObservationStore.from_parts(record_from_json(self.stores[name].get("record")), tables, fill, read_only)
         store.read_only = read_only
-        if read_only and isinstance(store._inner, FrameStore):
-            store._inner.validator = PayloadCheck(store._inner, found[0].chunks, store._inner.heap.data, path)
+        if read_only and isinstance(store.inner, FrameStore):
+            store.inner.validator = PayloadCheck(store.inner, found[0].chunks, store.inner.heap.data, path)
         return store, found[0] if found else None
 
     def _stay_in_file(self, inner: FrameStore, saved: SavedPayloads, path: Path, size: int) -> None:
@@ -177,12 +176,9 @@ class SavedParts:
         heap = FileHeap(path, inner.heap.limit)
         payload_ids = inner.heap.unsaved(everything=True)
         heap.attach(inner.heap, payload_ids, saved.starts[payload_ids], size - SLACK)
-        opened = inner._state.lengths == 0
-        heap.starts[opened] = inner.heap.starts[opened]
         heap.saved()
-        inner.heap = saved.heap = heap
-        saved.file = path
-        inner._sync()
+        inner.switch_heap(heap)
+        saved.heap, saved.file = heap, path
 
     def _remember(self, made: Any, payloads: dict[str, SavedPayloads]) -> None:
         if self.data_path.name != self.record["data"].get("name") or self.data_path.suffix != ".bin":

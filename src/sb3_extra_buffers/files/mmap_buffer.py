@@ -22,7 +22,6 @@ from sb3_extra_buffers.files.values import decode, encode
 from sb3_extra_buffers.stores.checks import column, only_named_errors, require, whole, within
 from sb3_extra_buffers.stores.file_heap import FileHeap
 from sb3_extra_buffers.stores.frames import FrameStore
-from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.view import StoreView
 
@@ -166,20 +165,20 @@ class LiveFolder:
     def _see_to_heaps(self) -> None:
         """Move heaps to files, and what is live in files that are mostly dead to new ones."""
         for place, store in enumerate(self._stores()):
-            store.make_heap = functools.partial(self._new_heap, place, store._heap_bytes)
-            inner = store._inner
-            if not isinstance(inner, FrameStore):
-                continue
-            inner.collect_segments()
-            heap = inner.heap
-            if not isinstance(heap, FileHeap):
-                _move_heap(inner, store.make_heap())
-            elif heap.dead_bytes > heap.live_bytes + _SPARE:
-                inner._drop_view()
-                try:
-                    heap.compact(next_file(self.folder, f"heap-{place}"))
-                finally:
-                    inner._sync()
+            store.make_heap = functools.partial(self._new_heap, place, store.heap_bytes)
+            store.run_exclusively(functools.partial(self._see_to_heap, place, store))
+
+    def _see_to_heap(self, place: int, store: ObservationStore) -> None:
+        inner = store.inner
+        if not isinstance(inner, FrameStore):
+            return
+        inner.collect_segments()
+        heap = inner.heap
+        if not isinstance(heap, FileHeap):
+            inner.move_payloads(self._new_heap(place, store.heap_bytes))
+        elif heap.dead_bytes > heap.live_bytes + _SPARE:
+            file = next_file(self.folder, f"heap-{place}")
+            inner.compact_heap(lambda: heap.compact(file))
 
     def _new_heap(self, place: int, limit: int | None) -> FileHeap:
         return FileHeap(next_file(self.folder, f"heap-{place}"), limit)
@@ -330,21 +329,6 @@ def _check_change(store: ObservationStore, kind: str, arrays: list[Array]) -> No
             within(column(found, name, np.int64, arrays[0].shape[:1]), 0, stop, f"one of {name}")
     if "rows" in found:
         column(found, "rows", np.uint8, (len(arrays[0]), store.spec.nbytes))
-
-
-def _move_heap(inner: FrameStore, heap: Heap) -> None:
-    """Put the payloads of a store into another heap."""
-    inner._drop_view()  # the heap knows of all of them only now
-    old = inner.heap
-    try:
-        heap.grow(len(old.lengths))
-        for payload_id in old.unsaved(everything=True).tolist():
-            heap.put(payload_id, np.frombuffer(old.read(payload_id), np.uint8))
-        opened = inner._state.lengths == 0
-        heap.starts[opened] = old.starts[opened]
-        inner.heap = heap
-    finally:
-        inner._sync()
 
 
 def _each_leaf(leaves: Any) -> list[tuple[str | None, Any]]:

@@ -17,7 +17,7 @@ from sb3_extra_buffers.stores import checks
 from sb3_extra_buffers.stores.arena import SLACK
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.observation import ObservationStore
-from sb3_extra_buffers.stores.snapshot import place_payloads, put_together, take_apart
+from sb3_extra_buffers.stores.restore import place_payloads
 from sb3_extra_buffers.stores.view import StoreView
 
 __all__ = ["LoadedParts", "Parts", "flatten", "make_view", "unflatten"]
@@ -36,7 +36,7 @@ class Parts(NamedTuple):
     columns: dict[str, Array]
     """Arrays of numbers and bools, by name."""
     stores: dict[str, ObservationStore]
-    """Saved with `take_apart`; of their payloads, those that are new."""
+    """Saved with `to_parts`; of their payloads, those that are new."""
 
 
 @dataclass
@@ -110,8 +110,8 @@ def flatten(parts: Parts) -> tuple[dict[str, Any], dict[str, Array]]:
     arrays = {f"columns/{name}": column for name, column in parts.columns.items()}
     stores = {}
     for place, (name, store) in enumerate(parts.stores.items()):
-        with store._lock:
-            taken = take_apart(store)
+        with store.lock:
+            taken = store.to_parts()
             tables = {key: np.array(table) for key, table in taken.arrays.items()}
             if taken.heap is not None:
                 tables |= _pack_heap(taken.heap)
@@ -143,7 +143,7 @@ def unflatten(described: Any, arrays: Mapping[str, Array], target: type[Any] | N
                 starts = checks.column(tables, "starts", np.int64, heap.lengths.shape)
                 place_payloads(heap, payload_ids, starts, checks.column(tables, "payload", np.uint8, (None,)))
 
-            stores[str(name)] = put_together(record_from_json(about["record"]), tables, fill)
+            stores[str(name)] = ObservationStore.from_parts(record_from_json(about["record"]), tables, fill)
         kind, about = checks.entry(described, "kind", kind=str), checks.entry(described, "description", kind=dict)
         return LoadedParts(kind, about, columns, stores, target)
 

@@ -17,7 +17,7 @@ from sb3_extra_buffers.stores.checks import column, require, within
 from sb3_extra_buffers.stores.file_heap import FileHeap
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.heap import Heap, merge_runs
-from sb3_extra_buffers.stores.snapshot import place_payloads
+from sb3_extra_buffers.stores.restore import place_payloads
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]

@@ -23,8 +23,8 @@ from sb3_extra_buffers.files.locking import hold_if_locked
 from sb3_extra_buffers.files.parts import Parts, check_parts, record_to_json
 from sb3_extra_buffers.files.payloads import SavedPayloads, count_payloads, put_payloads
 from sb3_extra_buffers.stores.arena import SLACK
+from sb3_extra_buffers.stores.base import StoreParts
 from sb3_extra_buffers.stores.file_heap import FileHeap
-from sb3_extra_buffers.stores.snapshot import StoreParts, pages_to_save, take_apart
 
 #: names that files in a saved folder can have; nothing else in it is ever opened or deleted
 OURS = re.compile(r"data-\d{4,9}\.bin|heap-\d{1,9}-\d{4,9}\.bin|journal-\d{4,9}\.bin|manifest\.json(\.tmp)?|lock")
@@ -96,8 +96,8 @@ def state_of(saved: Any, recover: bool = True) -> Iterator[tuple[Parts, dict[str
         parts = parts_of(saved)
         check_parts(parts)
         for store in parts.stores.values():
-            locks.enter_context(store._lock)
-        yield parts, {name: take_apart(store) for name, store in parts.stores.items()}
+            locks.enter_context(store.lock)
+        yield parts, {name: store.to_parts() for name, store in parts.stores.items()}
 
 
 class Save:
@@ -198,7 +198,7 @@ class Save:
                 tables |= made[name].tables
                 if known is not None and known.heap is part.heap and known.file == made[name].file:
                     # stretches are only ever added
-                    dirty_pages = pages_to_save(part.inner) | {"chunks": np.zeros(0, np.int64)}
+                    dirty_pages = part.inner.pages_to_save() | {"chunks": np.zeros(0, np.int64)}
             about["arrays"] = list(tables)
             arrays += [NamedArray(f"stores/{name}/{key}", table, dirty_pages.get(key)) for key, table in tables.items()]
             stores[name] = about

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import ArgumentError, IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.kernels import frame_kernels
-from sb3_extra_buffers.stores.frames import Indices
+from sb3_extra_buffers.stores.base import Indices
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
