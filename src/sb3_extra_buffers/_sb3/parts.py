@@ -170,7 +170,7 @@ def _device_leaves(buffer: Any) -> Iterator[tuple[str, Any]]:
     """Observations behind a device by name, as the host would have them."""
     from sb3_extra_buffers.stores.device_snapshot import to_host
 
-    for key, store in buffer._stores.items():
+    for key, store in buffer.obs_stores.items():
         found = to_host(store, _steps_of(buffer))
         for name, part in zip(_SETS, found if isinstance(found, list) else [found], strict=False):
             yield _leaf_name(name, key), part
@@ -353,7 +353,7 @@ def _put_observations(buffer: Any, parts: LoadedParts, lead: tuple[int, int]) ->
 def _put_device_observations(buffer: Any, parts: LoadedParts) -> None:
     from sb3_extra_buffers.stores.device_snapshot import from_host
 
-    for key, into in buffer._stores.items():
+    for key, into in buffer.obs_stores.items():
         names = [_leaf_name(each, key) for each in _SETS[: into.n_sets]]
         store = parts.stores.get(names[0])
         fits = store is None or store.n_obs == into.n_obs * into.n_sets

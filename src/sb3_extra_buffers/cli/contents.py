@@ -46,7 +46,7 @@ def open_any(path: str | os.PathLike[str]) -> tuple[SavedParts, Any]:
     buffer = saved.load(read_only=True)
     if not isinstance(buffer, StoreView) and not hasattr(buffer, "buffer_size"):
         raise FileFormatError(f"{path} holds a {saved.kind!r}, which has no steps to look at")
-    stores = vars(buffer).get("_stores")
+    stores = vars(buffer).get("obs_stores")
     if stores:
         for place, name in enumerate(("observations", "next_observations")[: next(iter(stores.values())).n_sets]):
             leaves = {key: DeviceLeaf(store, place) for key, store in stores.items()}
@@ -69,7 +69,7 @@ class DeviceLeaf:
         return int(self.shape[0])
 
     def __getitem__(self, where: Any) -> Array:
-        from sb3_extra_buffers.stores.device_observation import IndexBatch
+        from sb3_extra_buffers.stores.device_base import IndexBatch
 
         indices = np.arange(self._place * self.store.n_obs, (self._place + 1) * self.store.n_obs)
         wanted = indices.reshape(self.shape[:2])[where]

@@ -27,7 +27,7 @@ class StoreEntry:
     kind: str
     place: Place
     target: str  # module:class
-    accepts: Callable[[Codec, StackLayout], bool]
+    accepts: Callable[[Codec, StackLayout], bool] | None = None  # None: ask the class
 
     def load(self) -> type[Any]:
         """Import the class."""
@@ -43,13 +43,17 @@ STORES: tuple[StoreEntry, ...] = (
     StoreEntry("raw", "cpu", f"{_HERE}.raw:RawStore", lambda codec, layout: codec.codec_id == "none"),
     StoreEntry("segments", "cpu", f"{_HERE}.segments:SegmentStore", lambda codec, layout: codec.codec_id == "delta"),
     StoreEntry("payloads", "cpu", f"{_HERE}.payloads:PayloadStore", lambda codec, layout: True),
+    StoreEntry("device-raw", "cuda", f"{_HERE}.device_raw:DeviceRawStore"),
+    StoreEntry("device-delta", "cuda", f"{_HERE}.device_frames:DeviceFrameStore"),
+    StoreEntry("device-rle", "cuda", f"{_HERE}.device_host:DeviceRleStore"),
+    StoreEntry("device-host", "cuda", f"{_HERE}.device_host:HostDecodedStore"),
 )
 
 
 def find_store(codec: Codec, layout: StackLayout, place: Place = "cpu") -> type[Any]:
     """Return the class of the first store at ``place`` that accepts frames of ``layout`` encoded by ``codec``."""
     for entry in STORES:
-        if entry.place == place and entry.accepts(codec, layout):
+        if entry.place == place and (entry.accepts or entry.load().accepts)(codec, layout):
             return entry.load()
     raise LookupError(f"no store on {place!r} accepts codec {codec.codec_id!r}; add one to stores.registry.STORES")
 
