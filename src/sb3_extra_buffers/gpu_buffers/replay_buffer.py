@@ -15,12 +15,11 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers._sb3.steps import fit_actions, fit_column, fit_truncations
-from sb3_extra_buffers._sb3.views import map_observations
 from sb3_extra_buffers.arguments import check_count, check_index
 from sb3_extra_buffers.errors import EmptyBufferError, SpecMismatchError
 from sb3_extra_buffers.gpu_buffers.base import BaseGpuBuffer, Step, heap_limit
 from sb3_extra_buffers.stores.device_base import IndexBatch
-from sb3_extra_buffers.stores.staging import Staging, StagingLayout
+from sb3_extra_buffers.stores.staging import Staging
 
 __all__ = ["GpuReplayBuffer"]
 
@@ -81,7 +80,6 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         )
         self._column_shape = (n_envs,)
         self._staging = Staging(self.device)
-        self._layouts: dict[int, StagingLayout] = {}
 
     def add(
         self,
@@ -142,7 +140,10 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         n_obs, count = self.buffer_size * self.n_envs, len(envs)
         if self._staging.device != self.device:
             self._staging = Staging(self.device)  # SB3 changes the device of buffers that it loads
-        lease = self._staging.acquire(self._batch_layout(count))
+        layout = self._staging.layout(
+            ((2, count), _INT64), ((2, count, 1), _FLOAT32), ((count, self.action_dim), self.actions.dtype)
+        )
+        lease = self._staging.acquire(layout)
         indices, (dones, rewards), actions = lease.arrays
         obs_indices = indices[0]
         np.multiply(batch_inds, self.n_envs, out=obs_indices)
@@ -165,26 +166,17 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
             device_indices, device_columns, device_actions = self._staging.send(lease)
             by_key = self._read(IndexBatch(indices, device_indices))
         sets = {key: part.unbind(0) for key, part in by_key.items()}
-        obs, next_obs = (self._as_sb3({key: part[i] for key, part in sets.items()}) for i in (0, 1))
+        obs, next_obs = ({key: part[i] for key, part in sets.items()} for i in (0, 1))
         if env is not None:
             obs, next_obs = self._normalized(obs, env), self._normalized(next_obs, env)
         make = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
-        return make(obs, device_actions, next_obs, *device_columns.unbind(0))
+        return make(self._as_sb3(obs), device_actions, self._as_sb3(next_obs), *device_columns.unbind(0))
 
-    def _batch_layout(self, count: int) -> StagingLayout:
-        """Indices, dones and rewards, and actions of ``count`` transitions."""
-        layout = self._layouts.get(count)
-        if layout is None:
-            layout = self._staging.layout(
-                ((2, count), _INT64), ((2, count, 1), _FLOAT32), ((count, self.action_dim), self.actions.dtype)
-            )
-            self._layouts = {count: layout}  # batches are usually of one size
-        return layout
-
-    def _normalized(self, obs: Any, env: VecNormalize) -> Any:
+    def _normalized(self, obs: dict[str, th.Tensor], env: VecNormalize) -> dict[str, th.Tensor]:
         """`VecNormalize` works on NumPy arrays."""
-        arrays = env.normalize_obs(map_observations(lambda part: part.cpu().numpy(), obs))
-        return map_observations(self.to_torch, arrays)
+        arrays: Any = env.normalize_obs(self._as_sb3({key: part.cpu().numpy() for key, part in obs.items()}))
+        by_key = arrays if self._is_dict else {"": arrays}
+        return {key: self.to_torch(part) for key, part in by_key.items()}
 
     def reconstruct_obs(self, idx: int, env_idx: int) -> th.Tensor:
         """Return the flattened observation at ``(idx, env_idx)``."""

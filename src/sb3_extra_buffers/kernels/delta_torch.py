@@ -18,7 +18,7 @@ from sb3_extra_buffers.kernels import delta_tables as dt
 from sb3_extra_buffers.kernels import policy
 from sb3_extra_buffers.kernels.delta_tables import DeviceTables, FrameShape, WriteJob, capacity_of
 from sb3_extra_buffers.kernels.dispatch import frame_kernels
-from sb3_extra_buffers.kernels.state import NONE, ZERO, FrameState
+from sb3_extra_buffers.kernels.state import NONE, ZERO, FrameConfig, FrameState
 
 __all__ = ["read_rows_reference", "write_rows_reference"]
 
@@ -242,23 +242,20 @@ def read_rows_reference(tables: DeviceTables, shape: FrameShape, indices: torch.
     """
     size = shape.frame_bytes
     starts = tables.starts.numpy()
-    state = FrameState(**{
-        **dict.fromkeys(FrameState._fields, np.zeros(0, np.int64)),
-        "heap": tables.heap.numpy(),
-        "stage": tables.stage.numpy(),
-        "keyframe_rows": tables.keyframe_rows.numpy().reshape(-1),
-        "starts": np.where(starts >= 0, starts % capacity_of(tables), starts),
-        "lengths": tables.lengths.numpy(),
-        "keyframes": tables.keyframes.numpy(),
-        "stage_ends": np.ascontiguousarray(tables.streams.numpy()[:, dt.END]),
-        "open_segments": np.zeros(tables.streams.shape[0], np.int32),
-    })  # fmt: skip
+    unused: Any = dict.fromkeys(FrameState._fields, np.zeros(0, np.int64))
+    state = FrameState(**unused)._replace(
+        config=FrameConfig(size, shape.per_segment, 2, shape.stage_bytes, delta=True),
+        heap=tables.heap.numpy(),
+        stage=tables.stage.numpy(),
+        keyframe_rows=tables.keyframe_rows.numpy().reshape(-1),
+        starts=np.where(starts >= 0, starts % capacity_of(tables), starts),
+        lengths=tables.lengths.numpy(),
+        keyframes=tables.keyframes.numpy(),
+        stage_ends=np.ascontiguousarray(tables.streams.numpy()[:, dt.END]),
+    )
     sets = indices.numpy()
     rows = np.empty(sets.size * shape.stack * size, np.uint8)
     kernels = frame_kernels(compiled=False)
-    damaged = kernels.read_frames(
-        kernels.bind_state(state), tables.frame_ids.numpy(), sets, rows, size, shape.per_segment, False, 0,
-        sets.shape[1],
-    )  # fmt: skip
+    damaged = kernels.read_frames(kernels.bind_state(state), tables.frame_ids.numpy(), sets, rows, 0, sets.shape[1])
     out.numpy()[..., :size] = rows.reshape(*sets.shape, shape.stack, size)
     return damaged

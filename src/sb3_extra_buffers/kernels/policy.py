@@ -1,4 +1,4 @@
-"""When a segment ends, when it is compressed and which keyframe it starts from: every tuned constant of the frame stores.
+"""When a segment ends, when it is compressed, which keyframe it starts from: the tuned constants of all frame stores.
 
 The rules are plain functions of integers, so that the reference kernels, numba (`register_jitable`) and Triton
 (`triton.jit`) can all compile this one definition. `docs/architecture.md` has the measurements behind the numbers.
@@ -40,7 +40,7 @@ def initial_cost(frame_bytes: int) -> int:
 
 
 def should_search(length: int, best: int) -> bool:
-    """Whether to try the pool's keyframes: ``length`` is well above the ``best`` this stream's keyframe has achieved."""
+    """Whether to try the pool's keyframes: ``length`` is well above the ``best`` of the stream's own keyframe."""
     return 4 * length > 5 * best
 
 

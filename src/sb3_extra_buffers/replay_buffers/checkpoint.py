@@ -126,8 +126,8 @@ def storage_parts(storage: CompressedStorage) -> Parts:
         "max_size": storage._requested_size,
         "ndim": storage.ndim,
         "n_envs": storage.n_envs,
-        "method": values.encode(storage.compression_method, "compression_method"),
-        "options": values.encode(storage.compression_kwargs, "compression_kwargs"),
+        "method": values.value_to_json(storage.compression_method, "compression_method"),
+        "options": values.value_to_json(storage.compression_kwargs, "compression_kwargs"),
         "batch_shape": list(held.shape[1:]) if storage.initialized and structure == "tensordict" else [],
         "last_cursor": storage._last_cursor_index,
         "leaves": [
@@ -171,8 +171,8 @@ def make_storage(parts: LoadedParts) -> CompressedStorage:
         parts.number("max_size", low=1),
         ndim=parts.number("ndim", low=1, stop=32),
         n_envs=n_envs,
-        compression_method=values.decode(parts.entry("method")),
-        compression_kwargs=values.decode(parts.entry("options")),
+        compression_method=values.value_from_json(parts.entry("method")),
+        compression_kwargs=values.value_from_json(parts.entry("options")),
     )
     storage._host_only = True
     if not parts.entry("initialized", kind=bool):

@@ -17,7 +17,7 @@ import torch
 
 from sb3_extra_buffers.errors import DamagedFileError, FileFormatError, MissingExtraError, UntrustedFileError
 from sb3_extra_buffers.files import disk
-from sb3_extra_buffers.files.saving import OURS
+from sb3_extra_buffers.files.manifest import FILE_NAMES
 from sb3_extra_buffers.replay_buffers.schema import parse_dtype, parse_shape
 from sb3_extra_buffers.replay_buffers.stored_tensor import bits_of, to_torch
 
@@ -71,7 +71,7 @@ def remove_saved(folder: Path) -> None:
         return
     with contextlib.suppress(OSError):
         for entry in os.scandir(folder):
-            if OURS.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False):
+            if FILE_NAMES.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False):
                 disk.unlink(Path(entry.path))
         os.rmdir(folder)
 

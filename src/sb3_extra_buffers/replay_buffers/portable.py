@@ -14,8 +14,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from sb3_extra_buffers.errors import FileFormatError, MissingExtraError, SharingError
-from sb3_extra_buffers.files import kinds
-from sb3_extra_buffers.files.loading import make
+from sb3_extra_buffers.files import registry
 from sb3_extra_buffers.files.parts import flatten, unflatten
 from sb3_extra_buffers.replay_buffers.sharing import GroupServer, RemoteGroup
 from sb3_extra_buffers.replay_buffers.stored_tensor import to_numpy
@@ -90,6 +89,11 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
         else:
             self._shared_count.value = int(value)
 
+    @property
+    def lock(self) -> Any:
+        """Held while this is changed or saved."""
+        return self._lock
+
     def to_parts(self) -> Any:
         """What a file or a state is given."""
         from sb3_extra_buffers.replay_buffers.checkpoint import storage_parts
@@ -130,8 +134,8 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
                 raise FileFormatError("this is no state of a storage: it has no arrays")
             tables = {name: to_numpy(tensor) for name, tensor in arrays.items()}
             parts = unflatten(state_dict.get("description"), tables, type(self))
-            kinds.check_target(parts.kind, type(self))
-            move(make(parts), self)
+            registry.check_target(parts.kind, type(self))
+            move(registry.from_parts(parts), self)
         self._bump_mutation_revision()
 
     def share(self) -> None:

@@ -31,8 +31,9 @@ class ServiceState:
         self.sampler, self.writer = sampler, writer
 
     @property
-    def _lock(self) -> Any:
-        return self.storage._lock
+    def lock(self) -> Any:
+        """Held while this is changed or saved."""
+        return self.storage.lock
 
     def to_parts(self) -> Parts:
         held = self.storage.to_parts()
@@ -99,7 +100,7 @@ def _pack(prefix: str, state: dict[str, Any], columns: dict[str, Any]) -> dict[s
             columns[f"{prefix}/{name}"] = to_numpy(value)
             packed[name] = {"tensor": str(value.dtype).removeprefix("torch.")}
         else:
-            packed[name] = {"value": values.encode(value, f"the state {name!r} of a {prefix}")}
+            packed[name] = {"value": values.value_to_json(value, f"the state {name!r} of a {prefix}")}
     return packed
 
 
@@ -115,7 +116,7 @@ def _unpack(prefix: str, parts: LoadedParts) -> dict[str, Any]:
                 raise FileFormatError(f"the state {name!r} of a {prefix} is missing")
             state[name] = to_torch(np.array(column), dtype, _CPU)
         else:
-            state[name] = values.decode(about.get("value"))
+            state[name] = values.value_from_json(about.get("value"))
     return state
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.delta import BLOCK, padded
 from sb3_extra_buffers.kernels import frame_kernels
 from sb3_extra_buffers.kernels.fingerprints import PAGE
+from sb3_extra_buffers.kernels.policy import POOL_SIZE
 from sb3_extra_buffers.kernels.state import (
     COMMITTED,
     N_COUNTERS,
     N_FREED,
-    N_FRESH,
+    N_NEW,
     N_SEALED,
     N_UNDO,
     N_UNUSED,
     NONE,
+    FrameConfig,
     FrameState,
     keyframe_bytes,
 )
@@ -33,8 +36,6 @@ from sb3_extra_buffers.stores.layout import StackLayout
 
 FrameIds = npt.NDArray[np.int32]
 
-# keyframes that a new segment may start from
-_POOL = 8
 #: Segments that are freed or sealed in one go: each takes microseconds, setting out to do it takes longer.
 FREE_BATCH = 128
 
@@ -54,7 +55,7 @@ class FrameTables(Store):
     layout: StackLayout
     heap: Heap
     #: Whether the kernel lists new frames, for a byte codec to encode.
-    lists_fresh = False
+    lists_new = False
 
     def __init__(
         self,
@@ -72,10 +73,6 @@ class FrameTables(Store):
         self.codec = codec
         self.per_segment = per_segment
         self.n_streams = n_streams
-        #: Bytes for the open segment of each stream.
-        self.stage_bytes = stage_bytes
-        #: Whether the lengths of frames take four bytes in a segment, not two.
-        self.wide = layout.frame_bytes > 0xFFFF
         self.heap = Heap(limit=heap_bytes, path=path)
         self.frame_ids: FrameIds = zeros((n_obs, layout.stack), np.int32)
         # pages of frame_ids, and keyframes, that were written since the last save
@@ -84,7 +81,9 @@ class FrameTables(Store):
         self._compiled = compiled
         self._kernels = frame_kernels(compiled)
         # the last stream is for frames that are moved out of mostly dead segments
-        self.state = _new_state(layout, n_streams + 1, self.heap, stage_bytes)
+        length_bytes = 4 if layout.frame_bytes > 0xFFFF else 2
+        config = FrameConfig(layout.frame_bytes, per_segment, length_bytes, stage_bytes, delta=not self.lists_new)
+        self.state = _new_state(config, layout.stack, n_streams + 1, self.heap)
         self._bound: Any = None
         self._table_bytes: int | None = None
         self.dirty = False
@@ -94,7 +93,7 @@ class FrameTables(Store):
         self.recover()
         self.state.counters[COMMITTED] = 1
         self.dirty = True
-        self._kernels.release_rows(self._tables(), self.per_segment)
+        self._kernels.release_rows(self._tables())
 
     # ---- transactions ----
 
@@ -122,7 +121,7 @@ class FrameTables(Store):
         if not counters[COMMITTED]:
             for row in range(int(counters[N_UNDO]) - 1, -1, -1):
                 self.frame_ids[state.undo_indices[row]] = state.undo_ids[row]
-        counters[[N_UNDO, N_FREED, N_FRESH, N_SEALED]] = 0
+        counters[[N_UNDO, N_FREED, N_NEW, N_SEALED]] = 0
         self.dirty_pages = np.ones(n_pages(self.frame_ids), np.bool_)
         self._drop_freed()
         self.heap.rebuild()
@@ -147,7 +146,7 @@ class FrameTables(Store):
             state.refs[ids] += n_refs.astype(np.int32)
         state.live[:] = np.count_nonzero(state.refs.reshape(-1, per), axis=1)
         unused = np.flatnonzero(state.counts == 0)[::-1]
-        state.free[: len(unused)] = unused
+        state.unused[: len(unused)] = unused
         state.counters[N_UNUSED] = len(unused)
         recent_ids = state.recent_ids.reshape(-1)
         known = np.flatnonzero(recent_ids >= 0)
@@ -182,7 +181,7 @@ class FrameTables(Store):
         state.counts[dead] = 0
         state.recent_ids[np.isin(state.recent_ids // self.per_segment, dead) & (state.recent_ids >= 0)] = NONE
         unused = int(state.counters[N_UNUSED])
-        state.free[unused : unused + len(dead)] = dead
+        state.unused[unused : unused + len(dead)] = dead
         state.counters[N_UNUSED] += len(dead)
         self._drop_view()
         self.heap.free(dead.tolist())
@@ -231,11 +230,11 @@ class FrameTables(Store):
     def _lengthen_lists(self, n_rows: int) -> None:
         """Reserve entries to list ``n_rows`` as replaced, their frames as new and the segments of those as freed."""
         n_frames, stack = n_rows * self.layout.stack, self.layout.stack
-        n_fresh = n_frames if self.lists_fresh else 0
+        n_new = n_frames if self.lists_new else 0
         self._replace(
             freed=lengthen(self.state.freed, n_frames + FREE_BATCH),
-            fresh=np.zeros(n_fresh, np.int64),
-            fresh_ids=np.zeros(n_fresh, np.int64),
+            new_frames=np.zeros(n_new, np.int64),
+            new_ids=np.zeros(n_new, np.int64),
             undo_indices=lengthen(self.state.undo_indices, n_rows),
             undo_ids=lengthen(self.state.undo_ids.reshape(-1), n_frames).reshape(n_rows, stack),
         )
@@ -249,14 +248,14 @@ class FrameTables(Store):
         free = lengthen(np.zeros(0, np.int32), new)
         # lowest ids last, so that they are taken first
         free[: new - old] = np.arange(new - 1, old - 1, -1)
-        free[new - old : new - old + unused] = state.free[:unused]
+        free[new - old : new - old + unused] = state.unused[:unused]
         state.counters[N_UNUSED] = unused + new - old
         self._replace(
             counts=lengthen(state.counts, new),
             live=lengthen(state.live, new),
             keyframes=lengthen(state.keyframes, new),
             refs=lengthen(state.refs, new * self.per_segment),
-            free=free,
+            unused=free,
         )
         self._sync()
 
@@ -301,7 +300,7 @@ class FrameTables(Store):
         _agree(np.array_equal(refs, state.refs), "the reference count of a frame is wrong")
         live = (refs.reshape(-1, per) > 0).sum(axis=1)
         _agree(np.array_equal(live, state.live), "the number of live frames of a segment is wrong")
-        free = state.free[: state.counters[N_UNUSED]]
+        free = state.unused[: state.counters[N_UNUSED]]
         _agree(len(np.unique(free)) == len(free) and not state.counts[free].any(), "a segment in use is listed as free")
         _agree(len(free) + int((state.counts > 0).sum()) == len(state.counts), "a segment is neither in use nor free")
         sealed = np.setdiff1d(np.flatnonzero(state.counts), self._open_segments())
@@ -318,7 +317,7 @@ class FrameTables(Store):
         for name in ("_kernels", "_bound", "_table_bytes", "dirty", "dirty_pages", "validator"):
             state.pop(name, None)
         columns = self.state._replace(heap=np.zeros(0, np.uint8))._asdict()
-        state["state"] = {name: column.copy() for name, column in columns.items()}
+        state["state"] = {name: copy(column) for name, column in columns.items()}
         state["frame_ids"] = self.frame_ids.copy()
         state["heap"] = self.heap.__getstate__()
         return state
@@ -336,12 +335,13 @@ class FrameTables(Store):
         self._sync()
 
 
-def _new_state(layout: StackLayout, n_streams: int, heap: Heap, stage_bytes: int) -> FrameState:
+def _new_state(config: FrameConfig, stack: int, n_streams: int, heap: Heap) -> FrameState:
     """The tables of an empty store."""
-    size = layout.frame_bytes
-    # as many as an observation has, or the frame before where that is a single one
-    n_recent = max(layout.stack, 2)
+    size = config.frame_bytes
+    # the frames of an observation, or of the previous one too if it has a single frame
+    n_recent = max(stack, 2)
     return FrameState(
+        config=config,
         heap=heap.data,
         keyframe_rows=np.zeros(0, np.uint8),
         keyframe_refs=np.zeros(0, np.int32),
@@ -351,26 +351,26 @@ def _new_state(layout: StackLayout, n_streams: int, heap: Heap, stage_bytes: int
         live=np.zeros(0, np.int32),
         keyframes=np.zeros(0, np.int32),
         refs=np.zeros(0, np.int32),
-        free=np.zeros(0, np.int32),
+        unused=np.zeros(0, np.int32),
         freed=np.zeros(0, np.int32),
         sealed=np.zeros(FREE_BATCH, np.int32),
         gap=np.zeros(2, np.int64),
         counters=np.zeros(N_COUNTERS, np.int64),
-        fresh=np.zeros(0, np.int64),
-        fresh_ids=np.zeros(0, np.int64),
+        new_frames=np.zeros(0, np.int64),
+        new_ids=np.zeros(0, np.int64),
         undo_indices=np.zeros(0, np.int64),
-        undo_ids=np.zeros((0, layout.stack), np.int32),
-        stage=zeros(n_streams * stage_bytes, np.uint8),
+        undo_ids=np.zeros((0, stack), np.int32),
+        stage=zeros(n_streams * config.stage_bytes, np.uint8),
         stage_ends=np.zeros(n_streams, np.int64),
         open_segments=np.full(n_streams, NONE, np.int32),
         recent=zeros((n_streams, n_recent, keyframe_bytes(size)), np.uint8),
         recent_ids=np.full((n_streams, n_recent), NONE, np.int32),
-        heads=np.zeros(n_streams, np.int64),
-        last=np.full((n_streams, layout.stack), -1, np.int64),
-        keyframe_of=np.full(n_streams, NONE, np.int32),
+        recent_next=np.zeros(n_streams, np.int64),
+        last_stack=np.full((n_streams, stack), -1, np.int64),
+        stream_keyframes=np.full(n_streams, NONE, np.int32),
         keyframe_cost=np.zeros((n_streams, 2), np.int64),
         chain_bytes=np.zeros(n_streams, np.int64),
-        pool=np.full(_POOL, NONE, np.int32),
+        pool=np.full(POOL_SIZE, NONE, np.int32),
         scratch=np.zeros(padded(size) // BLOCK * (BLOCK + BLOCK // 4) + 64, np.uint8),
     )
 

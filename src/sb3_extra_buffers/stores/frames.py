@@ -22,7 +22,8 @@ from sb3_extra_buffers.stores.usage import MemoryUsage
 
 #: Columns of `FrameState` that are saved as they are, in this order; a few entries per stream.
 STREAM_COLUMNS = (
-    "stage_ends", "open_segments", "recent_ids", "heads", "last", "keyframe_of", "keyframe_cost", "chain_bytes", "pool",
+    "stage_ends", "open_segments", "recent_ids", "recent_next", "last_stack", "stream_keyframes", "keyframe_cost",
+    "chain_bytes", "pool",
 )  # fmt: skip
 
 
@@ -106,7 +107,7 @@ class FrameStore(FrameTables):
         self.dirty_pages[:] = True
         state.open_segments[:] = NONE
         state.recent_ids[:] = NONE
-        state.last[:] = -1
+        state.last_stack[:] = -1
         state.counts[:] = 0
         state.keyframe_refs[:] = 0
         state.counters[N_FREED] = 0
@@ -159,8 +160,8 @@ class FrameStore(FrameTables):
     def _index_bytes(self) -> int:
         state = self.state
         columns = (
-            state.counts, state.live, state.keyframes, state.refs, state.free, state.freed, state.fresh,
-            state.fresh_ids, state.undo_indices, state.undo_ids,
+            state.counts, state.live, state.keyframes, state.refs, state.unused, state.freed, state.new_frames,
+            state.new_ids, state.undo_indices, state.undo_ids,
         )  # fmt: skip
         return self.heap.index_bytes + sum(column.nbytes for column in columns)
 
@@ -208,7 +209,7 @@ class FrameStore(FrameTables):
     def to_parts(self) -> tuple[dict[str, Any], dict[str, Array]]:
         self.collect_segments()
         state, streams = self.state, np.flatnonzero(self.state.open_segments >= 0)
-        starts = streams * self.stage_bytes
+        starts = streams * self.state.config.stage_bytes
         stage = [state.stage[start : start + end] for start, end in zip(starts, state.stage_ends[streams], strict=True)]
         arrays: dict[str, Array] = {
             "slots": self.frame_ids,
@@ -252,7 +253,7 @@ class FrameStore(FrameTables):
             keyframes=lengthen(keyframes, n_segments),
             live=lengthen(np.zeros(0, np.int32), n_counted),
             refs=lengthen(np.zeros(0, np.int32), n_counted * self.per_segment),
-            free=lengthen(np.zeros(0, np.int32), n_counted),
+            unused=lengthen(np.zeros(0, np.int32), n_counted),
             keyframe_rows=saved.keyframe_rows.reshape(-1),
             keyframe_refs=n_started.astype(np.int32),
             **saved.streams,

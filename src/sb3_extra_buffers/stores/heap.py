@@ -111,7 +111,7 @@ class Heap:
                 raise HeapFullError(nbytes, others, self.limit)
 
     def _put(self, payload_id: int, payload: npt.NDArray[np.uint8]) -> None:
-        self._release(payload_id)
+        self._release([payload_id])
         start = self._reserve(payload.size)
         self.data[start : start + payload.size] = payload
         self._append(np.array([payload_id], np.int32))
@@ -133,9 +133,7 @@ class Heap:
 
     def free(self, payload_ids: Sequence[int]) -> None:
         """Release these payloads."""
-        for payload_id in payload_ids:
-            self._release(payload_id)
-        self._unsaved[list(payload_ids)] = True
+        self._release(payload_ids)
         if self.capacity > 2 * self.live_bytes + 4 * _MIN_SPARE:
             self._repack(0)
 
@@ -146,10 +144,8 @@ class Heap:
 
     def clear(self) -> None:
         """Release everything, and return the memory."""
-        self.lengths[:] = 0
-        self._unsaved[:] = True
-        self.live_bytes = 0
-        self._first = self._n_order = self._head = 0
+        self._release_all()
+        self._head = 0
         area = map_bytes(0, self.path)
         self._arena = Arena(area, np.frombuffer(area, np.uint8), self.starts)
 
@@ -217,14 +213,11 @@ class Heap:
         self, payload_ids: npt.NDArray[np.int32], data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64]
     ) -> None:
         """Fill an empty heap with copies of payloads in ``data``, oldest first; ``lengths`` is set already."""
-        lengths = self.lengths[payload_ids].astype(np.int64)
-        packed = np.cumsum(lengths) - lengths
-        size = int(lengths.sum())
+        lengths = self.lengths[payload_ids]
+        size = int(lengths.sum(dtype=np.int64))
         area = map_bytes(size + size // 8 + _MIN_SPARE, self.path)
         self._arena = Arena(area, np.frombuffer(area, np.uint8), self.starts)
-        for start, to, length in merge_runs(starts, packed, lengths):
-            self.data[to : to + length] = data[start : start + length]
-        self._number_all(payload_ids, packed, size)
+        self._number_all(payload_ids, pack_payloads(data, starts, lengths, self.data), size)
 
     def refer_to(
         self, payload_ids: npt.NDArray[np.int32], data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64]
@@ -248,9 +241,16 @@ class Heap:
         self.live_bytes = self._head = size
         self._append(payload_ids)
 
-    def _release(self, payload_id: int) -> None:
-        self.live_bytes -= int(self.lengths[payload_id])
-        self.lengths[payload_id] = 0
+    def _release(self, payload_ids: Sequence[int]) -> None:
+        for payload_id in payload_ids:
+            self.live_bytes -= int(self.lengths[payload_id])
+            self.lengths[payload_id] = 0
+            self._unsaved[payload_id] = True
+
+    def _release_all(self) -> None:
+        self.lengths[:] = 0
+        self._unsaved[:] = True
+        self.live_bytes = self._first = self._n_order = 0
 
     def _reserve(self, nbytes: int) -> int:
         start = self._gap(nbytes)
@@ -330,32 +330,24 @@ class Heap:
 
     def _repack(self, extra: int) -> None:
         """Move the live payloads, in write order, to the front of a new arena that fits them."""
-        payload_ids = self._listed()
-        starts = self.starts[payload_ids]
-        lengths = self.lengths[payload_ids].astype(np.int64)
-        packed = np.cumsum(lengths) - lengths
         size = self.live_bytes + extra
-        area = map_bytes(size + size // 8 + _MIN_SPARE, self._staging())
-        data = np.frombuffer(area, np.uint8)
-        for start, to, length in merge_runs(starts, packed, lengths):
-            data[to : to + length] = self.data[start : start + length]
-        moved = lengthen(self.starts, len(self.starts))
-        moved[payload_ids] = packed
-        self._replace_file()
-        self._arena = Arena(area, data, moved)
+        new_file = None if self.path is None else self.path.with_name(self.path.name + ".new")
+        area = map_bytes(size + size // 8 + _MIN_SPARE, new_file)
+        self._move_to(Arena(area, np.frombuffer(area, np.uint8), self.starts), new_file)
+
+    def _move_to(self, arena: Arena, new_file: Path | None = None) -> None:
+        """Continue in ``arena``, with the live payloads at its front; ``new_file`` replaces the present file."""
+        payload_ids = self._listed()
+        starts = lengthen(self.starts, len(self.starts))
+        starts[payload_ids] = pack_payloads(self.data, self.starts[payload_ids], self.lengths[payload_ids], arena.data)
+        if new_file is not None and self.path is not None:
+            new_file.replace(self.path)
+        self._arena = arena._replace(starts=starts)
         self._order = lengthen(payload_ids, len(payload_ids) + len(payload_ids) // 8 + 64)
         self._numbers[payload_ids] = np.arange(len(payload_ids), dtype=np.uint32)
         self._first, self._n_order, self._first_number = 0, len(payload_ids), 0
         self._head = self.live_bytes
         self.n_repacks += 1
-
-    def _staging(self) -> Path | None:
-        return None if self.path is None else self.path.with_name(self.path.name + ".new")
-
-    def _replace_file(self) -> None:
-        staging = self._staging()
-        if staging is not None and self.path is not None:
-            staging.replace(self.path)
 
     def check(self) -> None:
         """Raise `AssertionError` if the tables and the arena contradict each other."""
@@ -372,13 +364,8 @@ class Heap:
     def __getstate__(self) -> dict[str, Any]:
         """A packed copy of the live payloads and their tables, which later writes do not change."""
         payload_ids = self._listed()
-        lengths = self.lengths[payload_ids].astype(np.int64)
-        packed = np.cumsum(lengths) - lengths
-        data = np.empty(int(lengths.sum()), np.uint8)
-        for start, to, length in merge_runs(self.starts[payload_ids], packed, lengths):
-            data[to : to + length] = self.data[start : start + length]
-        starts = self.starts.copy()
-        starts[payload_ids] = packed
+        data, starts = np.empty(self.live_bytes, np.uint8), self.starts.copy()
+        starts[payload_ids] = pack_payloads(self.data, starts[payload_ids], self.lengths[payload_ids], data)
         return {"limit": self.limit, "lengths": self.lengths.copy(), "starts": starts, "data": data}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -389,6 +376,19 @@ class Heap:
         self._arena = Arena(area, np.frombuffer(area, np.uint8), state["starts"])
         self.data[: len(data)] = data
         self.rebuild()
+
+
+def pack_payloads(
+    data: npt.NDArray[np.uint8],
+    starts: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int32],
+    target: npt.NDArray[np.uint8],
+) -> npt.NDArray[np.int64]:
+    """Copy payloads of ``data`` to the front of ``target``, one after the other; return where each one starts there."""
+    packed = np.cumsum(lengths, dtype=np.int64) - lengths
+    for start, to, length in merge_runs(starts, packed, lengths.astype(np.int64)):
+        target[to : to + length] = data[start : start + length]
+    return packed
 
 
 def merge_runs(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
-from threading import get_ident
 from typing import Any
 
-__all__ = ["N_STRIPES", "ReaderLocks", "fork_safe_lock"]
+__all__ = ["ReaderLocks", "fork_safe_lock", "this_thread"]
 
-#: Threads whose ids are equal modulo this number share a lock of `ReaderLocks`. Prime: ids are multiples of a page.
-N_STRIPES = 7
+# readers of at most this many threads hold locks of their own
+_N_STRIPES = 8
 
 # seconds until a fork goes ahead without a lock that is not released, such as one of a suspended thread
 _PATIENCE = 10.0
@@ -37,6 +37,16 @@ def _make_lock(level: int) -> Any:
 
 
 _adding_stripe = _make_lock(_READER)
+_numbers = itertools.count()
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.stripe = next(_numbers) % _N_STRIPES
+
+
+#: ``this_thread.stripe`` is the key of this thread in `ReaderLocks.stripes`.
+this_thread = _Thread()
 
 
 class ReaderLocks:
@@ -45,7 +55,7 @@ class ReaderLocks:
     Locks are only ever held by a plain ``with``, so that no signal can leave one held. A reader holds the lock of its
     thread (`stripe`), and falls back to the writers' lock while somebody writes::
 
-        with readers.stripes.get(get_ident() % N_STRIPES) or readers.add_stripe():
+        with readers.stripes.get(this_thread.stripe) or readers.add_stripe():
             if not readers.writing:
                 return read()
         with writer_lock:
@@ -73,7 +83,7 @@ class ReaderLocks:
     def add_stripe(self) -> Any:
         """Return the lock of this thread, which is created when the thread first reads."""
         with _adding_stripe:
-            stripes, key = self.stripes, get_ident() % N_STRIPES
+            stripes, key = self.stripes, this_thread.stripe
             if key not in stripes:
                 self.stripes = stripes = {**stripes, key: _make_lock(_READER)}
             return stripes[key]

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -22,7 +21,7 @@ from sb3_extra_buffers.stores.choice import Choice, MethodChoice
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.locks import N_STRIPES, ReaderLocks, fork_safe_lock
+from sb3_extra_buffers.stores.locks import ReaderLocks, fork_safe_lock, this_thread
 from sb3_extra_buffers.stores.raw import RawStore
 from sb3_extra_buffers.stores.registry import make_store
 from sb3_extra_buffers.stores.restore import restore_frames
@@ -240,7 +239,7 @@ class ObservationStore:
     def read(self, indices: Indices) -> ByteRows:
         """Return new rows of shape ``[*indices.shape, nbytes]``; ``indices`` has one axis, or two: ``[set, n]``."""
         readers = self.readers
-        with readers.stripes.get(get_ident() % N_STRIPES) or readers.add_stripe():
+        with readers.stripes.get(this_thread.stripe) or readers.add_stripe():
             inner = self.inner
             if not (readers.writing or inner is None or inner.dirty):
                 return inner.read(indices)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.kernels import frame_kernels
-from sb3_extra_buffers.kernels.state import N_FREED, N_FRESH
+from sb3_extra_buffers.kernels.state import N_FREED, N_NEW
 from sb3_extra_buffers.stores.arena import lengthen
 from sb3_extra_buffers.stores.base import Array, Indices
 from sb3_extra_buffers.stores.checks import column, require, within
@@ -33,7 +33,7 @@ class PayloadStore(FrameStore):
     A codec that learns is trained again when its payloads have grown; frames remember which codec encoded them.
     """
 
-    lists_fresh = True
+    lists_new = True
 
     def __init__(
         self,
@@ -67,11 +67,9 @@ class PayloadStore(FrameStore):
     def _write(self, frame_ids: FrameIds, indices: Indices, streams: Indices, frames: Frames) -> None:
         done = 0
         while True:
-            done = self._kernels.write_frames(
-                self._tables(), frame_ids, frames, streams, indices, done, 1, 0, -1, False, self.wide, True
-            )
-            if self.state.counters[N_FRESH]:
-                self._encode_fresh(frames)
+            done = self._kernels.write_frames(self._tables(), frame_ids, frames, streams, indices, done, True)
+            if self.state.counters[N_NEW]:
+                self._encode_new(frames)
             if done == len(frames):
                 return
             self._grow()
@@ -86,18 +84,18 @@ class PayloadStore(FrameStore):
         super()._grow()
         self._generation = lengthen(self._generation, len(self.state.counts))
 
-    def _encode_fresh(self, frames: Frames) -> None:
+    def _encode_new(self, frames: Frames) -> None:
         """Encode the frames that the kernel listed as new."""
         state = self.state
-        count = int(state.counters[N_FRESH])
-        rows = frames.reshape(-1, frames.shape[2])[state.fresh[:count]]
-        segments = state.fresh_ids[:count]
+        count = int(state.counters[N_NEW])
+        rows = frames.reshape(-1, frames.shape[2])[state.new_frames[:count]]
+        segments = state.new_ids[:count]
         payloads = self.codecs[-1].encode_batch(rows)
         self._generation[segments] = len(self.codecs) - 1
         self._drop_view()
         self.heap.write(segments.tolist(), payloads)
         self._sync()
-        self.state.counters[N_FRESH] = 0
+        self.state.counters[N_NEW] = 0
         if self.codec.trainable:
             self._retrain(rows, sum(map(len, payloads)))
 

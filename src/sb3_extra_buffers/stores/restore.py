@@ -140,9 +140,9 @@ def _check_streams(columns: dict[str, Array], counts: Array, per: int, n_keyfram
     within(ids, NONE, len(counts) * per, "a recent frame")
     known = ids[ids >= 0]
     require(known % per < counts[known // per], "a recent frame does not exist")
-    within(columns["heads"], 0, ids.shape[1], "a position among the recent frames")
-    within(columns["last"], NONE, ids.shape[1], "a position among the recent frames")
-    _check_keyframes(columns["keyframe_of"], n_keyframes, "a stream's keyframe")
+    within(columns["recent_next"], 0, ids.shape[1], "a position among the recent frames")
+    within(columns["last_stack"], NONE, ids.shape[1], "a position among the recent frames")
+    _check_keyframes(columns["stream_keyframes"], n_keyframes, "a stream's keyframe")
     _check_keyframes(columns["pool"], n_keyframes, "a keyframe of the pool")
     within(columns["keyframe_cost"], 0, 1 << 60, "the cost of a keyframe")
 
@@ -155,14 +155,14 @@ def _check_keyframes(keyframes: Array, n_keyframes: int, what: str) -> None:
 def _read_stage(frames: FrameStore, columns: dict[str, Array], counts: Array, keyframes: Array, stage: Array) -> None:
     """Copy each open segment to the part of ``frames.state.stage`` where its stream expects it."""
     state, per, size = frames.state, frames.per_segment, frames.layout.frame_bytes
-    opened, dtype = columns["open_segments"], length_dtype(frames.wide)
-    newest_at = (columns["heads"] - 1) % state.recent_ids.shape[1]
+    opened, dtype = columns["open_segments"], length_dtype(state.config)
+    newest_at = (columns["recent_next"] - 1) % state.recent_ids.shape[1]
     body_at, begin = header_bytes(per, dtype), 0
     for stream in np.flatnonzero(opened >= 0).tolist():
         end, segment = int(columns["stage_ends"][stream]), int(opened[stream])
-        fits = body_at <= end <= frames.stage_bytes and begin + end <= stage.size
+        fits = body_at <= end <= state.config.stage_bytes and begin + end <= stage.size
         require(fits, f"an open segment of {end} bytes is cut short")
-        part, count = state.stage[stream * frames.stage_bytes :][:end], int(counts[segment])
+        part, count = state.stage[stream * state.config.stage_bytes :][:end], int(counts[segment])
         part[:] = stage[begin : begin + end]
         begin += end
         lengths = part[2 : header_bytes(count, dtype)].view(dtype).astype(np.int64)

@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.errors import CorruptPayloadError
 from sb3_extra_buffers.kernels import FrameKernels
-from sb3_extra_buffers.kernels.frames import PAYING_TENTHS
 from sb3_extra_buffers.kernels.lz4_block import OVERRUN, TABLE, unpack_block
-from sb3_extra_buffers.kernels.state import PACKED_LZ4, PACKED_ZSTD
+from sb3_extra_buffers.kernels.policy import PAYING_TENTHS
+from sb3_extra_buffers.kernels.state import PACKED_LZ4, PACKED_ZSTD, FrameConfig
 from sb3_extra_buffers.stores.arena import SLACK
 from sb3_extra_buffers.stores.checks import require
 from sb3_extra_buffers.stores.heap import Heap
@@ -19,9 +19,9 @@ from sb3_extra_buffers.stores.heap import Heap
 Bytes = npt.NDArray[np.uint8]
 
 
-def length_dtype(wide: bool) -> np.dtype[Any]:
-    """How the length of a frame is stored; ``wide`` if frames exceed 65,535 bytes."""
-    return np.dtype("<u4" if wide else "<u2")
+def length_dtype(config: FrameConfig) -> np.dtype[Any]:
+    """How the length of a frame is stored."""
+    return np.dtype(f"<u{config.length_bytes}")
 
 
 def header_bytes(n_frames: Any, dtype: np.dtype[Any]) -> Any:
@@ -35,9 +35,9 @@ def pack_frames(
     """Compress the ``count`` frames of a segment together if that saves enough; return flags and bytes."""
     flags, packed, tenths = 0, body, PAYING_TENTHS
     if zstd_level:
-        from sb3_extra_buffers.codecs.packing import pack  # needs zstandard
+        from sb3_extra_buffers.codecs.zstd import compress_bytes  # needs zstandard
 
-        flags, packed, tenths = PACKED_ZSTD, np.frombuffer(pack(body, zstd_level), np.uint8), 10
+        flags, packed, tenths = PACKED_ZSTD, np.frombuffer(compress_bytes(body, zstd_level), np.uint8), 10
     elif body.size > compress_above * count:
         target = np.empty(body.size, np.uint8)
         source = np.concatenate([body, np.zeros(SLACK, np.uint8)])
@@ -62,9 +62,9 @@ def inflate(payload: Bytes, dtype: np.dtype[Any], per_segment: int, frame_bytes:
     plain[:body_at] = payload[:body_at]
     plain[0] = 0
     if payload[0] == PACKED_ZSTD:
-        from sb3_extra_buffers.codecs.packing import unpack  # needs zstandard
+        from sb3_extra_buffers.codecs.zstd import decompress_bytes  # needs zstandard
 
-        plain[body_at:] = np.frombuffer(unpack(payload[body_at:], size), np.uint8)
+        plain[body_at:] = np.frombuffer(decompress_bytes(payload[body_at:], size), np.uint8)
     else:
         body = np.empty(size + OVERRUN, np.uint8)
         if not unpack_block(payload, body_at, len(payload), body, size, size):

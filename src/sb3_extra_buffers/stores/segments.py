@@ -14,6 +14,7 @@ from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.delta import BLOCK
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError
+from sb3_extra_buffers.kernels import policy
 from sb3_extra_buffers.kernels.frames import is_full
 from sb3_extra_buffers.kernels.state import (
     COMMITTED,
@@ -37,10 +38,6 @@ from sb3_extra_buffers.stores.workers import run_split
 
 Bytes = npt.NDArray[np.uint8]
 
-# a segment ends early when its differences would fill this many frames
-_LONG = 1.5
-# a segment is compressed when its differences take more than this part of an observation each
-_COMPRESS_ABOVE = 0.015
 # seconds of decoding from which on other threads help, and what each one takes at a time
 _SPLIT_SECONDS = 1e-3
 _CHUNK_SECONDS = 300e-6
@@ -70,7 +67,7 @@ class SegmentStore(FrameStore):
         stage_bytes = 2 + per_segment * 4 + per_segment * size + size // 2 + BLOCK
         super().__init__(layout, n_obs, n_streams, codec, heap_bytes, path, compiled, per_segment, stage_bytes)
         self._zstd_level: int = codec.pack_level  # type: ignore[attr-defined]
-        self._length_dtype = length_dtype(self.wide)
+        self._length_dtype = length_dtype(self.state.config)
         self._follow_kernels()
         # sealed segments that nothing refers to, to be freed after the write
         self._unread: list[int] = []
@@ -84,12 +81,14 @@ class SegmentStore(FrameStore):
         compiled, layout = self._kernels.compiled, self.layout
         # bytes per frame from which on a segment is compressed. Reference kernels cannot compress. No kernel calls
         # zstd, so that with zstd all sealing is left to this class
-        compress_above = int(_COMPRESS_ABOVE * layout.spec.nbytes) if compiled else layout.frame_bytes
-        self._compress_above = -1 if self._zstd_level else compress_above
-        # a segment ends when decoding it takes long, for reference kernels sooner; one that is compressed with zstd is
-        # decompressed as a whole anyway
-        long = self.per_segment if self._zstd_level else _LONG if compiled else _LONG / 3
-        self._max_chain_bytes = int(long * layout.frame_bytes)
+        compress_above = int(policy.COMPRESS_ABOVE * layout.spec.nbytes) if compiled else layout.frame_bytes
+        max_chain = policy.MAX_CHAIN_FRAMES if compiled else policy.MAX_CHAIN_FRAMES_REFERENCE
+        # a segment that is compressed with zstd is decompressed as a whole, however much of it is read
+        config = self.state.config._replace(
+            max_chain_bytes=int((self.per_segment if self._zstd_level else max_chain) * layout.frame_bytes),
+            compress_above=-1 if self._zstd_level else compress_above,
+        )
+        self._replace(config=config)
         # flags of segments that the read kernel cannot decompress, and how many of those there are
         self._packed_flags = (PACKED_ZSTD,) if compiled else (PACKED_ZSTD, PACKED_LZ4)
         self._n_packed = self._count_packed(np.flatnonzero(self.state.lengths))
@@ -115,9 +114,8 @@ class SegmentStore(FrameStore):
         done = 0
         while True:
             done = kernels.write_step(
-                self._bound or self._tables(), self.frame_ids, frames, next_frames, index, next_index, done,
-                self.per_segment, self._max_chain_bytes, self._compress_above, self.wide,
-            )  # fmt: skip
+                self._bound or self._tables(), self.frame_ids, frames, next_frames, index, next_index, done
+            )
             if done == 2 * n_rows:
                 break
             self._reserve(layout.stack)
@@ -131,10 +129,7 @@ class SegmentStore(FrameStore):
         is_user_write = frame_ids is self.frame_ids  # not one that moves frames
         done = 0
         while True:
-            done = self._kernels.write_frames(
-                self._tables(), frame_ids, frames, streams, indices, done,
-                self.per_segment, self._max_chain_bytes, self._compress_above, True, self.wide, is_user_write,
-            )  # fmt: skip
+            done = self._kernels.write_frames(self._tables(), frame_ids, frames, streams, indices, done, is_user_write)
             if done == len(frames):
                 break
             self._reserve(frames.shape[1])
@@ -160,11 +155,8 @@ class SegmentStore(FrameStore):
     def _reserve(self, stack: int) -> None:
         """Seal the segments that are full, and have unused ones for a stack."""
         super()._free_listed()
-        full = [
-            stream
-            for stream in np.flatnonzero(self.state.open_segments >= 0).tolist()
-            if is_full(self.state, stream, self.per_segment, self._max_chain_bytes)
-        ]
+        opened = np.flatnonzero(self.state.open_segments >= 0).tolist()
+        full = [stream for stream in opened if is_full(self.state, stream)]
         self._drop_view()
         try:
             for stream in full:
@@ -195,21 +187,21 @@ class SegmentStore(FrameStore):
         """
         state = self.state  # without a view of the heap
         segment, size, dtype = int(state.open_segments[stream]), self.layout.frame_bytes, self._length_dtype
-        count, begin = int(state.counts[segment]), stream * self.stage_bytes
+        count, begin = int(state.counts[segment]), stream * self.state.config.stage_bytes
         end, body_at = begin + int(state.stage_ends[stream]), begin + header_bytes(self.per_segment, dtype)
         header = state.stage[begin : begin + header_bytes(count, dtype)].copy()
         lengths = header[2:].view(dtype)
         body = state.stage[body_at:end]
         starts_whole = int(lengths[0]) == size
         flags, packed = 0, body
-        if starts_whole and not self._zstd_level and body.size - size > self._compress_above * (count - 1):
-            flags, packed = pack_frames(body, count, self._kernels, self._compress_above, self._zstd_level)
+        if starts_whole and not self._zstd_level and body.size - size > state.config.compress_above * (count - 1):
+            flags, packed = pack_frames(body, count, self._kernels, state.config.compress_above, self._zstd_level)
         shares_keyframe = starts_whole and not flags
         if shares_keyframe:
             lengths[0] = 0
             body = body[size:]
         if not flags:
-            flags, packed = pack_frames(body, count, self._kernels, self._compress_above, self._zstd_level)
+            flags, packed = pack_frames(body, count, self._kernels, state.config.compress_above, self._zstd_level)
         header[:2] = flags, count
         payload = np.concatenate([header, packed])
         self.heap.check_limit(segment, payload.size)
@@ -227,7 +219,7 @@ class SegmentStore(FrameStore):
     def _add_keyframe(self, stream: int, frame: Bytes) -> int:
         """Let ``stream`` start its segments from ``frame``; return the keyframe's number."""
         state, size = self.state, keyframe_bytes(self.layout.frame_bytes)
-        in_use = {*state.pool.tolist(), *state.keyframe_of.tolist()}
+        in_use = {*state.pool.tolist(), *state.stream_keyframes.tolist()}
         unused = (number for number in np.flatnonzero(state.keyframe_refs == 0).tolist() if number not in in_use)
         keyframe: int = next(unused, NONE)
         if keyframe == NONE:
@@ -240,9 +232,8 @@ class SegmentStore(FrameStore):
             state = self.state
         state.keyframe_rows[keyframe * size :][: frame.size] = frame
         self.new_keyframes.append(keyframe)
-        state.keyframe_of[stream] = keyframe
-        # until a first frame has been encoded against it, it should cost a quarter of a frame
-        state.keyframe_cost[stream] = self.layout.frame_bytes // 4, 0
+        state.stream_keyframes[stream] = keyframe
+        state.keyframe_cost[stream] = policy.initial_cost(self.layout.frame_bytes), 0
         state.pool[:] = np.roll(state.pool, 1)
         state.pool[0] = keyframe
         return keyframe
@@ -331,7 +322,7 @@ class SegmentStore(FrameStore):
         state.counts[~in_use] = 0
         self._link_stage()
         for stream in streams.tolist():
-            segment, begin = int(opened[stream]), stream * self.stage_bytes
+            segment, begin = int(opened[stream]), stream * self.state.config.stage_bytes
             lengths = self._staged_lengths(stream)
             if lengths[0] == size:
                 state.keyframes[segment] = NONE  # a whole frame refers to none until it is sealed
@@ -347,11 +338,11 @@ class SegmentStore(FrameStore):
     def _link_stage(self) -> None:
         """Let the starts of open segments lead to the stage."""
         streams = np.flatnonzero(self.state.open_segments >= 0)
-        self.state.starts[self.state.open_segments[streams]] = -1 - streams * self.stage_bytes
+        self.state.starts[self.state.open_segments[streams]] = -1 - streams * self.state.config.stage_bytes
 
     def _staged_lengths(self, stream: int) -> npt.NDArray[np.int64]:
         """Bytes of each frame of a stream's open segment."""
-        begin = stream * self.stage_bytes
+        begin = stream * self.state.config.stage_bytes
         end = begin + header_bytes(int(self.state.counts[self.state.open_segments[stream]]), self._length_dtype)
         return self.state.stage[begin + 2 : end].view(self._length_dtype).astype(np.int64)
 
@@ -360,7 +351,7 @@ class SegmentStore(FrameStore):
         state = self.state
         segments = state.open_segments[streams]
         ids = segments * self.per_segment + state.counts[segments] - 1
-        positions = (state.heads[streams] - 1) % state.recent_ids.shape[1]
+        positions = (state.recent_next[streams] - 1) % state.recent_ids.shape[1]
         lost = np.flatnonzero(state.recent_ids[streams, positions] != ids)
         if len(lost):
             ids, streams, positions = ids[lost], streams[lost], positions[lost]
@@ -372,18 +363,17 @@ class SegmentStore(FrameStore):
     # ---- reading ----
 
     def _decode(self, frame_ids: FrameIds, sets: Indices) -> Bytes:
-        size = self.layout.frame_bytes
-        out = np.empty(sets.size * frame_ids.shape[1] * size, np.uint8)
+        out = np.empty(sets.size * frame_ids.shape[1] * self.layout.frame_bytes, np.uint8)
         tables = self._bound or self._tables()
         if self._n_packed:
             local, frame_ids, sets = self._unpacked(frame_ids, sets)
             tables = self._kernels.bind_state(local)
-        read, per, wide = self._kernels.read_frames, self.per_segment, self.wide
+        read = self._kernels.read_frames
         n_rows = sets.shape[1]
 
         def work(first: int, stop: int) -> int:
             began = perf_counter()
-            damaged: int = read(tables, frame_ids, sets, out, size, per, wide, first, stop)
+            damaged: int = read(tables, frame_ids, sets, out, first, stop)
             self._row_seconds = min(1.05 * self._row_seconds, (perf_counter() - began) / (stop - first))
             return damaged
 
@@ -430,10 +420,10 @@ class SegmentStore(FrameStore):
     def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
         store = cls(layout, len(rows), n_streams, codec)
         store.write(np.arange(len(rows)), streams, rows)
-        return store.difference_bytes()
+        return store.difference_bytes() / max(int(store.state.counts.sum()), 1)
 
-    def difference_bytes(self) -> float:
-        """Bytes per frame of all segments, and of keyframes beyond one per stream: more are rare in the long run."""
+    def difference_bytes(self) -> int:
+        """Bytes of all segments, and of keyframes beyond one per stream: in the long run there are few more."""
         self.collect_segments()
         state, size = self.state, self.layout.frame_bytes
         nbytes, n_keyframes = self.heap.live_bytes, int(np.count_nonzero(state.keyframe_refs))
@@ -442,8 +432,7 @@ class SegmentStore(FrameStore):
             starts_whole = bool(lengths[0] == size)
             nbytes += int(lengths[starts_whole:].sum())
             n_keyframes += starts_whole
-        nbytes += max(n_keyframes - self.n_streams, 0) * size
-        return nbytes / max(int(state.counts.sum()), 1)
+        return nbytes + max(n_keyframes - self.n_streams, 0) * size
 
     # ---- saving ----
 
