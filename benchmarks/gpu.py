@@ -28,7 +28,7 @@ from stable_baselines3.common.vec_env import VecFrameStack
 
 from benchmarks import feed
 from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
-from sb3_extra_buffers.stores.device import DeviceFrameStore
+from sb3_extra_buffers.stores.device_frames import DeviceFrameStore
 
 DATA = Path(__file__).parent / "data" / "gpu.csv"
 SPACE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
@@ -169,12 +169,12 @@ def measure(game: str, n_steps: int, report: Report) -> None:
     indices = torch.randint(0, n_transitions, (1, 256), device="cuda")
     indices = torch.cat([indices, indices + n_transitions])
     for name, buffer in ours.items():
-        store = buffer._stores[""]._inner
+        store = buffer.obs_stores[""].inner
         if isinstance(store, DeviceFrameStore):
             out = torch.empty((2, 256, 4, 7056), dtype=torch.uint8, device="cuda")
-            kernels = store._kernels()
+            kernels = store.kernels(store.state)
             report.add(name, "decode kernels, 256", "us", graph_us(lambda k=kernels, o=out: k.read(indices, o)))
-    dense = ours["none"]._stores[""]._inner.rows
+    dense = ours["none"].obs_stores[""].inner.rows
     report.add("none", "dense gather, 256", "us", graph_us(lambda: dense[indices.flatten()]))
     dense_bytes = ours["none"].memory_usage().total
     for name, buffer in ours.items():

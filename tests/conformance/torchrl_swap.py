@@ -27,10 +27,10 @@ def swap_in() -> None:
 
 def as_on_a_gpu() -> None:
     """Let the CPU pass for a device that has stores of its own."""
-    from sb3_extra_buffers.stores import device_observation
+    from sb3_extra_buffers.stores import device_base
 
     for name, value in (("stays_on_host", lambda device: False), ("has_triton", lambda: True)):
-        setattr(device_observation, name, value)
+        setattr(device_base, name, value)
 
 
 def main(how: str, *arguments: str) -> int:

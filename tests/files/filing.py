@@ -16,8 +16,9 @@ from sb3_extra_buffers import compressed as door
 from sb3_extra_buffers import gpu_buffers
 from sb3_extra_buffers.compressed import CompressedArray
 from sb3_extra_buffers.errors import FileWriteError
-from sb3_extra_buffers.stores import device_observation
-from sb3_extra_buffers.stores.device_observation import DeviceObservations, IndexBatch
+from sb3_extra_buffers.stores import device_base
+from sb3_extra_buffers.stores.device_base import IndexBatch
+from sb3_extra_buffers.stores.device_observation import DeviceObservationStore
 from sb3_extra_buffers.stores.view import StoreView
 from tests.contracts.store import Stacked, Walk
 
@@ -127,14 +128,14 @@ def device(name: str, space: spaces.Space[Any] = BOX, method: str = "delta", ref
 
     def make() -> Any:
         size = 26 if "Rollout" in name else 26 * N_ENVS
-        kept = device_observation.stays_on_host
+        kept = device_base.stays_on_host
         if reference:
-            device_observation.stays_on_host = lambda device: False
+            device_base.stays_on_host = lambda device: False
         try:
             kind: Any = getattr(gpu_buffers, name)
             return kind(size, space, ACTIONS, device="cpu", n_envs=N_ENVS, compression_method=method)
         finally:
-            device_observation.stays_on_host = kept
+            device_base.stays_on_host = kept
 
     return make
 
@@ -227,7 +228,7 @@ def contents(buffer: Any) -> dict[str, Any]:
         for key, part in parts.items():
             if isinstance(part, (np.ndarray, StoreView)):
                 found[f"{name}.{key}"] = np.asarray(part)
-            elif isinstance(part, DeviceObservations):
+            elif isinstance(part, DeviceObservationStore):
                 indices = IndexBatch(np.arange(part.n_obs * part.n_sets)[None])
                 found[f"{name}.{key}"] = part.read(indices).numpy()
             elif isinstance(part, (int, float, str, bool)):

@@ -32,7 +32,7 @@ from sb3_extra_buffers.errors import (
     UnknownCodecError,
 )
 from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer, find_gpu_buffer_dtypes
-from sb3_extra_buffers.stores import device_observation
+from sb3_extra_buffers.stores import device_base
 
 IMAGE = spaces.Box(0, 255, (4, 36, 36), np.uint8)
 SPACES: dict[str, spaces.Space[Any]] = {
@@ -59,8 +59,8 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     """A buffer_device. ``reference`` keeps observations as on a GPU, in main memory."""
     if request.param != "reference":
         return str(request.param)
-    monkeypatch.setattr(device_observation, "stays_on_host", lambda device: False)
-    monkeypatch.setattr(device_observation, "has_triton", lambda: True)
+    monkeypatch.setattr(device_base, "stays_on_host", lambda device: False)
+    monkeypatch.setattr(device_base, "has_triton", lambda: True)
     return "cpu"
 
 

@@ -16,10 +16,11 @@ from gymnasium import spaces
 
 from sb3_extra_buffers.errors import HeapFullError
 from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
-from sb3_extra_buffers.kernels import delta_torch as kernels
-from sb3_extra_buffers.stores import device_observation
-from sb3_extra_buffers.stores.device import DeviceFrameStore, DeviceWrite
-from sb3_extra_buffers.stores.device_observation import IndexBatch
+from sb3_extra_buffers.kernels.delta_tables import JOB_INDICES, WriteJob
+from sb3_extra_buffers.kernels.delta_torch import write_rows_reference
+from sb3_extra_buffers.stores import device_base
+from sb3_extra_buffers.stores.device_base import IndexBatch
+from sb3_extra_buffers.stores.device_frames import DeviceFrameStore, DeviceFrameWrite
 from tests.torture.interrupts import Injector
 
 N_ENVS, SIZE = 2, 12
@@ -39,8 +40,8 @@ Contents = dict[str, Any]
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Observations are kept as on a GPU, with the references of its kernels."""
-    monkeypatch.setattr(device_observation, "stays_on_host", lambda device: False)
-    monkeypatch.setattr(device_observation, "has_triton", lambda: True)
+    monkeypatch.setattr(device_base, "stays_on_host", lambda device: False)
+    monkeypatch.setattr(device_base, "has_triton", lambda: True)
 
 
 def observed(space: spaces.Space[Any], at: int, noise: bool = False) -> Any:
@@ -84,7 +85,7 @@ def contents(buffer: Any) -> Contents:
     names = ("actions", "rewards", "dones", "timeouts", "episode_starts", "values", "log_probs")
     found: Contents = {name: getattr(buffer, name)[:held].copy() for name in names if hasattr(buffer, name)}
     found["pos"], found["full"] = buffer.pos, buffer.full
-    for key, store in buffer._stores.items():
+    for key, store in buffer.obs_stores.items():
         indices = np.arange(store.n_sets)[:, None] * store.n_obs + np.arange(held * N_ENVS)
         found[f"observations {key}"] = store.read(IndexBatch(indices)).numpy()
     return found
@@ -198,13 +199,12 @@ class OneLaunch:
     def write(self, job: th.Tensor, frames: th.Tensor, report: th.Tensor) -> None:
         traced = sys.gettrace()
         sys.settrace(None)
-        step, oldest, parity, tail, _, _, number, last, *rest = job.tolist()
+        step, oldest, parity, tail, _, _, launch, last, *rest = job.tolist()
+        assert len(job) - len(rest) == JOB_INDICES
         n_streams, n_sets = len(report), len(rest) // (1 + len(report))
-        write = kernels.Write(step, oldest, tuple(rest[:n_sets]), parity, tail, last, tuple(rest[n_sets:]))
+        unpacked = WriteJob(step, oldest, tuple(rest[:n_sets]), parity, tail, last, tuple(rest[n_sets:]))
         rows = frames.reshape(n_sets, n_streams, -1).view(th.uint8).reshape(n_sets, n_streams, self.shape.stack, -1)
-        kernels.write_rows_reference(self.tables, self.shape, rows, write)
-        for column, value in enumerate((self.tables.counters[0], self.tables.tails, self.tables.counters[2], number)):
-            report[:, column] = value
+        write_rows_reference(self.tables, self.shape, rows, unpacked, report, launch)
         sys.settrace(traced)
 
 
@@ -213,7 +213,7 @@ class OneLaunch:
 @pytest.mark.parametrize("space", ["image", "last", "dict"])
 def test_whether_a_kernel_was_started_is_known(space: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    real = DeviceFrameStore._launch
+    real = DeviceFrameStore.launch
 
     def launch(store: Any, *args: Any) -> None:
         # as on a GPU; whatever reads uses the reference
@@ -223,12 +223,12 @@ def test_whether_a_kernel_was_started_is_known(space: str, count: int, monkeypat
         finally:
             store._triton = False
 
-    monkeypatch.setattr(DeviceFrameStore, "_launch", launch)
-    monkeypatch.setattr(DeviceFrameStore, "_kernels", lambda store, tables: OneLaunch(tables, store.shape))
+    monkeypatch.setattr(DeviceFrameStore, "launch", launch)
+    monkeypatch.setattr(DeviceFrameStore, "kernels", lambda store, state: OneLaunch(state.tables, store.shape))
     monkeypatch.setattr(
         DeviceFrameStore,
         "_plan_launch",
-        lambda store, staged, write, number, after: DeviceWrite(store, number, after, staged, write),
+        lambda store, lease, job, after: DeviceFrameWrite(store, after, store._launches + 1, job, lease),
     )
     interrupt_everywhere(replay(space, "delta"), count, n_points=60)
 
@@ -290,17 +290,18 @@ def test_reading_a_rollout_may_be_interrupted() -> None:
 @pytest.mark.usefixtures("on_device")
 def test_the_store_of_a_device_finishes_what_was_interrupted_twice() -> None:
     buffer = filled(replay("image", "delta"), 9)
-    store = buffer._stores[""]._inner
+    store = buffer.obs_stores[""].inner
     assert isinstance(store, DeviceFrameStore)
     after = copy.deepcopy(buffer)
     add(after, 9)
     # the exception, and another one where it is being made good
     plan = store.plan(9, [observed(IMAGE, 9), observed(IMAGE, 10)])
-    store._unfinished = plan
-    assert not np.array_equal(store.read(th.tensor([[18]])), after._stores[""]._inner.read(th.tensor([[17]])))
-    assert buffer._stores[""]._inner._unfinished is None
-    indices = th.tensor([[18, 19], [42, 43]])
-    assert th.equal(store.read(indices), after._stores[""]._inner.read(indices))
+    store.unfinished = plan
+    expected = after.obs_stores[""].inner
+    assert not th.equal(store.read(IndexBatch(np.array([[18]]))), expected.read(IndexBatch(np.array([[17]]))))
+    assert buffer.obs_stores[""].inner.unfinished is None
+    indices = IndexBatch(np.array([[18, 19], [42, 43]]))
+    assert th.equal(store.read(indices), expected.read(indices))
     store.check()
 
 
@@ -309,12 +310,12 @@ def test_the_store_of_a_device_finishes_what_was_interrupted_twice() -> None:
 def test_what_is_collected_counts_against_the_limit(method: str) -> None:
     limit = 6_000
     buffer = GpuReplayBuffer(400, IMAGE, spaces.Discrete(4), "cpu", N_ENVS, compression_method=method, heap_bytes=limit)
-    observations = buffer._stores[""]
+    observations = buffer.obs_stores[""]
 
     def fill() -> None:
         for at in range(200):
             add(buffer, at, noise=True)
-            assert sum(rows.nbytes for _, sets in observations._pending for rows in sets) <= limit
+            assert observations.collected_bytes <= limit
 
     with pytest.raises(HeapFullError, match="heap_bytes>="):
         fill()

@@ -16,7 +16,7 @@ from stable_baselines3 import DQN, PPO
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
-from sb3_extra_buffers.stores import device_observation
+from sb3_extra_buffers.stores import device_base
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -63,8 +63,8 @@ def test_weights_equal_those_of_sb3(
     device: str, as_on_gpus: bool, algorithm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if as_on_gpus:
-        monkeypatch.setattr(device_observation, "stays_on_host", lambda device: False)
-        monkeypatch.setattr(device_observation, "has_triton", lambda: True)
+        monkeypatch.setattr(device_base, "stays_on_host", lambda device: False)
+        monkeypatch.setattr(device_base, "has_triton", lambda: True)
     kwargs = {"compression_method": "delta"}
     if algorithm is DQN:
         common: dict[str, Any] = {"buffer_size": 200, "learning_starts": 50, "train_freq": 4}

@@ -15,7 +15,7 @@ from torchrl.data import TensorDictReplayBuffer
 
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
 from sb3_extra_buffers.replay_buffers.device_group import DeviceGroup
-from sb3_extra_buffers.stores import device_observation
+from sb3_extra_buffers.stores import device_base
 from tests.replay_buffers.interrupts import count_bytecodes, interrupt, points
 from tests.replay_buffers.playing import trajectory
 
@@ -121,7 +121,7 @@ def test_an_interrupt_at_any_of_a_thousand_points_leaves_a_whole_storage(name: s
 def test_groups_of_a_device_are_left_whole_too(
     name: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_observation, "stays_on_host", lambda device: False)
-    monkeypatch.setattr(device_observation, "has_triton", lambda: True)
+    monkeypatch.setattr(device_base, "stays_on_host", lambda device: False)
+    monkeypatch.setattr(device_base, "has_triton", lambda: True)
     assert isinstance(filled(5).storage.groups[0], DeviceGroup)
     check_points(name, error, 60)

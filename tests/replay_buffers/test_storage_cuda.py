@@ -21,8 +21,8 @@ from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
 from sb3_extra_buffers.replay_buffers.device_group import DeviceGroup
 from sb3_extra_buffers.replay_buffers.experience_memory import ReplayBuffer
-from sb3_extra_buffers.stores import device_observation
-from sb3_extra_buffers.stores.device import DeviceFrameStore
+from sb3_extra_buffers.stores import device_base
+from sb3_extra_buffers.stores.device_frames import DeviceFrameStore
 from tests.replay_buffers.playing import SIDE, STACK, assert_same, steps, trajectory
 
 on_gpu = pytest.param(
@@ -35,8 +35,8 @@ on_gpu = pytest.param(
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     if request.param == "cuda":
         return torch.device("cuda")
-    monkeypatch.setattr(device_observation, "stays_on_host", lambda device: False)
-    monkeypatch.setattr(device_observation, "has_triton", lambda: True)
+    monkeypatch.setattr(device_base, "stays_on_host", lambda device: False)
+    monkeypatch.setattr(device_base, "has_triton", lambda: True)
     return torch.device("cpu")
 
 
@@ -59,7 +59,7 @@ def same_samples(ours: Any, theirs: Any, seed: int = 0) -> None:
 
 
 def is_on_device(storage: CompressedStorage) -> bool:
-    return all(isinstance(group.store._inner, DeviceFrameStore) for group in storage.groups)
+    return all(isinstance(group.store.inner, DeviceFrameStore) for group in storage.groups)
 
 
 @pytest.mark.parametrize(("n_envs", "given"), [(1, None), (3, None), (3, 3)])
@@ -185,7 +185,7 @@ def test_a_file_of_one_device_is_read_on_the_other(
             buffer.extend(data.clone().to(device))
     ours.storage.dumps(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(device_observation, "stays_on_host", lambda device: True)
+        patch.setattr(device_base, "stays_on_host", lambda device: True)
         on_host = CompressedStorage(90)
         on_host.loads(tmp_path)
         assert not isinstance(on_host.groups[0], DeviceGroup)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 
 import numpy as np
@@ -12,8 +13,9 @@ import torch
 from sb3_extra_buffers.codecs.delta import DeltaCodec
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import HeapFullError, SpecMismatchError
-from sb3_extra_buffers.kernels.delta_torch import COUNT, capacity_of
-from sb3_extra_buffers.stores.device import DeviceFrameStore
+from sb3_extra_buffers.kernels.delta_tables import COUNT, capacity_of
+from sb3_extra_buffers.stores.device_base import DevicePlace, DeviceRing, IndexBatch
+from sb3_extra_buffers.stores.device_frames import DeviceFrameStore
 from sb3_extra_buffers.stores.layout import StackLayout
 
 Rows = npt.NDArray[np.uint8]  # [set, stream, byte]
@@ -77,8 +79,23 @@ def layouts() -> list[StackLayout]:
     ]
 
 
+def make_store(
+    layout: StackLayout,
+    n_steps: int,
+    n_streams: int,
+    n_sets: int = 1,
+    device: str = "cpu",
+    heap_bytes: int | None = None,
+    pinned: bool = False,
+    triton: bool | None = None,
+) -> DeviceFrameStore:
+    place = DevicePlace(torch.device(device), pinned)
+    ring = DeviceRing(layout.spec, n_steps, n_streams, n_sets, place, heap_bytes)
+    return DeviceFrameStore(ring, layout, DeltaCodec(), triton=triton)
+
+
 def read(store: DeviceFrameStore, indices: npt.NDArray[np.int64]) -> Rows:
-    found = store.read(torch.from_numpy(indices).to(store.device)).cpu().numpy()
+    found = store.read(IndexBatch(indices)).cpu().numpy()
     assert found.shape == (*indices.shape, *store.layout.spec.shape)
     assert found.dtype == store.layout.spec.dtype
     return np.ascontiguousarray(found).reshape(*indices.shape, -1).view(np.uint8)
@@ -102,7 +119,7 @@ def play(store: DeviceFrameStore, n_steps: int, check_every: int = 1, noise: flo
 @pytest.mark.parametrize("layout", layouts(), ids=str)
 @pytest.mark.parametrize("n_sets", [1, 2])
 def test_every_step_is_kept_until_it_is_overwritten(layout: StackLayout, n_sets: int) -> None:
-    play(DeviceFrameStore(layout, 17, 3, DeltaCodec(), "cpu", n_sets), 60, check_every=3)
+    play(make_store(layout, 17, 3, n_sets), 60, check_every=3)
 
 
 @pytest.mark.parametrize("n_sets", [1, 2])
@@ -110,7 +127,7 @@ def test_every_step_is_kept_until_it_is_overwritten(layout: StackLayout, n_sets:
 @pytest.mark.parametrize("stack", [1, 2, 4])
 def test_rows_that_repeat_move_on_or_jump(stack: int, n_steps: int, n_sets: int) -> None:
     layout = StackLayout(ObsSpec((stack, 4, 6), np.dtype(np.uint8)), stack, "first")
-    store = DeviceFrameStore(layout, n_steps, 3, DeltaCodec(), "cpu", n_sets)
+    store = make_store(layout, n_steps, 3, n_sets)
     follow_rows(store, 60)
 
 
@@ -145,16 +162,16 @@ def follow_rows(store: DeviceFrameStore, count: int) -> None:
 @pytest.mark.parametrize("noise", [0.001, 0.3])
 def test_a_heap_with_little_room(noise: float) -> None:
     layout = StackLayout(ObsSpec((4, 30, 30), np.dtype(np.uint8)), 4, "first")
-    store = DeviceFrameStore(layout, 12, 2, DeltaCodec(), "cpu", 2, heap_bytes=90_000)
+    store = make_store(layout, 12, 2, 2, heap_bytes=90_000)
 
     play(store, 120, noise=noise)
 
-    assert capacity_of(store.tables) <= 90_000
+    assert capacity_of(store.state.tables) <= 90_000
 
 
 def test_a_full_heap_refuses_and_keeps_what_it_has() -> None:
     layout = StackLayout(ObsSpec((1, 40, 40), np.dtype(np.uint8)))
-    store = DeviceFrameStore(layout, 64, 2, DeltaCodec(), "cpu", 1, heap_bytes=60_000)
+    store = make_store(layout, 64, 2, 1, heap_bytes=60_000)
     random = np.random.default_rng(0)
     ring: Rows = np.zeros((1, 64, 2, 1600), np.uint8)
     indices = np.arange(128).reshape(1, -1)
@@ -177,7 +194,7 @@ def test_a_full_heap_refuses_and_keeps_what_it_has() -> None:
 
 def test_a_stream_that_stands_still_does_not_fill_the_heap() -> None:
     layout = StackLayout(ObsSpec((1, 40, 40), np.dtype(np.uint8)))
-    store = DeviceFrameStore(layout, 8, 2, DeltaCodec(), "cpu", 1, heap_bytes=120_000)
+    store = make_store(layout, 8, 2, 1, heap_bytes=120_000)
     random = np.random.default_rng(0)
     still = random.integers(0, 256, (12, 1600)).astype(np.uint8)
     for step in range(300):
@@ -191,7 +208,7 @@ def test_a_stream_that_stands_still_does_not_fill_the_heap() -> None:
 
 def test_compacting_changes_nothing() -> None:
     layout = layouts()[0]
-    store = DeviceFrameStore(layout, 20, 2, DeltaCodec(), "cpu", 2)
+    store = make_store(layout, 20, 2, 2)
     ring = play(store, 55, check_every=50)
     indices = np.arange(80).reshape(2, -1)
 
@@ -202,7 +219,7 @@ def test_compacting_changes_nothing() -> None:
 
 
 def test_clearing_forgets_and_starts_again() -> None:
-    store = DeviceFrameStore(layouts()[0], 9, 2, DeltaCodec(), "cpu")
+    store = make_store(layouts()[0], 9, 2)
     for seed in range(3):
         play(store, 9, seed=seed)
         store.clear()
@@ -211,13 +228,13 @@ def test_clearing_forgets_and_starts_again() -> None:
 
 
 def test_unwritten_cells_are_zeros() -> None:
-    store = DeviceFrameStore(layouts()[0], 9, 2, DeltaCodec(), "cpu")
+    store = make_store(layouts()[0], 9, 2)
     assert not read(store, np.arange(18).reshape(1, -1)).any()
-    assert store.read(torch.zeros((2, 0), dtype=torch.int64)).numel() == 0
+    assert store.read(IndexBatch(np.zeros((2, 0), np.int64))).numel() == 0
 
 
 def test_a_copy_goes_on_where_the_original_was() -> None:
-    store = DeviceFrameStore(layouts()[0], 9, 2, DeltaCodec(), "cpu", 2)
+    store = make_store(layouts()[0], 9, 2, 2)
     ring = play(store, 21)
     again = pickle.loads(pickle.dumps(store))
     indices = np.arange(36).reshape(2, -1)
@@ -233,22 +250,23 @@ def test_a_copy_goes_on_where_the_original_was() -> None:
 
 def test_frames_are_stored_once() -> None:
     layout = layouts()[0]
-    store = DeviceFrameStore(layout, 100, 1, DeltaCodec(), "cpu", 2)
+    store = make_store(layout, 100, 1, 2)
     game = Game(layout, 1)
     for step in range(40):
         store.write(step, list(game.step()))
     # one new frame a step and one for each new episode, where eight are shown
-    assert len(torch.unique(store.tables.frame_ids)) < 60
-    assert int(store.tables.streams[0, COUNT]) >= 1
+    assert len(torch.unique(store.state.tables.frame_ids)) < 60
+    assert int(store.state.tables.streams[0, COUNT]) >= 1
     assert store.memory_usage().dense == 200 * layout.spec.nbytes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_what_was_kept_on_a_gpu_goes_on_where_there_is_none() -> None:
-    store = DeviceFrameStore(layouts()[0], 9, 2, DeltaCodec(), "cpu", 2)
+    store = make_store(layouts()[0], 9, 2, 2)
     ring = play(store, 21)
     # as a GPU's store says it
-    state = store.__getstate__() | {"device": "cuda:0", "pinned": True, "_triton": True}
+    gpu_ring = dataclasses.replace(store.ring, place=DevicePlace(torch.device("cuda:0"), pinned=True))
+    state = store.__getstate__() | {"ring": gpu_ring, "_triton": True}
     again = DeviceFrameStore.__new__(DeviceFrameStore)
     again.__setstate__(pickle.loads(pickle.dumps(state)))
     indices = np.arange(36).reshape(2, -1)
@@ -264,7 +282,7 @@ def test_what_was_kept_on_a_gpu_goes_on_where_there_is_none() -> None:
 @pytest.mark.parametrize("n_failures", range(1, 10))
 def test_writes_that_were_refused_leave_no_trace(n_failures: int, n_sets: int) -> None:
     layout = layouts()[0]
-    store = DeviceFrameStore(layout, 30, 2, DeltaCodec(), "cpu", n_sets)
+    store = make_store(layout, 30, 2, n_sets)
     game = Game(layout, 2)
     ring: Rows = np.zeros((n_sets, 30, 2, layout.spec.nbytes), np.uint8)
     for step in range(24):

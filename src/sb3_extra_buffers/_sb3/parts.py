@@ -85,7 +85,7 @@ _DERIVED = frozenset(
         "observation_space", "action_space", "obs_shape", "action_dim", "device", "n_envs", "buffer_size",
         "observations", "next_observations", "generator_ready", "env", "her_ratio", "infos", "mask_dims", "pad",
         "pad_and_flatten", "seq_start_indices", "seq_end_indices", "flatten_config", "compression_method", "n_steps",
-        "gamma", "storage_options",
+        "gamma", "storage_options", "obs_stores",
     }
 )  # fmt: skip
 
@@ -174,7 +174,7 @@ def _device_observations(buffer: Any) -> Iterator[tuple[str, Any]]:
     """Host stores and arrays of a device's observations by name."""
     from sb3_extra_buffers.stores.device_snapshot import to_host
 
-    for key, store in buffer._stores.items():
+    for key, store in buffer.obs_stores.items():
         copied = to_host(store, _written_steps(buffer))
         for name, part in zip(_OBSERVATIONS, copied if isinstance(copied, list) else [copied], strict=False):
             yield _join_key(name, key), part
@@ -358,7 +358,7 @@ def _restore_observations(buffer: Any, parts: LoadedParts, lead: tuple[int, int]
 def _restore_device_observations(buffer: Any, parts: LoadedParts) -> None:
     from sb3_extra_buffers.stores.device_snapshot import from_host
 
-    for key, device_store in buffer._stores.items():
+    for key, device_store in buffer.obs_stores.items():
         names = [_join_key(name, key) for name in _OBSERVATIONS[: device_store.n_sets]]
         store, n_obs = parts.stores.get(names[0]), device_store.n_obs * device_store.n_sets
         require(store is None or store.n_obs == n_obs, f"the store {names[0]!r} does not hold {n_obs} observations")

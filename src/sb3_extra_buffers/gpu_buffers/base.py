@@ -1,10 +1,9 @@
-"""Base class and helpers of the GPU buffers."""
+"""What GPU replay and rollout buffers share: stores for observations, steps as transactions, and copies."""
 
 from __future__ import annotations
 
-import copyreg
-import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,23 +16,12 @@ from sb3_extra_buffers._sb3.steps import fit_observations
 from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.codecs.registry import codec_options, get_codec
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.errors import (
-    CodecOptionError,
-    IndexOutOfRangeError,
-    ReadOnlyBufferError,
-    SpecMismatchError,
-    UnknownCodecError,
-)
+from sb3_extra_buffers.errors import CodecOptionError, SpecMismatchError, UnknownCodecError
 from sb3_extra_buffers.files.folders import SavedAsFolder
 from sb3_extra_buffers.gpu_buffers.utils import find_smallest_dtype, torch_dtype_to_numpy
-from sb3_extra_buffers.stores.device_observation import (
-    DeviceObservations,
-    DevicePlace,
-    IndexBatch,
-    PlannedWrite,
-    finish_writes,
-)
-from sb3_extra_buffers.stores.locks import fork_safe_lock
+from sb3_extra_buffers.stores.device_base import DevicePlace, IndexBatch, PlannedWrite, finish_writes
+from sb3_extra_buffers.stores.device_observation import DeviceObservationStore
+from sb3_extra_buffers.stores.transactions import Transactional
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 if TYPE_CHECKING:
@@ -47,13 +35,9 @@ def find_gpu_buffer_dtypes(
 ) -> dict[str, Any]:
     """Find Torch dtypes for GPU buffer compression."""
     if compression_method != "auto":
-        get_codec(compression_method)  # an unknown method is an error now
+        get_codec(compression_method)  # raises if the method does not exist
     n_elements = int(np.prod(obs_shape, dtype=np.int64))
     return {"elem_type": elem_dtype, "runs_type": find_smallest_dtype(n_elements)}
-
-
-# no count is as large; more bytes than any memory has
-_MOST = 1 << 48
 
 
 class Step:
@@ -69,24 +53,23 @@ class Step:
         after: dict[str, Any],
     ) -> None:
         self.position, self.plans, self.columns = position, plans, columns
-        # the buffer's attributes once all of it is written
-        self.after = after
+        self.after = after  # attributes of the buffer once the step is written
 
 
-class BaseGpuBuffer(SavedAsFolder):
-    """Observations behind a torch device, for buffers of SB3's layout.
+class BaseGpuBuffer(Transactional, SavedAsFolder):
+    """A buffer with SB3's layout whose observations are in `DeviceObservationStore`s.
 
-    A write is a transaction. What it needs is checked and staged first, as a `Step`; then observations and columns are
-    written, and the last of all is one call that moves the position on. An exception in between is made good before it
-    is passed on, and if that is interrupted as well, when the buffer is used next.
+    A write is a transaction. Everything it needs is checked and staged first, as a `Step`; then observations and
+    columns are written, and a single call at the end advances the position. After an exception in between, the step is
+    completed or undone before the exception is raised again or, if that is interrupted too, at the next use.
 
-    ``flatten_config`` is accepted for the documents' sake; the space says all that it could.
+    Inside, observations are always a dict by key; a Box has the single key ``""``. `_as_sb3` is the way out.
+
+    ``flatten_config`` is accepted because it is documented; the space makes it redundant.
     """
 
-    # what is under way: a step, or "reset"
+    # a step or "reset", while it is under way
     _unfinished: Step | str | None = None
-    read_only = False
-    _lock: Any
 
     device: th.device
     n_envs: int
@@ -103,7 +86,7 @@ class BaseGpuBuffer(SavedAsFolder):
     ) -> None:
         self.compression_method = "none" if compression_method is None else compression_method
         if not isinstance(self.compression_method, str):
-            raise UnknownCodecError(f"compression_method must be a method's name, got {compression_method!r}")
+            raise UnknownCodecError(f"compression_method must be a string, got {compression_method!r}")
         for name, options in (
             ("compression_kwargs", compression_kwargs),
             ("decompression_kwargs", decompression_kwargs),
@@ -122,58 +105,60 @@ class BaseGpuBuffer(SavedAsFolder):
         buffer_device: th.device | str | None,
         heap_bytes: int | None,
     ) -> None:
-        """Storage for every key of the space; a Box has one, without a name."""
         if heap_bytes is not None:
             check_count(heap_bytes, "heap_bytes")
         if not isinstance(options.dtypes, Mapping | None):
-            raise SpecMismatchError(f"dtypes must be a dict, as find_gpu_buffer_dtypes gives, got {options.dtypes!r}")
-        self.storage_options = options
-        place = _place(self.device if buffer_device is None else buffer_device)
+            raise SpecMismatchError(f"dtypes must be a dict from find_gpu_buffer_dtypes, got {options.dtypes!r}")
+        self.storage_options, self.heap_bytes = options, heap_bytes
+        place = _find_place(self.device if buffer_device is None else buffer_device)
         self.buffer_device = "pinned" if place.pinned else str(place.device)
-        self.heap_bytes = heap_bytes
         space = self.observation_space
-        keyed = isinstance(space, spaces.Dict)
+        self._is_dict = isinstance(space, spaces.Dict)
         parts: dict[str, Any] = dict(space.spaces) if isinstance(space, spaces.Dict) else {"": space}
-        self._stores: dict[str, DeviceObservations] = {}
+        checked_dtypes = _with_numpy_dtypes(options)
+        #: The observations by key, ``""`` for a Box.
+        self.obs_stores: dict[str, DeviceObservationStore] = {}
         for key, part in parts.items():
-            shape = self.obs_shape[key] if keyed else self.obs_shape
+            shape = self.obs_shape[key] if self._is_dict else self.obs_shape
             spec = ObsSpec(tuple(shape), np.dtype(part.dtype))
-            _numpy_dtypes(options).check_dtypes(key, part, spec)
+            checked_dtypes.check_dtypes(key, part, spec)
             method = options.method_for(key, spec)
             kwargs = self.compression_kwargs if method == self.compression_method else {}
-            self._stores[key] = DeviceObservations(
+            self.obs_stores[key] = DeviceObservationStore(
                 spec, self.buffer_size, self.n_envs, n_sets, place, method, kwargs, heap_bytes
             )
 
     # ---- writing ----
 
     def _plan(self, step: int, observations: Sequence[Any], names: Sequence[str]) -> list[PlannedWrite]:
-        """What writing ``observations`` of all environments, one for each of ``names``, takes; or an error."""
-        stores = self._stores
-        if "" in stores:
-            store = stores[""]
+        """Check and stage ``observations`` of all environments, one for each of ``names``, without writing them."""
+        by_key: Sequence[Any] = observations if self._is_dict else [{"": obs} for obs in observations]
+        if self._is_dict:
+            self._check_keys(observations, names)
+        batches = []
+        for key, store in self.obs_stores.items():
             shape, dtype = store.step_shape, store.dtype
-            # fast path: skip validation when shape and dtype already match
-            for obs in observations:
-                if type(obs) is not np.ndarray or obs.dtype != dtype or obs.shape != shape:
-                    fitted = [fit_batch(store, obs, name) for obs, name in zip(observations, names, strict=True)]
-                    return [store.plan(step, fitted)]
-            return [store.plan(step, observations)]
-        for obs, name in zip(observations, names, strict=True):
-            missing = [key for key in stores if key not in obs] if isinstance(obs, Mapping) else list(stores)
-            if missing:
-                raise SpecMismatchError(f"{name} lacks {', '.join(missing)}; the space has {', '.join(stores)}")
-        by_key = [
-            [fit_batch(store, obs[key], f"{name}[{key!r}]") for obs, name in zip(observations, names, strict=True)]
-            for key, store in stores.items()
-        ]
-        plans = [store.plan(step, batches) for store, batches in zip(stores.values(), by_key, strict=True)]
-        # those that can still be refused come first
-        plans.sort(key=_cannot_fail)
+            batch = [obs[key] for obs in by_key]
+            for i, array in enumerate(batch):
+                # fast path: skip validation when shape and dtype already match
+                if type(array) is not np.ndarray or array.dtype != dtype or array.shape != shape:
+                    name = f"{names[i]}[{key!r}]" if self._is_dict else names[i]
+                    batch[i] = np.ascontiguousarray(fit_observations(array, shape, dtype, name))
+            batches.append(batch)
+        plans = [store.plan(step, batch) for store, batch in zip(self.obs_stores.values(), batches, strict=True)]
+        if len(plans) > 1:
+            plans.sort(key=_cannot_fail)
         return plans
 
+    def _check_keys(self, observations: Sequence[Any], names: Sequence[str]) -> None:
+        keys = list(self.obs_stores)
+        for obs, name in zip(observations, names, strict=True):
+            missing = [key for key in keys if key not in obs] if isinstance(obs, Mapping) else keys
+            if missing:
+                raise SpecMismatchError(f"{name} lacks {', '.join(missing)}; the space has {', '.join(keys)}")
+
     def _commit(self, step: Step) -> None:
-        """Write a step; after an exception, the buffer holds all of it or is as it was."""
+        """Write a step; after an exception, the buffer holds all of it or is unchanged."""
         try:
             self._unfinished = step
             for plan in step.plans:
@@ -187,35 +172,47 @@ class BaseGpuBuffer(SavedAsFolder):
             self._recover()
             raise
 
-    def _recover(self) -> None:
-        """Finish what an exception interrupted, or take it back. May be interrupted and run again."""
-        step = self._unfinished
-        if isinstance(step, Step):
-            if finish_writes(step.plans):
-                for column, values in step.columns:
-                    column[step.position] = values
-                self.__dict__.update(step.after)
-            else:
-                self._unfinished = None
-        elif step is not None:
+    def _finish_step(self, unfinished: Step | str) -> None:
+        if not isinstance(unfinished, Step):
             self.reset()
+        elif finish_writes(unfinished.plans):
+            for column, values in unfinished.columns:
+                column[unfinished.position] = values
+            self.__dict__.update(unfinished.after)
+        else:
+            self._unfinished = None
 
-    def _check_writable(self) -> None:
-        if self.read_only:
-            raise ReadOnlyBufferError("this buffer was opened to be read; load() it to write to a copy")
+    def _prepare_write(self) -> None:
+        self._check_writable()
         self._recover()
 
     def reset(self) -> None:
         raise NotImplementedError
 
+    def _clear(self, after: dict[str, Any]) -> None:
+        """Make every observation unwritten, then set the attributes ``after``."""
+        if self.read_only or isinstance(self._unfinished, Step):
+            self._prepare_write()
+        try:
+            # may be interrupted and run again
+            self._unfinished = "reset"
+            for store in self.obs_stores.values():
+                store.clear()
+            self.__dict__.update(after, _unfinished=None)
+        except BaseException:
+            self._recover()
+            raise
+
     # ---- reading ----
 
-    def _read(self, indices: IndexBatch) -> Any:
-        """Observations ``[set, n, ...]`` on the buffer's device, by key where the space has keys."""
-        found = {key: self._finish(store.read(indices)) for key, store in self._stores.items()}
-        return found.get("", found)
+    def _read(self, indices: IndexBatch) -> dict[str, th.Tensor]:
+        """Observations ``[set, n, ...]`` by key, on the device of the samples."""
+        return {key: self._convert(store.read(indices)) for key, store in self.obs_stores.items()}
 
-    def _finish(self, observations: th.Tensor) -> th.Tensor:
+    def _as_sb3(self, by_key: dict[str, Any]) -> Any:
+        return by_key if self._is_dict else by_key[""]
+
+    def _convert(self, observations: th.Tensor) -> th.Tensor:
         if observations.device.type != self.device.type:
             observations = observations.to(self.device)
         options = self.storage_options
@@ -223,79 +220,59 @@ class BaseGpuBuffer(SavedAsFolder):
             return observations.float() / 255.0
         return observations.float() if options.output_dtype == "float" else observations
 
+    def _read_flat(self, index: int) -> th.Tensor:
+        """One observation as a flat tensor; the keys of a Dict are concatenated."""
+        by_key = self._read(IndexBatch(np.array([[index]], np.int64)))
+        return th.cat([part.reshape(-1) for part in by_key.values()])
+
     def memory_usage(self) -> MemoryUsage:
         """What the observations take, wherever they are, and what they would take dense."""
         total = MemoryUsage(0, 0, 0, 0, 0)
-        for key, store in self._stores.items():
+        for key, store in self.obs_stores.items():
             usage = store.memory_usage()
-            total += MemoryUsage(
-                usage.payload, usage.index, usage.keyframes, usage.other, usage.dense, {key: usage.codecs[""]}
-            )
+            total += replace(usage, codecs={key: usage.codecs[""]})
         return total
 
     def check(self) -> None:
-        """Raise if anything inside disagrees."""
+        """Raise `AssertionError` if the tables of a store contradict each other."""
         with self._lock:
             self._recover()
-            for store in self._stores.values():
+            for store in self.obs_stores.values():
                 store.check()
 
     # ---- copies ----
 
     def to_parts(self) -> Parts:
-        """What this is made of, for a file: a tag, a description, columns and stores."""
         with self._lock:
             self._recover()
             return super().to_parts()
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # pickle and deepcopy look at what this returns later on: it must not change until then
-        with self._lock:
-            state = self.__getstate__()
-            for name, value in state.items():
-                if isinstance(value, np.ndarray):
-                    state[name] = value.copy()
-            state["_stores"] = {key: store.frozen() for key, store in self._stores.items()}
-        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]  # as object has it
-
     def __getstate__(self) -> dict[str, Any]:
+        # pickle and deepcopy read the state later, so it must not change with the next step
         with self._lock:
             self._recover()
-            state = self.__dict__.copy()
-        for name in ("_lock", "_unfinished"):
-            state.pop(name, None)
+            state = {
+                name: value.copy() if isinstance(value, np.ndarray) else value
+                for name, value in self.__dict__.items()
+                if name not in ("_lock", "_unfinished")
+            }
+            state["obs_stores"] = {key: store.frozen() for key, store in self.obs_stores.items()}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = fork_safe_lock(of_buffer=True)
+        self._make_lock()
 
 
 def _cannot_fail(plan: PlannedWrite) -> bool:
     return not plan.may_fail
 
 
-def fit_batch(store: DeviceObservations, observations: Any, name: str) -> Any:
-    """``observations`` of all environments in the space's shape and dtype, or an error."""
-    return np.ascontiguousarray(fit_observations(observations, store.step_shape, store.dtype, name))
-
-
-def check_index(value: Any, count: int, name: str) -> int:
-    """``value`` as an index below ``count``; negative ones count from the end."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = count
-    if not -count <= number < count:
-        raise IndexOutOfRangeError(f"{name} must be a whole number from {-count} to {count - 1}, got {value!r}")
-    return number % count
-
-
-def _place(device: th.device | str) -> DevicePlace:
+def _find_place(device: th.device | str) -> DevicePlace:
     if str(device) == "pinned":
         if not th.cuda.is_available():
             raise ValueError(
-                "buffer_device='pinned' is memory that a GPU reads over the bus, and there is none; "
+                "buffer_device='pinned' is host memory that a GPU reads, and there is no GPU; "
                 "leave buffer_device out, or pass 'cpu'"
             )
         return DevicePlace(th.device("cuda"), pinned=True)
@@ -304,23 +281,26 @@ def _place(device: th.device | str) -> DevicePlace:
     return DevicePlace(th.device(device))
 
 
-def _numpy_dtypes(options: StorageOptions) -> StorageOptions:
-    """The options with NumPy's dtypes in place of torch's."""
-    from dataclasses import replace
+def _with_numpy_dtypes(options: StorageOptions) -> StorageOptions:
+    """The options with NumPy dtypes instead of torch dtypes."""
 
-    def translate(named: Any) -> Any:
-        if isinstance(named, Mapping):
-            return {key: translate(value) for key, value in named.items()}
-        return torch_dtype_to_numpy(named) if isinstance(named, th.dtype) else named
+    def translate(dtypes: Any) -> Any:
+        if isinstance(dtypes, Mapping):
+            return {key: translate(value) for key, value in dtypes.items()}
+        return torch_dtype_to_numpy(dtypes) if isinstance(dtypes, th.dtype) else dtypes
 
     return options if options.dtypes is None else replace(options, dtypes=translate(options.dtypes))
 
 
-def old_slot_bytes(max_slot_bytes: int | None, heap_bytes: int | None, n_obs: int) -> int | None:
-    """``heap_bytes``, or what the deprecated ``max_slot_bytes`` makes of it."""
+def heap_limit(max_slot_bytes: int | None, heap_bytes: int | None, n_obs: int) -> int | None:
+    """``heap_bytes``, or what the deprecated ``max_slot_bytes`` amounts to."""
     if max_slot_bytes is None:
         return heap_bytes
     import warnings
 
-    warnings.warn("max_slot_bytes is deprecated; pass heap_bytes, for all cells", DeprecationWarning, stacklevel=3)
+    warnings.warn(
+        "max_slot_bytes is deprecated; pass heap_bytes, the limit of all observations",
+        DeprecationWarning,
+        stacklevel=3,
+    )
     return max_slot_bytes * n_obs if heap_bytes is None else heap_bytes

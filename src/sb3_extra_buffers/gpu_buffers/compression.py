@@ -1,4 +1,4 @@
-"""GPU compression method registry."""
+"""Methods of the documented one-observation-at-a-time stores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["GpuCompressionMethod", "GpuCompressionMethods", "has_zstd"]
 
 @dataclass(frozen=True)
 class GpuCompressionMethod:
-    """A method bound to flat observations: what `RawObservationStore` writes and reads payloads with."""
+    """A codec bound to flat observations, as `RawObservationStore` uses it."""
 
     codec: Codec
     flat_len: int
@@ -30,12 +30,12 @@ class GpuCompressionMethod:
     def find(
         cls, method: str, flat_len: int, elem_type: torch.dtype = torch.uint8, **options: Any
     ) -> GpuCompressionMethod:
-        """The method that a string such as ``"rle"`` or ``"zstd-5"`` names."""
+        """Return the method for a string such as ``"rle"`` or ``"zstd-5"``."""
         spec = ObsSpec((flat_len,), torch_dtype_to_numpy(elem_type))
         return cls(get_codec(method, **options).bind(spec), flat_len, elem_type)
 
     def compress(self, flat_tensor: torch.Tensor, heap: SharedRawHeap, cell: int) -> SlotMetadata:
-        """Encode ``flat_tensor`` and make it the cell's payload."""
+        """Encode ``flat_tensor`` and store it as the payload of ``cell``."""
         row = np.ascontiguousarray(flat_tensor.detach().cpu().numpy()).reshape(-1).view(np.uint8)
         payload = np.frombuffer(self.codec.encode(row.data), np.uint8).copy()
         start = heap.put(cell, torch.from_numpy(payload).to(heap.buffer.device))
@@ -44,7 +44,7 @@ class GpuCompressionMethod:
         return SlotMetadata(start, 0, n_runs * run_bytes, n_runs, payload.size)
 
     def decompress(self, heap: SharedRawHeap, metadata: SlotMetadata) -> torch.Tensor:
-        """The observation whose payload lies at ``metadata.byte_start``."""
+        """Decode the payload at ``metadata.byte_start``."""
         device = heap.buffer.device
         row = torch.zeros(self.flat_len * self.elem_type.itemsize, dtype=torch.uint8)
         if metadata.payload_bytes:

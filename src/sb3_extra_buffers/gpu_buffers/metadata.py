@@ -12,7 +12,7 @@ __all__ = ["SlotMetadata", "arr_config_length"]
 
 @dataclass
 class SlotMetadata:
-    """Where one observation lies in the raw heap; positions count from ``byte_start``."""
+    """Where one observation is in the raw heap; positions are relative to ``byte_start``."""
 
     byte_start: int
     pos_runs: int

@@ -1,4 +1,4 @@
-"""Untyped byte storage on a device, for packed observation heaps."""
+"""Untyped bytes on a device, and a heap of payloads in them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class RawBuffer:
         """Copy ``tensor``'s bytes into the region ``(start, length)``."""
         data = _as_bytes(tensor)
         if data.numel() != malloc[1]:
-            raise ValueError(f"{data.numel()} bytes do not fill a region of {malloc[1]}")
+            raise ValueError(f"expected {malloc[1]} bytes for the region, got {data.numel()}")
         self._region(malloc).copy_(data)
 
     def read_bytes(self, malloc: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """View the region ``(start, length)`` as a 1D tensor; a copy where ``dtype`` needs another alignment."""
+        """View the region ``(start, length)`` as a 1D tensor; a copy if it is not aligned for ``dtype``."""
         region = self._region(malloc)
         if malloc[0] % dtype.itemsize:
             region = region.clone()
@@ -35,24 +35,24 @@ class RawBuffer:
 
     def read_into(self, malloc: tuple[int, int], tensor: torch.Tensor) -> None:
         """Copy the bytes of the region into the start of ``tensor``."""
-        whole = tensor.contiguous()
-        target = whole.view(-1).view(torch.uint8)
+        contiguous = tensor.contiguous()
+        target = contiguous.view(-1).view(torch.uint8)
         if target.numel() < malloc[1]:
             raise ValueError(f"{malloc[1]} bytes do not fit into a tensor of {target.numel()}")
         target[: malloc[1]].copy_(self._region(malloc))
-        if whole is not tensor:
-            tensor.copy_(whole)
+        if contiguous is not tensor:
+            tensor.copy_(contiguous)
 
     def copy_region(self, src_start: int, length: int, dst_start: int) -> None:
         """Copy ``length`` bytes from ``src_start`` to ``dst_start``; the two may overlap."""
         source, target = self._region((src_start, length)), self._region((dst_start, length))
-        overlap = abs(src_start - dst_start) < length
-        target.copy_(source.clone() if overlap else source)
+        overlaps = abs(src_start - dst_start) < length
+        target.copy_(source.clone() if overlaps else source)
 
     def _region(self, malloc: tuple[int, int]) -> torch.Tensor:
         start, length = malloc
         if start < 0 or length < 0 or start + length > self.size:
-            raise IndexError(f"bytes {start} to {start + length} are outside of a buffer of {self.size}")
+            raise IndexError(f"bytes {start} to {start + length} are outside of a buffer of {self.size} bytes")
         return self.bytes[start : start + length]
 
 
@@ -74,9 +74,9 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class SharedRawHeap:
-    """A byte heap with one payload a cell: cell ``c`` holds ``lengths[c]`` bytes from ``start_idx[c]`` on.
+    """A byte heap with one payload per cell: ``lengths[c]`` bytes at ``start_idx[c]``.
 
-    New payloads go to ``data_end``. When no room is left there, `compact` packs the live ones to the front.
+    New payloads are appended at ``data_end``. When that reaches the end, `compact` moves the live ones to the front.
     """
 
     def __init__(self, n_cells: int, heap_bytes: int, device: str | torch.device = "cpu") -> None:
@@ -88,13 +88,13 @@ class SharedRawHeap:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes that cells refer to."""
+        """Bytes of all payloads."""
         return int(self.lengths.sum())
 
     def compact(self) -> None:
         """Pack all cell payloads into a contiguous prefix of the heap."""
         end = 0
-        # in the order in which they lie, so that none is copied over one that has yet to move
+        # by position, so that no payload overwrites one that has yet to move
         for cell in np.argsort(self.start_idx, kind="stable").tolist():
             start, length = int(self.start_idx[cell]), int(self.lengths[cell])
             if length and start != end:
@@ -104,7 +104,7 @@ class SharedRawHeap:
         self.data_end = end
 
     def ensure_space(self, needed: int) -> None:
-        """Compact until at least ``needed`` bytes are free at ``data_end``, or raise `HeapFullError`."""
+        """Have ``needed`` bytes free at ``data_end``, compacting if necessary, or raise `HeapFullError`."""
         if self.data_end + needed > self.heap_bytes:
             live = self.live_bytes
             if live + needed > self.heap_bytes:
@@ -112,10 +112,10 @@ class SharedRawHeap:
             self.compact()
 
     def put(self, cell: int, payload: torch.Tensor) -> int:
-        """Make ``payload`` (bytes) the cell's; what it held before stays until that is done. Return where it lies."""
+        """Store ``payload`` (bytes) for ``cell`` and return its position; the previous one stays until that is done."""
         needed, live = payload.numel(), self.live_bytes
         if live + needed > self.heap_bytes >= live + needed - int(self.lengths[cell]):
-            # there is no room but that of what it replaces
+            # it fits only if the previous payload goes first
             self.lengths[cell] = 0
         self.ensure_space(needed)
         start = self.data_end

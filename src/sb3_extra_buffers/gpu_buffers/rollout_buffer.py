@@ -1,4 +1,4 @@
-"""Rollout buffers with device-resident observations."""
+"""The rollout buffer with observations on a device."""
 
 from __future__ import annotations
 
@@ -14,16 +14,10 @@ from stable_baselines3.common.type_aliases import DictRolloutBufferSamples, Roll
 
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers._sb3.steps import fit_actions, fit_column
-from sb3_extra_buffers.arguments import as_array, check_count
+from sb3_extra_buffers.arguments import as_array, check_count, check_index
 from sb3_extra_buffers.errors import AlgorithmMismatchError, EmptyBufferError, IndexOutOfRangeError, SpecMismatchError
-from sb3_extra_buffers.gpu_buffers.base import (
-    BaseGpuBuffer,
-    Step,
-    check_index,
-    old_slot_bytes,
-)
-from sb3_extra_buffers.stores.device_observation import IndexBatch
-from sb3_extra_buffers.stores.locks import fork_safe_lock
+from sb3_extra_buffers.gpu_buffers.base import BaseGpuBuffer, Step, heap_limit
+from sb3_extra_buffers.stores.device_base import IndexBatch
 from sb3_extra_buffers.stores.staging import Staging
 
 __all__ = ["GpuRolloutBuffer"]
@@ -56,12 +50,12 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
     ) -> None:
         check_count(buffer_size, "buffer_size")
         check_count(n_envs, "n_envs")
-        self._stores = {}
-        self._lock = fork_safe_lock(of_buffer=True)
+        self.obs_stores = {}  # RolloutBuffer.__init__ calls reset()
+        self._make_lock()
         options = StorageOptions(dtypes, normalize_images, compression_method)
-        heap_bytes = old_slot_bytes(max_slot_bytes, heap_bytes, buffer_size * n_envs)
+        heap_bytes = heap_limit(max_slot_bytes, heap_bytes, buffer_size * n_envs)
         super().__init__(buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs)
-        # only now: SB3's calls this one too, without arguments
+        # after RolloutBuffer.__init__, which calls this too, without arguments
         BaseGpuBuffer.__init__(self, compression_method, compression_kwargs, decompression_kwargs)
         self._make_stores(1, options, buffer_device, heap_bytes)
         self._staging = Staging(self.device)
@@ -69,24 +63,13 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
     def reset(self) -> None:
         """Clear rollout storage and reset the write position."""
         with self._lock:
-            if self.read_only or isinstance(self._unfinished, Step):
-                self._check_writable()
             lead = (self.buffer_size, self.n_envs)
-            columns: dict[str, Any] = {
-                name: np.zeros(lead, np.float32) for name in ("rewards", "episode_starts", *_COLUMNS)
-            }
-            columns["actions"] = np.zeros((*lead, self.action_dim), self.action_space.dtype)
-            # what SB3 has here; the stores hold them
-            columns["observations"] = np.zeros((*lead, 0), self.observation_space.dtype)
-            try:
-                # may be run again wherever it is interrupted
-                self._unfinished = "reset"
-                for store in self._stores.values():
-                    store.clear()
-                self.__dict__.update(columns, pos=0, full=False, generator_ready=False, _unfinished=None)
-            except BaseException:
-                self._recover()
-                raise
+            after: dict[str, Any] = {"pos": 0, "full": False, "generator_ready": False}
+            after |= {name: np.zeros(lead, np.float32) for name in ("rewards", "episode_starts", *_COLUMNS)}
+            after["actions"] = np.zeros((*lead, self.action_dim), self.action_space.dtype)
+            # SB3's array of observations, empty: the stores hold them
+            after["observations"] = np.zeros((*lead, 0), self.observation_space.dtype)
+            self._clear(after)
 
     def add(
         self,
@@ -97,23 +80,23 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         value: th.Tensor,
         log_prob: th.Tensor,
     ) -> None:
-        """Add a rollout step of every environment; whatever is raised, all of it is added or nothing is changed."""
+        """Add one step of every environment; after an exception, all of it is added or nothing is changed."""
         with self._lock:
             if self._unfinished is not None or self.read_only:
-                self._check_writable()
+                self._prepare_write()
             position = self.pos
             if position >= self.buffer_size:
-                raise IndexOutOfRangeError(f"all {self.buffer_size} steps were added; call reset() first")
-            # first what has to come from the device, in one copy if it can, so that it need not wait for what is sent
+                raise IndexOutOfRangeError(f"the rollout is complete: {self.buffer_size} steps; call reset() first")
+            # download first, in one copy if possible, so as not to wait for what is uploaded
             values, log_probs = self._fit_tensors(value, log_prob)
             # fast path: skip validation when shape and dtype already match
-            actions, lane = self.actions, (self.n_envs,)
+            actions, shape = self.actions, (self.n_envs,)
             if type(action) is not np.ndarray or action.dtype != actions.dtype or action.shape != actions.shape[1:]:
                 action = fit_actions(actions, action)
-            if type(reward) is not np.ndarray or reward.dtype != _FLOAT32 or reward.shape != lane:
+            if type(reward) is not np.ndarray or reward.dtype != _FLOAT32 or reward.shape != shape:
                 reward = fit_column(reward, self.n_envs, "reward")
             starts = episode_start
-            if type(starts) is not np.ndarray or starts.dtype.char not in "?f" or starts.shape != lane:
+            if type(starts) is not np.ndarray or starts.dtype.char not in "?f" or starts.shape != shape:
                 starts = fit_column(starts, self.n_envs, "episode_start")
             columns = (
                 (self.values, values), (self.log_probs, log_probs), (actions, action), (self.rewards, reward),
@@ -124,7 +107,7 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
             self._commit(Step(position, plans, columns, after))
 
     def _fit_tensors(self, value: Any, log_prob: Any) -> Any:
-        """Values and log probabilities on the host, a number of each for each environment."""
+        """Values and log probabilities on the host, one of each per environment."""
         n_envs = self.n_envs
         if (
             isinstance(value, th.Tensor) and isinstance(log_prob, th.Tensor)
@@ -140,7 +123,7 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
     def compute_returns_and_advantage(self, last_values: th.Tensor, dones: npt.NDArray[Any]) -> None:
         """Compute returns and advantages from the values after the last step, as SB3 does."""
         if self.generator_ready:
-            raise SpecMismatchError("the rollout was read already; returns are computed before get()")
+            raise SpecMismatchError("the rollout was read already; compute returns before get()")
         last = fit_column(as_array(last_values, "last_values").reshape(-1), self.n_envs, "last_values")
         ended = fit_column(dones, self.n_envs, "dones")
         super().compute_returns_and_advantage(th.from_numpy(np.array(last)), ended)
@@ -154,13 +137,13 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
                 self._recover()
         if not self.full:
             raise EmptyBufferError(
-                f"{self.pos} of {self.buffer_size} steps were added; a rollout is read when it is complete"
+                f"the rollout is not complete: {self.pos} of {self.buffer_size} steps were added; get() needs all"
             )
         n_obs = self.buffer_size * self.n_envs
         order = np.random.permutation(n_obs)
         if not self.generator_ready:
             flat = {name: self.swap_and_flatten(self.__dict__[name]) for name in ("actions", *_COLUMNS)}
-            # one call: what is flattened twice is in disorder
+            # one call, which no signal can interrupt: flattening twice would shuffle the columns
             self.__dict__.update(flat, generator_ready=True)
         if batch_size is None:
             batch_size = n_obs
@@ -174,8 +157,8 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
             yield self._batch(slice(first, first + batch_size), indices, *uploaded)
 
     def sample(self, batch_size: int, env: Any = None) -> Any:
-        """An error: a rollout is read as a whole."""
-        raise AlgorithmMismatchError("a rollout is read with get(); sample() is for replay buffers")
+        """Raise: a rollout is read with `get`."""
+        raise AlgorithmMismatchError("a rollout buffer has no sample(); use get()")
 
     def _batch(
         self,
@@ -186,24 +169,20 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         actions: th.Tensor,
         columns: th.Tensor,
     ) -> Any:
-        found = self._read(IndexBatch(indices[:, part], device_indices[:, part]))
+        by_key = self._read(IndexBatch(indices[:, part], device_indices[:, part]))
+        obs = self._as_sb3({key: _with_axis(observations[0]) for key, observations in by_key.items()})
         here = order[part]
-        # gathered along the columns, so that each one of them is contiguous
-        values, log_probs, advantages, returns = columns.index_select(1, here)
-        if isinstance(found, dict):
-            obs: Any = {key: _flat(found_part[0]) for key, found_part in found.items()}
-            return DictRolloutBufferSamples(obs, actions[here], values, log_probs, advantages, returns)
-        return RolloutBufferSamples(_flat(found[0]), actions[here], values, log_probs, advantages, returns)
+        # gathered along the rows, so that each column is contiguous
+        gathered = columns.index_select(1, here)
+        make = DictRolloutBufferSamples if self._is_dict else RolloutBufferSamples
+        return make(obs, actions[here], *gathered)
 
     def reconstruct_obs(self, idx: int) -> th.Tensor:
         """Return the flattened observation at flattened index ``idx``."""
         idx = check_index(idx, self.buffer_size * self.n_envs, "idx")
-        index = idx % self.buffer_size * self.n_envs + idx // self.buffer_size
-        found = self._read(IndexBatch(np.array([[index]], np.int64)))
-        parts = found.values() if isinstance(found, dict) else [found]
-        return th.cat([part.reshape(-1) for part in parts])
+        return self._read_flat(idx % self.buffer_size * self.n_envs + idx // self.buffer_size)
 
 
-def _flat(observations: th.Tensor) -> th.Tensor:
-    """A batch as SB3's ``swap_and_flatten`` shapes it: numbers have an axis of one."""
+def _with_axis(observations: th.Tensor) -> th.Tensor:
+    """A batch in the shape of SB3's ``swap_and_flatten``, which gives numbers an axis of one."""
     return observations[:, None] if observations.ndim == 1 else observations

@@ -1,6 +1,6 @@
-"""What observations of a real game take, by method and level.
+"""Compression ratios of a real game's observations, by method and level.
 
-The figures are fitted to the committed benchmark by ``scripts/fit_heap_heuristic.py``, which prints the table below.
+``scripts/fit_heap_heuristic.py`` fits the table below to the committed benchmark and prints it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from sb3_extra_buffers.errors import CodecLevelError
 
 __all__ = ["BARE_LEVELS", "LEVELS", "RATIOS", "save_ratio"]
 
-# family: the ratio measured at each level, and a polynomial in the level, lowest power first, for the levels between
+# per family: measured ratios by level; a polynomial in the level, lowest power first, for the levels between
 # fmt: off
 RATIOS: dict[str, tuple[dict[int, float], tuple[float, ...]]] = {
     # fitted: begin
@@ -27,7 +27,7 @@ RATIOS: dict[str, tuple[dict[int, float], tuple[float, ...]]] = {
 }
 # fmt: on
 
-# the documented levels; a bare zstd is level -3
+# documented levels, and the level of a method named without one
 LEVELS: dict[str, tuple[range, ...]] = {
     "gzip": (range(10),),
     "igzip": (range(4),),
@@ -40,7 +40,7 @@ BARE_LEVELS = {"gzip": 6, "igzip": 2, "zstd": -3, "lz4-frame": 0, "lz4-block": 0
 
 
 def save_ratio(compression_method: str, compresslevel: int | None = None) -> float:
-    """Bytes for an observation, as a fraction of the observation's own."""
+    """Bytes of an encoded observation, as a fraction of its size."""
     family, level = parse_method(compression_method)
     family = "rle" if family == "rle-jit" else family
     if compresslevel is not None:
@@ -54,7 +54,7 @@ def save_ratio(compression_method: str, compresslevel: int | None = None) -> flo
     if family == "auto":
         return 1.0
     if family not in RATIOS:
-        get_codec(family)  # an unknown name is an error; what was not measured counts in full
+        get_codec(family)  # raises if there is no such method; one that was not measured counts in full
         return 1.0
     measured, coefficients = RATIOS[family]
     level = level or 0

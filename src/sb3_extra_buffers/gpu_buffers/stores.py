@@ -1,6 +1,6 @@
-"""Device-resident observation storage, one observation at a time, as documented.
+"""Documented stores that write and read one flat observation at a time.
 
-The buffers use `sb3_extra_buffers.stores` instead, which reads and writes whole batches.
+The buffers use `sb3_extra_buffers.stores` instead, which works on whole batches.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class RawObservationStore:
         cell = self.cell_id(pos, env_idx)
         if cell not in self._metadata:
             return self._empty.clone()
-        # compaction moves payloads: the heap knows where they lie now
+        # compaction may have moved it
         self._metadata[cell].byte_start = int(self.heap.start_idx[cell])
         return self._decompress(self.heap, self._metadata[cell])
 
@@ -102,11 +102,11 @@ class RawObservationStore:
         return self.read(flat_idx % self.buffer_size, flat_idx // self.buffer_size)
 
     def flatten(self) -> None:
-        """Number observations as SB3's ``swap_and_flatten`` does."""
+        """Order observations as SB3's ``swap_and_flatten`` does."""
         self._flattened = True
 
     def compact(self) -> None:
-        """Pack the heap, unless somebody else owns it."""
+        """Compact the heap, unless it is shared."""
         if self._owns_heap:
             self.heap.compact()
 

@@ -50,18 +50,18 @@ def estimate_max_slot_bytes(
 ) -> int:
     """Estimate the bytes that one observation may take in the heap.
 
-    The larger of what a real game took and of what the worst observation takes, so that noise fits too.
+    The larger of what was measured on a real game and the worst case, so that noise fits too.
     ``compresslevel`` overrides the level in ``compression_method``.
     """
     nbytes = flat_len * elem_type.itemsize
     measured = int(nbytes * save_ratio(compression_method, compresslevel) * overalloc_factor)
-    # runs of one element each; a few bytes around what a byte codec leaves as it is
+    # every run has one element; a byte codec adds a few bytes to what it cannot compress
     worst = flat_len * (elem_type.itemsize + runs_type.itemsize) if compression_method == "rle" else nbytes + 64
     return max(measured, worst, _bound(flat_len, elem_type, compression_method))
 
 
 def _bound(flat_len: int, elem_type: torch.dtype, compression_method: str) -> int:
-    """The most that the codec makes of an observation, where it is installed."""
+    """The worst case of the codec, or 0 if it is not installed."""
     if compression_method == "auto":
         return 0
     try:

@@ -1,4 +1,4 @@
-"""Run lengths on a device: what decoding them means, in PyTorch."""
+"""Reference kernel that decodes run lengths, in PyTorch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["decode_rle_reference"]
 def decode_rle_reference(
     heap: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, elem: int, run: int
 ) -> None:
-    """Fill each row ``out[*lead]`` with what the payload ``heap[starts[*lead]:][:lengths[*lead]]`` says.
+    """Decode the payloads ``heap[starts[*lead]:][:lengths[*lead]]`` into the rows ``out[*lead]``.
 
-    A payload is all run lengths, of ``run`` bytes each, and then a value of ``elem`` bytes for each run. One without
-    any runs makes a row of zeros. Payloads are taken to be whole, as a heap of this process holds them.
+    A payload is all run lengths, of ``run`` bytes each, followed by a value of ``elem`` bytes for each run; none at all
+    stands for zeros. Payloads are trusted: they come from a heap that this process has written.
     """
     out.zero_()
     rows = out.view(-1, out.shape[-1] // elem, elem)

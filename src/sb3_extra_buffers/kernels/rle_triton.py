@@ -1,4 +1,4 @@
-"""`kernels.rle_torch` on a GPU: one program a row."""
+"""The kernel that decodes run lengths: `kernels.rle_torch` on a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def _decode_kernel(
     RUN: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Mark where runs begin, in the row itself; then the marks up to an element count the runs up to it."""
+    """Mark the start of each run in the row itself; counting marks then gives the run of each element.
+
+    The grid is ``[row]``.
+    """
     row = tl.program_id(0).to(tl.int64)
     payload = heap_ptr + tl.load(starts_ptr + row)
     n_runs = tl.load(lengths_ptr + row) // (ELEM + RUN)
@@ -41,7 +44,7 @@ def _decode_kernel(
             part = tl.load(payload + i.to(tl.int64) * RUN + byte, mask=i < n_runs, other=0)
             count += part.to(tl.int64) << (8 * byte)
         begin = end + tl.cumsum(count, axis=0) - count
-        # a run that would leave the row is not marked, so that nothing outside of it is written
+        # a run that starts past the end is not marked, so nothing outside of the row is written
         tl.store(out + begin * ELEM, zero + 1, mask=(i < n_runs) & (begin < N_ELEM))
         end += tl.sum(count, axis=0)
     tl.debug_barrier()
@@ -52,7 +55,7 @@ def _decode_kernel(
         mark = tl.load(out + element * ELEM, mask=element < N_ELEM, other=0).to(tl.int32)
         nth = seen + tl.cumsum(mark, axis=0) - 1
         seen += tl.sum(mark, axis=0)
-        # nobody reads the marks of another's elements any more when they are overwritten
+        # each mark is read only by the thread that overwrites it
         for byte in tl.static_range(ELEM):
             known = (element < N_ELEM) & (nth >= 0)
             value = tl.load(values + nth.to(tl.int64) * ELEM + byte, mask=known, other=0)

@@ -31,7 +31,7 @@ from sb3_extra_buffers.replay_buffers.schema import (
     specs_of,
 )
 from sb3_extra_buffers.replay_buffers.stored_tensor import bits_of, to_numpy, to_torch
-from sb3_extra_buffers.stores import device_observation
+from sb3_extra_buffers.stores import device_base
 from sb3_extra_buffers.stores.observation import ObservationStore
 
 try:
@@ -270,7 +270,7 @@ def move(new: CompressedStorage, storage: CompressedStorage) -> None:
         raise SpecMismatchError(
             f"the saved storage holds {_describe(new)}, this one {_describe(storage)}; load it into an empty one"
         )
-    elsewhere = storage.device not in ("auto", new.device) or not device_observation.stays_on_host(new.device)
+    elsewhere = storage.device not in ("auto", new.device) or not device_base.stays_on_host(new.device)
     if new.initialized and new._host_only and elsewhere:
         new = _on_device(new, storage)
         shown = new._storage

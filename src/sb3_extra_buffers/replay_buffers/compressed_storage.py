@@ -34,7 +34,7 @@ from sb3_extra_buffers.replay_buffers.schema import (
 )
 from sb3_extra_buffers.replay_buffers.stored_tensor import Positions, StoredTensor, leaf_spec, wrap
 from sb3_extra_buffers.replay_buffers.transactions import Write, follow_cursor
-from sb3_extra_buffers.stores import device_observation
+from sb3_extra_buffers.stores import device_base
 from sb3_extra_buffers.stores.choice import choose_unseen
 from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.usage import MemoryUsage
@@ -215,7 +215,7 @@ class CompressedStorage(PortableStorage):
             self._pilot = Pilot(groups[self._pilot_group()].leaves[0].spec, n_rows)
 
     def _new_group(self, *arguments: Any) -> Any:
-        if self._host_only or device_observation.stays_on_host(self.device):
+        if self._host_only or device_base.stays_on_host(self.device):
             return Group(*arguments)
         from sb3_extra_buffers.replay_buffers.device_group import DeviceGroup
 

@@ -13,7 +13,8 @@ import torch
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.replay_buffers.groups import Key, steps_of
 from sb3_extra_buffers.replay_buffers.stored_tensor import GroupLeaf, Positions, as_rows, to_numpy
-from sb3_extra_buffers.stores.device_observation import DeviceObservations, DevicePlace, IndexBatch
+from sb3_extra_buffers.stores.device_base import DevicePlace, IndexBatch
+from sb3_extra_buffers.stores.device_observation import DeviceObservationStore
 from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.staging import torch_dtype
 from sb3_extra_buffers.stores.usage import MemoryUsage
@@ -30,13 +31,13 @@ _CHUNK = 256
 class _Turn(NamedTuple):
     """A store, the step of the data that is its first, and the one whose turn is next; None before the first."""
 
-    store: DeviceObservations
+    store: DeviceObservationStore
     origin: int = 0
     next: int | None = None
 
 
 class DeviceGroup:
-    """A key, and the one that repeats it, on a GPU, in `DeviceObservations`: what a `Group` is on the host.
+    """A key, and the one that repeats it, on a GPU, in `DeviceObservationStore`: what a `Group` is on the host.
 
     Those are written in turn, step after step, each of all streams. Rows that come in another order, and steps of
     which a part has come, are *loose*: kept as they are, on the same device. When an eighth of all rows is loose,
@@ -68,14 +69,14 @@ class DeviceGroup:
         self._lock = fork_safe_lock()
 
     @property
-    def store(self) -> DeviceObservations:
+    def store(self) -> DeviceObservationStore:
         """What is held in turn."""
         return self._turn.store
 
-    def _new_store(self, n_streams: int, method: str) -> DeviceObservations:
+    def _new_store(self, n_streams: int, method: str) -> DeviceObservationStore:
         place = DevicePlace(self.device)
         options = self.options if method == self.method else {}
-        return DeviceObservations(self.spec, self.n_steps, n_streams, len(self.keys), place, method, options)
+        return DeviceObservationStore(self.spec, self.n_steps, n_streams, len(self.keys), place, method, options)
 
     # ---- writing ----
 

@@ -44,6 +44,11 @@ class Store(ABC):
     #: Holds encoded observations; None if there are none.
     heap: Heap | None = None
 
+    @classmethod
+    @abstractmethod
+    def accepts(cls, codec: Codec, layout: StackLayout) -> bool:
+        """Whether this kind of store can keep frames of ``layout`` that ``codec`` encodes."""
+
     @abstractmethod
     def allocate(self, n_obs: int) -> None:
         """Append ``n_obs`` unwritten observations."""

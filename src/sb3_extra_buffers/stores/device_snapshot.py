@@ -1,4 +1,4 @@
-"""Observations behind a device as a store of the host, which any machine can read, and back."""
+"""Observations behind a device as a host store, which any machine can read, and back."""
 
 from __future__ import annotations
 
@@ -8,61 +8,58 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.stores.device_observation import DeviceObservations, IndexBatch, _Dense, _OnHost
+from sb3_extra_buffers.stores.device_base import IndexBatch
+from sb3_extra_buffers.stores.device_observation import DeviceObservationStore
 from sb3_extra_buffers.stores.observation import ObservationStore
 
 Array = npt.NDArray[Any]
-# steps that cross at once
+# steps that are copied at a time
 _CHUNK = 256
 
 
-def to_host(of: DeviceObservations, steps: Sequence[int]) -> ObservationStore | list[Array]:
-    """The store that has them if they are on the host; dense ones as ``[step, stream, ...]`` for each set; all others
-    encoded again, ``steps`` in the order in which they were written.
+def to_host(store: DeviceObservationStore, steps: Sequence[int]) -> ObservationStore | list[Array]:
+    """The observations in a host store, or raw ones as arrays ``[step, stream, ...]`` per set.
+
+    Observations that are encoded on the device are encoded again; ``steps`` are those written, in order.
     """
-    inner = of._inner
-    if isinstance(inner, _OnHost):
-        return inner.store
-    if isinstance(inner, _Dense):
-        return list(inner.rows.cpu().numpy().reshape(of.n_sets, *of.shape))
-    store = ObservationStore(of.spec, of.n_streams, of.method, of.options)
-    store.allocate(of.n_obs * of.n_sets)
-    _write(
-        of,
-        steps,
-        lambda indices: of.read(IndexBatch(indices)).cpu().numpy(),
-        lambda step, sets: _put(store, step, sets),
-    )
-    return store
-
-
-def _put(store: ObservationStore, step: int, sets: Array) -> None:
+    on_host = None if store.inner is None else store.inner.to_host()
+    if on_host is not None:
+        return on_host
+    copied = ObservationStore(store.spec, store.n_streams, store.method, store.chooser.options)
+    copied.allocate(store.n_obs * store.n_sets)
     streams = np.arange(store.n_streams)
-    for place, batch in enumerate(sets):
-        first = place * (store.n_obs // len(sets)) + step * store.n_streams
-        store.write(first + streams, streams, store.spec.to_rows(batch))
+
+    def write(step: int, sets: Array) -> None:
+        for i, batch in enumerate(sets):
+            copied.write(i * store.n_obs + step * store.n_streams + streams, streams, store.spec.to_rows(batch))
+
+    _copy(store, steps, lambda indices: store.read(IndexBatch(indices)).cpu().numpy(), write)
+    return copied
 
 
-def from_host(into: DeviceObservations, found: ObservationStore | Sequence[Array], steps: Sequence[int]) -> None:
-    """Let ``into``, which was just made, hold ``steps`` of what `to_host` gave."""
-    if isinstance(found, ObservationStore):
-        if isinstance(into._inner, _OnHost) and found.heap_bytes == into._heap_bytes:
-            into._inner.store = found
+def from_host(store: DeviceObservationStore, saved: ObservationStore | Sequence[Array], steps: Sequence[int]) -> None:
+    """Fill ``store``, which is new, with ``steps`` of what `to_host` returned."""
+    if isinstance(saved, ObservationStore):
+        if store.inner is not None and store.inner.adopt(saved):
             return
-        store = found
-        _write(into, steps, lambda indices: into.spec.from_rows(store.read(indices.ravel())), into.write)
+        rows_of = saved.read
+        _copy(store, steps, lambda indices: store.spec.from_rows(rows_of(indices.ravel())), store.write)
     else:
-        flat = np.concatenate([rows.reshape(into.n_obs, *into.spec.shape) for rows in found])
-        _write(into, steps, lambda indices: flat[indices], into.write)
+        flat = np.concatenate([rows.reshape(store.n_obs, *store.spec.shape) for rows in saved])
+        _copy(store, steps, lambda indices: flat[indices], store.write)
 
 
-def _write(
-    of: DeviceObservations, steps: Sequence[int], read: Callable[[Array], Array], write: Callable[[int, Any], None]
+def _copy(
+    store: DeviceObservationStore,
+    steps: Sequence[int],
+    read: Callable[[Array], Array],
+    write: Callable[[int, Any], None],
 ) -> None:
+    """Pass the observations of ``steps``, read by indices, to ``write`` step by step."""
     for first in range(0, len(steps), _CHUNK):
         chunk = np.asarray(steps[first : first + _CHUNK])
-        indices = chunk[:, None] * of.n_streams + np.arange(of.n_streams)
-        sets = read((np.arange(of.n_sets)[:, None, None] * of.n_obs + indices).reshape(of.n_sets, -1))
-        by_step = sets.reshape(of.n_sets, len(chunk), *of.step_shape).swapaxes(0, 1)
+        indices = chunk[:, None] * store.n_streams + np.arange(store.n_streams)
+        sets = read((np.arange(store.n_sets)[:, None, None] * store.n_obs + indices).reshape(store.n_sets, -1))
+        by_step = sets.reshape(store.n_sets, len(chunk), *store.step_shape).swapaxes(0, 1)
         for step, batches in zip(chunk.tolist(), by_step, strict=True):
             write(step, batches)

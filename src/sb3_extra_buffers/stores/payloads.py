@@ -50,6 +50,10 @@ class PayloadStore(FrameStore):
         self._generation = np.zeros(0, np.uint8)  # [segment]: position in codecs
         self._average = _Average()
 
+    @classmethod
+    def accepts(cls, codec: Codec, layout: StackLayout) -> bool:
+        return True
+
     def train(self, rows: ByteRows) -> None:
         frames = self.layout.split(rows, self._kernels).reshape(-1, self.layout.frame_bytes)
         self.codec = self.codec.train(frames)

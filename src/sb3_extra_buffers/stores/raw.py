@@ -43,6 +43,10 @@ class RawStore(Store):
         self.__setstate__({"rows": rows, "written": zeros(n_obs, bool), "limit": heap_bytes})
 
     @classmethod
+    def accepts(cls, codec: Codec, layout: StackLayout) -> bool:
+        return codec.codec_id == "none"
+
+    @classmethod
     def from_arrays(cls, rows: ByteRows, written: npt.NDArray[np.bool_], limit: int | None) -> Self:
         """Create a store of arrays that were saved; they are not copied."""
         store = object.__new__(cls)

@@ -6,7 +6,6 @@ A new store is one module and one entry in `STORES`. Modules are imported when t
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,12 +21,11 @@ Place = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True)
 class StoreEntry:
-    """A kind of store, where it keeps its bytes and what it can store."""
+    """A kind of store and where it keeps its bytes; its ``accepts(codec, layout)`` says what it can store."""
 
     kind: str
     place: Place
     target: str  # module:class
-    accepts: Callable[[Codec, StackLayout], bool]
 
     def load(self) -> type[Any]:
         """Import the class."""
@@ -40,17 +38,23 @@ _HERE = "sb3_extra_buffers.stores"
 
 #: Stores in order of preference: the first one that accepts a codec is used.
 STORES: tuple[StoreEntry, ...] = (
-    StoreEntry("raw", "cpu", f"{_HERE}.raw:RawStore", lambda codec, layout: codec.codec_id == "none"),
-    StoreEntry("segments", "cpu", f"{_HERE}.segments:SegmentStore", lambda codec, layout: codec.codec_id == "delta"),
-    StoreEntry("payloads", "cpu", f"{_HERE}.payloads:PayloadStore", lambda codec, layout: True),
+    StoreEntry("raw", "cpu", f"{_HERE}.raw:RawStore"),
+    StoreEntry("segments", "cpu", f"{_HERE}.segments:SegmentStore"),
+    StoreEntry("payloads", "cpu", f"{_HERE}.payloads:PayloadStore"),
+    StoreEntry("device-raw", "cuda", f"{_HERE}.device_raw:DeviceRawStore"),
+    StoreEntry("device-delta", "cuda", f"{_HERE}.device_frames:DeviceFrameStore"),
+    StoreEntry("device-rle", "cuda", f"{_HERE}.device_host:DeviceRleStore"),
+    StoreEntry("device-host", "cuda", f"{_HERE}.device_host:HostDecodedStore"),
 )
 
 
 def find_store(codec: Codec, layout: StackLayout, place: Place = "cpu") -> type[Any]:
     """Return the class of the first store at ``place`` that accepts frames of ``layout`` encoded by ``codec``."""
     for entry in STORES:
-        if entry.place == place and entry.accepts(codec, layout):
-            return entry.load()
+        if entry.place == place:
+            store = entry.load()
+            if store.accepts(codec, layout):
+                return store
     raise LookupError(f"no store on {place!r} accepts codec {codec.codec_id!r}; add one to stores.registry.STORES")
 
 

@@ -76,6 +76,10 @@ class SegmentStore(FrameStore):
         self._next_clean = 4096
         self._row_seconds = 20e-6
 
+    @classmethod
+    def accepts(cls, codec: Codec, layout: StackLayout) -> bool:
+        return codec.codec_id == "delta"
+
     def _follow_kernels(self) -> None:
         """Set what depends on whether the kernels are compiled."""
         compiled, layout = self._kernels.compiled, self.layout
@@ -404,8 +408,6 @@ class SegmentStore(FrameStore):
         local_ids = np.where(ids < 0, 0, inverse.reshape(ids.shape) * per + ids % per + 1).astype(np.int32)
         return local, local_ids.reshape(sets.size, frame_ids.shape[1]), np.arange(sets.size).reshape(sets.shape)
 
-    # ---- choosing a method ----
-
     @classmethod
     def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
         store = cls(layout, len(rows), n_streams, codec)
@@ -440,8 +442,7 @@ class SegmentStore(FrameStore):
             # counting flags would read the whole file
             self._n_packed = int(bool(self._zstd_level) or not self._kernels.compiled)
         else:
-            dtype, size = self._length_dtype, self.layout.frame_bytes
-            check_headers(self.heap, self.state.counts, dtype, self.per_segment, size)
+            check_headers(self.heap, self.state.counts, self._length_dtype, self.per_segment, self.layout.frame_bytes)
             self._follow_kernels()
 
     def __setstate__(self, stored: dict[str, Any]) -> None:

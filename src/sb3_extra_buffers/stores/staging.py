@@ -1,4 +1,4 @@
-"""The way of small arrays to a device: packed, through pinned memory, in one copy that nobody waits for."""
+"""Uploads of small arrays to a device: packed into pinned memory, sent in one copy, without waiting."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Layout", "Lease", "Staging", "torch_dtype"]
+from sb3_extra_buffers.stores.device_base import usable_device
+
+__all__ = ["Lease", "Staging", "StagingLayout", "torch_dtype"]
 
 Array = npt.NDArray[Any]
 
-# copies that may be under way at once
+# copies that may be under way at a time
 _DEPTH = 8
 _ALIGNMENT = 64
-# layouts that are remembered; batch sizes are few, as a rule
-_MOST_LAYOUTS = 64
+# layouts to remember; batches usually come in a few sizes
+_MAX_LAYOUTS = 64
 
 
 @cache
@@ -28,8 +30,8 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
-class Layout:
-    """How arrays of these shapes and dtypes lie one after the other. Whoever lends often keeps it: it is a key."""
+class StagingLayout:
+    """Where arrays of these shapes and dtypes are in a block. Keep the object and use it again: it is a cache key."""
 
     def __init__(self, *parts: tuple[tuple[int, ...], np.dtype[Any]]) -> None:
         self.parts = parts
@@ -37,79 +39,91 @@ class Layout:
 
 
 class Lease(NamedTuple):
-    """Arrays in memory that a device can read, to be filled in and handed over."""
+    """Arrays in memory that a device can read, to be filled and then sent."""
 
     arrays: tuple[Array, ...]
     tensors: tuple[torch.Tensor, ...]  # the same memory
     whole: torch.Tensor  # all of it, as bytes
-    entries: tuple[tuple[Any, ...], ...]
-    room: Any
+    entries: tuple[tuple[Any, ...], ...]  # dtype, shape, strides and offset of each tensor
+    block: _Block
 
 
-class _Room:
-    """Pinned memory for one copy under way, and how arrays that went through it before were laid out there."""
+class _Block:
+    """Pinned memory for one copy under way, and the leases of it by layout."""
 
     def __init__(self, nbytes: int, pinned: bool) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         self.copied: Any = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]  # torch's own
-        self.lease: dict[Layout, Lease] = {}
+        self._leases: dict[StagingLayout, Lease] = {}
 
-    def acquire(self, layout: Layout) -> Lease:
-        found = self.lease.get(layout)
-        if found is None:
-            if len(self.lease) >= _MOST_LAYOUTS:
-                self.lease.clear()
-            found = self.lease[layout] = _lay_out(self, layout)
-        return found
+    def acquire(self, layout: StagingLayout) -> Lease:
+        lease = self._leases.get(layout)
+        if lease is None:
+            if len(self._leases) >= _MAX_LAYOUTS:
+                self._leases.clear()
+            lease = self._leases[layout] = self._lease(layout)
+        return lease
+
+    def _lease(self, layout: StagingLayout) -> Lease:
+        memory = self.memory.numpy()
+        arrays, entries, end = [], [], 0
+        for shape, dtype in layout.parts:
+            nbytes = math.prod(shape) * dtype.itemsize
+            arrays.append(memory[end : end + nbytes].view(dtype).reshape(shape))
+            strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+            entries.append((torch_dtype(dtype), shape, strides, end // dtype.itemsize))
+            end += _aligned(nbytes)
+        tensors = tuple(torch.from_numpy(array) for array in arrays)
+        return Lease(tuple(arrays), tensors, self.memory[: layout.nbytes], tuple(entries), self)
 
 
 class Staging:
-    """Uploads arrays to ``device``, as many as ``depth`` at once. What it returns is fresh memory there."""
+    """Uploads arrays to ``device``, up to ``depth`` at a time. The tensors it returns are new memory."""
 
     def __init__(self, device: torch.device, depth: int = _DEPTH) -> None:
         self.device, self.depth = device, depth
-        self._rooms: list[_Room] = []
+        self._blocks: list[_Block] = []
         self._turn = 0
-        self._layouts: dict[Any, Layout] = {}
+        self._layouts: dict[Any, StagingLayout] = {}
         self._streams: dict[int, Any] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the host's memory that are held for what is under way."""
-        return sum(room.memory.numel() for room in self._rooms)
+        """Bytes of host memory in use."""
+        return sum(block.memory.numel() for block in self._blocks)
 
     def upload(self, arrays: Sequence[Array | Sequence[Array]]) -> list[torch.Tensor]:
-        """Each array as a tensor; a sequence of them is stacked on the way."""
+        """Each array as a tensor; a sequence of arrays is stacked on the way."""
         lease = self.acquire(self.layout(*[
             (array.shape, array.dtype) if type(array) is np.ndarray else ((len(array), *array[0].shape), array[0].dtype)
             for array in arrays
         ]))  # fmt: skip
-        for view, array in zip(lease.arrays, arrays, strict=True):
+        for target, array in zip(lease.arrays, arrays, strict=True):
             if type(array) is np.ndarray:
-                view[...] = array
+                target[...] = array
             else:
-                for place, part in zip(view, array, strict=True):
-                    place[...] = part
+                for row, part in zip(target, array, strict=True):
+                    row[...] = part
         return self.send(lease)
 
-    def layout(self, *parts: tuple[tuple[int, ...], np.dtype[Any]]) -> Layout:
-        """The layout of these parts, the same one every time."""
-        found = self._layouts.get(parts)
-        if found is None:
-            if len(self._layouts) >= _MOST_LAYOUTS:
+    def layout(self, *parts: tuple[tuple[int, ...], np.dtype[Any]]) -> StagingLayout:
+        """The layout of these parts, the same object every time."""
+        layout = self._layouts.get(parts)
+        if layout is None:
+            if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
-            found = self._layouts[parts] = Layout(*parts)
-        return found
+            layout = self._layouts[parts] = StagingLayout(*parts)
+        return layout
 
-    def acquire(self, layout: Layout) -> Lease:
-        """Arrays to be filled in, for `send` or for a kernel that reads them where they are.
+    def acquire(self, layout: StagingLayout) -> Lease:
+        """Arrays to fill, for `send` or for a kernel that reads them in place.
 
-        Whoever reads them calls `read` once that has been started; until then nobody else gets this memory.
+        After launching such a kernel, call `release`; until then nobody else gets this memory.
         """
-        return self._next_room(layout.nbytes).acquire(layout)
+        return self._next_block(layout.nbytes).acquire(layout)
 
     def send(self, lease: Lease) -> list[torch.Tensor]:
-        """What was filled in, in fresh memory on the device."""
+        """What ``lease`` was filled with, in new memory on the device."""
         if self.device.type != "cuda":
             return [torch.from_numpy(array.copy()).to(self.device) for array in lease.arrays]
         packed = torch.empty(lease.whole.numel(), dtype=torch.uint8, device=self.device)
@@ -120,55 +134,37 @@ class Staging:
         ]
 
     def release(self, lease: Lease) -> None:
-        """Say that the last reader of what was lent has been started."""
-        if lease.room.copied is None:
+        """Allow the memory to be used again once everything launched so far is done."""
+        if lease.block.copied is None:
             return
         index = self.device.index
+        # private: torch.cuda.current_stream() takes longer than everything else here
         number = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if index is None else index)
         stream = self._streams.get(number)
         if stream is None:
-            # asking for it takes longer than everything else here
             stream = self._streams[number] = torch.cuda.current_stream(self.device)
-        lease.room.copied.record(stream)
+        lease.block.copied.record(stream)
 
-    def _next_room(self, nbytes: int) -> _Room:
+    def _next_block(self, nbytes: int) -> _Block:
         pinned = self.device.type == "cuda"
-        if len(self._rooms) < self.depth:
-            self._rooms.append(_Room(max(nbytes, 1 << 14), pinned))
-            return self._rooms[-1]
+        if len(self._blocks) < self.depth:
+            self._blocks.append(_Block(max(nbytes, 1 << 14), pinned))
+            return self._blocks[-1]
         self._turn = (self._turn + 1) % self.depth
-        room = self._rooms[self._turn]
+        block = self._blocks[self._turn]
         if pinned:
-            room.copied.synchronize()  # over long ago, as a rule
-        if room.memory.numel() < nbytes:
-            room = self._rooms[self._turn] = _Room(nbytes, pinned)
-        return room
+            block.copied.synchronize()  # usually done long ago
+        if block.memory.numel() < nbytes:
+            block = self._blocks[self._turn] = _Block(nbytes, pinned)
+        return block
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"device": str(self.device), "depth": self.depth}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore_staging, (str(self.device), self.depth)  # staged bytes and pinned memory stay behind
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        device = torch.device(state["device"])
-        if device.type == "cuda" and not torch.cuda.is_available():
-            device = torch.device("cpu")
-        self.__init__(device, state["depth"])  # type: ignore[misc]  # pinned memory does not travel
+
+def _restore_staging(device: str, depth: int) -> Staging:
+    return Staging(usable_device(device), depth)
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _lay_out(room: _Room, layout: Layout) -> Lease:
-    """Arrays of these shapes and dtypes, one after the other."""
-    host = room.memory.numpy()
-    arrays, tensors, entries = [], [], []
-    end = 0
-    for shape, dtype in layout.parts:
-        nbytes = math.prod(shape) * dtype.itemsize
-        array = host[end : end + nbytes].view(dtype).reshape(shape)
-        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        arrays.append(array)
-        tensors.append(torch.from_numpy(array))
-        entries.append((torch_dtype(dtype), shape, strides, end // dtype.itemsize))
-        end += _aligned(nbytes)
-    return Lease(tuple(arrays), tuple(tensors), room.memory[: layout.nbytes], tuple(entries), room)

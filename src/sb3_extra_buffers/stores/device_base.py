@@ -1,0 +1,253 @@
+"""The interface of every store on a torch device: where it is, what it stores, and how a step is written."""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sb3_extra_buffers.codecs.base import Codec
+from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.stores.choice import Choice
+from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.usage import MemoryUsage
+
+if TYPE_CHECKING:
+    from sb3_extra_buffers.stores.observation import ObservationStore
+
+__all__ = [
+    "AttributeWrite",
+    "DevicePlace",
+    "DeviceRing",
+    "DeviceStore",
+    "IndexBatch",
+    "PlannedWrite",
+    "finish_writes",
+    "has_triton",
+    "stays_on_host",
+    "usable_device",
+]
+
+Array = npt.NDArray[Any]
+
+
+def has_triton() -> bool:
+    """Return whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def stays_on_host(device: torch.device) -> bool:
+    """Return whether encoded observations for ``device`` are better kept by the host's stores."""
+    return device.type != "cuda"
+
+
+def usable_device(device: str | torch.device) -> torch.device:
+    """``device``, or the CPU in place of a GPU that this machine does not have."""
+    device = torch.device(device)
+    return torch.device("cpu") if device.type == "cuda" and not torch.cuda.is_available() else device
+
+
+@dataclass(frozen=True)
+class DevicePlace:
+    """Where observations are kept: on ``device``, or in pinned host memory that it reads.
+
+    A place that was pickled on a machine with a GPU is main memory where there is none.
+    """
+
+    device: torch.device
+    pinned: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore_place, (str(self.device), self.pinned)
+
+
+def _restore_place(device: str, pinned: bool) -> DevicePlace:
+    usable = usable_device(device)
+    return DevicePlace(usable, pinned and usable.type == "cuda")
+
+
+@dataclass(frozen=True)
+class DeviceRing:
+    """A ring of ``n_steps`` steps, each with an observation per stream and set (``obs``, ``next_obs``).
+
+    The observation of ``stream`` at ``step`` in ``set`` has the index ``(set * n_steps + step) * n_streams + stream``.
+    Steps are written in order; the oldest is overwritten.
+    """
+
+    spec: ObsSpec
+    n_steps: int
+    n_streams: int
+    n_sets: int
+    place: DevicePlace
+    #: the most that encoded observations may take
+    heap_bytes: int | None = None
+
+    @property
+    def n_obs(self) -> int:
+        """Observations of one set."""
+        return self.n_steps * self.n_streams
+
+
+@dataclass
+class IndexBatch:
+    """Indices to read, ``[set, n]``, on the host and, once a store has asked for it, on the device."""
+
+    host: npt.NDArray[np.int64]
+    uploaded: torch.Tensor | None = field(default=None, repr=False)
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        if self.uploaded is None or self.uploaded.device.type != device.type:
+            self.uploaded = torch.from_numpy(self.host).to(device)
+        return self.uploaded
+
+
+class PlannedWrite:
+    """A step that is checked, staged and sure to fit; nothing that can be read has changed yet.
+
+    A write with ``may_fail`` can still raise in `commit`, and be cancelled. It is committed before all others.
+    """
+
+    __slots__ = ()
+    may_fail = False
+
+    def commit(self) -> None:
+        """Write the step."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Complete a `commit` that was interrupted anywhere, or did not begin."""
+        self.commit()
+
+
+class CancellableWrite(PlannedWrite):
+    """A write that knows whether it was committed, and can be undone."""
+
+    __slots__ = ("written",)
+    may_fail = True
+    written: bool
+
+    def finish(self) -> None:
+        """Nothing is left to do once it is written."""
+
+    def cancel(self) -> None:
+        """Restore the state before the write, whether it was committed or not."""
+        raise NotImplementedError
+
+
+class AttributeWrite(PlannedWrite):
+    """A write that is one assignment: new values for attributes of ``owner``."""
+
+    __slots__ = ("after", "owner")
+
+    def __init__(self, owner: Any, after: dict[str, Any]) -> None:
+        self.owner, self.after = owner, after
+
+    def commit(self) -> None:
+        # one call, which no signal can interrupt
+        self.owner.__dict__.update(self.after)
+
+
+def finish_writes(plans: Sequence[PlannedWrite]) -> bool:
+    """Recover from an exception while ``plans`` were committed: complete all, or cancel all; return whether all are.
+
+    May be interrupted and run again.
+    """
+    cancellable = [plan for plan in plans if isinstance(plan, CancellableWrite)]
+    if not all(write.written for write in cancellable):
+        for write in cancellable:
+            write.cancel()
+        return False
+    for plan in plans:
+        plan.finish()
+    return True
+
+
+class DeviceStore(ABC):
+    """Observations of a `DeviceRing`, read as tensors on its device.
+
+    Reading and writing never wait for the device unless they must. A write is planned, then committed: `plan` does
+    everything that can fail, and `PlannedWrite.commit` makes the step visible. After an exception in between,
+    `finish_writes` either completes the step or restores the state before it.
+    """
+
+    #: How observations are cut into frames; None if they are kept whole.
+    layout: StackLayout | None = None
+
+    #: The method that the store has chosen itself, if it does that.
+    choice: Choice | None = None
+    #: Where observations are encoded and decoded, for the memory report, if not on the device.
+    location = ""
+
+    @abstractmethod
+    def __init__(
+        self, ring: DeviceRing, layout: StackLayout, codec: Codec, method: str, options: Mapping[str, Any]
+    ) -> None:
+        """Create an empty store.
+
+        Args:
+            ring: How many observations, and where.
+            layout: How an observation is cut into frames.
+            codec: Encodes frames; bound to ``layout.frame_spec``.
+            method: The string that names ``codec``.
+            options: The options of ``codec``.
+        """
+
+    @staticmethod
+    def accepts(codec: Codec, layout: StackLayout) -> bool:
+        """Whether such a store can hold frames of ``layout`` encoded by ``codec``."""
+        return True
+
+    @abstractmethod
+    def plan(self, step: int, batches: Sequence[Array]) -> PlannedWrite:
+        """Prepare to write ``step``, one checked batch of ``n_streams`` observations per set; or raise."""
+
+    def write(self, step: int, batches: Sequence[Array]) -> None:
+        """Plan and commit a step: afterwards all of it is stored or, if this raises, nothing."""
+        plan = self.plan(step, batches)
+        try:
+            plan.commit()
+        except BaseException:
+            finish_writes([plan])
+            raise
+
+    @abstractmethod
+    def read(self, indices: IndexBatch) -> torch.Tensor:
+        """New observations ``[set, n, *shape]`` on the device."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Make every index unwritten. May be interrupted and run again."""
+
+    def compact(self) -> None:  # noqa: B027  # most stores have nothing to pack
+        """Pack the heap, where there is one."""
+
+    @abstractmethod
+    def memory_usage(self) -> MemoryUsage:
+        """Bytes in use, by purpose; ``dense`` is left to the caller."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise `AssertionError` if the tables contradict each other."""
+
+    @abstractmethod
+    def frozen(self) -> DeviceStore:
+        """A copy in host memory, to be pickled, that later writes do not change."""
+
+    @property
+    def can_read_batch(self) -> bool:
+        """Whether the store decodes observations and copies columns in one launch (`DeviceFrameStore.read_batch`)."""
+        return False
+
+    def to_host(self) -> ObservationStore | list[Array] | None:
+        """The observations as a host store, or an array ``[step, stream, ...]`` per set; None if it has neither."""
+        return None
+
+    def adopt(self, store: ObservationStore) -> bool:
+        """Use ``store`` from now on, if this store is a wrapper of one like it; return whether it does."""
+        return False
