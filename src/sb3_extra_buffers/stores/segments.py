@@ -24,6 +24,7 @@ from sb3_extra_buffers.kernels.state import (
     NONE,
     PACKED_LZ4,
     PACKED_ZSTD,
+    Bytes,
     FrameState,
     keyframe_bytes,
 )
@@ -35,8 +36,6 @@ from sb3_extra_buffers.stores.frames import FrameStore, SavedFrames
 from sb3_extra_buffers.stores.layout import Frames, StackLayout
 from sb3_extra_buffers.stores.segment_format import check_headers, header_bytes, inflate, length_dtype, pack_frames
 from sb3_extra_buffers.stores.workers import run_split
-
-Bytes = npt.NDArray[np.uint8]
 
 # seconds of decoding from which on other threads help, and what each one takes at a time
 _SPLIT_SECONDS = 1e-3
