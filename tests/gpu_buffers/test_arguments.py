@@ -1,4 +1,4 @@
-"""Bad arguments of GPU buffers are named, and change nothing; every kind of space gives SB3's shapes."""
+"""Bad arguments of GPU buffers are reported and change nothing; every kind of space gives SB3's shapes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rollout(space: spaces.Space[Any] = IMAGE, **options: Any) -> Any:
     return GpuRolloutBuffer(SIZE, space, spaces.Discrete(4), "cpu", n_envs=N_ENVS, **options)
 
 
-#: what is wrong with one argument of `add`, for both kinds of buffers
+#: Bad values for one argument of `add`, for both kinds of buffers.
 BAD_NUMBERS: dict[str, Any] = {
     "too many": np.zeros(3, np.float32),
     "too few axes in the right number": np.zeros((2, 2)),
@@ -108,7 +108,7 @@ def bad_calls() -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "place", "value"), bad_calls())
-def test_a_bad_argument_of_add_is_named_and_changes_nothing(kind: str, place: int, value: Any) -> None:
+def test_a_bad_argument_of_add_is_reported_and_changes_nothing(kind: str, place: int, value: Any) -> None:
     # full, so that something could be overwritten
     buffer = replay() if kind == "replay" else rollout()
     for at in range(SIZE + 2 if kind == "replay" else SIZE - 1):
@@ -125,7 +125,7 @@ def test_a_bad_argument_of_add_is_named_and_changes_nothing(kind: str, place: in
     buffer.check()
 
 
-def test_warnings_that_are_errors_change_nothing() -> None:
+def test_warnings_raised_as_errors_change_nothing() -> None:
     buffer = replay()
     add(buffer, 0)
     before = contents(buffer)
@@ -138,7 +138,7 @@ def test_warnings_that_are_errors_change_nothing() -> None:
     assert same(contents(buffer), before)
 
 
-def test_dicts_without_a_key_or_no_dicts_are_named() -> None:
+def test_missing_keys_and_non_dicts_are_reported() -> None:
     space = SPACES["dict"]
     buffer = replay(space)
     add(buffer, 0)
@@ -156,7 +156,7 @@ def test_dicts_without_a_key_or_no_dicts_are_named() -> None:
 
 
 @pytest.mark.parametrize("size", [-1, "3", 2.5, None, True, np.float32(2), [3], int, 1 << 62])
-def test_sizes_of_batches_are_checked_before_random_numbers_are_drawn(size: Any) -> None:
+def test_bad_batch_sizes_are_reported_before_random_numbers_are_drawn(size: Any) -> None:
     buffer, rolled = replay(), rollout()
     for at in range(SIZE):
         add(buffer, at)
@@ -176,7 +176,7 @@ def test_sizes_of_batches_are_checked_before_random_numbers_are_drawn(size: Any)
     assert len(buffer.sample(np.int64(3)).rewards) == 3
 
 
-def test_a_rollout_is_not_sampled() -> None:
+def test_sampling_a_rollout_raises() -> None:
     buffer = rollout()
     for at in range(SIZE):
         add(buffer, at)
@@ -184,7 +184,7 @@ def test_a_rollout_is_not_sampled() -> None:
         buffer.sample(4)
 
 
-def test_indices_that_are_not_there_are_named() -> None:
+def test_indices_out_of_range_are_reported() -> None:
     buffer, rolled = replay(), rollout()
     add(buffer, 0)
     add(rolled, 0)
@@ -204,21 +204,21 @@ def test_indices_that_are_not_there_are_named() -> None:
     {"compression_method": "made-up"}, {"compression_kwargs": {"level": "x"}}, {"compression_kwargs": 3},
     {"decompression_kwargs": "x"}, {"dtypes": 3},
 ])  # fmt: skip
-def test_bad_options_are_named_when_a_buffer_is_made(options: dict[str, Any]) -> None:
+def test_bad_options_are_reported_at_construction(options: dict[str, Any]) -> None:
     for make in (replay, rollout):
         with pytest.raises(ExtraBuffersError):
             make(**options)
 
 
 @pytest.mark.parametrize("sizes", [(0, 1), (-3, 1), ("a", 1), (8, 0), (8, -1), (8, 1.5), (2.5, 1)])
-def test_bad_sizes_are_named_when_a_buffer_is_made(sizes: Any) -> None:
+def test_bad_sizes_are_reported_at_construction(sizes: Any) -> None:
     with pytest.raises(ArgumentError, match="integer"):
         GpuReplayBuffer(sizes[0], IMAGE, spaces.Discrete(4), "cpu", sizes[1])
     with pytest.raises(ArgumentError, match="integer"):
         GpuRolloutBuffer(sizes[0], IMAGE, spaces.Discrete(4), "cpu", n_envs=sizes[1])
 
 
-def test_a_rollout_takes_no_more_steps_than_it_has() -> None:
+def test_adding_to_a_complete_rollout_raises() -> None:
     buffer = rollout()
     for at in range(SIZE):
         add(buffer, at)
@@ -228,7 +228,7 @@ def test_a_rollout_takes_no_more_steps_than_it_has() -> None:
     assert same(contents(buffer), before)
 
 
-def test_returns_need_a_value_for_each_environment_and_come_before_reading() -> None:
+def test_returns_need_a_value_per_environment_and_an_unread_rollout() -> None:
     buffer = rollout()
     for at in range(SIZE):
         add(buffer, at)
@@ -332,14 +332,14 @@ def test_replays_of_any_space_have_sb3s_shapes(method: str, name: str, action: s
 
 
 def numbered(buffer: Any, at: int) -> None:
-    """A step whose every part says ``at``."""
+    """Add a step whose every value is ``at``."""
     obs = np.full((N_ENVS, *IMAGE.shape), at % 256, np.uint8)
     rest: Any = np.full(N_ENVS, at % 4), np.full(N_ENVS, at % 256), np.zeros(N_ENVS), [{}] * N_ENVS
     buffer.add(obs, obs, *rest)
 
 
 def agrees(buffer: Any) -> bool:
-    """Whether every observation belongs to its reward."""
+    """Whether every observation matches its reward."""
     found = contents(buffer)
     pairs = found["observations "].reshape(2, buffer.size() * N_ENVS, -1)
     return bool((pairs == found["rewards"].reshape(1, -1, 1)).all()) and buffer.size() == SIZE
@@ -347,7 +347,7 @@ def agrees(buffer: Any) -> bool:
 
 @pytest.mark.parametrize("method", ["none", "delta"])
 @pytest.mark.parametrize("take", [copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))])
-def test_copies_are_taken_between_two_steps(method: str, take: Callable[[Any], Any]) -> None:
+def test_copies_never_contain_half_a_step(method: str, take: Callable[[Any], Any]) -> None:
     buffer = replay(compression_method=method)
     for at in range(SIZE):
         numbered(buffer, at)
@@ -374,7 +374,7 @@ def test_copies_are_taken_between_two_steps(method: str, take: Callable[[Any], A
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("method", ["none", "delta"])
-def test_a_child_starts_between_two_steps(method: str) -> None:
+def test_a_forked_child_never_sees_half_a_step(method: str) -> None:
     buffer = replay(compression_method=method)
     for at in range(SIZE):
         numbered(buffer, at)
@@ -399,7 +399,7 @@ def test_a_child_starts_between_two_steps(method: str) -> None:
         writer.join()
 
 
-def test_a_device_store_is_copied_between_two_steps(where: str) -> None:
+def test_a_pickled_state_does_not_change_with_later_steps(where: str) -> None:
     buffer = replay()
     for at in range(SIZE + 2):
         add(buffer, at)
@@ -408,7 +408,7 @@ def test_a_device_store_is_copied_between_two_steps(where: str) -> None:
     before = contents(buffer)
     for at in range(SIZE):
         add(buffer, 50 + at)
-    # what was taken before is not changed by what is written later
+    # neither copy has changed
     again = GpuReplayBuffer.__new__(GpuReplayBuffer)
     again.__setstate__(pickle.loads(pickle.dumps(state)))
     for other in (copied, again):

@@ -1,4 +1,4 @@
-"""GPU buffers give SB3's batches, bit for bit, at the same seed."""
+"""GPU buffers return SB3's batches, bit for bit, at the same seed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SPACES: dict[str, spaces.Space[Any]] = {
 N_ENVS = 3
 DEVICES = [
     "cpu",
-    # the store of GPUs with its kernels' references, on the CPU
+    # the GPU store with reference kernels, in main memory
     "reference",
     pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not th.cuda.is_available(), reason="needs a GPU")]),
     pytest.param(
@@ -56,7 +56,7 @@ DEVICES = [
 
 @pytest.fixture
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A buffer_device. ``reference`` keeps observations as on a GPU, in main memory."""
+    """A buffer_device; ``reference`` stores observations as on a GPU, in main memory."""
     if request.param != "reference":
         return str(request.param)
     monkeypatch.setattr(device_base, "stays_on_host", lambda device: False)
@@ -65,7 +65,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 def sample_of(space: spaces.Space[Any], random: np.random.Generator, before: Any = None) -> Any:
-    """One observation of each environment; images are stacks that move on."""
+    """One observation of each environment; images are stacks that advance."""
     if isinstance(space, spaces.Dict):
         return {key: sample_of(part, random, None if before is None else before[key]) for key, part in space.items()}
     if isinstance(space, spaces.Discrete):
@@ -177,7 +177,7 @@ def test_rollouts_equal_sb3_at_the_same_seed(place: str, method: str, name: str)
 
 @pytest.mark.parametrize("place", DEVICES, indirect=True)
 @pytest.mark.parametrize("method", ["none", "delta", "rle"])
-def test_a_saved_buffer_goes_on(place: str, method: str) -> None:
+def test_a_pickled_buffer_continues_where_it_was(place: str, method: str) -> None:
     ours, theirs = replay_pair(IMAGE, compression_method=method, buffer_device=place)
     steps = list(transitions(IMAGE, 60))
     for transition in steps[:33]:
@@ -228,7 +228,7 @@ def test_vec_normalize(place: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("place", DEVICES, indirect=True)
-def test_observations_one_by_one(place: str) -> None:
+def test_reconstructed_observations_equal_those_added(place: str) -> None:
     ours, _ = replay_pair(IMAGE, compression_method="delta", buffer_device=place)
     steps = list(transitions(IMAGE, 26))
     for transition in steps:
@@ -240,7 +240,7 @@ def test_observations_one_by_one(place: str) -> None:
             np.testing.assert_array_equal(ours.reconstruct_nextobs(idx, env).cpu(), steps[step][1][env].reshape(-1))
 
 
-def test_floats_on_demand() -> None:
+def test_output_dtype_and_normalize_images() -> None:
     for kwargs, factor in (({"output_dtype": "float"}, 1.0), ({"normalize_images": True}, 255.0)):
         ours, _ = replay_pair(IMAGE, compression_method="delta", **kwargs)
         for transition in transitions(IMAGE, 5):
@@ -251,7 +251,7 @@ def test_floats_on_demand() -> None:
         assert found.max() > (1 if factor == 1.0 else 0)
 
 
-def test_what_does_not_fit_is_refused_and_nothing_changes() -> None:
+def test_a_step_that_does_not_fit_raises_and_changes_nothing() -> None:
     random = np.random.default_rng(0)
 
     def noise() -> Any:
@@ -273,7 +273,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes() -> None:
         np.testing.assert_array_equal(ours.reconstruct_obs(step, 1), obs[1].reshape(-1))
 
 
-def test_bad_arguments_are_errors_at_once() -> None:
+def test_bad_arguments_raise_at_construction() -> None:
     with pytest.raises(UnknownCodecError, match="made-up"):
         replay_pair(IMAGE, compression_method="made-up")
     with pytest.raises(CodecOptionError, match="decompression_kwargs"):
@@ -313,7 +313,7 @@ def test_indices_of_optimize_memory_usage_are_drawn_as_sb3_draws_them() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not th.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("method", ["none", "delta", "rle"])
-def test_what_was_saved_on_a_gpu_loads_where_there_is_none(method: str, tmp_path: Path) -> None:
+def test_a_buffer_pickled_on_a_gpu_loads_without_one(method: str, tmp_path: Path) -> None:
     ours, _ = replay_pair(IMAGE, compression_method=method, buffer_device="cuda")
     for transition in transitions(IMAGE, 33):
         ours.add(*transition)

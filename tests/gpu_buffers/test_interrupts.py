@@ -1,4 +1,4 @@
-"""Whatever is raised inside a write of a GPU buffer, and wherever: the buffer is as it was, or holds the whole step."""
+"""A write of a GPU buffer that is interrupted anywhere leaves the buffer unchanged, or stores the whole step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Contents = dict[str, Any]
 
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Observations are kept as on a GPU, with the references of its kernels."""
+    """Store observations as on a GPU, with reference kernels."""
     monkeypatch.setattr(device_base, "stays_on_host", lambda device: False)
     monkeypatch.setattr(device_base, "has_triton", lambda: True)
 
@@ -80,7 +80,7 @@ def add(buffer: Any, at: int, noise: bool = False) -> None:
 
 
 def contents(buffer: Any) -> Contents:
-    """All that can be read."""
+    """Everything that can be read."""
     held = buffer.size()
     names = ("actions", "rewards", "dones", "timeouts", "episode_starts", "values", "log_probs")
     found: Contents = {name: getattr(buffer, name)[:held].copy() for name in names if hasattr(buffer, name)}
@@ -109,7 +109,7 @@ def filled(make: Callable[[], Any], count: int, noise: bool = False) -> Any:
 def interrupt_everywhere(
     make: Callable[[], Any], count: int, n_points: int = 60, noise: bool = False, write: Any = add
 ) -> None:
-    """Interrupt the write of step ``count`` at ``n_points`` bytecodes, and see what the buffer holds then."""
+    """Interrupt the write of step ``count`` at ``n_points`` bytecodes, and compare what the buffer holds then."""
     saved = pickle.dumps(filled(make, count, noise))
     before, done = contents(pickle.loads(saved)), pickle.loads(saved)
     with Injector() as counter:
@@ -125,7 +125,7 @@ def interrupt_everywhere(
         with contextlib.suppress(KeyboardInterrupt, MemoryError), injector:
             write(buffer, count, noise)
         if not injector.where:
-            break  # what was compiled or kept the first time need not be again
+            break  # the first write took more bytecodes: something was cached
         found = contents(buffer)
         whole = same(found, after)
         assert whole or same(found, before), injector.where
@@ -164,20 +164,20 @@ def rollout(space: str, method: str) -> Callable[[], Any]:
 
 @pytest.mark.parametrize("count", [0, 5, SIZE - 1, SIZE, 20])
 @pytest.mark.parametrize("space", ["vector", "image"])
-def test_dense_observations(space: str, count: int) -> None:
+def test_interrupted_writes_of_raw_observations(space: str, count: int) -> None:
     interrupt_everywhere(replay(space, "none"), count)
 
 
 @pytest.mark.usefixtures("on_device")
-# nothing yet, collecting, choosing, then the first lap, its end, and others
+# empty, collecting, choosing a method, the first lap, its end, and later laps
 @pytest.mark.parametrize("count", [0, 3, 5, 9, SIZE - 1, SIZE, 30])
 @pytest.mark.parametrize("space", ["image", "last", "dict"])
-def test_observations_of_a_device(space: str, count: int) -> None:
+def test_interrupted_writes_to_a_device_store(space: str, count: int) -> None:
     interrupt_everywhere(replay(space, "delta"), count, n_points=40)
 
 
 @pytest.mark.usefixtures("on_device")
-def test_a_device_where_the_heap_is_packed_and_nearly_full() -> None:
+def test_interrupted_writes_while_the_heap_is_packed_or_nearly_full() -> None:
     make = replay("image", "delta", heap_bytes=18_000)
     for count in range(14, 34, 3):
         interrupt_everywhere(make, count, n_points=25, noise=True)
@@ -186,12 +186,12 @@ def test_a_device_where_the_heap_is_packed_and_nearly_full() -> None:
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("method", ["none", "delta"])
 @pytest.mark.parametrize("count", [3, SIZE - 1, 17])
-def test_rollouts(method: str, count: int) -> None:
+def test_interrupted_writes_of_rollouts(method: str, count: int) -> None:
     interrupt_everywhere(rollout("image", method), count)
 
 
 class OneLaunch:
-    """A GPU's kernel as the host sees it: started by one call, and nothing interrupts it."""
+    """A GPU kernel as the host sees it: launched by one call that nothing interrupts."""
 
     def __init__(self, tables: Any, shape: Any) -> None:
         self.tables, self.shape = tables, shape
@@ -211,12 +211,14 @@ class OneLaunch:
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("count", [9, SIZE - 1, SIZE, 30])
 @pytest.mark.parametrize("space", ["image", "last", "dict"])
-def test_whether_a_kernel_was_started_is_known(space: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_launch_is_neither_lost_nor_repeated(
+    space: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton")
     real = DeviceFrameStore.launch
 
     def launch(store: Any, *args: Any) -> None:
-        # as on a GPU; whatever reads uses the reference
+        # launch as on a GPU; reads still use the reference kernel
         store._triton = True
         try:
             real(store, *args)
@@ -236,14 +238,14 @@ def test_whether_a_kernel_was_started_is_known(space: str, count: int, monkeypat
 @pytest.mark.parametrize("count", [0, 3, 5, 9, SIZE - 1, SIZE, 30])
 @pytest.mark.parametrize("space", ["image", "dict"])
 @pytest.mark.parametrize("method", ["delta", "gzip1"])
-def test_observations_of_the_host(method: str, space: str, count: int) -> None:
+def test_interrupted_writes_to_a_host_store(method: str, space: str, count: int) -> None:
     interrupt_everywhere(replay(space, method), count, n_points=40)
 
 
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("kind", [replay, rollout])
 @pytest.mark.parametrize("method", ["none", "delta"])
-def test_a_reset_happens_or_does_not(kind: Any, method: str) -> None:
+def test_an_interrupted_reset_is_completed_or_undone(kind: Any, method: str) -> None:
     saved = pickle.dumps(filled(kind("image", method), 8))
     before = contents(pickle.loads(saved))
     cleared = pickle.loads(saved)
@@ -288,13 +290,13 @@ def test_reading_a_rollout_may_be_interrupted() -> None:
 
 
 @pytest.mark.usefixtures("on_device")
-def test_the_store_of_a_device_finishes_what_was_interrupted_twice() -> None:
+def test_a_write_whose_recovery_was_interrupted_is_completed_at_the_next_use() -> None:
     buffer = filled(replay("image", "delta"), 9)
     store = buffer.obs_stores[""].inner
     assert isinstance(store, DeviceFrameStore)
     after = copy.deepcopy(buffer)
     add(after, 9)
-    # the exception, and another one where it is being made good
+    # as after an exception, and another one during recovery
     plan = store.plan(9, [observed(IMAGE, 9), observed(IMAGE, 10)])
     store.unfinished = plan
     expected = after.obs_stores[""].inner
@@ -307,7 +309,7 @@ def test_the_store_of_a_device_finishes_what_was_interrupted_twice() -> None:
 
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("method", ["delta", "auto"])
-def test_what_is_collected_counts_against_the_limit(method: str) -> None:
+def test_collected_observations_count_against_heap_bytes(method: str) -> None:
     limit = 6_000
     buffer = GpuReplayBuffer(400, IMAGE, spaces.Discrete(4), "cpu", N_ENVS, compression_method=method, heap_bytes=limit)
     observations = buffer.obs_stores[""]
@@ -326,7 +328,7 @@ def test_what_is_collected_counts_against_the_limit(method: str) -> None:
 
 
 @pytest.mark.usefixtures("on_device")
-def test_no_key_is_written_where_another_one_does_not_fit() -> None:
+def test_a_step_is_stored_for_all_keys_or_none() -> None:
     quiet = replay("dict", "delta", heap_bytes=9_000)()
     for at in range(SIZE + 3):
         add(quiet, at)

@@ -1,4 +1,4 @@
-"""The Triton kernels write the same tables and read the same frames as their references."""
+"""The Triton kernels write the same tables and read the same frames as the reference kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = [
     pytest.param(
         "cpu",
-        marks=pytest.mark.skipif(not INTERPRETED, reason="kernels run on a CPU only where Triton interprets them"),
+        marks=pytest.mark.skipif(not INTERPRETED, reason="on a CPU, kernels run only under Triton's interpreter"),
     ),
     pytest.param(
         "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -35,8 +35,8 @@ DEVICES = [
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
 @pytest.mark.slow
-def test_the_kernels_interpreted() -> None:
-    """Triton decides whether to interpret when it is imported, so these tests run in a process of their own."""
+def test_the_kernels_under_the_interpreter() -> None:
+    """Triton decides whether to interpret when it is imported, so run these tests in another process."""
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     files = [str(HERE), str(HERE.with_name("test_rle_triton.py"))]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-m", "not gpu"]
@@ -46,10 +46,10 @@ def test_the_kernels_interpreted() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("n_layout", [0, 1, 3])  # the first of whole words, the others not
-def test_both_write_the_same_tables(device: str, n_layout: int) -> None:
+@pytest.mark.parametrize("n_layout", [0, 1, 3])  # frames of whole words, and others
+def test_kernel_and_reference_write_the_same_tables(device: str, n_layout: int) -> None:
     layout = layouts()[n_layout]
-    # one stream at a time: which keyframe of several unused ones a stream takes is a matter of who comes first
+    # a single stream: with several, which unused keyframe a stream takes depends on timing
     n_streams = 1
     ours = make_store(layout, 7, n_streams, 2, device, triton=True)
     theirs = make_store(layout, 7, n_streams, 2, "cpu", triton=False)
@@ -61,10 +61,10 @@ def test_both_write_the_same_tables(device: str, n_layout: int) -> None:
         ours.check()
         for name in DeviceTables._fields:
             if name in ("heap", "stage", "scratch"):
-                continue  # what lies between payloads may be anything
+                continue  # bytes between payloads are undefined
             table, expected = getattr(ours.state.tables, name), getattr(theirs.state.tables, name)
             np.testing.assert_array_equal(table.cpu(), expected, name)
-        # the interpreter takes its time
+        # the interpreter is slow
         if step % 8 == 7:
             indices = np.arange(14 * n_streams).reshape(2, -1)[:, ::5]
             np.testing.assert_array_equal(read(ours, indices), read(theirs, indices))
@@ -74,7 +74,7 @@ def test_both_write_the_same_tables(device: str, n_layout: int) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_no_byte_is_left_unwritten(device: str) -> None:
+def test_reading_writes_every_byte_of_the_output(device: str) -> None:
     store = make_store(layouts()[0], 9, 1, 2, device, triton=True)
     game = Game(store.layout, 1)
     rows = [game.step() for _ in range(9)]
@@ -93,7 +93,7 @@ def test_no_byte_is_left_unwritten(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("n_envs", "dtype"), [(1, np.int64), (3, np.float32), (5, np.int8)])
-def test_columns_come_with_a_batch(device: str, n_envs: int, dtype: type) -> None:
+def test_columns_are_copied_with_a_batch(device: str, n_envs: int, dtype: type) -> None:
     store = make_store(layouts()[0], 5, 1, 2, device, triton=True)
     game = Game(store.layout, 1)
     for step in range(3):
@@ -117,7 +117,7 @@ def test_columns_come_with_a_batch(device: str, n_envs: int, dtype: type) -> Non
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("n_steps", [1, 2, 7])
 @pytest.mark.parametrize("stack", [1, 4])
-def test_rows_that_repeat_move_on_or_jump_on_the_gpu(stack: int, n_steps: int) -> None:
+def test_rows_that_repeat_shift_or_change_on_the_gpu(stack: int, n_steps: int) -> None:
     layout = StackLayout(ObsSpec((stack, 4, 6), np.dtype(np.uint8)), stack, "first")
     for n_sets in (1, 2):
         follow_rows(make_store(layout, n_steps, 3, n_sets, "cuda"), 100)

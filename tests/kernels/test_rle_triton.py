@@ -1,6 +1,6 @@
-"""Run lengths decoded by the Triton kernel and by its reference give what the codec encoded.
+"""The Triton kernel and its reference decode run lengths to what the codec encoded.
 
-`test_delta_triton` runs these with Triton's interpreter, too.
+`test_delta_triton` also runs these under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SPECS = [
 
 
 def payloads(spec: ObsSpec) -> tuple[RleCodec, list[bytes], npt.NDArray[np.uint8]]:
-    """Rows that are all the same, all different and in between."""
+    """Rows of equal, distinct and mixed values."""
     random = np.random.default_rng(0)
     n_elem = spec.nbytes // spec.dtype.itemsize
     rows = np.zeros((6, n_elem), spec.dtype)
@@ -42,23 +42,23 @@ def payloads(spec: ObsSpec) -> tuple[RleCodec, list[bytes], npt.NDArray[np.uint8
     codec = get_codec("rle").bind(spec)
     assert isinstance(codec, RleCodec)
     flat = rows.view(np.uint8)
-    # the last one has no payload: a frame of zeros
+    # the last row has no payload: it is all zeros
     return codec, [*codec.encode_batch(flat[:5]), b""], flat
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("kernel", ["reference", "triton"])
-def test_rows_come_back(kernel: str, device: str, spec: ObsSpec) -> None:
+def test_decoded_rows_equal_the_encoded_ones(kernel: str, device: str, spec: ObsSpec) -> None:
     if kernel == "triton" and device == "cpu" and not INTERPRETED:
-        pytest.skip("kernels run on a CPU only where Triton interprets them")
+        pytest.skip("on a CPU, kernels run only under Triton's interpreter")
     codec, encoded, rows = payloads(spec)
-    # payloads lie anywhere, and not in this order
+    # payloads in any order, with gaps
     order = [3, 0, 5, 1, 4, 2]
     heap, starts = b"\xff" * 5, np.zeros(6, np.int64)
-    for place in order:
-        starts[place] = len(heap)
-        heap += encoded[place] + b"\xff" * place
+    for row in order:
+        starts[row] = len(heap)
+        heap += encoded[row] + b"\xff" * row
     lengths = np.array([len(payload) for payload in encoded], np.int32)
     heap_, starts_, lengths_ = (
         torch.from_numpy(np.array(array)).to(device) for array in (np.frombuffer(heap, np.uint8), starts, lengths)

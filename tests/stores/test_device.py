@@ -1,4 +1,4 @@
-"""The device store keeps what is written, however the ring turns, the heap fills and the store travels."""
+"""`DeviceFrameStore` with reference kernels: rings that wrap, heaps that fill, copies and rejected writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Rows = npt.NDArray[np.uint8]  # [set, stream, byte]
 
 
 class Game:
-    """Streams of stacked frames: a little moves, now and then everything does, and episodes end."""
+    """Streams of stacked frames: usually a few pixels change, sometimes all of them, and episodes end."""
 
     def __init__(self, layout: StackLayout, n_streams: int, seed: int = 0, noise: float = 0.02) -> None:
         self.layout, self.noise = layout, noise
@@ -102,7 +102,7 @@ def read(store: DeviceFrameStore, indices: npt.NDArray[np.int64]) -> Rows:
 
 
 def play(store: DeviceFrameStore, n_steps: int, check_every: int = 1, noise: float = 0.02, seed: int = 0) -> Rows:
-    """Write ``n_steps`` and compare every observation that is held; return the last state of the ring."""
+    """Write ``n_steps`` and compare every observation in the ring; return its last contents."""
     game = Game(store.layout, store.n_streams, seed, noise)
     ring: Rows = np.zeros((store.n_sets, store.n_steps, store.n_streams, store.layout.spec.nbytes), np.uint8)
     indices = np.arange(store.n_sets * store.n_steps * store.n_streams).reshape(store.n_sets, -1)
@@ -125,18 +125,18 @@ def test_every_step_is_kept_until_it_is_overwritten(layout: StackLayout, n_sets:
 @pytest.mark.parametrize("n_sets", [1, 2])
 @pytest.mark.parametrize("n_steps", [1, 2, 3, 7])
 @pytest.mark.parametrize("stack", [1, 2, 4])
-def test_rows_that_repeat_move_on_or_jump(stack: int, n_steps: int, n_sets: int) -> None:
+def test_rows_that_repeat_shift_or_change(stack: int, n_steps: int, n_sets: int) -> None:
     layout = StackLayout(ObsSpec((stack, 4, 6), np.dtype(np.uint8)), stack, "first")
     store = make_store(layout, n_steps, 3, n_sets)
     follow_rows(store, 60)
 
 
 def follow_rows(store: DeviceFrameStore, count: int) -> None:
-    """Write rows that stay, move on by a frame, or are made of frames seen long ago; each stream as it likes."""
+    """Write rows that repeat, shift by a frame, or consist of old frames; each stream on its own."""
     layout, n_steps, n_streams, n_sets = store.layout, store.n_steps, store.n_streams, store.n_sets
     random = np.random.default_rng(count + n_steps)
     size = layout.frame_bytes
-    # few frames, so that old ones come again; one is zeros
+    # few frames, so that they recur; one is zeros
     pool = random.integers(0, 3, (12, size)).astype(np.uint8)
     pool[0] = 0
     last = np.zeros((n_streams, layout.stack, size), np.uint8)
@@ -154,13 +154,13 @@ def follow_rows(store: DeviceFrameStore, count: int) -> None:
         rows = [np.array(ring[place, i % n_steps]) for place in range(n_sets)]
         store.write(i % n_steps, rows)
         for row in rows:
-            row[:] = 7  # whoever wrote them may use their memory again
+            row[:] = 7  # the caller may reuse the memory
         store.check()
         np.testing.assert_array_equal(read(store, indices), ring.reshape(*indices.shape, -1))
 
 
 @pytest.mark.parametrize("noise", [0.001, 0.3])
-def test_a_heap_with_little_room(noise: float) -> None:
+def test_a_small_heap_is_packed_as_needed(noise: float) -> None:
     layout = StackLayout(ObsSpec((4, 30, 30), np.dtype(np.uint8)), 4, "first")
     store = make_store(layout, 12, 2, 2, heap_bytes=90_000)
 
@@ -169,7 +169,7 @@ def test_a_heap_with_little_room(noise: float) -> None:
     assert capacity_of(store.state.tables) <= 90_000
 
 
-def test_a_full_heap_refuses_and_keeps_what_it_has() -> None:
+def test_a_full_heap_raises_and_keeps_its_contents() -> None:
     layout = StackLayout(ObsSpec((1, 40, 40), np.dtype(np.uint8)))
     store = make_store(layout, 64, 2, 1, heap_bytes=60_000)
     random = np.random.default_rng(0)
@@ -199,7 +199,7 @@ def test_a_stream_that_stands_still_does_not_fill_the_heap() -> None:
     still = random.integers(0, 256, (12, 1600)).astype(np.uint8)
     for step in range(300):
         moving = random.integers(0, 256, 1600).astype(np.uint8)
-        # a segment of the first stream is sealed early on and needed ever after
+        # the first stream seals a segment early and needs it from then on
         rows = np.stack([still[min(step, 11)], moving])
         store.write(step % 8, [rows])
         store.check()
@@ -218,7 +218,7 @@ def test_compacting_changes_nothing() -> None:
     np.testing.assert_array_equal(read(store, indices), ring.reshape(2, 40, -1))
 
 
-def test_clearing_forgets_and_starts_again() -> None:
+def test_a_cleared_store_can_be_filled_again() -> None:
     store = make_store(layouts()[0], 9, 2)
     for seed in range(3):
         play(store, 9, seed=seed)
@@ -227,13 +227,13 @@ def test_clearing_forgets_and_starts_again() -> None:
         assert not read(store, np.arange(18).reshape(1, -1)).any()
 
 
-def test_unwritten_cells_are_zeros() -> None:
+def test_unwritten_indices_read_as_zeros() -> None:
     store = make_store(layouts()[0], 9, 2)
     assert not read(store, np.arange(18).reshape(1, -1)).any()
     assert store.read(IndexBatch(np.zeros((2, 0), np.int64))).numel() == 0
 
 
-def test_a_copy_goes_on_where_the_original_was() -> None:
+def test_a_pickled_store_continues_where_it_was() -> None:
     store = make_store(layouts()[0], 9, 2, 2)
     ring = play(store, 21)
     again = pickle.loads(pickle.dumps(store))
@@ -254,17 +254,17 @@ def test_frames_are_stored_once() -> None:
     game = Game(layout, 1)
     for step in range(40):
         store.write(step, list(game.step()))
-    # one new frame a step and one for each new episode, where eight are shown
+    # each step shows eight frames, but only one is new, plus one per new episode
     assert len(torch.unique(store.state.tables.frame_ids)) < 60
     assert int(store.state.tables.streams[0, COUNT]) >= 1
     assert store.memory_usage().dense == 200 * layout.spec.nbytes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_what_was_kept_on_a_gpu_goes_on_where_there_is_none() -> None:
+def test_a_store_pickled_on_a_gpu_continues_without_one() -> None:
     store = make_store(layouts()[0], 9, 2, 2)
     ring = play(store, 21)
-    # as a GPU's store says it
+    # the state as a machine with a GPU pickles it
     gpu_ring = dataclasses.replace(store.ring, place=DevicePlace(torch.device("cuda:0"), pinned=True))
     state = store.__getstate__() | {"ring": gpu_ring, "_triton": True}
     again = DeviceFrameStore.__new__(DeviceFrameStore)
@@ -280,7 +280,7 @@ def test_what_was_kept_on_a_gpu_goes_on_where_there_is_none() -> None:
 
 @pytest.mark.parametrize("n_sets", [1, 2])
 @pytest.mark.parametrize("n_failures", range(1, 10))
-def test_writes_that_were_refused_leave_no_trace(n_failures: int, n_sets: int) -> None:
+def test_rejected_writes_leave_no_trace(n_failures: int, n_sets: int) -> None:
     layout = layouts()[0]
     store = make_store(layout, 30, 2, n_sets)
     game = Game(layout, 2)

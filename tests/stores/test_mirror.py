@@ -1,4 +1,4 @@
-"""A heap's copy on a device holds what the heap holds, however the heap turns, grows and moves."""
+"""A `HeapMirror` holds what its heap holds while the heap wraps, grows and repacks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ DEVICES = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("longest", [900, 9000])
-def test_what_the_heap_holds_is_there(device: str, longest: int) -> None:
+def test_the_mirror_holds_every_payload_of_the_heap(device: str, longest: int) -> None:
     random = np.random.default_rng(longest)
     heap = Heap(200)
     mirror = HeapMirror(Staging(torch.device(device)))
     repacks = 0
     for turn in range(300):
-        # about oldest first, as replay buffers do; now and then anything goes
+        # usually the oldest first, as in a replay buffer; sometimes at random
         first = int(random.integers(0, 200)) if turn % 17 == 0 else turn * 3 % 200
         frame_ids = list(dict.fromkeys(((first + np.arange(random.integers(1, 6))) % 200).tolist()))
         heap.write(
