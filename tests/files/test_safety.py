@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -191,7 +192,7 @@ def test_invalid_descriptions_are_refused(name: str, change: Callable[[Any], Any
     save(fill(name), tmp_path / "saved")
     change_description(tmp_path / "saved", change)
 
-    with pytest.raises(FileFormatError):
+    with pytest.raises(FileFormatError, match=re.escape(str(tmp_path / "saved"))):
         load(tmp_path / "saved")
     with pytest.raises(ExtraBuffersError):
         open_saved(tmp_path / "saved")
