@@ -43,7 +43,7 @@ def _checkpoint_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def left_behind(buffer: Any) -> None:
     """What is left of a buffer whose process has gone."""
-    vars(buffer)["_live"].close()
+    buffer.mmap_folder.close()
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -247,7 +247,7 @@ def test_a_view_of_nothing_or_of_too_much_is_refused(tmp_path: Path) -> None:
 def test_forged_records_of_an_array_are_refused_by_name(kind: str, shapes: Any, tmp_path: Path) -> None:
     array = CompressedArray((30, N_ENVS), IMAGE, np.uint8, storage="mmap", path=tmp_path / "live")
     array[0] = 3
-    array._live.close()
+    array.mmap_folder.close()
     path = next((tmp_path / "live").glob("journal-*"))
     path.unlink()
     arrays = [np.zeros(shape, np.uint8 if len(shape) == 2 and shape[1] > 9 else np.int64) for shape in shapes]

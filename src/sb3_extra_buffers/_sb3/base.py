@@ -25,7 +25,7 @@ STATE_VERSION = 4
 NO_MEMORY = (MemoryError, th.cuda.OutOfMemoryError)
 
 # attributes that belong to this process or to a file, and those that `_use_views` sets again
-_NOT_COPIED = frozenset({"_lock", "_live", "_last_save", "read_only", "_unfinished", "_stored", "_dense"})
+_NOT_COPIED = frozenset({"_lock", "mmap_folder", "_last_save", "read_only", "_unfinished", "_stored", "_dense"})
 
 # whether SB3's own `_get_samples` is running: every array that it converts was just gathered or decoded
 _converting_fresh_arrays: ContextVar[bool] = ContextVar("converting_fresh_arrays", default=False)
@@ -36,8 +36,8 @@ class CompressedBuffer(Transactional, SavedAsFolder):
 
     _options: StorageOptions
     _views: ObsViews
-    #: The folder that this buffer lives in, with ``storage="mmap"``.
-    _live: Any = None
+    #: The folder that every step is written to, with ``storage="mmap"``.
+    mmap_folder: Any = None
 
     if TYPE_CHECKING:
         device: th.device
@@ -94,8 +94,8 @@ class CompressedBuffer(Transactional, SavedAsFolder):
         return [view.store for view in self._views.stored.values()]
 
     def _undo_step(self) -> None:
-        if self._live is not None:
-            self._live.undo_step()
+        if self.mmap_folder is not None:
+            self.mmap_folder.undo_step()
         super()._undo_step()
 
     # ---- tensors ----

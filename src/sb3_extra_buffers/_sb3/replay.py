@@ -181,7 +181,7 @@ class ReplayMixin(CompressedBuffer, _Base):
         if self._options.storage == "mmap" and self._options.path is not None:
             from sb3_extra_buffers.files.mmap_buffer import check_new, create_folder
 
-            self._live = create_folder(self, check_new(self._options.path))
+            self.mmap_folder = create_folder(self, check_new(self._options.path))
 
     # ---- adding ----
 
@@ -201,13 +201,13 @@ class ReplayMixin(CompressedBuffer, _Base):
                 if self._unfinished is not None:
                     self._recover()
                 step = self._fit_step(obs, next_obs, action, reward, done, infos)
-                live = self._live
-                if live is not None:
-                    live.prepare_step()
+                folder = self.mmap_folder
+                if folder is not None:
+                    folder.prepare_step()
                 if self._stored:
                     self._write_stores(step)
-                if live is not None:
-                    live.record_step(obs, next_obs, action, reward, done, infos)
+                if folder is not None:
+                    folder.record_step(obs, next_obs, action, reward, done, infos)
                 self._unfinished = step
                 self._finish_step(step)
                 limit = self._options.evict_above

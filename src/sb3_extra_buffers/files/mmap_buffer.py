@@ -113,7 +113,7 @@ class MmapFolder:
         """Make the first checkpoint, and record every step from now on."""
         self.checkpoint(recover=recover)
         buffer = self.buffer
-        vars(buffer)["_live"] = self
+        buffer.mmap_folder = self
         if isinstance(buffer, StoreView):
             buffer.store.on_change = self.record_change
 
@@ -123,7 +123,7 @@ class MmapFolder:
         if buffer is not None:
             for store in self._stores():
                 store.make_heap = store.on_change = None
-            vars(buffer).pop("_live", None)
+            buffer.mmap_folder = None
         if self._journal is not None:
             self._journal.close()
         self._lock.close()

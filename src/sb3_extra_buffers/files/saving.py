@@ -54,7 +54,7 @@ def save(
             not a power cut.
     """
     folder = Path(path)
-    mmap_folder = getattr(saved, "_live", None)
+    mmap_folder = getattr(saved, "mmap_folder", None)
     if mmap_folder is not None and mmap_folder.is_at(folder):
         report: SaveReport = mmap_folder.checkpoint(sync)
         return report
