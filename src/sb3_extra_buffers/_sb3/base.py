@@ -25,7 +25,7 @@ STATE_VERSION = 4
 NO_MEMORY = (MemoryError, th.cuda.OutOfMemoryError)
 
 # attributes that belong to this process or to a file, and those that `_use_views` sets again
-_NOT_COPIED = frozenset({"_lock", "mmap_folder", "_last_save", "read_only", "_unfinished", "_stored", "_dense"})
+_NOT_COPIED = frozenset({"_lock", "mmap_folder", "last_save", "read_only", "_unfinished", "_stored", "_dense"})
 
 # whether SB3's own `_get_samples` is running: every array that it converts was just gathered or decoded
 _converting_fresh_arrays: ContextVar[bool] = ContextVar("converting_fresh_arrays", default=False)
@@ -36,8 +36,6 @@ class CompressedBuffer(Transactional, SavedAsFolder):
 
     _options: StorageOptions
     _views: ObsViews
-    #: The folder that every step is written to, with ``storage="mmap"``.
-    mmap_folder: Any = None
 
     if TYPE_CHECKING:
         device: th.device

@@ -49,9 +49,6 @@ class CompressedArray(StoreView, SavedAsFolder):
         (2, 4, 84, 84)
     """
 
-    #: The folder that every change is written to, with ``storage="mmap"``.
-    mmap_folder: Any = None
-
     def __init__(
         self,
         shape: int | Sequence[int],
@@ -109,7 +106,7 @@ class CompressedArray(StoreView, SavedAsFolder):
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy lives in memory
-        return {name: value for name, value in vars(self).items() if name not in ("mmap_folder", "_last_save")}
+        return {name: value for name, value in vars(self).items() if name not in ("mmap_folder", "last_save")}
 
 
 def to_parts(array: CompressedArray, tag: str) -> Parts:

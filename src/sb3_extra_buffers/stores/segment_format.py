@@ -35,9 +35,9 @@ def pack_frames(
     """Compress the ``count`` frames of a segment together if that saves enough; return flags and bytes."""
     flags, packed, tenths = 0, body, PAYING_TENTHS
     if zstd_level:
-        from sb3_extra_buffers.codecs.packing import pack  # needs zstandard
+        from sb3_extra_buffers.codecs.zstd import compress_bytes  # needs zstandard
 
-        flags, packed, tenths = PACKED_ZSTD, np.frombuffer(pack(body, zstd_level), np.uint8), 10
+        flags, packed, tenths = PACKED_ZSTD, np.frombuffer(compress_bytes(body, zstd_level), np.uint8), 10
     elif body.size > compress_above * count:
         target = np.empty(body.size, np.uint8)
         source = np.concatenate([body, np.zeros(SLACK, np.uint8)])
@@ -62,9 +62,9 @@ def inflate(payload: Bytes, dtype: np.dtype[Any], per_segment: int, frame_bytes:
     plain[:body_at] = payload[:body_at]
     plain[0] = 0
     if payload[0] == PACKED_ZSTD:
-        from sb3_extra_buffers.codecs.packing import unpack  # needs zstandard
+        from sb3_extra_buffers.codecs.zstd import decompress_bytes  # needs zstandard
 
-        plain[body_at:] = np.frombuffer(unpack(payload[body_at:], size), np.uint8)
+        plain[body_at:] = np.frombuffer(decompress_bytes(payload[body_at:], size), np.uint8)
     else:
         body = np.empty(size + OVERRUN, np.uint8)
         if not unpack_block(payload, body_at, len(payload), body, size, size):
