@@ -111,16 +111,17 @@ def test_sampling_does_not_hold_the_lock_while_it_decodes(monkeypatch: pytest.Mo
     buffer = CompressedReplayBuffer(40, IMAGE, ACTION, "cpu", n_envs=N_ENVS, compression_method="delta")
     for number in range(10):
         add(buffer, number)
-    read, adders = buffer._samples_at, []
+    read = buffer._samples_at
+    still_running: list[bool] = []
 
     def add_meanwhile(*args: Any) -> Any:
-        adder = threading.Thread(target=add, args=(buffer, 10 + len(adders)))
+        adder = threading.Thread(target=add, args=(buffer, 10))
         adder.start()
         adder.join(timeout=30)
-        adders.append(adder.is_alive())
+        still_running.append(adder.is_alive())
         return read(*args)
 
     monkeypatch.setattr(buffer, "_samples_at", add_meanwhile)
     check_batch(buffer.sample(8))
-    assert adders == [False]
+    assert still_running == [False]
     assert buffer.n_added == 11
