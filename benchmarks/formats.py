@@ -15,6 +15,7 @@ from benchmarks import feed
 from benchmarks.results import DATA, run_info, write_rows
 from sb3_extra_buffers.codecs.delta import DeltaCodec
 from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.kernels import policy
 from sb3_extra_buffers.stores import segments
 from sb3_extra_buffers.stores.layout import StackLayout
 
@@ -58,14 +59,14 @@ def tree(now: Frames, before: Frames, repeats: bool) -> npt.NDArray[Any]:
 def stored(game: str, n_steps: int, n_frames: int, packed: bool) -> float:
     """Bytes per observation in a `SegmentStore` with segments of ``n_frames``."""
     layout = StackLayout(ObsSpec((4, 84, 84), np.dtype(np.uint8)), 4)
+    compress_above = policy.COMPRESS_ABOVE
+    policy.COMPRESS_ABOVE = compress_above if packed else 1.0
     store = segments.SegmentStore(layout, n_steps * feed.N_ENVS, feed.N_ENVS, DeltaCodec(frames=n_frames))
-    compress_above = segments._COMPRESS_ABOVE
-    segments._COMPRESS_ABOVE = compress_above if packed else 1.0
     streams = np.arange(feed.N_ENVS)
     for step, (obs, _, _) in zip(range(n_steps), feed.steps(game, 10_000), strict=False):
         store.write(streams + step * feed.N_ENVS, streams, obs.reshape(feed.N_ENVS, -1))
-    segments._COMPRESS_ABOVE = compress_above
-    return store.difference_bytes()[0] / (n_steps * feed.N_ENVS)
+    policy.COMPRESS_ABOVE = compress_above
+    return store.difference_bytes() / (n_steps * feed.N_ENVS)
 
 
 def main(n_steps: int = 2500) -> None:

@@ -123,7 +123,7 @@ def test_verify_finds_damage_and_repair_removes_it(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = next(saved.glob("data-*.bin"))
-    store = load(saved).observations.store._inner
+    store = load(saved).observations.store.inner
     broken = bytearray(data.read_bytes())
     broken[60] ^= 1  # in the oldest segment
     data.write_bytes(broken)
