@@ -108,13 +108,12 @@ class RecordBuffer(BaseRecordBuffer):
 
     def _check_frame(self, frame: Any) -> tuple[StoreView, Array]:
         array = as_array(frame, "the frame")
-        if array.shape != self.frame_shape or not self._n_added:
-            allowed = [self.frame_shape] if self._n_added else self._frame_shapes()
-            if array.shape not in allowed:
-                raise SpecMismatchError(
-                    f"the frame has shape {array.shape}, expected {' or '.join(map(str, allowed))}; "
-                    "set res=(height, width) and ch_num to match"
-                )
+        allowed = [self.frame_shape] if self._n_added else self._frame_shapes()
+        if array.shape not in allowed:
+            raise SpecMismatchError(
+                f"the frame has shape {array.shape}, expected {' or '.join(map(str, allowed))}; "
+                "set res=(height, width) and ch_num to match"
+            )
         if array.dtype != self.dtype:
             raise SpecMismatchError(
                 f"the frame has dtype {array.dtype}, expected {self.dtype}; convert it, or create the buffer with "
