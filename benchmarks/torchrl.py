@@ -155,7 +155,7 @@ def wire(game: str, n_steps: int, what: str) -> dict[str, Any]:
     """Bytes for a transition as a packet, and as the tensors that Ray would send."""
     import torch
 
-    from sb3_extra_buffers.replay_buffers.packing import pack, unpack
+    from sb3_extra_buffers._torchrl.wire import pack, unpack
 
     sent = []
     if what == "sampled":

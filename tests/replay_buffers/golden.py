@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from sb3_extra_buffers import files
+from sb3_extra_buffers._torchrl.service_state import ServiceState
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
 from sb3_extra_buffers.replay_buffers.experience_memory import ReplayBuffer
-from sb3_extra_buffers.replay_buffers.service_state import ServiceState
 from tests.replay_buffers.playing import trajectory
 
 SAVED = Path(__file__).parents[1] / "golden" / "saved"

@@ -12,7 +12,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 # where a call spends its bytecodes; what stores do is theirs to get right, and is tested there
-_INSIDE = tuple(os.sep + part + os.sep for part in ("replay_buffers", "torchrl"))
+_INSIDE = tuple(os.sep + part + os.sep for part in ("replay_buffers", "_torchrl", "torchrl"))
 
 
 class _Interrupt:

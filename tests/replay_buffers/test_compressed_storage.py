@@ -33,6 +33,7 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 
+from sb3_extra_buffers._torchrl.stored_tensor import to_numpy
 from sb3_extra_buffers.errors import (
     DamagedFileError,
     FileFormatError,
@@ -45,7 +46,6 @@ from sb3_extra_buffers.errors import (
 from sb3_extra_buffers.files.manifest import dump
 from sb3_extra_buffers.kernels import has_numba
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
-from sb3_extra_buffers.replay_buffers.stored_tensor import to_numpy
 from tests.replay_buffers.playing import SIDE, STACK, assert_same, steps, trajectory
 
 prioritized = importlib.import_module("torchrl.data.replay_buffers.samplers.prioritized")

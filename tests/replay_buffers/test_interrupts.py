@@ -13,8 +13,8 @@ pytest.importorskip("torchrl")
 
 from torchrl.data import TensorDictReplayBuffer
 
+from sb3_extra_buffers._torchrl.device_group import DeviceGroup
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
-from sb3_extra_buffers.replay_buffers.device_group import DeviceGroup
 from sb3_extra_buffers.stores import device_observation
 from tests.replay_buffers.interrupts import count_bytecodes, interrupt, points
 from tests.replay_buffers.playing import trajectory

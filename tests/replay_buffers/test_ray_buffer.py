@@ -22,6 +22,7 @@ pytest.importorskip("ray")
 import ray
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 
+from sb3_extra_buffers._torchrl.wire import pack, unpack
 from sb3_extra_buffers.errors import (
     CorruptPayloadError,
     DamagedFileError,
@@ -32,7 +33,6 @@ from sb3_extra_buffers.errors import (
 from sb3_extra_buffers.files import disk
 from sb3_extra_buffers.files.journal import read_journal
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
-from sb3_extra_buffers.replay_buffers.packing import pack, unpack
 from sb3_extra_buffers.replay_buffers.ray import CompressedRayReplayBuffer, CompressedReplayService
 from tests.replay_buffers.interrupts import count_bytecodes, interrupt, points
 from tests.replay_buffers.playing import assert_same, trajectory
@@ -316,7 +316,7 @@ def test_a_writer_killed_at_any_moment_has_what_it_acknowledged(tmp_path: Path) 
         sys.path.insert(0, {str(ROOT)!r})
         from pathlib import Path
         from sb3_extra_buffers.replay_buffers import ray as module
-        from sb3_extra_buffers.replay_buffers.packing import pack
+        from sb3_extra_buffers._torchrl.wire import pack
         from tests.replay_buffers.playing import trajectory
         from tests.replay_buffers.test_ray_buffer import service
         module._LEAST_JOURNAL = 3000

@@ -17,9 +17,9 @@ pytest.importorskip("torchrl")
 
 from torchrl.data import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
 
+from sb3_extra_buffers._torchrl.device_group import DeviceGroup
 from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
-from sb3_extra_buffers.replay_buffers.device_group import DeviceGroup
 from sb3_extra_buffers.replay_buffers.experience_memory import ReplayBuffer
 from sb3_extra_buffers.stores import device_observation
 from sb3_extra_buffers.stores.device import DeviceFrameStore
@@ -120,7 +120,7 @@ def test_items_replaced_out_of_turn(device: torch.device) -> None:
 
 
 def test_much_out_of_turn_is_put_in_order(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sb3_extra_buffers.replay_buffers.device_group._LOOSE_LEAST", 4)
+    monkeypatch.setattr("sb3_extra_buffers._torchrl.device_group._LOOSE_LEAST", 4)
     buffers = [
         TensorDictReplayBuffer(
             storage=storage, writer=TensorDictMaxValueWriter(rank_key=("next", "reward")), batch_size=8

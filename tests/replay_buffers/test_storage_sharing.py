@@ -17,9 +17,9 @@ pytest.importorskip("torchrl")
 from torch import multiprocessing as mp
 from torchrl.data import TensorDictReplayBuffer
 
+from sb3_extra_buffers._torchrl.sharing import RemoteGroup
 from sb3_extra_buffers.errors import SharingError, SpecMismatchError
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
-from sb3_extra_buffers.replay_buffers.sharing import RemoteGroup
 from tests.replay_buffers.playing import assert_same, steps, trajectory
 
 

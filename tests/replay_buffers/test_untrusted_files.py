@@ -22,6 +22,8 @@ pytest.importorskip("torchrl")
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
+from sb3_extra_buffers._torchrl.memmaps import read_memmaps
+from sb3_extra_buffers._torchrl.wire import pack, unpack
 from sb3_extra_buffers.errors import (
     CorruptPayloadError,
     DamagedFileError,
@@ -34,8 +36,6 @@ from sb3_extra_buffers.files import disk
 from sb3_extra_buffers.files.manifest import dump
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
 from sb3_extra_buffers.replay_buffers.experience_memory import ReplayBuffer
-from sb3_extra_buffers.replay_buffers.memmaps import read_memmaps
-from sb3_extra_buffers.replay_buffers.packing import pack, unpack
 from tests.replay_buffers.playing import assert_same, trajectory
 
 CPU = torch.device("cpu")

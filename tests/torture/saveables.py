@@ -367,7 +367,7 @@ class Service(Saveable):
         return self.make(place)
 
     def contents(self, made: Any) -> Contents:
-        from sb3_extra_buffers.replay_buffers.packing import unpack
+        from sb3_extra_buffers._torchrl.wire import unpack
 
         count = len(made)
         if not count:

@@ -21,8 +21,9 @@ class Kind(NamedTuple):
 
 
 _OURS = "sb3_extra_buffers"
-_TORCHRL = f"{_OURS}.replay_buffers"
-_EXPERIENCE = f"{_TORCHRL}.experience_memory"
+_TORCHRL = f"{_OURS}._torchrl"
+_STORAGE = f"{_OURS}.replay_buffers.compressed_storage"
+_EXPERIENCE = f"{_OURS}.replay_buffers.experience_memory"
 _BUFFERS = f"{_OURS}.compressed.buffers"
 _CONTRIB = f"{_OURS}.compressed.contrib"
 _SB3 = f"{_OURS}._sb3.parts:make_buffer"
@@ -42,8 +43,8 @@ KINDS: dict[str, Kind] = {
     "maskable-dict-rollout": Kind(f"{_CONTRIB}:CompressedMaskableDictRolloutBuffer", _SB3),
     "recurrent-rollout": Kind(f"{_CONTRIB}:CompressedRecurrentRolloutBuffer", _SB3),
     "recurrent-dict-rollout": Kind(f"{_CONTRIB}:CompressedRecurrentDictRolloutBuffer", _SB3),
-    "torchrl-storage": Kind(f"{_TORCHRL}.compressed_storage:CompressedStorage", f"{_TORCHRL}.checkpoint:make_storage"),
-    "experience": Kind(f"{_EXPERIENCE}:ReplayBuffer", f"{_EXPERIENCE}:make_buffer"),
+    "torchrl-storage": Kind(f"{_STORAGE}:CompressedStorage", f"{_TORCHRL}.checkpoint:make_storage"),
+    "experience": Kind(f"{_EXPERIENCE}:ReplayBuffer", f"{_EXPERIENCE}:restore_buffer"),
     "replay-service": Kind(f"{_TORCHRL}.service_state:ServiceState", f"{_TORCHRL}.service_state:make_state"),
     "gpu-replay": Kind(f"{_OURS}.gpu_buffers.replay_buffer:GpuReplayBuffer", _SB3),
     "gpu-rollout": Kind(f"{_OURS}.gpu_buffers.rollout_buffer:GpuRolloutBuffer", _SB3),

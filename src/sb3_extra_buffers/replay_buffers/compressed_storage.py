@@ -11,18 +11,9 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from sb3_extra_buffers.codecs.registry import get_codec
-from sb3_extra_buffers.errors import (
-    ArgumentError,
-    CodecOptionError,
-    IndexOutOfRangeError,
-    MissingExtraError,
-    SpecMismatchError,
-    UnknownFieldError,
-)
-from sb3_extra_buffers.replay_buffers.groups import Group, Pilot, join_keys
-from sb3_extra_buffers.replay_buffers.portable import PortableStorage
-from sb3_extra_buffers.replay_buffers.schema import (
+from sb3_extra_buffers._torchrl.groups import Group, Pilot, join_keys
+from sb3_extra_buffers._torchrl.portable import PortableStorage
+from sb3_extra_buffers._torchrl.schema import (
     Key,
     Spec,
     at_least,
@@ -32,8 +23,17 @@ from sb3_extra_buffers.replay_buffers.schema import (
     names_of,
     specs_of,
 )
-from sb3_extra_buffers.replay_buffers.stored_tensor import Positions, StoredTensor, leaf_spec, wrap
-from sb3_extra_buffers.replay_buffers.transactions import Write, follow_cursor
+from sb3_extra_buffers._torchrl.stored_tensor import Positions, StoredTensor, leaf_spec, wrap
+from sb3_extra_buffers._torchrl.transactions import Write, follow_cursor
+from sb3_extra_buffers.codecs.registry import get_codec
+from sb3_extra_buffers.errors import (
+    ArgumentError,
+    CodecOptionError,
+    IndexOutOfRangeError,
+    MissingExtraError,
+    SpecMismatchError,
+    UnknownFieldError,
+)
 from sb3_extra_buffers.stores import device_observation
 from sb3_extra_buffers.stores.choice import choose_unseen
 from sb3_extra_buffers.stores.locks import fork_safe_lock
@@ -46,7 +46,7 @@ except ImportError as error:
         "CompressedStorage needs 'torchrl' and 'tensordict': pip install 'sb3-extra-buffers[torchrl]'"
     ) from error
 
-from sb3_extra_buffers.replay_buffers.checkpoint import CompressedStorageCheckpointer
+from sb3_extra_buffers._torchrl.checkpoint import CompressedStorageCheckpointer
 
 __all__ = ["CompressedStorage"]
 
@@ -217,7 +217,7 @@ class CompressedStorage(PortableStorage):
     def _new_group(self, *arguments: Any) -> Any:
         if self._host_only or device_observation.stays_on_host(self.device):
             return Group(*arguments)
-        from sb3_extra_buffers.replay_buffers.device_group import DeviceGroup
+        from sb3_extra_buffers._torchrl.device_group import DeviceGroup
 
         return DeviceGroup(*arguments)
 

@@ -36,13 +36,13 @@ except ImportError as error:
         "ReplayBuffer needs 'torchrl' and 'tensordict': pip install 'sb3-extra-buffers[torchrl]'"
     ) from error
 
-from sb3_extra_buffers.replay_buffers.checkpoint import make_storage, move
+from sb3_extra_buffers._torchrl.checkpoint import make_storage, move
+from sb3_extra_buffers._torchrl.memmaps import read_json, remove_saved, write_json
+from sb3_extra_buffers._torchrl.schema import at_least, key_from_json, key_to_json, parse_dtype
+from sb3_extra_buffers._torchrl.stored_tensor import bits_of, to_numpy, to_torch
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
-from sb3_extra_buffers.replay_buffers.memmaps import read_json, remove_saved, write_json
-from sb3_extra_buffers.replay_buffers.schema import at_least, key_from_json, key_to_json, parse_dtype
-from sb3_extra_buffers.replay_buffers.stored_tensor import bits_of, to_numpy, to_torch
 
-__all__ = ["ReplayBuffer", "make_buffer"]
+__all__ = ["ReplayBuffer", "restore_buffer"]
 
 Indices = Sequence[int] | torch.Tensor | range
 Key = Any
@@ -359,7 +359,7 @@ class ReplayBuffer:
         return other
 
 
-def make_buffer(parts: LoadedParts) -> ReplayBuffer:
+def restore_buffer(parts: LoadedParts) -> ReplayBuffer:
     """The buffer that ``parts`` were taken from, on the host."""
     cpu, kind = torch.device("cpu"), parts.entry("storage", kind=str)
     n_envs = None if parts.entry("n_envs") is None else parts.number("n_envs", low=1)

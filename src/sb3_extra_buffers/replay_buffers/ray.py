@@ -18,6 +18,10 @@ import numpy as np
 import torch
 
 from sb3_extra_buffers import files
+from sb3_extra_buffers._torchrl.memmaps import read_json, remove_saved, write_json
+from sb3_extra_buffers._torchrl.schema import at_least
+from sb3_extra_buffers._torchrl.service_state import ServiceState
+from sb3_extra_buffers._torchrl.wire import pack, read_note, unpack
 from sb3_extra_buffers.errors import (
     CorruptPayloadError,
     DamagedFileError,
@@ -31,10 +35,6 @@ from sb3_extra_buffers.errors import (
 from sb3_extra_buffers.files import disk
 from sb3_extra_buffers.files.journal import Journal, read_journal
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
-from sb3_extra_buffers.replay_buffers.memmaps import read_json, remove_saved, write_json
-from sb3_extra_buffers.replay_buffers.packing import pack, read_note, unpack
-from sb3_extra_buffers.replay_buffers.schema import at_least
-from sb3_extra_buffers.replay_buffers.service_state import ServiceState
 
 try:
     import ray

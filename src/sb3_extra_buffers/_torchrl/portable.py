@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
+from sb3_extra_buffers._torchrl.sharing import GroupServer, RemoteGroup
+from sb3_extra_buffers._torchrl.stored_tensor import to_numpy
 from sb3_extra_buffers.errors import FileFormatError, MissingExtraError, SharingError
 from sb3_extra_buffers.files import kinds
 from sb3_extra_buffers.files.loading import make
 from sb3_extra_buffers.files.parts import flatten, unflatten
-from sb3_extra_buffers.replay_buffers.sharing import GroupServer, RemoteGroup
-from sb3_extra_buffers.replay_buffers.stored_tensor import to_numpy
 from sb3_extra_buffers.stores.locks import fork_safe_lock
 
 try:
@@ -30,8 +30,8 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from sb3_extra_buffers.replay_buffers.groups import Pilot
-    from sb3_extra_buffers.replay_buffers.transactions import Write
+    from sb3_extra_buffers._torchrl.groups import Pilot
+    from sb3_extra_buffers._torchrl.transactions import Write
 
 __all__ = ["PortableStorage"]
 
@@ -92,7 +92,7 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
 
     def to_parts(self) -> Any:
         """What a file or a state is given."""
-        from sb3_extra_buffers.replay_buffers.checkpoint import storage_parts
+        from sb3_extra_buffers._torchrl.checkpoint import storage_parts
 
         self.recover()
         if any(isinstance(group, RemoteGroup) for group in self.groups):
@@ -110,7 +110,7 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Hold what the storage held whose `state_dict` this is, one of these or of TorchRL's own."""
-        from sb3_extra_buffers.replay_buffers.checkpoint import move, take_over
+        from sb3_extra_buffers._torchrl.checkpoint import move, take_over
 
         if not isinstance(state_dict, Mapping):
             raise FileFormatError(f"a state is a dict, got a {type(state_dict).__name__}")

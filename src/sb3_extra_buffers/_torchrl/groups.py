@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from sb3_extra_buffers._torchrl.stored_tensor import Leaf, Positions
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
-from sb3_extra_buffers.replay_buffers.stored_tensor import Leaf, Positions
 from sb3_extra_buffers.stores.layout import find_layout
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.usage import MemoryUsage

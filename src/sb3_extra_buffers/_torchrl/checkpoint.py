@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sb3_extra_buffers import files
+from sb3_extra_buffers._torchrl.groups import Group
+from sb3_extra_buffers._torchrl.memmaps import read_json, read_memmaps
+from sb3_extra_buffers._torchrl.schema import (
+    key_from_json,
+    key_to_json,
+    parse_dtype,
+    parse_shape,
+    specs_of,
+)
+from sb3_extra_buffers._torchrl.stored_tensor import bits_of, to_numpy, to_torch
 from sb3_extra_buffers.errors import (
     FileFormatError,
     MissingExtraError,
@@ -19,18 +29,8 @@ from sb3_extra_buffers.errors import (
     SharingError,
     SpecMismatchError,
 )
-from sb3_extra_buffers.files import disk, manifest, values
+from sb3_extra_buffers.files import disk, kinds, manifest, values
 from sb3_extra_buffers.files.parts import LoadedParts, Parts
-from sb3_extra_buffers.replay_buffers.groups import Group
-from sb3_extra_buffers.replay_buffers.memmaps import read_json, read_memmaps
-from sb3_extra_buffers.replay_buffers.schema import (
-    key_from_json,
-    key_to_json,
-    parse_dtype,
-    parse_shape,
-    specs_of,
-)
-from sb3_extra_buffers.replay_buffers.stored_tensor import bits_of, to_numpy, to_torch
 from sb3_extra_buffers.stores import device_observation
 from sb3_extra_buffers.stores.observation import ObservationStore
 
@@ -42,8 +42,7 @@ except ImportError as error:
         "CompressedStorage needs 'torchrl' and 'tensordict': pip install 'sb3-extra-buffers[torchrl]'"
     ) from error
 
-if TYPE_CHECKING:
-    from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
+CompressedStorage = Any
 
 __all__ = ["KIND", "CompressedStorageCheckpointer", "make_storage", "move", "storage_parts", "take_over"]
 
@@ -164,10 +163,8 @@ def _on_host(storage: CompressedStorage) -> list[Group]:
 
 def make_storage(parts: LoadedParts) -> CompressedStorage:
     """A storage on the host that holds what ``parts`` say; a tree of tensors as a tuple of its leaves."""
-    from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
-
     n_envs = None if parts.entry("n_envs") is None else parts.number("n_envs", low=1)
-    storage = (parts.target or CompressedStorage)(
+    storage: CompressedStorage = (parts.target or kinds.class_of(KIND))(
         parts.number("max_size", low=1),
         ndim=parts.number("ndim", low=1, stop=32),
         n_envs=n_envs,

@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sb3_extra_buffers._torchrl.groups import find_n_envs, join_keys
+from sb3_extra_buffers._torchrl.schema import key_from_json, parse_dtype, parse_shape
+from sb3_extra_buffers._torchrl.stored_tensor import leaf_spec, to_numpy, to_torch
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.registry import get_codec, is_available
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.errors import CorruptPayloadError, MissingExtraError, NotSaveableError
 from sb3_extra_buffers.kernels import frame_kernels
-from sb3_extra_buffers.replay_buffers.groups import find_n_envs, join_keys
-from sb3_extra_buffers.replay_buffers.schema import key_from_json, parse_dtype, parse_shape
-from sb3_extra_buffers.replay_buffers.stored_tensor import leaf_spec, to_numpy, to_torch
 from sb3_extra_buffers.stores.choice import choose_unseen
 from sb3_extra_buffers.stores.layout import StackLayout, find_layout
 

@@ -15,11 +15,11 @@ from urllib.parse import quote
 import numpy as np
 import torch
 
+from sb3_extra_buffers._torchrl.schema import parse_dtype, parse_shape
+from sb3_extra_buffers._torchrl.stored_tensor import bits_of, to_torch
 from sb3_extra_buffers.errors import DamagedFileError, FileFormatError, MissingExtraError, UntrustedFileError
 from sb3_extra_buffers.files import disk
 from sb3_extra_buffers.files.saving import OURS
-from sb3_extra_buffers.replay_buffers.schema import parse_dtype, parse_shape
-from sb3_extra_buffers.replay_buffers.stored_tensor import bits_of, to_torch
 
 try:
     from tensordict import TensorDict

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sb3_extra_buffers._torchrl.groups import Key, steps_of
+from sb3_extra_buffers._torchrl.stored_tensor import GroupLeaf, Positions, as_rows, to_numpy
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
-from sb3_extra_buffers.replay_buffers.groups import Key, steps_of
-from sb3_extra_buffers.replay_buffers.stored_tensor import GroupLeaf, Positions, as_rows, to_numpy
 from sb3_extra_buffers.stores.device_observation import DeviceObservations, DevicePlace, IndexBatch
 from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.staging import torch_dtype

@@ -11,8 +11,8 @@ pytest.importorskip("tensordict")
 
 from tensordict import TensorDict
 
+from sb3_extra_buffers._torchrl.wire import pack, read_note, unpack
 from sb3_extra_buffers.errors import CorruptPayloadError, NotSaveableError
-from sb3_extra_buffers.replay_buffers.packing import pack, read_note, unpack
 from tests.replay_buffers.playing import assert_same, steps, trajectory
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from sb3_extra_buffers._torchrl.stored_tensor import GroupLeaf, Positions, to_torch
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.errors import SharingError
-from sb3_extra_buffers.replay_buffers.stored_tensor import GroupLeaf, Positions, to_torch
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 __all__ = ["GroupServer", "RemoteGroup"]

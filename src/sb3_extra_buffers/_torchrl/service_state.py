@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from sb3_extra_buffers._torchrl.checkpoint import make_storage, move
+from sb3_extra_buffers._torchrl.schema import parse_dtype
+from sb3_extra_buffers._torchrl.stored_tensor import bits_of, to_numpy, to_torch
 from sb3_extra_buffers.errors import FileFormatError
 from sb3_extra_buffers.files import values
 from sb3_extra_buffers.files.parts import LoadedParts, Parts
-from sb3_extra_buffers.replay_buffers.checkpoint import make_storage, move
-from sb3_extra_buffers.replay_buffers.schema import parse_dtype
-from sb3_extra_buffers.replay_buffers.stored_tensor import bits_of, to_numpy, to_torch
 
 __all__ = ["ServiceState", "make_state"]
 
