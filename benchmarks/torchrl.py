@@ -155,7 +155,7 @@ def wire(game: str, n_steps: int, what: str) -> dict[str, Any]:
     """Bytes for a transition as a packet, and as the tensors that Ray would send."""
     import torch
 
-    from sb3_extra_buffers._torchrl.wire import pack, unpack
+    from sb3_extra_buffers._torchrl.wire import decode_packet, encode_packet
 
     sent = []
     if what == "sampled":
@@ -167,8 +167,8 @@ def wire(game: str, n_steps: int, what: str) -> dict[str, Any]:
         steps = tensordicts(game, n_steps)
         for _ in range(20):
             sent.append(torch.cat([next(steps) for _ in range(64)]))
-    packets = [pack(data) for data in sent]
-    if not all((unpack(packet) == data).all() for packet, data in zip(packets, sent, strict=True)):
+    packets = [encode_packet(data) for data in sent]
+    if not all((decode_packet(packet) == data).all() for packet, data in zip(packets, sent, strict=True)):
         raise AssertionError("packets do not give back what was packed")
     count = sum(map(len, sent))
     return {

@@ -33,7 +33,7 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 
-from sb3_extra_buffers._torchrl.stored_tensor import to_numpy
+from sb3_extra_buffers._torchrl.tensors import to_numpy
 from sb3_extra_buffers.errors import (
     DamagedFileError,
     FileFormatError,

@@ -40,5 +40,5 @@ def test_what_was_saved_once_goes_on() -> None:
     assert experience.metadata == {"buffer_size": 40, "data_size": 40, "pointer": 10}
     state = files.load(SAVED / "replay-service")
     assert state.writer == {"_cursor": 20, "_write_count": 60}
-    assert state.writers["a"][0] == 3
-    assert state.writers["a"][1].tolist() == [4, 5]
+    assert state.clients["a"][0] == 3
+    assert state.clients["a"][1].tolist() == [4, 5]

@@ -22,7 +22,7 @@ pytest.importorskip("ray")
 import ray
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 
-from sb3_extra_buffers._torchrl.wire import pack, unpack
+from sb3_extra_buffers._torchrl.wire import decode_packet, encode_packet
 from sb3_extra_buffers.errors import (
     CorruptPayloadError,
     DamagedFileError,
@@ -48,7 +48,7 @@ def service(folder: Path | None = None, size: int = 100) -> Any:
 
 
 def contents(buffer: Any) -> Any:
-    return unpack(buffer.packed(slice(None))).exclude("index")
+    return decode_packet(buffer.packed(slice(None))).exclude("index")
 
 
 # ---- without a cluster ----
@@ -56,17 +56,17 @@ def contents(buffer: Any) -> Any:
 
 def test_packets_go_in_and_come_out() -> None:
     buffer, data = service(), trajectory(30)
-    index = buffer.extend(pack(data))
+    index = buffer.extend(encode_packet(data))
     assert index.tolist() == list(range(30))
-    batch = unpack(buffer.sample())
+    batch = decode_packet(buffer.sample())
     assert_same(batch.exclude("index"), data[batch["index"]])
 
 
 def test_a_packet_that_comes_again_is_stored_once() -> None:
     buffer, data = service(), trajectory(30)
-    first = buffer.extend(pack(data[:10], writer="a", number=1))
-    again = buffer.extend(pack(data[:10], writer="a", number=1))
-    buffer.extend(pack(data[10:20], writer="b", number=1))
+    first = buffer.extend(encode_packet(data[:10], writer="a", number=1))
+    again = buffer.extend(encode_packet(data[:10], writer="a", number=1))
+    buffer.extend(encode_packet(data[10:20], writer="b", number=1))
     assert torch.equal(first, again)
     assert len(buffer) == 20
 
@@ -76,26 +76,26 @@ def test_a_new_buffer_is_where_the_old_one_was(tmp_path: Path, saved_after: int 
     data = trajectory(130)
     old = service(tmp_path)
     for number in range(12):
-        old.extend(pack(data[10 * number : 10 * number + 10], writer="a", number=number + 1))
+        old.extend(encode_packet(data[10 * number : 10 * number + 10], writer="a", number=number + 1))
         if number == saved_after:
             old.checkpoint()
 
     new = service(tmp_path)
     assert_same(contents(new), contents(old))
     # its sender never heard of the last one
-    repeated = new.extend(pack(data[110:120], writer="a", number=12))
+    repeated = new.extend(encode_packet(data[110:120], writer="a", number=12))
     assert repeated.tolist() == list(range(10, 20))
-    new.extend(pack(data[120:], writer="a", number=13))
+    new.extend(encode_packet(data[120:], writer="a", number=13))
     assert_same(contents(service(tmp_path)), contents(new))
     assert not list(tmp_path.rglob("*.pkl"))
     assert len(list(tmp_path.glob("journal-*"))) == 1
 
 
 def test_a_long_journal_becomes_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sb3_extra_buffers.replay_buffers.ray._LEAST_JOURNAL", 5000)
+    monkeypatch.setattr("sb3_extra_buffers.replay_buffers.ray._MIN_JOURNAL_BYTES", 5000)
     buffer = service(tmp_path)
     for first in range(0, 120, 10):
-        buffer.extend(pack(trajectory(120)[first : first + 10]))
+        buffer.extend(encode_packet(trajectory(120)[first : first + 10]))
     assert len(list(tmp_path.glob("snapshot-*"))) == 1
     assert_same(contents(service(tmp_path)), contents(buffer))
 
@@ -104,7 +104,7 @@ def test_damage_in_the_middle_of_a_journal_is_named_and_a_cut_at_its_end_is_not(
     data = trajectory(30)
     buffer = service(tmp_path)
     for first in (0, 10, 20):
-        buffer.extend(pack(data[first : first + 10]))
+        buffer.extend(encode_packet(data[first : first + 10]))
     [journal] = tmp_path.glob("journal-*")
     whole = journal.read_bytes()
 
@@ -125,7 +125,7 @@ def test_a_flipped_bit_anywhere_in_a_journal_loses_nothing_silently(tmp_path: Pa
     ends = []
     [journal] = tmp_path.glob("journal-*")
     for first in range(0, 40, 10):
-        buffer.extend(pack(data[first : first + 10]))
+        buffer.extend(encode_packet(data[first : first + 10]))
         ends.append(journal.stat().st_size)
     whole = journal.read_bytes()
     # of every record: all of its header, and some of what follows
@@ -146,7 +146,7 @@ def test_zeros_at_the_end_of_a_journal_are_what_a_power_cut_left(tmp_path: Path)
     data = trajectory(30)
     buffer = service(tmp_path)
     for first in (0, 10):
-        buffer.extend(pack(data[first : first + 10]))
+        buffer.extend(encode_packet(data[first : first + 10]))
     [journal] = tmp_path.glob("journal-*")
     for zeros in (1, 512, 4096):
         whole = journal.read_bytes()
@@ -154,7 +154,7 @@ def test_zeros_at_the_end_of_a_journal_are_what_a_power_cut_left(tmp_path: Path)
         again = service(tmp_path)
         assert_same(contents(again), data[:20])
         assert journal.read_bytes() == whole
-    again.extend(pack(data[20:]))
+    again.extend(encode_packet(data[20:]))
     assert_same(contents(service(tmp_path)), data)
 
 
@@ -162,20 +162,20 @@ def test_a_full_disk_leaves_no_half_packet_behind(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     data = trajectory(30)
     buffer = service(tmp_path)
-    buffer.extend(pack(data[:10]))
+    buffer.extend(encode_packet(data[:10]))
     [journal] = tmp_path.glob("journal-*")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (journal.stat().st_size + 100, limits[1]))
     try:
         with pytest.raises(FileWriteError, match="journal"):
-            buffer.extend(pack(data[10:20], writer="a", number=1))
+            buffer.extend(encode_packet(data[10:20], writer="a", number=1))
         # refused means not stored
         assert_same(contents(buffer), data[:10])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     for _ in range(2):
-        buffer.extend(pack(data[10:20], writer="a", number=1))
-    buffer.extend(pack(data[20:]))
+        buffer.extend(encode_packet(data[10:20], writer="a", number=1))
+    buffer.extend(encode_packet(data[20:]))
     assert_same(contents(buffer), data)
     assert_same(contents(service(tmp_path)), data)
 
@@ -185,7 +185,7 @@ def test_a_packet_that_cannot_be_stored_is_not_in_the_journal_either(
 ) -> None:
     data = trajectory(30)
     buffer = service(tmp_path)
-    buffer.extend(pack(data[:10], writer="a", number=1))
+    buffer.extend(encode_packet(data[:10], writer="a", number=1))
 
     def fail(*_: Any) -> Any:
         raise MemoryError("no room")
@@ -193,14 +193,14 @@ def test_a_packet_that_cannot_be_stored_is_not_in_the_journal_either(
     with monkeypatch.context() as patch:
         patch.setattr(buffer._storage.groups[0], "write", fail)
         with pytest.raises(MemoryError):
-            buffer.extend(pack(data[10:20], writer="a", number=2))
-    for bad in (b"nothing", pack(data[:3].exclude("action")), pack(data[:3], writer=3, number="x")):
+            buffer.extend(encode_packet(data[10:20], writer="a", number=2))
+    for bad in (b"nothing", encode_packet(data[:3].exclude("action")), encode_packet(data[:3], writer=3, number="x")):
         with pytest.raises((CorruptPayloadError, SpecMismatchError)):
             buffer.extend(bad)
     assert_same(contents(buffer), data[:10])
     assert_same(contents(service(tmp_path)), data[:10])
-    buffer.extend(pack(data[10:20], writer="a", number=2))
-    buffer.extend(pack(data[10:20], writer="a", number=2))
+    buffer.extend(encode_packet(data[10:20], writer="a", number=2))
+    buffer.extend(encode_packet(data[10:20], writer="a", number=2))
     assert_same(contents(buffer), data[:20])
     assert_same(contents(service(tmp_path)), data[:20])
 
@@ -214,8 +214,8 @@ def test_a_packet_interrupted_anywhere_is_stored_once_when_it_is_sent_again(
     for at in [None, *points(4000, 40)]:
         folder = tmp_path / str(at)
         buffer = service(folder, size=30)
-        buffer.extend(pack(data[:30], writer="a", number=1))
-        packet = pack(data[30:], writer="a", number=2)
+        buffer.extend(encode_packet(data[:30], writer="a", number=1))
+        packet = encode_packet(data[30:], writer="a", number=2)
         if at is None:
             total = count_bytecodes(partial(buffer.extend, packet))
         else:
@@ -229,7 +229,7 @@ def test_a_packet_interrupted_anywhere_is_stored_once_when_it_is_sent_again(
 
 def test_checkpoints_reach_the_disk_before_anything_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = service(tmp_path)
-    buffer.extend(pack(trajectory(30)))
+    buffer.extend(encode_packet(trajectory(30)))
     done: list[tuple[str, str]] = []
     names: dict[int, str] = {}
     for name in ("create", "fsync", "replace", "unlink", "sync_folder"):
@@ -258,9 +258,9 @@ def test_checkpoints_reach_the_disk_before_anything_is_deleted(tmp_path: Path, m
 def test_a_checkpoint_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = trajectory(60)
     buffer = service(tmp_path)
-    buffer.extend(pack(data[:20]))
+    buffer.extend(encode_packet(data[:20]))
     buffer.checkpoint()
-    buffer.extend(pack(data[20:40]))
+    buffer.extend(encode_packet(data[20:40]))
     write_all = disk.write_all
     for failing in range(1, 4):
         left = [failing]
@@ -277,7 +277,7 @@ def test_a_checkpoint_that_fails_changes_nothing(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(disk, "write_all", write_all)
         assert len(list(tmp_path.iterdir())) == 3
         assert_same(contents(service(tmp_path)), data[:40])
-    buffer.extend(pack(data[40:]))
+    buffer.extend(encode_packet(data[40:]))
     buffer.checkpoint()
     assert_same(contents(service(tmp_path)), data)
 
@@ -290,12 +290,12 @@ def test_what_the_sampler_knows_is_in_the_snapshot(tmp_path: Path) -> None:
         )  # fmt: skip
 
     old = make()
-    old.extend(pack(trajectory(32)))
-    seen = unpack(old.sample())["index"].tolist()
+    old.extend(encode_packet(trajectory(32)))
+    seen = decode_packet(old.sample())["index"].tolist()
     old.checkpoint()
     new = make()
     for _ in range(3):
-        seen += unpack(new.sample())["index"].tolist()
+        seen += decode_packet(new.sample())["index"].tolist()
     assert sorted(seen) == list(range(32))
     assert not [path for path in tmp_path.rglob("*") if path.suffix in (".pt", ".pkl", ".pickle")]
     assert new._writer._cursor == old._writer._cursor == 32
@@ -316,17 +316,17 @@ def test_a_writer_killed_at_any_moment_has_what_it_acknowledged(tmp_path: Path) 
         sys.path.insert(0, {str(ROOT)!r})
         from pathlib import Path
         from sb3_extra_buffers.replay_buffers import ray as module
-        from sb3_extra_buffers._torchrl.wire import pack
+        from sb3_extra_buffers._torchrl.wire import encode_packet
         from tests.replay_buffers.playing import trajectory
         from tests.replay_buffers.test_ray_buffer import service
-        module._LEAST_JOURNAL = 3000
+        module._MIN_JOURNAL_BYTES = 3000
         data = trajectory(60)
         buffer = service(Path({str(tmp_path)!r}), size=100000)
         number = 0
         while True:
             number += 1
             data["action"][:] = number
-            buffer.extend(pack(data, writer="a", number=number))
+            buffer.extend(encode_packet(data, writer="a", number=number))
             print(number, flush=True)
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]

@@ -101,7 +101,7 @@ def test_items_one_by_one_and_steps_in_parts(device: torch.device) -> None:
     same_samples(ours, theirs)
     assert is_on_device(ours.storage)
     # of the step under way alone
-    assert max(loose.count for loose in ours.storage.groups[0]._loose) <= 2
+    assert max(raw.count for raw in ours.storage.groups[0]._raw) <= 2
 
 
 def test_items_replaced_out_of_turn(device: torch.device) -> None:
@@ -120,7 +120,7 @@ def test_items_replaced_out_of_turn(device: torch.device) -> None:
 
 
 def test_much_out_of_turn_is_put_in_order(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sb3_extra_buffers._torchrl.device_group._LOOSE_LEAST", 4)
+    monkeypatch.setattr("sb3_extra_buffers._torchrl.device_group._MIN_RAW", 4)
     buffers = [
         TensorDictReplayBuffer(
             storage=storage, writer=TensorDictMaxValueWriter(rank_key=("next", "reward")), batch_size=8
@@ -132,7 +132,7 @@ def test_much_out_of_turn_is_put_in_order(device: torch.device, monkeypatch: pyt
             buffer.extend(trajectory(60)[first : first + 12].to(device).clone())
     assert_same(buffers[0][:].clone(), buffers[1][:].clone())
     [group] = buffers[0].storage.groups
-    assert max(loose.count for loose in group._loose) <= 4
+    assert max(raw.count for raw in group._raw) <= 4
     buffers[0].storage.check()
 
 
@@ -171,7 +171,7 @@ def test_files_and_copies(device: torch.device, tmp_path: Path, n_items: int) ->
             buffer.extend(data.clone().to(device))
     assert_same(again[:].clone(), theirs[:].clone())
     # its turn went on where it was
-    assert max(loose.count for loose in again.storage.groups[0]._loose) == 0
+    assert max(raw.count for raw in again.storage.groups[0]._raw) == 0
     for copied in (copy.deepcopy(ours.storage), pickle.loads(pickle.dumps(ours.storage))):
         assert_same(copied[:].clone(), theirs.storage[:].clone())
 

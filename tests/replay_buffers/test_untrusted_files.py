@@ -23,7 +23,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from sb3_extra_buffers._torchrl.memmaps import read_memmaps
-from sb3_extra_buffers._torchrl.wire import pack, unpack
+from sb3_extra_buffers._torchrl.wire import decode_packet, encode_packet
 from sb3_extra_buffers.errors import (
     CorruptPayloadError,
     DamagedFileError,
@@ -355,7 +355,7 @@ def packed(header: dict[str, Any], body: bytes) -> bytes:
 @pytest.mark.parametrize("seed", range(3))
 def test_forged_packets_raise_one_kind_of_error(seed: int) -> None:
     rng = random.Random(seed)
-    header, body = header_of(pack(trajectory(12), writer="a", number=3))
+    header, body = header_of(encode_packet(trajectory(12), writer="a", number=3))
     places = leaves_of(header)
     for _ in range(400):
         forged = copy.deepcopy(header)
@@ -365,7 +365,7 @@ def test_forged_packets_raise_one_kind_of_error(seed: int) -> None:
             old = old[part]
         put(forged, path, forged_values(old, rng))
         try:
-            found = unpack(packed(forged, body))
+            found = decode_packet(packed(forged, body))
         except CorruptPayloadError:
             continue
         assert found.numel() <= 12
@@ -387,16 +387,16 @@ def test_forged_packets_raise_one_kind_of_error(seed: int) -> None:
     ],
 )
 def test_what_a_packet_claims_is_checked_before_it_is_made(change: Any) -> None:
-    header, body = header_of(pack(trajectory(12)))
+    header, body = header_of(encode_packet(trajectory(12)))
     change(header)
     with pytest.raises(CorruptPayloadError):
-        unpack(packed(header, body))
+        decode_packet(packed(header, body))
 
 
 @pytest.mark.parametrize("packet", [b"", b"XBT1", 3, None, "text", b"XBT1\xff\xff\xff\xff{}", b"x" * 100])
 def test_what_is_no_packet_is_named(packet: Any) -> None:
     with pytest.raises(CorruptPayloadError):
-        unpack(packet)
+        decode_packet(packet)
 
 
 # ---- full disks ----

@@ -11,7 +11,7 @@ pytest.importorskip("tensordict")
 
 from tensordict import TensorDict
 
-from sb3_extra_buffers._torchrl.wire import pack, read_note, unpack
+from sb3_extra_buffers._torchrl.wire import decode_packet, encode_packet, packet_note
 from sb3_extra_buffers.errors import CorruptPayloadError, NotSaveableError
 from tests.replay_buffers.playing import assert_same, steps, trajectory
 
@@ -47,31 +47,31 @@ def collected(kind: str) -> TensorDict:
 )  # fmt: skip
 def test_what_is_packed_is_unpacked(kind: str) -> None:
     data = collected(kind)
-    packet = pack(data, writer="me", number=3)
+    packet = encode_packet(data, writer="me", number=3)
 
-    assert_same(unpack(packet), data)
-    assert read_note(packet) == {"writer": "me", "number": 3}
+    assert_same(decode_packet(packet), data)
+    assert packet_note(packet) == {"writer": "me", "number": 3}
     # what was unpacked is its receiver's own
-    unpack(packet).zero_()
-    assert_same(unpack(packet), data)
+    decode_packet(packet).zero_()
+    assert_same(decode_packet(packet), data)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("steps of three", 0.03), ("trajectories", 0.04), ("a sample", 0.12)])
 def test_packets_are_small(kind: str, most: float) -> None:
     data = collected(kind)
-    assert len(pack(data)) < most * sum(value.nbytes for value in data.values(True, True))
+    assert len(encode_packet(data)) < most * sum(value.nbytes for value in data.values(True, True))
 
 
 def test_damaged_packets_are_refused() -> None:
-    packet = pack(trajectory(10))
+    packet = encode_packet(trajectory(10))
     for damaged in (b"", b"hello world", packet[:-1], packet + b"x", packet[:3] + b"9" + packet[4:]):
         with pytest.raises(CorruptPayloadError):
-            unpack(damaged)
+            decode_packet(damaged)
     for place in range(8, len(packet), max(len(packet) // 200, 1)):
         changed = bytearray(packet)
         changed[place] ^= 0x15
         try:
-            unpack(bytes(changed))
+            decode_packet(bytes(changed))
         except CorruptPayloadError:
             continue
 
@@ -80,4 +80,4 @@ def test_objects_are_not_packed() -> None:
     data: Any = TensorDict({"x": torch.zeros(2)}, batch_size=[2])
     data["name"] = "a string"
     with pytest.raises(NotSaveableError):
-        pack(data)
+        encode_packet(data)

@@ -1,4 +1,4 @@
-"""How a compressed storage leaves its process: states, pickles, and other processes that have it too."""
+"""How a compressed storage leaves its process: saved, copied, or shared with other processes."""
 
 from __future__ import annotations
 
@@ -7,77 +7,129 @@ import os
 import pickle
 from collections.abc import Mapping
 from multiprocessing.context import get_spawning_popen
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
+from tensordict import TensorDict
+from torch.utils._pytree import tree_leaves, tree_map
+from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 
+from sb3_extra_buffers._torchrl.checkpoint import CompressedStorageCheckpointer, storage_parts
+from sb3_extra_buffers._torchrl.env_probe import EnvProbe
+from sb3_extra_buffers._torchrl.groups import HostGroup
+from sb3_extra_buffers._torchrl.layout import KeyLayout
+from sb3_extra_buffers._torchrl.schema import Key
 from sb3_extra_buffers._torchrl.sharing import GroupServer, RemoteGroup
-from sb3_extra_buffers._torchrl.stored_tensor import to_numpy
-from sb3_extra_buffers.errors import FileFormatError, MissingExtraError, SharingError
+from sb3_extra_buffers._torchrl.table import ItemTable, example_item
+from sb3_extra_buffers._torchrl.tensors import to_numpy
+from sb3_extra_buffers._torchrl.transactions import PendingWrite
+from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.errors import FileFormatError, SharingError, SpecMismatchError
 from sb3_extra_buffers.files import kinds
 from sb3_extra_buffers.files.loading import make
-from sb3_extra_buffers.files.parts import flatten, unflatten
+from sb3_extra_buffers.files.parts import Parts, flatten, unflatten
+from sb3_extra_buffers.stores import device_observation
 from sb3_extra_buffers.stores.locks import fork_safe_lock
 
-try:
-    from tensordict import TensorDict, is_tensor_collection
-    from torchrl.data.replay_buffers.storages import Storage, TensorStorage
-except ImportError as error:
-    raise MissingExtraError(
-        "CompressedStorage needs 'torchrl' and 'tensordict': pip install 'sb3-extra-buffers[torchrl]'"
-    ) from error
+__all__ = ["CONTENTS", "PortableStorage", "group_class"]
 
-if TYPE_CHECKING:
-    from sb3_extra_buffers._torchrl.groups import Pilot
-    from sb3_extra_buffers._torchrl.transactions import Write
+#: attributes that the first write sets, that a failed write restores and that loading replaces
+CONTENTS = ("_storage", "initialized", "max_size", "table", "device", "_probe", "_last_cursor")
+# items copied from TorchRL's own storages at a time
+_CHUNK = 256
 
-__all__ = ["PortableStorage"]
+
+def group_class(device: torch.device) -> Any:
+    """Return the class of the groups of a storage on ``device``."""
+    if device_observation.stays_on_host(device):
+        return HostGroup
+    from sb3_extra_buffers._torchrl.device_group import DeviceGroup
+
+    return DeviceGroup
 
 
 class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no types
-    """What a `CompressedStorage` does to be saved, copied and shared.
+    """The part of `CompressedStorage` that saves, copies and shares it.
 
-    It belongs to the process that made it. Those that are started with it ask that one; a forked child reads what was
-    there and is refused to write.
+    A storage belongs to the process that created it. Processes that are spawned with it send their requests to that
+    process; a forked child can read what was stored before the fork, and gets an error when it writes.
     """
+
+    _default_checkpointer = CompressedStorageCheckpointer
 
     _storage: Any
     device: Any
-    groups: list[Any]
-    lead: tuple[int, ...]
-    _dense: dict[Any, torch.Tensor]
-    _pilot: Pilot | None
-    _open: Write | None
-    announced: Write | None
+    ndim: int
+    n_envs: int | None
+    compression_method: Any
+    compression_kwargs: dict[str, Any]
+    capacity: int
+    table: ItemTable
+    announced: PendingWrite | None
+    _probe: EnvProbe | None
+    _open: PendingWrite | None
     _lock: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._count = 0
-        # the length, where other processes have this storage too, and who answers them
+        # the length in shared memory, and the server that answers other processes, once there are any
         self._shared_count: Any = None
         self._server: GroupServer | None = None
         self._owner = os.getpid()
         super().__init__(*args, **kwargs)
 
-    def _leaves(self) -> dict[Any, torch.Tensor]:
+    def empty_copy(self) -> PortableStorage:
+        """Return an empty storage with the same options."""
         raise NotImplementedError
 
-    def _use_groups(self, groups: list[Any]) -> None:
+    def new_table(self, item: Any, layout: KeyLayout | None = None, kind: Any = None) -> ItemTable:
+        """Return an empty table for items like ``item``, with groups of class ``kind``."""
+        raise NotImplementedError
+
+    def new_group(
+        self,
+        keys: list[Key],
+        spec: ObsSpec,
+        dtype: torch.dtype,
+        n_rows: int,
+        n_streams: int,
+        device: torch.device,
+        kind: Any = None,
+    ) -> Any:
+        """Return an empty group, compressed as this storage compresses ``keys``."""
+        raise NotImplementedError
+
+    def use_table(self, table: ItemTable, item: Any, device: torch.device, probe: EnvProbe | None = None) -> None:
+        """Hold ``table`` from now on, whose items are structured like ``item``."""
         raise NotImplementedError
 
     def recover(self) -> None:
+        """Complete or undo a write that was interrupted, if there is one."""
         raise NotImplementedError
 
-    def _check_owner(self) -> None:
-        if os.getpid() != self._owner:
-            raise SharingError(
-                "this CompressedStorage belongs to the process that was forked, and what is written here would be "
-                "lost; start processes with 'spawn', or hold the buffer in Ray (CompressedRayReplayBuffer)"
-            )
+    @property
+    def structure(self) -> Any:
+        """The TensorDict or tree over all items."""
+        return self._storage
 
-    # TensorStorage keeps it in shared memory from the beginning, which takes a lock to read
+    @property
+    def last_cursor(self) -> int | None:
+        """The step that was written last."""
+        cursor: int | None = self._last_cursor_index
+        return cursor
+
+    @property
+    def groups(self) -> list[Any]:
+        """The groups of keys that are compressed."""
+        return self.table.groups
+
+    @property
+    def lock(self) -> Any:
+        """Held while the storage is written to, read or saved."""
+        return self._lock
+
+    # TensorStorage has the length in shared memory from the beginning, which takes a lock to read
 
     @property
     def _len(self) -> int:
@@ -90,17 +142,21 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
         else:
             self._shared_count.value = int(value)
 
-    def to_parts(self) -> Any:
-        """What a file or a state is given."""
-        from sb3_extra_buffers._torchrl.checkpoint import storage_parts
+    def set_length(self, length: int, last_cursor: int | None) -> None:
+        """Declare the first ``length`` items stored."""
+        self._len = length
+        self._set_last_cursor(last_cursor)
 
+    # ---- saving ----
+
+    def to_parts(self) -> Parts:
+        """Return what `files.save` and `state_dict` store."""
         self.recover()
-        if any(isinstance(group, RemoteGroup) for group in self.groups):
-            raise SharingError("only the process that holds a shared CompressedStorage can copy or save it")
+        self._check_local()
         return storage_parts(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` of another storage of this size needs; tensors, numbers and text."""
+        """Return tensors, numbers and strings for `load_state_dict` of another storage of this size."""
         with self._lock:
             description, arrays = flatten(self.to_parts())
             tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
@@ -109,55 +165,149 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
             }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hold what the storage held whose `state_dict` this is, one of these or of TorchRL's own."""
-        from sb3_extra_buffers._torchrl.checkpoint import move, take_over
-
+        """Load the `state_dict` of a `CompressedStorage` or of one of TorchRL's tensor storages."""
         if not isinstance(state_dict, Mapping):
-            raise FileFormatError(f"a state is a dict, got a {type(state_dict).__name__}")
+            raise FileFormatError(f"a state must be a dict, got a {type(state_dict).__name__}")
         if "_storage" in state_dict:
-            data, length = state_dict["_storage"], state_dict.get("_len")
-            try:
-                if not isinstance(data, torch.Tensor):
-                    data = TensorDict().load_state_dict(data, strict=False)
-            except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
-                raise FileFormatError(f"this is no state of a storage: {error}") from error
-            if type(length) is not int or not 0 <= length <= data.numel():
-                raise FileFormatError(f"a state of {length!r} items is none")
-            take_over(self, data, length)
+            self._load_tensors(state_dict)
         else:
             arrays = state_dict.get("arrays")
             if not isinstance(arrays, Mapping) or not all(isinstance(part, torch.Tensor) for part in arrays.values()):
-                raise FileFormatError("this is no state of a storage: it has no arrays")
+                raise FileFormatError("not the state of a storage: it has no arrays")
             tables = {name: to_numpy(tensor) for name, tensor in arrays.items()}
             parts = unflatten(state_dict.get("description"), tables, type(self))
             kinds.check_target(parts.kind, type(self))
-            move(make(parts), self)
+            self.take_over(make(parts))
         self._bump_mutation_revision()
 
+    def _load_tensors(self, state_dict: Mapping[str, Any]) -> None:
+        data, length = state_dict["_storage"], state_dict.get("_len")
+        try:
+            if not isinstance(data, torch.Tensor):
+                data = TensorDict().load_state_dict(data, strict=False)
+        except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise FileFormatError(f"not the state of a storage: {error}") from error
+        if type(length) is not int or not 0 <= length <= data.numel():
+            raise FileFormatError(f"the state of a storage cannot have {length!r} items")
+        self.load_items(data, length)
+
+    def load_items(self, data: Any, length: int) -> None:
+        """Replace all items by the first ``length`` of ``data``; if that fails, nothing changes."""
+        if length > self.capacity:
+            raise SpecMismatchError(f"{length} items were saved, but this storage has room for {self.capacity}")
+        steps = -(-length // max(int(np.prod(data.shape[1 : self.ndim])), 1))
+        loaded = self.empty_copy()
+        for first in range(0, steps, _CHUNK):
+            part = data[first : min(first + _CHUNK, steps)]
+            loaded.set(range(first, first + len(part)), part)
+        self.take_over(loaded)
+
+    def take_over(self, other: PortableStorage) -> None:
+        """Replace all items by those of ``other``, which is used up; if that fails, nothing changes."""
+        for name, theirs, ours in (("ndim", other.ndim, self.ndim), ("max_size", other.capacity, self.capacity)):
+            if theirs != ours:
+                raise SpecMismatchError(f"the saved storage has {name}={theirs}, but this one has {name}={ours}")
+        if self._shared_count is not None:
+            raise SharingError("other processes use this storage; load it before they are started")
+        contents = {name: vars(other)[name] for name in CONTENTS}
+        if other.initialized:
+            contents |= self._fitted_contents(other)
+        length, last_cursor = len(other), other.last_cursor
+        with self._lock:
+            self.recover()
+            if self.announced is not None:
+                self.announced.done = True
+            # one call: nothing may see a part of it
+            self.__dict__.update(contents | {"_count": length})
+            self.__dict__.pop("_total_shape_value", None)
+            self._set_last_cursor(last_cursor)
+
+    def _fitted_contents(self, other: PortableStorage) -> dict[str, Any]:
+        """Return what differs if ``other`` is to become this storage: its structure, and where it is stored."""
+        structure, table = other.structure, other.table
+        # files keep the leaves of a tree, but not its structure
+        is_loaded_tree = isinstance(structure, tuple)
+        n_leaves = len(tree_leaves(structure)) if is_loaded_tree else 0
+        if is_loaded_tree and not (self.initialized and len(tree_leaves(self._storage)) == n_leaves):
+            raise SpecMismatchError(
+                f"a tree of {n_leaves} tensors was saved without its structure; store an item of that structure first"
+            )
+        if self.initialized and self.table.specs != table.specs:
+            raise SpecMismatchError(
+                f"the saved storage holds {_describe(table)}, but this one holds {_describe(self.table)}; load it into "
+                "an empty storage"
+            )
+        if is_loaded_tree:
+            leaves = iter(structure)
+            structure = tree_map(lambda _: next(leaves), self._storage)
+        device = other.device if self.device == "auto" else self.device
+        kind = group_class(device)
+        if device != other.device or any(type(group) is not kind for group in table.groups):
+            table = self._moved_table(other, device)
+            structure = table.like(example_item(structure), device)
+        return {"_storage": structure, "table": table, "device": device}
+
+    def _moved_table(self, other: PortableStorage, device: torch.device) -> ItemTable:
+        """Return the table of ``other`` on ``device``; what has to be encoded again is written oldest first."""
+        table, length, last_cursor = other.table, len(other), other.last_cursor
+        dense = {}
+        for key, leaf in table.dense.items():
+            dense[key] = torch.empty_like(leaf, device=device)
+            dense[key][:length] = leaf[:length]
+        oldest = 0
+        if last_cursor is not None and length == table.n_items:
+            oldest = (last_cursor + 1) * table.width % table.n_items
+        groups: list[Any] = []
+        for group in table.groups:
+            if type(group) is HostGroup and group_class(device) is HostGroup:
+                # stays on the host; only what is decoded goes to the device
+                group.device = device
+                groups.append(group)
+            else:
+                moved = self.new_group(group.keys, group.spec, group.dtype, group.n_rows, group.n_streams, device)
+                moved.copy_from(group, length, oldest)
+                groups.append(moved)
+        return ItemTable(table.lead, table.specs, dense, groups)
+
+    # ---- copies and other processes ----
+
+    def _check_owner(self) -> None:
+        if os.getpid() != self._owner:
+            raise SharingError(
+                "this CompressedStorage belongs to the parent process, and what this forked process writes would be "
+                "lost; start processes with 'spawn', or keep the buffer in Ray (CompressedRayReplayBuffer)"
+            )
+
+    def _check_local(self) -> None:
+        if any(isinstance(group, RemoteGroup) for group in self.table.groups):
+            raise SharingError("only the process that created a shared CompressedStorage can copy or save it")
+
     def share(self) -> None:
-        """Be ready for processes that are started from now on: this one answers them as long as it has the storage."""
+        """Let processes that are started from now on use this storage; this process answers their requests."""
         if not self.initialized:
             raise SharingError(
-                "a CompressedStorage cannot be shared between processes while it has not been initialized yet; "
-                "store an item first"
+                "a CompressedStorage cannot be shared between processes before it is initialized; store an item first"
             )
         if self._shared_count is not None:
             return
         with self._lock:
             self.recover()
-            self._share()
+            table, probe = self.table, self._probe
+            n_envs = 1 if probe is None else probe.decide()
+            if probe is not None and n_envs > 1:
+                # the last chance: other processes rely on the number of streams
+                table = table.with_groups([group.with_streams(n_envs, probe.count) for group in table.groups])
+            for leaf in table.dense.values():
+                leaf.share_memory_()  # type: ignore[no-untyped-call]  # torch's own
+            self.use_table(table, example_item(self._storage), self.device)
+            self._server = GroupServer(self) if table.groups else None
+            self._shared_count = mp.Value("q", self._count)
 
-    def _share(self) -> None:
-        groups, pilot = self.groups, self._pilot
-        n_envs = 1 if pilot is None else pilot.decide()
-        if pilot is not None and n_envs > 1:
-            # streams do not change any more
-            groups = [group.rewrite(n_envs, pilot.held) for group in groups]
-        for leaf in self._dense.values():
-            leaf.share_memory_()  # type: ignore[no-untyped-call]  # torch's own
-        self._use_groups(groups)
-        self._server = GroupServer(self) if self.groups else None
-        self._shared_count = mp.Value("q", self._count)
+    def answer(self, group: int, request: str, arguments: tuple[Any, ...]) -> Any:
+        """Call the method ``request`` of a group for another process."""
+        with self._lock:
+            self.recover()
+            return getattr(self.table.groups[group], request)(*arguments)
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
@@ -165,53 +315,41 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
             return self._frozen_state()
 
     def _frozen_state(self) -> dict[str, Any]:
-        """Everything as it is between two writes, to be pickled or copied whenever it suits."""
-        starting = get_spawning_popen() is not None
-        if starting:
+        """Return a state that later writes do not change, or for a process that is being spawned a shared one."""
+        spawning = get_spawning_popen() is not None
+        if spawning:
             self.share()
-        elif any(isinstance(group, RemoteGroup) for group in self.groups):
-            raise SharingError("only the process that holds a shared CompressedStorage can copy or save it")
+        else:
+            self._check_local()
         state: dict[str, Any] = Storage.__getstate__(self)
         for name in ("_lock", "_open", "announced", "_server", "_attached_entities_list"):
             state.pop(name, None)
-        # decoded if it were pickled as it is; rebuilt from the groups instead
-        state["_storage"] = None if self._storage is None else _blank(self._storage)
-        if not starting:
+        # stored tensors would be pickled decoded; they are made again from the table
+        state["_storage"] = None if self._storage is None else example_item(self._storage)
+        table = self.table
+        if not spawning:
             state["_count"], state["_shared_count"] = self._len, None
-            # a copy, made now: others may write before this one is used
-            state["_dense"] = {key: leaf.clone() for key, leaf in self._dense.items()}
-            state["groups"] = pickle.dumps(self.groups, protocol=pickle.HIGHEST_PROTOCOL)
+            dense = {key: leaf.clone() for key, leaf in table.dense.items()}
+            state["table"] = ItemTable(table.lead, table.specs, dense, [])
+            state["pickled_groups"] = pickle.dumps(table.groups, protocol=pickle.HIGHEST_PROTOCOL)
         elif self._server is not None:
             address = self._server.address
-            state["groups"] = [RemoteGroup(address, place, group) for place, group in enumerate(self.groups)]
+            state["table"] = table.with_groups(
+                [RemoteGroup(address, number, group) for number, group in enumerate(table.groups)]
+            )
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        groups = state.get("groups")
-        if isinstance(groups, bytes):
-            state = {**state, "groups": pickle.loads(groups)}
+        groups = state.pop("pickled_groups", None)
+        if groups is not None:
+            state["table"] = state["table"].with_groups(pickle.loads(groups))
         Storage.__setstate__(self, state)
         self._owner = os.getpid()
         self._lock = fork_safe_lock(of_buffer=True)
         self._server = self._open = self.announced = None
         if self._storage is not None:
-            leaves = self._leaves()
-            if is_tensor_collection(self._storage):
-                shape = [self.lead[0], *self._storage.shape[1:]]
-                self._storage = self._storage.named_apply(
-                    lambda key, value: leaves[key], nested_keys=True, batch_size=shape
-                )
-            else:
-                made = iter(leaves.values())
-                self._storage = tree_map(lambda value: next(made), self._storage)
+            self._storage = self.table.like(self._storage, self.device)
 
 
-def _blank(storage: Any) -> Any:
-    """A stand-in of the same structure that weighs nothing."""
-
-    def empty(value: torch.Tensor) -> torch.Tensor:
-        return torch.empty((0, *value.shape[1:]), dtype=value.dtype)
-
-    if is_tensor_collection(storage):
-        return storage.apply(empty, batch_size=[0, *storage.shape[1:]])
-    return tree_map(empty, storage)
+def _describe(table: ItemTable) -> str:
+    return ", ".join(f"{key!r} {shape} {dtype}" for key, (shape, dtype) in table.specs.items())

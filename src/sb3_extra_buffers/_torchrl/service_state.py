@@ -1,4 +1,4 @@
-"""The buffer inside a Ray actor as parts that files keep: its storage, sampler, writer, and who wrote what."""
+"""The state of the buffer inside a Ray actor: its storage, sampler and writer, and the newest packet of each client."""
 
 from __future__ import annotations
 
@@ -8,135 +8,126 @@ from typing import Any
 import numpy as np
 import torch
 
-from sb3_extra_buffers._torchrl.checkpoint import make_storage, move
-from sb3_extra_buffers._torchrl.schema import parse_dtype
-from sb3_extra_buffers._torchrl.stored_tensor import bits_of, to_numpy, to_torch
+from sb3_extra_buffers._torchrl.checkpoint import embedded_storage, tensor_column
+from sb3_extra_buffers._torchrl.tensors import CPU, dtype_name, parse_dtype, to_numpy
 from sb3_extra_buffers.errors import FileFormatError
 from sb3_extra_buffers.files import values
 from sb3_extra_buffers.files.parts import LoadedParts, Parts
 
-__all__ = ["ServiceState", "make_state"]
+__all__ = ["ServiceState", "restore_state"]
 
-_CPU = torch.device("cpu")
-# newest packet of each writer, and where it went
-Writers = dict[str, tuple[int, torch.Tensor]]
+# for each client the number of its newest packet, and the indices that its items were stored at
+Clients = dict[str, tuple[int, torch.Tensor]]
 
 
 class ServiceState:
-    """What a `CompressedReplayService` consists of; saved as it is, loaded to be given to another one."""
+    """The parts of a `CompressedReplayService`; ``sampler`` and ``writer`` are their `state_dict`."""
 
-    def __init__(self, storage: Any, sampler: dict[str, Any], writer: dict[str, Any], writers: Writers) -> None:
-        self.storage, self.writers = storage, writers
-        # states, as TorchRL's `state_dict` has them
-        self.sampler, self.writer = sampler, writer
+    def __init__(self, storage: Any, sampler: dict[str, Any], writer: dict[str, Any], clients: Clients) -> None:
+        self.storage, self.sampler, self.writer, self.clients = storage, sampler, writer, clients
 
     @property
     def _lock(self) -> Any:
-        return self.storage._lock
+        # `files.save` holds it while it takes the parts
+        return self.storage.lock
 
     def to_parts(self) -> Parts:
+        """Return what `files.save` stores."""
         held = self.storage.to_parts()
         columns = dict(held.columns)
-        names = list(self.writers)
-        index = [self.writers[name][1].reshape(-1).to(_CPU, torch.int64) for name in names]
-        columns["written"] = np.concatenate([np.zeros(0, np.int64), *(part.numpy() for part in index)])
+        indices = [index.reshape(-1).to(CPU, torch.int64).numpy() for _, index in self.clients.values()]
+        columns["written"] = np.concatenate([np.zeros(0, np.int64), *indices])
         description = {
             "held": held.description,
-            "sampler": _pack("sampler", self.sampler, columns),
-            "writer": _pack("writer", self.writer, columns),
-            "writers": [
-                [name, self.writers[name][0], list(self.writers[name][1].shape)] for name in names
-            ],
-        }  # fmt: skip
+            "sampler": _encode("sampler", self.sampler, columns),
+            "writer": _encode("writer", self.writer, columns),
+            "writers": [[name, number, list(index.shape)] for name, (number, index) in self.clients.items()],
+        }
         return Parts("replay-service", description, columns, held.stores)
 
-    def give_to(self, storage: Any, sampler: Any, writer: Any) -> None:
-        """Let a buffer's storage, sampler and writer be as these were."""
+    def apply_to(self, storage: Any, sampler: Any, writer: Any) -> None:
+        """Load this state into the storage, sampler and writer of a buffer."""
         sampler_state = _merge("sampler", self.sampler, sampler.state_dict())
         writer_state = _merge("writer", self.writer, writer.state_dict())
         cursor = writer_state.get("_cursor", 0)
-        if not 0 <= cursor < max(self.storage._requested_size, 1):
-            raise FileFormatError(f"the writer is at {cursor} of {self.storage._requested_size}")
-        move(self.storage, storage)
+        if not 0 <= cursor < self.storage.capacity:
+            raise FileFormatError(f"the writer's cursor is {cursor}, but the storage has {self.storage.capacity} items")
+        storage.take_over(self.storage)
         try:
             sampler.load_state_dict(sampler_state)
             writer.load_state_dict(writer_state)
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise FileFormatError(f"what was saved suits no {type(sampler).__name__}: {error}") from error
+            raise FileFormatError(f"the saved state does not fit a {type(sampler).__name__}: {error}") from error
 
 
-def make_state(parts: LoadedParts) -> ServiceState:
-    """The state that ``parts`` were taken from."""
-    held = make_storage(LoadedParts("torchrl-storage", parts.entry("held", kind=dict), parts.columns, parts.stores))
+def restore_state(parts: LoadedParts) -> ServiceState:
+    """Return the state in ``parts``, which are not trusted."""
+    storage = embedded_storage(parts)
     written = parts.column("written", np.int64, (None,))
-    writers: Writers = {}
-    at = 0
-    for about in parts.entry("writers", kind=list):
-        name, number, shape = about
+    clients: Clients = {}
+    first = 0
+    for entry in parts.entry("writers", kind=list):
+        name, number, shape = entry
         fits = isinstance(name, str) and type(number) is int and number >= 0 and isinstance(shape, list)
         if not fits or not all(type(n) is int and 0 <= n <= written.size for n in shape):
-            raise FileFormatError(f"{about!r} tells of no packets")
-        count = math.prod(shape)
-        if at + count > written.size:
-            raise FileFormatError("packets went to more places than were saved")
-        writers[name] = number, torch.from_numpy(written[at : at + count].copy()).reshape(shape)
-        at += count
-    return ServiceState(held, _unpack("sampler", parts), _unpack("writer", parts), writers)
+            raise FileFormatError(f"expected a client's [name, packet number, shape], got {entry!r}")
+        stop = first + math.prod(shape)
+        if stop > written.size:
+            raise FileFormatError(f"the clients wrote {stop} or more items, but {written.size} indices were saved")
+        clients[name] = number, torch.from_numpy(written[first:stop].copy()).reshape(shape)
+        first = stop
+    return ServiceState(storage, _decode("sampler", parts), _decode("writer", parts), clients)
 
 
-# ---- states of samplers and writers: numbers, text, tensors, and trees of priorities ----
+# ---- states of samplers and writers: numbers, strings, tensors and trees of priorities ----
 
 
-def _pack(prefix: str, state: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
-    packed = {}
+def _encode(prefix: str, state: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
+    encoded = {}
     for name, value in state.items():
-        if _is_tree(value):
+        if _is_segment_tree(value):
             value = value[torch.arange(len(value))]
         if isinstance(value, tuple) and any(isinstance(part, torch.Tensor) for part in value):
-            # a priority and where it is
+            # the largest priority and its index
             value = tuple(part.item() if isinstance(part, torch.Tensor) else part for part in value)
         if isinstance(value, torch.Tensor):
             columns[f"{prefix}/{name}"] = to_numpy(value)
-            packed[name] = {"tensor": str(value.dtype).removeprefix("torch.")}
+            encoded[name] = {"tensor": dtype_name(value.dtype)}
         else:
-            packed[name] = {"value": values.encode(value, f"the state {name!r} of a {prefix}")}
-    return packed
+            encoded[name] = {"value": values.encode(value, f"the state {name!r} of a {prefix}")}
+    return encoded
 
 
-def _unpack(prefix: str, parts: LoadedParts) -> dict[str, Any]:
+def _decode(prefix: str, parts: LoadedParts) -> dict[str, Any]:
     state: dict[str, Any] = {}
-    for name, about in parts.entry(prefix, kind=dict).items():
-        if not isinstance(about, dict) or len(about) != 1:
-            raise FileFormatError(f"{about!r} is no state of a {prefix}")
-        if "tensor" in about:
-            dtype, column = parse_dtype(about["tensor"]), parts.columns.get(f"{prefix}/{name}")
-            bits = torch.empty(0, dtype=bits_of(dtype)).numpy().dtype
-            if column is None or column.dtype != bits:
-                raise FileFormatError(f"the state {name!r} of a {prefix} is missing")
-            state[name] = to_torch(np.array(column), dtype, _CPU)
+    for name, entry in parts.entry(prefix, kind=dict).items():
+        if not isinstance(entry, dict) or len(entry) != 1:
+            raise FileFormatError(f"expected a tensor or a value as state {name!r} of a {prefix}, got {entry!r}")
+        if "tensor" in entry:
+            state[name] = tensor_column(parts, f"{prefix}/{name}", parse_dtype(entry["tensor"]))
         else:
-            state[name] = values.decode(about.get("value"))
+            state[name] = values.decode(entry.get("value"))
     return state
 
 
-def _merge(what: str, saved: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
-    """``saved`` as a sampler or writer wants it whose own state is ``fresh``."""
-    if saved.keys() - fresh.keys() - {"_generation"}:
-        raise FileFormatError(f"the {what} that was saved was another: it had {sorted(saved.keys() - fresh.keys())}")
-    merged = dict(fresh)
+def _merge(kind: str, saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return ``saved`` in the form that a sampler or writer expects whose present state is ``own``."""
+    if saved.keys() - own.keys() - {"_generation"}:
+        raise FileFormatError(f"another {kind} was saved: it has the state {sorted(saved.keys() - own.keys())}")
+    merged = dict(own)
     for name, value in saved.items():
-        mine: Any = fresh.get(name)
-        if _is_tree(mine):
-            if not isinstance(value, torch.Tensor) or value.shape != (len(mine),) or bool(value.isnan().any()):
-                raise FileFormatError(f"{name} holds no priorities of {len(mine)} items")
-            mine[torch.arange(len(mine))] = value
+        current: Any = own.get(name)
+        if _is_segment_tree(current):
+            if not isinstance(value, torch.Tensor) or value.shape != (len(current),) or bool(value.isnan().any()):
+                raise FileFormatError(f"the state {name!r} does not hold the priorities of {len(current)} items")
+            current[torch.arange(len(current))] = value
         else:
-            numbers = isinstance(mine, (int, float)) and isinstance(value, (int, float))
-            if not (numbers or mine is None or isinstance(value, type(mine))):
-                raise FileFormatError(f"{name} is {value!r} where a {type(mine).__name__} is due")
+            are_numbers = isinstance(current, (int, float)) and isinstance(value, (int, float))
+            if not (are_numbers or current is None or isinstance(value, type(current))):
+                raise FileFormatError(f"the state {name!r} is {value!r}, expected a {type(current).__name__}")
             merged[name] = value
     return merged
 
 
-def _is_tree(value: Any) -> bool:
+def _is_segment_tree(value: Any) -> bool:
     return "SegmentTree" in type(value).__name__

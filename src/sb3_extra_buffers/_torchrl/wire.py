@@ -1,4 +1,4 @@
-"""A TensorDict as bytes to be sent: each frame once, as what changed since the frame before, compressed."""
+"""The wire format: a TensorDict as bytes, each frame once, as its difference to the frame before, compressed."""
 
 from __future__ import annotations
 
@@ -6,76 +6,68 @@ import itertools
 import json
 import math
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from tensordict import TensorDict
 
-from sb3_extra_buffers._torchrl.groups import find_n_envs, join_keys
-from sb3_extra_buffers._torchrl.schema import key_from_json, parse_dtype, parse_shape
-from sb3_extra_buffers._torchrl.stored_tensor import leaf_spec, to_numpy, to_torch
+from sb3_extra_buffers._torchrl.env_probe import find_n_envs
+from sb3_extra_buffers._torchrl.layout import join_keys
+from sb3_extra_buffers._torchrl.schema import Key, key_from_json, key_to_json, non_tensor_keys, parse_shape
+from sb3_extra_buffers._torchrl.tensors import as_tensor, dtype_name, parse_dtype, tensor_spec, to_numpy
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.registry import get_codec, is_available
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
-from sb3_extra_buffers.errors import CorruptPayloadError, MissingExtraError, NotSaveableError
+from sb3_extra_buffers.errors import CorruptPayloadError, NotSaveableError
 from sb3_extra_buffers.kernels import frame_kernels
 from sb3_extra_buffers.stores.choice import choose_unseen
 from sb3_extra_buffers.stores.layout import StackLayout, find_layout
 
-try:
-    from tensordict import TensorDict, is_non_tensor
-except ImportError as error:
-    raise MissingExtraError("packing needs 'tensordict': pip install 'sb3-extra-buffers[torchrl]'") from error
-
-__all__ = ["MOST_BYTES", "pack", "read_note", "unpack"]
+__all__ = ["MAX_BYTES", "decode_packet", "encode_packet", "packet_note"]
 
 _MAGIC = b"XBT1"
-_CPU = torch.device("cpu")
 # fastest first
 _METHODS = ("zstd1", "igzip1", "gzip1")
 _CODECS = tuple(method.rstrip("1") for method in _METHODS)
-# no codec makes more of a byte
-_MOST_RATIO = 1 << 16
-_WORTH = 1 << 12  # bytes that are worth a codec
-#: the most that the tensors of one packet may take
-MOST_BYTES = 1 << 32
-_MOST_HEADER = 1 << 22
+# no codec compresses further than this
+_MAX_RATIO = 1 << 16
+# smaller sections are not compressed
+_MIN_COMPRESSED = 1 << 12
+#: limit for the tensors of one packet, in bytes
+MAX_BYTES = 1 << 32
+_MAX_HEADER = 1 << 22
 
 
-def pack(data: Any, **note: Any) -> bytes:
-    """``data``, a TensorDict of tensors, as bytes; `unpack` gives it back. ``note`` is JSON that travels along."""
-    keys = list(data.keys(True, True))
-    tensors = {key: data.get(key) for key in keys}
-    others = [key for key, value in data.items(include_nested=True) if is_non_tensor(value)]
+def encode_packet(data: Any, **note: Any) -> bytes:
+    """Encode ``data``, a TensorDict of tensors; ``note`` is JSON that is sent along."""
+    tensors = {key: data.get(key) for key in data.keys(True, True)}
+    others = non_tensor_keys(data)
     if others:
-        raise NotSaveableError(f"only tensors can be packed, but {others} hold something else")
+        raise NotSaveableError(f"only tensors can be sent, but {others} hold something else")
+    n_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    if n_bytes > MAX_BYTES:
+        raise NotSaveableError(f"{n_bytes} bytes of tensors exceed the {MAX_BYTES} of a packet; send several packets")
     lead = tuple(data.shape)
-    specs = {key: leaf_spec(tuple(tensor.shape[len(lead) :]), tensor.dtype) for key, tensor in tensors.items()}
-    sections: list[bytes] = []
-    leaves: list[dict[str, Any]] = []
-    n_rows = math.prod(lead)
+    n_rows, keys = math.prod(lead), list(tensors)
+    specs = {key: tensor_spec(tuple(tensor.shape[len(lead) :]), tensor.dtype) for key, tensor in tensors.items()}
+    codec = get_codec(next(method for method in _METHODS if is_available(method.rstrip("1"))))
     large = [key for key in keys if n_rows and choose_unseen(specs[key]) is None]
-    small = b"".join(to_numpy(tensors[key]).tobytes() for key in keys if key not in large)
-    method = next(method for method in _METHODS if is_available(method.rstrip("1")))
-    codec = get_codec(method)
-    for key in keys:
-        tensor = tensors[key]
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        leaves.append({"key": list(key) if isinstance(key, tuple) else key, "shape": tensor.shape, "dtype": dtype})
+    sections: list[bytes] = []
     groups = []
-    index = tensors.get("index")
-    for joined in join_keys(large):
-        parts = [joined] if len({specs[key] for key in joined}) == 1 else [[key] for key in joined]
-        for part in parts:
-            rows = [to_numpy(tensors[key]).reshape(n_rows, -1).view(np.uint8) for key in part]
-            order = _order(specs[part[0]], lead, rows, index)
-            groups.append(
-                {"leaves": [keys.index(key) for key in part]} | _pack_rows(specs[part[0]], rows, order, codec, sections)
-            )
-    sections.append(codec.encode(memoryview(small)) if len(small) >= _WORTH else small)
-    if sum(tensor.nbytes for tensor in tensors.values()) > MOST_BYTES:
-        raise NotSaveableError(f"a packet holds {MOST_BYTES} bytes of tensors at most; send this in parts")
+    for group in join_keys(large, specs):
+        spec = specs[group[0]]
+        rows = [to_numpy(tensors[key]).reshape(n_rows, -1).view(np.uint8) for key in group]
+        order = _similar_order(spec, lead, rows, tensors.get("index"))
+        fields = {"leaves": [keys.index(key) for key in group], "section": len(sections)}
+        groups.append(fields | _encode_rows(spec, rows, order, codec, sections))
+    small = b"".join(to_numpy(tensors[key]).tobytes() for key in keys if key not in large)
+    sections.append(codec.encode(memoryview(small)) if len(small) >= _MIN_COMPRESSED else small)
+    leaves = [
+        {"key": key_to_json(key), "shape": tensor.shape, "dtype": dtype_name(tensor.dtype)}
+        for key, tensor in tensors.items()
+    ]
     header = {
         "codec": codec.codec_id, "lead": lead, "leaves": leaves, "groups": groups, "small": len(small),
         "sections": list(map(len, sections)), "note": note,
@@ -84,35 +76,55 @@ def pack(data: Any, **note: Any) -> bytes:
     return b"".join([_MAGIC, struct.pack("<I", len(text)), text, *sections])
 
 
-def read_note(packet: bytes) -> dict[str, Any]:
-    """What `pack` was told to send along."""
+def packet_note(packet: bytes) -> dict[str, Any]:
+    """Return the note that was sent along."""
     return _Packet(packet).note
 
 
-def unpack(packet: bytes) -> Any:
-    """The TensorDict that was packed, or `CorruptPayloadError`.
+def decode_packet(packet: bytes) -> Any:
+    """Return the TensorDict in a packet, or raise `CorruptPayloadError`.
 
-    Packets are not trusted: what one says is checked before anything is decoded, and it takes no more memory than its
-    tensors do, `MOST_BYTES` at most.
+    Packets are not trusted: the header is checked before anything is decoded, and decoding takes no more memory than
+    the tensors, which are limited to `MAX_BYTES`.
     """
-    return _Packet(packet).unpack()
+    return _Packet(packet).decode()
+
+
+class _Leaf(NamedTuple):
+    key: Key
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class _Group(NamedTuple):
+    """Leaves whose rows were encoded together, in ``section`` (frames) and the one after it (counts and order)."""
+
+    leaves: list[int]
+    section: int
+    stack: int
+    axis: Any
+    frames: int
 
 
 class _Packet:
-    """A packet whose header was read and checked; its sections are not decoded yet."""
+    """A packet whose header was parsed and checked; its sections are not decoded yet."""
 
     def __init__(self, packet: Any) -> None:
         try:
             self._parse(packet)
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError, struct.error) as error:
-            raise CorruptPayloadError(f"this is no packet: {error}") from error
+            raise CorruptPayloadError(f"not a valid packet: {error}") from error
 
     def _parse(self, packet: Any) -> None:
         if not isinstance(packet, (bytes, bytearray, memoryview)) or len(packet) < 8:
-            raise ValueError(f"a {type(packet).__name__} is no packet")
+            raise ValueError(f"expected bytes, got a {type(packet).__name__}")
         body = memoryview(packet).cast("B")
         magic, length = struct.unpack_from("<4sI", body)
-        if magic != _MAGIC or length > min(len(body) - 8, _MOST_HEADER):
+        if magic != _MAGIC or length > min(len(body) - 8, _MAX_HEADER):
             raise ValueError(f"it begins with {magic!r} and a header of {length} bytes")
         header = json.loads(bytes(body[8 : 8 + length]))
         lengths = header["sections"]
@@ -121,44 +133,51 @@ class _Packet:
         _require(len(lengths) > 0 and ends[-1] == len(body), f"{len(body)} bytes instead of {ends[-1]}")
         self.sections = [body[first:end] for first, end in itertools.pairwise(ends)]
         self.note: dict[str, Any] = header["note"]
-        _require(isinstance(self.note, dict), "a note that is none")
+        _require(isinstance(self.note, dict), f"the note {self.note!r}")
         _require(header["codec"] in _CODECS, f"the codec {header['codec']!r}")
         self.codec = get_codec(header["codec"])
         self.lead = parse_shape(header["lead"])
-        self.leaves = [_Leaf(about, self.lead) for about in header["leaves"]]
+        self.n_rows = math.prod(self.lead)
+        self.leaves = [self._parse_leaf(leaf) for leaf in header["leaves"]]
         _require(len({leaf.key for leaf in self.leaves}) == len(self.leaves), "a key twice")
         total = sum(leaf.nbytes for leaf in self.leaves)
-        _require(total <= MOST_BYTES, f"tensors of {total} bytes")
-        self.groups = [self._group(group) for group in header["groups"]]
-        taken = [place for group in self.groups for place in group["leaves"]]
-        _require(len(set(taken)) == len(taken), "a tensor twice")
-        self.rest = [place for place in range(len(self.leaves)) if place not in taken]
-        self.small = sum(self.leaves[place].nbytes for place in self.rest)
-        _require(header["small"] == self.small, f"{header['small']!r} bytes of small tensors, not {self.small}")
+        _require(total <= MAX_BYTES, f"{total} bytes of tensors")
+        self.groups = [self._parse_group(group) for group in header["groups"]]
+        grouped = [number for group in self.groups for number in group.leaves]
+        _require(len(set(grouped)) == len(grouped), "a tensor twice")
+        self.small = [number for number in range(len(self.leaves)) if number not in grouped]
+        n_small = sum(self.leaves[number].nbytes for number in self.small)
+        _require(header["small"] == n_small, f"{header['small']!r} bytes of small tensors instead of {n_small}")
 
-    def _group(self, group: Any) -> dict[str, Any]:
-        places, section, stack = group["leaves"], group["section"], group["stack"]
+    def _parse_leaf(self, leaf: Any) -> _Leaf:
+        key, shape = key_from_json(leaf["key"]), parse_shape(leaf["shape"])
+        _require(not isinstance(key, int) and shape[: len(self.lead)] == self.lead, f"{key!r} of shape {shape}")
+        return _Leaf(key, shape, parse_dtype(leaf["dtype"]))
+
+    def _parse_group(self, fields: Any) -> _Group:
+        group = _Group(*(fields[name] for name in _Group._fields))
+        numbers, section, stack, axis, frames = group
         _require(
-            isinstance(places, list)
-            and len(places) in (1, 2)
-            and all(type(place) is int and 0 <= place < len(self.leaves) for place in places),
-            f"tensors {places!r}",
+            isinstance(numbers, list)
+            and len(numbers) in (1, 2)
+            and all(type(number) is int and 0 <= number < len(self.leaves) for number in numbers),
+            f"a group of the tensors {numbers!r}",
         )
-        first = self.leaves[places[0]]
-        alike = all(
-            (leaf.shape, leaf.dtype) == (first.shape, first.dtype) for leaf in map(self.leaves.__getitem__, places)
-        )
-        _require(alike and first.nbytes > 0, f"tensors {places} together")
-        # the last section is that of small tensors
-        _require(type(section) is int and 0 <= section < len(self.sections) - 2, f"section {section!r}")
-        n_rows = math.prod(self.lead) * len(places)
-        _require(type(stack) is int and 1 <= stack <= 1 << 16 and group["axis"] in ("first", "last"), "frames")
-        _require(type(group["frames"]) is int and 0 < group["frames"] <= n_rows * stack, f"{group['frames']!r} frames")
-        return {name: group[name] for name in ("leaves", "section", "stack", "axis", "frames")}
+        first, last = self.leaves[numbers[0]], self.leaves[numbers[-1]]
+        alike = (first.shape, first.dtype) == (last.shape, last.dtype)
+        _require(alike and first.nbytes > 0, f"a group of the tensors {numbers}, which differ or are empty")
+        # a group has two sections, and the last section is that of the small tensors
+        _require(type(section) is int and 0 <= section < len(self.sections) - 2, f"a group in section {section!r}")
+        _require(type(stack) is int and 1 <= stack <= 1 << 16 and axis in ("first", "last"), f"stacks of {stack!r}")
+        limit = self.n_rows * len(numbers) * stack
+        _require(type(frames) is int and 0 < frames <= limit, f"{frames!r} frames")
+        return group
 
-    def unpack(self) -> Any:
+    def decode(self) -> Any:
         try:
-            return self._unpack()
+            return self._decode()
+        except CorruptPayloadError:
+            raise
         except (
             ArithmeticError,
             AssertionError,
@@ -168,120 +187,98 @@ class _Packet:
             RuntimeError,
             MemoryError,
         ) as error:
-            if isinstance(error, CorruptPayloadError):
-                raise
-            raise CorruptPayloadError(f"a packet contradicts itself: {error}") from error
+            raise CorruptPayloadError(f"the sections of a packet do not match its header: {error}") from error
 
-    def _unpack(self) -> Any:
-        tensors: dict[int, Any] = {}
+    def _decode(self) -> Any:
+        tensors: dict[int, torch.Tensor] = {}
         for group in self.groups:
-            leaf = self.leaves[group["leaves"][0]]
-            spec = leaf_spec(leaf.shape[len(self.lead) :], leaf.dtype)
-            n_rows, n_batches = math.prod(self.lead), len(group["leaves"])
-            batches = _unpack_rows(spec, group, n_batches, n_rows, self.codec, self.sections)
-            for place, rows in zip(group["leaves"], batches, strict=True):
-                tensors[place] = to_torch(rows.view(spec.dtype).reshape(leaf.shape), leaf.dtype, _CPU)
-        small = _decode(self.codec, self.sections[-1], self.small)
-        at = 0
-        for place in self.rest:
-            leaf = self.leaves[place]
-            spec = leaf_spec(leaf.shape, leaf.dtype)
-            part = small[at : at + spec.nbytes]
-            tensors[place] = to_torch(part.copy().view(spec.dtype).reshape(spec.shape), leaf.dtype, _CPU)
-            at += spec.nbytes
-        named = {leaf.key: tensors[place] for place, leaf in enumerate(self.leaves)}
+            leaf = self.leaves[group.leaves[0]]
+            spec = tensor_spec(leaf.shape[len(self.lead) :], leaf.dtype)
+            for number, rows in zip(group.leaves, self._decode_rows(spec, group), strict=True):
+                tensors[number] = as_tensor(rows.view(spec.dtype).reshape(leaf.shape), leaf.dtype)
+        small = self._decode_small()
+        first = 0
+        for number in self.small:
+            leaf = self.leaves[number]
+            spec = tensor_spec(leaf.shape, leaf.dtype)
+            part = small[first : first + spec.nbytes]
+            tensors[number] = as_tensor(part.copy().view(spec.dtype).reshape(spec.shape), leaf.dtype)
+            first += spec.nbytes
+        named = {leaf.key: tensors[number] for number, leaf in enumerate(self.leaves)}
         return TensorDict(named, batch_size=self.lead)
 
+    def _decode_small(self) -> npt.NDArray[np.uint8]:
+        section, size = self.sections[-1], sum(self.leaves[number].nbytes for number in self.small)
+        if size >= _MIN_COMPRESSED:
+            return self._decompress(section, size)
+        _require(len(section) == size, f"{len(section)} bytes of small tensors instead of {size}")
+        return np.frombuffer(section, np.uint8)
 
-class _Leaf:
-    """One tensor of a packet, as its header has it."""
+    def _decompress(self, section: memoryview, size: int) -> npt.NDArray[np.uint8]:
+        _require(size <= _MIN_COMPRESSED + len(section) * _MAX_RATIO, f"{size} bytes compressed to {len(section)}")
+        out = np.empty(size, np.uint8)
+        self.codec.decode_into(section, out.data)
+        return out
 
-    def __init__(self, about: Any, lead: tuple[int, ...]) -> None:
-        self.key, self.shape, self.dtype = (
-            key_from_json(about["key"]), parse_shape(about["shape"]), parse_dtype(about["dtype"]),
-        )  # fmt: skip
-        _require(not isinstance(self.key, int) and self.shape[: len(lead)] == lead, f"{self.key!r} of {self.shape}")
-        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
+    def _decode_rows(self, spec: ObsSpec, group: _Group) -> list[ByteRows]:
+        layout, n_rows, n_batches = StackLayout(spec, group.stack, group.axis), self.n_rows, len(group.leaves)
+        along = spec.shape[0 if layout.axis == "first" else -1] if spec.shape else 1
+        _require(along % layout.stack == 0 and n_rows < 1 << 31, f"stacks of {layout.stack} along an axis of {along}")
+        total = n_rows * n_batches
+        tables = self._decompress(self.sections[group.section + 1], total + 4 * n_rows)
+        counts, order = tables[:total], tables[total:].view("<i4").astype(np.int64)
+        ends = np.cumsum(counts, dtype=np.int64)
+        counts_fit = (counts <= layout.stack).all() and counts[0] == layout.stack and ends[-1] == group.frames
+        _require(bool(counts_fit), "rows of frames that it does not hold")
+        _require(np.array_equal(np.sort(order), np.arange(n_rows)), "an order that names rows twice")
+        frames = self._decompress(self.sections[group.section], group.frames * layout.frame_bytes)
+        frames = frames.reshape(group.frames, layout.frame_bytes)
+        np.bitwise_xor.accumulate(frames, axis=0, out=frames)
+        # a row is a stack of the newest frames at that point; then rows return to their own order
+        inverse = np.empty_like(order)
+        inverse[order] = np.arange(n_rows)
+        windows = ends[:, None] - layout.stack + np.arange(layout.stack)
+        windows = windows.reshape(n_rows, n_batches, layout.stack)[inverse]
+        return [layout.join(frames[windows[:, batch]], frame_kernels()) for batch in range(n_batches)]
 
 
 def _require(holds: bool, what: str) -> None:
     if not holds:
-        raise CorruptPayloadError(f"this is no packet: it has {what}")
+        raise CorruptPayloadError(f"not a valid packet: it has {what}")
 
 
-def _decode(codec: Codec, section: memoryview, size: int) -> npt.NDArray[np.uint8]:
-    if size < _WORTH:
-        _require(len(section) == size, f"{len(section)} bytes of small tensors")
-        return np.frombuffer(section, np.uint8)
-    return _decompress(codec, section, size)
+# ---- encoding rows ----
 
 
-def _decompress(codec: Codec, section: memoryview, size: int) -> npt.NDArray[np.uint8]:
-    _require(size <= _WORTH + len(section) * _MOST_RATIO, f"{size} bytes in {len(section)}")
-    out = np.empty(size, np.uint8)
-    codec.decode_into(section, out.data)
-    return out
-
-
-# ---- rows of observations ----
-
-
-def _order(spec: ObsSpec, lead: tuple[int, ...], rows: list[ByteRows], index: Any) -> npt.NDArray[np.int64]:
-    """The order in which rows resemble the one before them: environment by environment, or by age."""
-    count = len(rows[0])
-    if index is not None and index.numel() == count:
+def _similar_order(spec: ObsSpec, lead: tuple[int, ...], rows: list[ByteRows], index: Any) -> npt.NDArray[np.int64]:
+    """Return an order in which rows resemble the row before: by age, or environment by environment."""
+    n_rows = len(rows[0])
+    if index is not None and index.numel() == n_rows:
         return np.argsort(to_numpy(index).ravel(), kind="stable")
     if len(lead) > 1:
-        # trajectories already lie one after the other: time is the last axis in TorchRL
-        return np.arange(count)
+        # whole trajectories: time is the last axis in TorchRL
+        return np.arange(n_rows)
     n_envs = find_n_envs(spec, rows[0][:64], rows[1][:64] if len(rows) > 1 else None)
-    return np.concatenate([np.arange(env, count, n_envs) for env in range(n_envs)])
+    return np.concatenate([np.arange(env, n_rows, n_envs) for env in range(n_envs)])
 
 
-def _pack_rows(
+def _encode_rows(
     spec: ObsSpec, batches: list[ByteRows], order: npt.NDArray[np.int64], codec: Codec, sections: list[bytes]
 ) -> dict[str, Any]:
     rows = np.stack([batch[order] for batch in batches], axis=1).reshape(-1, spec.nbytes)
     pairs = rows.reshape(-1, 2, spec.nbytes) if len(batches) == 2 else [rows]
     layout = find_layout(spec, list(pairs[:32]))
-    kernels = frame_kernels()
-    frames = layout.split(rows, kernels)
+    frames = layout.split(rows, frame_kernels())
     before, after = frames[:-1], frames[1:]
-    # a row that repeats the one before brings nothing, one that moved on by a frame brings one
+    # a row that equals the one before adds no frame, one that moved on by a frame adds one
     counts = np.full(len(frames), layout.stack, np.uint8)
     if layout.stack > 1:
         counts[1:][(before[:, 1:] == after[:, :-1]).all(axis=(1, 2))] = 1
     counts[1:][(before == after).all(axis=(1, 2))] = 0
-    fresh = np.arange(layout.stack) >= layout.stack - counts[:, None].astype(np.int64)
-    kept = frames[fresh]
-    changes = kept.copy()
-    np.bitwise_xor(kept[1:], kept[:-1], out=changes[1:])
-    start = len(sections)
-    sections.append(codec.encode(changes.reshape(-1).data))
-    tables = counts.tobytes() + order.astype("<i4").tobytes()
-    sections.append(codec.encode(memoryview(tables)))
-    return {"stack": layout.stack, "axis": layout.axis, "frames": len(kept), "section": start}
-
-
-def _unpack_rows(
-    spec: ObsSpec, group: dict[str, Any], n_batches: int, n_rows: int, codec: Codec, sections: list[memoryview]
-) -> list[ByteRows]:
-    layout = StackLayout(spec, group["stack"], group["axis"])
-    along = spec.shape[0 if layout.axis == "first" else -1] if spec.shape else 1
-    _require(along % layout.stack == 0 and n_rows < 1 << 31, f"stacks of {layout.stack} along an axis of {along}")
-    total = n_rows * n_batches
-    tables = _decompress(codec, sections[group["section"] + 1], total + 4 * n_rows)
-    counts, order = tables[:total], tables[total:].view("<i4").astype(np.int64)
-    ends = np.cumsum(counts, dtype=np.int64)
-    if (counts > layout.stack).any() or counts[0] != layout.stack or ends[-1] != group["frames"]:
-        raise CorruptPayloadError("a packet names frames that it does not hold")
-    if not np.array_equal(np.sort(order), np.arange(n_rows)):
-        raise CorruptPayloadError("a packet names rows twice")
-    frames = _decompress(codec, sections[group["section"]], group["frames"] * layout.frame_bytes)
-    frames = frames.reshape(group["frames"], layout.frame_bytes)
-    np.bitwise_xor.accumulate(frames, axis=0, out=frames)
-    # a row is the last frames that had come by then; rows go back to where they were
-    back = np.empty_like(order)
-    back[order] = np.arange(n_rows)
-    windows = (ends[:, None] - layout.stack + np.arange(layout.stack)).reshape(n_rows, n_batches, layout.stack)[back]
-    return [layout.join(frames[windows[:, place]], frame_kernels()) for place in range(n_batches)]
+    is_new = np.arange(layout.stack) >= layout.stack - counts[:, None].astype(np.int64)
+    new_frames = frames[is_new]
+    differences = new_frames.copy()
+    np.bitwise_xor(new_frames[1:], new_frames[:-1], out=differences[1:])
+    sections.append(codec.encode(differences.reshape(-1).data))
+    sections.append(codec.encode(memoryview(counts.tobytes() + order.astype("<i4").tobytes())))
+    return {"stack": layout.stack, "axis": layout.axis, "frames": len(new_frames)}

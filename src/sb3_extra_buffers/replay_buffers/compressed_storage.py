@@ -1,4 +1,4 @@
-"""`CompressedStorage`: what TorchRL's tensor storages hold, in a hundredth of the memory."""
+"""`CompressedStorage`: a drop-in for TorchRL's tensor storages that takes a fraction of the memory."""
 
 from __future__ import annotations
 
@@ -9,86 +9,64 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
-from sb3_extra_buffers._torchrl.groups import Group, Pilot, join_keys
-from sb3_extra_buffers._torchrl.portable import PortableStorage
-from sb3_extra_buffers._torchrl.schema import (
-    Key,
-    Spec,
-    at_least,
-    check_items,
-    items,
-    name_of,
-    names_of,
-    specs_of,
-)
-from sb3_extra_buffers._torchrl.stored_tensor import Positions, StoredTensor, leaf_spec, wrap
-from sb3_extra_buffers._torchrl.transactions import Write, follow_cursor
-from sb3_extra_buffers.codecs.registry import get_codec
+from sb3_extra_buffers.arguments import check_count
+from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import (
     ArgumentError,
-    CodecOptionError,
     IndexOutOfRangeError,
     MissingExtraError,
     SpecMismatchError,
     UnknownFieldError,
 )
-from sb3_extra_buffers.stores import device_observation
-from sb3_extra_buffers.stores.choice import choose_unseen
 from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 try:
     from tensordict import TensorDict, is_tensor_collection, is_tensorclass
+
+    from sb3_extra_buffers._torchrl.env_probe import EnvProbe
+    from sb3_extra_buffers._torchrl.indexing import Positions, wrap_indices
+    from sb3_extra_buffers._torchrl.layout import KeyLayout, check_methods, lay_out
+    from sb3_extra_buffers._torchrl.portable import CONTENTS, PortableStorage, group_class
+    from sb3_extra_buffers._torchrl.schema import Key, check_items, first_item, key_names, specs_of, stack_items
+    from sb3_extra_buffers._torchrl.table import ItemTable, example_item
+    from sb3_extra_buffers._torchrl.tensors import CPU, tensor_spec
+    from sb3_extra_buffers._torchrl.transactions import PendingWrite, track_cursor
 except ImportError as error:
     raise MissingExtraError(
         "CompressedStorage needs 'torchrl' and 'tensordict': pip install 'sb3-extra-buffers[torchrl]'"
     ) from error
 
-from sb3_extra_buffers._torchrl.checkpoint import CompressedStorageCheckpointer
-
 __all__ = ["CompressedStorage"]
-
-Keys = set[Any] | None
-Layout = tuple[list[Key], list[list[Key]]]  # keys that are not compressed, and those that share a store
-
-# what the first write decides, and what a write may replace
-_STATE = (
-    "_storage", "initialized", "max_size", "groups", "lead", "specs", "_dense", "_pilot", "device", "_last_cursor",
-)  # fmt: skip
 
 
 class CompressedStorage(PortableStorage):
-    """A storage for TensorDicts that holds images in about a hundredth of the memory, lossless.
+    """A storage for TensorDicts that holds images losslessly in about a hundredth of the memory.
 
-    Takes the place of `LazyTensorStorage` and `LazyMemmapStorage` in any TorchRL buffer: same samples at the same
-    seed, with every sampler and writer. Large leaves are compressed, ``("next", key)`` beside ``key`` almost for
-    free; small ones (rewards, flags, vectors) stay tensors. All else that TorchRL does with its storages works as
-    with those, except that rows which were read are copies.
+    Replaces `LazyTensorStorage` and `LazyMemmapStorage` in any TorchRL buffer: the same samples at the same seed, with
+    every sampler and writer. Large leaves are compressed, and ``("next", key)`` costs almost nothing next to ``key``;
+    small leaves (rewards, flags, vectors) stay plain tensors. Items that are read are copies; everything else works as
+    with TorchRL's storages.
 
-    Frames that repeat are found where the items of one environment lie on one stream. Which stream an item is on
-    follows from where it is written: with ``ndim=2`` every column is one; with ``ndim=1`` it is the position modulo
-    ``n_envs``. Items that come as whole trajectories, one environment after the other, make one stream; items that
-    come as steps of ``n`` environments make ``n``.
+    Compression depends on which items follow each other in one environment. With ``ndim=2`` every column is one
+    environment; with ``ndim=1`` the environment of an item is its position modulo ``n_envs``. Use ``n_envs=1`` for
+    whole trajectories, one after the other, and ``n_envs=n`` for steps of ``n`` environments.
 
     Args:
-        max_size: The most items it holds.
-        device: Where sampled tensors are put. On CUDA what is compressed as differences lives there as well, and what
-            is written in turn is decoded there; else it stays in main memory.
-        ndim: Leading axes that count as items, as for TorchRL's storages.
-        n_envs: How many environments take turns; found from the first items if it is not given.
-        compression_method: ``"auto"``, another method for all large leaves, or one for each key.
-        compression_kwargs: Options of that method.
+        max_size: The maximum number of items.
+        device: The device of sampled tensors. On CUDA, compressed frames are stored and decoded there too; other
+            devices decode on the host.
+        ndim: The number of leading axes that count items, as in TorchRL's storages.
+        n_envs: The number of environments that take turns; detected from the first items by default.
+        compression_method: ``"auto"``, another method for all large leaves, or a mapping of keys to methods.
+        compression_kwargs: Options of the method.
 
     Example:
         >>> from torchrl.data import TensorDictReplayBuffer
         >>> buffer = TensorDictReplayBuffer(storage=CompressedStorage(100_000), batch_size=32)
     """
-
-    _default_checkpointer = CompressedStorageCheckpointer
-    # what comes from a file is looked at on the host first
-    _host_only = False
 
     def __init__(
         self,
@@ -100,45 +78,34 @@ class CompressedStorage(PortableStorage):
         compression_method: str | Mapping[Key, str] = "auto",
         compression_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        max_size, ndim = at_least("max_size", max_size, 1), at_least("ndim", ndim, 1)
+        max_size, ndim = check_count(max_size, "max_size"), check_count(ndim, "ndim")
         if n_envs is not None:
-            n_envs = at_least("n_envs", n_envs, 1)
+            n_envs = check_count(n_envs, "n_envs")
             if ndim > 1:
-                raise ArgumentError(f"n_envs={n_envs} is for ndim=1; with ndim={ndim} it follows from the data")
-        _check_methods(compression_method, compression_kwargs)
+                raise ArgumentError(f"n_envs={n_envs} needs ndim=1; with ndim={ndim} it follows from the data")
+        check_methods(compression_method, compression_kwargs)
         try:
             device = device if device == "auto" else torch.device(device)
         except (RuntimeError, TypeError) as error:
-            raise ArgumentError(f"device={device!r} is no device: {error}") from None
+            raise ArgumentError(f"device={device!r} is not a device: {error}") from None
         super().__init__(None, max_size, device=device, ndim=ndim)
+        #: `max_size` as given; with ``ndim > 1`` the first item rounds `max_size` up to whole steps
+        self.capacity = max_size
         self.n_envs = n_envs
         self.compression_method = compression_method
         self.compression_kwargs = dict(compression_kwargs or {})
-        self._requested_size = max_size
+        self.table = ItemTable((0,), {}, {}, [])
         self._lock = fork_safe_lock(of_buffer=True)
-        # what a writer is about to write, and what is being written
-        self.announced: Write | None = None
-        self._open: Write | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        """As before anything was written."""
-        self._storage = None
-        self.initialized = False
-        self._count = 0
-        self.max_size = self._requested_size
-        self.groups: list[Any] = []  # a `Group` each, or a `DeviceGroup`
-        self.lead: tuple[int, ...] = ()
-        self.specs: dict[Key, Spec] = {}
-        # leaves that are not compressed, seen as one row an item
-        self._dense: dict[Key, torch.Tensor] = {}
-        self._pilot: Pilot | None = None
-        self.__dict__.pop("_total_shape_value", None)
+        # the write that a writer is about to begin, and the one in progress
+        self.announced: PendingWrite | None = None
+        self._open: PendingWrite | None = None
+        # the first items, while the number of environments is not known
+        self._probe: EnvProbe | None = None
 
     def empty_copy(self) -> CompressedStorage:
-        """Another one with the same options, and nothing in it."""
+        """Return an empty storage with the same options."""
         return CompressedStorage(
-            self._requested_size,
+            self.capacity,
             device=self.device,
             ndim=self.ndim,
             n_envs=self.n_envs,
@@ -146,144 +113,98 @@ class CompressedStorage(PortableStorage):
             compression_kwargs=self.compression_kwargs,
         )
 
-    # ---- the first item says what all others look like ----
+    # ---- the first item determines the table ----
 
-    def _init(self, data: Any, layout: Layout | None = None) -> None:
-        """Make room for ``max_size`` items like ``data``, with keys laid out as in a file if ``layout`` says so."""
-        try:
-            self._reserve(data, layout)
-        except BaseException:
-            self._forget()
-            raise
+    def _init(self, item: Any) -> None:
+        """Create the table for items like ``item``."""
+        device = self.device
+        if device == "auto":
+            leaf = item if is_tensor_collection(item) or isinstance(item, torch.Tensor) else tree_leaves(item)[0]
+            device = leaf.device or CPU
+        table = self.new_table(item, device=device)
+        probe = None
+        if self.ndim == 1 and self.n_envs is None and table.groups:
+            probe = EnvProbe(table.groups[_probed_group(table)].spec, table.n_items)
+        self.use_table(table, item, device, probe)
 
-    def _reserve(self, data: Any, layout: Layout | None) -> None:
-        if self.device == "auto":
-            first = data if is_tensor_collection(data) or isinstance(data, torch.Tensor) else tree_leaves(data)[0]
-            self.device = first.device or torch.device("cpu")
-        shape = self._item_shape(data)
-        steps = -(-self.max_size // math.prod(shape))
-        self.lead = (steps, *shape)
-        self.max_size = math.prod(self.lead)
-        self.specs = specs_of(data)
-        self._make_groups(self.specs, layout or self._layout(self.specs))
-        if is_tensor_collection(data):
-            leaves = self._leaves()
-            self._storage = data.named_apply(
-                lambda key, value: leaves[key], nested_keys=True, batch_size=[steps, *data.shape], device=self.device
-            )
-        else:
-            made = iter(self._leaves().values())
-            self._storage = tree_map(lambda value: next(made), data)
-        self.initialized = True
-
-    def _item_shape(self, data: Any) -> tuple[int, ...]:
-        """The leading axes of one item that count as items themselves."""
-        if self.ndim == 1:
-            return ()
-        leaf = data if is_tensor_collection(data) else tree_leaves(data)[0]
-        return tuple(leaf.shape[: self.ndim - 1])
-
-    def _layout(self, specs: Mapping[Key, Spec]) -> Layout:
-        """Which keys stay as they are, and which others share a store."""
-        dense: list[Key] = []
-        large: list[Key] = []
-        for key, (shape, dtype) in specs.items():
-            spec = leaf_spec(shape[self.ndim - 1 :], dtype)
-            method = self._method(key)
-            small = method == "none" or (method == "auto" and choose_unseen(spec) is not None) or not spec.nbytes
-            (dense if small else large).append(key)
-        joined = []
-        for keys in join_keys(large):
-            alike = len({(specs[key], self._method(key)) for key in keys}) == 1
-            joined += [keys] if alike else [[key] for key in keys]
-        return dense, joined
-
-    def _make_groups(self, specs: Mapping[Key, Spec], layout: Layout) -> None:
-        inner, n_rows = self.ndim - 1, math.prod(self.lead)
-        n_streams = math.prod(self.lead[1:]) if inner else (self.n_envs or 1)
+    def new_table(
+        self, item: Any, layout: KeyLayout | None = None, kind: Any = None, device: torch.device | None = None
+    ) -> ItemTable:
+        """Return an empty table for items like ``item``, with groups of class ``kind``."""
+        device, n_inner = device or self.device, self.ndim - 1
+        leaf = item if is_tensor_collection(item) or not n_inner else tree_leaves(item)[0]
+        inner = tuple(leaf.shape[:n_inner]) if n_inner else ()
+        lead = (-(-self.capacity // math.prod(inner)), *inner)
+        n_items, specs = math.prod(lead), specs_of(item)
+        if layout is None:
+            layout = lay_out(specs, n_inner, {key: self._method(key) for key in specs})
+        n_streams = math.prod(inner) if n_inner else (self.n_envs or 1)
         dense, groups = {}, []
-        for key in layout[0]:
+        for key in layout.dense:
             shape, dtype = specs[key]
-            dense[key] = torch.empty((n_rows, *shape[inner:]), dtype=dtype, device=self.device)
-        for keys in layout[1]:
+            dense[key] = torch.empty((n_items, *shape[n_inner:]), dtype=dtype, device=device)
+        for keys in layout.groups:
             shape, dtype = specs[keys[0]]
-            spec, method = leaf_spec(shape[inner:], dtype), self._method(keys[0])
-            options = self.compression_kwargs
-            groups.append(self._new_group(keys, spec, dtype, n_rows, n_streams, self.device, method, options))
-        self._dense, self.groups = dense, groups
-        if not inner and self.n_envs is None and groups:
-            self._pilot = Pilot(groups[self._pilot_group()].leaves[0].spec, n_rows)
+            spec = tensor_spec(shape[n_inner:], dtype)
+            groups.append(self.new_group(keys, spec, dtype, n_items, n_streams, device, kind))
+        return ItemTable(lead, specs, dense, groups)
 
-    def _new_group(self, *arguments: Any) -> Any:
-        if self._host_only or device_observation.stays_on_host(self.device):
-            return Group(*arguments)
-        from sb3_extra_buffers._torchrl.device_group import DeviceGroup
-
-        return DeviceGroup(*arguments)
+    def new_group(
+        self,
+        keys: list[Key],
+        spec: ObsSpec,
+        dtype: torch.dtype,
+        n_rows: int,
+        n_streams: int,
+        device: torch.device,
+        kind: Any = None,
+    ) -> Any:
+        """Return an empty group, compressed as this storage compresses ``keys``."""
+        kind = kind or group_class(device)
+        return kind(keys, spec, dtype, n_rows, n_streams, device, self._method(keys[0]), self.compression_kwargs)
 
     def _method(self, key: Key) -> str:
         method = self.compression_method
-        if isinstance(method, str):
-            return method
-        return method.get(key, "auto")
+        return method if isinstance(method, str) else method.get(key, "auto")
 
-    def _leaves(self, groups: Sequence[Any] | None = None) -> dict[Key, torch.Tensor]:
-        """Each key's tensor of all items."""
-        steps, *inner = self.lead
-        leaves: dict[Key, torch.Tensor] = {}
-        groups = self.groups if groups is None else groups
-        stored = {key: leaf for group in groups for key, leaf in zip(group.keys, group.leaves, strict=True)}
-        for key in self.specs:
-            if key in stored:
-                leaves[key] = StoredTensor(stored[key], range(steps), tuple(inner))
-            else:
-                leaves[key] = self._dense[key].view(*self.lead, *self._dense[key].shape[1:])
-        return leaves
+    def use_table(self, table: ItemTable, item: Any, device: torch.device, probe: EnvProbe | None = None) -> None:
+        """Hold ``table`` from now on, whose items are structured like ``item``."""
+        # one call: nothing may see a part of it
+        self.__dict__.update(
+            table=table, _storage=table.like(item, device), initialized=True, max_size=table.n_items, device=device,
+            _probe=probe,
+        )  # fmt: skip
 
-    def _use_groups(self, groups: list[Any]) -> None:
-        """Hold what is compressed in ``groups`` from now on, which are known to be of the right streams."""
-        leaves = self._leaves(groups)
-        shown: Any
-        if is_tensor_collection(self._storage):
-            shown = self._storage.named_apply(lambda key, value: leaves[key], nested_keys=True)
-        else:
-            made = iter(leaves.values())
-            shown = tree_map(lambda value: next(made), self._storage)
-        # at once: nothing may see one without the others
-        self.__dict__.update(groups=groups, _storage=shown, _pilot=None)
-
-    # ---- at the door ----
+    # ---- writing ----
 
     def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
-        # writers ask this before they move their cursor: the last chance to refuse data and leave all as it was
+        # writers call this before they move their cursor: the last moment to refuse data without a trace
         data = batched_data if single_data is None else single_data
         if data is not None:
             if self.initialized:
                 self.check_data(data, 1 if single_data is None else 0)
-            follow_cursor(self, sys._getframe(1))
-            self.announced = Write(data, checked=self.initialized)
+            track_cursor(self, sys._getframe(1))
+            self.announced = PendingWrite(data, checked=self.initialized)
         size: int = super()._max_size_along_dim0(single_data=single_data, batched_data=batched_data)
         return size
 
     def check_data(self, data: Any, n_batch: int | None) -> None:
-        """Raise `SpecMismatchError` unless ``data`` is like the first item, with ``n_batch`` axes before it."""
+        """Raise `SpecMismatchError` unless ``data`` matches the first item, behind ``n_batch`` leading axes."""
         if not isinstance(data, list):
-            check_items(self.specs, is_tensor_collection(self._storage), data, n_batch)
-
-    # ---- writing ----
+            check_items(self.table.specs, is_tensor_collection(self._storage), data, n_batch)
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Store ``data`` at ``cursor``: one item at an integer, else one for each position.
+        """Store ``data`` at ``cursor``: one item if that is an integer, else one item per position.
 
-        All of it is stored or nothing. If this is interrupted while items are overwritten, the call is completed
-        before the interrupt goes on.
+        All items are stored or none. An interrupt that arrives while items are being overwritten is raised after the
+        call is complete.
         """
         self._check_owner()
         with self._lock:
             self.recover()
             write, self.announced = self.announced, None
             if write is None or write.data is not data:
-                write = Write(data)
+                write = PendingWrite(data)
             try:
                 self._set(write, cursor, data, set_cursor)
             except BaseException:
@@ -292,355 +213,161 @@ class CompressedStorage(PortableStorage):
             finally:
                 write.data = None
 
-    def _set(self, write: Write, cursor: Any, data: Any, set_cursor: bool) -> None:
+    def _set(self, write: PendingWrite, cursor: Any, data: Any, set_cursor: bool) -> None:
         if isinstance(data, list):
-            data = _stack(data)
-        single = isinstance(cursor, (int, np.integer)) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
-        write.before = {name: self.__dict__[name] for name in _STATE}, self._len, self._last_cursor_index
+            data = stack_items(data)
+        is_single = isinstance(cursor, (int, np.integer)) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
+        length = self._len
+        write.before = {name: self.__dict__[name] for name in CONTENTS}, length, self._last_cursor_index
         self._open = write
         if not self.initialized:
-            self._init(data if single else _first(data))
-        steps = self._steps(cursor)
+            self._init(data if is_single else first_item(data))
+        table = self.table
+        steps = table.steps_at(cursor)
         if not write.checked:
-            self.check_data(data, None if steps is None else 0 if single else 1)
-        shape = None
+            self.check_data(data, None if steps is None else 0 if is_single else 1)
         if steps is not None:
-            n_items = 1 if single else len(data) if is_tensor_collection(data) else len(tree_leaves(data)[0])
-            if len(steps) != n_items:
-                raise SpecMismatchError(f"{n_items} items cannot be written to {len(steps)} positions")
-            positions = self._positions_of(steps)
+            n_steps = 1 if is_single else len(data) if is_tensor_collection(data) else len(tree_leaves(data)[0])
+            if len(steps) != n_steps:
+                raise SpecMismatchError(f"cannot write {n_steps} items to {len(steps)} positions")
+            shape, positions = None, table.positions_of(steps)
+            n_items = positions.size
         else:
-            table = self._table(cursor)
-            shape, positions = table.shape, table.reshape(-1)
-        self._prepare(write, positions, data, shape)
+            selected = table.select(cursor)
+            shape, positions = selected.shape, selected.reshape(-1)
+            leaf = data if is_tensor_collection(data) else tree_leaves(data)[0]
+            n_items = math.prod(leaf.shape[: self.ndim - isinstance(cursor, int)])
+        write.stage(table, positions, data, shape)
+        if self._probe is not None:
+            self._update_probe(self._probe, write)
         if set_cursor:
-            counted = positions.size if steps is not None else self._count_items(data, cursor)
             if not isinstance(cursor, (int, np.integer, slice, range, torch.Tensor)):
-                # as TorchRL knows it
-                cursor = torch.from_numpy(positions // math.prod(self.lead[1:]))
-            write.cursor, write.length = cursor, min(write.before[1] + counted, self.max_size)
-        # what nobody can read yet is simply not counted if this fails
-        # those in turn begin with the lowest
+                # in a form that TorchRL can record
+                cursor = torch.from_numpy(positions // table.width)
+            write.cursor, write.length = cursor, min(length + n_items, self.max_size)
+        # items behind the length cannot be read: if the write fails they are not counted, and need no repair
         first = write.index.start if isinstance(write.index, slice) else int(write.positions.min(initial=1 << 62))
-        write.repeat = first < write.before[1]
+        write.overwrites = first < length
         self._apply(write)
 
-    def _steps(self, cursor: Any) -> Positions | None:
-        """Where on the first axis ``cursor`` points; None where it says more than that."""
-        size = self.lead[0]
-        if isinstance(cursor, slice):
-            try:
-                return np.arange(size)[cursor]
-            except (TypeError, ValueError) as error:
-                raise IndexOutOfRangeError(f"{cursor!r} is no slice of {size} items: {error}") from None
-        if isinstance(cursor, (int, np.integer)) and not isinstance(cursor, bool):
-            return wrap(np.array([cursor]), size)
-        if isinstance(cursor, (torch.Tensor, np.ndarray, range, list)):
-            array = cursor.detach().cpu().numpy() if isinstance(cursor, torch.Tensor) else _as_array(cursor)
-            if array.dtype.kind in "iu" and array.ndim <= 1:
-                return wrap(array.reshape(-1), size)
-        return None
-
-    def _table(self, index: Any) -> Positions:
-        """Positions that any other index names, in its shape."""
-        parts = index if isinstance(index, tuple) else (index,)
-        known = tuple(
-            part.detach().cpu().numpy()
-            if isinstance(part, torch.Tensor)
-            else _as_array(part)
-            if isinstance(part, (list, range))
-            else part
-            for part in parts
-        )
-        try:
-            return np.asarray(np.arange(math.prod(self.lead)).reshape(self.lead)[known])
-        except (IndexError, TypeError, ValueError) as error:
-            raise IndexOutOfRangeError(f"{index!r} names no items: {error}") from None
-
-    def _count_items(self, data: Any, cursor: Any) -> int:
-        leaf = data if is_tensor_collection(data) else tree_leaves(data)[0]
-        return math.prod(leaf.shape[: self.ndim - isinstance(cursor, (int, np.integer))])
-
-    def _positions_of(self, steps: Positions) -> Positions:
-        width = math.prod(self.lead[1:])
-        return steps if width == 1 else (steps[:, None] * width + np.arange(width)).reshape(-1)
-
-    def _prepare(self, write: Write, positions: Positions, data: Any, shape: tuple[int, ...] | None) -> None:
-        """Have everything ready that can fail: rows for the groups, and values where they belong."""
-        values: Any = data if is_tensor_collection(data) else dict(items(data))
-        n_rows, kept = len(positions), None
-        in_turn = bool(n_rows) and positions[-1] - positions[0] == n_rows - 1 and bool((np.diff(positions) == 1).all())
-        if not in_turn and len(np.unique(positions)) != n_rows:
-            # the last of those for one position counts
-            kept = np.sort(n_rows - 1 - np.unique(positions[::-1], return_index=True)[1])
-            positions = positions[kept]
-
-        def rows_of(key: Key, leaf_shape: tuple[int, ...]) -> Any:
-            value = values.get(key, None)
-            if value is None:
-                # TorchRL's own, which `buffer[i] = item` leaves as it was
-                return None
-            if value.requires_grad:
-                value = value.detach()
-            if shape is not None:
-                value = _expand(value, (*shape, *leaf_shape))
-            if value.ndim != 1 + len(leaf_shape):
-                value = value.reshape(-1, *leaf_shape)
-            return value if kept is None else value[torch.from_numpy(kept).to(value.device)]
-
-        dense = [(leaf, rows_of(key, tuple(leaf.shape[1:]))) for key, leaf in self._dense.items()]
-        write.dense = [(leaf, value.to(leaf.device)) for leaf, value in dense if value is not None]
-        write.index = slice(int(positions[0]), int(positions[-1]) + 1) if in_turn else torch.from_numpy(positions)
-        batches: list[Any] = []
-        for group in self.groups:
-            found = [rows_of(key, leaf.shape) for key, leaf in zip(group.keys, group.leaves, strict=True)]
-            if any(value is None for value in found):
-                batches.append(None)
-            else:
-                batches.append([leaf.as_rows(part) for leaf, part in zip(group.leaves, found, strict=True)])
-        write.positions, write.rows = positions, batches
-        pilots = None if self._pilot is None else batches[self._pilot_group()]
-        if pilots is not None:
-            self._look_at(positions, pilots)
-
-    def _apply(self, write: Write) -> None:
-        """Write everything; again and again, if need be."""
-        # first: whoever looks afterwards sees that what it remembers may be of before
+    def _apply(self, write: PendingWrite) -> None:
+        """Write everything; may be repeated."""
+        # first, so that caches of what was there before are invalid from here on
         self._bump_mutation_revision()
-        for group, rows in zip(self.groups, write.rows, strict=True):
-            if rows is not None and len(write.positions):
-                group.write(write.positions, rows)
-        for leaf, value in write.dense:
-            leaf[write.index if isinstance(write.index, slice) else write.index.to(leaf.device)] = value
+        write.write_to(self.table)
         if write.length is not None:
             self._set_last_cursor(write.cursor)
             self._len = write.length
-        # the one assignment that makes it so
+        # this assignment commits the write
         write.done = True
         self._open = None
 
     def recover(self) -> None:
-        """See to a write that was interrupted, if there is one: complete it, or have all as it was before."""
+        """Complete or undo a write that was interrupted, if there is one."""
         if self._open is None:
             return
         with self._lock:
-            # another thread may have done it meanwhile
-            write: Write | None = vars(self)["_open"]
+            # another thread may have done it in the meantime
+            write: PendingWrite | None = vars(self)["_open"]
             if write is None:
                 return
             if write.before is not None and not write.done:
-                if write.repeat and not self._is_untouched(write):
+                if write.overwrites and write.has_begun(self.table):
                     self._apply(write)
                 else:
-                    attributes, length, last = write.before
-                    self.__dict__.update(attributes)
+                    contents, length, last_cursor = write.before
+                    self.__dict__.update(contents)
                     self.__dict__.pop("_total_shape_value", None)
                     self._len = length
-                    self._last_cursor_index_value.value = -1 if last is None else last
+                    self._last_cursor_index_value.value = -1 if last_cursor is None else last_cursor
             self._open = None
 
-    def _is_untouched(self, write: Write) -> bool:
-        """Whether not even the first row is there: groups come first, and their stores write a row or do not."""
-        for group, rows in zip(self.groups, write.rows, strict=True):
-            if rows is not None:
-                [held] = group.read_rows([0], write.positions[:1])
-                return not np.array_equal(held[0], rows[0][0])
-        return False
-
-    # ---- how many environments take turns ----
-
-    def _pilot_group(self) -> int:
-        return max(range(len(self.groups)), key=lambda place: len(self.groups[place].keys))
-
-    def _look_at(self, positions: Positions, batches: Sequence[Any]) -> None:
-        """Have as many streams as environments take turns, once the first items tell how many."""
-        pilot = self._pilot
-        found = None if pilot is None else pilot.look_at(positions, batches)
-        if pilot is not None and isinstance(found, int) and found > 1:
-            self._use_groups([group.rewrite(found, pilot.held) for group in self.groups])
+    def _update_probe(self, probe: EnvProbe, write: PendingWrite) -> None:
+        """Show ``write`` to the probe; if that settles the number of environments, use as many streams."""
+        table = self.table
+        rows = write.rows[_probed_group(table)]
+        if rows is None:
+            return
+        result = probe.extend(write.positions, rows)
+        if isinstance(result, EnvProbe):
+            self._probe = result
+        elif result == 1:
+            self._probe = None
         else:
-            self._pilot = found if isinstance(found, Pilot) else None
-
-    # ---- reading ----
-
-    def get(self, index: Any) -> Any:
-        """Items at ``index``; those of a slice are decoded key by key, when they are used."""
-        with self._lock:
-            self.recover()
-            return self._get(index)
-
-    def _get(self, index: Any) -> Any:
-        if isinstance(index, str):
-            raise IndexOutOfRangeError(f"items are found by position, got {index!r}; use get_fields for a field")
-        if not self.initialized or not is_tensor_collection(self._storage):
-            return super().get(index)
-        if isinstance(index, (int, np.integer)):
-            wrap(np.array([index]), self._len_along_dim0)
-            return super().get(index)
-        positions = self._positions(index)
-        if positions is None:
-            return super().get(index)
-        return self._read(positions, None)
-
-    def get_fields(self, index: Any, keys: Sequence[Key]) -> list[torch.Tensor]:
-        """Only ``keys`` of the items at ``index``; nothing else is decoded."""
-        if not isinstance(keys, (list, tuple)):
-            raise UnknownFieldError(f"keys must be a list of fields, got {keys!r}")
-        known = list(self.specs)
-        unknown = [key for key in keys if key not in known]
-        if unknown:
-            raise UnknownFieldError(f"no field {', '.join(map(repr, unknown))}; there are {names_of(self.specs)}")
-        positions = self._positions(index)
-        if positions is None:
-            raise IndexOutOfRangeError(f"items are found by integers, got {index!r}")
-        with self._lock:
-            self.recover()
-            found = self._columns(positions, set(keys))
-        return [found[key] for key in keys]
-
-    def _positions(self, index: Any) -> Positions | None:
-        """Positions that ``index`` names one by one; None for slices, masks and the like."""
-        if isinstance(index, tuple):
-            if len(index) != self.ndim:
-                return None
-            arrays = [array for array in map(_as_indices, index) if array is not None]
-            if len(arrays) < self.ndim or len({array.shape for array in arrays}) > 1:
-                return None
-            lengths = (self._len_along_dim0, *self.lead[1:])
-            wrapped = [wrap(part, size) for part, size in zip(arrays, lengths, strict=True)]
-            return np.ravel_multi_index(wrapped, self.lead).astype(np.int64)
-        array = _as_indices(index)
-        if array is None or self.ndim > 1:
-            return None
-        return wrap(array, self._len)
-
-    def _columns(self, positions: Positions, keys: Keys) -> dict[Key, torch.Tensor]:
-        found: dict[Key, torch.Tensor] = {}
-        flat = positions.reshape(-1)
-        index: torch.Tensor | None = None
-        for key, leaf in self._dense.items():
-            if keys is None or key in keys:
-                if index is None:
-                    index = torch.from_numpy(flat).to(leaf.device)
-                found[key] = leaf.index_select(0, index).reshape(*positions.shape, *leaf.shape[1:])
-        for group in self.groups:
-            wanted = group.keys if keys is None else [key for key in group.keys if key in keys]
-            if len(wanted) == len(group.keys):
-                tensors = [part.reshape(*positions.shape, *part.shape[1:]) for part in group.read(flat)]
-                found.update(zip(wanted, tensors, strict=True))
-            else:
-                found.update({key: group.leaves[group.keys.index(key)].read(positions) for key in wanted})
-        return found
-
-    def _read(self, positions: Positions, keys: Keys) -> Any:
-        found = self._columns(positions, keys)
-        shape = [*positions.shape, *self._storage.shape[self.ndim :]]
-        if is_tensorclass(self._storage) or len(found) < len(tuple(self._storage.keys(True, True))):
-            return self._storage[:1].named_apply(
-                lambda key, value: found[key], nested_keys=True, batch_size=shape, device=self.device
-            )
-        return TensorDict({key: found[key] for key in self.specs}, batch_size=shape, device=self.device)
-
-    # ---- the rest ----
+            table = table.with_groups([group.with_streams(result, probe.count) for group in table.groups])
+            self.use_table(table, example_item(self._storage), self.device)
 
     def _empty(self) -> None:
         with self._lock:
             self.recover()
             if self.announced is not None:
-                # given up: the cursor is where it should be
+                # abandoned: the writer's cursor stays where it is
                 self.announced.done = True
-            # first, so that what is half cleared is not read
+            # first, so that nothing half cleared is read
             super()._empty()
-            for group in self.groups:
-                group.clear()
+            self.table.clear()
 
-    def memory_usage(self) -> MemoryUsage:
-        """What is held, by purpose; ``dense`` is what TorchRL's tensor storages take for the same items."""
-        self.recover()
-        share = self._len / max(self.max_size, 1)
-        small = sum(leaf.nbytes for leaf in self._dense.values())
-        total = MemoryUsage(0, 0, 0, other=int(small * share), dense=small)
-        for group in self.groups:
-            usage = group.memory_usage()
-            codecs = {name_of(key): usage.codecs[""] for key in group.keys}
-            total += MemoryUsage(
-                usage.payload, usage.index, usage.keyframes, usage.other, dense=usage.dense, codecs=codecs
-            )
-        return total
+    # ---- reading ----
 
-    def check(self) -> None:
-        """Raise if anything inside disagrees."""
+    def get(self, index: Any) -> Any:
+        """Return the items at ``index``; those of a slice are decoded when they are used, key by key."""
+        if isinstance(index, str):
+            raise IndexOutOfRangeError(f"items are indexed by position, got {index!r}; use get_fields for a field")
         with self._lock:
             self.recover()
-            for group in self.groups:
-                group.check()
+            if not self.initialized or not is_tensor_collection(self._storage):
+                return super().get(index)
+            if isinstance(index, (int, np.integer)):
+                wrap_indices(np.array([index]), self._len_along_dim0)
+                return super().get(index)
+            positions = self.table.positions_at(index, self._len)
+            return super().get(index) if positions is None else self._read(positions)
+
+    def get_fields(self, index: Any, keys: Sequence[Key]) -> list[torch.Tensor]:
+        """Return the tensors of ``keys`` at ``index``; nothing else is decoded."""
+        if not isinstance(keys, (list, tuple)):
+            raise UnknownFieldError(f"keys must be a list of fields, got {keys!r}")
+        known = list(self.table.specs)
+        unknown = [key for key in keys if key not in known]
+        if unknown:
+            raise UnknownFieldError(f"unknown field {', '.join(map(repr, unknown))}; the fields are {key_names(known)}")
+        with self._lock:
+            self.recover()
+            positions = self.table.positions_at(index, self._len)
+            if positions is None:
+                raise IndexOutOfRangeError(f"items are indexed by integers, got {index!r}")
+            tensors = self.table.read(positions, set(keys))
+        return [tensors[key] for key in keys]
+
+    def _read(self, positions: Positions) -> Any:
+        tensors = self.table.read(positions)
+        shape = [*positions.shape, *self._storage.shape[self.ndim :]]
+        if is_tensorclass(self._storage):
+            return self._storage[:1].named_apply(
+                lambda key, value: tensors[key], nested_keys=True, batch_size=shape, device=self.device
+            )
+        return TensorDict({key: tensors[key] for key in self.table.specs}, batch_size=shape, device=self.device)
+
+    # ---- information ----
+
+    def memory_usage(self) -> MemoryUsage:
+        """Return the memory in use, by purpose; ``dense`` is what TorchRL's tensor storages take for these items."""
+        self.recover()
+        return self.table.memory_usage(self._len)
+
+    def check(self) -> None:
+        """Raise if the storage is inconsistent."""
+        with self._lock:
+            self.recover()
+            self.table.check()
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(len={self._len}, max_size={self.max_size}, ndim={self.ndim}, "
-            f"keys=[{names_of(self.specs)}], {self.memory_usage()})"
+            f"keys=[{key_names(self.table.specs)}], {self.memory_usage()})"
         )
 
 
-def _check_methods(methods: Any, options: Any) -> None:
-    """Raise unless each of ``methods`` is a method, with ``options`` that it has."""
-    if options is not None and not (isinstance(options, Mapping) and all(isinstance(name, str) for name in options)):
-        raise CodecOptionError(f"compression_kwargs maps names of options to values, got {options!r}")
-    if not isinstance(methods, (str, Mapping)):
-        raise ArgumentError(f"compression_method is a method or a mapping of keys to methods, got {methods!r}")
-    for method in [methods] if isinstance(methods, str) else methods.values():
-        if not isinstance(method, str):
-            raise ArgumentError(f"{method!r} is no compression method")
-        if method != "auto":
-            get_codec(method, **dict(options or {}))
-
-
-def _stack(data: Sequence[Any]) -> Any:
-    """Items of a list as one batch."""
-    if data and all(map(is_tensor_collection, data)):
-        try:
-            return torch.stack(list(data))
-        except (RuntimeError, KeyError) as error:
-            raise SpecMismatchError(f"the items of the list differ: {error}; nothing was stored") from None
-    flat = [tree_flatten(item) for item in data]
-    if not flat or any(spec != flat[0][1] for _, spec in flat):
-        raise SpecMismatchError("the items of the list have no structure in common; nothing was stored")
-    try:
-        leaves = [torch.stack(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
-    except (RuntimeError, TypeError) as error:
-        raise SpecMismatchError(f"the items of the list differ: {error}; nothing was stored") from None
-    return tree_unflatten(leaves, flat[0][1])
-
-
-def _first(data: Any) -> Any:
-    """The first item of a batch."""
-    try:
-        return data[0] if is_tensor_collection(data) else tree_map(lambda value: value[0], data)
-    except (IndexError, TypeError, KeyError, RuntimeError) as error:
-        raise SpecMismatchError(f"a {type(data).__name__} holds no items: {error}; nothing was stored") from None
-
-
-def _expand(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    try:
-        return value.expand(shape)
-    except RuntimeError:
-        raise SpecMismatchError(f"a tensor of {tuple(value.shape)} cannot fill {shape}; nothing was stored") from None
-
-
-def _as_array(values: Any) -> np.ndarray[Any, Any]:
-    try:
-        array = np.asarray(values)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise IndexOutOfRangeError(f"{values!r} names no items: {error}") from None
-    return array.astype(np.int64) if not array.size else array
-
-
-def _as_indices(index: Any) -> np.ndarray[Any, Any] | None:
-    """An array of integers, or None if ``index`` is none."""
-    if isinstance(index, torch.Tensor):
-        index = index.detach().cpu().numpy()
-    elif isinstance(index, (list, range)):
-        index = _as_array(index)
-    if isinstance(index, np.ndarray) and index.ndim and index.dtype.kind in "iu":
-        return index
-    return None
+def _probed_group(table: ItemTable) -> int:
+    """Return the number of a group that can tell the environments apart, if possible one with a next observation."""
+    return max(range(len(table.groups)), key=lambda number: len(table.groups[number].keys))
