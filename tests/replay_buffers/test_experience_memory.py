@@ -291,9 +291,9 @@ def test_experience_unlike_the_first_is_refused(buffer: ReplayBuffer, change: st
     else:
         batch["next", "observation"] = batch["observation"].float()
 
-    with pytest.raises(SpecMismatchError, match="nothing was added"):
+    with pytest.raises(SpecMismatchError, match="nothing was stored"):
         buffer.add_batch(batch)
-    with pytest.raises(SpecMismatchError, match="nothing was added"):
+    with pytest.raises(SpecMismatchError, match="nothing was stored"):
         buffer.add(batch[0])
     assert buffer.metadata["pointer"] == 10
     assert_same(buffer.sample_all(), before)

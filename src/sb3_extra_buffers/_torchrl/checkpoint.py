@@ -104,7 +104,7 @@ def _on_host(group: Any, length: int) -> HostGroup:
     """Return ``group`` itself or, if it is on a device, a copy on the host, which any machine can read."""
     if isinstance(group, HostGroup):
         return group
-    copy: HostGroup = group.empty_copy(HostGroup, device=CPU)
+    copy = HostGroup(group.config, group.n_streams, CPU)
     copy.copy_from(group, length)
     return copy
 

@@ -49,17 +49,17 @@ class DeviceGroup(StoredGroup):
     def _create_store(self, n_streams: int) -> None:
         # rows behind the last whole step stay raw
         self.n_steps = max(self.n_rows // n_streams, 1)
-        self._ordered = _Ordered(self._new_store(n_streams, self.method))
+        self._ordered = _Ordered(self._new_store(n_streams, self.config.method))
         self._raw = [_RawRows(self.n_rows, self.spec, self.device) for _ in self.keys]
         self._lock = fork_safe_lock()
 
     @property
-    def store(self) -> DeviceObservations:  # type: ignore[override]  # read-only here
+    def store(self) -> DeviceObservations:
         """The rows that were written in order."""
         return self._ordered.store
 
     def _new_store(self, n_streams: int, method: str) -> DeviceObservations:
-        options = self.options if method == self.method else {}
+        options = self.config.options if method == self.config.method else {}
         place = DevicePlace(self.device)
         return DeviceObservations(self.spec, self.n_steps, n_streams, len(self.keys), place, method, options)
 
@@ -112,7 +112,7 @@ class DeviceGroup(StoredGroup):
         if max(raw.count for raw in self._raw) <= max(self.n_rows // _RAW_SHARE, _MIN_RAW):
             return
         n_streams, choice = self.store.n_streams, self.store.choice
-        store = self._new_store(n_streams, self.method if choice is None else choice.method)
+        store = self._new_store(n_streams, self.config.method if choice is None else choice.method)
         first = (newest + 1) % self.n_steps
         per_chunk = max(_CHUNK // n_streams, 1)
         for begin in range(0, self.n_steps, per_chunk):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +16,23 @@ from sb3_extra_buffers.errors import FileFormatError
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
-__all__ = ["Group", "HostGroup", "StoredGroup", "split_steps"]
+__all__ = ["Group", "GroupConfig", "HostGroup", "StoredGroup", "split_steps"]
 
 # rows copied from group to group at a time
 _CHUNK = 256
 
 Key = Any  # a nested key of a TensorDict: a string or a tuple of strings
-AnyStoredGroup = TypeVar("AnyStoredGroup", bound="StoredGroup")
+
+
+class GroupConfig(NamedTuple):
+    """The keys of a group, their tensors and how these are compressed."""
+
+    keys: list[Key]
+    spec: ObsSpec
+    dtype: torch.dtype
+    n_rows: int
+    method: str
+    options: dict[str, Any]
 
 
 class Group(ABC):
@@ -32,15 +42,17 @@ class Group(ABC):
     their number in ``keys``.
     """
 
-    def __init__(
-        self, keys: Sequence[Key], spec: ObsSpec, dtype: torch.dtype, n_rows: int, device: torch.device
-    ) -> None:
-        self.keys = list(keys)
-        self.spec, self.dtype, self.n_rows, self.device = spec, dtype, n_rows, device
+    def __init__(self, config: GroupConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.keys, self.spec, self.dtype, self.n_rows = config[:4]
 
-    @abstractmethod
     def read(self, positions: Positions, which: Sequence[int] | None = None) -> list[torch.Tensor]:
         """Decode the rows at ``positions`` of each key; frames that they share are decoded once."""
+        shape = (len(positions), *self.spec.shape)
+        return [
+            as_tensor(rows.view(self.spec.dtype).reshape(shape), self.dtype, self.device)
+            for rows in self.read_rows(positions, which)
+        ]
 
     @abstractmethod
     def read_rows(self, positions: Positions, which: Sequence[int] | None = None) -> list[ByteRows]:
@@ -74,30 +86,14 @@ class Group(ABC):
         """Return a tensor of shape ``(*lead, *spec.shape)`` as rows."""
         return as_rows(self.spec, tensor)
 
-    def as_tensor(self, rows: ByteRows) -> torch.Tensor:
-        """Return rows as a tensor on the group's device."""
-        array = rows.view(self.spec.dtype).reshape((len(rows), *self.spec.shape))
-        return as_tensor(array, self.dtype, self.device)
-
 
 class StoredGroup(Group):
     """A group whose store is in this process. The row at a position continues the stream ``position % n_streams``."""
 
     store: Any
 
-    def __init__(
-        self,
-        keys: Sequence[Key],
-        spec: ObsSpec,
-        dtype: torch.dtype,
-        n_rows: int,
-        n_streams: int,
-        device: torch.device,
-        method: str,
-        options: dict[str, Any],
-    ) -> None:
-        super().__init__(keys, spec, dtype, n_rows, device)
-        self.method, self.options = method, options
+    def __init__(self, config: GroupConfig, n_streams: int, device: torch.device) -> None:
+        super().__init__(config, device)
         self._create_store(n_streams)
 
     @abstractmethod
@@ -109,16 +105,9 @@ class StoredGroup(Group):
         n_streams: int = self.store.n_streams
         return n_streams
 
-    def empty_copy(
-        self, kind: type[AnyStoredGroup], n_streams: int | None = None, device: torch.device | None = None
-    ) -> AnyStoredGroup:
-        """Return an empty group like this one of class ``kind``."""
-        n_streams, device = n_streams or self.n_streams, device or self.device
-        return kind(self.keys, self.spec, self.dtype, self.n_rows, n_streams, device, self.method, self.options)
-
     def with_streams(self, n_streams: int, count: int) -> StoredGroup:
         """Return a group with another number of streams that holds the first ``count`` rows of this one."""
-        group = self.empty_copy(type(self), n_streams)
+        group = type(self)(self.config, n_streams, self.device)
         group.copy_from(self, count)
         return group
 
@@ -151,7 +140,7 @@ class HostGroup(StoredGroup):
     store: ObservationStore
 
     def _create_store(self, n_streams: int) -> None:
-        store = ObservationStore(self.spec, n_streams=n_streams, method=self.method, options=self.options)
+        store = ObservationStore(self.spec, n_streams, self.config.method, self.config.options)
         # the stream follows from the position, so each key begins with the first stream
         per_key = -(-self.n_rows // n_streams) * n_streams
         self._use(store, [store.allocate(per_key) for _ in self.keys])
@@ -171,9 +160,6 @@ class HostGroup(StoredGroup):
         if bases != [which * per_key for which in range(len(self.keys))] or store.n_obs != per_key * len(self.keys):
             raise FileFormatError(f"{self.n_rows} items at {bases!r} do not match a store of {store.n_obs}")
         self._use(store, bases)
-
-    def read(self, positions: Positions, which: Sequence[int] | None = None) -> list[torch.Tensor]:
-        return [self.as_tensor(rows) for rows in self.read_rows(positions, which)]
 
     def read_rows(self, positions: Positions, which: Sequence[int] | None = None) -> list[ByteRows]:
         offsets = self._offsets if which is None else self._offsets[list(which)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing as mp
 import os
 import pickle
@@ -13,43 +14,27 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 from torch.utils._pytree import tree_leaves, tree_map
-from torchrl.data.replay_buffers.storages import Storage, TensorStorage
+from torchrl.data.replay_buffers.storages import Storage
 
 from sb3_extra_buffers._torchrl.checkpoint import CompressedStorageCheckpointer, storage_parts
-from sb3_extra_buffers._torchrl.env_probe import EnvProbe
 from sb3_extra_buffers._torchrl.groups import HostGroup
-from sb3_extra_buffers._torchrl.layout import KeyLayout
-from sb3_extra_buffers._torchrl.schema import Key
 from sb3_extra_buffers._torchrl.sharing import GroupServer, RemoteGroup
+from sb3_extra_buffers._torchrl.storage import CONTENTS, ItemStorage, group_class
 from sb3_extra_buffers._torchrl.table import ItemTable, example_item
 from sb3_extra_buffers._torchrl.tensors import to_numpy
-from sb3_extra_buffers._torchrl.transactions import PendingWrite
-from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import FileFormatError, SharingError, SpecMismatchError
 from sb3_extra_buffers.files import kinds
 from sb3_extra_buffers.files.loading import make
 from sb3_extra_buffers.files.parts import Parts, flatten, unflatten
-from sb3_extra_buffers.stores import device_observation
 from sb3_extra_buffers.stores.locks import fork_safe_lock
 
-__all__ = ["CONTENTS", "PortableStorage", "group_class"]
+__all__ = ["PortableStorage"]
 
-#: attributes that the first write sets, that a failed write restores and that loading replaces
-CONTENTS = ("_storage", "initialized", "max_size", "table", "device", "_probe", "_last_cursor")
 # items copied from TorchRL's own storages at a time
 _CHUNK = 256
 
 
-def group_class(device: torch.device) -> Any:
-    """Return the class of the groups of a storage on ``device``."""
-    if device_observation.stays_on_host(device):
-        return HostGroup
-    from sb3_extra_buffers._torchrl.device_group import DeviceGroup
-
-    return DeviceGroup
-
-
-class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no types
+class PortableStorage(ItemStorage):
     """The part of `CompressedStorage` that saves, copies and shares it.
 
     A storage belongs to the process that created it. Processes that are spawned with it send their requests to that
@@ -58,55 +43,8 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
 
     _default_checkpointer = CompressedStorageCheckpointer
 
-    _storage: Any
-    device: Any
-    ndim: int
-    n_envs: int | None
-    compression_method: Any
-    compression_kwargs: dict[str, Any]
-    capacity: int
-    table: ItemTable
-    announced: PendingWrite | None
-    _probe: EnvProbe | None
-    _open: PendingWrite | None
-    _lock: Any
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._count = 0
-        # the length in shared memory, and the server that answers other processes, once there are any
-        self._shared_count: Any = None
-        self._server: GroupServer | None = None
-        self._owner = os.getpid()
-        super().__init__(*args, **kwargs)
-
-    def empty_copy(self) -> PortableStorage:
-        """Return an empty storage with the same options."""
-        raise NotImplementedError
-
-    def new_table(self, item: Any, layout: KeyLayout | None = None, kind: Any = None) -> ItemTable:
-        """Return an empty table for items like ``item``, with groups of class ``kind``."""
-        raise NotImplementedError
-
-    def new_group(
-        self,
-        keys: list[Key],
-        spec: ObsSpec,
-        dtype: torch.dtype,
-        n_rows: int,
-        n_streams: int,
-        device: torch.device,
-        kind: Any = None,
-    ) -> Any:
-        """Return an empty group, compressed as this storage compresses ``keys``."""
-        raise NotImplementedError
-
-    def use_table(self, table: ItemTable, item: Any, device: torch.device, probe: EnvProbe | None = None) -> None:
-        """Hold ``table`` from now on, whose items are structured like ``item``."""
-        raise NotImplementedError
-
-    def recover(self) -> None:
-        """Complete or undo a write that was interrupted, if there is one."""
-        raise NotImplementedError
+    # the server that answers other processes, once there are any
+    _server: GroupServer | None = None
 
     @property
     def structure(self) -> Any:
@@ -128,19 +66,6 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
     def lock(self) -> Any:
         """Held while the storage is written to, read or saved."""
         return self._lock
-
-    # TensorStorage has the length in shared memory from the beginning, which takes a lock to read
-
-    @property
-    def _len(self) -> int:
-        return self._count if self._shared_count is None else int(self._shared_count.value)
-
-    @_len.setter
-    def _len(self, value: int) -> None:
-        if self._shared_count is None:
-            self._count = int(value)
-        else:
-            self._shared_count.value = int(value)
 
     def set_length(self, length: int, last_cursor: int | None) -> None:
         """Declare the first ``length`` items stored."""
@@ -195,8 +120,11 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
         """Replace all items by the first ``length`` of ``data``; if that fails, nothing changes."""
         if length > self.capacity:
             raise SpecMismatchError(f"{length} items were saved, but this storage has room for {self.capacity}")
-        steps = -(-length // max(int(np.prod(data.shape[1 : self.ndim])), 1))
-        loaded = self.empty_copy()
+        steps = -(-length // max(math.prod(data.shape[1 : self.ndim]), 1))
+        loaded = PortableStorage(
+            self.capacity, device=self.device, ndim=self.ndim, n_envs=self.n_envs,
+            compression_method=self.compression_method, compression_kwargs=self.compression_kwargs,
+        )  # fmt: skip
         for first in range(0, steps, _CHUNK):
             part = data[first : min(first + _CHUNK, steps)]
             loaded.set(range(first, first + len(part)), part)
@@ -257,26 +185,22 @@ class PortableStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no 
         oldest = 0
         if last_cursor is not None and length == table.n_items:
             oldest = (last_cursor + 1) * table.width % table.n_items
+        kind = group_class(device)
         groups: list[Any] = []
         for group in table.groups:
-            if type(group) is HostGroup and group_class(device) is HostGroup:
+            if type(group) is kind is HostGroup:
                 # stays on the host; only what is decoded goes to the device
                 group.device = device
                 groups.append(group)
             else:
-                moved = self.new_group(group.keys, group.spec, group.dtype, group.n_rows, group.n_streams, device)
+                method, options = self.compression(group.keys[0])
+                config = group.config._replace(method=method, options=options)
+                moved = kind(config, group.n_streams, device)
                 moved.copy_from(group, length, oldest)
                 groups.append(moved)
         return ItemTable(table.lead, table.specs, dense, groups)
 
     # ---- copies and other processes ----
-
-    def _check_owner(self) -> None:
-        if os.getpid() != self._owner:
-            raise SharingError(
-                "this CompressedStorage belongs to the parent process, and what this forked process writes would be "
-                "lost; start processes with 'spawn', or keep the buffer in Ray (CompressedRayReplayBuffer)"
-            )
 
     def _check_local(self) -> None:
         if any(isinstance(group, RemoteGroup) for group in self.table.groups):

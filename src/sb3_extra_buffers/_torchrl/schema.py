@@ -14,6 +14,7 @@ from sb3_extra_buffers.errors import FileFormatError, SpecMismatchError
 from sb3_extra_buffers.stores import checks
 
 __all__ = [
+    "INDEX_KEY",
     "Key",
     "Spec",
     "check_items",

@@ -11,8 +11,6 @@ from multiprocessing import AuthenticationError, current_process
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-import torch
-
 from sb3_extra_buffers._torchrl.groups import Group
 from sb3_extra_buffers._torchrl.indexing import Positions
 from sb3_extra_buffers.codecs.spec import ByteRows
@@ -81,7 +79,7 @@ class RemoteGroup(Group):
     """A group of a storage in another process."""
 
     def __init__(self, address: Any, number: int, group: Group) -> None:
-        super().__init__(group.keys, group.spec, group.dtype, group.n_rows, group.device)
+        super().__init__(group.config, group.device)
         self._address, self._number = address, number
 
     def _ask(self, request: str, *arguments: Any) -> Any:
@@ -99,9 +97,6 @@ class RemoteGroup(Group):
         if not succeeded:
             raise answer
         return answer
-
-    def read(self, positions: Positions, which: Sequence[int] | None = None) -> list[torch.Tensor]:
-        return [self.as_tensor(rows) for rows in self.read_rows(positions, which)]
 
     def read_rows(self, positions: Positions, which: Sequence[int] | None = None) -> list[ByteRows]:
         rows: list[ByteRows] = self._ask("read_rows", positions, which)

@@ -33,8 +33,18 @@ try:
     from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
 
     from sb3_extra_buffers._torchrl.checkpoint import embedded_storage, tensor_column
+    from sb3_extra_buffers._torchrl.indexing import as_indices, wrap_indices
     from sb3_extra_buffers._torchrl.memmaps import read_json, remove_saved, write_json
-    from sb3_extra_buffers._torchrl.schema import Key, key_from_json, key_to_json, non_tensor_keys
+    from sb3_extra_buffers._torchrl.schema import (
+        INDEX_KEY,
+        Key,
+        Spec,
+        check_items,
+        key_from_json,
+        key_to_json,
+        non_tensor_keys,
+        specs_of,
+    )
     from sb3_extra_buffers._torchrl.tensors import CPU, dtype_name, parse_dtype, to_numpy
     from sb3_extra_buffers._torchrl.transactions import get_cursor, set_cursor
     from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
@@ -46,7 +56,6 @@ except ImportError as error:
 __all__ = ["ReplayBuffer", "restore_buffer"]
 
 Indices = Sequence[int] | torch.Tensor | range
-Specs = dict[Key, tuple[torch.Size, torch.dtype]]
 
 _KIND = "experience"
 _FORMAT = "sb3-extra-buffers/experience"
@@ -98,7 +107,8 @@ class ReplayBuffer:
     def _create_memory(self, buffer_size: int) -> None:
         self.buffer_size = buffer_size
         self.memory: Any = TensorDictReplayBuffer(storage=self._get_storage(buffer_size, self.storing_device))
-        self.specs: Specs | None = None
+        # of the first tuple, which all others must match
+        self.specs: dict[Key, Spec] | None = None
         self._iterator: Iterator[TensorDict] | None = None
 
     def _get_storage(
@@ -122,45 +132,26 @@ class ReplayBuffer:
 
     def add(self, experience: TensorDict) -> None:
         """Add one experience tuple, without a batch dimension."""
-        experience = _as_tensordict(experience, 0)
-        self._store(self.memory.add, experience, self._checked_specs(experience, 0))
+        self._store(self.memory.add, _as_tensordict(experience, 0), 0)
 
     def add_batch(self, batch: TensorDict) -> None:
         """Add the tuples of ``batch`` in the order of its first dimension."""
         batch = _as_tensordict(batch, 1)
-        if not len(batch):
-            return
-        self._store(self.memory.extend, batch, self._checked_specs(batch, 1))
+        if len(batch):
+            self._store(self.memory.extend, batch, 1)
 
-    def _store(self, write: Callable[[Any], Any], data: TensorDict, specs: Specs) -> None:
-        self.specs = specs
+    def _store(self, write: Callable[[Any], Any], data: TensorDict, n_batch: int) -> None:
+        # TorchRL's own storages would cast silently, or mix shapes
+        if self.specs is None:
+            self.specs = _specs_behind(n_batch, data)
+        else:
+            check_items(self.specs, True, data, n_batch)
         try:
             write(data)
         finally:
             if not self.size:
                 # nothing was stored that later tuples could differ from
                 self.specs = None
-
-    def _checked_specs(self, data: TensorDict, n_batch: int) -> Specs:
-        """Return the shapes and dtypes of ``data``; raise if they differ from the first tuple's.
-
-        TorchRL would cast silently, or mix shapes.
-        """
-        specs = {
-            key: (value.shape[n_batch:], value.dtype)
-            for key, value in data.items(include_nested=True, leaves_only=True)
-            if isinstance(value, torch.Tensor) and key != "index"
-        }
-        if self.specs is None or specs == self.specs:
-            return specs
-        for key in sorted(specs.keys() | self.specs.keys(), key=str):
-            expected, got = self.specs.get(key), specs.get(key)
-            if expected != got:
-                raise SpecMismatchError(
-                    f"field {key!r} is {_describe(got)}, but it is {_describe(expected)} in the tuples added before; "
-                    "nothing was added"
-                )
-        return specs
 
     # ---- sampling ----
 
@@ -208,23 +199,12 @@ class ReplayBuffer:
 
     def _check_indices(self, indices: Indices) -> torch.Tensor:
         self._check_not_empty()
+        array = as_indices(list(indices) if isinstance(indices, tuple) else indices)
+        if array is None or array.ndim > 1:
+            raise IndexOutOfRangeError(f"indices must be a list of integers, got {indices!r}")
+        index = torch.from_numpy(wrap_indices(array.reshape(-1), self.size))
         # a compressed storage looks up its rows on the host
-        device = CPU if self.storage == "compressed" else self.storing_device
-        try:
-            index = torch.as_tensor(list(indices) if isinstance(indices, range) else indices).to(device)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise IndexOutOfRangeError(f"indices must be a list of integers: {error}") from None
-        if not index.numel():
-            index = index.long()
-        if index.dtype.is_floating_point or index.dtype.is_complex or index.dtype == torch.bool or index.ndim > 1:
-            raise IndexOutOfRangeError(
-                f"indices must be a list of integers, got {index.dtype} of shape {tuple(index.shape)}"
-            )
-        index = index.reshape(-1).long()
-        outside = index[(index < -self.size) | (index >= self.size)]
-        if outside.numel():
-            raise IndexOutOfRangeError(f"index {int(outside[0])} is out of range: {self.size} tuples are stored")
-        return torch.where(index < 0, index + self.size, index)
+        return index if self.storage == "compressed" else index.to(self.storing_device)
 
     # ---- size ----
 
@@ -298,7 +278,7 @@ class ReplayBuffer:
             held = self.memory.storage.to_parts()
             return Parts(_KIND, {**description, "held": held.description}, held.columns, held.stores)
         fields = list(self.memory.storage.get(torch.arange(self.size)).items(True, True)) if self.size else []
-        fields = [(key, value) for key, value in fields if key != "index"]
+        fields = [(key, value) for key, value in fields if key != INDEX_KEY]
         description["fields"] = [[key_to_json(key), dtype_name(value.dtype)] for key, value in fields]
         columns = {f"field-{number}": to_numpy(value) for number, (_, value) in enumerate(fields)}
         return Parts(_KIND, description, columns, {})
@@ -356,7 +336,7 @@ class ReplayBuffer:
         if self.storage == "compressed":
             copy.memory.storage.take_over(self.memory.storage)
         elif self.size:
-            copy.memory.extend(self.sample_all().exclude("index").to(device))
+            copy.memory.extend(self.sample_all().exclude(INDEX_KEY).to(device))
         copy.set_position(get_cursor(self.memory.writer))
         return copy
 
@@ -364,8 +344,7 @@ class ReplayBuffer:
         """Store the next tuple at ``pointer``; later tuples must match those that are stored."""
         set_cursor(self.memory.writer, pointer)
         if self.size:
-            stored = self.memory.storage.get(slice(None)).items(include_nested=True, leaves_only=True)
-            self.specs = {key: (value.shape[1:], value.dtype) for key, value in stored if key != "index"}
+            self.specs = _specs_behind(1, self.memory.storage.get(slice(None)))
 
 
 def restore_buffer(parts: LoadedParts) -> ReplayBuffer:
@@ -412,15 +391,16 @@ def _as_tensordict(data: Any, n_batch: int) -> TensorDict:
     return data.copy()
 
 
+def _specs_behind(n_batch: int, data: TensorDict) -> dict[Key, Spec]:
+    """Return the shape and dtype of each field, without ``n_batch`` leading axes."""
+    return {key: (shape[n_batch:], dtype) for key, (shape, dtype) in specs_of(data).items() if key != INDEX_KEY}
+
+
 def _as_device(name: str, device: Any) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ArgumentError(f"{name}={device!r} is not a device: {error}") from None
-
-
-def _describe(spec: tuple[torch.Size, torch.dtype] | None) -> str:
-    return "missing" if spec is None else f"{spec[1]} of shape {tuple(spec[0])}"
 
 
 def _metadata_path(path: str | os.PathLike[str]) -> Path:
