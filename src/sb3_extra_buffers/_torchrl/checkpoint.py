@@ -153,13 +153,13 @@ def tensor_column(
 
 
 def _example(parts: LoadedParts) -> Any:
-    """Return an item like those that were saved; it takes no memory, whatever its shape."""
+    """Return an item like those that were saved; its tensors have no memory, whatever their shape."""
     leaves: dict[Key, torch.Tensor] = {}
     for entry in parts.entry("leaves", kind=list):
         if not isinstance(entry, list) or len(entry) != 3:
             raise FileFormatError(f"expected a leaf as [key, shape, dtype], got {entry!r}")
         key, shape, dtype = key_from_json(entry[0]), parse_shape(entry[1]), parse_dtype(entry[2])
-        leaves[key] = torch.empty((), dtype=dtype).expand(shape)
+        leaves[key] = torch.empty(shape, dtype=dtype, device="meta")
     structure = parts.entry("structure", kind=str)
     if structure == "tensordict":
         return TensorDict(leaves, batch_size=parse_shape(parts.entry("batch_shape")))

@@ -158,10 +158,10 @@ class ItemTable:
 
 
 def example_item(structure: Any) -> Any:
-    """Return an item like those of ``structure``, which has one more leading axis; it takes no memory."""
+    """Return an item like those of ``structure``, which has one more leading axis; its tensors have no memory."""
 
     def empty(value: torch.Tensor) -> torch.Tensor:
-        return torch.empty((), dtype=value.dtype).expand(value.shape[1:])
+        return torch.empty(value.shape[1:], dtype=value.dtype, device="meta")
 
     if is_tensor_collection(structure):
         return structure.apply(empty, batch_size=structure.shape[1:], device=None)
