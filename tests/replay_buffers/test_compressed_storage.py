@@ -114,7 +114,7 @@ def test_samples_of_two_leading_axes(sampler: str) -> None:
         for buffer in (ours, theirs):
             buffer.extend(data.clone())
     same_samples(ours, theirs)
-    assert ours.storage.groups[0].store.n_streams == 3
+    assert ours.storage.table.groups[0].store.n_streams == 3
     assert ours.storage.shape == theirs.storage.shape
     assert_same(ours[:], theirs[:])
     assert_same(ours.storage[2:7, 1], theirs.storage[2:7, 1])
@@ -290,7 +290,7 @@ def test_next_observations_and_environments_that_take_turns_cost_next_to_nothing
     for data in steps(1000 // n_envs, n_envs):
         buffer.extend(data)
 
-    [group] = storage.groups
+    [group] = storage.table.groups
     assert group.keys == ["observation", ("next", "observation")]
     assert group.store.n_streams == n_envs
     assert storage.memory_usage().payload < 0.03 * 1000 * 2 * STACK * SIDE * SIDE
@@ -303,7 +303,7 @@ def test_environments_that_take_turns_are_found_without_next_observations() -> N
     for data in steps(100, 3):
         buffer.extend(data.select("observation", "action"))
 
-    assert storage.groups[0].store.n_streams == 3
+    assert storage.table.groups[0].store.n_streams == 3
 
 
 @pytest.mark.parametrize("first", [0, 10, 40])
@@ -314,7 +314,7 @@ def test_environments_that_take_turns_are_found_in_one_large_batch(first: int) -
     for part in (data[:first], data[first:]) if first else (data,):
         buffer.extend(part.clone())
 
-    assert storage.groups[0].store.n_streams == 4
+    assert storage.table.groups[0].store.n_streams == 4
     assert_same(storage.get(torch.arange(400)).exclude("index"), data)
 
 
@@ -323,7 +323,7 @@ def test_trajectories_one_after_the_other_are_one_stream() -> None:
     data: Any = torch.stack(list(steps(60, 4)), dim=1).reshape(-1)
     TensorDictReplayBuffer(storage=storage).extend(data)
 
-    assert storage.groups[0].store.n_streams == 1
+    assert storage.table.groups[0].store.n_streams == 1
     assert_same(storage.get(torch.arange(240)).exclude("index"), data.exclude("index"))
 
 
@@ -335,7 +335,7 @@ def test_reading_one_field_decodes_nothing_else(monkeypatch: pytest.MonkeyPatch)
     def fail(*_: Any) -> Any:
         raise AssertionError("decoded")
 
-    monkeypatch.setattr(storage.groups[0].store, "read", fail)
+    monkeypatch.setattr(storage.table.groups[0].store, "read", fail)
     [actions] = storage.get_fields([4, 5], ["action"])
     assert torch.equal(actions, data["action"][4:6])
     # what slice samplers look at
@@ -574,7 +574,7 @@ def test_what_a_storage_of_torchrl_saved_is_taken_over(tmp_path: Path, way: str)
             ours.register_load_hook(lambda data, out=None: data.clone())
         ours.loads(tmp_path)
     same_samples(ours, theirs)
-    assert ours.storage.groups[0].store.n_streams == 2
+    assert ours.storage.table.groups[0].store.n_streams == 2
     for buffer in (ours, theirs):
         buffer.extend(trajectory(9, seed=3))
     same_samples(ours, theirs)
@@ -651,5 +651,5 @@ def test_a_real_game_in_a_fiftieth_of_the_memory() -> None:
             buffer.extend(data.clone())
     same_samples(ours, theirs)
     usage = ours.storage.memory_usage()
-    assert ours.storage.groups[0].store.n_streams == 4
+    assert ours.storage.table.groups[0].store.n_streams == 4
     assert usage.total < 0.02 * usage.dense

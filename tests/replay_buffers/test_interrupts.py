@@ -123,5 +123,5 @@ def test_groups_of_a_device_are_left_whole_too(
 ) -> None:
     monkeypatch.setattr(device_observation, "stays_on_host", lambda device: False)
     monkeypatch.setattr(device_observation, "has_triton", lambda: True)
-    assert isinstance(filled(5).storage.groups[0], DeviceGroup)
+    assert isinstance(filled(5).storage.table.groups[0], DeviceGroup)
     check_points(name, error, 60)

@@ -191,7 +191,7 @@ def test_a_packet_that_cannot_be_stored_is_not_in_the_journal_either(
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(buffer._storage.groups[0], "write", fail)
+        patch.setattr(buffer._storage.table.groups[0], "write", fail)
         with pytest.raises(MemoryError):
             buffer.extend(encode_packet(data[10:20], writer="a", number=2))
     for bad in (b"nothing", encode_packet(data[:3].exclude("action")), encode_packet(data[:3], writer=3, number="x")):

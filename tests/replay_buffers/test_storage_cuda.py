@@ -59,7 +59,7 @@ def same_samples(ours: Any, theirs: Any, seed: int = 0) -> None:
 
 
 def is_on_device(storage: CompressedStorage) -> bool:
-    return all(isinstance(group.store._inner, DeviceFrameStore) for group in storage.groups)
+    return all(isinstance(group.store._inner, DeviceFrameStore) for group in storage.table.groups)
 
 
 @pytest.mark.parametrize(("n_envs", "given"), [(1, None), (3, None), (3, 3)])
@@ -73,7 +73,7 @@ def test_samples_equal_those_of_a_tensor_storage_at_the_same_seed(
             buffer.extend(data.clone().to(device))
         if step > 16 and step % 9 == 0:
             same_samples(ours, theirs, seed=step)
-    [group] = ours.storage.groups
+    [group] = ours.storage.table.groups
     assert isinstance(group, DeviceGroup)
     assert is_on_device(ours.storage)
     assert_same(ours[:].clone(), theirs[:].clone())
@@ -87,7 +87,7 @@ def test_two_leading_axes(device: torch.device) -> None:
         for buffer in (ours, theirs):
             buffer.extend(data.clone().to(device))
     same_samples(ours, theirs)
-    assert ours.storage.groups[0].store.n_streams == 3
+    assert ours.storage.table.groups[0].store.n_streams == 3
     assert_same(ours[:].clone(), theirs[:].clone())
 
 
@@ -101,7 +101,7 @@ def test_items_one_by_one_and_steps_in_parts(device: torch.device) -> None:
     same_samples(ours, theirs)
     assert is_on_device(ours.storage)
     # of the step under way alone
-    assert max(raw.count for raw in ours.storage.groups[0]._raw) <= 2
+    assert max(raw.count for raw in ours.storage.table.groups[0]._raw) <= 2
 
 
 def test_items_replaced_out_of_turn(device: torch.device) -> None:
@@ -131,7 +131,7 @@ def test_much_out_of_turn_is_put_in_order(device: torch.device, monkeypatch: pyt
         for buffer in buffers:
             buffer.extend(trajectory(60)[first : first + 12].to(device).clone())
     assert_same(buffers[0][:].clone(), buffers[1][:].clone())
-    [group] = buffers[0].storage.groups
+    [group] = buffers[0].storage.table.groups
     assert max(raw.count for raw in group._raw) <= 4
     buffers[0].storage.check()
 
@@ -171,7 +171,7 @@ def test_files_and_copies(device: torch.device, tmp_path: Path, n_items: int) ->
             buffer.extend(data.clone().to(device))
     assert_same(again[:].clone(), theirs[:].clone())
     # its turn went on where it was
-    assert max(raw.count for raw in again.storage.groups[0]._raw) == 0
+    assert max(raw.count for raw in again.storage.table.groups[0]._raw) == 0
     for copied in (copy.deepcopy(ours.storage), pickle.loads(pickle.dumps(ours.storage))):
         assert_same(copied[:].clone(), theirs.storage[:].clone())
 
@@ -188,12 +188,12 @@ def test_a_file_of_one_device_is_read_on_the_other(
         patch.setattr(device_observation, "stays_on_host", lambda device: True)
         on_host = CompressedStorage(90)
         on_host.loads(tmp_path)
-        assert not isinstance(on_host.groups[0], DeviceGroup)
+        assert not isinstance(on_host.table.groups[0], DeviceGroup)
         assert_same(on_host[:].clone(), theirs[:].clone().cpu())
         on_host.dumps(tmp_path / "host")
     again = CompressedStorage(90, device=device)
     again.loads(tmp_path / "host")
-    assert isinstance(again.groups[0], DeviceGroup)
+    assert isinstance(again.table.groups[0], DeviceGroup)
     assert_same(again[:].clone(), theirs[:].clone())
 
 

@@ -67,7 +67,7 @@ def test_a_started_process_reads_and_writes_what_the_other_does() -> None:
         return answers.get(timeout=60)
 
     # the streams were found from fewer items than usual, since they cannot change any more
-    assert buffer.storage.groups[0].store.n_streams == 2
+    assert buffer.storage.table.groups[0].store.n_streams == 2
     assert ask("write") == twin.extend(trajectory(30, seed=7)).tolist()
     assert len(buffer) == 60
     assert_same(buffer[:].clone(), twin[:].clone())
@@ -102,13 +102,13 @@ def test_when_the_storage_is_gone_the_others_are_told() -> None:
     storage.set(range(10), data)
     storage.share()
     assert storage._server is not None
-    remote = RemoteGroup(storage._server.address, 0, storage.groups[0])
+    remote = RemoteGroup(storage._server.address, 0, storage.table.groups[0])
     with pytest.raises(AuthenticationError):
         Client(storage._server.address, authkey=b"somebody else's")
     first, following = remote.read(np.arange(10))
     assert torch.equal(first, data["observation"])
     assert torch.equal(following, data["next", "observation"])
-    assert remote.describe() == storage.groups[0].describe()
+    assert remote.describe() == storage.table.groups[0].describe()
 
     del storage
     gc.collect()

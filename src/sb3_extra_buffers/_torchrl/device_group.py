@@ -54,7 +54,7 @@ class DeviceGroup(StoredGroup):
         self._lock = fork_safe_lock()
 
     @property
-    def store(self) -> DeviceObservations:
+    def store(self) -> DeviceObservations:  # type: ignore[override]  # read-only here
         """The rows that were written in order."""
         return self._ordered.store
 

@@ -13,6 +13,7 @@ from sb3_extra_buffers._torchrl.indexing import Positions
 from sb3_extra_buffers._torchrl.tensors import as_rows, as_tensor
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.errors import FileFormatError
+from sb3_extra_buffers.stores.device_observation import DeviceObservations
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
@@ -90,7 +91,7 @@ class Group(ABC):
 class StoredGroup(Group):
     """A group whose store is in this process. The row at a position continues the stream ``position % n_streams``."""
 
-    store: Any
+    store: ObservationStore | DeviceObservations
 
     def __init__(self, config: GroupConfig, n_streams: int, device: torch.device) -> None:
         super().__init__(config, device)
@@ -102,8 +103,7 @@ class StoredGroup(Group):
 
     @property
     def n_streams(self) -> int:
-        n_streams: int = self.store.n_streams
-        return n_streams
+        return self.store.n_streams
 
     def with_streams(self, n_streams: int, count: int) -> StoredGroup:
         """Return a group with another number of streams that holds the first ``count`` rows of this one."""
@@ -123,12 +123,10 @@ class StoredGroup(Group):
         self.store.clear()
 
     def memory_usage(self) -> MemoryUsage:
-        usage: MemoryUsage = self.store.memory_usage()
-        return usage
+        return self.store.memory_usage()
 
     def describe(self) -> str:
-        text: str = self.store.describe()
-        return text
+        return self.store.describe()
 
     def check(self) -> None:
         self.store.check()

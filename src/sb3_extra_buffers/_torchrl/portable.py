@@ -58,11 +58,6 @@ class PortableStorage(ItemStorage):
         return cursor
 
     @property
-    def groups(self) -> list[Any]:
-        """The groups of keys that are compressed."""
-        return self.table.groups
-
-    @property
     def lock(self) -> Any:
         """Held while the storage is written to, read or saved."""
         return self._lock

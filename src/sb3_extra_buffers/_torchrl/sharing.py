@@ -6,16 +6,12 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Sequence
 from multiprocessing import AuthenticationError, current_process
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 from sb3_extra_buffers._torchrl.groups import Group
-from sb3_extra_buffers._torchrl.indexing import Positions
-from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import SharingError
-from sb3_extra_buffers.stores.usage import MemoryUsage
 
 __all__ = ["GroupServer", "RemoteGroup"]
 
@@ -75,14 +71,26 @@ def _wake(address: Any, authkey: bytes) -> None:
         Client(address, authkey=authkey).close()
 
 
+def _forward(request: str) -> Any:
+    """Return a method that has ``request`` answered by the other process."""
+
+    def method(group: RemoteGroup, *arguments: Any) -> Any:
+        return group.ask(request, *arguments)
+
+    return method
+
+
 class RemoteGroup(Group):
     """A group of a storage in another process."""
+
+    read_rows, write, write_key, clear, memory_usage, check, describe = map(_forward, _REQUESTS)
 
     def __init__(self, address: Any, number: int, group: Group) -> None:
         super().__init__(group.config, group.device)
         self._address, self._number = address, number
 
-    def _ask(self, request: str, *arguments: Any) -> Any:
+    def ask(self, request: str, *arguments: Any) -> Any:
+        """Send a request and return the answer, or raise the other process's error."""
         connection, lock = _connect(self._address)
         try:
             with lock:
@@ -97,30 +105,6 @@ class RemoteGroup(Group):
         if not succeeded:
             raise answer
         return answer
-
-    def read_rows(self, positions: Positions, which: Sequence[int] | None = None) -> list[ByteRows]:
-        rows: list[ByteRows] = self._ask("read_rows", positions, which)
-        return rows
-
-    def write(self, positions: Positions, batches: Sequence[ByteRows]) -> None:
-        self._ask("write", positions, list(batches))
-
-    def write_key(self, which: int, positions: Positions, rows: ByteRows) -> None:
-        self._ask("write_key", which, positions, rows)
-
-    def clear(self) -> None:
-        self._ask("clear")
-
-    def memory_usage(self) -> MemoryUsage:
-        usage: MemoryUsage = self._ask("memory_usage")
-        return usage
-
-    def check(self) -> None:
-        self._ask("check")
-
-    def describe(self) -> str:
-        text: str = self._ask("describe")
-        return text
 
 
 # by process: a forked child must not use the connections of its parent
