@@ -69,4 +69,3 @@ def test_the_oldest_versions_are_those_that_are_tested() -> None:
     promised = {name: least for name, least in requirements([project()["dependencies"], *groups]).items() if least}
 
     assert {name: tested.get(name) for name in promised} == promised
-

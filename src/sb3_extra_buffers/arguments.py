@@ -23,10 +23,10 @@ _ComplexWarning: Any = getattr(np, "exceptions", np).ComplexWarning
 def check_count(value: Any, name: str, least: int = 1) -> int:
     """Return ``value`` if it is an integer of at least ``least``, and small enough to count anything in memory."""
     try:
-        count = operator.index(value)
+        count = least - 1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
     except TypeError:
         count = least - 1
-    if isinstance(value, (bool, np.bool_)) or not least <= count < 1 << 48:
+    if not least <= count < 1 << 48:
         raise ArgumentError(f"{name} must be an integer of at least {least}, got {value!r}")
     return count
 

@@ -431,7 +431,7 @@ def test_methods_are_tried_on_an_environment(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["info", "/nowhere"], "FileFormatError: /nowhere is no saved buffer"),
+        (["info", "/nowhere"], "FileFormatError: /nowhere: no such file or directory"),
         (["bench", "NoSuchThing-v7"], "FileFormatError: 'NoSuchThing-v7' is neither a saved buffer nor an environment"),
         (["convert", __file__, "/nowhere/else"], "is neither a saved buffer nor a pickle"),
     ],

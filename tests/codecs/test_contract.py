@@ -73,7 +73,7 @@ def test_a_payload_of_a_larger_row_is_refused_before_it_takes_memory(name: str) 
 def test_special_floats_survive(name: str) -> None:
     spec = ObsSpec((8,), np.dtype(np.float64))
     batch = np.array([[np.nan, -np.nan, -0.0, 0.0, np.inf, -np.inf, 5e-324, 1.0]])
-    batch.view(np.uint64)[0, 0] |= 0xBEEF  # a payload inside the NaN
+    batch.view(np.uint64)[0, 0] |= np.uint64(0xBEEF)  # a payload inside the NaN
     codec, out = build(name, spec), np.full((1, spec.nbytes), contract.UNWRITTEN, np.uint8)
 
     codec.decode_batch([memoryview(payload) for payload in codec.encode_batch(spec.to_rows(batch))], out)

@@ -185,7 +185,7 @@ def test_goals_come_from_what_a_budget_has_left(max_steps: int) -> None:
             shown = obs["image"][:, 0, 0, :8].contiguous().numpy().view(np.float32)
             np.testing.assert_array_equal(shown, obs["achieved_goal"].numpy())
             np.testing.assert_array_equal(shown[:, 0], obs["desired_goal"][:, 0].numpy())
-        oldest = float(ours.next_observations["achieved_goal"][(ours.pos + ours._n_evicted) % ours.buffer_size, 0, 1])
+        oldest = float(ours.next_observations["achieved_goal"][(ours.pos + ours.n_evicted) % ours.buffer_size, 0, 1])
         if ours.full:
             assert (batch.next_observations["desired_goal"][:, 1] >= oldest).all()
     assert ours.full

@@ -173,7 +173,7 @@ warm = fill(2_000_000, 200)
 del warm
 before = resident()
 buffer = fill(4_000_000, 1100)
-print(resident() - before, buffer.held_bytes(), buffer._n_evicted)
+print(resident() - before, buffer.held_bytes(), buffer.n_evicted)
 """
         )
         grown, held, evicted = map(int, said.split())
@@ -404,7 +404,7 @@ class TestMaking:
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 BaseBuffer.__init__(self, *args, **kwargs)
 
-        with pytest.raises(LayoutError, match="in the place of observations"):
+        with pytest.raises(LayoutError, match="replaces observations"):
             compressed(Own)(20, IMAGE, DISCRETE, device="cpu")
         with pytest.raises(LayoutError, match=r"super\(\).__init__"):
             compressed(Skipping)(20, IMAGE, DISCRETE, device="cpu")

@@ -278,7 +278,7 @@ def test_a_buffer_of_a_newer_version_is_refused(monkeypatch: pytest.MonkeyPatch,
     saved = pickle.dumps(buffer)
     assert pickle.loads(saved) is not None
     monkeypatch.undo()
-    with pytest.raises(UnsupportedVersionError, match=r"state version 4.*reads version 3"):
+    with pytest.raises(UnsupportedVersionError, match=r"state version 5.*reads version 4"):
         pickle.loads(saved)
 
 

@@ -263,8 +263,8 @@ def test_evicted_transitions_are_never_drawn(n_steps: int) -> None:
         # what was erased reads as zeros
         assert batch.observations.numpy().any(axis=(1, 2, 3)).all()
         buffer.update_priorities(batch.indices, 1000.0 / (1 + batch.indices))
-        n_evicted.append(buffer._n_evicted)
-        assert buffer.held_bytes() <= buffer._options.max_bytes
+        n_evicted.append(buffer.n_evicted)
+        assert buffer.held_bytes() <= buffer.storage_options.max_bytes
     buffer.check()
     assert max(n_evicted) > 10
     with pytest.raises(StaleIndexError):
@@ -435,7 +435,7 @@ def test_surprises_are_drawn_more_often_after_training() -> None:
     obs = np.array([[1.0, 0.0]], np.float32)
     # nothing before was worth this
     buffer.add(obs, obs * 0, np.array([0]), np.array([50.0]), np.array([True]), [{}])
-    index = buffer._n_added - 1
+    index = buffer.n_added - 1
     for _ in range(20):
         obs = np.array([[0.0, 1.0]], np.float32)
         buffer.add(obs, obs * 0, np.array([1]), np.array([1.0]), np.array([True]), [{}])
@@ -484,7 +484,7 @@ def test_gradients_are_those_of_the_weighted_loss() -> None:
     model.learn(100)
     buffer = model.replay_buffer
     buffer.beta = 1.0
-    buffer.update_priorities(np.arange(buffer._n_added), np.linspace(0.01, 5, buffer._n_added))
+    buffer.update_priorities(np.arange(buffer.n_added), np.linspace(0.01, 5, buffer.n_added))
     before = copy.deepcopy(model.policy)
     set_random_seed(9)
     batch = copy.deepcopy(buffer).sample(32)

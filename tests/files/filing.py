@@ -221,7 +221,7 @@ def contents(buffer: Any) -> dict[str, Any]:
     """Every number that a buffer holds, by name."""
     found: dict[str, Any] = {}
     for name, value in vars(buffer).items():
-        if name in ("_options", "_read_only"):
+        if name in ("_options", "storage_options", "read_only"):
             continue
         parts = value if isinstance(value, dict) else {"": value}
         for key, part in parts.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sb3_extra_buffers.errors import MissingExtraError
-from sb3_extra_buffers.files import kinds, manifest
+from sb3_extra_buffers.files import manifest, registry
 from tests.golden.saved.make import HERE, MAKERS, load
 
 
@@ -24,4 +24,4 @@ def test_every_kind_of_buffer_has_a_golden_folder() -> None:
     found = {(manifest.read_tail(path) if path.is_file() else manifest.read(path))["kind"] for path in paths}
 
     # recordings, and what belongs to TorchRL and Ray, have tests of their own
-    assert set(kinds.KINDS) - found <= {"recording", "torchrl-storage", "experience", "replay-service"}
+    assert set(registry.REGISTRY) - found <= {"recording", "torchrl-storage", "experience", "replay-service"}

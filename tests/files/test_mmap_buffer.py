@@ -37,7 +37,7 @@ KINDS = ["replay", "replay-delta", "replay-gzip", "replay-dense", "n-step", "dic
 
 @pytest.fixture(autouse=True)
 def _checkpoint_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mmap_buffer, "_RECORDS", 7)
+    monkeypatch.setattr(mmap_buffer, "_MAX_RECORDS", 7)
     monkeypatch.setattr(mmap_buffer, "_SPARE", 1 << 12)
 
 
@@ -67,7 +67,7 @@ def test_what_is_in_the_file_is_what_was_added(name: str, tmp_path: Path) -> Non
     found = load(tmp_path / "live")
     finish(found)
     assert_same(plain, found)
-    assert found._options.storage == "memory"
+    assert found.storage_options.storage == "memory"
 
 
 def test_the_documented_arguments_begin_a_file(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_what_was_saved_on_a_gpu_is_loaded_where_there_is_none(
     record = manifest.read(tmp_path / "saved")
     # as it would be there
     record["description"]["device"] = record["description"]["arguments"]["buffer_device"] = "cuda:0"
-    manifest.replace(tmp_path / "saved", manifest.dump(record))
+    manifest.write(tmp_path / "saved", manifest.dump(record))
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     loaded = type(buffer).load(tmp_path / "saved")
@@ -197,7 +197,7 @@ def test_gpu_buffers_and_rollouts_do_not_live_in_files(tmp_path: Path) -> None:
     for name in ("gpu", "rollout"):
         buffer = BUFFERS[name]()
         buffer.save(tmp_path / name)
-        with pytest.raises(LayoutError, match=r"cannot live in a file: .* save\(\) it"):
+        with pytest.raises(LayoutError, match=r"cannot be kept in a file: .* save\(\) it"):
             type(buffer).open(tmp_path / name, "r+")
 
 
@@ -476,7 +476,7 @@ def test_a_file_or_a_folder_of_others_is_left_alone(tmp_path: Path) -> None:
 
     with pytest.raises(FileWriteError, match="is a file; a buffer is saved as a folder"):
         buffer.save(tmp_path / "file")
-    with pytest.raises(FileWriteError, match=r"holds other things, such as 'photo.jpg'"):
+    with pytest.raises(FileWriteError, match=r"holds other files, such as 'photo.jpg'"):
         buffer.save(tmp_path / "folder")
     assert (tmp_path / "file").read_text() == "mine"
     assert len(list((tmp_path / "folder").iterdir())) == 1
@@ -485,11 +485,11 @@ def test_a_file_or_a_folder_of_others_is_left_alone(tmp_path: Path) -> None:
 def test_a_newer_format_is_neither_read_nor_overwritten(saved: tuple[Any, Any, Path]) -> None:
     buffer, _, folder = saved
     record = manifest.read(folder)
-    manifest.replace(folder, manifest.dump(record | {"version": manifest.VERSION + 1}))
+    manifest.write(folder, manifest.dump(record | {"version": manifest.VERSION + 1}))
     before = (folder / "manifest.json").read_bytes()
 
     for attempt in (lambda: CompressedReplayBuffer.load(folder), lambda: buffer.save(folder)):
-        with pytest.raises(UnsupportedVersionError, match="version 3 of the format, the newest known here is 2"):
+        with pytest.raises(UnsupportedVersionError, match="has format version 3, but this release reads up to 2"):
             attempt()
     assert (folder / "manifest.json").read_bytes() == before
 
@@ -498,11 +498,11 @@ def test_what_is_no_saved_buffer_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
 
-    with pytest.raises(FileFormatError, match="there is nothing"):
+    with pytest.raises(FileFormatError, match="nowhere: no such file or directory"):
         load(tmp_path / "nowhere")
-    with pytest.raises(FileFormatError, match="this is a file"):
+    with pytest.raises(FileFormatError, match="is a file; a saved buffer is a folder"):
         load(tmp_path / "file")
-    with pytest.raises(FileFormatError, match=r"there is no manifest.json"):
+    with pytest.raises(FileFormatError, match=r"it has no manifest.json"):
         load(tmp_path / "folder")
 
 

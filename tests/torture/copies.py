@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import faulthandler
 import os
@@ -22,7 +21,7 @@ import numpy as np
 
 from sb3_extra_buffers import files
 from sb3_extra_buffers.errors import ExtraBuffersError
-from tests.torture.running import Outcome, Report, brief, run_trials
+from tests.torture.running import Outcome, Report, brief, exit_code, parser, run_trials
 from tests.torture.subjects import Contents, Step, Subject, difference, make_steps, subjects
 
 KINDS = ("auto", "delta", "zstd", "none", "mmap", "evict", "prioritized", "dict", "her", "rollout", "gpu-delta",
@@ -212,20 +211,12 @@ def second_writer(name: str = "mmap", seed: int = 0) -> str | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=200, help="copies of every kind, in every way")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", help="one kind")
-    args = parser.parse_args()
-    defects = 0
-    for name in [args.only] if args.only else [name for name in KINDS if name in subjects()]:
-        for how in (*COPIES, "fork"):
-            report = torture(name, how, args.count, args.seed)
-            report.print()
-            defects += report.defects
+    args = parser(__doc__, 200, "copies of every kind, in every way").parse_args()
+    names = [args.only] if args.only else [name for name in KINDS if name in subjects()]
+    code = exit_code(torture(name, how, args.count, args.seed) for name in names for how in (*COPIES, "fork"))
     what = second_writer()
     print("a second writer of a folder: " + (what or "refused"), flush=True)
-    return 1 if defects or what else 0
+    return 1 if code or what else 0
 
 
 if __name__ == "__main__":

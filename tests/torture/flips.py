@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from sb3_extra_buffers import files
 from sb3_extra_buffers.errors import ExtraBuffersError
 from tests.torture.containers import Tree, journals_of, read_tree, write_tree
 from tests.torture.mutations import damage
-from tests.torture.running import Outcome, Report, brief, run_trials
+from tests.torture.running import Outcome, Report, brief, exit_code, for_each_kind, parser, run_trials
 from tests.torture.saveables import Saveable, read_all, saveables, set_up
 from tests.torture.subjects import SIZE, Contents, difference, make_steps
 
@@ -117,20 +116,10 @@ def _repair(saveable: Saveable, place: Path, states: list[Contents]) -> tuple[st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=10_000, help="of all kinds together")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", help="one kind")
-    args = parser.parse_args()
-    names, defects = [args.only] if args.only else list(saveables()), 0
-    for name in names:
-        try:
-            report = torture(name, -(-args.count // len(names)), args.seed)
-        except Exception as error:
-            report = Report(f"flips {name}", Counter({"unnamed": 1}), [f"trial: it cannot be saved: {brief(error)}"])
-        report.print()
-        defects += report.defects
-    return 1 if defects else 0
+    args = parser(__doc__, 10_000, "flips and cuts, of all kinds together").parse_args()
+    names = [args.only] if args.only else list(saveables())
+    reports = for_each_kind("flips", names, lambda name, count: torture(name, count, args.seed), args.count)
+    return exit_code(reports, args.examples)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ no more than 2 GB of memory may be taken.
 
 from __future__ import annotations
 
-import argparse
 import os
 import pickle
 import random
@@ -21,7 +20,7 @@ from typing import Any
 
 from sb3_extra_buffers.errors import ExtraBuffersError
 from tests.torture.containers import Tree, containers_of, forge, read_tree, write_tree
-from tests.torture.running import Outcome, Report, brief, run_trials
+from tests.torture.running import Outcome, Report, brief, exit_code, for_each_kind, parser, run_trials
 from tests.torture.saveables import Saveable, look_at_folder, saveables
 from tests.torture.subjects import make_steps
 
@@ -152,22 +151,10 @@ def torture(name: str, count: int, seed: int = 0, only: int | None = None) -> Re
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=20_000, help="forgeries of all kinds together")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", help="one kind")
-    parser.add_argument("--trial", type=int, help="one trial of it")
-    parser.add_argument("--examples", type=int, default=3)
-    args = parser.parse_args()
-    names, defects = [args.only] if args.only else list(saveables()), 0
-    for name in names:
-        try:
-            report = torture(name, -(-args.count // len(names)), args.seed, args.trial)
-        except Exception as error:
-            report = Report(f"forgery {name}", Counter({"unnamed": 1}), [f"it cannot even be saved: {brief(error)}"])
-        report.print(args.examples)
-        defects += report.defects
-    return 1 if defects else 0
+    args = parser(__doc__, 20_000, "forgeries, of all kinds together").parse_args()
+    names = [args.only] if args.only else list(saveables())
+    run = for_each_kind("forgery", names, lambda name, count: torture(name, count, args.seed, args.trial), args.count)
+    return exit_code(run, args.examples)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 import signal
 import sys
@@ -14,10 +13,11 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.torture.running import Outcome, Report, brief, run_trials
+from tests.torture.running import Outcome, Report, brief, exit_code, parser, run_trials
 from tests.torture.subjects import Contents, Step, Subject, difference, make_steps, subjects, use_reference_kernels
 
 #: frames that an interrupt may land in: ours, and what we call to add. TorchRL's own are not ours to mend
@@ -260,23 +260,17 @@ def torture(
     return run_trials(label, trial, count * 2, set_up=set_up, wanted=count, timeout=60)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=1000, help="interrupts of every kind")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", help="one kind")
-    parser.add_argument("--trial", type=int, help="one trial of it")
-    parser.add_argument("--examples", type=int, default=3)
-    args = parser.parse_args()
-    defects = 0
-    for name in [args.only] if args.only else list(subjects()):
-        reports = [torture(name, args.count, args.seed, only=args.trial)]
+def reports(names: list[str], count: int, seed: int, only: int | None) -> Iterator[Report]:
+    for name in names:
+        yield torture(name, count, seed, only=only)
         if name in REFERENCE:
-            reports.append(torture(name, max(args.count // 10, 1), args.seed, reference=True, only=args.trial))
-        for report in reports:
-            report.print(args.examples)
-            defects += report.defects
-    return 1 if defects else 0
+            yield torture(name, max(count // 10, 1), seed, reference=True, only=only)
+
+
+def main() -> int:
+    args = parser(__doc__, 1000, "interrupts of every kind").parse_args()
+    names = [args.only] if args.only else list(subjects())
+    return exit_code(reports(names, args.count, args.seed, args.trial), args.examples)
 
 
 if __name__ == "__main__":

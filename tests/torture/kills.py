@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
@@ -13,7 +12,6 @@ import time
 import traceback
 import warnings
 import zlib
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from sb3_extra_buffers import files
-from tests.torture.running import Report, brief
+from tests.torture.running import Report, brief, exit_code, for_each_kind, parser
 from tests.torture.saveables import Filed, Saveable, saveables, set_up
 from tests.torture.subjects import Step, make_steps
 
@@ -170,21 +168,10 @@ def run_and_kill(write: Callable[[Say], None], rng: random.Random) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=500, help="of all kinds together")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", help="one kind")
-    args = parser.parse_args()
+    args = parser(__doc__, 500, "kills, of all kinds together").parse_args()
     names = [args.only] if args.only else [name for name in (*SAVED, *LIVE) if name in saveables()]
-    defects = 0
-    for name in names:
-        try:
-            report = torture(name, -(-args.count // len(names)), args.seed)
-        except Exception as error:
-            report = Report(f"kills {name}", Counter({"unnamed": 1}), [f"turn: it cannot be saved: {brief(error)}"])
-        report.print()
-        defects += report.defects
-    return 1 if defects else 0
+    reports = for_each_kind("kills", names, lambda name, count: torture(name, count, args.seed), args.count)
+    return exit_code(reports, args.examples)
 
 
 if __name__ == "__main__":

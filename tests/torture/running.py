@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +68,36 @@ class Report:
         """Raise if there was any defect, or nothing was looked at."""
         if self.defects or not self.states:
             raise AssertionError("\n  ".join([self.summary(), *self.distinct()[:5]]))
+
+
+def parser(description: str | None, count: int, counted: str) -> argparse.ArgumentParser:
+    """The options that every one of these programs has."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--count", type=int, default=count, help=counted)
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--only", help="one kind")
+    made.add_argument("--trial", type=int, help="one trial of it, where trials are numbered")
+    made.add_argument("--examples", type=int, default=3, help="defects to print for each kind")
+    return made
+
+
+def exit_code(reports: Iterable[Report], n_examples: int = 3) -> int:
+    """Print reports as they come; 1 if any of them has a defect."""
+    defects = 0
+    for report in reports:
+        report.print(n_examples)
+        defects += report.defects
+    return 1 if defects else 0
+
+
+def for_each_kind(what: str, names: list[str], torture: Callable[[str, int], Report], count: int) -> Iterator[Report]:
+    """``torture(name, count / len(names))`` for all names; one that cannot be set up is a defect, not the end."""
+    for name in names:
+        try:
+            yield torture(name, -(-count // len(names)))
+        except Exception as error:
+            lines = traceback.format_exception_only(type(error), error)
+            yield Report(f"{what} {name}", Counter({"unnamed": 1}), [f"set up: {''.join(lines).strip()}"])
 
 
 def run_trials(

@@ -6,7 +6,6 @@ allocations of arrays and maps do, and the address space of the process is limit
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import mmap
@@ -24,7 +23,7 @@ import numpy as np
 
 from sb3_extra_buffers.errors import ExtraBuffersError
 from tests.torture.interrupts import Trial
-from tests.torture.running import Outcome, Report, brief, run_trials
+from tests.torture.running import Outcome, Report, brief, exit_code, parser, run_trials
 from tests.torture.subjects import Step, Subject, make_steps, subjects, use_reference_kernels
 
 #: steps of a life that are starved: the first ones, the choice of a method, before and after the ring wraps
@@ -283,23 +282,20 @@ def _take_free_memory() -> list[Any]:
     return [np.empty(size, np.uint8) for size in (5184, 10368, 1296, 2592, 65536) for _ in range(60)]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--every", type=int, default=1, help="fail every n-th allocation only")
-    parser.add_argument("--space", type=int, default=40, help="runs with limited address space, for every kind")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", help="one kind")
-    args = parser.parse_args()
-    defects = 0
-    for name in [args.only] if args.only else [name for name in KINDS if name in subjects()]:
-        reports = [starve_arrays(name, args.seed, args.every)]
+def reports(names: list[str], seed: int, every: int, n_limits: int) -> Iterator[Report]:
+    for name in names:
+        yield starve_arrays(name, seed, every)
         if name in OBJECTS and can_starve_objects():
-            reports.append(starve_objects(name, args.seed, 3 * args.every, OBJECT_STEPS))
-        reports.append(starve_of_space(name, args.space, args.seed))
-        for report in reports:
-            report.print()
-            defects += report.defects
-    return 1 if defects else 0
+            yield starve_objects(name, seed, 3 * every, OBJECT_STEPS)
+        yield starve_of_space(name, n_limits, seed)
+
+
+def main() -> int:
+    options = parser(__doc__, 40, "runs with limited address space, for every kind")
+    options.add_argument("--every", type=int, default=1, help="fail every n-th allocation only")
+    args = options.parse_args()
+    names = [args.only] if args.only else [name for name in KINDS if name in subjects()]
+    return exit_code(reports(names, args.seed, args.every, args.count), args.examples)
 
 
 if __name__ == "__main__":

@@ -1,221 +1,216 @@
-"""What compressed buffers of every kind have in common."""
+"""What compressed replay and rollout buffers share: options, transactions, tensors and copies."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch as th
 
 from sb3_extra_buffers._sb3.algorithm import check_loaded
-from sb3_extra_buffers._sb3.leaves import Array, Leaves, each_leaf, take_decoded
 from sb3_extra_buffers._sb3.options import OPTION_NAMES, StorageOptions
-from sb3_extra_buffers.errors import (
-    ExtraBuffersError,
-    OutOfMemoryError,
-    ReadOnlyBufferError,
-    UnsupportedVersionError,
-)
+from sb3_extra_buffers._sb3.views import Array, ObsViews, View, map_observations
+from sb3_extra_buffers.errors import LayoutError, UnsupportedVersionError
 from sb3_extra_buffers.files.folders import SavedAsFolder
-from sb3_extra_buffers.stores.locks import fork_safe_lock
+from sb3_extra_buffers.stores.transactions import Transactional
 from sb3_extra_buffers.stores.view import StoreView
 
-#: version of the pickled state; pickles of other versions are refused
-STATE_VERSION = 3
+#: Version of the pickled state; pickles of other versions are refused.
+STATE_VERSION = 4
 
-#: what Python, NumPy and torch raise where there is no memory
+#: What Python, NumPy and torch raise when memory runs out.
 NO_MEMORY = (MemoryError, th.cuda.OutOfMemoryError)
 
-#: while a step is being written to the stores
-WRITING = "writing"
+# attributes that belong to this process or to a file, and those that `_use_views` sets again
+_NOT_COPIED = frozenset({"_lock", "_live", "_last_save", "read_only", "_unfinished", "_stored", "_dense"})
 
-# what belongs to this process or to a file: a copy has nothing of that
-_NOT_COPIED = frozenset({"_lock", "_live", "_last_save", "_read_only", "_step"})
+# whether SB3's own `_get_samples` is running: every array that it converts was just gathered or decoded
+_converting_fresh_arrays: ContextVar[bool] = ContextVar("converting_fresh_arrays", default=False)
 
 
-class CompressedBuffer(SavedAsFolder):
-    """Options, tensors, pickles, and what makes adding a step a transaction.
-
-    A step is first written to the stores, which can take it back. Then ``_step`` is set, by one assignment, to
-    everything that is left to do; whatever interrupts that, `_recover` does it again from the beginning.
-    """
+class CompressedBuffer(Transactional, SavedAsFolder):
+    """A buffer of SB3's that keeps its observations in `ObsViews`; everything else stays as SB3 laid it out."""
 
     _options: StorageOptions
-    #: What keeps a file up to date with this buffer, if anything does.
+    _views: ObsViews
+    #: The folder that this buffer lives in, with ``storage="mmap"``.
     _live: Any = None
-    _read_only = False
-    #: None between two steps; `WRITING` while stores may have to take a step back; then what is left to do.
-    _step: Any = None
 
     if TYPE_CHECKING:
         device: th.device
+        observations: Any
 
-    def _take_options(self, **options: Any) -> None:
-        """Remember how observations are to be kept; the first call wins (`OptionsFirst`)."""
-        if "_options" not in self.__dict__:
-            self._options = StorageOptions(**options)
-        self._lock = fork_safe_lock(of_buffer=True)
+    def _take_options(self, options: StorageOptions) -> None:
+        """Keep ``options``, unless `OptionsFirst` has taken them already."""
+        vars(self).setdefault("_options", options)
+        self._make_lock()
+
+    # ---- for files ----
+
+    @property
+    def storage_options(self) -> StorageOptions:
+        """How observations are stored, as the constructor was told."""
+        return self._options
+
+    @storage_options.setter
+    def storage_options(self, options: StorageOptions) -> None:
+        self._options = options
+
+    def obs_views(self) -> dict[str, ObsViews]:
+        """The observations by attribute: ``observations`` and, in replay buffers, ``next_observations``."""
+        return {"observations": self._views}
+
+    def restore_obs_views(self, views: dict[str, dict[str, View]]) -> None:
+        """Replace what `obs_views` returned; the keys of a dict are those of the space, ``""`` for a Box."""
+        self._use_views(**{name: ObsViews(by_key, self._views.is_dict) for name, by_key in views.items()})
+
+    def _use_views(self, observations: ObsViews) -> None:
+        """Keep observations there from now on."""
+        self._views = observations
+        self.observations = observations.as_sb3()
+
+    def check_layout(self, name: str) -> None:
+        """Raise if a subclass called ``name`` keeps observations elsewhere than in the views."""
+        if "_views" not in vars(self):
+            raise LayoutError(
+                f"{name} does not call super().__init__(), so its observations would not be compressed; call it there, "
+                "with SB3's arguments"
+            )
+        for attribute, views in self.obs_views().items():
+            used = getattr(self, attribute)
+            by_key = used if isinstance(used, dict) else {"": used}
+            if any(by_key.get(key) is not view for key, view in views.by_key.items()):
+                raise LayoutError(
+                    f"{name} replaces {attribute} by an array of its own, so they would not be compressed; "
+                    "leave them where SB3's buffer puts them"
+                )
 
     # ---- transactions ----
 
-    def _check_writable(self) -> None:
-        if self._read_only:
-            raise ReadOnlyBufferError(f"this {type(self).__name__} was opened to be read; load() it to add to a copy")
+    def _written_stores(self) -> Iterable[Any]:
+        return [view.store for view in self._views.stored.values()]
 
-    def _recover(self) -> None:
-        """Finish or take back a step that was interrupted."""
-
-    def _begin_step(self, leaves: Any) -> list[Any]:
-        """Be ready to take back what is written to stores from now on; the keys of those, None for a Box."""
-        keys = [key for key, leaf in each_leaf(leaves) if isinstance(leaf, StoreView)]
-        for key in keys:
-            (leaves if key is None else leaves[key]).store.commit()
-        self._step = WRITING
-        return keys
-
-    def _undo_step(self, leaves: Any) -> None:
-        for _, leaf in each_leaf(leaves):
-            if isinstance(leaf, StoreView):
-                leaf.store.undo_write()
+    def _undo_step(self) -> None:
         if self._live is not None:
             self._live.undo_step()
-        self._step = None
-
-    def _fail(self, problem: BaseException, position: Any) -> None:
-        """Recover from ``problem`` in a step that began at ``position`` and raise it, memory errors by a name of ours.
-
-        Returns if there was no memory at the end of the step, and recovering has completed it.
-        """
-        with contextlib.suppress(Exception):
-            self._recover()  # if this fails as well, the next use of the buffer does it
-        if not isinstance(problem, MemoryError) or isinstance(problem, ExtraBuffersError):
-            raise problem
-        if self._step is not None or self._position() == position:
-            raise OutOfMemoryError(f"there is no memory for another step: {problem}; nothing was changed") from problem
-
-    def _position(self) -> Any:
-        """What every step changes."""
-        raise NotImplementedError
+        super()._undo_step()
 
     # ---- tensors ----
 
     def to_torch(self, array: Any, copy: bool = True) -> Any:
-        """`BaseBuffer.to_torch`; observations that were just decoded are not copied once more."""
-        if isinstance(array, dict):
-            return {key: self.to_torch(part, copy) for key, part in array.items()}
-        if take_decoded(array):
+        """`BaseBuffer.to_torch`; arrays that SB3 has just read for a batch are not copied once more."""
+        if _converting_fresh_arrays.get():
             return self._to_torch(array)
         return super().to_torch(array, copy)  # type: ignore[misc]  # SB3's BaseBuffer comes after this class
 
-    def _obs_to_torch(self, observations: Any) -> Any:
-        if isinstance(observations, dict):
-            return {key: self._obs_to_torch(part) for key, part in observations.items()}
-        return self._convert(self._to_torch(observations))
+    def _sb3_samples(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run code of SB3 that makes a batch, all of whose arrays are fresh, and convert its observations."""
+        token = _converting_fresh_arrays.set(True)
+        try:
+            samples = make(*args, **kwargs)
+        finally:
+            _converting_fresh_arrays.reset(token)
+        return self._convert_samples(samples)
 
-    def _as_asked(self, samples: Any) -> Any:
-        """Samples with their observations in the dtype that ``output_dtype`` and ``normalize_images`` ask for."""
+    def _convert_samples(self, samples: Any) -> Any:
+        """Samples with observations in the dtype that ``output_dtype`` and ``normalize_images`` ask for."""
         options = self._options
         if options.output_dtype == "raw" and not options.normalize_images:
             return samples
         names = {"observations", "next_observations"} & set(samples._fields)
-        return samples._replace(**{name: self._convert(getattr(samples, name)) for name in names})
+        return samples._replace(**{name: map_observations(self._convert, getattr(samples, name)) for name in names})
 
-    def _convert(self, observations: Any) -> Any:
-        if isinstance(observations, dict):
-            return {key: self._convert(part) for key, part in observations.items()}
+    def _convert(self, observations: th.Tensor) -> th.Tensor:
         if self._options.normalize_images and observations.dtype == th.uint8 and observations.ndim >= 4:
             return observations.float() / 255.0
         return observations.float() if self._options.output_dtype == "float" else observations
 
+    def _obs_to_torch(self, observations: Any) -> Any:
+        return map_observations(lambda array: self._convert(self._to_torch(array)), observations)
+
     def _to_torch(self, array: Array) -> th.Tensor:
-        """A tensor of the buffer's device; on the CPU it takes over the array's memory."""
+        """A tensor on the buffer's device; on the CPU it takes over the array's memory."""
         tensor = th.from_numpy(np.ascontiguousarray(array))
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor if self.device.type == "cpu" else tensor.to(self.device)
 
-    # ---- files ----
-
-    def _settle_in_file(self) -> None:
-        """Begin to live in a file if that was asked for; with the first step, when everything has been set up."""
-        if self._options.storage != "mmap" or self._options.path is None:
-            return
-        from sb3_extra_buffers.files.mmap_buffer import StartsInFile, check_new
-
-        self._live = StartsInFile(self, check_new(self._options.path))
-
-    # ---- pickles ----
+    # ---- copies ----
 
     def __getstate__(self) -> dict[str, Any]:
         return self._frozen_state(self.__dict__)
 
     def _frozen_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` as it is between two steps: copies of all that a step changes."""
+        """``state`` between two steps, with copies of everything that a step changes."""
         with self._lock:
             self._recover()
             known: dict[int, Any] = {}
-            kept = {name: _freeze(value, known) for name, value in state.items() if name not in _NOT_COPIED}
-        return kept | {"_state_version": STATE_VERSION}
+            frozen = {name: _freeze(value, known) for name, value in state.items() if name not in _NOT_COPIED}
+        return frozen | {"_state_version": STATE_VERSION}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._check_state(state)
         self.__dict__.update(state)
-        self._lock = fork_safe_lock(of_buffer=True)
+        self._after_setstate()
+
+    def _after_setstate(self) -> None:
+        """Make again what is not copied."""
+        self._make_lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made = object.__new__(type(self))
-        memo[id(self)] = made
-        # plain arrays are copies already
-        state = {
-            name: value if type(value) is np.ndarray and not value.dtype.hasobject else copy.deepcopy(value, memo)
-            for name, value in self.__getstate__().items()
-        }
-        made.__setstate__(state)
-        return made
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        state = self.__getstate__()
+        # plain arrays of the state are copies already
+        memo.update({id(v): v for v in state.values() if type(v) is np.ndarray and not v.dtype.hasobject})
+        copied.__setstate__(copy.deepcopy(state, memo))
+        return copied
 
     def _check_state(self, state: dict[str, Any]) -> None:
         version = state.pop("_state_version", 0)
         if version != STATE_VERSION:
             raise UnsupportedVersionError(
                 f"this {type(self).__name__} was pickled with state version {version}, but this release reads version "
-                f"{STATE_VERSION}; use the release that wrote it, and save() for files that later releases can read"
+                f"{STATE_VERSION}; load it with the release that wrote it, and use save() for files that later "
+                "releases can read"
             )
         check_loaded(self, state)
 
 
 def _freeze(value: Any, known: dict[int, Any]) -> Any:
-    """``value``, or a copy of it where steps change it; what was one thing stays one thing."""
+    """Return a copy of what steps change, else ``value`` itself; one object that is met twice stays one."""
     if id(value) in known:
         return known[id(value)]
-    made = value
+    frozen = value
     if type(value) is np.ndarray:
-        made = value.copy()
+        frozen = value.copy()
     elif isinstance(value, StoreView):
-        made = object.__new__(type(value))
-        made.__dict__.update(vars(value))
-        made.store = _freeze(value.store, known)
+        frozen = object.__new__(type(value))
+        frozen.__dict__.update(vars(value))
+        frozen.store = _freeze(value.store, known)
+    elif type(value) is dict:
+        frozen = {key: _freeze(part, known) for key, part in value.items()}
+    elif isinstance(value, ObsViews):
+        frozen = ObsViews(_freeze(value.by_key, known), value.is_dict)
     elif hasattr(value, "frozen"):
-        made = value.frozen()
-    elif isinstance(value, Leaves):
-        made = Leaves({key: _freeze(leaf, known) for key, leaf in value.items()})
-    known[id(value)] = made
-    return made
+        frozen = value.frozen()
+    known[id(value)] = frozen
+    return frozen
 
 
 class OptionsFirst:
-    """For classes that stand before ours and know nothing of its options.
+    """For classes ahead of a compressed buffer in the MRO that do not know its options.
 
-    Takes the options before a constructor that would not pass them on, and applies them to samples that were made
-    without us.
+    Takes the options before a constructor that would not pass them on, and applies them to samples that are made
+    without the compressed buffer.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        taken = {name: kwargs.pop(name) for name in OPTION_NAMES & kwargs.keys()}
-        self._options = StorageOptions(**taken)
+        self._options = StorageOptions(**{name: kwargs.pop(name) for name in OPTION_NAMES & kwargs.keys()})
         super().__init__(*args, **kwargs)
 
-    def _get_samples(self, *args: Any, **kwargs: Any) -> Any:
-        samples = super()._get_samples(*args, **kwargs)  # type: ignore[misc]  # this stands before a buffer
-        return self._as_asked(samples)  # type: ignore[attr-defined]  # behind which is a CompressedBuffer
+    def _get_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._convert_samples(super()._get_samples(*args, **kwargs))  # type: ignore[misc]  # a buffer follows

@@ -1,4 +1,4 @@
-"""How a buffer keeps its observations, as its constructor was told."""
+"""`StorageOptions`: the arguments that compressed buffers add to those of SB3."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from sb3_extra_buffers.stores.choice import choose_unseen
 
 @dataclass(frozen=True, slots=True)
 class StorageOptions:
-    """The arguments that the compressed buffers have beyond those of SB3's.
+    """The arguments that compressed buffers add to those of SB3's.
 
     Attributes:
-        dtypes: What `find_buffer_dtypes` returned, or one such mapping for each key. Checked against the space;
-            observations come back in the space's own dtype in any case.
-        normalize_images: Whether image observations come out of the buffer as float32 between 0 and 1. SB3's policies
-            do that themselves unless they were made with ``normalize_images=False``.
+        dtypes: What `find_buffer_dtypes` returned, or one such mapping for each key. Only checked against the space:
+            observations are always stored and returned in the dtype of the space.
+        normalize_images: Return image observations as float32 from 0 to 1. SB3's policies do that themselves, unless
+            they are created with ``normalize_images=False``.
         compression_method: ``"auto"``, a method such as ``"delta"`` or ``"zstd-5"``, or one for each key.
         compression_kwargs: Options of that method.
-        decompression_kwargs: Options for reading; no method has any.
-        output_dtype: ``"raw"`` for the space's dtype, ``"float"`` for float32.
-        max_bytes: The most bytes that the buffer may hold; ``None`` for no such limit.
-        on_max_bytes: ``"evict"`` to drop the oldest transitions beyond it, ``"raise"`` to refuse new ones.
-        storage: ``"mmap"`` to live in a file, so that every completed step is there whatever ends the process.
-        path: The folder for that, new or empty.
+        decompression_kwargs: Options for decoding; no method has any.
+        output_dtype: ``"raw"`` to sample observations in the dtype of the space, ``"float"`` for float32.
+        max_bytes: Upper limit for the memory of the buffer; ``None`` for no limit.
+        on_max_bytes: At the limit, ``"evict"`` drops the oldest transitions and ``"raise"`` refuses new ones.
+        storage: ``"mmap"`` to live in a folder, where every completed step survives the end of the process.
+        path: The folder for ``"mmap"``, new or empty.
     """
 
     dtypes: Mapping[str, Any] | None = None
@@ -44,7 +44,7 @@ class StorageOptions:
     on_max_bytes: Literal["evict", "raise"] = "evict"
     storage: Literal["memory", "mmap"] = "memory"
     path: str | os.PathLike[str] | None = None
-    # max_bytes, where going beyond it does either; looked at in every step
+    # max_bytes for one of the two reactions, so that `add` looks at one attribute only
     evict_above: int | None = field(init=False, repr=False, default=None)
     raise_above: int | None = field(init=False, repr=False, default=None)
 
@@ -57,48 +57,47 @@ class StorageOptions:
             raise ValueError(f"max_bytes must be positive, got {self.max_bytes}")
         if self.storage not in ("memory", "mmap") or (self.storage == "mmap") != (self.path is not None):
             raise ValueError(
-                f"storage is 'memory', or 'mmap' with the path of a folder; got {self.storage!r} and path={self.path!r}"
+                f"storage must be 'memory', or 'mmap' with the path of a folder; got {self.storage!r}, {self.path!r}"
             )
         if self.path is not None:
             object.__setattr__(self, "path", os.fspath(self.path))
         object.__setattr__(self, f"{self.on_max_bytes}_above", self.max_bytes)
 
-    def method_for(self, key: str | None, spec: ObsSpec) -> str:
-        """The method for one leaf; a single one for a whole Dict is meant for its images."""
-        if isinstance(self.compression_method, str):
-            small = key is not None and choose_unseen(spec) is not None
-            return "none" if small else self.compression_method
-        return self.compression_method.get(key or "", "auto")
+    def method_for(self, key: str, spec: ObsSpec) -> str:
+        """The method for one key, ``""`` for a Box; a single method for a Dict applies to its images."""
+        if not isinstance(self.compression_method, str):
+            return self.compression_method.get(key, "auto")
+        return "none" if key and choose_unseen(spec) is not None else self.compression_method
 
-    def check_dtypes(self, key: str | None, space: spaces.Space[Any], spec: ObsSpec) -> None:
+    def check_dtypes(self, key: str, space: spaces.Space[Any], spec: ObsSpec) -> None:
         """Raise if ``dtypes`` names an element type that cannot hold every value of the space."""
-        named = self.dtypes
-        if named is not None and key is not None and "elem_type" not in named:
-            named = named.get(key)
-        elif named is not None and key is not None and len(spec.shape) < 2:
-            # a single mapping for a whole Dict is meant for its images
-            named = None
-        chosen = None if named is None else named.get("elem_type")
-        if chosen is None or _holds(np.dtype(chosen), space, spec.dtype):
-            return
-        where = f" of key {key!r}" if key is not None else ""
-        raise SpecMismatchError(
-            f"dtypes['elem_type'] is {np.dtype(chosen)}, which cannot hold every value of the observation "
-            f"space{where}, {space}; leave dtypes out, or pass {spec.dtype}"
-        )
+        dtypes = self.dtypes
+        if dtypes is not None and key:
+            if "elem_type" not in dtypes:
+                dtypes = dtypes.get(key)
+            elif len(spec.shape) < 2:
+                dtypes = None  # a single mapping for a Dict applies to its images
+        elem_type = None if dtypes is None else dtypes.get("elem_type")
+        if elem_type is not None and not _can_hold(np.dtype(elem_type), space, spec.dtype):
+            where = f" of key {key!r}" if key else ""
+            raise SpecMismatchError(
+                f"dtypes['elem_type'] is {np.dtype(elem_type)}, which cannot hold every value of the observation "
+                f"space{where}, {space}; leave dtypes out, or pass {spec.dtype}"
+            )
 
 
-#: names of the arguments, for those who take them apart from a buffer's own
+#: Names of the arguments.
 OPTION_NAMES = frozenset(option.name for option in fields(StorageOptions) if option.init)
 
 
-def _holds(dtype: np.dtype[Any], space: spaces.Space[Any], space_dtype: np.dtype[Any]) -> bool:
+def _can_hold(dtype: np.dtype[Any], space: spaces.Space[Any], space_dtype: np.dtype[Any]) -> bool:
     if np.can_cast(space_dtype, dtype, "safe"):
         return True
-    if isinstance(space, spaces.Box) and dtype.kind in "iu" and space_dtype.kind in "iu":
-        limits = np.iinfo(dtype)
+    if dtype.kind not in "iu":
+        return False
+    limits = np.iinfo(dtype)
+    if isinstance(space, spaces.Box) and space_dtype.kind in "iu":
         return bool((space.low >= limits.min).all() and (space.high <= limits.max).all())
-    if isinstance(space, spaces.Discrete) and dtype.kind in "iu":
-        limits = np.iinfo(dtype)
+    if isinstance(space, spaces.Discrete):
         return bool(limits.min <= space.start and space.start + space.n - 1 <= limits.max)
     return False

@@ -12,13 +12,12 @@ import numpy as np
 import numpy.typing as npt
 from stable_baselines3.common.preprocessing import get_action_dim, get_obs_shape
 
-from sb3_extra_buffers._sb3.leaves import BufferView, Leaves, each_leaf
+from sb3_extra_buffers._sb3.views import BufferView
 from sb3_extra_buffers.errors import DamagedFileError, NotSaveableError
-from sb3_extra_buffers.files.checking import Cut, longest_run
-from sb3_extra_buffers.files.kinds import class_of
-from sb3_extra_buffers.files.parts import LoadedParts, Parts, make_view
+from sb3_extra_buffers.files.parts import Cut, LoadedParts, Parts, make_view
+from sb3_extra_buffers.files.registry import class_of
 from sb3_extra_buffers.files.spaces import space_from_json, space_to_json
-from sb3_extra_buffers.files.values import decode, encode
+from sb3_extra_buffers.files.values import value_from_json, value_to_json
 from sb3_extra_buffers.stores.checks import require, whole, within
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.view import StoreView
@@ -49,7 +48,7 @@ _HIDDEN = ("hidden_states_pi", "cell_states_pi", "hidden_states_vf", "cell_state
 _STATE = ("pos", "full")
 _SETS = ("observations", "next_observations")
 _REPLAY = Layout(
-    (*_SB3, "n_steps", "gamma"), _OPTIONS, (*_STATE, "_n_evicted", "_n_added"),
+    (*_SB3, "n_steps", "gamma"), _OPTIONS, (*_STATE, "n_evicted", "n_added"),
     ("actions", "rewards", "dones", "timeouts"),
 )  # fmt: skip
 _ROLLOUT = Layout(
@@ -86,7 +85,7 @@ _FOLLOW = frozenset(
         "observation_space", "action_space", "obs_shape", "action_dim", "device", "n_envs", "buffer_size",
         "observations", "next_observations", "generator_ready", "env", "her_ratio", "infos", "mask_dims", "pad",
         "pad_and_flatten", "seq_start_indices", "seq_end_indices", "flatten_config", "compression_method", "n_steps",
-        "gamma",
+        "gamma", "storage_options",
     }
 )  # fmt: skip
 
@@ -116,7 +115,7 @@ def to_parts(buffer: Any, tag: str) -> Parts:
         "action_space": space_to_json(buffer.action_space),
         "device": str(buffer.device),
         "arguments": _arguments(buffer, layout),
-        "state": {name.lstrip("_"): encode(getattr(buffer, name), name) for name in layout.state},
+        "state": {name: value_to_json(getattr(buffer, name), name) for name in layout.state},
     }
     if tag == "her-replay":
         columns["current_ep_start"] = buffer._current_ep_start
@@ -125,21 +124,21 @@ def to_parts(buffer: Any, tag: str) -> Parts:
     if "prioritized" in tag:
         columns["priorities"] = buffer.priorities
     extra = buffer._extra_state() if hasattr(buffer, "_extra_state") else _extra_state(buffer, layout)
-    described["extra"] = {name: encode(value, name) for name, value in extra.items() if not _is_column(value)}
+    described["extra"] = {name: value_to_json(value, name) for name, value in extra.items() if not _is_column(value)}
     columns |= {f"extra/{name}": value for name, value in extra.items() if _is_column(value)}
     return Parts(tag, described, columns, stores)
 
 
 def _arguments(buffer: Any, layout: Layout) -> dict[str, Any]:
     found = {name: getattr(buffer, name) for name in layout.arguments}
-    found |= {name: getattr(buffer._options, name) for name in (*layout.options, *_LIMITS)}
+    found |= {name: getattr(buffer.storage_options, name) for name in (*layout.options, *_LIMITS)}
     if callable(found.get("beta")):
         raise NotSaveableError(
             "beta is a function, which cannot be saved without pickle; pass a number or a pair of first and last values"
         )
     if "goal_selection_strategy" in found:
         found["goal_selection_strategy"] = found["goal_selection_strategy"].name.lower()
-    return {name: encode(value, name) for name, value in found.items()}
+    return {name: value_to_json(value, name) for name, value in found.items()}
 
 
 def _extra_state(buffer: Any, layout: Layout) -> dict[str, Any]:
@@ -162,8 +161,8 @@ def _leaf_name(name: str, key: str | None) -> str:
 
 def _leaves(buffer: Any) -> list[tuple[str, Any]]:
     """Observations by name, as they lay before a rollout was read."""
-    found = {name: getattr(buffer, name) for name in _SETS} if hasattr(buffer, _SETS[1]) else {_SETS[0]: buffer._leaves}
-    return [(_leaf_name(name, key), leaf) for name, leaves in found.items() for key, leaf in each_leaf(leaves)]
+    sets = buffer.obs_views().items()
+    return [(_leaf_name(name, key), view) for name, views in sets for key, view in views.by_key.items()]
 
 
 def _device_leaves(buffer: Any) -> Iterator[tuple[str, Any]]:
@@ -196,7 +195,7 @@ def _infos_to_text(infos: Array) -> Array:
     """HER's infos as JSON: runs of equal ones, with their lengths."""
     runs: list[list[Any]] = []
     for info in infos.ravel():
-        info = encode(info, "infos")
+        info = value_to_json(info, "infos")
         if runs and runs[-1][1] == info:
             runs[-1][0] += 1
         else:
@@ -207,7 +206,7 @@ def _infos_to_text(infos: Array) -> Array:
 # ---- to a buffer ----
 
 
-def make_buffer(parts: LoadedParts) -> Any:
+def buffer_from_parts(parts: LoadedParts) -> Any:
     """The buffer that `to_parts` saw, made by its constructor; every column is checked before it is put there."""
     layout = _layout(parts.kind)
     lead = parts.number("steps", low=1), parts.number("n_envs", low=1)
@@ -226,7 +225,7 @@ def make_buffer(parts: LoadedParts) -> Any:
 def _construct(parts: LoadedParts, layout: Layout, lead: tuple[int, int]) -> Any:
     steps, n_envs = lead
     spaces = {name: space_from_json(parts.entry(name)) for name in ("observation_space", "action_space")}
-    arguments = decode(parts.entry("arguments", kind=dict))
+    arguments = value_from_json(parts.entry("arguments", kind=dict))
     known = {*layout.arguments, *layout.options, *_LIMITS}
     require(set(arguments) == known, f"a {parts.kind} is not made from {', '.join(map(repr, arguments))}")
     shapes: dict[str, Any] = {"actions": (*lead, get_action_dim(spaces["action_space"]))}
@@ -242,7 +241,7 @@ def _construct(parts: LoadedParts, layout: Layout, lead: tuple[int, int]) -> Any
     buffer = class_of(parts.kind)(size, **spaces, device=_device(parts.entry("device")), n_envs=n_envs, **arguments)
     require(buffer.buffer_size == steps, f"{steps} steps of {n_envs} make a buffer of {buffer.buffer_size}")
     # only now: with a limit, a constructor lays out as many steps as it thinks will fit
-    buffer._options = replace(buffer._options, **limits)
+    buffer.storage_options = replace(buffer.storage_options, **limits)
     return buffer
 
 
@@ -288,9 +287,9 @@ def _put_state(buffer: Any, parts: LoadedParts, layout: Layout) -> None:
     pos = parts.number("state", "pos", stop=size + (not ring))
     require(ring or full == (pos == size), f"position {pos} of {size} steps, and full is {full}")
     buffer.pos, buffer.full = pos, full
-    if "_n_evicted" in layout.state:
-        buffer._n_evicted = parts.number("state", "n_evicted", stop=(size if full else pos) + 1)
-        buffer._n_added = parts.number("state", "n_added", stop=1 << 60)
+    if "n_evicted" in layout.state:
+        buffer.n_evicted = parts.number("state", "n_evicted", stop=(size if full else pos) + 1)
+        buffer.n_added = parts.number("state", "n_added", stop=1 << 60)
     if parts.kind == "her-replay":
         _put_episodes(buffer, parts)
     if "prioritized" in parts.kind:
@@ -319,7 +318,7 @@ def _infos_from_text(text: Array, shape: tuple[int, int]) -> Array:
     runs = [(length, info) for length, info in json.loads(text.tobytes())]
     count = sum(whole(length, "a number of infos", 1) for length, _ in runs)
     require(count == math.prod(shape), f"infos are not as many as {shape}")
-    infos = [decode(info) for length, info in runs for _ in range(length)]
+    infos = [value_from_json(info) for length, info in runs for _ in range(length)]
     require(all(isinstance(info, dict) for info in infos), "an info is no dict")
     out = np.empty(len(infos), object)
     out[:] = infos
@@ -329,12 +328,11 @@ def _infos_from_text(text: Array, shape: tuple[int, int]) -> Array:
 def _put_priorities(buffer: Any, parts: LoadedParts) -> None:
     leaves = parts.column("priorities", np.float64, (buffer.buffer_size, buffer.n_envs))
     require(np.isfinite(leaves) & (leaves >= 0), "a priority is negative or not finite")
-    buffer._tree.write(slice(0, leaves.size), leaves.reshape(-1))
     for name, low in (("max_priority", 0.0), ("progress_remaining", -1e300)):
         value = parts.entry("state", name, kind=(int, float))
         require(low <= value < 1e300, f"{name} is {value}")
         setattr(buffer, name, float(value))
-    buffer.check()
+    buffer.restore_priorities(leaves)
 
 
 def _put_observations(buffer: Any, parts: LoadedParts, lead: tuple[int, int]) -> None:
@@ -347,12 +345,8 @@ def _put_observations(buffer: Any, parts: LoadedParts, lead: tuple[int, int]) ->
         else:
             base = math.prod(lead) * name.startswith("next_")
             found.setdefault(attribute, {})[key] = make_view(BufferView, store, lead, base)
-            store.may_stay_dense = buffer._options.max_bytes is None
-    for attribute, leaves in found.items():
-        setattr(buffer, attribute, leaves[""] if set(leaves) == {""} else Leaves(leaves))
-    if not is_ring(parts.kind):
-        # what get() replaces, and what reset() goes back to
-        buffer._leaves = Leaves(buffer.observations) if isinstance(buffer.observations, dict) else buffer.observations
+            store.may_stay_dense = buffer.storage_options.max_bytes is None
+    buffer.restore_obs_views(found)
 
 
 def _put_device_observations(buffer: Any, parts: LoadedParts) -> None:
@@ -374,7 +368,7 @@ def _finish(buffer: Any, parts: LoadedParts) -> Any:
         made = object.__new__(target)
         vars(made).update(vars(buffer))
         buffer = made
-    extra = decode(parts.entry("extra", kind=dict))
+    extra = value_from_json(parts.entry("extra", kind=dict))
     extra |= {name.removeprefix("extra/"): column for name, column in parts.columns.items() if name[:6] == "extra/"}
     if hasattr(buffer, "_set_extra_state"):
         buffer._set_extra_state(extra)
@@ -384,7 +378,7 @@ def _finish(buffer: Any, parts: LoadedParts) -> Any:
             require(fits, f"{name!r} is no attribute to add to a {type(buffer).__name__}")
             setattr(buffer, name, value)
     if parts.read_only:
-        buffer._read_only = True
+        buffer.read_only = True
     return buffer
 
 
@@ -446,3 +440,12 @@ def _cut_episodes(columns: dict[str, Array], kept: npt.NDArray[np.int64], goes_o
     lengths[~whole] = 0
     is_kept = (current - oldest) % size < count
     current[~is_kept | (not goes_on)] = end
+
+
+def longest_run(whole: Flags, from_start: bool = False) -> tuple[int, int]:
+    """Start and length of the longest run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], whole, [False]]).astype(np.int8)))
+    runs = [(int(begin), int(end - begin)) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+    if from_start:
+        runs = [run for run in runs if run[0] == 0]
+    return max(runs, key=lambda run: run[1], default=(0, 0))

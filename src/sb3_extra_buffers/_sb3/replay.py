@@ -1,10 +1,9 @@
-"""What turns a replay buffer of SB3's layout into a compressed one."""
+"""`ReplayMixin`: turns a replay buffer of SB3's layout into a compressed one."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -15,23 +14,12 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_extra_buffers._sb3.algorithm import check_n_steps
-from sb3_extra_buffers._sb3.base import NO_MEMORY, WRITING, CompressedBuffer
-from sb3_extra_buffers._sb3.leaves import (
-    Array,
-    Leaf,
-    Leaves,
-    check_count,
-    each_leaf,
-    fit,
-    fit_actions,
-    fit_column,
-    fit_leaves,
-    held_bytes,
-    leaves_usage,
-    make_leaves,
-    next_leaves,
-)
+from sb3_extra_buffers._sb3.base import NO_MEMORY, CompressedBuffer
 from sb3_extra_buffers._sb3.n_step import HAS_N_STEP, NStepReplayBuffer
+from sb3_extra_buffers._sb3.options import StorageOptions
+from sb3_extra_buffers._sb3.steps import fit_actions, fit_column, fit_truncations
+from sb3_extra_buffers._sb3.views import Array, ObsViews
+from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.errors import (
     BudgetExceededError,
     EmptyBufferError,
@@ -40,25 +28,24 @@ from sb3_extra_buffers.errors import (
     SpecMismatchError,
 )
 from sb3_extra_buffers.stores.usage import MemoryUsage
-from sb3_extra_buffers.stores.view import StoreView
 
 if TYPE_CHECKING:
     _Base = ReplayBuffer
 else:
     _Base = object
 
-# of a budget, the part that tables may take which do not shrink when observations are evicted
-_TABLES = 1 / 3
-# what a stack of four and the next one take in such tables
-_CELL_BYTES = 32
-_BOOL = frozenset({bool, np.bool_})
-# dtypes that rewards and dones are stored from as they are; NumPy has one object for each
-_FLOAT, _FLAG = np.dtype(np.float32), np.dtype(np.bool_)
+Indices = npt.NDArray[np.int64]
 
+# the part of max_bytes that may go to tables, which do not shrink when observations are evicted
+_TABLE_SHARE = 1 / 3
+# bytes of such tables for a stack of four frames and the next one
+_INDEX_BYTES = 32
+# dtypes in which rewards and dones are stored as they are; NumPy has one object for each
+_FLOAT32, _BOOL = np.dtype(np.float32), np.dtype(np.bool_)
 
 # What is left to do for a step whose observations are stored: position, n_added, n_evicted, obs, next_obs, action,
-# reward, done, truncated. A plain tuple, as it is made at every step; doing it twice changes nothing.
-Step = tuple[int, int, int, Any, Any, Array, Array, Array, Any]
+# reward, done, truncated, extra. A plain tuple: a named one would make `add` of vectors 4 % slower.
+Step = tuple[int, int, int, dict[str, Array], dict[str, Array], Array, Array, Array, Any, Any]
 
 
 class Eviction(NamedTuple):
@@ -71,17 +58,20 @@ class Eviction(NamedTuple):
 class ReplayMixin(CompressedBuffer, _Base):
     """Keeps the observations of a replay buffer in stores; everything else stays as SB3 laid it out.
 
-    Next observations are held beside the observations and share their frames, so ``optimize_memory_usage`` has
-    nothing left to save. It is accepted, with ``handle_timeout_termination`` too; indices are then drawn as SB3
-    draws them.
+    Next observations are stored too and share frames with the observations, so ``optimize_memory_usage`` has nothing
+    left to save. It is accepted, together with ``handle_timeout_termination``, and only decides how indices are drawn.
+
+    Attributes:
+        n_added: Steps added so far, overwritten and evicted ones included.
+        n_evicted: Oldest steps that were dropped to stay within ``max_bytes`` and are not overwritten yet.
     """
 
-    observations: Any
     next_observations: Any
     n_steps: int
     gamma: float
-    #: What else a step at a position changes; doing it twice must change nothing.
-    _step_added: Callable[[int], None] | None = None
+    _next_views: ObsViews
+    #: Called with the position and the last field of a `Step` to complete it; twice must have no further effect.
+    _step_added: Callable[[int, Any], None] | None = None
 
     def __init__(
         self,
@@ -105,21 +95,11 @@ class ReplayMixin(CompressedBuffer, _Base):
         storage: Literal["memory", "mmap"] = "memory",
         path: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._take_options(
-            dtypes=dtypes,
-            normalize_images=normalize_images,
-            compression_method=compression_method,
-            compression_kwargs=compression_kwargs,
-            decompression_kwargs=decompression_kwargs,
-            output_dtype=output_dtype,
-            max_bytes=max_bytes,
-            on_max_bytes=on_max_bytes,
-            storage=storage,
-            path=path,
-        )
+        how = dtypes, normalize_images, compression_method, compression_kwargs, decompression_kwargs, output_dtype
+        self._take_options(StorageOptions(*how, max_bytes, on_max_bytes, storage, path))
         if check_count(n_steps, "n_steps") > 1 and not HAS_N_STEP:
-            raise ValueError(f"n_steps must be 1, or more with stable-baselines3>=2.7; got {n_steps}")
-        # SB3 lays out a single step, so that dense observations are never asked for
+            raise ValueError(f"n_steps={n_steps} needs stable-baselines3>=2.7; with this version it must be 1")
+        # SB3 lays out a single step, so that dense observations are never allocated
         super().__init__(
             n_envs,
             observation_space,
@@ -130,17 +110,15 @@ class ReplayMixin(CompressedBuffer, _Base):
             handle_timeout_termination=handle_timeout_termination,
         )
         self.n_steps, self.gamma = n_steps, gamma
-        is_n_step = n_steps > 1 or isinstance(self, NStepReplayBuffer)
-        self.optimize_memory_usage = optimize_memory_usage and not is_n_step
-        self._n_evicted = 0
-        self._n_added = 0
+        self.optimize_memory_usage = optimize_memory_usage and not self._is_n_step()
+        self.n_evicted = self.n_added = 0
         self._lay_out(max(buffer_size // n_envs, 1))
         if not isinstance(self, NStepReplayBuffer):
             check_n_steps(self)
-        self._settle_in_file()
+        self._start_in_folder()
 
     def _lay_out(self, n_steps: int) -> None:
-        """Give every column that SB3 laid out for one step its length."""
+        """Lengthen every column that SB3 laid out for one step to ``n_steps``, or to what ``max_bytes`` allows."""
         columns = {
             name: column
             for name, column in vars(self).items()
@@ -149,29 +127,25 @@ class ReplayMixin(CompressedBuffer, _Base):
         }  # fmt: skip
         limit = self._options.max_bytes
         if limit is not None:
-            n_steps = self._affordable_steps(n_steps, limit, columns)
+            n_steps = self._affordable_steps(n_steps, limit, sum(column.nbytes for column in columns.values()))
         for name, column in columns.items():
             setattr(self, name, np.zeros((n_steps, *column.shape[1:]), column.dtype))
         self.buffer_size = n_steps
-        self.observations = make_leaves(self.observation_space, self.obs_shape, (n_steps, self.n_envs), self._options)
-        self.next_observations = next_leaves(self.observations)
-        self._step_shape = None if isinstance(self.observations, Leaves) else self.observations.shape[1:]
-        self._lane = (self.n_envs,)
+        views = ObsViews.make(self.observation_space, self.obs_shape, (n_steps, self.n_envs), self._options)
+        self._use_views(views, views.make_next())
+        self._per_env = (self.n_envs,)
         self._action_shape = (self.n_envs, self.action_dim)
         self._column_bytes = sum(np.asarray(getattr(self, name)).nbytes for name in columns)
 
-    def _affordable_steps(self, n_steps: int, limit: int, columns: dict[str, Array]) -> int:
-        """How many of ``n_steps`` there may be room for: less than would fit only if observations get very small."""
-        leaves = make_leaves(self.observation_space, self.obs_shape, (1, self.n_envs), self._options)
-        dense = [leaf for _, leaf in each_leaf(leaves) if isinstance(leaf, np.ndarray)]
-        n_views = sum(isinstance(leaf, StoreView) for _, leaf in each_leaf(leaves))
-        per_step = sum(column.nbytes for column in columns.values()) + 2 * sum(leaf.nbytes for leaf in dense)
-        per_step += n_views * self.n_envs * _CELL_BYTES
+    def _affordable_steps(self, n_steps: int, limit: int, column_bytes: int) -> int:
+        """How many of ``n_steps`` to lay out: fewer only where even tiny observations would not fit ``limit``."""
+        views = ObsViews.make(self.observation_space, self.obs_shape, (1, self.n_envs), self._options)
+        per_step = column_bytes + 2 * views.dense_bytes + len(views.stored) * self.n_envs * _INDEX_BYTES
         if self._options.on_max_bytes == "raise":
-            # a shorter ring would overwrite what was to be kept
+            # a shorter ring would overwrite steps that were to be kept
             least, most = n_steps * per_step, n_steps
         else:
-            share = int(limit * _TABLES) if n_views else limit
+            share = int(limit * _TABLE_SHARE) if views.stored else limit
             least, most = per_step * limit // max(share, 1), min(n_steps, share // per_step)
         if least > limit:
             raise BudgetExceededError(
@@ -179,6 +153,32 @@ class ReplayMixin(CompressedBuffer, _Base):
                 f"compressed takes {per_step} bytes a step; raise the limit to {least}, or lower buffer_size"
             )
         return most
+
+    def _use_views(self, observations: ObsViews, next_observations: ObsViews | None = None) -> None:
+        super()._use_views(observations)
+        self._next_views = self._next_views if next_observations is None else next_observations
+        self.next_observations = self._next_views.as_sb3()
+        self._cache_views()
+
+    def _cache_views(self) -> None:
+        views, next_views = self._views, self._next_views
+        self._stored = [(key, view, next_views.stored[key]) for key, view in views.stored.items()]
+        self._dense = [(key, array, next_views.dense[key]) for key, array in views.dense.items()]
+        self._box_shape = None if views.is_dict else views.by_key[""].shape[1:]
+
+    def obs_views(self) -> dict[str, ObsViews]:
+        return {"observations": self._views, "next_observations": self._next_views}
+
+    def _after_setstate(self) -> None:
+        super()._after_setstate()
+        self._cache_views()
+
+    def _start_in_folder(self) -> None:
+        """With ``storage="mmap"``, have the first step create the folder, when everything has been set up."""
+        if self._options.storage == "mmap" and self._options.path is not None:
+            from sb3_extra_buffers.files.mmap_buffer import check_new, create_folder
+
+            self._live = create_folder(self, check_new(self._options.path))
 
     # ---- adding ----
 
@@ -191,20 +191,21 @@ class ReplayMixin(CompressedBuffer, _Base):
         done: npt.NDArray[Any],
         infos: list[dict[str, Any]],
     ) -> None:
-        """Add one step of every environment: all of it, or after an exception of whatever kind nothing."""
+        """Add one step of every environment; after any exception, all of it was added or nothing."""
         with self._lock:
-            n_added = self._n_added
+            n_added = self.n_added
             try:
-                if self._step is not None:
+                if self._unfinished is not None:
                     self._recover()
                 step = self._fit_step(obs, next_obs, action, reward, done, infos)
                 live = self._live
                 if live is not None:
                     live.prepare_step()
-                self._write_stores(step[0], step[3], step[4])
+                if self._stored:
+                    self._write_stores(step)
                 if live is not None:
                     live.record_step(obs, next_obs, action, reward, done, infos)
-                self._step = step
+                self._unfinished = step
                 self._finish_step(step)
                 limit = self._options.evict_above
                 if limit is not None:
@@ -213,249 +214,251 @@ class ReplayMixin(CompressedBuffer, _Base):
                 self._fail(problem, n_added)
 
     def _position(self) -> int:
-        return self._n_added
+        return self.n_added
 
-    def _write_stores(self, position: int, obs: Any, next_obs: Any) -> None:
-        """Write the observations that stores hold; they can take them back."""
-        leaves, next_leaves = self.observations, self.next_observations
-        if type(leaves) is Leaves:
-            for key in self._begin_step(leaves):
-                leaves[key].write_fitted(next_leaves[key], position, obs[key], next_obs[key])
-        elif type(leaves) is not np.ndarray:
-            # `_begin_step`, for the path that most steps take
-            leaves.store.commit()
-            self._step = WRITING
-            leaves.write_fitted(next_leaves, position, obs, next_obs)
+    def _write_stores(self, step: Step) -> None:
+        position, _, _, obs, next_obs, *_ = step
+        self._begin_step()
+        for key, view, next_view in self._stored:
+            view.write_fitted(next_view, position, obs[key], next_obs[key])
 
     def _finish_step(self, step: Step) -> None:
-        position, n_added, n_evicted, obs, next_obs, action, reward, done, truncated = step
-        leaves, next_leaves = self.observations, self.next_observations
-        if type(leaves) is np.ndarray:
-            leaves[position] = obs
-            next_leaves[position] = next_obs
-        elif type(leaves) is Leaves:
-            for key, leaf in leaves.items():
-                if type(leaf) is np.ndarray:
-                    leaf[position] = obs[key]
-                    next_leaves[key][position] = next_obs[key]
+        position, n_added, n_evicted, obs, next_obs, action, reward, done, truncated, extra = step
+        for key, array, next_array in self._dense:
+            array[position] = obs[key]
+            next_array[position] = next_obs[key]
         self.actions[position] = action
         self.rewards[position] = reward
         self.dones[position] = done
         if truncated is not None:
             self.timeouts[position] = truncated
-        self._n_evicted = n_evicted
-        self._n_added = n_added
+        self.n_evicted = n_evicted
+        self.n_added = n_added
         if self._step_added is not None:
-            self._step_added(position)
+            self._step_added(position, extra)
         position += 1
         if position == self.buffer_size:
             self.full = True
             position = 0
         self.pos = position
-        self._step = None
+        self._unfinished = None
 
     def _recover(self) -> None:
-        step = self._step
-        if isinstance(step, Eviction):
-            self._finish_eviction(step)
-        elif isinstance(step, tuple):
-            self._finish_step(step)
-        elif step is not None:
-            self._undo_step(self.observations)
+        if isinstance(self._unfinished, Eviction):
+            self._finish_eviction(self._unfinished)
+        else:
+            super()._recover()
 
     def _fit_step(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> Step:
-        """What `add` was given, as it will be written, or an error; nothing is changed."""
-        if self._read_only:
+        """Check what `add` was given and return it as it will be written; nothing is changed."""
+        if self.read_only:
             self._check_writable()
         # fast path: skip validation where shape and dtype already match
-        leaves = self.observations
-        if type(leaves) is Leaves:
-            obs, next_obs = fit_leaves(leaves, obs, "obs"), fit_leaves(leaves, next_obs, "next_obs")
+        views, shape = self._views, self._box_shape
+        if shape is None:
+            obs, next_obs = views.fit(obs, "obs"), views.fit(next_obs, "next_obs")
         else:
-            shape, dtype = self._step_shape, leaves.dtype
-            if type(obs) is not np.ndarray or obs.shape != shape or obs.dtype != dtype:
-                obs = fit(leaves, obs, "obs")
-            if type(next_obs) is not np.ndarray or next_obs.shape != shape or next_obs.dtype != dtype:
-                next_obs = fit(leaves, next_obs, "next_obs")
+            dtype = views.by_key[""].dtype
+            if type(obs) is np.ndarray and obs.shape == shape and obs.dtype == dtype:
+                obs = {"": obs}
+            else:
+                obs = views.fit(obs, "obs")
+            if type(next_obs) is np.ndarray and next_obs.shape == shape and next_obs.dtype == dtype:
+                next_obs = {"": next_obs}
+            else:
+                next_obs = views.fit(next_obs, "next_obs")
         actions = self.actions
         if type(action) is not np.ndarray or action.shape != self._action_shape or action.dtype != actions.dtype:
             action = fit_actions(actions, action)
-        lane = self._lane
-        if type(reward) is not np.ndarray or reward.shape != lane or reward.dtype is not _FLOAT:
+        per_env = self._per_env
+        if type(reward) is not np.ndarray or reward.shape != per_env or reward.dtype is not _FLOAT32:
             reward = fit_column(reward, self.n_envs, "reward")
-        if type(done) is not np.ndarray or done.shape != lane or done.dtype is not _FLAG:
+        if type(done) is not np.ndarray or done.shape != per_env or done.dtype is not _BOOL:
             done = fit_column(done, self.n_envs, "done")
-        # infos are nobody's business otherwise: some pass a dict
-        truncated = self._fit_infos(infos) if self.handle_timeout_termination else None
+        # infos are not looked at otherwise: some callers pass a dict
+        truncated = fit_truncations(infos, self.n_envs) if self.handle_timeout_termination else None
         limit = self._options.raise_above
         if limit is not None:
             self._check_budget(limit)
-        n_evicted = self._n_evicted
+        n_evicted = self.n_evicted
         if n_evicted and self.full:
-            n_evicted -= 1  # the step whose place is taken was evicted already
-        return self.pos, self._n_added + 1, n_evicted, obs, next_obs, action, reward, done, truncated
-
-    def _fit_infos(self, infos: Any) -> Any:
-        try:
-            truncated: Any = [info.get("TimeLimit.truncated", False) for info in infos]
-            if not _BOOL.issuperset(map(type, truncated)):
-                truncated = np.array(truncated, self.timeouts.dtype).ravel()  # some pass arrays of one
-        except (AttributeError, TypeError, ValueError) as problem:
-            raise SpecMismatchError(
-                f"infos must be a list of {self.n_envs} dicts, whose 'TimeLimit.truncated' is a bool: {problem}"
-            ) from problem
-        if len(truncated) != self.n_envs and len(truncated) != 1:
-            raise SpecMismatchError(f"{len(infos)} infos for {self.n_envs} environments; check n_envs")
-        return truncated
+            n_evicted -= 1  # the step that is overwritten was evicted before
+        return self.pos, self.n_added + 1, n_evicted, obs, next_obs, action, reward, done, truncated, None
 
     def extend(self, *args: Any) -> None:
-        """Add several steps, each argument with an axis more than `add` takes; if one does not fit, none is added."""
+        """Add several steps, each argument with one more axis than `add` takes; if one does not fit, none is added."""
         try:
             steps = list(zip(*args, strict=True))
         except (TypeError, ValueError) as problem:
-            raise SpecMismatchError(f"extend() takes arrays of as many steps each: {problem}") from problem
-        if not args or len(args) != 6:
-            raise SpecMismatchError(f"a step has six parts, as add() takes them; extend() got {len(args)}")
-        for step in steps:
-            self._fit_step(*step)
-        for step in steps:
-            self.add(*step)
+            raise SpecMismatchError(f"extend() takes arrays with the same number of steps: {problem}") from problem
+        if len(args) != 6:
+            raise SpecMismatchError(f"extend() takes the six arguments of add(), got {len(args)}")
+        fitted = [(self._fit_step(*step), step[5]) for step in steps]
+        for (_, _, _, obs, next_obs, action, reward, done, _, _), infos in fitted:
+            # what fits takes the fast path of `add`
+            self.add(self._views.as_sb3(obs), self._views.as_sb3(next_obs), action, reward, done, infos)
 
     # ---- sampling ----
 
     def size(self) -> int:
         """How many steps of every environment can be sampled."""
-        return (self.buffer_size if self.full else self.pos) - self._n_evicted
+        return (self.buffer_size if self.full else self.pos) - self.n_evicted
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
-        """Draw ``batch_size`` transitions; random numbers are drawn in SB3's order."""
-        if self._step is not None:
+        """Draw ``batch_size`` transitions; random numbers are drawn in SB3's order.
+
+        Threads may sample while another one adds: batches are decoded without the buffer's lock. If one of the drawn
+        steps was overwritten or evicted in the meantime, a batch is drawn again and read with the lock.
+        """
+        batch_size = check_count(batch_size, "batch_size", 0)
+        try:
             with self._lock:
-                self._recover()
-        count, batch_size = self.size(), check_count(batch_size, "batch_size", 0)
+                if self._unfinished is not None:
+                    self._recover()
+                drawn = self._draw(batch_size)
+                n_added, pos = self.n_added, self.pos
+            batch = self._read(drawn, env)
+            if self.n_added != n_added or self._unfinished is not None:
+                with self._lock:
+                    if not self._still_held(drawn[0], n_added, pos):
+                        batch = self._read(self._draw(batch_size), env)
+            return batch
+        except NO_MEMORY as problem:
+            if isinstance(problem, ExtraBuffersError):
+                raise
+            raise OutOfMemoryError(f"not enough memory for a batch of {batch_size}: {problem}") from problem
+
+    def _draw(self, batch_size: int) -> tuple[Any, ...]:
+        """What `_read` makes a batch of; the steps come first."""
+        count = self.size()
         if count == 0:
             raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
-        if self._n_evicted:
+        if self.n_evicted:
             oldest = self.pos if self.full else 0
-            steps = (np.random.randint(0, count, size=batch_size) + oldest + self._n_evicted) % self.buffer_size
+            steps = (np.random.randint(0, count, size=batch_size) + oldest + self.n_evicted) % self.buffer_size
         elif self.optimize_memory_usage and self.full and self.buffer_size > 1:
             steps = (np.random.randint(1, self.buffer_size, size=batch_size) + self.pos) % self.buffer_size
         else:
             steps = np.random.randint(0, count, size=batch_size)
-        try:
-            return self._get_samples(steps, env=env)
-        except NO_MEMORY as problem:
-            if isinstance(problem, ExtraBuffersError):
-                raise
-            raise OutOfMemoryError(f"there is no memory for a batch of {batch_size}: {problem}") from problem
+        return (steps,)
+
+    def _read(self, drawn: tuple[Any, ...], env: VecNormalize | None) -> Any:
+        return self._get_samples(drawn[0], env=env)
+
+    def _still_held(self, steps: Indices, n_added: int, pos: int) -> bool:
+        """Whether nothing has changed ``steps`` since the buffer had this ``n_added`` and ``pos``."""
+        numbers = self._step_numbers(steps, n_added, pos)
+        # n-step transitions also depend on the steps that follow
+        is_held = (numbers >= self.n_added - self.size()) & (numbers <= n_added - self.n_steps)
+        return bool(is_held.all())
+
+    def _step_numbers(self, steps: Indices, n_added: int, pos: int) -> Indices:
+        """How many steps were added before each of ``steps``, which are positions in the ring."""
+        return n_added - 1 - (pos - 1 - steps) % self.buffer_size
+
+    def _is_n_step(self) -> bool:
+        return self.n_steps > 1 or isinstance(self, NStepReplayBuffer)
 
     def _get_samples(self, batch_inds: npt.NDArray[Any], env: VecNormalize | None = None) -> Any:
-        if self.n_steps > 1:
-            with self._timeouts_kept():
-                samples = NStepReplayBuffer._get_samples(self, batch_inds, env)  # type: ignore[arg-type]  # not one, but laid out like one
-            samples = self._as_asked(samples)
-            return DictReplayBufferSamples(*samples) if isinstance(self.observations, dict) else samples
-        envs = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
-        return self._samples_at(batch_inds, envs, env)
+        return self._samples_at(batch_inds, np.random.randint(0, high=self.n_envs, size=(len(batch_inds),)), env)
 
-    @contextlib.contextmanager
-    def _timeouts_kept(self) -> Iterator[None]:
-        """SB3's n-step code changes the newest timeouts for a while; whatever ends it, they are as they were."""
-        newest = (self.pos - 1) % self.buffer_size
-        kept = self.timeouts[newest].copy()
-        try:
-            yield
-        finally:
-            self.timeouts[newest] = kept
-
-    def _samples_at(self, steps: npt.NDArray[Any], envs: npt.NDArray[Any], env: VecNormalize | None) -> Any:
-        """The transitions at ``(steps[i], envs[i])`` as tensors."""
-        obs, next_obs = self._read_pairs(steps, envs)
-        if env is not None:
-            obs, next_obs = env.normalize_obs(obs), env.normalize_obs(next_obs)
+    def _samples_at(self, steps: Indices, envs: Indices, env: VecNormalize | None) -> Any:
+        """The transitions at ``(steps[i], envs[i])`` as tensors, n-step ones where ``n_steps`` says so."""
+        if self._is_n_step():
+            return self._n_step_samples_at(steps, envs, env)
+        obs, next_obs = {}, {}
+        for key, view, next_view in self._stored:
+            # frames that both share are decoded once
+            obs[key], next_obs[key] = view.read_with([next_view], (steps, envs))
+        for key, array, next_array in self._dense:
+            obs[key], next_obs[key] = array[steps, envs], next_array[steps, envs]
         # dones that are due to timeouts do not count
         dones = self.dones[steps, envs] * (1 - self.timeouts[steps, envs])
         rewards = self._normalize_reward(self.rewards[steps, envs].reshape(-1, 1), env)
-        make = DictReplayBufferSamples if isinstance(obs, dict) else ReplayBufferSamples
-        # all of these are fresh: no tensor needs a copy
+        return self._make_samples((obs, self.actions[steps, envs], next_obs, dones.reshape(-1, 1), rewards), env)
+
+    def _n_step_samples_at(self, steps: Indices, envs: Indices, env: VecNormalize | None) -> Any:
+        """What SB3's `NStepReplayBuffer` returns, which changes ``timeouts`` for a moment and draws ``envs`` itself."""
+        offsets = np.arange(self.n_steps)
+        ahead = (steps[:, None] + offsets) % self.buffer_size, envs[:, None]  # (batch_size, n_steps)
+        is_last = (self.dones[ahead] != 0) | (self.timeouts[ahead] != 0)
+        # the step after the newest one is the oldest one
+        is_last |= ahead[0] == (self.pos - 1) % self.buffer_size
+        is_last[:, -1] = True
+        n_more = is_last.argmax(axis=1)
+        rewards = self._normalize_reward(self.rewards[ahead], env)
+        rewards = rewards * self.gamma ** offsets.astype(np.float32) * (offsets <= n_more[:, None])
+        ends = (steps + n_more) % self.buffer_size, envs
+        obs = {key: view[steps, envs] for key, view in self._views.by_key.items()}
+        next_obs = {key: view[ends] for key, view in self._next_views.by_key.items()}
+        dones = (self.dones[ends] * (1 - self.timeouts[ends])).reshape(-1, 1)
+        discounts = self.gamma ** (n_more + 1).astype(np.float32).reshape(-1, 1)
+        batch = obs, self.actions[steps, envs], next_obs, dones, rewards.sum(axis=1, keepdims=True), discounts
+        return self._make_samples(batch, env)
+
+    def _make_samples(self, batch: tuple[Any, ...], env: VecNormalize | None) -> Any:
+        """SB3's samples from fresh arrays, which their tensors take over."""
+        obs, actions, next_obs, *columns = batch
+        obs, next_obs = self._views.as_sb3(obs), self._views.as_sb3(next_obs)
+        if env is not None:
+            obs, next_obs = env.normalize_obs(obs), env.normalize_obs(next_obs)
+        make = DictReplayBufferSamples if self._views.is_dict else ReplayBufferSamples
         return make(
             self._obs_to_torch(obs),
-            self._to_torch(self.actions[steps, envs]),
+            self._to_torch(actions),
             self._obs_to_torch(next_obs),
-            self._to_torch(dones.reshape(-1, 1)),
-            self._to_torch(rewards),
+            *map(self._to_torch, columns),
         )
-
-    def _read_pairs(self, steps: npt.NDArray[Any], envs: npt.NDArray[Any]) -> tuple[Any, Any]:
-        """Observations and next observations, frames that they share decoded once."""
-        leaves, next_leaves = self.observations, self.next_observations
-        if not isinstance(leaves, dict):
-            return _read_pair(leaves, next_leaves, steps, envs)
-        pairs = {key: _read_pair(leaf, next_leaves[key], steps, envs) for key, leaf in leaves.items()}
-        return {key: pair[0] for key, pair in pairs.items()}, {key: pair[1] for key, pair in pairs.items()}
 
     # ---- memory ----
 
     def memory_usage(self) -> MemoryUsage:
         """What the buffer holds, by purpose; ``dense`` is one dense copy of the observations."""
         written = 1.0 if self.full else self.pos / self.buffer_size
-        observed = leaves_usage(self.observations, 2, written)
-        return observed + MemoryUsage(0, 0, 0, int(self._column_bytes * written), 0)
+        return self._views.memory_usage(2, written) + MemoryUsage(0, 0, 0, int(self._column_bytes * written), 0)
 
     def held_bytes(self) -> int:
-        """The total of `memory_usage`, a little larger but cheap to have."""
-        dense_again = sum(leaf.nbytes for _, leaf in each_leaf(self.observations) if isinstance(leaf, np.ndarray))
-        return held_bytes(self.observations) + dense_again + self._column_bytes
+        """The total of `memory_usage`, slightly overestimated but cheap."""
+        return self._views.held_bytes() + self._next_views.dense_bytes + self._column_bytes
 
     def _check_budget(self, limit: int) -> None:
-        held = self.held_bytes()
-        if held > limit:
-            self._settle()
+        if self.held_bytes() > limit:
+            self._choose_methods()
             held = self.held_bytes()
-        if held > limit:
-            raise BudgetExceededError(
-                f"the buffer holds {held} bytes in {self.size() * self.n_envs} transitions, beyond max_bytes={limit}; "
-                "raise the limit, or pass on_max_bytes='evict' to drop the oldest ones"
-            )
+            if held > limit:
+                raise BudgetExceededError(
+                    f"the buffer holds {held} bytes in {self.size() * self.n_envs} transitions, more than "
+                    f"max_bytes={limit}; raise the limit, or pass on_max_bytes='evict' to drop the oldest ones"
+                )
 
-    def _settle(self) -> None:
-        """Compress what is still being looked at, before anything has to go."""
-        for _, leaf in each_leaf(self.observations):
-            if isinstance(leaf, StoreView):
-                leaf.store.choose_method()
+    def _choose_methods(self) -> None:
+        """Compress observations that were only collected so far, before anything is evicted."""
+        for view in self._views.stored.values():
+            view.store.choose_method()
 
     def _evict_beyond(self, limit: int) -> None:
         if self.held_bytes() <= limit:
             return
-        self._settle()
+        self._choose_methods()
         while self.size() > 1 and self.held_bytes() > limit:
-            oldest = ((self.pos if self.full else 0) + self._n_evicted) % self.buffer_size
-            self._step = Eviction(oldest, self._n_evicted + 1)
-            self._finish_eviction(self._step)
+            oldest = ((self.pos if self.full else 0) + self.n_evicted) % self.buffer_size
+            self._unfinished = Eviction(oldest, self.n_evicted + 1)
+            self._finish_eviction(self._unfinished)
 
     def _finish_eviction(self, eviction: Eviction) -> None:
         self._forget_step(eviction.position)
-        self._n_evicted = eviction.n_evicted
-        self._step = None
+        self.n_evicted = eviction.n_evicted
+        self._unfinished = None
 
     def _forget_step(self, step: int) -> None:
-        """Give back what the observations of ``step`` take."""
-        for leaves in (self.observations, self.next_observations):
-            for _, leaf in each_leaf(leaves):
-                if isinstance(leaf, StoreView):
-                    leaf.erase(step)
+        """Free what the observations of ``step`` take; twice must have no further effect."""
+        self._views.erase(step)
+        self._next_views.erase(step)
 
     def reset(self) -> None:
-        """Forget all transitions."""
+        """Remove all transitions."""
         self._check_writable()
         with self._lock:
             self._recover()
-            self._n_evicted = 0
+            self.n_evicted = 0
             super().reset()
-
-
-def _read_pair(leaf: Leaf, next_leaf: Leaf, steps: npt.NDArray[Any], envs: npt.NDArray[Any]) -> tuple[Array, Array]:
-    if isinstance(leaf, StoreView) and isinstance(next_leaf, StoreView):
-        first, second = leaf.read_with([next_leaf], (steps, envs))
-        return first, second
-    return leaf[steps, envs], next_leaf[steps, envs]

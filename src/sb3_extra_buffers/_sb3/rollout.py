@@ -1,4 +1,4 @@
-"""What turns a rollout buffer of SB3's layout into a compressed one."""
+"""`RolloutMixin`: turns a rollout buffer of SB3's layout into a compressed one."""
 
 from __future__ import annotations
 
@@ -12,25 +12,16 @@ import torch as th
 from stable_baselines3.common.buffers import RolloutBuffer
 
 from sb3_extra_buffers._sb3.base import CompressedBuffer, OptionsFirst
-from sb3_extra_buffers._sb3.leaves import (
-    Leaves,
-    as_array,
-    check_count,
-    each_leaf,
-    fit,
-    fit_actions,
-    fit_column,
-    fit_leaves,
-    leaves_usage,
-    make_leaves,
-)
+from sb3_extra_buffers._sb3.options import StorageOptions
+from sb3_extra_buffers._sb3.steps import fit_actions, fit_column
+from sb3_extra_buffers._sb3.views import Array, ObsViews
+from sb3_extra_buffers.arguments import as_array, check_count
 from sb3_extra_buffers.errors import EmptyBufferError, ExtraBuffersError, IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.stores.usage import MemoryUsage
-from sb3_extra_buffers.stores.view import StoreView
 
 T = TypeVar("T")
 
-# what sb3-contrib's buffers have beyond SB3's
+# columns that sb3-contrib's buffers add to SB3's
 _CONTRIB_COLUMNS = ("action_masks", "hidden_states_pi", "cell_states_pi", "hidden_states_vf", "cell_states_vf")
 
 if TYPE_CHECKING:
@@ -40,22 +31,19 @@ else:
 
 
 class RolloutStep(NamedTuple):
-    """What is left to do for a step whose observations are stored; doing it twice changes nothing."""
+    """What is left to do for a step whose observations are stored."""
 
     position: int
-    obs: Any
-    action: Any
-    reward: Any
-    episode_start: Any
-    value: Any
-    log_prob: Any
+    obs: dict[str, Array]
+    action: Array
+    reward: Array
+    episode_start: Array
+    value: Array
+    log_prob: Array
 
 
 class RolloutMixin(CompressedBuffer, _Base):
     """Keeps the observations of a rollout buffer in stores; everything else stays as SB3 laid it out."""
-
-    observations: Any
-    _leaves: Any = None
 
     def __init__(
         self,
@@ -73,60 +61,47 @@ class RolloutMixin(CompressedBuffer, _Base):
         decompression_kwargs: Mapping[str, Any] | None = None,
         output_dtype: Literal["raw", "float"] = "raw",
     ) -> None:
-        self._take_options(
-            dtypes=dtypes,
-            normalize_images=normalize_images,
-            compression_method=compression_method,
-            compression_kwargs=compression_kwargs,
-            decompression_kwargs=decompression_kwargs,
-            output_dtype=output_dtype,
-        )
+        how = dtypes, normalize_images, compression_method, compression_kwargs, decompression_kwargs, output_dtype
+        self._take_options(StorageOptions(*how))
         if self._options.max_bytes is not None:
-            raise ValueError("max_bytes is for replay buffers: a rollout must be held as a whole")
+            raise ValueError("max_bytes is for replay buffers: no step of a rollout can be dropped")
         if self._options.storage != "memory":
-            raise ValueError("storage='mmap' is for replay buffers: a rollout is forgotten after it was learnt from")
+            raise ValueError("storage='mmap' is for replay buffers: a rollout is discarded after training on it")
         super().__init__(buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs)
 
     def reset(self) -> None:
-        """Forget the rollout; what was learnt about the observations stays."""
+        """Remove the rollout; the chosen compression methods stay."""
         self._check_writable()
         with self._lock:
             self._recover()
             shape: Any = self.obs_shape
-            # SB3 lays out everything else; observations of no elements cost it nothing
+            # SB3 lays out everything else; observations without elements cost nothing
             self.obs_shape = {} if isinstance(shape, dict) else (0,)  # type: ignore[assignment]  # Dict buffers have a dict
             try:
                 super().reset()
             finally:
                 self.obs_shape = shape
-            if self._leaves is None:
-                lead = (self.buffer_size, self.n_envs)
-                self._leaves = make_leaves(self.observation_space, shape, lead, self._options)
+            if "_views" in vars(self):
+                self._views.clear()
             else:
-                for _, leaf in each_leaf(self._leaves):
-                    if isinstance(leaf, StoreView):
-                        leaf.store.clear()
-                    else:
-                        leaf[...] = 0
-            # get() replaces these by flattened views
-            self.observations = Leaves(self._leaves) if isinstance(self._leaves, dict) else self._leaves
+                lead_shape = (self.buffer_size, self.n_envs)
+                self._views = ObsViews.make(self.observation_space, shape, lead_shape, self._options)
+            # get() replaces the attribute, or the values of the dict, by flattened views
+            self.observations = self._views.as_sb3()
 
     def add(self, obs: Any, action: Any, reward: Any, episode_start: Any, value: Any, log_prob: Any) -> None:
-        """Add one step of every environment: all of it, or after an exception of whatever kind nothing."""
+        """Add one step of every environment; after any exception, all of it was added or nothing."""
         with self._lock:
             position = self.pos
             try:
-                if self._step is not None:
+                if self._unfinished is not None:
                     self._recover()
                     position = self.pos
                 step = self._fit_step(obs, action, reward, episode_start, value, log_prob)
-                leaves = self.observations
-                for key in self._begin_step(leaves):
-                    if key is None:
-                        leaves[position] = step.obs
-                    else:
-                        leaves[key][position] = step.obs[key]
-                self._step = step
+                self._begin_step()
+                for key, view in self._views.stored.items():
+                    view[position] = step.obs[key]
+                self._unfinished = step
                 self._finish_step(step)
             except BaseException as problem:
                 self._fail(problem, position)
@@ -134,29 +109,23 @@ class RolloutMixin(CompressedBuffer, _Base):
     def _fit_step(
         self, obs: Any, action: Any, reward: Any, episode_start: Any, value: Any, log_prob: Any
     ) -> RolloutStep:
-        """What `add` was given, as it will be written, or an error; nothing is changed."""
+        """Check what `add` was given and return it as it will be written; nothing is changed."""
         self._check_writable()
-        n_envs, leaves, actions = self.n_envs, self.observations, self.actions
+        n_envs, actions = self.n_envs, self.actions
         # fast path: skip validation where shape and dtype already match
-        if isinstance(leaves, Leaves):
-            obs = fit_leaves(leaves, obs, "obs")
-        elif type(obs) is not np.ndarray or obs.dtype != leaves.dtype or obs.shape != leaves.shape[1:]:
-            obs = fit(leaves, obs, "obs")
         if type(action) is not np.ndarray or action.dtype != actions.dtype or action.size != n_envs * self.action_dim:
             action = fit_actions(actions, action)
-        numbers = [fit_column(reward, n_envs, "reward"), fit_column(episode_start, n_envs, "episode_start")]
-        for name, tensor in (("value", value), ("log_prob", log_prob)):
-            array = tensor.detach().cpu().numpy() if isinstance(tensor, th.Tensor) else tensor
-            numbers.append(fit_column(as_array(array, name).reshape(-1), n_envs, name))
+        fitted_obs = self._views.fit(obs, "obs")
+        columns = [fit_column(reward, n_envs, "reward"), fit_column(episode_start, n_envs, "episode_start")]
+        columns += [_fit_tensor(value, n_envs, "value"), _fit_tensor(log_prob, n_envs, "log_prob")]
         if self.pos >= self.buffer_size:
             raise IndexOutOfRangeError(f"the rollout has all of its {self.buffer_size} steps; reset() it first")
-        return RolloutStep(self.pos, obs, action.reshape(n_envs, self.action_dim), *numbers)
+        return RolloutStep(self.pos, fitted_obs, action.reshape(n_envs, self.action_dim), *columns)
 
     def _finish_step(self, step: RolloutStep) -> None:
-        position, leaves = step.position, self.observations
-        for key, leaf in each_leaf(leaves):
-            if type(leaf) is np.ndarray:
-                leaf[position] = step.obs if key is None else step.obs[key]
+        position = step.position
+        for key, array in self._views.dense.items():
+            array[position] = step.obs[key]
         self.actions[position] = step.action
         self.rewards[position] = step.reward
         self.episode_starts[position] = step.episode_start
@@ -165,69 +134,63 @@ class RolloutMixin(CompressedBuffer, _Base):
         if position + 1 == self.buffer_size:
             self.full = True
         self.pos = position + 1
-        self._step = None
-
-    def _recover(self) -> None:
-        if isinstance(self._step, RolloutStep):
-            self._finish_step(self._step)
-        elif self._step is not None:
-            self._undo_step(self.observations)
+        self._unfinished = None
 
     def _position(self) -> int:
         return self.pos
 
     def compute_returns_and_advantage(self, last_values: th.Tensor, dones: Any) -> None:
-        """Compute returns and advantages (GAE), as SB3 does."""
-        values = fit_column(as_array(last_values, "last_values").reshape(-1), self.n_envs, "last_values")
+        """Compute returns and advantages (GAE) as SB3 does."""
+        values = _fit_tensor(last_values, self.n_envs, "last_values")
         super().compute_returns_and_advantage(th.from_numpy(np.array(values)), fit_column(dones, self.n_envs, "dones"))
 
     def sample(self, batch_size: int, env: Any = None) -> Any:
-        """Draw ``batch_size`` steps at random; SB3's algorithms use `get` instead."""
+        """Draw ``batch_size`` random steps; SB3's algorithms use `get` instead."""
         return super().sample(check_count(batch_size, "batch_size", 0), env)
 
     def get(self, batch_size: int | None = None) -> Any:
-        """The rollout in random batches, in SB3's order."""
+        """Iterate over the rollout in random batches, in SB3's order."""
         if batch_size is not None:
             batch_size = check_count(batch_size, "batch_size")
         self._check_full()
-        return self._ahead(super().get(batch_size))
+        return self._prefetch(super().get(batch_size))
 
     def _check_full(self) -> None:
-        if self._step is not None:
-            with self._lock:
-                self._recover()
+        if self._unfinished is not None:
+            self.recover()
         if not self.full:
             raise EmptyBufferError(
-                f"{self.pos} of {self.buffer_size} steps were added; a rollout is read when it is complete"
+                f"only {self.pos} of {self.buffer_size} steps were added; a rollout can be read once it is complete"
             )
 
-    def _ahead(self, batches: Iterator[T]) -> Iterator[T]:
-        # a GPU computes while the next batch is decoded; on the CPU the learner wants all cores for itself
-        return made_ahead(batches) if self.device.type == "cuda" else batches
+    def _prefetch(self, batches: Iterator[T]) -> Iterator[T]:
+        # a GPU trains while the next batch is decoded; on the CPU training needs all cores
+        return prefetch(batches) if self.device.type == "cuda" else batches
 
     def _get_samples(self, *args: Any, **kwargs: Any) -> Any:
-        return self._as_asked(super()._get_samples(*args, **kwargs))
+        return self._sb3_samples(super()._get_samples, *args, **kwargs)
 
     def memory_usage(self) -> MemoryUsage:
         """What the buffer holds, by purpose; ``dense`` is one dense copy of the observations."""
         columns = (
-            column.nbytes for name, column in vars(self).items() if isinstance(column, np.ndarray) and name != "_leaves"
-            and name != "observations"
-        )  # fmt: skip
-        return leaves_usage(self._leaves, 1, 1.0) + MemoryUsage(0, 0, 0, sum(columns), 0)
+            column.nbytes
+            for name, column in vars(self).items()
+            if isinstance(column, np.ndarray) and name != "observations"
+        )
+        return self._views.memory_usage(1, 1.0) + MemoryUsage(0, 0, 0, sum(columns), 0)
 
 
-class RolloutFirst(OptionsFirst):
-    """`OptionsFirst` for sb3-contrib's rollout buffers, which have a `get` and columns of their own.
+class ContribRollout(OptionsFirst):
+    """`OptionsFirst` for sb3-contrib's rollout buffers, which have their own `get` and columns.
 
-    They write to those before the step gets to where it is checked.
+    Their `add` writes to those columns before the step is checked.
     """
 
-    #: Position of the step that is being added, and what their columns held there.
+    #: Position of the step that is being added, and what the columns held there.
     _replaced: tuple[int, dict[str, Any]] | None = None
 
     def add(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Add one step of every environment: all of it, or after an exception of whatever kind nothing."""
+        """Add one step of every environment; after any exception, all of it was added or nothing."""
         self._check_writable()
         with self._lock:
             self._recover()
@@ -235,7 +198,7 @@ class RolloutFirst(OptionsFirst):
             columns = {name: getattr(self, name) for name in _CONTRIB_COLUMNS if hasattr(self, name)}
             self._replaced = self.pos, {name: column[position].copy() for name, column in columns.items()}
             try:
-                super().add(*args, **kwargs)  # type: ignore[misc]  # this stands before a buffer
+                super().add(*args, **kwargs)  # type: ignore[misc]  # a buffer follows
                 self._replaced = None
             except BaseException as problem:
                 with contextlib.suppress(Exception):
@@ -245,7 +208,7 @@ class RolloutFirst(OptionsFirst):
                 raise
 
     def _recover(self: Any) -> None:
-        super()._recover()  # type: ignore[misc]  # this stands before a buffer
+        super()._recover()  # type: ignore[misc]  # a buffer follows
         if self._replaced is not None:
             position, rows = self._replaced
             if self.pos == position < self.buffer_size:
@@ -254,16 +217,23 @@ class RolloutFirst(OptionsFirst):
             self._replaced = None
 
     def get(self: Any, batch_size: int | None = None) -> Any:
-        """The rollout in random batches, in the order of the buffer behind this."""
+        """Iterate over the rollout in random batches, in sb3-contrib's order."""
         self._check_full()
-        return self._ahead(super().get(batch_size))  # type: ignore[misc]  # this stands before a buffer
+        return self._prefetch(super().get(batch_size))  # type: ignore[misc]  # a buffer follows
+
+    def _get_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._sb3_samples(super()._get_samples, *args, **kwargs)
 
 
-def made_ahead(batches: Iterator[T]) -> Iterator[T]:
-    """What ``batches`` yields, each one made in another thread while the one before is in use."""
+def _fit_tensor(values: Any, n_envs: int, name: str) -> Array:
+    return fit_column(as_array(values, name).reshape(-1), n_envs, name)
+
+
+def prefetch(batches: Iterator[T]) -> Iterator[T]:
+    """Yield ``batches``; each one is made in another thread while the one before it is in use."""
     end: Any = object()
     with ThreadPoolExecutor(1, "sb3-extra-buffers-rollout") as worker:
-        coming = worker.submit(next, batches, end)
-        while (batch := coming.result()) is not end:
-            coming = worker.submit(next, batches, end)
+        next_batch = worker.submit(next, batches, end)
+        while (batch := next_batch.result()) is not end:
+            next_batch = worker.submit(next, batches, end)
             yield batch

@@ -176,7 +176,7 @@ def with_losses(train: FunctionType, replace: Callable[[Any], Any]) -> FunctionT
     return again
 
 
-def names_a_loss(train: Any) -> bool:
+def calls_a_loss(train: Any) -> bool:
     """Whether the code of ``train`` calls something by the name of a loss."""
     code = getattr(train, "__code__", None)
     return code is not None and any(LOSSES & set(part.co_names) for part in _codes(code))

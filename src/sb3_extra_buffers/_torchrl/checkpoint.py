@@ -17,7 +17,7 @@ from sb3_extra_buffers._torchrl.memmaps import read_json, read_memmaps
 from sb3_extra_buffers._torchrl.schema import Key, Spec, key_from_json, key_to_json, parse_shape, specs_of
 from sb3_extra_buffers._torchrl.tensors import CPU, as_tensor, dtype_name, numpy_dtype, parse_dtype, to_numpy
 from sb3_extra_buffers.errors import FileFormatError, NotSaveableError
-from sb3_extra_buffers.files import disk, kinds, manifest, values
+from sb3_extra_buffers.files import disk, manifest, registry, values
 from sb3_extra_buffers.files.parts import LoadedParts, Parts
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ def storage_parts(storage: PortableStorage) -> Parts:
         "max_size": storage.capacity,
         "ndim": storage.ndim,
         "n_envs": storage.n_envs,
-        "method": values.encode(storage.compression_method, "compression_method"),
-        "options": values.encode(storage.compression_kwargs, "compression_kwargs"),
+        "method": values.value_to_json(storage.compression_method, "compression_method"),
+        "options": values.value_to_json(storage.compression_kwargs, "compression_kwargs"),
         "batch_shape": list(data.shape[1:]) if storage.initialized and structure == "tensordict" else [],
         "last_cursor": storage.last_cursor,
         "leaves": [[key_to_json(key), list(shape), dtype_name(dtype)] for key, (shape, dtype) in table.specs.items()],
@@ -114,12 +114,12 @@ def _on_host(group: Any, length: int) -> HostGroup:
 
 def restore_storage(parts: LoadedParts) -> PortableStorage:
     """Return a storage on the host with the contents of ``parts``; a tree of tensors as a tuple of its leaves."""
-    storage: PortableStorage = (parts.target or kinds.class_of(_KIND))(
+    storage: PortableStorage = (parts.target or registry.class_of(_KIND))(
         parts.number("max_size", low=1),
         ndim=parts.number("ndim", low=1, stop=32),
         n_envs=None if parts.entry("n_envs") is None else parts.number("n_envs", low=1),
-        compression_method=values.decode(parts.entry("method")),
-        compression_kwargs=values.decode(parts.entry("options")),
+        compression_method=values.value_from_json(parts.entry("method")),
+        compression_kwargs=values.value_from_json(parts.entry("options")),
     )
     if not parts.entry("initialized", kind=bool):
         return storage

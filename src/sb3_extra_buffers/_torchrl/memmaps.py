@@ -20,7 +20,7 @@ from sb3_extra_buffers._torchrl.schema import parse_shape
 from sb3_extra_buffers._torchrl.tensors import as_tensor, numpy_dtype, parse_dtype
 from sb3_extra_buffers.errors import DamagedFileError, FileFormatError, UntrustedFileError
 from sb3_extra_buffers.files import disk
-from sb3_extra_buffers.files.saving import OURS
+from sb3_extra_buffers.files.manifest import FILE_NAMES
 
 __all__ = ["read_json", "read_memmaps", "remove_saved", "write_json"]
 
@@ -66,7 +66,7 @@ def remove_saved(folder: Path) -> None:
         return
     with contextlib.suppress(OSError):
         for entry in os.scandir(folder):
-            if OURS.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False):
+            if FILE_NAMES.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False):
                 disk.unlink(Path(entry.path))
         os.rmdir(folder)
 

@@ -23,8 +23,7 @@ from sb3_extra_buffers._torchrl.storage import CONTENTS, ItemStorage, group_clas
 from sb3_extra_buffers._torchrl.table import ItemTable, example_item
 from sb3_extra_buffers._torchrl.tensors import to_numpy
 from sb3_extra_buffers.errors import FileFormatError, SharingError, SpecMismatchError
-from sb3_extra_buffers.files import kinds
-from sb3_extra_buffers.files.loading import make
+from sb3_extra_buffers.files import registry
 from sb3_extra_buffers.files.parts import Parts, flatten, unflatten
 from sb3_extra_buffers.stores.locks import fork_safe_lock
 
@@ -96,8 +95,8 @@ class PortableStorage(ItemStorage):
                 raise FileFormatError("not the state of a storage: it has no arrays")
             tables = {name: to_numpy(tensor) for name, tensor in arrays.items()}
             parts = unflatten(state_dict.get("description"), tables, type(self))
-            kinds.check_target(parts.kind, type(self))
-            self.take_over(make(parts))
+            registry.check_target(parts.kind, type(self))
+            self.take_over(registry.from_parts(parts))
         self._bump_mutation_revision()
 
     def _load_tensors(self, state_dict: Mapping[str, Any]) -> None:

@@ -27,8 +27,8 @@ class ServiceState:
         self.storage, self.sampler, self.writer, self.clients = storage, sampler, writer, clients
 
     @property
-    def _lock(self) -> Any:
-        # `files.save` holds it while it takes the parts
+    def lock(self) -> Any:
+        """Held while this is saved."""
         return self.storage.lock
 
     def to_parts(self) -> Parts:
@@ -94,7 +94,7 @@ def _encode(prefix: str, state: dict[str, Any], columns: dict[str, Any]) -> dict
             columns[f"{prefix}/{name}"] = to_numpy(value)
             encoded[name] = {"tensor": dtype_name(value.dtype)}
         else:
-            encoded[name] = {"value": values.encode(value, f"the state {name!r} of a {prefix}")}
+            encoded[name] = {"value": values.value_to_json(value, f"the state {name!r} of a {prefix}")}
     return encoded
 
 
@@ -106,7 +106,7 @@ def _decode(prefix: str, parts: LoadedParts) -> dict[str, Any]:
         if "tensor" in entry:
             state[name] = tensor_column(parts, f"{prefix}/{name}", parse_dtype(entry["tensor"]))
         else:
-            state[name] = values.decode(entry.get("value"))
+            state[name] = values.value_from_json(entry.get("value"))
     return state
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.errors import FileFormatError, MissingExtraError
-from sb3_extra_buffers.files.checking import views_of
-from sb3_extra_buffers.files.loading import SavedParts
+from sb3_extra_buffers.files.parts import views_of
+from sb3_extra_buffers.files.saved_parts import SavedParts
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.view import StoreView
 
@@ -106,7 +106,7 @@ class Contents:
         self.n_envs, size = int(buffer.n_envs), int(buffer.buffer_size)
         full, pos = bool(buffer.full), int(buffer.pos)
         ring = not hasattr(buffer, "advantages")
-        evicted = int(getattr(buffer, "_n_evicted", 0))
+        evicted = int(getattr(buffer, "n_evicted", 0))
         oldest = pos if full and ring else 0
         count = (size if full else pos) - evicted
         self.order = (oldest + evicted + np.arange(count)) % size

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.cli.contents import Contents, DeviceLeaf, need, progress
 from sb3_extra_buffers.errors import FileFormatError, LayoutError, UntrustedFileError
-from sb3_extra_buffers.files.checking import views_of
-from sb3_extra_buffers.files.loading import SavedParts
+from sb3_extra_buffers.files.parts import views_of
+from sb3_extra_buffers.files.saved_parts import SavedParts
 from sb3_extra_buffers.files.saving import save
 from sb3_extra_buffers.stores.view import StoreView
 

@@ -14,7 +14,9 @@ import numpy as np
 from sb3_extra_buffers import __version__
 from sb3_extra_buffers.cli.contents import Contents, memory_of, open_any
 from sb3_extra_buffers.errors import ExtraBuffersError, FileFormatError, FileWriteError
-from sb3_extra_buffers.files.checking import repair, verify, views_of
+from sb3_extra_buffers.files.parts import views_of
+from sb3_extra_buffers.files.repairing import repair
+from sb3_extra_buffers.files.verifying import verify
 from sb3_extra_buffers.stores.usage import format_bytes
 
 _EXPORTS = {".h5": "hdf5", ".hdf5": "hdf5", ".zarr": "zarr"}

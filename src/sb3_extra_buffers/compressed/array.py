@@ -13,9 +13,8 @@ from sb3_extra_buffers.codecs.registry import codec_options
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.compressed.dtypes import element_dtype
 from sb3_extra_buffers.errors import DamagedFileError, FileFormatError
-from sb3_extra_buffers.files.checking import Cut
 from sb3_extra_buffers.files.folders import SavedAsFolder
-from sb3_extra_buffers.files.parts import LoadedParts, Parts, make_view
+from sb3_extra_buffers.files.parts import Cut, LoadedParts, Parts, make_view
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.view import StoreView
 

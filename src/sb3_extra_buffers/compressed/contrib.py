@@ -7,7 +7,7 @@ from typing import Any
 from sb3_contrib.common.maskable.buffers import MaskableDictRolloutBuffer, MaskableRolloutBuffer
 from sb3_contrib.common.recurrent.buffers import RecurrentDictRolloutBuffer, RecurrentRolloutBuffer
 
-from sb3_extra_buffers._sb3.rollout import RolloutFirst
+from sb3_extra_buffers._sb3.rollout import ContribRollout
 from sb3_extra_buffers.compressed.buffers import CompressedDictRolloutBuffer, CompressedRolloutBuffer
 
 __all__ = [
@@ -19,19 +19,19 @@ __all__ = [
 ]
 
 
-class CompressedMaskableRolloutBuffer(RolloutFirst, MaskableRolloutBuffer, CompressedRolloutBuffer):
+class CompressedMaskableRolloutBuffer(ContribRollout, MaskableRolloutBuffer, CompressedRolloutBuffer):
     """`MaskableRolloutBuffer` with compressed observations."""
 
 
-class CompressedMaskableDictRolloutBuffer(RolloutFirst, MaskableDictRolloutBuffer, CompressedDictRolloutBuffer):
+class CompressedMaskableDictRolloutBuffer(ContribRollout, MaskableDictRolloutBuffer, CompressedDictRolloutBuffer):
     """`MaskableDictRolloutBuffer` with compressed observations."""
 
 
-class CompressedRecurrentRolloutBuffer(RolloutFirst, RecurrentRolloutBuffer, CompressedRolloutBuffer):
+class CompressedRecurrentRolloutBuffer(ContribRollout, RecurrentRolloutBuffer, CompressedRolloutBuffer):
     """`RecurrentRolloutBuffer` with compressed observations; `use_rollout_buffer` gives one to a model."""
 
 
-class CompressedRecurrentDictRolloutBuffer(RolloutFirst, RecurrentDictRolloutBuffer, CompressedDictRolloutBuffer):
+class CompressedRecurrentDictRolloutBuffer(ContribRollout, RecurrentDictRolloutBuffer, CompressedDictRolloutBuffer):
     """`RecurrentDictRolloutBuffer` with compressed observations; `use_rollout_buffer` gives one to a model."""
 
 

@@ -1,4 +1,4 @@
-"""Arrays as checksummed blocks of a file that only ever grows."""
+"""Arrays as checksummed blocks of an append-only data file."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from sb3_extra_buffers.stores.checks import entry, parse_dtype, parse_shape, req
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
-#: bytes of an array that have a checksum of their own; small, as a save writes whole ones
+#: bytes of an array with a checksum of their own; small, because a save writes whole blocks
 BLOCK = PAGE
-#: first bytes of every data file; so that no block begins at 0, which stands for a block of zeros
+#: first bytes of every data file. No block starts at offset 0, which marks a block of zeros
 MAGIC = b"sb3-extra-buffers data 2\n"
-#: one entry for each block: where it is and its checksum
+#: one entry per block
 INDEX = np.dtype([("offset", "<u8"), ("crc32", "<u4")])
-# how much is written in one go, and from how many places
-_PENDING = 1 << 20
-_PARTS = 512
+# an `Appender` collects up to this many bytes and pieces for one system call
+_MAX_PENDING_BYTES = 1 << 20
+_MAX_PENDING = 512
 _ZEROS = bytes(BLOCK)
 
 
 class ArrayRecord(NamedTuple):
-    """An array in a file: its blocks are entries ``first`` and following of the index."""
+    """An array in a file; its blocks are consecutive entries of the index, from ``first`` on."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -54,88 +54,78 @@ class ArrayRecord(NamedTuple):
         return [self.dtype.str, list(self.shape), self.first]
 
     @classmethod
-    def from_json(cls, record: Any, n_index: int) -> ArrayRecord:
-        """An array that the index has room for, or an error: no size is believed before that."""
-        require(isinstance(record, list) and len(record) == 3, f"{record!r} describes no array")
-        made = cls(parse_dtype(record[0]), parse_shape(record[1]), whole(record[2], "the place of an array"))
-        fits = made.first <= n_index - made.n_blocks
-        require(fits, f"an array of {made.nbytes} bytes has no place among {n_index} blocks")
-        return made
+    def from_json(cls, json: Any, n_index: int) -> ArrayRecord:
+        """Parse a record; an array larger than an index of ``n_index`` blocks is an error, before memory is taken."""
+        require(isinstance(json, list) and len(json) == 3, f"{json!r} does not describe an array")
+        record = cls(parse_dtype(json[0]), parse_shape(json[1]), whole(json[2], "the first block of an array"))
+        fits = record.first <= n_index - record.n_blocks
+        require(fits, f"an array of {record.nbytes} bytes from block {record.first} on exceeds {n_index} blocks")
+        return record
 
 
-class Appender:
-    """Writes to the end of a data file, in few large pieces.
-
-    Nothing that is there is ever changed. `undo` leaves the file as long as it was.
-    """
+class Appender(disk.OpenFile):
+    """Appends to a data file in few large writes; never changes what the file holds. `undo` restores its length."""
 
     def __init__(self, path: Path, new: bool) -> None:
         self.path, self._new = path, new
-        self._descriptor = disk.create(path) if new else disk.open_to_append(path)
-        self._began = self.end = os.fstat(self._descriptor).st_size
+        self.descriptor = disk.create(path) if new else disk.open_to_append(path)
+        self._initial_size = self.end = os.fstat(self.descriptor).st_size
         self._pending: list[Any] = []
-        self._n_pending = 0
+        self._n_pending_bytes = 0
         if new:
             self.put(MAGIC)
 
     @property
     def n_bytes(self) -> int:
-        return self.end - self._began
+        """Bytes appended so far."""
+        return self.end - self._initial_size
 
     def put(self, data: Any) -> int:
-        """Append bytes, which must stay as they are until `flush`; return where they begin."""
+        """Append bytes, which must not change before `flush`; return their offset."""
         start = self.end
         self._pending.append(data)
-        self._n_pending += len(data)
+        self._n_pending_bytes += len(data)
         self.end += len(data)
-        if self._n_pending >= _PENDING or len(self._pending) == _PARTS:
+        if self._n_pending_bytes >= _MAX_PENDING_BYTES or len(self._pending) == _MAX_PENDING:
             self.flush(sync=False)
         return start
 
     def flush(self, sync: bool) -> None:
-        parts, self._pending, self._n_pending = self._pending, [], 0
-        disk.write_all(self._descriptor, parts)
+        pending, self._pending, self._n_pending_bytes = self._pending, [], 0
+        disk.write_all(self.descriptor, pending)
         if sync:
-            disk.fsync(self._descriptor)
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            disk.close(self._descriptor)
-            self._descriptor = -1
+            disk.fsync(self.descriptor)
 
     def undo(self) -> None:
-        """Give back the room that was taken; another folder's file may have grown meanwhile, then nothing is cut."""
+        """Remove what was appended, unless the file has grown since: folders that share it may append too."""
         with contextlib.suppress(OSError):
             if self._new:
                 disk.unlink(self.path)
-            elif os.fstat(self._descriptor).st_size <= self.end:
-                disk.truncate(self._descriptor, self._began)
+            elif os.fstat(self.descriptor).st_size <= self.end:
+                disk.truncate(self.descriptor, self._initial_size)
         self.close()
 
 
 class NamedArray(NamedTuple):
-    """An array to be written."""
+    """An array to write."""
 
     name: str
     array: Array
     dirty_pages: npt.NDArray[np.int64] | None = None
-    """Blocks that may have changed since the last save; without this, all may have."""
+    """Blocks that may have changed since the last save; None if any may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedArrays:
-    """Arrays as they are in a file, and by what to know whether they still are."""
+    """Arrays as they are in a file, with a fingerprint per block to tell which have changed since."""
 
     records: dict[str, ArrayRecord]
     index: Array
-    fingerprints: npt.NDArray[np.uint64]  # per block of the index
+    fingerprints: npt.NDArray[np.uint64]
     live_bytes: int = 0
 
-    def blocks_like(self, name: str, record: ArrayRecord) -> tuple[int, int]:
-        """The first of the blocks of ``name``, and how many of them may be as they were.
-
-        Of an array that grew, those are the ones that were whole before.
-        """
+    def reusable_blocks(self, name: str, record: ArrayRecord) -> tuple[int, int]:
+        """First and number of the blocks of ``name`` that may be unchanged: of an array that grew, the full ones."""
         old = self.records.get(name)
         if old is None:
             return 0, 0
@@ -143,12 +133,11 @@ class SavedArrays:
 
 
 def put_arrays(
-    out: Appender, arrays: Sequence[NamedArray], before: SavedArrays | None
+    out: Appender, arrays: Sequence[NamedArray], last: SavedArrays | None
 ) -> tuple[SavedArrays, dict[str, Any]]:
-    """Append ``arrays`` and their index, which is then at the place that is returned.
+    """Append ``arrays`` and their index; return both, the index as a JSON record of where it is.
 
-    Blocks that are there already are used again: those that have the prints they had. An array that is not in one piece
-    is copied, all others are written as they lie.
+    Blocks whose fingerprint is that of the ``last`` save are not written again. Contiguous arrays are not copied.
     """
     records: dict[str, ArrayRecord] = {}
     n_index = 0
@@ -156,43 +145,47 @@ def put_arrays(
         records[name] = ArrayRecord(array.dtype, array.shape, n_index)
         n_index += records[name].n_blocks
     index, fingerprints = np.zeros(n_index, INDEX), np.zeros((n_index, 2), np.uint64)
-    offsets, crcs = index["offset"], index["crc32"]
     live_bytes = index.nbytes
     for name, array, dirty_pages in arrays:
-        first, stop = records[name].first, records[name].first + records[name].n_blocks
+        blocks = slice(records[name].first, records[name].first + records[name].n_blocks)
         flat: Bytes = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        known, n_known = (0, 0) if before is None else before.blocks_like(name, records[name])
-        if before is not None and n_known:
-            offsets[first : first + n_known] = before.index["offset"][known : known + n_known]
-            crcs[first : first + n_known] = before.index["crc32"][known : known + n_known]
-            fingerprints[first : first + n_known] = before.fingerprints[known : known + n_known]
-        todo = _new_fingerprints(flat, fingerprints[first:stop], n_known, dirty_pages)
-        for block in todo:
-            data = flat[block * BLOCK : (block + 1) * BLOCK].data
-            # zeros take no place
-            if data == _ZEROS[: len(data)]:
-                offsets[first + block] = crcs[first + block] = 0
-            else:
-                offsets[first + block], crcs[first + block] = out.put(data), zlib.crc32(data)
-        n_kept = int(np.count_nonzero(offsets[first:stop]))
-        live_bytes += n_kept * BLOCK - (-flat.size % BLOCK if n_kept and offsets[stop - 1] else 0)
+        old, n_old = (0, 0) if last is None else last.reusable_blocks(name, records[name])
+        if last is not None and n_old:
+            index[blocks][:n_old] = last.index[old : old + n_old]
+            fingerprints[blocks][:n_old] = last.fingerprints[old : old + n_old]
+        changed = _update_fingerprints(flat, fingerprints[blocks], n_old, dirty_pages)
+        live_bytes += _put_blocks(out, flat, index[blocks], changed)
     data = index.view(np.uint8).data if n_index else memoryview(b"")
     where = {"offset": out.put(data), "n_blocks": n_index, "crc32": zlib.crc32(data)}
-    # kernels may read a little past a payload: there is always something
+    # kernels may read a little past a payload, so a data file never ends with one
     out.put(bytes(SLACK))
     return SavedArrays(records, index, fingerprints, live_bytes), where
 
 
-def _new_fingerprints(
-    flat: Bytes, fingerprints: npt.NDArray[np.uint64], n_known: int, dirty_pages: npt.NDArray[np.int64] | None
+def _update_fingerprints(
+    flat: Bytes, fingerprints: npt.NDArray[np.uint64], n_old: int, dirty_pages: npt.NDArray[np.int64] | None
 ) -> list[int]:
-    """Bring the prints of an array up to date; return the blocks that are new or have changed."""
-    blocks = np.arange(n_known) if dirty_pages is None else dirty_pages[dirty_pages < n_known]
-    new = np.arange(n_known, len(fingerprints))
-    found = fingerprints_of(flat, None if dirty_pages is None else np.concatenate([blocks, new]))
-    changed = blocks[(found[: len(blocks)] != fingerprints[blocks]).any(axis=1)]
-    fingerprints[blocks], fingerprints[n_known:] = found[: len(blocks)], found[len(blocks) :]
+    """Bring the fingerprints of an array up to date; return the blocks that are new or have changed."""
+    old = np.arange(n_old) if dirty_pages is None else dirty_pages[dirty_pages < n_old]
+    new = np.arange(n_old, len(fingerprints))
+    current = fingerprints_of(flat, None if dirty_pages is None else np.concatenate([old, new]))
+    changed = old[(current[: len(old)] != fingerprints[old]).any(axis=1)]
+    fingerprints[old], fingerprints[n_old:] = current[: len(old)], current[len(old) :]
     return [*changed.tolist(), *new.tolist()]
+
+
+def _put_blocks(out: Appender, flat: Bytes, index: Array, changed: list[int]) -> int:
+    """Append the ``changed`` blocks of an array and enter them in its ``index``; return how many bytes it has."""
+    offsets, crcs = index["offset"], index["crc32"]
+    for block in changed:
+        data = flat[block * BLOCK : (block + 1) * BLOCK].data
+        # blocks of zeros are not written
+        if data == _ZEROS[: len(data)]:
+            offsets[block] = crcs[block] = 0
+        else:
+            offsets[block], crcs[block] = out.put(data), zlib.crc32(data)
+    n_written = int(np.count_nonzero(offsets))
+    return n_written * BLOCK - (-flat.size % BLOCK if n_written and offsets[-1] else 0)
 
 
 class BlockReader:
@@ -205,51 +198,52 @@ class BlockReader:
         self.path = path
         self.fingerprints = np.zeros((len(index), 2), np.uint64)
 
-    def read(self, name: str, printed: bool = False) -> Array:
-        """The array ``name``, in memory of its own; ``printed`` where it will be saved again."""
+    def read(self, name: str, fingerprint: bool = False) -> Array:
+        """The array ``name``, copied to memory; ``fingerprint`` it if it will be saved again."""
         record = self.records.get(name)
         if record is None:
             raise FileFormatError(f"{self.path} has no array {name!r}")
-        out = self.room(record)
-        flat: Bytes = out.reshape(-1).view(np.uint8)
-        bad = self.copy_blocks(record, flat)
-        if len(bad):
+        out, bad = self.read_valid(record)
+        if bad:
             raise DamagedFileError(
                 f"{self.path}: {len(bad)} of {record.n_blocks} blocks of {name!r} are damaged, the first at byte "
-                f"{self.index['offset'][record.first + bad[0]]}; 'sb3-extra-buffers repair' keeps what is whole"
+                f"{self.index['offset'][record.first + bad[0]]}; 'sb3-extra-buffers repair' saves what is intact"
             )
-        if printed:
+        if fingerprint:
+            flat = out.reshape(-1).view(np.uint8)
             self.fingerprints[record.first : record.first + record.n_blocks] = fingerprints_of(flat)
         return out
 
-    def copy_blocks(self, record: ArrayRecord, flat: Bytes) -> list[int]:
-        """Fill ``flat`` with the blocks of an array; return those that are damaged, left as they were."""
+    def read_valid(self, record: ArrayRecord) -> tuple[Array, list[int]]:
+        """An array with its damaged blocks left as zeros, and the numbers of those."""
+        out = _allocate(record)
+        flat: Bytes = out.reshape(-1).view(np.uint8)
         bad: list[int] = []
-        entries = self.index[record.first : record.first + record.n_blocks]
-        for block in np.flatnonzero(entries["offset"]).tolist():
+        index = self.index[record.first : record.first + record.n_blocks]
+        for block in np.flatnonzero(index["offset"]).tolist():
             target = flat[block * BLOCK : (block + 1) * BLOCK]
-            at = int(entries["offset"][block])
-            found = self.data[at : at + target.size]
-            if found.size != target.size or zlib.crc32(found.data) != entries["crc32"][block]:
+            offset = int(index["offset"][block])
+            data = self.data[offset : offset + target.size]
+            if data.size != target.size or zlib.crc32(data.data) != index["crc32"][block]:
                 bad.append(block)
             else:
-                target[:] = found
-        return bad
+                target[:] = data
+        return out, bad
 
-    def room(self, record: ArrayRecord) -> Array:
-        """Memory for an array; the index has as many blocks as it needs."""
-        try:
-            if record.nbytes < 1 << 16:
-                return np.zeros(record.shape, record.dtype)
-            return zeros(record.shape, record.dtype)
-        except (OSError, MemoryError, OverflowError, ValueError) as problem:
-            raise FileFormatError(f"no room for an array of {record.shape} {record.dtype}: {problem}") from problem
+
+def _allocate(record: ArrayRecord) -> Array:
+    try:
+        if record.nbytes < 1 << 16:
+            return np.zeros(record.shape, record.dtype)
+        return zeros(record.shape, record.dtype)
+    except (OSError, MemoryError, OverflowError, ValueError) as error:
+        raise FileFormatError(f"cannot allocate an array of {record.shape} {record.dtype}: {error}") from error
 
 
 def read_index(data: Bytes, record: Any, path: Path) -> Array:
-    """The index that ``record`` points to."""
+    """The index that the manifest's ``record`` points to."""
     offset, count, crc = (whole(entry(record, name), name, stop=1 << 59) for name in ("offset", "n_blocks", "crc32"))
-    found = data[offset : offset + count * INDEX.itemsize]
-    if found.size != count * INDEX.itemsize or zlib.crc32(found.data) != crc:
-        raise DamagedFileError(f"{path}: the index at byte {offset} is damaged; 'sb3-extra-buffers repair' may help")
-    return found.view(INDEX)
+    index = data[offset : offset + count * INDEX.itemsize]
+    if index.size != count * INDEX.itemsize or zlib.crc32(index.data) != crc:
+        raise DamagedFileError(f"{path}: the index at byte {offset} is damaged; try 'sb3-extra-buffers repair'")
+    return index.view(INDEX)

@@ -1,4 +1,4 @@
-"""Checkpoints during training that cost what is new."""
+"""A callback that saves model and buffer during training; each checkpoint writes only what is new."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["BufferCheckpointCallback"]
 
 
 class BufferCheckpointCallback(BaseCallback):
-    """Saves the model and its buffer every ``save_freq`` calls, and keeps the last few.
+    """Saves the model and its buffer every ``save_freq`` calls, and keeps the last ``keep_last`` checkpoints.
 
-    Like SB3's `CheckpointCallback`, but a checkpoint of the buffer takes time and disk for what is new since the one
-    before: they share files. Each is a folder that can be loaded, copied and deleted on its own.
+    Like SB3's `CheckpointCallback`, but a checkpoint of the buffer costs time and disk space only for what is new since
+    the one before, as they share files. Each is a folder that can be loaded, copied and deleted on its own.
 
     Args:
-        save_freq: Steps of the environments between two checkpoints.
-        save_path: The folder that holds them.
-        name_prefix: How their names begin.
+        save_freq: Calls of the callback between two checkpoints, one per step of the vectorized environment.
+        save_path: The folder for the checkpoints.
+        name_prefix: Prefix of their names.
         keep_last: How many to keep; ``None`` for all.
-        save_model: Whether to save the model beside the buffer.
+        save_model: Whether to save the model too.
 
     Example:
         >>> model.learn(1_000_000, callback=BufferCheckpointCallback(10_000, "checkpoints"))  # doctest: +SKIP
@@ -68,7 +68,7 @@ class BufferCheckpointCallback(BaseCallback):
         self.save_path.mkdir(parents=True, exist_ok=True)
 
     def _on_training_start(self) -> None:
-        self._buffer()  # an error now, not at the first checkpoint
+        self._buffer()  # raises now rather than at the first checkpoint
 
     def _on_step(self) -> bool:
         if self.n_calls % self.save_freq == 0:
@@ -91,13 +91,13 @@ class BufferCheckpointCallback(BaseCallback):
         if self.keep_last is None:
             return
         pattern = re.compile(rf"{re.escape(self.name_prefix)}_(buffer_)?(\d+)_steps(\.zip)?")
-        found: dict[int, list[Path]] = {}
+        checkpoints: dict[int, list[Path]] = {}
         for path in self.save_path.iterdir():
             match = pattern.fullmatch(path.name)
             if match:
-                found.setdefault(int(match[2]), []).append(path)
-        for steps in sorted(found)[: -self.keep_last]:
-            for path in found[steps]:
+                checkpoints.setdefault(int(match[2]), []).append(path)
+        for steps in sorted(checkpoints)[: -self.keep_last]:
+            for path in checkpoints[steps]:
                 if path.is_dir():
                     shutil.rmtree(path)
                 else:

@@ -1,4 +1,4 @@
-"""Every change to a disk, in one place, so that tests can record it or refuse it; and reading of regular files."""
+"""Every system call that writes to disk, so that tests can record or fail it; and safe reading of regular files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sb3_extra_buffers.errors import DamagedFileError, ExtraBuffersError, FileFo
 
 Bytes = npt.NDArray[np.uint8]
 
-# a link is never followed, and a FIFO never waited for
+# never follow a symbolic link, never wait for a FIFO
 _SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _SAFE |= getattr(os, "O_CLOEXEC", 0)
 
@@ -26,12 +26,12 @@ _SAFE |= getattr(os, "O_CLOEXEC", 0)
 
 
 def create(path: Path) -> int:
-    """A new file to append to."""
+    """Create a file to append to."""
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | _SAFE, 0o666)
 
 
 def open_to_append(path: Path) -> int:
-    """A regular file that is there, to append to."""
+    """Open an existing regular file to append to."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | _SAFE)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -40,12 +40,12 @@ def open_to_append(path: Path) -> int:
 
 
 def open_lock(path: Path) -> int:
-    """A file to put a lock on, made if it is not there; nothing is ever written to it."""
+    """Open a file to lock, created if needed; nothing is ever written to it."""
     return os.open(path, os.O_RDWR | os.O_CREAT | _SAFE, 0o666)
 
 
 def write_all(descriptor: int, parts: Sequence[Any]) -> None:
-    """Append ``parts``, all of them."""
+    """Append all of ``parts``."""
     left = [view for part in parts if len(view := memoryview(part).cast("B"))]
     while left:
         written = os.writev(descriptor, left[:512]) if hasattr(os, "writev") else os.write(descriptor, left[0])
@@ -68,6 +68,20 @@ def close(descriptor: int) -> None:
     os.close(descriptor)
 
 
+class OpenFile:
+    """Base of objects that own a file descriptor, closed with the object at the latest."""
+
+    descriptor = -1
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            close(self.descriptor)
+            self.descriptor = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
 def flush(heap: Any) -> None:
     """Wait until what was written to a `FileHeap` is on the disk."""
     heap.flush()
@@ -86,7 +100,7 @@ def unlink(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make ``folder`` and those above it that are missing; their names are on the disk when this returns."""
+    """Create ``folder`` and its missing parents; their names are on the disk when this returns."""
     missing = []
     while not folder.exists():
         missing.append(folder)
@@ -98,7 +112,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in ``folder`` are on the disk, where the system can."""
+    """Wait until the names in ``folder`` are on the disk, where the system supports it."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -110,79 +124,77 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def named_errors(path: Path, doing: str) -> Iterator[None]:
-    """Turn what the system says into an error that says what it means for the file."""
+    """Raise an `OSError` as a `FileWriteError` that says what was being done and that the last save is intact."""
     try:
         yield
-    except OSError as problem:
-        if isinstance(problem, ExtraBuffersError):
+    except OSError as error:
+        if isinstance(error, ExtraBuffersError):
             raise
-        raise FileWriteError(
-            problem.errno, f"{doing} failed: {problem.strerror or problem}; what was saved before is untouched",
-            str(path),
-        ) from problem  # fmt: skip
+        message = f"{doing} failed: {error.strerror or error}; what was saved before is untouched"
+        raise FileWriteError(error.errno, message, str(path)) from error
 
 
 # ---- reading ----
 
 
 def open_to_read(path: Path) -> int:
-    """A regular file; nothing else is ever opened, and no link followed."""
+    """Open a regular file; links, folders, devices and FIFOs are an error."""
     try:
         descriptor = os.open(path, os.O_RDONLY | _SAFE)
     except FileNotFoundError:
-        raise DamagedFileError(f"{path} is missing; a saved buffer is its whole folder") from None
-    except OSError as problem:
+        raise DamagedFileError(f"{path} is missing; a saved buffer needs all files of its folder") from None
+    except OSError as error:
         if path.is_symlink():
             raise FileFormatError(f"{path} is a symbolic link, which is not followed; copy the file itself") from None
-        raise FileFormatError(f"{path} cannot be read: {problem.strerror}") from problem
+        raise FileFormatError(f"{path} cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise FileFormatError(f"{path} is not a regular file")
     return descriptor
 
 
-def read_bytes(path: Path, most: int) -> bytes:
-    """A whole file of at most ``most`` bytes."""
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """Read a file of at most ``max_bytes``."""
     descriptor = open_to_read(path)
     try:
         size = os.fstat(descriptor).st_size
-        if size > most:
-            raise FileFormatError(f"{path} has {size} bytes, more than the {most} that such a file can have")
+        if size > max_bytes:
+            raise FileFormatError(f"{path} has {size} bytes, more than the {max_bytes} expected at most")
         parts = []
         while part := os.read(descriptor, 1 << 20):
             parts.append(part)
-    except OSError as problem:
-        raise FileFormatError(f"{path} cannot be read: {problem.strerror}") from problem
+    except OSError as error:
+        raise FileFormatError(f"{path} cannot be read: {error.strerror}") from error
     finally:
         os.close(descriptor)
     return b"".join(parts)
 
 
 def map_file(path: Path, size: int | None = None, private: bool = False) -> Bytes:
-    """The first ``size`` bytes of a file, mapped; ``private`` ones may be written to, which changes nothing outside.
+    """Map the first ``size`` bytes of a file, read-only, or ``private``: writable, without effect on the file.
 
-    Kernels that were compiled for arrays that can be written take those.
+    Compiled kernels accept only writable arrays.
     """
     descriptor = open_to_read(path)
     try:
-        found = os.fstat(descriptor).st_size
-        size = found if size is None else size
-        if found < size:
-            raise DamagedFileError(f"{path} has {found} bytes where {size} were written; it was cut short")
+        file_size = os.fstat(descriptor).st_size
+        size = file_size if size is None else size
+        if file_size < size:
+            raise DamagedFileError(f"{path} has {file_size} bytes where {size} were written; it was cut short")
         if not size:
             return np.zeros(0, np.uint8)
         if private and hasattr(mmap, "MAP_PRIVATE"):
-            # without a claim on memory for pages that nobody writes to: the file may be larger than memory
+            # reserve no memory for pages that nobody writes to: the file may be larger than memory
             no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0)
             area = mmap.mmap(
                 descriptor, size, flags=mmap.MAP_PRIVATE | no_reserve, prot=mmap.PROT_READ | mmap.PROT_WRITE
             )
         else:
             area = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY if private else mmap.ACCESS_READ)
-    except (OSError, ValueError, OverflowError) as problem:
-        if isinstance(problem, ExtraBuffersError):
+    except (OSError, ValueError, OverflowError) as error:
+        if isinstance(error, ExtraBuffersError):
             raise
-        raise FileFormatError(f"{path} cannot be mapped: {problem}") from problem
+        raise FileFormatError(f"{path} cannot be mapped: {error}") from error
     finally:
         os.close(descriptor)
     return np.frombuffer(area, np.uint8)

@@ -1,9 +1,12 @@
-"""What a buffer or array that can be saved as a folder has: `SavedAsFolder`."""
+"""`SavedAsFolder`: the save, load and open methods of buffers and arrays."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from sb3_extra_buffers.files import loading, registry, saving
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -16,33 +19,33 @@ __all__ = ["SavedAsFolder"]
 class SavedAsFolder:
     """`save`, `load` and `open` for buffers and arrays."""
 
-    def to_parts(self) -> Parts:
-        """What this is made of, for a file: a tag, a description, columns and stores."""
-        from sb3_extra_buffers.files.kinds import take_parts
+    @property
+    def lock(self) -> Any:
+        """Held while this is changed or saved."""
+        return contextlib.nullcontext()
 
-        return take_parts(self)
+    def recover(self) -> None:
+        """Complete or undo a write that was interrupted."""
+
+    def to_parts(self) -> Parts:
+        """The parts to save: a tag, a description, columns and stores."""
+        return registry.registered_parts(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save this as the folder ``path``, without pickle; a second time, only what is new is written.
+        """Save this as the folder ``path``, without pickle; a second save writes only what is new.
 
-        What was saved there before stays whole until the new state is. `files.save` has more to choose from.
+        What was saved there before stays intact until the new state is complete. `files.save` has more options.
         """
-        from sb3_extra_buffers.files.saving import save
-
-        save(self, path)
+        saving.save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """What `save` wrote, as it was: the same batches follow from the same random state."""
-        from sb3_extra_buffers.files.loading import load
-
-        loaded: Self = load(path, cls)
+        """Load what `save` wrote: from the same random state, it samples the same batches."""
+        loaded: Self = loading.load(path, cls)
         return loaded
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], mode: Literal["r", "r+"] = "r") -> Self:
-        """What `save` wrote, in its file: ``"r"`` to read, from many processes; ``"r+"`` to go on there."""
-        from sb3_extra_buffers.files.loading import open_saved
-
-        opened: Self = open_saved(path, cls, mode)
+        """Open what `save` wrote in place: ``"r"`` to read, from many processes; ``"r+"`` to continue there."""
+        opened: Self = loading.open_saved(path, cls, mode)
         return opened

@@ -1,4 +1,4 @@
-"""Records appended to a file, each of which is there as a whole or not at all."""
+"""An append-only file of records, each of which is there entirely or not at all."""
 
 from __future__ import annotations
 
@@ -25,39 +25,38 @@ Bytes = npt.NDArray[np.uint8]
 
 #: first bytes of every record
 MAGIC = b"SEBr"
-# magic, id of the journal, number of the record, length and checksum of the body, how many sectors of it are zeros;
-# then the checksum of these
-_FIELDS = struct.Struct("<4s8sQIII")
-_HEADER_BYTES = _FIELDS.size + 4
-_MOST_BYTES = 1 << 31
-# what a disk writes as a whole
+# magic and the fields of `_Header`; its checksum follows
+_HEADER = struct.Struct("<4s8sQIII")
+_HEADER_BYTES = _HEADER.size + 4
+_MAX_BYTES = 1 << 31
+# the unit that a disk writes atomically
 _SECTOR = 512
 
 
-class Journal:
-    """Appends records; each is a JSON object and some arrays.
+class Journal(disk.OpenFile):
+    """Appends records, each a JSON object and some arrays.
 
-    When `append` returns, the record outlives the process, and with ``sync`` a power cut as well. An append that fails
-    leaves the file as it was; where even that fails, `broken` says that nothing may be appended any more.
+    When `append` returns, the record survives the end of the process; with ``sync`` also a power cut. A failed append
+    leaves the file as it was; if even that fails, `broken` is set and nothing more can be appended.
     """
 
     def __init__(self, path: str | Path, sync: bool = False, new: bool = True) -> None:
-        self.path, self.sync, self.broken, self._descriptor = Path(path), sync, False, -1
+        self.path, self.sync, self.broken = Path(path), sync, False
         records = [] if new else list(_scan(disk.map_file(self.path), self.path))
-        # both at once: what interrupts the one may not tell the other apart
+        # one tuple, so that an interrupt cannot separate the two
         self._size = (len(records), records[-1].end if records else 0)
-        self._id = records[0].journal if records else secrets.token_bytes(8)
+        self._id = records[0].header.journal_id if records else secrets.token_bytes(8)
         with disk.named_errors(self.path, f"opening {self.path.name}"):
-            self._descriptor = disk.create(self.path) if new else disk.open_to_append(self.path)
+            self.descriptor = disk.create(self.path) if new else disk.open_to_append(self.path)
             if not new:
-                disk.truncate(self._descriptor, self.n_bytes)
+                disk.truncate(self.descriptor, self.n_bytes)
             if sync:
-                disk.fsync(self._descriptor)
+                disk.fsync(self.descriptor)
                 disk.sync_folder(self.path.parent)
 
     @classmethod
     def reopen(cls, path: str | Path, sync: bool = False) -> Journal:
-        """Go on behind the last whole record of a journal that is there; what follows it is cut off."""
+        """Continue an existing journal after its last complete record; anything behind it is cut off."""
         return cls(path, sync, new=False)
 
     @property
@@ -68,156 +67,163 @@ class Journal:
     def n_bytes(self) -> int:
         return self._size[1]
 
-    def append(self, words: dict[str, Any], arrays: Sequence[Array] = ()) -> None:
+    def append(self, fields: dict[str, Any], arrays: Sequence[Array] = ()) -> None:
         """Write one record."""
-        if self.broken or self._descriptor < 0:
+        if self.broken or self.descriptor < 0:
             raise FileWriteError(5, f"{self.path} cannot be appended to after a failed write; begin another journal")
         for array in arrays:
             if array.dtype.kind not in "biufc":
-                raise NotSaveableError(f"an array of dtype {array.dtype} has no place in a journal; numbers have")
-        listed = [[array.dtype.str, list(array.shape)] for array in arrays]
+                raise NotSaveableError(f"a journal cannot hold an array of dtype {array.dtype}, only numbers and bools")
+        described = [[array.dtype.str, list(array.shape)] for array in arrays]
         try:
-            text = json.dumps({"words": words, "arrays": listed}, separators=(",", ":"), allow_nan=False).encode()
-        except (TypeError, ValueError) as problem:
-            raise NotSaveableError(f"a record of a journal is JSON and arrays: {problem}") from problem
+            text = json.dumps({"words": fields, "arrays": described}, separators=(",", ":"), allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise NotSaveableError(f"the fields of a record are not JSON: {error}") from error
         body = b"".join([len(text).to_bytes(4, "little"), text, *(array.tobytes() for array in arrays)])
-        if len(body) >= _MOST_BYTES:
-            raise NotSaveableError(f"a record of {len(body)} bytes is too long for a journal")
-        n_zeros = _zero_sectors(np.frombuffer(body, np.uint8), self.n_bytes + _HEADER_BYTES)
-        fields = _FIELDS.pack(MAGIC, self._id, self.n_records, len(body), zlib.crc32(body), n_zeros)
+        if len(body) >= _MAX_BYTES:
+            raise NotSaveableError(f"a record of {len(body)} bytes exceeds the {_MAX_BYTES - 1} of a journal")
+        n_zeros = _count_zero_sectors(np.frombuffer(body, np.uint8), self.n_bytes + _HEADER_BYTES)
+        header = _HEADER.pack(MAGIC, self._id, self.n_records, len(body), zlib.crc32(body), n_zeros)
         try:
             with disk.named_errors(self.path, f"appending to {self.path.name}"):
-                disk.write_all(self._descriptor, [fields, zlib.crc32(fields).to_bytes(4, "little"), body])
+                disk.write_all(self.descriptor, [header, zlib.crc32(header).to_bytes(4, "little"), body])
                 if self.sync:
-                    disk.fsync(self._descriptor)
+                    disk.fsync(self.descriptor)
             self._size = self.n_records + 1, self.n_bytes + _HEADER_BYTES + len(body)
         except BaseException:
             self._cut(self.n_bytes)
             raise
 
-    def truncate(self, n_bytes: int, n_records: int | None = None) -> None:
-        """Drop what was appended since the journal had ``n_bytes`` and ``n_records`` (one less, unless it is given)."""
-        n_records = self.n_records - (n_bytes < self.n_bytes) if n_records is None else n_records
+    def truncate(self, n_bytes: int, n_records: int) -> None:
+        """Drop everything after the first ``n_bytes``, which hold ``n_records`` records."""
         self._cut(n_bytes)
         if self.broken:
-            raise FileWriteError(5, f"{self.path} cannot be cut back; begin another journal")
+            raise FileWriteError(5, f"{self.path} cannot be truncated; begin another journal")
         self._size = n_records, n_bytes
 
     def _cut(self, n_bytes: int) -> None:
         try:
-            disk.truncate(self._descriptor, n_bytes)
+            disk.truncate(self.descriptor, n_bytes)
             if self.sync:
-                disk.fsync(self._descriptor)
+                disk.fsync(self.descriptor)
         except OSError:
-            # half a record may only be the last thing in the file
+            # a partial record may only be the last thing in the file
             self.broken = True
 
     def flush(self) -> None:
         """Wait until everything is on the disk."""
         with disk.named_errors(self.path, f"writing {self.path.name}"):
-            disk.fsync(self._descriptor)
+            disk.fsync(self.descriptor)
 
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            disk.close(self._descriptor)
-            self._descriptor = -1
 
-    def __del__(self) -> None:
-        self.close()
+class _Header(NamedTuple):
+    journal_id: bytes
+    number: int
+    n_bytes: int
+    """Length of the body."""
+    crc32: int
+    """Checksum of the body."""
+    n_zeros: int
+    """Sectors of the body that hold only zeros, as sectors that a disk never wrote do."""
 
 
 class _Record(NamedTuple):
-    journal: bytes
-    number: int
-    begin: int
-    end: int
+    header: _Header
     body: Bytes
+    end: int
 
 
 def read_journal(path: str | Path) -> Iterator[tuple[dict[str, Any], list[Array]]]:
-    """Every record that was written as a whole.
+    """Yield every complete record as ``fields, arrays``.
 
-    What a crash or a power cut left of the last record is dropped. A record that is damaged in any other way, or that
-    others follow, is a `DamagedFileError`, raised after the records before it.
+    A last record that a crash or power cut left incomplete is dropped. Any other damage is a `DamagedFileError`,
+    raised after the records before it.
     """
     path = Path(path)
     for record in _scan(disk.map_file(path), path):
-        yield _parse(record.body.tobytes(), path, record)
+        yield _parse(record, path)
 
 
 def _scan(data: Bytes, path: Path) -> Iterator[_Record]:
-    at = number = 0
-    journal: bytes | None = None
-    while at < data.size:
-        record = _record_at(data, at)
-        if record is None or record.number != number or (journal is not None and record.journal != journal):
-            if _is_torn(data, at, number, journal):
+    offset = number = 0
+    journal_id: bytes | None = None
+    while offset < data.size:
+        record = _record_at(data, offset)
+        if record is None or not _follows(record.header, number, journal_id):
+            if _is_torn(data, offset, number, journal_id):
                 return
             raise DamagedFileError(
-                f"{path}: record {number} at byte {at} is damaged; 'sb3-extra-buffers repair' keeps the records before"
+                f"{path}: record {number} at byte {offset} is damaged; 'sb3-extra-buffers repair' saves the records "
+                "before it"
             )
         yield record
-        journal, at, number = record.journal, record.end, number + 1
+        journal_id, offset, number = record.header.journal_id, record.end, number + 1
 
 
-def _record_at(data: Bytes, at: int) -> _Record | None:
-    """The whole record that begins at ``at``, if there is one."""
-    fields = _fields_at(data, at)
-    begin = at + _HEADER_BYTES
-    if fields is None or begin + fields[2] > data.size:
+def _follows(header: _Header, number: int, journal_id: bytes | None) -> bool:
+    """Whether this is the header of record ``number`` of the journal, or of any journal if its id is not known yet."""
+    return header.number == number and journal_id in (None, header.journal_id)
+
+
+def _record_at(data: Bytes, offset: int) -> _Record | None:
+    """The complete record at ``offset``, if there is one."""
+    header = _header_at(data, offset)
+    start = offset + _HEADER_BYTES
+    if header is None or start + header.n_bytes > data.size:
         return None
-    journal, number, length, crc, _ = fields
-    body = data[begin : begin + length]
-    return _Record(journal, number, at, begin + length, body) if zlib.crc32(body.tobytes()) == crc else None
+    body = data[start : start + header.n_bytes]
+    return _Record(header, body, start + header.n_bytes) if zlib.crc32(body.tobytes()) == header.crc32 else None
 
 
-def _fields_at(data: Bytes, at: int) -> tuple[bytes, int, int, int, int] | None:
-    """What the header at ``at`` says, if it is one."""
-    head = data[at : at + _HEADER_BYTES].tobytes()
+def _header_at(data: Bytes, offset: int) -> _Header | None:
+    """The intact header at ``offset``, if there is one."""
+    head = data[offset : offset + _HEADER_BYTES].tobytes()
     if len(head) < _HEADER_BYTES or head[:4] != MAGIC:
         return None
-    if zlib.crc32(head[: _FIELDS.size]) != int.from_bytes(head[_FIELDS.size :], "little"):
+    if zlib.crc32(head[: _HEADER.size]) != int.from_bytes(head[_HEADER.size :], "little"):
         return None
-    _, *fields = _FIELDS.unpack_from(head)
-    return tuple(fields)
+    _, *fields = _HEADER.unpack_from(head)
+    return _Header(*fields)
 
 
-def _is_torn(data: Bytes, at: int, number: int, journal: bytes | None) -> bool:
-    """Whether what begins at ``at`` is the last record, and was never written as a whole.
+def _is_torn(data: Bytes, offset: int, number: int, journal_id: bytes | None) -> bool:
+    """Whether the bytes from ``offset`` on are a last record that was never written completely.
 
-    A disk writes whole sectors: those that it did not get to are missing, or read as zeros.
+    A disk writes whole sectors; those it did not get to are missing or read as zeros.
     """
-    text = data[at:].tobytes()
-    found = text.find(MAGIC, 1)
-    while found >= 0:
-        follower = _record_at(data, at + found)
-        if follower is not None and follower.number >= number and journal in (None, follower.journal):
+    text = data[offset:].tobytes()
+    at = text.find(MAGIC, 1)
+    while at >= 0:
+        later = _record_at(data, offset + at)
+        if later is not None and later.header.number >= number and journal_id in (None, later.header.journal_id):
             return False
-        found = text.find(MAGIC, found + 1)
-    head = data[at : at + _HEADER_BYTES]
-    if head.size < _HEADER_BYTES or _zero_sectors(head, at):
+        at = text.find(MAGIC, at + 1)
+    head = data[offset : offset + _HEADER_BYTES]
+    if head.size < _HEADER_BYTES or _count_zero_sectors(head, offset):
         return True
-    fields = _fields_at(data, at)
-    if fields is None or fields[1] != number or journal not in (None, fields[0]):
+    header = _header_at(data, offset)
+    if header is None or not _follows(header, number, journal_id):
         return False
-    begin, length, n_zeros = at + _HEADER_BYTES, fields[2], fields[4]
-    return begin + length > data.size or _zero_sectors(data[begin : begin + length], begin) > n_zeros
+    start = offset + _HEADER_BYTES
+    body = data[start : start + header.n_bytes]
+    return body.size < header.n_bytes or _count_zero_sectors(body, start) > header.n_zeros
 
 
-def _zero_sectors(part: Bytes, offset: int) -> int:
-    """How many of the sectors that ``part`` lies in have nothing but zeros of it."""
+def _count_zero_sectors(part: Bytes, offset: int) -> int:
+    """How many of the sectors that ``part``, at ``offset`` of a file, extends over hold only zeros of it."""
     starts = np.arange(-(offset % _SECTOR), part.size, _SECTOR).clip(0)
     return int(np.count_nonzero(np.maximum.reduceat(part, starts) == 0)) if part.size else 0
 
 
-def _parse(body: bytes, path: Path, record: _Record) -> tuple[dict[str, Any], list[Array]]:
-    with only_named_errors(f"{path}: record {record.number}"):
+def _parse(record: _Record, path: Path) -> tuple[dict[str, Any], list[Array]]:
+    with only_named_errors(f"{path}: record {record.header.number}"):
+        body = record.body.tobytes()
         end = 4 + int.from_bytes(body[:4], "little")
         parsed, arrays = json.loads(body[4:end]), []
-        for dtype, shape in parsed["arrays"]:
-            kind, shape = parse_dtype(dtype), parse_shape(shape)
-            count = math.prod(shape)
-            require(end + count * kind.itemsize <= len(body), f"an array of {shape} {dtype} is longer than its record")
-            arrays.append(np.frombuffer(body, kind, count, end).reshape(shape))
-            end += count * kind.itemsize
+        for dtype_text, shape_json in parsed["arrays"]:
+            dtype, shape = parse_dtype(dtype_text), parse_shape(shape_json)
+            n_bytes = math.prod(shape) * dtype.itemsize
+            require(end + n_bytes <= len(body), f"an array of {shape} {dtype} is longer than its record")
+            arrays.append(np.frombuffer(body, dtype, math.prod(shape), end).reshape(shape))
+            end += n_bytes
         return entry(parsed, "words", kind=dict), arrays

@@ -1,4 +1,4 @@
-"""What was saved where, kept on the object itself, so that its next save need only write what is new."""
+"""An object's last save, remembered on the object itself so that the next one writes only what is new."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class LastSave:
     """Its manifest."""
     arrays: SavedArrays
     stores: dict[str, SavedPayloads]
-    _owner: Any = field(default=None, repr=False)
+    owner: weakref.ref[Any] | None = field(default=None, repr=False)
+    """The object that was saved. A copy of its ``__dict__`` has the attribute too, but was never saved."""
 
     @property
     def data_name(self) -> str:
         return str(self.record["data"]["name"])
 
     def __reduce__(self) -> Any:
-        # a copy was never saved
-        return _no_save, ()
+        return _no_save, ()  # a pickled copy was never saved
 
 
 def _no_save() -> None:
@@ -36,13 +36,13 @@ def _no_save() -> None:
 
 
 def get_last_save(saved: Any) -> LastSave | None:
-    """The last save of ``saved``, if it was saved or loaded by this process."""
-    found: LastSave | None = getattr(saved, "__dict__", {}).get("_last_save")
-    return found if found is not None and found._owner() is saved else None
+    """The last save of ``saved``, if this process saved or loaded it."""
+    last: LastSave | None = getattr(saved, "__dict__", {}).get("_last_save")
+    return last if last is not None and last.owner is not None and last.owner() is saved else None
 
 
 def set_last_save(saved: Any, last: LastSave) -> None:
-    """Remember ``last`` as long as ``saved`` lives."""
+    """Remember ``last`` on ``saved``."""
     if hasattr(saved, "__dict__"):
-        last._owner = weakref.ref(saved)
+        last.owner = weakref.ref(saved)
         saved.__dict__["_last_save"] = last

@@ -1,11 +1,10 @@
-"""One writer to a folder: a lock that goes with the process."""
+"""A lock on a folder, so that only one process writes to it; released when the process ends."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 from sb3_extra_buffers.errors import FolderInUseError
@@ -13,50 +12,34 @@ from sb3_extra_buffers.files import disk
 
 NAME = "lock"
 
-_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+_locks: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
-class FolderLock:
-    """The right to write to a folder, until it is released or the process ends. A forked child does not have it."""
+class FolderLock(disk.OpenFile):
+    """The exclusive right to write to a folder, until `close`. A forked child does not inherit it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.pid, self._descriptor = folder, os.getpid(), -1
-        self._descriptor = disk.open_lock(folder / NAME)
+        self.pid = os.getpid()
+        self.descriptor = disk.open_lock(folder / NAME)
         try:
-            _lock(self._descriptor)
+            _lock(self.descriptor)
         except OSError:
-            self.release()
+            self.close()
             raise FolderInUseError(
                 11, f"another buffer is writing to {folder}; close it or end its process first, open it with mode='r' "
                 "to read, or load() it to work on a copy",
             ) from None  # fmt: skip
-        _held.add(self)
+        _locks.add(self)
 
     @property
     def is_ours(self) -> bool:
-        """Whether this is the process that has the lock."""
-        return self._descriptor >= 0 and self.pid == os.getpid()
-
-    def release(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __del__(self) -> None:
-        self.release()
+        """Whether this process holds the lock."""
+        return self.descriptor >= 0 and self.pid == os.getpid()
 
 
-@contextlib.contextmanager
-def hold_if_locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder that buffers have lived in; an error if one does now."""
-    if not (folder / NAME).is_file():
-        yield
-        return
-    lock = FolderLock(folder)
-    try:
-        yield
-    finally:
-        lock.release()
+def lock_if_used(folder: Path) -> contextlib.AbstractContextManager[object]:
+    """Hold the lock of a folder that has one, from a buffer that was kept there; an error if one still is."""
+    return contextlib.closing(FolderLock(folder)) if (folder / NAME).is_file() else contextlib.nullcontext()
 
 
 def _lock(descriptor: int) -> None:
@@ -70,11 +53,11 @@ def _lock(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _release_all() -> None:
-    # the child's copy of the descriptor would keep the lock after the parent has gone
-    for lock in list(_held):
-        lock.release()
+def _close_in_child() -> None:
+    # a forked child's copy of the descriptor would keep the lock after the parent has ended
+    for lock in list(_locks):
+        lock.close()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_release_all)
+    os.register_at_fork(after_in_child=_close_in_child)

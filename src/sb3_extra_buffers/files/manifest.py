@@ -1,4 +1,4 @@
-"""The manifest: what a person reads, and what makes a save count."""
+"""The manifest: JSON that describes a save; replacing it atomically is what commits one."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from sb3_extra_buffers.files import disk
 NAME = "manifest.json"
 STAGED = "manifest.json.tmp"
 FORMAT = "sb3-extra-buffers"
-#: version of the format; a reader refuses newer ones. The first was that of development versions
+#: version of the format; newer ones are refused. Version 1 was never released
 VERSION = 2
+#: names of the files of a saved folder; no other file in it is ever opened or deleted
+FILE_NAMES = re.compile(r"data-\d{4,9}\.bin|heap-\d{1,9}-\d{4,9}\.bin|journal-\d{4,9}\.bin|manifest\.json(\.tmp)?|lock")
 
-_MOST_BYTES = 1 << 26
+_MAX_BYTES = 1 << 26
 _TAIL = struct.Struct("<8sQQI")
 _TAIL_MAGIC = b"SEBsaved"
 TAIL_BYTES = _TAIL.size + 4
@@ -33,47 +35,50 @@ _TRAILER = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n\}\n')
 
 
 def dump(record: dict[str, Any]) -> bytes:
-    """The manifest as bytes: JSON, one line to an entry, its own checksum last."""
-    parts = [f" {_to_json(key)}: {_to_json(value)}" for key, value in record.items()]
-    body = ("{\n" + ",\n".join(parts)).encode()
+    """The manifest as bytes: JSON with one line per entry, its own checksum last."""
+    lines = [f" {_to_json(key)}: {_to_json(value)}" for key, value in record.items()]
+    body = ("{\n" + ",\n".join(lines)).encode()
     return body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode()
 
 
 def parse(data: bytes, path: Path) -> dict[str, Any]:
-    """Undo `dump`, or say what is wrong with it."""
+    """The inverse of `dump`."""
     trailer = _TRAILER.search(data, max(len(data) - 32, 0))
     if trailer is None or trailer.end() != len(data):
-        raise DamagedFileError(f"{path} does not end as it should; it was cut short or changed")
+        raise DamagedFileError(f"{path} was cut short or changed: it does not end with a checksum")
     if zlib.crc32(data[: trailer.start()]) != int(trailer[1], 16):
-        raise DamagedFileError(f"{path} is not what was written: its checksum differs")
+        raise DamagedFileError(f"{path} is damaged: its checksum does not match")
     try:
         record = json.loads(data)
-    except (ValueError, RecursionError) as problem:
-        raise FileFormatError(f"{path} is no JSON: {problem}") from problem
+    except (ValueError, RecursionError) as error:
+        raise FileFormatError(f"{path} is not JSON: {error}") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise FileFormatError(f"{path} is no manifest of a saved buffer")
+        raise FileFormatError(f"{path} is not the manifest of a saved buffer")
     del record["crc32"]
     version = record.get("version")
     if type(version) is not int or version < VERSION:
-        raise FileFormatError(f"{path} was written by a development version and is not read any more")
+        raise FileFormatError(f"{path} was written by a development version, which is not supported any more")
     if version > VERSION:
         raise UnsupportedVersionError(
-            f"{path} has version {version} of the format, the newest known here is {VERSION}; update sb3-extra-buffers"
+            f"{path} has format version {version}, but this release reads up to {VERSION}; update sb3-extra-buffers"
         )
     return record
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The manifest of a saved buffer."""
+    """Read the manifest of a saved folder."""
     path = folder / NAME
-    if not folder.is_dir() or not os.path.lexists(path):
-        what = "this is a file; a saved buffer is a folder" if folder.is_file() else f"there is no {NAME}"
-        raise FileFormatError(f"{folder} is no saved buffer: {what if folder.exists() else 'there is nothing'}")
-    return parse(disk.read_bytes(path, _MOST_BYTES), path)
+    if not folder.exists():
+        raise FileFormatError(f"{folder}: no such file or directory")
+    if not folder.is_dir():
+        raise FileFormatError(f"{folder} is a file; a saved buffer is a folder. Single files are read by load_file()")
+    if not os.path.lexists(path):
+        raise FileFormatError(f"{folder} is not a saved buffer: it has no {NAME}")
+    return parse(disk.read_bytes(path, _MAX_BYTES), path)
 
 
-def replace(folder: Path, data: bytes, sync: bool = True) -> None:
-    """Make ``data`` the manifest, all at once; it lasts when the folder is synced."""
+def write(folder: Path, data: bytes, sync: bool = True) -> None:
+    """Replace the manifest atomically by ``data``; durable once the folder is synced."""
     staged = folder / STAGED
     with contextlib.suppress(FileNotFoundError):
         disk.unlink(staged)
@@ -92,26 +97,43 @@ def replace(folder: Path, data: bytes, sync: bool = True) -> None:
         raise
 
 
+# ---- names of files ----
+
+
+def check_file_name(name: Any, stem: str) -> str:
+    """``name``, if it is one of a ``stem`` file ("data", "heap", "journal") and not a path to somewhere else."""
+    number = r"\d{1,9}-" if stem == "heap" else ""
+    if not isinstance(name, str) or not re.fullmatch(rf"{stem}-{number}\d{{4,9}}\.bin", name, re.ASCII):
+        raise FileFormatError(f"{name!r} is not the name of a {stem} file")
+    return name
+
+
+def next_file(folder: Path, stem: str) -> Path:
+    """The path of a new ``stem`` file, numbered after those in the folder."""
+    numbers = [path.stem.rsplit("-", 1)[1] for path in folder.glob(f"{stem}-*.bin")]
+    return folder / f"{stem}-{1 + max((int(number) for number in numbers if number.isdigit()), default=0):04}.bin"
+
+
 # ---- copies in a data file ----
 
 
 def tail(data: bytes, offset: int) -> bytes:
-    """What is written behind a copy of the manifest at ``offset``, so that it can be found from the end."""
+    """The bytes that follow a copy of the manifest at ``offset``, so that it can be found from the end."""
     fields = _TAIL.pack(_TAIL_MAGIC, offset, len(data), zlib.crc32(data))
     return fields + zlib.crc32(fields).to_bytes(4, "little")
 
 
 def read_tail(path: Path) -> dict[str, Any]:
-    """The manifest at the end of a data file."""
+    """Read the manifest at the end of a data file."""
     data = disk.map_file(path)
     record = _copy_at(data, data.size - TAIL_BYTES, path)
     if record is None:
-        raise DamagedFileError(f"{path} does not end as a saved file does; it was cut short or changed")
+        raise DamagedFileError(f"{path} is not a saved file, or was cut short: it does not end with a manifest")
     return record
 
 
 def copies(path: Path) -> Iterator[dict[str, Any]]:
-    """Every manifest in a data file that is whole, newest first."""
+    """Every intact manifest in a data file, newest first."""
     data = disk.map_file(path)
     text = data.tobytes()
     at = text.rfind(_TAIL_MAGIC)
@@ -131,7 +153,7 @@ def _copy_at(data: npt.NDArray[np.uint8], at: int, path: Path) -> dict[str, Any]
     magic, offset, length, crc = _TAIL.unpack_from(end)
     if magic != _TAIL_MAGIC or zlib.crc32(end[: _TAIL.size]) != int.from_bytes(end[_TAIL.size :], "little"):
         return None
-    if length > _MOST_BYTES or offset + length > at:
+    if length > _MAX_BYTES or offset + length > at:
         return None
     copy = data[offset : offset + length].tobytes()
     return parse(copy, path) if zlib.crc32(copy) == crc else None

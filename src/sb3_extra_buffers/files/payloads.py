@@ -1,4 +1,4 @@
-"""Payloads of stores in a file: where each lies, and checksums over stretches of them."""
+"""Payloads of a heap in a file: where each is, and checksums over chunks of them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from sb3_extra_buffers.stores.snapshot import place_payloads
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
-#: bytes of payloads that have a checksum of their own; these are only ever added
-STRETCH = 1 << 14
+#: the most bytes of payloads under one checksum; chunks are only ever appended
+CHUNK = 1 << 14
 
 
 @dataclass(slots=True)
 class SavedPayloads:
-    """Where the payloads of a heap lie in a file."""
+    """Where the payloads of a heap are in a file."""
 
     heap: Heap
-    starts: npt.NDArray[np.int64]  # per slot; those of slots that are not in use mean nothing
-    chunks: npt.NDArray[np.int64]  # [stretch, 3]: offset, length, checksum
-    file: Path | None = None  # where that is not the data file
+    starts: npt.NDArray[np.int64]  # by payload id; meaningless for ids that are not in use
+    chunks: npt.NDArray[np.int64]  # [chunk, 3]: offset, length, checksum
+    file: Path | None = None  # None: the data file
 
     @property
     def tables(self) -> dict[str, Array]:
@@ -43,134 +43,136 @@ class SavedPayloads:
 # ---- writing ----
 
 
-def put_payloads(out: Appender, heap: Heap, known: SavedPayloads | None) -> SavedPayloads:
-    """Append the payloads that the file does not have."""
-    known = known if known is not None and known.heap is heap and known.file is None else None
-    payload_ids = heap.unsaved(everything=known is None)
-    starts = np.zeros(0, np.int64) if known is None else known.starts
-    # a copy: should the save fail, what is known stays as it is
+def put_payloads(out: Appender, heap: Heap, last: SavedPayloads | None) -> SavedPayloads:
+    """Append the payloads that the last save did not write."""
+    if last is not None and (last.heap is not heap or last.file is not None):
+        last = None
+    payload_ids = heap.unsaved(everything=last is None)
+    starts = np.zeros(0, np.int64) if last is None else last.starts
+    # a copy: if the save fails, the last one still holds
     starts = lengthen(starts[: len(heap.starts)], len(heap.starts))
     lengths = heap.lengths[payload_ids].astype(np.int64)
     packed = np.cumsum(lengths) - lengths
     starts[payload_ids] = out.end + packed
-    made = [] if known is None else [known.chunks]
+    chunks = [np.zeros((0, 3), np.int64) if last is None else last.chunks]
     for start, _, length in merge_runs(heap.starts[payload_ids], packed, lengths):
         data = heap.data[start : start + length]
-        made.append(_checksums(data, out.put(data.data)))
-    return SavedPayloads(heap, starts, np.concatenate([np.zeros((0, 3), np.int64), *made]))
+        chunks.append(_checksums(data, out.put(data.data)))
+    return SavedPayloads(heap, starts, np.concatenate(chunks))
 
 
-def count_payloads(heap: FileHeap, known: SavedPayloads | None) -> SavedPayloads:
-    """Take the checksums of what was written to a file of its own."""
-    known = known if known is not None and known.heap is heap and known.file == heap.file else None
-    made = np.zeros((0, 3), np.int64) if known is None else known.chunks
-    begin = int(made[-1, 0] + made[-1, 1]) if len(made) else 0
-    chunks = np.concatenate([made, _checksums(heap.data[begin : heap.end], begin)])
+def checksum_heap(heap: FileHeap, last: SavedPayloads | None) -> SavedPayloads:
+    """Checksum what was written to a heap's own file since the last save."""
+    known = last is not None and last.heap is heap and last.file == heap.file
+    chunks = last.chunks if last is not None and known else np.zeros((0, 3), np.int64)
+    end = int(chunks[-1, 0] + chunks[-1, 1]) if len(chunks) else 0
+    chunks = np.concatenate([chunks, _checksums(heap.data[end : heap.end], end)])
     return SavedPayloads(heap, heap.starts.copy(), chunks, heap.file)
 
 
 def _checksums(data: Bytes, offset: int) -> npt.NDArray[np.int64]:
-    """Offset, length and checksum of each stretch of ``data``, which lies at ``offset`` of a file."""
-    parts = [data[at : at + STRETCH].data for at in range(0, data.size, STRETCH)]
-    rows = [(offset + STRETCH * place, len(part), zlib.crc32(part)) for place, part in enumerate(parts)]
+    """Offset, length and checksum of each chunk of ``data``, which starts at ``offset`` of a file."""
+    chunks = [(offset + at, data[at : at + CHUNK].data) for at in range(0, data.size, CHUNK)]
+    rows = [(start, len(chunk), zlib.crc32(chunk)) for start, chunk in chunks]
     return np.array(rows, np.int64).reshape(-1, 3)
 
 
 # ---- reading ----
 
 
-def check_tables(tables: dict[str, Array], n_payloads: int, size: int) -> tuple[npt.NDArray[np.int64], Array]:
-    """Where payloads lie, and the stretches that have checksums, in a file of ``size`` bytes."""
-    starts, chunks = column(tables, "starts", np.int64, (n_payloads,)), column(tables, "chunks", np.int64, (None, 3))
-    offsets, lengths, crcs = chunks.T
-    for what, values, low, stop in (("offset", offsets, 0, size + 1), ("length", lengths, 1, STRETCH + 1),
-                                    ("checksum", crcs, 0, 1 << 32)):  # fmt: skip
-        within(values, low, stop, f"the {what} of a stretch of observations")
-    ends = offsets + lengths
-    require(bool((ends <= size).all() and (offsets[1:] >= ends[:-1]).all()), "stretches of observations overlap")
-    return starts, chunks
-
-
 def fill_heap(
     heap: Heap, payload_ids: npt.NDArray[np.int32], tables: dict[str, Array], data: Bytes, path: Path, copied: bool
 ) -> SavedPayloads:
-    """Let ``heap`` hold what lies in ``data``: ``copied`` and checked now, or looked into where it lies."""
-    starts, chunks = check_tables(tables, len(heap.lengths), data.size)
+    """Give ``heap`` the payloads in ``data``: checked and ``copied``, or mapped and checked later (`PayloadCheck`)."""
+    starts = column(tables, "starts", np.int64, (len(heap.lengths),))
+    chunks = column(tables, "chunks", np.int64, (None, 3))
+    _check_chunks(chunks, data.size)
     _check_covered(starts[payload_ids], heap.lengths[payload_ids], chunks)
     bad = damaged_chunks(data, chunks) if copied else []
     if bad:
         raise DamagedFileError(
-            f"{path}: {len(bad)} of {len(chunks)} stretches of observations are damaged, the first at byte "
-            f"{chunks[bad[0], 0]}; 'sb3-extra-buffers repair' keeps what is whole"
+            f"{path}: {len(bad)} of {len(chunks)} chunks of observations are damaged, the first at byte "
+            f"{chunks[bad[0], 0]}; 'sb3-extra-buffers repair' saves what is intact"
         )
     place_payloads(heap, payload_ids, starts, data, copied)
     heap.saved()
     return SavedPayloads(heap, starts, chunks)
 
 
+def _check_chunks(chunks: Array, size: int) -> None:
+    """Raise unless the chunks are inside a file of ``size`` bytes, in order and apart."""
+    offsets, lengths, crcs = chunks.T
+    within(offsets, 0, size + 1, "the offset of a chunk of observations")
+    within(lengths, 1, CHUNK + 1, "the length of a chunk of observations")
+    within(crcs, 0, 1 << 32, "the checksum of a chunk of observations")
+    ends = offsets + lengths
+    require(bool((ends <= size).all() and (offsets[1:] >= ends[:-1]).all()), "chunks of observations overlap")
+
+
 def _check_covered(starts: Array, lengths: Array, chunks: Array) -> None:
     """Raise unless every byte of the payloads has a checksum."""
     covered = np.concatenate([[0], np.cumsum(chunks[:, 1])])
 
-    def covered_to(places: Array) -> Array:
-        """Bytes with a checksum before each place."""
-        index = np.searchsorted(chunks[:, 0], places, "right")
-        before = np.maximum(index - 1, 0)
-        inside = np.minimum(places - chunks[before, 0], chunks[before, 1]) if len(chunks) else np.zeros(len(places))
-        return np.where(index > 0, covered[before] + inside, 0)
+    def covered_before(offsets: Array) -> Array:
+        """Bytes with a checksum before each offset."""
+        index = np.searchsorted(chunks[:, 0], offsets, "right")
+        chunk = np.maximum(index - 1, 0)
+        inside = np.minimum(offsets - chunks[chunk, 0], chunks[chunk, 1]) if len(chunks) else np.zeros(len(offsets))
+        return np.where(index > 0, covered[chunk] + inside, 0)
 
     ends = starts + lengths.astype(np.int64)
-    require(covered_to(ends) - covered_to(starts) == ends - starts, "a segment lies where there is no checksum")
+    require(covered_before(ends) - covered_before(starts) == ends - starts, "a segment is not covered by checksums")
 
 
 def damaged_chunks(data: Bytes, chunks: Array) -> list[int]:
-    """Stretches whose checksum differs."""
+    """The chunks whose checksum does not match."""
     return [
-        place
-        for place, (offset, length, crc) in enumerate(chunks.tolist())
+        chunk
+        for chunk, (offset, length, crc) in enumerate(chunks.tolist())
         if zlib.crc32(data[offset : offset + length].data) != crc
     ]
 
 
-def lost_indices(inner: FrameStore, chunks: Array, bad: list[int]) -> npt.NDArray[np.bool_]:
-    """Which cells have a payload that lies in one of the ``bad`` stretches."""
-    heap, counts = inner.heap, np.bincount(bad, minlength=len(chunks)).cumsum()
-    first, last = _stretches(heap.starts, heap.lengths, chunks)
-    broken = (heap.lengths > 0) & (counts[last] - counts[first] + np.isin(first, bad) > 0)
-    segments = (np.maximum(inner.frame_ids, 1) - 1) // inner.per_segment
-    return np.asarray(((inner.frame_ids > 0) & broken[segments]).any(axis=1))
+def lost_indices(frames: FrameStore, chunks: Array, bad: list[int]) -> npt.NDArray[np.bool_]:
+    """Flags the observations that have a payload in one of the ``bad`` chunks."""
+    heap, n_bad = frames.heap, np.bincount(bad, minlength=len(chunks)).cumsum()
+    first, last = _chunks_of(heap.starts, heap.lengths, chunks)
+    damaged = (heap.lengths > 0) & (n_bad[last] - n_bad[first] + np.isin(first, bad) > 0)
+    segments = (np.maximum(frames.frame_ids, 1) - 1) // frames.per_segment
+    return np.asarray(((frames.frame_ids > 0) & damaged[segments]).any(axis=1))
 
 
-def _stretches(starts: Array, lengths: Array, chunks: Array) -> tuple[Array, Array]:
-    """The first and the last stretch that each payload lies in."""
+def _chunks_of(starts: Array, lengths: Array, chunks: Array) -> tuple[Array, Array]:
+    """The first and the last chunk of each payload."""
     ends = starts + lengths.astype(np.int64) - 1
-    return tuple(np.maximum(np.searchsorted(chunks[:, 0], at, "right") - 1, 0) for at in (starts, ends))  # type: ignore[return-value]  # two
+    first, last = (np.maximum(np.searchsorted(chunks[:, 0], offsets, "right") - 1, 0) for offsets in (starts, ends))
+    return first, last
 
 
 class PayloadCheck:
-    """Checks stretches of a mapped file when they are first read."""
+    """Checks chunks of a mapped file when they are first read."""
 
-    def __init__(self, inner: FrameStore, chunks: Array, data: Bytes, path: Path) -> None:
-        self._inner, self._chunks, self._data, self._path = inner, chunks, data, path
-        self._left = np.ones(len(chunks), np.bool_)
+    def __init__(self, frames: FrameStore, chunks: Array, data: Bytes, path: Path) -> None:
+        self._frames, self._chunks, self._data, self._path = frames, chunks, data, path
+        self._unchecked = np.ones(len(chunks), np.bool_)
 
     def __call__(self, indices: npt.NDArray[np.int64]) -> None:
-        """Raise if a payload of ``cells`` lies in a stretch that is damaged."""
-        if not self._left.any():
+        """Raise if a payload of these observations is in a damaged chunk."""
+        if not self._unchecked.any():
             return
-        ids = np.unique(self._inner.frame_ids[indices])
-        segments = np.unique((ids[ids > 0] - 1) // self._inner.per_segment)
-        segments = segments[self._inner.heap.lengths[segments] > 0]
-        heap = self._inner.heap
-        first, last = _stretches(heap.starts[segments], heap.lengths[segments], self._chunks)
-        # [segment, stretch], as many as the longest has
-        places = first[:, None] + np.arange(int((last - first).max(initial=0)) + 1)
-        places = np.unique(places[places <= last[:, None]])
-        new = places[self._left[places]]
+        frames, heap = self._frames, self._frames.heap
+        ids = np.unique(frames.frame_ids[indices])
+        segments = np.unique((ids[ids > 0] - 1) // frames.per_segment)
+        segments = segments[heap.lengths[segments] > 0]
+        first, last = _chunks_of(heap.starts[segments], heap.lengths[segments], self._chunks)
+        # [segment, chunk], as wide as the longest segment needs
+        chunks = first[:, None] + np.arange(int((last - first).max(initial=0)) + 1)
+        chunks = np.unique(chunks[chunks <= last[:, None]])
+        new = chunks[self._unchecked[chunks]]
         bad = damaged_chunks(self._data, self._chunks[new])
         if bad:
             raise DamagedFileError(
                 f"{self._path}: observations at byte {self._chunks[new[bad[0]], 0]} are damaged; "
-                "'sb3-extra-buffers repair' keeps what is whole"
+                "'sb3-extra-buffers repair' saves what is intact"
             )
-        self._left[new] = False
+        self._unchecked[new] = False

@@ -1,4 +1,4 @@
-"""Gymnasium's spaces as JSON, and back."""
+"""Gymnasium spaces as JSON, and back."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Any
 import numpy as np
 
 from sb3_extra_buffers.errors import FileFormatError, NotSaveableError
+from sb3_extra_buffers.files.values import FLOATS
 from sb3_extra_buffers.stores.checks import only_named_errors, parse_dtype, parse_shape, require, whole
 
 _MAX_BOUNDS = 1 << 26
-_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def space_to_json(space: Any) -> dict[str, Any]:
-    """``space`` in words; `space_from_json` makes an equal one."""
+    """``space`` as JSON; `space_from_json` is the inverse."""
     from gymnasium import spaces
 
     kind: Any = type(space)
-    about: dict[str, Any] = {"kind": kind.__name__}
+    record: dict[str, Any] = {"kind": kind.__name__}
     if kind is spaces.Box:
-        about |= {"shape": list(space.shape), "dtype": np.dtype(space.dtype).str}
-        return about | {"low": _bound_to_json(space.low), "high": _bound_to_json(space.high)}
+        record |= {"shape": list(space.shape), "dtype": np.dtype(space.dtype).str}
+        return record | {"low": _bound_to_json(space.low), "high": _bound_to_json(space.high)}
     if kind is spaces.Discrete:
-        return about | {"n": int(space.n), "start": int(space.start)}
+        return record | {"n": int(space.n), "start": int(space.start)}
     if kind is spaces.MultiDiscrete:
         start = getattr(space, "start", np.zeros_like(space.nvec))
-        return about | {"nvec": space.nvec.tolist(), "start": start.tolist(), "dtype": np.dtype(space.dtype).str}
+        return record | {"nvec": space.nvec.tolist(), "start": start.tolist(), "dtype": np.dtype(space.dtype).str}
     if kind is spaces.MultiBinary:
-        return about | {"shape": list(space.shape)}
+        return record | {"shape": list(space.shape)}
     if kind is spaces.Dict:
-        return about | {"spaces": [[key, space_to_json(part)] for key, part in space.spaces.items()]}
+        return record | {"spaces": [[key, space_to_json(part)] for key, part in space.spaces.items()]}
     raise NotSaveableError(
         f"a space of type {kind.__name__} cannot be saved; Box, Discrete, MultiDiscrete, MultiBinary and Dict can"
     )
@@ -39,13 +39,13 @@ def space_to_json(space: Any) -> dict[str, Any]:
 
 @only_named_errors("the saved space")
 def space_from_json(record: Any) -> Any:
-    """Undo `space_to_json`."""
+    """The inverse of `space_to_json`."""
     from gymnasium import spaces
 
     kind = record["kind"]
     if kind == "Box":
         shape, dtype = parse_shape(record["shape"]), parse_dtype(record["dtype"])
-        require(math.prod(shape) <= _MAX_BOUNDS, f"a Box of shape {shape} is larger than any that is saved")
+        require(math.prod(shape) <= _MAX_BOUNDS, f"a Box of shape {shape} has more than {_MAX_BOUNDS} bounds")
         low, high = (_bound_from_json(record[name], shape, dtype) for name in ("low", "high"))
         return spaces.Box(low, high, shape, dtype.type)
     if kind == "Discrete":
@@ -60,9 +60,9 @@ def space_from_json(record: Any) -> Any:
         shape = parse_shape(record["shape"])
         return spaces.MultiBinary(shape[0] if len(shape) == 1 else shape)
     if kind == "Dict":
-        # in the order in which they were; gymnasium keeps that of pairs
+        # gymnasium sorts the keys of a dict, but keeps the order of pairs
         return spaces.Dict([(str(key), space_from_json(part)) for key, part in record["spaces"]])
-    raise FileFormatError(f"a space of kind {kind!r} is unknown here; update sb3-extra-buffers")
+    raise FileFormatError(f"unknown space {kind!r}; a newer version may have written it: update sb3-extra-buffers")
 
 
 def _bound_to_json(bound: Any) -> Any:
@@ -71,8 +71,8 @@ def _bound_to_json(bound: Any) -> Any:
 
 
 def _bound_from_json(bound: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    numbers = [_FLOATS[n] if isinstance(n, str) else n for n in (bound if isinstance(bound, list) else [bound])]
-    require(all(isinstance(n, (bool, int, float)) for n in numbers), "a bound is no number")
+    numbers = [FLOATS[n] if isinstance(n, str) else n for n in (bound if isinstance(bound, list) else [bound])]
+    require(all(isinstance(n, (bool, int, float)) for n in numbers), "a bound is not a number")
     with np.errstate(over="ignore"):
         array = np.array(numbers, dtype)
     too_large = np.isinf(array).any() and not np.isinf(np.array(numbers, np.float64)).any()

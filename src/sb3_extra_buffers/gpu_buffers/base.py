@@ -12,8 +12,9 @@ import numpy.typing as npt
 import torch as th
 from gymnasium import spaces
 
-from sb3_extra_buffers._sb3.leaves import check_count, fit
 from sb3_extra_buffers._sb3.options import StorageOptions
+from sb3_extra_buffers._sb3.steps import fit_observations
+from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.codecs.registry import codec_options, get_codec
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import (
@@ -84,7 +85,7 @@ class BaseGpuBuffer(SavedAsFolder):
 
     # what is under way: a step, or "reset"
     _unfinished: Step | str | None = None
-    _read_only = False
+    read_only = False
     _lock: Any
 
     device: th.device
@@ -126,7 +127,7 @@ class BaseGpuBuffer(SavedAsFolder):
             check_count(heap_bytes, "heap_bytes")
         if not isinstance(options.dtypes, Mapping | None):
             raise SpecMismatchError(f"dtypes must be a dict, as find_gpu_buffer_dtypes gives, got {options.dtypes!r}")
-        self._options = options
+        self.storage_options = options
         place = _place(self.device if buffer_device is None else buffer_device)
         self.buffer_device = "pinned" if place.pinned else str(place.device)
         self.heap_bytes = heap_bytes
@@ -137,8 +138,8 @@ class BaseGpuBuffer(SavedAsFolder):
         for key, part in parts.items():
             shape = self.obs_shape[key] if keyed else self.obs_shape
             spec = ObsSpec(tuple(shape), np.dtype(part.dtype))
-            _numpy_dtypes(options).check_dtypes(key or None, part, spec)
-            method = options.method_for(key or None, spec)
+            _numpy_dtypes(options).check_dtypes(key, part, spec)
+            method = options.method_for(key, spec)
             kwargs = self.compression_kwargs if method == self.compression_method else {}
             self._stores[key] = DeviceObservations(
                 spec, self.buffer_size, self.n_envs, n_sets, place, method, kwargs, heap_bytes
@@ -200,7 +201,7 @@ class BaseGpuBuffer(SavedAsFolder):
             self.reset()
 
     def _check_writable(self) -> None:
-        if self._read_only:
+        if self.read_only:
             raise ReadOnlyBufferError("this buffer was opened to be read; load() it to write to a copy")
         self._recover()
 
@@ -217,7 +218,7 @@ class BaseGpuBuffer(SavedAsFolder):
     def _finish(self, observations: th.Tensor) -> th.Tensor:
         if observations.device.type != self.device.type:
             observations = observations.to(self.device)
-        options = self._options
+        options = self.storage_options
         if options.normalize_images and observations.dtype == th.uint8 and observations.ndim >= 5:
             return observations.float() / 255.0
         return observations.float() if options.output_dtype == "float" else observations
@@ -276,7 +277,7 @@ def _cannot_fail(plan: PlannedWrite) -> bool:
 
 def fit_batch(store: DeviceObservations, observations: Any, name: str) -> Any:
     """``observations`` of all environments in the space's shape and dtype, or an error."""
-    return np.ascontiguousarray(fit(store, observations, name))  # type: ignore[arg-type]  # it has a shape and a dtype
+    return np.ascontiguousarray(fit_observations(observations, store.step_shape, store.dtype, name))
 
 
 def check_index(value: Any, count: int, name: str) -> int:

@@ -13,8 +13,9 @@ from stable_baselines3.common.buffers import BaseBuffer, ReplayBuffer
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
-from sb3_extra_buffers._sb3.leaves import as_array, check_count, fit_actions, fit_column
 from sb3_extra_buffers._sb3.options import StorageOptions
+from sb3_extra_buffers._sb3.steps import fit_actions, fit_column
+from sb3_extra_buffers.arguments import as_array, check_count
 from sb3_extra_buffers.errors import EmptyBufferError, SpecMismatchError
 from sb3_extra_buffers.gpu_buffers.base import (
     BaseGpuBuffer,
@@ -99,7 +100,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
     ) -> None:
         """Add one step of every environment; whatever is raised, all of it is added or nothing is changed."""
         with self._lock:
-            if self._unfinished is not None or self._read_only:
+            if self._unfinished is not None or self.read_only:
                 self._check_writable()
             # fast path: skip validation when shape and dtype already match
             position, actions, lane = self.pos, self.actions, self._lane
@@ -136,7 +137,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
     def reset(self) -> None:
         """Forget all steps."""
         with self._lock:
-            if self._read_only or isinstance(self._unfinished, Step):
+            if self.read_only or isinstance(self._unfinished, Step):
                 self._check_writable()
             try:
                 # may be run again wherever it is interrupted

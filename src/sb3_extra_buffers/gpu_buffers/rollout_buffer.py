@@ -12,8 +12,9 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.type_aliases import DictRolloutBufferSamples, RolloutBufferSamples
 
-from sb3_extra_buffers._sb3.leaves import as_array, check_count, fit_actions, fit_column
 from sb3_extra_buffers._sb3.options import StorageOptions
+from sb3_extra_buffers._sb3.steps import fit_actions, fit_column
+from sb3_extra_buffers.arguments import as_array, check_count
 from sb3_extra_buffers.errors import AlgorithmMismatchError, EmptyBufferError, IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.gpu_buffers.base import (
     BaseGpuBuffer,
@@ -68,7 +69,7 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
     def reset(self) -> None:
         """Clear rollout storage and reset the write position."""
         with self._lock:
-            if self._read_only or isinstance(self._unfinished, Step):
+            if self.read_only or isinstance(self._unfinished, Step):
                 self._check_writable()
             lead = (self.buffer_size, self.n_envs)
             columns: dict[str, Any] = {
@@ -98,7 +99,7 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
     ) -> None:
         """Add a rollout step of every environment; whatever is raised, all of it is added or nothing is changed."""
         with self._lock:
-            if self._unfinished is not None or self._read_only:
+            if self._unfinished is not None or self.read_only:
                 self._check_writable()
             position = self.pos
             if position >= self.buffer_size:

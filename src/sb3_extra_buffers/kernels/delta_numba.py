@@ -1,6 +1,6 @@
-"""Differences between rows, compiled: `codecs.delta` says what they consist of.
+"""Encoding and applying differences, compiled: `codecs.delta` defines the format and has the reference functions.
 
-Processors that move bytes by a mask (AVX-512 VBMI2) take a line of 64 bytes at once, others a word of eight.
+Processors that move bytes under a mask (AVX-512 VBMI2) handle a line of 64 bytes at a time, others a word of eight.
 """
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from sb3_extra_buffers.codecs.delta import BLOCK
+from sb3_extra_buffers.kernels.compiling import inner
 from sb3_extra_buffers.kernels.intrinsics import (
     HAS_LINES,
+    add_to_eight,
     copy_bytes,
     count_ones,
     cut_line,
     fill_line,
     gather_bytes,
-    list_children,
     load_byte,
     load_word,
     merge_line,
@@ -27,43 +27,40 @@ from sb3_extra_buffers.kernels.intrinsics import (
     unequal_line,
 )
 
-# compiled into what calls them, without a cache of their own
-_INNER: dict[str, Any] = {"nogil": True}
-
 _LINE = 64
 _ONE = np.uint64(1)
 _BYTE = np.uint64(255)
 _LOW_BITS = np.uint64(0x0101010101010101)
 _GATHER_BITS = np.uint64(0x0102040810204080)
-# for each byte: its bits widened to bytes, and the indices of its set bits
-_WIDENED = np.array([sum(0xFF << 8 * i for i in range(8) if mask >> i & 1) for mask in range(256)], np.uint64)
-_BITS = np.array([([i for i in range(8) if mask >> i & 1] + [0] * 8)[:8] for mask in range(256)], np.int32)
+# for each byte: its bits expanded to bytes of 0xFF or 0, and the indices of its set bits
+_BYTE_MASKS = np.array([sum(0xFF << 8 * i for i in range(8) if mask >> i & 1) for mask in range(256)], np.uint64)
+_SET_BITS = np.array([([i for i in range(8) if mask >> i & 1] + [0] * 8)[:8] for mask in range(256)], np.int32)
 
 
-@njit(**_INNER)
-def _widened(mask: Any) -> Any:
-    """The bits of a byte widened to bytes."""
-    return load_word(_WIDENED, np.int64(mask << np.uint64(3)))
+@inner
+def _byte_mask(bits: Any) -> Any:
+    """Expand the bits of a byte to bytes of 0xFF or 0."""
+    return load_word(_BYTE_MASKS, np.int64(bits << np.uint64(3)))
 
 
-@njit(**_INNER)
+@inner
 def _changed_bytes(word: Any) -> Any:
-    """One bit for each byte of a word that is not zero."""
+    """Return one bit for each byte of a word: whether it is nonzero."""
     word |= word >> np.uint64(4)
     word |= word >> np.uint64(2)
     word |= word >> np.uint64(1)
     return ((word & _LOW_BITS) * _GATHER_BITS) >> np.uint64(56)
 
 
-@njit(**_INNER)
+@inner
 def _lowest_bits(word: Any, count: int) -> Any:
     return word & ((_ONE << np.uint64(count)) - _ONE) if count < 64 else word
 
 
-# ---- a line, word by word; `intrinsics` says what each means ----
+# ---- `unequal_line` and `cut_line` of `intrinsics`, word by word ----
 
 
-@njit(**_INNER)
+@inner
 def unequal_words(a: Any, at: int, b: Any, bt: int) -> Any:
     different = np.uint64(0)
     for i in range(0, _LINE, 8):
@@ -75,11 +72,11 @@ def unequal_words(a: Any, at: int, b: Any, bt: int) -> Any:
     return mask
 
 
-@njit(**_INNER)
+@inner
 def cut_words(target: Any, to: int, source: Any, at: int, mask: Any) -> None:
     for i in range(0, _LINE, 8):
         part = mask >> np.uint64(i) & _BYTE
-        store_word(target, to, gather_bytes(load_word(source, at + i), _widened(part)))
+        store_word(target, to, gather_bytes(load_word(source, at + i), _byte_mask(part)))
         to += np.int64(count_ones(part))
 
 
@@ -89,18 +86,18 @@ _unequal, _cut = (unequal_line, cut_line) if HAS_LINES else (unequal_words, cut_
 # ---- whole differences ----
 
 
-@njit(**_INNER)
+@inner
 def encode(
     target: Any, at: int, rows: Any, row_at: int, reference: Any, reference_at: int, size: int, scratch: Any
 ) -> int:
-    """Write the difference at ``target[at:]``; 0 if there is none.
+    """Compiled `encode_delta`: write the difference at ``target[at:]``; return its length, 0 if nothing changed.
 
-    Rows are padded with zeros to whole lines. The four lower sections are gathered in ``scratch``
-    first, because each one's place depends on the length of those before it.
+    Rows are padded with zeros to whole lines. All sections but ``top`` are built in ``scratch`` first, because the
+    offset of each depends on the lengths of those before it. The result may be longer than the row.
     """
     n_lines = (size + _LINE - 1) // _LINE
     n_tops = (size + BLOCK - 1) // BLOCK
-    # rooms for the most that each section can hold
+    # offsets in scratch: each section has the capacity for its maximum
     words = 0
     lines = words + n_tops * (BLOCK // 8)
     groups = lines + n_tops * (BLOCK // 64)
@@ -114,7 +111,7 @@ def encode(
         mask = _unequal(rows, begin, reference, reference_at + line * _LINE)
         if mask:
             line_mask = _changed_bytes(mask)
-            store_word(scratch, words + n_words, gather_bytes(mask, _widened(line_mask)))
+            store_word(scratch, words + n_words, gather_bytes(mask, _byte_mask(line_mask)))
             n_words += np.int64(count_ones(line_mask))
             _cut(scratch, values + n_values, rows, begin, mask)
             n_values += np.int64(count_ones(mask))
@@ -137,10 +134,10 @@ def encode(
     copy_bytes(target, end, scratch, words, n_words)
     end += n_words
     fresh, end = end, end + ((n_values + 7) >> 3)
-    scratch[values - 1] = ~scratch[values]  # anything but the first value
+    scratch[values - 1] = ~scratch[values]  # any other value, so that the first one counts as fresh
     for i in range(0, n_values, _LINE):
         mask = _lowest_bits(_unequal(scratch, values + i, scratch, values + i - 1), n_values - i)
-        # the words have been copied: their room takes the bits, for the end of a line may lie among the values
+        # reuse the space of the words, which have been copied: in target, storing a whole word would overwrite values
         store_word(scratch, words + (i >> 3), mask)
         _cut(target, end, scratch, values + i, mask)
         end += np.int64(count_ones(mask))
@@ -148,7 +145,7 @@ def encode(
     return end - at
 
 
-@njit(**_INNER)
+@inner
 def _ones_between(source: Any, begin: int, end: int) -> int:
     total = np.uint64(0)
     while begin + 8 <= end:
@@ -159,30 +156,30 @@ def _ones_between(source: Any, begin: int, end: int) -> int:
     return np.int64(total)
 
 
-@njit(**_INNER)
-def _entry(entries: Any, place: int) -> int:
-    """``entries[place]`` of an int32 array that has a word's bytes to spare."""
-    return np.int64(np.uint32(load_word(entries, 4 * place)))
+@inner
+def _entry(entries: Any, i: int) -> int:
+    """Return ``entries[i]`` of an int32 array that has eight bytes to spare, without a test for negative indices."""
+    return np.int64(np.uint32(load_word(entries, 4 * i)))
 
 
-@njit(**_INNER)
-def _widen(source: Any, begin: int, end: int, parents: Any, found: Any) -> int:
-    """List the children that the masks between ``begin`` and ``end`` name; return how many."""
+@inner
+def _list_children(source: Any, begin: int, end: int, parents: Any, children: Any) -> int:
+    """List the numbers of the children that the masks ``source[begin:end]`` of ``parents`` select; return how many."""
     count = 0
     for i in range(begin, end):
         mask = np.int64(load_byte(source, i))
         base = _entry(parents, i - begin) << 3
-        # all eight every time: cheaper than a branch that is hard to foresee
-        list_children(found, count, _BITS, mask, base)
+        # always all eight: cheaper than a branch that is hard to predict
+        add_to_eight(children, 4 * count, _SET_BITS, 32 * mask, base)
         count += np.int64(count_ones(np.uint64(mask)))
     return count
 
 
-@njit(**_INNER)
+@inner
 def _sections(source: Any, at: int, end: int, size: int, a: Any, b: Any) -> Any:
-    """Where the ``lines``, ``words``, ``fresh`` and ``values`` of a difference begin, and how many values it sets.
+    """Return the offsets of ``lines``, ``words``, ``fresh`` and ``values`` in a difference, and how many bytes it sets.
 
-    Lists the lines that change in ``b``, with the help of ``a``. The places are -1 where it is damaged.
+    All are -1 if the difference is damaged. Lists the lines that change in ``b``; ``a`` is work space.
     """
     damaged = (-1, -1, -1, -1, -1)
     n_tops = (size + BLOCK - 1) // BLOCK
@@ -191,10 +188,10 @@ def _sections(source: Any, at: int, end: int, size: int, a: Any, b: Any) -> Any:
         return damaged
     for i in range(n_tops):
         b[i] = i
-    lines = groups + _widen(source, at, groups, b, a)
+    lines = groups + _list_children(source, at, groups, b, a)
     if lines > end:
         return damaged
-    words = lines + _widen(source, groups, lines, a, b)
+    words = lines + _list_children(source, groups, lines, a, b)
     if words > end:
         return damaged
     fresh = words + _ones_between(source, lines, words)
@@ -207,26 +204,26 @@ def _sections(source: Any, at: int, end: int, size: int, a: Any, b: Any) -> Any:
     return lines, words, fresh, values, n_values
 
 
-@njit(**_INNER)
+@inner
 def apply_words(source: Any, at: int, end: int, row: Any, size: int, a: Any, b: Any, values: Any) -> bool:
-    """Apply the difference ``source[at:end]`` to ``row``; False if it is damaged.
+    """Compiled `apply_delta`: apply the difference ``source[at:end]`` to ``row``; return False if it is damaged.
 
-    ``row`` has `padded` bytes, so no position a mask can name lies outside it; ``values`` has a line more. ``a`` and
-    ``b`` have room for all words and all lines, and one more of these.
+    ``row`` has `padded` bytes, so every position that a mask can select is inside it; ``values`` has a line more.
+    ``a`` and ``b`` can hold the numbers of all words and all lines, and eight more.
     """
     lines, words, fresh, value, n_values = _sections(source, at, end, size, a, b)
     if value < 0:
         return False
-    n_words = _widen(source, lines, words, b, a)
+    n_words = _list_children(source, lines, words, b, a)
     value -= 1
     for i in range((n_values + 7) >> 3):
-        # lay the fresh values where their bits are, then let each fill the places after it
+        # move the fresh values to their bits, then repeat each one up to the next
         mask = load_byte(source, fresh + i)
         before = load_byte(source, value) * _LOW_BITS
         if mask == 0:
             store_word(values, 8 * i, before)
             continue
-        filled = _widened(mask)
+        filled = _byte_mask(mask)
         word = spread_bytes(load_word(source, value + 1), filled)
         for shift in (np.uint64(8), np.uint64(16), np.uint64(32)):
             word |= (word << shift) & ~filled
@@ -236,14 +233,14 @@ def apply_words(source: Any, at: int, end: int, row: Any, size: int, a: Any, b: 
     done = 0
     for i in range(n_words):
         mask = load_byte(source, words + i)
-        places = _widened(mask)
+        changed = _byte_mask(mask)
         to = _entry(a, i) << 3
-        store_word(row, to, (load_word(row, to) & ~places) | spread_bytes(load_word(values, done), places))
+        store_word(row, to, (load_word(row, to) & ~changed) | spread_bytes(load_word(values, done), changed))
         done += np.int64(count_ones(mask))
     return True
 
 
-@njit(**_INNER)
+@inner
 def apply_lines(source: Any, at: int, end: int, row: Any, size: int, a: Any, b: Any, values: Any) -> bool:
     """`apply_words`, 64 bytes at a time."""
     lines, words, fresh, value, n_values = _sections(source, at, end, size, a, b)
@@ -257,7 +254,7 @@ def apply_lines(source: Any, at: int, end: int, row: Any, size: int, a: Any, b: 
     done = 0
     for i in range(words - lines):
         line_mask = load_byte(source, lines + i)
-        mask = spread_bytes(load_word(source, words), _widened(line_mask))
+        mask = spread_bytes(load_word(source, words), _byte_mask(line_mask))
         words += np.int64(count_ones(line_mask))
         merge_line(row, _entry(b, i) << 6, values, done, mask)
         done += np.int64(count_ones(mask))

@@ -16,7 +16,7 @@ import torch
 
 from sb3_extra_buffers.codecs.delta import BLOCK, encode_delta, top_bytes
 from sb3_extra_buffers.kernels.dispatch import frame_kernels
-from sb3_extra_buffers.kernels.state import NONE, ZERO, FrameState, keyframe_bytes
+from sb3_extra_buffers.kernels.state import NONE, ZERO, FrameConfig, FrameState, keyframe_bytes
 
 __all__ = ["DeviceTables", "FrameShape", "read_rows_reference", "write_rows_reference"]
 
@@ -319,11 +319,11 @@ def read_rows_reference(tables: DeviceTables, shape: FrameShape, indices: torch.
 
     Bytes of ``out`` past a frame's end are left alone.
     """
-    size, per = shape.frame_bytes, shape.per_segment
-    n_streams = tables.streams.shape[0]
+    size = shape.frame_bytes
     starts = tables.starts.numpy()
     state = FrameState(**{
         **dict.fromkeys(FrameState._fields, np.zeros(0, np.int64)),
+        "config": FrameConfig(size, shape.per_segment, 2, shape.room, delta=True),
         "heap": tables.heap.numpy(),
         "stage": tables.stage.numpy(),
         "keyframe_rows": tables.keyframe_rows.numpy().reshape(-1),
@@ -331,13 +331,10 @@ def read_rows_reference(tables: DeviceTables, shape: FrameShape, indices: torch.
         "lengths": tables.lengths.numpy(),
         "keyframes": tables.keyframes.numpy(),
         "stage_ends": np.ascontiguousarray(tables.streams.numpy()[:, END]),
-        "open_segments": np.zeros(n_streams, np.int32),
     })  # fmt: skip
     sets = indices.numpy()
     rows = np.empty(sets.size * shape.stack * size, np.uint8)
     kernels = frame_kernels(compiled=False)
-    damaged = kernels.read_frames(
-        kernels.bind_state(state), tables.frame_ids.numpy(), sets, rows, size, per, False, 0, sets.shape[1]
-    )
+    damaged = kernels.read_frames(kernels.bind_state(state), tables.frame_ids.numpy(), sets, rows, 0, sets.shape[1])
     out.numpy()[..., :size] = rows.reshape(*sets.shape, shape.stack, size)
     return damaged

@@ -1,10 +1,16 @@
-"""Machine operations that numba lacks: unaligned words, bit counts, block copies.
+"""Machine operations that numba lacks: unaligned words, bit counts, block copies, lines of 64 bytes under a mask.
 
 Imports numba: only the compiled half of `kernels` may import this module.
+
+Compiled code passes a memory operand as two arguments, an array and a byte offset; the definitions below receive a
+pointer. So ``def copy_bytes(builder, target, source, count)`` is called as ``copy_bytes(array, offset, array, offset,
+count)``. Offsets are not checked, and arrays must be contiguous.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -13,298 +19,223 @@ from numba import types
 from numba.core import cgutils, config
 from numba.extending import intrinsic
 
-_WORD = ir.IntType(64)
-
-# what numba compiles for, unless it is told of another processor
+# what numba compiles for, unless it is configured for another processor
 _FEATURES = {} if config.CPU_NAME or config.CPU_FEATURES else llvm.get_host_cpu_features()
 # pdep and pext: one instruction on x86-64 since 2013; elsewhere a loop over the eight bytes
 _HAS_BMI2 = bool(_FEATURES.get("bmi2", False))
-#: whether 64 bytes can be moved by a mask at once
+#: whether the processor moves 64 bytes under a mask (AVX-512 VBMI2), which the ``*_line`` operations need
 HAS_LINES = bool(_FEATURES.get("avx512vbmi2", False) and _FEATURES.get("avx512bw", False))
 
-
-def _pointer(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.gep(builder.bitcast(data, cgutils.voidptr_t), [offset])
-
-
-def _call(builder: Any, name: str, words: Any) -> Any:
-    kind = ir.FunctionType(_WORD, [_WORD] * len(words))
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), words)
-
-
-@intrinsic
-def load_word(typing_context: Any, array: Any, offset: Any) -> Any:
-    """The eight bytes at byte ``offset`` of a contiguous array, whatever its alignment."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = _pointer(context, builder, signature.args[0], args[0], args[1])
-        word = builder.load(builder.bitcast(at, _WORD.as_pointer()))
-        word.align = 1
-        return word
-
-    return types.uint64(array, types.int64), generate
-
-
-@intrinsic
-def store_word(typing_context: Any, array: Any, offset: Any, value: Any) -> Any:
-    """Set the eight bytes at byte ``offset`` of a contiguous array."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = _pointer(context, builder, signature.args[0], args[0], args[1])
-        store = builder.store(args[2], builder.bitcast(at, _WORD.as_pointer()))
-        store.align = 1
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64, types.uint64), generate
-
-
-@intrinsic
-def load_byte(typing_context: Any, array: Any, offset: Any) -> Any:
-    """The byte at ``offset`` of a contiguous array; unlike ``array[offset]`` it does not ask if that is negative."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.zext(builder.load(_pointer(context, builder, signature.args[0], args[0], args[1])), _WORD)
-
-    return types.uint64(array, types.int64), generate
-
-
-@intrinsic
-def list_children(typing_context: Any, found: Any, count: Any, table: Any, mask: Any, base: Any) -> Any:
-    """Set ``found[count : count + 8]`` to ``base + table[mask]``, eight int32 at once."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        found, count, table, mask, base = args
-        half = ir.IntType(32)
-        eight = ir.VectorType(half, 8)
-        to = _pointer(context, builder, signature.args[0], found, builder.mul(count, _WORD(4)))
-        at = _pointer(context, builder, signature.args[2], table, builder.mul(mask, _WORD(32)))
-        bits = builder.load(builder.bitcast(at, eight.as_pointer()))
-        bits.align = 4
-        bases = ir.Constant(eight, ir.Undefined)
-        for lane in range(8):
-            bases = builder.insert_element(bases, builder.trunc(base, half), half(lane))
-        store = builder.store(builder.add(bits, bases), builder.bitcast(to, eight.as_pointer()))
-        store.align = 4
-        return context.get_dummy_value()
-
-    return types.void(found, types.int64, table, types.int64, types.int64), generate
-
-
-@intrinsic
-def copy_bytes(typing_context: Any, target: Any, to: Any, source: Any, at: Any, count: Any) -> Any:
-    """Copy ``count`` bytes between two arrays that do not overlap."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        target, to, source, at, count = args
-        cgutils.raw_memcpy(
-            builder,
-            _pointer(context, builder, signature.args[0], target, to),
-            _pointer(context, builder, signature.args[2], source, at),
-            count,
-            1,
-        )
-        return context.get_dummy_value()
-
-    return types.void(target, types.int64, source, types.int64, types.int64), generate
-
-
-@intrinsic
-def stream_bytes(typing_context: Any, target: Any, to: Any, source: Any, at: Any, count: Any) -> Any:
-    """`copy_bytes` past the caches; the place in ``target`` and ``count`` are multiples of 16."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        target, to, source, at, count = args
-        first = _pointer(context, builder, signature.args[0], target, to)
-        second = _pointer(context, builder, signature.args[2], source, at)
-        pair = ir.VectorType(_WORD, 2).as_pointer()
-        hint = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
-        with cgutils.for_range(builder, builder.udiv(count, _WORD(16))) as loop:
-            offset = builder.mul(loop.index, _WORD(16))
-            value = builder.load(builder.bitcast(builder.gep(second, [offset]), pair))
-            value.align = 1
-            store = builder.store(value, builder.bitcast(builder.gep(first, [offset]), pair))
-            store.align = 16
-            store.set_metadata("nontemporal", hint)
-        return context.get_dummy_value()
-
-    return types.void(target, types.int64, source, types.int64, types.int64), generate
-
-
-@intrinsic
-def address_of(typing_context: Any, array: Any) -> Any:
-    """Where an array begins."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        return builder.ptrtoint(data, _WORD)
-
-    return types.int64(array), generate
-
-
-@intrinsic
-def count_ones(typing_context: Any, word: Any) -> Any:
-    """How many bits of an unsigned word are set."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.ctpop(args[0])
-
-    return types.uint64(types.uint64), generate
-
-
-@intrinsic
-def low_zeros(typing_context: Any, word: Any) -> Any:
-    """How many bits below the lowest one that is set; of a word that is not zero."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.IntType(1)(1))
-
-    return types.int64(types.uint64), generate
-
-
-@intrinsic
-def spread_bytes(typing_context: Any, packed: Any, places: Any) -> Any:
-    """Lay the low bytes of ``packed``, in order, where ``places`` has bytes of 0xFF."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        packed, places = args
-        if _HAS_BMI2:
-            return _call(builder, "llvm.x86.bmi.pdep.64", args)
-        result = ir.Constant(_WORD, 0)
-        for byte in range(8):
-            here = builder.and_(places, ir.Constant(_WORD, 0xFF << (8 * byte)))
-            shifted = builder.shl(packed, ir.Constant(_WORD, 8 * byte))
-            result = builder.or_(result, builder.and_(shifted, here))
-            step = builder.and_(builder.lshr(here, ir.Constant(_WORD, 8 * byte)), ir.Constant(_WORD, 8))
-            packed = builder.lshr(packed, step)
-        return result
-
-    return types.uint64(types.uint64, types.uint64), generate
-
-
-@intrinsic
-def equal_bytes(typing_context: Any, a: Any, at: Any, b: Any, bt: Any, count: Any) -> Any:
-    """Whether ``count`` bytes of two arrays are the same."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        a, at, b, bt, count = args
-        order = ir.IntType(32)
-        compare = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(order, [cgutils.voidptr_t, cgutils.voidptr_t, _WORD]), "memcmp"
-        )
-        first = _pointer(context, builder, signature.args[0], a, at)
-        second = _pointer(context, builder, signature.args[2], b, bt)
-        return builder.icmp_signed("==", builder.call(compare, [first, second, count]), order(0))
-
-    return types.boolean(a, types.int64, b, types.int64, types.int64), generate
-
-
-@intrinsic
-def gather_bytes(typing_context: Any, word: Any, places: Any) -> Any:
-    """Undo `spread_bytes`: the bytes of ``word`` where ``places`` has 0xFF, moved together at the low end."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word, places = args
-        if _HAS_BMI2:
-            return _call(builder, "llvm.x86.bmi.pext.64", args)
-        result, shift = ir.Constant(_WORD, 0), ir.Constant(_WORD, 0)
-        for byte in range(8):
-            here = builder.and_(builder.lshr(places, _WORD(8 * byte)), _WORD(0xFF))
-            value = builder.and_(builder.lshr(word, _WORD(8 * byte)), here)
-            # a shift by 64 means nothing; no byte is ever moved that far
-            result = builder.or_(result, builder.shl(value, builder.and_(shift, _WORD(63))))
-            shift = builder.add(shift, builder.and_(here, _WORD(8)))
-        return result
-
-    return types.uint64(types.uint64, types.uint64), generate
-
-
-# ---- lines of 64 bytes, where `HAS_LINES` says so ----
-
-_LINE = ir.VectorType(ir.IntType(8), 64)
+_BYTE, _INT32, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_LINE = ir.VectorType(_BYTE, 64)
 _MASK = ir.VectorType(ir.IntType(1), 64)
+_NO_LINE = ir.Constant(_LINE, None)
+
+# kinds of operands; a memory operand is an array and a byte offset
+_MEMORY = None
+_UINT, _INT = types.uint64, types.int64
 
 
-def _line_at(builder: Any, place: Any) -> Any:
-    line = builder.load(builder.bitcast(place, _LINE.as_pointer()))
-    line.align = 1
-    return line
+def _operation(result: Any, *operands: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make an intrinsic from a function that takes the LLVM builder and operands, and returns the LLVM result."""
+
+    def decorate(build: Callable[..., Any]) -> Any:
+        def define(typing_context: Any, *arguments: Any) -> Any:
+            remaining = iter(arguments)
+            parameters: list[Any] = []
+            for kind in operands:
+                parameters += [next(remaining), _INT] if kind is _MEMORY else [kind]
+                next(remaining)
+
+            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                passed = iter(zip(signature.args, values, strict=True))
+                built = []
+                for kind in operands:
+                    array_type, value = next(passed)
+                    if kind is _MEMORY:
+                        data = context.make_array(array_type)(context, builder, value).data
+                        value = builder.gep(builder.bitcast(data, cgutils.voidptr_t), [next(passed)[1]])
+                    built.append(value)
+                returned = build(builder, *built)
+                return context.get_dummy_value() if result is types.void else returned
+
+            return result(*parameters), generate
+
+        define.__name__, define.__doc__ = build.__name__, build.__doc__
+        # numba wants every parameter by name
+        names = ["typing_context"]
+        for name, kind in zip(list(inspect.signature(build).parameters)[1:], operands, strict=True):
+            names += [name, f"{name}_at"] if kind is _MEMORY else [name]
+        define.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # mypy knows no such attribute
+            [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        )
+        return intrinsic(define)
+
+    return decorate
 
 
-def _put_line(builder: Any, line: Any, place: Any) -> None:
-    builder.store(line, builder.bitcast(place, _LINE.as_pointer())).align = 1
+def _load(builder: Any, pointer: Any, kind: Any, align: int = 1) -> Any:
+    value = builder.load(builder.bitcast(pointer, kind.as_pointer()))
+    value.align = align
+    return value
 
 
-def _expand(builder: Any, place: Any, mask: Any, rest: Any) -> Any:
-    """The bytes at ``place``, in order, where ``mask`` is set, and ``rest`` elsewhere; reads no more than it lays."""
-    kind = ir.FunctionType(_LINE, [ir.IntType(8).as_pointer(), _MASK, _LINE])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.expandload.v64i8")
-    return builder.call(function, [place, mask, rest])
+def _store(builder: Any, value: Any, pointer: Any, align: int = 1) -> Any:
+    store = builder.store(value, builder.bitcast(pointer, value.type.as_pointer()))
+    store.align = align
+    return store
 
 
-@intrinsic
-def unequal_line(typing_context: Any, a: Any, at: Any, b: Any, bt: Any) -> Any:
-    """One bit for each of 64 bytes in which two arrays differ."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        a, at, b, bt = args
-        first = _line_at(builder, _pointer(context, builder, signature.args[0], a, at))
-        second = _line_at(builder, _pointer(context, builder, signature.args[2], b, bt))
-        return builder.bitcast(builder.icmp_unsigned("!=", first, second), _WORD)
-
-    return types.uint64(a, types.int64, b, types.int64), generate
+def _call(builder: Any, name: str, result: Any, *operands: Any) -> Any:
+    kind = ir.FunctionType(result, [operand.type for operand in operands])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), operands)
 
 
-@intrinsic
-def cut_line(typing_context: Any, target: Any, to: Any, source: Any, at: Any, mask: Any) -> Any:
-    """Move those of 64 bytes that ``mask`` names together; what lies after them in ``target`` is anything."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        target, to, source, at, mask = args
-        line = _line_at(builder, _pointer(context, builder, signature.args[2], source, at))
-        kind = ir.FunctionType(_LINE, [_LINE, _LINE, _MASK])
-        compress = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.mask.compress.v64i8")
-        # in a register: storing by mask is slow on some processors
-        cut = builder.call(compress, [line, ir.Constant(_LINE, None), builder.bitcast(mask, _MASK)])
-        _put_line(builder, cut, _pointer(context, builder, signature.args[0], target, to))
-        return context.get_dummy_value()
-
-    return types.void(target, types.int64, source, types.int64, types.uint64), generate
+# ---- words and blocks ----
 
 
-@intrinsic
-def fill_line(typing_context: Any, target: Any, to: Any, source: Any, at: Any, mask: Any, before: Any) -> Any:
-    """Lay bytes of ``source`` where ``mask`` is set, and repeat each until the next; ``before`` up to the first."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        target, to, source, at, mask, before = args
-        place = _pointer(context, builder, signature.args[2], source, at)
-        none = ir.Constant(_LINE, None)
-        line = _expand(builder, place, builder.bitcast(mask, _MASK), none)
-        filled = mask
-        for shift in (1, 2, 4, 8, 16, 32):
-            lanes = ir.Constant(ir.VectorType(ir.IntType(32), 64), [max(i - shift, 0) for i in range(64)])
-            moved = builder.shuffle_vector(line, none, lanes)
-            line = builder.select(builder.bitcast(filled, _MASK), line, moved)
-            filled = builder.or_(filled, builder.shl(filled, _WORD(shift)))
-        first = builder.insert_element(none, builder.trunc(before, ir.IntType(8)), ir.IntType(32)(0))
-        repeated = builder.shuffle_vector(first, none, ir.Constant(ir.VectorType(ir.IntType(32), 64), [0] * 64))
-        line = builder.select(builder.bitcast(filled, _MASK), line, repeated)
-        _put_line(builder, line, _pointer(context, builder, signature.args[0], target, to))
-        return context.get_dummy_value()
-
-    return types.void(target, types.int64, source, types.int64, types.uint64, types.uint64), generate
+@_operation(_UINT, _MEMORY)
+def load_word(builder: Any, source: Any) -> Any:
+    """Load eight bytes of any alignment."""
+    return _load(builder, source, _WORD)
 
 
-@intrinsic
-def merge_line(typing_context: Any, row: Any, to: Any, source: Any, at: Any, mask: Any) -> Any:
-    """Overwrite those of 64 bytes that ``mask`` names with the bytes of ``source``, in order."""
+@_operation(types.void, _MEMORY, _UINT)
+def store_word(builder: Any, target: Any, value: Any) -> None:
+    """Store eight bytes at any alignment."""
+    _store(builder, value, target)
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        row, to, source, at, mask = args
-        place = _pointer(context, builder, signature.args[0], row, to)
-        values = _pointer(context, builder, signature.args[2], source, at)
-        _put_line(builder, _expand(builder, values, builder.bitcast(mask, _MASK), _line_at(builder, place)), place)
-        return context.get_dummy_value()
 
-    return types.void(row, types.int64, source, types.int64, types.uint64), generate
+@_operation(_UINT, _MEMORY)
+def load_byte(builder: Any, source: Any) -> Any:
+    """Load a byte; unlike ``array[offset]`` this does not test whether the offset is negative."""
+    return builder.zext(builder.load(source), _WORD)
+
+
+@_operation(_INT, _MEMORY)
+def address_of(builder: Any, source: Any) -> Any:
+    """Return the address of a memory operand."""
+    return builder.ptrtoint(source, _WORD)
+
+
+@_operation(types.void, _MEMORY, _MEMORY, _INT)
+def copy_bytes(builder: Any, target: Any, source: Any, count: Any) -> None:
+    """Copy ``count`` bytes; the ranges must not overlap."""
+    cgutils.raw_memcpy(builder, target, source, count, 1)
+
+
+@_operation(types.void, _MEMORY, _MEMORY, _INT)
+def stream_bytes(builder: Any, target: Any, source: Any, count: Any) -> None:
+    """`copy_bytes` past the caches; ``count`` and the address of ``target`` must be multiples of 16."""
+    pair = ir.VectorType(_WORD, 2)
+    hint = builder.module.add_metadata([ir.Constant(_INT32, 1)])
+    with cgutils.for_range(builder, builder.udiv(count, _WORD(16))) as loop:
+        offset = builder.mul(loop.index, _WORD(16))
+        value = _load(builder, builder.gep(source, [offset]), pair)
+        _store(builder, value, builder.gep(target, [offset]), align=16).set_metadata("nontemporal", hint)
+
+
+@_operation(types.boolean, _MEMORY, _MEMORY, _INT)
+def equal_bytes(builder: Any, a: Any, b: Any, count: Any) -> Any:
+    """Return whether ``count`` bytes are equal."""
+    return builder.icmp_signed("==", _call(builder, "memcmp", _INT32, a, b, count), _INT32(0))
+
+
+@_operation(types.void, _MEMORY, _MEMORY, _INT)
+def add_to_eight(builder: Any, target: Any, source: Any, base: Any) -> None:
+    """Set eight int32 of ``target`` to those of ``source`` plus ``base``."""
+    eight = ir.VectorType(_INT32, 8)
+    bases = ir.Constant(eight, ir.Undefined)
+    for lane in range(8):
+        bases = builder.insert_element(bases, builder.trunc(base, _INT32), _INT32(lane))
+    _store(builder, builder.add(_load(builder, source, eight, align=4), bases), target, align=4)
+
+
+# ---- bits ----
+
+
+@_operation(_UINT, _UINT)
+def count_ones(builder: Any, word: Any) -> Any:
+    """Count the set bits of a word."""
+    return builder.ctpop(word)
+
+
+@_operation(_INT, _UINT)
+def trailing_zeros(builder: Any, word: Any) -> Any:
+    """Count the zero bits below the lowest set bit of a word, which must not be zero."""
+    return builder.cttz(word, ir.IntType(1)(1))
+
+
+@_operation(_UINT, _UINT, _UINT)
+def spread_bytes(builder: Any, packed: Any, mask: Any) -> Any:
+    """Move the low bytes of ``packed``, in order, to the bytes of ``mask`` that are 0xFF; the others become zero."""
+    if _HAS_BMI2:
+        return _call(builder, "llvm.x86.bmi.pdep.64", _WORD, packed, mask)
+    result = _WORD(0)
+    for byte in range(8):
+        selected = builder.and_(mask, _WORD(0xFF << (8 * byte)))
+        result = builder.or_(result, builder.and_(builder.shl(packed, _WORD(8 * byte)), selected))
+        packed = builder.lshr(packed, builder.and_(builder.lshr(selected, _WORD(8 * byte)), _WORD(8)))
+    return result
+
+
+@_operation(_UINT, _UINT, _UINT)
+def gather_bytes(builder: Any, word: Any, mask: Any) -> Any:
+    """Undo `spread_bytes`: move the bytes of ``word`` where ``mask`` is 0xFF together at the low end."""
+    if _HAS_BMI2:
+        return _call(builder, "llvm.x86.bmi.pext.64", _WORD, word, mask)
+    result, shift = _WORD(0), _WORD(0)
+    for byte in range(8):
+        selected = builder.and_(builder.lshr(mask, _WORD(8 * byte)), _WORD(0xFF))
+        value = builder.and_(builder.lshr(word, _WORD(8 * byte)), selected)
+        # a shift by 64 would be undefined; the masked one shifts a zero
+        result = builder.or_(result, builder.shl(value, builder.and_(shift, _WORD(63))))
+        shift = builder.add(shift, builder.and_(selected, _WORD(8)))
+    return result
+
+
+# ---- lines of 64 bytes, only where `HAS_LINES` ----
+
+
+def _expand(builder: Any, source: Any, mask: Any, rest: Any) -> Any:
+    """Return a line with the bytes at ``source``, in order, where ``mask`` is set, and those of ``rest`` elsewhere.
+
+    Reads no more bytes than ``mask`` has set bits.
+    """
+    return _call(builder, "llvm.masked.expandload.v64i8", _LINE, source, builder.bitcast(mask, _MASK), rest)
+
+
+@_operation(_UINT, _MEMORY, _MEMORY)
+def unequal_line(builder: Any, a: Any, b: Any) -> Any:
+    """Return one bit for each of 64 bytes: whether they differ."""
+    return builder.bitcast(builder.icmp_unsigned("!=", _load(builder, a, _LINE), _load(builder, b, _LINE)), _WORD)
+
+
+@_operation(types.void, _MEMORY, _MEMORY, _UINT)
+def cut_line(builder: Any, target: Any, source: Any, mask: Any) -> None:
+    """Move those of 64 bytes that ``mask`` selects together in ``target``; what follows them there is undefined."""
+    # compress in a register: storing under a mask is slow on some processors
+    name = "llvm.x86.avx512.mask.compress.v64i8"
+    line = _load(builder, source, _LINE)
+    _store(builder, _call(builder, name, _LINE, line, _NO_LINE, builder.bitcast(mask, _MASK)), target)
+
+
+@_operation(types.void, _MEMORY, _MEMORY, _UINT, _UINT)
+def fill_line(builder: Any, target: Any, source: Any, mask: Any, before: Any) -> None:
+    """Put bytes of ``source`` where ``mask`` is set and repeat each up to the next; ``before`` precedes the first."""
+    line = _expand(builder, source, mask, _NO_LINE)
+    filled = mask
+    for shift in (1, 2, 4, 8, 16, 32):
+        lanes = ir.Constant(ir.VectorType(_INT32, 64), [max(i - shift, 0) for i in range(64)])
+        moved = builder.shuffle_vector(line, _NO_LINE, lanes)
+        line = builder.select(builder.bitcast(filled, _MASK), line, moved)
+        filled = builder.or_(filled, builder.shl(filled, _WORD(shift)))
+    first = builder.insert_element(_NO_LINE, builder.trunc(before, _BYTE), _INT32(0))
+    repeated = builder.shuffle_vector(first, _NO_LINE, ir.Constant(ir.VectorType(_INT32, 64), [0] * 64))
+    _store(builder, builder.select(builder.bitcast(filled, _MASK), line, repeated), target)
+
+
+@_operation(types.void, _MEMORY, _MEMORY, _UINT)
+def merge_line(builder: Any, target: Any, source: Any, mask: Any) -> None:
+    """Overwrite those of 64 bytes that ``mask`` selects with the bytes of ``source``, in order."""
+    _store(builder, _expand(builder, source, mask, _load(builder, target, _LINE)), target)

@@ -1,4 +1,4 @@
-"""The tables that the frame store's kernels work on, and the marks in them."""
+"""The tables that the frame store's kernels work on, and the constants that mark their entries."""
 
 from __future__ import annotations
 
@@ -9,60 +9,75 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
+Ints32 = npt.NDArray[np.int32]
 
-#: a frame of zeros has this id: nothing is stored for it, and unwritten observations are made of it
+#: Id of an all-zero frame. Nothing is stored for it, and unwritten observations consist of it.
 ZERO = -1
-#: a place in a table that holds nothing
+#: Marks an unused table entry.
 NONE = -2
-#: flags of a segment whose differences were compressed together
+
+#: First byte of a segment: how its differences are compressed; 0 where they are not.
 PACKED_ZSTD = 1
 PACKED_LZ4 = 2
 
-# what each entry of `FrameState.counters` counts
-N_UNUSED = 0  #: segments in ``free``
-N_FREED = 1  #: segments in ``freed``
-N_FRESH = 2  #: frames in ``fresh``
-N_SEALED = 3  #: segments in ``sealed``
-N_UNDO = 4  #: rows in ``undo_cells``
-COMMITTED = 5  #: 1 where these rows will not be restored any more, so that the next write gives their frames up
+# entries of `FrameState.counters`
+N_UNUSED = 0  #: entries in ``unused``
+N_FREED = 1  #: entries in ``freed``
+N_NEW = 2  #: entries in ``new_frames`` and ``new_ids``
+N_SEALED = 3  #: entries in ``sealed``
+N_UNDO = 4  #: rows in ``undo_indices`` and ``undo_ids``
+COMMITTED = 5  #: 1 once those rows will not be restored, so that the next write may release their frames
 N_COUNTERS = 6
 
 
-class FrameState(NamedTuple):
-    """Tables of one frame store. A frame's id is ``segment * frames_per_segment + position``."""
+class FrameConfig(NamedTuple):
+    """Constants of one frame store."""
 
+    frame_bytes: int
+    per_segment: int  # frames per segment, at most
+    length_bytes: int  # width of a frame's length in the segment header: 2, or 4 for frames over 65,535 bytes
+    stage_bytes: int  # capacity of an open segment
+    delta: bool  # encode frames into segments; otherwise list them in ``new_frames`` for a byte codec
+    max_chain_bytes: int = 0  # a segment with more bytes of differences is full
+    compress_above: int = -1  # compress a segment with more bytes per frame; -1: the caller seals segments
+
+
+class FrameState(NamedTuple):
+    """Tables of one frame store. A frame's id is ``segment * per_segment + position in the segment``."""
+
+    config: FrameConfig
     heap: Bytes  # sealed segments
-    keyframe_rows: Bytes  # [keyframe * whole lines of a frame]: whole frames that segments start from
-    keyframe_refs: npt.NDArray[np.int32]  # per keyframe: segments that start from it
-    starts: Ints  # per segment: its place in heap, or -1 - its place in stage while it is open
-    lengths: npt.NDArray[np.int32]  # per segment: bytes in heap, 0 while it is open
-    counts: npt.NDArray[np.int32]  # per segment: frames in it
-    live: npt.NDArray[np.int32]  # per segment: frames referred to
-    keyframes: npt.NDArray[np.int32]  # per segment: its keyframe, or NONE
-    refs: npt.NDArray[np.int32]  # per frame: observations that contain it
-    free: npt.NDArray[np.int32]  # ids of unused segments, a stack
-    freed: npt.NDArray[np.int32]  # segments that lost their last reference
-    sealed: npt.NDArray[np.int32]  # segments that were moved to the heap, in that order
-    gap: Ints  # where the heap is free: begin and end
-    counters: Ints  # how many of each: see `N_UNUSED` and those after it
-    fresh: Ints  # new frames of this call, as row * stack + position
-    fresh_ids: Ints  # their ids
-    undo_indices: Ints  # observations that the last write replaced
-    undo_ids: npt.NDArray[np.int32]  # [row, stack]: what ``slots`` held for them; these frames still count as in use
-    stage: Bytes  # open segments, one room per stream
-    stage_ends: Ints  # per stream: where its open segment ends, counted from its room
-    open_segments: npt.NDArray[np.int32]  # per stream
-    recent: npt.NDArray[np.uint8]  # [stream, place, padded frame]: the frames a stream saw last
-    recent_ids: npt.NDArray[np.int32]  # [stream, place]
-    heads: Ints  # per stream: the place that is overwritten next
-    last: Ints  # [stream, stack]: places of the frames of the stream's last observation
-    keyframe_of: npt.NDArray[np.int32]  # per stream: its keyframe, or NONE
-    keyframe_cost: Ints  # [stream, 2]: best size of a first frame against that keyframe; bytes lost to its age
-    chain_bytes: Ints  # per stream: bytes of differences in its open segment
-    pool: npt.NDArray[np.int32]  # the newest keyframes
-    scratch: Bytes
+    keyframe_rows: Bytes  # [keyframe * keyframe_bytes(frame_bytes)]: whole frames that segments start from
+    keyframe_refs: Ints32  # [keyframe]: number of segments that start from it
+    starts: Ints  # [segment]: offset in heap, or -1 - offset in stage while it is open
+    lengths: Ints32  # [segment]: bytes in heap, 0 while it is open
+    counts: Ints32  # [segment]: number of frames in it
+    live: Ints32  # [segment]: number of its frames that are referenced
+    keyframes: Ints32  # [segment]: keyframe it starts from, or NONE
+    refs: Ints32  # [frame id]: number of observations that contain it
+    unused: Ints32  # stack of unused segment ids; see N_UNUSED
+    freed: Ints32  # segments that lost their last reference; see N_FREED
+    sealed: Ints32  # segments moved to the heap, in that order; see N_SEALED
+    gap: Ints  # [2]: begin and end of the heap's free range
+    counters: Ints  # [N_COUNTERS]: see `N_UNUSED` and those after it
+    new_frames: Ints  # new frames of this call, as row * stack + index in the stack; see N_NEW
+    new_ids: Ints  # ids of ``new_frames``
+    undo_indices: Ints  # [undo row]: observations that the last write replaced; see N_UNDO
+    undo_ids: Ints32  # [undo row, stack]: their entries in frame_ids before; these frames still count as referenced
+    stage: Bytes  # [stream * stage_bytes]: open segments
+    stage_ends: Ints  # [stream]: end of its open segment, as an offset in its part of stage
+    open_segments: Ints32  # [stream]: its open segment, or NONE
+    recent: Bytes  # [stream, position, keyframe_bytes(frame_bytes)]: ring of the frames last added to a stream
+    recent_ids: Ints32  # [stream, position]: their ids, or NONE
+    recent_next: Ints  # [stream]: position in the ring that is overwritten next
+    last_stack: Ints  # [stream, stack]: position in the ring of each frame of the stream's last observation
+    stream_keyframes: Ints32  # [stream]: keyframe that its next segment will try first, or NONE
+    keyframe_cost: Ints  # [stream, 2]: smallest first frame against that keyframe; bytes spent above it since
+    chain_bytes: Ints  # [stream]: bytes of differences in its open segment
+    pool: Ints32  # the newest keyframes
+    scratch: Bytes  # work space of the encoder
 
 
 def keyframe_bytes(size: int) -> int:
-    """Bytes that a keyframe takes: whole lines, the last one padded with zeros."""
+    """Size of a frame in the keyframe table: padded with zeros to a multiple of 64 bytes."""
     return (size + 63) // 64 * 64

@@ -378,13 +378,18 @@ class BaseRecordBuffer:
 
     # ---- files and pictures ----
 
+    @property
+    def lock(self) -> Any:
+        """Held while this is changed or saved."""
+        return self._lock
+
     def to_parts(self) -> Parts:
         """What this is made of, for a file: a tag, a description, columns and stores."""
-        from sb3_extra_buffers.files.kinds import take_parts
+        from sb3_extra_buffers.files.registry import registered_parts
 
         with self._lock:
             self._recover()
-            return take_parts(self)
+            return registered_parts(self)
 
     def save(self, path: str | os.PathLike[str]) -> Path | None:
         """Write all records to one file, which `load` reads; no pickle is involved."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from sb3_extra_buffers.errors import FileFormatError, NotSaveableError
 from sb3_extra_buffers.files.loading import load_file
 from sb3_extra_buffers.files.parts import LoadedParts, Parts, make_view
-from sb3_extra_buffers.files.values import decode, encode
+from sb3_extra_buffers.files.values import value_from_json, value_to_json
 from sb3_extra_buffers.recording.buffers import BaseRecordBuffer, FramelessRecordBuffer, RecordBuffer
 from sb3_extra_buffers.recording.columns import MOST_DEPTH, Column
 from sb3_extra_buffers.stores.checks import check_flags, entry, require, whole
@@ -47,7 +47,7 @@ def to_parts(buffer: BaseRecordBuffer, tag: str) -> Parts:
             "res": list(buffer.res),
             "ch_num": buffer.ch_num,
             "compression_method": buffer.compression_method,
-            "compression_kwargs": encode(buffer.compression_kwargs, "compression_kwargs"),
+            "compression_kwargs": value_to_json(buffer.compression_kwargs, "compression_kwargs"),
         }
         return Parts(tag, described, columns, {"frames": buffer._frames.store})
     if not isinstance(buffer, FramelessRecordBuffer):
@@ -127,7 +127,7 @@ def _with_frames(parts: LoadedParts, size: int) -> RecordBuffer:
     require(fits, f"a store of {store.n_obs} frames of {store.spec} is not one of {size} of {shapes[0]}")
     method = entry(about, "compression_method", kind=str)
     require(method == store.method, f"frames are stored with {store.method!r}, not with {method!r}")
-    options = decode(entry(about, "compression_kwargs", kind=dict))
+    options = value_from_json(entry(about, "compression_kwargs", kind=dict))
     buffer = RecordBuffer(
         (height, width), depth, size, dtype=store.spec.dtype, compression_method=method, compression_kwargs=options
     )

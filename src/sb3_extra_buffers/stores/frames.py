@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ from sb3_extra_buffers.codecs.delta import BLOCK, padded
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.kernels import as_contiguous, frame_kernels
 from sb3_extra_buffers.kernels.fingerprints import PAGE
+from sb3_extra_buffers.kernels.policy import POOL_SIZE
 from sb3_extra_buffers.kernels.state import (
     COMMITTED,
     N_COUNTERS,
     N_FREED,
-    N_FRESH,
+    N_NEW,
     N_SEALED,
     N_UNDO,
     N_UNUSED,
     NONE,
+    FrameConfig,
     FrameState,
     keyframe_bytes,
 )
@@ -36,8 +39,6 @@ Indices = npt.NDArray[np.int64]
 FrameIds = npt.NDArray[np.int32]
 Frames = npt.NDArray[np.uint8]  # [row, stack, byte]
 
-# keyframes that a new segment may start from
-_POOL = 8
 # segments that are freed or sealed together: each is a matter of microseconds, seeing to it is not
 LATER = 128
 
@@ -72,7 +73,7 @@ class FrameStore(ABC):
         path: Path | None = None,
         compiled: bool | None = None,
         per_segment: int = 1,
-        room: int = 1,
+        stage_bytes: int = 1,
     ) -> None:
         self.layout = layout
         self.codec = codec
@@ -85,13 +86,14 @@ class FrameStore(ABC):
         self.new_keyframes: list[int] = []
         self._compiled = compiled
         self._kernels = frame_kernels(compiled)
-        self._wide = layout.frame_bytes > 0xFFFF
         # the last stream is for frames that are moved out of mostly dead segments
         streams, size = n_streams + 1, layout.frame_bytes
         n_tops = padded(size) // BLOCK
         # those of the stream's observation, or the frame before where that is a single one
         places = max(layout.stack, 2)
+        width = 4 if layout.frame_bytes > 0xFFFF else 2
         self._state = FrameState(
+            config=FrameConfig(size, per_segment, width, stage_bytes, delta=not self.lists_fresh),
             heap=self.heap.data,
             keyframe_rows=np.zeros(0, np.uint8),
             keyframe_refs=np.zeros(0, np.int32),
@@ -101,26 +103,26 @@ class FrameStore(ABC):
             live=np.zeros(0, np.int32),
             keyframes=np.zeros(0, np.int32),
             refs=np.zeros(0, np.int32),
-            free=np.zeros(0, np.int32),
+            unused=np.zeros(0, np.int32),
             freed=np.zeros(0, np.int32),
             sealed=np.zeros(LATER, np.int32),
             gap=np.zeros(2, np.int64),
             counters=np.zeros(N_COUNTERS, np.int64),
-            fresh=np.zeros(0, np.int64),
-            fresh_ids=np.zeros(0, np.int64),
+            new_frames=np.zeros(0, np.int64),
+            new_ids=np.zeros(0, np.int64),
             undo_indices=np.zeros(0, np.int64),
             undo_ids=np.zeros((0, layout.stack), np.int32),
-            stage=zeros(streams * room, np.uint8),
+            stage=zeros(streams * stage_bytes, np.uint8),
             stage_ends=np.zeros(streams, np.int64),
             open_segments=np.full(streams, NONE, np.int32),
             recent=zeros((streams, places, keyframe_bytes(size)), np.uint8),
             recent_ids=np.full((streams, places), NONE, np.int32),
-            heads=np.zeros(streams, np.int64),
-            last=np.full((streams, layout.stack), -1, np.int64),
-            keyframe_of=np.full(streams, NONE, np.int32),
+            recent_next=np.zeros(streams, np.int64),
+            last_stack=np.full((streams, layout.stack), -1, np.int64),
+            stream_keyframes=np.full(streams, NONE, np.int32),
             keyframe_cost=np.zeros((streams, 2), np.int64),
             chain_bytes=np.zeros(streams, np.int64),
-            pool=np.full(_POOL, NONE, np.int32),
+            pool=np.full(POOL_SIZE, NONE, np.int32),
             scratch=np.zeros(n_tops * (BLOCK + BLOCK // 4) + 64, np.uint8),
         )
         self._bound: Any = None
@@ -166,7 +168,7 @@ class FrameStore(ABC):
         self.recover()
         self._state.counters[COMMITTED] = 1
         self._dirty = True
-        self._kernels.release_rows(self._tables(), self.per_segment)
+        self._kernels.release_rows(self._tables())
 
     def recover(self) -> None:
         """Be as before a change that was interrupted."""
@@ -195,7 +197,7 @@ class FrameStore(ABC):
         if not counters[COMMITTED]:
             for row in range(int(counters[N_UNDO]) - 1, -1, -1):
                 self.frame_ids[self._state.undo_indices[row]] = self._state.undo_ids[row]
-        counters[[N_UNDO, N_FREED, N_FRESH, N_SEALED]] = 0
+        counters[[N_UNDO, N_FREED, N_NEW, N_SEALED]] = 0
         self.dirty_pages = np.ones(-(-self.frame_ids.nbytes // PAGE), np.bool_)
         self._drop_freed()
         self.heap.rebuild()
@@ -220,7 +222,7 @@ class FrameStore(ABC):
             state.refs[ids] += n_refs.astype(np.int32)
         state.live[:] = np.count_nonzero(state.refs.reshape(-1, per), axis=1)
         unused = np.flatnonzero(state.counts == 0)[::-1]
-        state.free[: len(unused)] = unused
+        state.unused[: len(unused)] = unused
         state.counters[N_UNUSED] = len(unused)
         known = np.flatnonzero(state.recent_ids >= 0)
         ids = state.recent_ids.reshape(-1)[known]
@@ -257,8 +259,8 @@ class FrameStore(ABC):
         undo_ids = lengthen(self._state.undo_ids.reshape(-1), n_frames).reshape(n_rows, stack)
         self._replace(
             freed=lengthen(self._state.freed, n_frames + LATER),
-            fresh=np.zeros(n_fresh, np.int64),
-            fresh_ids=np.zeros(n_fresh, np.int64),
+            new_frames=np.zeros(n_fresh, np.int64),
+            new_ids=np.zeros(n_fresh, np.int64),
             undo_indices=lengthen(self._state.undo_indices, n_rows),
             undo_ids=undo_ids,
         )
@@ -288,14 +290,14 @@ class FrameStore(ABC):
         unused = int(state.counters[N_UNUSED])
         # lowest ids last, so that they are taken first
         free[: new - old] = np.arange(new - 1, old - 1, -1)
-        free[new - old : new - old + unused] = state.free[:unused]
+        free[new - old : new - old + unused] = state.unused[:unused]
         state.counters[N_UNUSED] = unused + new - old
         self._replace(
             counts=lengthen(state.counts, new),
             live=lengthen(state.live, new),
             keyframes=lengthen(state.keyframes, new),
             refs=lengthen(state.refs, new * per),
-            free=free,
+            unused=free,
         )
         self._sync()
 
@@ -310,7 +312,7 @@ class FrameStore(ABC):
         state.counts[dead] = 0
         state.recent_ids[np.isin(state.recent_ids // self.per_segment, dead) & (state.recent_ids >= 0)] = NONE
         unused = int(state.counters[N_UNUSED])
-        state.free[unused : unused + len(dead)] = dead
+        state.unused[unused : unused + len(dead)] = dead
         state.counters[N_UNUSED] += len(dead)
         self._drop_view()
         self.heap.free(dead.tolist())
@@ -364,7 +366,7 @@ class FrameStore(ABC):
         self.dirty_pages[:] = True
         state.open_segments[:] = NONE
         state.recent_ids[:] = NONE
-        state.last[:] = -1
+        state.last_stack[:] = -1
         state.counts[:] = 0
         state.keyframe_refs[:] = 0
         state.counters[N_FREED] = 0
@@ -390,8 +392,8 @@ class FrameStore(ABC):
     def _index_bytes(self) -> int:
         state = self._state
         columns = (
-            state.counts, state.live, state.keyframes, state.refs, state.free, state.freed, state.fresh,
-            state.fresh_ids, state.undo_indices, state.undo_ids,
+            state.counts, state.live, state.keyframes, state.refs, state.unused, state.freed, state.new_frames,
+            state.new_ids, state.undo_indices, state.undo_ids,
         )  # fmt: skip
         return self.heap.index_bytes + sum(column.nbytes for column in columns)
 
@@ -421,7 +423,7 @@ class FrameStore(ABC):
         live = (refs.reshape(-1, per) > 0).sum(axis=1)
         if not np.array_equal(live, state.live):
             raise AssertionError("live frames of segments are counted wrongly")
-        free = state.free[: state.counters[N_UNUSED]]
+        free = state.unused[: state.counters[N_UNUSED]]
         if len(np.unique(free)) != len(free) or state.counts[free].any():
             raise AssertionError("a segment in use is listed as unused")
         if len(free) + int((state.counts > 0).sum()) != len(state.counts):
@@ -453,6 +455,31 @@ class FrameStore(ABC):
         heap.grow(len(self._state.counts))
         self._sync()
 
+    def switch_heap(self, heap: Heap) -> None:
+        """Continue in ``heap``, which holds the same payloads as the present one."""
+        # what `starts` says of open segments belongs to this store
+        is_open = self.heap.lengths == 0
+        heap.starts[is_open] = self.heap.starts[is_open]
+        self.heap = heap
+        self._sync()
+
+    def move_payloads(self, heap: Heap) -> None:
+        """Copy every payload to ``heap``, which is empty, and continue there."""
+        self.collect_segments()
+        heap.grow(len(self.heap.lengths))
+        for payload_id in self.heap.unsaved(everything=True).tolist():
+            heap.put(payload_id, np.frombuffer(self.heap.read(payload_id), np.uint8))
+        self.switch_heap(heap)
+
+    def compact_heap(self, compact: Callable[[], None]) -> None:
+        """Call ``compact``, which moves the heap's payloads, while no array refers to them."""
+        self.collect_segments()
+        self._drop_view()
+        try:
+            compact()
+        finally:
+            self._sync()
+
     def _tables(self) -> Any:
         if self._bound is None:
             self._bound = self._kernels.bind_state(self._state)
@@ -482,7 +509,7 @@ class FrameStore(ABC):
         for name in ("_kernels", "_bound", "_table_bytes", "_dirty", "dirty_pages", "validator"):
             state.pop(name, None)
         columns = self._state._replace(heap=np.zeros(0, np.uint8))._asdict()
-        state["_state"] = {name: column.copy() for name, column in columns.items()}
+        state["_state"] = {name: copy(column) for name, column in columns.items()}
         state["frame_ids"] = self.frame_ids.copy()
         state["heap"] = self.heap.__getstate__()
         return state

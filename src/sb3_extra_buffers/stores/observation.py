@@ -364,6 +364,21 @@ class ObservationStore:
             raise ReadOnlyBufferError("these observations were opened to be read; load() them to write to a copy")
 
     @property
+    def lock(self) -> Any:
+        """The lock that every read and write holds; hold it to keep the store unchanged over several calls."""
+        return self._lock
+
+    @property
+    def heap_bytes(self) -> int | None:
+        """The limit on the bytes of payloads, if there is one."""
+        return self._heap_bytes
+
+    @property
+    def inner(self) -> FrameStore | DenseStore | None:
+        """The store that holds the observations, once a method is chosen."""
+        return self._inner
+
+    @property
     def layout(self) -> StackLayout | None:
         """How observations are cut into frames, once that is known."""
         return self._inner.layout if isinstance(self._inner, FrameStore) else None

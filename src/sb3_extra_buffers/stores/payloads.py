@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
-from sb3_extra_buffers.kernels.state import N_FREED, N_FRESH
+from sb3_extra_buffers.kernels.state import N_FREED, N_NEW
 from sb3_extra_buffers.stores.arena import lengthen
 from sb3_extra_buffers.stores.frames import FrameIds, Frames, FrameStore, Indices
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -54,10 +54,8 @@ class PayloadStore(FrameStore):
     def _write(self, frame_ids: FrameIds, indices: Indices, streams: Indices, frames: Frames) -> None:
         done = 0
         while True:
-            done = self._kernels.write_frames(
-                self._tables(), frame_ids, frames, streams, indices, done, 1, 0, -1, False, self._wide, True
-            )
-            if self._state.counters[N_FRESH]:
+            done = self._kernels.write_frames(self._tables(), frame_ids, frames, streams, indices, done, True)
+            if self._state.counters[N_NEW]:
                 self._encode_fresh(frames)
             if done == len(frames):
                 return
@@ -76,15 +74,15 @@ class PayloadStore(FrameStore):
     def _encode_fresh(self, frames: Frames) -> None:
         """Give the frames that the kernel found new their payloads."""
         state = self._state
-        count = int(state.counters[N_FRESH])
-        rows = frames.reshape(-1, frames.shape[2])[state.fresh[:count]]
-        segments = state.fresh_ids[:count]
+        count = int(state.counters[N_NEW])
+        rows = frames.reshape(-1, frames.shape[2])[state.new_frames[:count]]
+        segments = state.new_ids[:count]
         payloads = self.codecs[-1].encode_batch(rows)
         self._generation[segments] = len(self.codecs) - 1
         self._drop_view()
         self.heap.write(segments.tolist(), payloads)
         self._sync()
-        self._state.counters[N_FRESH] = 0
+        self._state.counters[N_NEW] = 0
         if self.codec.trainable:
             self._retrain(rows, sum(map(len, payloads)))
 

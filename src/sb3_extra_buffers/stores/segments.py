@@ -13,8 +13,15 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.delta import BLOCK, DeltaCodec
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError
-from sb3_extra_buffers.kernels.frames import PAYING_TENTHS, is_full
+from sb3_extra_buffers.kernels.frames import is_full
 from sb3_extra_buffers.kernels.lz4_block import OVERRUN, TABLE, unpack_block
+from sb3_extra_buffers.kernels.policy import (
+    COMPRESS_ABOVE,
+    MAX_CHAIN_FRAMES,
+    MAX_CHAIN_FRAMES_REFERENCE,
+    PAYING_TENTHS,
+    initial_cost,
+)
 from sb3_extra_buffers.kernels.state import (
     COMMITTED,
     N_FREED,
@@ -31,10 +38,6 @@ from sb3_extra_buffers.stores.frames import LATER, FrameStore, Indices
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.workers import run_split
 
-# a segment ends early when its differences would fill this many frames; it is heavy when they take more than
-# that part of an observation each: of a stack, which would be held dense as a whole, a frame is but a part
-_LONG = 1.5
-_COMPRESS_ABOVE = 0.015
 # seconds of decoding for which another thread pays, and what each one takes at a time
 _SPLIT_SECONDS = 1e-3
 _CHUNK_SECONDS = 300e-6
@@ -61,8 +64,8 @@ class SegmentStore(FrameStore):
         # a new stack must fit into a new segment, or writing it would start over for ever
         per_segment = max(codec.frames, layout.stack)
         size = layout.frame_bytes
-        room = 2 + per_segment * 4 + per_segment * size + size // 2 + BLOCK
-        super().__init__(layout, n_obs, n_streams, codec, heap_bytes, path, compiled, per_segment, room)
+        stage_bytes = 2 + per_segment * 4 + per_segment * size + size // 2 + BLOCK
+        super().__init__(layout, n_obs, n_streams, codec, heap_bytes, path, compiled, per_segment, stage_bytes)
         self._pack_level = codec.pack_level
         self._follow_kernels()
         self._unread: list[int] = []
@@ -75,12 +78,15 @@ class SegmentStore(FrameStore):
         compiled = self._kernels.compiled
         # bytes from which on a frame is heavy: none is to plain kernels, which cannot pack. They do not call zstd, so
         # with that they leave sealing to us
-        compress_above = int(_COMPRESS_ABOVE * self.layout.spec.nbytes) if compiled else self.layout.frame_bytes
-        self._compress_above = -1 if self._pack_level else compress_above
+        compress_above = int(COMPRESS_ABOVE * self.layout.spec.nbytes) if compiled else self.layout.frame_bytes
         # what is packed by zstd is unpacked as a whole anyway; else a segment ends when walking it gets long, which for
         # plain kernels is sooner
-        long = self.per_segment if self._pack_level else _LONG if compiled else _LONG / 3
-        self._max_chain_bytes = int(long * self.layout.frame_bytes)
+        max_frames = MAX_CHAIN_FRAMES if compiled else MAX_CHAIN_FRAMES_REFERENCE
+        config = self._state.config._replace(
+            max_chain_bytes=int((self.per_segment if self._pack_level else max_frames) * self.layout.frame_bytes),
+            compress_above=-1 if self._pack_level else compress_above,
+        )
+        self._replace(config=config)
         # segments that the read kernel cannot unpack by itself, and how they are marked
         self._packed_flags = (PACKED_ZSTD,) if compiled else (PACKED_ZSTD, PACKED_LZ4)
         sealed = np.flatnonzero(self._state.lengths)
@@ -104,9 +110,8 @@ class SegmentStore(FrameStore):
         done = 0
         while True:
             done = kernels.write_step(
-                self._bound or self._tables(), self.frame_ids, frames, more, index, next_index, done,
-                self.per_segment, self._max_chain_bytes, self._compress_above, self._wide,
-            )  # fmt: skip
+                self._bound or self._tables(), self.frame_ids, frames, more, index, next_index, done
+            )
             if done == 2 * n_rows:
                 break
             self._reserve(layout.stack)
@@ -122,10 +127,8 @@ class SegmentStore(FrameStore):
         done = 0
         while True:
             done = self._kernels.write_frames(
-                self._tables(), frame_ids, frames, streams, indices, done,
-                self.per_segment, self._max_chain_bytes, self._compress_above, True, self._wide,
-                frame_ids is self.frame_ids,
-            )  # fmt: skip
+                self._tables(), frame_ids, frames, streams, indices, done, frame_ids is self.frame_ids
+            )
             if done == len(frames):
                 break
             self._reserve(frames.shape[1])
@@ -143,7 +146,7 @@ class SegmentStore(FrameStore):
     def payload_bytes(self) -> int:
         """What a limit counts: segments, sealed and open, and the keyframes that they refer to."""
         state = self._state
-        header = 2 + self.per_segment * (4 if self._wide else 2)
+        header = 2 + self.per_segment * self._state.config.length_bytes
         opened = int((state.stage_ends[state.open_segments >= 0] - header).sum())
         keyframes = int(np.count_nonzero(state.keyframe_refs)) * self.layout.frame_bytes
         return self.heap.live_bytes + opened + keyframes
@@ -181,9 +184,7 @@ class SegmentStore(FrameStore):
         """Seal the segments that are full; have unused segments for a stack."""
         super()._free_listed()
         full = [
-            stream
-            for stream in np.flatnonzero(self._state.open_segments >= 0).tolist()
-            if is_full(self._state, stream, self.per_segment, self._max_chain_bytes)
+            stream for stream in np.flatnonzero(self._state.open_segments >= 0).tolist() if is_full(self._state, stream)
         ]
         # an arena with views on it could not be lengthened where it lies
         self._drop_view()
@@ -203,17 +204,17 @@ class SegmentStore(FrameStore):
         """
         state = self._state  # without a view of the heap
         segment = int(state.open_segments[stream])
-        room = state.stage.size // state.open_segments.size
-        width = 4 if self._wide else 2
+        room = state.config.stage_bytes
+        width = self._state.config.length_bytes
         size = self.layout.frame_bytes
         count = int(state.counts[segment])
         begin = stream * room
         end, body_at = begin + int(state.stage_ends[stream]), begin + 2 + self.per_segment * width
         table = state.stage[begin : begin + 2 + count * width].copy()  # flags, count and lengths
-        whole = int(table[2 : 2 + width].view("<u4" if self._wide else "<u2")[0]) == size
+        whole = int(table[2 : 2 + width].view(f"<u{width}")[0]) == size
         body = state.stage[body_at:end]
         flags, packed = 0, body
-        if whole and not self._pack_level and body.size - size > self._compress_above * (count - 1):
+        if whole and not self._pack_level and body.size - size > self._state.config.compress_above * (count - 1):
             flags, packed = self._pack(body, count)
         shared = whole and not flags
         if shared:
@@ -242,7 +243,7 @@ class SegmentStore(FrameStore):
             from sb3_extra_buffers.codecs.packing import pack  # needs zstandard, as nothing else here does
 
             flags, packed, tenths = PACKED_ZSTD, np.frombuffer(pack(body, self._pack_level), np.uint8), 10
-        elif body.size > self._compress_above * count:
+        elif body.size > self._state.config.compress_above * count:
             target = np.empty(body.size, np.uint8)
             source = np.concatenate([body, np.zeros(SLACK, np.uint8)])
             length = self._kernels.pack_block(source, body.size, target, np.empty(TABLE, np.int32))
@@ -253,7 +254,7 @@ class SegmentStore(FrameStore):
         """Let ``stream`` start its segments from ``frame``; return the keyframe's number."""
         state = self._state
         size = keyframe_bytes(self.layout.frame_bytes)
-        held = {*state.pool.tolist(), *state.keyframe_of.tolist()}
+        held = {*state.pool.tolist(), *state.stream_keyframes.tolist()}
         unused = (number for number in np.flatnonzero(state.keyframe_refs == 0).tolist() if number not in held)
         keyframe: int = next(unused, NONE)
         if keyframe == NONE:
@@ -267,9 +268,9 @@ class SegmentStore(FrameStore):
         row = state.keyframe_rows[keyframe * size : (keyframe + 1) * size]
         row[: frame.size] = frame
         self.new_keyframes.append(keyframe)
-        state.keyframe_of[stream] = keyframe
+        state.stream_keyframes[stream] = keyframe
         # until a first frame has been encoded against it, a quarter of a frame is what it should cost
-        state.keyframe_cost[stream] = self.layout.frame_bytes // 4, 0
+        state.keyframe_cost[stream] = initial_cost(self.layout.frame_bytes), 0
         state.pool[:] = np.roll(state.pool, 1)
         state.pool[0] = keyframe
         return keyframe
@@ -280,8 +281,8 @@ class SegmentStore(FrameStore):
 
     def _rebuild_segments(self) -> None:
         state, per = self._state, self.per_segment
-        room = state.stage.size // state.open_segments.size
-        width, size = 4 if self._wide else 2, self.layout.frame_bytes
+        room = state.config.stage_bytes
+        width, size = state.config.length_bytes, self.layout.frame_bytes
         opened = state.open_segments
         streams = np.flatnonzero(opened >= 0)
         # sealed already, or opened for a frame that did not come
@@ -295,7 +296,7 @@ class SegmentStore(FrameStore):
         for stream in streams.tolist():
             segment, begin = int(opened[stream]), stream * room
             count = int(state.counts[segment])
-            table = state.stage[begin + 2 : begin + 2 + count * width].view("<u4" if self._wide else "<u2")
+            table = state.stage[begin + 2 : begin + 2 + count * width].view(f"<u{width}")
             lengths = table.astype(np.int64)
             if lengths[0] == size:
                 state.keyframes[segment] = NONE  # a whole frame refers to none until it is sealed
@@ -314,7 +315,7 @@ class SegmentStore(FrameStore):
         state, size = self._state, self.layout.frame_bytes
         segments = state.open_segments[streams]
         ids = segments * self.per_segment + state.counts[segments] - 1
-        places = (state.heads[streams] - 1) % state.recent_ids.shape[1]
+        places = (state.recent_next[streams] - 1) % state.recent_ids.shape[1]
         lost = np.flatnonzero(state.recent_ids[streams, places] != ids)
         if not len(lost):
             return
@@ -383,12 +384,12 @@ class SegmentStore(FrameStore):
         if self._n_packed:
             local, frame_ids, sets = self._unpacked(frame_ids, sets)
             tables = self._kernels.bind_state(local)
-        read, per, wide = self._kernels.read_frames, self.per_segment, self._wide
+        read = self._kernels.read_frames
         n_rows = sets.shape[1]
 
         def work(first: int, stop: int) -> int:
             began = perf_counter()
-            damaged: int = read(tables, frame_ids, sets, out, size, per, wide, first, stop)
+            damaged: int = read(tables, frame_ids, sets, out, first, stop)
             self._row_seconds = min(1.05 * self._row_seconds, (perf_counter() - began) / (stop - first))
             return damaged
 
@@ -410,7 +411,7 @@ class SegmentStore(FrameStore):
         segments, inverse = np.unique(ids // per, return_inverse=True)
         sealed = np.flatnonzero((segments >= 0) & (state.lengths[segments] > 0))
         flags = state.heap[state.starts[segments[sealed]]]
-        width = 4 if self._wide else 2
+        width = self._state.config.length_bytes
         bodies = [np.zeros(0, np.uint8)] * len(segments)
 
         def work(first: int, stop: int) -> None:
@@ -438,14 +439,14 @@ class SegmentStore(FrameStore):
         self.collect_segments()
         state, size = self._state, self.layout.frame_bytes
         opened = np.flatnonzero(state.open_segments >= 0)
-        room = state.stage.size // state.open_segments.size
-        width = 4 if self._wide else 2
+        room = state.config.stage_bytes
+        width = self._state.config.length_bytes
         nbytes, n_frames = self.heap.live_bytes, int(state.counts.sum())
         n_keyframes = int(np.count_nonzero(state.keyframe_refs))
         for stream in opened:
             begin = stream * room + 2
             count = int(state.counts[state.open_segments[stream]])
-            lengths = state.stage[begin : begin + count * width].view("<u4" if self._wide else "<u2")
+            lengths = state.stage[begin : begin + count * width].view(f"<u{width}")
             starts_keyframe = int(lengths[0]) == size
             nbytes += int(lengths[starts_keyframe:].sum(dtype=np.int64))
             n_keyframes += starts_keyframe

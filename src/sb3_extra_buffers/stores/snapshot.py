@@ -32,7 +32,8 @@ FillHeap = Callable[[Heap, npt.NDArray[np.int32]], None]
 
 # columns of the state that are kept as they are; all are small, an entry or a few for each stream
 _STREAM_COLUMNS = (
-    "stage_ends", "open_segments", "recent_ids", "heads", "last", "keyframe_of", "keyframe_cost", "chain_bytes", "pool",
+    "stage_ends", "open_segments", "recent_ids", "recent_next", "last_stack", "stream_keyframes", "keyframe_cost",
+    "chain_bytes", "pool",
 )  # fmt: skip
 
 # what a codec is told by what it encodes
@@ -83,7 +84,7 @@ def _take_frames_apart(inner: FrameStore, record: dict[str, Any]) -> StoreParts:
     state = inner._state
     opened = state.open_segments[state.open_segments >= 0]
     used = np.flatnonzero(state.open_segments >= 0)
-    room = state.stage.size // state.open_segments.size
+    room = state.config.stage_bytes
     stage = [state.stage[stream * room : stream * room + int(state.stage_ends[stream])] for stream in used]
     codecs = inner.codecs if isinstance(inner, PayloadStore) else [inner.codec]
     arrays: dict[str, Array] = {
@@ -247,7 +248,7 @@ def _put_frames(
         keyframes=lengthen(keyframes, n_segments),
         live=lengthen(np.zeros(0, np.int32), n_counted),
         refs=lengthen(np.zeros(0, np.int32), n_counted * per),
-        free=lengthen(np.zeros(0, np.int32), n_counted),
+        unused=lengthen(np.zeros(0, np.int32), n_counted),
         keyframe_rows=keyframe_rows.reshape(-1),
         keyframe_refs=np.bincount(keyframes[(counts > 0) & (keyframes >= 0)], minlength=len(keyframe_rows)).astype(
             np.int32
@@ -289,9 +290,9 @@ def _check_streams(columns: dict[str, Array], counts: Array, per: int, n_keyfram
     within(frames, NONE, len(counts) * per, "a recent frame")
     known = frames[frames >= 0]
     require(known % per < counts[known // per], "a recent frame is not there")
-    within(columns["heads"], 0, frames.shape[1], "a place among the recent frames")
-    within(columns["last"], NONE, frames.shape[1], "a place among the recent frames")
-    _are_keyframes(columns["keyframe_of"], n_keyframes, "a stream's keyframe")
+    within(columns["recent_next"], 0, frames.shape[1], "a place among the recent frames")
+    within(columns["last_stack"], NONE, frames.shape[1], "a place among the recent frames")
+    _are_keyframes(columns["stream_keyframes"], n_keyframes, "a stream's keyframe")
     _are_keyframes(columns["pool"], n_keyframes, "a keyframe at hand")
     within(columns["keyframe_cost"], 0, 1 << 60, "the cost of a keyframe")
 
@@ -305,7 +306,7 @@ def _put_stage(inner: FrameStore, columns: dict[str, Array], counts: Array, keyf
     """Give open segments their rooms back, each where its stream expects it."""
     state, per, size = inner._state, inner.per_segment, inner.layout.frame_bytes
     opened, ends = columns["open_segments"], columns["stage_ends"]
-    room, width = state.stage.size // len(opened), 4 if inner._wide else 2
+    room, width = state.config.stage_bytes, state.config.length_bytes
     body, at = 2 + per * width, 0
     for stream in np.flatnonzero(opened >= 0).tolist():
         end, segment = int(ends[stream]), int(opened[stream])
@@ -321,7 +322,9 @@ def _put_stage(inner: FrameStore, columns: dict[str, Array], counts: Array, keyf
         require(
             not begins_whole or keyframes[segment] == NONE, "a segment that begins with a whole frame has a keyframe"
         )
-        newest = int(columns["recent_ids"][stream, (int(columns["heads"][stream]) - 1) % state.recent_ids.shape[1]])
+        newest = int(
+            columns["recent_ids"][stream, (int(columns["recent_next"][stream]) - 1) % state.recent_ids.shape[1]]
+        )
         require(newest == segment * per + count - 1, "a stream does not remember its newest frame")
     require(at == stage.size, "the open segments are longer than they say")
 
@@ -329,7 +332,7 @@ def _put_stage(inner: FrameStore, columns: dict[str, Array], counts: Array, keyf
 def _finish_segments(inner: SegmentStore, record: Mapping[str, Any], read_only: bool) -> None:
     state, opened = inner._state, inner._state.open_segments
     streams = np.flatnonzero(opened >= 0)
-    state.starts[opened[streams]] = -1 - streams * (state.stage.size // len(opened))
+    state.starts[opened[streams]] = -1 - streams * state.config.stage_bytes
     inner._n_fresh, inner._next_clean = (whole(record[name], name, stop=1 << 60) for name in ("n_fresh", "next_clean"))
     if read_only:
         # looking at the flags of every segment would read all of the file
@@ -341,7 +344,7 @@ def _finish_segments(inner: SegmentStore, record: Mapping[str, Any], read_only: 
 
 def _check_payloads(inner: SegmentStore) -> None:
     """Raise unless every sealed segment begins as the tables say."""
-    width, size = 4 if inner._wide else 2, inner.layout.frame_bytes
+    width, size = inner._state.config.length_bytes, inner.layout.frame_bytes
     heap, steps = inner.heap, np.arange(inner.per_segment)
     sealed = np.flatnonzero(heap.lengths)
     for segments in np.array_split(sealed, max(len(sealed) >> 14, 1)):

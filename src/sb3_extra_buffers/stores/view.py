@@ -34,11 +34,20 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
     same store differ in the table of cells alone, so `swapaxes` and `reshape` copy no observation.
     """
 
-    def __init__(self, store: ObservationStore, lead_shape: Sequence[int], indices: Indices | None = None) -> None:
+    def __init__(
+        self,
+        store: ObservationStore,
+        lead_shape: Sequence[int],
+        indices: Indices | None = None,
+        base: int | None = None,
+    ) -> None:
+        """View ``indices``, the observations from ``base`` on, or new ones."""
         self.store = store
         self.lead_shape = tuple(map(operator.index, lead_shape))
         self._indices = indices
-        self._base = store.allocate(math.prod(self.lead_shape)) if indices is None else 0
+        if indices is None and base is None:
+            base = store.allocate(math.prod(self.lead_shape))
+        self._base = base or 0
         # what writing a step needs every time; no step of a table of cells is written that way
         self._dtype = store.spec.dtype
         self._step_shape = self.shape[1:]

@@ -1,0 +1,80 @@
+"""Arguments of ``add``, checked and converted before anything is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.arguments import as_array, cast
+from sb3_extra_buffers.errors import SpecMismatchError
+
+__all__ = ["fit_actions", "fit_column", "fit_observations", "fit_truncations"]
+
+Array = npt.NDArray[Any]
+
+_BOOLS = frozenset({bool, np.bool_})
+
+
+def fit_observations(observations: Any, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> Array:
+    """Return the observations of all environments in ``shape``, which starts with ``n_envs``, and ``dtype``.
+
+    As in SB3, shapes are broadcast and floats are rounded to the precision of the space.
+    """
+    array = as_array(observations, name)
+    if array.dtype != dtype:
+        array = cast(array, dtype, name)
+    if array.shape == shape:
+        return array
+    # Discrete observations come without their last axis
+    if array.shape == shape[:1] and shape[1:] == (1,):
+        return array.reshape(shape)
+    try:
+        return np.broadcast_to(array, shape)
+    except ValueError:
+        raise SpecMismatchError(
+            f"{name} has shape {array.shape}, but {shape[0]} environments with observations of shape {shape[1:]} need "
+            f"{shape}; check n_envs and the observation space"
+        ) from None
+
+
+def fit_actions(column: Array, actions: Any) -> Array:
+    """Return the actions of all environments in the shape and dtype of one step of ``column``."""
+    array, shape = as_array(actions, "action"), column.shape[1:]
+    if array.dtype != column.dtype:
+        array = cast(array, column.dtype, "action")
+    try:
+        return array.reshape(shape)
+    except ValueError:
+        raise SpecMismatchError(
+            f"action has shape {array.shape}, but {shape[0]} environments with actions of {shape[1]} numbers need "
+            f"{shape}; check n_envs and the action space"
+        ) from None
+
+
+def fit_column(values: Any, n_envs: int, name: str, dtype: Any = np.float32) -> Array:
+    """Return one number for each environment, such as rewards; a single number is repeated."""
+    array = as_array(values, name)
+    if array.dtype.kind not in "biuf":
+        raise SpecMismatchError(f"{name} has dtype {array.dtype}; pass a number for each of {n_envs} environments")
+    if array.size != 1 and array.shape not in ((n_envs,), (1, n_envs)):
+        raise SpecMismatchError(f"{name} has shape {array.shape}, but there are {n_envs} environments; check n_envs")
+    # cast here, not when it is stored: NumPy's overflow warning may be turned into an error
+    array = array.astype(dtype, copy=False)
+    return array.reshape(-1) if array.size == n_envs else np.broadcast_to(array.reshape(-1), (n_envs,))
+
+
+def fit_truncations(infos: Any, n_envs: int) -> Any:
+    """Return whether each environment was truncated, from ``infos`` as vectorised environments return them."""
+    try:
+        truncated: Any = [info.get("TimeLimit.truncated", False) for info in infos]
+        if not _BOOLS.issuperset(map(type, truncated)):
+            truncated = np.array(truncated, np.float32).ravel()  # some environments return arrays of one element
+    except (AttributeError, TypeError, ValueError) as problem:
+        raise SpecMismatchError(
+            f"infos must be a list of {n_envs} dicts, with a bool as 'TimeLimit.truncated': {problem}"
+        ) from problem
+    if len(truncated) != n_envs and len(truncated) != 1:
+        raise SpecMismatchError(f"got {len(infos)} infos for {n_envs} environments; check n_envs")
+    return truncated

@@ -1,0 +1,168 @@
+"""Storage for the observations of a buffer: a view or an array for each key; a Box has the single key ``""``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium import spaces
+
+from sb3_extra_buffers._sb3.options import StorageOptions
+from sb3_extra_buffers._sb3.steps import fit_observations
+from sb3_extra_buffers.arguments import cast
+from sb3_extra_buffers.codecs.registry import codec_options
+from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.errors import SpecMismatchError
+from sb3_extra_buffers.stores.choice import choose_unseen
+from sb3_extra_buffers.stores.observation import ObservationStore
+from sb3_extra_buffers.stores.usage import MemoryUsage
+from sb3_extra_buffers.stores.view import StoreView
+
+Array = npt.NDArray[Any]
+View = Array | StoreView
+
+
+class BufferView(StoreView):
+    """The view that SB3's own code indexes."""
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        # floats are rounded to the precision of the space, as by SB3's arrays
+        if self.dtype.kind == "f" and getattr(value, "dtype", self.dtype) != self.dtype:
+            value = cast(np.asarray(value), self.dtype, "the observation")
+        super().__setitem__(index, value)
+
+
+class ObsViews:
+    """Where the observations of a buffer are: by key, in a `BufferView` or, for vectors, in a plain array.
+
+    Inside a buffer every observation is a dict; that of a Box has the key ``""``. `as_sb3` is the way out.
+
+    Attributes:
+        by_key: All views and arrays.
+        stored: Those in compressed stores.
+        dense: Those in plain arrays.
+    """
+
+    def __init__(self, by_key: Mapping[str, View], is_dict: bool) -> None:
+        self.by_key, self.is_dict = dict(by_key), is_dict
+        self.stored = {key: view for key, view in by_key.items() if isinstance(view, StoreView)}
+        self.dense = {key: view for key, view in by_key.items() if isinstance(view, np.ndarray)}
+        self._steps = {key: (view.shape[1:], view.dtype) for key, view in by_key.items()}
+
+    @classmethod
+    def make(
+        cls, space: spaces.Space[Any], obs_shape: Any, lead_shape: tuple[int, int], options: StorageOptions
+    ) -> ObsViews:
+        """Storage for ``lead_shape = (n_steps, n_envs)`` observations of ``space``; unwritten ones read as zeros."""
+        if isinstance(space, spaces.Dict):
+            views = {key: _make_view(key, space[key], obs_shape[key], lead_shape, options) for key in obs_shape}
+            return cls(views, is_dict=True)
+        return cls({"": _make_view("", space, obs_shape, lead_shape, options)}, is_dict=False)
+
+    def make_next(self) -> ObsViews:
+        """Storage for the next observations, which shares frames with this one."""
+        return ObsViews(
+            {
+                key: view.next_view() if isinstance(view, StoreView) else np.zeros_like(view)
+                for key, view in self.by_key.items()
+            },
+            self.is_dict,
+        )
+
+    def as_sb3(self, by_key: Mapping[str, Any] | None = None) -> Any:
+        """The views, or other values by key, as SB3 expects them: one for a Box, a new dict in its order for a Dict."""
+        by_key = self.by_key if by_key is None else by_key
+        return {key: by_key[key] for key in self.by_key} if self.is_dict else by_key[""]
+
+    # ---- writing ----
+
+    def fit(self, observations: Any, name: str) -> dict[str, Array]:
+        """Return the observations of all environments by key, in the shape and dtype of a step."""
+        if not self.is_dict:
+            observations = {"": observations}
+        elif not isinstance(observations, Mapping):
+            raise SpecMismatchError(
+                f"{name} is a {type(observations).__name__}, but the observation space has the keys "
+                f"{', '.join(self.by_key)}; pass a dict with an array for each key"
+            )
+        fitted = {}
+        for key, (shape, dtype) in self._steps.items():
+            if key not in observations:
+                missing = ", ".join(key for key in self.by_key if key not in observations)
+                raise SpecMismatchError(f"{name} lacks {missing}; the space has {', '.join(self.by_key)}")
+            array = observations[key]
+            # fast path: skip validation where shape and dtype already match
+            if type(array) is not np.ndarray or array.shape != shape or array.dtype != dtype:
+                array = fit_observations(array, shape, dtype, f"{name}[{key!r}]" if self.is_dict else name)
+            fitted[key] = array
+        return fitted
+
+    def erase(self, step: int) -> None:
+        """Free what the stores hold for ``step``."""
+        for view in self.stored.values():
+            view.erase(step)
+
+    def clear(self) -> None:
+        """Make every observation unwritten; the chosen method stays."""
+        for view in self.stored.values():
+            view.store.clear()
+        for array in self.dense.values():
+            array[...] = 0
+
+    # ---- memory ----
+
+    def held_bytes(self) -> int:
+        """Bytes held now, next observations in stores included; cheap enough to ask at every step."""
+        return sum(view.store.held_bytes for view in self.stored.values()) + self.dense_bytes
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the plain arrays."""
+        return sum(array.nbytes for array in self.dense.values())
+
+    def memory_usage(self, n_copies: int, written: float) -> MemoryUsage:
+        """What observations take; ``n_copies`` is 2 with next observations, ``written`` the part of the steps used."""
+        total = MemoryUsage(0, 0, 0, 0, 0)
+        for key, view in self.by_key.items():
+            if isinstance(view, StoreView):
+                usage = view.memory_usage()
+                # dense counts one copy: next observations repeat the observations
+                parts = (usage.payload, usage.index, usage.keyframes, usage.other, usage.dense // n_copies)
+                total += MemoryUsage(*parts, codecs={key: usage.codecs[""]})
+            else:
+                payload = int(view.nbytes * n_copies * written)
+                total += MemoryUsage(payload, 0, 0, 0, dense=view.nbytes, codecs={key: "none"})
+        return total
+
+
+def _make_view(
+    key: str,
+    space: spaces.Space[Any],
+    obs_shape: tuple[int, ...],
+    lead_shape: tuple[int, int],
+    options: StorageOptions,
+) -> View:
+    spec = ObsSpec(tuple(obs_shape), np.dtype(space.dtype))
+    options.check_dtypes(key, space, spec)
+    method = options.method_for(key, spec)
+    if method == "none" or (method == "auto" and choose_unseen(spec) is not None):
+        # vectors: nothing is faster than SB3's own array
+        return np.zeros((*lead_shape, *spec.shape), spec.dtype)
+    store = ObservationStore(
+        spec,
+        n_streams=lead_shape[1],
+        method=method,
+        options=codec_options(method, options.compression_kwargs, options.decompression_kwargs),
+    )
+    # a dense store cannot free what is evicted
+    store.may_stay_dense = options.max_bytes is None
+    return BufferView(store, lead_shape)
+
+
+def map_observations(function: Callable[[Any], Any], observations: Any) -> Any:
+    """Apply ``function`` to each value of a dict, or to the one array or tensor of a Box."""
+    if isinstance(observations, dict):
+        return {key: function(part) for key, part in observations.items()}
+    return function(observations)

@@ -1,0 +1,102 @@
+"""Finds damage in what was saved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.errors import CorruptPayloadError, DamagedFileError, ExtraBuffersError
+from sb3_extra_buffers.files import disk, registry
+from sb3_extra_buffers.files.blocks import BLOCK, ArrayRecord
+from sb3_extra_buffers.files.payloads import damaged_chunks, lost_indices
+from sb3_extra_buffers.files.saved_parts import SavedParts
+from sb3_extra_buffers.stores.checks import only_named_errors
+from sb3_extra_buffers.stores.frames import FrameStore
+from sb3_extra_buffers.stores.observation import ObservationStore
+
+Array = npt.NDArray[Any]
+Flags = npt.NDArray[np.bool_]
+
+# tables with a row per observation: a damaged row loses one observation, not all
+_BY_OBS = ("slots", "rows", "written")
+
+
+def verify(path: str | os.PathLike[str], deep: bool = False) -> Iterator[str]:
+    """Yield everything that is wrong with the saved folder or file ``path``; nothing if it is intact.
+
+    Args:
+        path: The folder or file.
+        deep: Whether to decode every observation too, not only check checksums and tables.
+    """
+    source = Path(path)
+    findings: list[str] = []
+    try:
+        with only_named_errors(f"{path}"):
+            saved = SavedParts.of_file(source) if source.is_file() else SavedParts.of_folder(source)
+            findings += DamageScan(saved).findings
+            loaded = None if findings else saved.load()
+            if deep and loaded is not None:
+                yield from _decode_all(loaded)
+    except ExtraBuffersError as error:
+        findings.append(str(error))
+    yield from findings
+
+
+def _decode_all(loaded: Any) -> Iterator[str]:
+    for name, store in registry.to_parts(loaded).stores.items():
+        for first in range(0, store.n_obs, store.n_streams):
+            indices = np.arange(first, min(first + store.n_streams, store.n_obs))
+            try:
+                store.read(indices)
+            except CorruptPayloadError as error:
+                yield f"{name}, observations {indices[0]} to {indices[-1]}: {error}"
+
+
+class DamageScan:
+    """Reads everything that is readable in a save, and lists the damage as `findings`."""
+
+    def __init__(self, saved: SavedParts) -> None:
+        self.saved = saved
+        self.findings: list[str] = []
+        #: Columns with flags of their damaged rows, and read-only stores with flags of their lost observations.
+        self.columns = {name: self._read(f"columns/{name}") for name in saved.record["columns"]}
+        self.stores = {name: self._read_store(name) for name in saved.stores}
+
+    def _read(self, name: str) -> tuple[Array, Flags]:
+        record = self.saved.blocks.records[name]
+        array, bad = self.saved.blocks.read_valid(record)
+        if bad:
+            self.findings.append(f"{name!r}: {len(bad)} of {record.n_blocks} blocks are damaged")
+        return array, _bad_rows(record, bad)
+
+    def _read_store(self, name: str) -> tuple[ObservationStore, Flags]:
+        entry = self.saved.stores[name]
+        tables, lost = {}, np.zeros(int(entry["record"]["n_cells"]), np.bool_)
+        for key in entry["arrays"]:
+            tables[key], bad = self._read(f"stores/{name}/{key}")
+            if bad.any() and (key not in _BY_OBS or len(bad) != len(lost)):
+                raise DamagedFileError(f"the table {key!r} of {name} is damaged, and every observation depends on it")
+            lost |= bad if bad.any() else False
+        store, payloads = self.saved.make_store(name, tables, read_only=True)
+        path, size = self.saved.payload_file(name)
+        if payloads is not None and isinstance(store.inner, FrameStore):
+            bad_chunks = damaged_chunks(disk.map_file(path, size), payloads.chunks)
+            if bad_chunks:
+                self.findings.append(f"{path}: {len(bad_chunks)} chunks of observations are damaged ({name})")
+                lost |= lost_indices(store.inner, payloads.chunks, bad_chunks)
+        return store, lost
+
+
+def _bad_rows(record: ArrayRecord, bad_blocks: list[int]) -> Flags:
+    """Flags of the entries along the first axis that are in damaged blocks."""
+    n_rows = record.shape[0] if record.shape else 1
+    rows = np.zeros(n_rows, np.bool_)
+    per_row = record.nbytes // max(n_rows, 1)
+    for block in bad_blocks if per_row else []:
+        rows[block * BLOCK // per_row : -(-(block + 1) * BLOCK // per_row)] = True
+    return rows

@@ -1,0 +1,51 @@
+"""How the compiled kernels are built. Imports numba: only the compiled half of `kernels` may import this module."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from numba import njit
+from numba.extending import overload, register_jitable
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# no parallel=True: numba's default threading layer aborts when two threads enter it at the same time
+_OPTIONS: dict[str, Any] = {"nogil": True}
+
+
+def inner(function: Function) -> Function:
+    """Compile a helper into the kernels that call it. No cache entry: that would outlive changes to what it calls."""
+    compiled: Function = njit(**_OPTIONS)(function)
+    return compiled
+
+
+def entry(function: Function) -> Function:
+    """Compile a kernel that Python calls, and cache it on disk.
+
+    Call it with one combination of array types only (`as_contiguous`): two processes that cache different signatures
+    at the same time can store one under the name of the other. Name every argument: typing ``*args`` takes 200 us.
+    """
+    compiled: Function = njit(cache=True, **_OPTIONS)(function)
+    return compiled
+
+
+def use_reference(*functions: Callable[..., Any]) -> None:
+    """Compile these reference functions as they are, where compiled code calls them."""
+    for function in functions:
+        register_jitable(**_OPTIONS)(function)
+
+
+def replaces(reference: Callable[..., Any]) -> Callable[[Function], Function]:
+    """Compile the decorated function where compiled code calls ``reference``."""
+
+    def decorate(function: Function) -> Function:
+        def choose(*args: Any) -> Function:
+            return function
+
+        choose.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]  # numba compares the two
+        overload(reference, jit_options=_OPTIONS)(choose)
+        return function
+
+    return decorate

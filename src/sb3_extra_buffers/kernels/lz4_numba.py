@@ -1,0 +1,79 @@
+"""The byte work of `kernels.lz4_block`, compiled; the rest of it is compiled as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sb3_extra_buffers.kernels import lz4_block as reference
+from sb3_extra_buffers.kernels.compiling import replaces, use_reference
+from sb3_extra_buffers.kernels.intrinsics import copy_bytes, load_byte, load_word, store_word, trailing_zeros
+
+# for an offset of n < 8 bytes: a mask of n bytes, a factor that repeats them in a word, a multiple of n from 8 on
+_LOW_BYTES = np.array([(1 << 8 * n) - 1 for n in range(8)], np.uint64)
+_REPEATED = np.array([0] + [sum(1 << 8 * i for i in range(0, 8, n)) for n in range(1, 8)], np.uint64)
+_BACK = np.array([0] + [-(-8 // n) * n for n in range(1, 8)], np.int64)
+
+use_reference(
+    reference.get_length,
+    reference.put_length,
+    reference.put_sequence,
+    reference.hash_of,
+    reference.find_match,
+    reference.pack_block,
+    reference.unpack_block,
+)
+
+
+@replaces(reference.load_quad)
+def load_quad(source: Any, at: Any) -> int:
+    return np.int64(load_word(source, at) & np.uint64(0xFFFFFFFF))
+
+
+@replaces(reference.load)
+def load(source: Any, at: Any) -> int:
+    return np.int64(load_byte(source, at))
+
+
+@replaces(reference.common_length)
+def common_length(source: Any, a: Any, b: Any, stop: Any) -> int:
+    count = 0
+    while b + count + 8 <= stop:
+        difference = load_word(source, a + count) ^ load_word(source, b + count)
+        if difference:
+            return count + (trailing_zeros(difference) >> 3)
+        count += 8
+    while b + count < stop and load_byte(source, a + count) == load_byte(source, b + count):
+        count += 1
+    return count
+
+
+@replaces(reference.copy_run)
+def copy_run(target: Any, to: Any, source: Any, at: Any, count: Any) -> None:
+    copy_bytes(target, to, source, at, count)
+
+
+@replaces(reference.copy_ahead)
+def copy_ahead(target: Any, to: Any, source: Any, at: Any, count: Any) -> None:
+    # always two words: cheaper than a branch that is hard to predict
+    store_word(target, to, load_word(source, at))
+    store_word(target, to + 8, load_word(source, at + 8))
+    for i in range(16, count, 8):
+        store_word(target, to + i, load_word(source, at + i))
+
+
+@replaces(reference.repeat)
+def repeat(target: Any, to: Any, offset: Any, count: Any) -> None:
+    if offset >= 8:
+        store_word(target, to, load_word(target, to - offset))
+        store_word(target, to + 8, load_word(target, to + 8 - offset))
+        for i in range(16, count, 8):
+            store_word(target, to + i, load_word(target, to + i - offset))
+    else:
+        # fill one word with the repeated bytes, then copy words from a multiple of the offset before
+        word = load_word(target, to - offset) & _LOW_BYTES[offset]
+        store_word(target, to, word * _REPEATED[offset])
+        back = _BACK[offset]
+        for i in range(8, count, 8):
+            store_word(target, to + i, load_word(target, to + i - back))

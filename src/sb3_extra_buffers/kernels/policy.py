@@ -1,0 +1,58 @@
+"""When a segment ends, when it is compressed, which keyframe it starts from: the tuned constants of all frame stores.
+
+The rules are plain functions of integers, so that the reference kernels, numba (`register_jitable`) and Triton
+(`triton.jit`) can all compile this one definition. `docs/architecture.md` has the measurements behind the numbers.
+"""
+
+from __future__ import annotations
+
+# ---- how long a segment gets ----
+
+#: Frames per segment on a GPU, unless the codec asks for a number of its own. One program decodes each segment of a
+#: row, so short segments are read sooner. On the host the codec's level decides: 8, 32 or 64 (`codecs.delta`).
+DEVICE_FRAMES_PER_SEGMENT = 4
+#: Frames that a segment on a GPU has at least before its chain may end it; bounds how many segments a stream can need.
+DEVICE_MIN_FRAMES = 4
+
+#: A segment ends early when its differences, which a reader applies one after the other, take more than this many
+#: frames. The reference kernels decode more slowly and therefore end segments sooner.
+MAX_CHAIN_FRAMES = 1.5
+MAX_CHAIN_FRAMES_REFERENCE = 0.5
+MAX_CHAIN_FRAMES_DEVICE = 0.75
+
+# ---- when a segment is compressed with LZ4 ----
+
+#: A segment is worth compressing when a frame of it takes more than this share of an observation. (Not of a frame: a
+#: stacked observation shares its frames with its neighbours, so it is small already.)
+COMPRESS_ABOVE = 0.015
+#: The compressed form is kept when it takes less than this many tenths of the original.
+PAYING_TENTHS = 9
+
+# ---- which keyframe a segment starts from ----
+
+#: Keyframes besides the stream's own that a new segment may start from.
+POOL_SIZE = 8
+
+
+def initial_cost(frame_bytes: int) -> int:
+    """What a first frame is expected to cost against a new keyframe, until one has been encoded."""
+    return frame_bytes // 4
+
+
+def should_search(length: int, best: int) -> bool:
+    """Whether to try the pool's keyframes: ``length`` is well above the ``best`` of the stream's own keyframe."""
+    return 4 * length > 5 * best
+
+
+def should_switch(length: int, current: int) -> bool:
+    """Whether another keyframe's ``length`` is enough of an improvement; a switch resets the stream's statistics."""
+    return 8 * length < 7 * current
+
+
+def needs_keyframe(length: int, excess: int, frame_bytes: int) -> bool:
+    """Whether to store a first frame whole, as a new keyframe.
+
+    Either no keyframe halves the frame, or the keyframe's age has cost ``excess`` bytes, more than a new keyframe
+    does. This is the ski-rental rule: never more than about twice the optimum.
+    """
+    return (2 * length > frame_bytes) | (excess > frame_bytes)

@@ -1,0 +1,94 @@
+"""Writes that take effect completely or not at all: the lock and the recovery that every kind of buffer shares."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+from sb3_extra_buffers.errors import ExtraBuffersError, OutOfMemoryError, ReadOnlyBufferError
+from sb3_extra_buffers.stores.locks import fork_safe_lock
+
+__all__ = ["WRITING", "Transactional"]
+
+#: ``_unfinished`` while stores are being written, which can still be undone.
+WRITING = "writing"
+
+
+class Transactional:
+    """A buffer whose writes take effect completely or not at all, whatever exception interrupts them.
+
+    A write holds the lock and has three phases:
+
+    1. Check all arguments. Nothing has changed yet.
+    2. Call `_begin_step`, then write to the stores. If that is interrupted, `_recover` undoes it.
+    3. Set ``_unfinished`` to everything that is left to do, then do it. If that is interrupted, `_recover` does all of
+       it again, so doing it twice must have no further effect. Setting ``_unfinished`` to None ends the write.
+
+    An interrupted recovery runs again when the buffer is next used.
+    """
+
+    #: Whether writing raises `ReadOnlyBufferError`.
+    read_only = False
+    _lock: Any
+    _unfinished: Any = None
+
+    def _make_lock(self) -> None:
+        self._lock = fork_safe_lock(of_buffer=True)
+
+    @property
+    def lock(self) -> Any:
+        """Held while a step is added and while a copy is taken; reentrant."""
+        return self._lock
+
+    def recover(self) -> None:
+        """Complete or undo a write that was interrupted."""
+        with self._lock:
+            self._recover()
+
+    def _recover(self) -> None:
+        unfinished = self._unfinished
+        if unfinished is WRITING:
+            self._undo_step()
+        elif unfinished is not None:
+            self._finish_step(unfinished)
+
+    def _written_stores(self) -> Iterable[Any]:
+        """The stores that a step is written to."""
+        raise NotImplementedError
+
+    def _finish_step(self, unfinished: Any) -> None:
+        """Do what is left of a step whose observations are stored; doing it twice must have no further effect."""
+        raise NotImplementedError
+
+    def _position(self) -> Any:
+        """A value that every completed step changes."""
+        raise NotImplementedError
+
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise ReadOnlyBufferError(f"this {type(self).__name__} was opened read-only; load() it to change a copy")
+
+    def _begin_step(self) -> None:
+        """Make whatever the stores are told from now on undoable."""
+        for store in self._written_stores():
+            store.commit()
+        self._unfinished = WRITING
+
+    def _undo_step(self) -> None:
+        for store in self._written_stores():
+            store.undo_write()
+        self._unfinished = None
+
+    def _fail(self, problem: BaseException, position: Any) -> None:
+        """Recover from ``problem`` in a step that began at ``position``, and raise it.
+
+        A plain `MemoryError` becomes `OutOfMemoryError`. If memory ran out when the step was nearly done and recovery
+        has completed the step, there is nothing to raise.
+        """
+        with contextlib.suppress(Exception):
+            self._recover()  # if this fails too, the next use of the buffer tries again
+        if not isinstance(problem, MemoryError) or isinstance(problem, ExtraBuffersError):
+            raise problem
+        if self._unfinished is not None or self._position() == position:
+            raise OutOfMemoryError(f"not enough memory to add a step: {problem}; the buffer is unchanged") from problem
