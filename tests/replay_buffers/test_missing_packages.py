@@ -1,4 +1,4 @@
-"""Without TorchRL or Ray, importing what needs them names the line that installs them."""
+"""Without TorchRL or Ray, the import error says how to install them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _fresh_imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 @pytest.mark.usefixtures("_fresh_imports")
-def test_the_missing_package_is_named(hidden: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(hidden: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if hidden == "ray":
         pytest.importorskip("torchrl")
     for name in [hidden, *(name for name in sys.modules if name.startswith(f"{hidden}."))]:
