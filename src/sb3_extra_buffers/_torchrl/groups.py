@@ -160,8 +160,9 @@ class HostGroup(StoredGroup):
         self._use(store, bases)
 
     def read_rows(self, positions: Positions, which: Sequence[int] | None = None) -> list[ByteRows]:
-        offsets = self._offsets if which is None else self._offsets[list(which)]
-        return list(self.store.read(positions + offsets))
+        if which is None:
+            return list(self.store.read(positions + self._offsets))
+        return [self.store.read(positions + self.bases[number]) for number in which]
 
     def write_key(self, which: int, positions: Positions, rows: ByteRows) -> None:
         self.store.write(positions + self.bases[which], positions % self.store.n_streams, rows)

@@ -100,7 +100,7 @@ class StoredTensor(torch.Tensor):
 
     def _read(self, positions: Positions) -> torch.Tensor:
         rows = self.group.read(np.ascontiguousarray(positions).reshape(-1), [self.which])[0]
-        return rows.reshape((*positions.shape, *self.group.spec.shape))
+        return rows if positions.ndim == 1 else rows.reshape((*positions.shape, *self.group.spec.shape))
 
     def _write(self, positions: Positions, tensor: torch.Tensor) -> None:
         self.group.write_key(self.which, np.ascontiguousarray(positions).reshape(-1), self.group.as_rows(tensor))

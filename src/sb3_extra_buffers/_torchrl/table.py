@@ -116,22 +116,22 @@ class ItemTable:
     def read(self, positions: Positions, keys: Collection[Key] | None = None) -> dict[Key, torch.Tensor]:
         """Decode the items at ``positions``; all keys, or ``keys`` alone."""
         tensors: dict[Key, torch.Tensor] = {}
-        flat, shape = positions.reshape(-1), positions.shape
+        flat = positions.reshape(-1)
         index: torch.Tensor | None = None
         for key, leaf in self.dense.items():
             if keys is None or key in keys:
                 if index is None:
                     index = torch.from_numpy(flat).to(leaf.device)
-                tensors[key] = leaf.index_select(0, index).reshape(*shape, *leaf.shape[1:])
+                tensors[key] = leaf.index_select(0, index)
         for group in self.groups:
-            which = None
-            if keys is not None:
-                which = [number for number, key in enumerate(group.keys) if key in keys]
-                if not which:
-                    continue
-            wanted = group.keys if which is None else [group.keys[number] for number in which]
-            for key, part in zip(wanted, group.read(flat, which), strict=True):
-                tensors[key] = part.reshape(*shape, *part.shape[1:])
+            wanted = group.keys if keys is None else [key for key in group.keys if key in keys]
+            if not wanted:
+                continue
+            # None decodes frames that the keys share only once
+            which = None if len(wanted) == len(group.keys) else [group.keys.index(key) for key in wanted]
+            tensors.update(zip(wanted, group.read(flat, which), strict=True))
+        if positions.ndim > 1:
+            return {key: part.reshape(*positions.shape, *part.shape[1:]) for key, part in tensors.items()}
         return tensors
 
     def clear(self) -> None:

@@ -18,8 +18,6 @@ import numpy as np
 import torch
 
 from sb3_extra_buffers import files
-from sb3_extra_buffers._torchrl.memmaps import read_json, remove_saved, write_json
-from sb3_extra_buffers._torchrl.service_state import ServiceState
 from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.errors import (
     CorruptPayloadError,
@@ -33,6 +31,7 @@ from sb3_extra_buffers.errors import (
 )
 from sb3_extra_buffers.files import disk
 from sb3_extra_buffers.files.journal import Journal, read_journal
+from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
 
 try:
     import ray
@@ -43,7 +42,6 @@ try:
     from sb3_extra_buffers._torchrl.memmaps import read_json, remove_saved, write_json
     from sb3_extra_buffers._torchrl.service_state import Clients, ServiceState
     from sb3_extra_buffers._torchrl.wire import decode_packet, encode_packet, packet_note
-    from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
 except ImportError as error:
     raise MissingExtraError(
         "CompressedRayReplayBuffer needs 'ray' and 'torchrl': pip install 'sb3-extra-buffers[ray]'"
