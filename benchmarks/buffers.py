@@ -1,13 +1,12 @@
-"""The SB3 buffers beside SB3's own, in one process, in turn: ``python -m benchmarks.buffers`` writes a CSV.
+"""Compressed SB3 buffers compared with SB3's own, in one process, calls interleaved; writes ``buffers.csv``.
 
-Cases: ``replay`` (add and sample, the ring filled once and then overwritten), ``rollout`` (a whole iteration of PPO's
-reads), ``vector`` (17 floats), ``save`` (pickles), ``ppo`` and ``dqn`` (training, wall clock).
+Cases: ``replay`` (add and sample, first filling the buffer, then overwriting), ``rollout`` (one iteration of PPO),
+``vector`` (observations of 17 floats), ``save`` (pickles), ``ppo`` and ``dqn`` (training, wall clock).
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import random
 import statistics
 import tempfile
@@ -26,7 +25,7 @@ from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
 from tqdm import tqdm, trange
 
 from benchmarks import feed
-from benchmarks.run import DATA, machine, replace_rows, versions
+from benchmarks.results import DATA, replace_rows, run_info
 from sb3_extra_buffers.compressed import CompressedReplayBuffer, CompressedRolloutBuffer, init_jit
 
 IMAGES = spaces.Box(0, 255, (4, 84, 84), np.uint8)
@@ -35,15 +34,15 @@ BATCHES = (32, 256)
 Rows = Iterator[tuple[str, str, float, float]]
 
 
-def in_turn(calls: list[Callable[[], Any]], repeats: int, first: int = 0) -> list[list[float]]:
-    """Seconds of each call, the calls interleaved, each of them first every other time."""
+def interleave(calls: list[Callable[[], Any]], repeats: int, first: int = 0) -> list[list[float]]:
+    """Seconds of each call, the calls interleaved in alternating order."""
     taken: list[list[float]] = [[] for _ in calls]
     for repeat in range(first, first + repeats):
         order = list(enumerate(calls))
-        for place, call in order if repeat % 2 else order[::-1]:
+        for i, call in order if repeat % 2 else order[::-1]:
             start = time.perf_counter()
             call()
-            taken[place].append(time.perf_counter() - start)
+            taken[i].append(time.perf_counter() - start)
     return taken
 
 
@@ -53,7 +52,7 @@ def medians(taken: list[list[float]], scale: float = 1e6) -> tuple[float, float]
 
 
 def replay(game: str = "MsPacman", n_steps: int = 10_000) -> Rows:
-    """Adding, once into an empty ring and once over a full one; then sampling."""
+    """Adding to an empty buffer, then to a full one; then sampling."""
     actions, rewards, infos = np.zeros((4, 1), np.int64), np.zeros(4, np.float32), [{}] * 4
     pair = [
         kind(4 * n_steps, IMAGES, spaces.Discrete(9), "cpu", n_envs=4)
@@ -62,17 +61,17 @@ def replay(game: str = "MsPacman", n_steps: int = 10_000) -> Rows:
     for name in ("filling", "overwriting"):
         taken: list[list[float]] = [[], []]
         for position, step in enumerate(tqdm(feed.steps(game, n_steps), f"{game} {name}", n_steps)):
-            some = in_turn(
+            step_times = interleave(
                 [lambda b=b, s=step: b.add(s.obs, s.next_obs, actions, rewards, s.dones, infos) for b in pair],
                 1,
                 position,
             )
-            for times, one in zip(taken, some, strict=True):
-                times += one
+            for times, new_times in zip(taken, step_times, strict=True):
+                times += new_times
         yield f"add, {name}, median", "us", *medians(taken)
         yield f"add, {name}, total", "s", sum(taken[0]), sum(taken[1])
     for batch in BATCHES:
-        yield f"sample({batch})", "us", *medians(in_turn([lambda b=b, n=batch: b.sample(n) for b in pair], 200))
+        yield f"sample({batch})", "us", *medians(interleave([lambda b=b, n=batch: b.sample(n) for b in pair], 200))
     usage = pair[0].memory_usage()
     yield "held", "MB", usage.total / 1e6, (pair[1].observations.nbytes + pair[1].next_observations.nbytes) / 1e6
 
@@ -84,13 +83,13 @@ def vector(n_steps: int = 20_000) -> Rows:
     draw = np.random.default_rng(0)
     obs, action = draw.random((1, 17), np.float32), draw.random((1, 6), np.float32)
     rest = (np.ones(1, np.float32), np.zeros(1, bool), [{}])
-    yield "add", "us", *medians(in_turn([lambda b=b: b.add(obs, obs, action, *rest) for b in pair], n_steps))
+    yield "add", "us", *medians(interleave([lambda b=b: b.add(obs, obs, action, *rest) for b in pair], n_steps))
     for batch in BATCHES:
-        yield f"sample({batch})", "us", *medians(in_turn([lambda b=b, n=batch: b.sample(n) for b in pair], 1000))
+        yield f"sample({batch})", "us", *medians(interleave([lambda b=b, n=batch: b.sample(n) for b in pair], 1000))
 
 
 def rollout(game: str = "Pong", n_steps: int = 128, repeats: int = 12) -> Rows:
-    """What one iteration of PPO asks of its buffer: 8 environments, 4 epochs, batches of 256."""
+    """Everything that one iteration of PPO does with its buffer: 8 environments, 4 epochs, batches of 256."""
     pair = [
         kind(n_steps, IMAGES, spaces.Discrete(6), "cpu", n_envs=8) for kind in (CompressedRolloutBuffer, RolloutBuffer)
     ]
@@ -101,9 +100,9 @@ def rollout(game: str = "Pong", n_steps: int = 128, repeats: int = 12) -> Rows:
     taken: dict[str, list[list[float]]] = {name: [[], []] for name in ("reset", "add", "first epoch", "later epochs")}
 
     def measure(name: str, call: Callable[[Any], Any]) -> None:
-        some = in_turn([lambda b=b: call(b) for b in pair], 1, len(taken[name][0]))
-        for times, one in zip(taken[name], some, strict=True):
-            times += one
+        call_times = interleave([lambda b=b: call(b) for b in pair], 1, len(taken[name][0]))
+        for times, new_times in zip(taken[name], call_times, strict=True):
+            times += new_times
 
     for _ in trange(repeats, desc=f"{game} rollouts"):
         measure("reset", lambda buffer: buffer.reset())
@@ -116,7 +115,7 @@ def rollout(game: str = "Pong", n_steps: int = 128, repeats: int = 12) -> Rows:
             measure("later epochs" if epoch else "first epoch", lambda buffer: [None for _ in buffer.get(256)])
     for name, times in taken.items():
         yield f"{name}, median", "us", *medians(times)
-    ours, theirs = (sum(sum(times[place]) for times in taken.values()) / repeats for place in (0, 1))
+    ours, theirs = (sum(sum(times[i]) for times in taken.values()) / repeats for i in (0, 1))
     yield "everything, an iteration", "ms", 1e3 * ours, 1e3 * theirs
     usage = pair[0].memory_usage()
     yield "held", "MB", usage.total / 1e6, usage.dense / 1e6
@@ -159,24 +158,24 @@ def save(game: str = "MsPacman", n_transitions: int = 100_000) -> Rows:
 
 
 def train(make: Callable[[bool], Any], n_steps: int, rounds: int, name: str) -> Rows:
-    """Two models at the same seed, trained in turn; they must end with the same weights."""
+    """Train two models from the same seed in alternation; they must end with the same weights."""
     models = [make(True), make(False)]
-    # both draw from the same global generators: each goes on from where it left them
+    # both use the global generators: save and restore their state for each model
     states = [_random_states()] * 2
     taken: list[list[float]] = [[], []]
     for number in trange(rounds + 1, desc=name):
         order = [0, 1] if number % 2 else [1, 0]
-        for place in order:
-            _set_random_states(states[place])
+        for i in order:
+            _set_random_states(states[i])
             start = time.perf_counter()
-            models[place].learn(n_steps, reset_num_timesteps=False)
+            models[i].learn(n_steps, reset_num_timesteps=False)
             seconds = time.perf_counter() - start
-            states[place] = _random_states()
-            if number:  # the first round is to warm up
-                taken[place].append(seconds)
+            states[i] = _random_states()
+            if number:  # the first round warms up
+                taken[i].append(seconds)
     weights = [model.policy.state_dict() for model in models]
     if not all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0]):
-        raise SystemExit(f"{name}: the two models differ; refusing to report on them")
+        raise SystemExit(f"{name}: the weights of the two models differ; no result is reported")
     yield f"{n_steps} steps, median of {rounds}", "s", *medians(taken, 1.0)
 
 
@@ -227,12 +226,12 @@ def main() -> None:
     options = parser.parse_args()
     init_jit("auto")
     path = DATA / "buffers.csv"
-    about = {"date": datetime.date.today().isoformat(), "machine": machine(), "versions": versions()}
+    info = run_info()
     for case in options.cases:
         rows = []
         for figure, unit, ours, theirs in CASES[case]():
             print(f"{case}: {figure}: {ours:.4g} {unit}, SB3 {theirs:.4g} {unit}: {ours / theirs:.3f}x", flush=True)
-            rows.append(about | {"case": case, "figure": figure, "unit": unit, "ours": ours, "sb3": theirs})
+            rows.append(info | {"case": case, "figure": figure, "unit": unit, "ours": ours, "sb3": theirs})
         replace_rows(path, rows, ("case",))
 
 

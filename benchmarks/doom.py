@@ -1,4 +1,4 @@
-"""ViZDoom scenarios as a vectorised environment: RGB frames, or label (segmentation) frames."""
+"""ViZDoom scenarios as a vectorised environment with RGB or label (segmentation) frames."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 
 class DoomFrames(gymnasium.Env[npt.NDArray[np.uint8], np.int64]):
-    """One scenario, four tics a step; frames of 160x120, RGB or one label byte per pixel."""
+    """One scenario, four tics per step, frames of 160x120: RGB, or one label byte per pixel."""
 
     def __init__(self, scenario: str, labels: bool, seed: int) -> None:
         import vizdoom
@@ -50,7 +50,7 @@ class DoomFrames(gymnasium.Env[npt.NDArray[np.uint8], np.int64]):
 
 
 def make_doom(name: str, n_envs: int, seed: int) -> Any:
-    """``vizdoom-rgb`` or ``vizdoom-labels``, with ``:scenario`` after it if not ``defend_the_center``."""
+    """``vizdoom-rgb`` or ``vizdoom-labels``, optionally followed by ``:scenario`` (default: ``defend_the_center``)."""
     from stable_baselines3.common.vec_env import DummyVecEnv
 
     kind, _, scenario = name.partition(":")

@@ -1,26 +1,22 @@
-"""Frames per second of Atari environments on this machine: ``python -m benchmarks.envs``.
+"""Frames per second of Atari environments; writes ``benchmarks/data/envs.csv``.
 
-ale-py's own threads beside SB3's wrappers, in processes and in one; all play in turns, so that whatever else the
-machine does meets them alike.
+Compares ale-py's own threads with SB3's wrappers in subprocesses and in one process. Rounds alternate between them, so
+that other load on the machine affects all alike.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
-import importlib.metadata
 import os
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
 from benchmarks import render
-from benchmarks.run import DATA, machine, versions
+from benchmarks.results import DATA, run_info, write_rows
 from sb3_extra_buffers.training_utils.atari import make_env
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -32,7 +28,7 @@ FRAME_SKIP = 4
 
 
 def play(env: Any, seconds: float, random: np.random.Generator) -> float:
-    """Steps of all environments together in a second."""
+    """Steps per second, summed over all environments."""
     start, steps = time.perf_counter(), 0
     while time.perf_counter() - start < seconds:
         env.step(random.integers(0, env.action_space.n, env.num_envs))
@@ -41,7 +37,7 @@ def play(env: Any, seconds: float, random: np.random.Generator) -> float:
 
 
 def measure(game: str, n_envs: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """A row for each kind."""
+    """One row for each kind of environment."""
     envs = {kind: make_env(f"{game}NoFrameskip-v4", n_envs, seed=0, **options) for kind, options in KINDS.items()}
     random = np.random.default_rng(0)
     speeds: dict[str, list[float]] = {kind: [] for kind in envs}
@@ -67,16 +63,8 @@ def measure(game: str, n_envs: int, rounds: int, seconds: float) -> list[dict[st
     ]
 
 
-def write_rows(path: Path, measured: list[dict[str, Any]]) -> None:
-    """Replace what ``path`` held."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(measured[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(measured)
-
-
 def table() -> str:
-    """The measurements as the page on training shows them."""
+    """The table on the training page."""
     measured = render.rows("envs")
     if not measured:
         return ""
@@ -92,12 +80,16 @@ def table() -> str:
     busy = max(float(row["load_before"]) for row in measured)
     rounds = [float(row["fastest_round"]) / float(row["slowest_round"]) for row in measured]
     note = (
-        f"The load average of the machine was {busy:.1f} when it began, and the fastest round of a kind was up to "
+        f"The load average was {busy:.1f} at the start, and the fastest round of an environment was up to "
         f"{max(rounds):.1f} times as fast as its slowest: "
-        + ("it was busy with other work, so take these for a rough guide only.\n" if busy > 1 else "it was idle.\n")
+        + (
+            "the machine was busy, so these figures are only a rough guide.\n"
+            if busy > 1
+            else "the machine was idle.\n"
+        )
     )
     header = [f"frames per second, {measured[0]['n_envs']} games", *games]
-    return f"\n{render.table(header, lines)}\n{note}\n{render.about(measured)}\n"
+    return f"\n{render.table(header, lines)}\n{note}\n{render.provenance(measured)}\n"
 
 
 def main() -> None:
@@ -105,20 +97,18 @@ def main() -> None:
     parser.add_argument("--games", nargs="+", default=["Pong", "MsPacman"])
     parser.add_argument("--n-envs", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of a round")
-    parser.add_argument("--render", action="store_true", help="only write the page anew")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of a round")
+    parser.add_argument("--render", action="store_true", help="only render the page from the CSV file")
     options = parser.parse_args()
     if not options.render:
-        ale = f"{versions()}, ale-py {importlib.metadata.version('ale-py')}"
-        about = {"date": datetime.date.today().isoformat(), "machine": machine(), "versions": ale}
-        # a machine that has other things to do tells little of speed; whoever reads the figures should know
-        about["load_before"] = f"{os.getloadavg()[0]:.1f}"
-        found = [
-            about | row
-            for game in options.games
-            for row in measure(game, options.n_envs, options.rounds, options.seconds)
-        ]
-        write_rows(DATA / "envs.csv", found)
+        # speeds mean little on a busy machine, so the load is recorded
+        info = run_info("ale-py") | {"load_before": f"{os.getloadavg()[0]:.1f}"}
+        rows = []
+        for game in options.games:
+            for row in measure(game, options.n_envs, options.rounds, options.seconds):
+                print(f"{game}, {row['kind']}: {row['frames_per_s']} frames per second")
+                rows.append(info | row)
+        write_rows(DATA / "envs.csv", rows)
     render.insert(render.DOCS / "training.md", "environments", table())
 
 

@@ -1,4 +1,4 @@
-"""Real observations to measure with: played once, kept as frames, stacked again as they are read."""
+"""Real observations to benchmark with: games are played once and recorded; reading stacks the frames again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 
 
 class Step(NamedTuple):
-    """What a vectorised environment gives to a replay buffer at one step."""
+    """One step of a vectorised environment, as a replay buffer gets it."""
 
     obs: Array
     next_obs: Array
@@ -28,14 +28,14 @@ class Step(NamedTuple):
 
 
 def cache_dir() -> Path:
-    """Where recorded games lie; ``SB3_EXTRA_BUFFERS_CACHE`` moves it."""
+    """Folder of recorded games; ``SB3_EXTRA_BUFFERS_CACHE`` overrides it."""
     folder = Path(os.environ.get("SB3_EXTRA_BUFFERS_CACHE", Path(__file__).parent / ".cache"))
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def make_game(name: str) -> Any:
-    """SB3's preprocessed Atari game ``name``, without stacking, or a ViZDoom scenario ``vizdoom-NAME``."""
+    """SB3's preprocessed Atari game ``name``, without frame stacking, or ``vizdoom-rgb`` or ``vizdoom-labels``."""
     if name.startswith("vizdoom"):
         from benchmarks.doom import make_doom
 
@@ -49,7 +49,7 @@ def make_game(name: str) -> Any:
 
 
 def record(name: str, n_steps: int) -> Path:
-    """Play ``name`` with random actions unless that was done before; return the folder."""
+    """Play ``name`` with random actions unless it is recorded already; return the folder."""
     folder = cache_dir() / f"{name}-{n_steps}"
     if (folder / "ends.npz").exists():
         return folder
@@ -81,9 +81,9 @@ def record(name: str, n_steps: int) -> Path:
 
 
 def steps(name: str, n_steps: int, stack: int = STACK) -> Iterator[Step]:
-    """The recorded game as transitions of channel-first stacks, as ``VecFrameStack`` would give them.
+    """The recorded game as transitions of channel-first stacks, as ``VecFrameStack`` would return them.
 
-    Reads little by little, so that the recording is never resident as a whole.
+    Reads one step at a time, so that the recording does not count as resident memory.
     """
     folder = record(name, n_steps)
     ends = dict(np.load(folder / "ends.npz"))
@@ -111,7 +111,7 @@ def steps(name: str, n_steps: int, stack: int = STACK) -> Iterator[Step]:
 
 
 def native_steps(game: str, n_steps: int, seed: int = SEED) -> Iterator[Step]:
-    """``n_steps`` of an Atari game straight from ale-py's own vector environment: fast, nothing recorded."""
+    """``n_steps`` of an Atari game from ale-py's own vector environment: fast, not recorded."""
     from ale_py.vector_env import AtariVectorEnv
 
     env = AtariVectorEnv(

@@ -1,19 +1,17 @@
-"""Saving, loading and opening: bytes, time and memory beside SB3's pickle; a row of ``benchmarks/data/files.csv``.
+"""Size, time and memory of saving, loading and opening, compared with SB3's pickle; writes ``files.csv``.
 
-``python -m benchmarks.files`` measures 100 000 MsPacman transitions, ``--transitions 1000000 --no-sb3`` a million of
-ours. Each part runs in a fresh process.
+The default is 100,000 MsPacman transitions; ``--transitions 1000000 --no-sb3`` measures a million without SB3. Each
+part runs in a fresh process.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import itertools
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import feed
-from benchmarks.run import DATA, machine, replace_rows, versions
+from benchmarks.results import DATA, replace_rows, run_child, run_info
 
 GAME = "MsPacman"
 RECORDED = 25_000
@@ -39,7 +37,7 @@ def spaces() -> tuple[Any, Any]:
 
 
 def steps() -> Iterator[feed.Step]:
-    """The recorded game, again and again."""
+    """The recorded game, repeated forever."""
     for _ in itertools.count():
         yield from feed.steps(GAME, RECORDED)
 
@@ -52,11 +50,11 @@ def fill(buffer: Any, source: Iterator[feed.Step], n_steps: int, rng: np.random.
 
 
 class Peak:
-    """The most memory that the process had beyond what it had at the beginning."""
+    """Peak of the resident set inside the ``with`` block, relative to its start."""
 
     def __enter__(self) -> Peak:
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         self._before = _status("VmRSS")
         return self
 
@@ -76,13 +74,13 @@ def timed(call: Any) -> tuple[float, Any]:
 
 
 def ours(folder: str, n_transitions: int) -> dict[str, Any]:
-    """Full saves, incremental ones, and a load; with the disk waited for, and without."""
+    """Full saves, incremental saves and a load, each with and without waiting for the disk."""
     from sb3_extra_buffers.compressed import CompressedReplayBuffer
     from sb3_extra_buffers.files import load, save
 
-    # room for what is added later: nothing is overwritten
-    room = n_transitions + 3 * REPEATS * NEW
-    buffer = CompressedReplayBuffer(room, *spaces(), device="cpu", n_envs=feed.N_ENVS)
+    # large enough for the transitions added later, so that nothing is overwritten
+    capacity = n_transitions + 3 * REPEATS * NEW
+    buffer = CompressedReplayBuffer(capacity, *spaces(), device="cpu", n_envs=feed.N_ENVS)
     source, rng = steps(), np.random.default_rng(0)
     fill(buffer, source, n_transitions // feed.N_ENVS, rng)
     result: dict[str, Any] = {"held_bytes": buffer.memory_usage().total}
@@ -90,30 +88,30 @@ def ours(folder: str, n_transitions: int) -> dict[str, Any]:
         save(buffer, Path(folder) / "peak")
     result["save_peak_bytes"] = peak.bytes
     for name, sync in (("", True), ("unsynced_", False)):
-        full, more = [], []
-        for turn in range(REPEATS):
-            target = Path(folder) / f"{name}{turn}"
-            seconds, report = timed(lambda: save(buffer, target, sync=sync))  # noqa: B023  # called at once
-            full.append(seconds)
-            if turn + 1 < REPEATS:
+        full_seconds, incremental_seconds = [], []
+        for repeat in range(REPEATS):
+            target = Path(folder) / f"{name}{repeat}"
+            seconds, report = timed(lambda: save(buffer, target, sync=sync))  # noqa: B023  # called immediately
+            full_seconds.append(seconds)
+            if repeat + 1 < REPEATS:
                 shutil.rmtree(target)
-        result[f"{name}save_s"] = statistics.median(full)
+        result[f"{name}save_s"] = statistics.median(full_seconds)
         result["bytes"] = report.n_bytes
         for _ in range(REPEATS):
             fill(buffer, source, NEW // feed.N_ENVS, rng)
-            seconds, report = timed(lambda: save(buffer, target, sync=sync))  # noqa: B023  # called at once
+            seconds, report = timed(lambda: save(buffer, target, sync=sync))  # noqa: B023  # called immediately
             if not report.incremental:
-                raise AssertionError("a second save wrote everything; refusing to report on it")
-            more.append(seconds)
-        result |= {f"{name}incremental_s": statistics.median(more), "incremental_bytes": report.n_bytes}
+                raise AssertionError("a second save was not incremental; no result is reported")
+            incremental_seconds.append(seconds)
+        result |= {f"{name}incremental_s": statistics.median(incremental_seconds), "incremental_bytes": report.n_bytes}
     result["load_s"], loaded = timed(lambda: load(target))
     check(buffer, loaded)
-    shutil.move(target, Path(folder) / "kept")
+    shutil.move(target, Path(folder) / "saved")
     return result
 
 
 def check(buffer: Any, loaded: Any) -> None:
-    """Refuse to report on files that do not give back what went in."""
+    """Refuse to report on files that do not load as what was saved."""
     for seed in range(3):
         batches = []
         for each in (buffer, loaded):
@@ -121,11 +119,11 @@ def check(buffer: Any, loaded: Any) -> None:
             batches.append(each.sample(64))
         for mine, other in zip(*batches, strict=True):
             if mine is not None and not (mine == other).all():
-                raise AssertionError("a loaded buffer differs; refusing to report on it")
+                raise AssertionError("the loaded buffer returns other samples; no result is reported")
 
 
 def theirs(folder: str, n_transitions: int) -> dict[str, Any]:
-    """SB3's buffer at its thriftiest, pickled as SB3 does it."""
+    """SB3's buffer with ``optimize_memory_usage=True``, pickled as SB3 does it."""
     from stable_baselines3.common.buffers import ReplayBuffer
     from stable_baselines3.common.save_util import save_to_pkl
 
@@ -148,7 +146,7 @@ def theirs(folder: str, n_transitions: int) -> dict[str, Any]:
 
 
 def opening(folder: str, n_transitions: int) -> dict[str, Any]:
-    """Open a saved buffer in its file, as a process does that has imported everything."""
+    """Open the saved buffer, after a warm-up that imports and compiles everything."""
     from sb3_extra_buffers.compressed import CompressedReplayBuffer
 
     warm = CompressedReplayBuffer(64, *spaces(), device="cpu", n_envs=feed.N_ENVS)
@@ -157,10 +155,10 @@ def opening(folder: str, n_transitions: int) -> dict[str, Any]:
     CompressedReplayBuffer.open(Path(folder) / "warm").sample(32)
     gc.collect()
     before = _status("VmRSS")
-    seconds, buffer = timed(lambda: CompressedReplayBuffer.open(Path(folder) / "kept"))
+    seconds, buffer = timed(lambda: CompressedReplayBuffer.open(Path(folder) / "saved"))
     grown = _status("VmRSS") - before
     if buffer.size() * feed.N_ENVS < n_transitions:
-        raise AssertionError(f"{buffer.size() * feed.N_ENVS} transitions are there, {n_transitions} were saved")
+        raise AssertionError(f"opened {buffer.size() * feed.N_ENVS} transitions, but {n_transitions} were saved")
     sampled = [timed(lambda: buffer.sample(256))[0] for _ in range(50)]
     return {"open_s": seconds, "open_resident_bytes": grown, "opened_sample256_s": statistics.median(sampled)}
 
@@ -168,36 +166,23 @@ def opening(folder: str, n_transitions: int) -> dict[str, Any]:
 PARTS = {"ours": ours, "theirs": theirs, "opening": opening}
 
 
-def child(part: str, folder: str, n_transitions: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.files", "--part", part, "--folder", folder]
-    command += ["--transitions", str(n_transitions)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=Path(__file__).parents[1])
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transitions", type=int, default=100_000)
-    parser.add_argument("--folder", help="where files are written, on the disk to be measured")
-    parser.add_argument("--no-sb3", action="store_true", help="measure ours alone")
+    parser.add_argument("--folder", help="where to write files, on the disk to be measured")
+    parser.add_argument("--no-sb3", action="store_true", help="leave out SB3's pickle")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
         print(json.dumps(PARTS[options.part](options.folder, options.transitions)))
         return
     feed.record(GAME, RECORDED)
-    row: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(),
-        "versions": versions(),
-        "game": GAME,
-        "n_transitions": options.transitions,
-    }
+    row: dict[str, Any] = run_info() | {"game": GAME, "n_transitions": options.transitions}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for part in ("ours", "opening") if options.no_sb3 else ("ours", "opening", "theirs"):
             print(f"measuring {part}", file=sys.stderr)
-            row |= child(part, folder, options.transitions)
+            arguments = ["--part", part, "--folder", folder, "--transitions", str(options.transitions)]
+            row |= run_child("benchmarks.files", *arguments)
     replace_rows(DATA / "files.csv", [row], ("n_transitions",))
     print(json.dumps(row, indent=1))
 

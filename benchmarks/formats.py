@@ -1,13 +1,10 @@
-"""Sizes of the ways to write a frame down that were tried for `delta`: ``python -m benchmarks.formats``.
+"""Sizes of the frame formats that were tried for `delta`, on real frames; writes ``benchmarks/data/formats.csv``.
 
-Sizes only, of real frames, so the result is the same on every machine.
+Only sizes are measured, so the result does not depend on the machine. `benchmarks.render` has the formats' titles.
 """
 
 from __future__ import annotations
 
-import csv
-import datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,33 +12,33 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from benchmarks import feed
-from benchmarks.run import machine, versions
+from benchmarks.results import DATA, run_info, write_rows
 from sb3_extra_buffers.codecs.delta import DeltaCodec
 from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.kernels import policy
 from sb3_extra_buffers.stores import segments
 from sb3_extra_buffers.stores.layout import StackLayout
 
 GAMES = ["MsPacman", "Pong", "SpaceInvaders", "Asteroids", "Enduro", "Riverraid", "BeamRider", "BattleZone"]
-OUTPUT = Path(__file__).parent / "data" / "formats.csv"
 STACK_BYTES = 4 * 84 * 84
 
 Frames = npt.NDArray[np.uint8]  # [time, byte]
 
 
 def tiles(frames: Frames) -> Frames:
-    """Pixels reordered so that eight neighbours in memory are two by four on the screen."""
+    """Pixels reordered so that eight consecutive bytes are a tile of 2x4 pixels."""
     return frames.reshape(-1, 42, 2, 21, 4).transpose(0, 1, 3, 2, 4).reshape(len(frames), -1)
 
 
 def runs(now: Frames, before: Frames) -> npt.NDArray[Any]:
-    """Two bytes for each run of changed bytes, and the new values."""
+    """Bytes per frame: two for each run of changed bytes, plus the new values."""
     changed = now != before
     starts = (changed[:, 1:] & ~changed[:, :-1]).sum(axis=1) + changed[:, 0]
     return 2 * starts + changed.sum(axis=1)
 
 
 def tree(now: Frames, before: Frames, repeats: bool) -> npt.NDArray[Any]:
-    """The mask tree; with ``repeats``, a value equal to the changed byte before it takes one bit."""
+    """Bytes per frame of the mask tree; with ``repeats``, a value that repeats the previous one takes one bit."""
     changed = now != before
     bits = np.zeros((len(now), 8192), bool)
     bits[:, : changed.shape[1]] = changed
@@ -60,21 +57,20 @@ def tree(now: Frames, before: Frames, repeats: bool) -> npt.NDArray[Any]:
 
 
 def stored(game: str, n_steps: int, n_frames: int, packed: bool) -> float:
-    """What the store holds per observation with segments of ``n_frames``."""
+    """Bytes per observation in a `SegmentStore` with segments of ``n_frames``."""
     layout = StackLayout(ObsSpec((4, 84, 84), np.dtype(np.uint8)), 4)
+    compress_above = policy.COMPRESS_ABOVE
+    policy.COMPRESS_ABOVE = compress_above if packed else 1.0
     store = segments.SegmentStore(layout, n_steps * feed.N_ENVS, feed.N_ENVS, DeltaCodec(frames=n_frames))
-    compress_above = segments._COMPRESS_ABOVE
-    segments._COMPRESS_ABOVE = compress_above if packed else 1.0
     streams = np.arange(feed.N_ENVS)
     for step, (obs, _, _) in zip(range(n_steps), feed.steps(game, 10_000), strict=False):
         store.write(streams + step * feed.N_ENVS, streams, obs.reshape(feed.N_ENVS, -1))
-    segments._COMPRESS_ABOVE = compress_above
-    return store.difference_bytes()[0] / (n_steps * feed.N_ENVS)
+    policy.COMPRESS_ABOVE = compress_above
+    return store.difference_bytes() / (n_steps * feed.N_ENVS)
 
 
 def main(n_steps: int = 2500) -> None:
-    about = {"date": datetime.date.today().isoformat(), "machine": machine(), "versions": versions()}
-    rows = []
+    info, rows = run_info(), []
     for game in tqdm(GAMES):
         steps = list(zip(range(n_steps), feed.steps(game, 10_000), strict=False))
         sizes: dict[str, list[float]] = {}
@@ -97,13 +93,11 @@ def main(n_steps: int = 2500) -> None:
             row[f"stored, segments of {n_frames}"] = stored(game, n_steps, n_frames, packed=False)
         row["stored, segments of 8, heavy ones packed"] = stored(game, n_steps, 8, packed=True)
         rows += [
-            about | {"game": game, "format": name, "percent_of_stack": round(100 * size / STACK_BYTES, 3)}
+            info | {"game": game, "format": name, "percent_of_stack": round(100 * size / STACK_BYTES, 3)}
             for name, size in row.items()
         ]
-    with OUTPUT.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+        print(game, *(f"{name}: {size:.0f} bytes" for name, size in row.items()), sep="\n  ")
+    write_rows(DATA / "formats.csv", rows)
 
 
 if __name__ == "__main__":

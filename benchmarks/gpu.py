@@ -1,7 +1,7 @@
-"""Measure the GPU buffers on a recorded game: ``python -m benchmarks.gpu`` on a machine with a CUDA device.
+"""GPU buffers on a recorded game, compared with SB3's buffer and a dense tensor; writes ``benchmarks/data/gpu.csv``.
 
-Each figure is the median of many repeats, after a warm-up, up to the moment when the device is done. SB3's buffer and a
-gather from a dense tensor run beside it. A batch that differs from SB3's ends the run.
+Needs a CUDA device. Each figure is the median of many repeats after a warm-up, up to the point where the device is
+done. A batch that differs from SB3's ends the run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ BUFFERS = {
 
 
 def times_us(run: Callable[[], Any], repeats: int = 300) -> list[float]:
-    """Microseconds until the device is done, of each repeat."""
+    """Microseconds until the device is done, for each repeat."""
     for _ in range(repeats // 3):
         run()
     taken = []
@@ -71,7 +71,7 @@ def times_us(run: Callable[[], Any], repeats: int = 300) -> list[float]:
 
 
 def graph_us(run: Callable[[], Any], repeats: int = 50) -> list[float]:
-    """Microseconds of the kernels alone: replays of a graph of ten runs."""
+    """Microseconds of the kernels alone: replays of a CUDA graph of ten runs."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -90,7 +90,7 @@ def graph_us(run: Callable[[], Any], repeats: int = 50) -> list[float]:
 
 
 class Report:
-    """Rows of the CSV file, printed as they come."""
+    """Collects the rows of the CSV file and prints each."""
 
     def __init__(self, game: str, n_transitions: int, append: bool = False) -> None:
         versions = f"Python {platform.python_version()}, torch {torch.__version__}, triton {_version('triton')}, "
@@ -127,7 +127,7 @@ def _version(package: str) -> str:
 
 
 def measure(game: str, n_steps: int, report: Report) -> None:
-    """What adding, sampling and decoding take, and the memory."""
+    """Times of add, sample and decode, and the memory."""
     n_transitions = n_steps * feed.N_ENVS
     actions = spaces.Discrete(9)
     theirs = ReplayBuffer(n_transitions, SPACE, actions, "cuda", n_envs=feed.N_ENVS)
@@ -156,11 +156,11 @@ def measure(game: str, n_steps: int, report: Report) -> None:
 
     for name, buffer in ours.items():
         set_random_seed(0)
-        wanted = theirs.sample(512)
+        expected = theirs.sample(512)
         set_random_seed(0)
-        found = buffer.sample(512)
-        if not all(torch.equal(a, b) for a, b in zip(found[:5], wanted[:5], strict=True)):
-            raise SystemExit(f"{name} gives other batches than SB3; refusing to time it")
+        batch = buffer.sample(512)
+        if not all(torch.equal(a, b) for a, b in zip(batch[:5], expected[:5], strict=True)):
+            raise SystemExit(f"{name} returns other batches than SB3; it is not timed")
     for size in (32, 256):
         for name, buffer in (("sb3", theirs), *ours.items()):
             repeats = 50 if name in ("sb3", "rle", "zstd") else 300
@@ -186,7 +186,7 @@ def train_all(report: Report, names: tuple[str, ...]) -> None:
     import gymnasium
 
     gymnasium.register_envs(ale_py)
-    # so that two trainings can be compared; fresh memory need not be filled for that
+    # deterministic, so that two training runs can be compared
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
@@ -195,12 +195,12 @@ def train_all(report: Report, names: tuple[str, ...]) -> None:
         report.write()
 
 
-# times that each training is made, after one that compiles and tunes
+# timed runs of each training, after one that compiles and tunes
 _ROUNDS = 4
 
 
 def train(name: str, report: Report) -> None:
-    """Seconds that a short training on Pong takes with either buffer, in turns; the weights must be the same."""
+    """Seconds of a short training run on Pong with either buffer, alternating; compares the weights."""
     kinds: dict[str, dict[str, Any]] = {"sb3": {}, "delta": {}}
     common: dict[str, Any] = {"device": "cuda", "seed": 0}
     if name == "DQN":
@@ -212,7 +212,7 @@ def train(name: str, report: Report) -> None:
     taken: dict[str, list[float]] = {kind: [] for kind in kinds}
     weights: dict[str, list[torch.Tensor]] = {}
     for turn in range(_ROUNDS + 1):
-        # in turns, and each of them first as often as second
+        # alternate which one comes first
         for kind, buffer in list(kinds.items())[:: 1 if turn % 2 else -1]:
             env = VecFrameStack(make_atari_env("PongNoFrameskip-v4", n_envs=4, seed=0), 4)
             model = (DQN if name == "DQN" else PPO)("CnnPolicy", env, **common, **buffer)
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--game", default="MsPacman")
     parser.add_argument("--steps", type=int, default=25_000, help="steps of each of the four environments")
     parser.add_argument("--only", choices=["buffers", *ALGORITHMS])
-    parser.add_argument("--append", action="store_true", help="keep what earlier runs measured")
+    parser.add_argument("--append", action="store_true", help="keep the rows of earlier runs")
     options = parser.parse_args()
     report = Report(options.game, options.steps * feed.N_ENVS, options.append)
     if options.only in (None, "buffers"):

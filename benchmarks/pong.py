@@ -1,9 +1,9 @@
-"""PPO learns Pong with observations compressed on the GPU, and with SB3's own buffer: ``python -m benchmarks.pong``.
+"""PPO on Pong with the rollout compressed on the GPU and with SB3's own buffer.
 
-Both trainings start from one seed on deterministic kernels, so that every iteration must give the same losses and the
-same weights. Each writes a row per iteration; the trained agent then plays whole games.
+Both runs start from one seed with deterministic kernels, so every iteration must give the same losses and weights. Each
+writes one row per iteration; the trained agent is then evaluated on whole games.
 
-``--collect FOLDER …`` takes what runs wrote into ``benchmarks/data``; ``--render`` writes page and plot from there.
+``--collect FOLDER …`` copies the results of runs to ``benchmarks/data``; ``--render`` renders page and plot from there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-# cuBLAS reads it when it starts: the same sums in the same order, every time
+# read by cuBLAS when it starts: makes its results deterministic
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import numpy as np
@@ -30,24 +30,24 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.utils import LinearSchedule
 
+from benchmarks.results import DATA, ROOT, read_rows, replace_rows, write_rows
 from sb3_extra_buffers.errors import MissingExtraError
 from sb3_extra_buffers.gpu_buffers import GpuRolloutBuffer
 from sb3_extra_buffers.training_utils.atari import make_env
 from sb3_extra_buffers.training_utils.eval_model import EvalResult, eval_model
 
-DATA = Path(__file__).parent / "data"
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = ROOT / "docs"
 GAME = "PongNoFrameskip-v4"
-# after the name of a buffer: training that went on from the model of an earlier run
+# suffix of the buffer's name for a run that continued from the model of an earlier one
 RESUMED = "-resumed"
 LOSSES = ("loss", "policy_gradient_loss", "value_loss", "entropy_loss", "approx_kl")
-# what both trainings must agree on, to the last bit
+# columns that must be bit-identical in both runs
 SAME = ("timesteps", "episodes", "mean_reward", *LOSSES, "weights")
 CURVE = ("buffer", "iteration", "seconds", *SAME)
 
 
 class Curve(BaseCallback):
-    """Writes a row after each iteration, makes exploring count for less and less, and ends the training in time."""
+    """Writes a row after each iteration, anneals the entropy coefficient, and stops the training at its limits."""
 
     def __init__(self, path: Path, buffer: str, options: argparse.Namespace) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Curve(BaseCallback):
         self._writer.writeheader()
         self._over = False
         self.stored = 0
-        # agents of the last part of the training, by their steps
+        # weights of the last part of the training, by number of steps
         self.agents: dict[int, dict[str, torch.Tensor]] = {}
 
     def _on_training_start(self) -> None:
@@ -79,7 +79,7 @@ class Curve(BaseCallback):
         model: Any = self.model
         first, last = self._entropies
         model.ent_coef = last + (first - last) * max(1 - self.num_timesteps / self._schedule, 0)
-        # now and then: a figure for the page, at no cost for the clock
+        # only now and then, so that it does not affect the time
         if len(self.rows) % 20 == 0:
             rollout = model.rollout_buffer
             dense = self._buffer == "sb3"
@@ -97,14 +97,14 @@ class Curve(BaseCallback):
         row: dict[str, Any] = {
             "buffer": self._buffer,
             "iteration": len(self.rows) + 1,
-            # the weights have arrived, so whatever the device had to do is done
+            # the weights have been copied, so the device is done
             "seconds": round(time.perf_counter() - self._start, 3),
             "timesteps": self.num_timesteps,
             "episodes": self._episodes,
             "mean_reward": mean,
             "weights": f"{zlib.crc32(weights):08x}",
         }
-        # all digits: a rounded number could hide a difference
+        # all digits, so that rounding hides no difference
         row |= {name: repr(float(self.logger.name_to_value[f"train/{name}"])) for name in LOSSES}
         self._writer.writerow(row)
         self._file.flush()
@@ -143,11 +143,11 @@ def make_model(buffer: str, env: Any, options: argparse.Namespace, n_steps: int)
 
 
 def train(buffer: str, env: Any, options: argparse.Namespace) -> tuple[PPO, Curve]:
-    """A trained model and how it came about; what there is to say of the whole run is written down."""
-    # compile and tune whatever is compiled and tuned once
+    """Train a model and write the row of the run; return the model and its learning curve."""
+    # warm up: compile and tune
     warm = make_model(buffer, env, options, 8)
-    warm.learn(2 * 8 * options.n_envs, log_interval=None)  # type: ignore[arg-type]  # None is for no logs
-    # from here on everything follows from the seed, the games included
+    warm.learn(2 * 8 * options.n_envs, log_interval=None)  # type: ignore[arg-type]  # None: no logs
+    # from here on everything depends on the seed only, including the games
     model = make_model(buffer, env, options, options.n_steps)
     if options.resume:
         model.policy.load_state_dict(PPO.load(options.resume, device=options.device).policy.state_dict())
@@ -181,25 +181,18 @@ def train(buffer: str, env: Any, options: argparse.Namespace) -> tuple[PPO, Curv
         "stop_at",
     )
     run |= {name: vars(options)[name] for name in settings} | {"schedule": options.timesteps}
-    write(options.output / f"pong_run_{buffer}.csv", [run])
+    write_rows(options.output / f"pong_run_{buffer}.csv", [run])
     size = f"a rollout of {curve.stored / 1e6:.2f} MB"
     print(f"{buffer}: {run['timesteps']:,} steps in {run['seconds']} s, {size}", flush=True)
     return model, curve
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def evaluate(model: PPO, curve: Curve, env: Any, options: argparse.Namespace) -> None:
-    """Whole games of the last agent and, if it is not good enough, of those before; the best is saved and left there.
+    """Evaluate the last agent on whole games and, if it is not good enough, earlier ones; save and keep the best.
 
-    Pong has no lives to lose and gives no more than a point, so the environments of the training will do.
+    Pong has no lives, and clipping does not change its rewards, so the training environments can be used.
     """
-    found: dict[str, list[dict[str, Any]]] = {}
+    evaluated: dict[str, list[dict[str, Any]]] = {}
     best = -np.inf
     n_steps = curve.rows[-1]["timesteps"]
     agents = curve.agents | {n_steps: copy.deepcopy(model.policy.state_dict())}
@@ -216,16 +209,16 @@ def evaluate(model: PPO, curve: Curve, env: Any, options: argparse.Namespace) ->
             for reward, length in zip(result.rewards, result.lengths, strict=True)
         ]
         if name == "Final" or result.rewards.mean() > best:
-            found[name] = rows
+            evaluated[name] = rows
         if result.rewards.mean() > best:
-            best, chosen = result.rewards.mean(), weights
+            best, best_weights = result.rewards.mean(), weights
             save(model, options.output / "pong_model.zip")
-        write(options.output / "pong_eval.csv", [row for rows in found.values() for row in rows])
-    model.policy.load_state_dict(chosen)
+        write_rows(options.output / "pong_eval.csv", [row for rows in evaluated.values() for row in rows])
+    model.policy.load_state_dict(best_weights)
 
 
 def film(model: Any, path: Path, options: argparse.Namespace) -> None:
-    """Some of a game, as the agent sees it."""
+    """Record part of a game as the agent sees it."""
     from sb3_extra_buffers.recording import record_agent
 
     env = make_env(GAME, 1, framestack=4, native=True, seed=options.seed + 10_000)
@@ -234,25 +227,18 @@ def film(model: Any, path: Path, options: argparse.Namespace) -> None:
         recorded.export(path, scale=2, fps=30)
         print(f"{path.name}: {path.stat().st_size / 1e6:.2f} MB")
     except MissingExtraError as missing:
-        print(f"no film: {missing}")
+        print(f"no recording: {missing}")
     env.close()
 
 
 def save(model: PPO, path: Path) -> None:
-    """The agent without the optimiser's memory, which is twice as large as its weights."""
+    """Save the agent without the state of the optimiser, which is twice as large as its weights."""
     model.policy.optimizer = model.policy.optimizer_class(model.policy.parameters())
     model.save(path)
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def differences(curves: list[dict[str, str]]) -> tuple[int, list[int]]:
-    """How many iterations both trainings have, and which of them differ."""
+    """Number of iterations that both runs have, and which of them differ."""
     by_buffer: dict[str, list[tuple[str, ...]]] = {}
     for row in curves:
         if not row["buffer"].endswith(RESUMED):
@@ -264,12 +250,10 @@ def differences(curves: list[dict[str, str]]) -> tuple[int, list[int]]:
 
 
 def collect(folders: list[Path]) -> None:
-    """Bring what runs wrote to where it is rendered from."""
-    from benchmarks.run import replace_rows  # not needed where the runs are made
-
+    """Copy the results of runs to ``benchmarks/data`` and ``docs/images``."""
     for kind in ("curve", "run"):
-        found = [path for folder in folders for path in sorted(folder.glob(f"pong_{kind}_*.csv"))]
-        rows = [row for path in found for row in read(path)]
+        paths = [path for folder in folders for path in sorted(folder.glob(f"pong_{kind}_*.csv"))]
+        rows = [row for path in paths for row in read_rows(path)]
         if rows:
             replace_rows(DATA / f"pong_{kind}s.csv", rows, ("buffer",))
     for folder in folders:
@@ -279,15 +263,12 @@ def collect(folders: list[Path]) -> None:
                 shutil.copyfile(folder / name, target / name)
 
 
-def render() -> None:
-    """The section of the page on training, and its plot."""
-    from benchmarks import render
+def section() -> str:
+    """The section of the training page."""
+    from benchmarks import render  # needs matplotlib, which training runs do not
 
-    runs = {row["buffer"]: row for row in read(DATA / "pong_runs.csv")}
-    curves = read(DATA / "pong_curves.csv")
-    if not runs or not curves:
-        return
-    plot(curves, runs, DOCS / "images" / "pong_curve.png")
+    runs = {row["buffer"]: row for row in read_rows(DATA / "pong_runs.csv")}
+    curves = read_rows(DATA / "pong_curves.csv")
     lines = [
         [
             titles(name)[0],
@@ -301,59 +282,62 @@ def render() -> None:
     same = ""
     if "sb3" in runs:
         shared, different = differences(curves)
-        same = f"{len(different)} of the {shared} iterations that both trainings made from the start differ. "
+        same = f"{len(different)} of the {shared} iterations that both runs have from the start differ. "
         if not different:
-            same = f"All {shared} iterations that both trainings made from the start gave the same rewards, losses and "
-            same += "weights, to the last bit. "
+            same = (
+                f"The first {shared} iterations, which both runs have, gave bit-identical rewards, losses and weights. "
+            )
     settings = " ".join(described(name, run) for name, run in runs.items() if name != "sb3")
     parts = [
         "\n![reward of the last 100 games](images/pong_curve.png)\n",
-        render.table(["rollout kept by", "steps", "training", "steps/s", "observations of a rollout"], lines),
+        render.table(["rollout buffer", "steps", "training time", "steps/s", "observations of a rollout"], lines),
         f"{same}{settings}\n",
-        pair(read(DATA / "pong_pair.csv")),
-        report(read(DATA / "pong_eval.csv"), sum(int(row["timesteps"]) for name, row in runs.items() if name != "sb3")),
+        pair(read_rows(DATA / "pong_pair.csv")),
+        report(
+            read_rows(DATA / "pong_eval.csv"), sum(int(row["timesteps"]) for name, row in runs.items() if name != "sb3")
+        ),
     ]
     if (DOCS / "images" / "pong.gif").exists():
-        parts.append("![the trained agent plays](images/pong.gif)\n")
-    parts.append(render.about(list(runs.values())))
-    render.insert(DOCS / "training.md", "pong", "\n".join(parts) + "\n")
+        parts.append("![the trained agent playing Pong](images/pong.gif)\n")
+    parts.append(render.provenance(list(runs.values())))
+    return "\n".join(parts) + "\n"
 
 
 def titles(name: str) -> tuple[str, str]:
-    """How a run is called in the table, and in the plot."""
+    """The name of a run in the table, and in the plot."""
     if name == "sb3":
         return "SB3's `RolloutBuffer`", "SB3's RolloutBuffer"
     method, resumed, _ = name.partition(RESUMED)
-    on = ", going on from there" if resumed else ""
-    return f"`GpuRolloutBuffer`, `{method}`{on}", f"GpuRolloutBuffer, {method}{on}"
+    suffix = ", continued" if resumed else ""
+    return f"`GpuRolloutBuffer`, `{method}`{suffix}", f"GpuRolloutBuffer, {method}{suffix}"
 
 
 def described(name: str, run: dict[str, str]) -> str:
     """The settings of a run, in words."""
-    start = "The training that went on" if name.endswith(RESUMED) else "The training"
+    start = "The continued run used" if name.endswith(RESUMED) else "The runs used"
     return (
-        f"{start} had {run['n_envs']} environments x {run['n_steps']} steps, {run['epochs']} epochs in batches of "
-        f"{run['batch_size']}, learning rate {run['learning_rate']} and clip range {run['clip_range']}, falling to a "
-        f"tenth at {int(run['schedule']):,} steps, and a weight of entropy of {run['entropy']} at first and "
-        f"{run['last_entropy']} there, seed {run['seed']}."
+        f"{start} {run['n_envs']} environments x {run['n_steps']} steps, {run['epochs']} epochs in batches of "
+        f"{run['batch_size']}, a learning rate of {run['learning_rate']} and a clip range of {run['clip_range']}, both "
+        f"decreasing to a tenth at {int(run['schedule']):,} steps, an entropy coefficient from {run['entropy']} to "
+        f"{run['last_entropy']}, and seed {run['seed']}."
     )
 
 
 def pair(rows: list[dict[str, str]]) -> str:
-    """What both buffers took for the same few iterations on one machine, where that was measured."""
+    """Time of both buffers for the same few iterations on one machine, if measured."""
     if not rows:
         return ""
     seconds = {row["buffer"]: float(row["seconds"]) for row in rows}
     ours = next(name for name in seconds if name != "sb3")
     return (
-        "The table's rows are of different machines of this kind, whose processors are not equally fast. On one of "
-        f"them, the first {int(rows[0]['timesteps']):,} steps took {seconds[ours]:.1f} s with `{ours}` and "
+        "The rows of the table were measured on different machines of this kind, whose processors differ in speed. On "
+        f"one machine, the first {int(rows[0]['timesteps']):,} steps took {seconds[ours]:.1f} s with `{ours}` and "
         f"{seconds['sb3']:.1f} s with SB3's buffer ({seconds[ours] / seconds['sb3']:.2f}x), {rows[0]['remark']}.\n"
     )
 
 
 def report(played: list[dict[str, str]], n_steps: int) -> str:
-    """The evaluation as `eval_model` prints it; the last agent had made ``n_steps``, whatever run it is of."""
+    """The evaluation as `eval_model` prints it; ``n_steps`` are the total steps of the last agent over all runs."""
     lines, ages = [], []
     last = max((int(row["timesteps"]) for row in played), default=0)
     for agent in dict.fromkeys(row["agent"] for row in played):
@@ -361,15 +345,18 @@ def report(played: list[dict[str, str]], n_steps: int) -> str:
         rewards = np.array([float(row["reward"]) for row in some])
         lengths = np.array([int(row["length"]) for row in some])
         lines.append(EvalResult(rewards, lengths, int(lengths.sum())).report(agent))
-        ages.append(f"{agent}: after {n_steps - last + int(some[0]['timesteps']):,} steps in all")
+        ages.append(f"{agent}: after {n_steps - last + int(some[0]['timesteps']):,} steps in total")
     if not played:
         return ""
-    return "```text\n{}\n```\n\nWhole games with the likeliest actions. {}.\n".format("\n".join(lines), ", ".join(ages))
+    return "```text\n{}\n```\n\nWhole games with deterministic actions. {}.\n".format("\n".join(lines), ", ".join(ages))
 
 
-def plot(curves: list[dict[str, str]], runs: dict[str, dict[str, str]], path: Path) -> None:
-    """Reward against steps, where the two lie on each other, and against time."""
+def plot(path: Path) -> None:
+    """Plot reward over steps, where both curves coincide, and over time."""
     from matplotlib import pyplot as plt
+
+    runs = {row["buffer"]: row for row in read_rows(DATA / "pong_runs.csv")}
+    curves = read_rows(DATA / "pong_curves.csv")
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     for name in dict.fromkeys(row["buffer"] for row in curves):
@@ -380,7 +367,7 @@ def plot(curves: list[dict[str, str]], runs: dict[str, dict[str, str]], path: Pa
             look |= {"color": "black", "linestyle": ":", "zorder": 3}
         elif name.endswith(RESUMED):
             look["color"] = "tab:orange"
-        # what went on from another run begins where that one ended
+        # a continued run starts where the earlier one ended
         before = runs.get(name.removesuffix(RESUMED), {}) if name.endswith(RESUMED) else {}
         for axis, column, scale in ((axes[0], "timesteps", 1e6), (axes[1], "seconds", 1.0)):
             axis.plot([(float(row[column]) + float(before.get(column, 0))) / scale for row in rows], reward, **look)
@@ -396,44 +383,56 @@ def plot(curves: list[dict[str, str]], runs: dict[str, dict[str, str]], path: Pa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--buffers", nargs="+", default=["delta", "sb3"], help="in this order; sb3 is SB3's own")
-    parser.add_argument("--output", type=Path, default=Path("logs/pong"), help="where curves, model and film go")
+    parser.add_argument(
+        "--buffers",
+        nargs="+",
+        default=["delta", "sb3"],
+        help="compression methods in this order; sb3 is SB3's own buffer",
+    )
+    parser.add_argument("--output", type=Path, default=Path("logs/pong"), help="folder for curves, model and recording")
     parser.add_argument("--n-envs", type=int, default=128)
     parser.add_argument("--n-steps", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--clip-range", type=float, default=0.2)
-    parser.add_argument("--entropy", type=float, default=0.01, help="what entropy counts for at first")
-    parser.add_argument("--last-entropy", type=float, default=0.0, help="and where the schedules end")
-    parser.add_argument("--resume", type=Path, help="a model of an earlier run to start from, its optimiser anew")
-    parser.add_argument("--timesteps", type=int, default=3_000_000, help="where the schedules end")
-    parser.add_argument("--stop-at", type=float, default=20.6, help="mean reward of the last 100 games")
-    parser.add_argument("--seconds", type=float, default=1e9, help="end a training that takes longer")
-    parser.add_argument("--episodes", type=int, default=100, help="games to evaluate the first training on; 0 for none")
-    parser.add_argument("--good", type=float, default=20.0, help="mean reward at which no earlier agent is looked at")
+    parser.add_argument("--entropy", type=float, default=0.01, help="entropy coefficient at the start")
+    parser.add_argument(
+        "--last-entropy", type=float, default=0.0, help="entropy coefficient at the end of the schedules"
+    )
+    parser.add_argument("--resume", type=Path, help="model of an earlier run to continue from, with a new optimiser")
+    parser.add_argument("--timesteps", type=int, default=3_000_000, help="length of the training and of its schedules")
+    parser.add_argument("--stop-at", type=float, default=20.6, help="stop at this mean reward of the last 100 games")
+    parser.add_argument("--seconds", type=float, default=1e9, help="time limit of a training run")
+    parser.add_argument("--episodes", type=int, default=100, help="games to evaluate the first run on; 0 for none")
+    parser.add_argument(
+        "--good", type=float, default=20.0, help="mean reward above which no earlier agent is evaluated"
+    )
     parser.add_argument("--film-steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--collect", type=Path, nargs="+", help="folders of runs, to take into benchmarks/data")
-    parser.add_argument("--render", action="store_true", help="only write the page anew")
+    parser.add_argument("--collect", type=Path, nargs="+", help="folders of runs to copy to benchmarks/data")
+    parser.add_argument("--render", action="store_true", help="only render the page from the CSV files")
     options = parser.parse_args()
     if options.collect or options.render:
+        from benchmarks.render import insert
+
         collect(options.collect or [])
-        render()
+        plot(DOCS / "images" / "pong_curve.png")
+        insert(DOCS / "training.md", "pong", section())
         return
     options.output.mkdir(parents=True, exist_ok=True)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # every number that is read was written first; filling memory would only cost time
+    # uninitialised memory is never read, so filling it would only cost time
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
-    # distributions look at every number they are given, which takes longer than using it
+    # validating the arguments of distributions takes longer than using them
     torch.distributions.Distribution.set_default_validate_args(False)
     env = make_env(GAME, options.n_envs, framestack=4, native=True, seed=options.seed)
     curves = []
     for position, buffer in enumerate(options.buffers):
         model, curve = train(buffer, env, options)
-        curves += read(options.output / f"pong_curve_{buffer}{RESUMED if options.resume else ''}.csv")
+        curves += read_rows(options.output / f"pong_curve_{buffer}{RESUMED if options.resume else ''}.csv")
         if position == 0 and options.episodes:
             evaluate(model, curve, env, options)
             film(model, options.output / "pong.gif", options)

@@ -1,40 +1,34 @@
-"""Measure `CompressedStorage` beside TorchRL's storages, each in a fresh process, into ``benchmarks/data/torchrl.csv``.
+"""`CompressedStorage` compared with TorchRL's storages, each in a fresh process; writes ``torchrl.csv``.
 
-``python -m benchmarks.torchrl`` does all of it; ``--transitions`` says how many to store, ``--ray`` adds a local
-cluster, ``--threads 1`` keeps torch from using more of them (on a machine that others use, its threads wait for
-each other). Storages must give the same samples before anything is timed.
+``--ray`` also measures a local Ray cluster. Use ``--threads 1`` on a busy machine, where torch's threads would wait for
+each other. Storages must return the same samples before they are timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
-import importlib.metadata
 import json
 import pickle
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-from benchmarks import feed
-from benchmarks.run import DATA, machine, versions
+from benchmarks import feed, render
+from benchmarks.results import DATA, replace_rows, run_child, run_info
 
 COLUMNS = [
     "date", "machine", "versions", "game", "threads", "what", "n_transitions", "resident_bytes", "plain_bytes",
     "extend_us", "plain_extend_us", "extend64_us", "plain_extend64_us", "sample256_us", "plain_sample256_us",
     "wire_bytes", "per_second",
 ]  # fmt: skip
-# TorchRL's compressed list takes a millisecond an item and more
-_FEW = 4000
+# transitions for TorchRL's compressed list, which takes a millisecond or more per item
+_LIST_SIZE = 4000
 
 
 def tensordicts(game: str, n_steps: int) -> Iterator[Any]:
-    """The recorded game as TorchRL collectors would give it, a step of all environments at a time."""
+    """The recorded game as a TorchRL collector would return it, one step of all environments at a time."""
     import torch
     from tensordict import TensorDict
 
@@ -71,7 +65,7 @@ def make(what: str, size: int) -> Any:
 
 
 def flat(what: str, data: Any) -> Any:
-    # the list compresses no nested key
+    # CompressedListStorage does not support nested keys
     return data.flatten_keys(".") if what == "CompressedListStorage" else data
 
 
@@ -84,7 +78,7 @@ def memory(game: str, n_steps: int, what: str) -> dict[str, Any]:
         warm.extend(flat(what, data))
     warm.sample()
     del warm
-    size = _FEW if what == "CompressedListStorage" else n_steps * feed.N_ENVS
+    size = _LIST_SIZE if what == "CompressedListStorage" else n_steps * feed.N_ENVS
     buffer = make(what, size)
     before = resident()
     item = None
@@ -104,10 +98,10 @@ def median_us(call: Callable[[], Any], repeats: int) -> float:
 
 
 def speed(game: str, n_steps: int, what: str) -> dict[str, Any]:
-    """Microseconds for `extend` by a step and by 64 of them, and for ``sample(256)``, in turn with tensors."""
+    """Microseconds of `extend` by one step and by 64, and of ``sample(256)``, interleaved with `LazyTensorStorage`."""
     import torch
 
-    size = _FEW if what == "CompressedListStorage" else n_steps * feed.N_ENVS
+    size = _LIST_SIZE if what == "CompressedListStorage" else n_steps * feed.N_ENVS
     ours, plain = make(what, size), make("LazyTensorStorage", size)
     times: dict[str, list[float]] = {key: [] for key in ("ours", "plain", "ours64", "plain64")}
     waiting: list[Any] = []
@@ -115,7 +109,7 @@ def speed(game: str, n_steps: int, what: str) -> dict[str, Any]:
         if number * feed.N_ENVS >= size:
             break
         waiting.append(data)
-        # mostly step by step; every few thousand 64 of them at once
+        # of every 512 steps, 448 are added one by one and 64 in one call
         batched = what != "CompressedListStorage" and (number // 64) % 8 == 7
         if batched and len(waiting) < 64:
             continue
@@ -132,27 +126,27 @@ def speed(game: str, n_steps: int, what: str) -> dict[str, Any]:
             torch.manual_seed(seed)
             batches.append(buffer.sample(256))
         if what != "CompressedListStorage" and not (batches[0] == batches[1]).all():
-            raise AssertionError(f"{what} gives other samples than LazyTensorStorage; refusing to time it")
-    found = {
+            raise AssertionError(f"{what} returns other samples than LazyTensorStorage; it is not timed")
+    result = {
         "n_transitions": size,
         "extend_us": 1e6 * statistics.median(times["ours"]),
         "plain_extend_us": 1e6 * statistics.median(times["plain"]),
     }
     if times["ours64"]:
-        found["extend64_us"] = 1e6 * statistics.median(times["ours64"])
-        found["plain_extend64_us"] = 1e6 * statistics.median(times["plain64"])
+        result["extend64_us"] = 1e6 * statistics.median(times["ours64"])
+        result["plain_extend64_us"] = 1e6 * statistics.median(times["plain64"])
     repeats = 5 if what == "CompressedListStorage" else 40
     samples: dict[str, list[float]] = {"ours": [], "plain": []}
     for _ in range(repeats):
         for name, buffer in (("ours", ours), ("plain", plain)):
             samples[name].append(median_us(lambda buffer=buffer: buffer.sample(256), 1))  # type: ignore[misc]
-    found["sample256_us"] = statistics.median(samples["ours"])
-    found["plain_sample256_us"] = statistics.median(samples["plain"])
-    return found
+    result["sample256_us"] = statistics.median(samples["ours"])
+    result["plain_sample256_us"] = statistics.median(samples["plain"])
+    return result
 
 
 def wire(game: str, n_steps: int, what: str) -> dict[str, Any]:
-    """Bytes for a transition as a packet, and as the tensors that Ray would send."""
+    """Bytes per transition in a packet, and as tensors that Ray would send."""
     import torch
 
     from sb3_extra_buffers._torchrl.wire import decode_packet, encode_packet
@@ -169,7 +163,7 @@ def wire(game: str, n_steps: int, what: str) -> dict[str, Any]:
             sent.append(torch.cat([next(steps) for _ in range(64)]))
     packets = [encode_packet(data) for data in sent]
     if not all((decode_packet(packet) == data).all() for packet, data in zip(packets, sent, strict=True)):
-        raise AssertionError("packets do not give back what was packed")
+        raise AssertionError("decoding a packet does not return what was encoded")
     count = sum(map(len, sent))
     return {
         "n_transitions": count,
@@ -179,7 +173,7 @@ def wire(game: str, n_steps: int, what: str) -> dict[str, Any]:
 
 
 def cluster(game: str, n_steps: int, what: str) -> dict[str, Any]:
-    """Transitions a second through a local Ray, one at a time in each direction."""
+    """Transitions per second through a local Ray cluster, one request at a time."""
     import ray
     import torch
 
@@ -207,45 +201,20 @@ def cluster(game: str, n_steps: int, what: str) -> dict[str, Any]:
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {"memory": memory, "speed": speed, "wire": wire, "cluster": cluster}
 
 
-def child(job: str, game: str, n_steps: int, what: str, threads: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.torchrl", "--threads", str(threads)]
-    command += ["--child", job, game, str(n_steps), what]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=Path(__file__).parents[1])
-    if done.returncode:
-        raise SystemExit(f"measuring {job} of {what} failed with status {done.returncode}; its message is above")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def all_versions() -> str:
-    parts = [f"{name} {importlib.metadata.version(name)}" for name in ("torchrl", "tensordict")]
-    return ", ".join([versions(), *parts])
-
-
-def append(row: dict[str, Any]) -> None:
-    """Add a row, replacing an older one of the same game and subject."""
-    path = DATA / "torchrl.csv"
-    rows = []
-    if path.exists():
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    rows = [old for old in rows if (old["game"], old["what"]) != (row["game"], row["what"])]
+def store_row(row: dict[str, Any]) -> None:
+    """Write a row to the CSV file, replacing an older one of the same game and subject."""
     rounded = {key: round(value, 1) if isinstance(value, float) else value for key, value in row.items()}
-    rows.append({column: rounded.get(column, "") for column in COLUMNS})
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    replace_rows(DATA / "torchrl.csv", [{column: rounded.get(column, "") for column in COLUMNS}], ("game", "what"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--game", default="MsPacman")
     parser.add_argument("--transitions", type=int, default=40_000)
-    parser.add_argument("--threads", type=int, default=0, help="of torch; its own choice unless given")
-    parser.add_argument("--ray", action="store_true", help="measure a local cluster as well")
-    parser.add_argument("--only", nargs="+", help="these alone, such as CompressedStorage sampled 'Ray sample'")
-    parser.add_argument("--render", action="store_true", help="only write the pages anew")
+    parser.add_argument("--threads", type=int, default=0, help="threads of torch (default: torch decides)")
+    parser.add_argument("--ray", action="store_true", help="also measure a local Ray cluster")
+    parser.add_argument("--only", nargs="+", help="measure only these, such as CompressedStorage sampled 'Ray sample'")
+    parser.add_argument("--render", action="store_true", help="only render the pages from the CSV file")
     parser.add_argument("--child", nargs=4, metavar=("JOB", "GAME", "STEPS", "WHAT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -255,9 +224,14 @@ def main() -> None:
         job, game, n_steps, what = options.child
         print(json.dumps(JOBS[job](game, int(n_steps), what)))
         return
-    if options.render:
-        render(options.game)
-        return
+    if not options.render:
+        measure(options)
+    for name, text in sections(options.game).items():
+        render.insert(render.DOCS / f"{name}.md", name, text)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Run all jobs and write their rows."""
     n_steps = options.transitions // feed.N_ENVS
     feed.record(options.game, n_steps)
     jobs = [
@@ -269,71 +243,76 @@ def main() -> None:
         ("sampled", ["wire"]),
         *([("Ray extend", ["cluster"]), ("Ray sample", ["cluster"])] if options.ray else []),
     ]
-    about = {"date": datetime.date.today().isoformat(), "machine": machine(), "versions": all_versions()}
+    info = run_info("torchrl", "tensordict")
     for what, names in jobs:
         if options.only and what not in options.only:
             continue
-        row: dict[str, Any] = about | {"game": options.game, "threads": options.threads or "", "what": what}
+        figures: dict[str, Any] = {}
         for name in names:
-            row |= child(name, options.game, n_steps, what, options.threads)
-        append(row)
-        figures = {
-            key: value for key, value in row.items() if key not in about and key not in ("game", "what", "threads")
-        }
+            arguments = ["--threads", str(options.threads), "--child", name, options.game, str(n_steps), what]
+            figures |= run_child("benchmarks.torchrl", *arguments)
+        store_row(info | {"game": options.game, "threads": options.threads or "", "what": what} | figures)
         print(what, figures, file=sys.stderr)
-    render(options.game)
 
 
-def render(game: str) -> None:
-    """Write the tables of the two pages from what was measured."""
-    with (DATA / "torchrl.csv").open(newline="") as file:
-        rows = {row["what"]: row for row in csv.DictReader(file) if row["game"] == game}
+def sections(game: str = "MsPacman") -> dict[str, str]:
+    """The tables of ``docs/torchrl.md`` and ``docs/distributed.md``."""
+    rows = {row["what"]: row for row in render.rows("torchrl") if row["game"] == game}
+    info = next(iter(rows.values()))
+    threads = f", torch on {info['threads']} thread" if info["threads"] else ""
+    stamp = f"{game}, 4 environments, measured {info['date']} on {info['machine']}{threads}; {info['versions']}.\n"
+    note = "Everything runs on one machine, with one request at a time. "
+    return {
+        "torchrl": f"\n{storage_table(rows)}\n{stamp}\n",
+        "distributed": f"\n{wire_table(rows)}\n{note}{stamp}\n",
+    }
 
-    def number(what: str, column: str) -> float | None:
-        text = rows.get(what, {}).get(column, "")
-        return float(text) if text else None
 
-    def part(what: str, column: str, of: str) -> str:
-        one, other = number(what, column), number(what, of)
-        return "" if one is None or not other else f"{one / other:.2f}x"
+def number(row: render.Row, column: str) -> float | None:
+    text = row.get(column, "")
+    return float(text) if text else None
 
-    memmap, memmap_count = number("LazyMemmapStorage", "resident_bytes"), number("LazyMemmapStorage", "n_transitions")
-    table = [
-        "| storage | resident, of `LazyMemmapStorage` | `extend` by a step of 4, of `LazyTensorStorage` | "
-        "by 64 steps | `sample(256)` |",
-        "|---|---|---|---|---|",
+
+def storage_table(rows: dict[str, render.Row]) -> str:
+    """Memory and times of the storages, relative to TorchRL's."""
+
+    def ratio(row: render.Row, column: str) -> str:
+        ours, theirs = number(row, column), number(row, f"plain_{column}")
+        return "" if ours is None or not theirs else f"{ours / theirs:.2f}x"
+
+    def resident_per_transition(row: render.Row) -> float:
+        return float(row["resident_bytes"]) / float(row["n_transitions"])
+
+    header = [
+        "storage", "resident memory", "`extend` by one step of 4 environments", "`extend` by 64 steps", "`sample(256)`",
+    ]  # fmt: skip
+    dense = resident_per_transition(rows["LazyMemmapStorage"])
+    lines = [
+        [
+            f"`{what}`",
+            f"{100 * resident_per_transition(rows[what]) / dense:.2f} %",
+            *(ratio(rows[what], column) for column in ("extend_us", "extend64_us", "sample256_us")),
+        ]
+        for what in ("CompressedStorage", "CompressedListStorage")
+        if what in rows
     ]
-    for what in ("CompressedStorage", "CompressedListStorage"):
-        resident, count = number(what, "resident_bytes"), number(what, "n_transitions")
-        if resident is None or not memmap or not memmap_count or not count:
-            continue
-        share = 100 * (resident / count) / (memmap / memmap_count)
-        times = " | ".join(part(what, f"{key}_us", f"plain_{key}_us") for key in ("extend", "extend64", "sample256"))
-        table.append(f"| `{what}` | {share:.2f} % | {times} |")
-    about = next(iter(rows.values()))
-    threads = f", torch on {about['threads']} thread" if about["threads"] else ""
-    stamp = f"{game}, 4 environments, measured {about['date']} on {about['machine']}{threads}; {about['versions']}."
-    _fill("torchrl", [*table, "", stamp])
-    lines = ["| what | bytes for a transition | of the tensors | transitions a second |", "|---|---|---|---|"]
+    note = "Memory is relative to `LazyMemmapStorage`, times are relative to `LazyTensorStorage`.\n"
+    return f"{render.table(header, lines)}\n{note}"
+
+
+def wire_table(rows: dict[str, render.Row]) -> str:
+    """Bytes sent per transition, and transitions per second through Ray."""
+    lines = []
     for name, sent, through in (
-        ("collectors to buffer, 64 steps at a time", "collected", "Ray extend"),
-        ("buffer to learner, 256 at random", "sampled", "Ray sample"),
+        ("collectors to buffer, 64 steps per packet", "collected", "Ray extend"),
+        ("buffer to learner, 256 random transitions", "sampled", "Ray sample"),
     ):
-        bytes_, plain = number(sent, "wire_bytes"), number(sent, "plain_bytes")
-        if bytes_ is None or not plain:
+        packed, tensors = number(rows[sent], "wire_bytes"), number(rows[sent], "plain_bytes")
+        if packed is None or not tensors:
             continue
-        rate = number(through, "per_second")
-        lines.append(
-            f"| {name} | {bytes_:.0f} | {100 * bytes_ / plain:.2f} % | {'' if rate is None else f'{rate:.0f}'} |"
-        )
-    _fill("distributed", [*lines, "", "One process sends or asks at a time, all on one machine. " + stamp])
-
-
-def _fill(name: str, lines: list[str]) -> None:
-    path = Path(__file__).parents[1] / "docs" / f"{name}.md"
-    before, begin, rest = path.read_text().partition(f"<!-- {name} -->\n")
-    _, end, after = rest.partition(f"<!-- end of {name} -->")
-    path.write_text("".join([before, begin, "\n", "\n".join(lines), "\n\n", end, after]))
+        rate = number(rows.get(through, {}), "per_second")
+        lines.append([name, f"{packed:.0f}", f"{100 * packed / tensors:.2f} %", "" if rate is None else f"{rate:.0f}"])
+    return render.table(["transfer", "bytes per transition", "% of the tensors", "transitions per second"], lines)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the examples share: arguments, games and where models lie."""
+"""Shared by the examples: command-line arguments, environments and models."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from sb3_extra_buffers.training_utils.atari import make_env
 GAMES = {"pong": "PongNoFrameskip-v4", "mspacman": "MsPacmanNoFrameskip-v4"}
 
 
-def parse(description: str | None, timesteps: int, n_envs: int = 8, **more: Any) -> argparse.Namespace:
-    """The arguments of an example; ``more`` adds options of its own, by their defaults."""
+def parse(description: str | None, timesteps: int, n_envs: int = 8, **extra_options: Any) -> argparse.Namespace:
+    """Parse the arguments of an example; ``extra_options`` adds options, given by their defaults."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--game", choices=GAMES, default="pong")
     parser.add_argument("--compression", default="auto", help="a method such as delta or zstd-5; raw for SB3's buffer")
-    parser.add_argument("--timesteps", type=int, help=f"steps of all environments together ({timesteps:,})")
+    parser.add_argument("--timesteps", type=int, help=f"steps of all environments together (default: {timesteps:,})")
     parser.add_argument("--n-envs", type=int, default=n_envs)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("logs"), help="where models and pictures go")
-    parser.add_argument("--quick", action="store_true", help="seconds instead of hours: to see that it runs")
-    for name, default in more.items():
+    parser.add_argument("--output", type=Path, default=Path("logs"), help="folder for models and images")
+    parser.add_argument("--quick", action="store_true", help="run for seconds instead of hours, as a smoke test")
+    for name, default in extra_options.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     options = parser.parse_args()
     options.timesteps = options.timesteps or (64 if options.quick else timesteps)
@@ -31,18 +31,25 @@ def parse(description: str | None, timesteps: int, n_envs: int = 8, **more: Any)
     return options
 
 
-def make_game(options: argparse.Namespace, **more: Any) -> Any:
-    """The game, in ale-py's own threads; a quick look ends it after a few seconds of play."""
+def make_game(options: argparse.Namespace, **env_options: Any) -> Any:
+    """Create the game's environments, in ale-py's threads; with ``--quick``, episodes are short."""
     limit = {"max_num_frames_per_episode": 120} if options.quick else {}
-    settings = {"native": True, "seed": options.seed, "n_envs": options.n_envs, "framestack": 4} | more
+    settings = {"native": True, "seed": options.seed, "n_envs": options.n_envs, "framestack": 4} | env_options
     settings["env_kwargs"] = limit | settings.get("env_kwargs", {})
     return make_env(env_id=options.env_id, **settings)
 
 
-def make_eval_game(options: argparse.Namespace, **more: Any) -> Any:
-    """The same, scored as the game does it: whole games, rewards not clipped."""
-    wrapper = {"terminal_on_life_loss": False, "clip_reward": False}
-    return make_game(options, wrapper_kwargs=wrapper, **more)
+def make_eval_game(options: argparse.Namespace, **env_options: Any) -> Any:
+    """Create environments for evaluation: episodes are whole games, rewards are not clipped."""
+    return make_game(options, wrapper_kwargs={"terminal_on_life_loss": False, "clip_reward": False}, **env_options)
+
+
+def buffer_arguments(options: argparse.Namespace, buffer_class: type[Any], kind: str) -> dict[str, Any]:
+    """Return the arguments that make an SB3 algorithm use ``buffer_class``; none for ``--compression raw``."""
+    if options.compression == "raw":
+        return {}
+    kwargs = {"compression_method": options.compression}
+    return {f"{kind}_buffer_class": buffer_class, f"{kind}_buffer_kwargs": kwargs}
 
 
 def model_path(options: argparse.Namespace, algorithm: str) -> Path:
@@ -50,15 +57,15 @@ def model_path(options: argparse.Namespace, algorithm: str) -> Path:
 
 
 def load_model(options: argparse.Namespace, algorithm: str) -> Any:
-    """The trained model; for a quick look an untrained one will do."""
+    """Load the trained model; with ``--quick``, create an untrained one if there is none."""
     import stable_baselines3
 
     cls, path = getattr(stable_baselines3, algorithm), model_path(options, algorithm)
     if path.exists():
-        # what is loaded plays only, so that it needs no room for experience
+        # the model only plays, so its replay buffer may be tiny
         custom = {"buffer_size": 1, "optimize_memory_usage": False} if algorithm == "DQN" else {}
         return cls.load(path, device=options.device, custom_objects=custom)
     if not options.quick:
-        raise SystemExit(f"there is no model at {path}; train one first, or pass --quick for an untrained one")
+        raise SystemExit(f"there is no model at {path}; train one first, or pass --quick to use an untrained model")
     size = {"buffer_size": 100} if algorithm == "DQN" else {}
     return cls("CnnPolicy", make_game(options), device=options.device, **size)

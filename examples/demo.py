@@ -1,6 +1,6 @@
 """Train a small DQN on a real Atari game with a compressed replay buffer, then with SB3's own: ``make demo``.
 
-Each run has a process of its own, to see what memory it takes. From one seed, both must end with the same weights.
+Each run has its own process, so that its memory can be measured. Both must end with the same weights.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from sb3_extra_buffers.training_utils.atari import make_env
 
 
 def train(game: str, steps: int, method: str, compressed: bool) -> dict[str, Any]:
-    """One run; what it took, and a digest of the weights it ended with."""
-    init_jit(method)  # compiles on the first run on a machine, which takes some seconds
+    """Train once; return the memory and time it took, and a hash of the final weights."""
+    init_jit(method)  # compiles the kernels; takes some seconds the first time
     env = make_env(game, n_envs=4, framestack=4, seed=0)
-    ours: dict[str, Any] = {
+    buffer_arguments: dict[str, Any] = {
         "replay_buffer_class": CompressedReplayBuffer,
         "replay_buffer_kwargs": {"compression_method": method},
     }
     model = DQN(
         "CnnPolicy", env, buffer_size=4 * steps, learning_starts=steps // 4, train_freq=8, batch_size=32, seed=0,
-        device="cpu", **(ours if compressed else {"replay_buffer_class": ReplayBuffer}),
+        device="cpu", **(buffer_arguments if compressed else {"replay_buffer_class": ReplayBuffer}),
     )  # fmt: skip
     before, start = psutil.Process().memory_info().rss, time.perf_counter()
     model.learn(steps, progress_bar=True)
-    seconds, grown = time.perf_counter() - start, psutil.Process().memory_info().rss - before
+    seconds, growth = time.perf_counter() - start, psutil.Process().memory_info().rss - before
     buffer: Any = model.replay_buffer
-    held = (
+    size = (
         buffer.memory_usage().total if compressed
         else sum(column[: buffer.pos].nbytes for column in (buffer.observations, buffer.next_observations))
     )  # fmt: skip
     weights = hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.policy.state_dict().values()))
-    about = str(buffer.memory_usage()) if compressed else ""
-    return {"seconds": seconds, "grown": grown, "held": held, "weights": weights.hexdigest(), "about": about}
+    report = str(buffer.memory_usage()) if compressed else ""
+    return {"seconds": seconds, "growth": growth, "size": size, "weights": weights.hexdigest(), "report": report}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--game", default="PongNoFrameskip-v4")
-    parser.add_argument("--timesteps", type=int, default=4000, help="steps of all four environments together")
-    parser.add_argument("--quick", action="store_true", help="200 steps, to see that it runs")
+    parser.add_argument("--timesteps", type=int, default=4000, help="steps of all environments (default: 4000)")
+    parser.add_argument("--quick", action="store_true", help="train for 200 steps only, as a smoke test")
     parser.add_argument("--method", default="auto", help="a compression method, such as delta3 or zstd-5")
     parser.add_argument("--only", choices=["compressed", "sb3"], help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -62,16 +62,16 @@ def main() -> None:
     for kind in ("compressed", "sb3"):
         print(f"training DQN on {options.game} for {steps} steps, {kind} buffer", flush=True)
         command = [sys.executable, __file__, *sys.argv[1:], "--only", kind]
-        done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-        results[kind] = json.loads(done.stdout.splitlines()[-1])
+        process = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+        results[kind] = json.loads(process.stdout.splitlines()[-1])
     print(f"\n{'':24}{'buffer':>12}{'process grew':>15}{'training':>12}")
     for name, result in zip(("CompressedReplayBuffer", "SB3's ReplayBuffer"), results.values(), strict=True):
-        print(f"{name:24}{result['held'] / 1e6:>9.1f} MB{result['grown'] / 1e6:>12.1f} MB{result['seconds']:>10.1f} s")
+        print(f"{name:24}{result['size'] / 1e6:>9.1f} MB{result['growth'] / 1e6:>12.1f} MB{result['seconds']:>10.1f} s")
     ours, theirs = results.values()
-    print(f"\n{ours['held'] / theirs['held']:.2%} of the memory, {ours['seconds'] / theirs['seconds']:.2f}x the time")
-    print(ours["about"])
+    print(f"\n{ours['size'] / theirs['size']:.2%} of the memory, {ours['seconds'] / theirs['seconds']:.2f}x the time")
+    print(ours["report"])
     if ours["weights"] != theirs["weights"]:
-        raise SystemExit("the two agents differ; please report this")
+        raise SystemExit("the weights of the two agents differ; please report this as a bug")
     print("both agents ended with the same weights, bit for bit")
 
 

@@ -1,4 +1,4 @@
-"""DQN in one file, in the manner of CleanRL, with a compressed replay buffer: no SB3 algorithm is involved."""
+"""DQN in a single file, in the style of CleanRL, with a compressed replay buffer and no SB3 algorithm."""
 
 from __future__ import annotations
 
@@ -61,15 +61,16 @@ def main() -> None:
         if step > start and step % 4 == 0:
             data = buffer.sample(batch_size)
             with torch.no_grad():
-                best = target(data.next_observations / 255).max(1).values
-                wanted = data.rewards.flatten() + 0.99 * best * (1 - data.dones.flatten())
-            loss = nn.functional.mse_loss(network(data.observations / 255).gather(1, data.actions).squeeze(1), wanted)
+                next_values = target(data.next_observations / 255).max(1).values
+                td_target = data.rewards.flatten() + 0.99 * next_values * (1 - data.dones.flatten())
+            q_values = network(data.observations / 255).gather(1, data.actions).squeeze(1)
+            loss = nn.functional.mse_loss(q_values, td_target)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         if step % 1000 == 0:
             target.load_state_dict(network.state_dict())
-            print(f"{step:>9,} steps, mean of the last scores {np.mean(scores[-20:] or [0]):.1f}")
+            print(f"{step:>9,} steps, mean of the last 20 scores {np.mean(scores[-20:] or [0]):.1f}")
     print(f"{buffer.size() * options.n_envs:,} transitions take {buffer.memory_usage()}")
     envs.close()
 

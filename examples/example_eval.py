@@ -1,4 +1,4 @@
-"""Evaluate what was trained: the best model and the final one, PPO or DQN."""
+"""Evaluate the best and the final model of a training run, PPO or DQN."""
 
 from __future__ import annotations
 

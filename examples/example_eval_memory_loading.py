@@ -1,4 +1,4 @@
-"""The other half of example_eval_memory_saving.py: how long buffers of many methods take to hand out batches."""
+"""Compare the sampling time of compression methods; example_eval_memory_saving.py compares their memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 import torch
 from common import load_model, make_game, parse
-from example_eval_memory_saving import METHODS, held, make_buffers
+from example_eval_memory_saving import METHODS, make_buffers, observation_bytes
 from stable_baselines3.common.utils import set_random_seed
 
 from sb3_extra_buffers.stores.usage import format_bytes
@@ -23,7 +23,7 @@ def main() -> None:
     warm_up(model, env, buffers, options.timesteps, deterministic=True, progress_bar=not options.quick)
     env.close()
     expected = None
-    print(f"{'Compression':<12} {'Memory':>8} {'a batch of ' + str(options.batch_size):>16}")
+    print(f"{'Compression':<12} {'Memory':>8} {f'sample({options.batch_size})':>16}")
     for name, buffer in buffers.items():
         buffer.sample(options.batch_size)
         set_random_seed(options.seed)
@@ -31,11 +31,11 @@ def main() -> None:
         for _ in range(options.batches):
             batch = buffer.sample(options.batch_size)
         seconds = (time.perf_counter() - start) / options.batches
-        # drawn with the same seed, batches of all buffers are the same
+        # with the same seed, all buffers return the same batch
         expected = batch if expected is None else expected
         if not torch.equal(batch.observations, expected.observations):
-            raise SystemExit(f"{name} hands out other batches than SB3's buffer; please report this")
-        print(f"{name:<12} {format_bytes(held(buffer)):>8} {1e3 * seconds:>13.2f} ms")
+            raise SystemExit(f"{name} returns other batches than SB3's buffer; please report this as a bug")
+        print(f"{name:<12} {format_bytes(observation_bytes(buffer)):>8} {1e3 * seconds:>13.2f} ms")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Let a DQN play, give every transition to buffers of many methods, and compare memory and the time it takes to add."""
+"""Compare the memory and the time to add transitions of compression methods, with the transitions of a DQN."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ METHODS += ["igzip0", "igzip1", "gzip1", "rle", "none"]
 
 
 def make_buffers(env, size: int, methods: list[str]) -> dict[str, ReplayBuffer]:
-    """SB3's own buffer as the baseline, and one for each method that is installed."""
+    """Create SB3's own buffer as the baseline, and a compressed one for each method that is installed."""
     common = (size, env.observation_space, env.action_space)
-    thrifty = {"optimize_memory_usage": True, "handle_timeout_termination": False}
-    buffers = {"baseline": ReplayBuffer(*common, device="cpu", n_envs=env.num_envs, **thrifty)}
+    options = {"optimize_memory_usage": True, "handle_timeout_termination": False}
+    buffers = {"baseline": ReplayBuffer(*common, device="cpu", n_envs=env.num_envs, **options)}
     for method in methods:
         name = parse_method(method)[0]
         if name == "auto" or is_available(name):
             init_jit(method)
             buffers[method] = CompressedReplayBuffer(
-                *common, device="cpu", n_envs=env.num_envs, compression_method=method, **thrifty
+                *common, device="cpu", n_envs=env.num_envs, compression_method=method, **options
             )
     return buffers
 
 
-def held(buffer: ReplayBuffer) -> int:
-    """Bytes of a buffer's observations."""
+def observation_bytes(buffer: ReplayBuffer) -> int:
+    """Return the memory of a buffer's observations."""
     if isinstance(buffer, CompressedReplayBuffer):
         usage = buffer.memory_usage()
         return usage.total - usage.other
@@ -48,11 +48,11 @@ def main() -> None:
     buffers = make_buffers(env, options.buffer_size, methods)
     seconds = warm_up(model, env, buffers, options.timesteps, deterministic=True, progress_bar=not options.quick)
     env.close()
-    whole = held(buffers["baseline"])
+    dense = observation_bytes(buffers["baseline"])
     print(f"{'Compression':<12} {'Memory':>8} {'Memory %':>9} {'Latency':>8}")
     for name in sorted(buffers, key=seconds.__getitem__):
-        size = held(buffers[name])
-        print(f"{name:<12} {format_bytes(size):>8} {size / whole:>9.1%} {seconds[name]:>7.1f}s")
+        size = observation_bytes(buffers[name])
+        print(f"{name:<12} {format_bytes(size):>8} {size / dense:>9.1%} {seconds[name]:>7.1f}s")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""DQN with prioritised replay on an Atari game, with SB3 as installed."""
+"""Train DQN with prioritized replay on an Atari game, with unmodified SB3."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ def main() -> None:
     parser.add_argument("--game", default="MsPacmanNoFrameskip-v4")
     parser.add_argument("--timesteps", type=int, default=1_000_000)
     parser.add_argument("--n-envs", type=int, default=4)
-    parser.add_argument("--alpha", type=float, default=0.6, help="how much TD errors count; 0 is uniform replay")
-    parser.add_argument("--quick", action="store_true", help="320 steps, to see that it runs")
+    parser.add_argument(
+        "--alpha", type=float, default=0.6, help="weight of TD errors; 0 is uniform replay (default: 0.6)"
+    )
+    parser.add_argument("--quick", action="store_true", help="train for 320 steps only, as a smoke test")
     options = parser.parse_args()
     timesteps = 320 if options.quick else options.timesteps
 
@@ -31,7 +33,7 @@ def main() -> None:
         target_update_interval=80 if options.quick else 10_000,
         exploration_fraction=0.1,
         n_steps=3,
-        # beta goes from 0.4 to 1 while training
+        # beta increases from 0.4 to 1 during training
         replay_buffer_kwargs={"alpha": options.alpha, "beta": (0.4, 1.0)},
         seed=0,
         verbose=0 if options.quick else 1,
@@ -42,7 +44,7 @@ def main() -> None:
     priorities = buffer.priorities[buffer.priorities > 0]
     share = np.sort(priorities)[-len(priorities) // 10 :].sum() / priorities.sum()
     print(f"{len(priorities):,} transitions of {options.game}, {timesteps:,} steps, {model._n_updates:,} updates")
-    print(f"the tenth with the largest TD errors makes {share:.0%} of the draws")
+    print(f"the 10% with the largest TD errors get {share:.0%} of the samples")
     print(buffer.memory_usage())
     env.close()
 

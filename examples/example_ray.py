@@ -1,4 +1,4 @@
-"""Collectors, a compressed buffer and a learner in a local Ray; two of them are killed on the way.
+"""Two collectors, a compressed buffer and a learner with Ray; a collector and the buffer are killed during the run.
 
 ``python examples/example_ray.py`` starts its own Ray; ``--address auto`` joins a cluster.
 """
@@ -21,7 +21,7 @@ from sb3_extra_buffers.replay_buffers import CompressedRayReplayBuffer
 
 @ray.remote(num_cpus=0)
 class Collector:
-    """Plays and sends 32 steps at a time."""
+    """Plays, and sends 32 steps at a time."""
 
     def __init__(self, buffer: Any) -> None:
         self.buffer = buffer
@@ -31,22 +31,22 @@ class Collector:
         return os.getpid()
 
     def collect(self, n_steps: int) -> int:
-        waiting = []
+        pending = []
         for data in play(n_steps):
-            waiting.append(data)
-            if len(waiting) == 32:
-                self.buffer.extend(torch.cat(waiting))
-                self.acknowledged += len(waiting) * N_ENVS
-                waiting = []
+            pending.append(data)
+            if len(pending) == 32:
+                self.buffer.extend(torch.cat(pending))
+                self.acknowledged += len(pending) * N_ENVS
+                pending = []
         return self.acknowledged
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--address", help="of a running cluster")
-    parser.add_argument("--timesteps", type=int, default=2560, help="transitions that each of two collectors sends")
-    parser.add_argument("--quick", action="store_true", help="512 of them, to see that it runs")
-    parser.add_argument("--folder", default=None, help="where the buffer keeps its files; a new one unless given")
+    parser.add_argument("--address", help="address of a running cluster (default: start a local one)")
+    parser.add_argument("--timesteps", type=int, default=2560, help="transitions per collector (default: 2560)")
+    parser.add_argument("--quick", action="store_true", help="send 512 transitions only, as a smoke test")
+    parser.add_argument("--folder", default=None, help="folder for the buffer's files (default: a temporary one)")
     options = parser.parse_args()
     n_steps = (512 if options.quick else options.timesteps) // N_ENVS
     here = os.path.dirname(os.path.abspath(__file__))
@@ -64,13 +64,13 @@ def main() -> None:
         time.sleep(0.05)
 
     os.kill(victim, signal.SIGKILL)
-    print("killed a collector; the learner goes on:", buffer.sample()["observation"].shape)
-    held = len(buffer)
+    print("killed a collector; the learner continues:", buffer.sample()["observation"].shape)
+    n_before = len(buffer)
     os.kill(buffer.process_id(), signal.SIGKILL)
-    print(f"killed the buffer; of {held} transitions {len(buffer)} or more are there")
-    print("the other collector had acknowledged", ray.get(running[1]), "in the end;", len(buffer), "are stored")
+    print(f"killed the buffer; it restarted with {len(buffer)} transitions, {n_before} were acknowledged before")
+    print(f"{ray.get(running[1])} transitions of the other collector were acknowledged; {len(buffer)} are stored")
     usage = buffer.memory_usage()
-    print(f"in {usage['total'] / 1e6:.2f} MB; {len(buffer) * 2 * 4 * 84 * 84 / 1e6:.0f} MB as tensors")
+    print(f"they take {usage['total'] / 1e6:.2f} MB, as tensors {len(buffer) * 2 * 4 * 84 * 84 / 1e6:.0f} MB")
     buffer.close()
     ray.shutdown()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common import make_game, parse
+from common import buffer_arguments, make_game, parse
 
 from sb3_extra_buffers.compressed import CompressedReplayBuffer, init_jit
 
@@ -15,10 +15,6 @@ def main() -> None:
         raise SystemExit("this example needs SBX: pip install sbx-rl") from None
     init_jit("auto" if options.compression == "raw" else options.compression)
     env = make_game(options)
-    buffer = {
-        "replay_buffer_class": CompressedReplayBuffer,
-        "replay_buffer_kwargs": {"compression_method": options.compression},
-    }
     model = DQN(
         "CnnPolicy",
         env,
@@ -27,7 +23,7 @@ def main() -> None:
         train_freq=4,
         seed=options.seed,
         verbose=1,
-        **(buffer if options.compression != "raw" else {}),
+        **buffer_arguments(options, CompressedReplayBuffer, "replay"),
     )
     model.learn(options.timesteps, progress_bar=not options.quick)
     if options.compression != "raw":

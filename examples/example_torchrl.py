@@ -1,4 +1,4 @@
-"""Fill a TorchRL buffer with a game, compressed and not, and compare: ``python examples/example_torchrl.py``."""
+"""Compare TorchRL replay buffers with a compressed and a dense storage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ N_ENVS = 4
 
 
 def play(n_steps: int) -> Any:
-    """Steps of four games of Ms. Pac-Man, stacked, as TensorDicts."""
+    """Yield steps of four games of Ms. Pac-Man, with stacked frames, as TensorDicts."""
     from ale_py.vector_env import AtariVectorEnv
 
     env = AtariVectorEnv("ms_pacman", num_envs=N_ENVS, stack_num=4, img_height=84, img_width=84, grayscale=True)
@@ -26,28 +26,30 @@ def play(n_steps: int) -> Any:
     obs = np.array(obs)
     for _ in range(n_steps):
         actions = rng.integers(0, env.single_action_space.n, N_ENVS)
-        following, rewards, terminated, truncated, _ = env.step(actions)
-        following = np.array(following)
+        next_obs, rewards, terminated, truncated, _ = env.step(actions)
+        next_obs = np.array(next_obs)
         yield TensorDict(
             {
                 "observation": torch.from_numpy(obs),
                 "action": torch.from_numpy(actions),
                 "next": {
-                    "observation": torch.from_numpy(following),
+                    "observation": torch.from_numpy(next_obs),
                     "reward": torch.from_numpy(np.asarray(rewards, np.float32)[:, None]),
                     "done": torch.from_numpy((np.asarray(terminated) | np.asarray(truncated))[:, None]),
                 },
             },
             batch_size=[N_ENVS],
         )
-        obs = following
+        obs = next_obs
     env.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--timesteps", type=int, default=8000, help="transitions of the four games together")
-    parser.add_argument("--quick", action="store_true", help="256 of them, to see that it runs")
+    parser.add_argument(
+        "--timesteps", type=int, default=8000, help="transitions of the four games together (default: 8000)"
+    )
+    parser.add_argument("--quick", action="store_true", help="use 256 transitions only, as a smoke test")
     options = parser.parse_args()
     n_steps = 64 if options.quick else options.timesteps // N_ENVS
     size = n_steps * N_ENVS
@@ -55,20 +57,20 @@ def main() -> None:
         storage.__name__: TensorDictReplayBuffer(storage=storage(size), batch_size=256)
         for storage in (CompressedStorage, LazyTensorStorage)
     }
-    spent = dict.fromkeys(buffers, 0.0)
+    seconds = dict.fromkeys(buffers, 0.0)
     for data in play(n_steps):
         for name, buffer in buffers.items():
-            given = data.clone()
+            copy = data.clone()
             start = time.perf_counter()
-            buffer.extend(given)
-            spent[name] += time.perf_counter() - start
+            buffer.extend(copy)
+            seconds[name] += time.perf_counter() - start
     batches = []
     for name, buffer in buffers.items():
         torch.manual_seed(0)
         start = time.perf_counter()
         batches.append(buffer.sample())
-        print(f"{name}: extend {1e6 * spent[name] / size:.0f} us, sample(256) {time.perf_counter() - start:.4f} s")
-    print("the same samples:", bool((batches[0] == batches[1]).all()))
+        print(f"{name}: extend {1e6 * seconds[name] / size:.0f} us, sample(256) {time.perf_counter() - start:.4f} s")
+    print("identical samples:", bool((batches[0] == batches[1]).all()))
     print(buffers["CompressedStorage"].storage.memory_usage())
 
 

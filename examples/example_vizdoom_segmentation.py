@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common import parse
+from common import buffer_arguments, parse
 from stable_baselines3 import PPO
 
 from sb3_extra_buffers.compressed import CompressedRolloutBuffer, init_jit
@@ -15,22 +15,18 @@ def main() -> None:
     options = parse(__doc__, timesteps=1_000_000, n_envs=4, scenario="defend_the_center", observation="classes")
     init_jit(options.compression if options.compression != "raw" else "auto")
     env = make_env(options.scenario, options.n_envs, observation=options.observation, res=(120, 160), seed=options.seed)
-    buffer = {
-        "rollout_buffer_class": CompressedRolloutBuffer,
-        "rollout_buffer_kwargs": {"compression_method": options.compression},
-    }
     model = PPO(
         "CnnPolicy",
         env,
         n_steps=16 if options.quick else 1024,
         batch_size=32 if options.quick else 256,
         n_epochs=1 if options.quick else 4,
-        # classes are small numbers: dividing them by 255 would hide them
+        # class ids are small numbers that a division by 255 would make indistinguishable
         policy_kwargs={"normalize_images": options.observation == "rgb"},
         seed=options.seed,
         device=options.device,
         verbose=1,
-        **(buffer if options.compression != "raw" else {}),
+        **buffer_arguments(options, CompressedRolloutBuffer, "rollout"),
     )
     model.learn(options.timesteps, progress_bar=not options.quick)
     model.save(options.output / f"ppo_{options.scenario}.zip")

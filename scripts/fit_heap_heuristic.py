@@ -1,6 +1,6 @@
-"""Fit what observations take in a heap, by method and level, to the committed benchmark.
+"""Fit the size of compressed observations, by method and level, to the committed benchmark.
 
-Prints the table for `sb3_extra_buffers.gpu_buffers.size_estimation`; with ``--write`` puts it there.
+Prints the table of `sb3_extra_buffers.gpu_buffers.size_estimation`; ``--write`` updates the module.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ ROOT = Path(__file__).parents[1]
 GAME = "MsPacman"
 
 
-def measured(path: Path) -> dict[str, dict[int, float]]:
-    """Ratio of resident to dense bytes, by family and level."""
-    found: dict[str, dict[int, float]] = defaultdict(dict)
+def read_ratios(path: Path) -> dict[str, dict[int, float]]:
+    """Return the ratio of resident to dense bytes, by method and level."""
+    ratios: dict[str, dict[int, float]] = defaultdict(dict)
     with path.open() as file:
         for row in csv.DictReader(file):
             if row["game"] == GAME and row["method"] not in ("sb3", "auto", "none") and "+" not in row["method"]:
                 family, level = parse_method(row["method"].removesuffix("-jit"))
                 if level is None:
                     level = size_estimation.BARE_LEVELS.get(family, 0)
-                found[family][level] = float(row["resident_bytes"]) / float(row["dense_bytes"])
-    return found
+                ratios[family][level] = float(row["resident_bytes"]) / float(row["dense_bytes"])
+    return ratios
 
 
 def fit(ratios: dict[int, float]) -> tuple[dict[int, float], tuple[float, ...]]:
-    """What was measured, and a polynomial of at most the second degree for the levels between.
+    """Return the measured ratios, and the coefficients of a polynomial of degree 2 at most for the levels between.
 
-    Level 0 is a mode of its own (gzip's only stores), so it says nothing about the others.
+    Level 0 is excluded from the fit: it is a mode of its own (gzip stores without compressing).
     """
     measured = {level: round(ratios[level], 6) for level in sorted(ratios)}
     fitted = {level: ratio for level, ratio in measured.items() if level} or measured
@@ -49,9 +49,9 @@ def fit(ratios: dict[int, float]) -> tuple[dict[int, float], tuple[float, ...]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--csv", type=Path, default=ROOT / "benchmarks" / "data" / "table.csv")
-    parser.add_argument("--write", action="store_true", help="put the table into size_estimation.py")
+    parser.add_argument("--write", action="store_true", help="write the table to size_estimation.py")
     options = parser.parse_args()
-    rows = [f'"{family}": {fit(ratios)},' for family, ratios in sorted(measured(options.csv).items())]
+    rows = [f'"{family}": {fit(ratios)},' for family, ratios in sorted(read_ratios(options.csv).items())]
     table = "".join(textwrap.fill(row, 110, initial_indent=" " * 4, subsequent_indent=" " * 8) + "\n" for row in rows)
     print(table, end="")
     if options.write:

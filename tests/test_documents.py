@@ -1,4 +1,4 @@
-"""What the documents show works as printed."""
+"""The documentation is correct: snippets run, links resolve, and names it mentions exist."""
 
 from __future__ import annotations
 
@@ -23,32 +23,30 @@ SNIPPETS = [
 
 
 def run(*command: str) -> str:
-    # warnings of the libraries around us are theirs; only failing counts here
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize("code", SNIPPETS)
-# warnings of the libraries around us are theirs
-@pytest.mark.filterwarnings("ignore")
-def test_snippets_run_as_printed(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore")  # warnings of other libraries
+def test_snippets_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    # Ray starts processes that must end; everything else can do without an import of torch of its own
+    # Ray's processes must end with the snippet; everything else runs here, which saves importing torch each time
     if "import ray" in code:
         run("-c", code)
     else:
         exec(compile(code, "snippet", "exec"), {"__name__": "__main__"})
 
 
-def test_links_lead_somewhere() -> None:
-    for path in DOCUMENTS:
-        for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+def test_relative_links_resolve() -> None:
+    for path in [*DOCUMENTS, ROOT / "CHANGELOG.md"]:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
             if "://" not in target:
                 assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+def test_site_builds_without_warnings(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")
     run("-m", "mkdocs", "build", "--strict", "--site-dir", os.fspath(tmp_path))
@@ -56,17 +54,40 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "CompressedReplayBuffer" in (tmp_path / "api.html").read_text()
 
 
-def test_the_reference_names_everything_public() -> None:
+def test_api_reference_lists_all_public_names() -> None:
     listed = re.findall(r"^::: sb3_extra_buffers\.(\S+)", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
-    for door in ("compressed", "gpu_buffers", "replay_buffers", "files", "recording", "vec_buf"):
-        module: Any = importlib.import_module(f"sb3_extra_buffers.{door}")
+    for package in ("compressed", "gpu_buffers", "replay_buffers", "files", "recording", "vec_buf"):
+        module: Any = importlib.import_module(f"sb3_extra_buffers.{package}")
         assert sorted(module.__all__) == sorted(
-            name.removeprefix(f"{door}.") for name in listed if name.startswith(f"{door}.")
+            name.removeprefix(f"{package}.") for name in listed if name.startswith(f"{package}.")
         )
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_the_demo_trains_and_compares(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_are_rendered_from_the_measurements() -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("ale_py")
+    render, envs, doom, torchrl, pong = (
+        importlib.import_module(f"benchmarks.{name}") for name in ("render", "envs", "doom_memory", "torchrl", "pong")
+    )
+    sections = {
+        ("README.md", "figures"): render.summary(),
+        ("docs/index.md", "figures"): render.summary(),
+        ("docs/architecture.md", "formats"): render.format_table(),
+        ("docs/gpu.md", "gpu"): render.gpu_table(),
+        ("docs/files.md", "files"): render.file_table(),
+        ("docs/training.md", "environments"): envs.table(),
+        ("docs/training.md", "doom memory"): doom.table(),
+        ("docs/training.md", "pong"): pong.section(),
+        **{(f"docs/{name}.md", name): text for name, text in torchrl.sections().items()},
+    }
+    for (page, name), expected in sections.items():
+        _, _, rest = (ROOT / page).read_text().partition(f"<!-- {name} -->\n")
+        assert rest.partition(f"<!-- end of {name} -->")[0] == expected, f"{page}: run `make docs`"
+    assert (ROOT / "docs" / "benchmarks.md").read_text() == render.benchmarks_page()
+
+
+@pytest.mark.filterwarnings("ignore")  # warnings of other libraries
+def test_demo_trains_and_compares(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ale_py")
     pytest.importorskip("cv2")
     path = os.fspath(ROOT / "examples" / "demo.py")
@@ -74,7 +95,7 @@ def test_the_demo_trains_and_compares(monkeypatch: pytest.MonkeyPatch, capsys: p
 
     runpy.run_path(path, run_name="__main__")
 
-    said = capsys.readouterr().out
-    assert re.search(r"CompressedReplayBuffer +[\d.]+ MB", said)
-    assert re.search(r"SB3's ReplayBuffer +[\d.]+ MB", said)
-    assert "both agents ended with the same weights" in said
+    output = capsys.readouterr().out
+    assert re.search(r"CompressedReplayBuffer +[\d.]+ MB", output)
+    assert re.search(r"SB3's ReplayBuffer +[\d.]+ MB", output)
+    assert "both agents ended with the same weights" in output

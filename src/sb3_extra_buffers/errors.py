@@ -1,4 +1,4 @@
-"""Every error this library raises on purpose, and the built-in each one also is."""
+"""Every error this library raises on purpose. Each is also a built-in error, so existing handlers catch it."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ __all__ = [
 
 
 class ExtraBuffersError(Exception):
-    """Base class; catch this to catch everything raised here on purpose."""
+    """Base class of all errors that this library raises on purpose."""
 
 
 class MissingExtraError(ExtraBuffersError, ImportError):
-    """The codec is known but its optional dependency is not installed."""
+    """An optional dependency is not installed."""
 
 
 class UnknownCodecError(ExtraBuffersError, ValueError):
-    """No codec goes by this name."""
+    """There is no codec of this name."""
 
 
 class CodecLevelError(ExtraBuffersError, ValueError):
@@ -59,11 +59,11 @@ class CodecOptionError(ExtraBuffersError, TypeError):
 
 
 class SpecMismatchError(ExtraBuffersError, ValueError):
-    """An observation has another shape or dtype than the space promised."""
+    """A value does not have the shape or dtype of its space."""
 
 
 class CorruptPayloadError(ExtraBuffersError, ValueError):
-    """A payload is not what its codec wrote for a row of this size."""
+    """A payload cannot be decoded: it is damaged, or was written for rows of another size."""
 
 
 class HeapFullError(ExtraBuffersError, MemoryError):
@@ -71,111 +71,111 @@ class HeapFullError(ExtraBuffersError, MemoryError):
 
     def __init__(self, needed: int, live: int, limit: int) -> None:
         super().__init__(
-            f"a payload of {needed} bytes does not fit: {live} of {limit} heap bytes are live; "
+            f"a payload of {needed} bytes does not fit: {live} of {limit} heap bytes are in use; "
             f"pass heap_bytes>={live + needed} or a stronger compression_method"
         )
         self.needed, self.live, self.limit = needed, live, limit
 
     def __reduce__(self) -> tuple[type[HeapFullError], tuple[int, int, int]]:
-        # the numbers are the arguments; the message is made from them again
+        # pickle the arguments: by default it would pass the message to __init__
         return type(self), (self.needed, self.live, self.limit)
 
 
 class OutOfMemoryError(ExtraBuffersError, MemoryError):
-    """The system has no memory for what was asked; nothing that was stored is changed."""
+    """The system is out of memory; what was stored is unchanged."""
 
 
 class AlgorithmMismatchError(ExtraBuffersError, ValueError):
-    """The buffer is not set up as the algorithm that uses it expects."""
+    """A buffer is not configured as the algorithm that uses it expects."""
 
 
 class ArgumentError(ExtraBuffersError, ValueError):
-    """An argument has a value or a type that it cannot have."""
+    """An argument has an invalid value or type."""
 
 
 class BudgetExceededError(ExtraBuffersError, MemoryError):
-    """The buffer holds more bytes than it may."""
+    """A buffer exceeds its memory budget."""
 
 
 class EmptyBufferError(ExtraBuffersError, ValueError):
-    """There is nothing, or not yet enough, to read."""
+    """The buffer is empty, or does not hold enough to sample from."""
 
 
 class NoEpisodeError(EmptyBufferError, RuntimeError):
-    """Goals are taken from finished episodes, and there is none."""
+    """HER samples goals from finished episodes, and there are none yet."""
 
 
 class UnsupportedVersionError(ExtraBuffersError, ValueError):
-    """Something was saved by a newer version of this library."""
+    """A file or record was written by a newer version of this library."""
 
 
 class LayoutError(ExtraBuffersError, TypeError):
-    """A buffer class does not keep its observations as SB3's buffers do."""
+    """A buffer class does not lay out its observations like SB3's buffers."""
 
 
 class UnknownEnvironmentError(ExtraBuffersError, ValueError):
-    """No environment goes by this name, or it is of another kind."""
+    """There is no environment of this name, or it is of the wrong kind."""
 
 
 class MissingRomError(ExtraBuffersError, FileNotFoundError):
-    """The game is known but its ROM is not where ale-py looks for it."""
+    """ale-py knows the game but cannot find its ROM."""
 
 
 class EnvironmentOptionError(ExtraBuffersError, ValueError):
-    """Environments cannot be made or used with this option."""
+    """An environment cannot be created or used with this option."""
 
 
 class FileFormatError(ExtraBuffersError, ValueError):
-    """This is no saved buffer, or not one of the kind that was asked for."""
+    """Not a saved buffer, or not of the requested kind."""
 
 
 class DamagedFileError(ExtraBuffersError, ValueError):
-    """A saved buffer was cut short or changed after it was written."""
+    """A saved buffer was truncated or changed after it was written."""
 
 
 class FileWriteError(ExtraBuffersError, OSError):
-    """A buffer could not be saved; what was saved before is still there."""
+    """A buffer could not be saved; the previous save is intact."""
 
 
 class FolderInUseError(ExtraBuffersError, OSError):
-    """Another process, or another buffer of this one, is writing to the folder."""
+    """The folder is open for writing in another process, or by another buffer of this one."""
 
 
 class NotSaveableError(ExtraBuffersError, TypeError):
-    """A buffer holds something that has no place in a file without code."""
+    """A buffer holds an object that cannot be saved without pickling code."""
 
 
 class ReadOnlyBufferError(ExtraBuffersError, TypeError):
-    """A buffer that was opened to be read cannot be changed."""
+    """A buffer that was opened read-only cannot be changed."""
 
 
 class UntrustedFileError(ExtraBuffersError, PermissionError):
-    """Reading this file could run code; that needs an explicit word."""
+    """Loading this file could run code, which must be allowed explicitly."""
 
 
 class IndexOutOfRangeError(ExtraBuffersError, IndexError):
-    """Something was asked for that is not there."""
+    """An index is out of range."""
 
 
 class UnknownFieldError(ExtraBuffersError, KeyError):
-    """No field goes by this name."""
+    """There is no field of this name."""
 
     def __str__(self) -> str:
-        # a KeyError would print the representation of its message
+        # KeyError would print the repr of its message
         return str(self.args[0]) if self.args else ""
 
 
 class SharingError(ExtraBuffersError, RuntimeError):
-    """Another process cannot have this the way it was about to."""
+    """An object cannot be shared with another process in this way."""
 
 
 class PriorityError(ExtraBuffersError, ValueError):
-    """A TD error cannot become a priority."""
+    """A TD error is not a valid priority."""
 
 
 class StaleIndexError(ExtraBuffersError, IndexError):
-    """An index names a transition that is not in the buffer, or not any more."""
+    """An index refers to a transition that is not, or no longer, in the buffer."""
 
 
 class ExportError(ExtraBuffersError, ValueError):
-    """A recording cannot be written in this form."""
+    """A recording cannot be exported in this format."""

@@ -1,8 +1,9 @@
-"""The command line: what it prints, what it writes, and how it says no."""
+"""The command line: output, written files and errors."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 import subprocess
@@ -16,9 +17,10 @@ import pytest
 from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer, RolloutBuffer
 from stable_baselines3.common.save_util import save_to_pkl
 
-from sb3_extra_buffers.cli.contents import Contents, open_any, to_rgb
 from sb3_extra_buffers.cli.html_view import make_page
-from sb3_extra_buffers.cli.main import commands, main
+from sb3_extra_buffers.cli.images import read_images, to_rgb
+from sb3_extra_buffers.cli.main import main
+from sb3_extra_buffers.cli.reader import BufferReader, open_buffer
 from sb3_extra_buffers.compressed import CompressedReplayBuffer
 from sb3_extra_buffers.files import load
 from tests.files.filing import ACTIONS, BOX, BUFFERS, DICT, N_ENVS, Feed, assert_same, batches, contents, make_array
@@ -26,7 +28,7 @@ from tests.files.filing import ACTIONS, BOX, BUFFERS, DICT, N_ENVS, Feed, assert
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A replay buffer that has gone round once and a half: 26 steps of two environments, episodes of nine."""
+    """A replay buffer of 26 steps of two environments that has wrapped around; episodes have nine steps."""
     buffer, feed = BUFFERS["replay-delta"](), Feed()
     for _ in range(40):
         feed.add_to(buffer)
@@ -42,50 +44,54 @@ def facts_of(text: str) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in text.splitlines())
 
 
-def test_every_command_is_offered_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     names = ["info", "verify", "repair", "montage", "play", "view", "convert", "bench", "recommend"]
 
-    assert list(commands()) == names
-    for name in names:
+    for arguments in (["--help"], *([name, "--help"] for name in names)):
         with pytest.raises(SystemExit) as end:
-            run(name, "--help")
+            run(*arguments)
         assert end.value.code == 0
-    assert "status 1 if there is any" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    offered = re.findall(r"^    (\w+)\b", output.partition("usage: sb3-extra-buffers info")[0], re.MULTILINE)
+    assert offered == names
+    assert "exit status 1 if there is any" in output
 
 
-def test_the_module_is_the_command(saved: Path) -> None:
-    said = subprocess.run(
+def test_python_m_runs_the_command(saved: Path) -> None:
+    process = subprocess.run(
         [sys.executable, "-m", "sb3_extra_buffers", "info", str(saved)], capture_output=True, text=True, check=True
     )
 
-    assert facts_of(said.stdout)["class"] == "CompressedReplayBuffer"
+    assert facts_of(process.stdout)["class"] == "CompressedReplayBuffer"
 
 
-def test_info_tells_what_is_there(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     buffer = load(saved)
 
     assert run("info", saved) == 0
     facts = facts_of(capsys.readouterr().out)
     assert run("info", saved, "--json") == 0
-    again = json.loads(capsys.readouterr().out)
+    as_json = json.loads(capsys.readouterr().out)
 
     assert facts["transitions"] == "52"
     assert facts["codec"].startswith("delta")
     assert facts["shape.observations"] == "(26, 2, 2, 18, 20) uint8"
     assert facts["observation_space"] == str(BOX)
-    # 40 steps, the last 26 are held; episodes end at 18, 27 and 36, the first of them is there in part
-    assert again["episodes"] == 6
+    # the last 26 of 40 steps; episodes end at 18, 27 and 36, and the first one is incomplete
+    assert as_json["episodes"] == 6
     order = (buffer.pos + np.arange(26)) % 26
     rewards, dones = buffer.rewards[order], buffer.dones[order].astype(bool)
     first = rewards[: np.flatnonzero(dones[:, 0])[0] + 1, 0].sum(dtype=np.float64)
-    totals = [episode.total for episode in Contents(buffer).episodes()]
+    totals = [episode.total_reward for episode in BufferReader(buffer).episodes()]
     assert pytest.approx(first) == totals[0]
-    assert again["return_max"] == pytest.approx(max(e.total for e in Contents(buffer).episodes() if e.ended), abs=1e-3)
+    assert as_json["return_max"] == pytest.approx(
+        max(e.total_reward for e in BufferReader(buffer).episodes() if e.ended), abs=1e-3
+    )
     assert int(facts["bytes_on_disk"]) == sum(path.stat().st_size for path in saved.iterdir())
 
 
 @pytest.mark.parametrize("name", BUFFERS)
-def test_every_kind_can_be_looked_at(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kind_of_buffer_can_be_inspected(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     buffer, feed = BUFFERS[name](), Feed()
     for _ in range(26):
         feed.add_to(buffer)
@@ -95,12 +101,12 @@ def test_every_kind_can_be_looked_at(name: str, tmp_path: Path, capsys: pytest.C
     assert run("verify", tmp_path / "saved", "--deep") == 0
     assert run("montage", tmp_path / "saved", "-o", tmp_path / "sheet.png", "--count", 4) == 0
 
-    said = capsys.readouterr().out
-    assert "transitions: " in said
-    assert said.splitlines()[-2].endswith("saved: ok")
+    output = capsys.readouterr().out
+    assert "transitions: " in output
+    assert output.splitlines()[-2].endswith("saved: ok")
 
 
-def test_arrays_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arrays_can_be_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     array, truth = make_array()
     array.save(tmp_path / "saved")
 
@@ -113,9 +119,11 @@ def test_arrays_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[s
     np.testing.assert_array_equal(sheet[2:20, 2:22], truth[0, 0, -1])
 
 
-def test_damage_is_found_and_repaired(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_damage_and_repair_removes_it(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = next(saved.glob("data-*.bin"))
-    store = load(saved).observations.store._inner
+    store = load(saved).observations.store.inner
     broken = bytearray(data.read_bytes())
     broken[60] ^= 1  # in the oldest segment
     data.write_bytes(broken)
@@ -133,7 +141,7 @@ def test_damage_is_found_and_repaired(saved: Path, tmp_path: Path, capsys: pytes
 
 
 def decode_png(data: bytes) -> Any:
-    """The pixels of a PNG as `encode_png` writes it."""
+    """Decode a PNG written by `encode_png`."""
     at, parts, size = 8, b"", (0, 0, 0)
     while at < len(data):
         length = struct.unpack(">I", data[at : at + 4])[0]
@@ -149,20 +157,20 @@ def decode_png(data: bytes) -> Any:
     return rows[:, 1:].reshape(size).squeeze()
 
 
-def test_a_montage_shows_the_newest_frames_in_order(saved: Path, tmp_path: Path) -> None:
+def test_montage_shows_the_newest_frames_in_order(saved: Path, tmp_path: Path) -> None:
     buffer = load(saved)
 
     assert run("montage", saved, "-o", tmp_path / "sheet.png", "--count", 52, "--columns", 10, "--scale", 2) == 0
 
     sheet = decode_png((tmp_path / "sheet.png").read_bytes())
-    for place in (0, 1, 9, 10, 51):
-        step, env = (buffer.pos + place // 2) % 26, place % 2
-        top, left = 2 + place // 10 * 38, 2 + place % 10 * 42
-        shown = sheet[top : top + 36 : 2, left : left + 40 : 2]
-        np.testing.assert_array_equal(shown, buffer.observations[step, env][-1])
+    for number in (0, 1, 9, 10, 51):
+        step, env = (buffer.pos + number // 2) % 26, number % 2
+        top, left = 2 + number // 10 * 38, 2 + number % 10 * 42
+        image = sheet[top : top + 36 : 2, left : left + 40 : 2]
+        np.testing.assert_array_equal(image, buffer.observations[step, env][-1])
 
 
-def test_other_libraries_read_the_pictures(saved: Path, tmp_path: Path) -> None:
+def test_pillow_reads_the_images(saved: Path, tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     run("montage", saved, "-o", tmp_path / "sheet.png")
     run("play", saved, "-o", tmp_path / "film.gif", "--episode", 1)
@@ -172,15 +180,15 @@ def test_other_libraries_read_the_pictures(saved: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(sheet, decode_png((tmp_path / "sheet.png").read_bytes()))
     with image.open(tmp_path / "film.gif") as film:
         n_frames, shown = film.n_frames, np.asarray(film.convert("RGB"))
-    _, buffer = open_any(saved)
-    contents = Contents(buffer)
-    episode = contents.episodes()[1]
-    first = contents.pictures()[episode.steps[:1], np.array([episode.env])][0]
+    _, buffer = open_buffer(saved)
+    reader = BufferReader(buffer)
+    episode = reader.episodes()[1]
+    first = next(read_images(reader, None, episode.steps[:1], np.array([episode.env])))
     np.testing.assert_array_equal(shown, first)
-    assert 1 < n_frames <= len(episode.steps)  # equal pictures are shown longer
+    assert 1 < n_frames <= len(episode.steps)  # Pillow merges equal frames
 
 
-def test_films_as_mp4(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_play_writes_mp4(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cv2 = pytest.importorskip("cv2")
 
     assert run("play", saved, "-o", tmp_path / "film.mp4", "--steps", 12) == 0
@@ -190,42 +198,42 @@ def test_films_as_mp4(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     while film.read()[0]:
         count += 1
     assert count == 12
-    assert "12 pictures" in capsys.readouterr().out
+    assert "12 frames" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("shape", "channels"), [((18, 20), 1), ((1, 18, 20), 1), ((18, 20, 3), 3), ((3, 18, 20), 3), ((4, 18, 20), 1)]
 )
-def test_observations_of_any_layout_become_pictures(shape: tuple[int, ...], channels: int) -> None:
+def test_observations_of_any_layout_become_images(shape: tuple[int, ...], channels: int) -> None:
     rng = np.random.default_rng(0)
     batch = rng.integers(0, 255, (5, *shape), np.uint8)
 
-    pictures = to_rgb(batch)
+    images = to_rgb(batch)
 
-    assert pictures.shape == (5, 18, 20, 3)
+    assert images.shape == (5, 18, 20, 3)
     if shape == (4, 18, 20):
-        # four planes are colours with transparency, or frames: either way the picture is one of them
+        # four channels are RGBA or a stack: the image is one of the planes either way
         assert all(
-            any((picture[..., 0] == plane).all() for plane in obs) for picture, obs in zip(pictures, batch, strict=True)
+            any((image[..., 0] == plane).all() for plane in obs) for image, obs in zip(images, batch, strict=True)
         )
     floats = to_rgb(batch.astype(np.float32) / 255)
-    assert np.abs(floats.astype(int) - pictures).max() <= 1
+    assert np.abs(floats.astype(int) - images).max() <= 1
     assert channels in (1, 3)
 
 
-# ---- the page ----
+# ---- HTML view ----
 
 
-def test_a_page_holds_every_step(saved: Path, tmp_path: Path) -> None:
+def test_view_contains_every_step(saved: Path, tmp_path: Path) -> None:
     assert run("view", saved, "-o", tmp_path / "page.html") == 0
 
     page = (tmp_path / "page.html").read_text()
     data = json.loads(page.split('type="application/json">')[1].split("</script>")[0])
     buffer = load(saved)
-    contents = Contents(buffer)
+    reader = BufferReader(buffer)
     assert sum(len(episode["frames"]) for episode in data) == 52
-    for shown, episode in zip(data, contents.episodes(), strict=True):
-        rows = contents.order[episode.steps]
+    for shown, episode in zip(data, reader.episodes(), strict=True):
+        rows = reader.order[episode.steps]
         assert shown["actions"] == [str(action) for action in buffer.actions[rows, episode.env, 0]]
         np.testing.assert_allclose(shown["rewards"], episode.rewards, atol=1e-4)
         np.testing.assert_allclose(shown["totals"], np.cumsum(episode.rewards), atol=1e-3)
@@ -234,15 +242,15 @@ def test_a_page_holds_every_step(saved: Path, tmp_path: Path) -> None:
 
         last = decode_png(base64.b64decode(shown["frames"][-1]))
         np.testing.assert_array_equal(last, buffer.observations[rows[-1], episode.env][-1])
-    # nothing comes from elsewhere
+    # the page is self-contained
     assert "http" not in page.replace("http-equiv", "")
     assert "src=" not in page.split("<script")[0]
 
 
-def test_a_page_says_what_it_leaves_out(saved: Path) -> None:
-    _, buffer = open_any(saved)
+def test_view_reports_how_many_steps_it_shows(saved: Path) -> None:
+    _, buffer = open_buffer(saved)
 
-    page = make_page("<b>", "facts", Contents(buffer), None, 20)
+    page = make_page("<b>", "facts", BufferReader(buffer), None, 20)
 
     assert "the first 20 of 52 transitions" in page
     assert "&lt;b&gt;" in page
@@ -251,12 +259,12 @@ def test_a_page_says_what_it_leaves_out(saved: Path) -> None:
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed here")
-def test_the_page_works_in_a_browser(saved: Path, tmp_path: Path) -> None:
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_view_works_in_a_browser(saved: Path, tmp_path: Path) -> None:
     run("view", saved, "-o", tmp_path / "page.html")
     buffer = load(saved)
-    contents = Contents(buffer)
-    episode = contents.episodes()[2]
+    reader = BufferReader(buffer)
+    episode = reader.episodes()[2]
     page = f"file://{tmp_path / 'page.html'}#2:4"
 
     dom = browse("--dump-dom", page, home=tmp_path / "home")
@@ -264,32 +272,31 @@ def test_the_page_works_in_a_browser(saved: Path, tmp_path: Path) -> None:
 
     assert 'data-at="2:4"' in dom
     assert f'<td id="step">5 of {len(episode.steps)}</td>' in dom
-    row = contents.order[episode.steps[4]]
+    row = reader.order[episode.steps[4]]
     assert f'<td id="action">{buffer.actions[row, episode.env, 0]}</td>' in dom
     image = pytest.importorskip("PIL.Image")
     with image.open(tmp_path / "shot.png") as opened:
         shot = np.asarray(opened.convert("L"))
     assert shot.shape == (700, 900)
-    # the picture is there: its brightest and darkest values, over an area as large as it is shown
-    picture = buffer.observations[row, episode.env][-1]
-    found = np.isin(shot, np.unique(picture)).mean()
-    assert found > 0.05
+    # the image is visible: its values cover a large enough area
+    image_values = np.unique(buffer.observations[row, episode.env][-1])
+    assert np.isin(shot, image_values).mean() > 0.05
     assert len(np.unique(shot)) > 10
 
 
 def browse(*arguments: str, home: Path) -> str:
-    said = subprocess.run(
+    process = subprocess.run(
         [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000",
          f"--user-data-dir={home}", *arguments],
         capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
-    return said.stdout
+    return process.stdout
 
 
 # ---- converting ----
 
 
-def fill_plain(kind: Any, space: Any, n_steps: int = 40, **options: Any) -> Any:
+def make_sb3_buffer(kind: Any, space: Any, n_steps: int = 40, **options: Any) -> Any:
     buffer, feed = kind(26 * N_ENVS, space, ACTIONS, device="cpu", n_envs=N_ENVS, **options), Feed()
     for _ in range(n_steps):
         feed.add_to(buffer)
@@ -305,10 +312,10 @@ def fill_plain(kind: Any, space: Any, n_steps: int = 40, **options: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("n_steps", [11, 40])
-def test_a_pickle_of_sb3_becomes_ours(
+def test_convert_from_an_sb3_pickle(
     kind: Any, space: Any, options: Any, n_steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    theirs = fill_plain(kind, space, n_steps, **options)
+    theirs = make_sb3_buffer(kind, space, n_steps, **options)
     save_to_pkl(tmp_path / "buffer.pkl", theirs)
 
     assert run("convert", tmp_path / "buffer.pkl", tmp_path / "ours") == 2
@@ -323,7 +330,7 @@ def test_a_pickle_of_sb3_becomes_ours(
             np.testing.assert_array_equal(left, right)
 
 
-def test_a_pickled_rollout_and_one_of_ours_are_converted_too(tmp_path: Path) -> None:
+def test_convert_from_pickles_of_rollouts_and_compressed_buffers(tmp_path: Path) -> None:
     rollout, feed = RolloutBuffer(26, BOX, ACTIONS, device="cpu", n_envs=N_ENVS), Feed()
     ours = BUFFERS["replay"]()
     for _ in range(26):
@@ -340,7 +347,7 @@ def test_a_pickled_rollout_and_one_of_ours_are_converted_too(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("suffix", ["h5", "zarr"])
 @pytest.mark.parametrize("name", ["replay-delta", "dict", "rollout", "gpu-dict", "gpu-rollout"])
-def test_columns_and_observations_are_written_as_they_are(name: str, suffix: str, tmp_path: Path) -> None:
+def test_convert_to_hdf5_and_zarr(name: str, suffix: str, tmp_path: Path) -> None:
     module = pytest.importorskip("h5py" if suffix == "h5" else "zarr")
     buffer, feed = BUFFERS[name](), Feed()
     for _ in range(26):
@@ -367,11 +374,11 @@ def test_columns_and_observations_are_written_as_they_are(name: str, suffix: str
         np.testing.assert_array_equal(group[path][:], leaf)
         assert group[path].dtype == leaf.dtype
     assert json.loads(group.attrs["manifest"])["kind"] == buffer.to_parts().kind
-    assert run("convert", tmp_path / "saved", target) == 2  # it is there already
+    assert run("convert", tmp_path / "saved", target) == 2  # the target exists
 
 
-@pytest.mark.filterwarnings("ignore")  # Minari's own
-def test_minari_reads_the_episodes(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore")  # of Minari
+def test_convert_to_minari(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     minari = pytest.importorskip("minari")
 
     assert run("convert", saved, tmp_path / "data" / "game-v0", "--to", "minari") == 0
@@ -379,13 +386,13 @@ def test_minari_reads_the_episodes(saved: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "data"))
     dataset = minari.load_dataset("game-v0")
     buffer = load(saved)
-    contents = Contents(buffer)
+    reader = BufferReader(buffer)
     assert dataset.total_steps == 52
     seen = {env: [] for env in range(N_ENVS)}  # type: dict[int, list[Any]]
     episodes = list(dataset.iterate_episodes())
     for episode in episodes:
         assert len(episode.observations) == len(episode.rewards) + 1
-    # every transition of the buffer is in it, bit for bit
+    # every transition of the buffer is in the dataset, bit for bit
     transitions = {
         (obs.tobytes(), after.tobytes(), int(action), float(reward), bool(end))
         for episode in episodes
@@ -394,7 +401,7 @@ def test_minari_reads_the_episodes(saved: Path, tmp_path: Path, monkeypatch: pyt
             episode.terminations, strict=True,
         )
     }  # fmt: skip
-    for step in contents.order:
+    for step in reader.order:
         for env in seen:
             ended = bool(buffer.dones[step, env] and not buffer.timeouts[step, env])
             assert (
@@ -403,12 +410,10 @@ def test_minari_reads_the_episodes(saved: Path, tmp_path: Path, monkeypatch: pyt
             ) in transitions  # fmt: skip
 
 
-# ---- measuring ----
+# ---- benchmarks ----
 
 
-def test_methods_are_tried_on_a_file_and_one_is_named(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recommend_on_a_saved_buffer(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
 
     assert run("recommend", saved, "--methods", "none,gzip1,delta", "-o", tmp_path / "plot.png") == 0
@@ -422,7 +427,7 @@ def test_methods_are_tried_on_a_file_and_one_is_named(
     assert (tmp_path / "plot.png").stat().st_size > 5000
 
 
-def test_methods_are_tried_on_an_environment(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_on_an_environment(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bench", "CartPole-v1", "--steps", 20, "--methods", "none,rle") == 0
 
     assert "observations: 20 of 4 float32" in capsys.readouterr().out
@@ -436,18 +441,16 @@ def test_methods_are_tried_on_an_environment(capsys: pytest.CaptureFixture[str])
         (["convert", __file__, "/nowhere/else"], "is neither a saved buffer nor a pickle"),
     ],
 )
-def test_what_goes_wrong_is_named_in_one_line(
-    arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_are_one_line(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*arguments) == 2
 
-    said = capsys.readouterr().err
-    assert error in said
-    assert said.startswith("sb3-extra-buffers: ")
-    assert "Traceback" not in said
+    output = capsys.readouterr().err
+    assert error in output
+    assert output.startswith("sb3-extra-buffers: ")
+    assert "Traceback" not in output
 
 
-def test_vectors_are_no_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_montage_rejects_vectors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from gymnasium import spaces
 
     buffer = CompressedReplayBuffer(10, spaces.Box(-1, 1, (3,)), ACTIONS, device="cpu")
@@ -456,4 +459,4 @@ def test_vectors_are_no_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[s
     buffer.save(tmp_path / "saved")
 
     assert run("montage", tmp_path / "saved") == 2
-    assert "no pictures" in capsys.readouterr().err
+    assert "not images" in capsys.readouterr().err

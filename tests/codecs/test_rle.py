@@ -57,5 +57,5 @@ def test_runs_that_wrap_round_are_refused() -> None:
     # two runs whose 64-bit lengths add up to 4
     runs = np.array([2**63 + 2, 2**63 + 2], "<u8")
     for name in ("rle", "rle-jit") if is_available("rle-jit") else ("rle",):
-        with pytest.raises(CorruptPayloadError, match="do not make a row of 4"):
+        with pytest.raises(CorruptPayloadError, match="do not add up to a row of 4"):
             decode(get_codec(name), runs.tobytes() + b"ab", 4)

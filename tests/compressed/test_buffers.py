@@ -34,7 +34,7 @@ from tests.contracts.buffer import (
     sample,
 )
 from tests.contracts.store import method_params
-from tests.contracts.vec_env import Standing
+from tests.contracts.vec_env import SpacesOnlyVecEnv
 
 METHODS = method_params("auto", "delta", "zstd-5", "rle-jit", "igzip1", "none")
 DISCRETE = ACTIONS["discrete"]
@@ -204,7 +204,7 @@ def test_n_step_returns_of_dicts(our_class: Any, n_played: int) -> None:
 def test_vec_normalize(name: str, n_steps: int) -> None:
     space = SPACES[name]
     keys = ["vector"] if name == "dict" else None
-    normalize = VecNormalize(Standing(space, DISCRETE, 2), norm_obs_keys=keys)
+    normalize = VecNormalize(SpacesOnlyVecEnv(space, DISCRETE, 2), norm_obs_keys=keys)
     rng = np.random.default_rng(0)
     statistics: Any = normalize.obs_rms.values() if isinstance(normalize.obs_rms, dict) else [normalize.obs_rms]
     for each in statistics:

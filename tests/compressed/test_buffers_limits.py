@@ -408,5 +408,5 @@ class TestMaking:
             compressed(Own)(20, IMAGE, DISCRETE, device="cpu")
         with pytest.raises(LayoutError, match=r"super\(\).__init__"):
             compressed(Skipping)(20, IMAGE, DISCRETE, device="cpu")
-        with pytest.raises(LayoutError, match="none of SB3's buffers"):
+        with pytest.raises(LayoutError, match="not one of SB3's buffers"):
             compressed(dict)

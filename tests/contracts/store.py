@@ -139,11 +139,11 @@ def transitions(
 
 
 def n_frames_held(store: FrameStore) -> int:
-    return int(store._state.counts.sum())
+    return int(store.state.counts.sum())
 
 
 def n_frames_live(store: FrameStore) -> int:
-    return int(np.count_nonzero(store._state.refs))
+    return int(np.count_nonzero(store.state.refs))
 
 
 def check_content(store: FrameStore, model: dict[int, bytes], indices: list[int] | None = None) -> None:

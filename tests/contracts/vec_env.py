@@ -1,4 +1,4 @@
-"""Environments for the tests of buffers: small, of any space, and the same every time."""
+"""Small deterministic environments with any observation space, for tests of buffers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.contracts.buffer import Game
 
 
 class GameEnv(gymnasium.Env[Any, Any]):
-    """A `Game` to train on; ``limit`` steps make an episode, every third of which ends before."""
+    """A `Game` as an environment: episodes have ``limit`` steps, every third one ends five steps earlier."""
 
     def __init__(self, space: spaces.Space[Any], actions: spaces.Space[Any], seed: int = 0, limit: int = 23) -> None:
         self.observation_space, self.action_space = space, actions
@@ -26,14 +26,14 @@ class GameEnv(gymnasium.Env[Any, Any]):
         return self.game.obs, {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        _, after, _, _ = self.game.step()
+        _, next_obs, _, _ = self.game.step()
         self.n_steps += 1
-        over = self.n_episodes % 3 == 2 and self.n_steps == self.limit - 5
+        terminated = self.n_episodes % 3 == 2 and self.n_steps == self.limit - 5
         reward = float(np.asarray(action).sum()) * 0.1 + self.n_steps % 5
-        return after, reward, over, self.n_steps >= self.limit, {}
+        return next_obs, reward, terminated, self.n_steps >= self.limit, {}
 
     def action_masks(self) -> Any:
-        """For `MaskablePPO`: every action but one that changes."""
+        """For `MaskablePPO`: masks out one action, another one at every step."""
         masks = np.full(int(self.action_space.n), True)  # type: ignore[attr-defined]  # it is Discrete
         masks[self.n_steps % len(masks)] = False
         return masks
@@ -43,8 +43,8 @@ def make_envs(space: spaces.Space[Any], actions: spaces.Space[Any], n_envs: int,
     return DummyVecEnv([lambda env=env: GameEnv(space, actions, seed * 100 + env) for env in range(n_envs)])  # type: ignore[misc]
 
 
-class Standing(DummyVecEnv):
-    """Environments that are asked for their spaces only."""
+class SpacesOnlyVecEnv(DummyVecEnv):
+    """Environments that are only used for their spaces."""
 
     def __init__(self, space: spaces.Space[Any], actions: spaces.Space[Any], n_envs: int) -> None:
         super().__init__([lambda: GameEnv(space, actions)] * n_envs)

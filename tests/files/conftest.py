@@ -1,4 +1,4 @@
-"""A disk that can be filled."""
+"""A small file system for tests that fill the disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with room for a few megabytes."""
+    """A file system of its own, 16 MB large."""
     place = tmp_path / "disk"
     place.mkdir()
     try:

@@ -1,4 +1,4 @@
-"""What the tests of files share: buffers of every kind, filled alike, and a comparison of all they hold."""
+"""Shared by the tests of files: buffers of every kind, reproducible transitions, and a complete comparison."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ACTIONS = spaces.Discrete(5, start=0)
 
 
 class GoalEnv:
-    """As much of a VecEnv as HER asks for."""
+    """The part of a VecEnv that HER uses."""
 
     def env_method(self, name: str, achieved: Any, desired: Any, infos: Any, **_: Any) -> list[Any]:
         assert name == "compute_reward"
@@ -44,7 +44,7 @@ class GoalEnv:
 
 
 class Feed:
-    """Transitions for any of the buffers, the same ones for every feed with the same seed."""
+    """Transitions for any of the buffers; feeds with the same seed give the same ones."""
 
     def __init__(self, seed: int = 0, episode: int = 9) -> None:
         self.rng = np.random.default_rng(seed)
@@ -57,7 +57,7 @@ class Feed:
         return np.stack([pair[0] for pair in pairs]), np.stack([pair[1] for pair in pairs])
 
     def add_to(self, *buffers: Any, numbered: bool = False) -> None:
-        """The next transition, for all of ``buffers``; ``numbered`` ones are rewarded with their number."""
+        """Add the next transition to all of ``buffers``; if ``numbered``, its reward is its number."""
         obs, next_obs = self.images()
         self.step += 1
         done = np.full(N_ENVS, self.step % self.episode == 0)
@@ -139,7 +139,7 @@ def device(name: str, space: spaces.Space[Any] = BOX, method: str = "delta", ref
     return make
 
 
-#: every class of buffer, in the ways that keep something of their own
+#: every class of buffer, in each configuration that saves different parts
 BUFFERS: dict[str, Callable[[], Any]] = {
     "replay": replay("CompressedReplayBuffer"),
     "replay-delta": replay("CompressedReplayBuffer", compression_method="delta"),
@@ -178,7 +178,7 @@ if importlib.util.find_spec("sb3_contrib") is not None:
 
 
 def make_array(n_steps: int = 40, method: str = "auto") -> tuple[CompressedArray, Any]:
-    """An array with some of it written, and what it should read as."""
+    """An array, and the values that it holds."""
     array = CompressedArray((n_steps, N_ENVS), IMAGE, np.uint8, compression_method=method)
     truth = np.zeros(array.shape, np.uint8)
     feed = Feed(3)
@@ -189,20 +189,20 @@ def make_array(n_steps: int = 40, method: str = "auto") -> tuple[CompressedArray
 
 
 def finish(buffer: Any) -> None:
-    """Set what a user sets after loading."""
+    """Set the env of a HER buffer, as users do after loading."""
     if hasattr(buffer, "env") and buffer.env is None:
         buffer.set_env(GoalEnv())
 
 
 def batches(buffer: Any, seed: int = 5) -> list[Any]:
-    """What the buffer hands out from a random state."""
+    """What the buffer samples from a fixed random state."""
     np.random.seed(seed)  # noqa: NPY002  # SB3 draws from this generator
     if hasattr(buffer, "advantages"):
         if not buffer.full:
             return []
         import copy
 
-        # reading a rollout rearranges it
+        # get() rearranges a rollout
         return [plain(part) for part in copy.deepcopy(buffer).get(7)]
     return [plain(buffer.sample(11)) for _ in range(3)]
 
@@ -218,7 +218,7 @@ def plain(samples: Any) -> list[Any]:
 
 
 def contents(buffer: Any) -> dict[str, Any]:
-    """Every number that a buffer holds, by name."""
+    """Everything that a buffer holds, by name."""
     found: dict[str, Any] = {}
     for name, value in vars(buffer).items():
         if name in ("_options", "storage_options", "read_only"):
@@ -236,7 +236,7 @@ def contents(buffer: Any) -> dict[str, Any]:
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
-    """Both hold the same, and hand out the same from the same random state."""
+    """Assert that both hold the same and sample the same batches from the same random state."""
     first, second = contents(ours), contents(theirs)
     assert first.keys() == second.keys()
     for name, value in first.items():
@@ -256,7 +256,7 @@ def size_of(folder: Path) -> int:
 
 
 def fill_disk(place: Path, n_free: int) -> None:
-    """Take all room of a file system but ``n_free`` pages."""
+    """Fill a file system up to ``n_free`` pages."""
     filler = place / "filler"
     filler.unlink(missing_ok=True)
     room = os.statvfs(place)
@@ -264,7 +264,7 @@ def fill_disk(place: Path, n_free: int) -> None:
 
 
 def save_or_say(attempt: Callable[[], Any]) -> str:
-    """What is said of a full disk, or nothing where there was room."""
+    """The message about a full disk, or "" if there was enough space."""
     try:
         attempt()
     except FileWriteError as error:

@@ -45,7 +45,7 @@ def make_model(buffer_class: Any = CompressedReplayBuffer) -> Any:
     )  # fmt: skip
 
 
-def test_the_last_few_are_kept_and_each_can_be_loaded(tmp_path: Path) -> None:
+def test_keeps_the_last_checkpoints_and_each_can_be_loaded(tmp_path: Path) -> None:
     model = make_model()
     model.learn(100, callback=BufferCheckpointCallback(20, tmp_path, keep_last=2))
 
@@ -64,7 +64,7 @@ def test_the_last_few_are_kept_and_each_can_be_loaded(tmp_path: Path) -> None:
     assert shared[0].samefile(shared[1])
 
 
-def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_training_resumed_from_a_checkpoint_is_identical(tmp_path: Path) -> None:
     model = make_model()
     model.learn(60, callback=BufferCheckpointCallback(30, tmp_path, keep_last=None))
     straight, resumed = (DQN.load(tmp_path / "rl_model_60_steps.zip", env=DummyVecEnv([Pixels])) for _ in range(2))
@@ -82,7 +82,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path:
         assert (weights == resumed.policy.state_dict()[name]).all()
 
 
-def test_saving_with_sb3_stays_as_it_was(tmp_path: Path) -> None:
+def test_save_replay_buffer_of_sb3_still_works(tmp_path: Path) -> None:
     model = make_model()
     model.learn(40)
     model.save_replay_buffer(tmp_path / "buffer.pkl")
@@ -92,7 +92,7 @@ def test_saving_with_sb3_stays_as_it_was(tmp_path: Path) -> None:
     assert_same(model.replay_buffer, other.replay_buffer)
 
 
-def test_a_plain_buffer_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_dense_buffer_is_refused_before_training(tmp_path: Path) -> None:
     model = make_model(None)
 
     with pytest.raises(LayoutError, match="DQN has no compressed buffer to save"):

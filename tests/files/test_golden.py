@@ -1,4 +1,4 @@
-"""What older versions saved is loaded for ever after."""
+"""Folders saved by older versions stay loadable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.golden.saved.make import HERE, MAKERS, load
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_golden_folder_holds_what_it_held(name: str) -> None:
+def test_golden_folders_load_with_their_original_contents(name: str) -> None:
     try:
         loaded = load(name)
         expected = MAKERS[name].make()
@@ -19,9 +19,9 @@ def test_a_golden_folder_holds_what_it_held(name: str) -> None:
     MAKERS[name].compare(expected, loaded)
 
 
-def test_every_kind_of_buffer_has_a_golden_folder() -> None:
+def test_every_registered_buffer_has_a_golden_folder() -> None:
     paths = [HERE / name for name in MAKERS]
     found = {(manifest.read_tail(path) if path.is_file() else manifest.read(path))["kind"] for path in paths}
 
-    # recordings, and what belongs to TorchRL and Ray, have tests of their own
+    # recordings, TorchRL and Ray have golden files of their own
     assert set(registry.REGISTRY) - found <= {"recording", "torchrl-storage", "experience", "replay-service"}

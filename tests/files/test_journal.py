@@ -1,4 +1,4 @@
-"""A journal tells a record that was never finished from one that was damaged."""
+"""Journals: incomplete last records are dropped, damage is an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECTOR = 512
 
 
 def write(path: Path, n_records: int = 3, n_bytes: int = 2000) -> bytes:
-    """A journal of records with some sectors of zeros and some of numbers."""
+    """Write a journal whose records have sectors of zeros and sectors of noise."""
     journal = Journal(path)
     for number in range(n_records):
         noise = np.random.default_rng(number).integers(1, 256, n_bytes).astype(np.uint8)
@@ -30,20 +30,20 @@ def write(path: Path, n_records: int = 3, n_bytes: int = 2000) -> bytes:
 
 
 def numbers(path: Path) -> list[int]:
-    return [words["number"] for words, _ in read_journal(path)]
+    return [fields["number"] for fields, _ in read_journal(path)]
 
 
-def test_records_come_back_as_they_were(tmp_path: Path) -> None:
+def test_records_round_trip(tmp_path: Path) -> None:
     write(tmp_path / "journal")
 
-    for number, (words, arrays) in enumerate(read_journal(tmp_path / "journal")):
-        assert words == {"number": number}
+    for number, (fields, arrays) in enumerate(read_journal(tmp_path / "journal")):
+        assert fields == {"number": number}
         np.testing.assert_array_equal(arrays[0], np.arange(number + 3))
         assert [array.size for array in arrays[1:]] == [2000, 2000]
 
 
 @pytest.mark.parametrize("n_bytes", [0, 1, 700, 2000])
-def test_a_flipped_bit_is_damage_wherever_it_is(n_bytes: int, tmp_path: Path) -> None:
+def test_a_flipped_bit_anywhere_is_damage(n_bytes: int, tmp_path: Path) -> None:
     path = tmp_path / "journal"
     data = write(path, n_bytes=n_bytes)
 
@@ -53,7 +53,7 @@ def test_a_flipped_bit_is_damage_wherever_it_is(n_bytes: int, tmp_path: Path) ->
             list(read_journal(path))
 
 
-def test_a_record_that_was_cut_short_was_never_there(tmp_path: Path) -> None:
+def test_an_incomplete_last_record_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     data = write(path)
 
@@ -62,7 +62,7 @@ def test_a_record_that_was_cut_short_was_never_there(tmp_path: Path) -> None:
         assert numbers(path) == [0, 1]
 
 
-def test_zeros_at_the_end_are_no_record(tmp_path: Path) -> None:
+def test_zeros_at_the_end_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     data = write(path)
 
@@ -71,7 +71,7 @@ def test_zeros_at_the_end_are_no_record(tmp_path: Path) -> None:
         assert numbers(path) == [0, 1, 2]
 
 
-def test_sectors_that_a_disk_did_not_write_are_a_torn_record(tmp_path: Path) -> None:
+def test_a_last_record_with_unwritten_sectors_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     data = write(path)
     journal = Journal(tmp_path / "short")
@@ -87,7 +87,7 @@ def test_sectors_that_a_disk_did_not_write_are_a_torn_record(tmp_path: Path) -> 
             assert numbers(path) == [0, 1]
 
 
-def test_a_missing_sector_before_whole_records_is_damage(tmp_path: Path) -> None:
+def test_an_unwritten_sector_before_complete_records_is_damage(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     data = bytearray(write(path))
     data[:SECTOR] = bytes(SECTOR)
@@ -106,7 +106,7 @@ def test_records_of_another_journal_are_damage(tmp_path: Path) -> None:
         list(read_journal(tmp_path / "mixed"))
 
 
-def test_what_was_appended_can_be_taken_back(tmp_path: Path) -> None:
+def test_truncate_removes_appended_records(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     journal.append({"number": 0})
     size = journal.n_bytes
@@ -118,7 +118,7 @@ def test_what_was_appended_can_be_taken_back(tmp_path: Path) -> None:
     assert (journal.n_records, journal.n_bytes) == (2, (tmp_path / "journal").stat().st_size)
 
 
-def test_a_journal_goes_on_after_its_last_whole_record(tmp_path: Path) -> None:
+def test_reopen_continues_after_the_last_complete_record(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_bytes(write(path)[:-9])
     journal = Journal.reopen(path)
@@ -128,7 +128,7 @@ def test_a_journal_goes_on_after_its_last_whole_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sync", [False, True])
-def test_an_append_that_fails_leaves_the_journal_as_it_was(
+def test_a_failed_append_leaves_the_journal_unchanged(
     sync: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = Journal(tmp_path / "journal", sync)
@@ -145,7 +145,7 @@ def test_an_append_that_fails_leaves_the_journal_as_it_was(
     journal.append({"number": 2})
     assert numbers(journal.path) == [0, 2]
 
-    # where it cannot be cut back either, nothing may follow
+    # if the file cannot be truncated either, nothing may be appended
     with monkeypatch.context() as patch:
         patch.setattr(disk, "write_all", half)
         patch.setattr(disk, "truncate", refuse)
@@ -173,20 +173,20 @@ def test_with_sync_every_record_is_on_the_disk_when_append_returns(
 
 
 @pytest.mark.parametrize(
-    "words",
+    "fields",
     [{"n": float("nan")}, {"n": object()}, {"n": np.arange(3)}],
 )  # fmt: skip
-def test_what_is_no_json_is_refused_before_anything_is_written(words: dict[str, Any], tmp_path: Path) -> None:
+def test_fields_that_are_not_json_are_refused_before_writing(fields: dict[str, Any], tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     with pytest.raises(NotSaveableError):
-        journal.append(words)
+        journal.append(fields)
     with pytest.raises(NotSaveableError):
         journal.append({}, [np.array(["text"])])
     assert journal.n_bytes == (tmp_path / "journal").stat().st_size == 0
 
 
 def forged(change: Callable[[dict[str, Any]], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A journal whose record says something else than it holds, under right checksums."""
+    """A journal whose record was changed by ``change``, with valid checksums."""
     path = tmp_path / "journal"
     kept = json.dumps
 
@@ -212,7 +212,7 @@ def forged(change: Callable[[dict[str, Any]], Any], tmp_path: Path, monkeypatch:
         lambda parsed: parsed.pop("words"),
     ],
 )
-def test_forged_records_are_refused_by_name(
+def test_forged_records_are_refused(
     change: Callable[[dict[str, Any]], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = forged(change, tmp_path, monkeypatch)

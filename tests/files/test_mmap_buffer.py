@@ -1,4 +1,4 @@
-"""Buffers that live in a file from the start."""
+"""Buffers kept in a folder (``storage="mmap"``)."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def _checkpoint_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap_buffer, "_SPARE", 1 << 12)
 
 
-def left_behind(buffer: Any) -> None:
-    """What is left of a buffer whose process has gone."""
-    vars(buffer)["_live"].close()
+def release(buffer: Any) -> None:
+    """Release the folder, as the end of the process does."""
+    buffer.mmap_folder.close()
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_is_in_the_file_is_what_was_added(name: str, tmp_path: Path) -> None:
+def test_the_folder_always_holds_every_added_step(name: str, tmp_path: Path) -> None:
     buffer, plain, feed = BUFFERS[name](), BUFFERS[name](), Feed()
     mmap_buffer.keep_in_file(buffer, tmp_path / "live")
     for step in range(75):
@@ -56,10 +56,10 @@ def test_what_is_in_the_file_is_what_was_added(name: str, tmp_path: Path) -> Non
             found = load(tmp_path / "live")
             finish(found)
             assert_same(plain, found)
-    left_behind(buffer)
+    release(buffer)
     assert_same(plain, buffer)
 
-    # and it goes on there
+    # continue in the folder
     again = open_saved(tmp_path / "live", mode="r+")
     finish(again)
     for _ in range(20):
@@ -70,7 +70,7 @@ def test_what_is_in_the_file_is_what_was_added(name: str, tmp_path: Path) -> Non
     assert found.storage_options.storage == "memory"
 
 
-def test_the_documented_arguments_begin_a_file(tmp_path: Path) -> None:
+def test_storage_mmap_creates_the_folder(tmp_path: Path) -> None:
     buffer = CompressedReplayBuffer(
         26 * N_ENVS, BOX, ACTIONS, device="cpu", n_envs=N_ENVS, storage="mmap", path=tmp_path / "live"
     )
@@ -79,10 +79,10 @@ def test_the_documented_arguments_begin_a_file(tmp_path: Path) -> None:
         feed.add_to(buffer, plain)
 
     assert_same(plain, CompressedReplayBuffer.load(tmp_path / "live"))
-    assert buffer.observations.store._inner.heap.file.parent == tmp_path / "live"
+    assert buffer.observations.store.inner.heap.file.parent == tmp_path / "live"
 
 
-def test_her_takes_them_too(tmp_path: Path) -> None:
+def test_her_accepts_storage_mmap(tmp_path: Path) -> None:
     env: Any = GoalEnv()
     buffer = CompressedHerReplayBuffer(
         52, GOALS, ACTIONS, env, device="cpu", n_envs=N_ENVS, storage="mmap", path=tmp_path / "live"
@@ -96,7 +96,7 @@ def test_her_takes_them_too(tmp_path: Path) -> None:
     assert_same(plain, found)
 
 
-def test_arrays_live_in_files_too(tmp_path: Path) -> None:
+def test_arrays_are_kept_in_folders_too(tmp_path: Path) -> None:
     array = CompressedArray((30, N_ENVS), IMAGE, np.uint8, storage="mmap", path=tmp_path / "live")
     truth, feed = np.zeros(array.shape, np.uint8), Feed()
     for step in range(50):
@@ -114,7 +114,7 @@ def test_arrays_live_in_files_too(tmp_path: Path) -> None:
     np.testing.assert_array_equal(CompressedArray.load(tmp_path / "live"), truth)
 
 
-def test_copies_and_pickles_live_in_memory(tmp_path: Path) -> None:
+def test_copies_and_pickles_are_kept_in_memory(tmp_path: Path) -> None:
     buffer, feed = BUFFERS["replay"](), Feed()
     mmap_buffer.keep_in_file(buffer, tmp_path / "live")
     for _ in range(30):
@@ -130,7 +130,7 @@ def test_copies_and_pickles_live_in_memory(tmp_path: Path) -> None:
     assert not CompressedArray.load(tmp_path / "array")[3].any()
 
 
-def test_a_save_elsewhere_is_a_file_of_its_own(tmp_path: Path) -> None:
+def test_a_save_to_another_folder_is_independent(tmp_path: Path) -> None:
     buffer, feed = BUFFERS["replay"](), Feed()
     mmap_buffer.keep_in_file(buffer, tmp_path / "live")
     for _ in range(30):
@@ -145,7 +145,7 @@ def test_a_save_elsewhere_is_a_file_of_its_own(tmp_path: Path) -> None:
     assert CompressedReplayBuffer.load(tmp_path / "live").pos == 35 % 26
 
 
-def test_a_folder_in_use_is_not_begun_again(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
 
     with pytest.raises(FileWriteError, match="is not empty; load or open the buffer that is there"):
@@ -154,7 +154,7 @@ def test_a_folder_in_use_is_not_begun_again(tmp_path: Path) -> None:
         CompressedReplayBuffer(52, BOX, ACTIONS, device="cpu", n_envs=N_ENVS, storage="mmap")
 
 
-def test_a_full_disk_is_an_error_with_a_name_and_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_raises_and_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer, plain, feed = BUFFERS["replay"](), BUFFERS["replay"](), Feed()
     mmap_buffer.keep_in_file(buffer, tmp_path / "live")
     for _ in range(9):
@@ -172,7 +172,7 @@ def test_a_full_disk_is_an_error_with_a_name_and_costs_no_step(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("name", ["replay-delta", "replay-gzip"])
-def test_a_disk_that_is_really_full_costs_no_step_that_was_completed(name: str, small_disk: Path) -> None:
+def test_a_full_disk_loses_no_completed_step(name: str, small_disk: Path) -> None:
     buffer, feed = BUFFERS[name](), Feed()
     mmap_buffer.keep_in_file(buffer, small_disk / "live")
     n_failed = 0
@@ -186,7 +186,7 @@ def test_a_disk_that_is_really_full_costs_no_step_that_was_completed(name: str, 
         found = load(small_disk / "live")
         if refused:
             n_failed += 1
-            # what was completed is there, with the step that was refused or without
+            # every completed step is there, with or without the one that failed
             assert_same(buffer if found.pos == buffer.pos else good, found)
         else:
             good = copy.deepcopy(buffer)
@@ -194,7 +194,7 @@ def test_a_disk_that_is_really_full_costs_no_step_that_was_completed(name: str, 
     assert n_failed
 
 
-def test_a_heap_in_a_file_names_a_full_disk_and_goes_on(small_disk: Path) -> None:
+def test_a_file_heap_raises_on_a_full_disk_and_continues_after(small_disk: Path) -> None:
     heap = FileHeap(small_disk / "heap.bin")
     heap.grow(3)
     payload = np.arange(1 << 19, dtype=np.uint32).view(np.uint8)
@@ -202,7 +202,7 @@ def test_a_heap_in_a_file_names_a_full_disk_and_goes_on(small_disk: Path) -> Non
     fill_disk(small_disk, n_free=5)
 
     for _ in range(2):
-        with pytest.raises(FileWriteError, match=r"no room for \d+ bytes: No space left"):
+        with pytest.raises(FileWriteError, match=r"cannot allocate \d+ bytes: No space left"):
             heap.put(1, payload)
     with pytest.raises(FileWriteError, match="No space left"):
         heap.compact(small_disk / "other.bin")
@@ -215,24 +215,24 @@ def test_a_heap_in_a_file_names_a_full_disk_and_goes_on(small_disk: Path) -> Non
     np.testing.assert_array_equal(heap.read(0), payload[:1000])
 
 
-def test_files_that_live_stay_small(tmp_path: Path) -> None:
+def test_heap_and_journal_files_stay_small(tmp_path: Path) -> None:
     buffer, feed = BUFFERS["replay-delta"](), Feed()
     mmap_buffer.keep_in_file(buffer, tmp_path / "live")
     heap = buffer.observations.store
     most = 0
     for _ in range(700):
         feed.add_to(buffer)
-        inner = heap._inner
+        inner = heap.inner
         if inner is not None:
             most = max(most, inner.heap.end / max(inner.heap.live_bytes, 1))
 
-    # as much dead as live and 4 kB, and what a few steps add before somebody looks
+    # as much dead as live, 4 kB, and what is written between two checkpoints
     assert most < 6
     assert len(list((tmp_path / "live").glob("heap-*"))) <= 2
     assert len(list((tmp_path / "live").glob("journal-*"))) <= 2
 
 
-def test_a_damaged_journal_is_repaired_up_to_the_damage(tmp_path: Path) -> None:
+def test_repair_keeps_the_steps_before_a_damaged_record(tmp_path: Path) -> None:
     buffer, feed = BUFFERS["replay-delta"](), Feed()
     mmap_buffer.keep_in_file(buffer, tmp_path / "live")
     for _ in range(12):
@@ -253,7 +253,7 @@ def test_a_damaged_journal_is_repaired_up_to_the_damage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["replay-delta", "her", "replay-gzip"])
 @pytest.mark.parametrize("n_steps", range(1, 30, 3))
-def test_a_buffer_in_memory_can_move_to_a_file_at_any_moment(name: str, n_steps: int, tmp_path: Path) -> None:
+def test_a_buffer_in_memory_can_be_moved_to_a_folder_at_any_step(name: str, n_steps: int, tmp_path: Path) -> None:
     buffer, plain, feed = BUFFERS[name](), BUFFERS[name](), Feed()
     for _ in range(n_steps):
         feed.add_to(buffer, plain)
@@ -269,10 +269,10 @@ def test_a_buffer_in_memory_can_move_to_a_file_at_any_moment(name: str, n_steps:
 
 
 @pytest.mark.parametrize("function", ["create", "write_all", "fsync", "flush", "replace", "sync_folder", "unlink"])
-def test_a_checkpoint_that_is_interrupted_anywhere_leaves_every_step(
+def test_a_checkpoint_interrupted_at_any_call_loses_no_step(
     function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a call, or right after it has done its work."""
+    """Interrupted right before a call, or right after."""
     buffer, plain, feed = BUFFERS["replay-delta"](), BUFFERS["replay-delta"](), Feed()
     kept = mmap_buffer.keep_in_file(buffer, tmp_path / "live")
     original = getattr(disk, function)

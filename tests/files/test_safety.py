@@ -1,13 +1,15 @@
-"""Files of strangers, and several writers: nothing is opened that is not a file of the folder, one process writes."""
+"""Untrusted files, several writers, repair: only files of the folder are opened, and only one process writes."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,10 +55,10 @@ def open_to_write(folder: Path) -> Any:
     return open_saved(folder, mode="r+")
 
 
-# ---- what is no file of the folder ----
+# ---- other files ----
 
 
-def test_a_file_that_has_a_name_elsewhere_is_not_written_to(tmp_path: Path) -> None:
+def test_a_hard_linked_heap_file_is_not_written_to(tmp_path: Path) -> None:
     buffer, feed, folder = BUFFERS["replay-delta"](), Feed(), tmp_path / "saved"
     kept = mmap_buffer.keep_in_file(buffer, folder)
     for _ in range(20):
@@ -97,7 +99,7 @@ def test_links_fifos_and_folders_are_not_opened(replaced: str, by: str, tmp_path
     for way in (load, open_to_write):
         with pytest.raises(ExtraBuffersError, match=r"symbolic link|not a regular file"):
             way(folder)
-    # what does not need it, or finds another state, may go on
+    # succeeds if the file is not needed, or another state is found
     with contextlib.suppress(ExtraBuffersError):
         open_saved(folder)
     with contextlib.suppress(ExtraBuffersError):
@@ -109,7 +111,7 @@ def test_links_fifos_and_folders_are_not_opened(replaced: str, by: str, tmp_path
 @pytest.mark.parametrize(
     "name", ["../elsewhere.bin", "/etc/passwd", "data-0001.bin\n", "data-1.bin", "heap-0-0001.bin", 3, None, "", ["x"]]
 )
-def test_names_of_other_files_are_refused(name: Any, tmp_path: Path) -> None:
+def test_manifests_cannot_refer_to_other_files(name: Any, tmp_path: Path) -> None:
     save(fill("replay-delta"), tmp_path / "saved")
     record = manifest.read(tmp_path / "saved")
     victim = tmp_path / "elsewhere.bin"
@@ -134,7 +136,7 @@ def test_names_of_other_files_are_refused(name: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kind", ["nosuch", "os:system", "sb3_extra_buffers.cli.main:main", None, 3, {"$torch": "load"}]
 )
-def test_an_unknown_kind_is_named(kind: Any, tmp_path: Path) -> None:
+def test_an_unknown_kind_is_refused(kind: Any, tmp_path: Path) -> None:
     save(fill("replay", 3), tmp_path / "saved")
     manifest.write(tmp_path / "saved", manifest.dump(manifest.read(tmp_path / "saved") | {"kind": kind}))
 
@@ -142,7 +144,7 @@ def test_an_unknown_kind_is_named(kind: Any, tmp_path: Path) -> None:
         load(tmp_path / "saved")
 
 
-# ---- forged, with right checksums ----
+# ---- forged contents with valid checksums ----
 
 
 def change_description(folder: Path, change: Callable[[Any], Any]) -> None:
@@ -168,7 +170,7 @@ def change_description(folder: Path, change: Callable[[Any], Any]) -> None:
         ("replay", lambda d: d["arguments"].pop("gamma")),
         ("replay", lambda d: d["arguments"].update(n_steps=-3)),
         ("replay", lambda d: d["extra"].update(sample=3)),
-        ("replay", lambda d: d["extra"].update(_live=3)),
+        ("replay", lambda d: d["extra"].update(_options=3)),
         ("replay", lambda d: d["extra"].update(pos=3)),
         ("her", lambda d: d["arguments"].update(goal_selection_strategy="nosuch")),
         ("prioritized", lambda d: d["state"].update(n_added=5)),
@@ -183,9 +185,7 @@ def change_description(folder: Path, change: Callable[[Any], Any]) -> None:
         ("gpu-dense", lambda d: d["observation_space"].update(shape=[2, 18, 21])),
     ],
 )  # fmt: skip
-def test_descriptions_that_make_no_sense_are_refused_by_name(
-    name: str, change: Callable[[Any], Any], tmp_path: Path
-) -> None:
+def test_invalid_descriptions_are_refused(name: str, change: Callable[[Any], Any], tmp_path: Path) -> None:
     if name not in BUFFERS:
         pytest.skip("needs sb3-contrib")
     save(fill(name), tmp_path / "saved")
@@ -211,7 +211,7 @@ def test_descriptions_that_make_no_sense_are_refused_by_name(
         ("her-infos", "infos", lambda column: column.fill(ord("["))),
     ],
 )
-def test_columns_out_of_range_are_refused_by_name(name: str, column: str, change: Any) -> None:
+def test_columns_out_of_range_are_refused(name: str, column: str, change: Any) -> None:
     described, arrays = flatten(fill(name).to_parts())
     arrays = {key: array.copy() for key, array in arrays.items()}
     change(arrays[f"columns/{column}"])
@@ -220,7 +220,7 @@ def test_columns_out_of_range_are_refused_by_name(name: str, column: str, change
         registry.from_parts(unflatten(described, arrays))
 
 
-def test_a_view_of_nothing_or_of_too_much_is_refused(tmp_path: Path) -> None:
+def test_a_view_that_does_not_fit_its_store_is_refused(tmp_path: Path) -> None:
     array, _ = make_array()
     array.save(tmp_path / "saved")
     for change in ({"lead_shape": [0, 2], "base": 90}, {"lead_shape": [40, 3]}, {"base": 1}, {"lead_shape": [-1, 2]}):
@@ -244,10 +244,11 @@ def test_a_view_of_nothing_or_of_too_much_is_refused(tmp_path: Path) -> None:
         ("settle", []),
     ],
 )
-def test_forged_records_of_an_array_are_refused_by_name(kind: str, shapes: Any, tmp_path: Path) -> None:
+def test_forged_records_of_an_array_are_refused(kind: str, shapes: Any, tmp_path: Path) -> None:
     array = CompressedArray((30, N_ENVS), IMAGE, np.uint8, storage="mmap", path=tmp_path / "live")
     array[0] = 3
-    array._live.close()
+    assert array.mmap_folder is not None
+    array.mmap_folder.close()
     path = next((tmp_path / "live").glob("journal-*"))
     path.unlink()
     arrays = [np.zeros(shape, np.uint8 if len(shape) == 2 and shape[1] > 9 else np.int64) for shape in shapes]
@@ -258,9 +259,9 @@ def test_forged_records_of_an_array_are_refused_by_name(kind: str, shapes: Any, 
             way(tmp_path / "live")
 
 
-@pytest.mark.parametrize("place", range(8))
+@pytest.mark.parametrize("index", range(8))
 @pytest.mark.parametrize("size", [0, 1, 3])
-def test_forged_records_of_a_step_are_refused_by_name(place: int, size: int, tmp_path: Path) -> None:
+def test_forged_records_of_a_step_are_refused(index: int, size: int, tmp_path: Path) -> None:
     buffer, feed = BUFFERS["replay-delta"](), Feed()
     kept = mmap_buffer.keep_in_file(buffer, tmp_path / "live")
     for _ in range(15):
@@ -268,19 +269,19 @@ def test_forged_records_of_a_step_are_refused_by_name(place: int, size: int, tmp
     kept.close()
     path = next((tmp_path / "live").glob("journal-*"))
     records = list(read_journal(path))
-    words, arrays = records[-1]
+    fields, arrays = records[-1]
     path.unlink()
     journal = Journal(path)
     for record in records[:-1]:
         journal.append(*record)
     forged = list(arrays)
-    forged[place] = np.resize(arrays[place], (size, *arrays[place].shape[1:]))
-    if forged[place].shape == arrays[place].shape:
-        forged[place] = arrays[place].astype(np.complex128)
-    journal.append(words, forged)
+    forged[index] = np.resize(arrays[index], (size, *arrays[index].shape[1:]))
+    if forged[index].shape == arrays[index].shape:
+        forged[index] = arrays[index].astype(np.complex128)
+    journal.append(fields, forged)
 
-    if place in (6, 7) and size == 1:
-        load(tmp_path / "live")  # one reward for all of them, as SB3 takes it
+    if index in (6, 7) and size == 1:
+        load(tmp_path / "live")  # one reward for all environments, which SB3 accepts
         return
     with pytest.raises(ExtraBuffersError):
         load(tmp_path / "live")
@@ -289,7 +290,7 @@ def test_forged_records_of_a_step_are_refused_by_name(place: int, size: int, tmp
 # ---- one writer ----
 
 
-def test_a_second_writer_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     buffer = fill("replay-delta")
     mmap_buffer.keep_in_file(buffer, tmp_path / "live")
 
@@ -303,17 +304,17 @@ def test_a_second_writer_is_refused_by_name(tmp_path: Path) -> None:
     code = f"from sb3_extra_buffers.files import open_saved; open_saved({str(tmp_path / 'live')!r}, mode='r+')"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "FolderInUseError" in ran.stderr
-    # reading is for everybody
+    # reading is always allowed
     assert_same(buffer, load(tmp_path / "live"))
     open_saved(tmp_path / "live")
-    # and the lock goes with the buffer
+    # the lock is released with the buffer
     del buffer
     open_saved(tmp_path / "live", mode="r+")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:This process")  # is multi-threaded: what forks is pytest, not us
-def test_a_forked_child_does_not_write_and_does_not_keep_the_lock(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:This process")  # is multi-threaded: pytest, not the library
+def test_a_forked_child_cannot_write_and_does_not_hold_the_lock(tmp_path: Path) -> None:
     buffer, feed = BUFFERS["replay-delta"](), Feed()
     mmap_buffer.keep_in_file(buffer, tmp_path / "live")
     for _ in range(12):
@@ -341,7 +342,7 @@ def test_a_forked_child_does_not_write_and_does_not_keep_the_lock(tmp_path: Path
     assert_same(buffer, load(tmp_path / "live"))
 
 
-# ---- the rest ----
+# ---- single files, rollouts, repair ----
 
 
 def test_a_single_file_holds_everything(tmp_path: Path) -> None:
@@ -360,7 +361,7 @@ def test_a_single_file_holds_everything(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
-def test_a_rollout_is_saved_while_it_is_read(tmp_path: Path) -> None:
+def test_a_rollout_can_be_saved_while_it_is_read(tmp_path: Path) -> None:
     for name in BUFFERS:
         if "rollout" not in name:
             continue
@@ -377,7 +378,7 @@ def test_a_rollout_is_saved_while_it_is_read(tmp_path: Path) -> None:
         Feed().add_to(found)
 
 
-def test_a_schedule_that_is_a_function_is_refused_and_says_what_to_do(tmp_path: Path) -> None:
+def test_a_function_as_beta_is_refused(tmp_path: Path) -> None:
     buffer = CompressedPrioritizedReplayBuffer(
         40, BOX, ACTIONS, device="cpu", n_envs=N_ENVS, beta=lambda remaining: 1 - remaining
     )
@@ -387,7 +388,7 @@ def test_a_schedule_that_is_a_function_is_refused_and_says_what_to_do(tmp_path: 
     assert not (tmp_path / "saved").exists()
 
 
-def test_priorities_are_cut_with_their_steps(tmp_path: Path) -> None:
+def test_repair_cuts_priorities_with_their_steps(tmp_path: Path) -> None:
     buffer = fill("prioritized", 40)
     save(buffer, tmp_path / "saved")
     path = next((tmp_path / "saved").glob("data-*"))
@@ -410,7 +411,7 @@ def test_priorities_are_cut_with_their_steps(tmp_path: Path) -> None:
         found.sample(8)
 
 
-def test_a_damaged_manifest_is_repaired_from_its_copy(tmp_path: Path) -> None:
+def test_repair_uses_the_copy_of_a_damaged_manifest(tmp_path: Path) -> None:
     buffer = fill("replay-gzip")
     save(buffer, tmp_path / "saved")
     (tmp_path / "saved" / "manifest.json").write_text("{}")
@@ -421,7 +422,7 @@ def test_a_damaged_manifest_is_repaired_from_its_copy(tmp_path: Path) -> None:
     assert_same(buffer, CompressedReplayBuffer.load(tmp_path / "repaired"))
 
 
-def test_forged_tables_given_to_repair_are_refused_by_name(tmp_path: Path) -> None:
+def test_forged_tables_are_refused_and_repaired_from_the_copy(tmp_path: Path) -> None:
     save(fill("replay-delta"), tmp_path / "saved")
     record = manifest.read(tmp_path / "saved")
     tables = record["stores"]["observations"]["arrays"]
@@ -437,7 +438,26 @@ def test_forged_tables_given_to_repair_are_refused_by_name(tmp_path: Path) -> No
             assert list(verify(tmp_path / "saved"))
 
 
-def test_every_tag_stands_for_code_that_is_there() -> None:
+@pytest.mark.parametrize("part", ["first", "middle", "last", "all"])
+def test_payloads_without_checksums_are_refused(part: str, tmp_path: Path) -> None:
+    save(fill("replay-gzip", 60), tmp_path / "saved")
+    saved = SavedParts.of_folder(tmp_path / "saved")
+    names = saved.stores["observations"]["arrays"]
+    tables = {name: saved.blocks.read(f"stores/observations/{name}") for name in names}
+    saved.make_store("observations", tables, read_only=True)
+    # split into short chunks, then drop some
+    data, (offset, length, _) = saved.data, tables["chunks"][0]
+    ends = np.linspace(offset, offset + length, 4).astype(np.int64)
+    chunks = [(start, end - start, zlib.crc32(data[start:end].data)) for start, end in itertools.pairwise(ends)]
+    chunks += [tuple(chunk) for chunk in tables["chunks"][1:]]
+    saved.make_store("observations", tables | {"chunks": np.array(chunks)}, read_only=True)
+    kept = {"first": chunks[1:], "middle": [chunks[0], *chunks[2:]], "last": chunks[:-1], "all": []}[part]
+
+    with pytest.raises(FileFormatError, match="checksums"):
+        saved.make_store("observations", tables | {"chunks": np.array(kept, np.int64).reshape(-1, 3)}, read_only=True)
+
+
+def test_every_tag_stands_for_an_existing_class() -> None:
     for tag in registry.REGISTRY:
         try:
             cls = registry.class_of(tag)

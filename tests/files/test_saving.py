@@ -1,4 +1,4 @@
-"""A buffer that was saved and loaded is the buffer that it was, and goes on as it would have."""
+"""Saving and loading: the loaded buffer equals the saved one and continues like it; failures change nothing."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ from tests.files.filing import (
 every_buffer = pytest.mark.parametrize("name", BUFFERS)
 
 
-def assert_goes_on(name: str, feed: Feed, buffer: Any, loaded: Any) -> None:
-    """The loaded buffer goes on as the other does."""
+def assert_continues(name: str, feed: Feed, buffer: Any, loaded: Any) -> None:
+    """Assert that the loaded buffer continues like the other."""
     if "rollout" in name:
         buffer.reset()
         loaded.reset()
@@ -59,7 +59,7 @@ def assert_goes_on(name: str, feed: Feed, buffer: Any, loaded: Any) -> None:
 
 @every_buffer
 @pytest.mark.parametrize("n_steps", [0, 15, 61])
-def test_a_loaded_buffer_is_the_buffer_that_was_saved(name: str, n_steps: int, tmp_path: Path) -> None:
+def test_a_loaded_buffer_equals_the_saved_one_and_continues_like_it(name: str, n_steps: int, tmp_path: Path) -> None:
     buffer, feed = BUFFERS[name](), Feed()
     if "rollout" in name:
         n_steps = min(n_steps, 26)
@@ -72,11 +72,11 @@ def test_a_loaded_buffer_is_the_buffer_that_was_saved(name: str, n_steps: int, t
     finish(loaded)
     if n_steps > 10:
         assert_same(buffer, loaded)
-    assert_goes_on(name, feed, buffer, loaded)
+    assert_continues(name, feed, buffer, loaded)
 
 
 @every_buffer
-def test_saving_changes_nothing_and_pickles_stay_as_they_were(name: str, tmp_path: Path) -> None:
+def test_saving_changes_neither_the_buffer_nor_its_pickles(name: str, tmp_path: Path) -> None:
     buffer, untouched = BUFFERS[name](), BUFFERS[name]()
     feed = Feed()
     for step in range(26):
@@ -91,7 +91,7 @@ def test_saving_changes_nothing_and_pickles_stay_as_they_were(name: str, tmp_pat
 
 
 @every_buffer
-def test_a_second_save_writes_what_is_new(name: str, tmp_path: Path) -> None:
+def test_a_second_save_is_incremental(name: str, tmp_path: Path) -> None:
     buffer, feed = BUFFERS[name](), Feed()
     for _ in range(20):
         feed.add_to(buffer)
@@ -113,7 +113,7 @@ def test_a_second_save_writes_what_is_new(name: str, tmp_path: Path) -> None:
 
 
 @every_buffer
-def test_a_file_can_be_read_where_it_lies_by_many(name: str, tmp_path: Path) -> None:
+def test_open_reads_in_place_and_refuses_writes(name: str, tmp_path: Path) -> None:
     buffer, feed = BUFFERS[name](), Feed()
     for _ in range(26):
         feed.add_to(buffer)
@@ -124,7 +124,7 @@ def test_a_file_can_be_read_where_it_lies_by_many(name: str, tmp_path: Path) -> 
 
     for each in (opened, other):
         finish(each)
-    with pytest.raises(ReadOnlyBufferError, match="opened to be read"):
+    with pytest.raises(ReadOnlyBufferError, match="opened read-only"):
         feed.add_to(opened)
     before = {path: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
     assert_same_reading(buffer, opened)
@@ -158,7 +158,7 @@ def test_arrays_are_saved_loaded_and_opened(method: str, tmp_path: Path) -> None
     np.testing.assert_array_equal(loaded[3], truth[7])
 
 
-def test_pixels_that_wait_for_a_decision_are_saved_undecided(tmp_path: Path) -> None:
+def test_a_store_without_a_chosen_method_is_saved_as_such(tmp_path: Path) -> None:
     array, truth = CompressedArray((1000, 2), BOX.shape, np.uint8), Feed(1)
     rows = [truth.images()[0] for _ in range(3)]
     for step, row in enumerate(rows):
@@ -173,15 +173,13 @@ def test_pixels_that_wait_for_a_decision_are_saved_undecided(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["gpu", "gpu-frames", "gpu-dense", "gpu-frames-rollout"])
-def test_what_was_saved_on_a_gpu_is_loaded_where_there_is_none(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_buffers_load_on_a_machine_without_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer, feed = BUFFERS[name](), Feed()
     for _ in range(26):
         feed.add_to(buffer)
     buffer.save(tmp_path / "saved")
     record = manifest.read(tmp_path / "saved")
-    # as it would be there
+    # as a machine with a GPU would have written it
     record["description"]["device"] = record["description"]["arguments"]["buffer_device"] = "cuda:0"
     manifest.write(tmp_path / "saved", manifest.dump(record))
 
@@ -190,10 +188,10 @@ def test_what_was_saved_on_a_gpu_is_loaded_where_there_is_none(
 
     assert loaded.device.type == "cpu"
     assert_same(buffer, loaded)
-    assert_goes_on(name, feed, buffer, loaded)
+    assert_continues(name, feed, buffer, loaded)
 
 
-def test_gpu_buffers_and_rollouts_do_not_live_in_files(tmp_path: Path) -> None:
+def test_gpu_buffers_and_rollouts_cannot_be_kept_in_folders(tmp_path: Path) -> None:
     for name in ("gpu", "rollout"):
         buffer = BUFFERS[name]()
         buffer.save(tmp_path / name)
@@ -201,7 +199,7 @@ def test_gpu_buffers_and_rollouts_do_not_live_in_files(tmp_path: Path) -> None:
             type(buffer).open(tmp_path / name, "r+")
 
 
-def test_a_checkpoint_shares_its_files_with_the_one_before(tmp_path: Path) -> None:
+def test_checkpoints_share_files_and_stay_independent(tmp_path: Path) -> None:
     buffer, feed = BUFFERS["replay"](), Feed()
     folders = []
     copies = []
@@ -215,7 +213,7 @@ def test_a_checkpoint_shares_its_files_with_the_one_before(tmp_path: Path) -> No
 
     for folder, state in zip(folders, copies, strict=True):
         assert_same(state, CompressedReplayBuffer.load(folder))
-    # going on from an old one leaves the others alone
+    # continuing from an old checkpoint leaves the others unchanged
     old = CompressedReplayBuffer.load(folders[1])
     for _ in range(7):
         feed.add_to(old)
@@ -225,7 +223,7 @@ def test_a_checkpoint_shares_its_files_with_the_one_before(tmp_path: Path) -> No
     assert_same(copies[2], CompressedReplayBuffer.load(folders[2]))
 
 
-def test_files_do_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_files_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sb3_extra_buffers.files.saving._SPARE", 1 << 14)
     buffer, feed = BUFFERS["replay"](), Feed()
     most = 0
@@ -238,12 +236,12 @@ def test_files_do_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.Monke
         most = max(most, size_of(tmp_path / "saved"))
     save(buffer, tmp_path / "fresh")
 
-    # what is live, as much again dead, and the file before as long as its manifest may be needed
+    # live bytes, as many dead ones, and the previous file until the new manifest is on the disk
     assert most < 6 * size_of(tmp_path / "fresh")
     assert len(list((tmp_path / "saved").glob("data-*.bin"))) <= 2
 
 
-def test_two_buffers_take_turns_at_one_path(tmp_path: Path) -> None:
+def test_two_buffers_can_take_turns_at_one_path(tmp_path: Path) -> None:
     first, second, feed = BUFFERS["replay"](), BUFFERS["replay-gzip"](), Feed()
     for _ in range(4):
         for buffer in (first, second):
@@ -252,7 +250,7 @@ def test_two_buffers_take_turns_at_one_path(tmp_path: Path) -> None:
             assert_same(buffer, CompressedReplayBuffer.load(tmp_path / "saved"))
 
 
-def test_a_copy_does_not_take_over_the_file_of_its_original(tmp_path: Path) -> None:
+def test_a_copy_does_not_append_to_the_save_of_its_original(tmp_path: Path) -> None:
     buffer, feed = BUFFERS["replay"](), Feed()
     feed.add_to(buffer)
     buffer.save(tmp_path / "saved")
@@ -268,7 +266,7 @@ def test_a_copy_does_not_take_over_the_file_of_its_original(tmp_path: Path) -> N
     assert_same(buffer, CompressedReplayBuffer.load(tmp_path / "saved"))
 
 
-def test_priorities_are_as_they_were(tmp_path: Path) -> None:
+def test_priorities_round_trip(tmp_path: Path) -> None:
     buffer, feed = BUFFERS["prioritized"](), Feed()
     for turn in range(40):
         feed.add_to(buffer)
@@ -283,12 +281,12 @@ def test_priorities_are_as_they_were(tmp_path: Path) -> None:
     assert_same(buffer, load(tmp_path / "saved"))
 
 
-class _Own(ReplayBuffer):
-    """A buffer of somebody else's."""
+class UserBuffer(ReplayBuffer):
+    """A user's buffer class."""
 
 
-def test_a_class_of_ones_own_is_loaded_by_itself(tmp_path: Path) -> None:
-    own = compressed(_Own)
+def test_a_user_class_is_loaded_by_its_own_load(tmp_path: Path) -> None:
+    own = compressed(UserBuffer)
     buffer = own(40, BOX, ACTIONS, device="cpu", n_envs=N_ENVS)
     Feed().add_to(buffer)
     buffer.save(tmp_path / "saved")
@@ -296,13 +294,13 @@ def test_a_class_of_ones_own_is_loaded_by_itself(tmp_path: Path) -> None:
     found = own.load(tmp_path / "saved")
     assert type(found) is own
     assert_same(buffer, found)
-    # by anybody else it is loaded as what it derives from
+    # any other load() gives the registered base class
     for plain in (load(tmp_path / "saved"), CompressedReplayBuffer.load(tmp_path / "saved")):
         assert type(plain) is CompressedReplayBuffer
         assert_same(buffer, plain)
 
 
-def test_what_users_add_to_a_buffer_is_kept(tmp_path: Path) -> None:
+def test_attributes_that_users_add_round_trip(tmp_path: Path) -> None:
     buffer = BUFFERS["replay"]()
     buffer.note, buffer.curve = {"seed": 3, "names": ("a", "b")}, np.arange(5.0)
     buffer.save(tmp_path / "saved")
@@ -313,7 +311,7 @@ def test_what_users_add_to_a_buffer_is_kept(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.curve, np.arange(5.0))
 
 
-def test_the_wrong_class_is_refused_by_name(tmp_path: Path) -> None:
+def test_loading_as_the_wrong_class_is_refused(tmp_path: Path) -> None:
     buffer = BUFFERS["her"]()
     buffer.save(tmp_path / "saved")
 
@@ -324,7 +322,7 @@ def test_the_wrong_class_is_refused_by_name(tmp_path: Path) -> None:
         CompressedArray.load(tmp_path / "saved")
 
 
-def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+def test_an_attribute_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
     buffer = BUFFERS["replay"]()
     buffer.helper = lambda: None
 
@@ -333,7 +331,7 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "saved").exists()
 
 
-def test_the_manifest_can_be_read_by_people_and_names_no_code(tmp_path: Path) -> None:
+def test_the_manifest_is_readable_and_names_no_code(tmp_path: Path) -> None:
     buffer, feed = BUFFERS["dict"](), Feed()
     feed.add_to(buffer)
     buffer.save(tmp_path / "saved")
@@ -351,12 +349,12 @@ def test_the_manifest_can_be_read_by_people_and_names_no_code(tmp_path: Path) ->
             pickle.loads(path.read_bytes())
 
 
-# ---- when it cannot be saved ----
+# ---- failures ----
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Any, Any, Path]:
-    """A buffer, a copy of it as it was saved, and where."""
+    """A buffer with a step since its last save, a copy of it as saved, and the folder."""
     buffer, feed = BUFFERS["replay"](), Feed()
     for _ in range(20):
         feed.add_to(buffer)
@@ -368,7 +366,7 @@ def saved(tmp_path: Path) -> tuple[Any, Any, Path]:
 
 @pytest.mark.parametrize("again", [True, False])
 @pytest.mark.parametrize("one_file", [False, True])
-def test_an_error_of_the_disk_at_any_call_leaves_the_previous_state(
+def test_a_disk_error_at_any_call_leaves_the_previous_state(
     saved: tuple[Any, Any, Path], again: bool, one_file: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer, state, folder = saved
@@ -377,7 +375,7 @@ def test_an_error_of_the_disk_at_any_call_leaves_the_previous_state(
     write(state, path)
     n_calls = -1
     for fails_at in range(100):
-        # one that goes on where the last save ended, or one that knows of no file
+        # appends to the last save, or writes a new file
         attempt = buffer if again else copy.deepcopy(buffer)
         before = snapshot(folder.parent)
         with monkeypatch.context() as patch:
@@ -387,7 +385,7 @@ def test_an_error_of_the_disk_at_any_call_leaves_the_previous_state(
                 break
         name = counted[1]
         if "renamed" in counted:
-            # all of it was there when the last call failed
+            # the save was committed before the call failed
             assert_same(attempt, read(path))
             write(state, path)
         else:
@@ -402,7 +400,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 
 def fail_at(patch: pytest.MonkeyPatch, number: int) -> list[Any]:
-    """Let call ``number`` to the disk fail; return the number of calls, and the name of that one."""
+    """Let the disk call with this number fail; the returned list gets the count of calls and the name of that one."""
     counted: list[Any] = [0, ""]
 
     def wrap(name: str, function: Any) -> Any:
@@ -423,7 +421,7 @@ def fail_at(patch: pytest.MonkeyPatch, number: int) -> list[Any]:
     return counted
 
 
-def test_a_disk_that_is_really_full(small_disk: Path) -> None:
+def test_a_full_disk_leaves_the_previous_state(small_disk: Path) -> None:
     buffer, feed = BUFFERS["replay"](), Feed()
     for _ in range(20):
         feed.add_to(buffer)
@@ -441,10 +439,10 @@ def test_a_disk_that_is_really_full(small_disk: Path) -> None:
         assert "what was saved before is untouched" in refused
         assert_same(state, CompressedReplayBuffer.load(folder))
         n_failed += 1
-    # with room enough it goes on as if nothing had been
+    # with enough space it works again
     assert n_failed > 1
     assert_same(buffer, CompressedReplayBuffer.load(folder))
-    # a folder that is new
+    # a new folder
     fill_disk(small_disk, 2)
     with pytest.raises(FileWriteError, match="No space left"):
         buffer.save(small_disk / "other")
@@ -454,7 +452,7 @@ def test_a_disk_that_is_really_full(small_disk: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only to root")
-def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_write_permission_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     try:
         with pytest.raises(FileWriteError, match="Permission denied"):
@@ -468,7 +466,7 @@ def test_a_read_only_file_system_is_named() -> None:
         BUFFERS["replay"]().save("/proc/saved")
 
 
-def test_a_file_or_a_folder_of_others_is_left_alone(tmp_path: Path) -> None:
+def test_foreign_files_and_folders_are_not_overwritten(tmp_path: Path) -> None:
     buffer = BUFFERS["replay"]()
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
@@ -494,7 +492,7 @@ def test_a_newer_format_is_neither_read_nor_overwritten(saved: tuple[Any, Any, P
     assert (folder / "manifest.json").read_bytes() == before
 
 
-def test_what_is_no_saved_buffer_is_named(tmp_path: Path) -> None:
+def test_loading_something_else_says_what_it_is(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
 

@@ -1,4 +1,4 @@
-"""Spaces come back equal, and nothing else comes back at all."""
+"""Spaces as JSON: they round-trip, and invalid records are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPACES: list[spaces.Space[Any]] = [
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
-def test_spaces_come_back_equal(space: spaces.Space[Any]) -> None:
+def test_spaces_round_trip(space: spaces.Space[Any]) -> None:
     record = json.loads(json.dumps(space_to_json(space), allow_nan=False))
 
     again = space_from_json(record)
@@ -53,11 +53,11 @@ def test_spaces_come_back_equal(space: spaces.Space[Any]) -> None:
         {"kind": "Dict", "spaces": [["a"]]},
     ],
 )
-def test_what_is_no_space_is_named(record: Any) -> None:
+def test_invalid_spaces_are_refused(record: Any) -> None:
     with pytest.raises(FileFormatError):
         space_from_json(record)
 
 
-def test_a_space_that_files_do_not_know_is_named() -> None:
+def test_an_unsupported_space_is_named() -> None:
     with pytest.raises(NotSaveableError, match="Text"):
         space_to_json(spaces.Text(5))

@@ -13,9 +13,9 @@ from sb3_extra_buffers.codecs import ObsSpec, get_codec
 from sb3_extra_buffers.codecs.delta import BLOCK, apply_delta, encode_delta, padded
 from sb3_extra_buffers.errors import CorruptPayloadError
 from sb3_extra_buffers.kernels import frame_kernels
-from sb3_extra_buffers.stores.factory import make_frame_store
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.registry import make_store
 from sb3_extra_buffers.stores.segments import SegmentStore
 from tests.contracts.store import KERNELS, UNWRITTEN, Walk, method_params
 
@@ -113,10 +113,10 @@ def test_compiled_and_plain_apply_the_same(size: int, unit: str) -> None:
         np.testing.assert_array_equal(target[:size], row, name)
 
 
-def build(method: str, frame: tuple[int, ...], stack: int, compiled: bool, axis: Any = "first") -> FrameStore:
+def build(method: str, frame: tuple[int, ...], stack: int, compiled: bool, axis: Any = "first") -> Any:
     shape = frame if stack == 1 else (stack, *frame) if axis == "first" else (*frame, stack)
     layout = StackLayout(ObsSpec(shape, UINT8), stack, axis)
-    return make_frame_store(layout, 200, 2, get_codec(method).bind(layout.frame_spec), compiled=compiled)
+    return make_store(layout, 200, 2, get_codec(method).bind(layout.frame_spec), compiled=compiled)
 
 
 def light_rows(frame: tuple[int, ...], stack: int, n_rows: int, seed: int) -> Bytes:
@@ -148,7 +148,7 @@ def test_compiled_and_plain_write_the_same_bytes(frame: tuple[int, ...], stack: 
     assert isinstance(fast, SegmentStore)
     assert isinstance(slow, SegmentStore)
     # reference kernels end segments sooner, because they decode more slowly
-    slow._replace(config=fast._state.config)
+    slow._replace(config=fast.state.config)
     for store in (fast, slow):
         write_all(store, rows)
 
@@ -163,8 +163,8 @@ def test_compiled_and_plain_write_the_same_bytes(frame: tuple[int, ...], stack: 
         "keyframe_refs",
         "stream_keyframes",
     ):
-        np.testing.assert_array_equal(getattr(fast._state, column), getattr(slow._state, column), column)
-    sealed = np.flatnonzero(fast._state.lengths).tolist()
+        np.testing.assert_array_equal(getattr(fast.state, column), getattr(slow.state, column), column)
+    sealed = np.flatnonzero(fast.state.lengths).tolist()
     assert sealed
     for segment in sealed:
         assert bytes(fast.heap.read(segment)) == bytes(slow.heap.read(segment))
@@ -248,7 +248,7 @@ def test_damage_names_the_segment(compiled: bool) -> None:
     store = build("delta", (16, 16), 1, compiled)
     rows = [light_rows((16, 16), 1, 100, seed) for seed in (5, 6)]
     write_all(store, rows)
-    state = store._state
+    state = store.state
     segment = int(np.flatnonzero(state.lengths)[0])
     state.heap[state.starts[segment]] = 77  # flags of no kind
 

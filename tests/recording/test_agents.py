@@ -1,4 +1,4 @@
-"""Recording beside an agent, and what comes out as pictures."""
+"""Recording an agent with the wrapper, the callback and `record_agent`, and exporting images."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from sb3_extra_buffers.recording import (
 )
 
 
-class Shades(gymnasium.Env[Any, Any]):
-    """Frames of one shade each, brighter with every step; 5 steps an episode; always the same array."""
+class GrayEnv(gymnasium.Env[Any, Any]):
+    """Frames of one gray level each, brighter with every step; 5 steps per episode; always the same array."""
 
     metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012  # Gymnasium's name
     render_mode = "rgb_array"
@@ -43,7 +43,7 @@ class Shades(gymnasium.Env[Any, Any]):
         return np.repeat(self.frame, 3, axis=2)
 
 
-def shades(buffer: Any) -> list[int]:
+def gray_levels(buffer: Any) -> list[int]:
     return [int(np.ravel(frame)[0]) for frame in np.asarray(buffer.frames)]
 
 
@@ -55,8 +55,8 @@ def play(env: Any, n_steps: int) -> None:
             env.reset()
 
 
-class Cycle:
-    """Acts in turn."""
+class CyclingModel:
+    """Takes actions 0, 1 and 2 in turn."""
 
     n = -1
 
@@ -65,38 +65,38 @@ class Cycle:
         return np.full(len(obs), self.n % 3), None
 
 
-def test_the_wrapper_records_what_was_seen_when_it_was_done() -> None:
-    env = RecordWrapper(Shades(), info_keys=["lives"])
+def test_wrapper_records_the_observation_that_was_acted_on() -> None:
+    env = RecordWrapper(GrayEnv(), info_keys=["lives"])
     play(env, 7)
     buffer = env.record_buffer
 
     assert isinstance(buffer, RecordBuffer)
-    assert shades(buffer) == [10, 20, 30, 40, 50, 10, 20]
+    assert gray_levels(buffer) == [10, 20, 30, 40, 50, 10, 20]
     assert buffer.actions.tolist() == [0, 1, 2, 0, 1, 2, 0]
     assert buffer.rewards.tolist() == [0, 1, 2, 0, 1, 2, 0]
     assert buffer.features["lives"].tolist() == [3] * 7
     assert [episode.whole for episode in buffer.episodes] == [True, False]
-    env.reset()  # left before its end
+    env.reset()  # before the episode has ended
     assert buffer.episodes[-1].stop == 7
     assert buffer.dones[-1]
 
 
-def test_the_wrapper_records_what_is_rendered_and_into_any_buffer() -> None:
-    env = RecordWrapper(Shades(), render=True)
+def test_wrapper_records_rendered_frames_and_accepts_any_buffer() -> None:
+    env = RecordWrapper(GrayEnv(), render=True)
     play(env, 3)
-    mine = RecordWrapper(Shades(), buffer=RecordBuffer((36, 40), 1, size=2, compression_method="rle"))
+    mine = RecordWrapper(GrayEnv(), buffer=RecordBuffer((36, 40), 1, size=2, compression_method="rle"))
     play(mine, 7)
-    off = RecordWrapper(Shades(), buffer=DummyRecordBuffer())
+    off = RecordWrapper(GrayEnv(), buffer=DummyRecordBuffer())
     play(off, 7)
 
     assert isinstance(env.record_buffer, RecordBuffer)
     assert env.record_buffer.frame_shape == (36, 40, 3)
-    assert shades(env.record_buffer) == [10, 20, 30]
-    assert shades(mine.record_buffer) == [10, 20]
+    assert gray_levels(env.record_buffer) == [10, 20, 30]
+    assert gray_levels(mine.record_buffer) == [10, 20]
     assert len(off.record_buffer or "") == 0
 
 
-def test_what_is_no_picture_is_recorded_without_frames() -> None:
+def test_wrapper_records_no_frames_if_observations_are_not_images() -> None:
     env = RecordWrapper(gymnasium.make("CartPole-v1"))
     env.reset(seed=0)
     for _ in range(3):
@@ -107,12 +107,12 @@ def test_what_is_no_picture_is_recorded_without_frames() -> None:
 
 
 @pytest.mark.parametrize(("algorithm", "render"), [("PPO", False), ("DQN", False), ("DQN", True)])
-def test_the_callback_records_while_a_model_learns(algorithm: str, render: bool, tmp_path: Path) -> None:
+def test_callback_records_during_training(algorithm: str, render: bool, tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     import stable_baselines3
     from stable_baselines3.common.vec_env import DummyVecEnv
 
-    env: Any = DummyVecEnv([lambda: Shades(), lambda: RecordWrapper(Shades())])
+    env: Any = DummyVecEnv([lambda: GrayEnv(), lambda: RecordWrapper(GrayEnv())])
     options: Any = {"n_steps": 4, "batch_size": 8, "n_epochs": 1} if algorithm == "PPO" else {"buffer_size": 50}
     small = {"features_extractor_kwargs": {"features_dim": 16}}
     model = getattr(stable_baselines3, algorithm)(
@@ -123,14 +123,14 @@ def test_the_callback_records_while_a_model_learns(algorithm: str, render: bool,
     buffer, wrapped = callback.record_buffer, env.envs[1].record_buffer
 
     assert buffer is not None
-    assert shades(buffer) == shades(wrapped) == [10, 20, 30, 40, 50, 10, 20, 30]
+    assert gray_levels(buffer) == gray_levels(wrapped) == [10, 20, 30, 40, 50, 10, 20, 30]
     assert buffer.actions.tolist() == wrapped.actions.tolist()
     assert buffer.rewards.tolist() == wrapped.rewards.tolist()
     assert buffer.dones.tolist() == wrapped.dones.tolist()
     assert (tmp_path / "agent.gif").stat().st_size > 100
 
 
-def test_the_callback_names_an_environment_that_is_not_there() -> None:
+def test_callback_rejects_an_env_index_out_of_range() -> None:
     from stable_baselines3 import PPO
 
     with pytest.raises(IndexError, match="env_index is 1, but there are 1"):
@@ -140,20 +140,20 @@ def test_the_callback_names_an_environment_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize("render", [False, True])
-def test_an_agent_is_recorded_in_one_line(render: bool) -> None:
+def test_record_agent(render: bool) -> None:
     from stable_baselines3.common.vec_env import DummyVecEnv
 
-    buffer = record_agent(Cycle(), DummyVecEnv([Shades]), n_steps=8, render=render)
+    buffer = record_agent(CyclingModel(), DummyVecEnv([GrayEnv]), n_steps=8, render=render)
 
-    assert shades(buffer) == [10, 20, 30, 40, 50, 10, 20, 30]
+    assert gray_levels(buffer) == [10, 20, 30, 40, 50, 10, 20, 30]
     assert buffer.actions.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
     assert buffer.episodes[0].reward == 4
 
 
-# ---- pictures ----
+# ---- export ----
 
 
-def painted(n: int = 6, ch_num: int = 4, last: bool = False) -> RecordBuffer:
+def make_painted_buffer(n: int = 6, ch_num: int = 4, last: bool = False) -> RecordBuffer:
     buffer = RecordBuffer((20, 30), ch_num, size=50)
     for number in range(n):
         frame = np.zeros((ch_num, 20, 30), np.uint8)
@@ -163,7 +163,7 @@ def painted(n: int = 6, ch_num: int = 4, last: bool = False) -> RecordBuffer:
     return buffer
 
 
-def opened(path: Path) -> list[Any]:
+def read_images(path: Path) -> list[Any]:
     from PIL import Image, ImageSequence
 
     with Image.open(path) as image:
@@ -171,32 +171,36 @@ def opened(path: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_gif_shows_the_newest_of_every_stack(tmp_path: Path, last: bool) -> None:
+def test_gif_shows_the_newest_frame_of_each_stack(tmp_path: Path, last: bool) -> None:
     pytest.importorskip("PIL")
-    pictures = opened(painted(last=last).export(tmp_path / "deep" / "run.gif", fps=20, scale=2) or Path())
+    pictures = read_images(
+        make_painted_buffer(last=last).export(tmp_path / "deep" / "run.gif", fps=20, scale=2) or Path()
+    )
 
     assert [picture.shape for picture in pictures] == [(40, 60, 3)] * 6
     assert [int(picture[10, 10, 1]) for picture in pictures] == [20 * number + 4 for number in range(6)]
     assert all(int(picture[0, 0, 0]) == 0 for picture in pictures)
 
 
-def test_which_frames_and_channels_are_shown(tmp_path: Path) -> None:
+def test_export_of_selected_frames_and_channels(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
-    buffer = painted()
+    buffer = make_painted_buffer()
 
-    def shown(**options: Any) -> list[list[int]]:
-        return [picture[5, 5].tolist() for picture in opened(buffer.export(tmp_path / "x.gif", **options) or Path())]
+    def exported_pixels(**options: Any) -> list[list[int]]:
+        return [
+            picture[5, 5].tolist() for picture in read_images(buffer.export(tmp_path / "x.gif", **options) or Path())
+        ]
 
-    assert len(shown(which=buffer.episodes[0])) == 3
-    assert shown(which=slice(4, None), channels=0) == [[81] * 3, [101] * 3]
-    assert shown(which=-1, channels=(0, 1, 2)) == [[101, 102, 103]]
+    assert len(exported_pixels(which=buffer.episodes[0])) == 3
+    assert exported_pixels(which=slice(4, None), channels=0) == [[81] * 3, [101] * 3]
+    assert exported_pixels(which=-1, channels=(0, 1, 2)) == [[101, 102, 103]]
 
 
-def test_a_png_shows_one_frame_or_all_side_by_side(tmp_path: Path) -> None:
+def test_png_shows_one_frame_or_a_contact_sheet(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
-    buffer = painted(ch_num=3)
-    (one,) = opened(buffer.export(tmp_path / "one.png", which=2) or Path())
-    (sheet,) = opened(buffer.export(tmp_path / "sheet.png") or Path())
+    buffer = make_painted_buffer(ch_num=3)
+    (one,) = read_images(buffer.export(tmp_path / "one.png", which=2) or Path())
+    (sheet,) = read_images(buffer.export(tmp_path / "sheet.png") or Path())
 
     assert one.shape == (20, 30, 3)
     assert one[5, 5].tolist() == [41, 42, 43]
@@ -204,7 +208,7 @@ def test_a_png_shows_one_frame_or_all_side_by_side(tmp_path: Path) -> None:
     assert sheet[20 + 5, 2 * 30 + 5].tolist() == [101, 102, 103]
 
 
-def test_labels_and_floats_can_be_made_visible(tmp_path: Path) -> None:
+def test_export_of_labels_and_floats(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     labels = RecordBuffer((20, 30), 1, size=4)
     labels.add(np.full((20, 30), 2, np.uint8), 0, 0)
@@ -212,13 +216,13 @@ def test_labels_and_floats_can_be_made_visible(tmp_path: Path) -> None:
     floats = RecordBuffer((20, 30), 1, size=4, dtype=np.float32)
     floats.add(np.full((20, 30), 0.2, np.float32), 0, 0)
 
-    (sheet,) = opened(labels.export(tmp_path / "labels.png", stretch=True) or Path())
+    (sheet,) = read_images(labels.export(tmp_path / "labels.png", stretch=True) or Path())
     assert (sheet[0, 0, 0], sheet[0, 35, 0]) == (0, 255)
-    (picture,) = opened(floats.export(tmp_path / "floats.png") or Path())
+    (picture,) = read_images(floats.export(tmp_path / "floats.png") or Path())
     assert picture[0, 0, 0] == 51
 
 
-def test_an_mp4_moves(tmp_path: Path) -> None:
+def test_mp4_has_all_frames(tmp_path: Path) -> None:
     cv2: Any = pytest.importorskip("cv2")
     buffer = RecordBuffer((33, 45), 1, size=20)
     for number in range(12):
@@ -242,21 +246,21 @@ def test_an_mp4_moves(tmp_path: Path) -> None:
         ({"path": "x.bmp"}, ExportError, r"\.gif, \.mp4, \.png"),
         ({"which": slice(9, 9)}, EmptyBufferError, "selects none of 6"),
         ({"which": 6}, IndexError, "out of bounds for 6"),
-        ({"channels": 4}, ExportError, "three of 4, got 4"),
-        ({"channels": (0, 1)}, ExportError, "one channel or three"),
+        ({"channels": 4}, ExportError, "one or three of 4, got 4"),
+        ({"channels": (0, 1)}, ExportError, "one or three of 4"),
         ({"fps": 0}, ExportError, "fps"),
     ],
 )
-def test_what_cannot_be_shown_is_named(
+def test_export_rejects_invalid_arguments(
     tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     path = tmp_path / options.pop("path", "x.gif")
     with pytest.raises(error, match=message):
-        painted().export(path, **options)
+        make_painted_buffer().export(path, **options)
     assert not path.exists()
 
 
-def test_without_frames_there_is_nothing_to_show(tmp_path: Path) -> None:
+def test_export_without_frames_raises(tmp_path: Path) -> None:
     with pytest.raises(EmptyBufferError, match="FramelessRecordBuffer holds no frames"):
         FramelessRecordBuffer().export(tmp_path / "x.gif")
     with pytest.raises(EmptyBufferError, match="none of 0"):

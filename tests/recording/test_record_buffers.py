@@ -1,4 +1,4 @@
-"""Record buffers: circular, exact, and clear about what does not fit."""
+"""Record buffers: ring order, exact contents, and errors for invalid records."""
 
 from __future__ import annotations
 
@@ -37,47 +37,49 @@ def frame_of(number: int, shape: tuple[int, ...] = (4, 84, 84)) -> Any:
     return frame
 
 
-def filled(n: int, size: int = 10, **options: Any) -> RecordBuffer:
+def make_filled(n: int, size: int = 10, **options: Any) -> RecordBuffer:
     buffer = RecordBuffer(size=size, **options)
     for number in range(n):
         buffer.add(frame_of(number), number / 2, number % 6, {"x": float(number)}, done=number % 4 == 3)
     return buffer
 
 
-def test_the_documented_snippet() -> None:
+def test_documented_snippet() -> None:
     frame, reward, action = frame_of(7), 1.5, 3
     record_buffer = RecordBuffer(res=(84, 84), ch_num=4, size=40_000)
     record_buffer.add(frame, reward, action)
 
     assert len(record_buffer) == 1
-    found = record_buffer[0]
-    np.testing.assert_array_equal(found.frame, frame)
-    assert (found.reward, found.action, found.features, found.done) == (1.5, 3, {}, False)
+    record = record_buffer[0]
+    np.testing.assert_array_equal(record.frame, frame)
+    assert (record.reward, record.action, record.features, record.done) == (1.5, 3, {}, False)
 
 
 @pytest.mark.parametrize("method", ["auto", "none", "rle", "delta"])
 @pytest.mark.parametrize("n", [0, 1, 9, 10, 11, 37, 40])
-def test_it_holds_the_newest_records_oldest_first(n: int, method: str) -> None:
-    buffer = filled(n, compression_method=method)
-    held = list(range(max(n - 10, 0), n))
+def test_buffer_holds_the_newest_records_oldest_first(n: int, method: str) -> None:
+    buffer = make_filled(n, compression_method=method)
+    expected = list(range(max(n - 10, 0), n))
 
-    assert len(buffer) == len(held)
+    assert len(buffer) == len(expected)
     assert buffer.full == (n >= 10)
-    assert buffer.rewards.tolist() == [number / 2 for number in held]
-    for index, number in enumerate(held):
-        for record in (buffer[index], buffer[index - len(held)]):
+    assert buffer.rewards.tolist() == [number / 2 for number in expected]
+    for index, number in enumerate(expected):
+        for record in (buffer[index], buffer[index - len(expected)]):
             np.testing.assert_array_equal(record.frame, frame_of(number))
             assert (record.reward, record.action) == (number / 2, number % 6)
             assert record.features == {"x": number}
             assert record.done == (number % 4 == 3)
     np.testing.assert_array_equal(
-        np.asarray(buffer.frames), np.array([frame_of(number) for number in held]).reshape(-1, 4, 84, 84)
+        np.asarray(buffer.frames), np.array([frame_of(number) for number in expected]).reshape(-1, 4, 84, 84)
     )
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 7), st.lists(st.tuples(st.integers(-5, 5), st.booleans()), max_size=40), st.data())
-def test_it_behaves_like_a_list_of_the_last_few(size: int, added: list[tuple[int, bool]], data: st.DataObject) -> None:
+def test_buffer_behaves_like_a_list_of_the_last_records(
+    size: int, added: list[tuple[int, bool]], data: st.DataObject
+) -> None:
     buffer = FramelessRecordBuffer(size=size)
     for value, done in added:
         buffer.add(None, value, value, {"twice": 2 * value}, done)
@@ -89,17 +91,17 @@ def test_it_behaves_like_a_list_of_the_last_few(size: int, added: list[tuple[int
     index = data.draw(st.slices(len(model)))
     assert buffer[index].action.tolist() == [value for value, _ in model[index]]
     several = data.draw(st.lists(st.integers(-len(model), len(model) - 1), max_size=9))
-    assert buffer[several].features["twice"].tolist() == [2 * model[place][0] for place in several]
-    # episodes are what lies between two ends
-    found = buffer.episodes
-    assert [place for episode in found for place in range(episode.start, episode.stop)] == list(range(len(model)))
-    assert all(model[episode.stop - 1][1] for episode in found[:-1])
-    assert not any(model[place][1] for episode in found for place in range(episode.start, episode.stop - 1))
-    assert sum(episode.reward for episode in found) == sum(value for value, _ in model)
+    assert buffer[several].features["twice"].tolist() == [2 * model[index][0] for index in several]
+    # episodes cover all records and end where done is set
+    episodes = buffer.episodes
+    assert [index for episode in episodes for index in range(episode.start, episode.stop)] == list(range(len(model)))
+    assert all(model[episode.stop - 1][1] for episode in episodes[:-1])
+    assert not any(model[index][1] for episode in episodes for index in range(episode.start, episode.stop - 1))
+    assert sum(episode.reward for episode in episodes) == sum(value for value, _ in model)
 
 
-def test_many_records_at_once() -> None:
-    buffer = filled(23)
+def test_index_of_several_records() -> None:
+    buffer = make_filled(23)
     part = buffer[2:5]
 
     assert part.frame.shape == (3, 4, 84, 84)
@@ -110,12 +112,12 @@ def test_many_records_at_once() -> None:
 
 
 @pytest.mark.parametrize("index", [10, -11, [0, 10], 1.5, "x", np.ones(3, bool)])
-def test_there_is_nothing_beyond_its_ends(index: Any) -> None:
+def test_index_out_of_range_raises(index: Any) -> None:
     with pytest.raises(IndexError):
-        filled(23)[index]
+        make_filled(23)[index]
 
 
-def test_what_was_read_does_not_change_later() -> None:
+def test_records_that_were_read_do_not_change_later() -> None:
     buffer = RecordBuffer(res=(8, 8), ch_num=1, size=2)
     for number in range(2):
         buffer.add(np.full((8, 8), number, np.uint8), number, np.array([number, number]))
@@ -128,8 +130,8 @@ def test_what_was_read_does_not_change_later() -> None:
     assert rest.action.tolist() == [[0, 0], [1, 1]]
 
 
-def test_episodes_know_whether_they_are_whole() -> None:
-    buffer = filled(15)  # ends after 3, 7 and 11; 5 is the oldest held
+def test_episodes_report_whether_they_are_whole() -> None:
+    buffer = make_filled(15)  # episodes end after 3, 7 and 11; record 5 is the oldest
     assert buffer.episodes == [
         Episode(0, 3, (5 + 6 + 7) / 2, whole=False),
         Episode(3, 7, (8 + 9 + 10 + 11) / 2, whole=True),
@@ -139,11 +141,11 @@ def test_episodes_know_whether_they_are_whole() -> None:
     assert buffer[buffer.episodes[1].indices].reward.tolist() == [4, 4.5, 5, 5.5]
     buffer.end_episode()
     assert buffer.episodes[-1].whole
-    assert filled(14).episodes[0] == Episode(0, 4, (4 + 5 + 6 + 7) / 2, whole=True)
+    assert make_filled(14).episodes[0] == Episode(0, 4, (4 + 5 + 6 + 7) / 2, whole=True)
 
 
-def test_reset_forgets_everything() -> None:
-    buffer = filled(15)
+def test_reset_removes_all_records() -> None:
+    buffer = make_filled(15)
     buffer.reset()
     assert (len(buffer), buffer.episodes) == (0, [])
     buffer.add(frame_of(1), 0, 0, {"x": 1.0})
@@ -154,7 +156,7 @@ def test_reset_forgets_everything() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 24, 32), (24, 32, 3)])
-def test_frames_come_back_as_they_were_added(shape: tuple[int, ...]) -> None:
+def test_frames_are_returned_as_added(shape: tuple[int, ...]) -> None:
     buffer = RecordBuffer(res=(24, 32), ch_num=3, size=40)
     for number in range(50):
         buffer.add(frame_of(number, shape), 0, 0)
@@ -167,13 +169,13 @@ def test_frames_come_back_as_they_were_added(shape: tuple[int, ...]) -> None:
         buffer.add(frame_of(1, (3, 24, 32) if shape[-1] == 3 else (24, 32, 3)), 0, 0)
 
 
-def test_a_single_channel_needs_no_axis() -> None:
+def test_single_channel_frames_may_omit_the_channel_axis() -> None:
     buffer = RecordBuffer(res=(20, 30), ch_num=1, size=4)
     buffer.add(frame_of(3, (20, 30)), 0, 0)
     assert buffer[0].frame.shape == (20, 30)
 
 
-def test_stacked_frames_take_little() -> None:
+def test_stacked_frames_are_compressed() -> None:
     buffer = RecordBuffer(size=600)
     random = np.random.default_rng(0)
     screen = random.integers(0, 255, (84, 84), np.uint8)
@@ -202,8 +204,8 @@ def test_stacked_frames_take_little() -> None:
     ],
 )
 @pytest.mark.parametrize("n", [0, 3, 12])
-def test_frames_that_do_not_fit_are_refused_and_nothing_is_kept(frame: Any, message: str, n: int) -> None:
-    buffer = filled(n)
+def test_invalid_frames_raise_and_change_nothing(frame: Any, message: str, n: int) -> None:
+    buffer = make_filled(n)
     before = buffer.rewards.tolist()
     with pytest.raises(SpecMismatchError, match=message):
         buffer.add(frame, 0, 0, {"x": 0.0})
@@ -214,12 +216,12 @@ def test_frames_that_do_not_fit_are_refused_and_nothing_is_kept(frame: Any, mess
 
 
 @pytest.mark.parametrize("options", [{"size": 0}, {"size": 1.5}, {"res": (0, 84)}, {"ch_num": 0}, {"res": (84,)}])
-def test_bad_sizes_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_sizes_raise(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="got"):
         RecordBuffer(**options)
 
 
-def test_a_bad_method_is_refused_when_the_buffer_is_made() -> None:
+def test_unknown_method_raises_in_the_constructor() -> None:
     with pytest.raises(UnknownCodecError, match="made-up"):
         RecordBuffer(compression_method="made-up")
 
@@ -239,11 +241,11 @@ SPACES = [
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
-@pytest.mark.parametrize("told", [True, False])
-def test_any_action_space(space: Any, told: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("declared", [True, False])
+def test_any_action_space(space: Any, declared: bool, tmp_path: Path) -> None:
     space.seed(3)
     actions = [space.sample() for _ in range(9)]
-    buffer = FramelessRecordBuffer(size=6, action_space=space if told else None)
+    buffer = FramelessRecordBuffer(size=6, action_space=space if declared else None)
     for action in actions:
         buffer.add(None, 0.0, action)
     buffer.save(tmp_path / "actions.npz")
@@ -254,9 +256,9 @@ def test_any_action_space(space: Any, told: bool, tmp_path: Path) -> None:
             assert repr(record.action) == repr(action)
 
 
-def test_actions_outside_the_space_are_refused() -> None:
+def test_action_outside_the_space_raises_and_changes_nothing() -> None:
     buffer = RecordBuffer(size=5, action_space=spaces.Discrete(3))
-    with pytest.raises(SpecMismatchError, match="action 3 is not part of"):
+    with pytest.raises(SpecMismatchError, match="action 3 is not in"):
         buffer.add(frame_of(0), 0, 3)
     assert len(buffer) == 0
 
@@ -264,15 +266,15 @@ def test_actions_outside_the_space_are_refused() -> None:
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (1.5, "1.5.*int64 cannot hold"),
+        (1.5, r"1\.5.*not a value of dtype int64"),
         ([1, 2], "shape"),
         ({"a": 1}, "parts"),
         ("left", "numbers"),
         (None, "numbers"),
-        (2**63, "cannot hold"),
+        (2**63, "9223372036854775808.*not a value of dtype int64"),
     ],
 )
-def test_actions_of_another_kind_are_refused(action: Any, message: str) -> None:
+def test_actions_of_another_type_raise(action: Any, message: str) -> None:
     buffer = FramelessRecordBuffer(size=5)
     buffer.add(None, 0, 1)
     with pytest.raises(SpecMismatchError, match=message):
@@ -280,42 +282,42 @@ def test_actions_of_another_kind_are_refused(action: Any, message: str) -> None:
     assert len(buffer) == 1
 
 
-def test_features_are_named_and_declared_or_seen() -> None:
+def test_features_are_declared_or_set_by_the_first_record() -> None:
     declared = RecordBuffer(size=3, features={"health": "float32", "position": ("float32", (3,))})
     declared.add(frame_of(0), 0, 0, {"health": 50, "position": [1, 2, 3.5]})
-    seen = RecordBuffer(size=3)
-    seen.add(frame_of(0), 0, 0, {"kills": 2, "alive": True})
+    inferred = RecordBuffer(size=3)
+    inferred.add(frame_of(0), 0, 0, {"kills": 2, "alive": True})
     bare = RecordBuffer(size=3)
     bare.add(frame_of(0), 0, 0, np.array([1.0, 2.0]))
 
     assert declared[0].features["position"].tolist() == [1, 2, 3.5]
     assert declared.features["health"].dtype == np.float32
-    assert seen.features["kills"].dtype == np.int64
-    assert seen.features["alive"].dtype == bool
+    assert inferred.features["kills"].dtype == np.int64
+    assert inferred.features["alive"].dtype == bool
     assert bare[0].features["features"].tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("features", [None, {}, {"y": 1.0}, {"x": 1.0, "y": 1.0}, {"x": [1.0]}, {"x": "high"}])
-def test_features_that_do_not_fit_are_refused(features: Any) -> None:
-    buffer = filled(3)
+def test_invalid_features_raise(features: Any) -> None:
+    buffer = make_filled(3)
     with pytest.raises(SpecMismatchError):
         buffer.add(frame_of(0), 0, 0, features)
     assert len(buffer) == 3
 
 
 @pytest.mark.parametrize("reward", [[1.0, 2.0], "much", None, 1j])
-def test_a_reward_is_one_number(reward: Any) -> None:
-    buffer = filled(3)
+def test_reward_must_be_one_number(reward: Any) -> None:
+    buffer = make_filled(3)
     with pytest.raises(SpecMismatchError, match="one number"):
         buffer.add(frame_of(0), reward, 0, {"x": 0.0})
     assert len(buffer) == 3
 
 
-# ---- the others of the family ----
+# ---- buffers without frames, and the dummy ----
 
 
 @pytest.mark.parametrize("kind", [RecordBuffer, FramelessRecordBuffer, DummyRecordBuffer])
-def test_each_can_stand_in_for_the_others(kind: type[BaseRecordBuffer], tmp_path: Path) -> None:
+def test_buffers_are_interchangeable(kind: type[BaseRecordBuffer], tmp_path: Path) -> None:
     arguments: Any = {"res": (84, 84), "ch_num": 4, "size": 10, "compression_method": "rle"}
     buffer = kind(**arguments)
     for number in range(12):
@@ -330,7 +332,7 @@ def test_each_can_stand_in_for_the_others(kind: type[BaseRecordBuffer], tmp_path
     assert (tmp_path / "some.npz").exists() == (kind is not DummyRecordBuffer)
 
 
-def test_a_dummy_records_and_writes_nothing(tmp_path: Path) -> None:
+def test_dummy_records_and_writes_nothing(tmp_path: Path) -> None:
     buffer = DummyRecordBuffer()
     buffer.add("anything", object(), None)
     buffer.export(tmp_path / "x.gif")
@@ -349,9 +351,9 @@ def test_a_dummy_records_and_writes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n", [0, 4, 10, 27])
 @pytest.mark.parametrize("method", ["auto", "delta", "none"])
-def test_saved_and_loaded_it_goes_on_as_before(n: int, method: str, tmp_path: Path) -> None:
+def test_loaded_buffer_continues_like_the_saved_one(n: int, method: str, tmp_path: Path) -> None:
     path = tmp_path / "folder" / "run.npz"
-    buffer = filled(n, compression_method=method)
+    buffer = make_filled(n, compression_method=method)
     buffer.save(path)
     again = RecordBuffer.load(path)
     for each in (buffer, again):
@@ -365,17 +367,17 @@ def test_saved_and_loaded_it_goes_on_as_before(n: int, method: str, tmp_path: Pa
     assert [path.name] == [file.name for file in path.parent.iterdir()]
 
 
-def test_a_file_may_be_read_with_another_method(tmp_path: Path) -> None:
-    filled(8).save(tmp_path / "run.npz")
+def test_load_with_another_method_recompresses(tmp_path: Path) -> None:
+    make_filled(8).save(tmp_path / "run.npz")
     again = BaseRecordBuffer.load(tmp_path / "run.npz", compression_method="rle")
     assert isinstance(again, RecordBuffer)
     np.testing.assert_array_equal(again[3].frame, frame_of(3))
     assert "rle" in again.memory_usage().codecs[""]
 
 
-def test_bad_files_are_named(tmp_path: Path) -> None:
+def test_damaged_files_raise(tmp_path: Path) -> None:
     path = tmp_path / "run.npz"
-    filled(8).save(path)
+    make_filled(8).save(path)
     whole = path.read_bytes()
     with pytest.raises(FileFormatError, match="FramelessRecordBuffer"):
         FramelessRecordBuffer.load(path)
@@ -387,16 +389,16 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         RecordBuffer.load(tmp_path / "nothing.npz")
 
 
-def test_files_of_later_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_newer_versions_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "VERSION", manifest.VERSION + 1)
-    filled(3).save(tmp_path / "run.npz")
+    make_filled(3).save(tmp_path / "run.npz")
     monkeypatch.undo()
     with pytest.raises(UnsupportedVersionError, match="update"):
         RecordBuffer.load(tmp_path / "run.npz")
 
 
 def test_pickles_and_copies_are_equal_and_independent() -> None:
-    buffer = filled(23)
+    buffer = make_filled(23)
     for again in (pickle.loads(pickle.dumps(buffer)), copy.deepcopy(buffer)):
         np.testing.assert_array_equal(np.asarray(again.frames), np.asarray(buffer.frames))
         again.add(frame_of(1), 0, 0, {"x": 0.0})

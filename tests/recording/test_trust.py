@@ -1,4 +1,4 @@
-"""Recordings survive interrupts, bad arguments, copies beside a writer, and files that somebody forged."""
+"""Robustness of recordings: interrupts, invalid arguments, copies during writes, damaged and forged files."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 from gymnasium import spaces
 
 from sb3_extra_buffers.errors import (
+    ArgumentError,
     CodecOptionError,
     ExportError,
     ExtraBuffersError,
@@ -28,7 +29,7 @@ from sb3_extra_buffers.errors import (
 from sb3_extra_buffers.files import load_file, save_file
 from sb3_extra_buffers.files.parts import LoadedParts, Parts
 from sb3_extra_buffers.recording import BaseRecordBuffer, DummyRecordBuffer, FramelessRecordBuffer, RecordBuffer
-from sb3_extra_buffers.recording.files import make
+from sb3_extra_buffers.recording.buffers import make_recording
 from tests.torture.interrupts import Injector
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -54,7 +55,7 @@ def add(buffer: BaseRecordBuffer, at: int) -> None:
 
 
 def contents(buffer: BaseRecordBuffer) -> dict[str, Any]:
-    """All that can be read."""
+    """Everything that can be read from a buffer."""
     frames = buffer.frames
     return {
         "frames": None if frames is None else np.asarray(frames).tolist(),
@@ -68,7 +69,7 @@ def contents(buffer: BaseRecordBuffer) -> dict[str, Any]:
     }
 
 
-def filled(kind: str, count: int) -> BaseRecordBuffer:
+def make_filled(kind: str, count: int) -> BaseRecordBuffer:
     buffer = make_buffer(kind)
     for at in range(count):
         add(buffer, at)
@@ -81,8 +82,8 @@ def filled(kind: str, count: int) -> BaseRecordBuffer:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [0, 1, 5, SIZE - 1, SIZE, 24])
 @pytest.mark.parametrize("call", [add, lambda buffer, at: buffer.end_episode(), lambda buffer, at: buffer.reset()])
-def test_an_interrupt_leaves_all_of_a_record_or_nothing(kind: str, count: int, call: Callable[..., None]) -> None:
-    saved = pickle.dumps(filled(kind, count))
+def test_an_interrupted_call_has_all_of_its_effect_or_none(kind: str, count: int, call: Callable[..., None]) -> None:
+    saved = pickle.dumps(make_filled(kind, count))
     before, done = contents(pickle.loads(saved)), pickle.loads(saved)
     with Injector() as counter:
         call(done, count)
@@ -96,9 +97,9 @@ def test_an_interrupt_leaves_all_of_a_record_or_nothing(kind: str, count: int, c
             call(buffer, count)
         if not injector.where:
             break
-        found = contents(buffer)
-        assert found in (before, after), injector.where
-        if found != after:
+        state = contents(buffer)
+        assert state in (before, after), injector.where
+        if state != after:
             call(buffer, count)
             assert contents(buffer) == after
         add(buffer, count + 1)
@@ -108,7 +109,7 @@ def test_an_interrupt_leaves_all_of_a_record_or_nothing(kind: str, count: int, c
 # ---- arguments ----
 
 
-def test_a_refused_first_record_decides_nothing() -> None:
+def test_an_invalid_first_record_sets_no_dtypes_or_shapes() -> None:
     buffer = RecordBuffer((12, 12), 4, SIZE, compression_method="delta")
     bad: list[tuple[Any, ...]] = [
         (frame_of(0).transpose(1, 2, 0), "text", 1, {"x": 1.0}),
@@ -134,17 +135,17 @@ def test_a_refused_first_record_decides_nothing() -> None:
         assert buffer._features is None
         assert not buffer._actions.arrays
         assert buffer.frame_shape == (4, 12, 12)
-    # whatever was refused, these are not what it was
+    # a valid record of other types is still accepted
     buffer.add(frame_of(1).transpose(1, 2, 0), 1.0, (1, 2.0), {"z": [1, 2]})
     assert buffer.frame_shape == (12, 12, 4)
     assert buffer.actions[0].tolist() == [1]
 
 
-def test_a_refused_record_changes_nothing() -> None:
-    buffer = filled("delta", SIZE + 3)
+def test_an_invalid_record_changes_nothing() -> None:
+    buffer = make_filled("delta", SIZE + 3)
     before = contents(buffer)
     good = [frame_of(1), 1.0, {"arm": np.array([1, 2.0]), "legs": (1, np.float32(1))}, {"health": 1, "at": [1, 2]}]
-    for place, bad in itertools.chain(
+    for position, bad in itertools.chain(
         ((0, value) for value in (None, "text", frame_of(0)[1:], frame_of(0).astype(int))),
         ((1, value) for value in (None, "text", [1.0, 2.0], 1j, {"a": 1})),
         ((2, value) for value in (None, "text", 1, {"arm": 1}, {"arm": np.zeros(2), "legs": (1, 2, 3)})),
@@ -154,14 +155,14 @@ def test_a_refused_record_changes_nothing() -> None:
         ),
     ):
         arguments = list(good)
-        arguments[place] = bad
+        arguments[position] = bad
         with pytest.raises(SpecMismatchError):
             buffer.add(*arguments)
         assert contents(buffer) == before
     add(buffer, 4)
 
 
-def test_names_that_are_no_text_are_the_same_ones_every_time() -> None:
+def test_feature_names_are_converted_to_strings() -> None:
     buffer = FramelessRecordBuffer(size=4)
     for at in range(3):
         buffer.add(None, 0.0, 0, {1: at})
@@ -175,24 +176,24 @@ def test_names_that_are_no_text_are_the_same_ones_every_time() -> None:
     {"features": {"x": "nothing"}}, {"features": {"x": object}}, {"features": {"x": "U4"}}, {"features": 3},
     {"features": {1: "f4"}},
 ])  # fmt: skip
-def test_bad_sizes_and_dtypes_are_named(options: dict[str, Any]) -> None:
-    with pytest.raises(SpecMismatchError):
+def test_invalid_sizes_and_dtypes_raise(options: dict[str, Any]) -> None:
+    with pytest.raises((ArgumentError, SpecMismatchError)):
         RecordBuffer(**options)
 
 
-def test_bad_methods_are_named() -> None:
+def test_invalid_methods_raise() -> None:
     with pytest.raises(UnknownCodecError):
-        RecordBuffer(compression_method=None)  # type: ignore[arg-type]  # that is the point
+        RecordBuffer(compression_method=None)  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(CodecOptionError):
-        RecordBuffer(compression_method="delta", compression_kwargs=3)  # type: ignore[arg-type]  # that is the point
+        RecordBuffer(compression_method="delta", compression_kwargs=3)  # type: ignore[arg-type]  # wrong on purpose
     assert issubclass(CodecOptionError, ExtraBuffersError)
 
 
-def test_actions_outside_of_their_space_are_named() -> None:
+def test_actions_outside_any_space_raise() -> None:
     for space in (spaces.Discrete(3), spaces.MultiDiscrete([2, 2]), spaces.Dict({"a": spaces.Discrete(2)})):
         buffer = FramelessRecordBuffer(size=4, action_space=space)
         for action in ("text", None, 9, np.array([1, 2, 3]), {"b": 1}, object()):
-            with pytest.raises(SpecMismatchError, match="is not part of"):
+            with pytest.raises(SpecMismatchError, match="is not in"):
                 buffer.add(None, 0.0, action)
         assert len(buffer) == 0
 
@@ -200,8 +201,8 @@ def test_actions_outside_of_their_space_are_named() -> None:
 @pytest.mark.parametrize(
     "index", [SIZE, -SIZE - 1, "a", 1.5, None, [0, SIZE], [True, False], [[0], [0, 1]], slice("a")]
 )
-def test_records_that_are_not_there_are_named(index: Any) -> None:
-    buffer = filled("delta", SIZE + 2)
+def test_invalid_indices_raise(index: Any) -> None:
+    buffer = make_filled("delta", SIZE + 2)
     with pytest.raises(IndexOutOfRangeError):
         buffer[index]
 
@@ -210,8 +211,8 @@ def test_records_that_are_not_there_are_named(index: Any) -> None:
     {"fps": 0}, {"fps": "a"}, {"fps": float("nan")}, {"scale": 0}, {"scale": 1.5}, {"scale": "a"}, {"channels": 9},
     {"channels": [0, 1]}, {"channels": "abc"}, {"which": "a"}, {"which": 99}, {"which": 1.5},
 ])  # fmt: skip
-def test_bad_pictures_are_named(options: dict[str, Any], tmp_path: Path) -> None:
-    buffer = filled("delta", 5)
+def test_invalid_export_arguments_raise_and_write_nothing(options: dict[str, Any], tmp_path: Path) -> None:
+    buffer = make_filled("delta", 5)
     with pytest.raises((ExportError, IndexOutOfRangeError)):
         buffer.export(tmp_path / "run.gif", **options)
     assert not list(tmp_path.iterdir())
@@ -222,8 +223,8 @@ def test_bad_pictures_are_named(options: dict[str, Any], tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("take", [copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))])
-def test_copies_are_taken_between_two_records(kind: str, take: Callable[[Any], Any]) -> None:
-    buffer = filled(kind, SIZE)
+def test_copies_during_writes_are_consistent(kind: str, take: Callable[[Any], Any]) -> None:
+    buffer = make_filled(kind, SIZE)
     stop = threading.Event()
 
     def write() -> None:
@@ -257,8 +258,8 @@ def test_copies_are_taken_between_two_records(kind: str, take: Callable[[Any], A
 
 @pytest.mark.parametrize("kind", ["frameless", "delta", "none", "auto"])
 @pytest.mark.parametrize("count", [0, 3, SIZE, 23])
-def test_files_hold_everything_and_go_on(kind: str, count: int, tmp_path: Path) -> None:
-    buffer = filled(kind, count)
+def test_loaded_recordings_are_complete_and_continue(kind: str, count: int, tmp_path: Path) -> None:
+    buffer = make_filled(kind, count)
     save_file(buffer, tmp_path / "run")
     again = load_file(tmp_path / "run")
     assert type(again) is type(buffer)
@@ -268,24 +269,24 @@ def test_files_hold_everything_and_go_on(kind: str, count: int, tmp_path: Path) 
     assert contents(again) == contents(buffer)
 
 
-def test_a_dummy_cannot_be_saved(tmp_path: Path) -> None:
+def test_dummy_cannot_be_saved(tmp_path: Path) -> None:
     with pytest.raises(NotSaveableError, match="nothing"):
         save_file(DummyRecordBuffer(), tmp_path / "run")
     assert not list(tmp_path.iterdir())
 
 
-#: values that a description could be given instead of what it has
+#: values to replace entries of a description with
 FORGED = [None, True, -1, 0, 1, 7, 1 << 40, 1 << 62, 0.5, "text", "", [], [1], ["a", "a"], {}, {"a": None}, {"of": 3}]
 
 
-def leaves_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def paths_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     parts = (
         list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
     )
-    return [path] * bool(path) + [leaf for key, part in parts for leaf in leaves_of(part, (*path, key))]
+    return [path] * bool(path) + [leaf for key, part in parts for leaf in paths_of(part, (*path, key))]
 
 
-def changed(value: Any, path: tuple[Any, ...], to: Any) -> Any:
+def with_entry(value: Any, path: tuple[Any, ...], to: Any) -> Any:
     copied = copy.deepcopy(value)
     inside = copied
     for key in path[:-1]:
@@ -294,11 +295,11 @@ def changed(value: Any, path: tuple[Any, ...], to: Any) -> Any:
     return copied
 
 
-def survives(parts: Parts, description: Any, columns: dict[str, Any]) -> bool:
-    """Whether a recording can be made of these; if so it is read and written to, and its shapes agree."""
+def can_be_loaded(parts: Parts, description: Any, columns: dict[str, Any]) -> bool:
+    """Return whether these parts can be loaded; if so, check that the recording can be read and written to."""
     loaded = LoadedParts(parts.kind, description, columns, copy.deepcopy(parts.stores))
     try:
-        buffer = make(loaded)
+        buffer = make_recording(loaded)
     except ExtraBuffersError:
         return False
     except MemoryError:
@@ -319,16 +320,16 @@ def survives(parts: Parts, description: Any, columns: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("kind", ["frameless", "delta", "none"])
 @pytest.mark.parametrize("count", [3, 13])
-def test_forged_files_are_named_or_read_as_they_say(kind: str, count: int) -> None:
-    parts = filled(kind, count).to_parts()
+def test_forged_parts_raise_or_load_consistently(kind: str, count: int) -> None:
+    parts = make_filled(kind, count).to_parts()
     columns = {name: np.array(column) for name, column in parts.columns.items()}
-    assert survives(parts, parts.description, columns)
+    assert can_be_loaded(parts, parts.description, columns)
     refused = 0
-    for path in leaves_of(parts.description):
+    for path in paths_of(parts.description):
         for to in FORGED:
             if path == ("size",) and to == 1 << 40:
-                continue  # so much memory could be there
-            refused += not survives(parts, changed(parts.description, path, to), columns)
+                continue  # this much memory may be available
+            refused += not can_be_loaded(parts, with_entry(parts.description, path, to), columns)
     for name, column in columns.items():
         others = [
             column[:-1], column[None], column[..., None], column.astype(np.complex64), column.astype("U8"),
@@ -337,15 +338,15 @@ def test_forged_files_are_named_or_read_as_they_say(kind: str, count: int) -> No
         if column.dtype == bool:
             others += [~column, np.full(column.shape, 2, np.uint8).view(bool)]
         for other in others:
-            refused += not survives(parts, parts.description, columns | {name: other})
+            refused += not can_be_loaded(parts, parts.description, columns | {name: other})
         rest = {key: value for key, value in columns.items() if key != name}
-        assert not survives(parts, parts.description, rest)
-        assert not survives(parts, parts.description, columns | {f"{name}/9": column})
+        assert not can_be_loaded(parts, parts.description, rest)
+        assert not can_be_loaded(parts, parts.description, columns | {f"{name}/9": column})
     assert refused > 250
 
 
-def test_what_a_check_can_know_is_refused() -> None:
-    parts = filled("delta", 13).to_parts()
+def test_inconsistent_descriptions_raise() -> None:
+    parts = make_filled("delta", 13).to_parts()
     columns = dict(parts.columns)
     cases: list[tuple[tuple[Any, ...], Any, str]] = [
         (("size",), 11, "oldest"),
@@ -357,42 +358,42 @@ def test_what_a_check_can_know_is_refused() -> None:
         (("frames", "ch_num"), 3, "store of 10 frames"),
         (("frames", "res"), [12, 13], "store of 10 frames"),
         (("frames", "compression_method"), "rle", "not with 'rle'"),
-        (("frames",), None, "has a store"),
+        (("frames",), None, "got stores"),
         (("features",), ["health"], "columns"),
-        (("features",), ["health", "health"], "not different"),
-        (("shapes", "action", "of"), None, "nothing is known of"),
-        (("shapes", "action"), None, "no actions"),
+        (("features",), ["health", "health"], "distinct names"),
+        (("shapes", "action", "of"), None, "unknown columns"),
+        (("shapes", "action"), None, "have no actions"),
     ]
-    for path, to, said in cases:
-        with pytest.raises(FileFormatError, match=said):
-            make(LoadedParts(parts.kind, changed(parts.description, path, to), columns, parts.stores))
+    for path, to, message in cases:
+        with pytest.raises(FileFormatError, match=message):
+            make_recording(LoadedParts(parts.kind, with_entry(parts.description, path, to), columns, parts.stores))
 
 
 @pytest.mark.parametrize("kind", ["frameless", "delta"])
-def test_bits_that_flip_are_noticed(kind: str, tmp_path: Path) -> None:
+def test_flipped_bits_are_detected(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "run"
-    buffer = filled(kind, 13)
+    buffer = make_filled(kind, 13)
     buffer.save(path)
-    whole, expected = path.read_bytes(), contents(buffer)
+    intact, expected = path.read_bytes(), contents(buffer)
     random = np.random.default_rng(0)
-    for at in random.integers(0, len(whole) * 8, 150).tolist():
-        data = bytearray(whole)
+    for at in random.integers(0, len(intact) * 8, 150).tolist():
+        data = bytearray(intact)
         data[at // 8] ^= 1 << at % 8
         path.write_bytes(bytes(data))
         with contextlib.suppress(ExtraBuffersError):
-            # some bytes mean nothing
+            # some bytes are padding
             assert contents(BaseRecordBuffer.load(path)) == expected
 
 
 @pytest.mark.parametrize("kind", ["frameless", "delta"])
-def test_recordings_of_before_are_read(kind: str) -> None:
-    """Made by ``python -m tests.recording.test_trust``."""
+def test_golden_recordings_are_readable(kind: str) -> None:
+    """The files were written by ``python -m tests.recording.test_trust``."""
     buffer = BaseRecordBuffer.load(GOLDEN / f"{kind}.recording")
-    assert contents(buffer) == contents(filled(kind, 13))
+    assert contents(buffer) == contents(make_filled(kind, 13))
     add(buffer, 13)
 
 
 if __name__ == "__main__":
     GOLDEN.mkdir(parents=True, exist_ok=True)
     for kind in ("frameless", "delta"):
-        filled(kind, 13).save(GOLDEN / f"{kind}.recording")
+        make_filled(kind, 13).save(GOLDEN / f"{kind}.recording")

@@ -13,13 +13,13 @@ import numpy as np
 from sb3_extra_buffers.codecs import ObsSpec, get_codec
 from sb3_extra_buffers.errors import ExtraBuffersError
 from sb3_extra_buffers.stores.frames import FrameStore
-from sb3_extra_buffers.stores.factory import make_frame_store
+from sb3_extra_buffers.stores.registry import make_store
 from sb3_extra_buffers.stores.layout import StackLayout
 from tests.contracts.store import Walk
 
 method, compiled, side, stack, count = sys.argv[1], sys.argv[2] == "True", *map(int, sys.argv[3:6])
 layout = StackLayout(ObsSpec((stack, side, side), np.dtype(np.uint8)), stack)
-store = make_frame_store(layout, 200, 2, get_codec(method).bind(layout.frame_spec), compiled=compiled)
+store = make_store(layout, 200, 2, get_codec(method).bind(layout.frame_spec), compiled=compiled)
 for stream in range(2):
     walk = Walk((side, side), stream + 5)
     walk.rng = np.random.default_rng(stream)
@@ -38,7 +38,7 @@ if sys.platform == "linux":
     moved[:] = store.heap.data
     store.heap._arena = store.heap._arena._replace(area=area, data=moved)
     store._sync()
-state = store._state
+state = store.state
 sealed = np.flatnonzero(state.lengths)
 assert len(sealed) > 2
 heap, lengths = state.heap.copy(), state.lengths.copy()

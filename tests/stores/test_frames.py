@@ -18,8 +18,8 @@ from sb3_extra_buffers.errors import HeapFullError
 from sb3_extra_buffers.kernels import has_numba
 from sb3_extra_buffers.kernels.state import PACKED_LZ4, PACKED_ZSTD
 from sb3_extra_buffers.stores import frames, layout, payloads, segments
-from sb3_extra_buffers.stores.factory import make_frame_store
 from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.registry import make_store
 from tests.contracts.store import (
     KERNELS,
     Walk,
@@ -68,7 +68,7 @@ class Case:
     def build(self, n_obs: int, compiled: bool, **options: Any) -> Any:
         codec_options = {} if self.frames is None else {"frames": self.frames}
         codec = get_codec(self.method, **codec_options).bind(self.layout.frame_spec)
-        return make_frame_store(self.layout, n_obs, self.n_streams, codec, compiled=compiled, **options)
+        return make_store(self.layout, n_obs, self.n_streams, codec, compiled=compiled, **options)
 
     def rows(self, planes: Any) -> ByteRows:
         """``[row, stack, *frame]`` as rows of stacked observations."""
@@ -285,7 +285,7 @@ def test_every_kind_of_segment_occurs_in_these_tests(compiled: bool) -> None:
         write_rows(store, list(range(stream, 600, 2)), [stream] * 300, rows)
         model.update(zip(range(stream, 600, 2), [row.tobytes() for row in rows], strict=True))
     check_content(store, model)
-    state = store._state
+    state = store.state
     sealed = np.flatnonzero(state.lengths)
     flags = set(state.heap[state.starts[sealed]].tolist())
     assert flags == ({0, PACKED_LZ4} if compiled else {0})
@@ -317,7 +317,7 @@ def test_strong_levels_pack_their_segments(compiled: bool) -> None:
     store = case.build(200, compiled)
     rows = case.rows(planes_of(case, 200))
     write_rows(store, list(range(200)), [0] * 200, rows)
-    state = store._state
+    state = store.state
     sealed = np.flatnonzero(state.lengths)
     assert PACKED_ZSTD in state.heap[state.starts[sealed]]
     np.testing.assert_array_equal(store.read(np.arange(200)), rows)
@@ -595,7 +595,7 @@ def test_a_store_in_a_file(method: str, compiled: bool, tmp_path: Path) -> None:
 def test_a_dictionary_is_trained_again_when_it_stops_paying() -> None:
     case = Case("zstd", (32, 32), n_streams=1)
     codec = get_codec("zstd", dictionary=4096).bind(case.layout.frame_spec)
-    store: Any = make_frame_store(case.layout, 4000, 1, codec)
+    store: Any = make_store(case.layout, 4000, 1, codec)
     rng = np.random.default_rng(0)
     tiles = rng.integers(0, 256, (2, 64, 16), np.uint8)
 

@@ -24,7 +24,7 @@ from sb3_extra_buffers.stores.heap import Heap
 from tests.contracts.store import RESIDENT, examples, needs_proc, run_fresh
 
 N_SLOTS = 24
-LEAST = heap_module._LEAST
+LEAST = heap_module._MIN_SPARE
 LARGEST = 90_000
 # mostly small, and now and then one that is larger than the arena so far
 SIZES = st.one_of(st.integers(1, 5000), st.integers(1, 5000), st.integers(5000, LARGEST))

@@ -1,4 +1,4 @@
-"""Atari environments: as SB3 makes them, natively from ale-py, and the errors on the way."""
+"""Atari environments with SB3's wrappers and with ale-py's threads, and their errors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from sb3_extra_buffers.training_utils import atari
 
 needs_ale = pytest.mark.skipif(importlib.util.find_spec("ale_py") is None, reason="needs ale-py")
 needs_cv2 = pytest.mark.skipif(importlib.util.find_spec("cv2") is None, reason="needs OpenCV")
-# the wrapper of SB3 calls what NumPy deprecated; the games announce themselves
+# SB3's wrapper uses deprecated NumPy functions
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:stable_baselines3")
 
 
 def make_env(*args: Any, **kwargs: Any) -> Any:
-    """A VecEnv whose observations are arrays, which SB3's types do not say."""
+    """`atari.make_env`, typed as Any: SB3's annotations do not say that observations are arrays."""
     return atari.make_env(*args, **kwargs)
 
 
@@ -49,7 +49,7 @@ def test_observations_are_stacked_and_channel_first(framestack: int | None, plan
 
 @needs_ale
 @needs_cv2
-def test_it_is_what_sb3_makes() -> None:
+def test_make_env_matches_sb3() -> None:
     from stable_baselines3.common.env_util import make_atari_env
     from stable_baselines3.common.vec_env import VecFrameStack, VecTransposeImage
 
@@ -67,7 +67,7 @@ def test_it_is_what_sb3_makes() -> None:
 
 @needs_ale
 @needs_cv2
-def test_ids_that_skip_frames_do_not_skip_twice() -> None:
+def test_frames_are_skipped_once_for_ids_with_frame_skipping() -> None:
     env = make_env("ALE/Pong-v5", 1, seed=0)
     env.reset()
     frames = [env.step([0])[3][0]["episode_frame_number"] for _ in range(2)]
@@ -77,7 +77,7 @@ def test_ids_that_skip_frames_do_not_skip_twice() -> None:
 
 @needs_ale
 @needs_cv2
-def test_processes_of_their_own() -> None:
+def test_subprocesses() -> None:
     from stable_baselines3.common.vec_env import SubprocVecEnv
 
     env = make_env("PongNoFrameskip-v4", 1, vec_env_cls=SubprocVecEnv, vec_env_kwargs={"start_method": "spawn"})
@@ -95,16 +95,16 @@ def test_processes_of_their_own() -> None:
         ("PnogNoFrameskip-v4", "Did you mean"),
         ("PongNoFrameskip-v9", "v0.*v4"),
         ("not an id", "Malformed"),
-        ("CartPole-v1", "no Atari game"),
+        ("CartPole-v1", "not an Atari game"),
     ],
 )
-def test_unknown_games_are_named(name: str, message: str) -> None:
+def test_unknown_games_raise(name: str, message: str) -> None:
     with pytest.raises(UnknownEnvironmentError, match=message):
         make_env(name, n_envs=1)
 
 
 @needs_ale
-def test_missing_roms_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_roms_raise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ALE_ROMS_DIR", str(tmp_path))
 
     with pytest.raises(MissingRomError, match=r"pong\.bin.*ALE_ROMS_DIR"):
@@ -123,13 +123,13 @@ def test_missing_roms_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         ({"framestack": -1}, "framestack"),
     ],
 )
-def test_bad_counts_are_named(options: dict[str, Any], message: str, native: bool) -> None:
+def test_invalid_counts_raise(options: dict[str, Any], message: str, native: bool) -> None:
     with pytest.raises(EnvironmentOptionError, match=message):
         make_env("PongNoFrameskip-v4", native=native, **options)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ale_py") is not None, reason="ale-py is there")
-def test_without_ale_py_the_extra_is_named() -> None:
+@pytest.mark.skipif(importlib.util.find_spec("ale_py") is not None, reason="ale-py is installed")
+def test_missing_ale_py_names_the_extra() -> None:
     with pytest.raises(MissingExtraError, match=r"pip install 'sb3-extra-buffers\[extra\]'"):
         make_env("PongNoFrameskip-v4", n_envs=1)
 
@@ -142,20 +142,20 @@ class TestNative:
     def test_observations(self) -> None:
         env = make_env("PongNoFrameskip-v4", 3, framestack=4, native=True, seed=1)
         obs = env.reset().copy()
-        held = obs.copy()
+        last_obs = obs.copy()
 
         assert env.observation_space.shape == obs.shape[1:] == (4, 84, 84)
         assert (obs[:, :3] == 0).all()
         assert obs[:, 3].any()
         for next_obs, rewards, dones, infos in play(env, 5):
-            np.testing.assert_array_equal(next_obs[:, :-1], held[:, 1:])
+            np.testing.assert_array_equal(next_obs[:, :-1], last_obs[:, 1:])
             assert rewards.dtype == np.float32
             assert dones.dtype == bool
             assert len(infos) == 3
-            held = next_obs
+            last_obs = next_obs
         env.close()
 
-    def test_the_same_seed_plays_the_same_game(self) -> None:
+    def test_same_seed_gives_the_same_game(self) -> None:
         games = [make_env("BreakoutNoFrameskip-v4", 2, native=True, seed=seed) for seed in (4, 4, 5)]
         first = [env.reset() for env in games]
         runs = [[step[0] for step in play(env, 30)] for env in games]
@@ -164,7 +164,7 @@ class TestNative:
         np.testing.assert_array_equal(runs[0], runs[1])
         assert not np.array_equal(runs[0], runs[2])
 
-    def test_ends_of_games_are_reported_with_unclipped_scores(self) -> None:
+    def test_episode_infos_have_unclipped_scores(self) -> None:
         env = make_env("MsPacmanNoFrameskip-v4", 1, native=True, seed=2)
         plain = make_env("MsPacmanNoFrameskip-v4", 1, native=True, seed=2, wrapper_kwargs={"clip_reward": False})
         env.reset()
@@ -195,7 +195,7 @@ class TestNative:
         lost = None
         steps = zip(play(env, 400), play(whole, 400), strict=True)
         for number, ((obs, _, dones, infos), (seen, _, over, _)) in enumerate(steps):
-            # the newest frame is the same in both: the game went on
+            # the newest frame is the same in both: the game continues
             np.testing.assert_array_equal(obs[0, -1], seen[0, -1])
             if over[0]:
                 break
@@ -203,13 +203,13 @@ class TestNative:
                 lost = number
                 assert "episode" not in infos[0]
                 np.testing.assert_array_equal(infos[0]["terminal_observation"][-1], seen[0, -1])
-            # nothing of the life before is to be seen after its end
+            # frames of the previous life are blank
             since = 4 if lost is None else min(number - lost + 1, 4)
             np.testing.assert_array_equal(obs[0, -since:], seen[0, -since:])
             assert not obs[0, : 4 - since].any()
         assert lost is not None
 
-    def test_a_time_limit_is_no_end(self) -> None:
+    def test_time_limit_is_reported_as_truncation(self) -> None:
         env = make_env("PongNoFrameskip-v4", 1, native=True, seed=0, env_kwargs={"max_num_frames_per_episode": 120})
         env.reset()
         infos = [step[3][0] for step in play(env, 60) if step[2][0]]
@@ -218,7 +218,7 @@ class TestNative:
         assert all(info["TimeLimit.truncated"] for info in infos)
         assert all(info["terminal_observation"].shape == (4, 84, 84) for info in infos)
 
-    def test_sb3_trains_and_evaluates_on_it(self) -> None:
+    def test_sb3_trains_and_evaluates(self) -> None:
         from stable_baselines3 import PPO
         from stable_baselines3.common.evaluation import evaluate_policy
 
@@ -232,7 +232,7 @@ class TestNative:
         assert min(lengths) >= 50
 
     @needs_cv2
-    def test_frames_look_as_those_of_sb3(self) -> None:
+    def test_frames_resemble_those_of_sb3(self) -> None:
         options = {"noop_max": 0, "clip_reward": False}
         native = make_env("MsPacmanNoFrameskip-v4", 1, native=True, seed=0, wrapper_kwargs=options)
         wrapped = make_env("MsPacmanNoFrameskip-v4", 1, seed=0, wrapper_kwargs=options)
@@ -251,11 +251,11 @@ class TestNative:
             ({"env_kwargs": {"render_mode": "rgb_array"}}, "render_mode.*native"),
         ],
     )
-    def test_what_it_cannot_do_is_named(self, options: dict[str, Any], message: str) -> None:
+    def test_unsupported_options_raise(self, options: dict[str, Any], message: str) -> None:
         with pytest.raises(EnvironmentOptionError, match=message):
             make_env("PongNoFrameskip-v4", 1, native=True, **options)
 
-    def test_bad_actions_are_refused(self) -> None:
+    def test_invalid_actions_raise(self) -> None:
         env = make_env("PongNoFrameskip-v4", 2, native=True)
         env.reset()
 

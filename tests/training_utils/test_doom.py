@@ -1,4 +1,4 @@
-"""ViZDoom environments: frames of each kind, ends of episodes, and what is refused."""
+"""ViZDoom environments: types of observations, episode ends and errors."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_observations(
     if observation == "classes":
         assert set(np.unique(frames)) <= set(range(len(doom.CLASSES)))
         assert doom.CLASSES.index("Monster") in frames
-    # the engine's settings are not left where it was started; its empty folder is
+    # the engine leaves an empty folder in the working directory, but no settings file
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 @needs_vizdoom
-def test_a_time_limit_is_no_end_and_episodes_are_reported() -> None:
+def test_time_limit_is_reported_as_truncation() -> None:
     env: Any = doom.make_env("basic", 1, res=(120, 160), frame_skip=10, seed=0)
     try:
         env.reset()
@@ -56,7 +56,7 @@ def test_a_time_limit_is_no_end_and_episodes_are_reported() -> None:
     assert ends
     for info in ends:
         assert info["terminal_observation"].any()
-        # 300 tics are the limit of this scenario
+        # the time limit of this scenario is 300 tics
         assert info["TimeLimit.truncated"] == (info["episode"]["l"] == 30)
         assert info["episode"]["r"] != 0
 
@@ -65,18 +65,18 @@ def test_a_time_limit_is_no_end_and_episodes_are_reported() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"scenario": "no_such_place"}, UnknownEnvironmentError, "defend_the_center"),
+        ({"scenario": "no_such_scenario"}, UnknownEnvironmentError, "defend_the_center"),
         ({"res": (84, 84)}, EnvironmentOptionError, "RES_160X120"),
         ({"observation": "depth"}, EnvironmentOptionError, "'labels'"),
         ({"n_envs": 0}, EnvironmentOptionError, "n_envs.*got 0"),
     ],
 )
-def test_bad_input_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_arguments_raise(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         doom.make_env(**options)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vizdoom") is not None, reason="ViZDoom is there")
-def test_without_vizdoom_the_extra_is_named() -> None:
+@pytest.mark.skipif(importlib.util.find_spec("vizdoom") is not None, reason="ViZDoom is installed")
+def test_missing_vizdoom_names_the_extra() -> None:
     with pytest.raises(MissingExtraError, match=r"pip install 'sb3-extra-buffers\[vizdoom\]'"):
         doom.make_env()

@@ -1,4 +1,4 @@
-"""Evaluation and warm-up: what is printed, what buffers are given, and what is refused."""
+"""Evaluation and warm-up: the report, the transitions that buffers receive, and errors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sb3_extra_buffers.training_utils.buffer_warmup import warm_up
 from sb3_extra_buffers.training_utils.eval_model import EvalResult, eval_model
 
 
-class Counting(gymnasium.Env[Any, Any]):
-    """Episodes of 3, 4, 5, … steps whose observations count them; a step gives 1."""
+class CountingEnv(gymnasium.Env[Any, Any]):
+    """Episodes of 3, 4, 5, … steps; observations are the step number, rewards are 1."""
 
     def __init__(self, dictionary: bool = False) -> None:
         box = gymnasium.spaces.Box(0, 255, (1, 36, 36), np.uint8)
@@ -41,16 +41,16 @@ class Counting(gymnasium.Env[Any, Any]):
         return self.frame(), 1.0, self.step_number == self.length, False, {}
 
 
-class Still:
-    """Always acts alike."""
+class ConstantModel:
+    """Always takes action 0."""
 
     def predict(self, obs: Any, **_: Any) -> tuple[Any, None]:
         return np.zeros(len(obs["a"] if isinstance(obs, dict) else obs), np.int64), None
 
 
-def counting(n_envs: int = 2, dictionary: bool = False, monitored: bool = True) -> DummyVecEnv:
+def make_counting_envs(n_envs: int = 2, dictionary: bool = False, monitored: bool = True) -> DummyVecEnv:
     def make() -> Any:
-        env = Counting(dictionary)
+        env = CountingEnv(dictionary)
         return Monitor(env) if monitored else env
 
     return DummyVecEnv([make for _ in range(n_envs)])
@@ -82,13 +82,13 @@ def counting(n_envs: int = 2, dictionary: bool = False, monitored: bool = True) 
         ),
     ],
 )
-def test_the_report_reads_as_documented(rewards: list[float], name: str | None, report: str) -> None:
+def test_report_reads_as_documented(rewards: list[float], name: str | None, report: str) -> None:
     result = EvalResult(np.array(rewards), np.zeros(len(rewards), np.int64), 0)
 
     assert result.report(name) == report
 
 
-def test_a_median_of_zero_has_a_relative_range_all_the_same() -> None:
+def test_relative_iqr_with_a_median_of_zero() -> None:
     def spread(*rewards: float) -> float:
         return EvalResult(np.array(rewards), np.zeros(len(rewards), np.int64), 0).relative_iqr
 
@@ -100,8 +100,8 @@ def test_a_median_of_zero_has_a_relative_range_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("monitored", [True, False])
-def test_every_environment_plays_its_share(monitored: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    result = eval_model(Still(), counting(2, monitored=monitored), 5, progress_bar=False)
+def test_every_environment_plays_an_equal_share(monitored: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    result = eval_model(ConstantModel(), make_counting_envs(2, monitored=monitored), 5, progress_bar=False)
 
     # shares of 2 and 3, episodes of 3, 4 and 5 steps
     assert sorted(result.rewards) == [3, 3, 4, 4, 5]
@@ -111,55 +111,55 @@ def test_every_environment_plays_its_share(monitored: bool, capsys: pytest.Captu
     assert capsys.readouterr().out.startswith("Evaluated 5 episodes, mean reward: 3.8 +/- 0.75\nQ1:    3 |")
 
 
-def test_it_shows_progress_and_is_silent_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    eval_model(Still(), counting(), 2, progress_bar=True, verbose=False)
-    shown = capsys.readouterr()
-    eval_model(Still(), counting(), 2, progress_bar=False, verbose=False)
+def test_progress_bar_and_report_can_be_switched_off(capsys: pytest.CaptureFixture[str]) -> None:
+    eval_model(ConstantModel(), make_counting_envs(), 2, progress_bar=True, verbose=False)
+    output = capsys.readouterr()
+    eval_model(ConstantModel(), make_counting_envs(), 2, progress_bar=False, verbose=False)
 
-    assert "2/2" in shown.err
-    assert shown.out == ""
+    assert "2/2" in output.err
+    assert output.out == ""
     assert capsys.readouterr() == ("", "")
 
 
-def buffer_for(env: Any, cls: Any = ReplayBuffer, size: int = 40, **options: Any) -> Any:
+def make_buffer(env: Any, cls: Any = ReplayBuffer, size: int = 40, **options: Any) -> Any:
     return cls(size, env.observation_space, env.action_space, device="cpu", n_envs=env.num_envs, **options)
 
 
-def test_buffers_are_filled_alike_and_timed() -> None:
-    env = counting(2)
-    buffers = {"dense": buffer_for(env), "compressed": buffer_for(env, CompressedReplayBuffer)}
-    result = eval_model(Still(), env, 4, buffer=buffers, progress_bar=False, verbose=False)
+def test_buffers_receive_the_same_transitions_and_are_timed() -> None:
+    env = make_counting_envs(2)
+    buffers = {"dense": make_buffer(env), "compressed": make_buffer(env, CompressedReplayBuffer)}
+    result = eval_model(ConstantModel(), env, 4, buffer=buffers, progress_bar=False, verbose=False)
 
     assert result.n_steps == 14
     assert list(result.add_seconds) == ["dense", "compressed"]
     assert all(seconds > 0 for seconds in result.add_seconds.values())
     for buffer in buffers.values():
         assert buffer.pos == 7
-        # three steps, then four; the last next observation is the one at the end, not of the episode after it
+        # episodes of three and four steps; the last next observation is the terminal one
         np.testing.assert_array_equal(buffer.observations[:7, 1, 0, 0, 0], [0, 1, 2, 0, 1, 2, 3])
         np.testing.assert_array_equal(buffer.next_observations[:7, 0, 0, 0, 0], [1, 2, 3, 1, 2, 3, 4])
         np.testing.assert_array_equal(buffer.dones[:7, 0], [0, 0, 1, 0, 0, 0, 1])
 
 
-def test_one_buffer_and_several_without_names() -> None:
-    env = counting(1)
-    one, two = buffer_for(env), buffer_for(env)
-    assert list(eval_model(Still(), env, 1, one, progress_bar=False, verbose=False).add_seconds) == ["0"]
-    eval_model(Still(), env, 1, [one, two], progress_bar=False, verbose=False)
+def test_buffers_without_names() -> None:
+    env = make_counting_envs(1)
+    one, two = make_buffer(env), make_buffer(env)
+    assert list(eval_model(ConstantModel(), env, 1, one, progress_bar=False, verbose=False).add_seconds) == ["0"]
+    eval_model(ConstantModel(), env, 1, [one, two], progress_bar=False, verbose=False)
 
     # the environment had begun an episode of 4 when it was reset
     assert (one.pos, two.pos) == (3 + 5, 5)
 
 
-def test_dict_observations_are_patched_at_the_end() -> None:
-    env = counting(1, dictionary=True)
-    buffer = buffer_for(env, DictReplayBuffer)
-    eval_model(Still(), env, 1, buffer, progress_bar=False, verbose=False)
+def test_terminal_observations_of_dict_spaces() -> None:
+    env = make_counting_envs(1, dictionary=True)
+    buffer = make_buffer(env, DictReplayBuffer)
+    eval_model(ConstantModel(), env, 1, buffer, progress_bar=False, verbose=False)
 
     np.testing.assert_array_equal(buffer.next_observations["a"][:3, 0, 0, 0, 0], [1, 2, 3])
 
 
-def test_buffers_get_what_sb3_itself_would_have_stored() -> None:
+def test_transitions_match_those_that_sb3_stores() -> None:
     def pendulum() -> Any:
         return VecNormalize(make_vec_env("Pendulum-v1", 1, seed=0))
 
@@ -174,13 +174,13 @@ def test_buffers_get_what_sb3_itself_would_have_stored() -> None:
         policy_kwargs={"net_arch": [8]},
     )
     env = pendulum()
-    buffer = buffer_for(env, size=250)
+    buffer = make_buffer(env, size=250)
     warm_up(sac, env, buffer, n_steps=205, progress_bar=False)
     sac.learn(205)
     theirs = sac.replay_buffer
 
     assert theirs is not None
-    # scaled actions, rewards and observations as they were before VecNormalize
+    # scaled actions; rewards and observations from before VecNormalize
     assert np.abs(buffer.actions[:205]).max() <= 1
     assert buffer.rewards[:205].min() < -2
     assert np.abs(buffer.observations[:205, 0, 2]).max() > 1.5
@@ -195,7 +195,7 @@ def test_buffers_get_what_sb3_itself_would_have_stored() -> None:
 
 
 def test_warm_up_fills_the_buffer_of_the_model() -> None:
-    env = counting(2)
+    env = make_counting_envs(2)
     model = DQN("CnnPolicy", env, buffer_size=20, device="cpu", replay_buffer_class=CompressedReplayBuffer, seed=0)
     seconds = warm_up(model, env, progress_bar=False)
 
@@ -206,40 +206,42 @@ def test_warm_up_fills_the_buffer_of_the_model() -> None:
 
 
 def test_warm_up_adds_as_many_transitions_as_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    env = counting(2)
-    buffers = [buffer_for(env), buffer_for(env)]
-    warm_up(Still(), env, buffers, n_steps=12)
+    env = make_counting_envs(2)
+    buffers = [make_buffer(env), make_buffer(env)]
+    warm_up(ConstantModel(), env, buffers, n_steps=12)
 
     assert [buffer.pos for buffer in buffers] == [6, 6]
     assert "12/12" in capsys.readouterr().err
 
 
-# ---- what is refused ----
+# ---- errors ----
 
 
 @pytest.mark.parametrize("n_steps", [7, 0, -2])
-def test_steps_that_do_not_divide_are_refused(n_steps: int) -> None:
-    env = counting(2)
-    buffer = buffer_for(env)
+def test_steps_that_are_not_a_multiple_of_the_environments_raise(n_steps: int) -> None:
+    env = make_counting_envs(2)
+    buffer = make_buffer(env)
 
     with pytest.raises(EnvironmentOptionError, match=f"pass n_steps={8 if n_steps == 7 else 2}"):
-        warm_up(Still(), env, buffer, n_steps=n_steps, progress_bar=False)
+        warm_up(ConstantModel(), env, buffer, n_steps=n_steps, progress_bar=False)
     assert buffer.pos == 0
 
 
-def test_a_buffer_for_other_environments_is_refused() -> None:
-    env = counting(2)
+def test_buffer_for_other_environments_raises() -> None:
+    env = make_counting_envs(2)
 
-    with pytest.raises(EnvironmentOptionError, match="make it with n_envs=2"):
-        eval_model(Still(), env, 1, buffer_for(counting(3)), progress_bar=False)
+    with pytest.raises(EnvironmentOptionError, match="create it with n_envs=2"):
+        eval_model(ConstantModel(), env, 1, make_buffer(make_counting_envs(3)), progress_bar=False)
     with pytest.raises(SpecMismatchError, match=r"env\.observation_space"):
-        eval_model(Still(), env, 1, {"mine": buffer_for(counting(2, dictionary=True), DictReplayBuffer)})
+        eval_model(
+            ConstantModel(), env, 1, {"mine": make_buffer(make_counting_envs(2, dictionary=True), DictReplayBuffer)}
+        )
 
 
-def test_what_cannot_be_played_is_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     with pytest.raises(EnvironmentOptionError, match="DummyVecEnv"):
-        eval_model(Still(), Counting(), 1)  # type: ignore[arg-type]  # that is the point
+        eval_model(ConstantModel(), CountingEnv(), 1)  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(EnvironmentOptionError, match="at least 1, got 0"):
-        eval_model(Still(), counting(), 0)
-    with pytest.raises(EnvironmentOptionError, match="Still has no replay buffer"):
-        warm_up(Still(), counting())
+        eval_model(ConstantModel(), make_counting_envs(), 0)
+    with pytest.raises(EnvironmentOptionError, match="ConstantModel has no replay buffer"):
+        warm_up(ConstantModel(), make_counting_envs())

@@ -1,4 +1,4 @@
-"""Fan-out buffers: every buffer gets everything, and training is as with the first alone."""
+"""Fan-out buffers: every buffer receives every step, and training is the same as with the first buffer alone."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def fill_rollout(buffer: Any, n: int) -> None:
         )  # fmt: skip
 
 
-def replay(n: int = 0, **options: Any) -> FanOutReplayBuffer:
+def make_replay(n: int = 0, **options: Any) -> FanOutReplayBuffer:
     buffer = FanOutReplayBuffer(
         40, IMAGES, spaces.Discrete(3), device="cpu", n_envs=2, **{"buffers": REPLAYS, **options}
     )
@@ -63,8 +63,8 @@ def replay(n: int = 0, **options: Any) -> FanOutReplayBuffer:
 
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("n", [7, 20, 47])
-def test_every_replay_buffer_gets_everything(n: int, threads: bool) -> None:
-    buffer = replay(n, threads=threads)
+def test_every_replay_buffer_receives_every_step(n: int, threads: bool) -> None:
+    buffer = make_replay(n, threads=threads)
     alone: Any = ReplayBuffer(40, IMAGES, spaces.Discrete(3), device="cpu", n_envs=2)
     fill_replay(alone, n)
 
@@ -81,7 +81,7 @@ def test_every_replay_buffer_gets_everything(n: int, threads: bool) -> None:
 
 
 @pytest.mark.parametrize("threads", [False, True])
-def test_every_rollout_buffer_gets_everything(threads: bool) -> None:
+def test_every_rollout_buffer_receives_every_step(threads: bool) -> None:
     options: Any = {"device": "cpu", "gae_lambda": 0.9, "gamma": 0.8, "n_envs": 2}
     buffer = FanOutRolloutBuffer(8, IMAGES, spaces.Discrete(3), **options, buffers=ROLLOUTS, threads=threads)
     alone = RolloutBuffer(8, IMAGES, spaces.Discrete(3), **options)
@@ -102,8 +102,8 @@ def test_every_rollout_buffer_gets_everything(threads: bool) -> None:
             assert all(th.equal(part, other_part) for part, other_part in zip(mine, other, strict=True))
 
 
-def test_it_tells_what_each_takes() -> None:
-    buffer = replay(20)
+def test_memory_and_time_are_reported_per_buffer() -> None:
+    buffer = make_replay(20)
     usage = buffer.memory_usage()
 
     assert list(buffer.seconds) == list(usage) == ["dense", "rle"]
@@ -113,8 +113,8 @@ def test_it_tells_what_each_takes() -> None:
     assert "dense: ReplayBuffer" in repr(buffer)
 
 
-def test_it_tells_where_buffers_differ() -> None:
-    buffer = replay(9)
+def test_differences_between_buffers_are_reported() -> None:
+    buffer = make_replay(9)
     buffer.buffers["rle"].rewards[3] = 99
     buffer.buffers["rle"].observations[2] = frames(77)
 
@@ -128,7 +128,7 @@ def test_dict_observations() -> None:
     for step in range(6):
         obs = {"image": frames(step), "number": np.array([step % 5, 2])}
         buffer.add(obs, obs, np.zeros((2, 1)), np.zeros(2), np.zeros(2), [{}, {}])
-        assert obs["number"].shape == (2,)  # the caller's is left alone
+        assert obs["number"].shape == (2,)  # the caller's dict is not modified
 
     assert list(buffer.buffers) == ["0", "1"]
     assert buffer.differences() == {}
@@ -146,7 +146,7 @@ def dqn(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize("make", [ppo, dqn])
-def test_algorithms_learn_as_with_the_first_alone(make: Any, tmp_path: Path) -> None:
+def test_training_is_the_same_as_with_the_first_buffer_alone(make: Any, tmp_path: Path) -> None:
     if make is ppo:
         options: Any = {"rollout_buffer_class": FanOutRolloutBuffer, "rollout_buffer_kwargs": {"buffers": ROLLOUTS}}
     else:
@@ -165,9 +165,9 @@ def test_algorithms_learn_as_with_the_first_alone(make: Any, tmp_path: Path) -> 
         assert fanned.replay_buffer.pos == 64 % 50
 
 
-def test_it_records_on_the_way() -> None:
+def test_recording_during_training() -> None:
     record = RecordBuffer((40, 40), 2, size=30)
-    replay(12, record=record)
+    make_replay(12, record=record)
     assert record.rewards.tolist() == list(range(12))
     assert [len(episode) for episode in record.episodes] == [5, 5, 2]
     np.testing.assert_array_equal(record[7].frame, frames(7)[0])
@@ -182,8 +182,8 @@ def test_it_records_on_the_way() -> None:
     assert [len(episode) for episode in record.episodes] == [4, 4, 2]
 
 
-def test_pickles_and_copies_go_on() -> None:
-    buffer = replay(9, threads=True)
+def test_pickles_and_copies_can_be_written_to() -> None:
+    buffer = make_replay(9, threads=True)
     for again in (pickle.loads(pickle.dumps(buffer)), copy.deepcopy(buffer)):
         fill_replay(again, 3)
         assert again.pos == 12
@@ -191,15 +191,15 @@ def test_pickles_and_copies_go_on() -> None:
     assert buffer.pos == 9
 
 
-def test_settings_reach_every_buffer() -> None:
-    buffer = replay(3)
+def test_attributes_are_set_in_every_buffer() -> None:
+    buffer = make_replay(3)
     buffer.device = th.device("meta")
     assert [each.device.type for each in buffer.buffers.values()] == ["meta", "meta"]
 
 
 @pytest.mark.parametrize("threads", [False, True])
-def test_an_error_of_one_is_raised_and_the_others_have_added(threads: bool) -> None:
-    buffer = replay(0, threads=threads)
+def test_an_error_of_one_buffer_does_not_stop_the_others(threads: bool) -> None:
+    buffer = make_replay(0, threads=threads)
     wrong = np.full((2, 2, 40, 40), 300)
     with pytest.raises(SpecMismatchError, match="300"):
         buffer.add(wrong, wrong, np.zeros((2, 1)), np.zeros(2), np.zeros(2), [{}, {}])
@@ -207,12 +207,12 @@ def test_an_error_of_one_is_raised_and_the_others_have_added(threads: bool) -> N
 
 
 @pytest.mark.parametrize("members", [None, {}, [], [RolloutBuffer], {"x": "ReplayBuffer"}, [(5, {})]])
-def test_bad_members_are_named(members: Any) -> None:
+def test_invalid_buffers_raise(members: Any) -> None:
     with pytest.raises(AlgorithmMismatchError, match=r"buffers=|must be a ReplayBuffer class"):
         FanOutReplayBuffer(40, IMAGES, spaces.Discrete(3), buffers=members)
 
 
-def test_arguments_come_in_the_order_of_sb3() -> None:
+def test_arguments_have_the_order_of_sb3() -> None:
     for ours, theirs in ((FanOutReplayBuffer, ReplayBuffer), (FanOutRolloutBuffer, RolloutBuffer)):
         wanted = list(inspect.signature(theirs).parameters)
         assert list(inspect.signature(ours).parameters)[: len(wanted)] == wanted

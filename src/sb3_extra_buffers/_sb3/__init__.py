@@ -1,1 +1,1 @@
-"""What knows how Stable-Baselines3's buffers are laid out; the documented classes are thin over it."""
+"""Integration with Stable-Baselines3: how its buffers are laid out. The public classes are thin wrappers."""

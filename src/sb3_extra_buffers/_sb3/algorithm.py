@@ -1,4 +1,4 @@
-"""The algorithm that is making or loading a buffer: SB3 tells a custom buffer class nothing of it."""
+"""Checks of a buffer against the SB3 algorithm that creates or loads it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from typing import Any
 
 from sb3_extra_buffers.errors import AlgorithmMismatchError
 
-_DEPTH = 20
+_MAX_DEPTH = 20
 
 
 def calling_algorithm(method: str) -> Any:
-    """The SB3 algorithm whose ``method`` is running further up the stack, or None."""
+    """Return the SB3 algorithm whose ``method`` is running, or None.
+
+    SB3 has no hook for this: it creates a custom buffer class without ``n_steps`` and ``gamma``, and unpickles a buffer
+    without looking at its spaces. The call stack is the only place that knows the algorithm. It is used to raise
+    errors, never to change what the user asked for.
+    """
     from stable_baselines3.common.base_class import BaseAlgorithm
 
     frame = sys._getframe(1)
-    for _ in range(_DEPTH):
+    for _ in range(_MAX_DEPTH):
         if frame.f_back is None:
             return None
         frame = frame.f_back
@@ -27,32 +32,28 @@ def calling_algorithm(method: str) -> Any:
 
 
 def check_n_steps(buffer: Any) -> None:
-    """Refuse to train one-step silently where the algorithm was asked for more.
-
-    SB3 hands ``n_steps`` and ``gamma`` only to the buffer class it chooses itself.
-    """
+    """Raise if the algorithm expects n-step returns that ``buffer`` does not compute; SB3 would train one-step."""
     algorithm = calling_algorithm("_setup_model")
-    wanted = getattr(algorithm, "n_steps", 1)
-    if algorithm is None or not hasattr(algorithm, "replay_buffer_class") or wanted <= 1:
+    n_steps = getattr(algorithm, "n_steps", 1)
+    if algorithm is None or not hasattr(algorithm, "replay_buffer_class") or n_steps <= 1:
         return
-    if wanted == buffer.n_steps and algorithm.gamma == buffer.gamma:
-        return
-    raise AlgorithmMismatchError(
-        f"{type(algorithm).__name__}(n_steps={wanted}, gamma={algorithm.gamma}) has a {type(buffer).__name__} with "
-        f"n_steps={buffer.n_steps}, gamma={buffer.gamma}: SB3 does not pass them on; "
-        f"add replay_buffer_kwargs=dict(n_steps={wanted}, gamma={algorithm.gamma})"
-    )
+    if n_steps != buffer.n_steps or algorithm.gamma != buffer.gamma:
+        raise AlgorithmMismatchError(
+            f"{type(algorithm).__name__}(n_steps={n_steps}, gamma={algorithm.gamma}) has a {type(buffer).__name__} "
+            f"with n_steps={buffer.n_steps}, gamma={buffer.gamma}: SB3 does not pass them on; "
+            f"add replay_buffer_kwargs=dict(n_steps={n_steps}, gamma={algorithm.gamma})"
+        )
 
 
 def check_loaded(buffer: Any, state: dict[str, Any]) -> None:
-    """Refuse a pickled buffer whose spaces are not those of the model that is loading it."""
+    """Raise if the spaces of a pickled buffer differ from those of the model that loads it."""
     algorithm = calling_algorithm("load_replay_buffer")
     if algorithm is None:
         return
     for name in ("observation_space", "action_space"):
-        ours, theirs = state.get(name), getattr(algorithm, name, None)
-        if theirs is not None and ours != theirs:
+        saved, expected = state.get(name), getattr(algorithm, name, None)
+        if expected is not None and saved != expected:
             raise AlgorithmMismatchError(
-                f"the saved {type(buffer).__name__} has {name} {ours}, the {type(algorithm).__name__} that loads it "
-                f"has {theirs}; load it into a model of the same environment"
+                f"the saved {type(buffer).__name__} has {name} {saved}, but the {type(algorithm).__name__} that loads "
+                f"it has {expected}; load it into a model of the same environment"
             )

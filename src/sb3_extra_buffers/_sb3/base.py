@@ -12,7 +12,7 @@ import torch as th
 
 from sb3_extra_buffers._sb3.algorithm import check_loaded
 from sb3_extra_buffers._sb3.options import OPTION_NAMES, StorageOptions
-from sb3_extra_buffers._sb3.views import Array, ObsViews, View, map_observations
+from sb3_extra_buffers._sb3.views import Array, ObsViews, View
 from sb3_extra_buffers.errors import LayoutError, UnsupportedVersionError
 from sb3_extra_buffers.files.folders import SavedAsFolder
 from sb3_extra_buffers.stores.transactions import Transactional
@@ -25,7 +25,7 @@ STATE_VERSION = 4
 NO_MEMORY = (MemoryError, th.cuda.OutOfMemoryError)
 
 # attributes that belong to this process or to a file, and those that `_use_views` sets again
-_NOT_COPIED = frozenset({"_lock", "_live", "_last_save", "read_only", "_unfinished", "_stored", "_dense"})
+_NOT_COPIED = frozenset({"_lock", "mmap_folder", "last_save", "read_only", "_unfinished", "_stored", "_dense"})
 
 # whether SB3's own `_get_samples` is running: every array that it converts was just gathered or decoded
 _converting_fresh_arrays: ContextVar[bool] = ContextVar("converting_fresh_arrays", default=False)
@@ -36,8 +36,6 @@ class CompressedBuffer(Transactional, SavedAsFolder):
 
     _options: StorageOptions
     _views: ObsViews
-    #: The folder that this buffer lives in, with ``storage="mmap"``.
-    _live: Any = None
 
     if TYPE_CHECKING:
         device: th.device
@@ -94,8 +92,8 @@ class CompressedBuffer(Transactional, SavedAsFolder):
         return [view.store for view in self._views.stored.values()]
 
     def _undo_step(self) -> None:
-        if self._live is not None:
-            self._live.undo_step()
+        if self.mmap_folder is not None:
+            self.mmap_folder.undo_step()
         super()._undo_step()
 
     # ---- tensors ----
@@ -121,7 +119,12 @@ class CompressedBuffer(Transactional, SavedAsFolder):
         if options.output_dtype == "raw" and not options.normalize_images:
             return samples
         names = {"observations", "next_observations"} & set(samples._fields)
-        return samples._replace(**{name: map_observations(self._convert, getattr(samples, name)) for name in names})
+        return samples._replace(**{name: self._convert_each(getattr(samples, name)) for name in names})
+
+    def _convert_each(self, observations: Any) -> Any:
+        if isinstance(observations, dict):
+            return {key: self._convert(tensor) for key, tensor in observations.items()}
+        return self._convert(observations)
 
     def _convert(self, observations: th.Tensor) -> th.Tensor:
         if self._options.normalize_images and observations.dtype == th.uint8 and observations.ndim >= 4:
@@ -129,7 +132,9 @@ class CompressedBuffer(Transactional, SavedAsFolder):
         return observations.float() if self._options.output_dtype == "float" else observations
 
     def _obs_to_torch(self, observations: Any) -> Any:
-        return map_observations(lambda array: self._convert(self._to_torch(array)), observations)
+        if isinstance(observations, dict):
+            return {key: self._convert(self._to_torch(array)) for key, array in observations.items()}
+        return self._convert(self._to_torch(observations))
 
     def _to_torch(self, array: Array) -> th.Tensor:
         """A tensor on the buffer's device; on the CPU it takes over the array's memory."""

@@ -1,4 +1,4 @@
-"""SB3's n-step replay buffer, where there is one."""
+"""SB3's n-step replay buffer, which exists since SB3 2.7."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["HAS_N_STEP", "NStepReplayBuffer"]
 if TYPE_CHECKING:
     from stable_baselines3.common.buffers import NStepReplayBuffer
 else:
-    # SB3 has it since 2.7; before that there is nothing to be an instance of
+    # before, an empty class that nothing is an instance of
     NStepReplayBuffer = getattr(sb3_buffers, "NStepReplayBuffer", type("NStepReplayBuffer", (), {}))
 
-#: Whether SB3 has one.
+#: Whether the installed SB3 has it.
 HAS_N_STEP = hasattr(sb3_buffers, "NStepReplayBuffer")

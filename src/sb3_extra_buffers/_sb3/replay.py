@@ -15,7 +15,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_extra_buffers._sb3.algorithm import check_n_steps
 from sb3_extra_buffers._sb3.base import NO_MEMORY, CompressedBuffer
-from sb3_extra_buffers._sb3.n_step import HAS_N_STEP, NStepReplayBuffer
+from sb3_extra_buffers._sb3.n_step import HAS_N_STEP
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers._sb3.steps import fit_actions, fit_column, fit_truncations
 from sb3_extra_buffers._sb3.views import Array, ObsViews
@@ -27,6 +27,7 @@ from sb3_extra_buffers.errors import (
     OutOfMemoryError,
     SpecMismatchError,
 )
+from sb3_extra_buffers.stores.transactions import WRITING
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class ReplayMixin(CompressedBuffer, _Base):
     n_steps: int
     gamma: float
     _next_views: ObsViews
+    #: Whether this is SB3's `NStepReplayBuffer`, whose samples have discounts even with ``n_steps=1``.
+    _is_n_step_class = False
     #: Called with the position and the last field of a `Step` to complete it; twice must have no further effect.
     _step_added: Callable[[int, Any], None] | None = None
 
@@ -110,10 +113,10 @@ class ReplayMixin(CompressedBuffer, _Base):
             handle_timeout_termination=handle_timeout_termination,
         )
         self.n_steps, self.gamma = n_steps, gamma
-        self.optimize_memory_usage = optimize_memory_usage and not self._is_n_step()
+        self.optimize_memory_usage = optimize_memory_usage and not (self._is_n_step_class or n_steps > 1)
         self.n_evicted = self.n_added = 0
         self._lay_out(max(buffer_size // n_envs, 1))
-        if not isinstance(self, NStepReplayBuffer):
+        if not self._is_n_step_class:
             check_n_steps(self)
         self._start_in_folder()
 
@@ -178,7 +181,7 @@ class ReplayMixin(CompressedBuffer, _Base):
         if self._options.storage == "mmap" and self._options.path is not None:
             from sb3_extra_buffers.files.mmap_buffer import check_new, create_folder
 
-            self._live = create_folder(self, check_new(self._options.path))
+            self.mmap_folder = create_folder(self, check_new(self._options.path))
 
     # ---- adding ----
 
@@ -198,13 +201,13 @@ class ReplayMixin(CompressedBuffer, _Base):
                 if self._unfinished is not None:
                     self._recover()
                 step = self._fit_step(obs, next_obs, action, reward, done, infos)
-                live = self._live
-                if live is not None:
-                    live.prepare_step()
+                folder = self.mmap_folder
+                if folder is not None:
+                    folder.prepare_step()
                 if self._stored:
                     self._write_stores(step)
-                if live is not None:
-                    live.record_step(obs, next_obs, action, reward, done, infos)
+                if folder is not None:
+                    folder.record_step(obs, next_obs, action, reward, done, infos)
                 self._unfinished = step
                 self._finish_step(step)
                 limit = self._options.evict_above
@@ -217,8 +220,11 @@ class ReplayMixin(CompressedBuffer, _Base):
         return self.n_added
 
     def _write_stores(self, step: Step) -> None:
-        position, _, _, obs, next_obs, *_ = step
-        self._begin_step()
+        position, _, _, obs, next_obs, _, _, _, _, _ = step
+        # `_begin_step`, inlined: this runs at every step
+        for _, view, _ in self._stored:
+            view.store.commit()
+        self._unfinished = WRITING
         for key, view, next_view in self._stored:
             view.write_fitted(next_view, position, obs[key], next_obs[key])
 
@@ -356,15 +362,12 @@ class ReplayMixin(CompressedBuffer, _Base):
         """How many steps were added before each of ``steps``, which are positions in the ring."""
         return n_added - 1 - (pos - 1 - steps) % self.buffer_size
 
-    def _is_n_step(self) -> bool:
-        return self.n_steps > 1 or isinstance(self, NStepReplayBuffer)
-
     def _get_samples(self, batch_inds: npt.NDArray[Any], env: VecNormalize | None = None) -> Any:
         return self._samples_at(batch_inds, np.random.randint(0, high=self.n_envs, size=(len(batch_inds),)), env)
 
     def _samples_at(self, steps: Indices, envs: Indices, env: VecNormalize | None) -> Any:
         """The transitions at ``(steps[i], envs[i])`` as tensors, n-step ones where ``n_steps`` says so."""
-        if self._is_n_step():
+        if self.n_steps > 1 or self._is_n_step_class:
             return self._n_step_samples_at(steps, envs, env)
         obs, next_obs = {}, {}
         for key, view, next_view in self._stored:
@@ -372,10 +375,11 @@ class ReplayMixin(CompressedBuffer, _Base):
             obs[key], next_obs[key] = view.read_with([next_view], (steps, envs))
         for key, array, next_array in self._dense:
             obs[key], next_obs[key] = array[steps, envs], next_array[steps, envs]
-        # dones that are due to timeouts do not count
-        dones = self.dones[steps, envs] * (1 - self.timeouts[steps, envs])
-        rewards = self._normalize_reward(self.rewards[steps, envs].reshape(-1, 1), env)
-        return self._make_samples((obs, self.actions[steps, envs], next_obs, dones.reshape(-1, 1), rewards), env)
+        # dones that are due to timeouts do not count; take() is faster than an index for each axis
+        flat = (steps * self.n_envs + envs).reshape(-1, 1)
+        dones = self.dones.take(flat) * (1 - self.timeouts.take(flat))
+        rewards = self._normalize_reward(self.rewards.take(flat), env)
+        return self._make_samples((obs, self.actions[steps, envs], next_obs, dones, rewards), env)
 
     def _n_step_samples_at(self, steps: Indices, envs: Indices, env: VecNormalize | None) -> Any:
         """What SB3's `NStepReplayBuffer` returns, which changes ``timeouts`` for a moment and draws ``envs`` itself."""
@@ -399,16 +403,13 @@ class ReplayMixin(CompressedBuffer, _Base):
     def _make_samples(self, batch: tuple[Any, ...], env: VecNormalize | None) -> Any:
         """SB3's samples from fresh arrays, which their tensors take over."""
         obs, actions, next_obs, *columns = batch
-        obs, next_obs = self._views.as_sb3(obs), self._views.as_sb3(next_obs)
+        views, to_torch = self._views, self._to_torch
+        obs, next_obs = views.as_sb3(obs), views.as_sb3(next_obs)
         if env is not None:
             obs, next_obs = env.normalize_obs(obs), env.normalize_obs(next_obs)
-        make = DictReplayBufferSamples if self._views.is_dict else ReplayBufferSamples
-        return make(
-            self._obs_to_torch(obs),
-            self._to_torch(actions),
-            self._obs_to_torch(next_obs),
-            *map(self._to_torch, columns),
-        )
+        make = DictReplayBufferSamples if views.is_dict else ReplayBufferSamples
+        tensors = self._obs_to_torch(obs), to_torch(actions), self._obs_to_torch(next_obs)
+        return make(*tensors, *map(to_torch, columns))
 
     # ---- memory ----
 

@@ -1,4 +1,4 @@
-"""Priorities that can be drawn from in proportion to their size, and changed, in whole batches."""
+"""`SumTree`: priorities that are drawn from and updated in batches."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 
-# children of a node, and how many nodes may be searched at once: fastest of 8 to 128 and 256 to 16384 for a million
+# children of a node, and the size up to which a level is searched as a whole; the fastest for a million leaves among
+# 8 to 128 and 256 to 16384
 FAN_OUT = 32
-_TOP = 1024
+_TOP_SIZE = 1024
 
 
 class SumTree:
-    """``n_leaves`` priorities, their total, their minimum, and draws in proportion to them.
+    """``n_leaves`` priorities with their total, their minimum, and draws in proportion to them.
 
-    A node is always the sum of its children as they are, never corrected by a difference: the tree follows from its
-    leaves alone, and nothing drifts. Writing marks nodes as stale; they are summed up when somebody next asks. A leaf
-    of zero is not there: it is never drawn, and no minimum.
+    A node is always the sum of its children and never adjusted by a difference, so the tree depends on its leaves
+    alone and rounding errors do not add up. Writing marks nodes as stale; they are summed at the next query. A leaf of
+    zero is empty: it is never drawn and does not count for the minimum.
     """
 
     def __init__(self, n_leaves: int) -> None:
         self.n_leaves = n_leaves
-        self._grow(np.zeros(_padded(n_leaves), np.float64))
+        self._build(np.zeros(_padded(n_leaves), np.float64))
 
-    def _grow(self, leaves: Floats) -> None:
-        """Build the tree anew over ``leaves``."""
-        # leaves first; each level is padded to whole nodes. Leaves are their own minima, zeros apart
+    def _build(self, leaves: Floats) -> None:
+        """Build the tree over ``leaves``."""
+        # from the leaves up; each level is padded to whole nodes. Leaves that are not zero are their own minima
         self._sums, self._mins = [leaves], [leaves]
-        while len(self._sums[-1]) > _TOP:
+        while len(self._sums[-1]) > _TOP_SIZE:
             n_nodes = _padded(len(self._sums[-1]) // FAN_OUT)
             self._sums.append(np.zeros(n_nodes))
             self._mins.append(np.full(n_nodes, np.inf))
@@ -42,8 +43,8 @@ class SumTree:
     # ---- writing and reading ----
 
     def write(self, leaves: Any, priorities: Any) -> None:
-        """Set ``leaves`` (indices or a slice); where one is repeated, the last of its priorities counts."""
-        # marked first: a node that is summed up once too often does no harm
+        """Set ``leaves`` (indices or a slice); the last priority of a repeated index counts."""
+        # marked first: summing a node once too often does no harm
         if isinstance(leaves, slice):
             self._stale[leaves.start // FAN_OUT : (leaves.stop - 1) // FAN_OUT + 1] = True
         else:
@@ -51,32 +52,32 @@ class SumTree:
         self._sums[0][leaves] = priorities
 
     def read(self, leaves: Any) -> Floats:
-        """The priorities of ``leaves``."""
+        """Return the priorities of ``leaves``."""
         priorities: Floats = self._sums[0][leaves]
         return priorities
 
     def clear(self) -> None:
         """Set every leaf to zero."""
-        self._grow(np.zeros_like(self._sums[0]))
+        self._build(np.zeros_like(self._sums[0]))
 
     @property
     def total(self) -> float:
         """The sum of all priorities."""
-        self._apply_pending()
+        self._update()
         return float(self._ends[-1])
 
     @property
     def minimum(self) -> float:
-        """The least priority above zero; infinite where there is none."""
-        self._apply_pending()
+        """The smallest priority above zero, or infinity."""
+        self._update()
         return self._min
 
     # ---- drawing ----
 
     def find(self, points: Floats) -> Indices:
-        """The leaf that each of ``points`` falls on, where all priorities are laid end to end from 0 to `total`."""
-        self._apply_pending()
-        # the first node that ends beyond the point: it cannot be an empty one
+        """Return the leaf at each of ``points``, from 0 to `total`, on the line of all priorities placed end to end."""
+        self._update()
+        # the first node that ends after the point, which cannot be empty
         ends = self._ends
         points = np.minimum(points, np.nextafter(ends[-1], 0))
         nodes = ends.searchsorted(points, side="right")
@@ -84,7 +85,7 @@ class SumTree:
         rows = np.arange(len(points))
         for sums in self._sums[-2::-1]:
             ends = _children(sums, nodes).cumsum(axis=1)  # (n_points, FAN_OUT)
-            # rounding may put a point past the end of its node
+            # rounding may move a point past the end of its node
             np.minimum(points, np.nextafter(ends[:, -1], 0), out=points)
             children = (ends > points[:, None]).argmax(axis=1)
             points -= np.where(children > 0, ends[rows, children - 1], 0.0)
@@ -92,14 +93,14 @@ class SumTree:
         return nodes
 
     def draw(self, n_draws: int) -> Indices:
-        """``n_draws`` leaves, one from each of as many equal parts of the total, from NumPy's global generator."""
+        """Draw one leaf from each of ``n_draws`` equal parts of the total, with NumPy's global generator."""
         parts = np.arange(n_draws) + np.random.random_sample(n_draws)
         return self.find(parts * (self.total / n_draws))
 
-    # ---- keeping the sums ----
+    # ---- sums ----
 
-    def _apply_pending(self) -> None:
-        """Sum up again what has stale children."""
+    def _update(self) -> None:
+        """Sum all nodes with stale children."""
         stale = marked = np.flatnonzero(self._stale)
         if not len(stale):
             return
@@ -118,17 +119,23 @@ class SumTree:
         self._stale[marked] = False
 
     def check(self) -> None:
-        """Raise if the tree is not exactly what its leaves make it, or a leaf is no priority."""
+        """Raise if a leaf is not a priority or a node is not the sum of its children, for tests."""
         leaves = self._sums[0]
         if not np.isfinite(leaves).all() or (leaves < 0).any() or leaves[self.n_leaves :].any():
-            raise AssertionError("a leaf is negative, not finite, or beyond the last one")
-        again = SumTree(self.n_leaves)
-        again.write(slice(0, self.n_leaves), leaves[: self.n_leaves])
-        if (again.total, again.minimum) != (self.total, self.minimum):
-            raise AssertionError(f"total and minimum are {self.total}, {self.minimum}, not {again.total}, {again._min}")
-        for ours, fresh in zip(self._sums + self._mins, again._sums + again._mins, strict=True):
-            if not np.array_equal(ours, fresh):
+            raise AssertionError("a leaf is negative or not finite, or padding is not zero")
+        rebuilt = self.frozen()
+        if (rebuilt.total, rebuilt.minimum) != (self.total, self.minimum):
+            raise AssertionError(
+                f"total and minimum are {self.total}, {self.minimum}; should be {rebuilt.total}, {rebuilt.minimum}"
+            )
+        for level, rebuilt_level in zip(self.levels, rebuilt.levels, strict=True):
+            if not np.array_equal(level, rebuilt_level):
                 raise AssertionError("a node is not the sum of its children")
+
+    @property
+    def levels(self) -> list[Floats]:
+        """The sums of every level from the leaves up, then the minima."""
+        return self._sums + self._mins
 
     # ---- memory and pickles ----
 
@@ -137,10 +144,10 @@ class SumTree:
         return sum(part.nbytes for part in (*self._sums, *self._mins[1:], self._stale, self._ends))
 
     def frozen(self) -> SumTree:
-        """A copy."""
-        made = object.__new__(SumTree)
-        made.__setstate__(self.__getstate__())
-        return made
+        """Return a copy, whose sums are computed again."""
+        copied = object.__new__(SumTree)
+        copied.__setstate__(self.__getstate__())
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
         return {"n_leaves": self.n_leaves, "leaves": self._sums[0][: self.n_leaves].copy()}
@@ -149,7 +156,7 @@ class SumTree:
         self.n_leaves = state["n_leaves"]
         leaves = np.zeros(_padded(self.n_leaves), np.float64)
         leaves[: self.n_leaves] = state["leaves"]
-        self._grow(leaves)
+        self._build(leaves)
 
 
 def _padded(count: int) -> int:
@@ -157,5 +164,5 @@ def _padded(count: int) -> int:
 
 
 def _children(level: Floats, nodes: Indices) -> Floats:
-    """What lies below ``nodes``, (n_nodes, FAN_OUT)."""
+    """The children of ``nodes``, of shape (n_nodes, FAN_OUT)."""
     return level.reshape(-1, FAN_OUT).take(nodes, axis=0)

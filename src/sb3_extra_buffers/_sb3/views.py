@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -159,10 +159,3 @@ def _make_view(
     # a dense store cannot free what is evicted
     store.may_stay_dense = options.max_bytes is None
     return BufferView(store, lead_shape)
-
-
-def map_observations(function: Callable[[Any], Any], observations: Any) -> Any:
-    """Apply ``function`` to each value of a dict, or to the one array or tensor of a Box."""
-    if isinstance(observations, dict):
-        return {key: function(part) for key, part in observations.items()}
-    return function(observations)

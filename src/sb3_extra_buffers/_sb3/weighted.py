@@ -1,4 +1,4 @@
-"""SB3's own training with importance weights and priorities, for algorithms as they are installed."""
+"""Runs the installed ``train()`` of an SB3 algorithm with importance weights and priority updates."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-#: functions of an estimate and its target whose mean over a batch is a loss
+#: Functions of an estimate and its target whose mean over a batch is a loss.
 LOSSES = frozenset({"smooth_l1_loss", "huber_loss", "mse_loss", "quantile_huber_loss"})
 
 
 class PrioritizedTraining(_Base):
-    """Runs the ``train()`` of the class it is mixed into with the losses it names replaced by weighted ones.
+    """Runs the ``train()`` of the algorithm it is mixed into with weighted losses.
 
-    The code that runs is that of the installed algorithm. It finds other functions under the names of its losses, and
-    a buffer that looks on: no module is changed, and nothing has to be undone but the buffer.
+    The code is that of the installed algorithm, but the names of losses refer to weighted ones, and ``replay_buffer``
+    to a `RecordingBuffer`. No module is changed; only the buffer has to be put back.
     """
 
-    #: for Box and for Dict observations, where no class is asked for
+    #: Buffer classes for Box and for Dict observations, if the user names none.
     default_buffers: tuple[type[PrioritizedMixin], type[PrioritizedMixin]]
 
     def _setup_model(self) -> None:
@@ -40,15 +40,15 @@ class PrioritizedTraining(_Base):
             self.replay_buffer_class = self.default_buffers[isinstance(self.observation_space, spaces.Dict)]
         elif not issubclass(chosen, PrioritizedMixin):
             raise AlgorithmMismatchError(
-                f"{type(self).__name__} needs a prioritised buffer, got {chosen.__name__}; leave replay_buffer_class "
-                "out, or pass CompressedPrioritizedReplayBuffer"
+                f"{type(self).__name__} needs a prioritised buffer, got {chosen.__name__}; leave out replay_buffer_class "
+                "or pass CompressedPrioritizedReplayBuffer"
             )
         n_steps = getattr(self, "n_steps", 1)
         if n_steps > 1:
             self.replay_buffer_kwargs = {"n_steps": n_steps, "gamma": self.gamma, **kwargs}
         try:
             with warnings.catch_warnings():
-                # they are not, see above
+                # they are passed to the buffer, see above
                 warnings.filterwarnings("ignore", message="`n_steps=.* is ignored because")
                 super()._setup_model()
         finally:
@@ -61,21 +61,21 @@ class PrioritizedTraining(_Base):
                 f"{type(self).__name__} needs a prioritised buffer, but a {type(buffer).__name__} was loaded into it"
             )
         buffer.progress_remaining = self._current_progress_remaining
-        watched = WatchedBuffer(buffer)
-        train = with_losses(super().train.__func__, watched.weighted)  # type: ignore[attr-defined]  # a method
-        self.replay_buffer = watched  # type: ignore[assignment]  # for as long as train() runs
+        recording = RecordingBuffer(buffer)
+        train = replace_losses(super().train.__func__, recording.weighted)  # type: ignore[attr-defined]  # a method
+        self.replay_buffer = recording  # type: ignore[assignment]  # while train() runs
         try:
             train(self, *args, **kwargs)
         finally:
             self.replay_buffer = buffer
-        watched.finish()
+        recording.finish_batch()
         self.logger.record("train/beta", buffer.beta_now())
-        if watched.mean_errors:
-            self.logger.record("train/td_error", sum(watched.mean_errors) / len(watched.mean_errors))
+        if recording.mean_errors:
+            self.logger.record("train/td_error", sum(recording.mean_errors) / len(recording.mean_errors))
 
 
-class WatchedBuffer:
-    """The buffer while an algorithm trains: knows which batch a loss belongs to, and passes its errors on."""
+class RecordingBuffer:
+    """Stands for the buffer during ``train()``: records the TD errors of each batch and updates its priorities."""
 
     def __init__(self, buffer: PrioritizedMixin) -> None:
         self.buffer = buffer
@@ -87,60 +87,60 @@ class WatchedBuffer:
         return getattr(self.buffer, name)
 
     def sample(self, *args: Any, **kwargs: Any) -> PrioritizedReplayBufferSamples:
-        self.finish()
+        self.finish_batch()
         batch: PrioritizedReplayBufferSamples = self.buffer.sample(*args, **kwargs)
         self._batch = batch
         return batch
 
-    def finish(self) -> None:
-        """Turn the errors of the last batch into priorities, before the next one is drawn."""
+    def finish_batch(self) -> None:
+        """Turn the TD errors of the last batch into priorities."""
         if self._batch is None:
             return
         if not self._errors:
             raise AlgorithmMismatchError(
-                f"train() took a batch and called none of {', '.join(sorted(LOSSES))} by the names its module has for "
-                "them, so there are no TD errors to take priorities from; call update_priorities() in a train() of "
-                "your own instead"
+                f"train() sampled a batch but called none of {', '.join(sorted(LOSSES))} through the names in its "
+                "module, so there are no TD errors to compute priorities from; call update_priorities() in your own "
+                "train() instead"
             )
-        # one entry for each critic
+        # one tensor for each critic
         errors = th.stack(self._errors).mean(dim=0)
         self.buffer.update_priorities(self._batch.indices, errors)
         self.mean_errors.append(float(errors.mean()))
         self._batch, self._errors = None, []
 
     def weighted(self, loss: Callable[..., th.Tensor]) -> Callable[..., th.Tensor]:
-        """``loss`` with the gradient of each sample scaled by its weight, which also takes note of its error."""
+        """Return ``loss`` with the gradient of each sample scaled by its weight; calling it records the TD errors."""
 
         def weighted_loss(current: th.Tensor, target: th.Tensor, /, *args: Any, **kwargs: Any) -> th.Tensor:
             if self._batch is None or len(current) != len(self._batch.indices):
                 n_samples = 0 if self._batch is None else len(self._batch.indices)
                 raise AlgorithmMismatchError(
-                    f"{loss.__name__} of {len(current)} estimates, but the batch has {n_samples} samples"
+                    f"{loss.__name__} was called with {len(current)} estimates, but the batch has {n_samples} samples"
                 )
             self._errors.append(td_errors(loss, current.detach(), target.detach()))
             weights = self._batch.weights
-            return loss(weigh(current, weights), weigh(target, weights), *args, **kwargs)
+            return loss(weight_gradient(current, weights), weight_gradient(target, weights), *args, **kwargs)
 
         return weighted_loss
 
 
 def td_errors(loss: Callable[..., Any], current: th.Tensor, target: th.Tensor) -> th.Tensor:
-    """Absolute TD errors, (batch_size,): of the mean where there are quantiles, the mean where there are critics."""
+    """Return absolute TD errors of shape (batch_size,), from the means of quantiles or averaged over other axes."""
     if loss.__name__ == "quantile_huber_loss":
         current, target = current.mean(dim=-1), target.mean(dim=-1)
     return (target - current).abs().reshape(len(current), -1).mean(dim=1)
 
 
-def weigh(values: th.Tensor, weights: th.Tensor) -> th.Tensor:
-    """``values`` as they are, whose gradients will be multiplied by ``weights``, one for each row.
+def weight_gradient(values: th.Tensor, weights: th.Tensor) -> th.Tensor:
+    """Return ``values`` unchanged; their gradient will be multiplied by ``weights``, one for each row.
 
-    For a mean over samples that is the same as multiplying each sample's loss, without knowing how it is made.
+    For a loss that is a mean over samples, this equals weighting the loss of each sample, whatever the loss computes.
     """
-    weighed: th.Tensor = _Weigh.apply(values, weights)  # type: ignore[no-untyped-call]  # torch's
-    return weighed
+    weighted: th.Tensor = _WeightGradient.apply(values, weights)  # type: ignore[no-untyped-call]  # torch's
+    return weighted
 
 
-class _Weigh(th.autograd.Function):
+class _WeightGradient(th.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: th.Tensor, weights: th.Tensor) -> th.Tensor:
         ctx.save_for_backward(weights)
@@ -162,8 +162,8 @@ class _Functional:
         return getattr(functional, name)
 
 
-def with_losses(train: FunctionType, replace: Callable[[Any], Any]) -> FunctionType:
-    """The function ``train`` as it is, but for the losses that it finds in its module."""
+def replace_losses(train: FunctionType, replace: Callable[[Any], Any]) -> FunctionType:
+    """Return a copy of ``train`` whose globals have every loss replaced."""
     names = dict(train.__globals__)
     losses = {name: replace(getattr(functional, name)) for name in LOSSES if hasattr(functional, name)}
     for name, value in train.__globals__.items():
@@ -171,20 +171,20 @@ def with_losses(train: FunctionType, replace: Callable[[Any], Any]) -> FunctionT
             names[name] = _Functional(losses)
         elif isinstance(value, FunctionType) and value.__name__ in LOSSES:
             names[name] = replace(value)
-    again = FunctionType(train.__code__, names, train.__name__, train.__defaults__, train.__closure__)
-    again.__kwdefaults__ = train.__kwdefaults__
-    return again
+    copied = FunctionType(train.__code__, names, train.__name__, train.__defaults__, train.__closure__)
+    copied.__kwdefaults__ = train.__kwdefaults__
+    return copied
 
 
 def calls_a_loss(train: Any) -> bool:
-    """Whether the code of ``train`` calls something by the name of a loss."""
+    """Whether the code of ``train`` uses the name of a loss."""
     code = getattr(train, "__code__", None)
-    return code is not None and any(LOSSES & set(part.co_names) for part in _codes(code))
+    return code is not None and any(LOSSES & set(nested.co_names) for nested in _nested_code(code))
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def _nested_code(code: CodeType) -> Iterator[CodeType]:
+    """``code`` and what it contains, such as a generator expression over critics."""
     yield code
     for constant in code.co_consts:
-        # such as a generator expression over critics
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield from _nested_code(constant)

@@ -1,1 +1,1 @@
-"""The command ``sb3-extra-buffers``: look inside saved buffers, check, convert and measure them."""
+"""The ``sb3-extra-buffers`` command: inspect, check, convert and benchmark saved buffers."""

@@ -1,18 +1,19 @@
-"""``sb3-extra-buffers``: its commands, their options, and what they print."""
+"""The ``sb3-extra-buffers`` command line: subcommands, their options and output."""
 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sb3_extra_buffers import __version__
-from sb3_extra_buffers.cli.contents import Contents, memory_of, open_any
+from sb3_extra_buffers.cli.reader import BufferReader, memory_of, open_buffer
 from sb3_extra_buffers.errors import ExtraBuffersError, FileFormatError, FileWriteError
 from sb3_extra_buffers.files.parts import views_of
 from sb3_extra_buffers.files.repairing import repair
@@ -24,7 +25,7 @@ _PICKLES = {".pkl", ".pickle"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit status: 0, 1 for what was found, 2 for what went wrong."""
+    """Run a command; return 0 on success, 1 if ``verify`` found damage, 2 after an error."""
     parser = _parser()
     args = parser.parse_args(arguments)
     try:
@@ -38,59 +39,66 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sb3-extra-buffers", description="Look inside saved buffers.")
+    parser = argparse.ArgumentParser(
+        prog="sb3-extra-buffers", description="Inspect, check, convert and benchmark saved buffers."
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    info = _command(commands, "info", _info, "what is in a file: memory, codec, episodes, returns")
-    info.add_argument("--json", action="store_true", help="as one JSON object")
-    check = _command(commands, "verify", _verify, "look for damage; status 1 if there is any")
-    check.add_argument("--deep", action="store_true", help="decode every observation as well")
-    mend = _command(commands, "repair", _repair, "save what is whole of a damaged buffer as another")
-    mend.add_argument("target", type=Path)
+    info = _command(commands, "info", _info, "show what a saved buffer holds: memory, codec, episodes, returns")
+    info.add_argument("--json", action="store_true", help="print one JSON object")
+    check = _command(commands, "verify", _verify, "check a saved buffer for damage; exit status 1 if there is any")
+    check.add_argument("--deep", action="store_true", help="also decode every observation")
+    mend = _command(commands, "repair", _repair, "save the undamaged part of a buffer to a new folder")
+    mend.add_argument("target", type=Path, help="folder to create")
 
-    sheet = _command(commands, "montage", _montage, "a contact sheet of observations (PNG)")
-    sheet.add_argument("--count", type=int, default=64, help="how many pictures (64)")
-    sheet.add_argument("--columns", type=int, default=8)
-    film = _command(commands, "play", _play, "an episode as a film (.gif or .mp4)")
-    film.add_argument("--episode", type=int, help="which one, counted from 0; all of environment 0 if not given")
-    film.add_argument("--steps", type=int, default=1000, help="at most this many (1000)")
-    film.add_argument("--fps", type=float, default=15)
-    page = _command(commands, "view", _view, "one HTML page to scrub through episodes")
-    page.add_argument("--steps", type=int, default=2000, help="at most this many (2000)")
-    for command, name in ((sheet, "montage.png"), (film, "play.gif"), (page, "view.html")):
-        command.add_argument("-o", "--output", type=Path, default=Path(name), help=f"({name})")
-        command.add_argument("--key", help="which observations, where they are a Dict")
-    for command in (sheet, film):
-        command.add_argument("--scale", type=int, default=1, help="enlarge pixels so many times")
+    sheet = _command(commands, "montage", _montage, "write a contact sheet of observations (PNG)")
+    sheet.add_argument("--count", type=int, default=64, help="number of images (default: 64)")
+    sheet.add_argument("--columns", type=int, default=8, help="images per row (default: 8)")
+    animation = _command(commands, "play", _play, "write an episode as an animation (GIF or MP4)")
+    animation.add_argument("--episode", type=int, help="number of the episode, from 0 (default: all of environment 0)")
+    animation.add_argument("--steps", type=int, default=1000, help="maximum number of steps (default: 1000)")
+    animation.add_argument("--fps", type=float, default=15, help="frames per second (default: 15)")
+    page = _command(commands, "view", _view, "write an HTML page to browse the episodes")
+    page.add_argument("--steps", type=int, default=2000, help="maximum number of steps (default: 2000)")
+    for command, name in ((sheet, "montage.png"), (animation, "play.gif"), (page, "view.html")):
+        command.add_argument("-o", "--output", type=Path, default=Path(name), help=f"file to write (default: {name})")
+        command.add_argument("--key", help="key of the observations to show, if they are a Dict")
+    for command in (sheet, animation):
+        command.add_argument("--scale", type=int, default=1, help="factor by which pixels are enlarged (default: 1)")
 
-    convert = _command(commands, "convert", _convert, "SB3's pickle to ours; ours to HDF5, zarr or Minari")
-    convert.add_argument("target", type=Path, help="a folder, NAME.h5, NAME.zarr, or with --to minari a dataset's name")
-    convert.add_argument("--to", choices=["ours", "hdf5", "zarr", "minari"], help="if the name does not say it")
-    convert.add_argument("--trust", action="store_true", help="load a pickle, and run whatever is in it")
-    convert.add_argument("--method", default="auto", help="compression method for a pickle's observations (auto)")
+    text = "convert an SB3 pickle to a saved buffer, or a saved buffer to HDF5, zarr or Minari"
+    convert = _command(commands, "convert", _convert, text, "a .pkl file, or folder of a saved buffer")
+    convert.add_argument("target", type=Path, help="a folder, NAME.h5, NAME.zarr or, with --to minari, a dataset name")
+    convert.add_argument(
+        "--to", choices=["ours", "hdf5", "zarr", "minari"], help="target format (default: from the target's suffix)"
+    )
+    convert.add_argument("--trust", action="store_true", help="load a pickle, which runs any code it contains")
+    convert.add_argument("--method", default="auto", help="compression method for a pickle (default: auto)")
 
-    for name, run, text in (
-        ("bench", _bench, "try the methods on a file or an environment id"),
-        ("recommend", _bench, "the same, and name one"),
+    for name, text in (
+        ("bench", "benchmark compression methods on a saved buffer or an environment"),
+        ("recommend", "benchmark compression methods and recommend one"),
     ):
-        trial = _command(commands, name, run, text, metavar="FILE_OR_ENV")
+        trial = _command(commands, name, _bench, text, "folder of a saved buffer, or the id of an environment")
         trial.set_defaults(name=name)
-        trial.add_argument("--steps", type=int, default=500, help="steps to try them on (500)")
-        trial.add_argument("--methods", help="a list with commas; all that are installed if not given")
-        trial.add_argument("--key", help="which observations, where they are a Dict")
-        trial.add_argument("-o", "--output", type=Path, help="plot it (PNG)")
+        trial.add_argument("--steps", type=int, default=500, help="number of steps to use (default: 500)")
+        trial.add_argument("--methods", help="comma-separated methods (default: all that are installed)")
+        trial.add_argument("--key", help="key of the observations to use, if they are a Dict")
+        trial.add_argument("-o", "--output", type=Path, help="PNG file to plot the results to")
     return parser
 
 
-def _command(commands: Any, name: str, run: Any, text: str, metavar: str = "path") -> argparse.ArgumentParser:
+def _command(
+    commands: Any, name: str, run: Any, text: str, source: str = "folder of a saved buffer"
+) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    command.add_argument("path", metavar=metavar)
+    command.add_argument("path", help=source)
     command.set_defaults(run=run)
     return command
 
 
-# ---- looking ----
+# ---- inspecting and checking ----
 
 
 def _info(args: argparse.Namespace) -> int:
@@ -104,9 +112,9 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def describe(path: str) -> dict[str, Any]:
-    """What `info` prints."""
-    saved, buffer = open_any(path)
-    contents = Contents(buffer)
+    """Return what ``info`` prints."""
+    saved, buffer = open_buffer(path)
+    reader = BufferReader(buffer)
     record = saved.record
     facts: dict[str, Any] = {
         "path": str(path),
@@ -115,14 +123,14 @@ def describe(path: str) -> dict[str, Any]:
         "format_version": record["version"],
         "library": record.get("library"),
         "saved": record.get("saved"),
-        "bytes_on_disk": sum(entry.stat().st_size for entry in Path(path).iterdir()),
-        "steps": contents.n_steps,
-        "environments": contents.n_envs,
-        "transitions": contents.n_transitions,
+        "bytes_on_disk": sum(file.stat().st_size for file in Path(path).iterdir()),
+        "steps": reader.n_steps,
+        "environments": reader.n_envs,
+        "transitions": reader.n_transitions,
     }
-    if not contents.is_array:
+    if not reader.is_array:
         facts |= {
-            "capacity": int(buffer.buffer_size) * contents.n_envs,
+            "capacity": int(buffer.buffer_size) * reader.n_envs,
             "observation_space": str(buffer.observation_space),
             "action_space": str(buffer.action_space),
         }
@@ -133,8 +141,8 @@ def describe(path: str) -> dict[str, Any]:
             facts[f"codec.{key}" if key else "codec"] = method
     for name, view in views_of(buffer):
         facts[f"shape.{name}"] = f"{view.shape} {view.dtype}"
-    if not contents.is_array:
-        facts |= _episode_facts(contents)
+    if not reader.is_array:
+        facts |= _episode_facts(reader)
     if saved.journal is not None:
         from sb3_extra_buffers.files.journal import read_journal
 
@@ -142,15 +150,15 @@ def describe(path: str) -> dict[str, Any]:
     return facts
 
 
-def _episode_facts(contents: Contents) -> dict[str, Any]:
-    episodes = [episode for episode in contents.episodes() if episode.ended]
+def _episode_facts(reader: BufferReader) -> dict[str, Any]:
+    episodes = [episode for episode in reader.episodes() if episode.ended]
     facts: dict[str, Any] = {"episodes": len(episodes)}
     if episodes:
-        totals = np.array([episode.total for episode in episodes])
+        returns = np.array([episode.total_reward for episode in episodes])
         lengths = np.array([len(episode.steps) for episode in episodes])
-        for name, values in (("return", totals), ("length", lengths)):
-            for figure in ("mean", "min", "max"):
-                facts[f"{name}_{figure}"] = round(float(getattr(values, figure)()), 4)
+        for name, values in (("return", returns), ("length", lengths)):
+            for statistic in ("mean", "min", "max"):
+                facts[f"{name}_{statistic}"] = round(float(getattr(values, statistic)()), 4)
     return facts
 
 
@@ -173,34 +181,38 @@ def _repair(args: argparse.Namespace) -> int:
     return 0
 
 
-def _montage(args: argparse.Namespace) -> int:
-    from sb3_extra_buffers.cli.pictures import encode_png, montage
+# ---- images ----
 
-    _, buffer = open_any(args.path)
-    sheet = montage(Contents(buffer), args.count, args.columns, args.key, args.scale)
+
+def _montage(args: argparse.Namespace) -> int:
+    from sb3_extra_buffers.cli.images import montage
+    from sb3_extra_buffers.recording.images import encode_png
+
+    _, buffer = open_buffer(args.path)
+    sheet = montage(BufferReader(buffer), args.count, args.columns, args.key, args.scale)
     _write(args.output, encode_png(sheet))
     return 0
 
 
 def _play(args: argparse.Namespace) -> int:
-    from sb3_extra_buffers.cli.pictures import film, write_film
+    from sb3_extra_buffers.cli.images import episode_images, write_animation
 
-    _, buffer = open_any(args.path)
-    pictures = film(Contents(buffer), args.episode, args.key, args.steps, args.scale)
-    write_film(args.output, pictures, args.fps)
-    print(f"saved: {args.output} ({len(pictures)} pictures)")
+    _, buffer = open_buffer(args.path)
+    images = episode_images(BufferReader(buffer), args.episode, args.key, args.steps, args.scale)
+    write_animation(args.output, images, args.fps)
+    print(f"saved: {args.output} ({len(images)} frames)")
     return 0
 
 
 def _view(args: argparse.Namespace) -> int:
     from sb3_extra_buffers.cli.html_view import make_page
 
-    _, buffer = open_any(args.path)
-    contents = Contents(buffer)
-    usage = memory_of(buffer)
-    held = "" if usage is None else f", {format_bytes(usage.total)} in memory ({100 * usage.ratio:.2f} % of dense)"
-    facts = f"{type(buffer).__name__}: {contents.n_transitions} transitions of {contents.n_envs} environments{held}"
-    page = make_page(Path(args.path).name, facts, contents, args.key, args.steps)
+    _, buffer = open_buffer(args.path)
+    reader, usage = BufferReader(buffer), memory_of(buffer)
+    facts = f"{type(buffer).__name__}: {reader.n_transitions} transitions of {reader.n_envs} environments"
+    if usage is not None:
+        facts += f", {format_bytes(usage.total)} in memory ({100 * usage.ratio:.2f} % of dense)"
+    page = make_page(Path(args.path).name, facts, reader, args.key, args.steps)
     _write(args.output, page.encode())
     return 0
 
@@ -209,37 +221,37 @@ def _write(path: Path, data: bytes) -> None:
     try:
         path.write_bytes(data)
     except OSError as problem:
-        raise FileWriteError(problem.errno, f"{path} cannot be written: {problem.strerror}") from problem
+        raise FileWriteError(problem.errno, f"cannot write {path}: {problem.strerror}") from problem
     print(f"saved: {path} ({len(data)} bytes)")
 
 
-# ---- converting and measuring ----
+# ---- converting and benchmarking ----
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from sb3_extra_buffers.cli import converting
+    from sb3_extra_buffers.cli import convert
 
     source = Path(args.path)
     kind = args.to or _EXPORTS.get(args.target.suffix.lower(), "ours")
     if args.target.exists():
-        raise FileWriteError(17, f"{args.target} exists already; choose another name")
+        raise FileWriteError(errno.EEXIST, f"{args.target} already exists; choose another name")
     if source.is_file():
         if kind != "ours":
-            raise FileFormatError(f"{source} is a file: convert it to ours first, and then to {kind}")
+            raise FileFormatError(f"{source} is a file: convert it to a saved buffer first, then that to {kind}")
         if source.suffix.lower() not in _PICKLES:
             raise FileFormatError(f"{source} is neither a saved buffer nor a pickle (.pkl)")
-        buffer = converting.from_pickle(source, args.target, args.trust, args.method)
+        buffer = convert.from_pickle(source, args.target, args.trust, args.method)
         print(f"class: {type(buffer).__name__}")
     else:
-        saved, buffer = open_any(source)
+        saved, buffer = open_buffer(source)
         if kind == "hdf5":
-            converting.to_hdf5(saved, buffer, args.target)
+            convert.to_hdf5(saved, buffer, args.target)
         elif kind == "zarr":
-            converting.to_zarr(saved, buffer, args.target)
+            convert.to_zarr(saved, buffer, args.target)
         elif kind == "minari":
-            converting.to_minari(buffer, args.target)
+            convert.to_minari(buffer, args.target)
         else:
-            raise FileFormatError(f"{source} is one of ours already; name the target .h5 or .zarr, or pass --to")
+            raise FileFormatError(f"{source} is a saved buffer already; use a target .h5 or .zarr, or pass --to")
     print(f"saved: {args.target} ({kind})")
     return 0
 
@@ -248,25 +260,18 @@ def _bench(args: argparse.Namespace) -> int:
     from sb3_extra_buffers.cli import bench
 
     methods = args.methods.split(",") if args.methods else bench.available_methods()
-    observations = bench.observations_from(args.path, args.steps, args.key)
-    rows = sorted(bench.bench(observations, methods), key=lambda row: row.percent)
-    shape = "x".join(map(str, observations.shape[2:]))
-    print(f"observations: {observations.shape[0] * observations.shape[1]} of {shape} {observations.dtype}")
-    print(bench.table(rows))
+    observations = bench.load_observations(args.path, args.steps, args.key)
+    results = sorted(bench.run_benchmark(observations, methods), key=lambda result: result.percent)
+    n_steps, n_envs, *shape = observations.shape
+    print(f"observations: {n_steps * n_envs} of {'x'.join(map(str, shape))} {observations.dtype}")
+    print(bench.format_table(results))
     if args.name == "recommend":
-        best = bench.recommend(rows)
-        print(f"recommended: {best.method} ({best.percent:.2f} % of dense, {best.read_us:.1f} us to read one)")
+        best = bench.recommend(results)
+        print(f"recommended: {best.method} ({best.percent:.2f} % of dense, {best.read_us:.1f} us per observation read)")
     if args.output is not None:
-        bench.plot(rows, args.output, Path(args.path).name)
+        bench.plot(results, args.output, Path(args.path).name)
         print(f"saved: {args.output}")
     return 0
-
-
-def commands() -> Iterator[str]:
-    """The names of the commands."""
-    for action in _parser()._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            yield from action.choices
 
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
-"""The `delta` format: a row as the bytes that differ from a reference row.
+"""The ``delta`` format: a row as the bytes that differ from a reference row.
 
-One difference is five sections, in this order, each as long as the ones before it say:
+A difference consists of six sections. The length of each follows from the contents of those before it:
 
-====================  =======================================================================
-``top``               one bit per 512 bytes of the row: does anything change there?
-``groups``            for each set bit, one byte: which of its eight 64-byte lines change
-``lines``             for each changed line, one byte: which of its eight 8-byte words change
-``words``             for each changed word, one byte: which of its eight bytes change
-``fresh``             one bit per changed byte: does its value differ from the changed byte before?
+====================  ==========================================================================
+``top``               one bit per 512 bytes of the row: whether anything changes there
+``groups``            one byte per set bit: which of its eight 64-byte lines change
+``lines``             one byte per changed line: which of its eight 8-byte words change
+``words``             one byte per changed word: which of its eight bytes change
+``fresh``             one bit per changed byte: whether its value differs from the changed byte before
 ``values``            the new value of every changed byte whose ``fresh`` bit is set
-====================  =======================================================================
+====================  ==========================================================================
 
-Bits count from the least significant. No section needs a search: positions are running counts of
-set bits, so NumPy, numba, torch and Triton can all read and write whole batches of differences.
-A difference as long as the row is the row itself; an empty one says that nothing changed.
+Bits are numbered from the least significant. Every position is a running count of set bits, so NumPy, numba, torch and
+Triton can all read and write whole batches of differences. A difference as long as the row is the row itself; an empty
+one means that nothing changed.
+
+`encode_delta` and `apply_delta` are the reference for all kernels.
 """
 
 from __future__ import annotations
@@ -24,16 +26,14 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.codecs.base import Codec
+from sb3_extra_buffers.codecs.base import Bytes, Codec
 from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.errors import CodecLevelError, CodecOptionError, CorruptPayloadError
 
-Bytes = npt.NDArray[np.uint8]
-
-#: bytes of a row that one byte of ``top`` speaks for
+#: bytes of a row that one byte of ``top`` covers
 BLOCK = 4096
 
-# level: frames to a segment, zstd level for a segment's differences (0: LZ4 where that pays)
+# level: (frames per segment, zstd level for a segment's differences; 0: LZ4 where that pays)
 _LEVELS = {1: (8, 0), 2: (32, 3), 3: (64, 9)}
 
 
@@ -43,7 +43,7 @@ def top_bytes(nbytes: int) -> int:
 
 
 def padded(nbytes: int) -> int:
-    """Row length rounded up so that every position a difference can name lies inside."""
+    """Row length rounded up so that every position that a difference can encode is inside."""
     return max(top_bytes(nbytes), 1) * BLOCK
 
 
@@ -51,12 +51,11 @@ def padded(nbytes: int) -> int:
 class DeltaCodec(Codec):
     """Differences to a reference row, in segments that start from a shared keyframe.
 
-    On its own, a row is encoded as the difference to a row of zeros. The frame store encodes each
-    frame against the one before it, ``frames`` to a segment; the first one of a segment refers to
-    a keyframe, a whole frame that many segments share.
+    Alone, this codec encodes a row as its difference to zeros. The frame store encodes each frame against the one
+    before it, ``frames`` per segment; the first one of a segment against a keyframe, which many segments share.
 
-    Level 1 decodes fastest; it packs only segments in which much changes, with LZ4. Levels 2 and 3 have longer
-    segments and pack all of them with zstd: less memory, slower reads.
+    Level 1 decodes fastest; it compresses only segments in which much changes, with LZ4. Levels 2 and 3 have longer
+    segments and compress all of them with zstd: less memory, slower reads.
     """
 
     codec_id: ClassVar[str] = "delta"
@@ -66,17 +65,17 @@ class DeltaCodec(Codec):
 
     def __post_init__(self) -> None:
         if self.level not in _LEVELS:
-            raise CodecLevelError(f"delta level must be 1..3, got {self.level}")
+            raise CodecLevelError(f"delta level must be 1..3, got {self.level!r}")
         if self.frames == 0:
             object.__setattr__(self, "frames", _LEVELS[self.level][0])
         if not 1 <= self.frames <= 255:
-            raise CodecOptionError(f"delta frames must be 1..255, got {self.frames}")
+            raise CodecOptionError(f"delta frames (per segment) must be 1..255, got {self.frames!r}")
         if self.level > 1:
-            get_codec("zstd")  # says what to install
+            get_codec("zstd")  # raises, and says what to install, where it is missing
 
     @property
     def pack_level(self) -> int:
-        """zstd level for the differences of a whole segment; 0 for LZ4, and only where much changes."""
+        """zstd level for all segments; 0: LZ4, and only for segments in which much changes."""
         return _LEVELS[self.level][1]
 
     def describe(self) -> str:
@@ -96,7 +95,7 @@ class DeltaCodec(Codec):
 
 
 def encode_delta(row: Bytes, reference: Bytes) -> bytes:
-    """Encode ``row`` as its difference to ``reference``, or as itself where that is no longer."""
+    """Encode ``row`` as its difference to ``reference``, or as itself where the difference would not be shorter."""
     size = row.size
     bits = changed = row != reference
     sections: list[Bytes] = []
@@ -116,10 +115,7 @@ def encode_delta(row: Bytes, reference: Bytes) -> bytes:
 
 
 def apply_delta(payload: Bytes, row: Bytes, size: int) -> None:
-    """Turn the reference in ``row[:size]`` into the encoded row.
-
-    ``row`` has `padded` bytes; those past ``size`` are scratch.
-    """
+    """Apply a difference to the reference ``row[:size]``; ``row`` has `padded` bytes, scratch past ``size``."""
     if payload.size == 0:
         return
     if payload.size == size:
@@ -130,29 +126,27 @@ def apply_delta(payload: Bytes, row: Bytes, size: int) -> None:
 
 
 def delta_positions(payload: Bytes, size: int) -> tuple[npt.NDArray[np.intp], Bytes]:
-    """Positions and new values that one difference of a row of ``size`` bytes holds."""
+    """Return the positions and new values of all bytes that a difference to a row of ``size`` bytes changes."""
     at = top_bytes(size)
     if payload.size < at:
-        raise CorruptPayloadError(f"a difference of {payload.size} bytes ends inside its first section")
-    where = _set_bits(payload[:at])
+        raise CorruptPayloadError(f"delta: a payload of {payload.size} bytes is shorter than its first section of {at}")
+    where = np.flatnonzero(np.unpackbits(payload[:at], bitorder="little"))
     for _ in range(3):
         masks = payload[at : at + where.size]
         if masks.size < where.size:
-            raise CorruptPayloadError(f"a difference of {payload.size} bytes should hold at least {at + where.size}")
+            raise CorruptPayloadError(
+                f"delta: a payload of {payload.size} bytes should have at least {at + where.size}"
+            )
         at += where.size
         bits = np.unpackbits(masks, bitorder="little").reshape(-1, 8)
         parent, bit = np.nonzero(bits)
         where = where[parent] * 8 + bit
     fresh_bytes = -(-where.size // 8)
     if payload.size < at + fresh_bytes:
-        raise CorruptPayloadError(f"a difference of {payload.size} bytes should hold at least {at + fresh_bytes}")
+        raise CorruptPayloadError(f"delta: a payload of {payload.size} bytes should have at least {at + fresh_bytes}")
     fresh = np.unpackbits(payload[at : at + fresh_bytes], bitorder="little")
     at += fresh_bytes
     if payload.size != at + int(fresh.sum()):
-        raise CorruptPayloadError(f"a difference of {payload.size} bytes should hold {at + int(fresh.sum())}")
+        raise CorruptPayloadError(f"delta: a payload of {payload.size} bytes should have {at + int(fresh.sum())}")
     ranks = np.cumsum(fresh[: where.size], dtype=np.intp) + (at - 1)
     return where, payload[ranks]
-
-
-def _set_bits(masks: Bytes) -> npt.NDArray[np.intp]:
-    return np.flatnonzero(np.unpackbits(masks, bitorder="little"))

@@ -1,4 +1,4 @@
-"""``none``: rows as they are."""
+"""``none``: rows without compression."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ class IdentityCodec(Codec):
 
     def decode_into(self, payload: memoryview, out: memoryview) -> None:
         if len(payload) != len(out):
-            raise CorruptPayloadError(f"none: a payload of {len(payload)} bytes for a row of {len(out)}")
+            raise CorruptPayloadError(f"none: a payload of {len(payload)} bytes cannot be a row of {len(out)}")
         out[:] = payload

@@ -8,13 +8,13 @@ from typing import ClassVar
 import lz4.block
 import lz4.frame
 
-from sb3_extra_buffers.codecs.base import Codec, check_level
+from sb3_extra_buffers.codecs.base import Codec, check_level, decompress_into
 from sb3_extra_buffers.errors import CorruptPayloadError
 
 __all__ = ["Lz4BlockCodec", "Lz4FrameCodec"]
 
-# acceleration is a C int on the other side, and LZ4 adds one to it
-_NEGATIVE = range(-(2**31) + 2, 0)
+# LZ4 takes the acceleration as a C int and adds one to it
+_ACCELERATED = range(-(2**31) + 2, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Lz4FrameCodec(Codec):
     level: int = 0
 
     def __post_init__(self) -> None:
-        check_level(self.codec_id, self.level, [_NEGATIVE, range(17)], "0..16, or negative to accelerate")
+        check_level(self.codec_id, self.level, [_ACCELERATED, range(17)], "0..16, or negative to accelerate")
 
     def bound(self, nbytes: int) -> int:
-        # header, end mark, and a length before each block of 64 KiB; a block that grows is stored
+        # header, end mark, and a length before each block of 64 KiB; incompressible blocks are stored
         return nbytes + 4 * (nbytes // 65536 + 1) + 19 + 4
 
     def encode(self, row: memoryview) -> bytes:
@@ -36,17 +36,7 @@ class Lz4FrameCodec(Codec):
         return payload
 
     def decode_into(self, payload: memoryview, out: memoryview) -> None:
-        frame = lz4.frame.LZ4FrameDecompressor()
-        try:
-            # one byte of room more than the row, so that a longer one shows and is not decoded further
-            row = frame.decompress(payload, max_length=len(out) + 1)
-        except (RuntimeError, EOFError) as problem:
-            raise CorruptPayloadError(f"lz4-frame: {problem}") from problem
-        if not frame.eof or frame.unused_data or len(row) != len(out):
-            raise CorruptPayloadError(
-                f"lz4-frame: a payload of {len(payload)} bytes is not one frame for a row of {len(out)}"
-            )
-        out[:] = row
+        decompress_into("lz4-frame", lz4.frame.LZ4FrameDecompressor(), (RuntimeError, EOFError), payload, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +47,8 @@ class Lz4BlockCodec(Codec):
     level: int = 0
 
     def __post_init__(self) -> None:
-        check_level(
-            self.codec_id,
-            self.level,
-            [_NEGATIVE, range(13)],
-            "1..12 (high compression), 0 (default), or negative to accelerate",
-        )
+        described = "1..12 (high compression), 0 (default), or negative to accelerate"
+        check_level(self.codec_id, self.level, [_ACCELERATED, range(13)], described)
 
     def bound(self, nbytes: int) -> int:
         return nbytes + nbytes // 255 + 16
@@ -83,5 +69,7 @@ class Lz4BlockCodec(Codec):
         except (lz4.block.LZ4BlockError, ValueError) as problem:
             raise CorruptPayloadError(f"lz4-block: {problem}") from problem
         if len(row) != len(out):
-            raise CorruptPayloadError(f"lz4-block: {len(row)} bytes decoded for a row of {len(out)}")
+            raise CorruptPayloadError(
+                f"lz4-block: a payload of {len(payload)} bytes decodes to {len(row)} bytes, not {len(out)}"
+            )
         out[:] = row

@@ -1,17 +1,15 @@
-"""``palette``: frames of few colours as one index a pixel, then a byte codec."""
+"""``palette``: images of few colours as one palette index per pixel, then another codec."""
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.codecs.base import Codec
+from sb3_extra_buffers.codecs.base import Bytes, Codec
 from sb3_extra_buffers.codecs.registry import get_codec, is_available
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.errors import CodecOptionError, CorruptPayloadError
@@ -21,28 +19,31 @@ if TYPE_CHECKING:
 
 __all__ = ["PaletteCodec"]
 
-_RAW, _OWN, _LEARNT = 0, 1, 2  # first byte of a payload
+Colours = npt.NDArray[np.uint32]  # one per pixel, its first byte the lowest
+
+# first byte of a payload: the row as it is, a palette of its own, or the learnt one
+_RAW, _OWN, _LEARNT = 0, 1, 2
 _MAX_COLOURS = 256
 _N_SAMPLES = 256
 
-# colours are looked up by a multiplicative hash of 16 bits; where two meet, the next factor is tried
+# colours are looked up by a multiplicative hash of 16 bits; where two collide, the next factor is tried
 _FACTORS = tuple(np.uint32(factor) for factor in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F, 0x165667B1))
 
 
 @dataclass(frozen=True, slots=True)
 class PaletteCodec(Codec):
-    """Pixels of 3 or 4 bytes as indices into a palette, through the ``inner`` method.
+    """Pixels of 3 or 4 bytes as indices into a palette, compressed by the ``inner`` method.
 
-    A payload says how it was written: all colours of the frame are in the palette that `train` learnt, or
-    the frame brings its own of at most 256, or it has more and the row goes to ``inner`` as it is.
-    So does every row that is no image.
+    The first byte of a payload says which palette: the one that `train` learnt, if it has all colours of the image; or
+    one of the image's own, of at most 256 colours. Images with more colours, and rows that are not images, go to
+    ``inner`` as they are.
     """
 
     codec_id: ClassVar[str] = "palette"
     options: ClassVar[tuple[str, ...]] = ("inner",)
     inner: str = ""
-    channels: int = 0  # bytes of a pixel; 0 for rows that are no image
-    planar: bool = False  # whether each channel is a plane of its own
+    channels: int = 0  # bytes per pixel; 0 for rows that are not images
+    planar: bool = False  # channels first
     learnt: bytes = field(default=b"", repr=False)  # the palette, sorted
 
     def __post_init__(self) -> None:
@@ -50,14 +51,9 @@ class PaletteCodec(Codec):
             object.__setattr__(self, "inner", "zstd1" if is_available("zstd") else "gzip1")
         codec = get_codec(self.inner)
         if codec.codec_id in ("palette", "delta"):
-            raise CodecOptionError(f"palette needs a byte codec such as 'zstd1' inside, got {self.inner!r}")
-
-    def config(self) -> dict[str, Any]:
-        return {**Codec.config(self), "learnt": base64.b64encode(self.learnt).decode("ascii")}
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        return cls(**{**config, "learnt": base64.b64decode(config.get("learnt", ""), validate=True)})
+            raise CodecOptionError(
+                f"palette needs a byte codec such as 'zstd1' as its inner method, got {self.inner!r}"
+            )
 
     def describe(self) -> str:
         return f"palette over {self.inner}"
@@ -76,7 +72,7 @@ class PaletteCodec(Codec):
         return self.channels > 0
 
     def train(self, rows: ByteRows) -> Self:
-        """Return a copy that knows the colours of ``rows``, if they are few enough; `bind` first."""
+        """Return a copy with a palette of the colours in ``rows``, if they are few enough; call `bind` first."""
         if not self.trainable or not rows.size:
             return self
         step = max(len(rows) // _N_SAMPLES, 1)
@@ -96,9 +92,9 @@ class PaletteCodec(Codec):
                 indices = _lookup(colours, *_table(self.learnt, self.channels))
                 if indices is not None:
                     return bytes((_LEARNT,)) + inner.encode(indices.data)
-            found = _index(colours)
-            if found is not None:
-                indices, palette = found
+            indexed = _index(colours)
+            if indexed is not None:
+                indices, palette = indexed
                 own = indices.tobytes() + self._to_bytes(palette)
                 return bytes((_OWN, len(palette) - 1)) + inner.encode(memoryview(own))
         return bytes((_RAW,)) + inner.encode(row)
@@ -117,28 +113,27 @@ class PaletteCodec(Codec):
             inner.decode_into(payload[2:], own.data)
             self._paint(own[n_pixels:], own[:n_pixels], out)
         else:
-            raise CorruptPayloadError(f"palette: a payload of kind {kind} for a row of {len(out)} bytes")
+            raise CorruptPayloadError(f"palette: a payload of kind {kind} cannot be a row of {len(out)} bytes")
 
     def _inner(self, nbytes: int) -> Codec:
-        # the most it is given: an index for each pixel and as many colours
-        most = nbytes // self.channels * (self.channels + 1) if self.channels else nbytes
-        return _bound_inner(self.inner, most)
+        # upper limit of what it has to encode: one index and one colour per pixel
+        limit = nbytes // self.channels * (self.channels + 1) if self.channels else nbytes
+        return _bound_inner(self.inner, limit)
 
-    def _colours(self, row: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
-        """Each pixel as one number, its first byte the lowest."""
+    def _colours(self, row: Bytes) -> Colours:
         pixels = np.zeros((len(row) // self.channels, 4), np.uint8)
         planes = row.reshape(self.channels, -1) if self.planar else row.reshape(-1, self.channels).T
         for channel, plane in enumerate(planes):
             pixels[:, channel] = plane
         return pixels.view("<u4").reshape(-1)
 
-    def _to_bytes(self, colours: npt.NDArray[np.uint32]) -> bytes:
+    def _to_bytes(self, colours: Colours) -> bytes:
         return colours.astype("<u4").view(np.uint8).reshape(-1, 4)[:, : self.channels].tobytes()
 
-    def _paint(self, palette: npt.NDArray[np.uint8], indices: npt.NDArray[np.uint8], out: memoryview) -> None:
+    def _paint(self, palette: Bytes, indices: Bytes, out: memoryview) -> None:
         palette = palette.reshape(-1, self.channels)
         if indices.max() >= len(palette):
-            raise CorruptPayloadError(f"palette: a pixel of colour {indices.max()} of {len(palette)}")
+            raise CorruptPayloadError(f"palette: a pixel has colour {indices.max()} of {len(palette)}")
         pixels = np.frombuffer(out, np.uint8)
         if self.planar:
             for plane, shades in zip(pixels.reshape(self.channels, -1), palette.T, strict=True):
@@ -154,58 +149,51 @@ def _bound_inner(method: str, nbytes: int) -> Codec:
     return get_codec(method).bind(ObsSpec((nbytes,), np.dtype(np.uint8)))
 
 
-def _hash(colours: npt.NDArray[np.uint32], factor: np.uint32) -> npt.NDArray[np.intp]:
-    # as the type that NumPy indexes by: it would convert at each use
+def _hash(colours: Colours, factor: np.uint32) -> npt.NDArray[np.intp]:
+    # intp, because NumPy would convert any other type at each use as an index
     return ((colours * factor) >> np.uint32(16)).astype(np.intp)
 
 
-def _index(
-    colours: npt.NDArray[np.uint32],
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]] | None:
-    """Indices and the sorted palette they point into, or None when there are too many colours."""
+def _index(colours: Colours) -> tuple[Bytes, Colours] | None:
+    """Return palette indices and the sorted palette, or None if there are too many colours."""
     table = np.empty(65536, np.uint32)
     for factor in _FACTORS:
-        slots = _hash(colours, factor)
+        hashes = _hash(colours, factor)
         used = np.zeros(65536, np.bool_)
-        used[slots] = True
+        used[hashes] = True
         filled = np.flatnonzero(used)
         if len(filled) > _MAX_COLOURS:
             return None
-        table[slots] = colours
-        if np.array_equal(table[slots], colours):
+        table[hashes] = colours
+        if np.array_equal(table[hashes], colours):
             palette = table[filled]
             order = np.argsort(palette)
             ranks = np.empty(65536, np.uint8)
             ranks[filled[order]] = np.arange(len(filled), dtype=np.uint8)
-            return ranks[slots], palette[order]
+            return ranks[hashes], palette[order]
     palette, inverse = np.unique(colours, return_inverse=True)
     return (inverse.astype(np.uint8), palette) if len(palette) <= _MAX_COLOURS else None
 
 
-def _lookup(
-    colours: npt.NDArray[np.uint32],
-    palette: npt.NDArray[np.uint32],
-    factor: np.uint32,
-    ranks: npt.NDArray[np.uint8],
-) -> npt.NDArray[np.uint8] | None:
-    """Indices into ``palette``, or None when a colour is not in it."""
+def _lookup(colours: Colours, palette: Colours, factor: np.uint32, ranks: Bytes) -> Bytes | None:
+    """Return indices into ``palette``, or None if a colour is not in it."""
     indices = ranks[_hash(colours, factor)]
     return indices if np.array_equal(palette.take(indices), colours) else None
 
 
 @lru_cache(maxsize=16)
-def _table(learnt: bytes, channels: int) -> tuple[npt.NDArray[np.uint32], np.uint32, npt.NDArray[np.uint8]]:
-    """The palette, a factor that keeps its colours apart, and the index of each in its slot."""
+def _table(learnt: bytes, channels: int) -> tuple[Colours, np.uint32, Bytes]:
+    """Return the palette, a hash factor without collisions, and the palette index for each hash."""
     pixels = np.zeros((len(learnt) // channels, 4), np.uint8)
     pixels[:, :channels] = np.frombuffer(learnt, np.uint8).reshape(-1, channels)
     palette = pixels.view("<u4").reshape(-1).astype(np.uint32)
-    # about every second odd number will do; the last is used even if it does not, and such frames
-    # then bring their own palette
+    # about every second odd number has no collisions; if none does, the last one is used, and images with colours
+    # that collide get palettes of their own
     for factor in np.random.default_rng(0).integers(0, 2**32, 64, np.uint32) | np.uint32(1):
-        slots = _hash(palette, factor)
-        if len(np.unique(slots)) == len(palette):
+        hashes = _hash(palette, factor)
+        if len(np.unique(hashes)) == len(palette):
             break
-    # an empty slot says 0: no colour that falls into it is the first one, so the comparison fails
+    # unused hashes map to index 0; `_lookup` compares, so other colours with such a hash are noticed
     ranks = np.zeros(65536, np.uint8)
-    ranks[slots] = np.arange(len(palette), dtype=np.uint8)
+    ranks[hashes] = np.arange(len(palette), dtype=np.uint8)
     return palette, factor, ranks

@@ -1,4 +1,4 @@
-"""Method strings become codecs here, and nowhere else."""
+"""The table of codecs, and the conversion of method strings such as ``"zstd-5"`` to codecs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class CodecEntry:
-    """Where a codec lives and what it needs; nothing is imported until `load`."""
+    """Where a codec is defined, the package it needs and our extra that installs that; imported by `load`."""
 
     target: str
     requires: str | None = None
@@ -60,10 +60,10 @@ _ENTRIES = {
     "palette": CodecEntry(f"{_HERE}.palette:PaletteCodec"),
 }
 
-# the documented shorthand; a name with a hyphen must be closed by a slash before its level
+# "gzip5", "zstd-5"; a name that contains a dash takes its level after a slash: "lz4-frame/5"
 _METHOD = re.compile(r"((?:[A-Za-z]+)|(?:[\w\-]+/))(\-?[0-9]+)")
 
-# chosen from the data by the stores, so a name users may write but no codec of its own
+# not a codec: stores choose one from the data
 _AUTO = "auto"
 
 
@@ -76,7 +76,7 @@ def parse_method(method: str) -> tuple[str, int | None]:
 
 
 def known_codecs() -> tuple[str, ...]:
-    """Every codec's name, whether or not it can be used here."""
+    """Names of all codecs, whether or not their packages are installed."""
     return tuple(_ENTRIES)
 
 
@@ -87,28 +87,29 @@ def is_available(name: str) -> bool:
 
 
 def available_codecs() -> tuple[str, ...]:
-    """The names that `get_codec` can build now."""
+    """Names of the codecs whose packages are installed."""
     return tuple(name for name, entry in _ENTRIES.items() if entry.available)
 
 
 def get_codec(method: str, **options: Any) -> Codec:
-    """Build the codec that ``method`` asks for, or say exactly why it cannot be built.
+    """Build the codec for ``method``, or raise an error that says why that is impossible.
 
     Options are the codec's own, such as ``dictionary=16384`` for ``zstd``; ``level``, also spelled
     ``compresslevel``, overrides the one in ``method``.
     """
     name, level = parse_method(method)
     codec = _load(name, method)
-    spelled = [key for key in ("level", "compresslevel") if options.get(key) is not None]
-    if len(spelled) > 1 and options["level"] != options["compresslevel"]:
-        raise CodecOptionError("level and compresslevel are one option; they were given different values")
-    if spelled:
-        level = options[spelled[0]]
+    levels = [options.pop(key) for key in ("level", "compresslevel") if options.get(key) is not None]
+    if len(levels) == 2 and levels[0] != levels[1]:
+        raise CodecOptionError(
+            f"level and compresslevel are one option, got {levels[0]!r} and {levels[1]!r}; pass one of them"
+        )
+    level = levels[0] if levels else level
     options = {key: value for key, value in options.items() if key not in ("level", "compresslevel")}
     allowed = _options(codec)
     if level is not None:
         if "level" not in allowed:
-            raise CodecLevelError(f"codec {name!r} has no levels, got {level!r}")
+            raise CodecLevelError(f"codec {name!r} has no levels, got {level!r}; leave the level out")
         options["level"] = level
     unknown = sorted(options.keys() - set(allowed))
     if unknown:
@@ -120,12 +121,12 @@ def get_codec(method: str, **options: Any) -> Codec:
 
 
 def codec_from_config(name: str, config: Mapping[str, Any]) -> Codec:
-    """Rebuild a codec from its name or ``codec_id`` and what its `Codec.config` returned."""
+    """Rebuild a codec from its name or ``codec_id`` and the result of `Codec.config`."""
     codec = _load(name, name)
     unknown = sorted(config.keys() - {f.name for f in fields(codec)})  # type: ignore[arg-type]  # a dataclass
     if unknown:
         raise CodecOptionError(
-            f"codec {name!r} does not know {', '.join(map(repr, unknown))}; was this written by a newer version?"
+            f"codec {name!r} has no field {', '.join(map(repr, unknown))}; was this written by a newer version?"
         )
     return codec.from_config(config)
 
@@ -135,11 +136,11 @@ def _load(name: str, method: str) -> type[Codec]:
     if entry is None:
         raise UnknownCodecError(
             f"unknown compression method {method!r}; known: {', '.join([_AUTO, *_ENTRIES])}, "
-            "each with a level where it has them ('igzip3', 'zstd-5', 'lz4-frame/5')"
+            "optionally with a level ('igzip3', 'zstd-5', 'lz4-frame/5')"
         )
     if not entry.available:
         raise MissingExtraError(
-            f"codec {name!r} needs {entry.requires!r}: pip install 'sb3-extra-buffers[{entry.extra}]'"
+            f"codec {name!r} needs the package {entry.requires!r}: pip install 'sb3-extra-buffers[{entry.extra}]'"
         )
     return entry.load()
 
@@ -153,9 +154,9 @@ def _options(codec: type[Codec]) -> tuple[str, ...]:
 def codec_options(
     method: str, compression: Mapping[str, Any] | None, decompression: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Options for the codec. Reading has none: what a payload needs to be read, it says itself."""
+    """Return the options for `get_codec`. There are none for decompression: payloads need no options to decode."""
     if decompression:
         raise CodecOptionError(
-            f"{method!r} takes no decompression_kwargs, got {', '.join(map(repr, decompression))}; leave them out"
+            f"{method!r} takes no decompression_kwargs, got {', '.join(map(repr, decompression))}; remove them"
         )
     return dict(compression or {})

@@ -1,4 +1,4 @@
-"""``rle``: run lengths and values, vectorised in NumPy."""
+"""``rle``: run-length encoding, vectorised in NumPy."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class RleCodec(Codec):
     run: str = "<u8"
 
     def bind(self, spec: ObsSpec) -> Self:
-        # elements are compared by bit pattern, so NaN payloads and -0.0 survive; what is no
-        # machine word (complex numbers, strings) is taken apart into the widest words that fit
+        # elements are compared as unsigned words, so NaN and -0.0 survive; other sizes (complex numbers, strings) are
+        # split into the widest words that divide them
         word = math.gcd(spec.dtype.itemsize, 8)
         n_elem = spec.nbytes // word
         run = next(dtype for dtype in _RUN_DTYPES if n_elem <= np.iinfo(dtype).max)
@@ -55,9 +55,11 @@ class RleCodec(Codec):
         runs = np.frombuffer(payload, run, n_runs)
         values = np.frombuffer(payload, elem, n_runs, offset=n_runs * run.itemsize)
         n_elem = len(out) // elem.itemsize
-        # the longest first: below it no sum can wrap round
+        # check the longest run first: then the sum cannot overflow
         if rest or runs.max(initial=0) > n_elem or runs.sum(dtype=np.uint64) != n_elem:
-            raise CorruptPayloadError(
-                f"rle: the runs of a payload of {len(payload)} bytes do not make a row of {len(out)}"
-            )
+            raise bad_runs(len(payload), len(out))
         np.frombuffer(out, elem)[:] = np.repeat(values, runs.astype(np.intp, copy=False))
+
+
+def bad_runs(n_payload: int, n_row: int) -> CorruptPayloadError:
+    return CorruptPayloadError(f"rle: the runs of a payload of {n_payload} bytes do not add up to a row of {n_row}")

@@ -1,4 +1,4 @@
-"""``rle-jit``: the payloads of ``rle``, written and read by compiled loops."""
+"""``rle-jit``: the format of ``rle``, with compiled loops."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any, ClassVar
 
 import numba
 import numpy as np
-import numpy.typing as npt
 
-from sb3_extra_buffers.codecs.base import check_segments, read_only
-from sb3_extra_buffers.codecs.rle import RleCodec
+from sb3_extra_buffers.codecs.base import Bytes, Ints, check_payloads, read_only
+from sb3_extra_buffers.codecs.rle import RleCodec, bad_runs
 from sb3_extra_buffers.codecs.spec import ByteRows
-from sb3_extra_buffers.errors import CorruptPayloadError
 
 __all__ = ["RleJitCodec"]
 
@@ -29,7 +27,7 @@ class RleJitCodec(RleCodec):
 
     def encode_batch(self, rows: ByteRows) -> list[bytes]:
         elements = rows.view(self.elem)
-        # scratch for the worst case, shared by the batch: payloads are copied out at their size
+        # scratch for the worst case, shared by the batch
         lengths = np.empty(elements.shape[1], np.int64)
         values = np.empty(elements.shape[1], elements.dtype)
         payloads = []
@@ -48,32 +46,24 @@ class RleJitCodec(RleCodec):
         heap = np.frombuffer(b"".join(payloads), np.uint8)
         self.decode_heap(heap, np.cumsum(lengths) - lengths, lengths, out)
 
-    def decode_heap(
-        self,
-        heap: npt.NDArray[np.uint8],
-        starts: npt.NDArray[np.int64],
-        lengths: npt.NDArray[np.int64],
-        out: ByteRows,
-    ) -> None:
-        check_segments(heap, starts, lengths, out)
+    def decode_heap(self, heap: Bytes, starts: Ints, lengths: Ints, out: ByteRows) -> None:
+        check_payloads(heap, starts, lengths, out)
         self._decode(heap, starts, lengths, out)
 
     def _decode(self, heap: Any, starts: Any, lengths: Any, out: Any) -> None:
         elem, run = np.dtype(self.elem).itemsize, np.dtype(self.run).itemsize
         bad = _decode_rows(read_only(heap), starts, lengths, elem, run, out)
         if bad >= 0:
-            raise CorruptPayloadError(
-                f"rle: the runs of a payload of {lengths[bad]} bytes do not make a row of {out.shape[1]}"
-            )
+            raise bad_runs(lengths[bad], out.shape[1])
 
 
 @numba.njit(nogil=True, cache=True)
 def _encode_row(row: Any, lengths: Any, values: Any) -> int:
-    """Fill ``lengths`` and ``values``; return how many runs there are."""
+    """Fill ``lengths`` and ``values``; return the number of runs."""
     if row.size == 0:
         return 0
     n_runs = 0
-    first = 0  # where the present run began
+    first = 0  # of the current run
     value = row[0]
     for i in range(1, row.size):
         if row[i] != value:
@@ -89,7 +79,7 @@ def _encode_row(row: Any, lengths: Any, values: Any) -> int:
 
 @numba.njit(nogil=True, cache=True)
 def _decode_rows(heap: Any, starts: Any, lengths: Any, elem: int, run: int, out: Any) -> int:
-    """Decode all rows; return the index of the first that is corrupt, or -1."""
+    """Decode all rows; return the index of the first corrupt one, or -1."""
     nbytes = out.shape[1]
     for k in range(out.shape[0]):
         n_runs = lengths[k] // (elem + run)
@@ -97,13 +87,13 @@ def _decode_rows(heap: Any, starts: Any, lengths: Any, elem: int, run: int, out:
             return k
         at_run = starts[k]
         at_value = starts[k] + n_runs * run
-        end = np.int64(0)  # of what is decoded so far
+        end = np.int64(0)  # of what has been decoded
         for _ in range(n_runs):
-            # payloads lie at any address, so words are put together from bytes
+            # payloads have any alignment, so assemble words from bytes
             length = np.uint64(heap[at_run])
             for b in range(1, run):
                 length |= np.uint64(heap[at_run + b]) << np.uint64(8 * b)
-            # compared with what is left, so that no product can wrap round
+            # compare with what is left: a product could overflow
             if length > np.uint64((nbytes - end) // elem):
                 return k
             stop = end + np.int64(length) * elem

@@ -1,4 +1,4 @@
-"""What an observation looks like, and how a batch of them becomes rows of bytes and back."""
+"""Shape and dtype of observations, and their conversion to rows of bytes and back."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NUMBERS = "biufc"
 
 
 def _casts_exactly(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
-    """Whether every value of ``source`` is a value of ``target``."""
+    """Whether every value of dtype ``source`` is also a value of dtype ``target``."""
     if source == target:
         return True
     if source.kind not in _NUMBERS or target.kind not in _NUMBERS:
         return False
     if source.kind in "iu" and target.kind in "fc":
-        # NumPy calls int64 to float64 safe, although it rounds above 2**53
+        # NumPy considers int64 to float64 safe, although it rounds above 2**53
         return 8 * source.itemsize <= np.finfo(target).nmant + 1
     return np.can_cast(source, target, "safe")
 
@@ -43,16 +43,16 @@ class ObsSpec:
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
         if self.dtype.hasobject or self.dtype.itemsize == 0 or min(self.shape, default=0) < 0:
             raise SpecMismatchError(
-                f"observations need a fixed size in bytes, got shape {self.shape} of {self.dtype!r}"
+                f"observations need a dtype of fixed size, got shape {self.shape} of {self.dtype!r}"
             )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one row."""
+        """Size of one observation."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def to_batch(self, batch: npt.ArrayLike) -> npt.NDArray[Any]:
-        """A ``(n, *shape)`` batch of this dtype, copying only if it must be widened."""
+        """Return a ``(n, *shape)`` batch in this dtype; copies only if values must be widened."""
         array = np.asarray(batch)
         if array.ndim == 0 or array.shape[1:] != self.shape or not _casts_exactly(array.dtype, self.dtype):
             raise SpecMismatchError(
@@ -61,14 +61,14 @@ class ObsSpec:
         return np.asarray(array, dtype=self.dtype)
 
     def to_rows(self, batch: npt.ArrayLike) -> ByteRows:
-        """View a ``(n, *shape)`` batch as byte rows, copying only if it must be moved or widened."""
+        """View a ``(n, *shape)`` batch as byte rows; copies only if it is not contiguous or must be widened."""
         array = np.ascontiguousarray(self.to_batch(batch))
         return array.reshape(len(array), math.prod(self.shape)).view(np.uint8)
 
     def from_rows(self, rows: ByteRows) -> npt.NDArray[Any]:
         """Undo `to_rows` without copying."""
         if rows.ndim != 2 or rows.shape[1] != self.nbytes:
-            raise SpecMismatchError(f"expected rows of {self.nbytes} bytes, got an array of {rows.shape}")
+            raise SpecMismatchError(f"expected rows of {self.nbytes} bytes, got an array of shape {rows.shape}")
         return rows.view(self.dtype).reshape(len(rows), *self.shape)
 
     def __str__(self) -> str:

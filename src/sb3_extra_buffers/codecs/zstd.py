@@ -1,20 +1,18 @@
-"""``zstd``: Zstandard, on its own or with a dictionary learnt from the first observations."""
+"""``zstd``: Zstandard, alone or with a dictionary trained on the first observations."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import zstandard
 
-from sb3_extra_buffers.codecs.base import Codec, check_level, check_segments
+from sb3_extra_buffers.codecs.base import Bytes, Codec, Ints, check_level, check_payloads
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.codecs.zstd_direct import DirectDecoder, is_direct
 from sb3_extra_buffers.errors import CodecOptionError, CorruptPayloadError
@@ -22,21 +20,21 @@ from sb3_extra_buffers.errors import CodecOptionError, CorruptPayloadError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ZstdCodec"]
+__all__ = ["ZstdCodec", "compress_bytes", "decompress_bytes"]
 
-_EMPTY = b"\x01\x00\x00"  # the one block of a frame of nothing
-_MAX_CONTEXTS = 32  # a thread's; each is some 100 KiB
-_ONE_BLOCK = 1 << 17
-_SAMPLE_FACTOR = 100  # sample bytes for each byte of dictionary, as zstd's documentation advises
+_EMPTY = b"\x01\x00\x00"  # payload of an empty row: one empty block
+_MAX_CONTEXTS = 32  # per thread; each takes some 100 KiB
+_MAX_BLOCK_BYTES = 1 << 17  # zstd splits longer rows into several blocks
+_SAMPLE_FACTOR = 100  # sample bytes per byte of dictionary, as zstd's documentation advises
 
 
 @dataclass(frozen=True, slots=True)
 class ZstdCodec(Codec):
     """Zstandard at ``level`` 1 to 22 (smallest) or -1 to -100 (fastest).
 
-    ``dictionary`` is the size in bytes of the dictionary that `train` may learn; 0 learns none.
-    A payload is a frame without its header: that follows from the size of the row, so it is put
-    back for decoding, and what a payload says can never ask for more memory than the row takes.
+    ``dictionary`` is the size in bytes of the dictionary that `train` may learn; 0 for none.
+    A payload is a zstd frame without its header. The header follows from the size of the row and is put back for
+    decoding, so a payload cannot ask for more memory than the row takes.
     """
 
     codec_id: ClassVar[str] = "zstd"
@@ -48,18 +46,10 @@ class ZstdCodec(Codec):
     def __post_init__(self) -> None:
         check_level(self.codec_id, self.level, [range(-100, 0), range(1, 23)], "1..22 or -100..-1")
         if isinstance(self.dictionary, bool) or not isinstance(self.dictionary, int) or self.dictionary < 0:
-            raise CodecOptionError(f"zstd dictionary is a size in bytes, 0 for none, got {self.dictionary!r}")
-
-    def config(self) -> dict[str, Any]:
-        learnt = base64.b64encode(self.learnt).decode("ascii")
-        return {"level": self.level, "dictionary": self.dictionary, "learnt": learnt}
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        return cls(**{**config, "learnt": base64.b64decode(config.get("learnt", ""), validate=True)})
+            raise CodecOptionError(f"zstd dictionary must be a size in bytes, or 0 for none, got {self.dictionary!r}")
 
     def describe(self) -> str:
-        # super() needs the class that slots=True has replaced
+        # not super(): dataclass(slots=True) replaces the class that it refers to
         method = Codec.describe(self)
         return f"{method} with a dictionary of {len(self.learnt)} bytes" if self.learnt else method
 
@@ -68,9 +58,9 @@ class ZstdCodec(Codec):
         return self.dictionary > 0
 
     def train(self, rows: ByteRows) -> Self:
-        """Return a copy with the dictionary that serves ``rows`` best, or none if none helps.
+        """Return a copy with the best dictionary for ``rows``, or without one if none helps.
 
-        Which kind of dictionary wins depends on the game, so each is tried on rows it has not seen.
+        Which kind of dictionary wins depends on the game, so each is tried on held-out rows.
         """
         if not self.trainable or not rows.size:
             return self
@@ -98,53 +88,31 @@ class ZstdCodec(Codec):
         for row in rows:
             frame: bytes = compress(row.data)
             if not frame.startswith(header):
-                raise AssertionError(f"zstd wrote the header {frame[:14]!r} where {header!r} was due")
+                raise AssertionError(f"zstd wrote the frame header {frame[:14]!r}, expected {header!r}")
             payloads.append(frame[len(header) :])
         return payloads
 
     def decode_into(self, payload: memoryview, out: memoryview) -> None:
-        header = _header(len(out))
-        if not len(out) and payload != _EMPTY:
-            # zstandard does not look at what follows a header that announces nothing
-            raise CorruptPayloadError(f"zstd: a payload of {len(payload)} bytes for a row of none")
-        try:
-            row = _context(_decompressor, self).decompress(header + payload, allow_extra_data=False)
-        except zstandard.ZstdError as problem:
-            raise CorruptPayloadError(f"zstd: {problem}") from problem
-        out[:] = row
+        self.row_decoder(len(out))(payload, out)
 
-    def decode_heap(
-        self,
-        heap: npt.NDArray[np.uint8],
-        starts: npt.NDArray[np.int64],
-        lengths: npt.NDArray[np.int64],
-        out: ByteRows,
-    ) -> None:
-        check_segments(heap, starts, lengths, out)
-        nbytes = out.shape[1]
-        if not nbytes:
-            return Codec.decode_heap(self, heap, starts, lengths, out)
-        header = _header(nbytes)
-        source, target, end = heap.data, out.reshape(-1).data, 0
-        try:
-            decompress = _context(_decompressor, self).decompress
-            for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-                row = decompress(header + source[start : start + length], allow_extra_data=False)
-                target[end : end + nbytes] = row
-                end += nbytes
-        except zstandard.ZstdError as problem:
-            raise CorruptPayloadError(f"zstd: {problem}") from problem
+    def row_decoder(self, nbytes: int) -> Callable[[memoryview, memoryview], None]:
+        header, decompress = _header(nbytes), _context(_decompressor, self).decompress
 
-    def heap_decoder(
-        self,
-        heap: npt.NDArray[np.uint8],
-        starts: npt.NDArray[np.int64],
-        lengths: npt.NDArray[np.int64],
-        out: ByteRows,
-    ) -> Callable[[int, int], None]:
-        check_segments(heap, starts, lengths, out)
-        suits = 0 < out.shape[1] <= _ONE_BLOCK and len(out) > 0 and out.flags.carray
-        if not suits or not is_direct() or not _are_single_blocks(heap, starts, lengths):
+        def decode(payload: memoryview, out: memoryview) -> None:
+            if not nbytes and payload != _EMPTY:
+                # zstandard ignores what follows the header of an empty frame
+                raise CorruptPayloadError(f"zstd: a payload of {len(payload)} bytes cannot be an empty row")
+            try:
+                out[:] = decompress(header + payload, allow_extra_data=False)
+            except zstandard.ZstdError as problem:
+                raise CorruptPayloadError(f"zstd: {problem}") from problem
+
+        return decode
+
+    def heap_decoder(self, heap: Bytes, starts: Ints, lengths: Ints, out: ByteRows) -> Callable[[int, int], None]:
+        check_payloads(heap, starts, lengths, out)
+        suitable = 0 < out.shape[1] <= _MAX_BLOCK_BYTES and len(out) > 0 and out.flags.carray
+        if not suitable or not is_direct() or not _are_single_blocks(heap, starts, lengths):
             return Codec.heap_decoder(self, heap, starts, lengths, out)
         header = _header(out.shape[1])
 
@@ -153,26 +121,44 @@ class ZstdCodec(Codec):
             decoder = _context(DirectDecoder, self.learnt)
             bad = decoder.decode(header, heap, starts[part], lengths[part], out[part])
             if bad >= 0:
-                raise CorruptPayloadError(f"zstd: a payload of {lengths[part][bad]} bytes makes no row")
+                raise CorruptPayloadError(
+                    f"zstd: a payload of {lengths[part][bad]} bytes does not decode to a row of {out.shape[1]}"
+                )
 
         return decode
 
 
-def _are_single_blocks(
-    heap: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-) -> bool:
-    """Whether each payload is one block and ends with it; zstd would not mind a frame of nothing behind it."""
+def compress_bytes(data: Any, level: int) -> bytes:
+    """Compress bytes of any length, which the caller must remember."""
+    compressed: bytes = _context(_bytes_compressor, level).compress(data)
+    return compressed
+
+
+def decompress_bytes(compressed: Any, nbytes: int) -> bytes:
+    """Undo `compress_bytes`, or raise `CorruptPayloadError` if that does not give ``nbytes``."""
+    decompressor = _context(zstandard.ZstdDecompressor)
+    try:
+        data: bytes = decompressor.decompress(compressed, max_output_size=nbytes, allow_extra_data=False)
+    except zstandard.ZstdError as problem:
+        raise CorruptPayloadError(f"zstd: {problem}") from problem
+    if len(data) != nbytes:
+        raise CorruptPayloadError(f"zstd: {len(compressed)} bytes decompress to {len(data)} bytes, not {nbytes}")
+    return data
+
+
+def _are_single_blocks(heap: Bytes, starts: Ints, lengths: Ints) -> bool:
+    """Whether each payload is exactly one block; zstd itself would accept an empty frame after it."""
     if lengths.min() < 3:
         return False
-    heads = heap[starts].astype(np.int64) | heap[starts + 1].astype(np.int64) << 8
-    heads |= heap[starts + 2].astype(np.int64) << 16
-    # a bit for the last block, two for its kind, and its size; a repeated byte takes one, however many it makes
-    sizes = np.where(heads >> 1 & 3 == 1, 1, heads >> 3)
-    return bool(((heads & 1 == 1) & (lengths == 3 + sizes)).all())
+    block_headers = heap[starts].astype(np.int64) | heap[starts + 1].astype(np.int64) << 8
+    block_headers |= heap[starts + 2].astype(np.int64) << 16
+    # bit 0: last block; bits 1 and 2: type; then the size, except that a block of type 1 is one repeated byte
+    sizes = np.where(block_headers >> 1 & 3 == 1, 1, block_headers >> 3)
+    return bool(((block_headers & 1 == 1) & (lengths == 3 + sizes)).all())
 
 
 def _header(nbytes: int) -> bytes:
-    """The frame header of a row: one segment, its size, no checksum and no dictionary's name."""
+    """Return the frame header of a row: single segment, content size, no checksum, no dictionary id."""
     if nbytes < 256:
         return b"\x28\xb5\x2f\xfd\x20" + nbytes.to_bytes(1, "little")
     if nbytes < 65536 + 256:
@@ -181,26 +167,30 @@ def _header(nbytes: int) -> bytes:
 
 
 class _Contexts(threading.local):
-    """What zstd keeps between calls. Belongs to one thread, so it is never pickled or shared."""
+    """zstd contexts for reuse, per thread: never pickled or shared."""
 
     def __init__(self) -> None:
-        self.made: dict[tuple[Any, ...], Any] = {}
+        self.cached: dict[tuple[Any, ...], Any] = {}
 
 
 _contexts = _Contexts()
 if hasattr(os, "register_at_fork"):
-    # a child begins with none: its copy could be of a context that was at work
-    os.register_at_fork(after_in_child=lambda: _contexts.made.clear())
+    # a forked child starts without any: its copy of a context could be in the middle of a call
+    os.register_at_fork(after_in_child=lambda: _contexts.cached.clear())
 
 
 def _context(make: Callable[..., Any], *key: Any) -> Any:
-    made = _contexts.made
-    context = made.get((make, *key))
+    cached = _contexts.cached
+    context = cached.get((make, *key))
     if context is None:
-        if len(made) >= _MAX_CONTEXTS:
-            made.clear()
-        context = made[(make, *key)] = make(*key)
+        if len(cached) >= _MAX_CONTEXTS:
+            cached.clear()
+        context = cached[(make, *key)] = make(*key)
     return context
+
+
+def _bytes_compressor(level: int) -> zstandard.ZstdCompressor:
+    return zstandard.ZstdCompressor(level=level, write_content_size=False, write_checksum=False)
 
 
 def _compressor(codec: ZstdCodec, nbytes: int) -> zstandard.ZstdCompressor:
@@ -208,7 +198,7 @@ def _compressor(codec: ZstdCodec, nbytes: int) -> zstandard.ZstdCompressor:
         codec.level,
         source_size=nbytes,
         dict_size=len(codec.learnt),
-        # a window over the whole row makes one segment of it, whatever the level
+        # a window that covers the row makes it a single segment at every level
         window_log=max((nbytes - 1).bit_length(), 10),
         write_content_size=True,
         write_checksum=False,
@@ -222,7 +212,7 @@ def _compressor(codec: ZstdCodec, nbytes: int) -> zstandard.ZstdCompressor:
 
 def _decompressor(codec: ZstdCodec) -> zstandard.ZstdDecompressor:
     learnt = _dictionary(codec)
-    # zstandard takes no None here
+    # zstandard does not accept dict_data=None
     return zstandard.ZstdDecompressor() if learnt is None else zstandard.ZstdDecompressor(dict_data=learnt)
 
 
@@ -231,18 +221,18 @@ def _dictionary(codec: ZstdCodec) -> zstandard.ZstdCompressionDict | None:
 
 
 def _dictionaries(codec: ZstdCodec, rows: ByteRows) -> Iterator[bytes]:
-    """Candidates: what zstd's trainer makes of ``rows``, long segments of them, and some as they are."""
+    """Yield candidates: zstd's trainer with two settings, and some of the rows as they are."""
     size = codec.dictionary
     samples = [row.tobytes() for row in rows]
-    # zstd's trainer reads past the end of samples of a few bytes and dies; such rows need no dictionary
+    # zstd's trainer reads past the end of very short samples and crashes; such rows need no dictionary
     if rows.shape[1] >= 128 and len(rows) >= 8 and size >= 1024:
         for segment in ({}, {"k": min(max(rows.shape[1] // 4, 64), size // 4), "d": 6}):
-            # the samples may yet be too much alike to learn from
+            # fails where the samples are too similar
             with contextlib.suppress(zstandard.ZstdError):
                 yield zstandard.train_dictionary(size, samples, level=codec.level, **segment).as_bytes()
     n_whole = -(-size // rows.shape[1])
     content = rows[np.linspace(0, len(rows) - 1, n_whole, dtype=np.intp)].tobytes()[-size:]
-    # what begins like a trained dictionary would be taken for one
+    # zstd would parse content with this magic number as a trained dictionary
     content = content.removeprefix(b"\x37\xa4\x30\xec")
     if len(content) >= 8:
         yield content

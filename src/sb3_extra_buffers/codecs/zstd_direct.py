@@ -1,7 +1,7 @@
-"""zstd's own function, called from a compiled loop: straight into the rows, with no lock held and nothing allocated.
+"""Decompressing a batch with zstd's C function in a compiled loop: directly into the rows, without the GIL.
 
-It is taken from the library that zstandard brings along. Where that does not show it, or numba is not installed, rows
-are decompressed one by one through Python.
+The function comes from the shared library in the zstandard package. Where that does not export it, or without numba,
+rows are decompressed one by one through zstandard's Python API.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import zstandard
 
-from sb3_extra_buffers.codecs.base import read_only
+from sb3_extra_buffers.codecs.base import Bytes, Ints, read_only
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import CorruptPayloadError
 
@@ -25,7 +24,7 @@ __all__ = ["DirectDecoder", "is_direct"]
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
-    # what it returns, then what it takes
+    # result, then arguments
     "ZSTD_versionNumber": (ctypes.c_uint,),
     "ZSTD_createDCtx": (_POINTER,),
     "ZSTD_freeDCtx": (_SIZE, _POINTER),
@@ -37,12 +36,12 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    found = importlib.util.find_spec("zstandard._cffi")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("zstandard._cffi")
+    if spec is None or spec.origin is None:
         return None
     try:
-        # what it calls is its own, even if the process has another version of zstd for all to see
-        library = ctypes.CDLL(found.origin, mode=ctypes.DEFAULT_MODE | getattr(os, "RTLD_DEEPBIND", 0))
+        # RTLD_DEEPBIND: use the bundled zstd even if the process has loaded another version globally
+        library = ctypes.CDLL(spec.origin, mode=ctypes.DEFAULT_MODE | getattr(os, "RTLD_DEEPBIND", 0))
         for name, (result, *arguments) in _FUNCTIONS.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
@@ -62,7 +61,7 @@ def is_direct() -> bool:
 
 
 class DirectDecoder:
-    """Decompresses rows, with the dictionary ``learnt`` unless that is empty. Belongs to one thread."""
+    """Decompresses rows, with the dictionary ``learnt`` unless that is empty. To be used by one thread."""
 
     def __init__(self, learnt: bytes) -> None:
         library: Any = _library()
@@ -72,23 +71,16 @@ class DirectDecoder:
         if learnt:
             self._dictionary = library.ZSTD_createDDict(learnt, len(learnt))
         if not self._context:
-            raise MemoryError("zstd has no memory for a decompression context")
+            raise MemoryError("zstd could not allocate a decompression context")
         if learnt and not self._dictionary:
-            raise CorruptPayloadError(f"zstd: a dictionary of {len(learnt)} bytes is damaged")
+            raise CorruptPayloadError(f"zstd: the dictionary of {len(learnt)} bytes is damaged")
         address = ctypes.cast(library.ZSTD_decompress_usingDDict, _POINTER).value
         self._addresses = np.array([address, self._context, self._dictionary], np.int64)
         self._frame = np.empty(0, np.uint8)
         self._decompress = importlib.import_module("sb3_extra_buffers.codecs.zstd_loop").decompress_rows
 
-    def decode(
-        self,
-        header: bytes,
-        heap: npt.NDArray[np.uint8],
-        starts: npt.NDArray[np.int64],
-        lengths: npt.NDArray[np.int64],
-        out: ByteRows,
-    ) -> int:
-        """Decompress ``header`` and a payload into each row of ``out``; the first that fails, or -1."""
+    def decode(self, header: bytes, heap: Bytes, starts: Ints, lengths: Ints, out: ByteRows) -> int:
+        """Decompress ``header`` plus a payload into each row of ``out``; return the first that fails, or -1."""
         longest = len(header) + int(lengths.max(initial=0))
         if self._frame.size < longest:
             self._frame = np.empty(2 * longest, np.uint8)

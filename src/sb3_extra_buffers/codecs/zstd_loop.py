@@ -1,4 +1,4 @@
-"""The loop around zstd's own function. Imports numba: only `zstd_direct` may import this module."""
+"""The compiled loop around zstd's C function. Imports numba: only `zstd_direct` may import this module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 @intrinsic
 def call_words(typing_context: Any, address: Any, words: Any) -> Any:
-    """What the function at ``address`` returns for a tuple of ``words``; pointers and sizes are words, too."""
+    """Call the C function at ``address`` with a tuple of 64-bit ``words`` (pointers and sizes); return its result."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word = ir.IntType(64)
@@ -25,19 +25,19 @@ def call_words(typing_context: Any, address: Any, words: Any) -> Any:
 
 @njit(nogil=True, cache=True)
 def decompress_rows(addresses: Any, heap: Any, starts: Any, lengths: Any, frame: Any, n_header: int, out: Any) -> int:
-    """Decompress a payload of ``heap`` into each row of ``out``; the first that does not fill it, or -1.
+    """Decompress a payload of ``heap`` into each row of ``out``; return the first that does not fill it, or -1.
 
-    ``addresses`` are those of the function, its context and its dictionary. ``frame`` begins with the header of every
-    frame, and has room for the longest payload behind it.
+    ``addresses`` are those of the C function, its context and its dictionary. ``frame`` starts with the frame header
+    and can hold the longest payload after it.
     """
     size = out.shape[1]
     target, source = out.ctypes.data, frame.ctypes.data
     for row in range(starts.size):
         start, length = starts[row], lengths[row]
         frame[n_header : n_header + length] = heap[start : start + length]
-        made = call_words(
+        n_written = call_words(
             addresses[0], (addresses[1], target + row * size, size, source, n_header + length, addresses[2])
         )
-        if made != size:
+        if n_written != size:
             return row
     return -1

@@ -49,9 +49,6 @@ class CompressedArray(StoreView, SavedAsFolder):
         (2, 4, 84, 84)
     """
 
-    #: the folder that it lives in, if it does
-    _live: Any = None
-
     def __init__(
         self,
         shape: int | Sequence[int],
@@ -85,14 +82,14 @@ class CompressedArray(StoreView, SavedAsFolder):
             keep_in_file(self, check_new(path))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        if self._live is not None:
-            self._live.prepare_step()
+        if self.mmap_folder is not None:
+            self.mmap_folder.prepare_step()
         super().__setitem__(index, value)
 
     def erase(self, index: Any) -> None:
         """Make the observations that ``index`` selects unwritten, and give back what they took."""
-        if self._live is not None:
-            self._live.prepare_step()
+        if self.mmap_folder is not None:
+            self.mmap_folder.prepare_step()
         super().erase(index)
 
     def sibling(self) -> Self:
@@ -102,20 +99,20 @@ class CompressedArray(StoreView, SavedAsFolder):
     def next_view(self) -> Self:
         """Another array of the same shape whose frames are shared with this one's."""
         made = super().next_view()
-        if self._live is not None:
-            made._live = self._live
-            self._live.checkpoint()  # the journal is about an array that had none
+        if self.mmap_folder is not None:
+            made.mmap_folder = self.mmap_folder
+            self.mmap_folder.checkpoint()  # the journal is about an array that had none
         return made
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy lives in memory
-        return {name: value for name, value in vars(self).items() if name not in ("_live", "_last_save")}
+        return {name: value for name, value in vars(self).items() if name not in ("mmap_folder", "last_save")}
 
 
 def to_parts(array: CompressedArray, tag: str) -> Parts:
     """What an array is made of: its store, and the cells of it that it shows."""
-    described = {"lead_shape": list(array.lead_shape), "base": array._base}
-    columns = {} if array._indices is None else {"cells": np.ascontiguousarray(array._indices)}
+    described = {"lead_shape": list(array.lead_shape), "base": array.first_index}
+    columns = {} if array.indices is None else {"cells": np.ascontiguousarray(array.indices)}
     return Parts(tag, described, columns, {"array": array.store})
 
 

@@ -74,6 +74,8 @@ class CompressedDictRolloutBuffer(RolloutMixin, DictRolloutBuffer):
 class CompressedNStepReplayBuffer(NStepReplayBuffer, CompressedReplayBuffer):
     """`NStepReplayBuffer` with compressed observations; ``n_steps`` and ``gamma`` must be those of the algorithm."""
 
+    _is_n_step_class = True
+
     def __init__(self, *args: Any, n_steps: int = 3, gamma: float = 0.99, **kwargs: Any) -> None:
         super().__init__(*args, n_steps=check_count(n_steps, "n_steps"), gamma=gamma, **kwargs)
         check_n_steps(self)

@@ -1,4 +1,4 @@
-"""Figures of a compressed buffer in SB3's logs."""
+"""`BufferUsageCallback`: logs the memory of a compressed buffer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ __all__ = ["BufferUsageCallback"]
 
 
 class BufferUsageCallback(BaseCallback):
-    """Logs what the model's buffer holds, under ``buffer/…``: on stdout, in TensorBoard, wherever SB3 logs to.
+    """Logs the memory of the model's buffer under ``buffer/``, to wherever SB3 logs: stdout, TensorBoard, CSV.
 
     Args:
-        log_freq: Steps of the environments between two looks at the buffer.
+        log_freq: Calls of ``env.step()`` between two records.
+        verbose: As in SB3's callbacks.
 
-    Example:
+    Examples:
         >>> model.learn(100_000, callback=BufferUsageCallback())  # doctest: +SKIP
     """
 
@@ -32,8 +33,7 @@ class BufferUsageCallback(BaseCallback):
             if isinstance(buffer, CompressedBuffer):
                 return buffer
         raise LayoutError(
-            f"{type(self.model).__name__} has no compressed buffer to report on; "
-            "pass replay_buffer_class or rollout_buffer_class"
+            f"{type(self.model).__name__} has no compressed buffer; pass replay_buffer_class or rollout_buffer_class"
         )
 
     def _on_training_start(self) -> None:
@@ -55,5 +55,5 @@ class BufferUsageCallback(BaseCallback):
         for name, value in figures.items():
             self.logger.record(f"buffer/{name}", value)
         for key, method in usage.codecs.items():
-            # the name; why it was chosen is too long for a table
+            # without the reason for the choice, which is too long for a table
             self.logger.record(f"buffer/method_{key}" if key else "buffer/method", method.partition(" ")[0])

@@ -28,20 +28,25 @@ class CompressedMaskableDictRolloutBuffer(ContribRollout, MaskableDictRolloutBuf
 
 
 class CompressedRecurrentRolloutBuffer(ContribRollout, RecurrentRolloutBuffer, CompressedRolloutBuffer):
-    """`RecurrentRolloutBuffer` with compressed observations; `use_rollout_buffer` gives one to a model."""
+    """`RecurrentRolloutBuffer` with compressed observations; pass it to `use_rollout_buffer`."""
 
 
 class CompressedRecurrentDictRolloutBuffer(ContribRollout, RecurrentDictRolloutBuffer, CompressedDictRolloutBuffer):
-    """`RecurrentDictRolloutBuffer` with compressed observations; `use_rollout_buffer` gives one to a model."""
+    """`RecurrentDictRolloutBuffer` with compressed observations; pass it to `use_rollout_buffer`."""
 
 
 def use_rollout_buffer(model: Any, buffer_class: type[Any], **options: Any) -> None:
-    """Replace the rollout buffer of ``model`` by an empty one of ``buffer_class`` with the same settings.
+    """Replace the rollout buffer of ``model`` with an empty ``buffer_class`` of the same settings.
 
-    ``RecurrentPPO`` names its buffer class itself and takes no other. Call this after the model is made, and again
-    after it is loaded.
+    ``RecurrentPPO`` has no ``rollout_buffer_class`` argument. Call this after creating the model, and again after
+    loading it.
 
-    Example:
+    Args:
+        model: A model with a rollout buffer.
+        buffer_class: The class of the new buffer.
+        **options: Arguments that compressed buffers add, such as ``compression_method``.
+
+    Examples:
         >>> model = RecurrentPPO("CnnLstmPolicy", env)  # doctest: +SKIP
         >>> use_rollout_buffer(model, CompressedRecurrentRolloutBuffer)  # doctest: +SKIP
     """

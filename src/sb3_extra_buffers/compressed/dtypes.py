@@ -1,9 +1,9 @@
-"""The documented helpers around buffer dtypes and what is installed."""
+"""Helpers for the ``dtypes`` argument, for compiling ahead of time, and for optional packages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ __all__ = ["find_buffer_dtypes", "find_smallest_dtype", "has_igzip", "has_lz4", 
 
 
 def find_smallest_dtype(max_val: int, signed: bool = False, fallback: npt.DTypeLike = np.float32) -> np.dtype[Any]:
-    """The smallest integer dtype that holds ``max_val``, or ``fallback`` if none does."""
+    """Return the smallest integer dtype that holds ``max_val``, or ``fallback`` if none does."""
     kinds = (np.int8, np.int16, np.int32, np.int64) if signed else (np.uint8, np.uint16, np.uint32, np.uint64)
     for kind in kinds:
         limits = np.iinfo(kind)
@@ -31,9 +31,19 @@ def find_buffer_dtypes(
     elem_dtype: npt.DTypeLike = np.uint8,
     compression_method: str = "rle",
 ) -> dict[str, np.dtype[Any]]:
-    """Dtypes for the buffers' ``dtypes`` argument; compiles the method's code if it needs that.
+    """Return the ``dtypes`` argument of buffers, and compile the code of the method.
 
-    Call it before worker processes start, so that they inherit what was compiled.
+    Call it before worker processes are started, so that they inherit the compiled code.
+
+    Args:
+        obs_shape: Shape of one observation.
+        elem_dtype: Its dtype.
+        compression_method: The method that the buffer will use.
+
+    Examples:
+        >>> dtypes = find_buffer_dtypes((4, 84, 84), np.uint8, "delta")
+        >>> sorted(dtypes)
+        ['elem_type', 'runs_type']
     """
     n_elements = int(np.prod(obs_shape, dtype=np.int64))
     init_jit(compression_method=compression_method, obs_shape=obs_shape, elem_dtype=elem_dtype)
@@ -45,7 +55,7 @@ def init_jit(
     obs_shape: int | tuple[int, ...] = (84, 84),
     elem_dtype: npt.DTypeLike = np.uint8,
 ) -> None:
-    """Compile what ``compression_method`` needs now instead of at the first observation."""
+    """Compile the code of ``compression_method`` now instead of at the first observation."""
     shape = (obs_shape,) if isinstance(obs_shape, int) else tuple(obs_shape)
     spec = ObsSpec(shape, np.dtype(elem_dtype))
     if compression_method == "auto" or parse_method(compression_method)[0] == "delta":
@@ -63,11 +73,12 @@ def _compile_frame_kernels() -> None:
     from sb3_extra_buffers.stores.layout import StackLayout
     from sb3_extra_buffers.stores.segments import SegmentStore
 
-    # many changes that repeat, so that a segment is also packed and unpacked
+    # many repeated changes, so that a segment is also compressed and decompressed with LZ4
     rows = np.tile(np.arange(64, dtype=np.uint8), (16, 32)) + np.arange(16, dtype=np.uint8)[:, None]
     indices, streams = np.arange(16), np.zeros(16, np.int64)
-    for axis in ("first", "last"):
-        layout = StackLayout(ObsSpec((2, 512, 2), np.dtype(np.uint8)), 2, "first" if axis == "first" else "last")
+    axes: tuple[Literal["first", "last"], ...] = ("first", "last")
+    for axis in axes:
+        layout = StackLayout(ObsSpec((2, 512, 2), np.dtype(np.uint8)), 2, axis)
         store = SegmentStore(layout, 32, 1, DeltaCodec())
         store.write(indices, streams, rows)
         store.write_step(0, 16, rows[-1:], rows[:1])
@@ -90,9 +101,12 @@ def has_lz4() -> bool:
 
 
 def element_dtype(dtype: npt.DTypeLike | None, dtypes: Mapping[str, Any] | None) -> np.dtype[Any]:
-    """The dtype that ``dtype`` or ``dtypes["elem_type"]`` names; uint8 where neither is given."""
-    named = None if dtypes is None else dtypes.get("elem_type")
-    if dtype is not None and named is not None and np.dtype(dtype) != np.dtype(named):
-        raise SpecMismatchError(f"dtype {np.dtype(dtype)} and dtypes['elem_type'] {np.dtype(named)} differ; give one")
-    chosen = dtype if dtype is not None else named
-    return np.dtype(np.uint8 if chosen is None else chosen)
+    """Return the dtype given as ``dtype`` or ``dtypes["elem_type"]``; uint8 by default."""
+    elem_type = None if dtypes is None else dtypes.get("elem_type")
+    if dtype is None:
+        return np.dtype(np.uint8 if elem_type is None else elem_type)
+    if elem_type is not None and np.dtype(dtype) != np.dtype(elem_type):
+        raise SpecMismatchError(
+            f"dtype {np.dtype(dtype)} and dtypes['elem_type'] {np.dtype(elem_type)} differ; pass one of them"
+        )
+    return np.dtype(dtype)

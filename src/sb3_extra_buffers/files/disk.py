@@ -155,19 +155,14 @@ def open_to_read(path: Path) -> int:
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
     """Read a file of at most ``max_bytes``."""
-    descriptor = open_to_read(path)
-    try:
-        size = os.fstat(descriptor).st_size
+    with os.fdopen(open_to_read(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
             raise FileFormatError(f"{path} has {size} bytes, more than the {max_bytes} expected at most")
-        parts = []
-        while part := os.read(descriptor, 1 << 20):
-            parts.append(part)
-    except OSError as error:
-        raise FileFormatError(f"{path} cannot be read: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
-    return b"".join(parts)
+        try:
+            return file.read()
+        except OSError as error:
+            raise FileFormatError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def map_file(path: Path, size: int | None = None, private: bool = False) -> Bytes:

@@ -11,6 +11,8 @@ from sb3_extra_buffers.files import loading, registry, saving
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from sb3_extra_buffers.files.last_save import LastSave
+    from sb3_extra_buffers.files.mmap_buffer import MmapFolder
     from sb3_extra_buffers.files.parts import Parts
 
 __all__ = ["SavedAsFolder"]
@@ -18,6 +20,11 @@ __all__ = ["SavedAsFolder"]
 
 class SavedAsFolder:
     """`save`, `load` and `open` for buffers and arrays."""
+
+    #: The folder that this is kept in (``storage="mmap"``).
+    mmap_folder: MmapFolder | None = None
+    #: The last save, which the next one appends to; see `files.last_save`.
+    last_save: LastSave | None = None
 
     @property
     def lock(self) -> Any:

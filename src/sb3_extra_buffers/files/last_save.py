@@ -37,12 +37,11 @@ def _no_save() -> None:
 
 def get_last_save(saved: Any) -> LastSave | None:
     """The last save of ``saved``, if this process saved or loaded it."""
-    last: LastSave | None = getattr(saved, "__dict__", {}).get("_last_save")
+    last: LastSave | None = getattr(saved, "last_save", None)
     return last if last is not None and last.owner is not None and last.owner() is saved else None
 
 
 def set_last_save(saved: Any, last: LastSave) -> None:
     """Remember ``last`` on ``saved``."""
-    if hasattr(saved, "__dict__"):
-        last.owner = weakref.ref(saved)
-        saved.__dict__["_last_save"] = last
+    last.owner = weakref.ref(saved)
+    saved.last_save = last

@@ -113,7 +113,7 @@ class MmapFolder:
         """Make the first checkpoint, and record every step from now on."""
         self.checkpoint(recover=recover)
         buffer = self.buffer
-        vars(buffer)["_live"] = self
+        buffer.mmap_folder = self
         if isinstance(buffer, StoreView):
             buffer.store.on_change = self.record_change
 
@@ -123,7 +123,7 @@ class MmapFolder:
         if buffer is not None:
             for store in self._stores():
                 store.make_heap = store.on_change = None
-            vars(buffer).pop("_live", None)
+            buffer.mmap_folder = None
         if self._journal is not None:
             self._journal.close()
         self._lock.close()
@@ -177,16 +177,19 @@ class MmapFolder:
         """Move heaps to files, and the live payloads of mostly dead files to new ones."""
         for number, store in enumerate(self._stores()):
             store.make_heap = functools.partial(self._new_heap, number, store.heap_bytes)
-            frames = store.inner
-            if not isinstance(frames, FrameStore):
-                continue
-            frames.collect_segments()
-            heap = frames.heap
-            if not isinstance(heap, FileHeap):
-                frames.move_payloads(store.make_heap())
-            elif heap.dead_bytes > heap.live_bytes + _SPARE:
-                file = manifest.next_file(self.folder, f"heap-{number}")
-                frames.compact_heap(functools.partial(heap.compact, file))
+            store.run_exclusively(functools.partial(self._update_heap, number, store))
+
+    def _update_heap(self, number: int, store: ObservationStore) -> None:
+        frames = store.inner
+        if not isinstance(frames, FrameStore):
+            return
+        frames.collect_segments()
+        heap = frames.heap
+        if not isinstance(heap, FileHeap):
+            frames.move_payloads(self._new_heap(number, store.heap_bytes))
+        elif heap.dead_bytes > heap.live_bytes + _SPARE:
+            file = manifest.next_file(self.folder, f"heap-{number}")
+            frames.compact_heap(functools.partial(heap.compact, file))
 
     def _new_heap(self, number: int, limit: int | None) -> FileHeap:
         return FileHeap(manifest.next_file(self.folder, f"heap-{number}"), limit)

@@ -17,7 +17,7 @@ from sb3_extra_buffers.stores import checks
 from sb3_extra_buffers.stores.arena import SLACK
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.observation import ObservationStore
-from sb3_extra_buffers.stores.snapshot import place_payloads, put_together, take_apart
+from sb3_extra_buffers.stores.restore import place_payloads
 from sb3_extra_buffers.stores.view import StoreView
 
 __all__ = ["Cut", "LoadedParts", "Parts", "flatten", "make_view", "unflatten", "views_of"]
@@ -134,7 +134,7 @@ def flatten(parts: Parts) -> tuple[dict[str, Any], dict[str, Array]]:
     stores = {}
     for number, (name, store) in enumerate(parts.stores.items()):
         with store.lock:
-            taken = take_apart(store)
+            taken = store.to_parts()
             tables = {key: np.array(table) for key, table in taken.arrays.items()}
             if taken.heap is not None:
                 tables |= _pack_heap(taken.heap)
@@ -165,7 +165,7 @@ def unflatten(described: Any, arrays: Mapping[str, Array], target: type[Any] | N
                 starts = checks.column(tables, "starts", np.int64, heap.lengths.shape)
                 place_payloads(heap, payload_ids, starts, checks.column(tables, "payload", np.uint8, (None,)))
 
-            stores[str(name)] = put_together(record_from_json(saved["record"]), tables, fill)
+            stores[str(name)] = ObservationStore.from_parts(record_from_json(saved["record"]), tables, fill)
         description = checks.entry(described, "description", kind=dict)
         return LoadedParts(checks.entry(described, "kind", kind=str), description, columns, stores, target)
 

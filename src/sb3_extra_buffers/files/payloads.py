@@ -17,7 +17,7 @@ from sb3_extra_buffers.stores.checks import column, require, within
 from sb3_extra_buffers.stores.file_heap import FileHeap
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.heap import Heap, merge_runs
-from sb3_extra_buffers.stores.snapshot import place_payloads
+from sb3_extra_buffers.stores.restore import place_payloads
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -111,17 +111,15 @@ def _check_chunks(chunks: Array, size: int) -> None:
 
 def _check_covered(starts: Array, lengths: Array, chunks: Array) -> None:
     """Raise unless every byte of the payloads has a checksum."""
-    covered = np.concatenate([[0], np.cumsum(chunks[:, 1])])
-
-    def covered_before(offsets: Array) -> Array:
-        """Bytes with a checksum before each offset."""
-        index = np.searchsorted(chunks[:, 0], offsets, "right")
-        chunk = np.maximum(index - 1, 0)
-        inside = np.minimum(offsets - chunks[chunk, 0], chunks[chunk, 1]) if len(chunks) else np.zeros(len(offsets))
-        return np.where(index > 0, covered[chunk] + inside, 0)
-
-    ends = starts + lengths.astype(np.int64)
-    require(covered_before(ends) - covered_before(starts) == ends - starts, "a segment is not covered by checksums")
+    if not len(starts):
+        return
+    require(len(chunks) > 0, "observations have no checksums")
+    offsets, ends = chunks[:, 0], chunks[:, 0] + chunks[:, 1]
+    # number of the run of chunks without gaps that each chunk is in
+    run = np.cumsum(np.concatenate([[0], offsets[1:] != ends[:-1]]))
+    first, last = _chunks_of(starts, lengths, chunks)
+    covered = (starts >= offsets[first]) & (starts + lengths <= ends[last]) & (run[first] == run[last])
+    require(covered, "a segment is not covered by checksums")
 
 
 def damaged_chunks(data: Bytes, chunks: Array) -> list[int]:

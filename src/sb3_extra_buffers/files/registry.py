@@ -53,7 +53,7 @@ REGISTRY: dict[str, SavedType] = {
     "replay-service": SavedType(f"{_TORCHRL}.service_state:ServiceState", f"{_TORCHRL}.service_state:restore_state"),
     "gpu-replay": SavedType(f"{_OURS}.gpu_buffers.replay_buffer:GpuReplayBuffer", _SB3),
     "gpu-rollout": SavedType(f"{_OURS}.gpu_buffers.rollout_buffer:GpuRolloutBuffer", _SB3),
-    "recording": SavedType(f"{_OURS}.recording.buffers:BaseRecordBuffer", f"{_OURS}.recording.files:make"),
+    "recording": SavedType(f"{_OURS}.recording.base:BaseRecordBuffer", f"{_OURS}.recording.buffers:make_recording"),
 }
 
 _TAGS = {saved_type.cls: tag for tag, saved_type in REGISTRY.items()}

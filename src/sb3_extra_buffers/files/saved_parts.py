@@ -22,7 +22,6 @@ from sb3_extra_buffers.stores.file_heap import FileHeap
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.observation import ObservationStore
-from sb3_extra_buffers.stores.snapshot import put_together
 
 Array = npt.NDArray[Any]
 
@@ -116,7 +115,7 @@ class SavedParts:
             data = disk.map_file(path, size, private=read_only)
             saved.append(fill_heap(heap, payload_ids, tables, data, path, copied=not read_only))
 
-        store = put_together(record_from_json(self.stores[name].get("record")), tables, fill, read_only)
+        store = ObservationStore.from_parts(record_from_json(self.stores[name].get("record")), tables, fill, read_only)
         store.read_only = read_only
         if read_only and isinstance(store.inner, FrameStore):
             store.inner.validator = PayloadCheck(store.inner, saved[0].chunks, store.inner.heap.data, path)

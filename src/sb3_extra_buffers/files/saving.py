@@ -21,8 +21,8 @@ from sb3_extra_buffers.files.locking import lock_if_used
 from sb3_extra_buffers.files.parts import Parts, check_parts, record_to_json
 from sb3_extra_buffers.files.payloads import SavedPayloads, checksum_heap, put_payloads
 from sb3_extra_buffers.stores.arena import SLACK
+from sb3_extra_buffers.stores.base import StoreParts
 from sb3_extra_buffers.stores.file_heap import FileHeap
-from sb3_extra_buffers.stores.snapshot import StoreParts, pages_to_save, take_apart
 
 # dead bytes of a data file that do not justify writing a new one
 _SPARE = 1 << 22
@@ -54,7 +54,7 @@ def save(
             not a power cut.
     """
     folder = Path(path)
-    mmap_folder = getattr(saved, "_live", None)
+    mmap_folder = getattr(saved, "mmap_folder", None)
     if mmap_folder is not None and mmap_folder.is_at(folder):
         report: SaveReport = mmap_folder.checkpoint(sync)
         return report
@@ -100,7 +100,7 @@ def locked_snapshot(saved: Any, recover: bool = True) -> Iterator[Snapshot]:
         check_parts(parts)
         for store in parts.stores.values():
             locks.enter_context(store.lock)
-        yield Snapshot(parts, {name: take_apart(store) for name, store in parts.stores.items()})
+        yield Snapshot(parts, {name: store.to_parts() for name, store in parts.stores.items()})
 
 
 class Save:
@@ -223,7 +223,7 @@ class Save:
             tables |= saved.tables
             if known is not None and known.heap is part.heap and known.file == saved.file:
                 # chunks are only ever appended
-                dirty_pages = pages_to_save(part.inner) | {"chunks": np.zeros(0, np.int64)}
+                dirty_pages = part.inner.pages_to_save() | {"chunks": np.zeros(0, np.int64)}
         entry["arrays"] = list(tables)
         arrays = [NamedArray(f"stores/{name}/{key}", table, dirty_pages.get(key)) for key, table in tables.items()]
         return entry, arrays

@@ -1,4 +1,4 @@
-"""Batch kernels: each a plain definition and a fast version that a test compares with it."""
+"""Batch kernels: each has a reference version, which defines it, and fast versions that tests compare with it."""
 
 from sb3_extra_buffers.kernels.dispatch import FrameKernels, as_contiguous, frame_kernels, has_numba
 

@@ -45,7 +45,7 @@ def replaces(reference: Callable[..., Any]) -> Callable[[Function], Function]:
             return function
 
         choose.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]  # numba compares the two
-        overload(reference, jit_options=_OPTIONS)(choose)
+        overload(reference, jit_options={"nogil": True})(choose)
         return function
 
     return decorate

@@ -321,17 +321,17 @@ def read_rows_reference(tables: DeviceTables, shape: FrameShape, indices: torch.
     """
     size = shape.frame_bytes
     starts = tables.starts.numpy()
-    state = FrameState(**{
-        **dict.fromkeys(FrameState._fields, np.zeros(0, np.int64)),
-        "config": FrameConfig(size, shape.per_segment, 2, shape.room, delta=True),
-        "heap": tables.heap.numpy(),
-        "stage": tables.stage.numpy(),
-        "keyframe_rows": tables.keyframe_rows.numpy().reshape(-1),
-        "starts": np.where(starts >= 0, starts % capacity_of(tables), starts),
-        "lengths": tables.lengths.numpy(),
-        "keyframes": tables.keyframes.numpy(),
-        "stage_ends": np.ascontiguousarray(tables.streams.numpy()[:, END]),
-    })  # fmt: skip
+    unused: Any = dict.fromkeys(FrameState._fields, np.zeros(0, np.int64))
+    state = FrameState(**unused)._replace(
+        config=FrameConfig(size, shape.per_segment, 2, shape.room, delta=True),
+        heap=tables.heap.numpy(),
+        stage=tables.stage.numpy(),
+        keyframe_rows=tables.keyframe_rows.numpy().reshape(-1),
+        starts=np.where(starts >= 0, starts % capacity_of(tables), starts),
+        lengths=tables.lengths.numpy(),
+        keyframes=tables.keyframes.numpy(),
+        stage_ends=np.ascontiguousarray(tables.streams.numpy()[:, END]),
+    )
     sets = indices.numpy()
     rows = np.empty(sets.size * shape.stack * size, np.uint8)
     kernels = frame_kernels(compiled=False)

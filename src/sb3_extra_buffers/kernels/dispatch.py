@@ -1,4 +1,4 @@
-"""Which kernels run: compiled where numba is installed, the plain ones where it is not."""
+"""Selects the kernels: compiled ones if numba is installed, otherwise the reference kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Array = TypeVar("Array", bound=npt.NDArray[Any])
 
 
 class FrameKernels(NamedTuple):
-    """The frame store's kernels; `sb3_extra_buffers.kernels.frames` says what each one means."""
+    """The frame store's kernels; `kernels.frames` defines what each one does."""
 
     bind_state: Callable[..., Any]
     write_frames: Callable[..., int]
@@ -30,7 +30,7 @@ class FrameKernels(NamedTuple):
 
 
 def as_contiguous(array: Array) -> Array:
-    """``array`` in one piece that can be written: for other kinds numba would compile the kernels anew."""
+    """Return ``array`` as C-contiguous and writable: numba would compile the kernels again for any other kind."""
     return array if array.flags.carray else array.copy()
 
 
@@ -39,8 +39,8 @@ def has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-def _forget_outdated(module: Any) -> None:
-    """Drop cached kernels that are older than any source compiled into them: numba looks at one file of them only."""
+def _drop_outdated(module: Any) -> None:
+    """Delete cached kernels older than any source compiled into them; numba only checks the file that defines them."""
     package = Path(module.__file__).parents[1]
     sources = [*(package / "kernels").glob("*.py"), *(package / "codecs").glob("*.py")]
     newest = max(source.stat().st_mtime for source in sources)
@@ -51,17 +51,12 @@ def _forget_outdated(module: Any) -> None:
 
 
 @cache
-def _load(compiled: bool) -> FrameKernels:
+def frame_kernels(compiled: bool | None = None) -> FrameKernels:
+    """Return the frame store's kernels: compiled, reference, or (``None``) compiled if numba is installed."""
+    if compiled is None:
+        return frame_kernels(has_numba())
+    module: Any = importlib.import_module(f"sb3_extra_buffers.kernels.{'frames_numba' if compiled else 'frames'}")
     if compiled:
-        module: Any = importlib.import_module("sb3_extra_buffers.kernels.frames_numba")
-        _forget_outdated(module)
-    else:
-        module = importlib.import_module("sb3_extra_buffers.kernels.frames")
+        _drop_outdated(module)
     functions = {name: getattr(module, name) for name in FrameKernels._fields if name != "compiled"}
     return FrameKernels(compiled=compiled, **functions)
-
-
-@cache
-def frame_kernels(compiled: bool | None = None) -> FrameKernels:
-    """Kernels of the frame store; ``None`` means compiled if numba is there."""
-    return _load(has_numba() if compiled is None else compiled)

@@ -1,4 +1,4 @@
-"""Fingerprints of pages, which tell a changed page without a copy of its old contents.
+"""Fingerprints of pages, which reveal changed pages without a copy of their old contents.
 
 A fingerprint is two NH hashes (the hash inside UMAC) under random keys: two different pages collide with a probability
 of at most 2**-64.
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.kernels.dispatch import has_numba
 
-#: bytes of a page: each has its own fingerprint, and is saved as a whole
+#: bytes per page, the unit of fingerprints and of incremental saves
 PAGE = 1 << 12
 WORDS = PAGE // 8
 
@@ -28,7 +28,7 @@ _HALF = np.uint64(32)
 
 
 def fingerprints_of(data: Bytes, pages: npt.NDArray[np.int64] | None = None) -> Words:
-    """Fingerprints of all pages of ``data``, or of some, as ``[page, 2]``. A short last page is padded with zeros."""
+    """Return the fingerprints of all or some pages of ``data`` as ``[page, 2]``; a short last page is zero-padded."""
     n_whole, count = data.size // PAGE, -(-data.size // PAGE)
     last = count > n_whole and (pages is None or count - 1 in pages)
     words = _as_words(data[: n_whole * PAGE])
@@ -45,7 +45,7 @@ def fingerprints_of(data: Bytes, pages: npt.NDArray[np.int64] | None = None) -> 
 
 def _as_words(data: Bytes) -> Words:
     if not data.flags.writeable or data.ctypes.data % 8:
-        data = data.copy()  # the compiled kernel knows one kind of array
+        data = data.copy()  # the compiled kernel is compiled for one kind of array
     return data.view(np.uint64).reshape(-1, WORDS)
 
 
@@ -54,10 +54,10 @@ def fingerprint_pages(words: Words, keys: Words, out: Words) -> None:
     for first in range(0, len(words), 64):
         part = words[first : first + 64]
         low, high = part & _LOW, part >> _HALF
-        for place in range(2):
-            key = keys[place : place + WORDS]
+        for i in range(2):
+            key = keys[i : i + WORDS]
             products = ((low + (key & _LOW)) & _LOW) * ((high + (key >> _HALF)) & _LOW)
-            out[first : first + 64, place] = products.sum(axis=1, dtype=np.uint64)
+            out[first : first + 64, i] = products.sum(axis=1, dtype=np.uint64)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""`prints.print_blocks`, compiled."""
+"""`fingerprints.fingerprint_pages`, compiled."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ _HALF = np.uint64(32)
 
 @njit(nogil=True, cache=True)
 def fingerprint_pages(words: Any, keys: Any, out: Any) -> None:
-    """Set ``out[i]`` to the prints of ``words[i]``."""
-    for block in range(words.shape[0]):
+    for page in range(words.shape[0]):
         first = second = np.uint64(0)
         for i in range(words.shape[1]):
-            word, key, other = words[block, i], keys[i], keys[i + 1]
+            word, key, other = words[page, i], keys[i], keys[i + 1]
             high = word >> _HALF
             first += ((word + key) & _LOW) * ((high + (key >> _HALF)) & _LOW)
             second += ((word + other) & _LOW) * ((high + (other >> _HALF)) & _LOW)
-        out[block, 0] = first
-        out[block, 1] = second
+        out[page, 0] = first
+        out[page, 1] = second

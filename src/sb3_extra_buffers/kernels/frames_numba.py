@@ -146,7 +146,7 @@ def release_rows(state: Any) -> None:
 
 
 @entry
-def read_frames(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int) -> int:
+def read_frames(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int) -> Any:
     return reading_numba.read_rows(state, frame_ids, sets, out, first, stop)
 
 

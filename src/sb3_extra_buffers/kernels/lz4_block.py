@@ -103,7 +103,10 @@ def unpack_block(source: Bytes, start: int, stop: int, target: Bytes, size: int,
         if end >= needed and needed < size:
             return True
         token = load(source, start)
-        start, n_literals = get_length(source, start + 1, stop, token >> 4)
+        start += 1
+        n_literals = token >> 4
+        if n_literals == 15:
+            start, n_literals = get_length(source, start, stop)
         if n_literals > stop - start or n_literals > size - end:
             return False
         copy_ahead(target, end, source, start, n_literals)
@@ -114,7 +117,10 @@ def unpack_block(source: Bytes, start: int, stop: int, target: Bytes, size: int,
         if stop - start < 2:
             return False
         offset = load(source, start) | load(source, start + 1) << 8
-        start, length = get_length(source, start + 2, stop, token & 15)
+        start += 2
+        length = token & 15
+        if length == 15:
+            start, length = get_length(source, start, stop)
         length += _MIN_MATCH
         if offset == 0 or offset > end or length > size - end:
             return False
@@ -123,21 +129,16 @@ def unpack_block(source: Bytes, start: int, stop: int, target: Bytes, size: int,
     return False
 
 
-def get_length(source: Bytes, start: int, stop: int, length: int) -> tuple[int, int]:
-    """Return the position after a length and the length, whose first four bits are given; undo `put_length`.
-
-    A length that is cut off at ``stop`` becomes one that fits nowhere.
-    """
-    if length == 15:
-        while True:
-            if start >= stop:
-                return start, 1 << 62
-            part = load(source, start)
-            start += 1
-            length += part
-            if part != 255:
-                break
-    return start, length
+def get_length(source: Bytes, start: int, stop: int) -> tuple[int, int]:
+    """Undo `put_length`: return the new start and the whole length; one that is cut off becomes too large to fit."""
+    length = 15
+    while start < stop:
+        part = load(source, start)
+        start += 1
+        length += part
+        if part != 255:
+            return start, length
+    return start, 1 << 62
 
 
 # ---- functions that touch every byte; `lz4_numba` replaces these ----

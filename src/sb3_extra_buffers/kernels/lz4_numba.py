@@ -27,17 +27,17 @@ use_reference(
 
 
 @replaces(reference.load_quad)
-def load_quad(source: Any, at: Any) -> int:
+def load_quad(source: Any, at: Any) -> Any:
     return np.int64(load_word(source, at) & np.uint64(0xFFFFFFFF))
 
 
 @replaces(reference.load)
-def load(source: Any, at: Any) -> int:
+def load(source: Any, at: Any) -> Any:
     return np.int64(load_byte(source, at))
 
 
 @replaces(reference.common_length)
-def common_length(source: Any, a: Any, b: Any, stop: Any) -> int:
+def common_length(source: Any, a: Any, b: Any, stop: Any) -> Any:
     count = 0
     while b + count + 8 <= stop:
         difference = load_word(source, a + count) ^ load_word(source, b + count)

@@ -19,7 +19,7 @@ _STREAMING_BYTES = 8 << 20
 
 
 @inner
-def read_rows(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int) -> int:
+def read_rows(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int) -> Any:
     """Decode rows ``first`` to ``stop``, each segment of a row once; return -1, or a damaged segment."""
     size, per_segment = state.config.frame_bytes, state.config.per_segment
     n_tops = (size + BLOCK - 1) // BLOCK

@@ -1,20 +1,15 @@
-"""Buffers that record what an agent sees and does, and what puts them beside an agent."""
+"""Buffers that record what an agent sees and does, and ways to attach them to an agent."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sb3_extra_buffers.recording.buffers import (
-    BaseRecordBuffer,
-    DummyRecordBuffer,
-    Episode,
-    FramelessRecordBuffer,
-    Record,
-    RecordBuffer,
-)
+from sb3_extra_buffers._lazy import attach
 
 if TYPE_CHECKING:
     from sb3_extra_buffers.recording.agent import record_agent
+    from sb3_extra_buffers.recording.base import BaseRecordBuffer
+    from sb3_extra_buffers.recording.buffers import DummyRecordBuffer, FramelessRecordBuffer, RecordBuffer
     from sb3_extra_buffers.recording.callback import RecordCallback
+    from sb3_extra_buffers.recording.records import Episode, Record
     from sb3_extra_buffers.recording.wrapper import RecordWrapper
 
 __all__ = [
@@ -29,15 +24,15 @@ __all__ = [
     "record_agent",
 ]
 
-# imported when they are asked for: recording itself needs neither Gymnasium nor SB3
-_MODULES = {"RecordCallback": "callback", "RecordWrapper": "wrapper", "record_agent": "agent"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+# imported on first use: the buffers themselves need neither Gymnasium nor SB3
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "agent": ["record_agent"],
+        "base": ["BaseRecordBuffer"],
+        "buffers": ["DummyRecordBuffer", "FramelessRecordBuffer", "RecordBuffer"],
+        "callback": ["RecordCallback"],
+        "records": ["Episode", "Record"],
+        "wrapper": ["RecordWrapper"],
+    },
+)

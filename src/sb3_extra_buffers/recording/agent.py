@@ -1,4 +1,4 @@
-"""Let an agent play and keep what it did."""
+"""Record an agent while it plays."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sb3_extra_buffers.recording.buffers import BaseRecordBuffer
-from sb3_extra_buffers.recording.factory import buffer_for
+from sb3_extra_buffers.recording.base import BaseRecordBuffer
+from sb3_extra_buffers.recording.factory import buffer_for, observation_of
 
 if TYPE_CHECKING:
     from stable_baselines3.common.vec_env import VecEnv
@@ -30,17 +30,17 @@ def record_agent(
 
     Args:
         model: Anything with SB3's ``predict``.
-        env: Vectorised environments, of which the first is recorded.
-        n_steps: How many steps.
-        buffer: Where to record; None for a buffer that suits what is seen and holds all steps.
+        env: Vectorized environments; the first one is recorded.
+        n_steps: Number of steps.
+        buffer: Buffer to record to; None to create one for the observations, with capacity for all steps.
         deterministic: Whether the model takes its best action.
-        render: Whether frames are what the environment renders, instead of observations.
-        path: Where to export the recording to, such as ``"agent.gif"``.
+        render: Record rendered frames instead of observations.
+        path: File to export the recording to, such as ``"agent.gif"``.
     """
     obs: Any = env.reset()
     state, starts = None, np.ones(env.num_envs, bool)
     for _ in range(n_steps):
-        frame = env.get_images()[0] if render else _first(obs)
+        frame = env.get_images()[0] if render else observation_of(obs, 0)
         actions, state = model.predict(obs, state=state, episode_start=starts, deterministic=deterministic)
         obs, rewards, starts, _infos = env.step(actions)
         if buffer is None:
@@ -51,9 +51,3 @@ def record_agent(
     if path is not None:
         buffer.export(path)
     return buffer
-
-
-def _first(observations: Any) -> Any:
-    if isinstance(observations, dict):
-        return {key: part[0] for key, part in observations.items()}
-    return np.array(observations[0])

@@ -1,4 +1,4 @@
-"""An SB3 callback that records one of the environments while a model learns."""
+"""An SB3 callback that records one environment during training."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 import numpy as np
 from stable_baselines3.common.callbacks import BaseCallback
 
-from sb3_extra_buffers.recording.buffers import BaseRecordBuffer
-from sb3_extra_buffers.recording.factory import buffer_for
+from sb3_extra_buffers.recording.base import BaseRecordBuffer
+from sb3_extra_buffers.recording.factory import buffer_for, observation_of
 
 __all__ = ["RecordCallback"]
 
 
 class RecordCallback(BaseCallback):
-    """Records what the agent sees, does and is given in one environment.
+    """Records what the agent sees and does in one environment, and its rewards.
 
     Args:
-        buffer: Where to record; None for a buffer that suits the observations, without frames if they are no pictures.
-        size: Of that buffer.
-        env_index: Which environment.
-        render: Whether frames are what the environment renders, instead of observations.
-        path: Where to export the recording to when training ends, such as ``"agent.gif"``.
+        buffer: Buffer to record to; None to create one for the observations, without frames if they are not images.
+        size: Size of the buffer if one is created.
+        env_index: Index of the environment to record.
+        render: Record rendered frames instead of observations.
+        path: File to export the recording to when training ends, such as ``"agent.gif"``.
 
     Example:
         >>> model.learn(10_000, callback=RecordCallback(path="agent.gif"))  # doctest: +SKIP
@@ -43,40 +43,34 @@ class RecordCallback(BaseCallback):
         self.env_index = env_index
         self.render = render
         self.path = path
-        self._shown: Any = None
+        self._rendered: Any = None
 
     def _on_training_start(self) -> None:
         if not 0 <= self.env_index < self.training_env.num_envs:
             raise IndexError(f"env_index is {self.env_index}, but there are {self.training_env.num_envs} environments")
-        self._look()
+        self._render()
 
-    def _look(self) -> None:
+    def _render(self) -> None:
         if self.render:
-            self._shown = self.training_env.get_images()[self.env_index]
+            self._rendered = self.training_env.get_images()[self.env_index]
 
     def _on_step(self) -> bool:
         index = self.env_index
-        # SB3 calls this after the step and before it moves on: the last observation is what was acted on
-        seen: Any = self.model._last_obs
+        # SB3 has no public name for the observation that was acted on; it is replaced after this callback
+        observations: Any = self.model._last_obs
         if self.model.get_vec_normalize_env() is not None:
-            # off-policy algorithms keep what came before it was normalised
-            seen = getattr(self.model, "_last_original_obs", seen)
-        frame = self._shown if self.render else _of(seen, index)
+            # off-policy algorithms keep the observation from before normalization
+            observations = getattr(self.model, "_last_original_obs", observations)
+        frame = self._rendered if self.render else observation_of(observations, index)
         if self.record_buffer is None:
             self.record_buffer = buffer_for(frame, self.size)
         actions = self.locals.get("clipped_actions", self.locals["actions"])
         self.record_buffer.add(
             frame, self.locals["rewards"][index], np.array(actions[index]), done=self.locals["dones"][index]
         )
-        self._look()
+        self._render()
         return True
 
     def _on_training_end(self) -> None:
         if self.path is not None and self.record_buffer is not None:
             self.record_buffer.export(self.path)
-
-
-def _of(observations: Any, index: int) -> Any:
-    if isinstance(observations, dict):
-        return {key: part[index] for key, part in observations.items()}
-    return np.array(observations[index])

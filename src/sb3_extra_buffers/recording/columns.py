@@ -1,144 +1,149 @@
-"""Columns of a recording: numbers, arrays, or dicts and tuples of them, a row for each record."""
+"""Columns of a recording: one row per record, of numbers, arrays, or dicts and tuples of them."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import SpecMismatchError
+from sb3_extra_buffers.arguments import as_array, cast_exactly
+from sb3_extra_buffers.errors import FileFormatError, SpecMismatchError
+from sb3_extra_buffers.stores.checks import check_flags, require
+
+if TYPE_CHECKING:
+    from sb3_extra_buffers.files.parts import LoadedParts
+
+__all__ = ["Column", "as_scalar"]
 
 Array = npt.NDArray[Any]
-# a path of keys and places, and the array there
-Leaves = dict[tuple[str, ...], Array]
-# dicts and tuples within each other
-MOST_DEPTH = 32
+# keys and tuple indices that lead to an array
+Path = tuple[str, ...]
 
-
-class Row(NamedTuple):
-    """A value that fits its column."""
-
-    leaves: Leaves
-    shape: Any
-    """How the leaves hang together: None for a leaf, dicts and lists of such."""
+_MAX_DEPTH = 32
 
 
 class Column:
-    """``size`` rows of one kind of value, which the first value decides unless ``dtype`` says it.
+    """``size`` rows of one type of value, set by the first value or by ``dtype``.
 
-    Dicts and tuples, as actions of such spaces are, become a plain array for each of their leaves.
+    Dicts and tuples, such as the actions of Dict and Tuple spaces, are stored as one array per leaf.
     """
 
     def __init__(self, name: str, size: int, dtype: npt.DTypeLike | None = None) -> None:
         self.name = name
         self.size = size
-        self.shape: Any = None
-        self.arrays: Leaves = {}
+        # how the leaves are nested, JSON-ready: None for a leaf, else a dict or a list of structures
+        self.structure: Any = None
+        self.arrays: dict[Path, Array] = {}
         if dtype is not None:
             try:
-                kind = np.dtype(dtype)
+                declared = np.dtype(dtype)
             except (TypeError, ValueError) as problem:
-                raise SpecMismatchError(f"{name} has no dtype {dtype!r}: {problem}") from problem
-            if kind.base.kind not in "biuf":
-                raise SpecMismatchError(f"{name} has dtype {kind.base}; recordings hold numbers and arrays of numbers")
-            self.arrays = {(): np.zeros((size, *kind.shape), kind.base)}
+                raise SpecMismatchError(f"{name}: {dtype!r} is not a dtype: {problem}") from problem
+            if declared.base.kind not in "biuf":
+                raise SpecMismatchError(f"{name} has dtype {declared.base}; recordings hold numbers and arrays of them")
+            self.arrays = {(): np.zeros((size, *declared.shape), declared.base)}
 
-    def made_for(self, row: Row) -> Column:
-        """A column like this that holds values like ``row``; nothing is written yet."""
-        made = Column(self.name, self.size)
-        made.arrays = {path: np.zeros((self.size, *leaf.shape), leaf.dtype) for path, leaf in row.leaves.items()}
-        made.shape = row.shape
-        return made
+    def prepare(self, value: Any) -> tuple[Column, list[tuple[Array, Array]]]:
+        """Check ``value`` and return the column to use from now on, and its arrays paired with the leaves to store.
 
-    def pairs(self, row: Row) -> list[tuple[Array, Array]]:
-        """Each leaf of what `fit` returned, behind the array that it goes to."""
-        return [(self.arrays[path], leaf) for path, leaf in row.leaves.items()]
-
-    def fit(self, value: Any) -> Row:
-        """``value`` as it will be stored, or an error; nothing is written."""
-        leaves: Leaves = {}
-        shape = self._take(value, (), leaves)
+        Nothing is written; the column is a new one if this one has no arrays yet.
+        """
+        leaves: dict[Path, Array] = {}
+        structure = self._flatten(value, (), leaves)
+        column = self
         if not self.arrays:
-            return Row(leaves, shape)
-        if shape != self.shape or leaves.keys() != self.arrays.keys():
+            column = Column(self.name, self.size)
+            column.arrays = {path: np.zeros((self.size, *leaf.shape), leaf.dtype) for path, leaf in leaves.items()}
+            column.structure = structure
+        elif structure != self.structure or leaves.keys() != self.arrays.keys():
             raise SpecMismatchError(
-                f"{self.name} has parts {_paths(leaves)}, those before had {_paths(self.arrays)}; "
-                "every record needs the same"
+                f"{self.name} has parts {_names(leaves)}, but earlier records have {_names(self.arrays)}; every record "
+                "needs the same parts"
             )
-        return Row({path: self._cast(path, leaf) for path, leaf in leaves.items()}, shape)
+        return column, [(column.arrays[path], column.cast(path, leaf)) for path, leaf in leaves.items()]
 
-    def _take(self, value: Any, path: tuple[str, ...], leaves: Leaves) -> Any:
-        """Collect the leaves below ``path``; return how they hang together, JSON-ready."""
-        if len(path) > MOST_DEPTH:
-            raise SpecMismatchError(f"{self.name} has parts within parts, more than {MOST_DEPTH} deep")
+    def _flatten(self, value: Any, path: Path, leaves: dict[Path, Array]) -> Any:
+        """Add the leaves of ``value`` to ``leaves`` and return their structure, which JSON can represent."""
+        if len(path) > _MAX_DEPTH:
+            raise SpecMismatchError(f"{self.name} is nested more than {_MAX_DEPTH} levels deep")
         if isinstance(value, Mapping):
-            taken = {str(key): self._take(part, (*path, str(key)), leaves) for key, part in value.items()}
-            if len(taken) != len(value):
-                raise SpecMismatchError(f"{'/'.join((self.name, *path))} has keys that are the same as text")
-            return taken
+            structure = {str(key): self._flatten(part, (*path, str(key)), leaves) for key, part in value.items()}
+            if len(structure) != len(value):
+                raise SpecMismatchError(f"{'/'.join((self.name, *path))} has keys that are equal as strings")
+            return structure
         if isinstance(value, tuple):
-            return [self._take(part, (*path, str(place)), leaves) for place, part in enumerate(value)]
+            return [self._flatten(part, (*path, str(index)), leaves) for index, part in enumerate(value)]
         leaves[path] = as_numbers(value, "/".join((self.name, *path)))
         return None
 
-    def _cast(self, path: tuple[str, ...], leaf: Array) -> Array:
+    def cast(self, path: Path, leaf: Array) -> Array:
+        """Return ``leaf`` in the dtype of the array at ``path``, or raise if the shape or a value does not fit."""
         column = self.arrays[path]
         name = "/".join((self.name, *path))
         if leaf.shape != column.shape[1:]:
-            raise SpecMismatchError(f"{name} has shape {leaf.shape}, those before had {column.shape[1:]}")
-        if leaf.dtype == column.dtype:
-            return leaf
-        with np.errstate(invalid="ignore", over="ignore"):
-            cast = leaf.astype(column.dtype)
-        if not np.array_equal(cast, leaf, equal_nan=column.dtype.kind == "f" and leaf.dtype.kind == "f"):
-            raise SpecMismatchError(
-                f"{name} is {leaf.tolist()!r} ({leaf.dtype}), which {column.dtype} cannot hold; "
-                f"the first record decides, or declare it when the buffer is made"
-            )
-        return cast
+            raise SpecMismatchError(f"{name} has shape {leaf.shape}, but earlier records have {column.shape[1:]}")
+        return leaf if leaf.dtype == column.dtype else cast_exactly(leaf, column.dtype, name)
 
     def read(self, rows: Any) -> Any:
-        """Values of ``rows`` as they were added, leaves with an axis more where rows are several."""
-        if not self.arrays:
-            return None
-        return self._build(self.shape, (), rows)
+        """Return the values of ``rows`` as they were added, with a leading axis if ``rows`` are several."""
+        return self._nest(self.structure, (), rows) if self.arrays else None
 
-    def _build(self, shape: Any, path: tuple[str, ...], rows: Any) -> Any:
-        if isinstance(shape, dict):
-            return {key: self._build(part, (*path, key), rows) for key, part in shape.items()}
-        if isinstance(shape, list):
-            return tuple(self._build(part, (*path, str(place)), rows) for place, part in enumerate(shape))
+    def _nest(self, structure: Any, path: Path, rows: Any) -> Any:
+        if isinstance(structure, dict):
+            return {key: self._nest(part, (*path, key), rows) for key, part in structure.items()}
+        if isinstance(structure, list):
+            return tuple(self._nest(part, (*path, str(index)), rows) for index, part in enumerate(structure))
         values = self.arrays[path][rows]
-        # a row is the caller's to keep: the next lap writes where it came from
+        # copied: a later record will overwrite the row
         return values.copy() if isinstance(values, np.ndarray) else values
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays.values())
 
+    def restore(self, parts: LoadedParts, key: str, structure: Any, n: int) -> set[str]:
+        """Fill the first ``n`` rows from the arrays ``key/0``, ``key/1``, ... of a file; return their names."""
+        paths = {f"{key}/{number}": path for number, path in enumerate(_paths(structure))}
+        for name, path in paths.items():
+            rows = parts.columns.get(name)
+            if rows is None or rows.dtype.kind not in "biuf" or rows.ndim < 1 or len(rows) != n:
+                raise FileFormatError(f"{key} does not have {n} numbers for {'/'.join(path) or 'its value'}")
+            check_flags(key, rows)
+            self.arrays[path] = np.zeros((self.size, *rows.shape[1:]), rows.dtype)
+            self.arrays[path][:n] = rows
+        self.structure = structure
+        return set(paths)
 
-def _paths(leaves: Leaves) -> str:
+
+def _names(leaves: dict[Path, Array]) -> str:
     return ", ".join("/".join(path) or "(one value)" for path in leaves) or "(none)"
 
 
+def _paths(structure: Any, path: Path = ()) -> Iterator[Path]:
+    """Yield the path of each leaf of a structure read from a file."""
+    require(len(path) <= _MAX_DEPTH, f"a column is nested more than {_MAX_DEPTH} levels deep")
+    if structure is None:
+        yield path
+        return
+    require(isinstance(structure, dict | list), f"{structure!r} is not the structure of a column")
+    for key, part in structure.items() if isinstance(structure, dict) else enumerate(structure):
+        yield from _paths(part, (*path, str(key)))
+
+
 def as_numbers(value: Any, name: str) -> Array:
-    """``value`` as an array of numbers or flags, or an error that names it."""
-    try:
-        array = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as problem:
-        raise SpecMismatchError(f"{name} is {type(value).__name__}, which is no array: {problem}") from problem
+    """Return ``value`` as an array of numbers or bools."""
+    array = as_array(value, name)
     if array.dtype.kind not in "biuf":
         raise SpecMismatchError(
-            f"{name} is {type(value).__name__} of dtype {array.dtype}; recordings hold numbers and arrays of numbers"
+            f"{name} is a {type(value).__name__} of dtype {array.dtype}; recordings hold numbers and arrays of them"
         )
     return array
 
 
-def one_number(value: Any, name: str) -> Any:
-    """``value`` as a single number, or an error that names it."""
+def as_scalar(value: Any, name: str) -> Any:
+    """Return ``value`` as a single number or bool."""
     if type(value) is float or type(value) is bool:
         return value
     try:
@@ -148,14 +153,3 @@ def one_number(value: Any, name: str) -> Any:
     if array.size != 1:
         raise SpecMismatchError(f"{name} must be one number, got {value!r}; record one environment at a time")
     return array.item()
-
-
-def check_count(value: Any, name: str) -> int:
-    """``value``, if it is a whole number from 1 on."""
-    try:
-        number = 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise SpecMismatchError(f"{name} must be a whole number from 1 on, got {value!r}")
-    return number

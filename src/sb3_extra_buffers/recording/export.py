@@ -1,9 +1,7 @@
-"""Frames of a recording as pictures that move or do not."""
+"""Export the frames of a recording as an image or an animation."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -13,9 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import EmptyBufferError, ExportError, IndexOutOfRangeError, MissingExtraError
+from sb3_extra_buffers.errors import EmptyBufferError, ExportError
+from sb3_extra_buffers.recording.images import Image, encode_png, enlarge, tile, write_gif, write_mp4
+from sb3_extra_buffers.recording.records import Episode, resolve_index
 
-Pixels = npt.NDArray[np.uint8]
+Array = npt.NDArray[Any]
+
+_SUFFIXES = (".gif", ".mp4", ".png")
+# frames to decode at a time
 _BLOCK = 64
 
 
@@ -29,129 +32,69 @@ def export(
     channels: Sequence[int] | int | None = None,
     stretch: bool = False,
 ) -> Path:
-    """See `BaseRecordBuffer.export`."""
+    """Implement `BaseRecordBuffer.export`."""
     target = Path(path)
-    writers = {".gif": _write_gif, ".mp4": _write_mp4, ".png": _write_png}
-    writer = writers.get(target.suffix.lower())
-    if writer is None:
-        raise ExportError(f"cannot write {target.name!r}; give it a name that ends with {', '.join(writers)}")
+    suffix = target.suffix.lower()
+    if suffix not in _SUFFIXES:
+        raise ExportError(f"cannot write {target.name!r}; use a name that ends with {', '.join(_SUFFIXES)}")
     if not isinstance(fps, int | float) or not 0 < fps < math.inf:
         raise ExportError(f"fps must be a positive number, got {fps!r}")
     if not hasattr(scale, "__index__") or scale < 1:
-        raise ExportError(f"scale must be a whole number from 1 on, got {scale!r}")
+        raise ExportError(f"scale must be an integer of at least 1, got {scale!r}")
     frames = buffer.frames
     if frames is None:
         raise EmptyBufferError(f"a {type(buffer).__name__} holds no frames; record with a RecordBuffer")
-    indices = _indices(which, len(frames))
+    index = slice(None) if which is None else which.indices if isinstance(which, Episode) else which
+    indices = np.atleast_1d(resolve_index(index, len(frames)))
     if not len(indices):
         raise EmptyBufferError(f"no frames to write: {which!r} selects none of {len(frames)} records")
-    picked = _channels(buffer, channels)
-    first_axis = frames.obs_shape == (buffer.ch_num, *buffer.res)
+    selected = _select_channels(buffer.ch_num, channels)
+    channels_first = frames.obs_shape == (buffer.ch_num, *buffer.res)
 
-    def blocks() -> Iterator[npt.NDArray[Any]]:
-        """Frames, a few at a time, channels last."""
+    def blocks() -> Iterator[Array]:
+        """Yield a few frames at a time, channels last."""
         for start in range(0, len(indices), _BLOCK):
             block = frames[indices[start : start + _BLOCK]]
             if block.ndim == 3:
                 block = block[..., None]
-            elif first_axis:
+            elif channels_first:
                 block = np.moveaxis(block, 1, -1)
-            yield block[..., picked]
+            yield block[..., selected]
 
-    low, high = _range(blocks(), frames.dtype, stretch)
-
-    def pictures() -> Iterator[Pixels]:
-        for block in blocks():
-            for frame in block:
-                yield _picture(frame, low, high, scale)
-
+    low, high = _value_range(blocks(), frames.dtype, stretch)
+    images = (_to_image(frame, low, high, scale) for block in blocks() for frame in block)
     target.parent.mkdir(parents=True, exist_ok=True)
-    writer(target, pictures(), len(indices), fps)
+    if suffix == ".png":
+        target.write_bytes(encode_png(tile(images, len(indices), math.ceil(math.sqrt(len(indices))))))
+    elif suffix == ".gif":
+        write_gif(target, images, fps)
+    else:
+        write_mp4(target, images, fps)
     return target
 
 
-def _indices(which: Any, n: int) -> npt.NDArray[np.int64]:
-    if which is None:
-        return np.arange(n)
-    if hasattr(which, "indices") and not isinstance(which, slice):
-        which = which.indices
-    if isinstance(which, slice):
-        return np.arange(*which.indices(n))
-    if not hasattr(which, "__index__") or not -n <= which < n:
-        raise IndexOutOfRangeError(f"index {which!r} is out of bounds for {n} records")
-    return np.array([which % n])
-
-
-def _channels(buffer: Any, channels: Sequence[int] | int | None) -> list[int]:
-    count = buffer.ch_num
+def _select_channels(count: int, channels: Sequence[int] | int | None) -> list[int]:
     if channels is None:
-        # the newest of a stack: three planes where they come in threes, one otherwise
+        # the newest frame of a stack: RGB if the number of channels allows it, else grayscale
         return list(range(count - 3, count)) if count % 3 == 0 else [count - 1]
-    picked = list(channels) if isinstance(channels, Sequence) else [channels]
-    if len(picked) not in (1, 3) or not all(type(channel) is int and -count <= channel < count for channel in picked):
-        raise ExportError(f"a picture has one channel or three of {count}, got {channels!r}")
-    return picked
+    selected = list(channels) if isinstance(channels, Sequence) else [channels]
+    valid = all(type(channel) is int and -count <= channel < count for channel in selected)
+    if len(selected) not in (1, 3) or not valid:
+        raise ExportError(f"channels must be one or three of {count}, got {channels!r}")
+    return selected
 
 
-def _range(blocks: Iterator[npt.NDArray[Any]], dtype: np.dtype[Any], stretch: bool) -> tuple[float, float]:
-    """The values that become black and white."""
+def _value_range(blocks: Iterator[Array], dtype: np.dtype[Any], stretch: bool) -> tuple[float, float]:
+    """Return the values to show as black and white."""
     if stretch:
-        ends = [(block.min(), block.max()) for block in blocks]
-        return float(min(low for low, _ in ends)), float(max(high for _, high in ends))
-    return (0.0, 1.0) if dtype.kind == "f" else (0.0, float(np.iinfo(dtype).max) if dtype.kind in "iu" else 1.0)
+        ranges = [(block.min(), block.max()) for block in blocks]
+        return float(min(low for low, _ in ranges)), float(max(high for _, high in ranges))
+    return 0.0, float(np.iinfo(dtype).max) if dtype.kind in "iu" else 1.0
 
 
-def _picture(frame: npt.NDArray[Any], low: float, high: float, scale: int) -> Pixels:
+def _to_image(frame: Array, low: float, high: float, scale: int) -> Image:
     if frame.dtype != np.uint8 or (low, high) != (0.0, 255.0):
-        spread = (frame.astype(np.float64) - low) / ((high - low) or 1.0)
-        frame = np.rint(255 * spread.clip(0, 1)).astype(np.uint8)
-    if scale > 1:
-        frame = frame.repeat(scale, 0).repeat(scale, 1)
+        fraction = (frame.astype(np.float64) - low) / ((high - low) or 1.0)
+        frame = np.rint(255 * fraction.clip(0, 1)).astype(np.uint8)
+    frame = enlarge(frame, scale)
     return np.ascontiguousarray(frame[..., 0] if frame.shape[-1] == 1 else frame)
-
-
-def _write_gif(path: Path, pictures: Iterator[Pixels], n: int, fps: float) -> None:
-    image = _pillow()
-    first, *rest = (image.fromarray(picture) for picture in pictures)
-    # GIF counts in hundredths of a second, and players take 0 or 1 for ten
-    first.save(path, save_all=True, append_images=rest, duration=max(round(100 / fps), 2) * 10, loop=0)
-
-
-def _write_png(path: Path, pictures: Iterator[Pixels], n: int, fps: float) -> None:
-    image = _pillow()
-    across = math.ceil(math.sqrt(n))
-    sheet: Pixels | None = None
-    for number, picture in enumerate(pictures):
-        height, width = picture.shape[:2]
-        if sheet is None:
-            sheet = np.zeros((math.ceil(n / across) * height, across * width, *picture.shape[2:]), np.uint8)
-        row, column = divmod(number, across)
-        sheet[row * height : (row + 1) * height, column * width : (column + 1) * width] = picture
-    image.fromarray(sheet).save(path)
-
-
-def _write_mp4(path: Path, pictures: Iterator[Pixels], n: int, fps: float) -> None:
-    if importlib.util.find_spec("cv2") is None:
-        raise MissingExtraError("writing MP4 needs 'cv2': pip install 'sb3-extra-buffers[extra]', or write a .gif")
-    cv2: Any = importlib.import_module("cv2")
-    film: Any = None
-    for picture in pictures:
-        height, width = picture.shape[:2]
-        if film is None:
-            # the format wants an even number of rows and columns
-            size = (width + width % 2, height + height % 2)
-            film = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), fps, size)
-            if not film.isOpened():
-                raise ExportError(f"this OpenCV cannot write {path.name!r}; write a .gif")
-        colours = picture if picture.ndim == 3 else np.stack([picture] * 3, axis=-1)
-        padded = np.pad(colours, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
-        film.write(np.ascontiguousarray(padded[..., ::-1]))
-    film.release()
-
-
-def _pillow() -> Any:
-    if importlib.util.find_spec("PIL") is None:
-        raise MissingExtraError("writing pictures needs 'pillow': pip install 'sb3-extra-buffers[extra]'")
-    from PIL import Image
-
-    return Image

@@ -1,4 +1,4 @@
-"""A Gymnasium environment that records what is done in it."""
+"""A Gymnasium wrapper that records every step."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from sb3_extra_buffers.recording.buffers import BaseRecordBuffer
+from sb3_extra_buffers.recording.base import BaseRecordBuffer
 from sb3_extra_buffers.recording.factory import buffer_for
 
 __all__ = ["RecordWrapper"]
 
 
 class RecordWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Records every step of ``env`` in ``record_buffer``: what was seen, what was done, what it gave.
+    """Records observation, action and reward of every step of ``env`` in ``record_buffer``.
 
     Args:
         env: The environment.
-        buffer: Where to record; None for a buffer that suits the observations, without frames if they are no pictures.
-        size: Of that buffer.
-        render: Whether frames are what ``env`` renders, instead of observations.
-        info_keys: Numbers in ``info`` that are recorded as features.
+        buffer: Buffer to record to; None to create one for the observations, without frames if they are not images.
+        size: Size of the buffer if one is created.
+        render: Record rendered frames instead of observations.
+        info_keys: Keys of numbers in ``info`` to record as features.
 
     Example:
         >>> env = RecordWrapper(gymnasium.make("CartPole-v1", render_mode="rgb_array"), render=True)
@@ -41,26 +41,26 @@ class RecordWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._size = size
         self._render = render
         self._info_keys = tuple(info_keys)
-        self._seen: Any = None
+        self._last_frame: Any = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         if self.record_buffer is not None:
-            # an episode may be left before its end
+            # the previous episode may not have ended
             self.record_buffer.end_episode()
         obs, info = super().reset(seed=seed, options=options)
-        self._seen = self._frame(obs)
+        self._last_frame = self._frame(obs)
         return obs, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         obs, reward, terminated, truncated, info = super().step(action)
         if self.record_buffer is None:
-            self.record_buffer = buffer_for(self._seen, self._size)
+            self.record_buffer = buffer_for(self._last_frame, self._size)
         features = {key: info[key] for key in self._info_keys} if self._info_keys else None
-        self.record_buffer.add(self._seen, reward, action, features, done=terminated or truncated)
-        self._seen = self._frame(obs)
+        self.record_buffer.add(self._last_frame, reward, action, features, done=terminated or truncated)
+        self._last_frame = self._frame(obs)
         return obs, reward, terminated, truncated, info
 
     def _frame(self, obs: Any) -> Any:
         frame = self.env.render() if self._render else obs
-        # environments may write the next observation over this one
+        # copied: environments may reuse the array for the next observation
         return frame if isinstance(frame, dict) else np.array(frame)

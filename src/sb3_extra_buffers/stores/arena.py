@@ -1,4 +1,4 @@
-"""Bytes for a heap: anonymous memory, or a file mapped into it."""
+"""Memory straight from the operating system, and files mapped into it."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.errors import OutOfMemoryError
 
-#: bytes past the end that kernels may read, because they load eight at a time
+#: Bytes past the end that kernels may read, because they load several at a time.
 SLACK = 64
 
 
 def map_bytes(nbytes: int, path: Path | None = None) -> mmap.mmap:
-    """``nbytes`` writable bytes, zero, and `SLACK` more that are not counted.
+    """Return ``nbytes`` bytes of zeros, and `SLACK` more, in memory or in a new file.
 
-    Straight from the operating system, never through ``malloc``: pages become resident when they are
-    first written, and go back when the map goes.
+    Not from ``malloc``: pages become resident when they are first written, and are returned when the map is closed.
     """
     size = max(nbytes, 1) + SLACK
     if path is None:
         try:
             if hasattr(mmap, "MAP_PRIVATE"):
-                # the default would be shared with forked children
+                # the default is shared with forked children
                 return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             return mmap.mmap(-1, size)
         except OSError as problem:
             if problem.errno != errno.ENOMEM:
                 raise
             raise OutOfMemoryError(
-                f"the system has no {size} bytes for compressed observations; lower buffer_size, or set max_bytes"
+                f"cannot allocate {size} bytes for compressed observations; lower buffer_size, or set max_bytes"
             ) from problem
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
@@ -45,7 +44,7 @@ def map_bytes(nbytes: int, path: Path | None = None) -> mmap.mmap:
 
 
 def zeros(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Like ``np.zeros``, in pages that stay out of the resident set until they are written."""
+    """Like ``np.zeros``, but every page takes memory only once it is written."""
     kind = np.dtype(dtype)
     shape = (shape,) if isinstance(shape, int) else shape
     count = int(np.prod(shape, dtype=np.int64))
@@ -53,14 +52,14 @@ def zeros(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any
 
 
 def lengthen(column: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
-    """A copy of a one-dimensional ``column`` with zeros up to ``size``."""
+    """Return a copy of ``column`` (one axis) that is padded with zeros to ``size``."""
     longer = zeros(size, column.dtype) if size * column.itemsize >= mmap.PAGESIZE else np.zeros(size, column.dtype)
     longer[: len(column)] = column
     return longer
 
 
 def resident_bytes(array: npt.NDArray[Any]) -> int:
-    """Bytes of the pages of an array made by `zeros` that hold anything."""
+    """Bytes in pages of an array from `zeros` that hold anything but zeros."""
     flat = array.reshape(-1).view(np.uint8)
     whole = flat[: flat.size // mmap.PAGESIZE * mmap.PAGESIZE].reshape(-1, mmap.PAGESIZE)
     pages = sum(int(whole[i : i + 1024].any(axis=1).sum()) for i in range(0, len(whole), 1024))

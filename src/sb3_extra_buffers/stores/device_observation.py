@@ -15,10 +15,9 @@ from sb3_extra_buffers.codecs.delta import DeltaCodec
 from sb3_extra_buffers.codecs.registry import get_codec, is_available
 from sb3_extra_buffers.codecs.rle import RleCodec
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.errors import CodecOptionError, IndexOutOfRangeError, MissingExtraError, SpecMismatchError
-from sb3_extra_buffers.stores.choice import Choice, choose, choose_unseen
+from sb3_extra_buffers.errors import IndexOutOfRangeError, MissingExtraError, SpecMismatchError
+from sb3_extra_buffers.stores.choice import Choice, MethodChoice
 from sb3_extra_buffers.stores.device import DeviceFrameStore, DeviceWrite, has_triton, join_frames, suits_device
-from sb3_extra_buffers.stores.layout import find_layout
 from sb3_extra_buffers.stores.mirror import HeapMirror, decode_runs
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.payloads import PayloadStore
@@ -29,9 +28,6 @@ __all__ = ["DeviceObservations", "DevicePlace", "IndexBatch", "PlannedWrite", "f
 
 Array = npt.NDArray[Any]
 
-# observations looked at before anything is decided: enough to see a stack move, little enough to hold
-_TRIAL_BYTES = 4 << 20
-_TRIAL_ROWS = (16, 256)
 _BYTE = np.dtype(np.uint8)
 
 
@@ -84,25 +80,15 @@ class DeviceObservations:
         self._heap_bytes = heap_bytes
         self._pending: list[tuple[int, list[Array]]] = []
         self._inner: _Dense | _OnHost | DeviceFrameStore | None = None
-        self.choice: Choice | None
-        if method == "auto":
-            if self.options:
-                raise CodecOptionError(
-                    f"compression_method='auto' takes no options, got {', '.join(map(repr, self.options))}; "
-                    "name a method to use them"
-                )
-            self.choice = choose_unseen(spec)
-        else:
-            codec = get_codec(method, **self.options).bind(spec)  # bad input is an error now
-            self.choice = Choice("none" if codec.codec_id == "none" else method, "")
-            if place.device.type == "cuda" and isinstance(codec, DeltaCodec) and not has_triton():
-                raise MissingExtraError(
-                    "compression_method='delta' on a CUDA device needs 'triton': pip install 'sb3-extra-buffers[gpu]'; "
-                    "or keep the observations on the host with buffer_device='cpu'"
-                )
-        if spec.nbytes == 0:
-            self.choice = Choice("none", "observations of no bytes")
-        if self.choice is not None and self.choice.method == "none":
+        self._chooser = MethodChoice(spec, method, self.options)
+        self.choice: Choice | None = self._chooser.choice
+        named = None if self.choice is None else get_codec(self.choice.method, **self.options)
+        if place.device.type == "cuda" and isinstance(named, DeltaCodec) and not has_triton():
+            raise MissingExtraError(
+                "compression_method='delta' on a CUDA device needs 'triton': pip install 'sb3-extra-buffers[gpu]'; "
+                "or keep the observations on the host with buffer_device='cpu'"
+            )
+        if self.choice is not None and self.choice.is_raw:
             self._inner = _Dense(self)
         elif stays_on_host(place.device):
             self._inner = _OnHost(self, method)
@@ -149,15 +135,8 @@ class DeviceObservations:
             return inner.plan(step, batches)
         rows = [self.spec.to_rows(batch).copy() for batch in batches]
         pending = [*self._pending, (step, rows)]
-        least, most = _TRIAL_ROWS
         n_rows = len(pending) * self.n_streams * len(rows)
-        enough = min(max(_TRIAL_BYTES // self.spec.nbytes, least), most, max(self.n_obs * self.n_sets // 2, 1))
-        limit = self._heap_bytes
-        if (
-            n_rows >= enough
-            or step == self.n_steps - 1
-            or (limit is not None and n_rows * self.spec.nbytes > limit)
-        ):  # fmt: skip
+        if n_rows >= self._chooser.n_trial(self.n_obs * self.n_sets, self._heap_bytes) or step == self.n_steps - 1:
             return _StateWrite(self, self._choose_method(pending))
         return _StateWrite(self, {"_pending": pending})
 
@@ -180,14 +159,11 @@ class DeviceObservations:
     def _choose_method(self, pending: list[tuple[int, list[Array]]]) -> dict[str, Any]:
         """Choose by what was seen, and store it so, beside the state of now; return the new one."""
         # obs and next_obs of a stream, one after the other
-        rows = np.stack([np.stack(sets) for _, sets in pending]).reshape(-1, self.n_streams, self.spec.nbytes)
-        layout = find_layout(self.spec, [np.ascontiguousarray(rows[:, stream]) for stream in range(self.n_streams)])
-        choice = self.choice
-        if choice is None:
-            flat = rows.reshape(-1, self.spec.nbytes)
-            streams = np.tile(np.arange(self.n_streams), len(rows))
-            choice = choose(layout, np.arange(len(flat)), streams, flat, self.n_streams)
-        codec = get_codec(choice.method, **self.options).bind(layout.frame_spec)
+        rows = np.stack([np.stack(sets) for _, sets in pending]).reshape(-1, self.spec.nbytes)
+        streams = np.tile(np.arange(self.n_streams), len(rows) // self.n_streams)
+        layout, choice = self._chooser.decide(streams, rows, self.n_streams)
+        assert choice is not None  # there are rows
+        codec = self._chooser.make_codec(choice, layout)
         inner: _Dense | _OnHost | DeviceFrameStore
         if choice.method == "none":
             inner = _Dense(self)
@@ -215,11 +191,10 @@ class DeviceObservations:
 
     def describe(self) -> str:
         """The method in use, where it runs and why."""
-        if self._inner is None or self.choice is None:
-            return f"{self.method} (undecided after {len(self._pending) * self.n_streams * self.n_sets} observations)"
         where = "" if not isinstance(self._inner, _OnHost) or self.place.device.type == "cpu" else " on the host"
-        why = f" ({self.choice.why})" if self.choice.why else ""
-        return f"{self.choice.method}{where}{why}"
+        in_use = None if self._inner is None or self.choice is None else f"{self.choice.method}{where}"
+        n_collected = len(self._pending) * self.n_streams * self.n_sets
+        return self._chooser.describe(self.choice, in_use, n_collected)
 
     def memory_usage(self) -> MemoryUsage:
         """What is held, wherever it is, and what the same observations would take dense."""
@@ -405,7 +380,7 @@ class _OnHost:
         return _HostWrite(self, step, batches)
 
     def read(self, indices: npt.NDArray[np.int64]) -> torch.Tensor:
-        staging, inner = self._staging, self.store._inner
+        staging, inner = self._staging, self.store.inner
         if staging.device.type == "cuda" and isinstance(inner, PayloadStore) and indices.size:
             codec = inner.codec
             if isinstance(codec, RleCodec) and inner.validator is None and has_triton():
@@ -429,14 +404,14 @@ class _OnHost:
             return lease[0].arrays[0][:n_frames]
 
         where = indices.size * inner.layout.stack
-        with self.store._lock:
+        with self.store.lock:
             inverse = inner.read_distinct(indices, make)[1]
         lease[0].arrays[1][:] = inverse.ravel()
         frames, order = self._frames.send(lease[0])
         return join_frames(frames[order].view(*indices.shape, inner.layout.stack, -1), inner.layout)
 
     def _read_runs(self, inner: PayloadStore, codec: RleCodec, indices: npt.NDArray[np.int64]) -> torch.Tensor:
-        with self.store._lock:
+        with self.store.lock:
             if self._mirror is None:
                 self._mirror = HeapMirror(self._staging)
             heap = self._mirror.follow(inner.heap)

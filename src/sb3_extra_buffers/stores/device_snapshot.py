@@ -46,7 +46,7 @@ def _put(store: ObservationStore, step: int, sets: Array) -> None:
 def from_host(into: DeviceObservations, found: ObservationStore | Sequence[Array], steps: Sequence[int]) -> None:
     """Let ``into``, which was just made, hold ``steps`` of what `to_host` gave."""
     if isinstance(found, ObservationStore):
-        if isinstance(into._inner, _OnHost) and found._heap_bytes == into._heap_bytes:
+        if isinstance(into._inner, _OnHost) and found.heap_bytes == into._heap_bytes:
             into._inner.store = found
             return
         store = found

@@ -12,31 +12,29 @@ import numpy.typing as npt
 from sb3_extra_buffers.errors import HeapFullError
 from sb3_extra_buffers.stores.arena import SLACK, lengthen, map_bytes
 
-_LEAST = 1 << 14
-_NUMBER = 0xFFFFFFFF
+# bytes that a new arena has to spare, at least
+_MIN_SPARE = 1 << 14
+_MAX_NUMBER = 0xFFFFFFFF
 
 
 class Arena(NamedTuple):
-    """Bytes and where payloads lie in them: replaced by one assignment, so that the two never disagree."""
+    """Bytes, and where payloads start in them; replaced by one assignment, so that the two never contradict."""
 
-    area: Any
-    """What keeps the memory: a map, or an array."""
+    area: Any  # owns the memory: a map, or an array
     data: npt.NDArray[np.uint8]
-    starts: npt.NDArray[np.int64]
-    """Per slot; where a segment is open, its store's own business."""
+    starts: npt.NDArray[np.int64]  # [payload id]; free for other use where a payload has no bytes
 
 
 class Heap:
-    """One payload per slot, packed in write order.
+    """One payload per payload id, packed in write order.
 
-    The arena is a ring. Replay and rollout buffers free payloads about in the order they wrote them, so free
-    space is one gap and a write is a copy to its front. Where payloads die in another order the gap runs out
-    early; then the live ones are repacked into an arena an eighth larger than they are, or, while nothing was
-    freed yet, the arena is lengthened where it lies. So the arena never exceeds 9/8 of the largest amount ever
-    live, plus `_LEAST` and one payload, and it shrinks when less than half of it is live.
+    The arena is a ring. Replay and rollout buffers free payloads roughly in the order in which they were written, so
+    that free space is one gap, and a write is a copy to its front. If payloads are freed in another order, the gap runs
+    out early; then the live ones are repacked into an arena an eighth larger than they are or, while nothing was freed
+    yet, the arena is extended in place. So the arena never exceeds 9/8 of the most bytes that were ever live, plus
+    `_MIN_SPARE` and one payload, and it shrinks when less than half of it is live.
 
-    What lies where follows from ``starts``, ``lengths`` and the bytes alone; `rebuild` derives everything else from
-    them, wherever a change was interrupted.
+    ``starts``, ``lengths`` and the bytes define everything else; `rebuild` derives it after a change was interrupted.
 
     ``limit`` bounds the live bytes. ``path`` puts the arena into a file.
     """
@@ -50,14 +48,14 @@ class Heap:
         area = map_bytes(0, path)
         self._arena = Arena(area, np.frombuffer(area, np.uint8), np.zeros(n_payloads, np.int64))
         self._head = 0
-        # slots in write order. Each write has a number, counted modulo 2**32; an entry is stale
-        # once its slot was freed or written under another number
+        # payload ids in write order, a ring. Each write has a number, modulo 2**32; an entry is stale once its payload
+        # was freed or written under another number
         self._order = np.zeros(64, np.int32)
         self._first = 0
         self._n_order = 0
         self._first_number = 0
         self._numbers = np.zeros(n_payloads, np.uint32)
-        # slots written or freed since `saved`, so that a file need only be given what is new
+        # payloads written or freed since `saved`
         self._unsaved = np.zeros(n_payloads, np.bool_)
 
     @property
@@ -67,7 +65,7 @@ class Heap:
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
-        """Where the payload of each slot begins."""
+        """Where each payload starts."""
         return self._arena.starts
 
     @property
@@ -77,11 +75,12 @@ class Heap:
 
     @property
     def index_bytes(self) -> int:
+        """Bytes of the tables."""
         columns = (self.starts, self.lengths, self._numbers, self._order, self._unsaved)
         return sum(column.nbytes for column in columns)
 
     def grow(self, n_payloads: int) -> None:
-        """Make room for slots up to ``n_slots``."""
+        """Have table entries for ``n_payloads``."""
         for name in ("lengths", "_numbers", "_unsaved"):
             column = getattr(self, name)
             if len(column) < n_payloads:
@@ -90,7 +89,7 @@ class Heap:
             self._arena = self._arena._replace(starts=lengthen(self.starts, n_payloads))
 
     def write(self, payload_ids: Sequence[int], payloads: Sequence[Any]) -> None:
-        """Store one payload per slot, releasing what those slots held before."""
+        """Store one payload per id, and release what these ids held before."""
         views = [np.frombuffer(payload, np.uint8) for payload in payloads]
         needed = sum(view.size for view in views)
         held = int(self.lengths[list(payload_ids)].sum()) if len(payload_ids) else 0
@@ -105,12 +104,14 @@ class Heap:
         self._put(payload_id, payload)
 
     def check_limit(self, payload_id: int, nbytes: int) -> None:
-        """Raise unless ``slot`` may hold ``nbytes``."""
-        if self.limit is not None and self.live_bytes - int(self.lengths[payload_id]) + nbytes > self.limit:
-            raise HeapFullError(nbytes, self.live_bytes - int(self.lengths[payload_id]), self.limit)
+        """Raise if replacing a payload by ``nbytes`` exceeds the limit."""
+        if self.limit is not None:
+            others = self.live_bytes - int(self.lengths[payload_id])
+            if others + nbytes > self.limit:
+                raise HeapFullError(nbytes, others, self.limit)
 
     def _put(self, payload_id: int, payload: npt.NDArray[np.uint8]) -> None:
-        self._release(payload_id)
+        self._release([payload_id])
         start = self._reserve(payload.size)
         self.data[start : start + payload.size] = payload
         self._append(np.array([payload_id], np.int32))
@@ -118,52 +119,48 @@ class Heap:
         self.live_bytes += payload.size
 
     def gap(self) -> tuple[int, int]:
-        """Begin and end of the free bytes that payloads may be put into by hand, one after the other, for `adopt`."""
+        """Begin and end of the free bytes that a kernel may fill with payloads, one after the other, for `adopt`."""
         tail = self._tail()
         head = 0 if tail is None else self._head
         end = self.capacity if tail is None or head > tail else tail - 1
         return head, end if self.limit is None else min(end, head + self.limit - self.live_bytes)
 
     def adopt(self, payload_ids: npt.NDArray[np.int32]) -> None:
-        """Take over payloads that were put into the gap in this order, with ``starts`` and ``lengths`` set."""
+        """Register payloads that were written into the gap in this order, with ``starts`` and ``lengths`` set."""
         self._append(payload_ids)
         self._head = int(self.starts[payload_ids[-1]]) + int(self.lengths[payload_ids[-1]])
         self.live_bytes += int(self.lengths[payload_ids].sum())
 
     def free(self, payload_ids: Sequence[int]) -> None:
-        """Release what ``slots`` hold."""
-        for payload_id in payload_ids:
-            self._release(payload_id)
-        self._unsaved[list(payload_ids)] = True
-        if self.capacity > 2 * self.live_bytes + 4 * _LEAST:
+        """Release these payloads."""
+        self._release(payload_ids)
+        if self.capacity > 2 * self.live_bytes + 4 * _MIN_SPARE:
             self._repack(0)
 
     def read(self, payload_id: int) -> memoryview:
-        """The payload without a copy; valid until the next write."""
+        """The bytes of a payload, not copied; valid until the next write."""
         start = int(self.starts[payload_id])
         return self.data[start : start + int(self.lengths[payload_id])].data
 
     def clear(self) -> None:
-        """Release everything, and give the memory back."""
-        self.lengths[:] = 0
-        self._unsaved[:] = True
-        self.live_bytes = 0
-        self._first = self._n_order = self._head = 0
+        """Release everything, and return the memory."""
+        self._release_all()
+        self._head = 0
         area = map_bytes(0, self.path)
         self._arena = Arena(area, np.frombuffer(area, np.uint8), self.starts)
 
     def rebuild(self) -> None:
-        """Derive the order and the totals from where payloads lie, after a change that was interrupted."""
+        """Derive the order and the totals from where payloads are, after a change that was interrupted."""
         self.grow(max(len(self.starts), len(self.lengths), len(self._numbers), len(self._unsaved)))
         if not self.data.size:
-            # the arena was about to be lengthened
+            # interrupted while the arena was extended
             self._arena = self._arena._replace(data=np.frombuffer(self._arena.area, np.uint8))
         self._unsaved[:] = True
         live = np.flatnonzero(self.lengths).astype(np.int32)
         live = live[np.argsort(self.starts[live], kind="stable")]
         starts, lengths = self.starts[live], self.lengths[live].astype(np.int64)
         if len(live):
-            # the ring begins after its widest gap, the last one of several
+            # the ring starts after its widest gap, the last one of several
             gaps = np.append(starts[1:], self.capacity + starts[0]) - (starts + lengths)
             live = np.roll(live, int(np.argmax(gaps[::-1])))
         self._n_rebuilds += 1
@@ -173,27 +170,27 @@ class Heap:
         self.live_bytes = int(lengths.sum())
 
     def _end_of(self, payload_ids: npt.NDArray[np.int32]) -> int:
-        """Where the next payload goes, after all of ``slots``, oldest first."""
+        """Where the next payload goes, after these, oldest first."""
         return int(self.starts[payload_ids[-1]]) + int(self.lengths[payload_ids[-1]]) if len(payload_ids) else 0
 
-    # ---- copies elsewhere ----
+    # ---- copies of the heap, kept up to date ----
 
     @property
     def mark(self) -> tuple[object, int, int]:
-        """The state of things, for `written_since`."""
-        return self._arena.area, self._n_rebuilds, (self._first_number + self._n_order) & _NUMBER
+        """The present state, for `written_since`."""
+        return self._arena.area, self._n_rebuilds, (self._first_number + self._n_order) & _MAX_NUMBER
 
     def written_since(self, mark: tuple[object, int, int]) -> npt.NDArray[np.int32] | None:
-        """Slots whose payloads were written since then; None if that may be all of them."""
+        """Payloads written since ``mark``; None if that may be all of them."""
         area, n_rebuilds, number = self.mark
         if mark[0] is not area or mark[1] != n_rebuilds:
             return None
-        return self._listed((number - mark[2]) & _NUMBER)
+        return self._listed((number - mark[2]) & _MAX_NUMBER)
 
     # ---- files ----
 
     def unsaved(self, everything: bool = False) -> npt.NDArray[np.int32]:
-        """Slots whose payloads were written since `saved`, or all of them; oldest first."""
+        """Live payloads written since `saved`, or all of them; oldest first."""
         if everything:
             return self._listed()
         payload_ids = np.flatnonzero(self._unsaved & (self.lengths > 0)).astype(np.int32)
@@ -203,37 +200,39 @@ class Heap:
         return order
 
     def changed(self) -> npt.NDArray[np.int64]:
-        """Slots that were written or freed since `saved`."""
+        """Payloads written or freed since `saved`."""
         return np.flatnonzero(self._unsaved)
 
     def saved(self, but: npt.NDArray[Any] | None = None) -> None:
-        """What there is now has been saved; of the slots ``but``, more is to come."""
+        """Everything up to now has been saved, except the payloads ``but``."""
         self._unsaved[:] = False
         if but is not None:
             self._unsaved[but] = True
 
-    def adopt_all(
+    def copy_payloads(
         self, payload_ids: npt.NDArray[np.int32], data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64]
     ) -> None:
-        """Fill an empty heap with payloads that lie in ``data``, oldest first; ``lengths`` is set already."""
-        lengths = self.lengths[payload_ids].astype(np.int64)
-        packed = np.cumsum(lengths) - lengths
-        size = int(lengths.sum())
-        area = map_bytes(size + size // 8 + _LEAST, self.path)
+        """Fill an empty heap with copies of payloads in ``data``, oldest first; ``lengths`` is set already."""
+        lengths = self.lengths[payload_ids]
+        size = int(lengths.sum(dtype=np.int64))
+        area = map_bytes(size + size // 8 + _MIN_SPARE, self.path)
         self._arena = Arena(area, np.frombuffer(area, np.uint8), self.starts)
-        for start, to, length in merge_runs(starts, packed, lengths):
-            self.data[to : to + length] = data[start : start + length]
-        self._number_all(payload_ids, packed, size)
+        self._number_all(payload_ids, pack_payloads(data, starts, lengths, self.data), size)
 
-    def look_into(
+    def refer_to(
         self, payload_ids: npt.NDArray[np.int32], data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64]
     ) -> None:
-        """Let an empty heap answer from ``data``, without a copy; nothing can be written to it then."""
+        """Let an empty heap read payloads from ``data``, without a copy; it cannot be written to then."""
         self._arena = Arena(data, data, self.starts)
         self._number_all(payload_ids, starts, int(self.lengths[payload_ids].sum(dtype=np.int64)))
 
+    @property
+    def order_capacity(self) -> int:
+        """How many writes can be listed without allocating."""
+        return len(self._order)
+
     def reserve_order(self, n_writes: int) -> None:
-        """Have room to list as many writes as ``n_writes``, or as few, if there are no more."""
+        """Set `order_capacity`, as far as the present list allows."""
         if self._first == 0:
             self._order = lengthen(self._order[: self._n_order], max(n_writes, self._n_order))
 
@@ -242,9 +241,16 @@ class Heap:
         self.live_bytes = self._head = size
         self._append(payload_ids)
 
-    def _release(self, payload_id: int) -> None:
-        self.live_bytes -= int(self.lengths[payload_id])
-        self.lengths[payload_id] = 0
+    def _release(self, payload_ids: Sequence[int]) -> None:
+        for payload_id in payload_ids:
+            self.live_bytes -= int(self.lengths[payload_id])
+            self.lengths[payload_id] = 0
+            self._unsaved[payload_id] = True
+
+    def _release_all(self) -> None:
+        self.lengths[:] = 0
+        self._unsaved[:] = True
+        self.live_bytes = self._first = self._n_order = 0
 
     def _reserve(self, nbytes: int) -> int:
         start = self._gap(nbytes)
@@ -253,19 +259,19 @@ class Heap:
                 self._repack(nbytes)
             start = self._gap(nbytes)
             if start is None:
-                raise AssertionError(f"no room for {nbytes} bytes after making some")
+                raise AssertionError(f"no space for {nbytes} bytes after repacking")
         self._head = start + nbytes
         return start
 
     def _extend(self, nbytes: int) -> bool:
-        """Lengthen the arena where it lies, if it is full from end to end; False if it can't be."""
+        """Extend the arena in place if it is full from end to end; return whether that worked."""
         size = self.live_bytes + nbytes
-        longer = size + size // 8 + _LEAST
-        # dead bytes before the oldest payload may be so many that it would not fit behind the newest one
+        longer = size + size // 8 + _MIN_SPARE
+        # with many dead bytes before the oldest payload, the new one would still not fit behind the newest
         if (self._tail() or 0) > self._head or self.capacity > size or self._head + nbytes > longer:
             return False
         arena = self._arena
-        # an area with views on it cannot change its size
+        # memory that an array refers to cannot be resized
         self._arena = arena._replace(data=np.zeros(0, np.uint8))
         area = arena.area
         del arena
@@ -289,13 +295,13 @@ class Heap:
         return self._head if nbytes < tail - self._head else None
 
     def _tail(self) -> int | None:
-        """Start of the oldest live payload; forgets stale entries on the way."""
+        """Start of the oldest live payload; drops stale entries before it."""
         while self._n_order:
             payload_id = self._order[self._first]
             if self.lengths[payload_id] and self._numbers[payload_id] == self._first_number:
                 return int(self.starts[payload_id])
             self._first = (self._first + 1) % len(self._order)
-            self._first_number = (self._first_number + 1) & _NUMBER
+            self._first_number = (self._first_number + 1) & _MAX_NUMBER
             self._n_order -= 1
         return None
 
@@ -307,52 +313,44 @@ class Heap:
             self._order, self._first = lengthen(in_order, size), 0
         entries = np.arange(self._n_order, count)
         self._order[(self._first + entries) % size] = payload_ids
-        self._numbers[payload_ids] = (self._first_number + entries) & _NUMBER
+        self._numbers[payload_ids] = (self._first_number + entries) & _MAX_NUMBER
         self._unsaved[payload_ids] = True
         self._n_order = count
 
     def _listed(self, n_newest: int | None = None) -> npt.NDArray[np.int32]:
-        """Live slots, oldest first; of the ``n_newest`` writes only, if that is given."""
+        """Live payloads, oldest first; only those of the ``n_newest`` writes, if given."""
         first = 0 if n_newest is None else max(self._n_order - n_newest, 0)
         entries = np.arange(first, self._n_order)
         payload_ids = self._order[(self._first + entries) % len(self._order)]
-        numbers = ((self._first_number + entries) & _NUMBER).astype(np.uint32)
+        numbers = ((self._first_number + entries) & _MAX_NUMBER).astype(np.uint32)
         alive: npt.NDArray[np.int32] = payload_ids[
             (self.lengths[payload_ids] > 0) & (self._numbers[payload_ids] == numbers)
         ]
         return alive
 
     def _repack(self, extra: int) -> None:
-        """Move the live payloads, in write order, to the front of an arena that fits them."""
-        payload_ids = self._listed()
-        starts = self.starts[payload_ids]
-        lengths = self.lengths[payload_ids].astype(np.int64)
-        packed = np.cumsum(lengths) - lengths
+        """Move the live payloads, in write order, to the front of a new arena that fits them."""
         size = self.live_bytes + extra
-        area = map_bytes(size + size // 8 + _LEAST, self._staging())
-        data = np.frombuffer(area, np.uint8)
-        for start, to, length in merge_runs(starts, packed, lengths):
-            data[to : to + length] = self.data[start : start + length]
-        moved = lengthen(self.starts, len(self.starts))
-        moved[payload_ids] = packed
-        self._replace_file()
-        self._arena = Arena(area, data, moved)
+        new_file = None if self.path is None else self.path.with_name(self.path.name + ".new")
+        area = map_bytes(size + size // 8 + _MIN_SPARE, new_file)
+        self._move_to(Arena(area, np.frombuffer(area, np.uint8), self.starts), new_file)
+
+    def _move_to(self, arena: Arena, new_file: Path | None = None) -> None:
+        """Continue in ``arena``, with the live payloads at its front; ``new_file`` replaces the present file."""
+        payload_ids = self._listed()
+        starts = lengthen(self.starts, len(self.starts))
+        starts[payload_ids] = pack_payloads(self.data, self.starts[payload_ids], self.lengths[payload_ids], arena.data)
+        if new_file is not None and self.path is not None:
+            new_file.replace(self.path)
+        self._arena = arena._replace(starts=starts)
         self._order = lengthen(payload_ids, len(payload_ids) + len(payload_ids) // 8 + 64)
         self._numbers[payload_ids] = np.arange(len(payload_ids), dtype=np.uint32)
         self._first, self._n_order, self._first_number = 0, len(payload_ids), 0
         self._head = self.live_bytes
         self.n_repacks += 1
 
-    def _staging(self) -> Path | None:
-        return None if self.path is None else self.path.with_name(self.path.name + ".new")
-
-    def _replace_file(self) -> None:
-        staging = self._staging()
-        if staging is not None and self.path is not None:
-            staging.replace(self.path)
-
     def check(self) -> None:
-        """Raise if the slot table and the arena disagree. Tests call this after every write."""
+        """Raise `AssertionError` if the tables and the arena contradict each other."""
         live = np.flatnonzero(self.lengths)
         order = live[np.argsort(self.starts[live])]
         ends = self.starts[order] + self.lengths[order]
@@ -364,15 +362,10 @@ class Heap:
             raise AssertionError("live payloads and the write order disagree")
 
     def __getstate__(self) -> dict[str, Any]:
-        """The live payloads, packed in write order, and where each one lies; a copy that later writes do not change."""
+        """A packed copy of the live payloads and their tables, which later writes do not change."""
         payload_ids = self._listed()
-        lengths = self.lengths[payload_ids].astype(np.int64)
-        packed = np.cumsum(lengths) - lengths
-        data = np.empty(int(lengths.sum()), np.uint8)
-        for start, to, length in merge_runs(self.starts[payload_ids], packed, lengths):
-            data[to : to + length] = self.data[start : start + length]
-        starts = self.starts.copy()
-        starts[payload_ids] = packed
+        data, starts = np.empty(self.live_bytes, np.uint8), self.starts.copy()
+        starts[payload_ids] = pack_payloads(self.data, starts[payload_ids], self.lengths[payload_ids], data)
         return {"limit": self.limit, "lengths": self.lengths.copy(), "starts": starts, "data": data}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -385,10 +378,23 @@ class Heap:
         self.rebuild()
 
 
+def pack_payloads(
+    data: npt.NDArray[np.uint8],
+    starts: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int32],
+    target: npt.NDArray[np.uint8],
+) -> npt.NDArray[np.int64]:
+    """Copy payloads of ``data`` to the front of ``target``, one after the other; return where each one starts there."""
+    packed = np.cumsum(lengths, dtype=np.int64) - lengths
+    for start, to, length in merge_runs(starts, packed, lengths.astype(np.int64)):
+        target[to : to + length] = data[start : start + length]
+    return packed
+
+
 def merge_runs(
     starts: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
 ) -> list[tuple[int, int, int]]:
-    """Merge payloads that are neighbours before and after into single copies."""
+    """Merge copies of payloads that are neighbours: ``(start, target, length)`` of each run."""
     if len(starts) == 0:
         return []
     breaks = np.flatnonzero(starts[1:] != starts[:-1] + lengths[:-1]) + 1

@@ -1,4 +1,4 @@
-"""How a stacked observation is cut into the frames it was stacked from."""
+"""How stacked observations are cut into frames."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Frames = npt.NDArray[np.uint8]  # [row, stack, byte]
 
 @dataclass(frozen=True, slots=True)
 class StackLayout:
-    """``stack`` equal frames along the first or the last axis; one frame is the whole row."""
+    """How an observation consists of ``stack`` frames along its first or last axis; with 1, it is a single frame."""
 
     spec: ObsSpec
     stack: int = 1
@@ -30,23 +30,23 @@ class StackLayout:
 
     @property
     def frame_spec(self) -> ObsSpec:
-        """What one frame looks like; a lone plane loses its axis of one."""
+        """Shape and dtype of a frame; an axis of length one along which frames are stacked is dropped."""
         if self.stack == 1:
             return self.spec
         shape = list(self.spec.shape)
-        place = 0 if self.axis == "first" else -1
-        shape[place] //= self.stack
-        if shape[place] == 1 and len(shape) > 1:
-            del shape[place]
+        axis = 0 if self.axis == "first" else -1
+        shape[axis] //= self.stack
+        if shape[axis] == 1 and len(shape) > 1:
+            del shape[axis]
         return ObsSpec(tuple(shape), self.spec.dtype)
 
     def split(self, rows: ByteRows, kernels: FrameKernels) -> Frames:
-        """Frames of each row; a view where they already lie one after the other."""
+        """Cut rows into frames; a view where frames are contiguous."""
         rows = as_contiguous(rows)
         if self.axis == "first" or self.stack == 1:
             return rows.reshape(len(rows), self.stack, self.frame_bytes)
         frames = np.empty((len(rows), self.stack, self.frame_bytes), np.uint8)
-        kernels.split_stack(self._pixels(rows), frames)
+        kernels.split_stack(self.pixels(rows), frames)
         return frames
 
     def join(self, frames: Frames, kernels: FrameKernels) -> ByteRows:
@@ -54,10 +54,11 @@ class StackLayout:
         if self.axis == "first" or self.stack == 1:
             return frames.reshape(len(frames), self.spec.nbytes)
         rows = np.empty((len(frames), self.spec.nbytes), np.uint8)
-        kernels.join_stack(frames, self._pixels(rows))
+        kernels.join_stack(frames, self.pixels(rows))
         return rows
 
-    def _pixels(self, rows: ByteRows) -> npt.NDArray[np.uint8]:
+    def pixels(self, rows: ByteRows) -> npt.NDArray[np.uint8]:
+        """View rows that are stacked along the last axis as ``[row, pixel, frame, byte]``."""
         unit = self.spec.shape[-1] // self.stack * self.spec.dtype.itemsize
         return rows.reshape(len(rows), self.frame_bytes // unit, self.stack, unit)
 
@@ -65,34 +66,31 @@ class StackLayout:
         return "whole observations" if self.stack == 1 else f"stacks of {self.stack} along the {self.axis} axis"
 
 
-# pairs of observations that are enough to see how they are stacked
+# pairs of observations to look at
 _PAIRS = 16
 
 
 def find_layout(spec: ObsSpec, streams: Iterable[ByteRows]) -> StackLayout:
-    """The finest cut under which observations of a stream repeat the frames of the one before.
+    """Find the layout with the most frames under which each observation repeats frames of its predecessor.
 
-    Each of ``streams`` holds successive observations. Pairs in which nothing moved prove nothing; at least half
-    of the others must be the observation before, moved on by one frame. A wrong guess costs memory,
-    not correctness: frames are compared byte for byte whenever they are shared.
+    Each of ``streams`` holds consecutive observations. At least half of the pairs that differ must be the same
+    observation moved on by one frame. A wrong guess costs memory, not correctness: frames are compared byte for byte
+    before they are shared.
     """
     if not spec.shape:
         return StackLayout(spec)
     pairs = [pair for rows in streams for pair in pairwise(rows) if not np.array_equal(*pair)]
     if not pairs:
         return StackLayout(spec)
-    some = pairs[:: max(len(pairs) // _PAIRS, 1)]
-    before, after = (np.stack(part) for part in zip(*some, strict=True))
-    candidates: list[StackLayout] = []
-    for axis, length in (("first", spec.shape[0]), ("last", spec.shape[-1])):
-        for stack in range(min(length, 64), 1, -1):
-            if length % stack == 0:
-                candidates.append(StackLayout(spec, stack, "first" if axis == "first" else "last"))
-    best, most = StackLayout(spec), 0
-    for layout in sorted(candidates, key=lambda layout: -layout.stack):
-        if _follows(layout, before, after).mean() >= 0.5 and layout.stack > most:
-            best, most = layout, layout.stack
-    return best
+    before, after = (np.stack(part) for part in zip(*pairs[:: max(len(pairs) // _PAIRS, 1)], strict=True))
+    axes: tuple[tuple[Literal["first", "last"], int], ...] = (("first", spec.shape[0]), ("last", spec.shape[-1]))
+    for stack in range(64, 1, -1):
+        for axis, length in axes:
+            if length and length % stack == 0:
+                layout = StackLayout(spec, stack, axis)
+                if _follows(layout, before, after).mean() >= 0.5:
+                    return layout
+    return StackLayout(spec)
 
 
 def _follows(layout: StackLayout, before: ByteRows, after: ByteRows) -> npt.NDArray[np.bool_]:
@@ -100,5 +98,5 @@ def _follows(layout: StackLayout, before: ByteRows, after: ByteRows) -> npt.NDAr
     if layout.axis == "first":
         moved = layout.frame_bytes
         return np.asarray((before[:, moved:] == after[:, :-moved]).all(axis=1))
-    old, new = layout._pixels(before), layout._pixels(after)
+    old, new = layout.pixels(before), layout.pixels(after)
     return np.asarray((old[:, :, 1:] == new[:, :, :-1]).all(axis=(1, 2, 3)))

@@ -1,32 +1,39 @@
-"""Frames encoded one by one, with a byte codec."""
+"""Frames encoded one by one with a byte codec."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
+from sb3_extra_buffers.kernels import frame_kernels
 from sb3_extra_buffers.kernels.state import N_FREED, N_NEW
 from sb3_extra_buffers.stores.arena import lengthen
-from sb3_extra_buffers.stores.frames import FrameIds, Frames, FrameStore, Indices
-from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.base import Array, Indices
+from sb3_extra_buffers.stores.checks import column, require, within
+from sb3_extra_buffers.stores.frame_tables import FrameIds
+from sb3_extra_buffers.stores.frames import FrameStore, SavedFrames
+from sb3_extra_buffers.stores.layout import Frames, StackLayout
 from sb3_extra_buffers.stores.workers import run_split
 
-# bytes of output that a thread takes at a time
+# bytes of output that a thread decodes at a time
 _CHUNK_BYTES = 1 << 19
+# a payload names its codec in one byte
+_MAX_CODECS = 250
 
 
 class PayloadStore(FrameStore):
     """A frame store in which each frame is a segment and a payload of its own.
 
-    A codec that learns is trained again when its payloads have grown; frames remember which one wrote them.
+    A codec that learns is trained again when its payloads have grown; frames remember which codec encoded them.
     """
 
-    lists_fresh = True
+    lists_new = True
 
     def __init__(
         self,
@@ -40,14 +47,20 @@ class PayloadStore(FrameStore):
     ) -> None:
         super().__init__(layout, n_obs, n_streams, codec, heap_bytes, path, compiled)
         self.codecs = [codec]
-        self._generation = np.zeros(0, np.uint8)
+        self._generation = np.zeros(0, np.uint8)  # [segment]: position in codecs
         self._average = _Average()
 
     def train(self, rows: ByteRows) -> None:
-        """Let the codec learn from ``rows``; before anything is written."""
         frames = self.layout.split(rows, self._kernels).reshape(-1, self.layout.frame_bytes)
         self.codec = self.codec.train(frames)
         self.codecs = [self.codec]
+
+    @classmethod
+    def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
+        frames = layout.split(rows, frame_kernels()).reshape(-1, layout.frame_bytes)
+        distinct = dict.fromkeys(frame.tobytes() for frame in frames)
+        frames = np.frombuffer(b"".join(distinct), np.uint8).reshape(-1, layout.frame_bytes)
+        return sum(map(len, codec.encode_batch(frames))) / max(len(frames), 1)
 
     # ---- writing ----
 
@@ -55,25 +68,25 @@ class PayloadStore(FrameStore):
         done = 0
         while True:
             done = self._kernels.write_frames(self._tables(), frame_ids, frames, streams, indices, done, True)
-            if self._state.counters[N_NEW]:
-                self._encode_fresh(frames)
+            if self.state.counters[N_NEW]:
+                self._encode_new(frames)
             if done == len(frames):
                 return
             self._grow()
 
     def _tidy(self) -> None:
-        if self._state.counters[N_FREED]:
-            self._dirty = True
+        if self.state.counters[N_FREED]:
+            self.dirty = True
             self._free_listed()
-            self._dirty = False
+            self.dirty = False
 
     def _grow(self) -> None:
         super()._grow()
-        self._generation = lengthen(self._generation, len(self._state.counts))
+        self._generation = lengthen(self._generation, len(self.state.counts))
 
-    def _encode_fresh(self, frames: Frames) -> None:
-        """Give the frames that the kernel found new their payloads."""
-        state = self._state
+    def _encode_new(self, frames: Frames) -> None:
+        """Encode the frames that the kernel listed as new."""
+        state = self.state
         count = int(state.counters[N_NEW])
         rows = frames.reshape(-1, frames.shape[2])[state.new_frames[:count]]
         segments = state.new_ids[:count]
@@ -82,22 +95,14 @@ class PayloadStore(FrameStore):
         self._drop_view()
         self.heap.write(segments.tolist(), payloads)
         self._sync()
-        self._state.counters[N_NEW] = 0
+        self.state.counters[N_NEW] = 0
         if self.codec.trainable:
             self._retrain(rows, sum(map(len, payloads)))
-
-    def _rebuild_segments(self) -> None:
-        state = self._state
-        # a frame without a payload belongs to a write that was taken back
-        state.counts[:] = state.lengths[: len(state.counts)] > 0
-        if len(self._generation) < len(state.counts):
-            self._generation = lengthen(self._generation, len(state.counts))
-        self.codec = self.codecs[-1]
 
     def _retrain(self, rows: ByteRows, nbytes: int) -> None:
         """Train the codec again when its payloads have grown by half since the last time."""
         self._average.add(rows, nbytes)
-        if not self._average.stale or len(self.codecs) > 250:
+        if not self._average.stale or len(self.codecs) > _MAX_CODECS:
             return
         samples = self._average.samples()
         new = self.codec.train(samples)
@@ -108,54 +113,83 @@ class PayloadStore(FrameStore):
             self.codec = new
         self._average = _Average()
 
+    def _rebuild_segments(self) -> None:
+        state = self.state
+        # a frame without a payload belongs to a write that was undone
+        state.counts[:] = state.lengths[: len(state.counts)] > 0
+        if len(self._generation) < len(state.counts):
+            self._generation = lengthen(self._generation, len(state.counts))
+        self.codec = self.codecs[-1]
+
     # ---- reading ----
 
     def _decode(self, frame_ids: FrameIds, sets: Indices) -> npt.NDArray[np.uint8]:
-        frames, inverse = self._decode_distinct(
-            frame_ids, sets, lambda n_frames, size: np.empty((n_frames, size), np.uint8)
-        )
+        frames, inverse = self._decode_distinct(frame_ids, sets, _new_rows)
         return frames.take(inverse, axis=0)
 
     def read_distinct(
-        self, indices: Indices, make: Callable[[int, int], ByteRows]
+        self, indices: Indices, make_rows: Callable[[int, int], ByteRows]
     ) -> tuple[ByteRows, npt.NDArray[np.int64]]:
-        """The distinct frames of ``cells``, in rows that ``make`` makes; and which one goes where, frame by frame."""
+        """Decode the distinct frames of ``indices`` into ``make_rows(n_frames, frame_bytes)``.
+
+        Returns these rows, and for each frame of each observation the number of its row.
+        """
         self.recover()
         if self.validator is not None:
             self.validator(indices)
-        return self._decode_distinct(self.frame_ids, indices, make)
+        return self._decode_distinct(self.frame_ids, indices, make_rows)
 
     def find(self, indices: Indices) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        """Where in the heap the payload of each frame of ``cells`` lies, and its length, 0 for a frame of zeros."""
+        """Where in the heap the payload of each frame of ``indices`` starts, and its length: 0 for a frame of zeros."""
         ids = self.frame_ids[indices] - 1
         if not len(self.heap.starts):
             return np.zeros(ids.shape, np.int64), np.zeros(ids.shape, np.int32)
         return self.heap.starts[ids], np.where(ids >= 0, self.heap.lengths[ids], np.int32(0))
 
     def _decode_distinct(
-        self, frame_ids: FrameIds, sets: Indices, make: Callable[[int, int], ByteRows]
+        self, frame_ids: FrameIds, sets: Indices, make_rows: Callable[[int, int], ByteRows]
     ) -> tuple[ByteRows, npt.NDArray[np.int64]]:
         ids = frame_ids[sets].ravel() - 1
         unique, inverse = np.unique(ids, return_inverse=True)
-        known = unique[unique >= 0]
-        zero = len(unique) - len(known)
-        frames = make(len(unique), self.layout.frame_bytes)
-        frames[:zero] = 0
-        generations = self._generation[known]
+        stored = unique[unique >= 0]
+        n_zero = len(unique) - len(stored)  # 0 or 1: the frame of zeros comes first
+        frames = make_rows(len(unique), self.layout.frame_bytes)
+        frames[:n_zero] = 0
+        generations = self._generation[stored]
         for generation, codec in enumerate(self.codecs):
             mine = np.flatnonzero(generations == generation)
-            if len(mine) == len(known):
-                self._decode_payloads(codec, known, frames[zero:])
+            if len(mine) == len(stored):
+                self._decode_payloads(codec, stored, frames[n_zero:])
             elif len(mine):
                 rows = np.empty((len(mine), self.layout.frame_bytes), np.uint8)
-                self._decode_payloads(codec, known[mine], rows)
-                frames[zero + mine] = rows
+                self._decode_payloads(codec, stored[mine], rows)
+                frames[n_zero + mine] = rows
         return frames, inverse
 
     def _decode_payloads(self, codec: Codec, segments: npt.NDArray[np.int32], rows: ByteRows) -> None:
         starts, lengths = self.heap.starts[segments], self.heap.lengths[segments].astype(np.int64)
         decode = codec.heap_decoder(self.heap.data, starts, lengths, rows)
         run_split(decode, len(segments), max(_CHUNK_BYTES // rows.shape[1], 1))
+
+    # ---- saving ----
+
+    def to_parts(self) -> tuple[dict[str, Any], dict[str, Array]]:
+        record, arrays = super().to_parts()
+        return record, arrays | {"generation": self._generation}
+
+    def _all_codecs(self) -> list[Codec]:
+        return self.codecs
+
+    def _restore_segments(self, saved: SavedFrames, read_only: bool) -> None:
+        require(self.state.open_segments < 0, "a byte codec has no open segments")
+        self.codecs = saved.codecs
+        generation = column(saved.arrays, "generation", np.uint8, saved.counts.shape)
+        within(generation, 0, len(self.codecs), "the codec of a payload")
+        self._generation = lengthen(generation, len(generation))
+
+
+def _new_rows(n_frames: int, size: int) -> ByteRows:
+    return np.empty((n_frames, size), np.uint8)
 
 
 class _Average:
@@ -165,7 +199,7 @@ class _Average:
         self.n_frames = 0
         self.first: float = 0.0
         self.now: float = 0.0
-        self._kept: list[npt.NDArray[np.uint8]] = []
+        self._samples: list[npt.NDArray[np.uint8]] = []
 
     def add(self, rows: ByteRows, nbytes: int) -> None:
         if not len(rows):
@@ -176,12 +210,12 @@ class _Average:
         self.now += weight * (size - self.now) if self.now else size
         if self.n_frames <= 1024:
             self.first = self.now
-        if self.now > 1.25 * self.first and len(self._kept) < 256:
-            self._kept.append(rows[-1].copy())
+        if self.now > 1.25 * self.first and len(self._samples) < 256:
+            self._samples.append(rows[-1].copy())
 
     @property
     def stale(self) -> bool:
-        return self.now > 1.5 * self.first and len(self._kept) >= 128
+        return self.now > 1.5 * self.first and len(self._samples) >= 128
 
     def samples(self) -> ByteRows:
-        return np.stack(self._kept)
+        return np.stack(self._samples)

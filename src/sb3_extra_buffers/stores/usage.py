@@ -1,4 +1,4 @@
-"""What a store holds in memory, in the words of the report users see."""
+"""The report of `memory_usage()`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Bytes held, by purpose; ``total`` matches the growth of the resident set."""
+    """Bytes in use, by purpose; ``total`` agrees with the growth of the resident set."""
 
     payload: int
-    """Encoded observations, and those not yet encoded."""
+    """Encoded observations, and those that are not encoded yet."""
     index: int
-    """Tables that say where each observation lies."""
+    """Tables that say where each observation is."""
     keyframes: int
-    """Whole frames that others are differences to, and those kept to find repeats."""
+    """Whole frames that differences refer to, and recent frames, to find repeats."""
     other: int
-    """Everything else: actions, rewards and the like."""
+    """Everything else, such as actions and rewards."""
     dense: int
-    """What the same observations would take as a plain array."""
+    """The size of the same observations as a plain array."""
     codecs: Mapping[str, str] = field(default_factory=dict)
     """The method in use for each key, and why where it was chosen automatically."""
 
@@ -44,7 +44,7 @@ class MemoryUsage:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures, JSON-ready."""
+        """All figures as JSON-ready values."""
         return {**asdict(self), "codecs": dict(self.codecs), "total": self.total, "ratio": self.ratio}
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class MemoryUsage:
 
 
 def format_bytes(count: float) -> str:
-    """``1234567`` as ``"1.23 MB"``."""
+    """Format ``1234567`` as ``"1.23 MB"``."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"

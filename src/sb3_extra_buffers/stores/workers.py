@@ -1,4 +1,4 @@
-"""The threads that decode large batches, shared by every store of a process."""
+"""Threads that decode large batches, shared by all stores of a process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _pools: dict[int, ThreadPoolExecutor] = {}
 
 
 def n_workers() -> int:
-    """Threads that a batch may be split over."""
+    """How many threads may share a batch."""
     if hasattr(os, "sched_getaffinity"):
         return max(min(len(os.sched_getaffinity(0)), 8), 1)
     return max(min(os.cpu_count() or 1, 8), 1)
@@ -22,10 +22,10 @@ def n_workers() -> int:
 def run_split(work: Callable[[int, int], Result], n_rows: int, chunk: int) -> list[Result]:
     """Call ``work(first, stop)`` for every ``chunk`` of ``range(n_rows)``, in this thread and in others.
 
-    Each thread takes the next chunk when it is done with one. Where the other cores are busy, as they are while
-    torch's threads wait for more to do, this thread does nearly all of it and loses nothing.
+    Each thread takes the next chunk when it has finished one. If the other cores are busy, as they are while torch's
+    threads spin, this thread does nearly everything itself and loses nothing.
     """
-    starts = iter(range(0, n_rows, chunk))  # taking the next one is atomic
+    starts = iter(range(0, n_rows, chunk))  # next() is atomic
 
     def drain() -> list[Result]:
         return [work(first, min(first + chunk, n_rows)) for first in starts]
@@ -33,16 +33,16 @@ def run_split(work: Callable[[int, int], Result], n_rows: int, chunk: int) -> li
     n_others = min(n_workers(), -(-n_rows // chunk)) - 1
     if n_others <= 0:
         return drain()
-    # threads do not survive a fork: a child starts its own
+    # threads do not survive a fork: a child process starts its own
     pool = _pools.get(os.getpid())
     if pool is None:
         _pools.clear()
-        pool = _pools[os.getpid()] = ThreadPoolExecutor(n_workers(), "sb3-extra-buffers")
+        pool = _pools.setdefault(os.getpid(), ThreadPoolExecutor(n_workers(), "sb3-extra-buffers"))
     others = [pool.submit(drain) for _ in range(n_others)]
     try:
         results = drain()
     finally:
-        # who has not begun need not; who has may still be writing into the caller's arrays
+        # cancel those that have not started; the others may still write into the caller's arrays
         wait([other for other in others if not other.cancel()])
     for other in others:
         if not other.cancelled():

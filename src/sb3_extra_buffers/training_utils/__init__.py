@@ -1,1 +1,1 @@
-"""Environments, evaluation and warm-up: what examples and benchmarks share."""
+"""Environments, evaluation and buffer warm-up for examples and benchmarks."""

@@ -1,4 +1,4 @@
-"""ale-py's own vector environment, threads in C++, as an SB3 `VecEnv`."""
+"""ale-py's vector environment, which steps games in C++ threads, as an SB3 `VecEnv`."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ import numpy.typing as npt
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecEnv
 
-from sb3_extra_buffers.errors import EnvironmentOptionError, MissingExtraError
+from sb3_extra_buffers._extras import import_extra
+from sb3_extra_buffers.errors import EnvironmentOptionError
 
 __all__ = ["NativeAtariVecEnv"]
 
-# what a registered game may say that ale-py's vector environment can do, too
+# arguments of a registered game that ale-py's vector environment supports
 _GAME_OPTIONS = {"game", "repeat_action_probability", "full_action_space", "max_num_frames_per_episode", "frameskip"}
 
 
 class NativeAtariVecEnv(VecEnv):
     """Games stepped by ale-py's threads, with the preprocessing of SB3's ``AtariWrapper`` and ``VecFrameStack``.
 
-    Observations, rewards, ends of episodes on lost lives, ``info["episode"]`` of whole games with unclipped rewards,
-    ``terminal_observation`` and ``TimeLimit.truncated`` are as there. What differs:
+    Observations, rewards, episode ends on lost lives, ``info["episode"]`` with unclipped rewards of whole games,
+    ``terminal_observation`` and ``TimeLimit.truncated`` follow SB3. Differences:
 
-    - Frames become grey before the larger of the last two is taken, not after, and are resized by ale-py: nearly all
-      pixels are equal, the others differ by up to a few dozen levels of grey.
-    - The number of no-ops at the start of a game comes from ale-py's own generator.
-    - ``FIRE`` is pressed once for a frame when a game starts, and not after a lost life: the agent has to press it.
-    - After a lost life the game goes on with the frame of the loss; SB3 does nothing for one step first.
+    - Frames are converted to grayscale before the maximum of the last two is taken, not after, and ale-py resizes
+      them: nearly all pixels are equal, the others differ by up to a few dozen gray levels.
+    - The number of no-ops at the start of a game is drawn from ale-py's own generator.
+    - ``FIRE`` is pressed for one frame when a game starts, but not after a lost life: the agent has to press it.
+    - After a lost life the game continues from that frame; SB3 first takes one step without action.
     - The length ``info["episode"]["l"]`` counts whole steps of ``frame_skip`` frames.
-    - There is no rendering, and no single environment whose methods or attributes could be used.
+    - Rendering, and access to the single environments, are not supported.
 
-    The arguments not listed are those of ``AtariWrapper``.
+    Arguments that are not listed are those of ``AtariWrapper``.
 
     Args:
-        game: What the game was registered with, from `game_options`.
-        n_envs: How many games are played at once.
-        framestack: Frames in an observation; None or 1 for single frames.
-        seed: Of the first game; the others count on from it.
-        n_threads: Threads to step games in; 0 for as many as there are cores.
+        game: Arguments the game was registered with, from `game_options`.
+        n_envs: Number of games.
+        framestack: Frames per observation; None or 1 for single frames.
+        seed: Seed of the first game; each of the others has the next integer.
+        n_threads: Number of threads; 0 for one per core.
     """
 
     def __init__(
@@ -57,18 +58,15 @@ class NativeAtariVecEnv(VecEnv):
         clip_reward: bool = True,
         action_repeat_probability: float = 0.0,
     ) -> None:
-        try:
-            from ale_py.vector_env import AtariVectorEnv
-        except ImportError:
-            raise MissingExtraError(
-                "native Atari environments need 'ale-py' 0.11 or newer: pip install -U 'sb3-extra-buffers[extra]'"
-            ) from None
+        vector_env = import_extra(
+            "ale_py.vector_env", user="native=True", alternative="upgrade ale-py to 0.11 or newer"
+        )
         unknown = game.keys() - _GAME_OPTIONS
         if unknown:
             raise EnvironmentOptionError(
-                f"ale-py's vector environment has no {', '.join(sorted(map(repr, unknown)))}; leave out native=True"
+                f"native=True does not support {', '.join(sorted(map(repr, unknown)))}; leave out native=True"
             )
-        self._env = AtariVectorEnv(
+        self._env = vector_env.AtariVectorEnv(
             game["game"],
             num_envs=n_envs,
             num_threads=n_threads,
@@ -82,7 +80,7 @@ class NativeAtariVecEnv(VecEnv):
             frameskip=frame_skip,
             maxpool=frame_skip > 1,
             noop_max=noop_max,
-            # lives and rewards are seen to here: episodes are reported as they were before both
+            # done in `step_wait`, which reports whole games and unclipped rewards
             episodic_life=False,
             reward_clipping=False,
         )
@@ -94,28 +92,28 @@ class NativeAtariVecEnv(VecEnv):
         super().__init__(n_envs, self._env.single_observation_space, self._env.single_action_space)
         self._stack = framestack or 1
         self._lives = np.zeros(n_envs, np.int64)
-        self._frames = np.zeros(n_envs, np.int64)
+        self._episode_frames = np.zeros(n_envs, np.int64)
         self._returns = np.zeros(n_envs, np.float64)
-        # frames since the last loss of a life, as far as they matter
-        self._seen = np.full(n_envs, self._stack)
+        # frames since the last lost life, at most `_stack`: earlier frames of a stack are blank
+        self._frames_since_loss = np.full(n_envs, self._stack)
         self.seed(seed)
 
     def reset(self) -> npt.NDArray[np.uint8]:
-        # ale-py takes 32 bits with a sign, and a negative number for none
+        # ale-py takes signed 32-bit seeds; a negative one means unseeded
         seeds = np.array([-1 if seed is None else seed % 2**31 for seed in self._seeds])
         observations, info = self._env.reset(seed=seeds)
         self._reset_seeds()
         self._reset_options()
         self.reset_infos = self._infos(info)
-        self._lives[:], self._frames[:] = info["lives"], info["episode_frame_number"]
-        self._returns[:], self._seen[:] = 0, self._stack
+        self._lives[:], self._episode_frames[:] = info["lives"], info["episode_frame_number"]
+        self._returns[:], self._frames_since_loss[:] = 0, self._stack
         return np.asarray(observations)
 
     def step_async(self, actions: npt.NDArray[Any]) -> None:
         actions = np.asarray(actions)
         if actions.shape != (self.num_envs,) or not np.issubdtype(actions.dtype, np.integer):
             raise EnvironmentOptionError(
-                f"expected one whole number for each of {self.num_envs} environments, "
+                f"expected one integer for each of {self.num_envs} environments, "
                 f"got {actions.dtype} of shape {actions.shape}"
             )
         if actions.min() < 0 or actions.max() >= self._n_actions:
@@ -128,26 +126,26 @@ class NativeAtariVecEnv(VecEnv):
         lost = ~over & (info["lives"] > 0) & (info["lives"] < self._lives) & self._terminal_on_life_loss
         self._returns += scores
         infos = self._infos(info)
-        self._seen = np.minimum(self._seen + 1, self._stack)
-        for env in np.flatnonzero(self._seen < self._stack):
-            observations[env, : -self._seen[env]] = 0
+        self._frames_since_loss = np.minimum(self._frames_since_loss + 1, self._stack)
+        for env in np.flatnonzero(self._frames_since_loss < self._stack):
+            observations[env, : -self._frames_since_loss[env]] = 0
         for env in np.flatnonzero(over):
             last = info["final_obs"][env].copy()
-            last[: self._stack - self._seen[env]] = 0
+            last[: self._stack - self._frames_since_loss[env]] = 0
             infos[env]["terminal_observation"] = last
             infos[env]["episode"] = {
                 "r": round(float(self._returns[env]), 6),
-                "l": int(self._frames[env]) + self._frame_skip,
+                "l": int(self._episode_frames[env]) + self._frame_skip,
                 "t": round(time.time() - self._start, 6),
             }
             infos[env]["TimeLimit.truncated"] = bool(truncated[env] and not terminated[env])
-            self._returns[env], self._seen[env] = 0, self._stack
+            self._returns[env], self._frames_since_loss[env] = 0, self._stack
         for env in np.flatnonzero(lost):
             infos[env]["terminal_observation"] = observations[env].copy()
             infos[env]["TimeLimit.truncated"] = False
             observations[env, :-1] = 0
-            self._seen[env] = 1
-        self._lives[:], self._frames[:] = info["lives"], info["episode_frame_number"]
+            self._frames_since_loss[env] = 1
+        self._lives[:], self._episode_frames[:] = info["lives"], info["episode_frame_number"]
         rewards = (np.sign(scores) if self._clip_reward else scores).astype(np.float32)
         return observations, rewards, over | lost, infos
 
@@ -164,14 +162,17 @@ class NativeAtariVecEnv(VecEnv):
             return [None for _ in self._get_indices(indices)]
         if attr_name in ("observation_space", "action_space"):
             return [getattr(self, attr_name) for _ in self._get_indices(indices)]
-        raise AttributeError(f"{type(self).__name__} has no single environments to get {attr_name!r} from")
+        raise self._no_access(attr_name)
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
-        raise AttributeError(f"{type(self).__name__} has no single environments to set {attr_name!r} of")
+        raise self._no_access(attr_name)
 
     def env_method(self, method_name: str, *method_args: Any, indices: Any = None, **method_kwargs: Any) -> list[Any]:
-        raise AttributeError(f"{type(self).__name__} has no single environments to call {method_name!r} of")
+        raise self._no_access(method_name)
 
     def env_is_wrapped(self, wrapper_class: type[Any], indices: Any = None) -> list[bool]:
-        # episodes are reported as by a Monitor, which is what evaluation asks for
+        # `step_wait` reports episodes like a Monitor, which is what evaluate_policy asks for
         return [issubclass(wrapper_class, Monitor) for _ in self._get_indices(indices)]
+
+    def _no_access(self, name: str) -> AttributeError:
+        return AttributeError(f"{type(self).__name__} has no access to {name!r} of its single environments")

@@ -1,4 +1,4 @@
-"""Fill replay buffers with what a trained model does, before another training run."""
+"""Fill replay buffers with the transitions of a trained model before training."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ def warm_up(
     deterministic: bool = False,
     progress_bar: bool = True,
 ) -> dict[str, float]:
-    """Let ``model`` play in ``env`` and add what happens to one or more replay buffers.
+    """Let ``model`` play in ``env`` and add the transitions to one or more replay buffers.
 
     Args:
         model: Anything with SB3's ``predict``.
-        env: Vectorised environments.
-        buffer: A replay buffer, several, or several by name; None for ``model.replay_buffer``.
-        n_steps: Transitions, all environments together; None to fill the largest buffer.
-        deterministic: Whether the model takes its best action; more variety if not.
-        progress_bar: Whether to show one.
+        env: Vectorized environments.
+        buffer: Replay buffers to fill: one, a sequence, or a dict by name; None for ``model.replay_buffer``.
+        n_steps: Number of transitions in all environments together; None to fill the largest buffer.
+        deterministic: Whether the model takes its best action; False gives more variety.
+        progress_bar: Whether to show a progress bar.
 
     Returns:
-        Seconds that each buffer took to add them.
+        Seconds that each buffer took to add the transitions.
     """
-    from sb3_extra_buffers.training_utils.playing import Feed, play, progress
+    from sb3_extra_buffers.training_utils.playing import TimedBuffers, make_progress_bar, play
 
     if buffer is None:
         buffer = getattr(model, "replay_buffer", None)
         if buffer is None:
-            raise EnvironmentOptionError(f"{type(model).__name__} has no replay buffer to fill; pass buffer=…")
-    feed = Feed(buffer, env)
+            raise EnvironmentOptionError(f"{type(model).__name__} has no replay buffer to fill; pass buffer=")
+    timed = TimedBuffers(buffer, env)
     if n_steps is None:
-        n_steps = max(each.buffer_size for each in feed.buffers.values()) * env.num_envs
+        n_steps = max(each.buffer_size for each in timed.buffers.values()) * env.num_envs
     if n_steps < 1 or n_steps % env.num_envs:
-        more = max(-(-n_steps // env.num_envs), 1) * env.num_envs
+        next_multiple = max(-(-n_steps // env.num_envs), 1) * env.num_envs
         raise EnvironmentOptionError(
-            f"{n_steps} transitions cannot be shared out evenly between {env.num_envs} environments; "
-            f"pass n_steps={more}"
+            f"{n_steps} transitions cannot be divided evenly among {env.num_envs} environments; "
+            f"pass n_steps={next_multiple}"
         )
-    bar = progress(n_steps, "step", progress_bar)
+    bar = make_progress_bar(n_steps, "step", progress_bar)
     for step in itertools.islice(play(model, env, deterministic), n_steps // env.num_envs):
-        feed.add(step)
+        timed.add(step)
         bar.update(env.num_envs)
     bar.close()
-    return feed.seconds
+    return timed.seconds

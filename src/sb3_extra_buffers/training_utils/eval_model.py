@@ -1,4 +1,4 @@
-"""Evaluate a model in vectorised environments, and fill and time buffers on the way."""
+"""Evaluate a model in vectorized environments, optionally filling and timing buffers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["EvalResult", "eval_model"]
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """What an evaluation found."""
+    """Result of an evaluation."""
 
     rewards: npt.NDArray[np.float64]
-    """Reward of each episode, in the order in which they ended."""
+    """Total reward of each episode, in the order in which they ended."""
     lengths: npt.NDArray[np.int64]
     """Length of each episode."""
     n_steps: int
-    """Transitions played, all environments together; each buffer was given as many."""
+    """Number of transitions in all environments together; every buffer received all of them."""
     add_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that each buffer took to add them."""
+    """Seconds that each buffer took to add the transitions."""
 
     @property
     def mean(self) -> float:
@@ -45,12 +45,12 @@ class EvalResult:
 
     @property
     def relative_iqr(self) -> float:
-        """Distance of the outer quartiles as a part of the median."""
+        """Interquartile range divided by the median."""
         q1, q2, q3 = self.quartiles
         return (q3 - q1) / abs(q2) if q2 else 0.0 if q1 == q3 else float("inf")
 
     def report(self, name: str | None = None) -> str:
-        """Two lines: episodes and mean, then quartiles."""
+        """Return two lines: number of episodes and mean reward, then quartiles."""
         label = "" if name is None else f"({name:<5}) "
         q1, q2, q3 = self.quartiles
         return (
@@ -79,45 +79,45 @@ def eval_model(
     progress_bar: bool = True,
     verbose: bool = True,
 ) -> EvalResult:
-    """Let ``model`` play ``n_eval_episodes`` and report on their rewards.
+    """Let ``model`` play ``n_eval_episodes`` and report their rewards.
 
-    Every environment plays its share of the episodes, so that short ones do not count more often. Where a `Monitor`
-    reports episodes, its rewards are taken: whole games, not clipped.
+    Every environment plays an equal share of the episodes, so that short episodes are not overrepresented. If a
+    `Monitor` reports episodes, its rewards are used: those of whole games, not clipped.
 
     Args:
         model: Anything with SB3's ``predict``.
-        env: Vectorised environments.
-        n_eval_episodes: Episodes to play.
-        buffer: A replay buffer that is given every transition, several, or several by name; each is timed.
+        env: Vectorized environments.
+        n_eval_episodes: Number of episodes to play.
+        buffer: Replay buffers to add every transition to: one, a sequence, or a dict by name; each is timed.
         deterministic: Whether the model takes its best action.
         name: Printed before the report, such as ``"Best"`` or ``"Final"``.
-        progress_bar: Whether to show one.
+        progress_bar: Whether to show a progress bar.
         verbose: Whether to print the report.
     """
     from stable_baselines3.common.monitor import Monitor
     from stable_baselines3.common.vec_env import VecMonitor, is_vecenv_wrapped
 
-    from sb3_extra_buffers.training_utils.playing import Feed, play, progress
+    from sb3_extra_buffers.training_utils.playing import TimedBuffers, make_progress_bar, play
 
     if n_eval_episodes < 1:
         raise EnvironmentOptionError(f"n_eval_episodes must be at least 1, got {n_eval_episodes}")
-    feed = Feed(buffer, env)
+    buffers = TimedBuffers(buffer, env)
     monitored = is_vecenv_wrapped(env, VecMonitor) or all(env.env_is_wrapped(Monitor))
     left = (n_eval_episodes + np.arange(env.num_envs)) // env.num_envs
     sums, counts = np.zeros(env.num_envs), np.zeros(env.num_envs, np.int64)
     rewards: list[float] = []
     lengths: list[int] = []
     n_steps = 0
-    bar = progress(n_eval_episodes, "episode", progress_bar)
+    bar = make_progress_bar(n_eval_episodes, "episode", progress_bar)
     for step in play(model, env, deterministic):
-        feed.add(step)
+        buffers.add(step)
         n_steps += env.num_envs
         sums += step.rewards
         counts += 1
         for index in np.flatnonzero(step.dones):
             episode = step.infos[index].get("episode") if monitored else {"r": sums[index], "l": counts[index]}
             sums[index], counts[index] = 0, 0
-            # a lost life is no end of a game
+            # a Monitor reports no episode when a life is lost
             if episode is not None and left[index] > 0:
                 left[index] -= 1
                 rewards.append(float(episode["r"]))
@@ -126,7 +126,7 @@ def eval_model(
         if not left.any():
             break
     bar.close()
-    result = EvalResult(np.array(rewards), np.array(lengths), n_steps, feed.seconds)
+    result = EvalResult(np.array(rewards), np.array(lengths), n_steps, buffers.seconds)
     if verbose:
         print(result.report(name))
     return result

@@ -1,4 +1,4 @@
-"""An agent plays in a vectorised environment; what happens comes out as transitions that replay buffers take."""
+"""Let a model play in vectorized environments and add the transitions to replay buffers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import numpy.typing as npt
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecEnv, unwrap_vec_normalize
 
-from sb3_extra_buffers.errors import EnvironmentOptionError, MissingExtraError, SpecMismatchError
+from sb3_extra_buffers._extras import import_extra
+from sb3_extra_buffers.errors import EnvironmentOptionError, SpecMismatchError
 
 Array = npt.NDArray[Any]
 
 
 class Transition(NamedTuple):
-    """One step of all environments, in the order in which ``ReplayBuffer.add`` takes it."""
+    """One step of all environments; the fields are the arguments of ``ReplayBuffer.add``."""
 
     obs: Any
     next_obs: Any
@@ -29,25 +30,25 @@ class Transition(NamedTuple):
 
 
 def play(model: Any, env: VecEnv, deterministic: bool = True) -> Iterator[Transition]:
-    """Let ``model`` act in ``env`` for ever.
+    """Yield transitions of ``model`` in ``env``, without end.
 
-    As in SB3's off-policy algorithms, the last observation of an episode is its terminal one, observations and
-    rewards are those from before `VecNormalize`, and continuous actions are scaled to the policy's range.
+    They are what SB3's off-policy algorithms store: terminal observations at the end of episodes, observations and
+    rewards before `VecNormalize`, continuous actions scaled to the policy's range.
     """
     normalize = unwrap_vec_normalize(env)
     policy = getattr(model, "policy", None)
     scale = isinstance(env.action_space, spaces.Box) and getattr(policy, "squash_output", False)
-    seen: Any = env.reset()
-    obs = seen if normalize is None else normalize.get_original_obs()
-    state, starts = None, np.ones(env.num_envs, bool)
+    policy_obs: Any = env.reset()
+    obs = policy_obs if normalize is None else normalize.get_original_obs()
+    state, dones = None, np.ones(env.num_envs, bool)
     while True:
-        actions, state = model.predict(seen, state=state, episode_start=starts, deterministic=deterministic)
-        seen, rewards, starts, infos = env.step(actions)
-        following = seen if normalize is None else normalize.get_original_obs()
-        next_obs = following
-        if starts.any():
-            next_obs = copy.deepcopy(following)
-            for index in np.flatnonzero(starts):
+        actions, state = model.predict(policy_obs, state=state, episode_start=dones, deterministic=deterministic)
+        policy_obs, rewards, dones, infos = env.step(actions)
+        reset_obs = policy_obs if normalize is None else normalize.get_original_obs()
+        next_obs = reset_obs
+        if dones.any():
+            next_obs = copy.deepcopy(reset_obs)
+            for index in np.flatnonzero(dones):
                 last = infos[index]["terminal_observation"]
                 _put(next_obs, index, last if normalize is None else normalize.unnormalize_obs(last))
         yield Transition(
@@ -55,10 +56,10 @@ def play(model: Any, env: VecEnv, deterministic: bool = True) -> Iterator[Transi
             next_obs,
             policy.scale_action(actions) if scale and policy is not None else actions,
             rewards if normalize is None else normalize.get_original_reward(),
-            starts,
+            dones,
             infos,
         )
-        obs = following
+        obs = reset_obs
 
 
 def _put(observations: Any, index: Any, last: Any) -> None:
@@ -69,12 +70,12 @@ def _put(observations: Any, index: Any, last: Any) -> None:
         observations[index] = last
 
 
-class Feed:
-    """Adds transitions to any number of buffers and measures how long each takes.
+class TimedBuffers:
+    """Adds transitions to several buffers and measures how long each one takes.
 
     Args:
-        buffers: None, one buffer, several, or several by name.
-        env: What is played; every buffer must have been made for it.
+        buffers: None, one buffer, a sequence, or a dict by name.
+        env: The environments; every buffer must have been created for them.
     """
 
     def __init__(self, buffers: Any, env: VecEnv) -> None:
@@ -82,20 +83,25 @@ class Feed:
             raise EnvironmentOptionError(
                 f"expected an SB3 VecEnv, got {type(env).__name__}; wrap it: DummyVecEnv([lambda: Monitor(env)])"
             )
-        self.buffers = _named(buffers)
+        if buffers is None:
+            buffers = []
+        elif not isinstance(buffers, Mapping | Sequence):
+            buffers = [buffers]
+        named = buffers.items() if isinstance(buffers, Mapping) else enumerate(buffers)
+        self.buffers: dict[str, Any] = {str(name): buffer for name, buffer in named}
         self.seconds = dict.fromkeys(self.buffers, 0.0)
         for name, buffer in self.buffers.items():
             n_envs = getattr(buffer, "n_envs", env.num_envs)
             if n_envs != env.num_envs:
                 raise EnvironmentOptionError(
-                    f"buffer {name!r} is for {n_envs} environments, but {env.num_envs} are played; "
-                    f"make it with n_envs={env.num_envs}"
+                    f"buffer {name!r} is for {n_envs} environments, but there are {env.num_envs}; "
+                    f"create it with n_envs={env.num_envs}"
                 )
             space = getattr(buffer, "observation_space", env.observation_space)
             if space != env.observation_space:
                 raise SpecMismatchError(
-                    f"buffer {name!r} holds observations of {space}, the environments give {env.observation_space}; "
-                    "make it with env.observation_space"
+                    f"buffer {name!r} is for observations of {space}, but the environments have "
+                    f"{env.observation_space}; create it with env.observation_space"
                 )
 
     def add(self, transition: Transition) -> None:
@@ -105,32 +111,15 @@ class Feed:
             self.seconds[name] += time.perf_counter() - start
 
 
-def _named(buffers: Any) -> dict[str, Any]:
-    if buffers is None:
-        return {}
-    if isinstance(buffers, Mapping):
-        return {str(name): buffer for name, buffer in buffers.items()}
-    if isinstance(buffers, Sequence):
-        return {str(number): buffer for number, buffer in enumerate(buffers)}
-    return {"0": buffers}
+def make_progress_bar(total: int, unit: str, enabled: bool) -> Any:
+    """Return an object with ``update`` and ``close``, which shows nothing unless ``enabled``."""
+    if not enabled:
+        return _NoProgressBar()
+    tqdm = import_extra("tqdm.auto", user="progress_bar=True", alternative="pass progress_bar=False")
+    return tqdm.tqdm(total=total, unit=unit)
 
 
-def progress(total: int, unit: str, wanted: bool) -> Any:
-    """A bar with ``update`` and ``close``; silent unless ``wanted``."""
-    try:
-        from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
-    except ImportError:
-        if wanted:
-            raise MissingExtraError(
-                "progress bars need 'tqdm': pip install 'sb3-extra-buffers[extra]', or pass progress_bar=False"
-            ) from None
-        return _NoBar()
-    return tqdm(total=total, unit=unit, disable=not wanted)
+class _NoProgressBar:
+    def update(self, n: int) -> None: ...
 
-
-class _NoBar:
-    def update(self, n: int) -> None:
-        """Nothing to show."""
-
-    def close(self) -> None:
-        """Nothing to close."""
+    def close(self) -> None: ...

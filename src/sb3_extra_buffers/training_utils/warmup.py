@@ -1,4 +1,4 @@
-"""`buffer_warmup` under its other documented name."""
+"""Alias of `buffer_warmup`, which is documented under both names."""
 
 from __future__ import annotations
 

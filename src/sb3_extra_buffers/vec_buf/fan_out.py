@@ -1,10 +1,10 @@
-"""One stream of experience, several buffers: to compare methods, or to record while training."""
+"""Pass one stream of experience on to several buffers, to compare methods or to record during training."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +14,19 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import ReplayBuffer, RolloutBuffer
 
 from sb3_extra_buffers.errors import AlgorithmMismatchError
+from sb3_extra_buffers.recording.factory import observation_of
 
 if TYPE_CHECKING:
     from sb3_extra_buffers.recording import BaseRecordBuffer
 
 __all__ = ["FanOutReplayBuffer", "FanOutRolloutBuffer"]
 
+# buffer classes, or pairs of a class and its further arguments
 Members = Mapping[str, Any] | Sequence[Any]
 
 
-def _of_first(name: str) -> Any:
-    """An attribute of the first buffer; setting it sets it in all of them."""
+def _delegated(name: str) -> Any:
+    """Return a property that reads attribute ``name`` of the first buffer and sets it in all buffers."""
 
     def get(self: _FanOut) -> Any:
         return getattr(self.first, name)
@@ -37,50 +39,50 @@ def _of_first(name: str) -> Any:
 
 
 class _FanOut:
-    """Several buffers behind the face of one: all are written, the first is read.
+    """Several buffers with the interface of one: all of them are written to, the first one is read.
 
     Attributes:
-        buffers: The buffers, by name, first the one that is read.
-        seconds: How long each has taken to add what it was given.
+        buffers: The buffers, by name; the first one is read.
+        seconds: How long each buffer has taken to add its steps.
     """
 
     buffers: dict[str, Any]
     seconds: dict[str, float]
 
-    # what SB3 looks at; everything else is to be asked of one of the buffers
-    pos = _of_first("pos")
-    full = _of_first("full")
-    buffer_size = _of_first("buffer_size")
-    n_envs = _of_first("n_envs")
-    device = _of_first("device")
-    observation_space = _of_first("observation_space")
-    action_space = _of_first("action_space")
-    obs_shape = _of_first("obs_shape")
-    action_dim = _of_first("action_dim")
-    observations = _of_first("observations")
-    actions = _of_first("actions")
-    rewards = _of_first("rewards")
+    # what SB3 uses; for anything else, use one of the buffers
+    pos = _delegated("pos")
+    full = _delegated("full")
+    buffer_size = _delegated("buffer_size")
+    n_envs = _delegated("n_envs")
+    device = _delegated("device")
+    observation_space = _delegated("observation_space")
+    action_space = _delegated("action_space")
+    obs_shape = _delegated("obs_shape")
+    action_dim = _delegated("action_dim")
+    observations = _delegated("observations")
+    actions = _delegated("actions")
+    rewards = _delegated("rewards")
 
     _columns: tuple[str, ...]
 
-    def _make(
+    def _make_buffers(
         self, members: Members | None, base: type[Any], record: BaseRecordBuffer | None, threads: bool, **common: Any
     ) -> None:
         if not members:
             raise AlgorithmMismatchError(
-                f"{type(self).__name__} has no buffers to hand experience to; pass "
+                f"{type(self).__name__} needs buffers to pass experience on to: "
                 "buffers={'name': BufferClass, 'other': (BufferClass, {'compression_method': 'rle'})}"
             )
-        named = members if isinstance(members, Mapping) else {str(place): each for place, each in enumerate(members)}
         self.buffers = {}
-        for name, member in named.items():
+        for name, member in members.items() if isinstance(members, Mapping) else enumerate(members):
             cls, options = member if isinstance(member, tuple) else (member, {})
             if not (isinstance(cls, type) and issubclass(cls, base)):
                 raise AlgorithmMismatchError(f"buffer {name!r} must be a {base.__name__} class, got {cls!r}")
-            self.buffers[name] = cls(**common, **options)
+            self.buffers[str(name)] = cls(**common, **options)
         self.seconds = dict.fromkeys(self.buffers, 0.0)
         self.record = record
         self._threads = threads and len(self.buffers) > 1
+        # process id and executor
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
 
     @property
@@ -89,34 +91,37 @@ class _FanOut:
         return next(iter(self.buffers.values()))
 
     def size(self) -> int:
-        """Steps held."""
-        held: int = self.first.size()
-        return held
+        """Return the number of steps in the first buffer."""
+        size: int = self.first.size()
+        return size
 
-    def _add(self, *transition: Any) -> None:
-        """Give a step to every buffer; an error of one is raised when all have had it."""
+    def reset(self) -> None:
+        """Reset every buffer."""
+        for buffer in self.buffers.values():
+            buffer.reset()
 
-        def add(name: str, buffer: Any) -> None:
+    def _add_to_all(self, *transition: Any) -> None:
+        """Add a step to every buffer; if one raises, the others still add the step."""
+
+        def add(name: str) -> None:
             start = time.perf_counter()
-            # SB3's Dict buffers write into the dicts they are given
-            buffer.add(*(dict(part) if isinstance(part, dict) else part for part in transition))
+            # copied: SB3's Dict buffers modify the dicts they are given
+            self.buffers[name].add(*(dict(part) if isinstance(part, dict) else part for part in transition))
             self.seconds[name] += time.perf_counter() - start
 
-        self._each(add)
-
-    def _each(self, act: Callable[[str, Any], None]) -> None:
-        errors = []
+        errors: list[BaseException | None] = []
         if self._threads:
-            tasks = [self._executor().submit(act, name, buffer) for name, buffer in self.buffers.items()]
-            errors = [error for error in (task.exception() for task in tasks) if error is not None]
+            tasks = [self._executor().submit(add, name) for name in self.buffers]
+            errors = [task.exception() for task in tasks]
         else:
-            for name, buffer in self.buffers.items():
+            for name in self.buffers:
                 try:
-                    act(name, buffer)
+                    add(name)
                 except Exception as error:
                     errors.append(error)
-        if errors:
-            raise errors[0]
+        for problem in errors:
+            if problem is not None:
+                raise problem
 
     def _executor(self) -> ThreadPoolExecutor:
         # threads do not survive a fork
@@ -128,22 +133,20 @@ class _FanOut:
         return self.__dict__ | {"_pool": None}
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes that each buffer holds: what it says itself, or the size of its arrays."""
-        found = {}
-        for name, buffer in self.buffers.items():
-            usage = getattr(buffer, "memory_usage", None)
-            found[name] = _array_bytes(vars(buffer)) if usage is None else int(usage().total)
-        return found
+        """Return the bytes of each buffer: its own report, or the size of its arrays."""
+        return {
+            name: int(buffer.memory_usage().total) if hasattr(buffer, "memory_usage") else _array_bytes(vars(buffer))
+            for name, buffer in self.buffers.items()
+        }
 
     def differences(self) -> dict[str, list[str]]:
-        """Which columns of which buffers are not equal to those of the first; empty if all agree."""
+        """Return, for each buffer that differs from the first, the names of the columns that do; empty if none does."""
         steps = self.buffer_size if self.full else self.pos
-        found: dict[str, list[str]] = {}
-        for name, buffer in list(self.buffers.items())[1:]:
-            unlike = [column for column in self._columns if not _same(self.first, buffer, column, steps)]
-            if unlike:
-                found[name] = unlike
-        return found
+        differences = {
+            name: [column for column in self._columns if not _equal(self.first, buffer, column, steps)]
+            for name, buffer in list(self.buffers.items())[1:]
+        }
+        return {name: columns for name, columns in differences.items() if columns}
 
     def __repr__(self) -> str:
         members = ", ".join(f"{name}: {type(buffer).__name__}" for name, buffer in self.buffers.items())
@@ -158,10 +161,10 @@ def _array_bytes(parts: Mapping[str, Any]) -> int:
     )
 
 
-def _same(one: Any, other: Any, column: str, steps: int) -> bool:
-    ours, theirs = getattr(one, column), getattr(other, column)
+def _equal(left: Any, right: Any, column: str, steps: int) -> bool:
+    ours, theirs = getattr(left, column), getattr(right, column)
     pairs = [(ours[key], theirs[key]) for key in ours] if isinstance(ours, dict) else [(ours, theirs)]
-    # a step at a time: a compressed column as a whole may not fit into memory
+    # step by step: a whole column may not fit into memory when decompressed
     return all(
         a.shape == b.shape and all(np.array_equal(a[step], b[step]) for step in range(min(steps, len(a))))
         for a, b in pairs
@@ -169,16 +172,16 @@ def _same(one: Any, other: Any, column: str, steps: int) -> bool:
 
 
 class FanOutRolloutBuffer(_FanOut, RolloutBuffer):
-    """A rollout buffer that hands every step to several; the algorithm learns from the first.
+    """A rollout buffer that passes every step on to several buffers; the algorithm learns from the first.
 
-    Training is the same as with the first buffer alone. The arguments of SB3's buffer go to every one of them.
+    Training is the same as with the first buffer alone. All buffers receive the arguments of SB3's buffer.
     Experimental.
 
     Args:
-        buffers: Classes of rollout buffers by name, or pairs of a class and its further arguments; first the one to
-            learn from.
-        record: A record buffer that is given what the first environment does.
-        threads: Whether buffers add at the same time, each in a thread of its own.
+        buffers: Rollout buffer classes by name, or pairs of a class and its further arguments. The first one is the
+            one to learn from.
+        record: A record buffer for the steps of the first environment.
+        threads: Whether buffers add steps in parallel, each in its own thread.
 
     Example:
         >>> from sb3_extra_buffers.compressed import CompressedRolloutBuffer
@@ -186,14 +189,14 @@ class FanOutRolloutBuffer(_FanOut, RolloutBuffer):
         >>> options = dict(rollout_buffer_class=FanOutRolloutBuffer, rollout_buffer_kwargs=dict(buffers=kinds))
     """
 
-    gae_lambda = _of_first("gae_lambda")
-    gamma = _of_first("gamma")
-    returns = _of_first("returns")
-    episode_starts = _of_first("episode_starts")
-    values = _of_first("values")
-    log_probs = _of_first("log_probs")
-    advantages = _of_first("advantages")
-    generator_ready = _of_first("generator_ready")
+    gae_lambda = _delegated("gae_lambda")
+    gamma = _delegated("gamma")
+    returns = _delegated("returns")
+    episode_starts = _delegated("episode_starts")
+    values = _delegated("values")
+    log_probs = _delegated("log_probs")
+    advantages = _delegated("advantages")
+    generator_ready = _delegated("generator_ready")
 
     _columns = ("observations", "actions", "rewards", "episode_starts", "values", "log_probs")
 
@@ -210,56 +213,52 @@ class FanOutRolloutBuffer(_FanOut, RolloutBuffer):
         record: BaseRecordBuffer | None = None,
         threads: bool = False,
     ) -> None:
-        # SB3's own constructor would lay out arrays of its own
-        self._make(
+        # SB3's constructor is not called: it would allocate arrays
+        self._make_buffers(
             buffers, RolloutBuffer, record, threads,
             buffer_size=buffer_size, observation_space=observation_space, action_space=action_space, device=device,
             gae_lambda=gae_lambda, gamma=gamma, n_envs=n_envs,
         )  # fmt: skip
 
-    def reset(self) -> None:
-        for buffer in self.buffers.values():
-            buffer.reset()
-
     def add(
         self, obs: Any, action: Any, reward: Any, episode_start: Any, value: th.Tensor, log_prob: th.Tensor
     ) -> None:
-        """Give a step to every buffer."""
-        self._add(obs, action, reward, episode_start, value, log_prob)
+        """Add a step to every buffer."""
+        self._add_to_all(obs, action, reward, episode_start, value, log_prob)
         if self.record is not None:
-            # a rollout says where episodes begin
+            # rollouts mark the start of episodes, recordings their end
             if episode_start[0]:
                 self.record.end_episode()
-            self.record.add(_first(obs), reward[0], np.array(action[0]))
+            self.record.add(observation_of(obs, 0), reward[0], np.array(action[0]))
 
     def compute_returns_and_advantage(self, last_values: th.Tensor, dones: Any) -> None:
-        """In every buffer."""
+        """Compute returns and advantages in every buffer."""
         for buffer in self.buffers.values():
             buffer.compute_returns_and_advantage(last_values, dones)
 
     def get(self, batch_size: int | None = None) -> Any:
-        """The rollout of the first buffer in random batches."""
+        """Yield random batches of the first buffer."""
         return self.first.get(batch_size)
 
 
 class FanOutReplayBuffer(_FanOut, ReplayBuffer):
-    """A replay buffer that hands every transition to several; the algorithm samples from the first.
+    """A replay buffer that passes every transition on to several buffers; the algorithm samples from the first.
 
-    Training is the same as with the first buffer alone. The arguments of SB3's buffer go to every one of them.
+    Training is the same as with the first buffer alone. All buffers receive the arguments of SB3's buffer.
     Experimental.
 
     Args:
-        buffers: Classes of replay buffers by name, or pairs of a class and its further arguments; first the one to
-            sample from.
-        record: A record buffer that is given what the first environment does.
-        threads: Whether buffers add at the same time, each in a thread of its own.
+        buffers: Replay buffer classes by name, or pairs of a class and its further arguments. The first one is the
+            one to sample from.
+        record: A record buffer for the steps of the first environment.
+        threads: Whether buffers add steps in parallel, each in its own thread.
     """
 
-    next_observations = _of_first("next_observations")
-    dones = _of_first("dones")
-    timeouts = _of_first("timeouts")
-    optimize_memory_usage = _of_first("optimize_memory_usage")
-    handle_timeout_termination = _of_first("handle_timeout_termination")
+    next_observations = _delegated("next_observations")
+    dones = _delegated("dones")
+    timeouts = _delegated("timeouts")
+    optimize_memory_usage = _delegated("optimize_memory_usage")
+    handle_timeout_termination = _delegated("handle_timeout_termination")
 
     _columns = ("observations", "actions", "rewards", "dones", "timeouts")
 
@@ -276,30 +275,20 @@ class FanOutReplayBuffer(_FanOut, ReplayBuffer):
         record: BaseRecordBuffer | None = None,
         threads: bool = False,
     ) -> None:
-        # SB3's own constructor would lay out arrays of its own
-        self._make(
+        # SB3's constructor is not called: it would allocate arrays
+        self._make_buffers(
             buffers, ReplayBuffer, record, threads,
             buffer_size=buffer_size, observation_space=observation_space, action_space=action_space, device=device,
             n_envs=n_envs, optimize_memory_usage=optimize_memory_usage,
             handle_timeout_termination=handle_timeout_termination,
         )  # fmt: skip
 
-    def reset(self) -> None:
-        for buffer in self.buffers.values():
-            buffer.reset()
-
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
-        """Give a transition to every buffer."""
-        self._add(obs, next_obs, action, reward, done, infos)
+        """Add a transition to every buffer."""
+        self._add_to_all(obs, next_obs, action, reward, done, infos)
         if self.record is not None:
-            self.record.add(_first(obs), reward[0], np.array(action[0]), done=done[0])
+            self.record.add(observation_of(obs, 0), reward[0], np.array(action[0]), done=done[0])
 
     def sample(self, batch_size: int, env: Any = None) -> Any:
-        """A random batch of the first buffer."""
+        """Return a random batch of the first buffer."""
         return self.first.sample(batch_size, env=env)
-
-
-def _first(observations: Any) -> Any:
-    if isinstance(observations, dict):
-        return {key: part[0] for key, part in observations.items()}
-    return np.array(observations[0])

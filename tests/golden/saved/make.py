@@ -1,7 +1,7 @@
-"""Makes the saved folders and files that tests load for ever after: one of each kind, small.
+"""Makes the golden folders that every later version must load: a small one of each kind.
 
-``python -m tests.golden.saved.make`` makes those that are not there. What is there is never made again: it was written
-by an older version, which is the point. To add a kind, add a line to `MAKERS`.
+``python -m tests.golden.saved.make`` makes those that are missing. Existing ones are never made again, so that they
+stay as older versions wrote them. To add a kind, add a line to `MAKERS`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ N_STEPS = 20
 
 
 class Golden(NamedTuple):
-    """How something is made from a fixed seed, and compared with what was loaded."""
+    """How to make an object from a fixed seed, and how to compare it with the loaded one."""
 
     make: Callable[[], Any]
     compare: Callable[[Any, Any], None] = assert_same
@@ -40,7 +40,7 @@ def same_array(ours: Any, theirs: Any) -> None:
     theirs.store.check()
 
 
-#: by the tag of the kind
+#: by tag
 MAKERS: dict[str, Golden] = {
     "array": Golden(lambda: make_array(20)[0], same_array),
     "replay": buffer("replay-delta", 40),

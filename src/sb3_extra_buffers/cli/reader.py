@@ -1,0 +1,158 @@
+"""Read saved buffers: their steps in chronological order, columns and episodes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.errors import FileFormatError
+from sb3_extra_buffers.files.parts import make_view, views_of
+from sb3_extra_buffers.files.saved_parts import SavedParts
+from sb3_extra_buffers.stores.usage import MemoryUsage
+from sb3_extra_buffers.stores.view import StoreView
+
+Array = npt.NDArray[Any]
+Item = TypeVar("Item")
+
+
+def with_progress(items: Iterable[Item], description: str, total: int | None = None) -> Iterator[Item]:
+    """Iterate over ``items``, with a progress bar on stderr if it is a terminal and tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield from items
+        return
+    yield from tqdm(items, desc=description, total=total, disable=None, leave=False)
+
+
+def open_buffer(path: str | os.PathLike[str]) -> tuple[SavedParts, Any]:
+    """Open a saved buffer for reading."""
+    saved = SavedParts.of_folder(Path(path))
+    buffer = saved.load(read_only=True)
+    if not isinstance(buffer, StoreView) and not hasattr(buffer, "buffer_size"):
+        raise FileFormatError(f"{path} holds a {saved.kind!r}, which has no steps to show")
+    if saved.kind.startswith("gpu-"):
+        _add_host_observations(buffer)
+    return saved, buffer
+
+
+def _add_host_observations(buffer: Any) -> None:
+    """Set ``observations`` and ``next_observations`` of a GPU buffer, as a buffer on the host has them."""
+    parts, lead_shape = buffer.to_parts(), (int(buffer.buffer_size), int(buffer.n_envs))
+    count = math.prod(lead_shape)
+    leaves: dict[str, Any] = {name: column for name, column in parts.columns.items() if "observations" in name}
+    for name, store in parts.stores.items():
+        # one store holds the observations, followed by the next observations
+        for number in range(store.n_obs // count):
+            leaves["next_" * number + name] = make_view(StoreView, store, lead_shape, number * count)
+    nested: dict[str, dict[str, Any]] = {}
+    for name, leaf in leaves.items():
+        attribute, _, key = name.partition(".")
+        nested.setdefault(attribute, {})[key] = leaf
+    vars(buffer).update({attribute: keys.get("", keys) for attribute, keys in nested.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSteps:
+    """Consecutive steps of one environment."""
+
+    env: int
+    steps: npt.NDArray[np.int64]  # counted from the oldest step of the buffer
+    rewards: Array
+    ended: bool
+
+    @property
+    def total_reward(self) -> float:
+        return float(self.rewards.sum(dtype=np.float64))
+
+
+class BufferReader:
+    """The contents of a buffer in chronological order.
+
+    Attributes:
+        order: Index in the buffer of each step, oldest first.
+    """
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
+        self.is_array = isinstance(buffer, StoreView)
+        if self.is_array:
+            self.n_steps: int = buffer.lead_shape[0] if buffer.lead_shape else 0
+            self.n_envs: int = math.prod(buffer.lead_shape[1:])
+            self.order = np.arange(self.n_steps)
+        else:
+            self.n_steps, self.n_envs = int(buffer.size()), int(buffer.n_envs)
+            self.order = (int(buffer.pos) - self.n_steps + np.arange(self.n_steps)) % int(buffer.buffer_size)
+
+    @property
+    def n_transitions(self) -> int:
+        return self.n_steps * self.n_envs
+
+    def column(self, name: str) -> Array | None:
+        """Return a column as ``(n_steps, n_envs, ...)``, oldest first; None if the buffer has no such column."""
+        column = getattr(self.buffer, name, None)
+        if self.is_array or not isinstance(column, np.ndarray):
+            return None
+        return column[self.order] if column.shape[:2] == (self.buffer.buffer_size, self.n_envs) else None
+
+    def episodes(self) -> list[EpisodeSteps]:
+        """Return the episodes of all environments, ordered by their first step."""
+        ends, rewards = self._ends(), self.column("rewards")
+        if rewards is None:
+            rewards = np.zeros(ends.shape, np.float32)
+        episodes = []
+        for env in range(self.n_envs):
+            bounds = np.unique([0, *(np.flatnonzero(ends[:, env]) + 1), self.n_steps]).tolist()
+            for start, stop in itertools.pairwise(bounds):
+                steps, ended = np.arange(start, stop), bool(ends[stop - 1, env])
+                episodes.append(EpisodeSteps(env, steps, rewards[start:stop, env], ended))
+        return sorted(episodes, key=lambda episode: (episode.steps[0], episode.env))
+
+    def _ends(self) -> npt.NDArray[np.bool_]:
+        """Return which steps are the last of their episode, as ``(n_steps, n_envs)``."""
+        dones = self.column("dones")
+        if dones is not None:
+            return dones.astype(np.bool_)
+        ends = np.zeros((self.n_steps, self.n_envs), np.bool_)
+        starts = self.column("episode_starts")
+        if starts is not None:
+            ends[:-1] = starts[1:].astype(np.bool_)
+        return ends
+
+    def image_leaf(self, key: str | None = None) -> Any:
+        """Return the observations that are images: those of ``key``, or the first in a Dict."""
+        leaves: Any = self.buffer if self.is_array else self.buffer.observations
+        if not isinstance(leaves, dict):
+            leaves = {"": leaves}
+        images = {name: leaf for name, leaf in leaves.items() if len(leaf.shape) >= 4}
+        if not images:
+            raise FileFormatError("the observations are not images: they have fewer than two axes")
+        if key is not None and key not in images:
+            raise FileFormatError(f"there are no images under the key {key!r}; keys with images: {sorted(images)}")
+        return images[key] if key is not None else next(iter(images.values()))
+
+    def read(self, leaf: Any, steps: Array, envs: Array) -> Array:
+        """Return observations of pairs of step, counted from the oldest, and environment."""
+        rows = self.order[steps]
+        if not self.is_array:
+            return np.asarray(leaf[rows, envs])
+        # an array may have any number of axes between steps and observations
+        inner_shape = leaf.lead_shape[1:]
+        return np.asarray(leaf[(rows, *np.unravel_index(envs, inner_shape))] if inner_shape else leaf[rows])
+
+
+def memory_of(buffer: Any) -> MemoryUsage | None:
+    """Return the memory report of a buffer; None if it stores nothing in compressed form."""
+    if hasattr(buffer, "memory_usage"):
+        usage: MemoryUsage = buffer.memory_usage()
+        return usage
+    usages = list({id(view.store): view.memory_usage() for _, view in views_of(buffer)}.values())
+    return sum(usages[1:], usages[0]) if usages else None

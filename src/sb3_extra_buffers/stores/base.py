@@ -1,0 +1,155 @@
+"""The interface of every store on the host, and what a saved store is made of."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.codecs.base import Codec
+from sb3_extra_buffers.codecs.spec import ByteRows
+from sb3_extra_buffers.stores.usage import MemoryUsage
+
+if TYPE_CHECKING:
+    from sb3_extra_buffers.stores.frames import FrameStore
+    from sb3_extra_buffers.stores.heap import Heap
+    from sb3_extra_buffers.stores.layout import StackLayout
+
+Indices = npt.NDArray[np.int64]
+Array = npt.NDArray[Any]
+#: Fills an empty heap from saved payloads; called with the heap and the payload ids, oldest first.
+FillHeap = Callable[["Heap", npt.NDArray[np.int32]], None]
+
+
+class Store(ABC):
+    """Observations as rows of bytes, behind indices that count from 0.
+
+    An index that was never written reads as zeros. Row ``i`` of a write continues stream ``streams[i]``; streams only
+    help to encode. Rows are read back exactly as they were written.
+
+    A write is a transaction. Whatever interrupts it leaves ``dirty`` set, and the next call restores what the store
+    held before (`recover`). A completed write can be undone until the next change or `commit` (`undo_write`).
+
+    A store is not thread-safe, except that threads may `read` at the same time while ``dirty`` is unset and nobody
+    changes it: `ObservationStore` arranges that.
+    """
+
+    #: Whether a change was interrupted or is under way.
+    dirty: bool
+    #: How observations are cut into frames; None if they are kept whole.
+    layout: StackLayout | None = None
+    #: Holds encoded observations; None if there are none.
+    heap: Heap | None = None
+
+    @abstractmethod
+    def __init__(
+        self,
+        layout: StackLayout,
+        n_obs: int,
+        n_streams: int,
+        codec: Codec,
+        heap_bytes: int | None = None,
+        path: Path | None = None,
+        compiled: bool | None = None,
+    ) -> None:
+        """Create a store of ``n_obs`` unwritten observations.
+
+        Args:
+            layout: The observations, and the frames that they consist of.
+            n_obs: The number of observations.
+            n_streams: The number of streams that writes may continue.
+            codec: Encodes frames; bound to ``layout.frame_spec``.
+            heap_bytes: The most that encoded observations may take; a write beyond raises `HeapFullError`.
+            path: The file to keep encoded observations in, instead of memory.
+            compiled: Whether to use compiled kernels; None for those that are available.
+        """
+
+    @abstractmethod
+    def allocate(self, n_obs: int) -> None:
+        """Append ``n_obs`` unwritten observations."""
+
+    @abstractmethod
+    def write(self, indices: Indices, streams: Indices, rows: ByteRows) -> None:
+        """Store one row per index."""
+
+    def write_step(self, index: int, next_index: int, rows: ByteRows, next_rows: ByteRows) -> None:
+        """Store a row of every stream from ``index`` on, and their successors from ``next_index`` on, as one write."""
+        streams = np.arange(len(rows))
+        indices = np.concatenate([streams + index, streams + next_index])
+        self.write(indices, np.concatenate([streams, streams]), np.concatenate([rows, next_rows]))
+
+    @abstractmethod
+    def read(self, indices: Indices) -> ByteRows:
+        """Return new rows of shape ``[*indices.shape, nbytes]``; ``indices`` has one axis, or two: ``[set, n]``."""
+
+    @abstractmethod
+    def erase(self, indices: Indices) -> None:
+        """Make ``indices`` unwritten, and free what they took."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Make every index unwritten; what the codec has learnt stays."""
+
+    @abstractmethod
+    def recover(self) -> None:
+        """Restore the state before a change that was interrupted, if there was one. Can be interrupted itself."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Make the last write permanent."""
+
+    @abstractmethod
+    def undo_write(self) -> bool:
+        """Undo the last write; return False if it was committed or something else was changed since."""
+
+    @property
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """An upper bound of what `memory_usage` counts, cheap enough for every step."""
+
+    @abstractmethod
+    def memory_usage(self) -> MemoryUsage:
+        """Bytes in use, by purpose; ``dense`` is left to the caller."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise `AssertionError` if the tables contradict each other."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The method in use, as a user would write it."""
+
+    def train(self, rows: ByteRows) -> None:  # noqa: B027  # most codecs have nothing to learn
+        """Let the codec learn from ``rows``; before anything is written."""
+
+    def use_heap(self, make_heap: Callable[[], Heap]) -> None:  # noqa: B027  # a store without a heap ignores it
+        """Keep encoded observations in a heap of another kind; before anything is written."""
+
+    @classmethod
+    @abstractmethod
+    def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
+        """The bytes per frame that ``rows`` would take in such a store, on average."""
+
+    @abstractmethod
+    def to_parts(self) -> tuple[dict[str, Any], dict[str, Array]]:
+        """Return a JSON-ready record and the arrays to save; the arrays are the store's own, valid until it changes."""
+
+    @abstractmethod
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy that later writes do not change."""
+
+    @abstractmethod
+    def __setstate__(self, state: dict[str, Any]) -> None: ...
+
+
+class StoreParts(NamedTuple):
+    """A store to be saved: settings as JSON, tables as arrays, payloads in a heap."""
+
+    record: dict[str, Any]
+    arrays: dict[str, Array]
+    heap: Heap | None
+    inner: FrameStore | None

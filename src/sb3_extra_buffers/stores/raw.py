@@ -1,0 +1,149 @@
+"""Observations as they are, uncompressed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.codecs.base import Codec
+from sb3_extra_buffers.codecs.spec import ByteRows
+from sb3_extra_buffers.errors import HeapFullError
+from sb3_extra_buffers.stores.arena import zeros
+from sb3_extra_buffers.stores.base import Array, Indices, Store
+from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.usage import MemoryUsage
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class RawStore(Store):
+    """One row per index in a single array. Pages take memory once they are written."""
+
+    rows: ByteRows
+    written: npt.NDArray[np.bool_]
+    limit: int | None
+    # what the last write replaced: indices, rows (none if all were unwritten) and whether they were written
+    _undo: tuple[Indices, ByteRows, npt.NDArray[np.bool_]] | None
+
+    def __init__(
+        self,
+        layout: StackLayout,
+        n_obs: int,
+        n_streams: int = 1,
+        codec: Codec | None = None,
+        heap_bytes: int | None = None,
+        path: Path | None = None,
+        compiled: bool | None = None,
+    ) -> None:
+        rows = zeros((n_obs, layout.spec.nbytes), np.uint8)
+        self.__setstate__({"rows": rows, "written": zeros(n_obs, bool), "limit": heap_bytes})
+
+    @classmethod
+    def from_arrays(cls, rows: ByteRows, written: npt.NDArray[np.bool_], limit: int | None) -> Self:
+        """Create a store of arrays that were saved; they are not copied."""
+        store = object.__new__(cls)
+        store.__setstate__({"rows": rows, "written": written, "limit": limit})
+        return store
+
+    def allocate(self, n_obs: int) -> None:
+        self.recover()
+        n_before = len(self.rows)
+        rows: ByteRows = zeros((n_before + n_obs, self.rows.shape[1]), np.uint8)
+        rows[:n_before] = self.rows
+        written: npt.NDArray[np.bool_] = zeros(len(rows), bool)
+        written[:n_before] = self.written
+        # an interrupt in between leaves this one longer than rows, which does no harm
+        self.written = written
+        self.rows = rows
+
+    def write(self, indices: Indices, streams: Indices, rows: ByteRows) -> None:
+        self.recover()
+        if self.limit is not None:
+            self._check_limit(self.limit, indices)
+        before = self.written[indices]
+        # most rows are written for the first time, until a ring is full
+        self._undo = indices.copy(), self.rows[indices] if before.any() else np.zeros((0, 0), np.uint8), before
+        self.dirty = True
+        self.rows[indices] = rows
+        self.written[indices] = True
+        self.dirty = False
+
+    def _check_limit(self, limit: int, indices: Indices) -> None:
+        row_bytes: int = self.rows.shape[1]
+        live = int(np.count_nonzero(self.written)) * row_bytes
+        needed = int(np.count_nonzero(~self.written[np.unique(indices)])) * row_bytes
+        if live + needed > limit:
+            raise HeapFullError(needed, live, limit)
+
+    def read(self, indices: Indices) -> ByteRows:
+        if self.dirty:
+            self.recover()
+        return self.rows[indices]
+
+    def erase(self, indices: Indices) -> None:
+        self.commit()
+        self.rows[indices] = 0
+        self.written[indices] = False
+
+    def clear(self) -> None:
+        self.commit()
+        self.rows, self.written = zeros(self.rows.shape, np.uint8), zeros(len(self.rows), bool)
+
+    def recover(self) -> None:
+        if self.dirty:
+            if self._undo is not None:
+                indices, rows, written = self._undo
+                self.rows[indices] = rows if len(rows) else 0
+                self.written[indices] = written
+                self._undo = None
+            self.dirty = False
+
+    def commit(self) -> None:
+        self.recover()
+        self._undo = None
+
+    def undo_write(self) -> bool:
+        self.recover()
+        if self._undo is None:
+            return False
+        self.dirty = True
+        self.recover()
+        return True
+
+    @property
+    def held_bytes(self) -> int:
+        return self.rows.nbytes + self.written.nbytes
+
+    def memory_usage(self) -> MemoryUsage:
+        # pages that were never written take no memory
+        row_bytes: int = self.rows.shape[1]
+        payload = int(np.count_nonzero(self.written)) * row_bytes + self.written.nbytes
+        return MemoryUsage(payload=payload, index=0, keyframes=0, other=0, dense=0)
+
+    def check(self) -> None:
+        self.recover()
+        if len(self.written) < len(self.rows):
+            raise AssertionError(f"{len(self.rows)} rows, but flags for {len(self.written)} only")
+
+    def describe(self) -> str:
+        return "none"
+
+    @classmethod
+    def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
+        return float(layout.frame_bytes)
+
+    def to_parts(self) -> tuple[dict[str, Any], dict[str, Array]]:
+        self.recover()
+        return {"kind": "dense"}, {"rows": self.rows, "written": self.written[: len(self.rows)]}
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.recover()
+        return {"rows": np.array(self.rows), "written": np.array(self.written), "limit": self.limit}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.rows, self.written, self.limit = state["rows"], state["written"], state["limit"]
+        self._undo, self.dirty = None, False

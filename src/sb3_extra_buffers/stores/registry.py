@@ -1,0 +1,68 @@
+"""Which store keeps observations of a codec, in host memory or on a device.
+
+A new store is one module and one line of `STORES`. Modules are imported when their store is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sb3_extra_buffers.codecs.base import Codec
+from sb3_extra_buffers.stores.base import Store
+from sb3_extra_buffers.stores.layout import StackLayout
+
+__all__ = ["STORES", "Place", "StoreEntry", "find_store", "make_store"]
+
+Place = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEntry:
+    """A kind of store, where it keeps its bytes and what it can store."""
+
+    kind: str
+    place: Place
+    target: str  # module:class
+    accepts: Callable[[Codec, StackLayout], bool]
+
+    def load(self) -> type[Any]:
+        """Import the class."""
+        module, _, name = self.target.partition(":")
+        store: type[Any] = getattr(importlib.import_module(module), name)
+        return store
+
+
+_HERE = "sb3_extra_buffers.stores"
+
+#: Stores in order of preference: the first one that accepts a codec is used.
+STORES: tuple[StoreEntry, ...] = (
+    StoreEntry("raw", "cpu", f"{_HERE}.raw:RawStore", lambda codec, layout: codec.codec_id == "none"),
+    StoreEntry("segments", "cpu", f"{_HERE}.segments:SegmentStore", lambda codec, layout: codec.codec_id == "delta"),
+    StoreEntry("payloads", "cpu", f"{_HERE}.payloads:PayloadStore", lambda codec, layout: True),
+)
+
+
+def find_store(codec: Codec, layout: StackLayout, place: Place = "cpu") -> type[Any]:
+    """Return the class of the first store at ``place`` that accepts frames of ``layout`` encoded by ``codec``."""
+    for entry in STORES:
+        if entry.place == place and entry.accepts(codec, layout):
+            return entry.load()
+    raise LookupError(f"no store on {place!r} accepts codec {codec.codec_id!r}; add one to stores.registry.STORES")
+
+
+def make_store(
+    layout: StackLayout,
+    n_obs: int,
+    n_streams: int,
+    codec: Codec,
+    heap_bytes: int | None = None,
+    path: Path | None = None,
+    compiled: bool | None = None,
+) -> Store:
+    """Create the host store for ``codec``; `Store.__init__` explains the arguments."""
+    store: Store = find_store(codec, layout)(layout, n_obs, n_streams, codec, heap_bytes, path, compiled)
+    return store

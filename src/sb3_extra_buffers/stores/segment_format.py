@@ -1,0 +1,97 @@
+"""The bytes of a segment: flags, the number of frames, the length of each frame, then the frames."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.errors import CorruptPayloadError
+from sb3_extra_buffers.kernels import FrameKernels
+from sb3_extra_buffers.kernels.lz4_block import OVERRUN, TABLE, unpack_block
+from sb3_extra_buffers.kernels.policy import PAYING_TENTHS
+from sb3_extra_buffers.kernels.state import PACKED_LZ4, PACKED_ZSTD, FrameConfig
+from sb3_extra_buffers.stores.arena import SLACK
+from sb3_extra_buffers.stores.checks import require
+from sb3_extra_buffers.stores.heap import Heap
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def length_dtype(config: FrameConfig) -> np.dtype[Any]:
+    """How the length of a frame is stored."""
+    return np.dtype(f"<u{config.length_bytes}")
+
+
+def header_bytes(n_frames: Any, dtype: np.dtype[Any]) -> Any:
+    """Bytes before the first frame of a segment; ``n_frames`` may be an array."""
+    return 2 + n_frames * dtype.itemsize
+
+
+def pack_frames(
+    body: Bytes, count: int, kernels: FrameKernels, compress_above: int, zstd_level: int
+) -> tuple[int, Bytes]:
+    """Compress the ``count`` frames of a segment together if that saves enough; return flags and bytes."""
+    flags, packed, tenths = 0, body, PAYING_TENTHS
+    if zstd_level:
+        from sb3_extra_buffers.codecs.zstd import compress_bytes  # needs zstandard
+
+        flags, packed, tenths = PACKED_ZSTD, np.frombuffer(compress_bytes(body, zstd_level), np.uint8), 10
+    elif body.size > compress_above * count:
+        target = np.empty(body.size, np.uint8)
+        source = np.concatenate([body, np.zeros(SLACK, np.uint8)])
+        length = kernels.pack_block(source, body.size, target, np.empty(TABLE, np.int32))
+        flags, packed = PACKED_LZ4, target[: length or body.size]
+    return (flags, packed) if 10 * packed.size < tenths * body.size else (0, body)
+
+
+def inflate(payload: Bytes, dtype: np.dtype[Any], per_segment: int, frame_bytes: int) -> Bytes:
+    """Return a segment as it was before `pack_frames`."""
+    if not len(payload) or payload[0] == 0:
+        return payload
+    count = int(payload[1]) if len(payload) > 2 else 0
+    body_at = header_bytes(count, dtype)
+    if count > per_segment or body_at > len(payload):
+        raise CorruptPayloadError(f"a segment of {len(payload)} bytes cannot hold {count} frames")
+    lengths = payload[2:body_at].view(dtype)
+    if count and int(lengths.max()) > frame_bytes:
+        raise CorruptPayloadError(f"a segment holds a frame of {lengths.max()} bytes; at most {frame_bytes} are valid")
+    size = int(lengths.sum(dtype=np.int64))
+    plain = np.empty(body_at + size, np.uint8)
+    plain[:body_at] = payload[:body_at]
+    plain[0] = 0
+    if payload[0] == PACKED_ZSTD:
+        from sb3_extra_buffers.codecs.zstd import decompress_bytes  # needs zstandard
+
+        plain[body_at:] = np.frombuffer(decompress_bytes(payload[body_at:], size), np.uint8)
+    else:
+        body = np.empty(size + OVERRUN, np.uint8)
+        if not unpack_block(payload, body_at, len(payload), body, size, size):
+            raise CorruptPayloadError(f"a segment of {len(payload)} bytes is not an LZ4 block of {size} bytes")
+        plain[body_at:] = body[:size]
+    return plain
+
+
+def check_headers(
+    heap: Heap, counts: npt.NDArray[np.int32], dtype: np.dtype[Any], per_segment: int, frame_bytes: int
+) -> None:
+    """Raise `FileFormatError` unless the header of every segment in ``heap`` agrees with the tables."""
+    steps, width = np.arange(per_segment), dtype.itemsize
+    sealed = np.flatnonzero(heap.lengths)
+    for segments in np.array_split(sealed, max(len(sealed) >> 14, 1)):
+        starts, lengths = heap.starts[segments], heap.lengths[segments].astype(np.int64)
+        n_frames = counts[segments].astype(np.int64)
+        headers = header_bytes(n_frames, dtype)
+        require(lengths >= headers, "a segment is too short for its frames")
+        flags = heap.data[starts]
+        require(np.isin(flags, (0, PACKED_LZ4, PACKED_ZSTD)), "a segment has unknown flags")
+        require(heap.data[starts + 1] == n_frames, "a segment does not hold as many frames as the tables say")
+        # [segment, frame, byte]; frames that do not exist read as the first one
+        exists = steps < n_frames[:, None]
+        offsets = (starts[:, None] + 2 + np.where(exists, steps, 0) * width)[..., None] + np.arange(width)
+        frames = heap.data[offsets].reshape(-1, width).view(dtype).reshape(exists.shape)
+        frames = np.where(exists, frames, 0).astype(np.int64)
+        require(frames <= frame_bytes, f"an encoded frame takes more than the {frame_bytes} bytes of a raw one")
+        fits = (headers + frames.sum(axis=1) == lengths) | (flags != 0)
+        require(fits, "the frames of a segment are not as long as the segment")
