@@ -14,8 +14,8 @@ from sb3_extra_buffers import files
 from sb3_extra_buffers._torchrl.groups import HostGroup
 from sb3_extra_buffers._torchrl.layout import KeyLayout
 from sb3_extra_buffers._torchrl.memmaps import read_json, read_memmaps
-from sb3_extra_buffers._torchrl.schema import Key, Spec, key_from_json, key_to_json, parse_shape, specs_of
-from sb3_extra_buffers._torchrl.tensors import CPU, as_tensor, dtype_name, numpy_dtype, parse_dtype, to_numpy
+from sb3_extra_buffers._torchrl.schema import Key, Spec, key_from_json, key_to_json, parse_tensor_shape, specs_of
+from sb3_extra_buffers._torchrl.tensors import CPU, as_tensor, dtype_name, numpy_dtype, parse_tensor_dtype, to_numpy
 from sb3_extra_buffers.errors import FileFormatError, NotSaveableError
 from sb3_extra_buffers.files import disk, manifest, registry, values
 from sb3_extra_buffers.files.parts import LoadedParts, Parts
@@ -158,11 +158,11 @@ def _example(parts: LoadedParts) -> Any:
     for entry in parts.entry("leaves", kind=list):
         if not isinstance(entry, list) or len(entry) != 3:
             raise FileFormatError(f"expected a leaf as [key, shape, dtype], got {entry!r}")
-        key, shape, dtype = key_from_json(entry[0]), parse_shape(entry[1]), parse_dtype(entry[2])
+        key, shape, dtype = key_from_json(entry[0]), parse_tensor_shape(entry[1]), parse_tensor_dtype(entry[2])
         leaves[key] = torch.empty(shape, dtype=dtype, device="meta")
     structure = parts.entry("structure", kind=str)
     if structure == "tensordict":
-        return TensorDict(leaves, batch_size=parse_shape(parts.entry("batch_shape")))
+        return TensorDict(leaves, batch_size=parse_tensor_shape(parts.entry("batch_shape")))
     if structure not in ("tensor", "tree") or list(leaves) != list(range(len(leaves))) or not leaves:
         raise FileFormatError(f"cannot build a {structure!r} from the leaves {list(leaves)}")
     return leaves[0] if structure == "tensor" else tuple(leaves.values())

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from sb3_extra_buffers._torchrl.schema import parse_shape
-from sb3_extra_buffers._torchrl.tensors import as_tensor, numpy_dtype, parse_dtype
+from sb3_extra_buffers._torchrl.schema import parse_tensor_shape
+from sb3_extra_buffers._torchrl.tensors import as_tensor, numpy_dtype, parse_tensor_dtype
 from sb3_extra_buffers.errors import DamagedFileError, FileFormatError, UntrustedFileError
 from sb3_extra_buffers.files import disk
 from sb3_extra_buffers.files.manifest import FILE_NAMES
@@ -81,7 +81,7 @@ def read_memmaps(folder: Path, max_depth: int = _MAX_DEPTH) -> Any:
     kind = meta.get("_type", _TENSORDICT)
     if kind != _TENSORDICT:
         raise UntrustedFileError(f"{folder} holds a {kind!r}; only TensorDicts are loaded from files")
-    shape = parse_shape(meta.get("shape", []))
+    shape = parse_tensor_shape(meta.get("shape", []))
     leaves: dict[str, Any] = {}
     for key, entry in meta.items():
         if not isinstance(entry, dict):
@@ -116,8 +116,8 @@ def _read_nested(folder: Path, max_depth: int) -> Any:
 def _read_tensor(path: Path, entry: dict[str, Any]) -> torch.Tensor:
     if entry.get("is_nested"):
         raise FileFormatError(f"{path} holds a nested tensor, which a storage cannot hold")
-    shape = parse_shape(entry.get("shape"))
-    dtype = parse_dtype(entry.get("dtype"))
+    shape = parse_tensor_shape(entry.get("shape"))
+    dtype = parse_tensor_dtype(entry.get("dtype"))
     count = math.prod(shape)
     if not count:
         # TensorDict writes no file for these

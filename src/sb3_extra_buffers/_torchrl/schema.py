@@ -25,7 +25,7 @@ __all__ = [
     "key_to_json",
     "leaf_items",
     "non_tensor_keys",
-    "parse_shape",
+    "parse_tensor_shape",
     "specs_of",
     "stack_items",
 ]
@@ -125,7 +125,7 @@ def stack_items(items: Sequence[Any]) -> Any:
 # ---- in files, packets and messages ----
 
 
-def parse_shape(shape: Any) -> tuple[int, ...]:
+def parse_tensor_shape(shape: Any) -> tuple[int, ...]:
     """Return the shape of a tensor, read from JSON that is not trusted."""
     parsed = checks.parse_shape(shape)
     checks.require(math.prod(parsed) < 1 << 48, f"{shape!r} is too large for the shape of a tensor")

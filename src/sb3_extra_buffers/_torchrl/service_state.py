@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sb3_extra_buffers._torchrl.checkpoint import embedded_storage, tensor_column
-from sb3_extra_buffers._torchrl.tensors import CPU, dtype_name, parse_dtype, to_numpy
+from sb3_extra_buffers._torchrl.tensors import CPU, dtype_name, parse_tensor_dtype, to_numpy
 from sb3_extra_buffers.errors import FileFormatError
 from sb3_extra_buffers.files import values
 from sb3_extra_buffers.files.parts import LoadedParts, Parts
@@ -39,8 +39,8 @@ class ServiceState:
         columns["written"] = np.concatenate([np.zeros(0, np.int64), *indices])
         description = {
             "held": held.description,
-            "sampler": _encode("sampler", self.sampler, columns),
-            "writer": _encode("writer", self.writer, columns),
+            "sampler": _state_to_json("sampler", self.sampler, columns),
+            "writer": _state_to_json("writer", self.writer, columns),
             "writers": [[name, number, list(index.shape)] for name, (number, index) in self.clients.items()],
         }
         return Parts("replay-service", description, columns, held.stores)
@@ -76,13 +76,13 @@ def restore_state(parts: LoadedParts) -> ServiceState:
             raise FileFormatError(f"the clients wrote {stop} or more items, but {written.size} indices were saved")
         clients[name] = number, torch.from_numpy(written[first:stop].copy()).reshape(shape)
         first = stop
-    return ServiceState(storage, _decode("sampler", parts), _decode("writer", parts), clients)
+    return ServiceState(storage, _state_from_json("sampler", parts), _state_from_json("writer", parts), clients)
 
 
 # ---- states of samplers and writers: numbers, strings, tensors and trees of priorities ----
 
 
-def _encode(prefix: str, state: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
+def _state_to_json(prefix: str, state: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
     encoded = {}
     for name, value in state.items():
         if _is_segment_tree(value):
@@ -98,13 +98,13 @@ def _encode(prefix: str, state: dict[str, Any], columns: dict[str, Any]) -> dict
     return encoded
 
 
-def _decode(prefix: str, parts: LoadedParts) -> dict[str, Any]:
+def _state_from_json(prefix: str, parts: LoadedParts) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, entry in parts.entry(prefix, kind=dict).items():
         if not isinstance(entry, dict) or len(entry) != 1:
             raise FileFormatError(f"expected a tensor or a value as state {name!r} of a {prefix}, got {entry!r}")
         if "tensor" in entry:
-            state[name] = tensor_column(parts, f"{prefix}/{name}", parse_dtype(entry["tensor"]))
+            state[name] = tensor_column(parts, f"{prefix}/{name}", parse_tensor_dtype(entry["tensor"]))
         else:
             state[name] = values.value_from_json(entry.get("value"))
     return state

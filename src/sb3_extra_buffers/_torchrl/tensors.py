@@ -13,7 +13,7 @@ import torch
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.errors import FileFormatError, SpecMismatchError
 
-__all__ = ["CPU", "as_rows", "as_tensor", "dtype_name", "numpy_dtype", "parse_dtype", "tensor_spec", "to_numpy"]
+__all__ = ["CPU", "as_rows", "as_tensor", "dtype_name", "numpy_dtype", "parse_tensor_dtype", "tensor_spec", "to_numpy"]
 
 CPU = torch.device("cpu")
 
@@ -79,7 +79,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def parse_dtype(name: Any) -> torch.dtype:
+def parse_tensor_dtype(name: Any) -> torch.dtype:
     """Undo `dtype_name` for a name that is not trusted."""
     dtype = _DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
     if dtype is None:

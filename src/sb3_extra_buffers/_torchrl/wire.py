@@ -15,8 +15,8 @@ from tensordict import TensorDict
 
 from sb3_extra_buffers._torchrl.env_probe import find_n_envs
 from sb3_extra_buffers._torchrl.layout import join_keys
-from sb3_extra_buffers._torchrl.schema import Key, key_from_json, key_to_json, non_tensor_keys, parse_shape
-from sb3_extra_buffers._torchrl.tensors import as_tensor, dtype_name, parse_dtype, tensor_spec, to_numpy
+from sb3_extra_buffers._torchrl.schema import Key, key_from_json, key_to_json, non_tensor_keys, parse_tensor_shape
+from sb3_extra_buffers._torchrl.tensors import as_tensor, dtype_name, parse_tensor_dtype, tensor_spec, to_numpy
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.registry import get_codec, is_available
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
@@ -136,7 +136,7 @@ class _Packet:
         _require(isinstance(self.note, dict), f"the note {self.note!r}")
         _require(header["codec"] in _CODECS, f"the codec {header['codec']!r}")
         self.codec = get_codec(header["codec"])
-        self.lead = parse_shape(header["lead"])
+        self.lead = parse_tensor_shape(header["lead"])
         self.n_rows = math.prod(self.lead)
         self.leaves = [self._parse_leaf(leaf) for leaf in header["leaves"]]
         _require(len({leaf.key for leaf in self.leaves}) == len(self.leaves), "a key twice")
@@ -150,9 +150,9 @@ class _Packet:
         _require(header["small"] == n_small, f"{header['small']!r} bytes of small tensors instead of {n_small}")
 
     def _parse_leaf(self, leaf: Any) -> _Leaf:
-        key, shape = key_from_json(leaf["key"]), parse_shape(leaf["shape"])
+        key, shape = key_from_json(leaf["key"]), parse_tensor_shape(leaf["shape"])
         _require(not isinstance(key, int) and shape[: len(self.lead)] == self.lead, f"{key!r} of shape {shape}")
-        return _Leaf(key, shape, parse_dtype(leaf["dtype"]))
+        return _Leaf(key, shape, parse_tensor_dtype(leaf["dtype"]))
 
     def _parse_group(self, fields: Any) -> _Group:
         group = _Group(*(fields[name] for name in _Group._fields))

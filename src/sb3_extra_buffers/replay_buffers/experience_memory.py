@@ -45,7 +45,7 @@ try:
         non_tensor_keys,
         specs_of,
     )
-    from sb3_extra_buffers._torchrl.tensors import CPU, dtype_name, parse_dtype, to_numpy
+    from sb3_extra_buffers._torchrl.tensors import CPU, dtype_name, parse_tensor_dtype, to_numpy
     from sb3_extra_buffers._torchrl.transactions import get_cursor, set_cursor
     from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
 except ImportError as error:
@@ -363,7 +363,7 @@ def restore_buffer(parts: LoadedParts) -> ReplayBuffer:
             if not isinstance(entry, list) or len(entry) != 2 or name not in parts.columns:
                 raise FileFormatError(f"expected a field as [key, dtype] and its column {name!r}, got {entry!r}")
             shape = (size, *parts.columns[name].shape[1:])
-            fields[key_from_json(entry[0])] = tensor_column(parts, name, parse_dtype(entry[1]), shape)
+            fields[key_from_json(entry[0])] = tensor_column(parts, name, parse_tensor_dtype(entry[1]), shape)
         if size:
             buffer.memory.extend(TensorDict(fields, batch_size=[size]))
     if len(buffer) != size:
