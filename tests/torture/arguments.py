@@ -101,12 +101,12 @@ def calls(name: str, made: Any, step: Step, place: Path) -> Iterator[Call]:
         yield "create_epoch_iterator", [2, 1], {}
         yield "get_steps_and_iterator", [1, 1, 2], {}
     elif name == "service":
-        from sb3_extra_buffers.replay_buffers.packing import unpack
+        from sb3_extra_buffers._torchrl.wire import decode_packet
 
         packet = made.packed(th.arange(N_ENVS))
         yield "extend", [packet], {}
-        yield "extend", [unpack(packet).clone()], {}
-        yield "add", [unpack(packet)[0].clone()], {}
+        yield "extend", [decode_packet(packet).clone()], {}
+        yield "add", [decode_packet(packet)[0].clone()], {}
         yield "packed", [th.arange(N_ENVS)], {}
         yield "sample", [4], {}
 
