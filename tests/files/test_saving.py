@@ -380,7 +380,7 @@ def test_a_disk_error_at_any_call_leaves_the_previous_state(
         before = snapshot(folder.parent)
         with monkeypatch.context() as patch:
             counted = fail_at(patch, fails_at)
-            if not save_or_say(lambda: write(attempt, path)):  # noqa: B023  # called at once
+            if not save_or_say(lambda: write(attempt, path)):  # noqa: B023  # called in this iteration
                 n_calls = counted[0]
                 break
         name = counted[1]
