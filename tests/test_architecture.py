@@ -41,6 +41,11 @@ LAYERS = [
     ("stores", SB3 | OPTIONAL, {"codecs", "kernels", "stores", *BASE}),
     ("files", OPTIONAL, {"codecs", "kernels", "stores", "files", *BASE}),
     ("_sb3", OPTIONAL, {"codecs", "kernels", "stores", "files", "_sb3", *BASE}),
+    (
+        "_torchrl",
+        SB3 | OPTIONAL - {"tensordict", "torchrl"},
+        {"codecs", "kernels", "stores", "files", "_torchrl", *BASE},
+    ),
 ]
 PRESENT = [layer for layer in LAYERS if (PACKAGE / layer[0] / "__init__.py").exists()]
 
