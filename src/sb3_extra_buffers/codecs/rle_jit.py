@@ -37,7 +37,7 @@ class RleJitCodec(RleCodec):
     def decode_into(self, payload: memoryview, out: memoryview) -> None:
         whole = np.frombuffer(payload, np.uint8)
         start, length = np.zeros(1, np.int64), np.array([len(whole)], np.int64)
-        self.decode_heap(whole, start, length, np.frombuffer(out, np.uint8)[None])
+        self._decode(whole, start, length, np.frombuffer(out, np.uint8)[None])
 
     def decode_batch(self, payloads: Sequence[memoryview], out: ByteRows) -> None:
         lengths = np.array([len(payload) for payload in payloads], np.int64)
@@ -46,6 +46,9 @@ class RleJitCodec(RleCodec):
 
     def decode_heap(self, heap: Bytes, starts: Ints, lengths: Ints, out: ByteRows) -> None:
         check_payloads(heap, starts, lengths, out)
+        self._decode(heap, starts, lengths, out)
+
+    def _decode(self, heap: Any, starts: Any, lengths: Any, out: Any) -> None:
         elem, run = np.dtype(self.elem).itemsize, np.dtype(self.run).itemsize
         bad = _decode_rows(read_only(heap), starts, lengths, elem, run, out)
         if bad >= 0:
