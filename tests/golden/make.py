@@ -1,7 +1,7 @@
 """Write golden payloads: ``python -m tests.golden.make [name ...]``.
 
-Run once for a new codec or a new kind of payload, and commit what it wrote. What is there already is left
-alone: files of users hold such payloads, so they are decoded for ever.
+Run this once for a new codec or a new kind of payload, and commit what it writes. Existing payloads are left alone:
+users have files with such payloads, so every later version must decode them.
 """
 
 from __future__ import annotations
