@@ -226,6 +226,8 @@ class ContribRollout(OptionsFirst):
 
 
 def _fit_tensor(values: Any, n_envs: int, name: str) -> Array:
+    if isinstance(values, th.Tensor):
+        values = values.detach().cpu().numpy()  # several times faster than np.asarray of a tensor
     return fit_column(as_array(values, name).reshape(-1), n_envs, name)
 
 
