@@ -149,7 +149,7 @@ def wire(game: str, n_steps: int, what: str) -> dict[str, Any]:
     """Bytes per transition in a packet, and as tensors that Ray would send."""
     import torch
 
-    from sb3_extra_buffers.replay_buffers.packing import pack, unpack
+    from sb3_extra_buffers._torchrl.wire import decode_packet, encode_packet
 
     sent = []
     if what == "sampled":
@@ -161,9 +161,9 @@ def wire(game: str, n_steps: int, what: str) -> dict[str, Any]:
         steps = tensordicts(game, n_steps)
         for _ in range(20):
             sent.append(torch.cat([next(steps) for _ in range(64)]))
-    packets = [pack(data) for data in sent]
-    if not all((unpack(packet) == data).all() for packet, data in zip(packets, sent, strict=True)):
-        raise AssertionError("unpacking a packet does not return what was packed")
+    packets = [encode_packet(data) for data in sent]
+    if not all((decode_packet(packet) == data).all() for packet, data in zip(packets, sent, strict=True)):
+        raise AssertionError("decoding a packet does not return what was encoded")
     count = sum(map(len, sent))
     return {
         "n_transitions": count,

@@ -41,6 +41,11 @@ LAYERS = [
     ("stores", SB3 | OPTIONAL, {"codecs", "kernels", "stores", *BASE}),
     ("files", OPTIONAL, {"codecs", "kernels", "stores", "files", *BASE}),
     ("_sb3", OPTIONAL, {"codecs", "kernels", "stores", "files", "_sb3", *BASE}),
+    (
+        "_torchrl",
+        SB3 | OPTIONAL - {"tensordict", "torchrl"},
+        {"codecs", "kernels", "stores", "files", "_torchrl", *BASE},
+    ),
 ]
 PRESENT = [layer for layer in LAYERS if (PACKAGE / layer[0] / "__init__.py").exists()]
 
@@ -120,8 +125,9 @@ def test_all_names_what_is_there(name: str) -> None:
 
 
 def test_every_error_is_ours_and_a_built_in_too() -> None:
-    for name in errors.__all__:
-        error = getattr(errors, name)
+    for name, error in vars(errors).items():
+        if not isinstance(error, type):
+            continue
         assert issubclass(error, errors.ExtraBuffersError)
         if error is not errors.ExtraBuffersError:
             assert len(error.__bases__) >= 2, f"{name} is no built-in that a caller would expect"

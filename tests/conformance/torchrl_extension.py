@@ -1,8 +1,8 @@
-"""TorchRL's compiled extension for the torch at hand, built from the sources in its wheel.
+"""TorchRL's compiled extension for the installed torch, built from the sources in TorchRL's wheel.
 
-The prioritised samplers need it. Wheels carry one for a single release of torch; with another it does not load, and
-TorchRL goes on without. ``python -m tests.conformance.torchrl_extension`` builds it (a minute or two, with a C++
-compiler and ninja) and keeps it for the tests here; nothing is installed.
+Prioritized samplers need it. A wheel of TorchRL contains the extension for a single release of torch; with another
+release TorchRL runs without it. ``python -m tests.conformance.torchrl_extension`` builds it (a minute or two, with a
+C++ compiler and ninja) into the cache of these tests; nothing is installed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "torchrl._torchrl"
 
 
 def folder() -> Path:
-    """Where it is kept, for this Python, torch and TorchRL alone."""
+    """Return the cache folder for this version of Python, torch and TorchRL."""
     versions = (
         f"torchrl-{importlib.metadata.version('torchrl')}-torch-{torch.__version__}-{sys.implementation.cache_tag}"
     )
@@ -30,23 +30,23 @@ def folder() -> Path:
 
 
 def build() -> Path:
-    """Compile it, unless that was done before."""
+    """Compile the extension unless it is in the cache."""
     from torch.utils import cpp_extension
 
     spec = importlib.util.find_spec("torchrl")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("TorchRL is not installed")
     sources = Path(spec.submodule_search_locations[0]) / "csrc"
-    place = folder()
-    place.mkdir(parents=True, exist_ok=True)
+    target = folder()
+    target.mkdir(parents=True, exist_ok=True)
     cpp_extension.load(
-        "_torchrl", [str(sources / name) for name in ("pybind.cpp", "utils.cpp")], build_directory=str(place)
+        "_torchrl", [str(sources / name) for name in ("pybind.cpp", "utils.cpp")], build_directory=str(target)
     )
-    return place / "_torchrl.so"
+    return target / "_torchrl.so"
 
 
 def load() -> bool:
-    """Let TorchRL find what was built here, if anything was. To be called before anybody imports TorchRL."""
+    """Load the extension from the cache, if it is there; call this before TorchRL is imported."""
     path = folder() / "_torchrl.so"
     if NAME in sys.modules or not path.exists() or path.stat().st_uid != os.getuid():
         return NAME in sys.modules

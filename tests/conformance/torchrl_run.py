@@ -1,10 +1,9 @@
-"""Run TorchRL's own tests of storages, buffers, samplers and writers with `CompressedStorage` in the place of theirs.
+"""Run TorchRL's own tests of storages, buffers, samplers and writers with `CompressedStorage` as the storage.
 
 ``python -m tests.conformance.torchrl_run CHECKOUT`` takes a checkout of pytorch/rl near the installed version and runs
-the files of its folder ``test/rb`` four times: as they are, with ours in the place of `LazyTensorStorage`,
-`LazyMemmapStorage` and `ListStorage`, so that every leaf, however small, goes through a store, and so that it goes
-through those of GPUs. What fails as it is was written for another version, and is left out. Nothing of theirs is kept
-in this repository.
+its ``test/rb`` four times: unchanged, with `CompressedStorage` instead of `LazyTensorStorage`, `LazyMemmapStorage` and
+`ListStorage`, with every leaf compressed however small, and with the stores for GPUs. Tests that fail unchanged were
+written for another version and are ignored. No code of TorchRL is copied into this repository.
 """
 
 from __future__ import annotations
@@ -20,30 +19,30 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FILES = ["test_storages", "test_rb_core", "test_samplers", "test_writers"]
-# a part of the name, and why ours cannot or does not do what is asked
+# a part of the test's name, and why it does not apply to CompressedStorage
 NOT_OURS: dict[str, str] = {
-    "inplace_writing_newkey": "a key is written that the first item lacked: refused, nothing would hold it before",
-    "read_write_all_in_order": "a key is written that the first item lacked: refused, nothing would hold it before",
-    "test_multiproc_rb": "a key is left out that the first item had: refused",
-    "test_extend_lazystack[": "tensors of several shapes under one key: refused",
-    "test_list_storage_load": "items of several kinds in one storage, as in a list: refused",
-    "dumps_loads[True-tc": "text in a tensorclass: refused, only tensors are kept",
-    "dumps_loads[False-tc": "text in a tensorclass: refused, only tensors are kept",
-    "dumps_loads[False-tensor": "an error is expected where ours can load",
-    "test_error_list": "an error is expected where ours can be shared",
-    "test_slice_sampler_errors": "an error is expected where ours has trajectories",
-    "prefetch_autograd_roundtrip": "gradients are expected through the storage; a store holds bytes",
-    "lazystack_direct_write": "a call inside TensorDict is expected; the data is the same",
+    "inplace_writing_newkey": "writes a key that the first item lacks: an error",
+    "read_write_all_in_order": "writes a key that the first item lacks: an error",
+    "test_multiproc_rb": "leaves out a key that the first item has: an error",
+    "test_extend_lazystack[": "stores tensors of several shapes under one key: an error",
+    "test_list_storage_load": "stores items of several structures: an error",
+    "dumps_loads[True-tc": "stores text in a tensorclass: an error, only tensors are stored",
+    "dumps_loads[False-tc": "stores text in a tensorclass: an error, only tensors are stored",
+    "dumps_loads[False-tensor": "expects an error, but CompressedStorage can load this",
+    "test_error_list": "expects an error, but CompressedStorage can be shared",
+    "test_slice_sampler_errors": "expects an error, but CompressedStorage has trajectories",
+    "prefetch_autograd_roundtrip": "expects gradients through the storage; a store holds bytes",
+    "lazystack_direct_write": "expects a call inside TensorDict; the data is the same",
 }
 
 
 def run(checkout: Path, how: str, files: list[str], more: list[str]) -> tuple[dict[str, tuple[str, str]], str]:
-    """Outcome and reason of each test, and what was printed last."""
-    place = checkout / "test" / "rb"
-    paths = [str(path) for name in files if (path := place / f"{name}.py").exists()]
+    """Return the outcome and reason of each test, and the output of pytest."""
+    folder_of_tests = checkout / "test" / "rb"
+    paths = [str(path) for name in files if (path := folder_of_tests / f"{name}.py").exists()]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        options = ["-q", "--tb=short", "-p", "no:cacheprovider", f"--rootdir={place}", "-c", "/dev/null"]
+        options = ["-q", "--tb=short", "-p", "no:cacheprovider", f"--rootdir={folder_of_tests}", "-c", "/dev/null"]
         done = subprocess.run(
             [sys.executable, "-m", "tests.conformance.torchrl_swap", how, *options, f"--junitxml={report}",
              "--basetemp", f"{folder}/tmp", *more, *paths],
@@ -58,14 +57,14 @@ def run(checkout: Path, how: str, files: list[str], more: list[str]) -> tuple[di
 
 def _outcome(case: ElementTree.Element) -> tuple[str, str]:
     for kind in ("skipped", "failure", "error"):
-        found = case.find(kind)
-        if found is not None:
-            return ("skipped" if kind == "skipped" else "failed"), found.get("message", "")[:200]
+        element = case.find(kind)
+        if element is not None:
+            return ("skipped" if kind == "skipped" else "failed"), element.get("message", "")[:200]
     return "passed", ""
 
 
 def compare(how: str, plain: dict[str, tuple[str, str]], ours: dict[str, tuple[str, str]]) -> tuple[str, list[str]]:
-    """A summary of ``ours`` against ``plain``, and what failed."""
+    """Return a summary of ``ours`` against ``plain``, and the tests that fail."""
     tests = {name: outcome for name, outcome in ours.items() if plain.get(name, ("", ""))[0] == "passed"}
     skipped = Counter(reason for kind, reason in tests.values() if kind == "skipped")
     refused: Counter[str] = Counter()
@@ -91,12 +90,12 @@ def main() -> int:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--how", choices=["auto", "stored", "device"], action="append", help="all by default")
     parser.add_argument("--file", action="append", help=f"of {', '.join(FILES)}; all by default")
-    parser.add_argument("--verbose", action="store_true", help="print what pytest did")
+    parser.add_argument("--verbose", action="store_true", help="print the output of pytest")
     arguments, more = parser.parse_known_args()
     files = arguments.file or FILES
     plain, _ = run(arguments.checkout, "plain", files, more)
     counts = Counter(kind for kind, _ in plain.values())
-    print(f"as they are: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped", flush=True)
+    print(f"unchanged: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped", flush=True)
     bad = False
     for how in arguments.how or ["auto", "stored", "device"]:
         ours, printed = run(arguments.checkout, how, files, more)

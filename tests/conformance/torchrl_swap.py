@@ -1,8 +1,8 @@
-"""Run pytest with `CompressedStorage` in the place of TorchRL's own storages.
+"""Run pytest with `CompressedStorage` instead of TorchRL's own storages.
 
-``python -m tests.conformance.torchrl_swap HOW [pytest arguments]``, where HOW is ``plain`` (nothing swapped), ``auto``
-(as users have it), ``stored`` (every leaf goes through a store, however small) or ``device`` (through the stores of
-GPUs, with the references of their kernels on the CPU).
+``python -m tests.conformance.torchrl_swap HOW [pytest arguments]``, where HOW is ``plain`` (nothing replaced),
+``auto`` (default options), ``stored`` (every leaf compressed, however small) or ``device`` (in stores for GPUs, with
+their reference kernels on the CPU).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.conformance import torchrl_extension
 
 
 def swap_in() -> None:
-    """Rebind the names by which a test would find one of their storages."""
+    """Replace TorchRL's storages in the modules that tests import them from."""
     from tests.conformance.torchrl_standins import STAND_INS
 
     for name in ("torchrl.data", "torchrl.data.replay_buffers", "torchrl.data.replay_buffers.storages"):
@@ -26,7 +26,7 @@ def swap_in() -> None:
 
 
 def as_on_a_gpu() -> None:
-    """Let the CPU pass for a device that has stores of its own."""
+    """Use the stores for GPUs on the CPU."""
     from sb3_extra_buffers.stores import device_observation
 
     for name, value in (("stays_on_host", lambda device: False), ("has_triton", lambda: True)):

@@ -11,13 +11,13 @@ import torch
 from tests.conformance import torchrl_extension
 
 if importlib.util.find_spec("torchrl") is not None:
-    # for the prioritised samplers, where somebody built it
+    # TorchRL's compiled extension, which prioritized samplers need, if it was built
     torchrl_extension.load()
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from more, and threads of several tests would wait for each other."""
+    """Use one thread: small tensors gain nothing from more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

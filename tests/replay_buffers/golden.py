@@ -1,4 +1,4 @@
-"""Makes the saved folders of TorchRL's kinds that tests load for ever after.
+"""Creates the golden folders of TorchRL's kinds, which every later version must load.
 
 ``python -m tests.replay_buffers.golden`` makes those that are not there; what is there is never made again.
 """
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from sb3_extra_buffers import files
+from sb3_extra_buffers._torchrl.service_state import ServiceState
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
 from sb3_extra_buffers.replay_buffers.experience_memory import ReplayBuffer
-from sb3_extra_buffers.replay_buffers.service_state import ServiceState
-from tests.replay_buffers.playing import trajectory
+from tests.replay_buffers.trajectories import trajectory
 
 SAVED = Path(__file__).parents[1] / "golden" / "saved"
 CPU = torch.device("cpu")

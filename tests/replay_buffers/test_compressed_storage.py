@@ -1,4 +1,4 @@
-"""`CompressedStorage` gives what TorchRL's own storages give, from a fraction of the memory."""
+"""`CompressedStorage` behaves like TorchRL's own storages, in a fraction of the memory."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 
+from sb3_extra_buffers._torchrl.tensors import to_numpy
 from sb3_extra_buffers.errors import (
     DamagedFileError,
     FileFormatError,
@@ -45,8 +46,7 @@ from sb3_extra_buffers.errors import (
 from sb3_extra_buffers.files.manifest import dump
 from sb3_extra_buffers.kernels import has_numba
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
-from sb3_extra_buffers.replay_buffers.stored_tensor import to_numpy
-from tests.replay_buffers.playing import SIDE, STACK, assert_same, steps, trajectory
+from tests.replay_buffers.trajectories import SIDE, STACK, assert_same, steps, trajectory
 
 prioritized = importlib.import_module("torchrl.data.replay_buffers.samplers.prioritized")
 needs_trees = pytest.mark.skipif(
@@ -85,7 +85,7 @@ def same_samples(ours: Any, theirs: Any, n_samples: int = 3, seed: int = 0) -> N
         assert_same(one, other)
 
 
-# ---- the same as TorchRL's ----
+# ---- differential: TorchRL's own storages ----
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_samples_equal_those_of_a_tensor_storage_at_the_same_seed(sampler: str, 
     if n_envs > 1 and "slices" in sampler:
         pytest.skip("steps of several environments are no trajectories")
     ours, theirs = pair(60, sampler)
-    for step, data in enumerate(steps(140 // n_envs, n_envs)):  # 2.3 times round
+    for step, data in enumerate(steps(140 // n_envs, n_envs)):  # wraps around twice
         for buffer in (ours, theirs):
             buffer.extend(data.clone())
         if step > 16 and step % 7 == 0:
@@ -106,22 +106,22 @@ def test_samples_equal_those_of_a_tensor_storage_at_the_same_seed(sampler: str, 
 
 
 @pytest.mark.parametrize("sampler", ["random", "slices"])
-def test_samples_of_two_leading_axes(sampler: str) -> None:
+def test_samples_with_ndim_2_equal_those_of_a_tensor_storage(sampler: str) -> None:
     ours, theirs = pair(90, sampler, ndim=2)
     for first in range(0, 100, 10):
-        # as collectors give it: [environment, time]
+        # as collectors return it: [environment, time]
         data = torch.stack(list(steps(first + 10, 3))[first:], dim=1)
         for buffer in (ours, theirs):
             buffer.extend(data.clone())
     same_samples(ours, theirs)
-    assert ours.storage.groups[0].store.n_streams == 3
+    assert ours.storage.table.groups[0].store.n_streams == 3
     assert ours.storage.shape == theirs.storage.shape
     assert_same(ours[:], theirs[:])
     assert_same(ours.storage[2:7, 1], theirs.storage[2:7, 1])
 
 
 @pytest.mark.parametrize("method", ["auto", "delta"])
-def test_what_is_written_through_two_axes_arrives(method: str) -> None:
+def test_writes_with_ndim_2_read_back(method: str) -> None:
     ours, theirs = pair(90, ndim=2, compression_method=method)
     data = torch.stack(list(steps(25, 3)), dim=1)
     other: Any = torch.stack(list(steps(25, 3, seed=1)), dim=1)
@@ -136,7 +136,7 @@ def test_what_is_written_through_two_axes_arrives(method: str) -> None:
 
 
 @needs_trees
-def test_priorities_are_updated_alike() -> None:
+def test_prioritized_sampling_equals_that_of_a_tensor_storage() -> None:
     buffers = [
         TensorDictPrioritizedReplayBuffer(storage=storage, alpha=0.7, beta=0.9, batch_size=16, priority_key="error")
         for storage in (CompressedStorage(100), LazyTensorStorage(100))
@@ -155,7 +155,7 @@ def test_priorities_are_updated_alike() -> None:
         assert_same(*batches)
 
 
-def test_a_writer_that_keeps_the_best() -> None:
+def test_max_value_writer() -> None:
     buffers = [
         TensorDictReplayBuffer(
             storage=storage, writer=TensorDictMaxValueWriter(rank_key=("next", "reward")), batch_size=8
@@ -170,7 +170,7 @@ def test_a_writer_that_keeps_the_best() -> None:
 
 
 @pytest.mark.parametrize("storage", [CompressedStorage, LazyTensorStorage, LazyMemmapStorage])
-def test_a_whole_buffer_reads_as_what_was_written(storage: Any) -> None:
+def test_a_slice_of_the_whole_buffer_reads_back(storage: Any) -> None:
     data = trajectory(50, 2)
     buffer = ReplayBuffer(storage=storage(120), batch_size=4)
     buffer.extend(data)
@@ -186,7 +186,7 @@ def test_a_whole_buffer_reads_as_what_was_written(storage: Any) -> None:
     assert (3 in buffer.storage, 100 in buffer.storage) == (True, False)
 
 
-def test_items_are_replaced_one_by_one_and_in_slices() -> None:
+def test_items_are_overwritten_by_index_and_by_slice() -> None:
     data, other = trajectory(40), trajectory(40, seed=1)
     ours, theirs = (
         ReplayBuffer(storage=storage, batch_size=4) for storage in (CompressedStorage(40), LazyTensorStorage(40))
@@ -199,14 +199,14 @@ def test_items_are_replaced_one_by_one_and_in_slices() -> None:
         buffer.set_at_("observation", other["observation"][5:7], torch.tensor([5, 6]))
         buffer.update_({"action": torch.arange(40)})
         buffer.set_(("next", "observation"), other["next", "observation"])
-        # several large leaves at once
+        # several large leaves in one call
         buffer[:20].update_(other[20:].select("observation", ("next", "observation")))
 
     assert_same(ours[:].clone(), theirs[:].clone())
     ours.storage.check()
 
 
-def test_what_torchrl_added_may_be_left_out_when_items_are_replaced() -> None:
+def test_items_can_be_overwritten_without_the_index_key() -> None:
     data, other = trajectory(20), trajectory(20, seed=1)
     ours, theirs = pair(30)
     for buffer in (ours, theirs):
@@ -218,7 +218,7 @@ def test_what_torchrl_added_may_be_left_out_when_items_are_replaced() -> None:
 
 
 @pytest.mark.parametrize("ndim", [1, 2])
-def test_lazy_stacks_as_collectors_give_them(ndim: int) -> None:
+def test_lazy_stacks_are_stored(ndim: int) -> None:
     ours, theirs = pair(90, ndim=ndim)
     for first in range(0, 40, 10):
         played = list(steps(first + 10, 3))[first:]
@@ -228,7 +228,7 @@ def test_lazy_stacks_as_collectors_give_them(ndim: int) -> None:
     assert_same(ours[:].clone(), theirs[:].clone())
 
 
-def test_an_emptied_buffer_starts_again() -> None:
+def test_an_emptied_buffer_can_be_filled_again() -> None:
     ours, theirs = pair(50)
     for buffer in (ours, theirs):
         buffer.extend(trajectory(40))
@@ -263,7 +263,7 @@ def test_tensorclasses_and_plain_tensors() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint16, torch.complex64]
 )
-def test_any_dtype_keeps_its_bits(dtype: torch.dtype) -> None:
+def test_every_dtype_round_trips_exactly(dtype: torch.dtype) -> None:
     bits = torch.arange(40 * 16 * 16).reshape(40, 16, 16) % 251
     data = TensorDict({"image": bits.to(dtype), "next": {"image": (bits + 1).to(dtype)}}, batch_size=[40])
     if dtype.is_floating_point:
@@ -278,52 +278,60 @@ def test_any_dtype_keeps_its_bits(dtype: torch.dtype) -> None:
         assert to_numpy(one).tobytes() == to_numpy(other).tobytes()
 
 
+def test_next_of_next_is_stored() -> None:
+    """A chain of three such keys used to raise a KeyError."""
+    frames = (torch.arange(32 * 24 * 24).reshape(32, 24, 24) % 249).to(torch.uint8)
+    second: Any = TensorDict({"frame": frames[1:31], "next": {"frame": frames[2:]}}, batch_size=[30])
+    data = TensorDict({"frame": frames[:30], "next": second}, batch_size=[30])
+    storage = CompressedStorage(30, compression_method="delta")
+    storage.set(range(30), data)
+    assert_same(storage.get(torch.arange(30)), data)
+
+
 # ---- memory ----
 
 
 @pytest.mark.parametrize(("n_envs", "given"), [(1, None), (4, None), (4, 4), (7, None)])
-def test_next_observations_and_environments_that_take_turns_cost_next_to_nothing(
-    n_envs: int, given: int | None
-) -> None:
+def test_next_observations_and_interleaved_environments_cost_almost_no_memory(n_envs: int, given: int | None) -> None:
     storage = CompressedStorage(4000, n_envs=given)
     buffer = TensorDictReplayBuffer(storage=storage)
     for data in steps(1000 // n_envs, n_envs):
         buffer.extend(data)
 
-    [group] = storage.groups
+    [group] = storage.table.groups
     assert group.keys == ["observation", ("next", "observation")]
     assert group.store.n_streams == n_envs
     assert storage.memory_usage().payload < 0.03 * 1000 * 2 * STACK * SIDE * SIDE
     assert "delta" in storage.memory_usage().codecs["next.observation"]
 
 
-def test_environments_that_take_turns_are_found_without_next_observations() -> None:
+def test_n_envs_is_detected_without_next_observations() -> None:
     storage = CompressedStorage(1000)
     buffer = TensorDictReplayBuffer(storage=storage)
     for data in steps(100, 3):
         buffer.extend(data.select("observation", "action"))
 
-    assert storage.groups[0].store.n_streams == 3
+    assert storage.table.groups[0].store.n_streams == 3
 
 
 @pytest.mark.parametrize("first", [0, 10, 40])
-def test_environments_that_take_turns_are_found_in_one_large_batch(first: int) -> None:
+def test_n_envs_is_detected_in_one_large_batch(first: int) -> None:
     storage = CompressedStorage(1000)
     buffer = TensorDictReplayBuffer(storage=storage)
     data: Any = trajectory(100, 4)
     for part in (data[:first], data[first:]) if first else (data,):
         buffer.extend(part.clone())
 
-    assert storage.groups[0].store.n_streams == 4
+    assert storage.table.groups[0].store.n_streams == 4
     assert_same(storage.get(torch.arange(400)).exclude("index"), data)
 
 
-def test_trajectories_one_after_the_other_are_one_stream() -> None:
+def test_consecutive_trajectories_use_one_stream() -> None:
     storage = CompressedStorage(1000)
     data: Any = torch.stack(list(steps(60, 4)), dim=1).reshape(-1)
     TensorDictReplayBuffer(storage=storage).extend(data)
 
-    assert storage.groups[0].store.n_streams == 1
+    assert storage.table.groups[0].store.n_streams == 1
     assert_same(storage.get(torch.arange(240)).exclude("index"), data.exclude("index"))
 
 
@@ -335,10 +343,10 @@ def test_reading_one_field_decodes_nothing_else(monkeypatch: pytest.MonkeyPatch)
     def fail(*_: Any) -> Any:
         raise AssertionError("decoded")
 
-    monkeypatch.setattr(storage.groups[0].store, "read", fail)
+    monkeypatch.setattr(storage.table.groups[0].store, "read", fail)
     [actions] = storage.get_fields([4, 5], ["action"])
     assert torch.equal(actions, data["action"][4:6])
-    # what slice samplers look at
+    # slice samplers read this
     assert torch.equal(storage[:]["next", "done"], data["next", "done"])
 
 
@@ -362,7 +370,7 @@ def bad(what: str) -> Any:
     "what", ["a key is missing", "a key is new", "another shape", "another dtype", "another small shape"]
 )
 @pytest.mark.parametrize("batched", [True, False])
-def test_data_unlike_the_first_is_refused_and_changes_nothing(what: str, batched: bool) -> None:
+def test_data_that_differs_from_the_first_item_raises_and_changes_nothing(what: str, batched: bool) -> None:
     buffer = TensorDictReplayBuffer(storage=CompressedStorage(50))
     buffer.extend(trajectory(20))
     before, cursor, written = buffer[:].clone(), buffer.writer._cursor, buffer.write_count
@@ -376,7 +384,7 @@ def test_data_unlike_the_first_is_refused_and_changes_nothing(what: str, batched
     assert_same(buffer[:].clone(), before)
 
 
-def test_scalars_may_be_compressed_too() -> None:
+def test_scalars_can_be_compressed() -> None:
     storage = CompressedStorage(30, compression_method="delta")
     storage.set(range(20), TensorDict({"a": torch.arange(20), "b": torch.rand(20, 1)}, [20]))
     assert int(storage.get(7)["a"]) == 7
@@ -400,7 +408,7 @@ def test_plain_tensors_are_never_cast(shape: tuple[int, ...]) -> None:
     assert (buffer[:] == 1).all()
 
 
-def test_an_index_out_of_range_names_it() -> None:
+def test_an_index_out_of_range_is_in_the_error() -> None:
     storage = CompressedStorage(50)
     storage.set(range(20), trajectory(20))
     for index in (20, -21, [3, 20], torch.tensor([-21])):
@@ -413,7 +421,7 @@ def test_an_index_out_of_range_names_it() -> None:
     assert len(storage) == 20
 
 
-def test_only_tensors_are_kept() -> None:
+def test_only_tensors_are_stored() -> None:
     data: Any = trajectory(4)
     data["name"] = "a string"
     storage = CompressedStorage(10)
@@ -423,7 +431,7 @@ def test_only_tensors_are_kept() -> None:
     storage.set(range(4), trajectory(4))
 
 
-def test_options_that_make_no_sense() -> None:
+def test_invalid_options_raise() -> None:
     with pytest.raises(ValueError, match="max_size"):
         CompressedStorage(0)
     with pytest.raises(ValueError, match="n_envs"):
@@ -444,7 +452,7 @@ def filled(size: int = 90, n_items: int = 140, **options: Any) -> Any:
 
 @pytest.mark.parametrize("method", ["auto", "delta", "gzip1"])
 @pytest.mark.parametrize("n_items", [10, 140])
-def test_what_is_dumped_is_loaded(tmp_path: Path, method: str, n_items: int) -> None:
+def test_dumps_and_loads_round_trip(tmp_path: Path, method: str, n_items: int) -> None:
     buffer = filled(n_items=n_items, compression_method=method)
     buffer.dumps(tmp_path / "dump")
     again = TensorDictReplayBuffer(storage=CompressedStorage(90, compression_method=method), batch_size=16)
@@ -458,7 +466,7 @@ def test_what_is_dumped_is_loaded(tmp_path: Path, method: str, n_items: int) -> 
     again.storage.check()
 
 
-def test_a_dump_replaces_the_one_before_and_is_small(tmp_path: Path) -> None:
+def test_a_dump_replaces_the_previous_one_and_is_small(tmp_path: Path) -> None:
     buffer = filled()
     buffer.dumps(tmp_path)
     for data in steps(9, 2, seed=5):
@@ -474,7 +482,7 @@ def test_a_dump_replaces_the_one_before_and_is_small(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in (tmp_path / "storage").iterdir()) < 0.2 * 90 * 2 * STACK * SIDE * SIDE
 
 
-def test_states_copies_and_pickles_hold_the_same() -> None:
+def test_state_dicts_copies_and_pickles_hold_the_same_items() -> None:
     buffer = filled()
     state = buffer.state_dict()
     again = TensorDictReplayBuffer(storage=CompressedStorage(90), batch_size=16)
@@ -488,14 +496,14 @@ def test_states_copies_and_pickles_hold_the_same() -> None:
 
 
 def rewrite_manifest(path: Path, **entries: Any) -> None:
-    """Change entries of a manifest, whose checksum is right afterwards."""
+    """Change entries of a manifest and update its checksum."""
     record = json.loads(path.read_text())
     del record["crc32"]
     path.write_bytes(dump({**record, **entries}))
 
 
 @pytest.mark.parametrize("damage", ["nothing there", "other json", "no json", "cut", "changed", "newer", "size"])
-def test_loading_something_else_changes_nothing(tmp_path: Path, damage: str) -> None:
+def test_a_failed_load_changes_nothing(tmp_path: Path, damage: str) -> None:
     buffer, target = filled(), filled(n_items=30)
     before = target[:].clone()
     buffer.storage.dumps(tmp_path / "s")
@@ -533,7 +541,7 @@ def test_loading_something_else_changes_nothing(tmp_path: Path, damage: str) -> 
     assert_same(target[:].clone(), before)
 
 
-def test_data_of_other_keys_is_not_loaded_over_these(tmp_path: Path) -> None:
+def test_loading_other_keys_raises(tmp_path: Path) -> None:
     other = TensorDictReplayBuffer(storage=CompressedStorage(90))
     other.extend(TensorDict({"pixels": torch.zeros(5, 30, 30)}, batch_size=[5]))
     other.storage.dumps(tmp_path)
@@ -544,7 +552,7 @@ def test_data_of_other_keys_is_not_loaded_over_these(tmp_path: Path) -> None:
     assert len(target) == 90
 
 
-def test_trees_of_tensors_are_loaded_where_their_structure_is_known(tmp_path: Path) -> None:
+def test_trees_of_tensors_load_into_a_storage_that_knows_their_structure(tmp_path: Path) -> None:
     storage = CompressedStorage(10)
     tree = (torch.rand(5, 40, 40), {"b": torch.arange(5)})
     storage.set(range(5), tree)
@@ -561,7 +569,7 @@ def test_trees_of_tensors_are_loaded_where_their_structure_is_known(tmp_path: Pa
 
 
 @pytest.mark.parametrize("way", ["state", "folder", "hook"])
-def test_what_a_storage_of_torchrl_saved_is_taken_over(tmp_path: Path, way: str) -> None:
+def test_saves_of_torchrl_storages_are_loaded(tmp_path: Path, way: str) -> None:
     theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(90), batch_size=16)
     for data in steps(70, 2):
         theirs.extend(data)
@@ -574,7 +582,7 @@ def test_what_a_storage_of_torchrl_saved_is_taken_over(tmp_path: Path, way: str)
             ours.register_load_hook(lambda data, out=None: data.clone())
         ours.loads(tmp_path)
     same_samples(ours, theirs)
-    assert ours.storage.groups[0].store.n_streams == 2
+    assert ours.storage.table.groups[0].store.n_streams == 2
     for buffer in (ours, theirs):
         buffer.extend(trajectory(9, seed=3))
     same_samples(ours, theirs)
@@ -583,7 +591,7 @@ def test_what_a_storage_of_torchrl_saved_is_taken_over(tmp_path: Path, way: str)
         CompressedStorage(50).load_state_dict(theirs.storage.state_dict())
 
 
-def test_a_hook_sees_the_data_that_is_saved(tmp_path: Path) -> None:
+def test_save_hooks_see_decoded_data(tmp_path: Path) -> None:
     class Hook:
         shift: Any = None
 
@@ -612,7 +620,7 @@ def _write_in_child(storage: Any, queue: Any) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_forked_child_reads_and_is_refused_to_write() -> None:
+def test_a_forked_child_can_read_but_not_write() -> None:
     storage = CompressedStorage(20)
     data = trajectory(10)
     storage.set(range(10), data)
@@ -633,7 +641,7 @@ def test_a_forked_child_reads_and_is_refused_to_write() -> None:
 
 
 @pytest.mark.skipif(not has_numba(), reason="numba is not installed")
-def test_a_real_game_in_a_fiftieth_of_the_memory() -> None:
+def test_a_real_game_takes_less_than_a_fiftieth_of_the_memory() -> None:
     pytest.importorskip("ale_py")
     pytest.importorskip("cv2")
     native_steps = importlib.import_module("benchmarks.feed").native_steps
@@ -651,5 +659,5 @@ def test_a_real_game_in_a_fiftieth_of_the_memory() -> None:
             buffer.extend(data.clone())
     same_samples(ours, theirs)
     usage = ours.storage.memory_usage()
-    assert ours.storage.groups[0].store.n_streams == 4
+    assert ours.storage.table.groups[0].store.n_streams == 4
     assert usage.total < 0.02 * usage.dense

@@ -1,4 +1,4 @@
-"""`ReplayBuffer` does what its page says, with tensors in files and compressed."""
+"""`ReplayBuffer` behaves as documented, with memory-mapped and with compressed storage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sb3_extra_buffers.errors import (
 )
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
 from sb3_extra_buffers.replay_buffers.experience_memory import ReplayBuffer
-from tests.replay_buffers.playing import assert_same, trajectory
+from tests.replay_buffers.trajectories import assert_same, trajectory
 
 CPU = torch.device("cpu")
 STORAGES = ["auto", "compressed"]
@@ -38,7 +38,7 @@ def make(storage: Any, size: int = 50, **options: Any) -> ReplayBuffer:
 
 @pytest.fixture(params=STORAGES)
 def buffer(request: pytest.FixtureRequest) -> ReplayBuffer:
-    """Fifty slots with sixty experiences, so that the first ten are overwritten."""
+    """Return a buffer of size 50 that 60 tuples were added to."""
     made = make(request.param)
     for experience in trajectory(60)[:25]:
         made.add(experience)
@@ -47,7 +47,7 @@ def buffer(request: pytest.FixtureRequest) -> ReplayBuffer:
 
 
 def stored() -> TensorDict:
-    """What the slots of ``buffer`` hold."""
+    """Return the contents of ``buffer`` in storage order."""
     data = trajectory(60)
     return torch.cat([data[50:], data[10:50]])
 
@@ -76,7 +76,7 @@ def test_the_documented_signatures() -> None:
     assert list(inspect.signature(ReplayBuffer.create_epoch_iterator).parameters)[1:3] == ["batch_size", "n_epochs"]
 
 
-def test_where_experience_is_kept() -> None:
+def test_storage_class_by_device_and_option() -> None:
     plain, compressed = make("auto"), make("compressed")
     assert isinstance(plain.memory, TensorDictReplayBuffer)
     assert isinstance(plain._get_storage(9, CPU), LazyMemmapStorage)
@@ -87,7 +87,7 @@ def test_where_experience_is_kept() -> None:
     assert isinstance(compressed._get_storage(9, CPU), CompressedStorage)
 
 
-def test_what_was_added_is_found_by_index(buffer: ReplayBuffer) -> None:
+def test_sample_by_index_returns_what_was_added(buffer: ReplayBuffer) -> None:
     expected = stored()
     assert len(buffer) == buffer.size == 50
     assert_same(buffer.sample_by_index([0, 5, 9]).exclude("index"), expected[[0, 5, 9]])
@@ -96,7 +96,7 @@ def test_what_was_added_is_found_by_index(buffer: ReplayBuffer) -> None:
     assert_same(buffer.sample_all().exclude("index"), expected)
 
 
-def test_fields_by_index(buffer: ReplayBuffer) -> None:
+def test_sample_by_index_fields(buffer: ReplayBuffer) -> None:
     expected = stored()
     one = buffer.sample_by_index_fields([0, 5], fields=["observation"])
     assert torch.equal(one, expected["observation"][[0, 5]])
@@ -106,7 +106,7 @@ def test_fields_by_index(buffer: ReplayBuffer) -> None:
     assert torch.equal(several[1], expected["next", "observation"][[0, 5]])
 
 
-def test_random_batches_are_of_what_is_stored_and_follow_the_seed() -> None:
+def test_random_batches_hold_stored_tuples_and_follow_the_seed() -> None:
     buffers = [make(storage) for storage in STORAGES]
     batches = []
     for buffer in buffers:
@@ -120,7 +120,7 @@ def test_random_batches_are_of_what_is_stored_and_follow_the_seed() -> None:
     assert len(set(batches[0][0]["index"].tolist())) > 15
 
 
-def test_epochs_see_everything_once_in_a_new_order(buffer: ReplayBuffer) -> None:
+def test_every_epoch_visits_each_tuple_once_in_a_new_order(buffer: ReplayBuffer) -> None:
     batches = list(buffer.create_epoch_iterator(batch_size=10, n_epochs=3))
     assert len(batches) == 15
     epochs = [torch.cat([batch["index"] for batch in batches[5 * epoch : 5 * epoch + 5]]) for epoch in range(3)]
@@ -132,20 +132,20 @@ def test_epochs_see_everything_once_in_a_new_order(buffer: ReplayBuffer) -> None
     assert torch.cat([batch["index"] for batch in in_order]).tolist() == list(range(40))
 
 
-def test_training_steps_by_epochs_and_by_number(buffer: ReplayBuffer) -> None:
+def test_steps_by_epochs_and_by_max_iter(buffer: ReplayBuffer) -> None:
     assert buffer.calculate_num_batches(16) == 3
     n_steps = buffer.get_steps_and_iterator(n_epochs=2, max_iter=99, batch_size=16)
     assert n_steps == 6
     seen = [buffer.get_next_batch(16)["index"] for _ in range(n_steps)]
     assert len(set(torch.cat(seen[:3]).tolist())) == 48
-    # the epochs are over: at random, of the size that is asked for
+    # after the last epoch: random batches of the given size
     assert buffer.get_next_batch(7).shape == (7,)
 
     assert buffer.get_steps_and_iterator(n_epochs=0, max_iter=5, batch_size=16) == 5
     assert buffer.get_next_batch(9).shape == (9,)
 
 
-def test_reset_forgets_and_resizes(buffer: ReplayBuffer) -> None:
+def test_reset_empties_and_resizes(buffer: ReplayBuffer) -> None:
     iterator = buffer.create_epoch_iterator(10)
     next(iterator)
     buffer.reset()
@@ -153,31 +153,31 @@ def test_reset_forgets_and_resizes(buffer: ReplayBuffer) -> None:
     with pytest.raises(EmptyBufferError, match="reset"):
         next(iterator)
     buffer.reset(buffer_size=7)
-    # of another shape, since nothing is there to differ from
+    # an empty buffer accepts another shape
     buffer.add_batch(TensorDict({"x": torch.arange(9)}, batch_size=[9]))
     assert (len(buffer), buffer.buffer_size) == (7, 7)
 
 
-def test_the_garbage_collector_is_announced_where_that_is_wanted() -> None:
+def test_reset_warns_before_garbage_collection_on_request() -> None:
     buffer = ReplayBuffer(CPU, CPU, 5, print_gc_warning=True)
     with pytest.warns(UserWarning, match="garbage collector"):
         buffer.reset()
 
 
-def test_batches_go_to_the_working_device(buffer: ReplayBuffer) -> None:
+def test_batches_are_moved_to_the_device(buffer: ReplayBuffer) -> None:
     buffer.device = torch.device("meta")
     assert buffer.sample_batch(3)["observation"].device.type == "meta"
     assert buffer.sample_by_index_fields([1], ["action"]).device.type == "meta"
     assert buffer.sample_all()["next", "observation"].device.type == "meta"
 
 
-def test_added_experience_is_left_as_it_was(buffer: ReplayBuffer) -> None:
+def test_add_does_not_modify_its_argument(buffer: ReplayBuffer) -> None:
     batch = trajectory(3)
     buffer.add_batch(batch)
     assert "index" not in batch.keys()  # noqa: SIM118  # a TensorDict is no dict
 
 
-def test_plain_dicts_will_do_and_objects_will_not(buffer: ReplayBuffer) -> None:
+def test_plain_dicts_are_accepted_and_objects_are_not(buffer: ReplayBuffer) -> None:
     batch = trajectory(3)
     buffer.add(batch[0].to_dict())
     buffer.add_batch(batch.to_dict())
@@ -190,7 +190,7 @@ def test_plain_dicts_will_do_and_objects_will_not(buffer: ReplayBuffer) -> None:
 # ---- files ----
 
 
-def test_metadata_alone(buffer: ReplayBuffer, tmp_path: Path) -> None:
+def test_save_and_load_metadata_only(buffer: ReplayBuffer, tmp_path: Path) -> None:
     path = tmp_path / "deep" / "buffer.v1"
     buffer.save(str(path))
     assert [file.name for file in path.parent.iterdir()] == ["buffer.v1.metadata"]
@@ -203,12 +203,12 @@ def test_metadata_alone(buffer: ReplayBuffer, tmp_path: Path) -> None:
     assert other.buffer_size == 50
     assert other.loaded_metadata == {"buffer_size": 50, "data_size": 50, "pointer": 10}
     assert len(other) == 0
-    # its own metadata takes nothing away
+    # loading its own metadata keeps the experience
     buffer.load(str(path))
     assert len(buffer) == 50
 
 
-def test_contents_too(buffer: ReplayBuffer, tmp_path: Path) -> None:
+def test_save_and_load_with_contents(buffer: ReplayBuffer, tmp_path: Path) -> None:
     buffer.save(tmp_path / "buffer", contents=True)
     buffer.save(tmp_path / "buffer", contents=True)
     assert not [path for path in tmp_path.rglob("*") if path.suffix in (".pkl", ".pickle")]
@@ -224,7 +224,7 @@ def test_contents_too(buffer: ReplayBuffer, tmp_path: Path) -> None:
         again.add(TensorDict({"x": torch.zeros(2)}))
 
 
-def break_it(folder: Path, damage: str) -> None:
+def damage_files(folder: Path, damage: str) -> None:
     metadata = folder / "buffer.metadata"
     contents = next(path for path in folder.iterdir() if path.is_dir())
     if damage == "nothing":
@@ -256,9 +256,9 @@ def break_it(folder: Path, damage: str) -> None:
         ("numbers of another", DamagedFileError),
     ],
 )
-def test_loading_something_else_changes_nothing(buffer: ReplayBuffer, tmp_path: Path, damage: str, error: Any) -> None:
+def test_a_failed_load_changes_nothing(buffer: ReplayBuffer, tmp_path: Path, damage: str, error: Any) -> None:
     buffer.save(tmp_path / "buffer", contents=True)
-    break_it(tmp_path, damage)
+    damage_files(tmp_path, damage)
     target = make(buffer.storage, 20)
     target.add_batch(trajectory(8))
 
@@ -267,7 +267,7 @@ def test_loading_something_else_changes_nothing(buffer: ReplayBuffer, tmp_path: 
     assert (len(target), target.buffer_size, target.loaded_metadata) == (8, 20, None)
 
 
-def test_contents_of_the_other_kind_are_named(tmp_path: Path) -> None:
+def test_loading_the_contents_of_another_storage_kind_raises(tmp_path: Path) -> None:
     buffer = make("compressed")
     buffer.add_batch(trajectory(8))
     buffer.save(tmp_path / "buffer", contents=True)
@@ -279,7 +279,7 @@ def test_contents_of_the_other_kind_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["missing", "new", "shape", "dtype"])
-def test_experience_unlike_the_first_is_refused(buffer: ReplayBuffer, change: str) -> None:
+def test_experience_that_differs_from_the_first_raises(buffer: ReplayBuffer, change: str) -> None:
     before = buffer.sample_all()
     batch = trajectory(4)
     if change == "missing":
@@ -291,15 +291,15 @@ def test_experience_unlike_the_first_is_refused(buffer: ReplayBuffer, change: st
     else:
         batch["next", "observation"] = batch["observation"].float()
 
-    with pytest.raises(SpecMismatchError, match="nothing was added"):
+    with pytest.raises(SpecMismatchError, match="nothing was stored"):
         buffer.add_batch(batch)
-    with pytest.raises(SpecMismatchError, match="nothing was added"):
+    with pytest.raises(SpecMismatchError, match="nothing was stored"):
         buffer.add(batch[0])
     assert buffer.metadata["pointer"] == 10
     assert_same(buffer.sample_all(), before)
 
 
-def test_an_empty_buffer_says_so() -> None:
+def test_sampling_from_an_empty_buffer_raises() -> None:
     buffer = make("auto")
     with pytest.raises(EmptyBufferError, match="empty"):
         buffer.sample_batch(4)
@@ -309,7 +309,7 @@ def test_an_empty_buffer_says_so() -> None:
     assert list(buffer.create_epoch_iterator(4)) == []
 
 
-def test_what_cannot_be_found_is_named(buffer: ReplayBuffer) -> None:
+def test_unknown_indices_and_fields_are_in_the_error(buffer: ReplayBuffer) -> None:
     for indices in ([50], [-51], torch.tensor([3, 99])):
         with pytest.raises(IndexOutOfRangeError, match="out of range"):
             buffer.sample_by_index(indices)
@@ -333,13 +333,13 @@ def test_what_cannot_be_found_is_named(buffer: ReplayBuffer) -> None:
         (lambda b: b.add_batch([1, 2]), SpecMismatchError),
     ],
 )
-def test_arguments_that_make_no_sense(buffer: ReplayBuffer, call: Any, error: type[Exception]) -> None:
+def test_invalid_arguments_raise(buffer: ReplayBuffer, call: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         call(buffer)
     assert len(buffer) == 50
 
 
-def test_options_that_make_no_sense() -> None:
+def test_invalid_options_raise() -> None:
     with pytest.raises(ValueError, match="storage"):
         make("zip")
     with pytest.raises(ValueError, match="n_envs"):

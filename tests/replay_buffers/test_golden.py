@@ -1,4 +1,4 @@
-"""Folders that earlier versions saved are loaded by this one."""
+"""This version loads the folders that earlier versions saved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("torchrl")
 
 from sb3_extra_buffers import files
 from tests.replay_buffers.golden import MAKERS, SAVED
-from tests.replay_buffers.playing import assert_same, trajectory
+from tests.replay_buffers.trajectories import assert_same, trajectory
 
 
 def contents(made: Any) -> Any:
@@ -24,7 +24,7 @@ def contents(made: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_what_was_saved_once_is_loaded_and_saved_again(name: str, tmp_path: Path) -> None:
+def test_golden_folders_load_and_save_again(name: str, tmp_path: Path) -> None:
     loaded, expected = files.load(SAVED / name), MAKERS[name]()
     assert_same(contents(loaded), contents(expected))
     assert len(contents(loaded)) == 40
@@ -33,12 +33,12 @@ def test_what_was_saved_once_is_loaded_and_saved_again(name: str, tmp_path: Path
     assert list(files.verify(SAVED / name)) == []
 
 
-def test_what_was_saved_once_goes_on() -> None:
+def test_loaded_golden_folders_can_be_written_to() -> None:
     storage, experience = files.load(SAVED / "torchrl-storage"), files.load(SAVED / "experience")
     storage.set(range(20, 40), trajectory(20, 1, seed=13))
     assert_same(storage.get(torch.arange(20, 40)), trajectory(20, 1, seed=13))
     assert experience.metadata == {"buffer_size": 40, "data_size": 40, "pointer": 10}
     state = files.load(SAVED / "replay-service")
     assert state.writer == {"_cursor": 20, "_write_count": 60}
-    assert state.writers["a"][0] == 3
-    assert state.writers["a"][1].tolist() == [4, 5]
+    assert state.clients["a"][0] == 3
+    assert state.clients["a"][1].tolist() == [4, 5]

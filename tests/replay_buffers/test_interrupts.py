@@ -1,4 +1,4 @@
-"""A write to a storage is a transaction: interrupted anywhere, it has happened or it has not."""
+"""A write to a storage is a transaction: interrupted anywhere, it is complete or has no effect."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ pytest.importorskip("torchrl")
 
 from torchrl.data import TensorDictReplayBuffer
 
+from sb3_extra_buffers._torchrl.device_group import DeviceGroup
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
-from sb3_extra_buffers.replay_buffers.device_group import DeviceGroup
 from sb3_extra_buffers.stores import device_observation
 from tests.replay_buffers.interrupts import count_bytecodes, interrupt, points
-from tests.replay_buffers.playing import trajectory
+from tests.replay_buffers.trajectories import trajectory
 
 N_POINTS = 150
 
@@ -92,7 +92,7 @@ def check_points(name: str, error: type[BaseException], n_points: int) -> None:
         buffer = pickle.loads(original)
         interrupt(call(buffer), at, error("here"))
         if number % 2:
-            # else the next write comes first: nothing more may be needed to be in order again
+            # otherwise the next write is the first use: it must recover by itself
             buffer.storage.check()
             assert any(same(state(buffer), end) for end, _ in ends), f"interrupted at {at} of {total}"
         buffer.extend(following.clone())
@@ -106,22 +106,22 @@ def check_points(name: str, error: type[BaseException], n_points: int) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("name", CALLS)
-def test_an_exception_anywhere_leaves_what_was_there_or_the_whole_call(name: str, error: type[BaseException]) -> None:
+def test_an_exception_anywhere_leaves_the_state_before_or_after_the_call(name: str, error: type[BaseException]) -> None:
     check_points(name, error, 40)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_at_any_of_a_thousand_points_leaves_a_whole_storage(name: str) -> None:
+def test_an_interrupt_at_a_thousand_points_leaves_the_state_before_or_after_the_call(name: str) -> None:
     check_points(name, KeyboardInterrupt, 1000)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("name", ["extend while there is room", "extend that overwrites", "add that overwrites"])
-def test_groups_of_a_device_are_left_whole_too(
+def test_an_exception_anywhere_leaves_device_groups_before_or_after_the_call(
     name: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_observation, "stays_on_host", lambda device: False)
     monkeypatch.setattr(device_observation, "has_triton", lambda: True)
-    assert isinstance(filled(5).storage.groups[0], DeviceGroup)
+    assert isinstance(filled(5).storage.table.groups[0], DeviceGroup)
     check_points(name, error, 60)

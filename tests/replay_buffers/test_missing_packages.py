@@ -1,4 +1,4 @@
-"""Without TorchRL or Ray, importing what needs them names the line that installs them."""
+"""Without TorchRL or Ray, the import error says how to install them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from sb3_extra_buffers.errors import MissingExtraError
 
 
 @pytest.fixture
-def _imported_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The package as if nothing of it had been imported; afterwards as it was."""
+def _fresh_imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Import the package again from scratch, and restore it afterwards."""
     before = dict(vars(package))
-    for name in [name for name in sys.modules if name.startswith(f"{package.__name__}.")]:
+    ours = f"{package.__name__}.", "sb3_extra_buffers._torchrl."
+    for name in [name for name in sys.modules if name.startswith(ours)]:
         monkeypatch.delitem(sys.modules, name)
     yield
     vars(package).update(before)
@@ -32,8 +33,8 @@ def _imported_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("ray", "ray", "ray"),
     ],
 )
-@pytest.mark.usefixtures("_imported_anew")
-def test_the_missing_package_is_named(hidden: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_fresh_imports")
+def test_a_missing_package_is_named(hidden: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if hidden == "ray":
         pytest.importorskip("torchrl")
     for name in [hidden, *(name for name in sys.modules if name.startswith(f"{hidden}."))]:

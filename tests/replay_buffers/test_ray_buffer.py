@@ -1,4 +1,4 @@
-"""A buffer behind Ray: nothing that was acknowledged is lost, whoever is killed."""
+"""A buffer in a Ray actor: no acknowledged item is lost, whichever process is killed."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ pytest.importorskip("ray")
 import ray
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 
+from sb3_extra_buffers._torchrl.wire import decode_packet, encode_packet
 from sb3_extra_buffers.errors import (
     CorruptPayloadError,
     DamagedFileError,
@@ -32,79 +33,78 @@ from sb3_extra_buffers.errors import (
 from sb3_extra_buffers.files import disk
 from sb3_extra_buffers.files.journal import read_journal
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
-from sb3_extra_buffers.replay_buffers.packing import pack, unpack
 from sb3_extra_buffers.replay_buffers.ray import CompressedRayReplayBuffer, CompressedReplayService
 from tests.replay_buffers.interrupts import count_bytecodes, interrupt, points
-from tests.replay_buffers.playing import assert_same, trajectory
+from tests.replay_buffers.trajectories import assert_same, trajectory
 
 ROOT = Path(__file__).parents[2]
 
 
 def service(folder: Path | None = None, size: int = 100) -> Any:
-    """What runs inside the actor."""
+    """Return the buffer that runs inside the actor."""
     return CompressedReplayService(
         storage=partial(CompressedStorage, size), batch_size=8, folder=None if folder is None else str(folder)
     )
 
 
 def contents(buffer: Any) -> Any:
-    return unpack(buffer.packed(slice(None))).exclude("index")
+    return decode_packet(buffer.packed(slice(None))).exclude("index")
 
 
 # ---- without a cluster ----
 
 
-def test_packets_go_in_and_come_out() -> None:
+def test_packets_round_trip_through_the_service() -> None:
     buffer, data = service(), trajectory(30)
-    index = buffer.extend(pack(data))
+    index = buffer.extend(encode_packet(data))
     assert index.tolist() == list(range(30))
-    batch = unpack(buffer.sample())
+    batch = decode_packet(buffer.sample())
     assert_same(batch.exclude("index"), data[batch["index"]])
 
 
-def test_a_packet_that_comes_again_is_stored_once() -> None:
+def test_a_packet_that_is_sent_twice_is_stored_once() -> None:
     buffer, data = service(), trajectory(30)
-    first = buffer.extend(pack(data[:10], writer="a", number=1))
-    again = buffer.extend(pack(data[:10], writer="a", number=1))
-    buffer.extend(pack(data[10:20], writer="b", number=1))
+    first = buffer.extend(encode_packet(data[:10], writer="a", number=1))
+    again = buffer.extend(encode_packet(data[:10], writer="a", number=1))
+    buffer.extend(encode_packet(data[10:20], writer="b", number=1))
     assert torch.equal(first, again)
     assert len(buffer) == 20
 
 
 @pytest.mark.parametrize("saved_after", [None, 0, 3, 11])
-def test_a_new_buffer_is_where_the_old_one_was(tmp_path: Path, saved_after: int | None) -> None:
+def test_a_restarted_service_continues_where_it_stopped(tmp_path: Path, saved_after: int | None) -> None:
     data = trajectory(130)
     old = service(tmp_path)
     for number in range(12):
-        old.extend(pack(data[10 * number : 10 * number + 10], writer="a", number=number + 1))
+        old.extend(encode_packet(data[10 * number : 10 * number + 10], writer="a", number=number + 1))
         if number == saved_after:
             old.checkpoint()
 
     new = service(tmp_path)
     assert_same(contents(new), contents(old))
-    # its sender never heard of the last one
-    repeated = new.extend(pack(data[110:120], writer="a", number=12))
+    # the client sends its last packet again
+    repeated = new.extend(encode_packet(data[110:120], writer="a", number=12))
     assert repeated.tolist() == list(range(10, 20))
-    new.extend(pack(data[120:], writer="a", number=13))
+    new.extend(encode_packet(data[120:], writer="a", number=13))
     assert_same(contents(service(tmp_path)), contents(new))
     assert not list(tmp_path.rglob("*.pkl"))
     assert len(list(tmp_path.glob("journal-*"))) == 1
 
 
-def test_a_long_journal_becomes_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sb3_extra_buffers.replay_buffers.ray._LEAST_JOURNAL", 5000)
+def test_a_long_journal_is_replaced_by_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sb3_extra_buffers.replay_buffers.ray._MIN_JOURNAL_BYTES", 5000)
     buffer = service(tmp_path)
     for first in range(0, 120, 10):
-        buffer.extend(pack(trajectory(120)[first : first + 10]))
+        buffer.extend(encode_packet(trajectory(120)[first : first + 10]))
     assert len(list(tmp_path.glob("snapshot-*"))) == 1
     assert_same(contents(service(tmp_path)), contents(buffer))
 
 
-def test_damage_in_the_middle_of_a_journal_is_named_and_a_cut_at_its_end_is_not(tmp_path: Path) -> None:
+def test_damage_inside_a_journal_raises_but_a_truncated_end_does_not(tmp_path: Path) -> None:
     data = trajectory(30)
     buffer = service(tmp_path)
     for first in (0, 10, 20):
-        buffer.extend(pack(data[first : first + 10]))
+        buffer.extend(encode_packet(data[first : first + 10]))
     [journal] = tmp_path.glob("journal-*")
     whole = journal.read_bytes()
 
@@ -119,16 +119,16 @@ def test_damage_in_the_middle_of_a_journal_is_named_and_a_cut_at_its_end_is_not(
 
 
 def test_a_flipped_bit_anywhere_in_a_journal_loses_nothing_silently(tmp_path: Path) -> None:
-    """One in a length used to drop everything behind it, acknowledged or not."""
+    """A flipped bit in a record's length used to drop all records behind it."""
     data = trajectory(40)
     buffer = service(tmp_path)
     ends = []
     [journal] = tmp_path.glob("journal-*")
     for first in range(0, 40, 10):
-        buffer.extend(pack(data[first : first + 10]))
+        buffer.extend(encode_packet(data[first : first + 10]))
         ends.append(journal.stat().st_size)
     whole = journal.read_bytes()
-    # of every record: all of its header, and some of what follows
+    # in every record: all bytes of the header, and some of the body
     starts = [0, *ends[:-1]]
     for begin, end in zip(starts, ends, strict=True):
         for place in [*range(begin, begin + 40), *range(begin + 40, end, 97)]:
@@ -142,11 +142,11 @@ def test_a_flipped_bit_anywhere_in_a_journal_loses_nothing_silently(tmp_path: Pa
     assert_same(contents(service(tmp_path)), data)
 
 
-def test_zeros_at_the_end_of_a_journal_are_what_a_power_cut_left(tmp_path: Path) -> None:
+def test_zeros_at_the_end_of_a_journal_count_as_a_power_cut(tmp_path: Path) -> None:
     data = trajectory(30)
     buffer = service(tmp_path)
     for first in (0, 10):
-        buffer.extend(pack(data[first : first + 10]))
+        buffer.extend(encode_packet(data[first : first + 10]))
     [journal] = tmp_path.glob("journal-*")
     for zeros in (1, 512, 4096):
         whole = journal.read_bytes()
@@ -154,68 +154,66 @@ def test_zeros_at_the_end_of_a_journal_are_what_a_power_cut_left(tmp_path: Path)
         again = service(tmp_path)
         assert_same(contents(again), data[:20])
         assert journal.read_bytes() == whole
-    again.extend(pack(data[20:]))
+    again.extend(encode_packet(data[20:]))
     assert_same(contents(service(tmp_path)), data)
 
 
-def test_a_full_disk_leaves_no_half_packet_behind(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_partial_packet(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     data = trajectory(30)
     buffer = service(tmp_path)
-    buffer.extend(pack(data[:10]))
+    buffer.extend(encode_packet(data[:10]))
     [journal] = tmp_path.glob("journal-*")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (journal.stat().st_size + 100, limits[1]))
     try:
         with pytest.raises(FileWriteError, match="journal"):
-            buffer.extend(pack(data[10:20], writer="a", number=1))
-        # refused means not stored
+            buffer.extend(encode_packet(data[10:20], writer="a", number=1))
+        # a failed call stores nothing
         assert_same(contents(buffer), data[:10])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     for _ in range(2):
-        buffer.extend(pack(data[10:20], writer="a", number=1))
-    buffer.extend(pack(data[20:]))
+        buffer.extend(encode_packet(data[10:20], writer="a", number=1))
+    buffer.extend(encode_packet(data[20:]))
     assert_same(contents(buffer), data)
     assert_same(contents(service(tmp_path)), data)
 
 
-def test_a_packet_that_cannot_be_stored_is_not_in_the_journal_either(
+def test_a_packet_that_cannot_be_stored_is_removed_from_the_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = trajectory(30)
     buffer = service(tmp_path)
-    buffer.extend(pack(data[:10], writer="a", number=1))
+    buffer.extend(encode_packet(data[:10], writer="a", number=1))
 
     def fail(*_: Any) -> Any:
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(buffer._storage.groups[0], "write", fail)
+        patch.setattr(buffer._storage.table.groups[0], "write", fail)
         with pytest.raises(MemoryError):
-            buffer.extend(pack(data[10:20], writer="a", number=2))
-    for bad in (b"nothing", pack(data[:3].exclude("action")), pack(data[:3], writer=3, number="x")):
+            buffer.extend(encode_packet(data[10:20], writer="a", number=2))
+    for bad in (b"nothing", encode_packet(data[:3].exclude("action")), encode_packet(data[:3], writer=3, number="x")):
         with pytest.raises((CorruptPayloadError, SpecMismatchError)):
             buffer.extend(bad)
     assert_same(contents(buffer), data[:10])
     assert_same(contents(service(tmp_path)), data[:10])
-    buffer.extend(pack(data[10:20], writer="a", number=2))
-    buffer.extend(pack(data[10:20], writer="a", number=2))
+    buffer.extend(encode_packet(data[10:20], writer="a", number=2))
+    buffer.extend(encode_packet(data[10:20], writer="a", number=2))
     assert_same(contents(buffer), data[:20])
     assert_same(contents(service(tmp_path)), data[:20])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_a_packet_interrupted_anywhere_is_stored_once_when_it_is_sent_again(
-    tmp_path: Path, error: type[BaseException]
-) -> None:
+def test_a_packet_interrupted_anywhere_is_stored_once_after_a_retry(tmp_path: Path, error: type[BaseException]) -> None:
     data = trajectory(40)
     total = None
     for at in [None, *points(4000, 40)]:
         folder = tmp_path / str(at)
         buffer = service(folder, size=30)
-        buffer.extend(pack(data[:30], writer="a", number=1))
-        packet = pack(data[30:], writer="a", number=2)
+        buffer.extend(encode_packet(data[:30], writer="a", number=1))
+        packet = encode_packet(data[30:], writer="a", number=2)
         if at is None:
             total = count_bytecodes(partial(buffer.extend, packet))
         else:
@@ -229,7 +227,7 @@ def test_a_packet_interrupted_anywhere_is_stored_once_when_it_is_sent_again(
 
 def test_checkpoints_reach_the_disk_before_anything_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = service(tmp_path)
-    buffer.extend(pack(trajectory(30)))
+    buffer.extend(encode_packet(trajectory(30)))
     done: list[tuple[str, str]] = []
     names: dict[int, str] = {}
     for name in ("create", "fsync", "replace", "unlink", "sync_folder"):
@@ -258,9 +256,9 @@ def test_checkpoints_reach_the_disk_before_anything_is_deleted(tmp_path: Path, m
 def test_a_checkpoint_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = trajectory(60)
     buffer = service(tmp_path)
-    buffer.extend(pack(data[:20]))
+    buffer.extend(encode_packet(data[:20]))
     buffer.checkpoint()
-    buffer.extend(pack(data[20:40]))
+    buffer.extend(encode_packet(data[20:40]))
     write_all = disk.write_all
     for failing in range(1, 4):
         left = [failing]
@@ -277,12 +275,12 @@ def test_a_checkpoint_that_fails_changes_nothing(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(disk, "write_all", write_all)
         assert len(list(tmp_path.iterdir())) == 3
         assert_same(contents(service(tmp_path)), data[:40])
-    buffer.extend(pack(data[40:]))
+    buffer.extend(encode_packet(data[40:]))
     buffer.checkpoint()
     assert_same(contents(service(tmp_path)), data)
 
 
-def test_what_the_sampler_knows_is_in_the_snapshot(tmp_path: Path) -> None:
+def test_snapshots_include_the_sampler_state(tmp_path: Path) -> None:
     def make() -> Any:
         return CompressedReplayService(
             storage=partial(CompressedStorage, 100), sampler=SamplerWithoutReplacement(), batch_size=8,
@@ -290,18 +288,18 @@ def test_what_the_sampler_knows_is_in_the_snapshot(tmp_path: Path) -> None:
         )  # fmt: skip
 
     old = make()
-    old.extend(pack(trajectory(32)))
-    seen = unpack(old.sample())["index"].tolist()
+    old.extend(encode_packet(trajectory(32)))
+    seen = decode_packet(old.sample())["index"].tolist()
     old.checkpoint()
     new = make()
     for _ in range(3):
-        seen += unpack(new.sample())["index"].tolist()
+        seen += decode_packet(new.sample())["index"].tolist()
     assert sorted(seen) == list(range(32))
     assert not [path for path in tmp_path.rglob("*") if path.suffix in (".pt", ".pkl", ".pickle")]
     assert new._writer._cursor == old._writer._cursor == 32
 
 
-def test_a_folder_of_something_else_is_named(tmp_path: Path) -> None:
+def test_a_folder_with_other_contents_raises(tmp_path: Path) -> None:
     (tmp_path / "current.json").write_text('{"format": "mine"}')
     with pytest.raises(FileFormatError, match=r"current\.json"):
         service(tmp_path)
@@ -309,24 +307,24 @@ def test_a_folder_of_something_else_is_named(tmp_path: Path) -> None:
         service().checkpoint()
 
 
-def test_a_writer_killed_at_any_moment_has_what_it_acknowledged(tmp_path: Path) -> None:
-    """The process is killed with -9 while it writes and saves; what it printed before must be there."""
+def test_a_service_killed_at_any_moment_keeps_what_it_acknowledged(tmp_path: Path) -> None:
+    """Kill a process with SIGKILL while it writes and saves; every packet that it acknowledged must be there."""
     code = f"""
         import sys
         sys.path.insert(0, {str(ROOT)!r})
         from pathlib import Path
         from sb3_extra_buffers.replay_buffers import ray as module
-        from sb3_extra_buffers.replay_buffers.packing import pack
-        from tests.replay_buffers.playing import trajectory
+        from sb3_extra_buffers._torchrl.wire import encode_packet
+        from tests.replay_buffers.trajectories import trajectory
         from tests.replay_buffers.test_ray_buffer import service
-        module._LEAST_JOURNAL = 3000
+        module._MIN_JOURNAL_BYTES = 3000
         data = trajectory(60)
         buffer = service(Path({str(tmp_path)!r}), size=100000)
         number = 0
         while True:
             number += 1
             data["action"][:] = number
-            buffer.extend(pack(data, writer="a", number=number))
+            buffer.extend(encode_packet(data, writer="a", number=number))
             print(number, flush=True)
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
@@ -343,7 +341,7 @@ def test_a_writer_killed_at_any_moment_has_what_it_acknowledged(tmp_path: Path) 
 
     again = service(tmp_path, size=100000)
     found = contents(again)
-    # the one that was under way may be there or not, but not a part of it
+    # the packet in progress may be there as a whole, but not in part
     assert len(found) in (60 * acknowledged, 60 * (acknowledged + 1))
     expected = trajectory(60)
     for number in (1, acknowledged // 2, acknowledged):
@@ -368,7 +366,7 @@ def cluster() -> Iterator[None]:
 
 
 class Collector:
-    """Sends numbered transitions and writes down which were acknowledged."""
+    """Sends numbered transitions and records which were acknowledged."""
 
     def __init__(self, client: Any, log: str) -> None:
         self.client, self.log = client, log
@@ -412,7 +410,7 @@ def test_killed_collectors_and_a_killed_buffer_lose_nothing(cluster: None, tmp_p
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(running[0])
-    # the learner goes on
+    # the learner continues
     assert buffer.sample().shape == (16,)
     holder = buffer.process_id()
     os.kill(holder, signal.SIGKILL)
@@ -424,7 +422,7 @@ def test_killed_collectors_and_a_killed_buffer_lose_nothing(cluster: None, tmp_p
     counts = dict(zip(*(part.tolist() for part in stored["action"].unique(return_counts=True)), strict=True))
     for number in acknowledged(logs[0]) + acknowledged(logs[1]):
         assert counts[number] == 20
-    # whole, and no more than once
+    # every item is complete and stored once
     assert set(counts.values()) == {20}
     assert len(acknowledged(logs[1])) == 60
     expected = trajectory(20)["observation"]

@@ -1,4 +1,4 @@
-"""Copies of a storage are of the state between two writes, whoever writes meanwhile; bad arguments are named."""
+"""Copies made while another thread writes are consistent; invalid arguments raise named errors."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torchrl.data import TensorDictReplayBuffer
 
 from sb3_extra_buffers.errors import ExtraBuffersError, IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
-from tests.replay_buffers.playing import assert_same, trajectory
+from tests.replay_buffers.trajectories import assert_same, trajectory
 
 N_ITEMS = 24
 
 
 def numbered(number: int) -> TensorDict:
-    """Items that all say which write they are of, in what is compressed and in what is not."""
+    """Return items that all carry ``number``, in compressed and in dense leaves."""
     data = trajectory(N_ITEMS, 2, seed=3)[:N_ITEMS]
     data["observation"][:, :, :2] = number % 251
     data["next", "observation"][:, :, :2] = number % 251
@@ -34,15 +34,15 @@ def numbered(number: int) -> TensorDict:
     return data
 
 
-def is_whole(storage: Any) -> bool:
-    """Whether everything in ``storage`` is of one write."""
+def is_consistent(storage: Any) -> bool:
+    """Whether all items of ``storage`` come from one write."""
     data = storage.get(torch.arange(len(storage)))
     [number] = set(data["action"].tolist())
     marks = torch.cat([data["observation"][:, :, :2].ravel(), data["next", "observation"][:, :, :2].ravel()])
     return len(data) == N_ITEMS and bool((marks == number % 251).all())
 
 
-def write_meanwhile(storage: Any, look: Callable[[], bool], times: int) -> None:
+def check_during_writes(storage: Any, look: Callable[[], bool], times: int) -> None:
     over, failed = threading.Event(), []
 
     def write() -> None:
@@ -73,37 +73,37 @@ def storage() -> CompressedStorage:
 
 
 @pytest.mark.parametrize("way", ["pickle", "deepcopy", "state", "get"])
-def test_a_copy_beside_a_writing_thread_is_whole(storage: CompressedStorage, way: str) -> None:
+def test_a_copy_made_during_writes_is_consistent(storage: CompressedStorage, way: str) -> None:
     def look() -> bool:
         if way == "get":
-            return is_whole(storage)
+            return is_consistent(storage)
         if way == "state":
             again = CompressedStorage(N_ITEMS, n_envs=2)
             again.load_state_dict(storage.state_dict())
-            return is_whole(again)
+            return is_consistent(again)
         copied = pickle.loads(pickle.dumps(storage)) if way == "pickle" else copy.deepcopy(storage)
         copied.check()
-        return is_whole(copied)
+        return is_consistent(copied)
 
-    write_meanwhile(storage, look, 25)
+    check_during_writes(storage, look, 25)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_child_forked_beside_a_writing_thread_reads_whole_items(storage: CompressedStorage) -> None:
+def test_a_child_forked_during_writes_reads_consistent_items(storage: CompressedStorage) -> None:
     def look() -> bool:
         child = os.fork()
         if not child:
-            # no clean up: this is a copy of the test
+            # exit without the cleanup of the test process
             code = 1
             try:
                 storage.check()
-                code = 0 if is_whole(storage) else 2
+                code = 0 if is_consistent(storage) else 2
             finally:
                 os._exit(code)
         return os.waitpid(child, 0)[1] == 0
 
-    write_meanwhile(storage, look, 15)
+    check_during_writes(storage, look, 15)
 
 
 # ---- bad arguments ----
@@ -120,13 +120,13 @@ def test_a_child_forked_beside_a_writing_thread_reads_whole_items(storage: Compr
         {"compression_kwargs": {"nosuch": 1}, "compression_method": "gzip"},
     ],
 )  # fmt: skip
-def test_options_that_make_no_sense_are_named(options: dict[str, Any]) -> None:
+def test_invalid_options_raise(options: dict[str, Any]) -> None:
     with pytest.raises(ExtraBuffersError):
         CompressedStorage(**{"max_size": 10, **options})
 
 
 @pytest.mark.parametrize("cursor", [99, -99, [0, 99], "x", None, 1.5, torch.rand(3), object(), slice("a", "b"), {}])
-def test_nothing_is_written_to_places_that_are_none(cursor: Any) -> None:
+def test_writing_to_an_invalid_cursor_raises_and_changes_nothing(cursor: Any) -> None:
     buffer: Any = TensorDictReplayBuffer(storage=CompressedStorage(30, n_envs=1), batch_size=4)
     buffer.extend(trajectory(20))
     before = buffer[:].clone()
@@ -137,7 +137,7 @@ def test_nothing_is_written_to_places_that_are_none(cursor: Any) -> None:
 
 
 @pytest.mark.parametrize("data", [None, 3, "text", [], [1, 2], {}, np.zeros(3), object(), {"a": "text"}, [None, None]])
-def test_nothing_is_stored_of_what_is_no_data(data: Any) -> None:
+def test_storing_anything_but_tensors_raises_and_changes_nothing(data: Any) -> None:
     for storage in (CompressedStorage(30), CompressedStorage(30, n_envs=1)):
         if storage.n_envs:
             storage.set(range(20), trajectory(20))
@@ -147,7 +147,7 @@ def test_nothing_is_stored_of_what_is_no_data(data: Any) -> None:
         assert (len(storage), storage.initialized) == before
 
 
-def test_arrays_and_lists_of_positions_are_written_to() -> None:
+def test_arrays_and_lists_as_cursors() -> None:
     storage = CompressedStorage(30, n_envs=1)
     data: Any = trajectory(20)
     storage.set(np.arange(20), data)

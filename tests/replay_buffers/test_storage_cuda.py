@@ -1,6 +1,6 @@
-"""`CompressedStorage` on a GPU gives what TorchRL's tensor storage gives there.
+"""`CompressedStorage` on a GPU behaves like TorchRL's tensor storage there.
 
-The same tests run without one: on the CPU with the reference of the kernels, which defines what they do.
+Without a GPU the same tests run on the CPU with the reference kernels.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ pytest.importorskip("torchrl")
 
 from torchrl.data import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
 
+from sb3_extra_buffers._torchrl.device_group import DeviceGroup
 from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
-from sb3_extra_buffers.replay_buffers.device_group import DeviceGroup
 from sb3_extra_buffers.replay_buffers.experience_memory import ReplayBuffer
 from sb3_extra_buffers.stores import device_observation
 from sb3_extra_buffers.stores.device import DeviceFrameStore
-from tests.replay_buffers.playing import SIDE, STACK, assert_same, steps, trajectory
+from tests.replay_buffers.trajectories import SIDE, STACK, assert_same, steps, trajectory
 
 on_gpu = pytest.param(
     "cuda",
@@ -59,39 +59,39 @@ def same_samples(ours: Any, theirs: Any, seed: int = 0) -> None:
 
 
 def is_on_device(storage: CompressedStorage) -> bool:
-    return all(isinstance(group.store._inner, DeviceFrameStore) for group in storage.groups)
+    return all(isinstance(group.store._inner, DeviceFrameStore) for group in storage.table.groups)
 
 
 @pytest.mark.parametrize(("n_envs", "given"), [(1, None), (3, None), (3, 3)])
 def test_samples_equal_those_of_a_tensor_storage_at_the_same_seed(
     device: torch.device, n_envs: int, given: int | None
 ) -> None:
-    # no whole number of steps, so that the last of them is never complete
+    # not a whole number of steps, so that the last step is never complete
     ours, theirs = pair(device, 61, n_envs=given)
     for step, data in enumerate(steps(140 // n_envs, n_envs)):
         for buffer in (ours, theirs):
             buffer.extend(data.clone().to(device))
         if step > 16 and step % 9 == 0:
             same_samples(ours, theirs, seed=step)
-    [group] = ours.storage.groups
+    [group] = ours.storage.table.groups
     assert isinstance(group, DeviceGroup)
     assert is_on_device(ours.storage)
     assert_same(ours[:].clone(), theirs[:].clone())
     ours.storage.check()
 
 
-def test_two_leading_axes(device: torch.device) -> None:
+def test_samples_with_ndim_2(device: torch.device) -> None:
     ours, theirs = pair(device, 60, ndim=2)
     for first in range(0, 40, 10):
         data = torch.stack(list(steps(first + 10, 3))[first:], dim=1)
         for buffer in (ours, theirs):
             buffer.extend(data.clone().to(device))
     same_samples(ours, theirs)
-    assert ours.storage.groups[0].store.n_streams == 3
+    assert ours.storage.table.groups[0].store.n_streams == 3
     assert_same(ours[:].clone(), theirs[:].clone())
 
 
-def test_items_one_by_one_and_steps_in_parts(device: torch.device) -> None:
+def test_single_items_and_partial_steps(device: torch.device) -> None:
     data: Any = trajectory(40, 3)
     ours, theirs = pair(device, 90, n_envs=3)
     for buffer in (ours, theirs):
@@ -100,11 +100,11 @@ def test_items_one_by_one_and_steps_in_parts(device: torch.device) -> None:
         buffer.add(data[115].clone().to(device))
     same_samples(ours, theirs)
     assert is_on_device(ours.storage)
-    # of the step under way alone
-    assert max(loose.count for loose in ours.storage.groups[0]._loose) <= 2
+    # only those of the step in progress
+    assert max(raw.count for raw in ours.storage.table.groups[0]._raw) <= 2
 
 
-def test_items_replaced_out_of_turn(device: torch.device) -> None:
+def test_items_overwritten_out_of_order(device: torch.device) -> None:
     data, other = trajectory(40), trajectory(40, seed=1)
     ours, theirs = pair(device, 40)
     for buffer in (ours, theirs):
@@ -119,8 +119,8 @@ def test_items_replaced_out_of_turn(device: torch.device) -> None:
     ours.storage.check()
 
 
-def test_much_out_of_turn_is_put_in_order(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sb3_extra_buffers.replay_buffers.device_group._LOOSE_LEAST", 4)
+def test_many_rows_out_of_order_are_reordered(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sb3_extra_buffers._torchrl.device_group._MIN_RAW", 4)
     buffers = [
         TensorDictReplayBuffer(
             storage=storage, writer=TensorDictMaxValueWriter(rank_key=("next", "reward")), batch_size=8
@@ -131,12 +131,12 @@ def test_much_out_of_turn_is_put_in_order(device: torch.device, monkeypatch: pyt
         for buffer in buffers:
             buffer.extend(trajectory(60)[first : first + 12].to(device).clone())
     assert_same(buffers[0][:].clone(), buffers[1][:].clone())
-    [group] = buffers[0].storage.groups
-    assert max(loose.count for loose in group._loose) <= 4
+    [group] = buffers[0].storage.table.groups
+    assert max(raw.count for raw in group._raw) <= 4
     buffers[0].storage.check()
 
 
-def test_an_emptied_buffer_starts_again(device: torch.device) -> None:
+def test_an_emptied_buffer_can_be_filled_again(device: torch.device) -> None:
     ours, theirs = pair(device, 50)
     for buffer in (ours, theirs):
         buffer.extend(trajectory(40).to(device))
@@ -147,7 +147,7 @@ def test_an_emptied_buffer_starts_again(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_dtype_keeps_its_bits(device: torch.device, dtype: torch.dtype) -> None:
+def test_every_dtype_round_trips_exactly(device: torch.device, dtype: torch.dtype) -> None:
     frames = (torch.arange(40 * 16 * 16).reshape(40, 16, 16) % 251).to(dtype)
     storage = CompressedStorage(40, device=device, compression_method="delta")
     storage.set(range(40), frames)
@@ -157,7 +157,7 @@ def test_any_dtype_keeps_its_bits(device: torch.device, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("n_items", [30, 140])
-def test_files_and_copies(device: torch.device, tmp_path: Path, n_items: int) -> None:
+def test_save_load_and_copy(device: torch.device, tmp_path: Path, n_items: int) -> None:
     ours, theirs = pair(device, 90, n_envs=2)
     for data in steps(n_items // 2, 2):
         for buffer in (ours, theirs):
@@ -170,13 +170,13 @@ def test_files_and_copies(device: torch.device, tmp_path: Path, n_items: int) ->
         for data in steps(8, 2, seed=5):
             buffer.extend(data.clone().to(device))
     assert_same(again[:].clone(), theirs[:].clone())
-    # its turn went on where it was
-    assert max(loose.count for loose in again.storage.groups[0]._loose) == 0
+    # the next step continues in order
+    assert max(raw.count for raw in again.storage.table.groups[0]._raw) == 0
     for copied in (copy.deepcopy(ours.storage), pickle.loads(pickle.dumps(ours.storage))):
         assert_same(copied[:].clone(), theirs.storage[:].clone())
 
 
-def test_a_file_of_one_device_is_read_on_the_other(
+def test_a_file_saved_on_one_device_loads_on_another(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = pair(device, 90, n_envs=2)
@@ -188,26 +188,26 @@ def test_a_file_of_one_device_is_read_on_the_other(
         patch.setattr(device_observation, "stays_on_host", lambda device: True)
         on_host = CompressedStorage(90)
         on_host.loads(tmp_path)
-        assert not isinstance(on_host.groups[0], DeviceGroup)
+        assert not isinstance(on_host.table.groups[0], DeviceGroup)
         assert_same(on_host[:].clone(), theirs[:].clone().cpu())
         on_host.dumps(tmp_path / "host")
     again = CompressedStorage(90, device=device)
     again.loads(tmp_path / "host")
-    assert isinstance(again.groups[0], DeviceGroup)
+    assert isinstance(again.table.groups[0], DeviceGroup)
     assert_same(again[:].clone(), theirs[:].clone())
 
 
-def test_memory_is_small_and_says_what_is_held(device: torch.device) -> None:
+def test_memory_usage_is_small_and_names_the_method(device: torch.device) -> None:
     buffer, _ = pair(device, 2000, n_envs=1)
     buffer.extend(trajectory(150))
     usage = buffer.storage.memory_usage()
     assert usage.codecs["observation"].startswith("delta")
     assert usage.dense > 2000 * 2 * STACK * SIDE * SIDE
-    # a heap begins with a mebibyte
+    # a heap starts with 1 MiB
     assert usage.payload < 1.1 * 2**20
 
 
-def test_bad_input_changes_nothing(device: torch.device) -> None:
+def test_data_that_differs_raises_and_changes_nothing(device: torch.device) -> None:
     buffer, _ = pair(device, 50)
     buffer.extend(trajectory(20))
     before = buffer[:].clone()
@@ -216,13 +216,38 @@ def test_bad_input_changes_nothing(device: torch.device) -> None:
     assert_same(buffer[:].clone(), before)
 
 
-def test_the_replay_memory_on_this_device(device: torch.device) -> None:
+def test_replay_buffer_on_the_device(device: torch.device) -> None:
     buffer = ReplayBuffer(device, device, 50, storage="compressed")
     buffer.add_batch(trajectory(60))
     data = trajectory(60)
     one = buffer.sample_by_index_fields([0, 5], fields=["observation"])
     assert one.device.type == device.type
     assert torch.equal(one.cpu(), data["observation"][[50, 55]])
+
+
+def test_a_replay_buffer_loads_onto_the_device(device: torch.device, tmp_path: Path) -> None:
+    """It used to stay on the host."""
+    buffer, again = (ReplayBuffer(device, device, 50, storage="compressed") for _ in range(2))
+    buffer.add_batch(trajectory(60).to(device))
+    buffer.save(tmp_path / "memory", contents=True)
+    again.load(tmp_path / "memory")
+    assert again.memory.storage.device.type == device.type
+    assert isinstance(again.memory.storage.table.groups[0], DeviceGroup)
+    assert_same(again.sample_all(), buffer.sample_all())
+
+
+def test_a_tree_of_tensors_keeps_its_structure_on_the_device(device: torch.device, tmp_path: Path) -> None:
+    """It used to become a tuple when it was loaded onto a device."""
+    frames = (torch.arange(40 * 16 * 16).reshape(40, 16, 16) % 251).to(torch.uint8)
+    tree = {"frame": frames.to(device), "rest": (torch.arange(40, device=device),)}
+    storage, again = (CompressedStorage(40, device=device, compression_method="delta") for _ in range(2))
+    storage.set(range(40), tree)
+    storage.dumps(tmp_path)
+    again.set(0, {"frame": frames[1].to(device), "rest": (torch.tensor(7, device=device),)})
+    again.loads(tmp_path)
+    loaded = again.get(range(40))
+    assert torch.equal(loaded["frame"].cpu(), frames)
+    assert torch.equal(loaded["rest"][0].cpu(), torch.arange(40))
 
 
 @pytest.mark.gpu
@@ -235,7 +260,7 @@ def test_a_real_game_stays_on_the_gpu() -> None:
     from tensordict import TensorDict
 
     native_steps = importlib.import_module("benchmarks.feed").native_steps
-    # enough items that the memory through which rows are sent, 1.8 MB whatever is stored, does not count for much
+    # enough items to outweigh the staging memory, 1.8 MB regardless of the number of items
     ours, theirs = pair(torch.device("cuda"), 3000)
     for step in native_steps("ms_pacman", 800):
         data = TensorDict(

@@ -1,4 +1,4 @@
-"""Processes that are started have the storage of the one that started them: they read, write and agree."""
+"""Spawned processes use the storage of the process that created it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ pytest.importorskip("torchrl")
 from torch import multiprocessing as mp
 from torchrl.data import TensorDictReplayBuffer
 
+from sb3_extra_buffers._torchrl.sharing import RemoteGroup
 from sb3_extra_buffers.errors import SharingError, SpecMismatchError
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
-from sb3_extra_buffers.replay_buffers.sharing import RemoteGroup
-from tests.replay_buffers.playing import assert_same, steps, trajectory
+from tests.replay_buffers.trajectories import assert_same, steps, trajectory
 
 
 def child(buffer: Any, asked: Any, answers: Any) -> None:
-    """Does what it is asked to, and says how that went."""
+    """Carry out requests in a spawned process."""
     while True:
         request = asked.get(timeout=60)
         try:
@@ -51,7 +51,7 @@ def child(buffer: Any, asked: Any, answers: Any) -> None:
             answers.put(f"{type(error).__name__}: {error}")
 
 
-def test_a_started_process_reads_and_writes_what_the_other_does() -> None:
+def test_a_spawned_process_reads_and_writes_the_same_storage() -> None:
     buffer = TensorDictReplayBuffer(storage=CompressedStorage(60), batch_size=8).share(True)
     twin = TensorDictReplayBuffer(storage=CompressedStorage(60), batch_size=8)
     for data in steps(20, 2):
@@ -66,8 +66,8 @@ def test_a_started_process_reads_and_writes_what_the_other_does() -> None:
         asked.put(request)
         return answers.get(timeout=60)
 
-    # the streams were found from fewer items than usual, since they cannot change any more
-    assert buffer.storage.groups[0].store.n_streams == 2
+    # n_envs was detected early, because it cannot change after sharing
+    assert buffer.storage.table.groups[0].store.n_streams == 2
     assert ask("write") == twin.extend(trajectory(30, seed=7)).tolist()
     assert len(buffer) == 60
     assert_same(buffer[:].clone(), twin[:].clone())
@@ -96,19 +96,19 @@ def test_a_started_process_reads_and_writes_what_the_other_does() -> None:
     assert process.exitcode == 0
 
 
-def test_when_the_storage_is_gone_the_others_are_told() -> None:
+def test_requests_raise_after_the_storage_is_gone() -> None:
     data = trajectory(10)
     storage = CompressedStorage(20)
     storage.set(range(10), data)
     storage.share()
     assert storage._server is not None
-    remote = RemoteGroup(storage._server.address, 0, storage.groups[0])
+    remote = RemoteGroup(storage._server.address, 0, storage.table.groups[0])
     with pytest.raises(AuthenticationError):
         Client(storage._server.address, authkey=b"somebody else's")
     first, following = remote.read(np.arange(10))
     assert torch.equal(first, data["observation"])
     assert torch.equal(following, data["next", "observation"])
-    assert remote.describe() == storage.groups[0].describe()
+    assert remote.describe() == storage.table.groups[0].describe()
 
     del storage
     gc.collect()
@@ -116,7 +116,7 @@ def test_when_the_storage_is_gone_the_others_are_told() -> None:
         remote.read(np.arange(10))
 
 
-def test_an_empty_storage_is_not_shared() -> None:
+def test_sharing_an_empty_storage_raises() -> None:
     process = mp.get_context("spawn").Process(target=child, args=(CompressedStorage(20), None, None))
     with pytest.raises(SharingError, match="initialized"):
         process.start()

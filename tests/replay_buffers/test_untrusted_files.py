@@ -1,4 +1,4 @@
-"""Files and packets from outside: nothing in them runs, crashes or is believed unchecked."""
+"""Untrusted files and packets: nothing in them runs, crashes or is used unchecked."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ pytest.importorskip("torchrl")
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
+from sb3_extra_buffers._torchrl.memmaps import read_memmaps
+from sb3_extra_buffers._torchrl.wire import decode_packet, encode_packet
 from sb3_extra_buffers.errors import (
     CorruptPayloadError,
     DamagedFileError,
@@ -34,15 +36,13 @@ from sb3_extra_buffers.files import disk
 from sb3_extra_buffers.files.manifest import dump
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
 from sb3_extra_buffers.replay_buffers.experience_memory import ReplayBuffer
-from sb3_extra_buffers.replay_buffers.memmaps import read_memmaps
-from sb3_extra_buffers.replay_buffers.packing import pack, unpack
-from tests.replay_buffers.playing import assert_same, trajectory
+from tests.replay_buffers.trajectories import assert_same, trajectory
 
 CPU = torch.device("cpu")
 
 
 class Trap:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -122,7 +122,7 @@ def test_pickles_beside_saved_experience_are_not_opened(tmp_path: Path, storage:
 
 
 @pytest.mark.parametrize("folder", ["../../elsewhere", "/etc", "buffer.contents-0123456789ag", "", 3, ["x"]])
-def test_metadata_names_no_folder_but_its_own(tmp_path: Path, folder: Any) -> None:
+def test_metadata_cannot_name_another_folder(tmp_path: Path, folder: Any) -> None:
     buffer = ReplayBuffer(CPU, CPU, 50)
     buffer.add_batch(trajectory(20))
     buffer.save(tmp_path / "buffer", contents=True)
@@ -133,7 +133,7 @@ def test_metadata_names_no_folder_but_its_own(tmp_path: Path, folder: Any) -> No
     assert len(buffer) == 20
 
 
-def test_saving_again_deletes_nothing_that_is_not_its_own(tmp_path: Path) -> None:
+def test_saving_again_deletes_only_its_own_files(tmp_path: Path) -> None:
     buffer = ReplayBuffer(CPU, CPU, 50)
     buffer.add_batch(trajectory(20))
     keep = tmp_path / "keep"
@@ -161,7 +161,7 @@ def edit_meta(folder: Path, key: str, **entries: Any) -> None:
         "parent", "batch",
     ],
 )  # fmt: skip
-def test_folders_of_torchrl_that_contradict_themselves_are_named(tmp_path: Path, damage: str) -> None:
+def test_inconsistent_folders_of_torchrl_raise(tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "td"
     TensorDict({"a": torch.arange(12).reshape(4, 3), "n": {"b": torch.zeros(4)}}, [4]).memmap(folder)
     tensor = folder / "a.memmap"
@@ -193,7 +193,7 @@ def test_folders_of_torchrl_that_contradict_themselves_are_named(tmp_path: Path,
         read_memmaps(folder)
 
 
-def test_a_folder_of_torchrl_is_read_as_torchrl_reads_it(tmp_path: Path) -> None:
+def test_folders_of_torchrl_are_read_as_torchrl_reads_them(tmp_path: Path) -> None:
     data = TensorDict(
         {
             "a": torch.arange(12).reshape(4, 3),
@@ -211,7 +211,7 @@ def test_a_folder_of_torchrl_is_read_as_torchrl_reads_it(tmp_path: Path) -> None
 
 
 def forge(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change a manifest; its checksum is right afterwards."""
+    """Change a manifest and update its checksum."""
     record = json.loads((folder / "manifest.json").read_text())
     del record["crc32"]
     change(record)
@@ -219,7 +219,7 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def leaves_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where the numbers, texts and empty things of a description are."""
+    """Return the paths of the numbers, strings and empty containers in a description."""
     if isinstance(value, dict) and value:
         return [found for key, part in value.items() for found in leaves_of(part, (*path, key))]
     if isinstance(value, list) and value:
@@ -241,7 +241,7 @@ def forged_values(old: Any, rng: random.Random) -> Any:
 
 
 def check_forged(folder: Path, target: Any, before: Any) -> bool:
-    """Load a forged dump and use what comes of it; whether it was accepted."""
+    """Load a forged dump and use the result; return whether it was accepted."""
     try:
         target.storage.loads(folder)
     except ExtraBuffersError:
@@ -283,7 +283,7 @@ def run_forgeries(tmp_path: Path, count: int, seed: int) -> int:
     return accepted
 
 
-def test_a_forged_description_is_refused_or_harmless(tmp_path: Path) -> None:
+def test_a_forged_description_raises_or_is_harmless(tmp_path: Path) -> None:
     accepted = run_forgeries(tmp_path, 150, seed=1)
     assert accepted < 60
 
@@ -295,8 +295,8 @@ def test_thousands_of_forged_descriptions(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("table", ["slots", "lengths", "counts", "scenes", "streams"])
-def test_a_state_with_forged_tables_is_refused(table: str) -> None:
-    """What a state's arrays say is looked at before compiled code is: these used to crash on read or on write."""
+def test_a_state_with_forged_tables_raises(table: str) -> None:
+    """Arrays of a state are checked before compiled code uses them: these used to crash on read or write."""
     state = filled(n_envs=1, compression_method="delta").storage.state_dict()
     name = next(name for name in state["arrays"] if name.endswith(f"/{table}"))
     array = state["arrays"][name]
@@ -311,7 +311,7 @@ def test_a_state_with_forged_tables_is_refused(table: str) -> None:
         assert_same(target[:].clone(), before)
 
 
-def test_a_dump_names_no_file_of_its_own_choice(tmp_path: Path) -> None:
+def test_a_dump_cannot_name_other_files(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
     filled(n_envs=1).storage.dumps(tmp_path / "dump")
@@ -332,7 +332,7 @@ def test_a_dump_names_no_file_of_its_own_choice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", [None, 3, {}, {"arrays": 1}, {"arrays": {}}, {"_storage": {}, "_len": "x"}])
-def test_states_that_are_none_are_named(state: Any) -> None:
+def test_invalid_states_raise(state: Any) -> None:
     target = filled(10)
     with pytest.raises(FileFormatError):
         target.storage.load_state_dict(state)
@@ -355,7 +355,7 @@ def packed(header: dict[str, Any], body: bytes) -> bytes:
 @pytest.mark.parametrize("seed", range(3))
 def test_forged_packets_raise_one_kind_of_error(seed: int) -> None:
     rng = random.Random(seed)
-    header, body = header_of(pack(trajectory(12), writer="a", number=3))
+    header, body = header_of(encode_packet(trajectory(12), writer="a", number=3))
     places = leaves_of(header)
     for _ in range(400):
         forged = copy.deepcopy(header)
@@ -365,7 +365,7 @@ def test_forged_packets_raise_one_kind_of_error(seed: int) -> None:
             old = old[part]
         put(forged, path, forged_values(old, rng))
         try:
-            found = unpack(packed(forged, body))
+            found = decode_packet(packed(forged, body))
         except CorruptPayloadError:
             continue
         assert found.numel() <= 12
@@ -386,24 +386,24 @@ def test_forged_packets_raise_one_kind_of_error(seed: int) -> None:
         lambda header: header.update(small=1 << 40),
     ],
 )
-def test_what_a_packet_claims_is_checked_before_it_is_made(change: Any) -> None:
-    header, body = header_of(pack(trajectory(12)))
+def test_the_header_of_a_packet_is_checked_before_decoding(change: Any) -> None:
+    header, body = header_of(encode_packet(trajectory(12)))
     change(header)
     with pytest.raises(CorruptPayloadError):
-        unpack(packed(header, body))
+        decode_packet(packed(header, body))
 
 
 @pytest.mark.parametrize("packet", [b"", b"XBT1", 3, None, "text", b"XBT1\xff\xff\xff\xff{}", b"x" * 100])
-def test_what_is_no_packet_is_named(packet: Any) -> None:
+def test_anything_but_a_packet_raises(packet: Any) -> None:
     with pytest.raises(CorruptPayloadError):
-        unpack(packet)
+        decode_packet(packet)
 
 
 # ---- full disks ----
 
 
 @pytest.mark.parametrize("saver", ["storage", "experience", "experience of tensors"])
-def test_a_full_disk_is_named_and_what_was_saved_stays(
+def test_a_full_disk_raises_and_keeps_the_previous_save(
     tmp_path: Path, saver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if saver == "storage":
@@ -442,8 +442,8 @@ def test_a_full_disk_is_named_and_what_was_saved_stays(
     save()
 
 
-def test_checksums_are_of_what_was_written(tmp_path: Path) -> None:
-    """Every bit of a dump counts: changing one is an error, or changes nothing."""
+def test_checksums_cover_what_was_written(tmp_path: Path) -> None:
+    """Changing any bit of a dump raises an error or changes nothing."""
     filled(20, n_envs=1).storage.dumps(tmp_path / "dump")
     data = tmp_path / "dump" / "data-0001.bin"
     whole = data.read_bytes()

@@ -367,12 +367,12 @@ class Service(Saveable):
         return self.make(place)
 
     def contents(self, made: Any) -> Contents:
-        from sb3_extra_buffers.replay_buffers.packing import unpack
+        from sb3_extra_buffers._torchrl.wire import decode_packet
 
         count = len(made)
         if not count:
             return {}
-        data = unpack(made.packed(th.arange(count)))
+        data = decode_packet(made.packed(th.arange(count)))
         return {name: data.get(name).numpy() for name in ("pixels", "next", "speed", "reward", "action")}
 
     def use(self, made: Any, place: Path, steps: list[Step]) -> None:

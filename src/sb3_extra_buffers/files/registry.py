@@ -26,8 +26,9 @@ class SavedType(NamedTuple):
 
 
 _OURS = "sb3_extra_buffers"
-_TORCHRL = f"{_OURS}.replay_buffers"
-_EXPERIENCE = f"{_TORCHRL}.experience_memory"
+_TORCHRL = f"{_OURS}._torchrl"
+_STORAGE = f"{_OURS}.replay_buffers.compressed_storage"
+_EXPERIENCE = f"{_OURS}.replay_buffers.experience_memory"
 _BUFFERS = f"{_OURS}.compressed.buffers"
 _CONTRIB = f"{_OURS}.compressed.contrib"
 _SB3 = f"{_OURS}._sb3.parts:buffer_from_parts"
@@ -47,11 +48,9 @@ REGISTRY: dict[str, SavedType] = {
     "maskable-dict-rollout": SavedType(f"{_CONTRIB}:CompressedMaskableDictRolloutBuffer", _SB3),
     "recurrent-rollout": SavedType(f"{_CONTRIB}:CompressedRecurrentRolloutBuffer", _SB3),
     "recurrent-dict-rollout": SavedType(f"{_CONTRIB}:CompressedRecurrentDictRolloutBuffer", _SB3),
-    "torchrl-storage": SavedType(
-        f"{_TORCHRL}.compressed_storage:CompressedStorage", f"{_TORCHRL}.checkpoint:make_storage"
-    ),
-    "experience": SavedType(f"{_EXPERIENCE}:ReplayBuffer", f"{_EXPERIENCE}:make_buffer"),
-    "replay-service": SavedType(f"{_TORCHRL}.service_state:ServiceState", f"{_TORCHRL}.service_state:make_state"),
+    "torchrl-storage": SavedType(f"{_STORAGE}:CompressedStorage", f"{_TORCHRL}.checkpoint:restore_storage"),
+    "experience": SavedType(f"{_EXPERIENCE}:ReplayBuffer", f"{_EXPERIENCE}:restore_buffer"),
+    "replay-service": SavedType(f"{_TORCHRL}.service_state:ServiceState", f"{_TORCHRL}.service_state:restore_state"),
     "gpu-replay": SavedType(f"{_OURS}.gpu_buffers.replay_buffer:GpuReplayBuffer", _SB3),
     "gpu-rollout": SavedType(f"{_OURS}.gpu_buffers.rollout_buffer:GpuRolloutBuffer", _SB3),
     "recording": SavedType(f"{_OURS}.recording.base:BaseRecordBuffer", f"{_OURS}.recording.buffers:make_recording"),

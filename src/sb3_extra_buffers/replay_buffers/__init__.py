@@ -1,7 +1,8 @@
-"""Replay memory on TorchRL: the documented buffer, a compressed storage, and both behind Ray."""
+"""Replay memory on TorchRL: a compressed storage, a replay buffer over it, and a buffer served by Ray."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from sb3_extra_buffers._lazy import attach
 
 if TYPE_CHECKING:
     from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
@@ -10,19 +11,12 @@ if TYPE_CHECKING:
 
 __all__ = ["CompressedRayReplayBuffer", "CompressedStorage", "ReplayBuffer"]
 
-# imported when they are asked for: TorchRL takes seconds, and may be absent
-_MODULES = {
-    "CompressedRayReplayBuffer": "ray",
-    "CompressedStorage": "compressed_storage",
-    "ReplayBuffer": "experience_memory",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+# importing TorchRL takes seconds, and it may not be installed
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "compressed_storage": ["CompressedStorage"],
+        "experience_memory": ["ReplayBuffer"],
+        "ray": ["CompressedRayReplayBuffer"],
+    },
+)

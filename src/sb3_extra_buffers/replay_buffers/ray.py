@@ -1,4 +1,4 @@
-"""One compressed buffer for many machines: TorchRL's Ray replay buffer, with packets on the wire."""
+"""One compressed buffer for many machines: TorchRL's Ray replay buffer, with compressed packets on the wire."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from sb3_extra_buffers import files
+from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.errors import (
     CorruptPayloadError,
     DamagedFileError,
@@ -31,16 +32,16 @@ from sb3_extra_buffers.errors import (
 from sb3_extra_buffers.files import disk
 from sb3_extra_buffers.files.journal import Journal, read_journal
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
-from sb3_extra_buffers.replay_buffers.memmaps import read_json, remove_saved, write_json
-from sb3_extra_buffers.replay_buffers.packing import pack, read_note, unpack
-from sb3_extra_buffers.replay_buffers.schema import at_least
-from sb3_extra_buffers.replay_buffers.service_state import ServiceState
 
 try:
     import ray
     from tensordict import TensorDictBase
     from torchrl.data import RayReplayBuffer, TensorDictReplayBuffer
     from torchrl.data.replay_buffers.ray_buffer import _RayReplayBufferClient
+
+    from sb3_extra_buffers._torchrl.memmaps import read_json, remove_saved, write_json
+    from sb3_extra_buffers._torchrl.service_state import Clients, ServiceState
+    from sb3_extra_buffers._torchrl.wire import decode_packet, encode_packet, packet_note
 except ImportError as error:
     raise MissingExtraError(
         "CompressedRayReplayBuffer needs 'ray' and 'torchrl': pip install 'sb3-extra-buffers[ray]'"
@@ -50,17 +51,17 @@ __all__ = ["CompressedRayClient", "CompressedRayReplayBuffer", "CompressedReplay
 
 _CURRENT = "current.json"
 _FORMAT = "sb3-extra-buffers/ray-buffer"
-#: what a buffer's folder holds beside that file; nothing else in it is ever opened or deleted
-_OURS = re.compile(r"(snapshot|journal)-[0-9a-f]{12}")
-# a journal becomes a snapshot when it is longer than this and than the snapshot before
-_LEAST_JOURNAL = 64 << 20
+# the other entries of a buffer's folder; anything else in it is never opened or deleted
+_ENTRY = re.compile(r"(snapshot|journal)-[0-9a-f]{12}")
+# a journal that is larger than this and than the last snapshot is replaced by a new snapshot
+_MIN_JOURNAL_BYTES = 64 << 20
 
 
 class CompressedReplayService(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl ships no types
-    """The buffer inside the actor: takes packets, gives packets, and remembers them in ``folder`` if it has one.
+    """The buffer inside the actor: receives and sends packets, and keeps a journal in ``folder`` if it is given one.
 
-    Every packet is checked, written to a journal, stored, then acknowledged: all of that or nothing. A packet that
-    comes again, because its sender did not hear of it, is not stored twice.
+    A packet is checked, appended to the journal, stored and then acknowledged: all of that or nothing. A packet that
+    is sent again, because its acknowledgement was lost, is not stored twice.
     """
 
     def __init__(self, *args: Any, folder: str | None = None, sync: bool = False, **kwargs: Any) -> None:
@@ -68,11 +69,10 @@ class CompressedReplayService(TensorDictReplayBuffer):  # type: ignore[misc]  # 
         self._folder = None if folder is None else Path(folder)
         self._sync = sync
         self._journal: Journal | None = None
-        # the journal becomes a snapshot when it is longer than this
-        self._journal_limit = _LEAST_JOURNAL
+        # in bytes; a longer journal is replaced by a snapshot
+        self._journal_limit = _MIN_JOURNAL_BYTES
         self._snapshot: str | None = None
-        # newest packet of each writer and where it went
-        self._writers: dict[str, tuple[int, Any]] = {}
+        self._clients: Clients = {}
         self._state = ServiceState(self._storage, {}, {}, {})
         if self._folder is not None:
             self._recover(self._folder)
@@ -80,15 +80,15 @@ class CompressedReplayService(TensorDictReplayBuffer):  # type: ignore[misc]  # 
     # ---- packets ----
 
     def extend(self, data: Any, **kwargs: Any) -> Any:
-        """Store a packet of items; return where they went."""
-        # one that is no packet is from a client that does not pack
-        packet = data if isinstance(data, bytes) else pack(_as_items(data))
+        """Store a packet of items and return their indices."""
+        # TorchRL's own clients send TensorDicts
+        packet = data if isinstance(data, bytes) else encode_packet(_as_items(data))
         with self._replay_lock:
-            writer, number = _sender(packet)
-            newest, index = self._writers.get(writer, (0, None))
-            if writer and number <= newest:
+            client, number = _sender(packet)
+            newest, index = self._clients.get(client, (0, None))
+            if client and number <= newest:
                 return index
-            index = self._store(packet, writer, number, **kwargs)
+            index = self._store(packet, client, number, **kwargs)
             journal = self._journal
             if journal is not None and journal.n_bytes > self._journal_limit:
                 try:
@@ -96,11 +96,11 @@ class CompressedReplayService(TensorDictReplayBuffer):  # type: ignore[misc]  # 
                 except FileWriteError as error:
                     # the packet is safe in the journal
                     self._journal_limit = 2 * journal.n_bytes
-                    warnings.warn(f"the journal could not become a snapshot: {error}", stacklevel=2)
+                    warnings.warn(f"the journal could not be replaced by a snapshot: {error}", stacklevel=2)
         return index
 
-    def _store(self, packet: bytes, writer: str, number: int, **kwargs: Any) -> Any:
-        items = unpack(packet)
+    def _store(self, packet: bytes, client: str, number: int, **kwargs: Any) -> Any:
+        items = decode_packet(packet)
         if self._storage.initialized:
             self._storage.check_data(items, 1)
         if self._journal is not None and self._journal.broken:
@@ -111,70 +111,69 @@ class CompressedReplayService(TensorDictReplayBuffer):  # type: ignore[misc]  # 
             if journal is not None:
                 journal.append({}, [np.frombuffer(packet, np.uint8)])
             index = super().extend(items, **kwargs)
-            if writer:
-                self._writers[writer] = number, index
+            if client:
+                self._clients[client] = number, index
         except BaseException:
             if self._position() == before:
                 if journal is not None:
-                    # where that fails, the journal says that it is broken, and the next packet begins another
+                    # if this fails the journal is marked as broken, and the next packet starts a new one
                     with contextlib.suppress(ExtraBuffersError):
                         journal.truncate(n_bytes, n_records)
-            elif writer:
-                # stored as a whole: sending it again must not store it twice
-                max_size = self._storage._max_size_along_dim0()
-                self._writers[writer] = number, (torch.arange(len(items)) + before[0]) % max_size
+            elif client:
+                # all items were stored: if the packet is sent again, they must not be stored twice
+                n_steps = self._storage.table.lead[0]
+                self._clients[client] = number, (torch.arange(len(items)) + before[0]) % n_steps
             raise
         return index
 
     def _position(self) -> tuple[int, int, int]:
-        """Tells whether anything was stored; reading the cursor sees to a write that was interrupted."""
+        """Return what changes when items are stored; reading the cursor also recovers from an interrupted write."""
         return int(self._writer._cursor), int(self._writer._write_count), len(self._storage)
 
     def add(self, data: Any) -> Any:
-        """`extend` by a single item."""
-        return self.extend(pack(_as_items(data).unsqueeze(0)) if not isinstance(data, bytes) else data)
+        """Store a single item."""
+        return self.extend(data if isinstance(data, bytes) else encode_packet(_as_items(data).unsqueeze(0)))
 
     def sample(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """A packet of items; with ``return_info`` what the sampler says as well."""
+        """Return a packet of sampled items; with ``return_info`` also the sampler's information."""
         if batch_size is not None:
-            batch_size = at_least("batch_size", batch_size, 1)
-        args = (batch_size, *args)
-        found = super().sample(*args, **kwargs)
-        return (pack(found[0]), found[1]) if isinstance(found, tuple) else pack(found)
+            batch_size = check_count(batch_size, "batch_size")
+        batch = super().sample(batch_size, *args, **kwargs)
+        return (encode_packet(batch[0]), batch[1]) if isinstance(batch, tuple) else encode_packet(batch)
 
     def packed(self, index: Any) -> bytes:
-        """The items at ``index`` as a packet."""
+        """Return the items at ``index`` as a packet."""
         if isinstance(index, str):
-            raise IndexOutOfRangeError(f"items are found by number, not by {index!r}")
-        return pack(super().__getitem__(index).contiguous())
+            raise IndexOutOfRangeError(f"items are indexed by position, got {index!r}")
+        return encode_packet(super().__getitem__(index).contiguous())
 
     def memory_usage(self) -> dict[str, Any]:
-        """What the storage holds, by purpose."""
+        """Return the memory in use, by purpose."""
         usage: dict[str, Any] = self._storage.memory_usage().as_dict()
         return usage
 
     def process_id(self) -> int:
-        """Of the process this runs in."""
+        """Return the ID of the actor's process."""
         return os.getpid()
 
     def __repr__(self) -> str:
-        # Ray puts it before every line of the actor's log
+        # Ray prefixes every line of the actor's log with it
         return type(self).__name__
 
     # ---- files ----
 
     def checkpoint(self) -> None:
-        """Save everything, and start an empty journal. The one file that names both is replaced last."""
+        """Save a snapshot and start an empty journal; the file that names both is replaced last."""
         folder = self._folder
         if folder is None:
-            raise FileFormatError("this buffer has no folder to save to; pass folder=... when it is made")
+            raise FileFormatError("this buffer has no folder to save to; create it with folder=...")
         with self._replay_lock:
             if not len(self._storage):
                 return
-            # the same one every time: what it saved before need not be written again
+            # always the same object: `files.save` writes only what changed since its last save
             state = self._state
             state.sampler, state.writer = self._sampler.state_dict(), self._writer.state_dict()
-            state.writers = dict(self._writers)
+            state.clients = dict(self._clients)
             snapshot = f"snapshot-{uuid.uuid4().hex[:12]}"
             base = None if self._snapshot is None else folder / self._snapshot
             try:
@@ -184,19 +183,19 @@ class CompressedReplayService(TensorDictReplayBuffer):  # type: ignore[misc]  # 
                 with contextlib.suppress(OSError):
                     remove_saved(folder / snapshot)
                 raise
-            self._journal_limit = max(_LEAST_JOURNAL, report.n_bytes)
+            self._journal_limit = max(_MIN_JOURNAL_BYTES, report.n_bytes)
 
     def _switch(self, folder: Path, snapshot: str | None) -> None:
-        """Begin an empty journal after ``snapshot``, then delete those before."""
+        """Start an empty journal on top of ``snapshot``, then delete the older files."""
         with disk.named_errors(folder, f"saving to {folder}"):
             disk.make_folder(folder)
             name = f"journal-{uuid.uuid4().hex[:12]}"
             journal = Journal(folder / name, self._sync)
             try:
-                # also without `sync`: what is deleted below was safe
+                # also without `sync`: the files that are deleted below were safe
                 disk.sync_folder(folder)
-                note = {"format": _FORMAT, "version": 2, "snapshot": snapshot, "journal": name}
-                write_json(folder / _CURRENT, note | {"crc32": _checksum(note)})
+                current = {"format": _FORMAT, "version": 2, "snapshot": snapshot, "journal": name}
+                write_json(folder / _CURRENT, current | {"crc32": _checksum(current)})
             except BaseException:
                 journal.close()
                 with contextlib.suppress(OSError):
@@ -206,7 +205,7 @@ class CompressedReplayService(TensorDictReplayBuffer):  # type: ignore[misc]  # 
         if old is not None:
             old.close()
         for entry in os.scandir(folder):
-            if entry.name in (name, snapshot) or not _OURS.fullmatch(entry.name):
+            if entry.name in (name, snapshot) or not _ENTRY.fullmatch(entry.name):
                 continue
             with contextlib.suppress(OSError):
                 if entry.name.startswith("snapshot-"):
@@ -215,51 +214,51 @@ class CompressedReplayService(TensorDictReplayBuffer):  # type: ignore[misc]  # 
                     disk.unlink(Path(entry.path))
 
     def _recover(self, folder: Path) -> None:
-        """Be where the buffer was that wrote to ``folder`` before."""
+        """Load the snapshot and the journal that an earlier actor left in ``folder``."""
         if not (folder / _CURRENT).exists():
             self._switch(folder, None)
             return
-        note = read_json(folder / _CURRENT)
-        snapshot: Any = note.get("snapshot")
-        journal: Any = note.get("journal")
-        if note.get("format") != _FORMAT or not _is_ours(journal, "journal-"):
-            raise FileFormatError(f"{folder / _CURRENT} was not written by a buffer")
-        if note.pop("crc32", None) != _checksum(note):
-            raise DamagedFileError(f"{folder / _CURRENT} is not what was written: its checksum differs")
+        current = read_json(folder / _CURRENT)
+        snapshot: Any = current.get("snapshot")
+        journal: Any = current.get("journal")
+        if current.get("format") != _FORMAT or not _is_entry(journal, "journal-"):
+            raise FileFormatError(f"{folder / _CURRENT} was not written by a CompressedRayReplayBuffer")
+        if current.pop("crc32", None) != _checksum(current):
+            raise DamagedFileError(f"{folder / _CURRENT} is damaged: its checksum differs")
         if snapshot is not None:
-            if not _is_ours(snapshot, "snapshot-"):
-                raise FileFormatError(f"{folder / _CURRENT}: {snapshot!r} is no snapshot of a buffer")
+            if not _is_entry(snapshot, "snapshot-"):
+                raise FileFormatError(f"{folder / _CURRENT}: {snapshot!r} cannot be the name of a snapshot")
             if not (folder / snapshot).exists():
-                raise DamagedFileError(f"{folder / snapshot} is gone")
+                raise DamagedFileError(f"{folder / snapshot} is missing")
             state = files.load(folder / snapshot, ServiceState)
-            state.give_to(self._storage, self._sampler, self._writer)
-            self._writers = state.writers
+            state.apply_to(self._storage, self._sampler, self._writer)
+            self._clients = state.clients
             self._snapshot = snapshot
             self._journal_limit = max(
-                _LEAST_JOURNAL, sum(path.stat().st_size for path in (folder / snapshot).iterdir())
+                _MIN_JOURNAL_BYTES, sum(path.stat().st_size for path in (folder / snapshot).iterdir())
             )
         for _, arrays in read_journal(folder / journal):
             if len(arrays) != 1 or arrays[0].dtype != np.uint8:
-                raise DamagedFileError(f"{folder / journal} holds a record that is no packet")
+                raise DamagedFileError(f"{folder / journal} holds a record that is not a packet")
             self.extend(arrays[0].tobytes())
         self._journal = Journal.reopen(folder / journal, self._sync)
 
 
 def _sender(packet: bytes) -> tuple[str, int]:
-    """Who sent a packet, and which of theirs it is."""
-    note = read_note(packet)
-    writer, number = note.get("writer", ""), note.get("number", 0)
-    if not isinstance(writer, str) or len(writer) > 256 or type(number) is not int or not 0 <= number < 1 << 62:
-        raise CorruptPayloadError(f"a packet is said to be number {number!r} of {writer!r}")
-    return writer, number
+    """Return the name of the client that sent a packet, and the packet's number."""
+    note = packet_note(packet)
+    client, number = note.get("writer", ""), note.get("number", 0)
+    if not isinstance(client, str) or len(client) > 256 or type(number) is not int or not 0 <= number < 1 << 62:
+        raise CorruptPayloadError(f"a packet cannot be number {number!r} of client {client!r}")
+    return client, number
 
 
-def _is_ours(name: Any, begin: str) -> bool:
-    return isinstance(name, str) and name.startswith(begin) and _OURS.fullmatch(name) is not None
+def _is_entry(name: Any, prefix: str) -> bool:
+    return isinstance(name, str) and name.startswith(prefix) and _ENTRY.fullmatch(name) is not None
 
 
-def _checksum(note: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(dict(note), sort_keys=True).encode())
+def _checksum(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(dict(content), sort_keys=True).encode())
 
 
 def _as_items(data: Any) -> TensorDictBase:
@@ -269,61 +268,61 @@ def _as_items(data: Any) -> TensorDictBase:
 
 
 class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torchrl ships no types
-    """What collectors and learners hold: packs in the process that sends, unpacks in the one that receives."""
+    """The handle for collectors and learners: encodes and decodes packets in their own process."""
 
     def __init__(self, actor: Any, *, has_gpu: bool = False) -> None:
         super().__init__(actor, has_gpu=has_gpu)
-        self._begin()
+        self._start_numbering()
 
-    def _begin(self) -> None:
+    def _start_numbering(self) -> None:
         self._writer = uuid.uuid4().hex
         self._number = 0
 
     def extend(self, data: TensorDictBase, **kwargs: Any) -> Any:
-        """Store ``data``; when this returns, it is there."""
+        """Store ``data`` and wait until it is stored."""
         items = _as_items(data)
         self._number += 1
-        packet = pack(items.exclude("index"), writer=self._writer, number=self._number)
+        packet = encode_packet(items.exclude("index"), writer=self._writer, number=self._number)
         return ray.get(self._actor.extend.remote(packet, **kwargs))
 
     def add(self, data: TensorDictBase) -> Any:
-        """`extend` by a single item."""
+        """Store a single item."""
         return self.extend(data.unsqueeze(0))
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
-        """What the buffer's sampler draws."""
-        found = ray.get(self._actor.sample.remote(*args, **kwargs))
-        return (unpack(found[0]), found[1]) if isinstance(found, tuple) else unpack(found)
+        """Return what the buffer's sampler draws."""
+        batch = ray.get(self._actor.sample.remote(*args, **kwargs))
+        return (decode_packet(batch[0]), batch[1]) if isinstance(batch, tuple) else decode_packet(batch)
 
     def __getitem__(self, index: Any) -> Any:
-        return unpack(ray.get(self._actor.packed.remote(index)))
+        return decode_packet(ray.get(self._actor.packed.remote(index)))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_actor": self._actor, "has_gpu": self.has_gpu}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # whoever receives a client writes in a name of its own
+        # a copy numbers its packets under a name of its own
         self.__dict__.update(state)
-        self._begin()
+        self._start_numbering()
 
 
 class CompressedRayReplayBuffer(RayReplayBuffer):  # type: ignore[misc]  # torchrl ships no types
     """TorchRL's `RayReplayBuffer` with a `CompressedStorage` inside and packets on the wire.
 
-    Hand `client()` to collectors and learners; it may be pickled. ``extend`` returns when the items are stored, and
-    with ``folder`` when they are in a file too: the actor may then be killed at any moment, is started again by Ray
-    and reads that folder, and callers that were waiting never notice.
+    Pass `client()` to collectors and learners; it can be pickled. ``extend`` returns when the items are stored and,
+    with ``folder``, written to a file. The actor can then be killed at any moment: Ray restarts it, it loads the
+    folder, and pending calls are retried.
 
     Args:
-        max_size: The most items it holds.
-        n_envs: How many environments take turns in what each collector sends; found from the data if not given.
-        batch_size: What `sample` draws unless told otherwise.
-        sampler: A function that makes the sampler, such as ``partial(PrioritizedSampler, 1000, 0.7, 0.5)``.
-        folder: Where the buffer keeps a snapshot and a journal, on a disk of the machine that it runs on.
-        sync: Wait for the disk with every write; else what was written in the last seconds is lost if the machine,
-            not only the process, dies.
-        remote_config: Options of the actor, such as ``{"num_cpus": 1, "resources": {...}}``.
-        ray_init_config: Options of ``ray.init``, which is called if nobody did yet.
+        max_size: The maximum number of items.
+        n_envs: The number of environments that take turns in each collector's items; detected from the data by default.
+        batch_size: The default batch size of `sample`.
+        sampler: A function that creates the sampler, such as ``partial(PrioritizedSampler, 1000, 0.7, 0.5)``.
+        folder: The folder for a snapshot and a journal, on a disk of the machine that the actor runs on.
+        sync: Flush every write to disk. Without it, a crash of the machine loses the last seconds; a crash of the
+            process loses nothing.
+        remote_config: Ray options of the actor, such as ``{"num_cpus": 1, "resources": {...}}``.
+        ray_init_config: Options of ``ray.init``, which is called if Ray is not running yet.
     """
 
     def __init__(
@@ -358,19 +357,19 @@ class CompressedRayReplayBuffer(RayReplayBuffer):  # type: ignore[misc]  # torch
         self._client = CompressedRayClient(self._rb, has_gpu=self.has_gpu)
 
     def client(self) -> CompressedRayClient:
-        """What collectors and learners use."""
+        """Return a new handle for collectors and learners."""
         return CompressedRayClient(self._rb, has_gpu=self.has_gpu)
 
     def checkpoint(self) -> None:
-        """Save everything to ``folder``; the buffer does it by itself whenever its journal has grown."""
+        """Save a snapshot to ``folder`` now; the actor also does so whenever its journal has grown."""
         ray.get(self._rb.checkpoint.remote())
 
     def memory_usage(self) -> dict[str, Any]:
-        """What the storage holds, by purpose."""
+        """Return the memory in use, by purpose."""
         usage: dict[str, Any] = ray.get(self._rb.memory_usage.remote())
         return usage
 
     def process_id(self) -> int:
-        """Of the process that holds the buffer."""
+        """Return the ID of the process that holds the buffer."""
         number: int = ray.get(self._rb.process_id.remote())
         return number

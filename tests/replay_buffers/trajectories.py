@@ -1,4 +1,4 @@
-"""Transitions like a game's, as TensorDicts, for the tests beside this file."""
+"""Synthetic game transitions as TensorDicts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIDE = 24
 
 
 def steps(n_steps: int, n_envs: int, seed: int = 0, episode: int = 17) -> Iterator[Any]:
-    """``n_steps`` of stacked frames in which a square moves; ends of episodes begin a new stack."""
+    """Yield ``n_steps`` steps of stacked frames with a moving square; a new episode starts a new stack."""
     rng = np.random.default_rng(seed)
     backdrop = rng.integers(0, 255, (SIDE, SIDE), np.uint8)
     places = rng.integers(0, SIDE - 4, (n_envs, 2))
@@ -49,12 +49,12 @@ def steps(n_steps: int, n_envs: int, seed: int = 0, episode: int = 17) -> Iterat
 
 
 def trajectory(n_steps: int, n_envs: int = 1, seed: int = 0) -> TensorDict:
-    """The same, ``[n_steps * n_envs]``, step after step."""
+    """Return these steps as one TensorDict of ``[n_steps * n_envs]`` items, step by step."""
     return torch.cat(list(steps(n_steps, n_envs, seed)))
 
 
 def assert_same(one: TensorDict, other: TensorDict) -> None:
-    """The same keys, shapes, dtypes and bits."""
+    """Assert that keys, shapes, dtypes and values are equal."""
     assert set(one.keys(True, True)) == set(other.keys(True, True))
     assert one.shape == other.shape
     for key in one.keys(True, True):

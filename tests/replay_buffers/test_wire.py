@@ -1,4 +1,4 @@
-"""Packets give back what was packed, are small, and are not trusted."""
+"""Packets round-trip exactly, are small and are not trusted."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ pytest.importorskip("tensordict")
 
 from tensordict import TensorDict
 
+from sb3_extra_buffers._torchrl.wire import decode_packet, encode_packet, packet_note
 from sb3_extra_buffers.errors import CorruptPayloadError, NotSaveableError
-from sb3_extra_buffers.replay_buffers.packing import pack, read_note, unpack
-from tests.replay_buffers.playing import assert_same, steps, trajectory
+from tests.replay_buffers.trajectories import assert_same, steps, trajectory
 
 
 def collected(kind: str) -> TensorDict:
@@ -45,39 +45,39 @@ def collected(kind: str) -> TensorDict:
         "halves", "a sample",
     ],
 )  # fmt: skip
-def test_what_is_packed_is_unpacked(kind: str) -> None:
+def test_packets_round_trip(kind: str) -> None:
     data = collected(kind)
-    packet = pack(data, writer="me", number=3)
+    packet = encode_packet(data, writer="me", number=3)
 
-    assert_same(unpack(packet), data)
-    assert read_note(packet) == {"writer": "me", "number": 3}
-    # what was unpacked is its receiver's own
-    unpack(packet).zero_()
-    assert_same(unpack(packet), data)
+    assert_same(decode_packet(packet), data)
+    assert packet_note(packet) == {"writer": "me", "number": 3}
+    # the decoded tensors do not share the packet's memory
+    decode_packet(packet).zero_()
+    assert_same(decode_packet(packet), data)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("steps of three", 0.03), ("trajectories", 0.04), ("a sample", 0.12)])
 def test_packets_are_small(kind: str, most: float) -> None:
     data = collected(kind)
-    assert len(pack(data)) < most * sum(value.nbytes for value in data.values(True, True))
+    assert len(encode_packet(data)) < most * sum(value.nbytes for value in data.values(True, True))
 
 
-def test_damaged_packets_are_refused() -> None:
-    packet = pack(trajectory(10))
+def test_damaged_packets_raise() -> None:
+    packet = encode_packet(trajectory(10))
     for damaged in (b"", b"hello world", packet[:-1], packet + b"x", packet[:3] + b"9" + packet[4:]):
         with pytest.raises(CorruptPayloadError):
-            unpack(damaged)
+            decode_packet(damaged)
     for place in range(8, len(packet), max(len(packet) // 200, 1)):
         changed = bytearray(packet)
         changed[place] ^= 0x15
         try:
-            unpack(bytes(changed))
+            decode_packet(bytes(changed))
         except CorruptPayloadError:
             continue
 
 
-def test_objects_are_not_packed() -> None:
+def test_packets_cannot_hold_objects() -> None:
     data: Any = TensorDict({"x": torch.zeros(2)}, batch_size=[2])
     data["name"] = "a string"
     with pytest.raises(NotSaveableError):
-        pack(data)
+        encode_packet(data)
