@@ -40,7 +40,7 @@ def both(method: str = "auto", n_steps: int = 40) -> tuple[CompressedArray, npt.
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_it_is_the_array_it_stands_for(method: str) -> None:
+def test_it_behaves_like_a_dense_array(method: str) -> None:
     array, dense = both(method)
     assert (array.shape, array.dtype, array.ndim, array.size) == (dense.shape, dense.dtype, dense.ndim, dense.size)
     assert array.itemsize == dense.itemsize
@@ -105,7 +105,7 @@ def test_results_belong_to_the_caller(method: str, n_steps: int) -> None:
 
 
 @pytest.mark.parametrize("n_steps", [1, 40])
-def test_what_was_written_belongs_to_the_array(n_steps: int) -> None:
+def test_written_observations_are_copied(n_steps: int) -> None:
     array = CompressedArray((50, 3), (4, 12, 11), np.uint8)
     source = stacks(n_steps, 3)
     for step in range(n_steps):
@@ -131,7 +131,7 @@ def test_operators_give_plain_arrays(operation: int) -> None:
     np.testing.assert_array_equal(ours, theirs)
 
 
-def test_no_view_of_it_can_be_had() -> None:
+def test_conversion_without_a_copy_is_refused() -> None:
     array, _ = both(n_steps=4)
     with pytest.raises(ValueError, match="without a copy"):
         array.__array__(copy=False)
@@ -175,7 +175,7 @@ def test_views_and_siblings_keep_their_store_when_pickled_together() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
-def test_siblings_hold_next_observations_for_little(method: str, late: bool) -> None:
+def test_siblings_share_frames(method: str, late: bool) -> None:
     array = CompressedArray((60, 2), (4, 12, 11), np.uint8, compression_method=method)
     if late:
         array[:50] = 1  # decided before there is a sibling
@@ -327,7 +327,9 @@ def test_other_shapes_are_refused_and_change_nothing(shape: tuple[int, ...]) -> 
         ({"dtype": object}, SpecMismatchError, "fixed size"),
     ],
 )
-def test_bad_options_are_errors_at_once(options: dict[str, Any], error: type[Exception] | None, match: str) -> None:
+def test_bad_options_are_refused_by_the_constructor(
+    options: dict[str, Any], error: type[Exception] | None, match: str
+) -> None:
     if options.get("compression_method") == "zstd99":
         pytest.importorskip("zstandard")
     if error is None:
@@ -395,14 +397,14 @@ def test_payloads_in_a_file(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.asarray(array), dense)
 
 
-def test_clearing_the_store_forgets() -> None:
+def test_clearing_the_store() -> None:
     array, _ = both()
     array.store.clear()
     array.store.check()
     assert not np.asarray(array).any()
 
 
-def test_printing_says_what_it_is() -> None:
+def test_repr() -> None:
     array, _ = both("delta")
     assert repr(array) == "CompressedArray(shape=(40, 3, 4, 12, 11), dtype=uint8, delta)"
     young = CompressedArray((400, 3), (4, 12, 11), np.uint8)

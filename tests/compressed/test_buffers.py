@@ -89,7 +89,7 @@ def test_every_action_space(name: str) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 7])
-def test_rings_of_a_step_or_two(size: int) -> None:
+def test_buffers_of_one_or_two_steps(size: int) -> None:
     buffers = pair(SPACES["frames first"], size, 4)
     assert buffers[0].buffer_size == buffers[1].buffer_size == 1
     for step in play(SPACES["frames first"], 4, 5):
@@ -224,7 +224,7 @@ def test_vec_normalize(name: str, n_steps: int) -> None:
     is_same(sample(buffers[0], 16, 0)[0], plain)
 
 
-def test_a_batch_is_nobody_elses() -> None:
+def test_batches_share_no_memory_with_the_buffer() -> None:
     ours, theirs = pair(SPACES["frames first"], 40, 2)
     fill([ours, theirs], SPACES["frames first"], 30)
     batch, _ = sample(ours, 32, 0)
@@ -245,7 +245,7 @@ def test_observations_are_copied_when_they_are_added() -> None:
     assert_same_samples(ours, theirs, batch_size=64)
 
 
-def test_the_callers_dict_is_left_alone() -> None:
+def test_add_does_not_change_the_dict_of_the_caller() -> None:
     ours = pair(SPACES["dict"], 40, 2)[0]
     step = next(play(SPACES["dict"], 2, 1))
     before = dict(step.obs)
@@ -265,7 +265,7 @@ def test_unwritten_steps_read_as_zeros() -> None:
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_observations_look_like_the_array_they_stand_for(name: str) -> None:
+def test_observations_index_like_arrays(name: str) -> None:
     ours, theirs = pair(SPACES[name], 40, 2)
     fill([ours, theirs], SPACES[name], 27)
     for attribute in ("observations", "next_observations"):
@@ -349,7 +349,7 @@ def test_the_device_is_read_at_every_sample() -> None:
 
 
 @pytest.mark.parametrize("name", ["frames first", "vector"])
-def test_samples_become_numpy_without_more_ado(name: str) -> None:
+def test_samples_convert_to_numpy(name: str) -> None:
     # SBX calls .numpy() on every field and reads discounts
     ours, _ = pair(SPACES[name], 20, 2)
     fill([ours], SPACES[name], 7)
@@ -361,7 +361,7 @@ def test_samples_become_numpy_without_more_ado(name: str) -> None:
         assert not tensor.is_pinned()
 
 
-def test_reset_begins_anew() -> None:
+def test_reset_removes_all_transitions() -> None:
     ours, theirs = pair(SPACES["frames first"], 40, 2)
     fill([ours, theirs], SPACES["frames first"], 33)
     for buffer in (ours, theirs):

@@ -86,7 +86,7 @@ def test_copied_infos_and_normalized_batches() -> None:
     assert_same_samples(*buffers, env=env)
 
 
-def test_a_truncated_trajectory_is_one_that_ended() -> None:
+def test_truncating_the_last_trajectory_ends_its_episode() -> None:
     env = bits(2)
     buffers = pair(env)
     for step in walk(env, 25):
@@ -99,7 +99,7 @@ def test_a_truncated_trajectory_is_one_that_ended() -> None:
     assert_same_samples(*buffers)
 
 
-def test_images_come_as_floats_if_asked() -> None:
+def test_output_dtype_float() -> None:
     env = bits(2, image_obs_space=True)
     raw, floats = make(CompressedHerReplayBuffer, env), make(CompressedHerReplayBuffer, env, output_dtype="float")
     for step in walk(env, 30):
@@ -124,7 +124,7 @@ def test_sampling_before_an_episode_has_ended() -> None:
         theirs.sample(4)
 
 
-def test_a_refused_step_leaves_episodes_alone() -> None:
+def test_a_refused_step_does_not_change_episodes() -> None:
     env = bits(2)
     ours, theirs = pair(env)
     for number, step in enumerate(walk(env, 92)):
@@ -141,7 +141,7 @@ def test_a_refused_step_leaves_episodes_alone() -> None:
 
 
 @pytest.mark.parametrize("max_steps", [7, 40])
-def test_goals_come_from_what_a_budget_has_left(max_steps: int) -> None:
+def test_goals_come_from_steps_that_were_not_evicted(max_steps: int) -> None:
     """Every goal and every observation of a batch is of a step that is still there, and of the same episode."""
 
     class Numbered(BitFlippingEnv):

@@ -58,7 +58,7 @@ class TestBudget:
     @pytest.mark.parametrize(
         ("size", "limit"), [(10**9, 60_000), (10**9, 150_000), (400, 60_000), (400, 150_000)]
     )  # fmt: skip
-    def test_the_oldest_go(self, size: int, limit: int) -> None:
+    def test_the_oldest_steps_are_evicted(self, size: int, limit: int) -> None:
         ours = CompressedReplayBuffer(size, IMAGE, DISCRETE, "cpu", n_envs=2, max_bytes=limit)
         played = list(play(IMAGE, 2, 500))
         for number, step in enumerate(played):
@@ -85,7 +85,7 @@ class TestBudget:
         drawn = {seen[obs.tobytes(), after.tobytes(), float(reward[0])] for obs, after, reward in rows}
         assert drawn == set(range(len(newest)))
 
-    def test_a_full_budget_refuses_if_asked(self) -> None:
+    def test_on_max_bytes_raise_refuses_new_steps(self) -> None:
         limit = 200_000
         ours = CompressedReplayBuffer(600, IMAGE, DISCRETE, "cpu", max_bytes=limit, on_max_bytes="raise")
         theirs = ReplayBuffer(600, IMAGE, DISCRETE, "cpu")
@@ -100,12 +100,12 @@ class TestBudget:
         assert ours.held_bytes() > limit
         assert 40 < ours.size() < 400
 
-    def test_a_ring_that_must_not_overwrite_is_paid_for_at_once(self) -> None:
+    def test_on_max_bytes_raise_needs_memory_for_all_steps(self) -> None:
         for space in (IMAGE, SPACES["vector"]):
             with pytest.raises(BudgetExceededError, match="lower buffer_size"):
                 CompressedReplayBuffer(10**6, space, DISCRETE, "cpu", max_bytes=10**6, on_max_bytes="raise")
 
-    def test_vectors_make_a_shorter_ring(self) -> None:
+    def test_vectors_get_fewer_steps(self) -> None:
         ours = CompressedReplayBuffer(10**6, SPACES["vector"], DISCRETE, "cpu", max_bytes=50_000)
         theirs = ReplayBuffer(ours.buffer_size, SPACES["vector"], DISCRETE, "cpu")
         for step in play(SPACES["vector"], 1, 700):
@@ -115,7 +115,7 @@ class TestBudget:
         assert 45_000 < ours.held_bytes() <= 50_000
         assert_same_samples(ours, theirs)
 
-    def test_noise_is_bounded_too(self) -> None:
+    def test_incompressible_observations_stay_within_the_budget(self) -> None:
         # nothing compresses it, and what stays dense would be there for good
         ours = CompressedReplayBuffer(2000, IMAGE, DISCRETE, "cpu", max_bytes=200_000)
         played = noise(400)
@@ -128,7 +128,7 @@ class TestBudget:
         assert all(obs.numpy().tobytes() in kept for obs in batch.observations)
 
     @pytest.mark.parametrize("n_steps", [1, 3])
-    def test_dicts_and_several_steps(self, n_steps: int) -> None:
+    def test_dicts_and_n_steps(self, n_steps: int) -> None:
         space = SPACES["dict"]
         ours = CompressedDictReplayBuffer(800, space, DISCRETE, "cpu", n_envs=2, max_bytes=90_000, n_steps=n_steps)
         played = list(play(space, 2, 300))
@@ -142,20 +142,20 @@ class TestBudget:
         assert {row.numpy().tobytes() for row in batch.next_observations["frames_first"]} <= images
 
     @pytest.mark.parametrize("limit", [0, -1])
-    def test_a_budget_is_positive(self, limit: int) -> None:
+    def test_max_bytes_must_be_positive(self, limit: int) -> None:
         with pytest.raises(ValueError, match="max_bytes must be positive"):
             CompressedReplayBuffer(10, IMAGE, DISCRETE, "cpu", max_bytes=limit)
 
-    def test_a_budget_holds_a_step(self) -> None:
+    def test_max_bytes_must_allow_one_step(self) -> None:
         with pytest.raises(BudgetExceededError, match="max_bytes=90"):
             CompressedReplayBuffer(10, IMAGE, DISCRETE, "cpu", n_envs=4, max_bytes=90)
 
-    def test_there_are_two_ways(self) -> None:
+    def test_on_max_bytes_must_be_evict_or_raise(self) -> None:
         with pytest.raises(ValueError, match="'evict' or 'raise'"):
             CompressedReplayBuffer(10, IMAGE, DISCRETE, "cpu", max_bytes=10**6, on_max_bytes="drop")  # type: ignore[arg-type]
 
     @needs_proc
-    def test_the_resident_set_agrees(self) -> None:
+    def test_held_bytes_agree_with_the_resident_set(self) -> None:
         said = run_fresh(
             RESIDENT
             + """
@@ -265,7 +265,7 @@ class TestBadInput:
         assert ours.observations.dtype == np.int64
 
     @pytest.mark.parametrize("cls", [CompressedReplayBuffer, CompressedRolloutBuffer])
-    def test_what_there_is_not(self, cls: Any) -> None:
+    def test_unknown_options_and_methods(self, cls: Any) -> None:
         with pytest.raises(UnknownCodecError, match="made-up"):
             cls(20, IMAGE, DISCRETE, "cpu", compression_method="made-up")
         with pytest.raises(CodecOptionError, match="decompression_kwargs"):
@@ -275,12 +275,12 @@ class TestBadInput:
         with pytest.raises(TypeError, match="wrong_keyword"):
             cls(20, IMAGE, DISCRETE, "cpu", wrong_keyword=1)
 
-    def test_several_steps_are_one_at_least(self) -> None:
+    def test_n_steps_must_be_positive(self) -> None:
         with pytest.raises(ValueError, match="n_steps must be"):
             CompressedReplayBuffer(20, IMAGE, DISCRETE, "cpu", n_steps=0)
 
     @pytest.mark.parametrize("cls", [CompressedReplayBuffer, CompressedDictReplayBuffer, CompressedRolloutBuffer])
-    def test_spaces_that_sb3_does_not_have(self, cls: Any) -> None:
+    def test_spaces_that_sb3_does_not_support(self, cls: Any) -> None:
         with pytest.raises(NotImplementedError, match="Tuple"):
             cls(20, spaces.Tuple([IMAGE, IMAGE]), DISCRETE, "cpu")
 
@@ -293,7 +293,7 @@ class TestCallback:
         envs = make_envs(IMAGE, DISCRETE, 2)
         return algorithm("MlpPolicy", envs, device="cpu", policy_kwargs={"net_arch": [8]}, **options)
 
-    def test_figures_are_on_stdout_in_tensorboard_and_in_files(
+    def test_usage_is_logged_to_stdout_tensorboard_and_csv(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         pytest.importorskip("tensorboard")
@@ -323,7 +323,7 @@ class TestCallback:
         model.learn(64, callback=callback)
         assert model.logger.name_to_value["buffer/megabytes"] > 0
 
-    def test_a_model_without_one_is_told_so(self) -> None:
+    def test_a_model_without_a_compressed_buffer_is_refused(self) -> None:
         model = self.model(DQN, buffer_size=50)
         with pytest.raises(LayoutError, match="DQN has no compressed buffer"):
             model.learn(10, callback=BufferUsageCallback())
@@ -346,7 +346,7 @@ class Counting(ReplayBuffer):
 class TestMaking:
     """`compressed(SomeBuffer)`."""
 
-    def test_it_does_what_the_original_does(self) -> None:
+    def test_it_behaves_like_the_original_class(self) -> None:
         made: Any = compressed(Counting)
         assert made is compressed(Counting)
         assert issubclass(made, Counting)
@@ -359,7 +359,7 @@ class TestMaking:
         np.testing.assert_array_equal(ours.numbers, theirs.numbers)
         assert ours.memory_usage().codecs == {"": "delta"}
 
-    def test_sb3s_own_have_theirs(self) -> None:
+    def test_classes_of_sb3_map_to_the_documented_classes(self) -> None:
         for plain in (
             ReplayBuffer,
             DictReplayBuffer,
@@ -383,7 +383,7 @@ class TestMaking:
             theirs.add(*step)
         assert_same_samples(ours, theirs)
 
-    def test_options_reach_every_kind(self) -> None:
+    def test_options_reach_rollout_buffers(self) -> None:
         class Mine(RolloutBuffer):
             """A rollout buffer of someone's own."""
 

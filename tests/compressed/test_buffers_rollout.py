@@ -88,7 +88,7 @@ def test_unwritten_steps_read_as_zeros(name: str) -> None:
     assert_same_rollout(*buffers, 8)
 
 
-def test_a_full_rollout_takes_no_more() -> None:
+def test_adding_to_a_full_rollout_is_refused() -> None:
     buffers = pair(SPACES["frames first"], 2)
     steps = list(play(SPACES["frames first"], 2, N_STEPS))
     fill(buffers, steps)
@@ -98,7 +98,7 @@ def test_a_full_rollout_takes_no_more() -> None:
     assert_same_rollout(*buffers, 16)
 
 
-def test_a_rollout_is_read_when_it_is_complete() -> None:
+def test_reading_an_incomplete_rollout_is_refused() -> None:
     ours, _ = pair(SPACES["frames first"], 2)
     for step in play(SPACES["frames first"], 2, 5):
         ours.add(step.obs, step.action, step.reward, step.done, th.zeros(2), th.zeros(2))
@@ -106,7 +106,7 @@ def test_a_rollout_is_read_when_it_is_complete() -> None:
         ours.get(4)
 
 
-def test_what_was_learnt_about_the_observations_stays() -> None:
+def test_reset_keeps_the_chosen_method() -> None:
     ours, _ = pair(SPACES["frames first"], 4)
     fill([ours], list(play(SPACES["frames first"], 4, N_STEPS)))
     store = ours.observations.store
@@ -130,7 +130,7 @@ def test_output_dtypes(method: str) -> None:
         is_same(got.actions, want.actions)
 
 
-def test_a_batch_is_nobody_elses() -> None:
+def test_batches_share_no_memory_with_the_buffer() -> None:
     buffers = pair(SPACES["frames first"], 2)
     fill(buffers, list(play(SPACES["frames first"], 2, N_STEPS)))
     for batch in rollouts(buffers[0], 8, 0):
@@ -139,8 +139,8 @@ def test_a_batch_is_nobody_elses() -> None:
     assert_same_rollout(*buffers, 8)
 
 
-def test_one_array_makes_two_tensors() -> None:
-    # the first takes over the memory, the second must not share it
+def test_to_torch_copies_arrays_of_the_user() -> None:
+    # only arrays that SB3 has just read for a batch become tensors without a copy
     ours, _ = pair(SPACES["frames first"], 2)
     fill([ours], list(play(SPACES["frames first"], 2, N_STEPS)))
     array = ours.observations[3]
@@ -150,7 +150,7 @@ def test_one_array_makes_two_tensors() -> None:
 
 
 @pytest.mark.parametrize("name", ["frames first", "multi discrete", "dict"])
-def test_what_does_not_fit_is_refused_and_changes_nothing(name: str) -> None:
+def test_bad_input_is_refused_and_changes_nothing(name: str) -> None:
     space = SPACES[name]
     ours, theirs = pair(space, 3)
     steps = list(play(space, 3, N_STEPS))

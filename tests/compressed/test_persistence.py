@@ -104,7 +104,7 @@ def copies(buffer: Any) -> list[Any]:
 
 @pytest.mark.parametrize("n_steps", [0, 3, 46])
 @pytest.mark.parametrize("method", method_params("auto", "delta", "zstd-5", "gzip", "none"))
-def test_copies_are_the_same_and_apart(method: str, n_steps: int) -> None:
+def test_copies_are_equal_and_independent(method: str, n_steps: int) -> None:
     buffer = filled(n_steps, compression_method=method)
     before = contents(buffer)
     for made in copies(buffer):
@@ -144,7 +144,7 @@ def test_copies_of_a_rollout() -> None:
         np.testing.assert_array_equal(made.observations[0], step.obs)
 
 
-def test_a_deep_copy_never_becomes_dense() -> None:
+def test_a_deep_copy_does_not_decode_observations() -> None:
     space = spaces.Box(0, 255, (4, 84, 84), np.uint8)
     buffer = CompressedReplayBuffer(600, space, DISCRETE, "cpu", n_envs=2, compression_method="delta")
     frame = np.zeros((2, 4, 84, 84), np.uint8)
@@ -164,14 +164,14 @@ def test_a_deep_copy_never_becomes_dense() -> None:
         assert peak < 0.1 * dense, f"{peak / dense:.1%} of a dense copy on the way"
 
 
-def test_stores_are_shared_within_a_copy_as_they_were() -> None:
+def test_copies_keep_the_store_shared_by_observations_and_next_observations() -> None:
     made = copy.deepcopy(filled())
     assert made.observations.store is made.next_observations.store
 
 
 @pytest.mark.parametrize("kind", ["path", "file"])
 @pytest.mark.parametrize("name", ["box", "dict"])
-def test_sb3_saves_and_loads_them(tmp_path: Path, name: str, kind: str) -> None:
+def test_sb3_saves_and_loads_buffers(tmp_path: Path, name: str, kind: str) -> None:
     # SB3's network for images takes none that are smaller
     image = spaces.Box(0, 255, (4, 36, 36), np.uint8)
     space = spaces.Dict({"image": image, "vector": SPACES["vector"]}) if name == "dict" else image
@@ -202,7 +202,7 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("include", [None, ["replay_buffer"]])
-def test_models_remember_how_their_buffer_was_made(tmp_path: Path, include: Any) -> None:
+def test_models_keep_the_arguments_of_their_buffer(tmp_path: Path, include: Any) -> None:
     options = {"compression_method": "gzip2", "output_dtype": "float"}
     model = dqn(make_envs(IMAGE, DISCRETE, 2), replay_buffer_kwargs=options)
     model.learn(60)
@@ -282,7 +282,7 @@ def test_a_buffer_of_a_newer_version_is_refused(monkeypatch: pytest.MonkeyPatch,
         pickle.loads(saved)
 
 
-def test_hindsight_gets_its_environment_back(tmp_path: Path) -> None:
+def test_her_gets_its_environment_back(tmp_path: Path) -> None:
     def make() -> Any:
         env = BitFlippingEnv(n_bits=4, continuous=True)
         return SAC(
@@ -325,7 +325,7 @@ def test_environments_in_other_processes(way: str) -> None:
     assert_same_samples(ours.replay_buffer, theirs.replay_buffer)
 
 
-def test_a_fork_starts_in_the_middle_of_it() -> None:
+def test_a_fork_in_the_middle_of_training() -> None:
     # environments are forked after the buffer was used: its locks and threads are not for them
     run_fresh("""
 import numpy as np

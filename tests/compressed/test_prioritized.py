@@ -302,7 +302,7 @@ def test_wrong_updates_are_refused_and_change_nothing() -> None:
     assert buffer.holds([5, 6, 25, 26]).tolist() == [False, True, True, False]
 
 
-def test_indices_of_an_earlier_life_are_stale() -> None:
+def test_indices_from_before_a_reset_are_stale() -> None:
     buffer = make(20, n_envs=2)
     feed = Feed(2)
     feed.fill(buffer, n_steps=7)
@@ -339,7 +339,7 @@ def test_an_empty_buffer_has_nothing_to_draw() -> None:
 
 
 @pytest.mark.parametrize("space", [IMAGES, MIXED], ids=["box", "dict"])
-def test_copies_go_on_alike(space: Any, tmp_path: Path) -> None:
+def test_copies_continue_with_the_same_draws(space: Any, tmp_path: Path) -> None:
     buffer = make(space=space, beta=lambda left: 1 - left / 2)
     feed = Feed(2, mixed=space is MIXED)
     feed.fill(buffer, n_steps=27)
@@ -428,7 +428,7 @@ def test_algorithms_learn(name: str) -> None:
     assert model.logger.name_to_value["train/beta"] == pytest.approx(1.0, abs=0.01)
 
 
-def test_surprises_are_drawn_more_often_after_training() -> None:
+def test_large_td_errors_are_drawn_more_often_after_training() -> None:
     model = model_of(DQN)
     model.learn(400)
     buffer = model.replay_buffer
@@ -464,7 +464,7 @@ class SameDraws(ReplayBuffer):
 
 
 @pytest.mark.parametrize("name", ["DQN", "SAC", "TD3", "QRDQN", "TQC", "CrossQ"])
-def test_without_priorities_it_is_the_stock_algorithm_to_the_last_bit(name: str) -> None:
+def test_alpha_0_trains_like_the_stock_algorithm_bit_for_bit(name: str) -> None:
     algorithm = {"DQN": DQN, "SAC": SAC, "TD3": TD3}.get(name) or contrib(name)
     # 30: a mean that is no power of two
     options: dict[str, Any] = {"n_envs": 2, "batch_size": 30, "gradient_steps": 2}
@@ -507,7 +507,7 @@ def test_gradients_are_those_of_the_weighted_loss() -> None:
     )
 
 
-def test_critics_count_by_their_mean() -> None:
+def test_td_errors_are_averaged_over_critics() -> None:
     model = model_of(TD3, gradient_steps=1)
     model.learn(80)
     buffer, policy = model.replay_buffer, copy.deepcopy(model.policy)
@@ -544,7 +544,7 @@ def test_n_steps_reach_the_buffer(space: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["DQN", "SAC", "QRDQN"])
-def test_a_saved_model_goes_on_as_if_it_had_not_stopped(name: str, tmp_path: Path) -> None:
+def test_a_saved_model_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
     algorithm = {"DQN": DQN, "SAC": SAC}.get(name) or contrib(name)
     beta: Any = (0.5, 1.0) if name == "SAC" else lambda left: 1 - left / 2
     model = model_of(algorithm, replay_buffer_kwargs={"beta": beta}, n_steps=2)
@@ -565,7 +565,7 @@ def test_a_saved_model_goes_on_as_if_it_had_not_stopped(name: str, tmp_path: Pat
     assert np.array_equal(finished[0][1], finished[1][1])
 
 
-def test_models_can_be_pickled_where_stock_ones_can() -> None:
+def test_models_can_be_pickled() -> None:
     model = prioritized(DQN)("MlpPolicy", "CartPole-v1", learning_starts=20, device="cpu", buffer_size=100)
     model.learn(40)
     again = pickle.loads(pickle.dumps(model))
@@ -574,7 +574,7 @@ def test_models_can_be_pickled_where_stock_ones_can() -> None:
     again.replay_buffer.check()
 
 
-def test_a_failure_leaves_nothing_behind() -> None:
+def test_a_failed_training_step_restores_the_buffer() -> None:
     model = model_of(SAC)
     model.learn(60)
     buffer, stock = model.replay_buffer, (SAC.train.__globals__["F"], F.mse_loss, F.smooth_l1_loss)
@@ -590,7 +590,7 @@ def test_a_failure_leaves_nothing_behind() -> None:
     model.learn(60)
 
 
-def test_diverged_training_is_named() -> None:
+def test_diverged_training_raises_a_named_error() -> None:
     model = model_of(DQN)
     model.learn(60)
     with th.no_grad():
@@ -600,7 +600,7 @@ def test_diverged_training_is_named() -> None:
     model.replay_buffer.check()
 
 
-def test_stock_algorithms_do_not_pretend() -> None:
+def test_stock_algorithms_are_refused() -> None:
     options: dict[str, Any] = {"kind": lambda algorithm: algorithm}
     with pytest.raises(AlgorithmMismatchError, match=r"prioritized\(DQN\)"):
         model_of(DQN, replay_buffer_class=CompressedPrioritizedReplayBuffer, **options)
@@ -641,7 +641,7 @@ class Late(DQN):
             F.mse_loss(th.zeros(1), th.zeros(1))
 
 
-def test_classes_of_ones_own() -> None:
+def test_user_defined_algorithms() -> None:
     assert prioritized(prioritized(DQN)) is prioritized(DQN)
     assert prioritized(Counting) is Counting
     with pytest.raises(AlgorithmMismatchError, match=r"Logging a subclass of prioritized\(DQN\)"):

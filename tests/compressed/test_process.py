@@ -88,7 +88,7 @@ print(grown, usage.total, usage.dense)
 
 
 @needs_proc
-def test_memory_usage_is_what_the_system_says() -> None:
+def test_memory_usage_agrees_with_the_resident_set() -> None:
     """Within a twentieth, and half a megabyte for what Python itself took meanwhile."""
     grown, total, dense = map(int, run_fresh(TRUTH).split())
     assert dense == 16_000 * 4 * 84 * 84
@@ -216,5 +216,5 @@ array.store.check()
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 @pytest.mark.parametrize("method", ["delta", "gzip1"])
-def test_a_child_forked_while_threads_read_has_a_copy_of_its_own(method: str) -> None:
+def test_a_child_forked_while_threads_read_has_its_own_copy(method: str) -> None:
     run_fresh(FORK.replace("METHOD", method))

@@ -27,7 +27,7 @@ def brute_find(leaves: npt.NDArray[np.float64], point: float) -> int:
 
 @given(st.data(), st.sampled_from(SIZES[:5]))
 @settings(max_examples=60, deadline=None)
-def test_it_is_what_an_array_would_be(data: st.DataObject, n_leaves: int) -> None:
+def test_it_agrees_with_an_array(data: st.DataObject, n_leaves: int) -> None:
     tree, model = SumTree(n_leaves), np.zeros(n_leaves)
     for _ in range(data.draw(st.integers(1, 8))):
         if data.draw(st.booleans()):
@@ -55,7 +55,7 @@ def test_it_is_what_an_array_would_be(data: st.DataObject, n_leaves: int) -> Non
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(SIZES))
 @settings(max_examples=40, deadline=None)
-def test_points_fall_on_the_leaves_they_lie_in(seed: int, n_leaves: int) -> None:
+def test_find_returns_the_leaf_at_each_point(seed: int, n_leaves: int) -> None:
     # whole numbers add up exactly in any order, so that there is one right answer
     random = np.random.default_rng(seed)
     leaves = random.integers(0, 4, n_leaves).astype(float)
@@ -70,7 +70,7 @@ def test_points_fall_on_the_leaves_they_lie_in(seed: int, n_leaves: int) -> None
 
 
 @pytest.mark.parametrize("n_leaves", SIZES)
-def test_only_what_is_there_is_drawn(n_leaves: int) -> None:
+def test_empty_leaves_are_never_drawn(n_leaves: int) -> None:
     random = np.random.default_rng(3)
     tree = SumTree(n_leaves)
     # sizes so far apart that sums are rounded everywhere
@@ -106,7 +106,7 @@ def test_frequencies_follow_priorities() -> None:
     assert abs(chi_square - usual.sum()) < 6 * np.sqrt(2 * usual.sum())
 
 
-def test_a_million_changes_leave_no_trace() -> None:
+def test_rounding_errors_do_not_add_up() -> None:
     random = np.random.default_rng(0)
     tree = SumTree(10_000)
     for _ in range(1000):
@@ -120,7 +120,7 @@ def test_a_million_changes_leave_no_trace() -> None:
     assert (tree.total, tree.minimum) == (0.0, np.inf)
 
 
-def test_check_finds_what_is_wrong() -> None:
+def test_check_detects_damage() -> None:
     tree = SumTree(100_000)
     tree.write(np.array([5, 70_000]), np.array([1.0, 2.0]))
     tree.check()

@@ -154,7 +154,7 @@ def test_dict_observations(algorithm: Any) -> None:
 
 
 @pytest.mark.parametrize("n_envs", [1, 4])
-def test_hindsight(n_envs: int) -> None:
+def test_her(n_envs: int) -> None:
     def envs() -> DummyVecEnv:
         return DummyVecEnv([lambda: BitFlippingEnv(n_bits=5, continuous=True) for _ in range(n_envs)])
 
@@ -181,7 +181,7 @@ def test_masks(space: spaces.Space[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["image", "vector", "dict"])
-def test_memory_of_its_own(kind: str) -> None:
+def test_recurrent_policies(kind: str) -> None:
     contrib = pytest.importorskip("sb3_contrib")
     from sb3_extra_buffers.compressed import (
         CompressedRecurrentDictRolloutBuffer,
@@ -225,7 +225,7 @@ def test_normalized_observations() -> None:
 
 
 @pytest.mark.parametrize("how", ["argument", "class"])
-def test_several_steps_ahead(how: str) -> None:
+def test_n_steps(how: str) -> None:
     arguments: dict[str, Any] = {**RING, "n_steps": 3, "gamma": 0.9, "policy_kwargs": tiny(IMAGE)}
     cls = CompressedReplayBuffer if how == "argument" else CompressedNStepReplayBuffer
     more: dict[str, Any] = {"replay_buffer_class": cls, "replay_buffer_kwargs": {"n_steps": 3, "gamma": 0.9}}
@@ -237,7 +237,7 @@ def test_several_steps_ahead(how: str) -> None:
 @pytest.mark.filterwarnings("ignore:`n_steps=")
 @pytest.mark.parametrize("cls", [CompressedReplayBuffer, CompressedNStepReplayBuffer])
 @pytest.mark.parametrize("kwargs", [None, {"n_steps": 2, "gamma": 0.99}, {"n_steps": 3, "gamma": 0.5}])
-def test_several_steps_ahead_never_become_one(cls: Any, kwargs: dict[str, Any] | None) -> None:
+def test_n_steps_of_the_algorithm_must_reach_the_buffer(cls: Any, kwargs: dict[str, Any] | None) -> None:
     if cls is CompressedNStepReplayBuffer and kwargs is None:
         kwargs = {"n_steps": 4}
     more: dict[str, Any] = {"replay_buffer_class": cls, "replay_buffer_kwargs": kwargs}
@@ -261,7 +261,7 @@ def test_optimized_memory_trains_as_the_dense_buffer_does_until_it_is_full() -> 
         ours.learn(20)
 
 
-def test_the_users_arguments_are_left_alone() -> None:
+def test_arguments_of_the_user_are_not_changed() -> None:
     kwargs = {"compression_method": "delta"}
     DQN(
         "MlpPolicy",

@@ -41,7 +41,7 @@ def test_constructors(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in module.__all__ if name.endswith("Buffer")])
-def test_each_is_one_of_its_kind(name: str) -> None:
+def test_classes_are_subclasses_of_sb3s(name: str) -> None:
     if "Maskable" in name or "Recurrent" in name:
         pytest.importorskip("sb3_contrib")
     cls = getattr(module, name)
@@ -54,7 +54,7 @@ def test_each_is_one_of_its_kind(name: str) -> None:
 
 @pytest.mark.parametrize("method", method_params("zstd-5", "rle-jit", "igzip1", "rle", "gzip9"))
 @pytest.mark.parametrize("cls", [CompressedReplayBuffer, CompressedRolloutBuffer])
-def test_the_documented_way_of_making_one(cls: Any, method: str) -> None:
+def test_the_documented_constructor_call(cls: Any, method: str) -> None:
     space = spaces.Box(0, 255, (4, 84, 84), np.uint8)
     dtypes = find_buffer_dtypes(obs_shape=space.shape, elem_dtype=space.dtype, compression_method=method)
     options = {"dtypes": dtypes, "normalize_images": False, "compression_method": method}

@@ -27,7 +27,7 @@ def parameters(function: object) -> list[str]:
     return list(inspect.signature(function).parameters)  # type: ignore[arg-type]  # any callable
 
 
-def test_all_is_there() -> None:
+def test_all_names_exist() -> None:
     assert sorted(module.__all__) == list(module.__all__)
     of_contrib = {name for name in module.__all__ if "Maskable" in name or "Recurrent" in name} | {"use_rollout_buffer"}
     for name in module.__all__:
@@ -80,7 +80,7 @@ def test_find_buffer_dtypes(shape: int | tuple[int, ...], runs: str, method: str
     assert found == {"elem_type": np.dtype(np.uint8), "runs_type": np.dtype(runs)}
 
 
-def test_what_it_finds_builds_an_array() -> None:
+def test_the_dtypes_found_build_an_array() -> None:
     dtypes = find_buffer_dtypes(obs_shape=(20, 20), elem_dtype=np.float32, compression_method="rle")
     array = CompressedArray((5, 2), (20, 20), dtypes=dtypes, compression_method="rle")
     array[0] = np.float32(0.25)
@@ -88,7 +88,7 @@ def test_what_it_finds_builds_an_array() -> None:
     assert (array[0] == 0.25).all()
 
 
-def test_find_buffer_dtypes_refuses_what_there_is_not() -> None:
+def test_find_buffer_dtypes_refuses_unknown_methods() -> None:
     with pytest.raises(UnknownCodecError, match="made-up"):
         find_buffer_dtypes((84, 84), np.uint8, "made-up")
 
@@ -118,7 +118,7 @@ def test_find_smallest_dtype_falls_back() -> None:
     assert find_smallest_dtype(2**64, fallback=np.float64) == np.dtype(np.float64)
 
 
-def test_init_jit_compiles_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_jit_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     for method in ("delta", "auto", "gzip", *(["rle-jit"] if has_numba() else [])):
         assert init_jit(compression_method=method) is None  # type: ignore[func-returns-value]  # that is the point
     assert capsys.readouterr() == ("", "")

@@ -121,7 +121,7 @@ def test_signatures(function: object, wanted: str) -> None:
     assert function.__doc__
 
 
-def test_all_is_there() -> None:
+def test_all_names_exist() -> None:
     assert sorted(module.__all__) == list(module.__all__)
     assert issubclass(GpuReplayBuffer, ReplayBuffer)
     assert issubclass(GpuReplayBuffer, BaseGpuBuffer)
@@ -208,7 +208,7 @@ def test_estimates_hold_the_worst_case(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["gzip10", "igzip4", "zstd23", "zstd-101", "lz4-frame/17", "lz4-block/13"])
-def test_levels_that_there_are_not(method: str) -> None:
+def test_unknown_levels_are_refused(method: str) -> None:
     with pytest.raises(CodecLevelError):
         estimate_max_slot_bytes(100, th.uint8, th.uint8, method)
     with pytest.raises(CodecLevelError):
@@ -252,7 +252,7 @@ def test_compression_kwargs_reach_the_codec(rollout: bool) -> None:
     assert held[1] < 0.8 * held[0]
 
 
-def test_a_full_heap_replaces_what_a_cell_holds() -> None:
+def test_a_full_heap_still_replaces_an_observation() -> None:
     heap = SharedRawHeap(2, 20)
     heap.put(0, th.arange(12, dtype=th.uint8))
     heap.put(1, th.arange(8, dtype=th.uint8) + 100)

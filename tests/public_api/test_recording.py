@@ -10,7 +10,7 @@ import sb3_extra_buffers.recording as module
 from sb3_extra_buffers.recording import BaseRecordBuffer, DummyRecordBuffer, FramelessRecordBuffer, RecordBuffer
 
 
-def test_all_is_there() -> None:
+def test_all_names_exist() -> None:
     assert sorted(module.__all__) == list(module.__all__)
     for name in module.__all__:
         assert getattr(module, name).__doc__, f"{name} says nothing of itself"

@@ -22,7 +22,7 @@ def test_signatures() -> None:
     assert list(inspect.signature(warm_up).parameters)[:3] == ["model", "env", "buffer"]
 
 
-def test_importing_them_asks_for_no_optional_package() -> None:
+def test_importing_needs_no_optional_package() -> None:
     code = (
         "import sys, gymnasium\n"
         "theirs = set(sys.modules)\n"

@@ -17,6 +17,7 @@ from sb3_extra_buffers._sb3.steps import fit_actions, fit_column
 from sb3_extra_buffers._sb3.views import Array, ObsViews
 from sb3_extra_buffers.arguments import as_array, check_count
 from sb3_extra_buffers.errors import EmptyBufferError, ExtraBuffersError, IndexOutOfRangeError, SpecMismatchError
+from sb3_extra_buffers.stores.transactions import WRITING
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 T = TypeVar("T")
@@ -98,9 +99,13 @@ class RolloutMixin(CompressedBuffer, _Base):
                     self._recover()
                     position = self.pos
                 step = self._fit_step(obs, action, reward, episode_start, value, log_prob)
-                self._begin_step()
-                for key, view in self._views.stored.items():
-                    view[position] = step.obs[key]
+                stored, obs = self._views.stored, step.obs
+                # `_begin_step`, inlined: this runs at every step
+                for view in stored.values():
+                    view.store.commit()
+                self._unfinished = WRITING
+                for key, view in stored.items():
+                    view[position] = obs[key]
                 self._unfinished = step
                 self._finish_step(step)
             except BaseException as problem:
@@ -110,7 +115,8 @@ class RolloutMixin(CompressedBuffer, _Base):
         self, obs: Any, action: Any, reward: Any, episode_start: Any, value: Any, log_prob: Any
     ) -> RolloutStep:
         """Check what `add` was given and return it as it will be written; nothing is changed."""
-        self._check_writable()
+        if self.read_only:
+            self._check_writable()
         n_envs, actions = self.n_envs, self.actions
         # fast path: skip validation where shape and dtype already match
         if type(action) is not np.ndarray or action.dtype != actions.dtype or action.size != n_envs * self.action_dim:
@@ -226,7 +232,9 @@ class ContribRollout(OptionsFirst):
 
 
 def _fit_tensor(values: Any, n_envs: int, name: str) -> Array:
-    return fit_column(as_array(values, name).reshape(-1), n_envs, name)
+    # numpy() is several times faster than np.asarray() of a tensor
+    array = values.detach().cpu().numpy() if isinstance(values, th.Tensor) else as_array(values, name)
+    return fit_column(array.reshape(-1), n_envs, name)
 
 
 def prefetch(batches: Iterator[T]) -> Iterator[T]:
