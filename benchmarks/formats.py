@@ -6,6 +6,7 @@ Only sizes are measured, so the result does not depend on the machine. `benchmar
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,8 @@ from benchmarks.results import DATA, run_info, write_rows
 from sb3_extra_buffers.codecs.delta import DeltaCodec
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.kernels import policy
-from sb3_extra_buffers.stores import segments
 from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.segments import SegmentStore
 
 GAMES = ["MsPacman", "Pong", "SpaceInvaders", "Asteroids", "Enduro", "Riverraid", "BeamRider", "BattleZone"]
 STACK_BYTES = 4 * 84 * 84
@@ -59,13 +60,12 @@ def tree(now: Frames, before: Frames, repeats: bool) -> npt.NDArray[Any]:
 def stored(game: str, n_steps: int, n_frames: int, packed: bool) -> float:
     """Bytes per observation in a `SegmentStore` with segments of ``n_frames``."""
     layout = StackLayout(ObsSpec((4, 84, 84), np.dtype(np.uint8)), 4)
-    compress_above = policy.COMPRESS_ABOVE
-    policy.COMPRESS_ABOVE = compress_above if packed else 1.0
-    store = segments.SegmentStore(layout, n_steps * feed.N_ENVS, feed.N_ENVS, DeltaCodec(frames=n_frames))
+    # a store reads the constant when it is created
+    with patch.object(policy, "COMPRESS_ABOVE", policy.COMPRESS_ABOVE if packed else 1.0):
+        store = SegmentStore(layout, n_steps * feed.N_ENVS, feed.N_ENVS, DeltaCodec(frames=n_frames))
     streams = np.arange(feed.N_ENVS)
     for step, (obs, _, _) in zip(range(n_steps), feed.steps(game, 10_000), strict=False):
         store.write(streams + step * feed.N_ENVS, streams, obs.reshape(feed.N_ENVS, -1))
-    policy.COMPRESS_ABOVE = compress_above
     return store.difference_bytes() / (n_steps * feed.N_ENVS)
 
 

@@ -1,4 +1,4 @@
-"""Train DQN with prioritized replay on an Atari game, with unmodified SB3."""
+"""Train DQN with prioritised replay on an Atari game, with unmodified SB3."""
 
 from __future__ import annotations
 

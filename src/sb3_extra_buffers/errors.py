@@ -2,41 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "AlgorithmMismatchError",
-    "ArgumentError",
-    "BudgetExceededError",
-    "CodecLevelError",
-    "CodecOptionError",
-    "CorruptPayloadError",
-    "DamagedFileError",
-    "EmptyBufferError",
-    "EnvironmentOptionError",
-    "ExportError",
-    "ExtraBuffersError",
-    "FileFormatError",
-    "FileWriteError",
-    "FolderInUseError",
-    "HeapFullError",
-    "IndexOutOfRangeError",
-    "LayoutError",
-    "MissingExtraError",
-    "MissingRomError",
-    "NoEpisodeError",
-    "NotSaveableError",
-    "OutOfMemoryError",
-    "PriorityError",
-    "ReadOnlyBufferError",
-    "SharingError",
-    "SpecMismatchError",
-    "StaleIndexError",
-    "UnknownCodecError",
-    "UnknownEnvironmentError",
-    "UnknownFieldError",
-    "UnsupportedVersionError",
-    "UntrustedFileError",
-]
-
 
 class ExtraBuffersError(Exception):
     """Base class of all errors that this library raises on purpose."""

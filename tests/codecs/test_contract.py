@@ -1,4 +1,4 @@
-"""Every codec that can be used here keeps the contract; a new one enrols itself."""
+"""The codec contract, for every registered codec whose package is installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FRAME = ObsSpec((40, 40, 3), np.dtype(np.uint8))
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("method", METHODS)
-def test_rows_come_back_and_payloads_keep_their_bound(method: str, spec: ObsSpec) -> None:
+def test_round_trip_and_payload_bound(method: str, spec: ObsSpec) -> None:
     codec, rows = build(method, spec), sample_rows(spec)
 
     contract.check_round_trip(codec, rows)
@@ -29,13 +29,13 @@ def test_rows_come_back_and_payloads_keep_their_bound(method: str, spec: ObsSpec
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("name", available_codecs())
-def test_the_heap_is_read_as_payloads_are(name: str, spec: ObsSpec) -> None:
+def test_decode_heap_agrees_with_decode_batch(name: str, spec: ObsSpec) -> None:
     contract.check_heap(build(name, spec), sample_rows(spec))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("name", available_codecs())
-def test_an_empty_batch_is_a_batch(name: str, spec: ObsSpec) -> None:
+def test_empty_batch(name: str, spec: ObsSpec) -> None:
     codec, empty = build(name, spec), np.empty((0, spec.nbytes), np.uint8)
 
     assert codec.encode_batch(empty) == []
@@ -49,23 +49,23 @@ def test_equal_rows_give_equal_payloads(name: str, spec: ObsSpec) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_codec_is_its_configuration(method: str) -> None:
+def test_codec_is_rebuilt_from_its_configuration(method: str) -> None:
     contract.check_is_its_configuration(build(method, FRAME), parse_method(method)[0], sample_rows(FRAME))
 
 
 @pytest.mark.parametrize("name", available_codecs())
-def test_segments_outside_the_heap_are_refused(name: str) -> None:
-    contract.check_refuses_segments_outside(build(name, FRAME), sample_rows(FRAME))
+def test_payloads_outside_the_heap_are_refused(name: str) -> None:
+    contract.check_refuses_payloads_outside(build(name, FRAME), sample_rows(FRAME))
 
 
 @pytest.mark.parametrize("spec", [FRAME, SPECS[5], SPECS[11]], ids=str)
 @pytest.mark.parametrize("name", available_codecs())
-def test_damaged_payloads_are_survived(name: str, spec: ObsSpec) -> None:
+def test_damaged_payloads_do_no_harm(name: str, spec: ObsSpec) -> None:
     contract.check_survives_damage(build(name, spec), sample_rows(spec))
 
 
 @pytest.mark.parametrize("name", available_codecs())
-def test_a_payload_of_a_larger_row_is_refused_before_it_takes_memory(name: str) -> None:
+def test_payload_of_a_larger_row_is_refused_without_allocating(name: str) -> None:
     contract.check_refuses_rows_of_another_size(get_codec(name))
 
 
@@ -89,7 +89,7 @@ def test_threads_may_share_a_codec(name: str) -> None:
         list(pool.map(lambda _: contract.check_round_trip(codec, rows), range(16)))
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_forked_child_encodes_and_decodes() -> None:
     script = """
         import os
@@ -112,7 +112,7 @@ def test_a_forked_child_encodes_and_decodes() -> None:
 
 
 @pytest.mark.parametrize("name", available_codecs())
-def test_what_a_codec_learns_is_part_of_it(name: str) -> None:
+def test_trained_codec_keeps_the_contract(name: str) -> None:
     rows = sample_rows(FRAME)
     method = get_codec(name, dictionary=2048) if name == "zstd" else get_codec(name)
     codec = contract.train(method.bind(FRAME), rows)

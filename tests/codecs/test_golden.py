@@ -1,4 +1,4 @@
-"""Payloads written by earlier versions are decoded for ever."""
+"""Payloads written by earlier versions decode."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ FOLDERS = sorted(path.parent for path in GOLDEN.glob("*/config.json"))
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_golden_payloads_decode(folder: Path) -> None:
-    said = json.loads((folder / "config.json").read_text())
-    needed = [
-        said["codec_id"],
-        *([said["config"]["inner"].rstrip("0123456789")] if "inner" in said["config"] else []),
+    saved = json.loads((folder / "config.json").read_text())
+    codec_names = [
+        saved["codec_id"],
+        *([saved["config"]["inner"].rstrip("0123456789")] if "inner" in saved["config"] else []),
     ]
-    if not all(map(is_available, needed)):
-        pytest.skip(f"a package of {needed} is not installed")
+    if not all(map(is_available, codec_names)):
+        pytest.skip(f"a package of {codec_names} is not installed")
     row = (folder / "row.bin").read_bytes()
     # every implementation of the format, not only the one that wrote it
-    readers = [name for name in available_codecs() if get_codec(name).codec_id == said["codec_id"]]
+    readers = [name for name in available_codecs() if get_codec(name).codec_id == saved["codec_id"]]
 
     for name in readers:
-        out = decode(codec_from_config(name, said["config"]), (folder / "payload.bin").read_bytes(), len(row))
+        out = decode(codec_from_config(name, saved["config"]), (folder / "payload.bin").read_bytes(), len(row))
         np.testing.assert_array_equal(out, np.frombuffer(row, np.uint8))
     assert readers
 

@@ -1,4 +1,4 @@
-"""``palette``: few colours become small, many stay exact."""
+"""``palette``: smaller payloads for few colours, lossless for any number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INNER = "gzip6"
 
 
 def frames(n_colours: int, n: int = 3, channels: int = 3, seed: int = 0) -> npt.NDArray[np.uint8]:
-    """Noise of exactly so many colours: nothing but the palette can make it smaller."""
+    """Noise of exactly ``n_colours``, which only a palette can compress."""
     rng = np.random.default_rng(seed)
     distinct = rng.permutation(np.unique(rng.integers(0, 2**24, 2 * n_colours)))[:n_colours]
     colours = distinct.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :channels]
@@ -34,7 +34,7 @@ def bound(batch: npt.NDArray[Any], inner: str = INNER) -> tuple[Any, npt.NDArray
 @pytest.mark.parametrize("n_colours", [1, 2, 255, 256, 257, 1000])
 @pytest.mark.parametrize("channels", [3, 4])
 @pytest.mark.parametrize("planar", [False, True])
-def test_any_number_of_colours_comes_back(n_colours: int, channels: int, planar: bool) -> None:
+def test_round_trip_for_any_number_of_colours(n_colours: int, channels: int, planar: bool) -> None:
     batch = frames(n_colours, channels=channels)
     codec, rows = bound(np.moveaxis(batch, -1, 1) if planar else batch)
 
@@ -43,7 +43,7 @@ def test_any_number_of_colours_comes_back(n_colours: int, channels: int, planar:
 
 
 @pytest.mark.parametrize("planar", [False, True])
-def test_few_colours_are_smaller_than_the_codec_inside_makes_them(planar: bool) -> None:
+def test_few_colours_are_smaller_than_with_the_inner_codec_alone(planar: bool) -> None:
     batch = frames(200)
     codec, rows = bound(np.moveaxis(batch, -1, 1) if planar else batch)
     plain, own, learnt = (
@@ -54,7 +54,7 @@ def test_few_colours_are_smaller_than_the_codec_inside_makes_them(planar: bool) 
     assert learnt < 0.8 * own
 
 
-def test_colours_that_were_not_learnt_come_back() -> None:
+def test_round_trip_of_colours_that_were_not_learnt() -> None:
     codec, rows = bound(frames(50))
     trained = codec.train(rows)
 
@@ -63,14 +63,14 @@ def test_colours_that_were_not_learnt_come_back() -> None:
     assert codec.train(bound(frames(300))[1]) == codec  # too many to learn
 
 
-def test_colours_that_meet_in_the_lookup_are_told_apart() -> None:
-    # for each factor of the hash a pair of colours that it cannot tell apart
+def test_colours_with_colliding_hashes_are_distinguished() -> None:
+    # for each hash factor, a pair of colours that collide
     colours = np.arange(100_000, dtype=np.uint32)
     pairs = []
     for factor in palette._FACTORS:
-        slots = palette._hash(colours, factor)
-        order = np.argsort(slots, kind="stable")
-        at = np.flatnonzero(np.diff(slots[order]) == 0)[0]
+        hashes = palette._hash(colours, factor)
+        order = np.argsort(hashes, kind="stable")
+        at = np.flatnonzero(np.diff(hashes[order]) == 0)[0]
         pairs += [colours[order[at]], colours[order[at + 1]]]
     codec, rows = bound(np.array(pairs, "<u4").view(np.uint8).reshape(1, 2, -1, 4))
 
@@ -82,7 +82,7 @@ def test_colours_that_meet_in_the_lookup_are_told_apart() -> None:
     ("shape", "dtype"),
     [((84, 84), np.uint8), ((5,), np.float32), ((6, 6, 3), np.uint16), ((), np.uint8), ((0, 3), np.uint8)],
 )
-def test_what_is_no_image_goes_to_the_codec_inside(shape: tuple[int, ...], dtype: Any) -> None:
+def test_rows_that_are_not_images_go_to_the_inner_codec(shape: tuple[int, ...], dtype: Any) -> None:
     codec, rows = bound(np.ones((2, *shape), dtype))
 
     check_round_trip(codec, rows)
@@ -90,7 +90,7 @@ def test_what_is_no_image_goes_to_the_codec_inside(shape: tuple[int, ...], dtype
         assert len(payload) == len(plain) + 1
 
 
-def test_an_index_without_a_colour_is_refused() -> None:
+def test_palette_index_out_of_range_is_refused() -> None:
     codec, rows = bound(np.zeros((1, 4, 4, 3), np.uint8), inner="none")
     payload = bytearray(codec.encode(rows[0].data))
     assert payload[:2] == bytes([1, 0])  # its own palette, of one colour
@@ -100,7 +100,7 @@ def test_an_index_without_a_colour_is_refused() -> None:
         decode(codec, bytes(payload), rows.shape[1])
 
 
-def test_a_learnt_palette_is_needed_to_read_what_refers_to_it() -> None:
+def test_payload_of_a_learnt_palette_needs_that_palette() -> None:
     codec, rows = bound(frames(50))
 
     with pytest.raises(CorruptPayloadError, match="kind 2"):

@@ -50,7 +50,7 @@ def needs(name: str) -> pytest.MarkDecorator:
         ("lz4-block/-1", "lz4-block", -1),
         ("rle-jit", "rle-jit", None),
         ("none", "none", None),
-        # a hyphen ends the letters: without a slash this is a name, and not one we know
+        # a name with a dash needs a slash before the level, so this is an unknown name
         ("lz4-frame5", "lz4-frame5", None),
         ("zstd--5", "zstd--5", None),
         ("zstd5 ", "zstd5 ", None),
@@ -59,7 +59,7 @@ def needs(name: str) -> pytest.MarkDecorator:
         ("", "", None),
     ],
 )
-def test_shorthand(method: str, name: str, level: int | None) -> None:
+def test_parse_method(method: str, name: str, level: int | None) -> None:
     assert parse_method(method) == (name, level)
 
 
@@ -90,7 +90,7 @@ def test_documented_levels_work_in_every_spelling(name: str, level: int) -> None
 
 
 @pytest.mark.parametrize(("name", "level", "says"), OUTSIDE)
-def test_other_levels_are_refused_with_those_allowed(name: str, level: int, says: str) -> None:
+def test_error_for_a_bad_level_lists_the_allowed_ones(name: str, level: int, says: str) -> None:
     for method, options in (
         (f"{name}/{level}", {}),
         (name, {"level": level}),
@@ -101,13 +101,13 @@ def test_other_levels_are_refused_with_those_allowed(name: str, level: int, says
 
 
 @pytest.mark.parametrize("level", [True, 1.0, "1"])
-def test_a_level_is_an_integer(level: Any) -> None:
+def test_level_must_be_an_integer(level: Any) -> None:
     with pytest.raises(CodecLevelError, match=r"gzip level must be 0\.\.9"):
         get_codec("gzip", level=level)
 
 
 @pytest.mark.parametrize("name", [name for name in ("none", "rle", "rle-jit", "palette") if is_available(name)])
-def test_a_level_where_there_are_none_is_refused(name: str) -> None:
+def test_level_for_a_codec_without_levels_is_refused(name: str) -> None:
     with pytest.raises(CodecLevelError, match=f"'{name}' has no levels"):
         get_codec(f"{name}/3")
 
@@ -117,7 +117,7 @@ def test_bare_zstd_is_level_minus_three() -> None:
     assert get_codec("zstd") == get_codec("zstd-3")
 
 
-def test_a_level_given_as_an_option_wins() -> None:
+def test_level_option_overrides_the_method_string() -> None:
     assert get_codec("gzip3", compresslevel=7) == get_codec("gzip7")
     assert get_codec("gzip3", compresslevel=None) == get_codec("gzip3")
     with pytest.raises(CodecOptionError, match="one option"):
@@ -125,7 +125,7 @@ def test_a_level_given_as_an_option_wins() -> None:
 
 
 @pytest.mark.parametrize("method", ["zst", "lz4", "zstd--5", "", "none ", "NONE", "auto", "lz4-frame5", "zst5"])
-def test_unknown_names_are_refused_with_those_known(method: str) -> None:
+def test_error_for_an_unknown_method_lists_the_known_ones(method: str) -> None:
     with pytest.raises(UnknownCodecError) as caught:
         get_codec(method)
 
@@ -134,24 +134,24 @@ def test_unknown_names_are_refused_with_those_known(method: str) -> None:
         assert name in str(caught.value)
 
 
-def test_unknown_options_are_refused_with_those_known() -> None:
+def test_error_for_an_unknown_option_lists_the_known_ones() -> None:
     with pytest.raises(CodecOptionError, match="'gzip' has no option 'speed'; it takes 'level'"):
         get_codec("gzip", speed=3)
     with pytest.raises(CodecOptionError, match="'none' has no option 'speed'; it takes none"):
         get_codec("none", speed=3)
-    # what a codec learns from the data is not for users to set
+    # users cannot set what a codec learns from the data
     with pytest.raises(CodecOptionError, match="'elem'"):
         get_codec("rle", elem="<u4")
 
 
 @needs("zstd")
 @pytest.mark.parametrize("size", [-1, True, 1.5, "16384"])
-def test_a_dictionary_is_a_size(size: Any) -> None:
+def test_dictionary_must_be_a_size(size: Any) -> None:
     with pytest.raises(CodecOptionError, match="size in bytes"):
         get_codec("zstd", dictionary=size)
 
 
-def test_palette_says_what_can_be_inside() -> None:
+def test_palette_refuses_unsuitable_inner_methods() -> None:
     assert get_codec("palette", inner="gzip3").describe() == "palette over gzip3"
     with pytest.raises(CodecLevelError, match="gzip level must be"):
         get_codec("palette", inner="gzip10")
@@ -161,7 +161,7 @@ def test_palette_says_what_can_be_inside() -> None:
         get_codec("palette", inner="palette")
 
 
-def test_a_configuration_from_elsewhere_is_refused() -> None:
+def test_configuration_with_unknown_fields_is_refused() -> None:
     with pytest.raises(CodecOptionError, match=r"'window'.*newer version"):
         codec_from_config("gzip", {"level": 3, "window": 9})
     with pytest.raises(UnknownCodecError):
@@ -170,13 +170,13 @@ def test_a_configuration_from_elsewhere_is_refused() -> None:
         codec_from_config("gzip", {"level": 11})
 
 
-def test_every_available_codec_is_known_and_built_by_its_name() -> None:
+def test_every_available_codec_is_built_by_its_name() -> None:
     assert set(available_codecs()) <= set(known_codecs())
     for name in available_codecs():
         assert get_codec(name).describe().startswith(name)
 
 
-def test_without_the_extras_the_error_names_the_pip_install_line() -> None:
+def test_error_for_a_missing_package_has_the_pip_command() -> None:
     code = """
 from sb3_extra_buffers.codecs import available_codecs, get_codec, known_codecs
 print(*available_codecs())
@@ -204,6 +204,6 @@ for name in known_codecs():
         assert error.endswith(f"pip install 'sb3-extra-buffers[{extra}]'")
 
 
-def test_a_missing_package_is_an_import_error_of_ours() -> None:
+def test_missing_package_raises_missing_extra_error() -> None:
     assert issubclass(MissingExtraError, ImportError)
     assert issubclass(MissingExtraError, ExtraBuffersError)

@@ -33,7 +33,7 @@ def test_rows_are_the_bytes_of_the_batch(batch: npt.NDArray[Any]) -> None:
     assert spec.from_rows(rows).dtype == batch.dtype
 
 
-def test_a_contiguous_batch_is_viewed_and_any_other_copied() -> None:
+def test_only_batches_that_are_not_contiguous_are_copied() -> None:
     spec = ObsSpec((3, 4), np.dtype(np.float32))
     batch = np.arange(48, dtype=np.float32).reshape(4, 3, 4)
 
@@ -64,10 +64,10 @@ def test_widening_keeps_every_value(given_dtype: str, wanted: str) -> None:
         ("f4", "u1"),
         ("f8", "f4"),
         ("i4", "u1"),
-        ("i8", "f8"),  # rounds above 2**53, though NumPy calls it safe
+        ("i8", "f8"),  # rounds above 2**53, although NumPy considers it safe
         ("u8", "f8"),
         ("i4", "f4"),
-        ("i8", "U21"),  # safe to NumPy, too
+        ("i8", "U21"),  # NumPy considers this safe, too
         ("u1", "?"),
     ],
 )
@@ -77,29 +77,29 @@ def test_a_cast_that_could_change_a_value_is_refused(given_dtype: str, wanted: s
 
 
 @pytest.mark.parametrize("shape", [(), (2,), (2, 4), (2, 3, 1), (3,)])
-def test_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+def test_wrong_shape_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(SpecMismatchError, match=r"'n', 3"):
         ObsSpec((3,), np.dtype(np.uint8)).to_rows(np.zeros(shape, np.uint8))
 
 
-def test_a_lone_scalar_is_no_batch_of_scalars() -> None:
+def test_scalar_is_not_a_batch_of_scalars() -> None:
     with pytest.raises(SpecMismatchError):
         ObsSpec((), np.dtype(np.uint8)).to_rows(np.uint8(3))
 
 
-def test_rows_of_another_size_are_refused() -> None:
+def test_rows_of_the_wrong_size_are_refused() -> None:
     with pytest.raises(SpecMismatchError, match="rows of 12 bytes"):
         ObsSpec((3,), np.dtype(np.float32)).from_rows(np.zeros((2, 8), np.uint8))
 
 
 @pytest.mark.parametrize("dtype", [object, "U0", [("a", object)]])
-def test_a_dtype_without_a_size_is_refused(dtype: Any) -> None:
+def test_dtype_of_variable_size_is_refused(dtype: Any) -> None:
     with pytest.raises(SpecMismatchError, match="fixed size"):
         ObsSpec((3,), np.dtype(dtype))
 
 
-def test_specs_are_values() -> None:
-    spec = ObsSpec([np.int64(2), 3], "uint8")  # type: ignore[arg-type]  # what spaces have at hand
+def test_specs_compare_by_value() -> None:
+    spec = ObsSpec([np.int64(2), 3], "uint8")  # type: ignore[arg-type]  # as spaces have them
 
     assert spec == ObsSpec((2, 3), np.dtype(np.uint8))
     assert hash(spec) == hash(ObsSpec((2, 3), np.dtype(np.uint8)))

@@ -1,4 +1,4 @@
-"""``zstd`` dictionaries: learnt when they help, carried along, never in the way."""
+"""``zstd``: dictionaries, payloads without headers, and the compiled decoding loop."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ zstandard = pytest.importorskip("zstandard", exc_type=ImportError)
 zstd_direct = pytest.importorskip("sb3_extra_buffers.codecs.zstd_direct")
 
 
-def keyframes(n: int, nbytes: int = 2000) -> npt.NDArray[np.uint8]:
-    """Frames of one textured keyframe in which a few bytes change."""
+def similar_rows(n: int, nbytes: int = 2000) -> npt.NDArray[np.uint8]:
+    """Copies of one row of noise, with one byte changed in each."""
     rng = np.random.default_rng(0)
     rows = np.repeat(rng.integers(0, 256, (1, nbytes), np.uint8), n, axis=0)
     rows[np.arange(n), rng.integers(0, nbytes, n)] ^= 0x55
@@ -29,7 +29,7 @@ def size(codec: Codec, rows: npt.NDArray[np.uint8]) -> int:
 
 
 def test_a_dictionary_makes_similar_rows_small() -> None:
-    rows = keyframes(64)
+    rows = similar_rows(64)
     codec = get_codec("zstd3", dictionary=4096)
 
     trained = codec.train(rows[:32])
@@ -44,7 +44,7 @@ def test_without_the_option_nothing_is_learnt() -> None:
     codec = get_codec("zstd3")
 
     assert not codec.trainable
-    assert codec.train(keyframes(64)) == codec
+    assert codec.train(similar_rows(64)) == codec
 
 
 def test_a_dictionary_that_does_not_help_is_not_kept() -> None:
@@ -57,27 +57,27 @@ def test_a_dictionary_that_does_not_help_is_not_kept() -> None:
 @pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 100, 127, 128, 5000])
 @pytest.mark.parametrize("n", [0, 1, 2, 8, 40])
 @pytest.mark.parametrize("dictionary", [1, 8, 300, 4096])
-def test_training_copes_with_whatever_it_is_given(n: int, nbytes: int, dictionary: int) -> None:
+def test_training_on_rows_of_any_number_and_size(n: int, nbytes: int, dictionary: int) -> None:
     codec = get_codec("zstd", dictionary=dictionary)
     for rows in (
         np.zeros((n, nbytes), np.uint8),
-        keyframes(n, nbytes) if nbytes else np.zeros((n, 0), np.uint8),
+        similar_rows(n, nbytes) if nbytes else np.zeros((n, 0), np.uint8),
     ):
         trained = codec.train(rows)
         check_round_trip(trained, rows)
-        assert len(getattr(trained, "learnt")) <= dictionary  # noqa: B009  # a Codec as such has none
+        assert len(getattr(trained, "learnt")) <= dictionary  # noqa: B009  # not a field of every codec
 
 
 def test_training_again_replaces_the_dictionary() -> None:
-    first = get_codec("zstd3", dictionary=4096).train(keyframes(32))
-    second = first.train(keyframes(32) ^ np.uint8(0x3C))
+    first = get_codec("zstd3", dictionary=4096).train(similar_rows(32))
+    second = first.train(similar_rows(32) ^ np.uint8(0x3C))
 
     assert first != second
-    check_round_trip(second, keyframes(4))
+    check_round_trip(second, similar_rows(4))
 
 
-def test_a_trained_codec_is_read_back_from_its_configuration() -> None:
-    rows = keyframes(40)
+def test_trained_codec_is_rebuilt_from_its_configuration() -> None:
+    rows = similar_rows(40)
     codec = get_codec("zstd3", dictionary=4096).train(rows)
 
     again = codec_from_config("zstd", json.loads(json.dumps(codec.config())))
@@ -96,8 +96,8 @@ def test_payloads_carry_no_header() -> None:
             assert not payload.startswith(zstandard.FRAME_HEADER)
 
 
-def test_large_rows_with_a_dictionary_come_back() -> None:
-    rows = np.tile(keyframes(8, 50_000), (1, 30))
+def test_round_trip_of_large_rows_with_a_dictionary() -> None:
+    rows = np.tile(similar_rows(8, 50_000), (1, 30))
     codec = get_codec("zstd1", dictionary=16384).train(rows)
 
     check_round_trip(codec, rows)
@@ -105,12 +105,14 @@ def test_large_rows_with_a_dictionary_come_back() -> None:
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("dictionary", [0, 4096])
-@pytest.mark.parametrize("nbytes", [40, 2000, 300_000])  # the last of more blocks than one
-def test_rows_are_decoded_in_parts(nbytes: int, dictionary: int, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("nbytes", [40, 2000, 300_000])  # the last one takes several blocks
+def test_heap_decoder_decodes_in_parts(
+    nbytes: int, dictionary: int, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if direct and not zstd_direct.is_direct():
-        pytest.skip("zstd's own function is out of reach, or numba is not installed")
+        pytest.skip("needs numba and a zstandard that exports zstd's functions")
     monkeypatch.setattr("sb3_extra_buffers.codecs.zstd.is_direct", lambda: direct)
-    rows = keyframes(70, nbytes)
+    rows = similar_rows(70, nbytes)
     rows[3] = 9
     codec = get_codec("zstd3", dictionary=dictionary).train(rows[:10])
     payloads = codec.encode_batch(rows)
@@ -124,17 +126,17 @@ def test_rows_are_decoded_in_parts(nbytes: int, dictionary: int, direct: bool, m
     decode(30, len(rows))
 
     np.testing.assert_array_equal(out, rows)
-    for change in (-1, 1):  # a payload cut short, and one with more behind it
+    for change in (-1, 1):  # a truncated payload, and one with a trailing byte
         wrong = lengths.copy()
         wrong[7] += change
         with pytest.raises(CorruptPayloadError):
             codec.heap_decoder(heap, starts, wrong, out)(0, len(rows))
 
 
-def test_damage_is_seen_alike_by_zstds_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_loop_detects_the_same_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     if not zstd_direct.is_direct():
-        pytest.skip("zstd's own function is out of reach, or numba is not installed")
-    rows = np.ascontiguousarray(np.repeat(keyframes(1, 40), 50, axis=1))
+        pytest.skip("needs numba and a zstandard that exports zstd's functions")
+    rows = np.ascontiguousarray(np.repeat(similar_rows(1, 40), 50, axis=1))
     codec = get_codec("zstd3")
     payload = np.frombuffer(codec.encode_batch(rows)[0], np.uint8)
     random = np.random.default_rng(0)
@@ -142,15 +144,15 @@ def test_damage_is_seen_alike_by_zstds_own_function(monkeypatch: pytest.MonkeyPa
     for _ in range(400):
         damaged = payload.copy()
         damaged[random.integers(3, len(payload))] = random.integers(256)
-        found: list[bytes | None] = []
+        decoded: list[bytes | None] = []
         for direct in (True, False):
             monkeypatch.setattr("sb3_extra_buffers.codecs.zstd.is_direct", lambda direct=direct: direct)
             out = np.zeros_like(rows)
             try:
                 codec.heap_decoder(damaged, np.zeros(1, np.int64), np.array([len(payload)]), out)(0, 1)
-                found.append(out.tobytes())
+                decoded.append(out.tobytes())
             except CorruptPayloadError:
-                found.append(None)
-        assert found[0] == found[1]
-        outcomes.append(found[0])
+                decoded.append(None)
+        assert decoded[0] == decoded[1]
+        outcomes.append(decoded[0])
     assert None in outcomes

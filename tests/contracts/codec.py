@@ -1,4 +1,4 @@
-"""What every codec must do, as checks that take the codec to be checked."""
+"""The codec contract, as checks that take a codec."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs import ByteRows, Codec, ObsSpec, available_codecs, codec_from_config, get_codec
 from sb3_extra_buffers.errors import CorruptPayloadError
 
-UNWRITTEN = 0xAA  # decode targets are filled with this, so that a byte left out shows
+UNWRITTEN = 0xAA  # decode targets are filled with this, to reveal bytes that are not written
 
 SPECS = [
     ObsSpec((84, 84), np.dtype(np.uint8)),
@@ -32,7 +32,7 @@ SPECS = [
     ObsSpec((0, 4), np.dtype(np.float32)),
 ]
 
-# each codec as it comes, and the ends of its levels where it has them
+# every codec at its default level, and at the ends of its range of levels
 _LEVELS = {
     "gzip": (0, 1, 9),
     "igzip": (0, 3),
@@ -63,12 +63,12 @@ def build(method: str, spec: ObsSpec) -> Codec:
 
 
 def train(codec: Codec, rows: ByteRows) -> Codec:
-    """``codec`` after it has seen rows, more of them than it needs."""
+    """Train ``codec`` on more rows than it needs."""
     return codec.train(np.concatenate([rows ^ np.uint8(i) for i in range(12)]))
 
 
 def decode(codec: Codec, payload: bytes, nbytes: int) -> ByteRows:
-    """Decode between guard bytes, and check that they still stand."""
+    """Decode between guard bytes, and check that those are unchanged."""
     padded = np.full(nbytes + 128, UNWRITTEN, np.uint8)
     try:
         codec.decode_into(memoryview(payload), padded[64 : 64 + nbytes].data)
@@ -102,7 +102,7 @@ def check_deterministic(codec: Codec, rows: ByteRows) -> None:
 
 
 def check_is_its_configuration(codec: Codec, name: str, rows: ByteRows) -> None:
-    payloads = codec.encode_batch(rows)  # what it keeps between calls is no part of it
+    payloads = codec.encode_batch(rows)  # first, so that the codec has cached its contexts
     written = json.loads(json.dumps(codec.config()))
 
     for copy in (pickle.loads(pickle.dumps(codec)), codec_from_config(name, written)):
@@ -115,7 +115,7 @@ def check_is_its_configuration(codec: Codec, name: str, rows: ByteRows) -> None:
 
 
 def heap_of(payloads: list[bytes]) -> tuple[npt.NDArray[np.uint8], list[int], list[int]]:
-    """Payloads with gaps between them and around them."""
+    """Put payloads into a heap, with gaps between and around them."""
     heap, starts = b"\xee" * 3, []
     for payload in payloads:
         starts.append(len(heap))
@@ -125,7 +125,7 @@ def heap_of(payloads: list[bytes]) -> tuple[npt.NDArray[np.uint8], list[int], li
 
 def check_heap(codec: Codec, rows: ByteRows) -> None:
     heap, starts, lengths = heap_of(codec.encode_batch(rows))
-    order = np.array([3, 0, 0, len(rows) - 1, 1])  # any order, repeats too
+    order = np.array([3, 0, 0, len(rows) - 1, 1])  # any order, with repetitions
 
     for source in (heap, heap.copy()):  # read-only as from a file, and writable
         out = np.full((len(order), rows.shape[1]), UNWRITTEN, np.uint8)
@@ -136,7 +136,7 @@ def check_heap(codec: Codec, rows: ByteRows) -> None:
     codec.decode_heap(heap, none, none, np.empty((0, rows.shape[1]), np.uint8))
 
 
-def check_refuses_segments_outside(codec: Codec, rows: ByteRows) -> None:
+def check_refuses_payloads_outside(codec: Codec, rows: ByteRows) -> None:
     heap, starts, lengths = heap_of(codec.encode_batch(rows))
     out = np.full((1, rows.shape[1]), UNWRITTEN, np.uint8)
     far = np.iinfo(np.int64).max
@@ -145,7 +145,7 @@ def check_refuses_segments_outside(codec: Codec, rows: ByteRows) -> None:
             codec.decode_heap(heap, np.array([start], np.int64), np.array([length], np.int64), out)
         except CorruptPayloadError:
             continue
-        raise AssertionError(f"a segment {start}+{length} of a heap of {heap.size} was read")
+        raise AssertionError(f"a payload at {start} of {length} bytes was read from a heap of {heap.size} bytes")
 
 
 def mutations(payload: bytes, seed: int, n: int) -> Iterator[bytes]:
@@ -159,7 +159,7 @@ def mutations(payload: bytes, seed: int, n: int) -> Iterator[bytes]:
     yield bytes(len(payload))
     for _ in range(n):
         damaged = bytearray(payload) or bytearray(1)
-        # headers and lengths stand at the front: half of the damage goes there
+        # half of the damage goes to the front, where headers and lengths are
         end = len(damaged) if rng.random() < 0.5 else min(len(damaged), 12)
         match rng.integers(4):
             case 0:
@@ -176,10 +176,10 @@ def mutations(payload: bytes, seed: int, n: int) -> Iterator[bytes]:
 
 
 def check_survives_damage(codec: Codec, rows: ByteRows, n: int = 60) -> None:
-    """Damage is an error or, without a checksum, some other row: nothing worse, and no big allocation."""
+    """A damaged payload raises or, without a checksum, gives another row; it never causes a large allocation."""
     nbytes = rows.shape[1]
     payloads = codec.encode_batch(rows)
-    decode(codec, payloads[0], nbytes)  # contexts that live on are made before memory is watched
+    decode(codec, payloads[0], nbytes)  # creates cached contexts before memory is traced
     tracemalloc.start()
     try:
         for seed, payload in enumerate(payloads):
@@ -191,7 +191,7 @@ def check_survives_damage(codec: Codec, rows: ByteRows, n: int = 60) -> None:
         assert tracemalloc.get_traced_memory()[1] < 16 * nbytes + 2**20
     finally:
         tracemalloc.stop()
-    # a codec that has met damage still works
+    # and the codec still works
     np.testing.assert_array_equal(decode(codec, payloads[0], nbytes), rows[0])
 
 

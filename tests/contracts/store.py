@@ -1,4 +1,4 @@
-"""What the tests of heaps, stores and arrays share: observations like a game's, and checks that a store keeps."""
+"""Helpers of the tests of heaps, stores and arrays: observations like those of a game, and a model to compare with."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from hypothesis import HealthCheck, settings
 
 from sb3_extra_buffers.codecs import ByteRows, is_available
 from sb3_extra_buffers.kernels import has_numba
+from sb3_extra_buffers.stores.base import Store
 from sb3_extra_buffers.stores.frames import FrameStore
 
-UNWRITTEN = 0xAA  # decode targets are filled with this, so that a byte left out shows
+UNWRITTEN = 0xAA  # decode targets are filled with this, so that a byte that was not written shows
 
 KERNELS = [
     pytest.param(True, id="compiled", marks=pytest.mark.skipif(not has_numba(), reason="numba is not installed")),
-    pytest.param(False, id="plain"),
+    pytest.param(False, id="reference"),
 ]
 
 # the same examples every time; TEST_EXAMPLES=10 tries ten times as many, and new ones
@@ -146,16 +147,19 @@ def n_frames_live(store: FrameStore) -> int:
     return int(np.count_nonzero(store.state.refs))
 
 
-def check_content(store: FrameStore, model: dict[int, bytes], indices: list[int] | None = None) -> None:
+def check_content(store: FrameStore, model: dict[int, bytes]) -> None:
     """Raise unless ``store`` holds what ``model`` says, and zeros everywhere else."""
-    wanted = list(range(len(store.frame_ids))) if indices is None else indices
-    rows = store.read(np.array(wanted, np.int64))
-    empty = bytes(store.layout.spec.nbytes)
-    for index, row in zip(wanted, rows, strict=True):
-        assert row.tobytes() == model.get(index, empty), f"index {index} does not hold what was written to it"
+    check_rows(store, model, list(range(len(store.frame_ids))), store.layout.spec.nbytes)
 
 
-def write_rows(store: FrameStore, indices: list[int], streams: list[int], rows: ByteRows) -> None:
+def check_rows(store: Store, model: dict[int, bytes], indices: list[int], nbytes: int) -> None:
+    """Raise unless ``store`` holds at ``indices`` what ``model`` says, and zeros where it says nothing."""
+    rows = store.read(np.array(indices, np.int64))
+    for index, row in zip(indices, rows, strict=True):
+        assert row.tobytes() == model.get(index, bytes(nbytes)), f"index {index} does not hold what was written to it"
+
+
+def write_rows(store: Store, indices: list[int], streams: list[int], rows: ByteRows) -> None:
     store.write(np.array(indices, np.int64), np.array(streams, np.int64), rows)
 
 
@@ -177,7 +181,7 @@ def poison_empty(monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
 
 
 def run_fresh(code: str, *arguments: str, timeout: float = 120) -> str:
-    """Run ``code`` in an interpreter of its own; its output, or a failure that shows how it ended."""
+    """Run ``code`` in a new interpreter and return its output; fail with everything it printed."""
     run = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True, text=True, timeout=timeout, check=False, cwd=Path(__file__).parents[2],

@@ -12,15 +12,15 @@ import pytest
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, 16 MB large."""
-    place = tmp_path / "disk"
-    place.mkdir()
+    disk = tmp_path / "disk"
+    disk.mkdir()
     try:
         made = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=16m", "none", place], capture_output=True, check=False
+            ["mount", "-t", "tmpfs", "-o", "size=16m", "none", disk], capture_output=True, check=False
         )
     except OSError as problem:
         pytest.skip(f"no disk can be mounted here: {problem}")
     if made.returncode:
         pytest.skip(f"no disk can be mounted here: {made.stderr.decode().strip()}")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)

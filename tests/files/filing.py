@@ -255,12 +255,12 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def fill_disk(place: Path, n_free: int) -> None:
+def fill_disk(folder: Path, n_free: int) -> None:
     """Fill a file system up to ``n_free`` pages."""
-    filler = place / "filler"
+    filler = folder / "filler"
     filler.unlink(missing_ok=True)
-    room = os.statvfs(place)
-    filler.write_bytes(bytes(max(room.f_bavail - n_free, 0) * room.f_bsize))
+    usage = os.statvfs(folder)
+    filler.write_bytes(bytes(max(usage.f_bavail - n_free, 0) * usage.f_bsize))
 
 
 def save_or_say(attempt: Callable[[], Any]) -> str:

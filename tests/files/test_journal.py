@@ -47,8 +47,8 @@ def test_a_flipped_bit_anywhere_is_damage(n_bytes: int, tmp_path: Path) -> None:
     path = tmp_path / "journal"
     data = write(path, n_bytes=n_bytes)
 
-    for place in range(0, len(data), 7):
-        path.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+    for offset in range(0, len(data), 7):
+        path.write_bytes(data[:offset] + bytes([data[offset] ^ 4]) + data[offset + 1 :])
         with pytest.raises(DamagedFileError, match=r"record \d at byte \d+ is damaged; .*repair"):
             list(read_journal(path))
 

@@ -283,7 +283,7 @@ def test_a_checkpoint_interrupted_at_any_call_loses_no_step(
         def interrupted(*args: Any) -> Any:
             nonlocal calls
             calls += 1
-            if calls != number // 2 + 1:  # noqa: B023  # called at once
+            if calls != number // 2 + 1:  # noqa: B023  # called in this iteration
                 return original(*args)
             if number % 2:  # noqa: B023
                 original(*args)

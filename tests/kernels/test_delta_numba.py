@@ -1,4 +1,4 @@
-"""A line of 64 bytes at once and word by word: the same bytes."""
+"""Operations on lines of 64 bytes: at once and word by word, against plain Python."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ NAMES = ["unequal", "cut", "fill", "merge"]
 MASKS = [0, 1, 1 << 63, (1 << 64) - 1, 0xFF, 0xFF << 56, 0x0101010101010101, 0x8000000080000000]
 
 
-def plainly(name: str, target: Bytes, source: Bytes, mask: int, before: int) -> Bytes:
-    """What a line becomes, one byte after the other."""
+def expected_line(name: str, target: Bytes, source: Bytes, mask: int, before: int) -> Bytes:
+    """The result of an operation, byte by byte."""
     chosen = [i for i in range(64) if mask >> i & 1]
     result = target.copy()
     if name == "cut":
@@ -30,24 +30,24 @@ def plainly(name: str, target: Bytes, source: Bytes, mask: int, before: int) -> 
         result[chosen] = source[: len(chosen)]
     else:
         for i in range(64):
-            seen = sum(place <= i for place in chosen)
+            seen = sum(position <= i for position in chosen)
             result[i] = source[seen - 1] if seen else before
     return result
 
 
 def variants(name: str) -> list[Callable[..., Any]]:
-    found = [getattr(delta_numba, f"{name}_words")] if name in ("unequal", "cut") else []
+    functions = [getattr(delta_numba, f"{name}_words")] if name in ("unequal", "cut") else []
     if intrinsics.HAS_LINES:
         line = getattr(intrinsics, f"{name}_line")
         arguments = {"unequal": "a, at, b, bt", "fill": "a, at, b, bt, mask, before"}.get(name, "a, at, b, bt, mask")
         space = {"line": line}
         exec(f"def run({arguments}): return line({arguments})", space)
-        found.append(njit(space["run"]))
-    return found
+        functions.append(njit(space["run"]))
+    return functions
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_lines(name: str) -> None:
+def test_line_operations(name: str) -> None:
     rng = np.random.default_rng(0)
     masks = MASKS + [int(x) for x in rng.integers(0, 1 << 63, 40)] + [1 << i | 1 << j for i in (3, 31) for j in (8, 60)]
     for run in variants(name):
@@ -60,9 +60,9 @@ def test_lines(name: str) -> None:
                 target[64:128][chosen] = source[70:134][chosen] + 1
                 assert run(target, 64, source, 70) == mask
                 continue
-            wanted = plainly(name, target[64:128], source[70:134], mask, 77)
-            kept = target.copy()
+            expected = expected_line(name, target[64:128], source[70:134], mask, 77)
+            before = target.copy()
             run(target, 64, source, 70, np.uint64(mask), *([np.uint64(77)] if name == "fill" else []))
-            assert (target[64 : 64 + len(wanted)] == wanted).all(), (name, hex(mask))
-            assert (target[:64] == kept[:64]).all()
-            assert (target[128:] == kept[128:]).all()
+            assert (target[64 : 64 + len(expected)] == expected).all(), (name, hex(mask))
+            assert (target[:64] == before[:64]).all()
+            assert (target[128:] == before[128:]).all()

@@ -1,4 +1,4 @@
-"""Compiled kernels beside the plain ones that define them, on memory that shows what was left out."""
+"""Compiled kernels against the reference kernels, on memory filled so that unwritten bytes show."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def pairs(size: int) -> list[tuple[str, Bytes, Bytes]]:
-    """Rows and references: nothing, little, much, all of it changed, at the edges and in between."""
+    """Rows and references that differ nowhere, in a few bytes, in many, everywhere, and at the edges."""
     rng = np.random.default_rng(size)
     base = rng.integers(0, 4, size).astype(np.uint8)
     zero = np.zeros(size, np.uint8)
-    found: list[tuple[str, Bytes, Bytes]] = [
+    cases: list[tuple[str, Bytes, Bytes]] = [
         ("same", base, base.copy()),
         ("zeros", zero, zero.copy()),
         ("from zero", base, zero),
@@ -40,23 +40,23 @@ def pairs(size: int) -> list[tuple[str, Bytes, Bytes]]:
     for name, where in (("first", [0]), ("last", [size - 1]), ("both ends", [0, size - 1])):
         row = base.copy()
         row[where] ^= np.uint8(0x80)
-        found.append((name, row, base))
+        cases.append((name, row, base))
     for share in (0.002, 0.05, 0.3, 0.6):
         row = base.copy()
         changed = rng.random(size) < share
         row[changed] = rng.integers(0, 256, int(changed.sum()))
-        found.append((f"{share} changed", row, base))
+        cases.append((f"{share} changed", row, base))
         row = base.copy()
         row[changed] = 200
-        found.append((f"{share} changed to one value", row, base))
+        cases.append((f"{share} changed to one value", row, base))
     row = base.copy()
     row[size // 3 : size // 2 + 1] = 9
-    found.append(("one block", row, base))
-    return found
+    cases.append(("one block", row, base))
+    return cases
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_difference_turns_the_reference_into_the_row(size: int) -> None:
+def test_apply_delta_undoes_encode_delta(size: int) -> None:
     for name, row, reference in pairs(size):
         payload = encode_delta(row, reference)
         assert len(payload) <= size, name
@@ -67,12 +67,12 @@ def test_a_difference_turns_the_reference_into_the_row(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_compiled_differences_are_the_plain_ones(size: int) -> None:
+def test_compiled_and_reference_encode_agree(size: int) -> None:
     compiled = pytest.importorskip("sb3_extra_buffers.kernels.delta_numba")
     lines = -(-size // 64) * 64
     scratch = np.full(padded(size) // BLOCK * (BLOCK + BLOCK // 4), UNWRITTEN, np.uint8)
     for name, row, reference in pairs(size):
-        # rows are padded to whole lines with zeros; what lies around them must not matter
+        # rows are zero-padded to whole lines; the bytes around them must not matter
         rows = np.full((3, lines), UNWRITTEN, np.uint8)
         rows[1] = np.pad(row, (0, lines - size))
         references = np.full((3, lines), 0x55, np.uint8)
@@ -92,15 +92,15 @@ def test_compiled_differences_are_the_plain_ones(size: int) -> None:
 
 @pytest.mark.parametrize("unit", ["words", "lines"])
 @pytest.mark.parametrize("size", SIZES)
-def test_compiled_and_plain_apply_the_same(size: int, unit: str) -> None:
+def test_compiled_and_reference_apply_agree(size: int, unit: str) -> None:
     compiled = pytest.importorskip("sb3_extra_buffers.kernels.delta_numba")
     if unit == "lines" and not compiled.HAS_LINES:
-        pytest.skip("this processor cannot move bytes by a mask")
+        pytest.skip("this processor cannot move bytes under a mask")
     apply = getattr(compiled, f"apply_{unit}")
     for name, row, reference in pairs(size):
         payload = encode_delta(row, reference)
         if len(payload) in (0, size):
-            continue  # such differences never reach this function
+            continue  # handled by the caller
         target = np.full(padded(size), UNWRITTEN, np.uint8)
         target[:size] = reference
         n_tops = padded(size) // BLOCK
@@ -120,7 +120,7 @@ def build(method: str, frame: tuple[int, ...], stack: int, compiled: bool, axis:
 
 
 def light_rows(frame: tuple[int, ...], stack: int, n_rows: int, seed: int) -> Bytes:
-    """Stacks in which little changes, so that no segment is heavy; episodes end now and then."""
+    """Stacks in which little changes, so that no segment is compressed; episodes end now and then."""
     rng = np.random.default_rng(seed)
     current = rng.integers(0, 5, frame).astype(np.uint8)
     planes = [np.zeros(frame, np.uint8)] * stack
@@ -140,7 +140,7 @@ def write_all(store: FrameStore, rows: list[Bytes]) -> None:
 
 
 @pytest.mark.parametrize(("frame", "stack"), [((16, 16), 1), ((30, 21), 4), ((260, 260), 2)])
-def test_compiled_and_plain_write_the_same_bytes(frame: tuple[int, ...], stack: int) -> None:
+def test_compiled_and_reference_kernels_write_the_same_bytes(frame: tuple[int, ...], stack: int) -> None:
     pytest.importorskip("numba")
     n_steps = 260 if frame[0] < 100 else 40
     rows = [light_rows(frame, stack, n_steps, seed) for seed in (1, 2)]
@@ -171,19 +171,19 @@ def test_compiled_and_plain_write_the_same_bytes(frame: tuple[int, ...], stack: 
         assert fast.heap.read(segment)[0] == 0
 
 
-@pytest.mark.parametrize("written_compiled", [True, False], ids=["compiled-to-plain", "plain-to-compiled"])
+@pytest.mark.parametrize("written_compiled", [True, False], ids=["compiled-to-reference", "reference-to-compiled"])
 @pytest.mark.parametrize("axis", ["first", "last"])
 @pytest.mark.parametrize("method", method_params("delta", "delta2"))
-def test_compiled_and_plain_read_and_continue_each_others_stores(
+def test_compiled_and_reference_kernels_continue_each_others_stores(
     method: str, axis: str, written_compiled: bool
 ) -> None:
     pytest.importorskip("numba")
     frame, stack = (24, 18), 4
     store = build(method, frame, stack, written_compiled, axis)
     planes = [Walk(frame, seed).frames(263) for seed in range(2)]
-    place = 0 if axis == "first" else -1
+    stack_axis = 0 if axis == "first" else -1
     rows = [
-        np.stack([np.stack(list(walk[step : step + 4]), axis=place).reshape(-1) for step in range(260)])
+        np.stack([np.stack(list(walk[step : step + 4]), axis=stack_axis).reshape(-1) for step in range(260)])
         for walk in planes
     ]
     write_all(store, [part[:150] for part in rows])
@@ -207,7 +207,7 @@ def test_compiled_and_plain_read_and_continue_each_others_stores(
 
 
 @pytest.mark.parametrize("compiled", KERNELS)
-def test_every_byte_of_the_target_is_written_and_no_other(compiled: bool) -> None:
+def test_read_writes_all_of_the_target_and_nothing_else(compiled: bool) -> None:
     frame, stack = (30, 21), 4
     store = build("delta", frame, stack, compiled)
     rows = [light_rows(frame, stack, 90, seed) for seed in (3, 4)]
@@ -218,7 +218,7 @@ def test_every_byte_of_the_target_is_written_and_no_other(compiled: bool) -> Non
     guarded = np.full(nbytes + 128, UNWRITTEN, np.uint8)
     out = guarded[64:-64]
     kernels = frame_kernels(compiled)
-    # in two halves, as two threads would
+    # in two parts, as two threads would
     for first, stop in ((0, 2), (2, 4)):
         code = kernels.read_frames(store._tables(), store.frame_ids, sets, out, first, stop)
         assert code == -1
@@ -244,19 +244,19 @@ def test_split_and_join(pixels: int, stack: int, unit: int, compiled: bool) -> N
 
 
 @pytest.mark.parametrize("compiled", KERNELS)
-def test_damage_names_the_segment(compiled: bool) -> None:
+def test_error_names_the_damaged_segment(compiled: bool) -> None:
     store = build("delta", (16, 16), 1, compiled)
     rows = [light_rows((16, 16), 1, 100, seed) for seed in (5, 6)]
     write_all(store, rows)
     state = store.state
     segment = int(np.flatnonzero(state.lengths)[0])
-    state.heap[state.starts[segment]] = 77  # flags of no kind
+    state.heap[state.starts[segment]] = 77  # unknown flags
 
     with pytest.raises(CorruptPayloadError, match=f"segment {segment} "):
         store.read(np.arange(200))
 
 
-def test_kernels_are_the_plain_ones_where_numba_is_missing() -> None:
+def test_reference_kernels_are_used_without_numba() -> None:
     assert frame_kernels(False).compiled is False
     pytest.importorskip("numba")
     assert frame_kernels().compiled is True

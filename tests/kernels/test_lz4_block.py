@@ -1,4 +1,4 @@
-"""LZ4 blocks: ours and the reference implementation's, each read by the other."""
+"""LZ4 blocks: our encoder and decoder, each against those of the ``lz4`` package."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def contents(size: int) -> list[tuple[str, Bytes]]:
     runs = np.repeat(rng.integers(0, 4, size // 9 + 1), 9)[:size]
     mixed = np.where(rng.random(size) < 0.2, rng.integers(0, 256, size), runs)
     far = np.concatenate([rng.integers(0, 256, size // 2), np.zeros(size, int)])[:size]
-    found = [("noise", rng.integers(0, 256, size)), ("zeros", np.zeros(size)), ("period", period)]
-    return [(name, data.astype(np.uint8)) for name, data in [*found, ("runs", runs), ("mixed", mixed), ("far", far)]]
+    simple = [("noise", rng.integers(0, 256, size)), ("zeros", np.zeros(size)), ("period", period)]
+    return [(name, data.astype(np.uint8)) for name, data in [*simple, ("runs", runs), ("mixed", mixed), ("far", far)]]
 
 
-def pack(packer: Callable[..., int], data: Bytes, room: int) -> bytes | None:
+def pack(packer: Callable[..., int], data: Bytes, capacity: int) -> bytes | None:
     source = np.concatenate([data, np.full(64, UNWRITTEN, np.uint8)])
-    target = np.full(room + 64, UNWRITTEN, np.uint8)
-    length = packer(source, data.size, target[:room], np.full(TABLE, 123, np.int32))
-    assert (target[room:] == UNWRITTEN).all()
+    target = np.full(capacity + 64, UNWRITTEN, np.uint8)
+    length = packer(source, data.size, target[:capacity], np.full(TABLE, 123, np.int32))
+    assert (target[capacity:] == UNWRITTEN).all()
     assert (source[data.size :] == UNWRITTEN).all()
     return target[:length].tobytes() if length else None
 
@@ -74,26 +74,26 @@ def test_round_trip(size: int, compiled: bool) -> None:
 
 @pytest.mark.parametrize("compiled", KERNELS)
 @pytest.mark.parametrize("size", SIZES)
-def test_the_reference_reads_ours_and_we_read_its(size: int, compiled: bool) -> None:
-    reference = pytest.importorskip("lz4.block")
+def test_lz4_package_reads_ours_and_we_read_theirs(size: int, compiled: bool) -> None:
+    lz4 = pytest.importorskip("lz4.block")
     packer, unpacker = functions(compiled)
     for name, data in contents(size):
         ours = pack(packer, data, size * 2 + 32)
-        assert reference.decompress(ours, uncompressed_size=size) == data.tobytes(), name
+        assert lz4.decompress(ours, uncompressed_size=size) == data.tobytes(), name
         for mode in ({"mode": "default"}, {"mode": "high_compression", "compression": 9}):
-            theirs = reference.compress(data.tobytes(), store_size=False, **mode)
+            theirs = lz4.compress(data.tobytes(), store_size=False, **mode)
             np.testing.assert_array_equal(unpack(unpacker, theirs, size), data, name)
 
 
 @pytest.mark.skipif(not has_numba(), reason="numba is not installed")
-def test_compiled_blocks_are_the_plain_ones() -> None:
+def test_compiled_and_reference_encoders_agree() -> None:
     for size in SIZES:
         for name, data in contents(size):
             blocks = [pack(functions(compiled)[0], data, 2 * size + 32) for compiled in (True, False)]
             assert blocks[0] == blocks[1], (size, name)
 
 
-@pytest.mark.skipif(not has_numba(), reason="plain loops take too long on this much")
+@pytest.mark.skipif(not has_numba(), reason="the reference kernels would take too long")
 def test_repeats_beyond_the_window_are_not_used() -> None:
     packer, unpacker = functions(True)
     rng = np.random.default_rng(0)
@@ -106,18 +106,18 @@ def test_repeats_beyond_the_window_are_not_used() -> None:
 
 
 @pytest.mark.parametrize("compiled", KERNELS)
-def test_no_room_is_said_so(compiled: bool) -> None:
+def test_block_that_does_not_fit_is_reported(compiled: bool) -> None:
     packer, _ = functions(compiled)
     for name, data in contents(600):
         whole = pack(packer, data, 1300)
         assert whole is not None
-        for room in (*range(1, 40), 100, 300, 599, 600):
-            block = pack(packer, data, room)
+        for capacity in (*range(1, 40), 100, 300, 599, 600):
+            block = pack(packer, data, capacity)
             assert block is None or block == whole, name
 
 
 @pytest.mark.parametrize("compiled", KERNELS)
-def test_damaged_blocks_are_refused_or_some_other_bytes(compiled: bool) -> None:
+def test_damaged_blocks_are_refused_or_give_other_bytes(compiled: bool) -> None:
     packer, unpacker = functions(compiled)
     rng = np.random.default_rng(0)
     for size in (40, 300):
@@ -136,15 +136,15 @@ def test_damaged_blocks_are_refused_or_some_other_bytes(compiled: bool) -> None:
                 else:
                     at = int(rng.integers(len(damaged)))
                     damaged[at : at + 3] = b"\xff\xff\xff"
-                found = unpack(unpacker, bytes(damaged), size)  # guards are checked inside
-                assert found is None or found.size == size
+                decoded = unpack(unpacker, bytes(damaged), size)  # guards are checked inside
+                assert decoded is None or decoded.size == size
             assert unpack(unpacker, block, size + 1) is None
             assert unpack(unpacker, block, size - 1) is None
             assert unpack(unpacker, b"", size) is None
 
 
 @pytest.mark.skipif(not has_numba(), reason="numba is not installed")
-def test_compiled_and_plain_refuse_the_same() -> None:
+def test_compiled_and_reference_decoders_agree() -> None:
     from hypothesis import given
     from hypothesis import strategies as st
 
@@ -153,9 +153,9 @@ def test_compiled_and_plain_refuse_the_same() -> None:
     @examples(300)
     @given(st.binary(min_size=1, max_size=40), st.integers(0, 80))
     def check(block: bytes, size: int) -> None:
-        found: list[Any] = [unpack(unpacker, block, size) for unpacker in (fast, slow)]
-        assert (found[0] is None) == (found[1] is None)
-        if found[0] is not None:
-            np.testing.assert_array_equal(found[0], found[1])
+        decoded: list[Any] = [unpack(unpacker, block, size) for unpacker in (fast, slow)]
+        assert (decoded[0] is None) == (decoded[1] is None)
+        if decoded[0] is not None:
+            np.testing.assert_array_equal(decoded[0], decoded[1])
 
     check()

@@ -21,7 +21,7 @@ from sb3_extra_buffers.recording import (
 
 
 class GrayEnv(gymnasium.Env[Any, Any]):
-    """Frames of one gray level each, brighter with every step; 5 steps per episode; always the same array."""
+    """Frames of one grey level each, brighter with every step; 5 steps per episode; always the same array."""
 
     metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012  # Gymnasium's name
     render_mode = "rgb_array"

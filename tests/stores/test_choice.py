@@ -1,4 +1,4 @@
-"""`auto`: what is chosen for which observations, and that it says so."""
+"""`auto`: which method is chosen for which observations, and how it is reported."""
 
 from __future__ import annotations
 
@@ -64,23 +64,25 @@ def test_vectors_and_small_observations_stay_dense(shape: tuple[int, ...], dtype
 
 
 @pytest.mark.parametrize(
-    ("frame", "stack", "axis", "place"),
+    ("frame", "stack", "axis", "axis_name"),
     [((42, 40), 4, 0, "first"), ((42, 40), 4, -1, "last"), ((42, 40), 3, 0, "first"), ((42, 40), 2, -1, "last")],
 )
-def test_stacked_gray_frames_become_differences(frame: tuple[int, int], stack: int, axis: int, place: str) -> None:
+def test_stacked_gray_frames_become_differences(frame: tuple[int, int], stack: int, axis: int, axis_name: str) -> None:
     observations = stacked(play(320, frame), stack, axis)
     array = store_all(observations)
     layout = array.store.layout
     assert layout is not None
-    assert (layout.stack, layout.axis) == (stack, place)
+    assert (layout.stack, layout.axis) == (stack, axis_name)
     what = array.memory_usage().codecs[""]
-    assert what.startswith(f"delta (auto: stacks of {stack} along the {place} axis; bytes for a frame of 1680: delta ")
+    assert what.startswith(
+        f"delta (auto: stacks of {stack} along the {axis_name} axis; bytes for a frame of 1680: delta "
+    )
     assert what in repr(array)
     assert array.memory_usage().ratio < 0.2
 
 
-@pytest.mark.parametrize(("channels_first", "place"), [(True, "first"), (False, "last")])
-def test_stacked_rgb_frames_are_cut_into_frames(channels_first: bool, place: str) -> None:
+@pytest.mark.parametrize(("channels_first", "axis_name"), [(True, "first"), (False, "last")])
+def test_stacked_rgb_frames_are_cut_into_frames(channels_first: bool, axis_name: str) -> None:
     gray = play(300, (30, 28))
     rgb = np.stack([gray, gray // 2, 255 - gray], axis=1 if channels_first else -1)
     observations = stacked(rgb, 4, 0 if channels_first else -1)
@@ -88,7 +90,7 @@ def test_stacked_rgb_frames_are_cut_into_frames(channels_first: bool, place: str
     array = store_all(observations)
     layout = array.store.layout
     assert layout is not None
-    assert (layout.stack, layout.axis) == (4, place)
+    assert (layout.stack, layout.axis) == (4, axis_name)
     assert array.memory_usage().codecs[""].startswith("delta")
 
 
@@ -107,7 +109,7 @@ def test_noise_stays_dense() -> None:
     assert array.memory_usage().total <= noise.nbytes * 1.03
 
 
-def test_rgb_frames_of_few_colours_that_share_little() -> None:
+def test_rgb_frames_of_few_colours_use_a_palette() -> None:
     """Every frame another view of the same world: differences do not help, indices do."""
     rng = np.random.default_rng(0)
     colours = rng.integers(0, 256, (9, 3)).astype(np.uint8)
@@ -117,20 +119,20 @@ def test_rgb_frames_of_few_colours_that_share_little() -> None:
 
 
 @needs("zstd")
-def test_images_that_only_a_byte_codec_makes_small() -> None:
+def test_images_that_only_a_byte_codec_compresses() -> None:
     rng = np.random.default_rng(0)
     array = store_all(rng.normal(100, 2, (120, 40, 40)).astype(np.uint8))
     assert array.memory_usage().codecs[""].startswith("zstd1")
 
 
-def test_a_named_method_is_not_second_guessed() -> None:
+def test_a_named_method_is_used_even_if_it_saves_nothing() -> None:
     array = store_all(
         np.random.default_rng(0).integers(0, 256, (60, 40, 40)).astype(np.uint8), compression_method="gzip3"
     )
     assert array.memory_usage().codecs == {"": "gzip3"}
 
 
-def test_each_method_says_its_name() -> None:
+def test_each_method_is_described_by_its_name() -> None:
     frames = play(40, (30, 30))
     for method in ("delta", "delta2", "zstd-5", "igzip1", "lz4-frame/3", "rle", "none", "gzip0"):
         if not is_available(method.split("/")[0].rstrip("0123456789-")) or (
@@ -149,7 +151,7 @@ def test_the_choice_is_kept_when_cleared_and_copied() -> None:
     assert (array[0] == 3).all()
 
 
-def test_deciding_early_on_nothing_waits() -> None:
+def test_choosing_without_observations_stays_undecided() -> None:
     array = CompressedArray(50, (40, 40), np.uint8)
     array.store.choose_method()
     assert "undecided" in array.store.describe()

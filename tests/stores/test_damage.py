@@ -1,4 +1,4 @@
-"""Damaged heaps: an error or some other observation, never a crash, a hang or another exception."""
+"""Damaged heaps: an error or some other observation, never a crash, a hang or any other exception."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.contracts.store import KERNELS, needs, run_fresh
 
-# runs in a process of its own: a read outside the heap may end it, and that is a failure to be shown, not suffered
+# runs in a process of its own: a read outside the heap may kill it
 FUZZ = """
 import ctypes, mmap, pickle, sys
 import numpy as np
@@ -68,15 +68,15 @@ for turn in range(count):
         state.lengths[segment] = rng.integers(1, length + 1)
     else:  # all of it
         state.heap[start : start + length] = rng.integers(0, 256, length)
-    cells = np.arange(200) if turn % 16 == 0 else rng.integers(0, 200, 6)
+    indices = np.arange(200) if turn % 16 == 0 else rng.integers(0, 200, 6)
     try:
-        rows = store.read(cells)
+        rows = store.read(indices)
     except ExtraBuffersError:
         refused += 1
     else:
-        assert rows.shape == (len(cells), layout.spec.nbytes), rows.shape
+        assert rows.shape == (len(indices), layout.spec.nbytes), rows.shape
         assert rows.dtype == np.uint8
-        if np.array_equal(rows, truth[cells]):
+        if np.array_equal(rows, truth[indices]):
             same += 1
         else:
             changed += 1

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import run_state_machine_as_test
 
-from sb3_extra_buffers.codecs import ByteRows, ObsSpec, get_codec
+from sb3_extra_buffers.codecs import get_codec
 from sb3_extra_buffers.errors import HeapFullError
 from sb3_extra_buffers.kernels import has_numba
 from sb3_extra_buffers.kernels.state import PACKED_LZ4, PACKED_ZSTD
 from sb3_extra_buffers.stores import frames, layout, payloads, segments
-from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.registry import make_store
 from tests.contracts.store import (
     KERNELS,
     Walk,
     check_content,
+    check_rows,
     examples,
     method_params,
     n_frames_held,
@@ -33,9 +30,7 @@ from tests.contracts.store import (
     transitions,
     write_rows,
 )
-
-Axis = Literal["first", "last"]
-UINT8 = np.dtype(np.uint8)
+from tests.contracts.store_contract import CASES, Axis, Case, StoreMachine, planes_of
 
 
 @pytest.fixture(autouse=True)
@@ -43,60 +38,6 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_empty(monkeypatch, frames, layout, payloads, segments)
 
 
-@dataclass(frozen=True)
-class Case:
-    """One configuration of a store."""
-
-    method: str = "delta"
-    frame: tuple[int, ...] = (16, 16)
-    stack: int = 1
-    axis: Axis = "first"
-    n_streams: int = 3
-    frames: int | None = None  # to a segment
-
-    @property
-    def spec(self) -> ObsSpec:
-        if self.stack == 1:
-            return ObsSpec(self.frame, UINT8)
-        shape = (self.stack, *self.frame) if self.axis == "first" else (*self.frame, self.stack)
-        return ObsSpec(shape, UINT8)
-
-    @property
-    def layout(self) -> StackLayout:
-        return StackLayout(self.spec, self.stack, self.axis)
-
-    def build(self, n_obs: int, compiled: bool, **options: Any) -> Any:
-        codec_options = {} if self.frames is None else {"frames": self.frames}
-        codec = get_codec(self.method, **codec_options).bind(self.layout.frame_spec)
-        return make_store(self.layout, n_obs, self.n_streams, codec, compiled=compiled, **options)
-
-    def rows(self, planes: Any) -> ByteRows:
-        """``[row, stack, *frame]`` as rows of stacked observations."""
-        if self.stack == 1:
-            planes = planes[:, 0]
-        elif self.axis == "last":
-            planes = np.moveaxis(planes, 1, -1)
-        return np.ascontiguousarray(planes).reshape(len(planes), -1)
-
-    def __str__(self) -> str:
-        size = "x".join(map(str, self.frame))
-        return f"{self.method}-{size}-{self.stack}{self.axis}"
-
-
-CASES = [
-    pytest.param(case, id=str(case), marks=needs("zstd") if case.method in ("zstd", "delta2", "delta3") else ())
-    for case in (
-        Case(),
-        Case(frame=(5, 7), stack=4),
-        Case(frame=(5, 7), stack=4, axis="last", frames=3),
-        Case("delta2", (16, 16)),
-        Case("delta2", (5, 7), stack=4, axis="last", frames=5),
-        Case("delta3", (16, 16), stack=4, frames=6),
-        Case("zstd", (16, 16), stack=4),
-        Case("gzip", (5, 7), stack=4, axis="last"),
-        Case("gzip", (5, 7)),
-    )
-]
 WIDE = [
     pytest.param(case, id=str(case), marks=needs("zstd") if case.method == "delta2" else ())
     for case in (
@@ -106,139 +47,12 @@ WIDE = [
 ]
 
 
-class StoreMachine(RuleBasedStateMachine):
-    """A frame store beside a dict of rows. Streams walk on from write to write."""
-
-    case: Case
-    compiled: bool
-    n_obs = 24
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.store = self.case.build(self.n_obs, self.compiled)
-        self.model: dict[int, bytes] = {}
-        self.chain_bytes = [Walk(self.case.frame, seed) for seed in range(self.case.n_streams)]
-        self.planes = [[walk.frame] * self.case.stack for walk in self.chain_bytes]
-        self.next = 0
-
-    def observe(self, stream: int, reset: bool, hold: bool) -> Any:
-        """The next observation of a stream; ``hold`` repeats the last one, as obs does after next_obs."""
-        if reset:
-            self.planes[stream] = [np.zeros_like(self.chain_bytes[stream].frame)] * self.case.stack
-        if not hold:
-            self.planes[stream] = [*self.planes[stream][1:], self.chain_bytes[stream].step()]
-        return np.stack(self.planes[stream])
-
-    def write(self, indices: list[int], streams: list[int], planes: list[Any]) -> None:
-        rows = self.case.rows(np.stack(planes))
-        write_rows(self.store, indices, streams, rows)
-        self.model.update(zip(indices, [row.tobytes() for row in rows], strict=True))
-
-    @rule(
-        count=st.integers(1, 30),
-        reset=st.booleans(),
-        hold=st.integers(0, 3),
-        stream=st.integers(0, 2),
-        one=st.booleans(),
-    )
-    def write_in_turn(self, count: int, reset: bool, hold: int, stream: int, one: bool) -> None:
-        stream %= self.case.n_streams
-        indices, streams, planes = [], [], []
-        for step in range(count):
-            at = stream if one else step % self.case.n_streams
-            indices.append(self.next)
-            streams.append(at)
-            planes.append(self.observe(at, reset and step == count // 2, hold > 0 and step % 4 < hold))
-            self.next = (self.next + 1) % self.n_obs
-        self.write(indices, streams, planes)
-
-    @rule(
-        indices=st.lists(st.integers(0, 23), min_size=1, max_size=12), stream=st.integers(0, 2), seed=st.integers(0, 99)
-    )
-    def write_anywhere(self, indices: list[int], stream: int, seed: int) -> None:
-        """Any order, the same cell twice, content of no stream."""
-        stream %= self.case.n_streams
-        planes = Walk(self.case.frame, seed).frames(len(indices) * self.case.stack)
-        self.write(
-            indices, [stream] * len(indices), list(planes.reshape(len(indices), self.case.stack, *self.case.frame))
-        )
-
-    @rule(count=st.integers(1, 4), apart=st.integers(0, 12), reset=st.booleans(), hold=st.booleans())
-    def write_pairs(self, count: int, apart: int, reset: bool, hold: bool) -> None:
-        """Observations and their successors in one call, as a replay buffer adds them."""
-        for _ in range(count):
-            streams = list(range(self.case.n_streams))
-            last = self.n_obs - len(streams)
-            index, next_index = min(self.next, last), min((self.next + apart) % self.n_obs, last)
-            indices = [index + stream for stream in streams]
-            more_indices = [next_index + stream for stream in streams]
-            before = self.case.rows(np.stack([self.observe(stream, reset, True) for stream in streams]))
-            after = self.case.rows(np.stack([self.observe(stream, False, hold) for stream in streams]))
-            self.store.write_step(index, next_index, before, after)
-            self.model.update(zip(indices, [row.tobytes() for row in before], strict=True))
-            self.model.update(zip(more_indices, [row.tobytes() for row in after], strict=True))
-            self.next = (self.next + len(streams)) % self.n_obs
-
-    @rule(least=st.integers(0, 4))
-    def clean_soon(self, least: int) -> None:
-        self.store._next_clean = least
-
-    @rule()
-    def pickle(self) -> None:
-        self.store = pickle.loads(pickle.dumps(self.store))
-
-    @rule()
-    def copy_deeply(self) -> None:
-        old, self.store = self.store, copy.deepcopy(self.store)
-        old.clear()
-
-    @rule(count=st.integers(1, 3))
-    def allocate(self, count: int) -> None:
-        if len(self.store.frame_ids) < 40:
-            self.store.allocate(count)
-
-    @rule(really=st.integers(0, 5))
-    def clear(self, really: int) -> None:
-        if really == 0:
-            self.store.clear()
-            self.model.clear()
-
-    @rule(indices=st.lists(st.integers(0, 23), max_size=9))
-    def read_some(self, indices: list[int]) -> None:
-        check_content(self.store, self.model, indices)
-
-    @rule(indices=st.lists(st.integers(0, 22), min_size=1, max_size=9))
-    def read_together(self, indices: list[int]) -> None:
-        rows = self.store.read(np.array([indices, [index + 1 for index in indices]]))
-        empty = bytes(self.case.spec.nbytes)
-        for place, index in enumerate(indices):
-            assert rows[0, place].tobytes() == self.model.get(index, empty)
-            assert rows[1, place].tobytes() == self.model.get(index + 1, empty)
-
-    @invariant()
-    def holds_the_model(self) -> None:
-        self.store.check()
-        check_content(self.store, self.model)
-
-
-@pytest.mark.parametrize("compiled", KERNELS)
-@pytest.mark.parametrize("case", CASES)
-def test_store_holds_what_a_dict_holds(case: Case, compiled: bool) -> None:
-    machine = type("Machine", (StoreMachine,), {"case": case, "compiled": compiled})
-    run_state_machine_as_test(machine, settings=examples(12 if compiled else 5, 25))
-
-
 @pytest.mark.parametrize("compiled", KERNELS)
 @pytest.mark.parametrize("case", WIDE)
 def test_store_of_large_frames_holds_what_a_dict_holds(case: Case, compiled: bool) -> None:
-    machine = type("Machine", (StoreMachine,), {"case": case, "compiled": compiled, "n_obs": 24})
+    make = staticmethod(lambda n_obs: case.build(n_obs, compiled))
+    machine = type("Machine", (StoreMachine,), {"case": case, "make": make})
     run_state_machine_as_test(machine, settings=examples(2, 8))
-
-
-def planes_of(case: Case, n_rows: int, seed: int = 0) -> Any:
-    """Successive stacks of one walk."""
-    frames = Walk(case.frame, seed).frames(n_rows + case.stack - 1)
-    return np.stack([frames[row : row + case.stack] for row in range(n_rows)])
 
 
 @pytest.mark.parametrize("compiled", KERNELS)
@@ -266,7 +80,7 @@ def test_a_frame_is_stored_once(method: str, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", KERNELS)
-def test_zero_frames_take_nothing(compiled: bool) -> None:
+def test_zero_frames_take_no_memory(compiled: bool) -> None:
     store = Case(stack=4).build(50, compiled)
     write_rows(store, list(range(50)), [0] * 50, np.zeros((50, 1024), np.uint8))
     store.check()
@@ -294,7 +108,7 @@ def test_every_kind_of_segment_occurs_in_these_tests(compiled: bool) -> None:
     assert n_frames_live(store) < 600
 
 
-@pytest.mark.skipif(not has_numba(), reason="only compiled kernels pack light segments")
+@pytest.mark.skipif(not has_numba(), reason="only compiled kernels compress")
 def test_views_seen_once_are_packed_with_their_segment() -> None:
     """A view that no second segment starts from is not held as a whole frame."""
     case = Case(frame=(64, 64), n_streams=1)
@@ -358,11 +172,11 @@ def test_cleaning_again_and_again_is_exact(stack: int, compiled: bool) -> None:
         # few stay for long, so that old segments are mostly dead
         indices = rng.integers(0, 4 if turn % 3 else 30, 8).tolist()
         rows = rng.integers(0, 256, (8, case.spec.nbytes)).astype(np.uint8)
-        for place in range(8):
+        for i in range(8):
             # one by one: what a write replaces counts as live until the next
             held = n_frames_held(store)
             store._next_clean = 0
-            write_rows(store, indices[place : place + 1], [0], rows[place : place + 1])
+            write_rows(store, indices[i : i + 1], [0], rows[i : i + 1])
             n_cleaned += n_frames_held(store) < held
         model.update(zip(indices, [row.tobytes() for row in rows], strict=True))
         store.check()
@@ -371,8 +185,8 @@ def test_cleaning_again_and_again_is_exact(stack: int, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", KERNELS)
-@pytest.mark.parametrize("room", [0, 300, 900, 2000])
-def test_cleaning_a_full_heap_is_exact_and_no_error(room: int, compiled: bool) -> None:
+@pytest.mark.parametrize("spare", [0, 300, 900, 2000])
+def test_cleaning_a_full_heap_is_exact_and_raises_nothing(spare: int, compiled: bool) -> None:
     case = Case("delta", (8, 8), n_streams=2)
     store = case.build(300, compiled)
     store._next_clean = 1 << 40
@@ -384,8 +198,8 @@ def test_cleaning_a_full_heap_is_exact_and_no_error(room: int, compiled: bool) -
         write_rows(store, indices, [turn % 2] * 100, rows)
         model.update(zip(indices, [row.tobytes() for row in rows], strict=True))
     held = n_frames_held(store)
-    # with room for what the write brings
-    store.heap.limit = store.payload_bytes + 2 * 64 + room
+    # with space for what the write brings
+    store.heap.limit = store.payload_bytes + 2 * 64 + spare
     store._next_clean, store._n_fresh = 0, 1
 
     write_rows(store, [7], [0], rows[:1])
@@ -409,22 +223,7 @@ def test_stacks_longer_than_a_segment(stack: int, frames: int | None, compiled: 
 
 
 @pytest.mark.parametrize("compiled", KERNELS)
-@pytest.mark.parametrize("method", method_params("delta", "delta2", "gzip"))
-@pytest.mark.parametrize("axis", ["first", "last"])
-def test_a_batch_of_none(method: str, axis: Axis, compiled: bool) -> None:
-    case = Case(method, stack=4, axis=axis, n_streams=1)
-    store = case.build(40, compiled)
-    none = np.zeros(0, np.int64)
-    for _ in range(2):
-        store.write(none, none, np.zeros((0, 1024), np.uint8))
-        assert store.read(none).shape == (0, 1024)
-        assert store.read(np.zeros((2, 0), np.int64)).shape == (2, 0, 1024)
-        store.check()
-        write_rows(store, list(range(40)), [0] * 40, case.rows(planes_of(case, 40)))
-
-
-@pytest.mark.parametrize("compiled", KERNELS)
-def test_wrapping_round_frees_what_is_overwritten(compiled: bool) -> None:
+def test_overwriting_in_order_frees_what_is_overwritten(compiled: bool) -> None:
     case = Case(stack=4, n_streams=2)
     store = case.build(200, compiled)
     rows = [case.rows(planes_of(case, 500, stream)) for stream in range(2)]
@@ -443,7 +242,7 @@ def test_wrapping_round_frees_what_is_overwritten(compiled: bool) -> None:
 
 @pytest.mark.parametrize("compiled", KERNELS)
 @pytest.mark.parametrize("case", CASES)
-def test_a_full_heap_leaves_what_is_stored(case: Case, compiled: bool) -> None:
+def test_a_full_heap_keeps_what_is_stored(case: Case, compiled: bool) -> None:
     store = case.build(64, compiled, heap_bytes=case.layout.frame_bytes * 6)
     model: dict[int, bytes] = {}
     refused = 0
@@ -466,11 +265,11 @@ def test_a_full_heap_leaves_what_is_stored(case: Case, compiled: bool) -> None:
                 assert row.tobytes() in (new[index], model.get(index, empty))
                 model[index] = row.tobytes()
         store.check()
-        check_content(store, model)
+        check_rows(store, model, list(range(64)), case.spec.nbytes)
         if turn == 20:
             store = pickle.loads(pickle.dumps(store))
     assert refused
-    # room is made by overwriting with less
+    # overwriting with less frees space
     for index in range(64):
         try:
             write_rows(store, [index], [0], np.zeros((1, case.spec.nbytes), np.uint8))
@@ -524,8 +323,8 @@ def test_episodes_of_several_envs_are_exact(method: str, axis: Axis, compiled: b
     steps = np.random.default_rng(0).integers(0, size * n_envs, 32)
     together = store.read(np.stack([steps, steps + size * n_envs]))
     for part in (0, 1):
-        for place, index in enumerate(steps + part * size * n_envs):
-            assert together[part, place].tobytes() == model[int(index)]
+        for i, index in enumerate(steps + part * size * n_envs):
+            assert together[part, i].tobytes() == model[int(index)]
 
 
 @pytest.fixture(scope="module")

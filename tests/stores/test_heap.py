@@ -23,7 +23,7 @@ from sb3_extra_buffers.stores import heap as heap_module
 from sb3_extra_buffers.stores.heap import Heap
 from tests.contracts.store import RESIDENT, examples, needs_proc, run_fresh
 
-N_SLOTS = 24
+N_PAYLOADS = 24
 LEAST = heap_module._MIN_SPARE
 LARGEST = 90_000
 # mostly small, and now and then one that is larger than the arena so far
@@ -42,27 +42,27 @@ class HeapMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.model: dict[int, bytes] = {}
-        self.heap = Heap(N_SLOTS, path=self.path)
+        self.heap = Heap(N_PAYLOADS, path=self.path)
         self.most = 0
         self.next = 0
 
     @initialize(fill=st.booleans(), seed=st.integers(0, 99))
     def fill(self, fill: bool, seed: int) -> None:
         if fill:
-            for payload_id in range(N_SLOTS):
+            for payload_id in range(N_PAYLOADS):
                 self.store([payload_id], [payload_of(seed + payload_id, 900 + payload_id)])
 
     def store(self, payload_ids: list[int], payloads: list[bytes]) -> None:
         self.heap.write(payload_ids, payloads)
         self.model.update(zip(payload_ids, payloads, strict=True))
 
-    @rule(payload_id=st.integers(0, N_SLOTS - 1), size=SIZES, seed=st.integers(0, 1 << 20))
+    @rule(payload_id=st.integers(0, N_PAYLOADS - 1), size=SIZES, seed=st.integers(0, 1 << 20))
     def write(self, payload_id: int, size: int, seed: int) -> None:
         self.store([payload_id], [payload_of(seed, size)])
 
     @rule(
-        payload_ids=st.lists(st.integers(0, N_SLOTS - 1), unique=True, max_size=N_SLOTS),
-        sizes=st.lists(st.integers(1, 5000), min_size=N_SLOTS, max_size=N_SLOTS),
+        payload_ids=st.lists(st.integers(0, N_PAYLOADS - 1), unique=True, max_size=N_PAYLOADS),
+        sizes=st.lists(st.integers(1, 5000), min_size=N_PAYLOADS, max_size=N_PAYLOADS),
     )
     def write_batch(self, payload_ids: list[int], sizes: list[int]) -> None:
         self.store(
@@ -73,15 +73,15 @@ class HeapMachine(RuleBasedStateMachine):
     def write_round(self, count: int, size: int, jitter: int) -> None:
         for step in range(count):
             self.store([self.next], [payload_of(step, size + step * 7 % (jitter + 1))])
-            self.next = (self.next + 1) % N_SLOTS
+            self.next = (self.next + 1) % N_PAYLOADS
 
-    @rule(payload_ids=st.lists(st.integers(0, N_SLOTS - 1), max_size=N_SLOTS))
+    @rule(payload_ids=st.lists(st.integers(0, N_PAYLOADS - 1), max_size=N_PAYLOADS))
     def free(self, payload_ids: list[int]) -> None:
         self.heap.free(payload_ids)
         for payload_id in payload_ids:
             self.model.pop(payload_id, None)
 
-    @precondition(lambda self: len(self.model) > N_SLOTS // 2)
+    @precondition(lambda self: len(self.model) > N_PAYLOADS // 2)
     @rule()
     def clear(self) -> None:
         self.heap.clear()
@@ -128,13 +128,13 @@ def test_fifo_overwrite_never_repacks(in_file: bool, tmp_path: Path) -> None:
         heap.write([payload_id], [payload_of(payload_id, 777)])
     for payload_id in range(100):
         heap.write([payload_id], [payload_of(payload_id, 777)])
-    settled, capacity = heap.n_repacks, heap.capacity
+    n_repacks, capacity = heap.n_repacks, heap.capacity
 
     for step in range(1000):
         heap.write([step % 100], [payload_of(step, 777)])
         heap.check()
 
-    assert heap.n_repacks == settled
+    assert heap.n_repacks == n_repacks
     assert heap.capacity == capacity
     for payload_id in range(100):
         assert bytes(heap.read(payload_id)) == payload_of(900 + payload_id, 777)
@@ -199,7 +199,7 @@ def test_limit_is_an_error_that_changes_nothing() -> None:
     for payload_id in range(9):
         assert bytes(heap.read(payload_id)) == payload_of(payload_id, 100)
     assert heap.lengths[9] == 0
-    # what a slot holds already does not count against its successor
+    # what a payload replaces does not count
     heap.write([3], [payload_of(99, 200)])
     assert bytes(heap.read(3)) == payload_of(99, 200)
 
@@ -250,8 +250,8 @@ payload = np.random.default_rng(0).bytes(4000)
 warm = Heap(10); warm.write([1], [payload]); warm.free([1])
 before = resident()
 heap = Heap(9000)
-for slot in range(9000):
-    heap.write([slot], [payload])
+for payload_id in range(9000):
+    heap.write([payload_id], [payload])
 full = resident()
 if sys.argv[1] == "drop":
     del heap

@@ -49,7 +49,7 @@ def contents(store: ObservationStore) -> Any:
 
 @pytest.mark.parametrize("compiled", KERNELS)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_write_can_be_taken_back(method: str, compiled: bool) -> None:
+def test_a_write_can_be_undone(method: str, compiled: bool) -> None:
     store, rows = filled(method, compiled)
     store.commit()
     indices = np.array([3, 4, 5, 3])  # one of them twice
@@ -66,7 +66,7 @@ def test_a_write_can_be_taken_back(method: str, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_write_that_was_committed_stands(method: str) -> None:
+def test_a_committed_write_cannot_be_undone(method: str) -> None:
     store, _ = filled(method)
     store.write(np.array([3]), np.array([0]), stacks(1, 1))
     store.commit()
@@ -76,7 +76,7 @@ def test_a_write_that_was_committed_stands(method: str) -> None:
     np.testing.assert_array_equal(contents(store)[3], stacks(1, 1)[0])
 
 
-def test_a_write_can_be_taken_back_before_and_while_a_method_is_chosen() -> None:
+def test_a_write_can_be_undone_before_and_while_a_method_is_chosen() -> None:
     store = ObservationStore(SPEC, 1, "auto")
     store.allocate(40)
     rows = stacks(40, 0)
@@ -92,11 +92,11 @@ def test_a_write_can_be_taken_back_before_and_while_a_method_is_chosen() -> None
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_change_that_its_listener_refuses_is_taken_back(method: str) -> None:
+def test_a_change_that_its_listener_refuses_is_undone(method: str) -> None:
     store, rows = filled(method)
 
     def refuse(*_: Any) -> None:
-        raise FileWriteError(28, "no room")
+        raise FileWriteError(28, "no space")
 
     store.on_change = refuse
     with pytest.raises(FileWriteError):
@@ -119,7 +119,7 @@ def test_a_heap_that_cannot_grow_leaves_every_observation_as_it_was(
     def fail(self: Heap, nbytes: int) -> int:
         nonlocal n_calls
         n_calls += 1
-        raise FileWriteError(28, f"no room for {nbytes} bytes")
+        raise FileWriteError(28, f"no space for {nbytes} bytes")
 
     noise = np.random.default_rng(0).integers(0, 256, (40, SPEC.nbytes)).astype(np.uint8)
     with monkeypatch.context() as patch:
@@ -177,10 +177,10 @@ def test_a_copy_beside_a_writer_is_a_state_between_two_writes(
     writer.start()
     try:
         for _ in range(20):
-            made = make(store)
-            made.check()
-            found = contents(made)
-            assert np.array_equal(found, rows) or np.array_equal(found, other)
+            copied = make(store)
+            copied.check()
+            batch = contents(copied)
+            assert np.array_equal(batch, rows) or np.array_equal(batch, other)
     finally:
         done.set()
         writer.join()
@@ -204,8 +204,8 @@ def test_a_fork_beside_a_writer_is_a_state_between_two_writes() -> None:
         for _ in range(10):
             child = os.fork()
             if child == 0:
-                found = contents(store)
-                os._exit(0 if np.array_equal(found, rows) or np.array_equal(found, other) else 1)
+                batch = contents(store)
+                os._exit(0 if np.array_equal(batch, rows) or np.array_equal(batch, other) else 1)
             assert os.waitpid(child, 0)[1] == 0
             time.sleep(0.001)
     finally:

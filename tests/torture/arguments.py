@@ -40,7 +40,7 @@ Call = tuple[str, list[Any], dict[str, Any]]
 #: methods that take no argument worth changing, or that are Gymnasium's, NumPy's and TorchRL's own business
 _PLAIN = {
     "size", "reset", "memory_usage", "held_bytes", "check", "set_env", "beta_now", "to_parts", "checkpoint",
-    "end_episode",
+    "end_episode", "from_parts",
     "truncate_last_trajectory", "swap_and_flatten", "describe", "load", "open", "save", "export", "astype", "sibling",
     "process_id", "to_torch", "tolist", "copy", "close", "sample_all", "empty_copy", "share", "state_dict", "read_with",
     "write_with", "write_fitted", "check_data", "load_state_dict", "recover",
@@ -84,6 +84,7 @@ def calls(name: str, made: Any, step: Step, place: Path) -> Iterator[Call]:
     elif name == "recording":
         yield "add", [step.image[0], 1.0, 2, {"speed": step.vectors[0, 0]}, False], {}
         yield "__getitem__", [0], {}
+        yield "recompress", ["rle"], {}
     elif name == "torchrl-delta":
         data = made.get(th.arange(N_ENVS)).clone()
         yield "set", [th.arange(N_ENVS), data], {}

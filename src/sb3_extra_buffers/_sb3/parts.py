@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.preprocessing import get_action_dim, get_obs_shape
 
@@ -20,6 +21,7 @@ from sb3_extra_buffers.files.registry import class_of
 from sb3_extra_buffers.files.spaces import space_from_json, space_to_json
 from sb3_extra_buffers.files.values import value_from_json, value_to_json
 from sb3_extra_buffers.stores.checks import require, whole, within
+from sb3_extra_buffers.stores.device_snapshot import from_host, to_host
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.view import StoreView
 
@@ -171,9 +173,7 @@ def _observations(buffer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _device_observations(buffer: Any) -> Iterator[tuple[str, Any]]:
-    """Host stores and arrays of a device's observations by name."""
-    from sb3_extra_buffers.stores.device_snapshot import to_host
-
+    """Host stores and arrays with the observations of a device, by name."""
     for key, store in buffer._stores.items():
         copied = to_host(store, _written_steps(buffer))
         for name, part in zip(_OBSERVATIONS, copied if isinstance(copied, list) else [copied], strict=False):
@@ -249,11 +249,8 @@ def _construct(parts: LoadedParts, fields: BufferFields, lead: tuple[int, int]) 
 
 def _available_device(name: Any) -> str:
     """The device ``name``, or the CPU on a machine without CUDA."""
-    import torch
-
-    if str(name) == "pinned" or torch.device(str(name)).type == "cuda":
-        return str(name) if torch.cuda.is_available() else "cpu"
-    return str(name)
+    needs_cuda = str(name) == "pinned" or th.device(str(name)).type == "cuda"
+    return "cpu" if needs_cuda and not th.cuda.is_available() else str(name)
 
 
 def _check_sizes(
@@ -356,8 +353,6 @@ def _restore_observations(buffer: Any, parts: LoadedParts, lead: tuple[int, int]
 
 
 def _restore_device_observations(buffer: Any, parts: LoadedParts) -> None:
-    from sb3_extra_buffers.stores.device_snapshot import from_host
-
     for key, device_store in buffer._stores.items():
         names = [_join_key(name, key) for name in _OBSERVATIONS[: device_store.n_sets]]
         store, n_obs = parts.stores.get(names[0]), device_store.n_obs * device_store.n_sets
@@ -445,13 +440,10 @@ def _longest_run(flags: Flags, from_start: bool) -> tuple[int, int]:
     return max((run for run in runs if not from_start or run[0] == 0), key=lambda run: run[1], default=(0, 0))
 
 
-def _cut_episodes(columns: dict[str, Array], kept: npt.NDArray[np.int64], is_newest: bool, end: int) -> None:
-    """Forget HER's episodes that are not complete: no goal may be taken from them.
-
-    ``is_newest``: the newest step is kept, so that running episodes continue.
-    """
+def _cut_episodes(columns: dict[str, Array], kept: npt.NDArray[np.int64], newest_is_kept: bool, end: int) -> None:
+    """Forget HER's incomplete episodes, whose goals are gone; running ones continue if the newest step is kept."""
     starts, lengths, current = columns["ep_start"], columns["ep_length"], columns["current_ep_start"]
     n_steps, count, oldest = len(starts), len(kept), int(kept[0]) if len(kept) else 0
     lengths[(starts - oldest) % n_steps + lengths > count] = 0
     is_kept = (current - oldest) % n_steps < count
-    current[~is_kept | (not is_newest)] = end
+    current[~is_kept | (not newest_is_kept)] = end

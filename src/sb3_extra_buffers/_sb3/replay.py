@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,21 +14,20 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_extra_buffers._sb3.algorithm import check_n_steps
-from sb3_extra_buffers._sb3.base import NO_MEMORY, CompressedBuffer
+from sb3_extra_buffers._sb3.base import NO_MEMORY
+from sb3_extra_buffers._sb3.budget import BudgetMixin
 from sb3_extra_buffers._sb3.n_step import HAS_N_STEP
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers._sb3.steps import fit_actions, fit_column, fit_truncations
 from sb3_extra_buffers._sb3.views import Array, ObsViews
 from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.errors import (
-    BudgetExceededError,
     EmptyBufferError,
     ExtraBuffersError,
     OutOfMemoryError,
     SpecMismatchError,
 )
 from sb3_extra_buffers.stores.transactions import WRITING
-from sb3_extra_buffers.stores.usage import MemoryUsage
 
 if TYPE_CHECKING:
     _Base = ReplayBuffer
@@ -37,10 +36,6 @@ else:
 
 Indices = npt.NDArray[np.int64]
 
-# the part of max_bytes that may go to tables, which do not shrink when observations are evicted
-_TABLE_SHARE = 1 / 3
-# bytes of such tables for a stack of four frames and the next one
-_INDEX_BYTES = 32
 # dtypes in which rewards and dones are stored as they are; NumPy has one object for each
 _FLOAT32, _BOOL = np.dtype(np.float32), np.dtype(np.bool_)
 
@@ -49,14 +44,7 @@ _FLOAT32, _BOOL = np.dtype(np.float32), np.dtype(np.bool_)
 Step = tuple[int, int, int, dict[str, Array], dict[str, Array], Array, Array, Array, Any, Any]
 
 
-class Eviction(NamedTuple):
-    """What is left to do to drop the oldest step."""
-
-    position: int
-    n_evicted: int
-
-
-class ReplayMixin(CompressedBuffer, _Base):
+class ReplayMixin(BudgetMixin, _Base):
     """Keeps the observations of a replay buffer in stores; everything else stays as SB3 laid it out.
 
     Next observations are stored too and share frames with the observations, so ``optimize_memory_usage`` has nothing
@@ -64,13 +52,11 @@ class ReplayMixin(CompressedBuffer, _Base):
 
     Attributes:
         n_added: Steps added so far, overwritten and evicted ones included.
-        n_evicted: Oldest steps that were dropped to stay within ``max_bytes`` and are not overwritten yet.
     """
 
     next_observations: Any
     n_steps: int
     gamma: float
-    _next_views: ObsViews
     #: Whether this is SB3's `NStepReplayBuffer`, whose samples have discounts even with ``n_steps=1``.
     _is_n_step_class = False
     #: Called with the position and the last field of a `Step` to complete it; twice must have no further effect.
@@ -139,23 +125,6 @@ class ReplayMixin(CompressedBuffer, _Base):
         self._per_env = (self.n_envs,)
         self._action_shape = (self.n_envs, self.action_dim)
         self._column_bytes = sum(np.asarray(getattr(self, name)).nbytes for name in columns)
-
-    def _affordable_steps(self, n_steps: int, limit: int, column_bytes: int) -> int:
-        """How many of ``n_steps`` to lay out: fewer only where even tiny observations would not fit ``limit``."""
-        views = ObsViews.make(self.observation_space, self.obs_shape, (1, self.n_envs), self._options)
-        per_step = column_bytes + 2 * views.dense_bytes + len(views.stored) * self.n_envs * _INDEX_BYTES
-        if self._options.on_max_bytes == "raise":
-            # a shorter ring would overwrite steps that were to be kept
-            least, most = n_steps * per_step, n_steps
-        else:
-            share = int(limit * _TABLE_SHARE) if views.stored else limit
-            least, most = per_step * limit // max(share, 1), min(n_steps, share // per_step)
-        if least > limit:
-            raise BudgetExceededError(
-                f"max_bytes={limit} is too little for {n_steps} steps of {self.n_envs} environments: what cannot be "
-                f"compressed takes {per_step} bytes a step; raise the limit to {least}, or lower buffer_size"
-            )
-        return most
 
     def _use_views(self, observations: ObsViews, next_observations: ObsViews | None = None) -> None:
         super()._use_views(observations)
@@ -249,12 +218,6 @@ class ReplayMixin(CompressedBuffer, _Base):
         self.pos = position
         self._unfinished = None
 
-    def _recover(self) -> None:
-        if isinstance(self._unfinished, Eviction):
-            self._finish_eviction(self._unfinished)
-        else:
-            super()._recover()
-
     def _fit_step(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> Step:
         """Check what `add` was given and return it as it will be written; nothing is changed."""
         if self.read_only:
@@ -305,10 +268,6 @@ class ReplayMixin(CompressedBuffer, _Base):
             self.add(self._views.as_sb3(obs), self._views.as_sb3(next_obs), action, reward, done, infos)
 
     # ---- sampling ----
-
-    def size(self) -> int:
-        """How many steps of every environment can be sampled."""
-        return (self.buffer_size if self.full else self.pos) - self.n_evicted
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw ``batch_size`` transitions; random numbers are drawn in SB3's order.
@@ -410,51 +369,6 @@ class ReplayMixin(CompressedBuffer, _Base):
         make = DictReplayBufferSamples if views.is_dict else ReplayBufferSamples
         tensors = self._obs_to_torch(obs), to_torch(actions), self._obs_to_torch(next_obs)
         return make(*tensors, *map(to_torch, columns))
-
-    # ---- memory ----
-
-    def memory_usage(self) -> MemoryUsage:
-        """What the buffer holds, by purpose; ``dense`` is one dense copy of the observations."""
-        written = 1.0 if self.full else self.pos / self.buffer_size
-        return self._views.memory_usage(2, written) + MemoryUsage(0, 0, 0, int(self._column_bytes * written), 0)
-
-    def held_bytes(self) -> int:
-        """The total of `memory_usage`, slightly overestimated but cheap."""
-        return self._views.held_bytes() + self._next_views.dense_bytes + self._column_bytes
-
-    def _check_budget(self, limit: int) -> None:
-        if self.held_bytes() > limit:
-            self._choose_methods()
-            held = self.held_bytes()
-            if held > limit:
-                raise BudgetExceededError(
-                    f"the buffer holds {held} bytes in {self.size() * self.n_envs} transitions, more than "
-                    f"max_bytes={limit}; raise the limit, or pass on_max_bytes='evict' to drop the oldest ones"
-                )
-
-    def _choose_methods(self) -> None:
-        """Compress observations that were only collected so far, before anything is evicted."""
-        for view in self._views.stored.values():
-            view.store.choose_method()
-
-    def _evict_beyond(self, limit: int) -> None:
-        if self.held_bytes() <= limit:
-            return
-        self._choose_methods()
-        while self.size() > 1 and self.held_bytes() > limit:
-            oldest = ((self.pos if self.full else 0) + self.n_evicted) % self.buffer_size
-            self._unfinished = Eviction(oldest, self.n_evicted + 1)
-            self._finish_eviction(self._unfinished)
-
-    def _finish_eviction(self, eviction: Eviction) -> None:
-        self._forget_step(eviction.position)
-        self.n_evicted = eviction.n_evicted
-        self._unfinished = None
-
-    def _forget_step(self, step: int) -> None:
-        """Free what the observations of ``step`` take; twice must have no further effect."""
-        self._views.erase(step)
-        self._next_views.erase(step)
 
     def reset(self) -> None:
         """Remove all transitions."""

@@ -40,8 +40,8 @@ class PrioritizedTraining(_Base):
             self.replay_buffer_class = self.default_buffers[isinstance(self.observation_space, spaces.Dict)]
         elif not issubclass(chosen, PrioritizedMixin):
             raise AlgorithmMismatchError(
-                f"{type(self).__name__} needs a prioritised buffer, got {chosen.__name__}; leave out replay_buffer_class "
-                "or pass CompressedPrioritizedReplayBuffer"
+                f"{type(self).__name__} needs a prioritised buffer, got {chosen.__name__}; leave out "
+                "replay_buffer_class or pass CompressedPrioritizedReplayBuffer"
             )
         n_steps = getattr(self, "n_steps", 1)
         if n_steps > 1:

@@ -8,8 +8,6 @@ from typing import ClassVar
 
 from sb3_extra_buffers.codecs.base import Codec, check_level, decompress_into
 
-__all__ = ["GZIP_WBITS", "GzipCodec", "gzip_bound"]
-
 GZIP_WBITS = 31  # asks zlib for a 32 KiB window with gzip's header and trailer
 
 

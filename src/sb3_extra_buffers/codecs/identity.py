@@ -8,8 +8,6 @@ from typing import ClassVar
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.errors import CorruptPayloadError
 
-__all__ = ["IdentityCodec"]
-
 
 @dataclass(frozen=True, slots=True)
 class IdentityCodec(Codec):

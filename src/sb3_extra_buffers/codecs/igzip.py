@@ -11,8 +11,6 @@ from isal import igzip_lib, isal_zlib
 from sb3_extra_buffers.codecs.base import Codec, check_level, decompress_into
 from sb3_extra_buffers.codecs.gzip import GZIP_WBITS, gzip_bound
 
-__all__ = ["IgzipCodec"]
-
 
 @dataclass(frozen=True, slots=True)
 class IgzipCodec(Codec):

@@ -11,8 +11,6 @@ import lz4.frame
 from sb3_extra_buffers.codecs.base import Codec, check_level, decompress_into
 from sb3_extra_buffers.errors import CorruptPayloadError
 
-__all__ = ["Lz4BlockCodec", "Lz4FrameCodec"]
-
 # LZ4 takes the acceleration as a C int and adds one to it
 _ACCELERATED = range(-(2**31) + 2, 0)
 

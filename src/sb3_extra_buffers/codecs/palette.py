@@ -17,8 +17,6 @@ from sb3_extra_buffers.errors import CodecOptionError, CorruptPayloadError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["PaletteCodec"]
-
 Colours = npt.NDArray[np.uint32]  # one per pixel, its first byte the lowest
 
 # first byte of a payload: the row as it is, a palette of its own, or the learnt one

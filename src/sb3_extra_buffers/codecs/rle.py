@@ -15,8 +15,6 @@ from sb3_extra_buffers.errors import CorruptPayloadError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["RleCodec"]
-
 _RUN_DTYPES = ("|u1", "<u2", "<u4", "<u8")
 
 

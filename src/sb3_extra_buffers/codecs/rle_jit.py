@@ -13,8 +13,6 @@ from sb3_extra_buffers.codecs.base import Bytes, Ints, check_payloads, read_only
 from sb3_extra_buffers.codecs.rle import RleCodec, bad_runs
 from sb3_extra_buffers.codecs.spec import ByteRows
 
-__all__ = ["RleJitCodec"]
-
 
 @dataclass(frozen=True, slots=True)
 class RleJitCodec(RleCodec):

@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.errors import SpecMismatchError
 
-__all__ = ["ByteRows", "ObsSpec"]
-
 ByteRows: TypeAlias = npt.NDArray[np.uint8]  # (n, nbytes), C-contiguous
 
 _NUMBERS = "biufc"

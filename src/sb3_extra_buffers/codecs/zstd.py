@@ -20,8 +20,6 @@ from sb3_extra_buffers.errors import CodecOptionError, CorruptPayloadError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ZstdCodec", "compress_bytes", "decompress_bytes"]
-
 _EMPTY = b"\x01\x00\x00"  # payload of an empty row: one empty block
 _MAX_CONTEXTS = 32  # per thread; each takes some 100 KiB
 _MAX_BLOCK_BYTES = 1 << 17  # zstd splits longer rows into several blocks

@@ -20,8 +20,6 @@ from sb3_extra_buffers.codecs.base import Bytes, Ints, read_only
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import CorruptPayloadError
 
-__all__ = ["DirectDecoder", "is_direct"]
-
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     # result, then arguments

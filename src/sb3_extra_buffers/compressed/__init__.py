@@ -1,9 +1,9 @@
 """Compressed buffers and arrays for observations in main memory."""
 
-import importlib
-import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from sb3_extra_buffers._extras import import_extra
+from sb3_extra_buffers._lazy import attach
 from sb3_extra_buffers.compressed.array import CompressedArray
 from sb3_extra_buffers.compressed.dtypes import (
     find_buffer_dtypes,
@@ -70,23 +70,40 @@ __all__ = [
     "use_rollout_buffer",
 ]
 
-# imported when they are asked for: SB3 takes a second or two, sb3-contrib may be absent
-_CONTRIB = [name for name in __all__ if "Maskable" in name or "Recurrent" in name] + ["use_rollout_buffer"]
-_PRIORITIZED = [name for name in __all__ if "rioritized" in name]
-_MODULES = {"BufferUsageCallback": "callback", "compressed": "factory"}
-_MODULES |= dict.fromkeys(_CONTRIB, "contrib") | dict.fromkeys(_PRIORITIZED, "priorities")
+
+def _check_contrib(module: str, name: str) -> None:
+    if module == "contrib":
+        import_extra("sb3_contrib", "contrib", name)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in _CONTRIB and importlib.util.find_spec("sb3_contrib") is None:
-        from sb3_extra_buffers.errors import MissingExtraError
-
-        raise MissingExtraError(f"{name} needs 'sb3-contrib': pip install 'sb3-extra-buffers[contrib]'")
-    module = importlib.import_module(f"{__name__}.{_MODULES.get(name, 'buffers')}")
-    return getattr(module, name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+# imported on first use: SB3 takes a second or two, and sb3-contrib is optional
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "buffers": [
+            "CompressedDictNStepReplayBuffer",
+            "CompressedDictReplayBuffer",
+            "CompressedDictRolloutBuffer",
+            "CompressedHerReplayBuffer",
+            "CompressedNStepReplayBuffer",
+            "CompressedReplayBuffer",
+            "CompressedRolloutBuffer",
+        ],
+        "callback": ["BufferUsageCallback"],
+        "contrib": [
+            "CompressedMaskableDictRolloutBuffer",
+            "CompressedMaskableRolloutBuffer",
+            "CompressedRecurrentDictRolloutBuffer",
+            "CompressedRecurrentRolloutBuffer",
+            "use_rollout_buffer",
+        ],
+        "factory": ["compressed"],
+        "priorities": [
+            "CompressedDictPrioritizedReplayBuffer",
+            "CompressedPrioritizedReplayBuffer",
+            "PrioritizedReplayBufferSamples",
+            "prioritized",
+        ],
+    },
+    _check_contrib,
+)

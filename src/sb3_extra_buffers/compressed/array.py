@@ -25,24 +25,24 @@ __all__ = ["CompressedArray"]
 
 
 class CompressedArray(StoreView, SavedAsFolder):
-    """Behaves like an array of shape ``(*shape, *obs_shape)`` and holds it compressed, lossless.
+    """Behaves like an array of shape ``(*shape, *obs_shape)`` and stores it compressed, losslessly.
 
-    The first axis is time: observations that follow each other along it are expected to be alike. Every index of the
-    remaining leading axes is a stream of its own, such as an environment.
+    The first axis is time: consecutive observations are expected to be similar. Every index of the other leading axes
+    is a stream of its own, such as an environment.
 
     Args:
         shape: Leading axes, such as ``(n_steps, n_envs)`` or ``n_steps``.
         obs_shape: Shape of one observation.
-        dtype: Its dtype; ``dtypes`` may name it instead.
+        dtype: Dtype of the observations; ``dtypes`` may name it instead.
         dtypes: What `find_buffer_dtypes` returned.
         compression_method: ``"auto"``, or a method such as ``"delta"``, ``"zstd-5"`` or ``"rle-jit"``.
         compression_kwargs: Options of that method, such as ``{"dictionary": 16384}`` for ``"zstd"``.
-        decompression_kwargs: Options for reading; no method has any.
-        heap_bytes: The most bytes that payloads may take; beyond it, writing raises `HeapFullError`.
-        path: A file to keep the payloads in, instead of memory; with ``storage="mmap"``, a folder.
-        storage: ``"mmap"`` to live in the folder ``path``: what was written is there whatever ends the process.
+        decompression_kwargs: Options for decoding; no method has any.
+        heap_bytes: Upper limit for the payloads; beyond it, writing raises `HeapFullError`.
+        path: A file for the payloads, instead of memory; with ``storage="mmap"``, a folder.
+        storage: ``"mmap"`` to live in the folder ``path``, where everything written survives the end of the process.
 
-    Example:
+    Examples:
         >>> frames = CompressedArray((1000, 4), (4, 84, 84), np.uint8)
         >>> frames[0] = np.zeros((4, 4, 84, 84), np.uint8)
         >>> frames[[0, 0], [1, 2]].shape
@@ -63,7 +63,7 @@ class CompressedArray(StoreView, SavedAsFolder):
         storage: Literal["memory", "mmap"] = "memory",
     ) -> None:
         if storage not in ("memory", "mmap") or (storage == "mmap" and path is None):
-            raise ValueError(f"storage is 'memory', or 'mmap' with the path of a folder; got {storage!r}")
+            raise ValueError(f"storage must be 'memory', or 'mmap' with the path of a folder; got {storage!r}")
         lead = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
         per_obs = (obs_shape,) if isinstance(obs_shape, (int, np.integer)) else tuple(obs_shape)
         spec = ObsSpec(per_obs, element_dtype(dtype, dtypes))
@@ -87,22 +87,22 @@ class CompressedArray(StoreView, SavedAsFolder):
         super().__setitem__(index, value)
 
     def erase(self, index: Any) -> None:
-        """Make the observations that ``index`` selects unwritten, and give back what they took."""
+        """Make the observations that ``index`` selects unwritten, and free their memory."""
         if self.mmap_folder is not None:
             self.mmap_folder.prepare_step()
         super().erase(index)
 
     def sibling(self) -> Self:
-        """Another array of the same shape whose frames are shared with this one's."""
+        """Return another array of the same shape that shares frames with this one."""
         return self.next_view()
 
     def next_view(self) -> Self:
-        """Another array of the same shape whose frames are shared with this one's."""
-        made = super().next_view()
+        """Return another array of the same shape that shares frames with this one."""
+        view = super().next_view()
         if self.mmap_folder is not None:
-            made.mmap_folder = self.mmap_folder
-            self.mmap_folder.checkpoint()  # the journal is about an array that had none
-        return made
+            view.mmap_folder = self.mmap_folder
+            self.mmap_folder.checkpoint()  # records of the journal assume the number of views
+        return view
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy lives in memory
@@ -110,32 +110,30 @@ class CompressedArray(StoreView, SavedAsFolder):
 
 
 def to_parts(array: CompressedArray, tag: str) -> Parts:
-    """What an array is made of: its store, and the cells of it that it shows."""
-    described = {"lead_shape": list(array.lead_shape), "base": array.first_index}
+    """Return what ``array`` consists of, for files."""
+    description = {"lead_shape": list(array.lead_shape), "base": array.first_index}
     columns = {} if array.indices is None else {"cells": np.ascontiguousarray(array.indices)}
-    return Parts(tag, described, columns, {"array": array.store})
+    return Parts(tag, description, columns, {"array": array.store})
 
 
 def make_array(parts: LoadedParts) -> CompressedArray:
-    """The array that `to_parts` saw."""
-    lead = parts.entry("lead_shape", kind=list)
-    if len(lead) > 32 or not all(type(n) is int and 0 <= n < 1 << 48 for n in lead):
-        raise FileFormatError(f"{lead!r} is no shape")
+    """Make the array that `to_parts` was given."""
+    lead_shape = parts.entry("lead_shape", kind=list)
+    if len(lead_shape) > 32 or not all(type(n) is int and 0 <= n < 1 << 48 for n in lead_shape):
+        raise FileFormatError(f"lead_shape must be a list of axis lengths, got {lead_shape!r}")
     if set(parts.stores) != {"array"}:
-        raise FileFormatError("an array has one store")
+        raise FileFormatError(f"an array has the single store 'array', got {sorted(parts.stores)}")
     cls = parts.target if parts.target is not None and issubclass(parts.target, CompressedArray) else CompressedArray
-    indices = parts.columns.get("cells")
-    return make_view(cls, parts.stores["array"], tuple(lead), parts.number("base"), indices)
+    return make_view(cls, parts.stores["array"], tuple(lead_shape), parts.number("base"), parts.columns.get("cells"))
 
 
 def cut(parts: LoadedParts, bad_rows: dict[str, Any], bad_indices: dict[str, Any]) -> Cut:
-    """What is left without the observations that are lost: those read as unwritten."""
+    """Return what is left without the damaged observations, which then read as unwritten."""
     if bad_rows:
-        raise DamagedFileError("the cells that the array shows are damaged")
-    lost, store = bad_indices["array"], parts.stores["array"]
-    shown = make_array(parts)._table()
-    n_lost = int(lost[shown].sum())
-    n_streams = store.n_streams
-    rows = [np.arange(at, min(at + n_streams, store.n_obs)) for at in range(0, store.n_obs, n_streams)]
-    kept = {"array": [row[~lost[row]] for row in rows if not lost[row].all()]}
-    return Cut(parts.description, parts.columns, kept, shown.size - n_lost, n_lost)
+        raise DamagedFileError("the table of indices of the array is damaged")
+    is_lost, store = bad_indices["array"], parts.stores["array"]
+    viewed = make_array(parts).locate_whole(...)
+    n_lost = int(is_lost[viewed].sum())
+    steps = np.split(np.arange(store.n_obs), range(store.n_streams, store.n_obs, store.n_streams))
+    kept = {"array": [step[~is_lost[step]] for step in steps if not is_lost[step].all()]}
+    return Cut(parts.description, parts.columns, kept, viewed.size - n_lost, n_lost)

@@ -15,11 +15,10 @@ import numpy.typing as npt
 from sb3_extra_buffers.errors import DamagedFileError, ExtraBuffersError
 from sb3_extra_buffers.files import manifest, registry
 from sb3_extra_buffers.files.parts import Cut, LoadedParts
-from sb3_extra_buffers.files.saved_parts import SavedParts
+from sb3_extra_buffers.files.saved_parts import SavedParts, errors_about
 from sb3_extra_buffers.files.saving import save, save_file
 from sb3_extra_buffers.files.step_records import replay
 from sb3_extra_buffers.files.verifying import DamageScan
-from sb3_extra_buffers.stores.checks import only_named_errors
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.view import StoreView
 
@@ -51,7 +50,7 @@ def repair(path: str | os.PathLike[str], target: str | os.PathLike[str], cls: ty
     for record in islice(_states(source, findings), _MAX_STATES):
         report = Repair(Path(target))
         try:
-            with only_named_errors(f"{source}"):
+            with errors_about(source):
                 saved = SavedParts(source.parent, record, source) if source.is_file() else SavedParts.of_folder(
                     source, record
                 )  # fmt: skip

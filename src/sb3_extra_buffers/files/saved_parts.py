@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,18 @@ from sb3_extra_buffers.stores.observation import ObservationStore
 Array = npt.NDArray[Any]
 
 
+@contextlib.contextmanager
+def errors_about(path: Path) -> Iterator[None]:
+    """Turn any error that the contents of ``path`` lead to into one that names ``path``."""
+    try:
+        with only_named_errors(str(path)):
+            yield
+    except FileFormatError as error:
+        if str(path) in str(error):
+            raise
+        raise FileFormatError(f"{path}: {error}") from error
+
+
 class SavedParts:
     """A saved folder or file: its manifest is read and its data mapped, but nothing is trusted yet."""
 
@@ -47,12 +61,19 @@ class SavedParts:
     def of_folder(cls, folder: Path, record: dict[str, Any] | None = None) -> SavedParts:
         """The state described by a folder's manifest, or by ``record``."""
         record = manifest.read(folder) if record is None else record
-        return cls(folder, record, folder / manifest.check_file_name(entry(record, "data", "name"), "data"))
+        with errors_about(folder):
+            return cls(folder, record, folder / manifest.check_file_name(entry(record, "data", "name"), "data"))
 
     @classmethod
     def of_file(cls, path: Path) -> SavedParts:
         """The state in a single file."""
-        return cls(path.parent, manifest.read_tail(path), path)
+        with errors_about(path):
+            return cls(path.parent, manifest.read_tail(path), path)
+
+    @property
+    def is_file(self) -> bool:
+        """Whether this is a single file, whose manifest still has the name that it was written under."""
+        return self.data_path.name != self.record["data"].get("name") or self.data_path.suffix != ".bin"
 
     @property
     def kind(self) -> str:
@@ -64,7 +85,6 @@ class SavedParts:
         name = self.record.get("journal")
         return None if name is None else self.folder / manifest.check_file_name(name, "journal")
 
-    @only_named_errors("what was saved")
     def load(
         self, target: type[Any] | None = None, read_only: bool = False, in_file: bool = False, replayed: bool = True
     ) -> Any:
@@ -72,17 +92,18 @@ class SavedParts:
 
         ``read_only`` leaves payloads in their file and ignores the journal. ``in_file`` continues in the heap files.
         """
-        registry.check_target(self.record.get("kind"), target)
-        description = entry(self.record, "description", kind=dict)
-        columns = {name: self.blocks.read(f"columns/{name}", not read_only) for name in self.record["columns"]}
-        payloads: dict[str, SavedPayloads] = {}
-        stores = {name: self._load_store(name, payloads, read_only, in_file) for name in self.stores}
-        loaded = registry.from_parts(LoadedParts(self.kind, description, columns, stores, target, read_only))
-        if not read_only:
-            self._remember(loaded, payloads)
-            if self.journal is not None and replayed:
-                replay(loaded, self.journal)
-        return loaded
+        with errors_about(self.data_path if self.is_file else self.folder):
+            registry.check_target(self.record.get("kind"), target)
+            description = entry(self.record, "description", kind=dict)
+            columns = {name: self.blocks.read(f"columns/{name}", not read_only) for name in self.record["columns"]}
+            payloads: dict[str, SavedPayloads] = {}
+            stores = {name: self._load_store(name, payloads, read_only, in_file) for name in self.stores}
+            loaded = registry.from_parts(LoadedParts(self.kind, description, columns, stores, target, read_only))
+            if not read_only:
+                self._remember(loaded, payloads)
+                if self.journal is not None and replayed:
+                    replay(loaded, self.journal)
+            return loaded
 
     def payload_file(self, name: str) -> tuple[Path, int]:
         """The file with the payloads of a store, and how many bytes of it were written."""
@@ -123,7 +144,7 @@ class SavedParts:
 
     def _remember(self, loaded: Any, payloads: dict[str, SavedPayloads]) -> None:
         """Let the next save to the folder write only what is new; a single file is always written entirely."""
-        if self.data_path.name != self.record["data"].get("name") or self.data_path.suffix != ".bin":
+        if self.is_file:
             return
         whole(entry(self.record, "data", "live_bytes"), "the live bytes of a data file", stop=1 << 60)
         whole(entry(self.record, "number"), "the number of a save", stop=1 << 60)

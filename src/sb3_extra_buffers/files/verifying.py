@@ -14,8 +14,7 @@ from sb3_extra_buffers.errors import CorruptPayloadError, DamagedFileError, Extr
 from sb3_extra_buffers.files import disk, registry
 from sb3_extra_buffers.files.blocks import BLOCK, ArrayRecord
 from sb3_extra_buffers.files.payloads import damaged_chunks, lost_indices
-from sb3_extra_buffers.files.saved_parts import SavedParts
-from sb3_extra_buffers.stores.checks import only_named_errors
+from sb3_extra_buffers.files.saved_parts import SavedParts, errors_about
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.observation import ObservationStore
 
@@ -36,7 +35,7 @@ def verify(path: str | os.PathLike[str], deep: bool = False) -> Iterator[str]:
     source = Path(path)
     findings: list[str] = []
     try:
-        with only_named_errors(f"{path}"):
+        with errors_about(source):
             saved = SavedParts.of_file(source) if source.is_file() else SavedParts.of_folder(source)
             findings += DamageScan(saved).findings
             loaded = None if findings else saved.load()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, TypeVar
 
 from numba import njit
@@ -13,6 +14,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # no parallel=True: numba's default threading layer aborts when two threads enter it at the same time
 _OPTIONS: dict[str, Any] = {"nogil": True}
+_replaced: set[Callable[..., Any]] = set()
 
 
 def inner(function: Function) -> Function:
@@ -31,12 +33,6 @@ def entry(function: Function) -> Function:
     return compiled
 
 
-def use_reference(*functions: Callable[..., Any]) -> None:
-    """Compile these reference functions as they are, where compiled code calls them."""
-    for function in functions:
-        register_jitable(**_OPTIONS)(function)
-
-
 def replaces(reference: Callable[..., Any]) -> Callable[[Function], Function]:
     """Compile the decorated function where compiled code calls ``reference``."""
 
@@ -46,6 +42,18 @@ def replaces(reference: Callable[..., Any]) -> Callable[[Function], Function]:
 
         choose.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]  # numba compares the two
         overload(reference, jit_options={"nogil": True})(choose)
+        _replaced.add(reference)
         return function
 
     return decorate
+
+
+def use_reference(module: ModuleType, inline: Callable[..., Any] | None = None) -> None:
+    """Compile the functions of a module of reference kernels as they are, except those that were replaced before.
+
+    ``inline`` names one that numba should copy into its caller: each call of the others counts references to the
+    arrays of the state that they use, some 30 ns.
+    """
+    for function in vars(module).values():
+        if inspect.isfunction(function) and function.__module__ == module.__name__ and function not in _replaced:
+            register_jitable(inline="always" if function is inline else "never", **_OPTIONS)(function)

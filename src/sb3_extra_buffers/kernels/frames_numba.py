@@ -18,11 +18,12 @@ from sb3_extra_buffers.kernels import (
     lz4_numba,  # noqa: F401  # registers the compiled byte work of lz4_block
     policy,
     reading_numba,
+    state,
 )
 from sb3_extra_buffers.kernels.compiling import entry, replaces, use_reference
 from sb3_extra_buffers.kernels.delta_numba import encode
 from sb3_extra_buffers.kernels.intrinsics import copy_bytes, equal_bytes, load_word
-from sb3_extra_buffers.kernels.state import FrameState, keyframe_bytes
+from sb3_extra_buffers.kernels.state import FrameState
 
 
 @structref.register
@@ -99,28 +100,9 @@ def encode_frame(
     return length
 
 
-use_reference(
-    keyframe_bytes,
-    policy.needs_keyframe,
-    policy.should_search,
-    policy.should_switch,
-    reference.add_frame,
-    reference.encode_against,
-    reference.encode_first,
-    reference.find_frame,
-    reference.flat_indices,
-    reference.get_length,
-    reference.is_frame,
-    reference.is_full,
-    reference.open_segment,
-    reference.release_rows,
-    reference.seal_segment,
-    reference.set_length,
-    reference.set_row,
-    reference.stage_frame,
-    reference.write_frames,
-    reference.write_step,
-)
+use_reference(reference, inline=reference.find_frame)
+use_reference(policy)
+use_reference(state)
 
 
 # ---- kernels ----

@@ -15,16 +15,6 @@ _LOW_BYTES = np.array([(1 << 8 * n) - 1 for n in range(8)], np.uint64)
 _REPEATED = np.array([0] + [sum(1 << 8 * i for i in range(0, 8, n)) for n in range(1, 8)], np.uint64)
 _BACK = np.array([0] + [-(-8 // n) * n for n in range(1, 8)], np.int64)
 
-use_reference(
-    reference.get_length,
-    reference.put_length,
-    reference.put_sequence,
-    reference.hash_of,
-    reference.find_match,
-    reference.pack_block,
-    reference.unpack_block,
-)
-
 
 @replaces(reference.load_quad)
 def load_quad(source: Any, at: Any) -> Any:
@@ -77,3 +67,6 @@ def repeat(target: Any, to: Any, offset: Any, count: Any) -> None:
         back = _BACK[offset]
         for i in range(8, count, 8):
             store_word(target, to + i, load_word(target, to + i - back))
+
+
+use_reference(reference)

@@ -30,7 +30,7 @@ def record_agent(
 
     Args:
         model: Anything with SB3's ``predict``.
-        env: Vectorized environments; the first one is recorded.
+        env: Vectorised environments; the first one is recorded.
         n_steps: Number of steps.
         buffer: Buffer to record to; None to create one for the observations, with capacity for all steps.
         deterministic: Whether the model takes its best action.

@@ -346,7 +346,7 @@ class BaseRecordBuffer:
             }
             return Parts("recording", description, arrays, {})
 
-    def restore_columns(self, parts: LoadedParts) -> None:
+    def _restore_columns(self, parts: LoadedParts) -> None:
         """Fill a new buffer with everything but the frames in ``parts``, all of which is checked."""
         n = parts.number("n_records", stop=self.size + 1)
         oldest = parts.number("oldest", stop=self.size if n == self.size else 1)

@@ -85,14 +85,14 @@ class RecordBuffer(BaseRecordBuffer):
             raise SpecMismatchError(f"{dtype!r} is not a dtype: {problem}") from problem
         if not isinstance(compression_kwargs, Mapping | None):
             raise CodecOptionError(f"compression_kwargs must be a dict of options, got {compression_kwargs!r}")
-        if not isinstance(compression_method, str):
-            raise UnknownCodecError(f"compression_method must be the name of a method, got {compression_method!r}")
         self.compression_method = compression_method
         self.compression_kwargs = dict(compression_kwargs or {})
         # the first frame may replace this; made here so that an invalid method raises in the constructor
         self._frames = self._make_frames((self.ch_num, *self.res), compression_method, self.compression_kwargs)
 
     def _make_frames(self, shape: tuple[int, ...], method: str, options: dict[str, Any]) -> StoreView:
+        if not isinstance(method, str):
+            raise UnknownCodecError(f"compression_method must be the name of a method, got {method!r}")
         store = ObservationStore(ObsSpec(shape, self.dtype), 1, method, codec_options(method, options, None))
         return StoreView(store, (self.size,))
 
@@ -108,13 +108,12 @@ class RecordBuffer(BaseRecordBuffer):
 
     def _check_frame(self, frame: Any) -> tuple[StoreView, Array]:
         array = as_array(frame, "the frame")
-        if array.shape != self.frame_shape or not self._n_added:
-            allowed = [self.frame_shape] if self._n_added else self._frame_shapes()
-            if array.shape not in allowed:
-                raise SpecMismatchError(
-                    f"the frame has shape {array.shape}, expected {' or '.join(map(str, allowed))}; "
-                    "set res=(height, width) and ch_num to match"
-                )
+        allowed = [self.frame_shape] if self._n_added else self._frame_shapes()
+        if array.shape not in allowed:
+            raise SpecMismatchError(
+                f"the frame has shape {array.shape}, expected {' or '.join(map(str, allowed))}; "
+                "set res=(height, width) and ch_num to match"
+            )
         if array.dtype != self.dtype:
             raise SpecMismatchError(
                 f"the frame has dtype {array.dtype}, expected {self.dtype}; convert it, or create the buffer with "
@@ -166,6 +165,7 @@ class RecordBuffer(BaseRecordBuffer):
     @classmethod
     def from_parts(cls, parts: LoadedParts) -> Self:
         """Rebuild a buffer from a file; everything is checked."""
+        from sb3_extra_buffers.files.parts import make_view
         from sb3_extra_buffers.files.values import value_from_json
 
         store, saved = parts.stores["frames"], parts.entry("frames", kind=dict)
@@ -174,7 +174,7 @@ class RecordBuffer(BaseRecordBuffer):
         height, width = (whole(side, "height or width", 1, 1 << 31) for side in res)
         method = entry(saved, "compression_method", kind=str)
         require(method == store.method, f"frames are stored with {store.method!r}, not with {method!r}")
-        buffer = cls(
+        self = cls(
             (height, width),
             whole(entry(saved, "ch_num"), "ch_num", 1, 1 << 31),
             parts.number("size", low=1),
@@ -182,18 +182,12 @@ class RecordBuffer(BaseRecordBuffer):
             compression_method=method,
             compression_kwargs=value_from_json(entry(saved, "compression_kwargs", kind=dict)),
         )
-        buffer.restore_columns(parts)
-        buffer.restore_frames(store)
-        return buffer
-
-    def restore_frames(self, store: ObservationStore) -> None:
-        """Use ``store``, loaded from a file, as this buffer's frames."""
-        from sb3_extra_buffers.files.parts import make_view
-
+        self._restore_columns(parts)
         shapes = self._frame_shapes()
         fits = store.n_obs == self.size and store.n_streams == 1 and store.spec.shape in shapes
         require(fits, f"a store of {store.n_obs} frames of {store.spec} does not hold {self.size} of {shapes[0]}")
         self._frames = make_view(StoreView, store, (self.size,))
+        return self
 
 
 class FramelessRecordBuffer(BaseRecordBuffer):
@@ -217,9 +211,9 @@ class FramelessRecordBuffer(BaseRecordBuffer):
     @classmethod
     def from_parts(cls, parts: LoadedParts) -> Self:
         """Rebuild a buffer from a file; everything is checked."""
-        buffer = cls(size=parts.number("size", low=1))
-        buffer.restore_columns(parts)
-        return buffer
+        self = cls(size=parts.number("size", low=1))
+        self._restore_columns(parts)
+        return self
 
 
 class DummyRecordBuffer(BaseRecordBuffer):

@@ -59,7 +59,7 @@ class RecordCallback(BaseCallback):
         # SB3 has no public name for the observation that was acted on; it is replaced after this callback
         observations: Any = self.model._last_obs
         if self.model.get_vec_normalize_env() is not None:
-            # off-policy algorithms keep the observation from before normalization
+            # off-policy algorithms keep the observation from before normalisation
             observations = getattr(self.model, "_last_original_obs", observations)
         frame = self._rendered if self.render else observation_of(observations, index)
         if self.record_buffer is None:

@@ -75,7 +75,7 @@ def export(
 
 def _select_channels(count: int, channels: Sequence[int] | int | None) -> list[int]:
     if channels is None:
-        # the newest frame of a stack: RGB if the number of channels allows it, else grayscale
+        # the newest frame of a stack: RGB if the number of channels allows it, else greyscale
         return list(range(count - 3, count)) if count % 3 == 0 else [count - 1]
     selected = list(channels) if isinstance(channels, Sequence) else [channels]
     valid = all(type(channel) is int and -count <= channel < count for channel in selected)

@@ -20,7 +20,7 @@ Image = npt.NDArray[np.uint8]  # (height, width) or (height, width, 3)
 
 
 def encode_png(image: Image) -> bytes:
-    """Encode an image as PNG, without Pillow; RGB images with equal channels are stored as grayscale."""
+    """Encode an image as PNG, without Pillow; RGB images with equal channels are stored as greyscale."""
     if image.ndim == 3 and (image == image[..., :1]).all():
         image = image[..., 0]
     height, width = image.shape[:2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -34,8 +33,8 @@ class Store(ABC):
     A write is a transaction. Whatever interrupts it leaves ``dirty`` set, and the next call restores what the store
     held before (`recover`). A completed write can be undone until the next change or `commit` (`undo_write`).
 
-    A store is not thread-safe, except that threads may `read` at the same time while ``dirty`` is unset and nobody
-    changes it: `ObservationStore` arranges that.
+    Stores are created by `registry.make_store`. They are not thread-safe, except that several threads may `read` while
+    ``dirty`` is unset and no thread changes anything; `ObservationStore` takes care of that.
     """
 
     #: Whether a change was interrupted or is under way.
@@ -44,29 +43,6 @@ class Store(ABC):
     layout: StackLayout | None = None
     #: Holds encoded observations; None if there are none.
     heap: Heap | None = None
-
-    @abstractmethod
-    def __init__(
-        self,
-        layout: StackLayout,
-        n_obs: int,
-        n_streams: int,
-        codec: Codec,
-        heap_bytes: int | None = None,
-        path: Path | None = None,
-        compiled: bool | None = None,
-    ) -> None:
-        """Create a store of ``n_obs`` unwritten observations.
-
-        Args:
-            layout: The observations, and the frames that they consist of.
-            n_obs: The number of observations.
-            n_streams: The number of streams that writes may continue.
-            codec: Encodes frames; bound to ``layout.frame_spec``.
-            heap_bytes: The most that encoded observations may take; a write beyond raises `HeapFullError`.
-            path: The file to keep encoded observations in, instead of memory.
-            compiled: Whether to use compiled kernels; None for those that are available.
-        """
 
     @abstractmethod
     def allocate(self, n_obs: int) -> None:

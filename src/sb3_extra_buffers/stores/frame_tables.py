@@ -36,7 +36,7 @@ from sb3_extra_buffers.stores.layout import StackLayout
 
 FrameIds = npt.NDArray[np.int32]
 
-#: Segments that are freed or sealed in one go: each takes microseconds, setting out to do it takes longer.
+#: Segments are freed and registered in batches of this many: the fixed cost of a batch exceeds that of a segment.
 FREE_BATCH = 128
 
 
@@ -153,6 +153,19 @@ class FrameTables(Store):
         ids = recent_ids[known]
         recent_ids[known[ids % per >= state.counts[ids // per]]] = NONE
 
+    def _replace_ids(self, ids: Array, new_ids: Array) -> None:
+        """Let observations refer to ``new_ids``, which have one reference each so far, instead of ``ids``."""
+        state = self.state
+        np.add.at(state.refs, new_ids, state.refs[ids] - 1)
+        table = np.arange(state.refs.size + 1, dtype=np.int32)
+        table[ids + 1] = new_ids + 1
+        for begin in range(0, len(self.frame_ids), 1 << 16):
+            part = self.frame_ids[begin : begin + (1 << 16)]
+            part[...] = table[part]
+        state.undo_ids[...] = table[state.undo_ids]
+        self.dirty_pages[:] = True
+        state.refs[ids] = 0
+
     # ---- freeing ----
 
     def collect_segments(self) -> None:
@@ -188,7 +201,7 @@ class FrameTables(Store):
         self._sync()
 
     def _release_segments(self, segments: Array) -> None:  # payloads refer to nothing else
-        """Give up what ``segments`` refer to, before they are freed."""
+        """Release what ``segments`` refer to, before they are freed."""
 
     # ---- tables ----
 
@@ -213,7 +226,7 @@ class FrameTables(Store):
         """Tell the heap what kernels wrote into its gap, before it is asked to do anything."""
 
     def _drop_view(self) -> None:
-        """Let go of the heap's bytes: memory that is referred to cannot be lengthened in place."""
+        """Drop the reference to the heap's bytes: memory that an array refers to cannot be extended in place."""
         self._adopt()
         self._replace(heap=np.zeros(0, np.uint8))
 

@@ -175,7 +175,6 @@ class FrameStore(FrameTables):
             keyframes=resident_bytes(state.keyframe_rows) + resident_bytes(state.recent),
             # space for open segments, as far as it was ever used
             other=max(resident_bytes(state.stage) - opened, 0),
-            dense=0,
         )
 
     # ---- saving ----

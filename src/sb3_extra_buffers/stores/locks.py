@@ -53,7 +53,7 @@ class ReaderLocks:
     """Lets many threads read what one thread at a time changes; together with a lock that writers hold.
 
     Locks are only ever held by a plain ``with``, so that no signal can leave one held. A reader holds the lock of its
-    thread (`stripe`), and falls back to the writers' lock while somebody writes::
+    thread (`stripe`), and falls back to the writers' lock while a write is under way::
 
         with readers.stripes.get(this_thread.stripe) or readers.add_stripe():
             if not readers.writing:

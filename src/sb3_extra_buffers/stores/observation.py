@@ -18,6 +18,7 @@ from sb3_extra_buffers.errors import FileFormatError, ReadOnlyBufferError
 from sb3_extra_buffers.stores.base import Array, FillHeap, Indices, Store, StoreParts
 from sb3_extra_buffers.stores.checks import column, only_named_errors, parse_dtype, parse_shape, require, whole, within
 from sb3_extra_buffers.stores.choice import Choice, MethodChoice
+from sb3_extra_buffers.stores.collected import CollectedRows
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -58,7 +59,7 @@ class ObservationStore:
     at every moment; indices that were never written read as zeros. Any number of threads may read beside one writer.
 
     A write is stored as a whole or, after an exception of any kind at any moment, not at all. `undo_write` undoes the
-    last one, for those who write to several stores in one step.
+    last one, for steps that consist of writes to several stores.
     """
 
     #: Whether ``auto`` may leave observations uncompressed, which reserves memory for all of them.
@@ -90,14 +91,14 @@ class ObservationStore:
         self.heap_bytes = heap_bytes
         self._path = None if path is None else Path(path)
         self._compiled = compiled
-        #: Held by whoever changes the store, or needs it unchanged during several calls.
+        #: Held by every change. Hold it to keep the store unchanged over several calls.
         self.lock = fork_safe_lock()
         self.readers = ReaderLocks()
         #: Where observations are once a method was chosen.
         self.inner: Store | None = None
-        self._collected: list[tuple[Indices, Indices, ByteRows]] = []
-        # what the last write replaced, while nothing is decided: collected rows and choice
-        self._before: tuple[list[Any], Choice | None] | None = None
+        self._collected = CollectedRows(spec.nbytes)
+        # what the last write replaced, while nothing is decided
+        self._before: tuple[CollectedRows, Choice | None] | None = None
 
     @_exclusive
     def allocate(self, n_obs: int) -> int:
@@ -178,7 +179,7 @@ class ObservationStore:
     def undo_write(self) -> bool:
         """Undo the last `write` or `write_step`; return False if it was committed or something else was changed since.
 
-        For those who write to several stores: they `commit` all of them before they begin.
+        For steps that consist of writes to several stores: `commit` all of them first.
         """
         if self._before is not None:
             self._collected, self.choice = self._before
@@ -194,14 +195,11 @@ class ObservationStore:
 
     def _collect(self, indices: Indices, streams: Indices, rows: ByteRows) -> None:
         """Hold rows as they are, and choose a method once there are enough of them."""
-        collected = [*self._collected, (indices.copy(), streams.copy(), rows.copy())]
+        collected = self._collected.add(indices, streams, rows)
         self._before = self._collected, self.choice
         self._collected = collected
-        if self._n_collected() >= self._chooser.n_trial(self.n_obs, self.heap_bytes):
+        if len(collected) >= self._chooser.n_trial(self.n_obs, self.heap_bytes):
             self._choose_method()
-
-    def _n_collected(self) -> int:
-        return sum(len(indices) for indices, _, _ in self._collected)
 
     @_exclusive
     def choose_method(self) -> None:
@@ -211,7 +209,7 @@ class ObservationStore:
             self._choose_method()
 
     def _choose_method(self) -> None:
-        indices, streams, rows = self._join_collected()
+        indices, streams, rows = self._collected.join()
         may_stay_dense = self.may_stay_dense and self.heap_bytes is None
         layout, choice = self._chooser.decide(streams, rows, self.n_streams, may_stay_dense)
         if choice is None:
@@ -226,13 +224,7 @@ class ObservationStore:
         inner.write(indices[newest], streams[newest], rows[newest])
         # last, the store first: an error before leaves the rows where they were
         self.inner = inner
-        self.choice, self._collected = choice, []
-
-    def _join_collected(self) -> tuple[Indices, Indices, ByteRows]:
-        """All indices, streams and rows that were collected, in order."""
-        empty = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, self.spec.nbytes), np.uint8))
-        indices, streams, rows = (np.concatenate(parts) for parts in zip(empty, *self._collected, strict=True))
-        return indices, streams, rows
+        self.choice, self._collected = choice, CollectedRows(self.spec.nbytes)
 
     # ---- reading ----
 
@@ -244,19 +236,8 @@ class ObservationStore:
             if not (readers.writing or inner is None or inner.dirty):
                 return inner.read(indices)
         with self.lock:
-            return self._read_collected(indices) if self.inner is None else self.inner.read(indices)
-
-    def _read_collected(self, indices: Indices) -> ByteRows:
-        newest = {
-            index: row
-            for written, _, rows in self._collected
-            for index, row in zip(written.tolist(), rows, strict=True)
-        }
-        out = np.zeros((indices.size, self.spec.nbytes), np.uint8)
-        for i, index in enumerate(indices.ravel().tolist()):
-            if index in newest:
-                out[i] = newest[index]
-        return out.reshape(*indices.shape, self.spec.nbytes)
+            store = self._collected if self.inner is None else self.inner
+            return store.read(indices)
 
     # ---- erasing ----
 
@@ -266,15 +247,14 @@ class ObservationStore:
         self._begin_change("erase", indices)
         if self.inner is not None:
             self.inner.erase(indices)
-            return
-        remaining = [(part, ~np.isin(part[0], indices)) for part in self._collected]
-        self._collected = [(written[keep], streams[keep], rows[keep]) for (written, streams, rows), keep in remaining]
+        else:
+            self._collected = self._collected.erase(indices)
 
     @_exclusive
     def clear(self) -> None:
         """Make every index unwritten; the method stays."""
         self._begin_change("clear")
-        self._collected = []
+        self._collected = CollectedRows(self.spec.nbytes)
         if self.inner is not None:
             self.inner.clear()
 
@@ -299,25 +279,19 @@ class ObservationStore:
     def describe(self) -> str:
         """The method in use, and why it was chosen."""
         inner = self.inner
-        return self._chooser.describe(self.choice, None if inner is None else inner.describe(), self._n_collected())
+        return self._chooser.describe(self.choice, None if inner is None else inner.describe(), len(self._collected))
 
     @_exclusive
     def memory_usage(self) -> MemoryUsage:
         """The bytes in use, by purpose, and what ``n_obs`` uncompressed observations would take."""
-        if self.inner is not None:
-            usage = self.inner.memory_usage()
-        else:
-            usage = MemoryUsage(payload=self._collected_bytes(), index=0, keyframes=0, other=0, dense=0)
+        usage = MemoryUsage(self._collected.nbytes) if self.inner is None else self.inner.memory_usage()
         return replace(usage, dense=self.n_obs * self.spec.nbytes, codecs={"": self.describe()})
 
     @property
     @_exclusive
     def held_bytes(self) -> int:
         """An upper bound of the total of `memory_usage`, cheap enough for every step."""
-        return self._collected_bytes() if self.inner is None else self.inner.held_bytes
-
-    def _collected_bytes(self) -> int:
-        return sum(array.nbytes for arrays in self._collected for array in arrays)
+        return self._collected.nbytes if self.inner is None else self.inner.held_bytes
 
     @_exclusive
     def check(self) -> None:
@@ -342,7 +316,7 @@ class ObservationStore:
         }
         inner = self.inner
         if inner is None:
-            indices, streams, rows = self._join_collected()
+            indices, streams, rows = self._collected.join()
             arrays: dict[str, Array] = {"cells": indices, "streams": streams, "rows": rows}
             return StoreParts(record | {"kind": "pending"}, arrays, None, None)
         inner_record, arrays = inner.to_parts()
@@ -384,7 +358,7 @@ class ObservationStore:
             rows = column(arrays, "rows", np.uint8, (len(indices), self.spec.nbytes))
             within(indices, 0, self.n_obs, "an index")
             within(streams, 0, self.n_streams, "a stream")
-            self._collected = [(indices, streams, rows)] if len(indices) else []
+            self._collected = self._collected.add(indices, streams, rows)
         elif kind == "frames":
             self.inner = restore_frames(self, record, arrays, fill_heap, read_only)
         else:

@@ -122,7 +122,7 @@ class RawStore(Store):
         # pages that were never written take no memory
         row_bytes: int = self.rows.shape[1]
         payload = int(np.count_nonzero(self.written)) * row_bytes + self.written.nbytes
-        return MemoryUsage(payload=payload, index=0, keyframes=0, other=0, dense=0)
+        return MemoryUsage(payload=payload)
 
     def check(self) -> None:
         self.recover()

@@ -1,6 +1,6 @@
 """Which store keeps observations of a codec, in host memory or on a device.
 
-A new store is one module and one line of `STORES`. Modules are imported when their store is first asked for.
+A new store is one module and one entry in `STORES`. Modules are imported when their store is first used.
 """
 
 from __future__ import annotations
@@ -63,6 +63,16 @@ def make_store(
     path: Path | None = None,
     compiled: bool | None = None,
 ) -> Store:
-    """Create the host store for ``codec``; `Store.__init__` explains the arguments."""
+    """Create a host store of unwritten observations.
+
+    Args:
+        layout: The observations, and the frames that they consist of.
+        n_obs: The number of observations.
+        n_streams: The number of streams that writes may continue.
+        codec: Encodes frames; bound to ``layout.frame_spec``.
+        heap_bytes: The most that encoded observations may take; a write beyond raises `HeapFullError`.
+        path: The file to keep encoded observations in, instead of memory.
+        compiled: Whether to use compiled kernels; None for those that are available.
+    """
     store: Store = find_store(codec, layout)(layout, n_obs, n_streams, codec, heap_bytes, path, compiled)
     return store

@@ -287,19 +287,9 @@ class SegmentStore(FrameStore):
         # where the heap has no space for all of them, the rest stays where it is
         with contextlib.suppress(HeapFullError):
             self._write(moved, np.arange(len(ids)), np.full(len(ids), self.n_streams), frames)
-        state = self.state
-        ids, new_ids = ids[moved[:, 0] > 0], moved[moved > 0] - 1
-        # each new frame has one reference from `moved`; it takes over those of the old one
-        np.add.at(state.refs, new_ids, state.refs[ids] - 1)
-        table = np.arange(state.refs.size + 1, dtype=np.int32)
-        table[ids + 1] = new_ids + 1
         # old and new ids name the same frames as long as the old segments exist: those are freed last
-        for begin in range(0, len(self.frame_ids), 1 << 16):
-            part = self.frame_ids[begin : begin + (1 << 16)]
-            part[...] = table[part]
-        state.undo_ids[...] = table[state.undo_ids]
-        self.dirty_pages[:] = True
-        state.refs[ids] = 0
+        self._replace_ids(ids[moved[:, 0] > 0], moved[moved > 0] - 1)
+        state = self.state
         state.live[segments] = np.count_nonzero(state.refs.reshape(-1, per)[segments], axis=1)
         self._free(segments)
 

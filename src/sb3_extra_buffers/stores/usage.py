@@ -11,15 +11,15 @@ from typing import Any
 class MemoryUsage:
     """Bytes in use, by purpose; ``total`` agrees with the growth of the resident set."""
 
-    payload: int
+    payload: int = 0
     """Encoded observations, and those that are not encoded yet."""
-    index: int
+    index: int = 0
     """Tables that say where each observation is."""
-    keyframes: int
+    keyframes: int = 0
     """Whole frames that differences refer to, and recent frames, to find repeats."""
-    other: int
+    other: int = 0
     """Everything else, such as actions and rewards."""
-    dense: int
+    dense: int = 0
     """The size of the same observations as a plain array."""
     codecs: Mapping[str, str] = field(default_factory=dict)
     """The method in use for each key, and why where it was chosen automatically."""

@@ -48,7 +48,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
         if first_index is None:
             first_index = store.allocate(math.prod(self.lead_shape)) if indices is None else 0
         self.first_index = first_index
-        # what writing a step needs; 0 steps if steps cannot be written in one go
+        # for writing steps; n_steps is 0 if a step is not a run of consecutive observations
         self._dtype = store.spec.dtype
         self._step_shape = self.shape[1:]
         self.n_steps = self.lead_shape[0] if self.lead_shape and indices is None and store.spec.nbytes else 0

@@ -1,4 +1,4 @@
-"""Atari games as vectorized environments: preprocessed, stacked and channel-first."""
+"""Atari games as vectorised environments: preprocessed, stacked and channel-first."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ class NativeAtariVecEnv(VecEnv):
     Observations, rewards, episode ends on lost lives, ``info["episode"]`` with unclipped rewards of whole games,
     ``terminal_observation`` and ``TimeLimit.truncated`` follow SB3. Differences:
 
-    - Frames are converted to grayscale before the maximum of the last two is taken, not after, and ale-py resizes
-      them: nearly all pixels are equal, the others differ by up to a few dozen gray levels.
+    - Frames are converted to greyscale before the maximum of the last two is taken, not after, and ale-py resizes
+      them: nearly all pixels are equal, the others differ by up to a few dozen grey levels.
     - The number of no-ops at the start of a game is drawn from ale-py's own generator.
     - ``FIRE`` is pressed for one frame when a game starts, but not after a lost life: the agent has to press it.
     - After a lost life the game continues from that frame; SB3 first takes one step without action.

@@ -27,7 +27,7 @@ def warm_up(
 
     Args:
         model: Anything with SB3's ``predict``.
-        env: Vectorized environments.
+        env: Vectorised environments.
         buffer: Replay buffers to fill: one, a sequence, or a dict by name; None for ``model.replay_buffer``.
         n_steps: Number of transitions in all environments together; None to fill the largest buffer.
         deterministic: Whether the model takes its best action; False gives more variety.

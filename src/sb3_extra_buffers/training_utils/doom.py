@@ -1,4 +1,4 @@
-"""ViZDoom scenarios as vectorized environments, with RGB or segmentation frames."""
+"""ViZDoom scenarios as vectorised environments, with RGB or segmentation frames."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class DoomEnv(gymnasium.Env[Frame, np.int64]):
         self._actions = np.eye(len(buttons), dtype=int)[binary].tolist()
         self.action_space = gymnasium.spaces.Discrete(len(binary))
         shape = (*res, 3 if observation == "rgb" else 1)
-        # SB3 recognizes images by the bounds 0 and 255, also for labels
+        # SB3 recognises images by the bounds 0 and 255, also for labels
         self.observation_space = gymnasium.spaces.Box(0, 255, shape, np.uint8)
         self._frame: Frame = np.zeros(shape, np.uint8)
         self._screen: Frame = np.zeros((*res, 3), np.uint8)

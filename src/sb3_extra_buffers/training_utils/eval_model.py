@@ -1,8 +1,8 @@
-"""Evaluate a model in vectorized environments, optionally filling and timing buffers."""
+"""Evaluate a model in vectorised environments, optionally filling and timing buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ from sb3_extra_buffers.errors import EnvironmentOptionError
 
 if TYPE_CHECKING:
     from stable_baselines3.common.vec_env import VecEnv
+
+    from sb3_extra_buffers.training_utils.playing import Transition
 
 __all__ = ["EvalResult", "eval_model"]
 
@@ -86,7 +88,7 @@ def eval_model(
 
     Args:
         model: Anything with SB3's ``predict``.
-        env: Vectorized environments.
+        env: Vectorised environments.
         n_eval_episodes: Number of episodes to play.
         buffer: Replay buffers to add every transition to: one, a sequence, or a dict by name; each is timed.
         deterministic: Whether the model takes its best action.
@@ -112,16 +114,11 @@ def eval_model(
     for step in play(model, env, deterministic):
         buffers.add(step)
         n_steps += env.num_envs
-        sums += step.rewards
-        counts += 1
-        for index in np.flatnonzero(step.dones):
-            episode = step.infos[index].get("episode") if monitored else {"r": sums[index], "l": counts[index]}
-            sums[index], counts[index] = 0, 0
-            # a Monitor reports no episode when a life is lost
-            if episode is not None and left[index] > 0:
+        for index, reward, length in _ended_episodes(step, sums, counts, monitored):
+            if left[index] > 0:
                 left[index] -= 1
-                rewards.append(float(episode["r"]))
-                lengths.append(int(episode["l"]))
+                rewards.append(reward)
+                lengths.append(length)
                 bar.update(1)
         if not left.any():
             break
@@ -130,3 +127,15 @@ def eval_model(
     if verbose:
         print(result.report(name))
     return result
+
+
+def _ended_episodes(step: Transition, sums: Any, counts: Any, monitored: bool) -> Iterator[tuple[int, float, int]]:
+    """Add ``step`` to the reward and length of each environment's episode; yield those of episodes that ended."""
+    sums += step.rewards
+    counts += 1
+    for index in np.flatnonzero(step.dones).tolist():
+        # a Monitor reports no episode when a life is lost
+        episode = step.infos[index].get("episode") if monitored else {"r": sums[index], "l": counts[index]}
+        if episode is not None:
+            yield index, float(episode["r"]), int(episode["l"])
+        sums[index], counts[index] = 0, 0

@@ -1,4 +1,4 @@
-"""Let a model play in vectorized environments and add the transitions to replay buffers."""
+"""Let a model play in vectorised environments and add the transitions to replay buffers."""
 
 from __future__ import annotations
 

@@ -1,0 +1,359 @@
+"""The contract of every store: subclass `StoreContract` to test another one."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from sb3_extra_buffers.codecs import ByteRows, ObsSpec, get_codec
+from sb3_extra_buffers.errors import HeapFullError
+from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.registry import make_store
+from tests.contracts.store import Walk, check_rows, examples, needs, write_rows
+
+Axis = Literal["first", "last"]
+UINT8 = np.dtype(np.uint8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration of a store, and the observations for it."""
+
+    method: str = "delta"
+    frame: tuple[int, ...] = (16, 16)
+    stack: int = 1
+    axis: Axis = "first"
+    n_streams: int = 3
+    frames: int | None = None  # to a segment
+
+    @property
+    def spec(self) -> ObsSpec:
+        if self.stack == 1:
+            return ObsSpec(self.frame, UINT8)
+        shape = (self.stack, *self.frame) if self.axis == "first" else (*self.frame, self.stack)
+        return ObsSpec(shape, UINT8)
+
+    @property
+    def layout(self) -> StackLayout:
+        return StackLayout(self.spec, self.stack, self.axis)
+
+    def build(self, n_obs: int, compiled: bool, **options: Any) -> Any:
+        codec_options = {} if self.frames is None else {"frames": self.frames}
+        codec = get_codec(self.method, **codec_options).bind(self.layout.frame_spec)
+        return make_store(self.layout, n_obs, self.n_streams, codec, compiled=compiled, **options)
+
+    def stacks(self, n_rows: int, seed: int = 0) -> ByteRows:
+        """Rows of consecutive observations of one stream."""
+        return self.rows(planes_of(self, n_rows, seed))
+
+    def rows(self, planes: Any) -> ByteRows:
+        """``[row, stack, *frame]`` as rows of stacked observations."""
+        if self.stack == 1:
+            planes = planes[:, 0]
+        elif self.axis == "last":
+            planes = np.moveaxis(planes, 1, -1)
+        return np.ascontiguousarray(planes).reshape(len(planes), -1)
+
+    def __str__(self) -> str:
+        size = "x".join(map(str, self.frame))
+        return f"{self.method}-{size}-{self.stack}{self.axis}"
+
+
+CASES = [
+    pytest.param(case, id=str(case), marks=needs("zstd") if case.method in ("zstd", "delta2", "delta3") else ())
+    for case in (
+        Case(),
+        Case(frame=(5, 7), stack=4),
+        Case(frame=(5, 7), stack=4, axis="last", frames=3),
+        Case("delta2", (16, 16)),
+        Case("delta2", (5, 7), stack=4, axis="last", frames=5),
+        Case("delta3", (16, 16), stack=4, frames=6),
+        Case("zstd", (16, 16), stack=4),
+        Case("gzip", (5, 7), stack=4, axis="last"),
+        Case("gzip", (5, 7)),
+        Case("none", (5, 7), stack=4),
+    )
+]
+
+
+def planes_of(case: Case, n_rows: int, seed: int = 0) -> Any:
+    """Consecutive stacks of one stream, ``[row, stack, *frame]``."""
+    frames = Walk(case.frame, seed).frames(n_rows + case.stack - 1)
+    return np.stack([frames[row : row + case.stack] for row in range(n_rows)])
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """A store beside a dict of rows. Streams continue from write to write."""
+
+    case: Case
+    make: Callable[[int], Any]
+    n_obs = 24
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = type(self).make(self.n_obs)
+        self.n_allocated = self.n_obs
+        self.model: dict[int, bytes] = {}
+        self.walks = [Walk(self.case.frame, seed) for seed in range(self.case.n_streams)]
+        self.planes = [[walk.frame] * self.case.stack for walk in self.walks]
+        self.next = 0
+
+    def observe(self, stream: int, reset: bool, hold: bool) -> Any:
+        """The next observation of a stream; ``hold`` repeats the last one, as obs does after next_obs."""
+        if reset:
+            self.planes[stream] = [np.zeros_like(self.walks[stream].frame)] * self.case.stack
+        if not hold:
+            self.planes[stream] = [*self.planes[stream][1:], self.walks[stream].step()]
+        return np.stack(self.planes[stream])
+
+    def write(self, indices: list[int], streams: list[int], planes: list[Any]) -> None:
+        rows = self.case.rows(np.stack(planes))
+        write_rows(self.store, indices, streams, rows)
+        self.model.update(zip(indices, [row.tobytes() for row in rows], strict=True))
+
+    @rule(
+        count=st.integers(1, 30),
+        reset=st.booleans(),
+        hold=st.integers(0, 3),
+        stream=st.integers(0, 2),
+        one=st.booleans(),
+    )
+    def write_in_turn(self, count: int, reset: bool, hold: int, stream: int, one: bool) -> None:
+        stream %= self.case.n_streams
+        indices, streams, planes = [], [], []
+        for step in range(count):
+            at = stream if one else step % self.case.n_streams
+            indices.append(self.next)
+            streams.append(at)
+            planes.append(self.observe(at, reset and step == count // 2, hold > 0 and step % 4 < hold))
+            self.next = (self.next + 1) % self.n_obs
+        self.write(indices, streams, planes)
+
+    @rule(
+        indices=st.lists(st.integers(0, 23), min_size=1, max_size=12), stream=st.integers(0, 2), seed=st.integers(0, 99)
+    )
+    def write_anywhere(self, indices: list[int], stream: int, seed: int) -> None:
+        """Any order, an index twice, observations of no stream."""
+        stream %= self.case.n_streams
+        planes = Walk(self.case.frame, seed).frames(len(indices) * self.case.stack)
+        self.write(
+            indices, [stream] * len(indices), list(planes.reshape(len(indices), self.case.stack, *self.case.frame))
+        )
+
+    @rule(count=st.integers(1, 4), apart=st.integers(0, 12), reset=st.booleans(), hold=st.booleans())
+    def write_pairs(self, count: int, apart: int, reset: bool, hold: bool) -> None:
+        """Observations and their successors in one call, as a replay buffer adds them."""
+        for _ in range(count):
+            streams = list(range(self.case.n_streams))
+            last = self.n_obs - len(streams)
+            index, next_index = min(self.next, last), min((self.next + apart) % self.n_obs, last)
+            indices = [index + stream for stream in streams]
+            next_indices = [next_index + stream for stream in streams]
+            before = self.case.rows(np.stack([self.observe(stream, reset, True) for stream in streams]))
+            after = self.case.rows(np.stack([self.observe(stream, False, hold) for stream in streams]))
+            self.store.write_step(index, next_index, before, after)
+            self.model.update(zip(indices, [row.tobytes() for row in before], strict=True))
+            self.model.update(zip(next_indices, [row.tobytes() for row in after], strict=True))
+            self.next = (self.next + len(streams)) % self.n_obs
+
+    @rule(least=st.integers(0, 4))
+    def clean_soon(self, least: int) -> None:
+        self.store._next_clean = least
+
+    @rule()
+    def pickle(self) -> None:
+        self.store = pickle.loads(pickle.dumps(self.store))
+
+    @rule()
+    def copy_deeply(self) -> None:
+        old, self.store = self.store, copy.deepcopy(self.store)
+        old.clear()
+
+    @rule(count=st.integers(1, 3))
+    def allocate(self, count: int) -> None:
+        if self.n_allocated < 40:
+            self.store.allocate(count)
+            self.n_allocated += count
+
+    @rule(really=st.integers(0, 5))
+    def clear(self, really: int) -> None:
+        if really == 0:
+            self.store.clear()
+            self.model.clear()
+
+    @rule(indices=st.lists(st.integers(0, 23), min_size=1, max_size=9))
+    def erase(self, indices: list[int]) -> None:
+        self.store.erase(np.array(indices, np.int64))
+        for index in indices:
+            self.model.pop(index, None)
+
+    @rule(indices=st.lists(st.integers(0, 23), min_size=1, max_size=9), seed=st.integers(0, 99))
+    def undo(self, indices: list[int], seed: int) -> None:
+        planes = Walk(self.case.frame, seed).frames(len(indices) * self.case.stack)
+        rows = self.case.rows(planes.reshape(len(indices), self.case.stack, *self.case.frame))
+        self.store.commit()
+        write_rows(self.store, indices, [0] * len(indices), rows)
+        assert self.store.undo_write()
+        assert not self.store.undo_write()
+
+    @rule(indices=st.lists(st.integers(0, 23), max_size=9))
+    def read_some(self, indices: list[int]) -> None:
+        check_rows(self.store, self.model, indices, self.case.spec.nbytes)
+
+    @rule(indices=st.lists(st.integers(0, 22), min_size=1, max_size=9))
+    def read_together(self, indices: list[int]) -> None:
+        rows = self.store.read(np.array([indices, [index + 1 for index in indices]]))
+        empty = bytes(self.case.spec.nbytes)
+        for position, index in enumerate(indices):
+            assert rows[0, position].tobytes() == self.model.get(index, empty)
+            assert rows[1, position].tobytes() == self.model.get(index + 1, empty)
+
+    @invariant()
+    def holds_the_model(self) -> None:
+        self.store.check()
+        check_rows(self.store, self.model, list(range(self.n_allocated)), self.case.spec.nbytes)
+
+
+class StoreContract:
+    """What every store promises. Subclasses parametrise ``case`` and ``compiled``, and may override `make`."""
+
+    def make(self, case: Case, compiled: bool, n_obs: int = 24, **options: Any) -> Any:
+        return case.build(n_obs, compiled, **options)
+
+    def filled(self, case: Case, compiled: bool) -> tuple[Any, ByteRows]:
+        store, rows = self.make(case, compiled), case.stacks(24)
+        for index in range(24):
+            write_rows(store, [index], [index % case.n_streams], rows[index : index + 1])
+        return store, rows
+
+    def test_it_holds_what_a_dict_holds(self, case: Case, compiled: bool) -> None:
+        body = {"case": case, "make": staticmethod(lambda n_obs: self.make(case, compiled, n_obs))}
+        run_state_machine_as_test(type("Machine", (StoreMachine,), body), settings=examples(12 if compiled else 5, 25))
+
+    def test_unwritten_observations_are_zeros(self, case: Case, compiled: bool) -> None:
+        store = self.make(case, compiled)
+        assert not store.read(np.arange(24)).any()
+        write_rows(store, [3], [0], case.stacks(1))
+        assert not store.read(np.delete(np.arange(24), 3)).any()
+        store.allocate(5)
+        assert not store.read(np.arange(24, 29)).any()
+        store.check()
+
+    def test_an_empty_batch_is_written_and_read(self, case: Case, compiled: bool) -> None:
+        store, none = self.make(case, compiled), np.zeros(0, np.int64)
+        store.write(none, none, np.zeros((0, case.spec.nbytes), np.uint8))
+        assert store.read(none).shape == (0, case.spec.nbytes)
+        assert store.read(np.zeros((2, 0), np.int64)).shape == (2, 0, case.spec.nbytes)
+        store.check()
+
+    def test_a_step_and_its_successor_are_one_write(self, case: Case, compiled: bool) -> None:
+        store, rows = self.filled(case, compiled)
+        new = case.stacks(2 * case.n_streams, 1)
+        store.commit()
+        store.write_step(0, 12, new[: case.n_streams], new[case.n_streams :])
+        np.testing.assert_array_equal(store.read(np.arange(case.n_streams)), new[: case.n_streams])
+        np.testing.assert_array_equal(store.read(12 + np.arange(case.n_streams)), new[case.n_streams :])
+
+        assert store.undo_write()
+
+        np.testing.assert_array_equal(store.read(np.arange(24)), rows)
+        store.check()
+
+    def test_a_committed_write_stays(self, case: Case, compiled: bool) -> None:
+        store, rows = self.filled(case, compiled)
+        write_rows(store, [3], [0], case.stacks(1, 1))
+        store.commit()
+        assert not store.undo_write()
+        rows[3] = case.stacks(1, 1)[0]
+        np.testing.assert_array_equal(store.read(np.arange(24)), rows)
+
+    def test_an_interrupted_write_is_undone_or_complete(self, case: Case, compiled: bool) -> None:
+        new = case.stacks(6, 1)
+        position, interrupted = 1, True
+        while interrupted:
+            store, rows = self.filled(case, compiled)
+            interrupted = raise_at(position, functools.partial(write_rows, store, list(range(6)), [0] * 6, new))
+            batch = store.read(np.arange(24))
+            assert batch[:6].tobytes() in (rows[:6].tobytes(), new.tobytes()), f"opcode {position}"
+            np.testing.assert_array_equal(batch[6:], rows[6:])
+            store.check()
+            write_rows(store, list(range(6)), [0] * 6, new)
+            np.testing.assert_array_equal(store.read(np.arange(6)), new)
+            position = position + max(position // 3, 1)
+
+    def test_erasing_and_clearing_leave_zeros(self, case: Case, compiled: bool) -> None:
+        store, rows = self.filled(case, compiled)
+        store.erase(np.array([2, 5, 5]))
+        rows[[2, 5]] = 0
+        np.testing.assert_array_equal(store.read(np.arange(24)), rows)
+        store.check()
+        store.clear()
+        assert not store.read(np.arange(24)).any()
+        write_rows(store, [0], [0], rows[:1])
+        np.testing.assert_array_equal(store.read(np.array([0]))[0], rows[0])
+        store.check()
+
+    def test_a_limit_is_an_error_and_what_is_stored_stays(self, case: Case, compiled: bool) -> None:
+        store = self.make(case, compiled, 200, heap_bytes=6 * case.spec.nbytes)
+        noise = np.random.default_rng(0).integers(0, 256, (200, case.spec.nbytes)).astype(np.uint8)
+        n_stored = 0
+        with contextlib.suppress(HeapFullError):
+            while n_stored < 200:
+                write_rows(store, [n_stored], [0], noise[n_stored : n_stored + 1])
+                n_stored += 1
+        assert n_stored < 200
+        np.testing.assert_array_equal(store.read(np.arange(n_stored)), noise[:n_stored])
+        assert not store.read(np.arange(n_stored, 200)).any()
+        store.check()
+
+    def test_copies_do_not_change_with_the_original(self, case: Case, compiled: bool) -> None:
+        store, rows = self.filled(case, compiled)
+        copies = [copy.deepcopy(store), pickle.loads(pickle.dumps(store))]
+        store.clear()
+        for copied in copies:
+            np.testing.assert_array_equal(copied.read(np.arange(24)), rows)
+            copied.check()
+
+    def test_reports_agree(self, case: Case, compiled: bool) -> None:
+        store, _ = self.filled(case, compiled)
+        assert store.held_bytes >= store.memory_usage().total > 0
+        assert store.describe().startswith(case.method)
+
+
+def raise_at(position: int, action: Callable[[], Any]) -> bool:
+    """Run ``action`` with a KeyboardInterrupt at the ``position``-th bytecode in the stores; return whether it came."""
+    n_opcodes = 0
+
+    def enter(frame: Any, event: str, arg: Any) -> Any:
+        if "sb3_extra_buffers/stores" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return step
+
+    def step(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal n_opcodes
+        if event == "opcode":
+            n_opcodes += 1
+            if n_opcodes == position:
+                raise KeyboardInterrupt
+        return step
+
+    sys.settrace(enter)
+    try:
+        action()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False

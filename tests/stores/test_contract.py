@@ -1,0 +1,28 @@
+"""Every store on the host keeps the contract, with compiled and with reference kernels."""
+
+from __future__ import annotations
+
+import pytest
+
+from sb3_extra_buffers.codecs import get_codec
+from sb3_extra_buffers.stores import frame_tables, frames, layout, payloads, raw, segment_format, segments
+from sb3_extra_buffers.stores.registry import STORES, find_store
+from tests.contracts.store import KERNELS, poison_empty
+from tests.contracts.store_contract import CASES, Case, StoreContract
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_empty(monkeypatch, frame_tables, frames, layout, payloads, raw, segment_format, segments)
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+@pytest.mark.parametrize("case", CASES)
+class TestHostStores(StoreContract):
+    pass
+
+
+def test_every_store_of_the_registry_is_tested() -> None:
+    cases: list[Case] = [case.values[0] for case in CASES]  # type: ignore[misc]
+    tested = {find_store(get_codec(case.method), case.layout) for case in cases if not case.method.startswith("zstd")}
+    assert tested == {entry.load() for entry in STORES if entry.place == "cpu"}
