@@ -21,7 +21,8 @@ class _StandIn(CompressedStorage):
                 pytest.skip(f"CompressedStorage has no option {name}")
         method = "auto" if os.environ.get("CONFORMANCE_HOW") == "auto" else "delta"
         options = {name: value for name, value in options.items() if name not in FILES}
-        super().__init__(UNLIMITED if max_size is None else max_size, compression_method=method, **options)
+        # loading a file passes the method that was saved
+        super().__init__(UNLIMITED if max_size is None else max_size, **{"compression_method": method, **options})
 
 
 class LazyTensorStorage(_StandIn):
