@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import re
 import runpy
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "sb3_extra_buffers"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SNIPPETS = [
     pytest.param(code, id=f"{path.name}-{number}")
@@ -61,6 +64,57 @@ def test_api_reference_lists_all_public_names() -> None:
         assert sorted(module.__all__) == sorted(
             name.removeprefix(f"{package}.") for name in listed if name.startswith(f"{package}.")
         )
+
+
+class SourceNames(ast.NodeVisitor):
+    """Names defined in the package: members by class or module, base classes, and all identifiers."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, set[str]] = defaultdict(set)
+        self.bases: dict[str, set[str]] = defaultdict(set)
+        self.identifiers: set[str] = set()
+        for path in PACKAGE.rglob("*.py"):
+            text = path.read_text()
+            self.identifiers |= set(re.findall(r"\w+", text))
+            self._owner = path.stem
+            self.visit(ast.parse(text))
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self.members[self._owner].add(node.name)
+        self.bases[node.name] |= {base.id for base in node.bases if isinstance(base, ast.Name)}
+        outer, self._owner = self._owner, node.name
+        self.generic_visit(node)
+        self._owner = outer
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self.members[self._owner].add(node.name)
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            self.members[self._owner].add(node.attr)
+
+    def has_member(self, owner: str, name: str) -> bool:
+        return name in self.members[owner] or any(self.has_member(base, name) for base in self.bases[owner])
+
+
+def test_names_in_architecture_exist() -> None:
+    names = SourceNames()
+    text = re.sub(r"```.*?```", "", (ROOT / "docs" / "architecture.md").read_text(), flags=re.DOTALL)
+    other_libraries = {"malloc", "mremap", "pdep", "zstd", "os", "copy", "get"}
+    unknown = []
+    for token in set(re.findall(r"`([A-Za-z_][\w./]*)(?:\(\))?`", text)):
+        owner, _, name = token.rpartition(".")
+        if "/" in token or token.endswith((".py", ".md")):
+            exists = (PACKAGE / token).exists() or (ROOT / token).exists()
+        elif owner in names.members:
+            exists = names.has_member(owner, name)
+        else:
+            exists = token.partition(".")[0] in other_libraries or (not owner and token in names.identifiers)
+        if not exists:
+            unknown.append(token)
+
+    assert sorted(unknown) == []
 
 
 def test_figures_are_rendered_from_the_measurements() -> None:
