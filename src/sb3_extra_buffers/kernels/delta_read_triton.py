@@ -75,7 +75,7 @@ def read_kernel(
             if chunk == 0:
                 _copy_columns(floats_ptr, floats_from_ptr, actions_ptr, actions_from_ptr, row, n_rows, ACTION, ACTION2)
         is_zero = tl.sum(tl.where(ids < 0, 1 << target, 0), axis=0)
-        zeros = tl.zeros([OWN, 8], tl.int64)
+        zeros = tl.zeros([OWN, 8], tl.uint64)
         _store_frame(out_ptr, zeros, is_zero, row, n_rows, word, inside, N_SETS, STACK, WORDS)
     segments = tl.where(ids >= 0, ids // PER, _FAR)
     segment = tl.min(segments, axis=0)
@@ -120,8 +120,7 @@ def _read_segment(
             frame = _apply_difference(payload, words_ptr, at, frame, chunk, N_TOPS, TOPS, OWN)
         at += length
         is_wanted = tl.sum(tl.where(positions == position, 1 << target, 0), axis=0)
-        decoded = frame.to(tl.int64, bitcast=True)
-        _store_frame(out_ptr, decoded, is_wanted, row, n_rows, word, inside, N_SETS, STACK, WORDS)
+        _store_frame(out_ptr, frame, is_wanted, row, n_rows, word, inside, N_SETS, STACK, WORDS)
 
 
 @triton.jit
@@ -147,7 +146,8 @@ def _store_frame(
     for i in tl.static_range(N_SETS * STACK):
         if (targets >> i) & 1:
             to = (((i // STACK) * n_rows + row) * STACK + i % STACK).to(tl.int64) * WORDS
-            tl.store(out_ptr + to + word, frame, mask=inside)
+            # cast here and not once for all: Triton 3.6 fails to compile that
+            tl.store(out_ptr + to + word, frame.to(tl.int64, bitcast=True), mask=inside)
 
 
 @triton.jit
