@@ -14,7 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.buffers import DictReplayBuffer, DictRolloutBuffer, ReplayBuffer, RolloutBuffer
+from stable_baselines3.common.buffers import (
+    DictReplayBuffer,
+    DictRolloutBuffer,
+    NStepReplayBuffer,
+    ReplayBuffer,
+    RolloutBuffer,
+)
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from sb3_extra_buffers import compressed, gpu_buffers, recording
@@ -495,13 +501,8 @@ def _subjects() -> Iterator[Subject]:
     yield Sb3("mmap-auto", _replay(replay, storage="mmap"), plain)
     yield Sb3("evict", _replay(replay, compression_method="delta", max_bytes=60_000), plain)
     yield Sb3("evict-mmap", _replay(replay, compression_method="delta", max_bytes=60_000, storage="mmap"), plain)
-    n_step = getattr(compressed, "CompressedNStepReplayBuffer", None)
-    if importlib.util.find_spec("stable_baselines3.common.buffers") and n_step is not None:
-        from sb3_extra_buffers._sb3.n_step import HAS_N_STEP, NStepReplayBuffer
-
-        if HAS_N_STEP:
-            made = _replay("CompressedNStepReplayBuffer", n_steps=3, gamma=0.9)
-            yield Sb3("n-step", made, _plain(NStepReplayBuffer, n_steps=3, gamma=0.9))
+    made = _replay("CompressedNStepReplayBuffer", n_steps=3, gamma=0.9)
+    yield Sb3("n-step", made, _plain(NStepReplayBuffer, n_steps=3, gamma=0.9))
     prioritized = _replay("CompressedPrioritizedReplayBuffer", compression_method="delta", alpha=0.7, beta=0.5)
     yield Sb3("prioritized", prioritized, _plain(PlainPrioritized, alpha=0.7))
     yield Sb3("dict", _replay("CompressedDictReplayBuffer", DICT), _plain(DictReplayBuffer, DICT), DICT)

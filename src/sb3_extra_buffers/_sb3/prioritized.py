@@ -161,9 +161,7 @@ class PrioritizedMixin(ReplayMixin):
     def _read(self, drawn: tuple[Any, ...], env: VecNormalize | None) -> Any:
         steps, envs, weights, indices = drawn
         samples = tuple(self._samples_at(steps, envs, env))
-        # samples of SB3 before 2.7 have no discounts
-        discounts = samples[5] if len(samples) > 5 else None
-        return PrioritizedReplayBufferSamples._make((*samples[:5], discounts, self._to_torch(weights), indices))
+        return PrioritizedReplayBufferSamples._make((*samples, self._to_torch(weights), indices))
 
     # ---- priorities ----
 

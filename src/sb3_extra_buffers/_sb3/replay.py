@@ -16,7 +16,6 @@ from stable_baselines3.common.vec_env import VecNormalize
 from sb3_extra_buffers._sb3.algorithm import check_n_steps
 from sb3_extra_buffers._sb3.base import NO_MEMORY
 from sb3_extra_buffers._sb3.budget import BudgetMixin
-from sb3_extra_buffers._sb3.n_step import HAS_N_STEP
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers._sb3.steps import fit_actions, fit_column, fit_truncations
 from sb3_extra_buffers._sb3.views import Array, ObsViews
@@ -86,8 +85,7 @@ class ReplayMixin(BudgetMixin, _Base):
     ) -> None:
         how = dtypes, normalize_images, compression_method, compression_kwargs, decompression_kwargs, output_dtype
         self._take_options(StorageOptions(*how, max_bytes, on_max_bytes, storage, path))
-        if check_count(n_steps, "n_steps") > 1 and not HAS_N_STEP:
-            raise ValueError(f"n_steps={n_steps} needs stable-baselines3>=2.7; with this version it must be 1")
+        check_count(n_steps, "n_steps")
         # SB3 lays out a single step, so that dense observations are never allocated
         super().__init__(
             n_envs,

@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from stable_baselines3.common.buffers import DictReplayBuffer, DictRolloutBuffer, ReplayBuffer, RolloutBuffer
+from stable_baselines3.common.buffers import (
+    DictReplayBuffer,
+    DictRolloutBuffer,
+    NStepReplayBuffer,
+    ReplayBuffer,
+    RolloutBuffer,
+)
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from sb3_extra_buffers._sb3.algorithm import check_n_steps
 from sb3_extra_buffers._sb3.base import OptionsFirst
-from sb3_extra_buffers._sb3.n_step import NStepReplayBuffer
 from sb3_extra_buffers._sb3.replay import ReplayMixin, Step
 from sb3_extra_buffers._sb3.rollout import RolloutMixin
 from sb3_extra_buffers.arguments import check_count

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from stable_baselines3.common.buffers import DictReplayBuffer, DictRolloutBuffer, ReplayBuffer, RolloutBuffer
+from stable_baselines3.common.buffers import (
+    DictReplayBuffer,
+    DictRolloutBuffer,
+    NStepReplayBuffer,
+    ReplayBuffer,
+    RolloutBuffer,
+)
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from sb3_extra_buffers._sb3.base import CompressedBuffer, OptionsFirst
 from sb3_extra_buffers._sb3.generated import Generated, generate_class
-from sb3_extra_buffers._sb3.n_step import NStepReplayBuffer
 from sb3_extra_buffers.compressed.buffers import (
     CompressedDictReplayBuffer,
     CompressedDictRolloutBuffer,

@@ -90,7 +90,7 @@ class DeviceTables(NamedTuple):
     lengths: torch.Tensor  # int32 [segment]
     keyframes: torch.Tensor  # int32 [segment]: its keyframe, or NONE
     frame_ids: torch.Tensor  # int32 [obs_index, stack]: frame ids + 1
-    floors: torch.Tensor  # int32 [step, stream]: the oldest segment that the step refers to
+    oldest_segments: torch.Tensor  # int32 [step, stream]: the oldest segment that the step refers to
     streams: torch.Tensor  # int64 [stream, N_COLUMNS]
     recent: torch.Tensor  # uint8 [stream, n_recent, keyframe_bytes]: the latest frames of a stream
     recent_ids: torch.Tensor  # int32 [stream, n_recent]

@@ -54,8 +54,8 @@ class _StreamWriter:
         relations = [dt.UNKNOWN] * len(sets)
         if job.relations:
             relations = list(job.relations[stream :: tables.streams.shape[0]])
-        tables.floors[job.step, stream] = self._oldest_needed(relations[0] != dt.UNKNOWN)
-        self._release(int(tables.floors[job.oldest, stream]))
+        tables.oldest_segments[job.step, stream] = self._oldest_needed(relations[0] != dt.UNKNOWN)
+        self._release(int(tables.oldest_segments[job.oldest, stream]))
         previous = job.last
         for first, stack, relation in zip(job.indices, sets, relations, strict=True):
             for j, frame in enumerate(stack):

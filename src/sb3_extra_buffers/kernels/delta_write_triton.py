@@ -63,7 +63,7 @@ def write_kernel(
     job_ptr,  # int64, packed as `WriteJob.pack` says
     frames_ptr,  # int64 [set, stream, stack, word]
     # `DeviceTables`, in its order
-    heap_ptr, stage_ptr, starts_ptr, lengths_ptr, keyframes_ptr, frame_ids_ptr, floors_ptr, streams_ptr,
+    heap_ptr, stage_ptr, starts_ptr, lengths_ptr, keyframes_ptr, frame_ids_ptr, oldest_segments_ptr, streams_ptr,
     recent_ptr,  # int64 [stream, recent, word]
     recent_ids_ptr, recent_segments_ptr,
     keyframe_rows_ptr,  # int64 [keyframe, word]
@@ -111,9 +111,9 @@ def write_kernel(
         job_ptr, frame_ids_ptr, recent_ids, recent_segments, opened, stream, n_segments,
         N_SETS, STACK, RECENT, RECENT2, PER,
     )  # fmt: skip
-    tl.store(floors_ptr + step * n_streams + stream, oldest)
+    tl.store(oldest_segments_ptr + step * n_streams + stream, oldest)
     tl.debug_barrier()
-    new_floor = tl.load(floors_ptr + oldest_step * n_streams + stream)
+    new_floor = tl.load(oldest_segments_ptr + oldest_step * n_streams + stream)
     floor = _release(keyframes_ptr + stream * n_segments, keyframe_refs_ptr, row_ptr, new_floor, n_segments)
 
     for k in range(N_SETS * STACK):

@@ -76,7 +76,7 @@ class DeviceMemory:
             lengths=new((n_segments,), torch.int32),
             keyframes=new((n_segments,), torch.int32, NONE),
             frame_ids=new((self.n_steps * streams * self.n_sets, shape.stack), torch.int32),
-            floors=new((self.n_steps, streams), torch.int32),
+            oldest_segments=new((self.n_steps, streams), torch.int32),
             streams=rows,
             recent=new((streams, shape.n_recent, shape.keyframe_bytes), torch.uint8),
             recent_ids=new((streams, shape.n_recent), torch.int32, NONE),
