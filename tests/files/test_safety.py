@@ -56,16 +56,23 @@ def open_to_write(folder: Path) -> Any:
     return open_saved(folder, mode="r+")
 
 
-# ---- other files ----
-
-
-def test_a_hard_linked_heap_file_is_not_written_to(tmp_path: Path) -> None:
-    buffer, feed, folder = BUFFERS["replay-delta"](), Feed(), tmp_path / "saved"
+def closed_mmap_buffer(folder: Path) -> Any:
+    """A buffer that was kept in ``folder``, which is closed."""
+    buffer, feed = BUFFERS["replay-delta"](), Feed()
     kept = mmap_buffer.keep_in_file(buffer, folder)
     for _ in range(20):
         feed.add_to(buffer)
     kept.checkpoint()
     kept.close()
+    return buffer
+
+
+# ---- other files ----
+
+
+def test_a_hard_linked_heap_file_is_not_written_to(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    buffer = closed_mmap_buffer(folder)
     heap = next(folder.glob("heap-*.bin"))
     os.link(heap, tmp_path / "elsewhere.bin")
     before = heap.read_bytes()
@@ -80,12 +87,8 @@ def test_a_hard_linked_heap_file_is_not_written_to(tmp_path: Path) -> None:
 @pytest.mark.parametrize("replaced", ["data-0001.bin", "heap-0-0001.bin", "journal-*.bin", "manifest.json"])
 @pytest.mark.parametrize("by", ["link", "fifo", "folder"])
 def test_links_fifos_and_folders_are_not_opened(replaced: str, by: str, tmp_path: Path) -> None:
-    buffer, feed, folder = BUFFERS["replay-delta"](), Feed(), tmp_path / "saved"
-    kept = mmap_buffer.keep_in_file(buffer, folder)
-    for _ in range(20):
-        feed.add_to(buffer)
-    kept.checkpoint()
-    kept.close()
+    folder = tmp_path / "saved"
+    closed_mmap_buffer(folder)
     target = next(folder.glob(replaced))
     elsewhere = tmp_path / "elsewhere.bin"
     target.rename(elsewhere)

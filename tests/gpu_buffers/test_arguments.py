@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import os
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -345,58 +347,49 @@ def agrees(buffer: Any) -> bool:
     return bool((pairs == found["rewards"].reshape(1, -1, 1)).all()) and buffer.size() == SIZE
 
 
-@pytest.mark.parametrize("method", ["none", "delta"])
-@pytest.mark.parametrize("take", [copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))])
-def test_copies_never_contain_half_a_step(method: str, take: Callable[[Any], Any]) -> None:
+@contextlib.contextmanager
+def full_buffer_beside_a_writer(method: str) -> Iterator[Any]:
+    """A full buffer that another thread keeps adding to."""
     buffer = replay(compression_method=method)
     for at in range(SIZE):
         numbered(buffer, at)
     stop = threading.Event()
 
     def write() -> None:
-        at = SIZE
-        while not stop.is_set():
+        for at in itertools.count(SIZE):
+            if stop.is_set():
+                return
             numbered(buffer, at)
-            at += 1
 
     writer = threading.Thread(target=write)
     writer.start()
     try:
+        yield buffer
+    finally:
+        stop.set()
+        writer.join()
+
+
+@pytest.mark.parametrize("method", ["none", "delta"])
+@pytest.mark.parametrize("take", [copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))])
+def test_copies_never_contain_half_a_step(method: str, take: Callable[[Any], Any]) -> None:
+    with full_buffer_beside_a_writer(method) as buffer:
         for _ in range(40):
             copied = take(buffer)
             assert agrees(copied)
             copied.check()
             numbered(copied, 3)
-    finally:
-        stop.set()
-        writer.join()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("method", ["none", "delta"])
 def test_a_forked_child_never_sees_half_a_step(method: str) -> None:
-    buffer = replay(compression_method=method)
-    for at in range(SIZE):
-        numbered(buffer, at)
-    stop = threading.Event()
-
-    def write() -> None:
-        at = SIZE
-        while not stop.is_set():
-            numbered(buffer, at)
-            at += 1
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
+    with full_buffer_beside_a_writer(method) as buffer:
         for _ in range(15):
             child = os.fork()
             if child == 0:
                 os._exit(0 if agrees(buffer) else 1)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    finally:
-        stop.set()
-        writer.join()
 
 
 def test_a_pickled_state_does_not_change_with_later_steps(where: str) -> None:
