@@ -213,6 +213,8 @@ def plain(samples: Any) -> list[Any]:
     for part in samples:
         if isinstance(part, dict):
             found += [np.asarray(tensor) for tensor in part.values()]
+        elif isinstance(part, tuple):
+            found += plain(part)
         elif part is not None:
             found.append(np.asarray(part))
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import torch
 
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.kernels.delta_tables import HEAD, DeviceTables
-from sb3_extra_buffers.stores.device_base import IndexBatch
+from sb3_extra_buffers.stores.device_base import IndexBatch, has_triton
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.staging import Staging, StagingLayout
 from tests.stores.test_device import Game, follow_rows, layouts, make_store, play, read
@@ -32,7 +31,7 @@ DEVICES = [
 ]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.skipif(not has_triton(), reason="needs Triton 3")
 @pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
 @pytest.mark.slow
 def test_the_kernels_under_the_interpreter() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -38,8 +39,13 @@ Array = npt.NDArray[Any]
 
 
 def has_triton() -> bool:
-    """Return whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
+    """Return whether Triton 3 or newer is installed; torch before 2.5 comes with Triton 2, which lacks operations."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        return int(importlib.metadata.version("triton").partition(".")[0]) >= 3
+    except importlib.metadata.PackageNotFoundError:
+        return True  # builds under another distribution name are newer
 
 
 def stays_on_host(device: torch.device) -> bool:
