@@ -19,7 +19,7 @@ from sb3_extra_buffers.arguments import check_count, check_index
 from sb3_extra_buffers.errors import EmptyBufferError, SpecMismatchError
 from sb3_extra_buffers.gpu_buffers.base import BaseGpuBuffer, Step, heap_limit
 from sb3_extra_buffers.stores.device_base import IndexBatch
-from sb3_extra_buffers.stores.staging import Staging
+from sb3_extra_buffers.stores.staging import Staging, StagingLayout
 
 __all__ = ["GpuReplayBuffer"]
 
@@ -80,6 +80,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         )
         self._column_shape = (n_envs,)
         self._staging = Staging(self.device)
+        self._layouts: dict[int, StagingLayout] = {}
 
     def add(
         self,
@@ -140,10 +141,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         n_obs, count = self.buffer_size * self.n_envs, len(envs)
         if self._staging.device != self.device:
             self._staging = Staging(self.device)  # SB3 changes the device of buffers that it loads
-        layout = self._staging.layout(
-            ((2, count), _INT64), ((2, count, 1), _FLOAT32), ((count, self.action_dim), self.actions.dtype)
-        )
-        lease = self._staging.acquire(layout)
+        lease = self._staging.acquire(self._layouts.get(count) or self._make_layout(count))
         indices, (dones, rewards), actions = lease.arrays
         obs_indices = indices[0]
         np.multiply(batch_inds, self.n_envs, out=obs_indices)
@@ -165,12 +163,25 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         else:
             device_indices, device_columns, device_actions = self._staging.send(lease)
             by_key = self._read(IndexBatch(indices, device_indices))
-        sets = {key: part.unbind(0) for key, part in by_key.items()}
-        obs, next_obs = ({key: part[i] for key, part in sets.items()} for i in (0, 1))
+        columns = device_columns.unbind(0)
+        if self._is_dict:
+            obs, next_obs = ({key: part[i] for key, part in by_key.items()} for i in (0, 1))
+            if env is not None:
+                obs, next_obs = self._normalized(obs, env), self._normalized(next_obs, env)
+            return DictReplayBufferSamples(obs, device_actions, next_obs, *columns)
+        observation, next_observation = by_key[""].unbind(0)
         if env is not None:
-            obs, next_obs = self._normalized(obs, env), self._normalized(next_obs, env)
-        make = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
-        return make(self._as_sb3(obs), device_actions, self._as_sb3(next_obs), *device_columns.unbind(0))
+            observation = self._normalized({"": observation}, env)[""]
+            next_observation = self._normalized({"": next_observation}, env)[""]
+        return ReplayBufferSamples(observation, device_actions, next_observation, *columns)
+
+    def _make_layout(self, count: int) -> StagingLayout:
+        """Indices, two columns of numbers and actions of ``count`` transitions."""
+        layout = self._staging.layout(
+            ((2, count), _INT64), ((2, count, 1), _FLOAT32), ((count, self.action_dim), self.actions.dtype)
+        )
+        self._layouts = {count: layout}  # batches usually have one size
+        return layout
 
     def _normalized(self, obs: dict[str, th.Tensor], env: VecNormalize) -> dict[str, th.Tensor]:
         """`VecNormalize` works on NumPy arrays."""
