@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -193,6 +194,8 @@ def _be_child(
     writing: int, trial: Callable[[int], Outcome], first: int, count: int, set_up: Callable[[], Any] | None
 ) -> None:
     status = 1
+    # collect only what the trial creates, not what other tests left in this process
+    gc.freeze()
     try:
         # only what a trial reports is of interest
         sink = os.open(os.devnull, os.O_WRONLY)

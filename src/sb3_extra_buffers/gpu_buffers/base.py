@@ -132,15 +132,24 @@ class BaseGpuBuffer(Transactional, SavedAsFolder):
 
     def _plan(self, step: int, observations: Sequence[Any], names: Sequence[str]) -> list[PlannedWrite]:
         """Check and stage ``observations`` of all environments, one for each of ``names``, without writing them."""
-        by_key: Sequence[Any] = observations if self._is_dict else [{"": obs} for obs in observations]
         if self._is_dict:
             self._check_keys(observations, names)
+            by_key: Sequence[Any] = observations
+        else:
+            store = self.obs_stores[""]
+            shape, dtype = store.step_shape, store.dtype
+            for obs in observations:
+                if type(obs) is not np.ndarray or obs.dtype != dtype or obs.shape != shape:
+                    break
+            else:
+                # fast path: skip validation when shape and dtype already match
+                return [store.plan(step, observations)]
+            by_key = [{"": obs} for obs in observations]
         batches = []
         for key, store in self.obs_stores.items():
             shape, dtype = store.step_shape, store.dtype
             batch = [obs[key] for obs in by_key]
             for i, array in enumerate(batch):
-                # fast path: skip validation when shape and dtype already match
                 if type(array) is not np.ndarray or array.dtype != dtype or array.shape != shape:
                     name = f"{names[i]}[{key!r}]" if self._is_dict else names[i]
                     batch[i] = np.ascontiguousarray(fit_observations(array, shape, dtype, name))
