@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map  # torch has no public tree functions
 from torchrl.data.replay_buffers.storages import Storage
 
 from sb3_extra_buffers._torchrl.checkpoint import CompressedStorageCheckpointer, storage_parts

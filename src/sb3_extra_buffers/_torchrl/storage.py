@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict, is_tensor_collection, is_tensorclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves  # torch has no public tree functions
 from torchrl.data.replay_buffers.storages import TensorStorage
 
 from sb3_extra_buffers._torchrl.env_probe import EnvProbe

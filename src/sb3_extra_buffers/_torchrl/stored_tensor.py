@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map  # torch has no public tree functions
 
 from sb3_extra_buffers._torchrl.groups import Group
 from sb3_extra_buffers._torchrl.indexing import Positions, numpy_index, wrap_indices
@@ -166,6 +166,7 @@ class StoredTensor(torch.Tensor):
             return decoded[id(value)][1]
 
         result = func(*tree_map(decode, args), **tree_map(decode, kwargs or {}))
+        # an operator tells its argument names nowhere else
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue

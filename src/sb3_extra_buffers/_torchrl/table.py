@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import is_tensor_collection
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map  # torch has no public tree functions
 
 from sb3_extra_buffers._torchrl.groups import Group
 from sb3_extra_buffers._torchrl.indexing import Positions, as_indices, numpy_index, wrap_indices
