@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tensordict import is_non_tensor, is_tensor_collection
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten  # torch has no public tree functions
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten  # nothing public
 
 from sb3_extra_buffers.errors import FileFormatError, SpecMismatchError
 from sb3_extra_buffers.stores import checks
