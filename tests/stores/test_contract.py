@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from sb3_extra_buffers.codecs import get_codec
+from sb3_extra_buffers.errors import MissingExtraError
 from sb3_extra_buffers.stores import frame_tables, frames, layout, payloads, raw, segment_format, segments
 from sb3_extra_buffers.stores.registry import STORES, find_store
 from tests.contracts.store import KERNELS, poison_empty
@@ -24,5 +27,8 @@ class TestHostStores(StoreContract):
 
 def test_every_store_of_the_registry_is_tested() -> None:
     cases: list[Case] = [case.values[0] for case in CASES]  # type: ignore[misc]
-    tested = {find_store(get_codec(case.method), case.layout) for case in cases if not case.method.startswith("zstd")}
+    tested = set()
+    for case in cases:
+        with contextlib.suppress(MissingExtraError):  # its cases are skipped
+            tested.add(find_store(get_codec(case.method), case.layout))
     assert tested == {entry.load() for entry in STORES if entry.place == "cpu"}
