@@ -212,7 +212,7 @@ def _view(args: argparse.Namespace) -> int:
     reader, usage = BufferReader(buffer), memory_of(buffer)
     facts = f"{type(buffer).__name__}: {reader.n_transitions} transitions of {reader.n_envs} environments"
     if usage is not None:
-        facts += f"; memory: {str(usage).splitlines()[0]}"
+        facts += f"; memory: {usage.summary}"
     page = make_page(Path(args.path).name, facts, reader, args.key, args.steps)
     _write(args.output, page.encode())
     return 0

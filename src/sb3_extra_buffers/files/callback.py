@@ -38,7 +38,7 @@ class BufferCheckpointCallback(BaseCallback):
 
     Examples:
         >>> model.learn(1_000_000, callback=BufferCheckpointCallback(10_000, "checkpoints"))  # doctest: +SKIP
-        >>> model.replay_buffer = load("checkpoints/rl_model_buffer_990000_steps")  # doctest: +SKIP
+        >>> load_replay_buffer(model, "checkpoints/rl_model_buffer_990000_steps")  # doctest: +SKIP
     """
 
     def __init__(
