@@ -33,7 +33,7 @@ GAMES = ("Pong", "MsPacman", "Breakout", "Seaquest", "BeamRider", "Enduro", "Fro
 OTHERS = ("vizdoom-rgb", "17 floats", "noise")
 BATCHES = (32, 256)
 TRAININGS = {"cpu": ("PPO, 8 environments", "DQN"), "cuda": ("PPO, 128 environments", "PPO, 512 environments", "DQN")}
-METHOD = {"compression_method": "auto"}
+METHOD: dict[str, Any] = {"compression_method": "auto"}
 
 Times = list[list[float]]
 
@@ -267,6 +267,60 @@ def report(device: str, name: str, measured: dict[str, Any]) -> list[dict[str, A
         rows.append(info | {"stream": name, "figure": figure, "unit": unit} | dict(zip(names, values, strict=True)))
         print(f"{device}, {name}, {figure}: {ours[1]:.4g} {unit}, SB3 {theirs[1]:.4g}: {ours[1] / theirs[1]:.4f}x")
     return rows
+
+
+def table() -> str:
+    """The table at the top of the README: rows of figures, columns of typical and worst cases."""
+    from benchmarks import render
+
+    rows = render.rows("headline")
+    lines = []
+    for kind in ("cuda", "cpu"):
+        measured = [row for row in rows if row["kind"] == kind]
+        if not measured:
+            continue
+        first = measured[0]
+        place = first["device"] if kind == "cuda" else f"CPU: {first['machine']}"
+        lines.append([f"**{place}**", *[""] * (2 + len(OTHERS))])
+        figures = [*reversed(TRAININGS[kind][:-1]), TRAININGS[kind][-1], "memory", "add"]
+        for figure in [*figures, *(f"sample({batch})" for batch in BATCHES)]:
+            ratios = {row["stream"]: ratio(row) for row in measured if row["figure"] == figure}
+            lines.append(table_line(figure, ratios))
+    header = ["", "typical", "worst Atari game", *(TITLES[name] for name in OTHERS)]
+    n_games = len({row["stream"] for row in rows} & set(GAMES))
+    note = (
+        "Each figure is relative to SB3's own buffer holding the same transitions, all columns and both observations: "
+        "0.50x is half the time, 1 % a hundredth of the memory. Batches and trained weights are bit-identical. "
+        f"Typical is the median of the Atari games ({n_games} on the CPU).\n"
+    )
+    stamps = [render.provenance([row for row in rows if row["kind"] == kind]) for kind in ("cuda", "cpu")]
+    return f"{render.table(header, lines)}\n{note}\n{''.join(stamps)}"
+
+
+TITLES = {"vizdoom-rgb": "ViZDoom, RGB", "17 floats": "17 floats", "noise": "noise"}
+TRAINED_ON = {"PPO": "Pong", "DQN": "MsPacman"}
+
+
+def ratio(row: dict[str, str]) -> float:
+    return float(row["ours_p50"]) / float(row["sb3_p50"])
+
+
+def table_line(figure: str, ratios: dict[str, float]) -> list[str]:
+    """One row of the table."""
+
+    def show(value: float | None) -> str:
+        if value is None:
+            return ""
+        return f"{100 * value:.1f} %" if figure == "memory" else f"{value:.2f}x"
+
+    if figure[:3] in TRAINED_ON:
+        title = f"training {figure[:3]} on {TRAINED_ON[figure[:3]]}{figure[3:]}"
+        return [title, f"**{show(next(iter(ratios.values()), None))}**", *[""] * (1 + len(OTHERS))]
+    games = {name: value for name, value in ratios.items() if name in GAMES}
+    worst = max(games, key=games.__getitem__)
+    typical = f"**{show(statistics.median(games.values()))}**"
+    title = figure if figure == "memory" else f"`{figure}`"
+    return [title, typical, f"{show(games[worst])} ({worst})", *(show(ratios.get(name)) for name in OTHERS)]
 
 
 def device_name(device: str) -> str:
