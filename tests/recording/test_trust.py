@@ -397,4 +397,4 @@ def test_golden_recordings_are_readable(kind: str) -> None:
 if __name__ == "__main__":
     GOLDEN.mkdir(parents=True, exist_ok=True)
     for kind in ("frameless", "delta"):
-        make_filled(kind, 13).save(GOLDEN / f"{kind}.recording")
+        make_filled(kind, 13, optional=False).save(GOLDEN / f"{kind}.recording")

@@ -14,6 +14,7 @@ from sb3_extra_buffers.arguments import cast_exactly, narrow
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.kernels import frame_kernels
+from sb3_extra_buffers.stores.array_methods import ArrayMethods
 from sb3_extra_buffers.stores.base import Indices
 from sb3_extra_buffers.stores.indexing import ALL, are_index_arrays, as_integers, locate, wrap
 from sb3_extra_buffers.stores.observation import ObservationStore
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _BYTE = np.dtype(np.uint8)
 
 
-class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
+class StoreView(ArrayMethods, np.lib.mixins.NDArrayOperatorsMixin):
     """Looks like an array of shape ``(*lead_shape, *obs_shape)``, and decodes what is read.
 
     Reading returns new arrays, never views of the store: writing into a result changes nothing here. Views of one store
@@ -136,14 +137,6 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
         if any(isinstance(value, StoreView) for value in kwargs.get("out", ())):
             return NotImplemented
         return getattr(ufunc, method)(*plain, **kwargs)
-
-    def copy(self) -> npt.NDArray[Any]:
-        """Decode everything into a plain array."""
-        return self.__array__()
-
-    def astype(self, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Decode everything into a plain array of another dtype."""
-        return self.__array__().astype(dtype)
 
     def read_with(self, others: Sequence[StoreView], index: Any) -> list[npt.NDArray[Any]]:
         """Return ``[self[index], *(other[index] for other in others)]``; shared frames are decoded once.
