@@ -134,7 +134,8 @@ class ReplayMixin(BudgetMixin, _Base):
         views, next_views = self._views, self._next_views
         self._stored = [(key, view, next_views.stored[key]) for key, view in views.stored.items()]
         self._dense = [(key, array, next_views.dense[key]) for key, array in views.dense.items()]
-        self._box_shape = None if views.is_dict else views.by_key[""].shape[1:]
+        # the fast path for observations of a Box, if they are stored in the dtype of the space
+        self._box_shape = None if views.is_dict or views.narrowed else views.by_key[""].shape[1:]
 
     def obs_views(self) -> dict[str, ObsViews]:
         return {"observations": self._views, "next_observations": self._next_views}

@@ -53,7 +53,7 @@ class RecordBuffer(BaseRecordBuffer):
         compression_method: ``"auto"``, or a method such as ``"delta"``, ``"zstd-5"`` or ``"none"``.
         compression_kwargs: Options of the method.
         action_space: Space that actions must belong to; None if the first action sets their shape and dtype.
-        features: Dtype of each named feature; None if the first record sets them.
+        features: Dtype of each named feature that a record may have; None if the first value of each sets it.
 
     Example:
         >>> record_buffer = RecordBuffer(res=(84, 84), ch_num=4, size=40_000)
@@ -196,12 +196,13 @@ class RecordBuffer(BaseRecordBuffer):
 class FramelessRecordBuffer(BaseRecordBuffer):
     """Records rewards, actions and features; frames are ignored.
 
-    Accepts the arguments of `RecordBuffer`, so that either can replace the other.
+    Accepts the arguments of `RecordBuffer`, so that either can replace the other, or a size alone:
+    ``FramelessRecordBuffer(100)``.
     """
 
     def __init__(
         self,
-        res: tuple[int, int] | None = None,
+        res: tuple[int, int] | int | None = None,
         ch_num: int | None = None,
         size: int = 40_000,
         *,
@@ -209,6 +210,8 @@ class FramelessRecordBuffer(BaseRecordBuffer):
         features: Mapping[str, npt.DTypeLike] | None = None,
         **_: Any,
     ) -> None:
+        if isinstance(res, int):
+            size = res
         super().__init__(size, action_space=action_space, features=features)
 
     @classmethod
