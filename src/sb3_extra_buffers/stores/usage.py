@@ -9,7 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Bytes in use, by purpose; ``total`` agrees with the growth of the resident set."""
+    """Bytes in use, by purpose; ``total`` agrees with the growth of the resident set.
+
+    Examples:
+        >>> from sb3_extra_buffers.compressed import CompressedArray
+        >>> usage = CompressedArray((1000, 4), (4, 84, 84)).memory_usage()
+        >>> usage.total == usage.payload + usage.index + usage.keyframes + usage.other
+        True
+    """
 
     payload: int = 0
     """Encoded observations, and those that are not encoded yet."""

@@ -133,7 +133,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
         return self.__array__()
 
     def astype(self, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Decode everything into a plain array of another dtype."""
+        """Decode everything into a plain array of ``dtype``."""
         return self.__array__().astype(dtype)
 
     def read_with(self, others: Sequence[StoreView], index: Any) -> list[npt.NDArray[Any]]:
@@ -291,7 +291,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
     # ---- other views of the store ----
 
     def swapaxes(self, axis1: SupportsIndex, axis2: SupportsIndex) -> Self:
-        """Exchange two of the leading axes."""
+        """Exchange the leading axes ``axis1`` and ``axis2``."""
         axes = as_integers((axis1, axis2), "axes")
         axes = [axis + self.ndim if axis < 0 else axis for axis in axes]
         if not all(0 <= axis < len(self.lead_shape) for axis in axes):
