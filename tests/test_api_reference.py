@@ -137,6 +137,16 @@ def test_the_page_shows_no_hooks_between_layers(anchors: set[str]) -> None:
     assert [anchor for anchor in anchors if anchor.rpartition(".")[2] in hidden()] == []
 
 
+def test_levels_on_the_gpu_page_are_those_of_the_methods() -> None:
+    estimation: Any = importlib.import_module("sb3_extra_buffers.gpu_buffers.size_estimation")
+    rows = re.findall(r"^\| `([\w-]+)` \| (.*) \| (-?\d+) \|$", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE)
+
+    assert {name: int(bare) for name, _, bare in rows} == estimation.BARE_LEVELS
+    for name, levels, _ in rows:
+        ends = {end for valid in estimation.LEVELS[name] for end in (valid[0], valid[-1]) if end > -1000}
+        assert {int(level) for level in re.findall(r"-?\d+", levels)} == ends
+
+
 @pytest.mark.parametrize("path", EXPLAINED)
 def test_public_names_explain_their_arguments(path: str) -> None:
     thing = resolve(path)
