@@ -18,7 +18,7 @@ from sb3_extra_buffers.stores.choice import choose_unseen
 
 @dataclass(frozen=True, slots=True)
 class StorageOptions:
-    """The arguments that compressed buffers add to those of SB3's.
+    """The arguments that compressed buffers add to those of SB3's; pass them to the buffer.
 
     Attributes:
         dtypes: What `find_buffer_dtypes` returned, or one such mapping for each key of a Dict. Observations are stored
@@ -36,6 +36,16 @@ class StorageOptions:
         on_max_bytes: At the limit, ``"evict"`` drops the oldest transitions and ``"raise"`` refuses new ones.
         storage: ``"mmap"`` to live in a folder, where every completed step survives the end of the process.
         path: The folder for ``"mmap"``, new or empty.
+
+    Examples:
+        >>> from stable_baselines3 import DQN
+        >>> from sb3_extra_buffers.compressed import CompressedReplayBuffer
+        >>> options = {"compression_method": "zstd-5", "max_bytes": 4_000_000_000}
+        >>> model = DQN(
+        ...     "MlpPolicy", "CartPole-v1", replay_buffer_class=CompressedReplayBuffer, replay_buffer_kwargs=options
+        ... )
+        >>> model.replay_buffer.storage_options.compression_method
+        'zstd-5'
     """
 
     dtypes: Mapping[str, Any] | None = None

@@ -34,7 +34,18 @@ __all__ = ["BaseGpuBuffer", "find_gpu_buffer_dtypes"]
 def find_gpu_buffer_dtypes(
     obs_shape: int | tuple[int, ...], elem_dtype: th.dtype = th.uint8, compression_method: str = "rle"
 ) -> dict[str, Any]:
-    """Find Torch dtypes for GPU buffer compression."""
+    """Return the ``dtypes`` argument of GPU buffers.
+
+    Args:
+        obs_shape: Shape of one observation.
+        elem_dtype: Its dtype.
+        compression_method: The method that the buffer will use; an unknown one raises `UnknownCodecError`.
+
+    Examples:
+        >>> from sb3_extra_buffers.gpu_buffers import find_gpu_buffer_dtypes
+        >>> find_gpu_buffer_dtypes((4, 84, 84))
+        {'elem_type': torch.uint8, 'runs_type': torch.uint16}
+    """
     if compression_method != "auto":
         get_codec(compression_method)  # raises if the method does not exist
     n_elements = int(np.prod(obs_shape, dtype=np.int64))
@@ -58,16 +69,25 @@ class Step:
 
 
 class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
-    """A buffer with SB3's layout whose observations are in `DeviceObservationStore`s.
+    """Base class of `GpuReplayBuffer` and `GpuRolloutBuffer`: checks the method, and stores observations on a device.
 
-    A write is a transaction. Everything it needs is checked and staged first, as a `Step`; then observations and
-    columns are written, and a single call at the end advances the position. After an exception in between, the step is
-    completed or undone before the exception is raised again or, if that is interrupted too, at the next use.
+    Args:
+        compression_method: The method; None for ``"none"``.
+        compression_kwargs: Options of that method.
+        decompression_kwargs: Options for decoding; no method has any.
+        flatten_config: Accepted for compatibility; the observation space makes it redundant.
 
-    Inside, observations are always a dict by key; a Box has the single key ``""``. `_as_sb3` is the way out.
-
-    ``flatten_config`` is accepted because it is documented; the space makes it redundant.
+    Examples:
+        >>> from sb3_extra_buffers.gpu_buffers import BaseGpuBuffer, GpuReplayBuffer
+        >>> issubclass(GpuReplayBuffer, BaseGpuBuffer)
+        True
     """
+
+    # A write is a transaction. Everything it needs is checked and staged first, as a `Step`; then observations and
+    # columns are written, and a single call at the end advances the position. After an exception in between, the step
+    # is completed or undone before the exception is raised again or, if that is interrupted too, at the next use.
+    #
+    # Inside, observations are always a dict by key; a Box has the single key "". `_as_sb3` is the way out.
 
     # a step or "reset", while it is under way
     _unfinished: Step | str | None = None
@@ -203,6 +223,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
         self._recover()
 
     def reset(self) -> None:
+        """Remove everything that was added."""
         raise NotImplementedError
 
     def _clear(self, after: dict[str, Any]) -> None:
