@@ -21,7 +21,6 @@ from sb3_extra_buffers.cli.html_view import make_page
 from sb3_extra_buffers.cli.images import read_images, to_rgb
 from sb3_extra_buffers.cli.main import main
 from sb3_extra_buffers.cli.reader import BufferReader, open_buffer
-from sb3_extra_buffers.compressed import CompressedReplayBuffer
 from sb3_extra_buffers.files import load
 from tests.files.filing import ACTIONS, BOX, BUFFERS, DICT, N_ENVS, Feed, assert_same, batches, contents, make_array
 
@@ -54,7 +53,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr().out
     offered = re.findall(r"^    (\w+)\b", output.partition("usage: sb3-extra-buffers info")[0], re.MULTILINE)
     assert offered == names
-    assert "exit status 1 if there is any" in output
+    assert "exit with status 1 if there is any" in output
 
 
 def test_python_m_runs_the_command(saved: Path) -> None:
@@ -319,7 +318,7 @@ def test_convert_from_an_sb3_pickle(
     save_to_pkl(tmp_path / "buffer.pkl", theirs)
 
     assert run("convert", tmp_path / "buffer.pkl", tmp_path / "ours") == 2
-    assert "UntrustedFileError" in capsys.readouterr().err
+    assert "loading it runs any code it contains; pass --trust" in capsys.readouterr().err
     assert not (tmp_path / "ours").exists()
     assert run("convert", tmp_path / "buffer.pkl", tmp_path / "ours", "--trust") == 0
 
@@ -374,7 +373,7 @@ def test_convert_to_hdf5_and_zarr(name: str, suffix: str, tmp_path: Path) -> Non
         np.testing.assert_array_equal(group[path][:], leaf)
         assert group[path].dtype == leaf.dtype
     assert json.loads(group.attrs["manifest"])["kind"] == buffer.to_parts().kind
-    assert run("convert", tmp_path / "saved", target) == 2  # the target exists
+    assert run("convert", tmp_path / "saved", target) == 1  # the target exists
 
 
 @pytest.mark.filterwarnings("ignore")  # of Minari
@@ -431,32 +430,3 @@ def test_bench_on_an_environment(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bench", "CartPole-v1", "--steps", 20, "--methods", "none,rle") == 0
 
     assert "observations: 20 of 4 float32" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["info", "/nowhere"], "FileFormatError: /nowhere: no such file or directory"),
-        (["bench", "NoSuchThing-v7"], "FileFormatError: 'NoSuchThing-v7' is neither a saved buffer nor an environment"),
-        (["convert", __file__, "/nowhere/else"], "is neither a saved buffer nor a pickle"),
-    ],
-)
-def test_errors_are_one_line(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*arguments) == 2
-
-    output = capsys.readouterr().err
-    assert error in output
-    assert output.startswith("sb3-extra-buffers: ")
-    assert "Traceback" not in output
-
-
-def test_montage_rejects_vectors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from gymnasium import spaces
-
-    buffer = CompressedReplayBuffer(10, spaces.Box(-1, 1, (3,)), ACTIONS, device="cpu")
-    zeros = np.zeros((1, 3), np.float32)
-    buffer.add(zeros, zeros, np.zeros((1, 1)), np.zeros(1), np.zeros(1), [{}])
-    buffer.save(tmp_path / "saved")
-
-    assert run("montage", tmp_path / "saved") == 2
-    assert "not images" in capsys.readouterr().err
