@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import struct
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +14,12 @@ import pytest
 from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer, RolloutBuffer
 from stable_baselines3.common.save_util import save_to_pkl
 
-from sb3_extra_buffers.cli.html_view import make_page
-from sb3_extra_buffers.cli.images import read_images, to_rgb
+from sb3_extra_buffers.cli.images import read_images
 from sb3_extra_buffers.cli.main import main
 from sb3_extra_buffers.cli.reader import BufferReader, open_buffer
 from sb3_extra_buffers.compressed import CompressedReplayBuffer
 from sb3_extra_buffers.files import load
+from tests.cli.png import decode_png
 from tests.files.filing import ACTIONS, BOX, BUFFERS, DICT, N_ENVS, Feed, assert_same, batches, contents, make_array
 
 
@@ -140,23 +137,6 @@ def test_verify_finds_damage_and_repair_removes_it(
     assert store is not None
 
 
-def decode_png(data: bytes) -> Any:
-    """Decode a PNG written by `encode_png`."""
-    at, parts, size = 8, b"", (0, 0, 0)
-    while at < len(data):
-        length = struct.unpack(">I", data[at : at + 4])[0]
-        name, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
-        assert zlib.crc32(name + body) == struct.unpack(">I", data[at + 8 + length : at + 12 + length])[0]
-        if name == b"IHDR":
-            width, height, _, kind = struct.unpack(">IIBB", body[:10])
-            size = (height, width, {0: 1, 2: 3}[kind])
-        parts += body if name == b"IDAT" else b""
-        at += 12 + length
-    rows = np.frombuffer(zlib.decompress(parts), np.uint8).reshape(size[0], 1 + size[1] * size[2])
-    assert not rows[:, 0].any()
-    return rows[:, 1:].reshape(size).squeeze()
-
-
 def test_montage_shows_the_newest_frames_in_order(saved: Path, tmp_path: Path) -> None:
     buffer = load(saved)
 
@@ -199,98 +179,6 @@ def test_play_writes_mp4(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         count += 1
     assert count == 12
     assert "12 frames" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("shape", "channels"), [((18, 20), 1), ((1, 18, 20), 1), ((18, 20, 3), 3), ((3, 18, 20), 3), ((4, 18, 20), 1)]
-)
-def test_observations_of_any_layout_become_images(shape: tuple[int, ...], channels: int) -> None:
-    rng = np.random.default_rng(0)
-    batch = rng.integers(0, 255, (5, *shape), np.uint8)
-
-    images = to_rgb(batch)
-
-    assert images.shape == (5, 18, 20, 3)
-    if shape == (4, 18, 20):
-        # four channels are RGBA or a stack: the image is one of the planes either way
-        assert all(
-            any((image[..., 0] == plane).all() for plane in obs) for image, obs in zip(images, batch, strict=True)
-        )
-    floats = to_rgb(batch.astype(np.float32) / 255)
-    assert np.abs(floats.astype(int) - images).max() <= 1
-    assert channels in (1, 3)
-
-
-# ---- HTML view ----
-
-
-def test_view_contains_every_step(saved: Path, tmp_path: Path) -> None:
-    assert run("view", saved, "-o", tmp_path / "page.html") == 0
-
-    page = (tmp_path / "page.html").read_text()
-    data = json.loads(page.split('type="application/json">')[1].split("</script>")[0])
-    buffer = load(saved)
-    reader = BufferReader(buffer)
-    assert sum(len(episode["frames"]) for episode in data) == 52
-    for shown, episode in zip(data, reader.episodes(), strict=True):
-        rows = reader.order[episode.steps]
-        assert shown["actions"] == [str(action) for action in buffer.actions[rows, episode.env, 0]]
-        np.testing.assert_allclose(shown["rewards"], episode.rewards, atol=1e-4)
-        np.testing.assert_allclose(shown["totals"], np.cumsum(episode.rewards), atol=1e-3)
-        assert shown["dones"] == buffer.dones[rows, episode.env].astype(bool).tolist()
-        import base64
-
-        last = decode_png(base64.b64decode(shown["frames"][-1]))
-        np.testing.assert_array_equal(last, buffer.observations[rows[-1], episode.env][-1])
-    # the page is self-contained
-    assert "http" not in page.replace("http-equiv", "")
-    assert "src=" not in page.split("<script")[0]
-
-
-def test_view_reports_how_many_steps_it_shows(saved: Path) -> None:
-    _, buffer = open_buffer(saved)
-
-    page = make_page("<b>", "facts", BufferReader(buffer), None, 20)
-
-    assert "the first 20 of 52 transitions" in page
-    assert "&lt;b&gt;" in page
-
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_view_works_in_a_browser(saved: Path, tmp_path: Path) -> None:
-    run("view", saved, "-o", tmp_path / "page.html")
-    buffer = load(saved)
-    reader = BufferReader(buffer)
-    episode = reader.episodes()[2]
-    page = f"file://{tmp_path / 'page.html'}#2:4"
-
-    dom = browse("--dump-dom", page, home=tmp_path / "home")
-    browse(f"--screenshot={tmp_path / 'shot.png'}", "--window-size=900,700", page, home=tmp_path / "home")
-
-    assert 'data-at="2:4"' in dom
-    assert f'<td id="step">5 of {len(episode.steps)}</td>' in dom
-    row = reader.order[episode.steps[4]]
-    assert f'<td id="action">{buffer.actions[row, episode.env, 0]}</td>' in dom
-    image = pytest.importorskip("PIL.Image")
-    with image.open(tmp_path / "shot.png") as opened:
-        shot = np.asarray(opened.convert("L"))
-    assert shot.shape == (700, 900)
-    # the image is visible: its values cover a large enough area
-    image_values = np.unique(buffer.observations[row, episode.env][-1])
-    assert np.isin(shot, image_values).mean() > 0.05
-    assert len(np.unique(shot)) > 10
-
-
-def browse(*arguments: str, home: Path) -> str:
-    process = subprocess.run(
-        [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000",
-         f"--user-data-dir={home}", *arguments],
-        capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
-    return process.stdout
 
 
 # ---- converting ----

@@ -22,6 +22,8 @@ from sb3_extra_buffers.stores.usage import format_bytes
 
 _EXPORTS = {".h5": "hdf5", ".hdf5": "hdf5", ".zarr": "zarr"}
 _PICKLES = {".pkl", ".pickle"}
+# the size that `view` stops at without --all; browsers open a page of this size at once
+_MAX_PAGE_BYTES = 32e6
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     animation.add_argument("--steps", type=int, default=1000, help="maximum number of steps (default: 1000)")
     animation.add_argument("--fps", type=float, default=15, help="frames per second (default: 15)")
     page = _command(commands, "view", _view, "write an HTML page to browse the episodes")
+    page.add_argument("--episodes", type=_numbers, help="numbers of the episodes to include, such as 0,3,7-9")
     page.add_argument("--steps", type=int, default=2000, help="maximum number of steps (default: 2000)")
+    page.add_argument("--all", action="store_true", help="include every step, however large the page becomes")
+    page.add_argument("--action-names", type=_names, default=(), help="names of the actions, such as NOOP,FIRE,RIGHT")
+    page.add_argument("--env", help="id of the environment to take the names of the actions from, such as ALE/Pong-v5")
     for command, name in ((sheet, "montage.png"), (animation, "play.gif"), (page, "view.html")):
         command.add_argument("-o", "--output", type=Path, default=Path(name), help=f"file to write (default: {name})")
         command.add_argument("--key", help="key of the observations to show, if they are a Dict")
@@ -98,6 +104,22 @@ def _command(
     return command
 
 
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _numbers(text: str) -> list[int]:
+    """Parse ``0,3,7-9``."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        try:
+            numbers += range(int(first), int(last or first) + 1)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected numbers such as 0,3,7-9, got {text!r}") from None
+    return numbers
+
+
 # ---- inspecting and checking ----
 
 
@@ -123,12 +145,14 @@ def describe(path: str) -> dict[str, Any]:
         "format_version": record["version"],
         "library": record.get("library"),
         "saved": record.get("saved"),
-        "bytes_on_disk": sum(file.stat().st_size for file in Path(path).iterdir()),
+        "bytes_on_disk": sum(file.stat().st_size for file in _files_of(Path(path))),
         "steps": reader.n_steps,
         "environments": reader.n_envs,
         "transitions": reader.n_transitions,
     }
-    if not reader.is_array:
+    if reader.is_recording:
+        facts["capacity"] = buffer.size
+    elif not reader.is_array:
         facts |= {
             "capacity": int(buffer.buffer_size) * reader.n_envs,
             "observation_space": str(buffer.observation_space),
@@ -139,7 +163,7 @@ def describe(path: str) -> dict[str, Any]:
         facts |= {"memory": format_bytes(usage.total), "percent_of_dense": round(100 * usage.ratio, 3)}
         for key, method in usage.codecs.items():
             facts[f"codec.{key}" if key else "codec"] = method
-    for name, view in views_of(buffer):
+    for name, view in [] if reader.is_recording else views_of(buffer):
         facts[f"shape.{name}"] = f"{view.shape} {view.dtype}"
     if not reader.is_array:
         facts |= _episode_facts(reader)
@@ -148,6 +172,10 @@ def describe(path: str) -> dict[str, Any]:
 
         facts["steps_since_checkpoint"] = sum(1 for _ in read_journal(saved.journal))
     return facts
+
+
+def _files_of(path: Path) -> list[Path]:
+    return [path] if path.is_file() else list(path.iterdir())
 
 
 def _episode_facts(reader: BufferReader) -> dict[str, Any]:
@@ -205,14 +233,21 @@ def _play(args: argparse.Namespace) -> int:
 
 
 def _view(args: argparse.Namespace) -> int:
+    from sb3_extra_buffers.cli.charts import action_names_of
     from sb3_extra_buffers.cli.html_view import make_page
 
     _, buffer = open_buffer(args.path)
-    reader, usage = BufferReader(buffer), memory_of(buffer)
-    facts = f"{type(buffer).__name__}: {reader.n_transitions} transitions of {reader.n_envs} environments"
-    if usage is not None:
-        facts += f", {format_bytes(usage.total)} in memory ({100 * usage.ratio:.2f} % of dense)"
-    page = make_page(Path(args.path).name, facts, reader, args.key, args.steps)
+    page = make_page(
+        Path(args.path).resolve().name,
+        type(buffer).__name__,
+        BufferReader(buffer),
+        memory_of(buffer),
+        key=args.key,
+        episodes=args.episodes,
+        max_steps=None if args.all else args.steps,
+        max_bytes=None if args.all else _MAX_PAGE_BYTES,
+        action_names=action_names_of(args.env) if args.env else args.action_names,
+    )
     _write(args.output, page.encode())
     return 0
 
