@@ -220,7 +220,7 @@ def test_vectors_and_empty_buffers_need_no_traceback(
         assert status in (0, 1, 2)
         assert "unexpected" not in output.err
         assert len(output.err.splitlines()) == (status != 0)
-        if command in ("montage", "play", "view"):
+        if command in ("montage", "play") or (command, name) == ("view", "empty"):
             assert status == 1
             assert ("not images" if name == "vectors" else "the buffer is empty") in output.err
 
@@ -317,6 +317,10 @@ def test_outputs_that_exist(saved: Path, tmp_path: Path, capsys: pytest.CaptureF
         (["montage", "SAVED", "-o", "sheet.tga"], "'sheet.tga' must end in .png, .jpg, .jpeg, .webp or .gif"),
         (["bench", "SAVED", "-o", "plot.txt"], "'plot.txt' must end in .png, .svg, .pdf, .jpg or .jpeg"),
         (["montage", "SAVED", "--key", "nowhere", "-o", "OUT/x.png"], "there are no images under the key 'nowhere'"),
+        (["view", "SAVED", "--episodes", "1,x"], "argument --episodes: must be numbers such as 0,3,7-9, got '1,x'"),
+        (["view", "SAVED", "--episodes", "0-99999999999"], "argument --episodes: must be numbers such as 0,3,7-9"),
+        (["view", "SAVED", "--episodes", "5-2"], "argument --episodes: must be numbers such as 0,3,7-9"),
+        (["view", "SAVED", "--episodes", "99", "-o", "OUT/x.html"], "there is no episode 99"),
         (["view", "SAVED", "--steps", "-1"], "argument --steps: must be a whole number from 1 to"),
         (["convert", "SAVED", "OUT/x", "--to", "csv"], "argument --to: invalid choice: 'csv'"),
         (["convert", "SAVED", "OUT/x"], "is a saved buffer already; use a target .h5 or .zarr, or pass --to"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers._extras import import_extra
 from sb3_extra_buffers.cli.convert import check_method
-from sb3_extra_buffers.cli.reader import BufferReader, open_buffer, with_progress
+from sb3_extra_buffers.cli.reader import BufferReader, obs_shape, open_buffer, with_progress
 from sb3_extra_buffers.codecs.registry import is_available, parse_method
 from sb3_extra_buffers.errors import ArgumentError, CorruptPayloadError, EmptyBufferError, UnknownEnvironmentError
 
@@ -62,8 +63,13 @@ def load_observations(source: str, n_steps: int, key: str | None, seed: int = 0)
     n_steps, n_envs = min(n_steps, reader.n_steps), reader.n_envs
     if not n_steps:
         raise EmptyBufferError(f"{source} is empty: there is nothing to benchmark with")
+    leaves = reader.leaves()
+    # the largest observations are those to compress
+    chosen = max(leaves, key=lambda name: math.prod(obs_shape(leaves[name])), default=None) if key is None else key
+    if chosen not in leaves:
+        raise ArgumentError(f"there are no observations under the key {chosen!r}; keys: {sorted(leaves)}")
     observations = reader.read(
-        reader.image_leaf(key), np.repeat(np.arange(n_steps), n_envs), np.tile(np.arange(n_envs), n_steps)
+        leaves[chosen], np.repeat(np.arange(n_steps), n_envs), np.tile(np.arange(n_envs), n_steps)
     )
     return observations.reshape(n_steps, n_envs, *observations.shape[1:])
 

@@ -11,11 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers._extras import import_extra
+from sb3_extra_buffers.cli.frames import FrameReader
 from sb3_extra_buffers.cli.reader import BufferReader
 from sb3_extra_buffers.errors import ArgumentError, EmptyBufferError
 from sb3_extra_buffers.recording.images import Image, encode_png, enlarge, tile, write_gif, write_mp4
-from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.view import StoreView
 
 Array = npt.NDArray[Any]
 
@@ -25,11 +24,11 @@ _BLOCK = 64
 
 def read_images(reader: BufferReader, key: str | None, steps: Array, envs: Array) -> Iterator[Image]:
     """Yield the newest frame, as RGB, of the observation at each pair of step and environment."""
-    leaf = reader.image_leaf(key)
-    layout = leaf.store.layout if isinstance(leaf, StoreView) else None
+    frames = FrameReader(reader, reader.image_leaf(key))
     for start in range(0, len(steps), _BLOCK):
         block = slice(start, start + _BLOCK)
-        yield from to_rgb(reader.read(leaf, steps[block], envs[block]), layout)
+        newest = frames.read(steps[block], envs[block])[:, -1]
+        yield from newest if newest.shape[-1] == 3 else newest.repeat(3, axis=-1)
 
 
 def montage(reader: BufferReader, count: int, columns: int, key: str | None, scale: int) -> Image:
@@ -72,34 +71,3 @@ def encode_image(image: Image, suffix: str) -> bytes:
     chosen = options.get(suffix.lower().replace("jpeg", "jpg"), {"format": "GIF"})
     pillow.fromarray(image).save(out, **chosen)
     return out.getvalue()
-
-
-def to_rgb(batch: Array, layout: StackLayout | None = None) -> Image:
-    """Convert observations ``[n, ...]`` to images ``[n, height, width, 3]``: the newest frame of each stack."""
-    if batch.ndim == 3:
-        batch = batch[..., None]
-    if batch.ndim != 4:
-        batch = batch.reshape(len(batch), *batch.shape[-3:])
-    if layout is not None and layout.stack > 1:
-        if layout.axis == "first":
-            batch = batch[:, -(batch.shape[1] // layout.stack) :]
-        else:
-            batch = batch[..., -(batch.shape[-1] // layout.stack) :]
-    # the shorter of the first and the last axis holds the channels
-    if batch.shape[1] < batch.shape[-1] and batch.shape[1] <= 16:
-        batch = np.moveaxis(batch, 1, -1)
-    channels = batch.shape[-1]
-    if channels not in (1, 3, 4):
-        batch = batch[..., -3:] if channels % 3 == 0 else batch[..., -1:]
-    batch = _to_bytes(batch[..., :3])
-    return np.ascontiguousarray(np.repeat(batch, 3, axis=-1) if batch.shape[-1] == 1 else batch)
-
-
-def _to_bytes(batch: Array) -> npt.NDArray[np.uint8]:
-    if batch.dtype == np.uint8:
-        return batch
-    values = np.nan_to_num(batch.astype(np.float64))
-    low, high = (values.min(), values.max()) if values.size else (0.0, 1.0)
-    if low >= 0 and high <= 1:
-        low, high = 0.0, 1.0
-    return np.asarray((values - low) * (255 / max(high - low, 1e-12))).astype(np.uint8)

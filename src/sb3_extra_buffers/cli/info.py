@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from sb3_extra_buffers.cli.reader import BufferReader, memory_of, open_buffer, open_saved
-from sb3_extra_buffers.cli.saved_buffer import SavedBuffer
+from sb3_extra_buffers.cli.reader import BufferReader, memory_of, obs_shape, open_buffer, open_saved
 from sb3_extra_buffers.errors import FileFormatError
 from sb3_extra_buffers.files import registry
 from sb3_extra_buffers.files.journal import read_journal
 from sb3_extra_buffers.files.saved_parts import SavedParts
 from sb3_extra_buffers.stores.usage import MemoryUsage, format_bytes
-from sb3_extra_buffers.stores.view import StoreView
 
 
 def describe(path: str) -> dict[str, Any]:
@@ -39,13 +37,15 @@ def describe(path: str) -> dict[str, Any]:
     _, buffer = open_buffer(path, compiled=False)
     reader = BufferReader(buffer)
     facts |= {"steps": reader.n_steps, "environments": reader.n_envs, "transitions": reader.n_transitions}
-    if isinstance(buffer, SavedBuffer):
+    if reader.is_recording:
+        facts["capacity"] = buffer.size
+    elif not reader.is_array:
         facts |= {
             "capacity": buffer.buffer_size * reader.n_envs,
             "observation_space": str(buffer.observation_space),
             "action_space": str(buffer.action_space),
         }
-    facts |= {"observations": _observation_facts(buffer), "memory": memory_of(buffer)}
+    facts |= {"observations": _observation_facts(reader), "memory": memory_of(buffer)}
     if not reader.is_array:
         facts |= _episode_facts(reader)
     if saved.journal is not None:
@@ -68,20 +68,15 @@ def _bytes_on_disk(path: Path) -> int:
         raise FileFormatError(f"{path} cannot be read: {problem.strerror}") from problem
 
 
-def _observation_facts(buffer: Any) -> dict[str, Any]:
+def _observation_facts(reader: BufferReader) -> dict[str, Any]:
     """Return shape and dtype of one observation of each key; ``""`` unless observations are a Dict."""
-    if isinstance(buffer, SavedBuffer):
-        leaves = buffer.observations if isinstance(buffer.observations, dict) else {"": buffer.observations}
-        shapes = {key: (leaf.shape[2:], leaf.dtype) for key, leaf in leaves.items()}
-    else:
-        view = buffer if isinstance(buffer, StoreView) else buffer.frames
-        shapes = {} if view is None else {"": (view.obs_shape, view.dtype)}
-    return {key: {"shape": [*shape], "dtype": str(dtype)} for key, (shape, dtype) in shapes.items()}
+    leaves = reader.leaves()
+    return {key: {"shape": [*obs_shape(leaf)], "dtype": str(leaf.dtype)} for key, leaf in leaves.items()}
 
 
 def _episode_facts(reader: BufferReader) -> dict[str, Any]:
-    """Return how many episodes ended in the buffer, with their returns and lengths."""
-    episodes = [episode for episode in reader.episodes() if episode.ended]
+    """Return how many complete episodes the buffer holds, with their returns and lengths."""
+    episodes = [episode for episode in reader.episodes() if episode.is_complete]
     facts: dict[str, Any] = {"episodes": len(episodes)}
     if episodes:
         facts["returns"] = _statistics([episode.total_reward for episode in episodes])

@@ -36,6 +36,8 @@ _EXPORTS = {".h5": "hdf5", ".hdf5": "hdf5", ".zarr": "zarr"}
 _PICKLES = {".pkl", ".pickle"}
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 _ANIMATIONS = (".gif", ".mp4")
+# the size that `view` stops at without --all; browsers open a page of this size at once
+_MAX_PAGE_BYTES = 32e6
 _PLOTS = (".png", ".svg", ".pdf", ".jpg", ".jpeg")
 
 
@@ -129,7 +131,11 @@ def _parser() -> argparse.ArgumentParser:
     length.add_argument("--all", action="store_true", help="write all steps")
     film.add_argument("--fps", type=_fps, default=15, help="frames per second (default: 15)")
     page = _command(commands, "view", _view, "write an HTML page to browse the episodes")
+    page.add_argument("--episodes", type=_numbers, help="numbers of the episodes to include, such as 0,3,7-9")
     page.add_argument("--steps", type=_count, default=2000, help="maximum number of steps (default: 2000)")
+    page.add_argument("--all", action="store_true", help="include every step, however large the page becomes")
+    page.add_argument("--action-names", type=_names, default=(), help="names of the actions, such as NOOP,FIRE,RIGHT")
+    page.add_argument("--env", help="id of the environment to take the names of the actions from, such as ALE/Pong-v5")
     _add_output(sheet, "montage.png", _IMAGES)
     _add_output(film, "play.gif", _ANIMATIONS)
     _add_output(page, "view.html")
@@ -197,6 +203,25 @@ def _fps(text: str) -> float:
     raise argparse.ArgumentTypeError(f"must be a number from 0.1 to 240, got {text[:40]!r}")
 
 
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _numbers(text: str) -> list[int]:
+    """Parse ``0,3,7-9``."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        try:
+            added = range(int(first), int(last or first) + 1)
+        except ValueError:
+            added = range(0)
+        if not 0 < len(added) < 1 << 20:
+            raise argparse.ArgumentTypeError(f"must be numbers such as 0,3,7-9, got {text[:40]!r}")
+        numbers += added
+    return numbers
+
+
 # ---- inspecting and checking ----
 
 
@@ -260,11 +285,12 @@ def _play(args: argparse.Namespace) -> int:
     if len(shown) < len(steps):
         print(f"left out: {len(steps) - len(shown)} of {len(steps)} steps; pass --all to write all of them")
     if args.episode is None and reader.n_envs > 1:
-        print(f"left out: {reader.n_envs - 1} other environments; select one of their episodes with --episode")
+        print(f"left out: {reader.n_envs - 1} of {reader.n_envs} environments; select an episode with --episode")
     return 0
 
 
 def _view(args: argparse.Namespace) -> int:
+    from sb3_extra_buffers.cli.charts import action_names_of
     from sb3_extra_buffers.cli.html_view import make_page
     from sb3_extra_buffers.cli.info import class_of
     from sb3_extra_buffers.cli.reader import BufferReader, memory_of, open_buffer
@@ -272,15 +298,19 @@ def _view(args: argparse.Namespace) -> int:
 
     output = _checked_output(args.output)
     saved, buffer = open_buffer(args.path)
-    reader, usage = BufferReader(buffer), memory_of(buffer)
-    facts = f"{class_of(saved)}: {reader.n_transitions} transitions of {reader.n_envs} environments"
-    if usage is not None:
-        facts += f"; memory: {str(usage).splitlines()[0]}"
-    page = make_page(Path(args.path).name, facts, reader, args.key, args.steps).encode()
+    page = make_page(
+        Path(args.path).resolve().name,
+        class_of(saved),
+        BufferReader(buffer),
+        memory_of(buffer),
+        key=args.key,
+        episodes=args.episodes,
+        max_steps=None if args.all else args.steps,
+        max_bytes=None if args.all else _MAX_PAGE_BYTES,
+        action_names=action_names_of(args.env) if args.env else args.action_names,
+    ).encode()
     output.write_bytes(page)
     print(f"saved: {output} ({format_bytes(len(page))})")
-    if reader.n_transitions > args.steps:
-        print(f"left out: {reader.n_transitions - args.steps} of {reader.n_transitions} steps; increase --steps")
     return 0
 
 

@@ -18,6 +18,7 @@ from sb3_extra_buffers.errors import ArgumentError, FileFormatError
 from sb3_extra_buffers.files import manifest, registry
 from sb3_extra_buffers.files.parts import views_of
 from sb3_extra_buffers.files.saved_parts import SavedParts, errors_about
+from sb3_extra_buffers.recording.base import BaseRecordBuffer
 from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.stores.view import StoreView
 
@@ -63,6 +64,12 @@ class EpisodeSteps:
     steps: npt.NDArray[np.int64]  # counted from the oldest step of the buffer
     rewards: Array
     ended: bool
+    cut_at_start: bool
+    """Whether earlier steps of the episode are not in the buffer, as far as the buffer can tell."""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.ended and not self.cut_at_start
 
     @property
     def total_reward(self) -> float:
@@ -79,9 +86,14 @@ class BufferReader:
     def __init__(self, buffer: Any) -> None:
         self.buffer = buffer
         self.is_array = isinstance(buffer, StoreView)
+        self.is_recording = isinstance(buffer, BaseRecordBuffer)
         if self.is_array:
             self.n_steps: int = buffer.lead_shape[0] if buffer.lead_shape else 0
             self.n_envs: int = math.prod(buffer.lead_shape[1:])
+            self.order = np.arange(self.n_steps)
+        elif self.is_recording:
+            # its properties are in chronological order
+            self.n_steps, self.n_envs = len(buffer), 1
             self.order = np.arange(self.n_steps)
         else:
             self.n_steps, self.n_envs = int(buffer.size()), int(buffer.n_envs)
@@ -96,6 +108,8 @@ class BufferReader:
         column = getattr(self.buffer, name, None)
         if self.is_array or not isinstance(column, np.ndarray):
             return None
+        if self.is_recording:
+            return column[:, None] if len(column) == self.n_steps else None
         return column[self.order] if column.shape[:2] == (self.buffer.buffer_size, self.n_envs) else None
 
     def episodes(self) -> list[EpisodeSteps]:
@@ -103,12 +117,13 @@ class BufferReader:
         ends, rewards = self._ends(), self.column("rewards")
         if rewards is None:
             rewards = np.zeros(ends.shape, np.float32)
-        episodes = []
+        episodes, cut_at_start = [], self._cut_at_start()
         for env in range(self.n_envs):
             bounds = np.unique([0, *(np.flatnonzero(ends[:, env]) + 1), self.n_steps]).tolist()
             for start, stop in itertools.pairwise(bounds):
                 steps, ended = np.arange(start, stop), bool(ends[stop - 1, env])
-                episodes.append(EpisodeSteps(env, steps, rewards[start:stop, env], ended))
+                cut = start == 0 and bool(cut_at_start[env])
+                episodes.append(EpisodeSteps(env, steps, rewards[start:stop, env], ended, cut))
         return sorted(episodes, key=lambda episode: (episode.steps[0], episode.env))
 
     def _ends(self) -> npt.NDArray[np.bool_]:
@@ -122,12 +137,33 @@ class BufferReader:
             ends[:-1] = starts[1:].astype(np.bool_)
         return ends
 
+    def _cut_at_start(self) -> npt.NDArray[np.bool_]:
+        """Return, for each environment, whether the episode of its oldest step began before that step."""
+        starts = self.column("episode_starts")
+        if starts is not None and len(starts):
+            return np.asarray(~starts[0].astype(np.bool_))
+        if self.is_recording:
+            episodes = self.buffer.episodes
+            cut = self.buffer.full and bool(episodes) and not episodes[0].whole
+        else:
+            # a replay buffer does not know whether the step that it overwrote or evicted last ended an episode
+            cut = not self.is_array and self._has_dropped_steps()
+        return np.full(self.n_envs, cut)
+
+    def _has_dropped_steps(self) -> bool:
+        added = getattr(self.buffer, "n_added", None)
+        return bool((self.buffer.full and added != self.buffer.buffer_size) or getattr(self.buffer, "n_evicted", 0))
+
+    def leaves(self) -> dict[str, Any]:
+        """Return the observations by key; those that are not a Dict have the key ``""``."""
+        if self.is_recording:
+            return {} if self.buffer.frames is None else {"": self.buffer.frames}
+        leaves: Any = self.buffer if self.is_array else self.buffer.observations
+        return dict(leaves) if isinstance(leaves, dict) else {"": leaves}
+
     def image_leaf(self, key: str | None = None) -> Any:
         """Return the observations that are images: those of ``key``, or the first in a Dict."""
-        leaves: Any = self.buffer if self.is_array else self.buffer.observations
-        if not isinstance(leaves, dict):
-            leaves = {"": leaves}
-        images = {name: leaf for name, leaf in leaves.items() if len(leaf.shape) >= 4}
+        images = {name: leaf for name, leaf in self.leaves().items() if len(obs_shape(leaf)) >= 2}
         if not images:
             raise FileFormatError("the observations are not images: they have fewer than two axes")
         if key is not None and key not in images:
@@ -137,11 +173,14 @@ class BufferReader:
     def read(self, leaf: Any, steps: Array, envs: Array) -> Array:
         """Return observations of pairs of step, counted from the oldest, and environment."""
         rows = self.order[steps]
-        if not self.is_array:
-            return np.asarray(leaf[rows, envs])
         # an array may have any number of axes between steps and observations
-        inner_shape = leaf.lead_shape[1:]
+        inner_shape = leaf.lead_shape[1:] if isinstance(leaf, StoreView) else (self.n_envs,)
         return np.asarray(leaf[(rows, *np.unravel_index(envs, inner_shape))] if inner_shape else leaf[rows])
+
+
+def obs_shape(leaf: Any) -> tuple[int, ...]:
+    """Return the shape of one observation of a leaf, which is a view or an array ``(n_steps, n_envs, ...)``."""
+    return leaf.obs_shape if isinstance(leaf, StoreView) else tuple(leaf.shape[2:])
 
 
 def memory_of(buffer: Any) -> MemoryUsage | None:

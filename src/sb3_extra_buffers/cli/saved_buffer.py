@@ -33,6 +33,8 @@ class SavedBuffer:
         self.pos = parts.number("state", "pos", stop=self.buffer_size + 1)
         n_written = self.buffer_size if self.full else self.pos
         self.n_evicted = whole(parts.entry("state").get("n_evicted", 0), "n_evicted", stop=n_written + 1)
+        #: How many steps were ever added; None if that was not saved.
+        self.n_added = parts.entry("state").get("n_added")
         self.observation_space = space_from_json(parts.entry("observation_space"))
         self.action_space = space_from_json(parts.entry("action_space"))
         lead = self.buffer_size, self.n_envs
