@@ -13,9 +13,11 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import FileFormatError
-from sb3_extra_buffers.files.parts import make_view, views_of
-from sb3_extra_buffers.files.saved_parts import SavedParts
+from sb3_extra_buffers.cli.saved_buffer import SavedBuffer
+from sb3_extra_buffers.errors import ArgumentError, FileFormatError
+from sb3_extra_buffers.files import manifest, registry
+from sb3_extra_buffers.files.parts import views_of
+from sb3_extra_buffers.files.saved_parts import SavedParts, errors_about
 from sb3_extra_buffers.recording.base import BaseRecordBuffer
 from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.stores.view import StoreView
@@ -34,32 +36,24 @@ def with_progress(items: Iterable[Item], description: str, total: int | None = N
     yield from tqdm(items, desc=description, total=total, disable=None, leave=False)
 
 
-def open_buffer(path: str | os.PathLike[str]) -> tuple[SavedParts, Any]:
-    """Open a saved buffer or recording, a folder or a single file, for reading."""
-    path = Path(path)
-    saved = SavedParts.of_file(path) if path.is_file() else SavedParts.of_folder(path)
-    buffer = saved.load(read_only=True)
-    if not isinstance(buffer, StoreView | BaseRecordBuffer) and not hasattr(buffer, "buffer_size"):
-        raise FileFormatError(f"{path} holds a {saved.kind!r}, which has no steps to show")
-    if saved.kind.startswith("gpu-"):
-        _add_host_observations(buffer)
-    return saved, buffer
+def open_saved(path: str | os.PathLike[str]) -> SavedParts:
+    """Open a saved folder or file."""
+    source = Path(path)
+    manifest.check_is_saved(source)
+    return SavedParts.of_folder(source) if source.is_dir() else SavedParts.of_file(source)
 
 
-def _add_host_observations(buffer: Any) -> None:
-    """Set ``observations`` and ``next_observations`` of a GPU buffer, as a buffer on the host has them."""
-    parts, lead_shape = buffer.to_parts(), (int(buffer.buffer_size), int(buffer.n_envs))
-    count = math.prod(lead_shape)
-    leaves: dict[str, Any] = {name: column for name, column in parts.columns.items() if "observations" in name}
-    for name, store in parts.stores.items():
-        # one store holds the observations, followed by the next observations
-        for number in range(store.n_obs // count):
-            leaves["next_" * number + name] = make_view(StoreView, store, lead_shape, number * count)
-    nested: dict[str, dict[str, Any]] = {}
-    for name, leaf in leaves.items():
-        attribute, _, key = name.partition(".")
-        nested.setdefault(attribute, {})[key] = leaf
-    vars(buffer).update({attribute: keys.get("", keys) for attribute, keys in nested.items()})
+def open_buffer(path: str | os.PathLike[str], compiled: bool | None = None) -> tuple[SavedParts, Any]:
+    """Open a saved buffer, array or recording for reading; without ``compiled`` kernels it takes less time to open."""
+    saved = open_saved(path)
+    if saved.kind.endswith(("replay", "rollout")):
+        with errors_about(saved.path):
+            return saved, SavedBuffer(saved.read_parts(compiled))
+    if saved.kind in ("array", "recording"):
+        with errors_about(saved.path):
+            return saved, registry.from_parts(saved.read_parts(compiled))
+    name = registry.class_name(saved.kind)
+    raise FileFormatError(f"{path} holds a {name}, which only the commands info, verify and repair can read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +146,13 @@ class BufferReader:
             episodes = self.buffer.episodes
             cut = self.buffer.full and bool(episodes) and not episodes[0].whole
         else:
-            # a full replay buffer no longer knows whether the step that it overwrote last ended an episode
-            cut = not self.is_array and bool(self.buffer.full or getattr(self.buffer, "n_evicted", 0))
+            # a replay buffer does not know whether the step that it overwrote or evicted last ended an episode
+            cut = not self.is_array and self._has_dropped_steps()
         return np.full(self.n_envs, cut)
+
+    def _has_dropped_steps(self) -> bool:
+        added = getattr(self.buffer, "n_added", None)
+        return bool((self.buffer.full and added != self.buffer.buffer_size) or getattr(self.buffer, "n_evicted", 0))
 
     def leaves(self) -> dict[str, Any]:
         """Return the observations by key; those that are not a Dict have the key ``""``."""
@@ -169,7 +167,7 @@ class BufferReader:
         if not images:
             raise FileFormatError("the observations are not images: they have fewer than two axes")
         if key is not None and key not in images:
-            raise FileFormatError(f"there are no images under the key {key!r}; keys with images: {sorted(images)}")
+            raise ArgumentError(f"there are no images under the key {key!r}; keys with images: {sorted(images)}")
         return images[key] if key is not None else next(iter(images.values()))
 
     def read(self, leaf: Any, steps: Array, envs: Array) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.errors import CorruptPayloadError, DamagedFileError, ExtraBuffersError
-from sb3_extra_buffers.files import disk, registry
+from sb3_extra_buffers.files import disk, manifest, registry
 from sb3_extra_buffers.files.blocks import BLOCK, ArrayRecord
 from sb3_extra_buffers.files.payloads import damaged_chunks, lost_indices
 from sb3_extra_buffers.files.saved_parts import SavedParts, errors_about
@@ -28,11 +28,14 @@ _BY_OBS = ("slots", "rows", "written")
 def verify(path: str | os.PathLike[str], deep: bool = False) -> Iterator[str]:
     """Yield everything that is wrong with the saved folder or file ``path``; nothing if it is intact.
 
+    Anything but a saved folder or file is a `FileFormatError`.
+
     Args:
         path: The folder or file.
         deep: Whether to decode every observation too, not only check checksums and tables.
     """
     source = Path(path)
+    manifest.check_is_saved(source)
     findings: list[str] = []
     try:
         with errors_about(source):
