@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from sb3_extra_buffers.cli.charts import action_names_of
+from sb3_extra_buffers.cli.charts import action_names_of, to_json
 from sb3_extra_buffers.cli.frames import FrameReader
 from sb3_extra_buffers.cli.html_view import make_page
 from sb3_extra_buffers.cli.main import main
@@ -62,7 +62,7 @@ def robot(n_steps: int = 30, key: str = "camera") -> CompressedDictReplayBuffer:
 
 
 def page_of(buffer: Any, title: str = "a buffer", **options: Any) -> str:
-    return make_page(title, type(buffer).__name__, BufferReader(buffer), memory_of(buffer), **options)
+    return make_page(title, type(buffer).__name__, BufferReader(buffer), memory_of(buffer), **options).html
 
 
 def data_in(page: str) -> Any:
@@ -179,7 +179,9 @@ def test_view_options(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
     shown = [episode["n_shown"] for episode in view("--episodes", "0,5-6", "--steps", "10")["episodes"]]
     assert shown == [4, 0, 0, 0, 0, 6, 0, 0]
-    assert sum(episode["n_shown"] for episode in view("--steps", "3", "--all")["episodes"]) == 52
+    assert "left out: 42 of 52 steps" in capsys.readouterr().out
+    assert sum(episode["n_shown"] for episode in view("--all")["episodes"]) == 52
+    assert "left out" not in capsys.readouterr().out
     names = view("--action-names", "a, b,c,d,e")["charts"][2]["values"]
     assert names == [[0, "a"], [1, "b"], [2, "c"], [3, "d"], [4, "e"]]
     for options, words in (
@@ -265,6 +267,12 @@ def test_recordings_are_shown_with_their_features(tmp_path: Path) -> None:
     assert chart_of(data, "place", 2) == [[12, 13, 14], [0.5] * 3]
     np.testing.assert_array_equal(image_of(data, 2, 2), frames[14])
     assert main(["view", str(tmp_path / "run.npz"), "-o", str(tmp_path / "page.html")]) == 0
+
+
+def test_values_that_a_record_lacks_are_gaps() -> None:
+    values = np.ma.MaskedArray(np.array([1.5, np.nan, 2.0]), [False, False, True])
+
+    assert to_json(values) == [1.5, "nan", None]
 
 
 def test_recordings_with_nested_actions_and_no_frames() -> None:

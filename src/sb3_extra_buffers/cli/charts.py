@@ -136,7 +136,7 @@ def _flatten(name: str, value: Any) -> dict[str, Array]:
     if isinstance(value, dict | tuple):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return {path: leaf for key, part in items for path, leaf in _flatten(f"{name}/{key}".lstrip("/"), part).items()}
-    return {} if value is None else {name: np.asarray(value)}
+    return {} if value is None else {name: np.asanyarray(value)}
 
 
 def action_names_of(env_id: str) -> list[str]:
@@ -159,7 +159,10 @@ def action_names_of(env_id: str) -> list[str]:
 
 
 def to_json(values: Array) -> list[Any]:
-    """Return values as JSON can represent them: six significant digits, and words for what is not finite."""
+    """Return values as JSON can hold them: six significant digits, words for what is not finite, None if masked."""
+    if isinstance(values, np.ma.MaskedArray):
+        numbers = zip(to_json(values.data), np.ma.getmaskarray(values), strict=True)
+        return [None if masked else number for number, masked in numbers]
     if values.dtype.kind == "b":
         values = values.astype(np.int64)
     if values.dtype.kind in "iu":
