@@ -91,7 +91,9 @@ def _action_charts(reader: BufferReader, names: Sequence[str]) -> list[Chart]:
     highest = first + count - 1 if count else int(actions.max(initial=0))
     if names and len(names) <= highest - first:
         raise ArgumentError(f"got {len(names)} action names for actions {first} to {highest}")
-    labels = {first + number: name for number, name in enumerate(names)} if names else {}
+    if not names and count <= _MAX_CURVES:
+        names = [str(first + number) for number in range(count)]
+    labels = {first + number: name for number, name in enumerate(names)}
     return [Chart("action", ["action"], _column_reader(actions), "levels", labels)]
 
 
