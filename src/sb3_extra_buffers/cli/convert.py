@@ -6,6 +6,7 @@ import inspect
 import itertools
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -212,13 +213,16 @@ def to_minari(buffer: Any, target: Path) -> None:
     previous = os.environ.get("MINARI_DATASETS_PATH")
     os.environ["MINARI_DATASETS_PATH"] = str(target.parent.absolute())
     try:
-        dataset = minari.create_dataset_from_buffers(
-            target.name,
-            [EpisodeBuffer(**episode) for episode in _minari_episodes(reader)],
-            observation_space=buffer.observation_space,
-            action_space=buffer.action_space,
-            **options,
-        )
+        with warnings.catch_warnings():
+            # it asks for an author, a description and the like
+            warnings.simplefilter("ignore", UserWarning)
+            dataset = minari.create_dataset_from_buffers(
+                target.name,
+                [EpisodeBuffer(**episode) for episode in _minari_episodes(reader)],
+                observation_space=buffer.observation_space,
+                action_space=buffer.action_space,
+                **options,
+            )
         _check_minari(dataset, reader)
     except (AssertionError, KeyError, TypeError, ValueError) as problem:
         if isinstance(problem, ExtraBuffersError):

@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     convert = _command(commands, "convert", _convert, text, "a .pkl file, or a saved buffer")
     convert.add_argument("target", type=Path, help="a folder, NAME.h5, NAME.zarr or, with --to minari, a dataset name")
     convert.add_argument(
-        "--to", choices=["ours", "hdf5", "zarr", "minari"], help="target format (default: from the target's suffix)"
+        "--to", choices=["folder", "hdf5", "zarr", "minari"], help="target format (default: from the target's suffix)"
     )
     convert.add_argument("--trust", action="store_true", help="load a pickle, which runs any code it contains")
     convert.add_argument("--method", default="auto", help="compression method for a pickle (default: auto)")
@@ -252,9 +252,8 @@ def _repair(args: argparse.Namespace) -> int:
     _check_is_new(args.target)
     report = repair(args.path, args.target)
     for finding in report.findings:
-        print(f"found: {finding}")
-    print(f"kept: {report.n_steps}" if report.findings else "kept: all")
-    print(f"lost: {report.n_lost}")
+        print(f"damaged: {finding}")
+    print(f"kept: {report.n_steps} of {report.n_steps + report.n_lost}" if report.findings else "kept: all")
     print(f"saved: {args.target}")
     return 0
 
@@ -348,16 +347,16 @@ def _convert(args: argparse.Namespace) -> int:
     from sb3_extra_buffers.cli.reader import open_buffer
 
     source, target = Path(args.path), args.target
-    kind = args.to or _EXPORTS.get(target.suffix.lower(), "ours")
+    kind = args.to or _EXPORTS.get(target.suffix.lower(), "folder")
     _check_is_new(target)
     if _is_pickle(source):
-        if kind != "ours":
+        if kind != "folder":
             raise ArgumentError(f"{source} is a pickle: convert it to a saved buffer first, then that to {kind}")
         name = convert.from_pickle(source, target, args.trust, args.method)
         print(f"class: {name}")
     else:
         saved, buffer = open_buffer(source)
-        if kind == "ours":
+        if kind == "folder":
             raise ArgumentError(f"{source} is a saved buffer already; use a target .h5 or .zarr, or pass --to")
         with _removed_on_failure(target):
             if kind == "hdf5":
@@ -406,7 +405,7 @@ def _bench(args: argparse.Namespace) -> int:
     print(bench.format_table(results))
     if args.command == "recommend":
         best = bench.recommend(results)
-        print(f"recommended: {best.method} ({best.percent:.2f} % of the memory, {best.read_us:.1f} us to read one)")
+        print(f"recommended: {best.method}")
     if output is not None:
         bench.plot(results, output, Path(args.path).name)
         print(f"saved: {output}")

@@ -89,7 +89,9 @@ class DamageScan:
         if payloads is not None and isinstance(store.inner, FrameStore):
             bad_chunks = damaged_chunks(disk.map_file(path, size), payloads.chunks)
             if bad_chunks:
-                self.findings.append(f"{path}: {len(bad_chunks)} chunks of observations are damaged ({name})")
+                self.findings.append(
+                    f"{path}: {len(bad_chunks)} of {len(payloads.chunks)} chunks of {name} are damaged"
+                )
                 lost |= lost_indices(store.inner, payloads.chunks, bad_chunks)
         return store, lost
 
