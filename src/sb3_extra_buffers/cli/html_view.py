@@ -9,7 +9,7 @@ import importlib.resources
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,13 @@ _BLOCK = 32
 _MAX_FRAMES = 16
 
 
+class Page(NamedTuple):
+    """A page, and how many steps it contains."""
+
+    html: str
+    n_steps: int
+
+
 def make_page(
     title: str,
     class_name: str,
@@ -40,8 +47,8 @@ def make_page(
     max_steps: int | None = None,
     max_bytes: float | None = None,
     action_names: Sequence[str] = (),
-) -> str:
-    """Return a page that lists all episodes and shows the steps of some.
+) -> Page:
+    """Make a page that lists all episodes and shows the steps of some.
 
     Args:
         title: Heading of the page.
@@ -58,7 +65,7 @@ def make_page(
     if not listed:
         raise EmptyBufferError("the buffer is empty: there is nothing to show")
     chosen = set(range(len(listed)) if episodes is None else _check_numbers(episodes, len(listed)))
-    page = _Page(reader, key, action_names, max_steps, max_bytes)
+    page = _PageData(reader, key, action_names, max_steps, max_bytes)
     entries = [
         page.episode_data(episode, number in chosen)
         for number, episode in enumerate(with_progress(listed, "reading", len(listed)))
@@ -79,10 +86,10 @@ def make_page(
         "images": page.images,
         "episodes": entries,
     }
-    return _fill_template(title, data)
+    return Page(_fill_template(title, data), sum(entry["n_shown"] for entry in entries))
 
 
-class _Page:
+class _PageData:
     """Collects the data of a page, up to its limits."""
 
     def __init__(
