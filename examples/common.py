@@ -40,7 +40,7 @@ def make_game(options: argparse.Namespace, **env_options: Any) -> Any:
 
 
 def make_eval_game(options: argparse.Namespace, **env_options: Any) -> Any:
-    """Create environments for evaluation: whole games, short ones with ``--quick``, and rewards that are not clipped."""
+    """Create environments for evaluation: whole games, short ones with ``--quick``; rewards are not clipped."""
     limit = {"max_num_frames_per_episode": 120} if options.quick else {}
     env_options["env_kwargs"] = limit | env_options.get("env_kwargs", {})
     return make_game(options, wrapper_kwargs={"terminal_on_life_loss": False, "clip_reward": False}, **env_options)

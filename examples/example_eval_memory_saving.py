@@ -1,7 +1,7 @@
 """Compare the memory of compression methods, and the time they take to add the transitions of a trained DQN.
 
-All buffers get the same transitions of MsPacman at the same time; 40,000 need about 7 GB of memory in all. Latency is the
-total time for adding them. ``--compression auto,zstd-5`` compares these methods only.
+All buffers get the same transitions of MsPacman at the same time; 40,000 need about 7 GB of memory in all.
+Latency is the total time for adding them. ``--compression auto,zstd-5`` compares these methods only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Run the snippets and commands of a documentation page, in order, and compare what they print with the page.
 
-A block in the language ``output`` shows what the block before it prints; ``python -m tests.pages PAGE …`` rewrites them.
+A block in the language ``output`` shows what the block before it prints. ``python -m tests.pages PAGE …`` rewrites it.
 """
 
 from __future__ import annotations
