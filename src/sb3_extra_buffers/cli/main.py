@@ -136,7 +136,8 @@ def describe(path: str) -> dict[str, Any]:
         }
     usage = memory_of(buffer)
     if usage is not None:
-        facts |= {"memory": format_bytes(usage.total), "percent_of_dense": round(100 * usage.ratio, 3)}
+        percent = None if usage.ratio is None else round(100 * usage.ratio, 3)
+        facts |= {"memory": format_bytes(usage.total), "percent_of_dense": percent}
         for key, method in usage.codecs.items():
             facts[f"codec.{key}" if key else "codec"] = method
     for name, view in views_of(buffer):
@@ -211,7 +212,7 @@ def _view(args: argparse.Namespace) -> int:
     reader, usage = BufferReader(buffer), memory_of(buffer)
     facts = f"{type(buffer).__name__}: {reader.n_transitions} transitions of {reader.n_envs} environments"
     if usage is not None:
-        facts += f", {format_bytes(usage.total)} in memory ({100 * usage.ratio:.2f} % of dense)"
+        facts += f"; memory: {str(usage).splitlines()[0]}"
     page = make_page(Path(args.path).name, facts, reader, args.key, args.steps)
     _write(args.output, page.encode())
     return 0
