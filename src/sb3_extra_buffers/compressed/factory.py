@@ -61,9 +61,12 @@ def compressed(buffer_class: type[Any]) -> type[Any]:
         the latter as ``rollout_buffer_kwargs``.
 
     Examples:
+        >>> from stable_baselines3.common.buffers import ReplayBuffer
+        >>> from sb3_extra_buffers.compressed import compressed
         >>> class MyBuffer(ReplayBuffer):
         ...     pass
-        >>> buffer_class = compressed(MyBuffer)
+        >>> compressed(MyBuffer).__name__
+        'CompressedMyBuffer'
     """
     if issubclass(buffer_class, CompressedBuffer):
         return buffer_class
