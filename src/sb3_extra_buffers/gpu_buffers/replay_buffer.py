@@ -34,8 +34,12 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
 
     ``buffer_device`` is where they are kept: a torch device, by default the ``device`` of the samples, or ``"pinned"``
     for host memory that the GPU reads over the bus. Next observations share frames with observations, so
-    ``optimize_memory_usage`` saves nothing; with it, indices are drawn as SB3 draws them. ``heap_bytes`` limits the
-    encoded observations of each key; by default they take what they need.
+    ``optimize_memory_usage`` saves nothing; with it, indices are drawn as SB3 draws them.
+
+    The heap grows with what it holds. ``heap_bytes`` limits it, for each key of a Dict: a step that does not fit raises
+    `HeapFullError`, and nothing is changed. `estimate_total_heap_bytes` returns a limit that even noise stays within,
+    except with ``"delta"``, which frees several frames at a time. ``max_slot_bytes`` is deprecated: the same limit,
+    divided by the number of observations.
     """
 
     def __init__(
