@@ -76,7 +76,7 @@ class ReplayMixin(BudgetMixin, _Base):
         compression_kwargs: Mapping[str, Any] | None = None,
         decompression_kwargs: Mapping[str, Any] | None = None,
         output_dtype: Literal["raw", "float"] = "raw",
-        max_bytes: int | None = None,
+        max_bytes: int | str | None = None,
         on_max_bytes: Literal["evict", "raise"] = "evict",
         n_steps: int = 1,
         gamma: float = 0.99,
@@ -112,7 +112,7 @@ class ReplayMixin(BudgetMixin, _Base):
             if isinstance(column, np.ndarray) and column.shape[:2] == (1, self.n_envs)
             and name not in ("observations", "next_observations")
         }  # fmt: skip
-        limit = self._options.max_bytes
+        limit = self._options.evict_above or self._options.raise_above
         if limit is not None:
             n_steps = self._affordable_steps(n_steps, limit, sum(column.nbytes for column in columns.values()))
         for name, column in columns.items():
@@ -122,7 +122,7 @@ class ReplayMixin(BudgetMixin, _Base):
         self._use_views(views, views.make_next())
         self._per_env = (self.n_envs,)
         self._action_shape = (self.n_envs, self.action_dim)
-        self._column_bytes = sum(np.asarray(getattr(self, name)).nbytes for name in columns)
+        self._column_bytes = None
 
     def _use_views(self, observations: ObsViews, next_observations: ObsViews | None = None) -> None:
         super()._use_views(observations)
@@ -162,7 +162,16 @@ class ReplayMixin(BudgetMixin, _Base):
         done: npt.NDArray[Any],
         infos: list[dict[str, Any]],
     ) -> None:
-        """Add one step of every environment; after any exception, all of it was added or nothing."""
+        """Add one step of every environment; after any exception, all of it was added or nothing.
+
+        Args:
+            obs: Observations, of shape ``(n_envs, ...)``; a dict of them for a Dict space.
+            next_obs: Observations after the actions.
+            action: Actions.
+            reward: Rewards.
+            done: Whether each episode ended.
+            infos: The environments' dicts; only ``"TimeLimit.truncated"`` is read.
+        """
         with self._lock:
             n_added = self.n_added
             try:
@@ -254,7 +263,10 @@ class ReplayMixin(BudgetMixin, _Base):
         return self.pos, self.n_added + 1, n_evicted, obs, next_obs, action, reward, done, truncated, None
 
     def extend(self, *args: Any) -> None:
-        """Add several steps, each argument with one more axis than `add` takes; if one does not fit, none is added."""
+        """Add several steps: the arguments of `add`, each with one more leading axis.
+
+        If one of them does not fit, none is added.
+        """
         try:
             steps = list(zip(*args, strict=True))
         except (TypeError, ValueError) as problem:
@@ -270,6 +282,8 @@ class ReplayMixin(BudgetMixin, _Base):
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw ``batch_size`` transitions; random numbers are drawn in SB3's order.
+
+        ``env`` normalises the batch if it is a `VecNormalize`.
 
         Threads may sample while another one adds: batches are decoded without the buffer's lock. If one of the drawn
         steps was overwritten or evicted in the meantime, a batch is drawn again and read with the lock.

@@ -179,6 +179,7 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Store ``data`` at ``cursor``: one item if that is an integer, else one item per position.
 
+        With ``set_cursor=False``, ``cursor`` does not count as the last one that was written, as in TorchRL's storages.
         All items are stored or none. An interrupt that arrives while items are being overwritten is raised after the
         call is complete.
         """
@@ -338,7 +339,7 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
     # ---- information ----
 
     def memory_usage(self) -> MemoryUsage:
-        """Return the memory in use, by purpose; ``dense`` is what TorchRL's tensor storages take for these items."""
+        """Return the memory in use, and what TorchRL's tensor storages would take for the same items."""
         self.recover()
         return self.table.memory_usage(self._len)
 

@@ -47,6 +47,8 @@ class CompressedArray(StoreView, SavedAsFolder):
         storage: ``"mmap"`` to live in the folder ``path``, where everything written survives the end of the process.
 
     Examples:
+        >>> import numpy as np
+        >>> from sb3_extra_buffers.compressed import CompressedArray
         >>> frames = CompressedArray((1000, 4), (4, 84, 84), np.uint8)
         >>> frames[0] = np.zeros((4, 4, 84, 84), np.uint8)
         >>> frames[[0, 0], [1, 2]].shape

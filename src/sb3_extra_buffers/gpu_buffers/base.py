@@ -13,6 +13,7 @@ import torch as th
 from gymnasium import spaces
 
 from sb3_extra_buffers._sb3.options import StorageOptions
+from sb3_extra_buffers._sb3.report import ReportingBuffer
 from sb3_extra_buffers._sb3.steps import fit_observations
 from sb3_extra_buffers.arguments import check_count, narrow
 from sb3_extra_buffers.codecs.registry import codec_options, get_codec
@@ -34,7 +35,18 @@ __all__ = ["BaseGpuBuffer", "find_gpu_buffer_dtypes"]
 def find_gpu_buffer_dtypes(
     obs_shape: int | tuple[int, ...], elem_dtype: th.dtype = th.uint8, compression_method: str = "rle"
 ) -> dict[str, Any]:
-    """Find Torch dtypes for GPU buffer compression."""
+    """Return the ``dtypes`` argument of GPU buffers.
+
+    Args:
+        obs_shape: Shape of one observation.
+        elem_dtype: Its dtype.
+        compression_method: The method that the buffer will use; an unknown one raises `UnknownCodecError`.
+
+    Examples:
+        >>> from sb3_extra_buffers.gpu_buffers import find_gpu_buffer_dtypes
+        >>> find_gpu_buffer_dtypes((4, 84, 84))
+        {'elem_type': torch.uint8, 'runs_type': torch.uint16}
+    """
     if compression_method != "auto":
         get_codec(compression_method)  # raises if the method does not exist
     n_elements = int(np.prod(obs_shape, dtype=np.int64))
@@ -57,17 +69,26 @@ class Step:
         self.after = after  # attributes of the buffer once the step is written
 
 
-class BaseGpuBuffer(Transactional, SavedAsFolder):
-    """A buffer with SB3's layout whose observations are in `DeviceObservationStore`s.
+class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
+    """Base class of `GpuReplayBuffer` and `GpuRolloutBuffer`: checks the method, and stores observations on a device.
 
-    A write is a transaction. Everything it needs is checked and staged first, as a `Step`; then observations and
-    columns are written, and a single call at the end advances the position. After an exception in between, the step is
-    completed or undone before the exception is raised again or, if that is interrupted too, at the next use.
+    Args:
+        compression_method: The method; None for ``"none"``.
+        compression_kwargs: Options of that method.
+        decompression_kwargs: Options for decoding; no method has any.
+        flatten_config: Accepted for compatibility; the observation space makes it redundant.
 
-    Inside, observations are always a dict by key; a Box has the single key ``""``. `_as_sb3` is the way out.
-
-    ``flatten_config`` is accepted because it is documented; the space makes it redundant.
+    Examples:
+        >>> from sb3_extra_buffers.gpu_buffers import BaseGpuBuffer, GpuReplayBuffer
+        >>> issubclass(GpuReplayBuffer, BaseGpuBuffer)
+        True
     """
+
+    # A write is a transaction. Everything it needs is checked and staged first, as a `Step`; then observations and
+    # columns are written, and a single call at the end advances the position. After an exception in between, the step
+    # is completed or undone before the exception is raised again or, if that is interrupted too, at the next use.
+    #
+    # Inside, observations are always a dict by key; a Box has the single key "". `_as_sb3` is the way out.
 
     # a step or "reset", while it is under way
     _unfinished: Step | str | None = None
@@ -209,6 +230,7 @@ class BaseGpuBuffer(Transactional, SavedAsFolder):
         self._recover()
 
     def reset(self) -> None:
+        """Remove everything that was added."""
         raise NotImplementedError
 
     def _clear(self, after: dict[str, Any]) -> None:
@@ -249,13 +271,14 @@ class BaseGpuBuffer(Transactional, SavedAsFolder):
         by_key = self._read(IndexBatch(np.array([[index]], np.int64)))
         return th.cat([part.reshape(-1) for part in by_key.values()])
 
-    def memory_usage(self) -> MemoryUsage:
-        """What the observations take, wherever they are, and what they would take dense."""
-        total = MemoryUsage(0, 0, 0, 0, 0)
-        for key, store in self.obs_stores.items():
-            usage = store.memory_usage()
-            total += replace(usage, codecs={key: usage.codecs[""]})
-        return total
+    # ---- memory ----
+
+    def _observation_usage(self, n_written: int) -> MemoryUsage:
+        usages = {key: store.memory_usage() for key, store in self.obs_stores.items()}
+        return sum((replace(usage, codecs={key: usage.codecs[""]}) for key, usage in usages.items()), MemoryUsage())
+
+    def _observation_specs(self) -> dict[str, ObsSpec]:
+        return {key: store.spec for key, store in vars(self).get("obs_stores", {}).items()}
 
     def check(self) -> None:
         """Raise `AssertionError` if the tables of a store contradict each other."""

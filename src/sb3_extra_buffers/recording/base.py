@@ -59,6 +59,11 @@ class BaseRecordBuffer:
         action_space: Space that actions must belong to; None if the first action sets their shape and dtype.
         features: Dtype of each named feature that a record may have, such as
             ``{"health": "float32", "position": ("float32", (3,))}``; None if the first value of each sets it.
+
+    Examples:
+        >>> from sb3_extra_buffers.recording import BaseRecordBuffer, RecordBuffer
+        >>> isinstance(RecordBuffer(size=100), BaseRecordBuffer)
+        True
     """
 
     # what an exception interrupted: a change, `_RESET`, or None
@@ -292,9 +297,11 @@ class BaseRecordBuffer:
         return find_episodes(self._dones[positions], self._starts[positions], self._rewards[positions])
 
     def memory_usage(self) -> MemoryUsage:
-        """Memory of the buffer, by purpose."""
+        """The memory that the buffer holds, and what plain arrays would hold for the same records."""
         arrays: list[Any] = [*self._plain_columns().values(), *self._nested_columns().values()]
-        return MemoryUsage(0, 0, 0, sum(array.nbytes for array in arrays), 0)
+        # memory that was never written is not resident
+        columns = sum(array.nbytes for array in arrays) * len(self) // self.size
+        return MemoryUsage(other=columns, transitions=len(self), dense=columns, baseline="NumPy arrays")
 
     def _plain_columns(self) -> dict[str, Array]:
         return {"rewards": self._rewards, "dones": self._dones, "starts": self._starts}
@@ -382,14 +389,14 @@ class BaseRecordBuffer:
         require(consistent and (not len(dones) or self.full or bool(starts[0])), "episodes start where none ended")
 
     def save(self, path: str | os.PathLike[str]) -> Path | None:
-        """Write all records to one file, without pickle; `load` reads it."""
+        """Write all records to the file ``path``, without pickle; `load` reads it."""
         from sb3_extra_buffers.files.saving import save_file
 
         return save_file(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], compression_method: str | None = None) -> Self:
-        """Read what `save` wrote; ``compression_method`` recompresses the frames."""
+        """Read the file ``path`` that `save` wrote; ``compression_method`` recompresses the frames."""
         from sb3_extra_buffers.files.loading import load_file
 
         if not os.path.exists(path):
@@ -400,7 +407,7 @@ class BaseRecordBuffer:
         return loaded
 
     def recompress(self, compression_method: str) -> None:
-        """Compress all frames again, with another method; does nothing if the buffer records no frames."""
+        """Compress all frames again with ``compression_method``; does nothing if the buffer records no frames."""
 
     def export(
         self,

@@ -24,8 +24,14 @@ class RecordWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         render: Record rendered frames instead of observations.
         info_keys: Keys of numbers in ``info`` to record as features; steps without a key are recorded without it.
 
-    Example:
-        >>> env = RecordWrapper(gymnasium.make("CartPole-v1", render_mode="rgb_array"), render=True)
+    Examples:
+        >>> import gymnasium
+        >>> from sb3_extra_buffers.recording import RecordWrapper
+        >>> env = RecordWrapper(gymnasium.make("CartPole-v1"))
+        >>> obs, info = env.reset()
+        >>> obs, reward, terminated, truncated, info = env.step(env.action_space.sample())
+        >>> float(env.record_buffer[-1].reward)
+        1.0
     """
 
     def __init__(

@@ -79,9 +79,15 @@ class ReplayBuffer:
         storage: ``"auto"`` for TorchRL's own storage for ``storing_device``, or ``"compressed"``.
         n_envs: For ``"compressed"``: the number of environments that take turns; detected from the data by default.
 
-    Example:
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from sb3_extra_buffers.replay_buffers import ReplayBuffer
         >>> cpu = torch.device("cpu")
         >>> buffer = ReplayBuffer(device=cpu, storing_device=cpu, buffer_size=100_000, storage="compressed")
+        >>> buffer.add_batch(TensorDict({"obs": torch.zeros(64, 4, 84, 84, dtype=torch.uint8)}, [64]))
+        >>> buffer.sample_batch(32)["obs"].shape
+        torch.Size([32, 4, 84, 84])
     """
 
     def __init__(
@@ -133,7 +139,7 @@ class ReplayBuffer:
     # ---- adding ----
 
     def add(self, experience: TensorDict) -> None:
-        """Add one experience tuple, without a batch dimension."""
+        """Add one tuple, ``experience``, without a batch dimension."""
         self._store(self.memory.add, _as_tensordict(experience, 0), 0)
 
     def add_batch(self, batch: TensorDict) -> None:
@@ -163,7 +169,7 @@ class ReplayBuffer:
         return self._to_device(self.memory.sample(check_count(batch_size, "batch_size")))
 
     def sample_random(self, batch_size: int) -> TensorDict:
-        """Alias of `sample_batch`."""
+        """Alias of `sample_batch`: return ``batch_size`` random tuples."""
         return self.sample_batch(batch_size)
 
     def sample_by_index(self, indices: Indices) -> TensorDict:
@@ -171,7 +177,7 @@ class ReplayBuffer:
         return self._to_device(self.memory.storage.get(self._check_indices(indices)))
 
     def sample_by_index_fields(self, indices: Indices, fields: Sequence[Key]) -> Any:
-        """Return fields of the tuples at ``indices``: one tensor, or a tuple of tensors for several fields."""
+        """Return ``fields`` of the tuples at ``indices``: one tensor, or a tuple of tensors for several fields."""
         if not isinstance(fields, (list, tuple)) or not fields:
             raise UnknownFieldError(f"fields must be a list of at least one name, got {fields!r}")
         index, storage = self._check_indices(indices), self.memory.storage
@@ -238,7 +244,7 @@ class ReplayBuffer:
     def create_epoch_iterator(
         self, batch_size: int, n_epochs: int = 1, *, shuffle: bool = True, drop_last: bool = False
     ) -> Iterator[TensorDict]:
-        """Return an iterator over ``n_epochs`` epochs, each in a new random order.
+        """Return an iterator over ``n_epochs`` epochs of batches of ``batch_size``, each in a new random order.
 
         `get_next_batch` takes its batches from the newest iterator.
 
@@ -273,15 +279,15 @@ class ReplayBuffer:
         return self.sample_batch(batch_size)
 
     def calculate_num_batches(self, batch_size: int, *, drop_last: bool = False) -> int:
-        """Return the number of batches in one epoch; with ``drop_last``, of full ones."""
+        """Return the number of batches of ``batch_size`` in one epoch; with ``drop_last``, of full ones."""
         batch_size = check_count(batch_size, "batch_size")
         return self.size // batch_size if drop_last else -(-self.size // batch_size)
 
     def get_steps_and_iterator(self, n_epochs: int, max_iter: int, batch_size: int, *, drop_last: bool = False) -> int:
         """Return the number of training steps, and set up the iterator for `get_next_batch`.
 
-        With ``n_epochs=0`` there are ``max_iter`` steps on random batches. ``drop_last`` is that of
-        `create_epoch_iterator`.
+        With ``n_epochs`` above 0, there is a step for each batch of ``batch_size`` in all epochs; with ``n_epochs=0``
+        there are ``max_iter`` steps on random batches. ``drop_last`` is that of `create_epoch_iterator`.
         """
         if check_count(n_epochs, "n_epochs", 0) == 0:
             self._iterator = None
@@ -304,10 +310,10 @@ class ReplayBuffer:
         return Parts(_KIND, description, columns, {})
 
     def save(self, path: str | os.PathLike[str], contents: bool = False) -> None:
-        """Write ``PATH.metadata``: capacity, number of tuples, next index. With ``contents`` also the experience.
+        """Write capacity, number of tuples and next index to the file ``path`` with the suffix ``.metadata``.
 
-        The experience goes to a folder next to it, in the format of `files.save`. The metadata file is replaced last:
-        until then the previous save stays valid.
+        With ``contents``, the experience goes to a folder next to it, in the format of `files.save`. The metadata file
+        is replaced last: until then the previous save stays valid.
         """
         target = _metadata_path(path)
         metadata: dict[str, Any] = {"format": _FORMAT, "version": 2, **self.metadata, "contents": None}
@@ -322,7 +328,7 @@ class ReplayBuffer:
                     remove_saved(old)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Read ``PATH.metadata``, and the experience if it was saved with ``contents``.
+        """Read what `save` wrote to ``path``, and the experience if it was saved with ``contents``.
 
         Without ``contents`` only `loaded_metadata` and the capacity are set. The experience in this buffer is kept, and
         so is its capacity if the experience would not fit the one in the file.

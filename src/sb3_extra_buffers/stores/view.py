@@ -298,7 +298,7 @@ class StoreView(ArrayMethods, np.lib.mixins.NDArrayOperatorsMixin):
     # ---- other views of the store ----
 
     def swapaxes(self, axis1: SupportsIndex, axis2: SupportsIndex) -> Self:
-        """Exchange two of the leading axes."""
+        """Exchange the leading axes ``axis1`` and ``axis2``."""
         axes = as_integers((axis1, axis2), "axes")
         axes = [axis + self.ndim if axis < 0 else axis for axis in axes]
         if not all(0 <= axis < len(self.lead_shape) for axis in axes):
