@@ -138,6 +138,15 @@ def test_a_vector_of_floats_takes_a_quarter_as_uint8() -> None:
     assert narrowed.held_bytes() < 0.3 * plain.held_bytes()
 
 
+@pytest.mark.parametrize("cls", [CompressedReplayBuffer, GpuReplayBuffer])
+def test_memory_is_compared_with_the_dtype_of_the_space(cls: Any) -> None:
+    ours, theirs = make(cls, FLOATS, dtypes=U8, compression_method="none"), make(ReplayBuffer, FLOATS)
+    fill(ours, theirs)
+    usage = ours.memory_usage()
+    assert usage.dense_observations == theirs.observations.nbytes + theirs.next_observations.nbytes
+    assert usage.observation_ratio == pytest.approx(0.25, rel=0.02)
+
+
 def test_prioritized_and_mmap_buffers(tmp_path: Path) -> None:
     ours, theirs = make(CompressedPrioritizedReplayBuffer, FLOATS, dtypes=U8), make(ReplayBuffer, FLOATS)
     fill(ours, theirs)
