@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 import warnings
 from typing import Any
 
@@ -11,11 +12,14 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.errors import ArgumentError, IndexOutOfRangeError, SpecMismatchError
 
-__all__ = ["as_array", "cast", "cast_exactly", "check_count", "check_index"]
+__all__ = ["as_array", "cast", "cast_exactly", "check_count", "check_index", "narrow", "parse_bytes"]
 
 Array = npt.NDArray[Any]
 
 _NUMBERS = frozenset("biuf")
+_UNITS = {"": 1, "b": 1} | {f"{prefix}b": 1000**i for i, prefix in enumerate("kmgt", 1)}
+_UNITS |= {f"{prefix}ib": 1024**i for i, prefix in enumerate("kmgt", 1)}
+_SIZE = re.compile(rf"(\d+(?:\.\d*)?)\s*({'|'.join(_UNITS)})", re.IGNORECASE)
 # NumPy 2 moved it
 _ComplexWarning: Any = getattr(np, "exceptions", np).ComplexWarning
 
@@ -29,6 +33,22 @@ def check_count(value: Any, name: str, least: int = 1) -> int:
     if not least <= count < 1 << 48:
         raise ArgumentError(f"{name} must be an integer of at least {least}, got {value!r}")
     return count
+
+
+def parse_bytes(value: Any, name: str) -> int:
+    """Return a number of bytes, given as a number or as a string such as ``"500MB"`` or ``"1.5 GiB"``."""
+    count = value
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value.strip())
+        count = float(match[1]) * _UNITS[match[2].lower()] if match is not None else 0
+    if isinstance(count, float) and 0 < count < 1 << 60 and (count == int(count) or isinstance(value, str)):
+        count = int(count)
+    try:
+        return check_count(count, name)
+    except ArgumentError:
+        raise ArgumentError(
+            f"{name} must be a positive number of bytes, or a string such as '500MB' or '4GiB'; got {value!r}"
+        ) from None
 
 
 def check_index(value: Any, count: int, name: str) -> int:
@@ -78,6 +98,30 @@ def cast_exactly(array: Array, dtype: np.dtype[Any], name: str) -> Array:
     if not same.all():
         raise _inexact(array, ~same, dtype, name)
     return converted
+
+
+def narrow(array: Array, dtype: np.dtype[Any], name: str) -> Array:
+    """Return ``array`` in a smaller dtype, or raise unless converting it back gives the same bits."""
+    array = np.ascontiguousarray(array)
+    bits = f"u{min(array.dtype.itemsize, 8)}"
+    try:
+        # infinity as an integer is undefined, and may happen to be the value that became infinity
+        with np.errstate(invalid="raise", over="raise"):
+            converted = array.astype(dtype)
+            if np.array_equal(converted.astype(array.dtype).view(bits), array.view(bits)):
+                return converted
+    except FloatingPointError:
+        pass
+    with np.errstate(invalid="ignore", over="ignore"):
+        converted = array.astype(dtype)
+        bad = (converted.astype(array.dtype).view(bits) != array.view(bits)).reshape(*array.shape, -1).any(axis=-1)
+    value, limits = array[bad | (converted != array)][0], ""
+    if dtype.kind in "iu":
+        limits = f" (whole numbers from {np.iinfo(dtype).min} to {np.iinfo(dtype).max})"
+    raise SpecMismatchError(
+        f"{name} holds {value!r}, which dtypes['elem_type'] {dtype}{limits} cannot store exactly; leave elem_type out, "
+        f"or pass {array.dtype}"
+    )
 
 
 def _inexact(array: Array, bad: Array, dtype: np.dtype[Any], name: str) -> SpecMismatchError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from gymnasium import spaces
 
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers._sb3.steps import fit_observations
-from sb3_extra_buffers.arguments import cast
+from sb3_extra_buffers.arguments import cast, narrow
 from sb3_extra_buffers.codecs.registry import codec_options
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import SpecMismatchError
@@ -29,7 +30,7 @@ class BufferView(StoreView):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         # floats are rounded to the precision of the space, as by SB3's arrays
-        if self.dtype.kind == "f" and getattr(value, "dtype", self.dtype) != self.dtype:
+        if self.dtype.kind == "f" and getattr(value, "dtype", self.dtype) not in (self.dtype, self.stored_dtype):
             value = cast(np.asarray(value), self.dtype, "the observation")
         super().__setitem__(index, value)
 
@@ -50,6 +51,8 @@ class ObsViews:
         self.stored = {key: view for key, view in by_key.items() if isinstance(view, StoreView)}
         self.dense = {key: view for key, view in by_key.items() if isinstance(view, np.ndarray)}
         self._steps = {key: (view.shape[1:], view.dtype) for key, view in by_key.items()}
+        #: The dtypes of observations that are stored in a smaller dtype than that of the space.
+        self.narrowed = {key: view.stored_dtype for key, view in self.stored.items() if view.stored_dtype != view.dtype}
 
     @classmethod
     def make(
@@ -65,7 +68,8 @@ class ObsViews:
         """Storage for the next observations, which shares frames with this one."""
         return ObsViews(
             {
-                key: view.next_view() if isinstance(view, StoreView) else np.zeros_like(view)
+                # zeros_like would write to every page, and make all of it resident
+                key: view.next_view() if isinstance(view, StoreView) else np.zeros(view.shape, view.dtype)
                 for key, view in self.by_key.items()
             },
             self.is_dict,
@@ -79,7 +83,7 @@ class ObsViews:
     # ---- writing ----
 
     def fit(self, observations: Any, name: str) -> dict[str, Array]:
-        """Return the observations of all environments by key, in the shape and dtype of a step."""
+        """Return the observations of all environments by key, in the shape and stored dtype of a step."""
         if not self.is_dict:
             observations = {"": observations}
         elif not isinstance(observations, Mapping):
@@ -97,6 +101,8 @@ class ObsViews:
             if type(array) is not np.ndarray or array.shape != shape or array.dtype != dtype:
                 array = fit_observations(array, shape, dtype, f"{name}[{key!r}]" if self.is_dict else name)
             fitted[key] = array
+        for key, dtype in self.narrowed.items():
+            fitted[key] = narrow(fitted[key], dtype, f"{name}[{key!r}]" if self.is_dict else name)
         return fitted
 
     def erase(self, step: int) -> None:
@@ -122,19 +128,20 @@ class ObsViews:
         """Bytes of the plain arrays."""
         return sum(array.nbytes for array in self.dense.values())
 
-    def memory_usage(self, n_copies: int, written: float) -> MemoryUsage:
-        """What observations take; ``n_copies`` is 2 with next observations, ``written`` the part of the steps used."""
-        total = MemoryUsage(0, 0, 0, 0, 0)
+    def memory_usage(self, n_copies: int, n_steps: int) -> MemoryUsage:
+        """What observations take; ``n_copies`` is 2 with next observations, ``n_steps`` how many steps were written."""
+        total = MemoryUsage()
         for key, view in self.by_key.items():
             if isinstance(view, StoreView):
                 usage = view.memory_usage()
-                # dense counts one copy: next observations repeat the observations
-                parts = (usage.payload, usage.index, usage.keyframes, usage.other, usage.dense // n_copies)
-                total += MemoryUsage(*parts, codecs={key: usage.codecs[""]})
+                total += replace(usage, codecs={key: usage.codecs[""]})
             else:
-                payload = int(view.nbytes * n_copies * written)
-                total += MemoryUsage(payload, 0, 0, 0, dense=view.nbytes, codecs={key: "none"})
+                total += MemoryUsage(n_copies * view[:n_steps].nbytes, codecs={key: "none"})
         return total
+
+    def specs(self) -> dict[str, ObsSpec]:
+        """Shape and dtype of one observation of each key."""
+        return {key: ObsSpec(view.shape[2:], view.dtype) for key, view in self.by_key.items()}
 
 
 def _make_view(
@@ -144,12 +151,12 @@ def _make_view(
     lead_shape: tuple[int, int],
     options: StorageOptions,
 ) -> View:
-    spec = ObsSpec(tuple(obs_shape), np.dtype(space.dtype))
-    options.check_dtypes(key, space, spec)
+    dtype: np.dtype[Any] = np.dtype(space.dtype)
+    spec = ObsSpec(tuple(obs_shape), options.stored_dtype(key, ObsSpec(tuple(obs_shape), dtype)))
     method = options.method_for(key, spec)
-    if method == "none" or (method == "auto" and choose_unseen(spec) is not None):
+    if spec.dtype == dtype and (method == "none" or (method == "auto" and choose_unseen(spec) is not None)):
         # vectors: nothing is faster than SB3's own array
-        return np.zeros((*lead_shape, *spec.shape), spec.dtype)
+        return np.zeros((*lead_shape, *spec.shape), dtype)
     store = ObservationStore(
         spec,
         n_streams=lead_shape[1],
@@ -158,4 +165,4 @@ def _make_view(
     )
     # a dense store cannot free what is evicted
     store.may_stay_dense = options.max_bytes is None
-    return BufferView(store, lead_shape)
+    return BufferView(store, lead_shape, dtype=dtype)

@@ -27,6 +27,10 @@ __all__ = ["CompressedArray"]
 class CompressedArray(StoreView, SavedAsFolder):
     """Behaves like an array of shape ``(*shape, *obs_shape)`` and stores it compressed, losslessly.
 
+    An array-like, not a subclass of ``ndarray``: it is indexed and assigned to like an array, has the usual methods,
+    such as `mean`, `min`, `astype` and `tolist`, and is accepted by every function of NumPy. Reading decodes into new
+    arrays; ``np.asarray(array)`` decodes everything, for example for ``torch.from_numpy``.
+
     The first axis is time: consecutive observations are expected to be similar. Every index of the other leading axes
     is a stream of its own, such as an environment.
 
@@ -49,6 +53,8 @@ class CompressedArray(StoreView, SavedAsFolder):
         >>> frames[0] = np.zeros((4, 4, 84, 84), np.uint8)
         >>> frames[[0, 0], [1, 2]].shape
         (2, 4, 84, 84)
+        >>> frames[:2].mean(), frames.max()
+        (np.float64(0.0), np.uint8(0))
     """
 
     def __init__(

@@ -92,13 +92,12 @@ def repair(path: str | os.PathLike[str], target: str | os.PathLike[str], cls: ty
 
 def _states(source: Path, findings: list[str]) -> Iterator[dict[str, Any]]:
     """Every manifest that can be found, newest first."""
+    manifest.check_is_saved(source)
     newest = None
     try:
         newest = manifest.read_tail(source) if source.is_file() else manifest.read(source)
         yield newest
     except ExtraBuffersError as error:
-        if not source.exists():
-            raise
         findings.append(str(error))
     files = [source] if source.is_file() else sorted(source.glob("data-*.bin"), reverse=True)
     for path in files:

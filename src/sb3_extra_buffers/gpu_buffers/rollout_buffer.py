@@ -55,6 +55,8 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         torch.Size([32, 4, 84, 84])
     """
 
+    _obs_per_transition = 1
+
     def __init__(
         self,
         buffer_size: int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class RecordBuffer(BaseRecordBuffer):
         compression_method: ``"auto"``, or a method such as ``"delta"``, ``"zstd-5"`` or ``"none"``.
         compression_kwargs: Options of the method.
         action_space: Space that actions must belong to; None if the first action sets their shape and dtype.
-        features: Dtype of each named feature; None if the first record sets them.
+        features: Dtype of each named feature that a record may have; None if the first value of each sets it.
 
     Examples:
         >>> import numpy as np
@@ -138,7 +139,9 @@ class RecordBuffer(BaseRecordBuffer):
 
     def memory_usage(self) -> MemoryUsage:
         """Memory of the buffer, by purpose."""
-        return self._frames.memory_usage() + super().memory_usage()
+        columns, frames = super().memory_usage(), self._frames.memory_usage()
+        dense = len(self) * self._frames.store.spec.nbytes
+        return columns + replace(frames, transitions=0, dense=dense, dense_observations=dense)
 
     def recompress(self, compression_method: str) -> None:
         """Compress all frames again with ``compression_method``."""
@@ -197,11 +200,12 @@ class RecordBuffer(BaseRecordBuffer):
 class FramelessRecordBuffer(BaseRecordBuffer):
     """Records rewards, actions and features; frames are ignored.
 
-    Takes the arguments of `RecordBuffer`, so that either can replace the other.
+    Accepts the arguments of `RecordBuffer`, so that either can replace the other, or a size alone:
+    ``FramelessRecordBuffer(100)``.
 
     Examples:
         >>> from sb3_extra_buffers.recording import FramelessRecordBuffer
-        >>> record_buffer = FramelessRecordBuffer(size=1000)
+        >>> record_buffer = FramelessRecordBuffer(1000)
         >>> record_buffer.add(None, reward=1.0, action=3)
         >>> record_buffer.rewards
         array([1.])
@@ -209,7 +213,7 @@ class FramelessRecordBuffer(BaseRecordBuffer):
 
     def __init__(
         self,
-        res: tuple[int, int] | None = None,
+        res: tuple[int, int] | int | None = None,
         ch_num: int | None = None,
         size: int = 40_000,
         *,
@@ -217,6 +221,8 @@ class FramelessRecordBuffer(BaseRecordBuffer):
         features: Mapping[str, npt.DTypeLike] | None = None,
         **_: Any,
     ) -> None:
+        if isinstance(res, int):
+            size = res
         super().__init__(size, action_space=action_space, features=features)
 
     @classmethod

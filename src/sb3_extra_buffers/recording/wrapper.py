@@ -22,7 +22,7 @@ class RecordWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         buffer: Buffer to record to; None to create one for the observations, without frames if they are not images.
         size: Size of the buffer if one is created.
         render: Record rendered frames instead of observations.
-        info_keys: Keys of numbers in ``info`` to record as features.
+        info_keys: Keys of numbers in ``info`` to record as features; steps without a key are recorded without it.
 
     Examples:
         >>> import gymnasium
@@ -61,7 +61,7 @@ class RecordWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         obs, reward, terminated, truncated, info = super().step(action)
         if self.record_buffer is None:
             self.record_buffer = buffer_for(self._last_frame, self._size)
-        features = {key: info[key] for key in self._info_keys} if self._info_keys else None
+        features = {key: info[key] for key in self._info_keys if key in info}
         self.record_buffer.add(self._last_frame, reward, action, features, done=terminated or truncated)
         self._last_frame = self._frame(obs)
         return obs, reward, terminated, truncated, info

@@ -90,7 +90,8 @@ class ObservationStore:
         self.n_obs = 0
         self.heap_bytes = heap_bytes
         self._path = None if path is None else Path(path)
-        self._compiled = compiled
+        #: Whether to use compiled kernels; None for those that are available.
+        self.compiled = compiled
         #: Held by every change. Hold it to keep the store unchanged over several calls.
         self.lock = fork_safe_lock()
         self.readers = ReaderLocks()
@@ -215,7 +216,7 @@ class ObservationStore:
         if choice is None:
             return
         codec = self._chooser.make_codec(choice, layout)
-        inner = make_store(layout, self.n_obs, self.n_streams, codec, self.heap_bytes, self._path, self._compiled)
+        inner = make_store(layout, self.n_obs, self.n_streams, codec, self.heap_bytes, self._path, self.compiled)
         if self.make_heap is not None:
             inner.use_heap(self.make_heap)
         inner.train(rows)
@@ -279,13 +280,22 @@ class ObservationStore:
     def describe(self) -> str:
         """The method in use, and why it was chosen."""
         inner = self.inner
-        return self._chooser.describe(self.choice, None if inner is None else inner.describe(), len(self._collected))
+        if inner is None:
+            n_trial = self._chooser.n_trial(self.n_obs, self.heap_bytes)
+            return self._chooser.describe_pending(len(self._collected), n_trial)
+        return self._chooser.describe(self.choice, inner.describe())
 
     @_exclusive
     def memory_usage(self) -> MemoryUsage:
-        """The bytes in use, by purpose, and what ``n_obs`` uncompressed observations would take."""
-        usage = MemoryUsage(self._collected.nbytes) if self.inner is None else self.inner.memory_usage()
-        return replace(usage, dense=self.n_obs * self.spec.nbytes, codecs={"": self.describe()})
+        """The bytes in use, by purpose, and what an array of the observations that were written would take."""
+        inner = self.inner
+        usage = MemoryUsage(self._collected.nbytes) if inner is None else inner.memory_usage()
+        n_written = (self._collected if inner is None else inner).count_written()
+        dense = n_written * self.spec.nbytes
+        return replace(
+            usage, transitions=n_written, dense=dense, dense_observations=dense, codecs={"": self.describe()},
+            decided=inner is not None,
+        )  # fmt: skip
 
     @property
     @_exclusive
@@ -324,7 +334,12 @@ class ObservationStore:
 
     @classmethod
     def from_parts(
-        cls, record: Mapping[str, Any], arrays: Mapping[str, Array], fill_heap: FillHeap, read_only: bool = False
+        cls,
+        record: Mapping[str, Any],
+        arrays: Mapping[str, Array],
+        fill_heap: FillHeap,
+        read_only: bool = False,
+        compiled: bool | None = None,
     ) -> Self:
         """Return the store that `to_parts` described; raise `FileFormatError` if anything about it is wrong.
 
@@ -336,7 +351,7 @@ class ObservationStore:
             if limit is not None:
                 whole(limit, "heap_bytes", stop=1 << 64)
             require(isinstance(method, str) and isinstance(options, dict), f"invalid method {method!r}")
-            store = cls(spec, whole(record["n_streams"], "n_streams", 1), method, options, limit)
+            store = cls(spec, whole(record["n_streams"], "n_streams", 1), method, options, limit, None, compiled)
             store.restore(record, arrays, fill_heap, read_only)
         return store
 
