@@ -166,6 +166,22 @@ def test_hindsight_replay_computes_rewards_in_the_dtype_of_the_space() -> None:
     assert_same_samples(ours, theirs, batch_size=40)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not th.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("buffer_device", ["cuda", "pinned"])
+@pytest.mark.parametrize("method", ["none", "delta", "rle", "zstd"])
+@pytest.mark.parametrize("space", [FLOATS, DICT], ids=["box", "dict"])
+def test_on_a_gpu(space: Any, method: str, buffer_device: str) -> None:
+    reference: Any = DictReplayBuffer if space is DICT else ReplayBuffer
+    dtypes = DICT_TYPES if space is DICT else U8
+    options: Any = {"dtypes": dtypes, "compression_method": method, "buffer_device": buffer_device}
+    ours = GpuReplayBuffer(80, space, ACTIONS, "cuda", n_envs=N_ENVS, **options)
+    theirs = reference(80, space, ACTIONS, "cuda", n_envs=N_ENVS)
+    fill(ours, theirs)
+    for seed in range(3):
+        assert_same_samples(ours, theirs, seed=seed)
+
+
 ROLLOUT: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     "box": (CompressedRolloutBuffer, RolloutBuffer, FLOATS, {"dtypes": U8}),
     "uncompressed": (CompressedRolloutBuffer, RolloutBuffer, FLOATS, {"dtypes": U8, "compression_method": "none"}),
