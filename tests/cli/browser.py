@@ -129,7 +129,7 @@ def start_browser(home: Path) -> Iterator[Browser]:
     from_browser, write_answers = os.pipe()
     # numbers that the two above cannot overwrite
     passed = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 10) for descriptor in (read_commands, write_answers)]
-    arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe"]
+    arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe"]
     process = subprocess.Popen(
         [sys.executable, "-c", _START, *map(str, passed), str(CHROMIUM), *arguments, f"--user-data-dir={home}"],
         pass_fds=passed, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
