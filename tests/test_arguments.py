@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sb3_extra_buffers.arguments import as_array, cast, cast_exactly, check_count, check_index
+from sb3_extra_buffers.arguments import as_array, cast, cast_exactly, check_count, check_index, parse_bytes
 from sb3_extra_buffers.errors import ArgumentError, IndexOutOfRangeError, SpecMismatchError
 
 
@@ -21,6 +21,36 @@ def test_counts_are_integers(value: Any) -> None:
 def test_other_counts_are_refused_by_name(value: Any) -> None:
     with pytest.raises(ArgumentError, match="batch_size must be an integer of at least 1"):
         check_count(value, "batch_size")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (7, 7),
+        (np.int64(10**9), 10**9),
+        (4e9, 4 * 10**9),
+        ("123", 123),
+        ("500MB", 500 * 10**6),
+        ("4GB", 4 * 10**9),
+        ("2GiB", 2 << 30),
+        ("1.5 GB", 1_500_000_000),
+        (" 64 kib ", 64 << 10),
+        ("3tb", 3 * 10**12),
+        ("10 b", 10),
+    ],
+)
+def test_bytes_have_units(value: Any, expected: int) -> None:
+    assert parse_bytes(value, "max_bytes") == expected
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1, 1.5, True, "", "GB", "4 XB", "-4GB", "0MB", "4GB free", "1e9", [4], float("nan")]
+)
+def test_other_bytes_are_refused_by_name(value: Any) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"max_bytes must be a positive number of bytes, or a string such as '500MB'"
+    ):
+        parse_bytes(value, "max_bytes")
 
 
 def test_indices_wrap_and_stay_inside() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 import warnings
 from typing import Any
 
@@ -11,11 +12,14 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.errors import ArgumentError, IndexOutOfRangeError, SpecMismatchError
 
-__all__ = ["as_array", "cast", "cast_exactly", "check_count", "check_index"]
+__all__ = ["as_array", "cast", "cast_exactly", "check_count", "check_index", "parse_bytes"]
 
 Array = npt.NDArray[Any]
 
 _NUMBERS = frozenset("biuf")
+_UNITS = {"": 1, "b": 1} | {f"{prefix}b": 1000**i for i, prefix in enumerate("kmgt", 1)}
+_UNITS |= {f"{prefix}ib": 1024**i for i, prefix in enumerate("kmgt", 1)}
+_SIZE = re.compile(rf"(\d+(?:\.\d*)?)\s*({'|'.join(_UNITS)})", re.IGNORECASE)
 # NumPy 2 moved it
 _ComplexWarning: Any = getattr(np, "exceptions", np).ComplexWarning
 
@@ -29,6 +33,22 @@ def check_count(value: Any, name: str, least: int = 1) -> int:
     if not least <= count < 1 << 48:
         raise ArgumentError(f"{name} must be an integer of at least {least}, got {value!r}")
     return count
+
+
+def parse_bytes(value: Any, name: str) -> int:
+    """Return a number of bytes, given as a number or as a string such as ``"500MB"`` or ``"1.5 GiB"``."""
+    count = value
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value.strip())
+        count = float(match[1]) * _UNITS[match[2].lower()] if match is not None else 0
+    if isinstance(count, float) and 0 < count < 1 << 60 and (count == int(count) or isinstance(value, str)):
+        count = int(count)
+    try:
+        return check_count(count, name)
+    except ArgumentError:
+        raise ArgumentError(
+            f"{name} must be a positive number of bytes, or a string such as '500MB' or '4GiB'; got {value!r}"
+        ) from None
 
 
 def check_index(value: Any, count: int, name: str) -> int:

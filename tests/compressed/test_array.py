@@ -408,7 +408,7 @@ def test_repr() -> None:
     array, _ = both("delta")
     assert repr(array) == "CompressedArray(shape=(40, 3, 4, 12, 11), dtype=uint8, delta)"
     young = CompressedArray((400, 3), (4, 12, 11), np.uint8)
-    assert "undecided after 0 observations" in repr(young)
+    assert "auto (not compressed yet: the method is chosen after 256 observations, 0 so far)" in repr(young)
 
 
 def test_memory_usage_adds_up() -> None:
@@ -419,5 +419,6 @@ def test_memory_usage_adds_up() -> None:
     assert usage.ratio == usage.total / dense.nbytes
     assert usage.codecs == {"": "delta"}
     assert usage.as_dict()["total"] == usage.total
-    assert f"{usage.ratio:.2%}" in str(usage)
+    assert f"{100 * usage.total / dense.nbytes:.1f} % of the {dense.nbytes / 1e3:.1f} kB in a NumPy array" in str(usage)
     assert (usage + usage).payload == 2 * usage.payload
+    assert (usage + usage).transitions == usage.transitions == 120

@@ -31,6 +31,7 @@ from sb3_extra_buffers.compressed import (
     compressed,
 )
 from sb3_extra_buffers.errors import (
+    ArgumentError,
     BudgetExceededError,
     CodecOptionError,
     EmptyBufferError,
@@ -38,6 +39,7 @@ from sb3_extra_buffers.errors import (
     SpecMismatchError,
     UnknownCodecError,
 )
+from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer
 from tests.contracts.buffer import ACTIONS, SPACES, assert_same_contents, assert_same_samples, contents, play
 from tests.contracts.store import RESIDENT, needs_proc, run_fresh
 from tests.contracts.vec_env import make_envs
@@ -69,7 +71,7 @@ class TestBudget:
                 self.check_batch(ours, played[: number + 1])
         self.check_batch(ours, played)
         assert 10 < ours.size() < 500
-        assert "undecided" not in ours.memory_usage().codecs[""]
+        assert "not compressed yet" not in ours.memory_usage().codecs[""]
 
     @staticmethod
     def check_batch(ours: Any, played: Any) -> None:
@@ -143,8 +145,15 @@ class TestBudget:
 
     @pytest.mark.parametrize("limit", [0, -1])
     def test_max_bytes_must_be_positive(self, limit: int) -> None:
-        with pytest.raises(ValueError, match="max_bytes must be positive"):
+        with pytest.raises(ValueError, match="max_bytes must be a positive number of bytes"):
             CompressedReplayBuffer(10, IMAGE, DISCRETE, "cpu", max_bytes=limit)
+
+    @pytest.mark.parametrize("name", ["ReplayBuffer", "NStepReplayBuffer", "PrioritizedReplayBuffer"])
+    def test_max_bytes_may_have_a_unit(self, name: str) -> None:
+        buffer = getattr(module, f"Compressed{name}")(10, IMAGE, DISCRETE, "cpu", max_bytes="1.5 MB")
+        assert buffer.storage_options.max_bytes == buffer.storage_options.evict_above == 1_500_000
+        with pytest.raises(ArgumentError, match="got 'much'"):
+            getattr(module, f"Compressed{name}")(10, IMAGE, DISCRETE, "cpu", max_bytes="much")
 
     def test_max_bytes_must_allow_one_step(self) -> None:
         with pytest.raises(BudgetExceededError, match="max_bytes=90"):
@@ -304,24 +313,80 @@ class TestCallback:
         model.learn(300, callback=BufferUsageCallback(log_freq=10), log_interval=2)
         model.logger.close()
         said = capsys.readouterr().out
-        for name in ("megabytes", "percent_of_dense", "payload_megabytes", "method"):
-            assert name in said
+        for name in ("size", "bytes", "sb3_bytes", "ratio", "observation_ratio", "method"):
+            assert f" {name} " in said
         with (tmp_path / "progress.csv").open() as file:
-            row = list(csv.DictReader(file))[-1]
+            first, *_, last = csv.DictReader(file)
+        # nothing is compressed yet
+        assert float(first["buffer/size"]) > 0
+        assert first["buffer/ratio"] == first["buffer/observation_ratio"] == ""
         usage = model.replay_buffer.memory_usage()
-        assert 0 < float(row["buffer/megabytes"]) < 2 * usage.total / 1e6
-        assert row["buffer/method"] in usage.codecs[""]
+        assert usage.decided
+        for name, value in {
+            "size": 200, "bytes": usage.total, "sb3_bytes": usage.dense, "ratio": usage.ratio,
+            "observation_ratio": usage.observation_ratio,
+        }.items():  # fmt: skip
+            assert float(last[f"buffer/{name}"]) == pytest.approx(value)
+        assert usage.codecs[""].startswith(last["buffer/method"])
         events = EventAccumulator(str(tmp_path))
         events.Reload()
-        assert "buffer/percent_of_dense" in events.Tags()["scalars"]
+        assert {"buffer/ratio", "buffer/size"} <= set(events.Tags()["scalars"])
 
-    def test_rollouts(self) -> None:
+    @pytest.mark.parametrize("log_freq", [20, 10**6])
+    def test_a_short_run_reports_at_its_end(self, tmp_path: Path, log_freq: int) -> None:
+        model = self.model(DQN, buffer_size=200, learning_starts=500, replay_buffer_class=CompressedReplayBuffer)
+        model.set_logger(configure(str(tmp_path), ["csv"]))
+        # SB3 itself writes no log: no episode ends
+        model.learn(64, callback=BufferUsageCallback(log_freq), log_interval=10**6)
+        model.logger.close()
+        with (tmp_path / "progress.csv").open() as file:
+            (row,) = csv.DictReader(file)
+        assert float(row["buffer/size"]) == 64
+
+    def test_log_freq_counts_calls_of_env_step(self) -> None:
+        model = self.model(DQN, buffer_size=200, learning_starts=500, replay_buffer_class=CompressedReplayBuffer)
+        sizes = []
+
+        class Spy(BufferUsageCallback):
+            def _record(self) -> None:
+                super()._record()
+                sizes.append(self.logger.name_to_value["buffer/size"])
+
+        model.learn(64, callback=Spy(log_freq=10))
+        # two environments: a call makes two steps, and SB3 calls back before it adds them
+        assert sizes == [18, 38, 58, 64]
+
+    @pytest.mark.parametrize("log_freq", [0, -1, 2.5, "often"])
+    def test_a_bad_log_freq_is_refused(self, log_freq: Any) -> None:
+        with pytest.raises(ValueError, match="log_freq must be an integer of at least 1"):
+            BufferUsageCallback(log_freq)
+
+    def test_rollouts(self, tmp_path: Path) -> None:
         model = self.model(
             PPO, n_steps=16, batch_size=8, n_epochs=1, rollout_buffer_class=CompressedRolloutBuffer
         )  # fmt: skip
-        callback = BufferUsageCallback(log_freq=5)
-        model.learn(64, callback=callback)
-        assert model.logger.name_to_value["buffer/megabytes"] > 0
+        model.set_logger(configure(str(tmp_path), ["csv"]))
+        model.learn(64, callback=BufferUsageCallback(log_freq=5))
+        model.logger.close()
+        with (tmp_path / "progress.csv").open() as file:
+            sizes = [float(row["buffer/size"]) for row in csv.DictReader(file)]
+        assert sizes[-1] == 32
+
+    def test_gpu_buffers(self) -> None:
+        model = self.model(
+            DQN, buffer_size=200, learning_starts=500, replay_buffer_class=GpuReplayBuffer,
+            replay_buffer_kwargs={"compression_method": "delta"},
+        )  # fmt: skip
+        recorded = {}
+
+        class Spy(BufferUsageCallback):
+            def _record(self) -> None:
+                super()._record()
+                recorded.update(self.logger.name_to_value)
+
+        model.learn(400, callback=Spy())
+        assert recorded["buffer/size"] == 200
+        assert 0 < recorded["buffer/ratio"] < 2
 
     def test_a_model_without_a_compressed_buffer_is_refused(self) -> None:
         model = self.model(DQN, buffer_size=50)

@@ -111,7 +111,7 @@ def test_reset_keeps_the_chosen_method() -> None:
     fill([ours], list(play(SPACES["frames first"], 4, N_STEPS)))
     store = ours.observations.store
     method = ours.memory_usage().codecs
-    assert "undecided" not in method[""]
+    assert "not compressed yet" not in method[""]
     ours.reset()
     assert ours.observations.store is store
     assert ours.memory_usage().codecs == method

@@ -166,9 +166,9 @@ def test_a_store_without_a_chosen_method_is_saved_as_such(tmp_path: Path) -> Non
 
     array.save(tmp_path / "saved")
 
-    assert "undecided" in array.store.describe()
+    assert "not compressed yet" in array.store.describe()
     loaded = CompressedArray.load(tmp_path / "saved")
-    assert "undecided" in loaded.store.describe()
+    assert "not compressed yet" in loaded.store.describe()
     np.testing.assert_array_equal(loaded[:3], rows)
 
 

@@ -186,7 +186,7 @@ def test_stacked_frames_are_compressed() -> None:
         buffer.add(stack, 0, 0)
     usage = buffer.memory_usage()
 
-    assert usage.dense == 600 * 4 * 84 * 84
+    assert usage.dense_observations == 600 * 4 * 84 * 84
     assert usage.total < 0.03 * usage.dense
     assert usage.other >= 600 * 8
     np.testing.assert_array_equal(buffer[-1].frame, stack)

@@ -53,7 +53,7 @@ def store_all(observations: npt.NDArray[Any], **options: Any) -> CompressedArray
 )
 def test_vectors_and_small_observations_stay_dense(shape: tuple[int, ...], dtype: str) -> None:
     array = CompressedArray((300, 2), shape, dtype)
-    assert "undecided" not in array.store.describe()  # no trial is needed
+    assert "not compressed yet" not in array.store.describe()  # no trial is needed
     array[:200] = 1
     assert array.store.layout is None
     assert array.memory_usage().codecs[""].startswith("none (auto: ")
@@ -78,7 +78,7 @@ def test_stacked_gray_frames_become_differences(frame: tuple[int, int], stack: i
         f"delta (auto: stacks of {stack} along the {axis_name} axis; bytes for a frame of 1680: delta "
     )
     assert what in repr(array)
-    assert array.memory_usage().ratio < 0.2
+    assert (array.memory_usage().ratio or 1) < 0.2
 
 
 @pytest.mark.parametrize(("channels_first", "axis_name"), [(True, "first"), (False, "last")])
@@ -115,7 +115,7 @@ def test_rgb_frames_of_few_colours_use_a_palette() -> None:
     colours = rng.integers(0, 256, (9, 3)).astype(np.uint8)
     array = store_all(colours[rng.integers(0, 9, (120, 40, 40))])
     assert array.memory_usage().codecs[""].startswith("palette")
-    assert array.memory_usage().ratio < 0.4
+    assert (array.memory_usage().ratio or 1) < 0.4
 
 
 @needs("zstd")
@@ -154,9 +154,9 @@ def test_the_choice_is_kept_when_cleared_and_copied() -> None:
 def test_choosing_without_observations_stays_undecided() -> None:
     array = CompressedArray(50, (40, 40), np.uint8)
     array.store.choose_method()
-    assert "undecided" in array.store.describe()
+    assert "not compressed yet" in array.store.describe()
     array[:] = play(50, (40, 40))
-    assert "undecided" not in array.store.describe()
+    assert "not compressed yet" not in array.store.describe()
 
 
 def rows_of(observations: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

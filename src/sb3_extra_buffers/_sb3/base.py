@@ -12,10 +12,13 @@ import torch as th
 
 from sb3_extra_buffers._sb3.algorithm import check_loaded
 from sb3_extra_buffers._sb3.options import OPTION_NAMES, StorageOptions
+from sb3_extra_buffers._sb3.report import ReportingBuffer
 from sb3_extra_buffers._sb3.views import Array, ObsViews, View
+from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import LayoutError, UnsupportedVersionError
 from sb3_extra_buffers.files.folders import SavedAsFolder
 from sb3_extra_buffers.stores.transactions import Transactional
+from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.stores.view import StoreView
 
 #: Version of the pickled state; pickles of other versions are refused.
@@ -31,7 +34,7 @@ _NOT_COPIED = frozenset({"_lock", "mmap_folder", "last_save", "read_only", "_unf
 _converting_fresh_arrays: ContextVar[bool] = ContextVar("converting_fresh_arrays", default=False)
 
 
-class CompressedBuffer(Transactional, SavedAsFolder):
+class CompressedBuffer(ReportingBuffer, Transactional, SavedAsFolder):
     """A buffer of SB3's that keeps its observations in `ObsViews`; everything else stays as SB3 laid it out."""
 
     _options: StorageOptions
@@ -95,6 +98,14 @@ class CompressedBuffer(Transactional, SavedAsFolder):
         if self.mmap_folder is not None:
             self.mmap_folder.undo_step()
         super()._undo_step()
+
+    # ---- memory ----
+
+    def _observation_usage(self, n_written: int) -> MemoryUsage:
+        return self._views.memory_usage(self._obs_per_transition, n_written)
+
+    def _observation_specs(self) -> dict[str, ObsSpec]:
+        return self._views.specs() if "_views" in vars(self) else {}
 
     # ---- tensors ----
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sb3_extra_buffers._sb3.base import CompressedBuffer
 from sb3_extra_buffers._sb3.views import ObsViews
 from sb3_extra_buffers.errors import BudgetExceededError
-from sb3_extra_buffers.stores.usage import MemoryUsage
 
 # the part of max_bytes that may go to tables, which do not shrink when observations are evicted
 _TABLE_SHARE = 1 / 3
@@ -30,7 +29,8 @@ class BudgetMixin(CompressedBuffer):
     """
 
     _next_views: ObsViews
-    _column_bytes: int
+    # bytes of everything but observations, once it was asked for
+    _column_bytes: int | None
     n_evicted: int
 
     if TYPE_CHECKING:
@@ -46,13 +46,10 @@ class BudgetMixin(CompressedBuffer):
         """How many steps of every environment can be sampled."""
         return (self.buffer_size if self.full else self.pos) - self.n_evicted
 
-    def memory_usage(self) -> MemoryUsage:
-        """What the buffer holds, by purpose; ``dense`` is one dense copy of the observations."""
-        written = 1.0 if self.full else self.pos / self.buffer_size
-        return self._views.memory_usage(2, written) + MemoryUsage(0, 0, 0, int(self._column_bytes * written), 0)
-
     def held_bytes(self) -> int:
         """The total of `memory_usage`, slightly overestimated but cheap."""
+        if self._column_bytes is None:
+            self._column_bytes = sum(column.nbytes for column in self._columns().values()) + self._extra_bytes()
         return self._views.held_bytes() + self._next_views.dense_bytes + self._column_bytes
 
     def _check_budget(self, limit: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from gymnasium import spaces
 
+from sb3_extra_buffers.arguments import parse_bytes
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.stores.choice import choose_unseen
@@ -28,7 +29,8 @@ class StorageOptions:
         compression_kwargs: Options of that method.
         decompression_kwargs: Options for decoding; no method has any.
         output_dtype: ``"raw"`` to sample observations in the dtype of the space, ``"float"`` for float32.
-        max_bytes: Upper limit for the memory of the buffer; ``None`` for no limit.
+        max_bytes: Upper limit for the memory of the buffer, in bytes or as a string such as ``"4GB"`` or ``"500 MiB"``;
+            ``None`` for no limit.
         on_max_bytes: At the limit, ``"evict"`` drops the oldest transitions and ``"raise"`` refuses new ones.
         storage: ``"mmap"`` to live in a folder, where every completed step survives the end of the process.
         path: The folder for ``"mmap"``, new or empty.
@@ -40,7 +42,7 @@ class StorageOptions:
     compression_kwargs: Mapping[str, Any] | None = None
     decompression_kwargs: Mapping[str, Any] | None = None
     output_dtype: Literal["raw", "float"] = "raw"
-    max_bytes: int | None = None
+    max_bytes: int | str | None = None
     on_max_bytes: Literal["evict", "raise"] = "evict"
     storage: Literal["memory", "mmap"] = "memory"
     path: str | os.PathLike[str] | None = None
@@ -53,8 +55,8 @@ class StorageOptions:
             raise ValueError(f"output_dtype must be 'raw' or 'float', got {self.output_dtype!r}")
         if self.on_max_bytes not in ("evict", "raise"):
             raise ValueError(f"on_max_bytes must be 'evict' or 'raise', got {self.on_max_bytes!r}")
-        if self.max_bytes is not None and self.max_bytes <= 0:
-            raise ValueError(f"max_bytes must be positive, got {self.max_bytes}")
+        if self.max_bytes is not None:
+            object.__setattr__(self, "max_bytes", parse_bytes(self.max_bytes, "max_bytes"))
         if self.storage not in ("memory", "mmap") or (self.storage == "mmap") != (self.path is not None):
             raise ValueError(
                 f"storage must be 'memory', or 'mmap' with the path of a folder; got {self.storage!r}, {self.path!r}"

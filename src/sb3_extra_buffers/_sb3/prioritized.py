@@ -99,8 +99,10 @@ class PrioritizedMixin(ReplayMixin):
         self._priorities = np.zeros((1, self.n_envs), np.float64)
         super()._lay_out(n_steps)
         self._tree = SumTree(self.buffer_size * self.n_envs)
-        self._column_bytes += self._tree.nbytes - self._priorities.nbytes
         del self._priorities
+
+    def _extra_bytes(self) -> int:
+        return self._tree.nbytes
 
     def _refuse_stock(self, algorithm: Any) -> None:
         """Raise if ``algorithm`` would neither weight its loss nor update priorities."""

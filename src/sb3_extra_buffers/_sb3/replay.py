@@ -76,7 +76,7 @@ class ReplayMixin(BudgetMixin, _Base):
         compression_kwargs: Mapping[str, Any] | None = None,
         decompression_kwargs: Mapping[str, Any] | None = None,
         output_dtype: Literal["raw", "float"] = "raw",
-        max_bytes: int | None = None,
+        max_bytes: int | str | None = None,
         on_max_bytes: Literal["evict", "raise"] = "evict",
         n_steps: int = 1,
         gamma: float = 0.99,
@@ -112,7 +112,7 @@ class ReplayMixin(BudgetMixin, _Base):
             if isinstance(column, np.ndarray) and column.shape[:2] == (1, self.n_envs)
             and name not in ("observations", "next_observations")
         }  # fmt: skip
-        limit = self._options.max_bytes
+        limit = self._options.evict_above or self._options.raise_above
         if limit is not None:
             n_steps = self._affordable_steps(n_steps, limit, sum(column.nbytes for column in columns.values()))
         for name, column in columns.items():
@@ -122,7 +122,7 @@ class ReplayMixin(BudgetMixin, _Base):
         self._use_views(views, views.make_next())
         self._per_env = (self.n_envs,)
         self._action_shape = (self.n_envs, self.action_dim)
-        self._column_bytes = sum(np.asarray(getattr(self, name)).nbytes for name in columns)
+        self._column_bytes = None
 
     def _use_views(self, observations: ObsViews, next_observations: ObsViews | None = None) -> None:
         super()._use_views(observations)

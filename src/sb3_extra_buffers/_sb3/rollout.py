@@ -18,7 +18,6 @@ from sb3_extra_buffers._sb3.views import Array, ObsViews
 from sb3_extra_buffers.arguments import as_array, check_count
 from sb3_extra_buffers.errors import EmptyBufferError, ExtraBuffersError, IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.stores.transactions import WRITING
-from sb3_extra_buffers.stores.usage import MemoryUsage
 
 T = TypeVar("T")
 
@@ -45,6 +44,8 @@ class RolloutStep(NamedTuple):
 
 class RolloutMixin(CompressedBuffer, _Base):
     """Keeps the observations of a rollout buffer in stores; everything else stays as SB3 laid it out."""
+
+    _obs_per_transition = 1
 
     def __init__(
         self,
@@ -175,15 +176,6 @@ class RolloutMixin(CompressedBuffer, _Base):
 
     def _get_samples(self, *args: Any, **kwargs: Any) -> Any:
         return self._sb3_samples(super()._get_samples, *args, **kwargs)
-
-    def memory_usage(self) -> MemoryUsage:
-        """What the buffer holds, by purpose; ``dense`` is one dense copy of the observations."""
-        columns = (
-            column.nbytes
-            for name, column in vars(self).items()
-            if isinstance(column, np.ndarray) and name != "observations"
-        )
-        return self._views.memory_usage(1, 1.0) + MemoryUsage(0, 0, 0, sum(columns), 0)
 
 
 class ContribRollout(OptionsFirst):

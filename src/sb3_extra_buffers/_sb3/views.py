@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,8 @@ class ObsViews:
         """Storage for the next observations, which shares frames with this one."""
         return ObsViews(
             {
-                key: view.next_view() if isinstance(view, StoreView) else np.zeros_like(view)
+                # zeros_like would write to every page, and make all of it resident
+                key: view.next_view() if isinstance(view, StoreView) else np.zeros(view.shape, view.dtype)
                 for key, view in self.by_key.items()
             },
             self.is_dict,
@@ -122,19 +124,20 @@ class ObsViews:
         """Bytes of the plain arrays."""
         return sum(array.nbytes for array in self.dense.values())
 
-    def memory_usage(self, n_copies: int, written: float) -> MemoryUsage:
-        """What observations take; ``n_copies`` is 2 with next observations, ``written`` the part of the steps used."""
-        total = MemoryUsage(0, 0, 0, 0, 0)
+    def memory_usage(self, n_copies: int, n_steps: int) -> MemoryUsage:
+        """What observations take; ``n_copies`` is 2 with next observations, ``n_steps`` how many steps were written."""
+        total = MemoryUsage()
         for key, view in self.by_key.items():
             if isinstance(view, StoreView):
                 usage = view.memory_usage()
-                # dense counts one copy: next observations repeat the observations
-                parts = (usage.payload, usage.index, usage.keyframes, usage.other, usage.dense // n_copies)
-                total += MemoryUsage(*parts, codecs={key: usage.codecs[""]})
+                total += replace(usage, codecs={key: usage.codecs[""]})
             else:
-                payload = int(view.nbytes * n_copies * written)
-                total += MemoryUsage(payload, 0, 0, 0, dense=view.nbytes, codecs={key: "none"})
+                total += MemoryUsage(n_copies * view[:n_steps].nbytes, codecs={key: "none"})
         return total
+
+    def specs(self) -> dict[str, ObsSpec]:
+        """Shape and dtype of one observation of each key."""
+        return {key: ObsSpec(view.shape[2:], view.dtype) for key, view in self.by_key.items()}
 
 
 def _make_view(

@@ -165,7 +165,7 @@ class DeviceGroup(StoredGroup):
         """Return the memory in use, by purpose; raw rows count as payload."""
         usage = self.store.memory_usage()
         payload = usage.payload + sum(raw.nbytes for raw in self._raw)
-        return replace(usage, payload=payload, dense=self.n_rows * len(self.keys) * self.spec.nbytes)
+        return replace(usage, payload=payload)
 
     def check(self) -> None:
         self.store.check()

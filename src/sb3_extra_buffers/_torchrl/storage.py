@@ -338,7 +338,7 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
     # ---- information ----
 
     def memory_usage(self) -> MemoryUsage:
-        """Return the memory in use, by purpose; ``dense`` is what TorchRL's tensor storages take for these items."""
+        """Return the memory in use, and what TorchRL's tensor storages would take for the same items."""
         self.recover()
         return self.table.memory_usage(self._len)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from sb3_extra_buffers.errors import IndexOutOfRangeError
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 __all__ = ["ItemTable", "example_item"]
+
+_BASELINE = "TorchRL's LazyTensorStorage"
 
 
 class ItemTable:
@@ -140,16 +143,17 @@ class ItemTable:
             group.clear()
 
     def memory_usage(self, length: int) -> MemoryUsage:
-        """Return the memory in use for ``length`` items; ``dense`` is what TorchRL's tensor storages would take."""
-        nbytes = sum(leaf.nbytes for leaf in self.dense.values())
-        total = MemoryUsage(0, 0, 0, other=int(nbytes * (length / max(self.n_items, 1))), dense=nbytes)
+        """Return the memory in use for ``length`` items, compared with what TorchRL's tensor storages would take."""
+        n_items = max(self.n_items, 1)
+        small = sum(leaf.nbytes for leaf in self.dense.values()) * length // n_items
+        large = sum(group.spec.nbytes * len(group.keys) for group in self.groups) * length
+        # on the CPU, memory that was never written is not resident
+        other = sum(leaf.nbytes if leaf.is_cuda else leaf.nbytes * length // n_items for leaf in self.dense.values())
+        total = MemoryUsage(other=other)
         for group in self.groups:
             usage = group.memory_usage()
-            codecs = {key_name(key): usage.codecs[""] for key in group.keys}
-            total += MemoryUsage(
-                usage.payload, usage.index, usage.keyframes, usage.other, dense=usage.dense, codecs=codecs
-            )
-        return total
+            total += replace(usage, codecs={key_name(key): usage.codecs[""] for key in group.keys})
+        return replace(total, transitions=length, dense=small + large, dense_observations=large, baseline=_BASELINE)
 
     def check(self) -> None:
         """Raise if a group is inconsistent."""

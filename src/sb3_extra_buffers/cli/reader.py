@@ -16,7 +16,6 @@ import numpy.typing as npt
 from sb3_extra_buffers.cli.saved_buffer import SavedBuffer
 from sb3_extra_buffers.errors import ArgumentError, FileFormatError
 from sb3_extra_buffers.files import manifest, registry
-from sb3_extra_buffers.files.parts import views_of
 from sb3_extra_buffers.files.saved_parts import SavedParts, errors_about
 from sb3_extra_buffers.recording.base import BaseRecordBuffer
 from sb3_extra_buffers.stores.usage import MemoryUsage
@@ -184,9 +183,5 @@ def obs_shape(leaf: Any) -> tuple[int, ...]:
 
 
 def memory_of(buffer: Any) -> MemoryUsage | None:
-    """Return the memory report of a buffer; None if it stores nothing in compressed form."""
-    if hasattr(buffer, "memory_usage"):
-        usage: MemoryUsage = buffer.memory_usage()
-        return usage
-    usages = list({id(view.store): view.memory_usage() for _, view in views_of(buffer)}.values())
-    return sum(usages[1:], usages[0]) if usages else None
+    """Return the memory report of a buffer; None if it has none."""
+    return buffer.memory_usage() if hasattr(buffer, "memory_usage") else None

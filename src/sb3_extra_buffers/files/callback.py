@@ -19,19 +19,24 @@ __all__ = ["BufferCheckpointCallback"]
 
 
 class BufferCheckpointCallback(BaseCallback):
-    """Saves the model and its buffer every ``save_freq`` calls, and keeps the last ``keep_last`` checkpoints.
+    """Saves the model and its buffer every ``save_freq`` calls of ``env.step()``, and keeps the last ``keep_last``.
 
     Like SB3's `CheckpointCallback`, but a checkpoint of the buffer costs time and disk space only for what is new since
-    the one before, as they share files. Each is a folder that can be loaded, copied and deleted on its own.
+    the one before, as they share files. Each is a folder that can be loaded, copied and deleted on its own. The last
+    one is made when training ends.
+
+    Warning:
+        As in SB3's `CheckpointCallback`, each call of ``env.step()`` makes ``n_envs`` steps. To save every so many
+        steps, pass ``save_freq=max(save_freq // n_envs, 1)``.
 
     Args:
-        save_freq: Calls of the callback between two checkpoints, one per step of the vectorized environment.
+        save_freq: Calls of ``env.step()`` between two checkpoints.
         save_path: The folder for the checkpoints.
         name_prefix: Prefix of their names.
         keep_last: How many to keep; ``None`` for all.
         save_model: Whether to save the model too.
 
-    Example:
+    Examples:
         >>> model.learn(1_000_000, callback=BufferCheckpointCallback(10_000, "checkpoints"))  # doctest: +SKIP
         >>> model.replay_buffer = load("checkpoints/rl_model_buffer_990000_steps")  # doctest: +SKIP
     """
@@ -53,6 +58,7 @@ class BufferCheckpointCallback(BaseCallback):
         self.name_prefix = name_prefix
         self.keep_last = keep_last
         self.save_model = save_model
+        self._saved_steps = -1
 
     def _buffer(self) -> Any:
         for name in ("replay_buffer", "rollout_buffer"):
@@ -75,9 +81,13 @@ class BufferCheckpointCallback(BaseCallback):
             self._save()
         return True
 
+    def _on_training_end(self) -> None:
+        if self._saved_steps != self.num_timesteps:
+            self._save()
+
     def _save(self) -> None:
         buffer = self._buffer()
-        steps = self.num_timesteps
+        steps = self._saved_steps = self.num_timesteps
         last = get_last_save(buffer)
         folder = self.save_path / f"{self.name_prefix}_buffer_{steps}_steps"
         report = save(buffer, folder, base=None if last is None else last.folder)

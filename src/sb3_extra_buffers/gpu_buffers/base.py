@@ -12,6 +12,7 @@ import torch as th
 from gymnasium import spaces
 
 from sb3_extra_buffers._sb3.options import StorageOptions
+from sb3_extra_buffers._sb3.report import ReportingBuffer
 from sb3_extra_buffers._sb3.steps import fit_observations
 from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.codecs.registry import codec_options, get_codec
@@ -56,7 +57,7 @@ class Step:
         self.after = after  # attributes of the buffer once the step is written
 
 
-class BaseGpuBuffer(Transactional, SavedAsFolder):
+class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
     """A buffer with SB3's layout whose observations are in `DeviceObservationStore`s.
 
     A write is a transaction. Everything it needs is checked and staged first, as a `Step`; then observations and
@@ -234,13 +235,14 @@ class BaseGpuBuffer(Transactional, SavedAsFolder):
         by_key = self._read(IndexBatch(np.array([[index]], np.int64)))
         return th.cat([part.reshape(-1) for part in by_key.values()])
 
-    def memory_usage(self) -> MemoryUsage:
-        """What the observations take, wherever they are, and what they would take dense."""
-        total = MemoryUsage(0, 0, 0, 0, 0)
-        for key, store in self.obs_stores.items():
-            usage = store.memory_usage()
-            total += replace(usage, codecs={key: usage.codecs[""]})
-        return total
+    # ---- memory ----
+
+    def _observation_usage(self, n_written: int) -> MemoryUsage:
+        usages = {key: store.memory_usage() for key, store in self.obs_stores.items()}
+        return sum((replace(usage, codecs={key: usage.codecs[""]}) for key, usage in usages.items()), MemoryUsage())
+
+    def _observation_specs(self) -> dict[str, ObsSpec]:
+        return {key: store.spec for key, store in vars(self).get("obs_stores", {}).items()}
 
     def check(self) -> None:
         """Raise `AssertionError` if the tables of a store contradict each other."""

@@ -30,6 +30,8 @@ _FLOAT32 = np.dtype(np.float32)
 class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
     """Rollout buffer with observations stored on a Torch device; the arguments are `GpuReplayBuffer`'s."""
 
+    _obs_per_transition = 1
+
     def __init__(
         self,
         buffer_size: int,

@@ -287,9 +287,11 @@ class BaseRecordBuffer:
         return find_episodes(self._dones[positions], self._starts[positions], self._rewards[positions])
 
     def memory_usage(self) -> MemoryUsage:
-        """Memory of the buffer, by purpose."""
+        """The memory that the buffer holds, and what plain arrays would hold for the same records."""
         arrays: list[Any] = [*self._plain_columns().values(), *self._nested_columns().values()]
-        return MemoryUsage(0, 0, 0, sum(array.nbytes for array in arrays), 0)
+        # memory that was never written is not resident
+        columns = sum(array.nbytes for array in arrays) * len(self) // self.size
+        return MemoryUsage(other=columns, transitions=len(self), dense=columns, baseline="NumPy arrays")
 
     def _plain_columns(self) -> dict[str, Array]:
         return {"rewards": self._rewards, "dones": self._dones, "starts": self._starts}

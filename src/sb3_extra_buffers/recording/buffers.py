@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -135,7 +136,9 @@ class RecordBuffer(BaseRecordBuffer):
         self._frames.store.clear()
 
     def memory_usage(self) -> MemoryUsage:
-        return self._frames.memory_usage() + super().memory_usage()
+        columns, frames = super().memory_usage(), self._frames.memory_usage()
+        dense = len(self) * self._frames.store.spec.nbytes
+        return columns + replace(frames, transitions=0, dense=dense, dense_observations=dense)
 
     def recompress(self, compression_method: str) -> None:
         with self._lock:

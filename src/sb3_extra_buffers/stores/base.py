@@ -94,7 +94,11 @@ class Store(ABC):
 
     @abstractmethod
     def memory_usage(self) -> MemoryUsage:
-        """Bytes in use, by purpose; ``dense`` is left to the caller."""
+        """Bytes in use, by purpose; all else is left to the caller."""
+
+    @abstractmethod
+    def count_written(self) -> int:
+        """How many indices were written; a frame store takes observations of zeros for unwritten ones."""
 
     @abstractmethod
     def check(self) -> None:

@@ -93,11 +93,15 @@ class MethodChoice:
         """The codec of ``choice`` for frames of ``layout``."""
         return get_codec(choice.method, **self.options).bind(layout.frame_spec)
 
-    def describe(self, choice: Choice | None, in_use: str | None, n_collected: int = 0) -> str:
-        """The method ``in_use`` and why; None is one that has yet to be decided."""
-        if choice is None or in_use is None:
-            return f"{self.method} (undecided after {n_collected} observations)"
-        return f"{in_use} ({choice.why})" if choice.why else in_use
+    @staticmethod
+    def describe(choice: Choice | None, in_use: str) -> str:
+        """The method ``in_use`` and why it was chosen."""
+        return f"{in_use} ({choice.why})" if choice is not None and choice.why else in_use
+
+    def describe_pending(self, n_collected: int, n_trial: int) -> str:
+        """The user's method, while ``n_collected`` observations are held for `decide`."""
+        event = "the method is chosen" if self.choice is None else "compression starts"
+        return f"{self.method} (not compressed yet: {event} after {n_trial} observations, {n_collected} so far)"
 
 
 def _try_candidates(

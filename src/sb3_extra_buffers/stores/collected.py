@@ -17,6 +17,10 @@ class CollectedRows:
     def __len__(self) -> int:
         return sum(len(indices) for indices, _, _ in self._writes)
 
+    def count_written(self) -> int:
+        """How many different indices were written."""
+        return len(np.unique(self.join()[0]))
+
     @property
     def nbytes(self) -> int:
         """Bytes in use."""

@@ -235,7 +235,7 @@ class DeviceStore(ABC):
 
     @abstractmethod
     def memory_usage(self) -> MemoryUsage:
-        """Bytes in use, by purpose; ``dense`` is left to the caller."""
+        """Bytes in use, by purpose; all else is left to the caller."""
 
     @abstractmethod
     def check(self) -> None:

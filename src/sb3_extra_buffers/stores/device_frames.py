@@ -354,8 +354,7 @@ class DeviceFrameStore(DeviceStore):
         frames = tables.keyframe_rows.numel() + tables.recent.numel()
         payload = tables.heap.numel() + tables.stage.numel()
         total = sum(table.numel() * table.element_size() for table in tables)
-        dense = tables.frame_ids.shape[0] * self.ring.spec.nbytes
-        return MemoryUsage(payload, total - payload - frames, frames, self._staging.nbytes, dense)
+        return MemoryUsage(payload, total - payload - frames, frames, self._staging.nbytes)
 
     def check(self) -> None:
         self.recover()

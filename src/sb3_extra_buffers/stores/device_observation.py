@@ -175,18 +175,21 @@ class DeviceObservationStore(DeviceStore):
 
     def describe(self) -> str:
         """The method in use, where it runs and why."""
-        inner, choice = self.inner, self.choice
-        if inner is not None and choice is None:
-            choice = inner.choice
-        in_use = None
-        if inner is not None and choice is not None:
-            in_use = choice.method + (inner.location if self.place.device.type != "cpu" else "")
-        return self.chooser.describe(choice, in_use, len(self._collected) * self.n_streams * self.n_sets)
+        inner = self.inner
+        if isinstance(inner, HostDecodedStore) and inner.store.inner is None:
+            return inner.store.describe()
+        choice = self.choice or (None if inner is None else inner.choice)
+        if inner is None or choice is None:
+            n_trial = self.chooser.n_trial(self.n_obs * self.n_sets, self.ring.heap_bytes)
+            return self.chooser.describe_pending(len(self._collected) * self.n_streams * self.n_sets, n_trial)
+        location = inner.location if self.place.device.type != "cpu" else ""
+        return self.chooser.describe(choice, choice.method + location)
 
     def memory_usage(self) -> MemoryUsage:
-        """Bytes in use, wherever they are, and what the same observations would take dense."""
-        usage = MemoryUsage(self.collected_bytes, 0, 0, 0, 0) if self.inner is None else self.inner.memory_usage()
-        return replace(usage, dense=self.n_obs * self.n_sets * self.spec.nbytes, codecs={"": self.describe()})
+        """Bytes in use, wherever they are; how many of them are written is for the caller to know."""
+        inner = self.inner
+        usage = MemoryUsage(self.collected_bytes, decided=False) if inner is None else inner.memory_usage()
+        return replace(usage, codecs={"": self.describe()})
 
     def check(self) -> None:
         if self.inner is not None:

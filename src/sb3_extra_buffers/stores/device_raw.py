@@ -75,7 +75,8 @@ class DeviceRawStore(DeviceStore):
         self.rows.zero_()
 
     def memory_usage(self) -> MemoryUsage:
-        return MemoryUsage(self.rows.numel() * self.rows.element_size(), 0, 0, 0, 0)
+        # a tensor is allocated as a whole
+        return MemoryUsage(self.rows.numel() * self.rows.element_size())
 
     def check(self) -> None:
         """There are no tables."""

@@ -177,6 +177,9 @@ class FrameStore(FrameTables):
             other=max(resident_bytes(state.stage) - opened, 0),
         )
 
+    def count_written(self) -> int:
+        return int(np.count_nonzero(self.frame_ids.any(axis=1)))
+
     # ---- saving ----
 
     def saved(self) -> None:

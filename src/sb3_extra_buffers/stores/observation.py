@@ -280,13 +280,22 @@ class ObservationStore:
     def describe(self) -> str:
         """The method in use, and why it was chosen."""
         inner = self.inner
-        return self._chooser.describe(self.choice, None if inner is None else inner.describe(), len(self._collected))
+        if inner is None:
+            n_trial = self._chooser.n_trial(self.n_obs, self.heap_bytes)
+            return self._chooser.describe_pending(len(self._collected), n_trial)
+        return self._chooser.describe(self.choice, inner.describe())
 
     @_exclusive
     def memory_usage(self) -> MemoryUsage:
-        """The bytes in use, by purpose, and what ``n_obs`` uncompressed observations would take."""
-        usage = MemoryUsage(self._collected.nbytes) if self.inner is None else self.inner.memory_usage()
-        return replace(usage, dense=self.n_obs * self.spec.nbytes, codecs={"": self.describe()})
+        """The bytes in use, by purpose, and what an array of the observations that were written would take."""
+        inner = self.inner
+        usage = MemoryUsage(self._collected.nbytes) if inner is None else inner.memory_usage()
+        n_written = (self._collected if inner is None else inner).count_written()
+        dense = n_written * self.spec.nbytes
+        return replace(
+            usage, transitions=n_written, dense=dense, dense_observations=dense, codecs={"": self.describe()},
+            decided=inner is not None,
+        )  # fmt: skip
 
     @property
     @_exclusive

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import HeapFullError
-from sb3_extra_buffers.stores.arena import zeros
+from sb3_extra_buffers.stores.arena import resident_bytes, zeros
 from sb3_extra_buffers.stores.base import Array, Indices, Store
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.usage import MemoryUsage
@@ -78,7 +78,7 @@ class RawStore(Store):
 
     def _check_limit(self, limit: int, indices: Indices) -> None:
         row_bytes: int = self.rows.shape[1]
-        live = int(np.count_nonzero(self.written)) * row_bytes
+        live = self.count_written() * row_bytes
         needed = int(np.count_nonzero(~self.written[np.unique(indices)])) * row_bytes
         if live + needed > limit:
             raise HeapFullError(needed, live, limit)
@@ -125,8 +125,10 @@ class RawStore(Store):
     def memory_usage(self) -> MemoryUsage:
         # pages that were never written take no memory
         row_bytes: int = self.rows.shape[1]
-        payload = int(np.count_nonzero(self.written)) * row_bytes + self.written.nbytes
-        return MemoryUsage(payload=payload)
+        return MemoryUsage(payload=self.count_written() * row_bytes + resident_bytes(self.written))
+
+    def count_written(self) -> int:
+        return int(np.count_nonzero(self.written))
 
     def check(self) -> None:
         self.recover()
