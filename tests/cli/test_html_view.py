@@ -26,7 +26,7 @@ from sb3_extra_buffers.compressed import (
     CompressedReplayBuffer,
     CompressedRolloutBuffer,
 )
-from sb3_extra_buffers.errors import ArgumentError, EmptyBufferError, UnknownEnvironmentError
+from sb3_extra_buffers.errors import ArgumentError, EmptyBufferError, FileFormatError, UnknownEnvironmentError
 from sb3_extra_buffers.files import load
 from sb3_extra_buffers.recording import FramelessRecordBuffer, RecordBuffer
 from tests.cli.browser import CHROMIUM, Browser, start_browser
@@ -299,6 +299,12 @@ def test_arrays_have_images_only() -> None:
     np.testing.assert_array_equal(image_of(data, 1, 3), array[3, 1])
     with pytest.raises(EmptyBufferError, match="nothing to show"):
         page_of(CompressedArray((0, 2), (12, 12), np.uint8))
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((12, 12), "complex64"), ((12, 0), "uint8")])
+def test_observations_that_cannot_be_shown_are_named(shape: tuple[int, ...], dtype: str) -> None:
+    with pytest.raises(FileFormatError, match=re.escape(f"observations of shape {shape} and dtype {dtype}")):
+        page_of(CompressedArray((3,), shape, np.dtype(dtype)))
 
 
 @pytest.mark.parametrize("scale", [1, 255])
