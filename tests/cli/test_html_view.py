@@ -505,7 +505,7 @@ def test_what_is_shown_for_a_step(page: Path, browser: Browser, saved: Path) -> 
     assert browser.text("#end") == "no"
 
 
-def test_a_click_on_a_chart_moves_to_the_step(page: Path, browser: Browser) -> None:
+def test_a_click_or_drag_on_a_chart_moves_to_the_step(page: Path, browser: Browser) -> None:
     browser.open(page, "#2:0")
 
     for chart in ("reward", "return so far", "action"):
@@ -517,6 +517,10 @@ def test_a_click_on_a_chart_moves_to_the_step(page: Path, browser: Browser) -> N
     assert position(browser) == "2:4"
     cursor = float(browser.evaluate("document.querySelector('[data-chart=action] .cursor').getAttribute('x1')"))
     assert cursor == pytest.approx(browser.evaluate("charts[2].axes.x(4)"), abs=0.1)
+    browser.click("[data-chart=reward] svg", middle, to=0.99)
+    assert position(browser) == "2:8"
+    browser.click("[data-chart=reward] svg", middle)
+    assert position(browser) == "2:4"
     # the return of each episode selects an episode
     across = browser.evaluate("overviewAxes.x(6) / document.getElementById('returns').clientWidth")
     browser.click("#returns", across)
