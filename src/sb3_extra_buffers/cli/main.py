@@ -304,7 +304,7 @@ def _view(args: argparse.Namespace) -> int:
         Path(args.path).resolve().name,
         class_of(saved),
         reader,
-        memory_of(buffer),
+        memory_of(open_buffer(args.path, measured=True)[1]),
         key=args.key,
         episodes=args.episodes,
         max_steps=None if args.all else args.steps,

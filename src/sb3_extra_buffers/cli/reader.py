@@ -42,15 +42,15 @@ def open_saved(path: str | os.PathLike[str]) -> SavedParts:
     return SavedParts.of_folder(source) if source.is_dir() else SavedParts.of_file(source)
 
 
-def open_buffer(path: str | os.PathLike[str], compiled: bool | None = None) -> tuple[SavedParts, Any]:
-    """Open a saved buffer, array or recording for reading; without ``compiled`` kernels it takes less time to open."""
+def open_buffer(path: str | os.PathLike[str], measured: bool = False) -> tuple[SavedParts, Any]:
+    """Open a saved buffer, array or recording for reading, or only to ask for its memory when it is loaded."""
     saved = open_saved(path)
     if saved.kind.endswith(("replay", "rollout")):
         with errors_about(saved.path):
-            return saved, SavedBuffer(saved.read_parts(compiled))
+            return saved, SavedBuffer(saved.read_parts(measured))
     if saved.kind in ("array", "recording"):
         with errors_about(saved.path):
-            return saved, registry.from_parts(saved.read_parts(compiled))
+            return saved, registry.from_parts(saved.read_parts(measured))
     name = registry.class_name(saved.kind)
     raise FileFormatError(f"{path} holds a {name}, which only the commands info, verify and repair can read")
 
