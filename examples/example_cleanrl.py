@@ -25,7 +25,7 @@ def make_network(n_actions: int) -> nn.Module:
 def main() -> None:
     options = parse(__doc__, timesteps=10_000_000, n_envs=4, buffer_size=1_000_000)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    start, batch_size = (32, 16) if options.quick else (80_000, 32)
+    start, batch_size = (400, 16) if options.quick else (80_000, 32)
     random.seed(options.seed)
     torch.manual_seed(options.seed)
     envs = AtariVectorEnv(GAME[options.game], num_envs=options.n_envs, autoreset_mode="SameStep")
@@ -34,7 +34,7 @@ def main() -> None:
     target.load_state_dict(network.state_dict())
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-4)
     buffer = CompressedReplayBuffer(
-        1000 if options.quick else options.buffer_size,
+        options.buffer_size,
         envs.single_observation_space,
         envs.single_action_space,
         device,
@@ -71,7 +71,7 @@ def main() -> None:
         if step % 1000 == 0:
             target.load_state_dict(network.state_dict())
             print(f"{step:>9,} steps, mean of the last 20 scores {np.mean(scores[-20:] or [0]):.1f}")
-    print(f"{buffer.size() * options.n_envs:,} transitions take {buffer.memory_usage()}")
+    print(buffer.memory_usage())
     envs.close()
 
 

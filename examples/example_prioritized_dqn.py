@@ -19,17 +19,17 @@ def main() -> None:
     parser.add_argument(
         "--alpha", type=float, default=0.6, help="weight of TD errors; 0 is uniform replay (default: 0.6)"
     )
-    parser.add_argument("--quick", action="store_true", help="train for 320 steps only, as a smoke test")
+    parser.add_argument("--quick", action="store_true", help="train for 480 steps only")
     options = parser.parse_args()
-    timesteps = 320 if options.quick else options.timesteps
+    timesteps = 480 if options.quick else options.timesteps
 
     env = make_env(options.game, n_envs=options.n_envs, framestack=4, seed=0, native=True)
     model = prioritized(DQN)(
         "CnnPolicy",
         env,
         learning_rate=1e-4,
-        buffer_size=240 if options.quick else 500_000,
-        learning_starts=160 if options.quick else 20_000,
+        buffer_size=500_000,
+        learning_starts=320 if options.quick else 20_000,
         target_update_interval=80 if options.quick else 10_000,
         exploration_fraction=0.1,
         n_steps=3,

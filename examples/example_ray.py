@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--address", help="address of a running cluster (default: start a local one)")
     parser.add_argument("--timesteps", type=int, default=2560, help="transitions per collector (default: 2560)")
-    parser.add_argument("--quick", action="store_true", help="send 512 transitions only, as a smoke test")
+    parser.add_argument("--quick", action="store_true", help="send 512 transitions only")
     parser.add_argument("--folder", default=None, help="folder for the buffer's files (default: a temporary one)")
     options = parser.parse_args()
     n_steps = (512 if options.quick else options.timesteps) // N_ENVS

@@ -19,7 +19,7 @@ def main() -> None:
         "CnnPolicy",
         env,
         buffer_size=1000 if options.quick else options.buffer_size,
-        learning_starts=32 if options.quick else 100_000,
+        learning_starts=400 if options.quick else 100_000,
         train_freq=4,
         seed=options.seed,
         verbose=1,
@@ -27,7 +27,7 @@ def main() -> None:
     )
     model.learn(options.timesteps, progress_bar=not options.quick)
     if options.compression != "raw":
-        print(f"{model.replay_buffer.size() * env.num_envs:,} transitions take {model.replay_buffer.memory_usage()}")
+        print(model.replay_buffer.memory_usage())
     env.close()
 
 

@@ -49,9 +49,9 @@ def main() -> None:
     parser.add_argument(
         "--timesteps", type=int, default=8000, help="transitions of the four games together (default: 8000)"
     )
-    parser.add_argument("--quick", action="store_true", help="use 256 transitions only, as a smoke test")
+    parser.add_argument("--quick", action="store_true", help="use 512 transitions only")
     options = parser.parse_args()
-    n_steps = 64 if options.quick else options.timesteps // N_ENVS
+    n_steps = 128 if options.quick else options.timesteps // N_ENVS
     size = n_steps * N_ENVS
     buffers = {
         storage.__name__: TensorDictReplayBuffer(storage=storage(size), batch_size=256)

@@ -16,7 +16,7 @@ def main() -> None:
         make_game(options),
         learning_rate=1e-4,
         buffer_size=1000 if options.quick else options.buffer_size,
-        learning_starts=32 if options.quick else 100_000,
+        learning_starts=400 if options.quick else 100_000,
         exploration_fraction=0.1,
         exploration_final_eps=0.01,
         seed=options.seed,

@@ -17,7 +17,7 @@ def main() -> None:
         make_game(options),
         learning_rate=1e-4,
         buffer_size=1000 if options.quick else options.buffer_size,
-        learning_starts=32 if options.quick else 100_000,
+        learning_starts=400 if options.quick else 100_000,
         target_update_interval=1000,
         train_freq=4,
         gradient_steps=1,

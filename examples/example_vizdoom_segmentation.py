@@ -12,13 +12,15 @@ from sb3_extra_buffers.training_utils.eval_model import eval_model
 
 
 def main() -> None:
-    options = parse(__doc__, timesteps=1_000_000, n_envs=4, scenario="defend_the_center", observation="classes")
+    options = parse(
+        __doc__, timesteps=1_000_000, n_envs=4, quick=128, scenario="defend_the_center", observation="classes"
+    )
     init_jit(options.compression if options.compression != "raw" else "auto")
     env = make_env(options.scenario, options.n_envs, observation=options.observation, res=(120, 160), seed=options.seed)
     model = PPO(
         "CnnPolicy",
         env,
-        n_steps=16 if options.quick else 1024,
+        n_steps=64 if options.quick else 1024,
         batch_size=32 if options.quick else 256,
         n_epochs=1 if options.quick else 4,
         # class ids are small numbers that a division by 255 would make indistinguishable
@@ -32,7 +34,8 @@ def main() -> None:
     model.save(options.output / f"ppo_{options.scenario}.zip")
     if options.compression != "raw":
         usage = model.rollout_buffer.memory_usage()
-        print(f"a rollout takes {usage}; as dense RGB it would take {format_bytes(3 * usage.dense)}")
+        print(usage)
+        print(f"as RGB, SB3's buffer would take {format_bytes(3 * usage.dense_observations)} for the observations")
     eval_model(model, env, 2 if options.quick else 100, name="Final", progress_bar=not options.quick)
     env.close()
 

@@ -20,17 +20,13 @@ def train(model: Any, options: argparse.Namespace, algorithm: str, eval_env: Any
         callback = EvalCallback(
             eval_env,
             n_eval_episodes=1 if options.quick else 20,
-            eval_freq=max(options.timesteps // 100 // options.n_envs, 32),
+            eval_freq=max(options.timesteps // 100 // options.n_envs, 128),
             best_model_save_path=str(path.with_suffix("")),
         )
     model.learn(options.timesteps, callback=callback, progress_bar=not options.quick)
     model.save(path)
     if options.compression != "raw":
-        if algorithm == "DQN":
-            buffer, subject = model.replay_buffer, f"{model.replay_buffer.size() * model.n_envs:,} transitions take"
-        else:
-            buffer, subject = model.rollout_buffer, "a rollout takes"
-        print(subject, buffer.memory_usage())
+        print((model.replay_buffer if algorithm == "DQN" else model.rollout_buffer).memory_usage())
     print(f"saved {path}")
     model.get_env().close()
 

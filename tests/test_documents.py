@@ -11,18 +11,16 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.pages import REPOSITORY, ROOT, difference, run_command, run_page
+
 PACKAGE = ROOT / "src" / "sb3_extra_buffers"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SNIPPETS = [
-    pytest.param(code, id=f"{path.name}-{number}")
-    for path in DOCUMENTS
-    for number, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
-]
+# tests/integrations runs the snippets of the page on integrations
+RUN_HERE = [path for path in DOCUMENTS if path.name != "integrations.md"]
+RAW = REPOSITORY.replace("github.com", "raw.githubusercontent.com") + "/main/"
 
 
 def run(*command: str) -> str:
@@ -31,39 +29,87 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("code", SNIPPETS)
+@pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.name)
 @pytest.mark.filterwarnings("ignore")  # warnings of other libraries
-def test_snippets_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snippets_and_commands_run_and_print_what_is_shown(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    # Ray's processes must end with the snippet; everything else runs here, which saves importing torch each time
-    if "import ray" in code:
-        run("-c", code)
-    else:
-        exec(compile(code, "snippet", "exec"), {"__name__": "__main__"})
+    wrong = [
+        f"{reason}; shown:\n{block.text}\nprinted:\n{printed}"
+        for block, printed in run_page(page)
+        if (reason := difference(block.text, printed))
+    ]
+
+    assert not wrong, "\n".join(wrong) + f"\nrun `python -m tests.pages {page.name}` to show what is printed"
 
 
-def test_relative_links_resolve() -> None:
-    for path in [*DOCUMENTS, ROOT / "CHANGELOG.md"]:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
-            if "://" not in target:
-                assert (path.parent / target).exists(), f"{path.name} links to {target}"
+def test_differences_between_outputs_are_found() -> None:
+    shown = "1.24 MB for 2,000 transitions: 1.10 % of 112.9 MB\nread in 3.1 ms"
+
+    assert difference(shown, shown.replace("1.24 MB", "1.3 MB").replace("3.1 ms", "0.2 ms")) is None
+    assert difference(shown, shown.replace("1.24 MB", "1.24 kB")) == "1.24 MB is shown, 1.24 kB was printed"
+    assert difference(shown, shown.replace("1.10 %", "1.30 %")) == "1.10 % is shown, 1.30 % was printed"
+    assert difference(shown, shown.replace("2,000", "2,001")) == "2,000 is shown, 2,001 was printed"
+    assert difference(shown, shown + "\nmore") == "the text differs"
 
 
-def test_site_builds_without_warnings(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs")
-    pytest.importorskip("mkdocstrings")
-    run("-m", "mkdocs", "build", "--strict", "--site-dir", os.fspath(tmp_path))
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pip install '.[nosuch]'",
+        "make nosuch",
+        "git clone https://example.org/other",
+        "python examples/nosuch.py",
+        "sb3-extra-buffers info nosuch",
+        "nosuch --help",
+    ],
+)
+def test_commands_that_cannot_work_are_found(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
-    assert "CompressedReplayBuffer" in (tmp_path / "api.html").read_text()
+    with pytest.raises(AssertionError):
+        run_command(line)
 
 
-def test_api_reference_lists_all_public_names() -> None:
-    listed = re.findall(r"^::: sb3_extra_buffers\.(\S+)", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
-    for package in ("compressed", "gpu_buffers", "replay_buffers", "files", "recording", "vec_buf"):
-        module: Any = importlib.import_module(f"sb3_extra_buffers.{package}")
-        assert sorted(module.__all__) == sorted(
-            name.removeprefix(f"{package}.") for name in listed if name.startswith(f"{package}.")
-        )
+def test_the_quickstart_lists_every_example() -> None:
+    shown = set(re.findall(r"python examples/(\w+)\.py", (ROOT / "docs" / "quickstart.md").read_text()))
+
+    assert shown == {path.stem for path in (ROOT / "examples").glob("example_*.py")}
+
+
+def linked_files(page: Path) -> list[tuple[str, Path]]:
+    """Return the links of a page to files in the repository: the link, and the file."""
+    found = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        target, _, _ = link.partition("#")
+        for prefix in (f"{REPOSITORY}/blob/main/", RAW):
+            if target.startswith(prefix):
+                found.append((link, ROOT / target.removeprefix(prefix)))
+        if "://" not in target:
+            found.append((link, page.parent / target if target else page))
+    return found
+
+
+def test_links_resolve() -> None:
+    for page in [*DOCUMENTS, ROOT / "CHANGELOG.md"]:
+        for link, path in linked_files(page):
+            assert path.exists(), f"{page.name} links to {link}"
+            heading = link.partition("#")[2]
+            if heading and path.suffix == ".md":
+                headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+                assert heading in {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}, (
+                    f"{page.name} links to {link}"
+                )
+
+
+def test_links_of_the_readme_also_work_on_pypi() -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text())
+    images = re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", (ROOT / "README.md").read_text())
+
+    assert [link for link in links if not link.startswith("https://")] == []
+    # GitHub serves pages, not images, under /blob/
+    assert all(image.startswith(RAW) for image in images)
 
 
 class SourceNames(ast.NodeVisitor):

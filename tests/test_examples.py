@@ -13,27 +13,43 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+# what memory_usage() prints: bytes and transitions held, and their share of what SB3's buffer takes for them
+USAGE = r"[kM]B for {} transitions: 0?[\d.]+ % of the [\d.]+ MB in "
+REPLAY, ROLLOUT = USAGE + "SB3's ReplayBuffer", USAGE + "SB3's RolloutBuffer"
+TABLE = r"Compression +Memory +Memory % +Latency\n.*"
 # required package, arguments, and pattern of the output
 CASES = {
-    "example_train_rollout": ("ale_py", "", r"a rollout takes .*% of .* dense.*saved .*ppo_pong\.zip"),
+    "example_train_rollout": ("ale_py", "", ROLLOUT.format(256) + r".*saved .*ppo_pong\.zip"),
     "example_train_rollout raw": ("ale_py", "--compression raw --game mspacman", r"saved .*ppo_mspacman\.zip"),
-    "example_train_replay": ("ale_py", "--game mspacman", r"64 transitions take .*saved .*dqn_mspacman\.zip"),
+    "example_train_replay": ("ale_py", "--game mspacman", REPLAY.format(512) + r".*saved .*dqn_mspacman\.zip"),
     "example_train_replay raw": ("ale_py", "--compression raw", r"saved .*dqn_pong\.zip"),
     "example_eval": ("ale_py", "", r"\(Final\) Evaluated 4 episodes, mean reward: .* \+/- .*\nQ1: .* \| Relative IQR:"),
     "example_eval dqn": ("ale_py", "--algorithm DQN --game mspacman", r"\(Final\) Evaluated 4 episodes"),
     "example_watch": ("cv2", "", r"20 steps, rewards .*agent\.gif"),
     "example_watch mp4": ("cv2", "--algorithm DQN --picture agent.mp4", r"20 steps, rewards .*agent\.mp4"),
-    "example_eval_memory_saving": ("ale_py", "", r"baseline +[\d.]+ MB +100\.0%.*s"),
-    "example_eval_memory_loading": ("ale_py", "--batch-size 8", r"baseline.*\nauto .* ms"),
-    "example_vizdoom_segmentation": ("vizdoom", "", r"as dense RGB it would take .*\(Final\) Evaluated 2 episodes"),
-    "example_train_gpu_rollout": ("ale_py", "", r"a rollout takes .*% of .* dense.*saved .*ppo_pong\.zip"),
-    "example_train_gpu_replay": ("ale_py", "--game mspacman", r"64 transitions take .*saved .*dqn_mspacman\.zip"),
+    "example_eval_memory_saving": ("ale_py", "", TABLE + r"baseline +[\d.]+ MB +100\.0% +[\d.]+ s.*memory_saving\.png"),
+    "example_eval_memory_loading": (
+        "ale_py",
+        "--batch-size 8 --compression auto,zstd-5",
+        TABLE + r"baseline +[\d.]+ MB +100\.0% +[\d.]+ ms.*memory_loading\.png",
+    ),
+    "example_vizdoom_segmentation": (
+        "vizdoom",
+        "",
+        ROLLOUT.format(128) + r".*as RGB, SB3's buffer would take .*\(Final\) Evaluated 2 episodes",
+    ),
+    "example_train_gpu_rollout": ("ale_py", "", ROLLOUT.format(256) + r".*saved .*ppo_pong\.zip"),
+    "example_train_gpu_replay": ("ale_py", "--game mspacman", REPLAY.format(512) + r".*saved .*dqn_mspacman\.zip"),
     "example_watch_gpu_rollout": ("cv2", "", r"20 steps, rewards .*agent\.gif"),
     "example_watch_gpu_replay": ("cv2", "", r"20 steps, rewards .*agent\.gif"),
-    "example_prioritized_dqn": ("ale_py", "", r"240 transitions of MsPacman.*, 320 steps, .* get \d+% of the samples"),
-    "example_torchrl": ("torchrl", "", r"CompressedStorage: extend .*\nidentical samples: True\n.*% of"),
-    "example_cleanrl": ("ale_py", "", r"64 transitions take .*% of"),
-    "example_sbx": ("sbx", "", r"64 transitions take .*% of"),
+    "example_prioritized_dqn": ("ale_py", "", r"480 transitions of MsPacman.*, 480 steps, .* get \d+% of the samples"),
+    "example_torchrl": (
+        "torchrl",
+        "",
+        r"CompressedStorage: extend .*\nidentical samples: True\n.*" + USAGE.format(512),
+    ),
+    "example_cleanrl": ("ale_py", "", REPLAY.format(512)),
+    "example_sbx": ("sbx", "", REPLAY.format(512)),
 }
 
 
@@ -73,7 +89,14 @@ def test_every_example_is_short_and_tested() -> None:
         n_lines = len(path.read_text().splitlines())
         assert n_lines < 80, f"{path.name} has {n_lines} lines: too long to be read as an example"
     # test_documents.py runs the demo
-    tested = {case.partition(" ")[0] for case in CASES} | {"example_ray", "demo", "common", "runs"}
+    tested = {case.partition(" ")[0] for case in CASES} | {
+        "example_ray",
+        "demo",
+        "common",
+        "runs",
+        "small_dqn",
+        "comparison",
+    }
     assert tested == {path.stem for path in EXAMPLES.glob("*.py")}
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from sb3_extra_buffers import __version__
+
 tomllib = pytest.importorskip("tomllib", reason="part of the standard library since Python 3.11")
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +41,10 @@ def requirements(groups: list[list[str]]) -> dict[str, str | None]:
             least = re.search(r">=\s*([\w.]+)", requirement)
             found[name] = least.group(1) if least else None
     return found
+
+
+def test_the_citation_names_this_version() -> None:
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_every_imported_package_is_declared() -> None:

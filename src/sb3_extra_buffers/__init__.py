@@ -4,4 +4,4 @@ from __future__ import annotations
 
 __all__ = ["__version__"]
 
-__version__ = "0.5.0.dev0"
+__version__ = "1.0.0.dev0"

@@ -91,7 +91,9 @@ def _action_charts(reader: BufferReader, names: Sequence[str]) -> list[Chart]:
     highest = first + count - 1 if count else int(actions.max(initial=0))
     if names and len(names) <= highest - first:
         raise ArgumentError(f"got {len(names)} action names for actions {first} to {highest}")
-    labels = {first + number: name for number, name in enumerate(names)} if names else {}
+    if not names and count <= _MAX_CURVES:
+        names = [str(first + number) for number in range(count)]
+    labels = {first + number: name for number, name in enumerate(names)}
     return [Chart("action", ["action"], _column_reader(actions), "levels", labels)]
 
 
@@ -136,7 +138,7 @@ def _flatten(name: str, value: Any) -> dict[str, Array]:
     if isinstance(value, dict | tuple):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return {path: leaf for key, part in items for path, leaf in _flatten(f"{name}/{key}".lstrip("/"), part).items()}
-    return {} if value is None else {name: np.asarray(value)}
+    return {} if value is None else {name: np.asanyarray(value)}
 
 
 def action_names_of(env_id: str) -> list[str]:
@@ -159,7 +161,10 @@ def action_names_of(env_id: str) -> list[str]:
 
 
 def to_json(values: Array) -> list[Any]:
-    """Return values as JSON can represent them: six significant digits, and words for what is not finite."""
+    """Return values as JSON can hold them: six significant digits, words for what is not finite, None if masked."""
+    if isinstance(values, np.ma.MaskedArray):
+        numbers = zip(to_json(values.data), np.ma.getmaskarray(values), strict=True)
+        return [None if masked else number for number, masked in numbers]
     if values.dtype.kind == "b":
         values = values.astype(np.int64)
     if values.dtype.kind in "iu":

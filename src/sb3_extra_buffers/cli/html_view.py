@@ -9,7 +9,7 @@ import importlib.resources
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from sb3_extra_buffers.cli.charts import make_charts, to_json
 from sb3_extra_buffers.cli.frames import FrameReader, is_image
 from sb3_extra_buffers.cli.reader import BufferReader, EpisodeSteps, obs_shape, with_progress
-from sb3_extra_buffers.errors import ArgumentError, EmptyBufferError
+from sb3_extra_buffers.errors import ArgumentError, EmptyBufferError, FileFormatError
 from sb3_extra_buffers.recording.images import encode_png
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
@@ -27,6 +27,13 @@ Array = npt.NDArray[Any]
 _BLOCK = 32
 # frames of an observation
 _MAX_FRAMES = 16
+
+
+class Page(NamedTuple):
+    """A page, and how many steps it contains."""
+
+    html: str
+    n_steps: int
 
 
 def make_page(
@@ -40,8 +47,8 @@ def make_page(
     max_steps: int | None = None,
     max_bytes: float | None = None,
     action_names: Sequence[str] = (),
-) -> str:
-    """Return a page that lists all episodes and shows the steps of some.
+) -> Page:
+    """Make a page that lists all episodes and shows the steps of some.
 
     Args:
         title: Heading of the page.
@@ -58,7 +65,7 @@ def make_page(
     if not listed:
         raise EmptyBufferError("the buffer is empty: there is nothing to show")
     chosen = set(range(len(listed)) if episodes is None else _check_numbers(episodes, len(listed)))
-    page = _Page(reader, key, action_names, max_steps, max_bytes)
+    page = _PageData(reader, key, action_names, max_steps, max_bytes)
     entries = [
         page.episode_data(episode, number in chosen)
         for number, episode in enumerate(with_progress(listed, "reading", len(listed)))
@@ -79,10 +86,10 @@ def make_page(
         "images": page.images,
         "episodes": entries,
     }
-    return _fill_template(title, data)
+    return Page(_fill_template(title, data), sum(entry["n_shown"] for entry in entries))
 
 
-class _Page:
+class _PageData:
     """Collects the data of a page, up to its limits."""
 
     def __init__(
@@ -103,6 +110,10 @@ class _Page:
             if key not in leaves:
                 raise ArgumentError(f"there are no observations under the key {key!r}; keys: {sorted(leaves)}")
             leaves = {key: leaves[key]}
+        for name, leaf in leaves.items():
+            if leaf.dtype.kind not in "biuf" or 0 in obs_shape(leaf):
+                kind = f"{name or 'observations'} of shape {obs_shape(leaf)} and dtype {leaf.dtype}"
+                raise FileFormatError(f"{kind} cannot be shown; --key selects another key of a Dict")
         self.panels: dict[str, FrameReader] = {}
         vectors = {name: leaf for name, leaf in leaves.items() if not is_image(obs_shape(leaf))}
         self.charts = make_charts(reader, vectors, action_names)
@@ -162,8 +173,8 @@ class _Page:
         n_shown, total = sum(entry["n_shown"] for entry in entries), sum(len(episode.steps) for episode in listed)
         if n_shown < total:
             notes.append(
-                f"This page contains {n_shown:,} of {total:,} steps. To include other episodes, write the page with "
-                "--episodes; to include every step, with --all."
+                f"This page contains {n_shown:,} of {total:,} steps. Run view with --episodes to choose episodes, or "
+                "with --all to include every step."
             )
         for name, frames in self.panels.items():
             if frames.n_frames > _MAX_FRAMES:

@@ -145,20 +145,16 @@ def _parser() -> argparse.ArgumentParser:
     film.add_argument("--fps", type=_fps, default=15, help="frames per second (default: 15)")
     page = _command(commands, "view", _view, "write an HTML page to browse the episodes")
     page.add_argument("--episodes", type=_numbers, metavar="N,N", help="episodes to include, such as 0,3,7-9")
-    page.add_argument(
+    length = page.add_mutually_exclusive_group()
+    length.add_argument(
         "--steps", type=_count, metavar="N", default=2000, help="include at most this many steps (default: 2000)"
     )
-    page.add_argument("--all", action="store_true", help="include every step, however large the page becomes")
-    page.add_argument(
-        "--action-names",
-        type=_names,
-        metavar="NAME,NAME",
-        default=(),
-        help="names of the actions, such as NOOP,FIRE,RIGHT",
+    length.add_argument("--all", action="store_true", help="include all steps, however large the page becomes")
+    names = page.add_mutually_exclusive_group()
+    names.add_argument(
+        "--action-names", type=_names, metavar="NAME,NAME", default=(), help="names of the actions, such as NOOP,FIRE"
     )
-    page.add_argument(
-        "--env", metavar="ID", help="environment to take the names of the actions from, such as ALE/Pong-v5"
-    )
+    names.add_argument("--env", metavar="ID", help="Atari environment to take the names of the actions from")
     _add_output(sheet, "montage.png", _IMAGES)
     _add_output(film, "play.gif", _ANIMATIONS)
     _add_output(page, "view.html")
@@ -328,19 +324,26 @@ def _view(args: argparse.Namespace) -> int:
 
     output = _checked_output(args.output)
     saved, buffer = open_buffer(args.path)
+    reader = BufferReader(buffer)
     page = make_page(
         Path(args.path).resolve().name,
         class_of(saved),
-        BufferReader(buffer),
+        reader,
         memory_of(open_buffer(args.path, measured=True)[1]),
         key=args.key,
         episodes=args.episodes,
         max_steps=None if args.all else args.steps,
         max_bytes=None if args.all else _MAX_PAGE_BYTES,
         action_names=action_names_of(args.env) if args.env else args.action_names,
-    ).encode()
-    output.write_bytes(page)
-    print(f"saved: {output} ({format_bytes(len(page))})")
+    )
+    text = page.html.encode()
+    output.write_bytes(text)
+    print(f"saved: {output} ({format_bytes(len(text))})")
+    n_left_out = reader.n_transitions - page.n_steps
+    if n_left_out:
+        print(
+            f"left out: {n_left_out} of {reader.n_transitions} steps; pass --episodes to choose others, --all for all"
+        )
     return 0
 
 

@@ -33,6 +33,13 @@ def verify(path: str | os.PathLike[str], deep: bool = False) -> Iterator[str]:
     Args:
         path: The folder or file.
         deep: Whether to decode every observation too, not only check checksums and tables.
+
+    Examples:
+        >>> from sb3_extra_buffers.compressed import CompressedArray
+        >>> from sb3_extra_buffers.files import save, verify
+        >>> report = save(CompressedArray(1000, (84, 84)), "frames")
+        >>> list(verify("frames"))
+        []
     """
     source = Path(path)
     manifest.check_is_saved(source)

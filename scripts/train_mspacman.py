@@ -1,0 +1,75 @@
+"""Train the small DQN whose weights are in ``examples/dqn_mspacman.npz``: minutes on a CPU.
+
+``python scripts/train_mspacman.py`` needs ``pip install '.[fast,extra]'``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from stable_baselines3.common.callbacks import BaseCallback
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from small_dqn import WEIGHTS, load_small_dqn, make_small_dqn, save_weights
+
+from sb3_extra_buffers.compressed import CompressedReplayBuffer
+from sb3_extra_buffers.training_utils.atari import make_env
+from sb3_extra_buffers.training_utils.eval_model import eval_model
+
+GAME = "MsPacmanNoFrameskip-v4"
+
+
+class StopAfter(BaseCallback):
+    """Stops training after a number of minutes."""
+
+    def __init__(self, minutes: float) -> None:
+        super().__init__()
+        self._end = time.monotonic() + 60 * minutes
+
+    def _on_step(self) -> bool:
+        return time.monotonic() < self._end
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--timesteps", type=int, default=400_000)
+    parser.add_argument("--minutes", type=float, default=30, help="stop after this time (default: 30)")
+    parser.add_argument("--episodes", type=int, default=20, help="episodes of the evaluation (default: 20)")
+    parser.add_argument("--output", type=Path, default=WEIGHTS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # more threads do not pay off with a network this small
+    model = make_small_dqn(
+        make_env(GAME, n_envs=8, framestack=4, seed=0, native=True),
+        buffer_size=options.timesteps,
+        learning_rate=lambda remaining: 5e-4 * max(remaining, 0.1),
+        learning_starts=10_000,
+        train_freq=2,
+        gradient_steps=2,
+        batch_size=64,
+        target_update_interval=4000,
+        exploration_fraction=0.3,
+        exploration_final_eps=0.03,
+        n_steps=3,
+        replay_buffer_class=CompressedReplayBuffer,
+        replay_buffer_kwargs={"n_steps": 3, "gamma": 0.99},
+        device="cpu",
+        seed=0,
+        verbose=1,
+    )
+    model.learn(options.timesteps, callback=StopAfter(options.minutes), log_interval=100)
+    save_weights(model, options.output)
+    print(f"saved {options.output}, {options.output.stat().st_size / 1000:.0f} kB; {model.num_timesteps:,} steps")
+    print(model.replay_buffer.memory_usage())
+    whole_games = {"terminal_on_life_loss": False, "clip_reward": False}
+    env = make_env(GAME, n_envs=10, framestack=4, seed=100, native=True, wrapper_kwargs=whole_games)
+    eval_model(load_small_dqn(env, path=options.output), env, options.episodes, name="Final")
+    env.close()
+
+
+if __name__ == "__main__":
+    main()
