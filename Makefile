@@ -7,6 +7,8 @@ READY := $(VENV)/.ready
 # the oldest supported versions get an environment of their own; Python 3.10 or 3.11, which they were built for
 OLDEST := .venv-oldest
 OLDEST_PYTHON ?= $(PYTHON)
+# so do JAX and imitation, which are large and make test skips
+INTEGRATIONS := .venv-integrations
 # tests that must pass without any optional package
 MINIMAL := $(wildcard tests/codecs tests/kernels tests/stores tests/compressed tests/public_api tests/files tests/cli \
 	tests/recording tests/vec_buf tests/training_utils)
@@ -14,20 +16,21 @@ MINIMAL := $(wildcard tests/codecs tests/kernels tests/stores tests/compressed t
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q -m "not long"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest check bench docs torture format clean
+.PHONY: help demo test test-oldest test-integrations check bench docs torture format clean
 
 help:
-	@echo "make demo         train an agent on an Atari game with SB3's buffer and with a compressed one"
-	@echo "make test         run the tests, with every optional package and then with none"
-	@echo "make test-oldest  run the tests with the oldest supported versions of all dependencies"
-	@echo "make check        lint, check formatting and types, run the tests"
-	@echo "make torture      interrupts, failed allocations, forged and damaged files, kills: the long form"
-	@echo "make bench        run the benchmarks and render docs/ from the results"
-	@echo "make docs         render docs/ from the committed results and build the site"
+	@echo "make demo               train an agent on an Atari game with SB3's buffer and with a compressed one"
+	@echo "make test               run the tests, with every optional package and then with none"
+	@echo "make test-oldest        run the tests with the oldest supported versions of all dependencies"
+	@echo "make test-integrations  run the recipes of docs/integrations.md, with SBX and imitation"
+	@echo "make check              lint, check formatting and types, run the tests"
+	@echo "make torture            interrupts, failed allocations, forged and damaged files, kills: the long form"
+	@echo "make bench              run the benchmarks and render docs/ from the results"
+	@echo "make docs               render docs/ from the committed results and build the site"
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[fast,extra,contrib,convert,gpu,ray,vizdoom,docs,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[fast,extra,contrib,convert,gpu,ray,vizdoom,zoo,docs,dev]'
 	touch $@
 
 demo: $(READY)
@@ -46,6 +49,17 @@ $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
 
 test-oldest: $(OLDEST)/.ready
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 -q -m "not long and not gpu" $(MINIMAL) tests/gpu_buffers
+
+$(INTEGRATIONS)/.ready: pyproject.toml constraints.txt
+	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install -q -c constraints.txt -e '.[fast,extra,contrib,torchrl,zoo,sbx]' pytest \
+		datasets sacred scikit-learn seals
+	# its own requirements are SB3 2.2 and Gymnasium 0.29
+	$(INTEGRATIONS)/bin/python -m pip install -q --no-deps imitation==1.0.1
+	touch $@
+
+test-integrations: $(INTEGRATIONS)/.ready
+	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest -q tests/integrations
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -76,4 +90,4 @@ torture: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q -m long tests
 
 clean:
-	rm -rf $(VENV) $(OLDEST) site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(INTEGRATIONS) site .mypy_cache .pytest_cache .ruff_cache .hypothesis

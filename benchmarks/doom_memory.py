@@ -93,8 +93,8 @@ def table() -> str:
         [
             row["observation"],
             "SB3's `RolloutBuffer`" if row["method"] == "sb3" else f"`{row['method']}`",
-            render.megabytes(row),
-            f"{float(row['resident_bytes']) / dense_rgb:.2%}",
+            render.resident(row),
+            render.percent(float(row["resident_bytes"]) / dense_rgb),
         ]
         for row in measured
     ]
@@ -103,7 +103,7 @@ def table() -> str:
         f"\nGrowth of the resident set for a rollout of {scenario}: {n_steps:,} steps of {N_ENVS} environments at "
         f"{RES[0]}x{RES[1]}, random actions.\n\n"
     )
-    names = ["observations", "buffer or method", "resident", "% of dense RGB"]
+    names = ["observations", "buffer or method", "resident", "% of SB3's with RGB"]
     return f"{head}{render.table(names, lines)}\n{render.provenance(measured)}\n"
 
 

@@ -275,7 +275,7 @@ def section() -> str:
             f"{int(row['timesteps']):,}",
             f"{float(row['seconds']):.0f} s",
             f"{int(row['timesteps']) / float(row['seconds']):,.0f}",
-            f"{int(row['rollout_bytes']) / 1e6:.2f} MB",
+            render.quantity(int(row["rollout_bytes"]), "B"),
         ]
         for name, row in runs.items()
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import matplotlib as mpl
 mpl.use("Agg")
 
 from matplotlib import pyplot as plt
+from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-from benchmarks.results import DATA, ROOT, read_rows
+from benchmarks.results import DATA, ROOT, factor, percent, quantity, read_rows
 
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
@@ -27,9 +29,14 @@ def rows(name: str) -> list[Row]:
     return read_rows(DATA / f"{name}.csv")
 
 
+def sb3_bytes(row: Row) -> float:
+    """What SB3's `ReplayBuffer` holds by default: both observations, and 20 bytes of other columns per transition."""
+    return 2 * float(row["dense_bytes"]) + 20 * float(row["n_transitions"])
+
+
 def share(row: Row) -> float:
-    """Resident memory as a fraction of one dense copy."""
-    return float(row["resident_bytes"]) / float(row["dense_bytes"])
+    """Resident memory as a fraction of SB3's default."""
+    return float(row["resident_bytes"]) / sb3_bytes(row)
 
 
 def ratio(row: Row, column: str) -> float:
@@ -37,9 +44,8 @@ def ratio(row: Row, column: str) -> float:
     return float(row[column]) / float(row[f"sb3_{column}"])
 
 
-def megabytes(row: Row) -> str:
-    count = float(row["resident_bytes"]) / 1e6
-    return f"{count:.1f} MB" if count < 1000 else f"{count / 1000:.2f} GB"
+def resident(row: Row) -> str:
+    return quantity(float(row["resident_bytes"]), "B")
 
 
 def table(header: list[str], lines: list[list[str]]) -> str:
@@ -56,24 +62,25 @@ def provenance(measured: list[Row]) -> str:
 
 def method_table(measured: list[Row]) -> str:
     """All methods on one game, smallest first."""
-    header = ["method", "resident", "% of dense", "add", "fill", "sample 32", "sample 256"]
+    header = ["method", "resident", "% of SB3's", "add", "fill", "sample 32", "sample 256"]
     lines = []
     for row in sorted(measured, key=share):
-        name = f"`{row['method']}`" if row["method"] != "sb3" else "SB3's `ReplayBuffer`"
-        lines.append([name, megabytes(row), f"{share(row):.2%}"] + [f"{ratio(row, column):.2f}x" for column in TIMES])
+        name = f"`{row['method']}`" if row["method"] != "sb3" else "SB3, `optimize_memory_usage=True`"
+        lines.append([name, resident(row), percent(share(row)), *(factor(ratio(row, column)) for column in TIMES)])
     return table(header, lines)
 
 
 def game_table(measured: list[Row]) -> str:
     """One method on many games, with the mean and the worst."""
-    header = ["game", "% of dense", "add", "fill", "sample 32", "sample 256"]
+    header = ["game", "% of SB3's", "add", "fill", "sample 32", "sample 256"]
     lines = [
-        [row["game"], f"{share(row):.2%}", *(f"{ratio(row, column):.2f}x" for column in TIMES)]
+        [row["game"], percent(share(row)), *(factor(ratio(row, column)) for column in TIMES)]
         for row in sorted(measured, key=share)
     ]
     for name, merge in (("**mean**", statistics.mean), ("**worst**", max)):
         merged = [merge([ratio(row, column) for row in measured]) for column in TIMES]
-        lines.append([name, f"**{merge([share(row) for row in measured]):.2%}**", *(f"**{x:.2f}x**" for x in merged)])
+        memory = percent(merge([share(row) for row in measured]))
+        lines.append([name, f"**{memory}**", *(f"**{factor(value)}**" for value in merged)])
     return table(header, lines)
 
 
@@ -112,34 +119,88 @@ def buffer_table(measured: list[Row]) -> str:
     """Compressed SB3 buffers and SB3's own, with the ratio of the two."""
     lines = []
     for case, title in CASES.items():
-        for row in (row for row in measured if row["case"] == case):
+        for row in (row for row in measured if row["case"] == case and "dense copy" not in row["figure"]):
             ours, theirs = float(row["ours"]), float(row["sb3"])
-            # three digits, never in scientific notation
-            figures = [f"{float(f'{value:.3g}'):,.15g} {row['unit']}" for value in (ours, theirs)]
+            figures = [quantity(value, row["unit"]) for value in (ours, theirs)]
             name = FIGURES.get(row["figure"], row["figure"])
-            lines.append([title, name, *figures, f"{ours / theirs:.3g}x"])
+            lines.append([title, name, *figures, factor(ours / theirs)])
             title = ""
     return table(["benchmark", "figure", "compressed", "SB3", "ratio"], lines)
 
 
+# colours and greys that are readable on white and on dark pages
+FAMILIES = {
+    "zstd": "#4c78a8",
+    "lz4": "#54a24b",
+    "gzip, igzip": "#b279a2",
+    "rle": "#9d755d",
+    "none": "#8a8f98",
+}
+HIGHLIGHT, BASELINE, INK = "#e45756", "#f58518", "#80868f"
+
+
+def family(method: str) -> str:
+    """The entry of the plot's legend for ``method``."""
+    stem = method.removeprefix("i")
+    return next((name for name in FAMILIES if stem.startswith(name.partition(",")[0])), "delta")
+
+
+def pareto_front(points: list[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
+    """The points that no other one beats in both coordinates, from left to right."""
+    front: list[tuple[str, float, float]] = []
+    for point in sorted(points, key=lambda point: point[1:]):
+        if not front or point[2] < front[-1][2]:
+            front.append(point)
+    return front
+
+
 def plot(measured: list[Row], path: Path) -> None:
-    """Plot memory versus sampling time, both relative to SB3's buffer."""
-    figure, axes = plt.subplots(figsize=(8, 5.5), layout="constrained")
-    ours = {"auto", "delta", "delta2", "delta3", "zstd3+dictionary"}
-    for row in measured:
-        x, y = ratio(row, "sample256_us"), 100 * share(row)
-        highlight = row["method"] in ours
-        size, color, layer = (60, "tab:red", 3) if highlight else (28, "tab:grey", 2)
-        axes.scatter(x, y, s=size, color=color, zorder=layer)
-        label = "SB3 (dense)" if row["method"] == "sb3" else row["method"]
-        axes.annotate(label, (x, y), xytext=(5, 3), textcoords="offset points", fontsize=9 if highlight else 6.5)
-    axes.set(
-        xscale="log", yscale="log", xlabel="time of sample(256), SB3's buffer = 1", ylabel="resident memory, % of dense"
-    )
-    axes.set_title(f"{measured[0]['game']}, {int(measured[0]['n_transitions']):,} transitions: down and left is better")
-    axes.grid(which="both", alpha=0.3)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    """Plot memory versus sampling time, both relative to SB3's buffer; the best methods and SB3 are labelled."""
+    points = [
+        (row["method"], ratio(row, "sample256_us"), 100 * share(row)) for row in measured if row["method"] != "sb3"
+    ]
+    front = pareto_front(points)
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for name, color in FAMILIES.items():
+        some = [point[1:] for point in points if family(point[0]) == name]
+        axes.scatter(*zip(*some, strict=True), s=26, color=color, label=name, zorder=2)
+    some = [point[1:] for point in points if family(point[0]) == "delta"]
+    axes.scatter(*zip(*some, strict=True), s=60, color=HIGHLIGHT, label="auto, delta", zorder=3)
+    axes.plot(*zip(*[point[1:] for point in front], strict=True), color=HIGHLIGHT, linewidth=1, zorder=1)
+    optimized = next(100 * share(row) for row in measured if row["method"] == "sb3")
+    axes.scatter([1, 1], [100, optimized], s=110, marker="*", color=BASELINE, zorder=3)
+    bold = {"textcoords": "offset points", "fontsize": 10, "weight": "bold"}
+    for name, y in (("SB3's ReplayBuffer", 100), ("SB3, optimize_memory_usage=True", optimized)):
+        axes.annotate(name, (1, y), xytext=(9, 4), color=BASELINE, **bold)
+    for name, x, y in front:
+        # between two others, to the left, where the line is lower
+        side = -1 if front[0][0] != name != front[-1][0] else 1
+        place = {"xytext": (6 * side, 7), "ha": "right" if side < 0 else "left"}
+        axes.annotate(name, (x, y), color=HIGHLIGHT, **place, **bold)
+    _style(axes)
+    title = f"{measured[0]['game']}, {int(measured[0]['n_transitions']):,} transitions: down and left is better"
+    axes.set_title(title, color=INK)
+    figure.savefig(path, dpi=144, transparent=True, metadata={"Software": None})
     plt.close(figure)
+
+
+def _style(axes: Any) -> None:
+    """Logarithmic axes with plain numbers, a light grid, and a colour that is readable on any page."""
+    axes.set(xscale="log", yscale="log", xlim=(0.45, 16), ylim=(0.2, 160))
+    for axis, ticks, unit in (
+        (axes.xaxis, (0.5, 1, 2, 5, 10), "x"),
+        (axes.yaxis, (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100), " %"),
+    ):
+        axis.set_major_locator(FixedLocator(ticks))
+        axis.set_major_formatter(FixedFormatter([f"{tick:g}{unit}" for tick in ticks]))
+        axis.set_minor_locator(NullLocator())
+    axes.set_xlabel("time of sample(256), relative to SB3", color=INK)
+    axes.set_ylabel("memory, relative to SB3's ReplayBuffer", color=INK)
+    axes.tick_params(colors=INK)
+    axes.grid(color=INK, alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["bottom", "left"]].set_color(INK)
+    axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="upper right")
 
 
 def summary() -> str:
@@ -151,16 +212,16 @@ def summary() -> str:
         filling = [ratio(row, "fill_s") for row in games]
         sampling = [ratio(row, "sample256_us") for row in games]
         parts.append(
-            f"- **{statistics.mean(memory):.2%}** of the memory of one dense copy, for observations *and* next "
-            f"observations: mean of {len(games)} Atari games (worst {max(memory):.2%})\n"
-            f"- filling takes **{statistics.mean(filling):.2f}x** and sampling 256 transitions "
-            f"**{statistics.mean(sampling):.2f}x** the time of SB3's `ReplayBuffer` (worst {max(sampling):.2f}x)\n"
+            f"- **{percent(statistics.mean(memory))}** of the memory of SB3's `ReplayBuffer`: mean of {len(games)} "
+            f"Atari games (worst {percent(max(memory))})\n"
+            f"- filling takes **{factor(statistics.mean(filling))}** and sampling 256 transitions "
+            f"**{factor(statistics.mean(sampling))}** the time of SB3's `ReplayBuffer` "
+            f"(worst {factor(max(sampling))})\n"
         )
     for row in rows("million"):
         parts.append(
             f"- {int(row['n_transitions']):,} {GAME_TITLES.get(row['game'], row['game'])} transitions with all columns "
-            f"in **{float(row['resident_bytes']) / 1e9:.2f} GB** of resident memory "
-            f"({2 * float(row['dense_bytes']) / 1e9:.0f} GB in SB3's default buffer)\n"
+            f"in **{resident(row)}** of resident memory ({quantity(sb3_bytes(row), 'B')} in SB3's `ReplayBuffer`)\n"
         )
     if games:
         parts.append(f"\n{provenance(games)}")
@@ -172,10 +233,13 @@ def benchmarks_page() -> str:
     parts = [
         "# Benchmarks\n",
         "`make docs` renders all figures from the CSV files in `benchmarks/data`; `make bench` measures the first "
-        "table again. Memory is the growth of the resident set of a fresh process while it stores observations and "
-        "next observations of four environments (84x84x4 stacks), relative to *one* dense copy of the observations. "
-        "Times are relative to SB3's `ReplayBuffer` in the same process, with calls interleaved: adding and filling "
-        "compared with `optimize_memory_usage=True`, sampling with SB3's default. Below 1 is faster than SB3.\n",
+        "table again.\n",
+        "*Memory* is the growth of the resident set of a fresh process while it stores transitions of four "
+        "environments (84x84x4 stacks), in percent of what SB3's `ReplayBuffer` holds for the same transitions by "
+        "default: observations, next observations, actions, rewards and dones.\n",
+        "*Times* are relative to SB3's `ReplayBuffer` in the same process, with calls interleaved: `add` and filling "
+        "compared with `optimize_memory_usage=True`, with which SB3 writes one copy instead of two; sampling compared "
+        "with SB3's default. Below 1 is faster than SB3.\n",
     ]
     fills = [float(row["sb3_fill_s"]) for name in ("table", "games") for row in rows(name) if row["sb3_fill_s"]]
     if fills:
@@ -272,9 +336,7 @@ def _medians(measured: list[Row]) -> str:
     """The median of each run, in the order of the runs."""
     if not measured:
         return ""
-    values = [float(row["p50"]) for row in measured]
-    texts = [f"{value:.4g}" if value < 1e4 else f"{value:.0f}" for value in values]
-    return f"{', '.join(dict.fromkeys(texts))} {measured[0]['unit']}"
+    return ", ".join(dict.fromkeys(quantity(float(row["p50"]), row["unit"]) for row in measured))
 
 
 def file_table() -> str:
@@ -285,45 +347,48 @@ def file_table() -> str:
     header, columns = [""], []
     for row in measured:
         header.append(f"{int(row['n_transitions']):,} transitions")
-        new = f", {float(row['incremental_bytes']) / 1e6:.1f} MB written"
+        size, seconds = (functools.partial(_column, row, unit=unit) for unit in ("B", "s"))
         columns.append(
             [
-                f"{float(row['bytes']) / 1e6:.1f} MB",
-                f"{float(row['save_s']):.3f} s",
-                f"{float(row['save_peak_bytes']) / 1e6:.1f} MB",
-                f"{float(row['incremental_s']):.3f} s{new}",
-                f"{float(row['load_s']):.3f} s",
-                f"{float(row['open_s']):.3f} s, {float(row['open_resident_bytes']) / 1e6:.1f} MB resident",
+                size("bytes"),
+                seconds("save_s"),
+                size("save_peak_bytes"),
+                f"{seconds('incremental_s')}, {size('incremental_bytes')} written",
+                seconds("load_s"),
+                f"{seconds('open_s')}, {size('open_resident_bytes')} resident",
             ]
         )
         if row["sb3_bytes"]:
             header.append(f"{int(row['n_transitions']):,}, SB3's pickle")
-            size, seconds = float(row["sb3_bytes"]) / 1e6, float(row["sb3_save_s"])
-            columns.append([f"{size:.1f} MB", f"{seconds:.3f} s", "", "a full save", "", ""])
+            columns.append([size("sb3_bytes"), seconds("sb3_save_s"), "", "a full save", "", ""])
     names = ["size", "save", "additional memory while saving", "save after 1000 new transitions", "load", "open"]
     lines = [list(line) for line in zip(names, *columns, strict=True)]
     return f"\n{table(header, lines)}\n{provenance(measured)}\n"
 
 
+def _column(row: Row, name: str, unit: str) -> str:
+    return quantity(float(row[name]), unit)
+
+
 def other_table(measured: list[Row]) -> str:
     """A table with those of the optional columns that all rows have."""
     optional: list[tuple[str, Any]] = [
-        ("add", lambda row: f"{ratio(row, 'add_us'):.2f}x"),
-        ("fill", lambda row: f"{ratio(row, 'fill_s'):.2f}x"),
-        ("sample 32", lambda row: f"{ratio(row, 'sample32_us'):.2f}x"),
-        ("sample 256", lambda row: f"{ratio(row, 'sample256_us'):.2f}x"),
-        ("sample 32, relative to 10,000 transitions", lambda row: f"{_against_small(row, 32):.2f}x"),
-        ("sample 256, relative to 10,000 transitions", lambda row: f"{_against_small(row, 256):.2f}x"),
+        ("add", lambda row: factor(ratio(row, "add_us"))),
+        ("fill", lambda row: factor(ratio(row, "fill_s"))),
+        ("sample 32", lambda row: factor(ratio(row, "sample32_us"))),
+        ("sample 256", lambda row: factor(ratio(row, "sample256_us"))),
+        ("sample 32, relative to 10,000 transitions", lambda row: factor(_against_small(row, 32))),
+        ("sample 256, relative to 10,000 transitions", lambda row: factor(_against_small(row, 256))),
     ]
     columns = [(name, show) for name, show in optional if all(_is_measured(show, row) for row in measured)]
-    header = ["game", "method", "transitions", "resident", "% of dense", *(name for name, _ in columns)]
+    header = ["game", "method", "transitions", "resident", "% of SB3's", *(name for name, _ in columns)]
     lines = [
         [
             GAME_TITLES.get(row["game"], row["game"]),
             f"`{row['method']}`",
             f"{int(row['n_transitions']):,}",
-            megabytes(row),
-            f"{share(row):.2%}",
+            resident(row),
+            percent(share(row)),
         ]
         + [show(row) for _, show in columns]
         for row in measured

@@ -6,6 +6,7 @@ import csv
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
@@ -48,6 +49,38 @@ def run_info(*packages: str, extras: bool = True) -> dict[str, str]:
         "machine": machine(),
         "versions": versions(*packages, extras=extras),
     }
+
+
+# units of measurements, in seconds and bytes, and those that people read
+_UNITS = {"us": (1e-6, "s"), "ms": (1e-3, "s"), "s": (1.0, "s"), "B": (1.0, "B"), "MB": (1e6, "B")}
+_SCALES = {"s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")), "B": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))}
+
+
+def quantity(value: float, unit: str) -> str:
+    """A measurement for people: ``2930, "us"`` is ``"2.93 ms"``."""
+    if unit == "%":
+        return percent(value / 100)
+    factor, base = _UNITS[unit]
+    value *= factor
+    scale, name = next((pair for pair in _SCALES[base] if value >= 0.9995 * pair[0]), _SCALES[base][-1])
+    return f"{digits(value / scale)} {name}"
+
+
+def percent(fraction: float) -> str:
+    """``0.0103`` is ``"1.03 %"``."""
+    return f"{100 * fraction:.2f} %" if fraction < 0.1 else f"{digits(100 * fraction)} %"
+
+
+def factor(ratio: float) -> str:
+    """``0.641`` is ``"0.64x"``; two digits for small ratios, whole numbers for large ones."""
+    return f"{digits(ratio, 2)}x" if ratio < 0.1 or ratio >= 10 else f"{ratio:.2f}x"
+
+
+def digits(value: float, count: int = 3) -> str:
+    """At least ``count`` significant digits, never in scientific notation."""
+    rounded = float(f"{value:.{count - 1}e}")
+    decimals = max(count - 1 - math.floor(math.log10(abs(rounded))), 0) if rounded else 0
+    return f"{value:,.{decimals}f}"
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

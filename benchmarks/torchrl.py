@@ -278,7 +278,7 @@ def storage_table(rows: dict[str, render.Row]) -> str:
 
     def ratio(row: render.Row, column: str) -> str:
         ours, theirs = number(row, column), number(row, f"plain_{column}")
-        return "" if ours is None or not theirs else f"{ours / theirs:.2f}x"
+        return "" if ours is None or not theirs else render.factor(ours / theirs)
 
     def resident_per_transition(row: render.Row) -> float:
         return float(row["resident_bytes"]) / float(row["n_transitions"])
@@ -290,7 +290,7 @@ def storage_table(rows: dict[str, render.Row]) -> str:
     lines = [
         [
             f"`{what}`",
-            f"{100 * resident_per_transition(rows[what]) / dense:.2f} %",
+            render.percent(resident_per_transition(rows[what]) / dense),
             *(ratio(rows[what], column) for column in ("extend_us", "extend64_us", "sample256_us")),
         ]
         for what in ("CompressedStorage", "CompressedListStorage")
@@ -311,7 +311,7 @@ def wire_table(rows: dict[str, render.Row]) -> str:
         if packed is None or not tensors:
             continue
         rate = number(rows.get(through, {}), "per_second")
-        lines.append([name, f"{packed:.0f}", f"{100 * packed / tensors:.2f} %", "" if rate is None else f"{rate:.0f}"])
+        lines.append([name, f"{packed:.0f}", render.percent(packed / tensors), "" if rate is None else f"{rate:,.0f}"])
     return render.table(["transfer", "bytes per transition", "% of the tensors", "transitions per second"], lines)
 
 

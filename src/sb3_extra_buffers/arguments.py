@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.errors import ArgumentError, IndexOutOfRangeError, SpecMismatchError
 
-__all__ = ["as_array", "cast", "cast_exactly", "check_count", "check_index", "parse_bytes"]
+__all__ = ["as_array", "cast", "cast_exactly", "check_count", "check_index", "narrow", "parse_bytes"]
 
 Array = npt.NDArray[Any]
 
@@ -98,6 +98,30 @@ def cast_exactly(array: Array, dtype: np.dtype[Any], name: str) -> Array:
     if not same.all():
         raise _inexact(array, ~same, dtype, name)
     return converted
+
+
+def narrow(array: Array, dtype: np.dtype[Any], name: str) -> Array:
+    """Return ``array`` in a smaller dtype, or raise unless converting it back gives the same bits."""
+    array = np.ascontiguousarray(array)
+    bits = f"u{min(array.dtype.itemsize, 8)}"
+    try:
+        # infinity as an integer is undefined, and may happen to be the value that became infinity
+        with np.errstate(invalid="raise", over="raise"):
+            converted = array.astype(dtype)
+            if np.array_equal(converted.astype(array.dtype).view(bits), array.view(bits)):
+                return converted
+    except FloatingPointError:
+        pass
+    with np.errstate(invalid="ignore", over="ignore"):
+        converted = array.astype(dtype)
+        bad = (converted.astype(array.dtype).view(bits) != array.view(bits)).reshape(*array.shape, -1).any(axis=-1)
+    value, limits = array[bad | (converted != array)][0], ""
+    if dtype.kind in "iu":
+        limits = f" (whole numbers from {np.iinfo(dtype).min} to {np.iinfo(dtype).max})"
+    raise SpecMismatchError(
+        f"{name} holds {value!r}, which dtypes['elem_type'] {dtype}{limits} cannot store exactly; leave elem_type out, "
+        f"or pass {array.dtype}"
+    )
 
 
 def _inexact(array: Array, bad: Array, dtype: np.dtype[Any], name: str) -> SpecMismatchError:

@@ -29,7 +29,7 @@ from sb3_extra_buffers.errors import (
     ReadOnlyBufferError,
     UnsupportedVersionError,
 )
-from sb3_extra_buffers.files import disk, load, load_file, manifest, open_saved, save, save_file
+from sb3_extra_buffers.files import disk, load, load_file, manifest, open_saved, repair, save, save_file, verify
 from tests.files.filing import (
     ACTIONS,
     BOX,
@@ -493,15 +493,38 @@ def test_a_newer_format_is_neither_read_nor_overwritten(saved: tuple[Any, Any, P
 
 
 def test_loading_something_else_says_what_it_is(tmp_path: Path) -> None:
+    buffer, feed = BUFFERS["replay"](), Feed()
+    feed.add_to(buffer)
     (tmp_path / "file").write_text("mine")
+    (tmp_path / "buffer.pkl").write_bytes(pickle.dumps([1]))
+    (tmp_path / "empty").touch()
     (tmp_path / "folder").mkdir()
-
-    with pytest.raises(FileFormatError, match="nowhere: no such file or directory"):
-        load(tmp_path / "nowhere")
-    with pytest.raises(FileFormatError, match="is a file; a saved buffer is a folder"):
-        load(tmp_path / "file")
-    with pytest.raises(FileFormatError, match=r"it has no manifest.json"):
-        load(tmp_path / "folder")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "manifest.json").write_text('{"name": "a web page"}')
+    save(buffer, tmp_path / "folder" / "checkpoint")
+    save_file(buffer, tmp_path / "one")
+    expected = {
+        "nowhere": "nowhere: no such file or directory",
+        "file/below": "below: no such file or directory",
+        "x" * 300: "cannot be read: File name too long",
+        "file": "file is not a saved buffer",
+        "buffer.pkl": r"is a pickle, not a saved buffer; convert it first: sb3-extra-buffers convert .*buffer --trust",
+        "folder": r"folder is not a saved buffer: it has no manifest.json; it contains .*checkpoint",
+        "site": "site is not a saved buffer: its manifest.json was written by another program",
+    }
+    for name, message in expected.items():
+        for read in (load, lambda path: list(verify(path)), lambda path: repair(path, tmp_path / "repaired")):
+            with pytest.raises(FileFormatError, match=message):
+                read(tmp_path / name)
+    with pytest.raises(FileFormatError, match=r"is a file; .* read by load_file\(\)"):
+        load(tmp_path / "one")
+    with pytest.raises(DamagedFileError, match="empty is empty"):
+        load_file(tmp_path / "empty")
+    (tmp_path / "folder" / "checkpoint" / "manifest.json").unlink()
+    with pytest.raises(DamagedFileError, match=r"manifest.json is missing; repair\(\) may"):
+        load(tmp_path / "folder" / "checkpoint")
+    repair(tmp_path / "folder" / "checkpoint", tmp_path / "repaired")
+    assert_same(buffer, load(tmp_path / "repaired"))
 
 
 def test_a_missing_data_file_is_named(saved: tuple[Any, Any, Path]) -> None:

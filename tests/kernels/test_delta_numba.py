@@ -11,9 +11,8 @@ import pytest
 
 pytest.importorskip("numba")
 
-from numba import njit
-
 from sb3_extra_buffers.kernels import delta_numba, intrinsics
+from tests.kernels.wrapping import callable_from_python
 
 Bytes = npt.NDArray[np.uint8]
 NAMES = ["unequal", "cut", "fill", "merge"]
@@ -36,13 +35,11 @@ def expected_line(name: str, target: Bytes, source: Bytes, mask: int, before: in
 
 
 def variants(name: str) -> list[Callable[..., Any]]:
-    functions = [getattr(delta_numba, f"{name}_words")] if name in ("unequal", "cut") else []
+    by_word = [getattr(delta_numba, f"{name}_words")] if name in ("unequal", "cut") else []
+    functions = [callable_from_python(function) for function in by_word]
     if intrinsics.HAS_LINES:
-        line = getattr(intrinsics, f"{name}_line")
         arguments = {"unequal": "a, at, b, bt", "fill": "a, at, b, bt, mask, before"}.get(name, "a, at, b, bt, mask")
-        space = {"line": line}
-        exec(f"def run({arguments}): return line({arguments})", space)
-        functions.append(njit(space["run"]))
+        functions.append(callable_from_python(getattr(intrinsics, f"{name}_line"), arguments))
     return functions
 
 

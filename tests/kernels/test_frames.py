@@ -18,6 +18,7 @@ from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.registry import make_store
 from sb3_extra_buffers.stores.segments import SegmentStore
 from tests.contracts.store import KERNELS, UNWRITTEN, Walk, method_params
+from tests.kernels.wrapping import callable_from_python
 
 SIZES = [1, 7, 8, 63, 64, 65, 511, 512, 513, 4095, 4096, 4097, 7056, 70_000]
 UINT8 = np.dtype(np.uint8)
@@ -68,7 +69,7 @@ def test_apply_delta_undoes_encode_delta(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_compiled_and_reference_encode_agree(size: int) -> None:
-    compiled = pytest.importorskip("sb3_extra_buffers.kernels.delta_numba")
+    encode = callable_from_python(pytest.importorskip("sb3_extra_buffers.kernels.delta_numba").encode)
     lines = -(-size // 64) * 64
     scratch = np.full(padded(size) // BLOCK * (BLOCK + BLOCK // 4), UNWRITTEN, np.uint8)
     for name, row, reference in pairs(size):
@@ -80,7 +81,7 @@ def test_compiled_and_reference_encode_agree(size: int) -> None:
         target = np.full(3 * size + 2 * BLOCK, UNWRITTEN, np.uint8)
         at = 13
 
-        length = compiled.encode(target, at, rows.reshape(-1), lines, references.reshape(-1), lines, size, scratch)
+        length = encode(target, at, rows.reshape(-1), lines, references.reshape(-1), lines, size, scratch)
 
         wanted = encode_delta(row, reference)
         assert (target[:at] == UNWRITTEN).all()
@@ -96,7 +97,7 @@ def test_compiled_and_reference_apply_agree(size: int, unit: str) -> None:
     compiled = pytest.importorskip("sb3_extra_buffers.kernels.delta_numba")
     if unit == "lines" and not compiled.HAS_LINES:
         pytest.skip("this processor cannot move bytes under a mask")
-    apply = getattr(compiled, f"apply_{unit}")
+    apply = callable_from_python(getattr(compiled, f"apply_{unit}"))
     for name, row, reference in pairs(size):
         payload = encode_delta(row, reference)
         if len(payload) in (0, size):

@@ -11,8 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from sb3_extra_buffers.kernels import has_numba, lz4_block
-from sb3_extra_buffers.kernels.lz4_block import OVERRUN, TABLE
+from sb3_extra_buffers.kernels.lz4_block import OVERRUN
 from tests.contracts.store import KERNELS, UNWRITTEN, examples
+from tests.kernels.wrapping import callable_from_python
 
 Bytes = npt.NDArray[np.uint8]
 SIZES = [1, 4, 5, 11, 12, 13, 14, 15, 16, 17, 64, 255, 270, 271, 272, 1000, 5000]
@@ -22,12 +23,9 @@ SIZES = [1, 4, 5, 11, 12, 13, 14, 15, 16, 17, 64, 255, 270, 271, 272, 1000, 5000
 def functions(compiled: bool) -> tuple[Callable[..., int], Callable[..., bool]]:
     if not compiled:
         return lz4_block.pack_block, lz4_block.unpack_block
-    import numba
+    from sb3_extra_buffers.kernels import compiling, frames_numba
 
-    from sb3_extra_buffers.kernels import frames_numba
-
-    unpack: Any = numba.njit(lz4_block.unpack_block)
-    return frames_numba.pack_block, unpack
+    return frames_numba.pack_block, callable_from_python(compiling.compiled(lz4_block.unpack_block))
 
 
 def contents(size: int) -> list[tuple[str, Bytes]]:
@@ -43,7 +41,7 @@ def contents(size: int) -> list[tuple[str, Bytes]]:
 def pack(packer: Callable[..., int], data: Bytes, capacity: int) -> bytes | None:
     source = np.concatenate([data, np.full(64, UNWRITTEN, np.uint8)])
     target = np.full(capacity + 64, UNWRITTEN, np.uint8)
-    length = packer(source, data.size, target[:capacity], np.full(TABLE, 123, np.int32))
+    length = packer(source, data.size, target[:capacity])
     assert (target[capacity:] == UNWRITTEN).all()
     assert (source[data.size :] == UNWRITTEN).all()
     return target[:length].tobytes() if length else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sb3_extra_buffers.errors import (
+    ArgumentError,
     DamagedFileError,
     EmptyBufferError,
     FileFormatError,
@@ -22,6 +24,7 @@ from sb3_extra_buffers.errors import (
     UnsupportedVersionError,
 )
 from sb3_extra_buffers.files import manifest
+from sb3_extra_buffers.files.parts import LoadedParts
 from sb3_extra_buffers.recording import (
     BaseRecordBuffer,
     DummyRecordBuffer,
@@ -29,6 +32,7 @@ from sb3_extra_buffers.recording import (
     FramelessRecordBuffer,
     RecordBuffer,
 )
+from sb3_extra_buffers.recording.buffers import make_recording
 
 
 def frame_of(number: int, shape: tuple[int, ...] = (4, 84, 84)) -> Any:
@@ -297,12 +301,60 @@ def test_features_are_declared_or_set_by_the_first_record() -> None:
     assert bare[0].features["features"].tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("features", [None, {}, {"y": 1.0}, {"x": 1.0, "y": 1.0}, {"x": [1.0]}, {"x": "high"}])
+@pytest.mark.parametrize("features", [{"x": [1.0]}, {"x": "high"}, {"x": 1.0, "y": "high"}])
 def test_invalid_features_raise(features: Any) -> None:
     buffer = make_filled(3)
     with pytest.raises(SpecMismatchError):
         buffer.add(frame_of(0), 0, 0, features)
     assert len(buffer) == 3
+    assert buffer.features["x"].tolist() == [0, 1, 2]
+
+
+def test_features_that_were_not_declared_raise() -> None:
+    buffer = FramelessRecordBuffer(5, features={"x": "float32"})
+    with pytest.raises(SpecMismatchError, match=r"\['y'\].*created for \['x'\]"):
+        buffer.add(None, 0, 0, {"y": 1.0})
+    buffer.add(None, 0, 0)
+    buffer.add(None, 0, 0, {"x": 2})
+    assert buffer.features["x"].tolist() == [None, 2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.lists(st.sets(st.sampled_from("xyz")), max_size=16), st.booleans())
+def test_every_record_has_the_features_it_was_given(size: int, given_names: list[set[str]], declared: bool) -> None:
+    values: dict[str, Any] = {"x": 1.5, "y": np.array([1, 2]), "z": {"a": 3, "b": (True, 4.0)}}
+    buffer = FramelessRecordBuffer(size, features={"x": "f8", "y": ("i8", (2,))} if declared else None)
+    added = []
+    for number, names in enumerate(given_names):
+        record = {name: values[name] for name in sorted(names - {"z"} if declared else names)}
+        buffer.add(None, number, 0, record)
+        added.append(record)
+    added = added[-size:]
+    for copied in (buffer, pickle.loads(pickle.dumps(buffer)), make_recording(loaded(buffer))):
+        for index, record in enumerate(added):
+            found = copied[index].features
+            assert found.keys() == record.keys()
+            for name in record:
+                np.testing.assert_equal(found[name], values[name])
+        columns = copied.features
+        for name in columns.keys() & {"x", "y"}:
+            column, present = columns[name], [name in record for record in added]
+            assert isinstance(column, np.ma.MaskedArray) == (not all(present))
+            missing = np.ma.getmaskarray(column).reshape(len(added), np.size(values[name])).any(axis=1)
+            assert (~missing).tolist() == present
+            assert (np.ma.compressed(column) == np.tile(values[name], sum(present))).all()
+
+
+def loaded(buffer: BaseRecordBuffer) -> LoadedParts:
+    parts = buffer.to_parts()
+    return LoadedParts(parts.kind, json.loads(json.dumps(parts.description)), dict(parts.columns), parts.stores)
+
+
+def test_a_frameless_buffer_takes_its_size_alone() -> None:
+    assert FramelessRecordBuffer(100).size == 100
+    assert FramelessRecordBuffer((84, 84), 4, 100).size == 100
+    with pytest.raises(ArgumentError, match="size"):
+        FramelessRecordBuffer(0)
 
 
 @pytest.mark.parametrize("reward", [[1.0, 2.0], "much", None, 1j])

@@ -66,14 +66,15 @@ def test_the_documented_signatures() -> None:
         "sample_by_index_fields": ["indices", "fields"],
         "sample_all": [],
         "get_next_batch": ["batch_size"],
-        "calculate_num_batches": ["batch_size"],
-        "get_steps_and_iterator": ["n_epochs", "max_iter", "batch_size"],
         "load": ["path"],
     }
     for name, expected in names.items():
         assert list(inspect.signature(getattr(ReplayBuffer, name)).parameters)[1:] == expected
     assert list(inspect.signature(ReplayBuffer.save).parameters)[1:2] == ["path"]
     assert list(inspect.signature(ReplayBuffer.create_epoch_iterator).parameters)[1:3] == ["batch_size", "n_epochs"]
+    assert list(inspect.signature(ReplayBuffer.calculate_num_batches).parameters)[1:2] == ["batch_size"]
+    steps = inspect.signature(ReplayBuffer.get_steps_and_iterator).parameters
+    assert list(steps)[1:4] == ["n_epochs", "max_iter", "batch_size"]
 
 
 def test_storage_class_by_device_and_option() -> None:
@@ -129,15 +130,28 @@ def test_every_epoch_visits_each_tuple_once_in_a_new_order(buffer: ReplayBuffer)
     assert not torch.equal(epochs[0], epochs[1])
 
     in_order = list(buffer.create_epoch_iterator(batch_size=20, shuffle=False))
-    assert torch.cat([batch["index"] for batch in in_order]).tolist() == list(range(40))
+    assert [len(batch) for batch in in_order] == [20, 20, 10]
+    assert torch.cat([batch["index"] for batch in in_order]).tolist() == list(range(50))
+    full_only = buffer.create_epoch_iterator(batch_size=20, n_epochs=2, shuffle=False, drop_last=True)
+    assert [len(batch) for batch in full_only] == [20] * 4
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 7, 10, 49, 50, 51, 200])
+def test_as_many_batches_as_calculated(buffer: ReplayBuffer, batch_size: int, drop_last: bool) -> None:
+    batches = list(buffer.create_epoch_iterator(batch_size, n_epochs=2, drop_last=drop_last))
+    assert len(batches) == 2 * buffer.calculate_num_batches(batch_size, drop_last=drop_last)
+    assert len(batches) == buffer.get_steps_and_iterator(2, 0, batch_size, drop_last=drop_last)
+    assert sum(map(len, batches)) == 2 * (50 // batch_size * batch_size if drop_last else 50)
 
 
 def test_steps_by_epochs_and_by_max_iter(buffer: ReplayBuffer) -> None:
-    assert buffer.calculate_num_batches(16) == 3
+    assert buffer.calculate_num_batches(16) == 4
     n_steps = buffer.get_steps_and_iterator(n_epochs=2, max_iter=99, batch_size=16)
-    assert n_steps == 6
+    assert n_steps == 8
     seen = [buffer.get_next_batch(16)["index"] for _ in range(n_steps)]
-    assert len(set(torch.cat(seen[:3]).tolist())) == 48
+    for epoch in (seen[:4], seen[4:]):
+        assert sorted(torch.cat(epoch).tolist()) == list(range(50))
     # after the last epoch: random batches of the given size
     assert buffer.get_next_batch(7).shape == (7,)
 
@@ -200,12 +214,32 @@ def test_save_and_load_metadata_only(buffer: ReplayBuffer, tmp_path: Path) -> No
     other = make(buffer.storage, 9)
     other.add_batch(trajectory(4))
     other.load(str(path))
-    assert other.buffer_size == 50
     assert other.loaded_metadata == {"buffer_size": 50, "data_size": 50, "pointer": 10}
-    assert len(other) == 0
+    assert (other.buffer_size, other.data_size, other.pointer) == (50, 4, 4)
     # loading its own metadata keeps the experience
     buffer.load(str(path))
-    assert len(buffer) == 50
+    assert (len(buffer), buffer.data_size, buffer.pointer) == (50, 50, 10)
+
+
+@pytest.mark.parametrize(("n_added", "capacity"), [(0, 30), (5, 30), (20, 30), (33, 30), (33, 20), (33, 7)])
+def test_metadata_of_another_capacity_keeps_the_experience(
+    buffer: ReplayBuffer, tmp_path: Path, n_added: int, capacity: int
+) -> None:
+    make(buffer.storage, capacity).save(tmp_path / "buffer")
+    other = make(buffer.storage, 20)
+    added = trajectory(50)
+    if n_added:
+        other.add_batch(added[:n_added])
+    kept = min(n_added, 20)
+    other.load(tmp_path / "buffer")
+    assert len(other) == kept
+    assert other.buffer_size == (capacity if capacity >= kept else 20)
+    other.add_batch(added[n_added : n_added + 2])
+    newest = added[: n_added + 2][-min(kept + 2, other.buffer_size) :]
+    found = other.sample_all().exclude("index")
+    oldest = other.pointer if len(other) == other.buffer_size else 0
+    for key, column in newest.items(True, True):
+        assert torch.equal(found[key].roll(-oldest, 0), column)
 
 
 def test_save_and_load_with_contents(buffer: ReplayBuffer, tmp_path: Path) -> None:

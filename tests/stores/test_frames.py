@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -358,7 +359,9 @@ def game() -> list[Any]:
 @pytest.mark.parametrize("compiled", KERNELS)
 @pytest.mark.parametrize("axis", ["first", "last"])
 @pytest.mark.parametrize("method", method_params("delta", "delta2", "zstd"))
-def test_a_real_game_is_exact_and_small(game: Any, method: str, axis: Axis, compiled: bool) -> None:
+def test_a_real_game_is_exact_and_small(
+    game: Any, method: str, axis: Axis, compiled: bool, save_observations: Callable[[Any], Path | None]
+) -> None:
     case = Case(method, (84, 84), stack=4, axis=axis, n_streams=2)
     store = case.build(2 * 250 * 2, compiled)
     dense = np.zeros((2, 250, 2, *case.spec.shape), np.uint8)
@@ -375,6 +378,7 @@ def test_a_real_game_is_exact_and_small(game: Any, method: str, axis: Axis, comp
     for begin in range(0, 1000, 250):
         np.testing.assert_array_equal(store.read(np.arange(begin, begin + 250)), flat[begin : begin + 250])
     assert store.heap.live_bytes < flat.nbytes // 2 // (20 if method == "zstd" else 60)
+    save_observations(store.read(np.arange(40, 200, 40)).reshape(-1, *case.spec.shape))
 
 
 @pytest.mark.parametrize("compiled", KERNELS)

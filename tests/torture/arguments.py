@@ -47,7 +47,7 @@ _PLAIN = {
 }  # fmt: skip
 
 #: called by other layers of the library, never by users, and with arguments that are checked before
-_HOOKS = {
+HOOKS = {
     "answer", "check_layout", "compression", "load_items", "locate_whole", "new_table", "next_view", "obs_views",
     "restore_obs_views", "restore_priorities", "set_length", "set_position", "stored_on", "take_over", "use_table",
 }  # fmt: skip
@@ -251,7 +251,7 @@ def uncovered(name: str) -> list[str]:
         found = []
         for method, function in inspect.getmembers(type(bench.made), callable):
             ours = "sb3_extra_buffers" in (getattr(function, "__module__", "") or "")
-            if ours and not method.startswith("_") and method not in known | _PLAIN | _HOOKS:
+            if ours and not method.startswith("_") and method not in known | _PLAIN | HOOKS:
                 found.append(method)
         return found
 

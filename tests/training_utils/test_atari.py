@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ def play(env: Any, n_steps: int, seed: int = 0) -> list[tuple[Any, ...]]:
 @needs_ale
 @needs_cv2
 @pytest.mark.parametrize(("framestack", "planes"), [(4, 4), (None, 1), (1, 1)])
-def test_observations_are_stacked_and_channel_first(framestack: int | None, planes: int) -> None:
+def test_observations_are_stacked_and_channel_first(
+    framestack: int | None, planes: int, save_observations: Callable[[Any], Path | None]
+) -> None:
     env = make_env(env_id="PongNoFrameskip-v4", n_envs=2, framestack=framestack, seed=3)
     obs = env.reset()
 
@@ -44,7 +47,30 @@ def test_observations_are_stacked_and_channel_first(framestack: int | None, plan
     assert env.observation_space.contains(obs[0])
     next_obs = env.step(np.zeros(2, np.int64))[0]
     np.testing.assert_array_equal(next_obs[:, :-1], np.asarray(obs)[:, 1:])
+    save_observations(np.concatenate([obs, next_obs]))
     env.close()
+
+
+@needs_ale
+@needs_cv2
+@pytest.mark.parametrize("disabled", [False, True])
+def test_observations_are_saved_for_inspection_unless_disabled(
+    disabled: bool, save_observations: Callable[[Any], Path | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cv2 = pytest.importorskip("cv2")
+    monkeypatch.setenv("DISABLE_TEST_OBSERVATIONS_SAVE", str(disabled).lower())
+    env = make_env(env_id="PongNoFrameskip-v4", n_envs=2, framestack=4, seed=3)
+    env.reset()
+    obs = play(env, 30)[-1][0]
+    env.close()
+    path = save_observations(obs)
+    assert (path is None) == disabled
+    if path is not None:
+        assert path.parent.name == "debug_obs"
+        image = cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)
+        assert image.shape == (2 * 86 + 2, 4 * 86 + 2)
+        np.testing.assert_array_equal(image[2:86, -86:-2], obs[0, 3])
+        path.unlink()
 
 
 @needs_ale
@@ -139,7 +165,7 @@ def test_missing_ale_py_names_the_extra() -> None:
 
 @needs_ale
 class TestNative:
-    def test_observations(self) -> None:
+    def test_observations(self, save_observations: Callable[[Any], Path | None]) -> None:
         env = make_env("PongNoFrameskip-v4", 3, framestack=4, native=True, seed=1)
         obs = env.reset().copy()
         last_obs = obs.copy()
@@ -153,6 +179,7 @@ class TestNative:
             assert dones.dtype == bool
             assert len(infos) == 3
             last_obs = next_obs
+        save_observations(last_obs)
         env.close()
 
     def test_same_seed_gives_the_same_game(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,12 @@ def play(env: Any, n_steps: int) -> list[tuple[Any, ...]]:
     ("observation", "framestack", "channels"), [("rgb", None, 3), ("labels", 1, 1), ("classes", 2, 2)]
 )
 def test_observations(
-    observation: Any, framestack: int | None, channels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    observation: Any,
+    framestack: int | None,
+    channels: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    save_observations: Callable[[Any], Path | None],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     env: Any = doom.make_env("defend_the_center", 1, framestack, observation=observation, seed=1)
@@ -35,6 +41,7 @@ def test_observations(
     finally:
         env.close()
 
+    save_observations(frames)
     assert env.observation_space.shape == obs.shape[1:] == (channels, 120, 160)
     assert len(np.unique(frames.reshape(12, -1), axis=0)) > 6
     if observation == "classes":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
-from gymnasium import spaces
+import torch as th
 
 from sb3_extra_buffers.arguments import parse_bytes
 from sb3_extra_buffers.codecs.spec import ObsSpec
@@ -18,11 +18,13 @@ from sb3_extra_buffers.stores.choice import choose_unseen
 
 @dataclass(frozen=True, slots=True)
 class StorageOptions:
-    """The arguments that compressed buffers add to those of SB3's.
+    """The arguments that compressed buffers add to those of SB3's; pass them to the buffer.
 
     Attributes:
-        dtypes: What `find_buffer_dtypes` returned, or one such mapping for each key. Only checked against the space:
-            observations are always stored and returned in the dtype of the space.
+        dtypes: What `find_buffer_dtypes` returned, or one such mapping for each key of a Dict. Observations are stored
+            as ``elem_type`` where that is smaller than the dtype of the space, for example float32 from 0 to 255 as
+            uint8; a value that would not survive exactly raises `SpecMismatchError`, and nothing is stored. Samples
+            have the dtype of the space.
         normalize_images: Return image observations as float32 from 0 to 1. SB3's policies do that themselves, unless
             they are created with ``normalize_images=False``.
         compression_method: ``"auto"``, a method such as ``"delta"`` or ``"zstd-5"``, or one for each key.
@@ -34,6 +36,16 @@ class StorageOptions:
         on_max_bytes: At the limit, ``"evict"`` drops the oldest transitions and ``"raise"`` refuses new ones.
         storage: ``"mmap"`` to live in a folder, where every completed step survives the end of the process.
         path: The folder for ``"mmap"``, new or empty.
+
+    Examples:
+        >>> from stable_baselines3 import DQN
+        >>> from sb3_extra_buffers.compressed import CompressedReplayBuffer
+        >>> options = {"compression_method": "zstd-5", "max_bytes": 4_000_000_000}
+        >>> model = DQN(
+        ...     "MlpPolicy", "CartPole-v1", replay_buffer_class=CompressedReplayBuffer, replay_buffer_kwargs=options
+        ... )
+        >>> model.replay_buffer.storage_options.compression_method
+        'zstd-5'
     """
 
     dtypes: Mapping[str, Any] | None = None
@@ -71,8 +83,8 @@ class StorageOptions:
             return self.compression_method.get(key, "auto")
         return "none" if key and choose_unseen(spec) is not None else self.compression_method
 
-    def check_dtypes(self, key: str, space: spaces.Space[Any], spec: ObsSpec) -> None:
-        """Raise if ``dtypes`` names an element type that cannot hold every value of the space."""
+    def stored_dtype(self, key: str, spec: ObsSpec) -> np.dtype[Any]:
+        """The dtype to store observations of ``spec`` in: ``elem_type`` if it is smaller, else that of the space."""
         dtypes = self.dtypes
         if dtypes is not None and key:
             if "elem_type" not in dtypes:
@@ -80,26 +92,28 @@ class StorageOptions:
             elif len(spec.shape) < 2:
                 dtypes = None  # a single mapping for a Dict applies to its images
         elem_type = None if dtypes is None else dtypes.get("elem_type")
-        if elem_type is not None and not _can_hold(np.dtype(elem_type), space, spec.dtype):
-            where = f" of key {key!r}" if key else ""
-            raise SpecMismatchError(
-                f"dtypes['elem_type'] is {np.dtype(elem_type)}, which cannot hold every value of the observation "
-                f"space{where}, {space}; leave dtypes out, or pass {spec.dtype}"
-            )
+        if elem_type is None:
+            return spec.dtype
+        stored = _as_numpy_dtype(elem_type)
+        if stored.kind in "biuf" and spec.dtype.kind in "biuf":
+            if stored.itemsize < spec.dtype.itemsize:
+                return stored
+            if np.can_cast(spec.dtype, stored, "safe"):
+                return spec.dtype
+        where = f" of key {key!r}" if key else ""
+        raise SpecMismatchError(
+            f"dtypes['elem_type'] is {stored}, but the observation space{where} has {spec.dtype}; pass a smaller "
+            "dtype, or leave dtypes out"
+        )
+
+
+def _as_numpy_dtype(elem_type: Any) -> np.dtype[Any]:
+    """A dtype of NumPy's or torch's as NumPy's."""
+    try:
+        return np.dtype(th.empty(0, dtype=elem_type).numpy().dtype if isinstance(elem_type, th.dtype) else elem_type)
+    except TypeError as problem:
+        raise SpecMismatchError(f"dtypes['elem_type'] is {elem_type!r}, which NumPy does not have: {problem}") from None
 
 
 #: Names of the arguments.
 OPTION_NAMES = frozenset(option.name for option in fields(StorageOptions) if option.init)
-
-
-def _can_hold(dtype: np.dtype[Any], space: spaces.Space[Any], space_dtype: np.dtype[Any]) -> bool:
-    if np.can_cast(space_dtype, dtype, "safe"):
-        return True
-    if dtype.kind not in "iu":
-        return False
-    limits = np.iinfo(dtype)
-    if isinstance(space, spaces.Box) and space_dtype.kind in "iu":
-        return bool((space.low >= limits.min).all() and (space.high <= limits.max).all())
-    if isinstance(space, spaces.Discrete):
-        return bool(limits.min <= space.start and space.start + space.n - 1 <= limits.max)
-    return False

@@ -14,7 +14,9 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.preprocessing import get_action_dim, get_obs_shape
 
+from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers._sb3.views import BufferView
+from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import DamagedFileError, NotSaveableError
 from sb3_extra_buffers.files.parts import Cut, LoadedParts, Parts, make_view
 from sb3_extra_buffers.files.registry import class_of
@@ -233,7 +235,7 @@ def _construct(parts: LoadedParts, fields: BufferFields, lead: tuple[int, int]) 
     arguments = value_from_json(parts.entry("arguments", kind=dict))
     expected = {*fields.arguments, *fields.options, *_LIMITS}
     require(set(arguments) == expected, f"a {parts.kind} takes other arguments than {', '.join(map(repr, arguments))}")
-    _check_sizes(parts, fields, lead, both_spaces, arguments.get("hidden_state_shape"))
+    _check_sizes(parts, fields, lead, both_spaces, arguments)
     limits = {name: arguments.pop(name) for name in _LIMITS}
     if parts.kind == "her-replay":
         arguments["env"] = None
@@ -254,23 +256,31 @@ def _available_device(name: Any) -> str:
 
 
 def _check_sizes(
-    parts: LoadedParts, fields: BufferFields, lead: tuple[int, int], both_spaces: dict[str, Any], hidden_shape: Any
+    parts: LoadedParts,
+    fields: BufferFields,
+    lead: tuple[int, int],
+    both_spaces: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> None:
     """Raise unless columns and stores have the sizes that a constructor would allocate, before it does."""
     observed, actions = both_spaces["observation_space"], both_spaces["action_space"]
-    shapes: dict[str, Any] = dict.fromkeys(_HIDDEN, hidden_shape)
+    shapes: dict[str, Any] = dict.fromkeys(_HIDDEN, arguments.get("hidden_state_shape"))
     shapes |= {"actions": (*lead, get_action_dim(actions)), "action_masks": (*lead, _mask_dims(actions))}
     for name in fields.columns:
         shape, column = shapes.get(name, lead), parts.columns.get(name)
         require(column is not None and column.shape == shape, f"the column {name!r} is missing or not of shape {shape}")
     obs_shapes: Any = get_obs_shape(observed)
+    options = StorageOptions(arguments["dtypes"])
     for key, obs_shape in obs_shapes.items() if isinstance(obs_shapes, dict) else [("", obs_shapes)]:
-        name, dtype = _join_key("observations", key), np.dtype(observed[key].dtype if key else observed.dtype)
-        store = parts.stores.get(name)
+        name, store = _join_key("observations", key), parts.stores.get(_join_key("observations", key))
+        spec = ObsSpec(tuple(obs_shape), np.dtype(observed[key].dtype if key else observed.dtype))
+        stored_dtype = options.stored_dtype(key, spec)
         if store is None:
-            parts.column(name, dtype, (*lead, *obs_shape))
+            parts.column(name, stored_dtype if parts.kind.startswith("gpu-") else spec.dtype, (*lead, *obs_shape))
         else:
-            fits = (store.spec.shape, store.spec.dtype, store.n_streams) == (tuple(obs_shape), dtype, lead[1])
+            fits = store.spec.shape == spec.shape and store.n_streams == lead[1]
+            # earlier versions ignored dtypes
+            fits &= store.spec.dtype in (spec.dtype, stored_dtype)
             require(fits, f"the store {name!r} does not fit {observed}")
 
 
@@ -347,7 +357,7 @@ def _restore_observations(buffer: Any, parts: LoadedParts, lead: tuple[int, int]
             restored.setdefault(attribute, {})[key] = parts.column(name, view.dtype, view.shape)
         else:
             base = math.prod(lead) * name.startswith("next_")
-            restored.setdefault(attribute, {})[key] = make_view(BufferView, store, lead, base)
+            restored.setdefault(attribute, {})[key] = make_view(BufferView, store, lead, base, dtype=view.dtype)
             store.may_stay_dense = buffer.storage_options.max_bytes is None
     buffer.restore_obs_views(restored)
 

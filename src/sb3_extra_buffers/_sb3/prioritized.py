@@ -34,8 +34,22 @@ class PrioritizedReplayBufferSamples(NamedTuple):
     """The fields of SB3's `ReplayBufferSamples`, or `DictReplayBufferSamples`, and two more.
 
     Attributes:
+        observations: Observations of shape (batch_size, ...); a dict of them for a Dict space.
+        actions: Actions.
+        next_observations: Observations after the actions.
+        dones: Whether the episodes ended; time limits do not count.
+        rewards: Rewards, or n-step returns.
+        discounts: Discount factors of n-step returns; None without them.
         weights: Importance weights of shape (batch_size, 1), at most 1: what to multiply each sample's loss by.
         indices: Which transitions these are, for `update_priorities`.
+
+    Examples:
+        >>> from stable_baselines3 import DQN
+        >>> from sb3_extra_buffers.compressed import prioritized
+        >>> model = prioritized(DQN)("MlpPolicy", "CartPole-v1", device="cpu").learn(50)
+        >>> samples = model.replay_buffer.sample(4)
+        >>> samples.weights.shape, samples.indices.shape
+        (torch.Size([4, 1]), (4,))
     """
 
     observations: Any
@@ -140,6 +154,7 @@ class PrioritizedMixin(ReplayMixin):
         self._tree.write(slice(step * self.n_envs, (step + 1) * self.n_envs), 0.0)
 
     def reset(self) -> None:
+        """Remove all transitions and their priorities."""
         super().reset()
         if "_tree" in vars(self):
             self._tree.clear()
@@ -178,7 +193,7 @@ class PrioritizedMixin(ReplayMixin):
         self.check()
 
     def holds(self, indices: Any) -> npt.NDArray[np.bool_]:
-        """Whether the transitions with these sample indices are still in the buffer."""
+        """Return for each of ``indices``, from a sample, whether that transition is still in the buffer."""
         indices = _as_numbers(indices, "indices")
         end = self.n_added * self.n_envs
         is_held: npt.NDArray[np.bool_] = (indices < end) & (indices >= end - self.size() * self.n_envs)
@@ -190,10 +205,6 @@ class PrioritizedMixin(ReplayMixin):
         Args:
             indices: `PrioritizedReplayBufferSamples.indices`, or some of them. The last of repeated indices counts.
             td_errors: An absolute TD error for each index.
-
-        Examples:
-            >>> batch = buffer.sample(256)  # doctest: +SKIP
-            >>> buffer.update_priorities(batch.indices, (target - estimate).abs())  # doctest: +SKIP
         """
         indices = _as_numbers(indices, "indices").reshape(-1)
         errors = _as_numbers(td_errors, "td_errors").reshape(-1).astype(np.float64)

@@ -134,7 +134,8 @@ class ReplayMixin(BudgetMixin, _Base):
         views, next_views = self._views, self._next_views
         self._stored = [(key, view, next_views.stored[key]) for key, view in views.stored.items()]
         self._dense = [(key, array, next_views.dense[key]) for key, array in views.dense.items()]
-        self._box_shape = None if views.is_dict else views.by_key[""].shape[1:]
+        # the fast path for observations of a Box, if they are stored in the dtype of the space
+        self._box_shape = None if views.is_dict or views.narrowed else views.by_key[""].shape[1:]
 
     def obs_views(self) -> dict[str, ObsViews]:
         return {"observations": self._views, "next_observations": self._next_views}
@@ -161,7 +162,16 @@ class ReplayMixin(BudgetMixin, _Base):
         done: npt.NDArray[Any],
         infos: list[dict[str, Any]],
     ) -> None:
-        """Add one step of every environment; after any exception, all of it was added or nothing."""
+        """Add one step of every environment; after any exception, all of it was added or nothing.
+
+        Args:
+            obs: Observations, of shape ``(n_envs, ...)``; a dict of them for a Dict space.
+            next_obs: Observations after the actions.
+            action: Actions.
+            reward: Rewards.
+            done: Whether each episode ended.
+            infos: The environments' dicts; only ``"TimeLimit.truncated"`` is read.
+        """
         with self._lock:
             n_added = self.n_added
             try:
@@ -253,7 +263,10 @@ class ReplayMixin(BudgetMixin, _Base):
         return self.pos, self.n_added + 1, n_evicted, obs, next_obs, action, reward, done, truncated, None
 
     def extend(self, *args: Any) -> None:
-        """Add several steps, each argument with one more axis than `add` takes; if one does not fit, none is added."""
+        """Add several steps: the arguments of `add`, each with one more leading axis.
+
+        If one of them does not fit, none is added.
+        """
         try:
             steps = list(zip(*args, strict=True))
         except (TypeError, ValueError) as problem:
@@ -269,6 +282,8 @@ class ReplayMixin(BudgetMixin, _Base):
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw ``batch_size`` transitions; random numbers are drawn in SB3's order.
+
+        ``env`` normalises the batch if it is a `VecNormalize`.
 
         Threads may sample while another one adds: batches are decoded without the buffer's lock. If one of the drawn
         steps was overwritten or evicted in the meantime, a batch is drawn again and read with the lock.

@@ -92,7 +92,16 @@ class RolloutMixin(CompressedBuffer, _Base):
             self.observations = self._views.as_sb3()
 
     def add(self, obs: Any, action: Any, reward: Any, episode_start: Any, value: Any, log_prob: Any) -> None:
-        """Add one step of every environment; after any exception, all of it was added or nothing."""
+        """Add one step of every environment; after any exception, all of it was added or nothing.
+
+        Args:
+            obs: Observations, of shape ``(n_envs, ...)``; a dict of them for a Dict space.
+            action: Actions.
+            reward: Rewards.
+            episode_start: Whether an episode began with each observation.
+            value: Values of the observations.
+            log_prob: Log probabilities of the actions.
+        """
         with self._lock:
             position = self.pos
             try:
@@ -147,16 +156,21 @@ class RolloutMixin(CompressedBuffer, _Base):
         return self.pos
 
     def compute_returns_and_advantage(self, last_values: th.Tensor, dones: Any) -> None:
-        """Compute returns and advantages (GAE) as SB3 does."""
+        """Compute returns and advantages (GAE) as SB3 does.
+
+        Args:
+            last_values: Values of the observations after the last step.
+            dones: Whether each episode ended with the last step.
+        """
         values = _fit_tensor(last_values, self.n_envs, "last_values")
         super().compute_returns_and_advantage(th.from_numpy(np.array(values)), fit_column(dones, self.n_envs, "dones"))
 
     def sample(self, batch_size: int, env: Any = None) -> Any:
-        """Draw ``batch_size`` random steps; SB3's algorithms use `get` instead."""
+        """Draw ``batch_size`` random steps, normalised by ``env`` if given; SB3's algorithms use `get` instead."""
         return super().sample(check_count(batch_size, "batch_size", 0), env)
 
     def get(self, batch_size: int | None = None) -> Any:
-        """Iterate over the rollout in random batches, in SB3's order."""
+        """Iterate over the rollout in random batches of ``batch_size``, in SB3's order; None for one batch of all."""
         if batch_size is not None:
             batch_size = check_count(batch_size, "batch_size")
         self._check_full()
@@ -215,7 +229,7 @@ class ContribRollout(OptionsFirst):
             self._replaced = None
 
     def get(self: Any, batch_size: int | None = None) -> Any:
-        """Iterate over the rollout in random batches, in sb3-contrib's order."""
+        """Iterate over the rollout in random batches of ``batch_size``, in sb3-contrib's order."""
         self._check_full()
         return self._prefetch(super().get(batch_size))  # type: ignore[misc]  # a buffer follows
 

@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers._sb3.steps import fit_observations
-from sb3_extra_buffers.arguments import cast
+from sb3_extra_buffers.arguments import cast, narrow
 from sb3_extra_buffers.codecs.registry import codec_options
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import SpecMismatchError
@@ -30,7 +30,7 @@ class BufferView(StoreView):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         # floats are rounded to the precision of the space, as by SB3's arrays
-        if self.dtype.kind == "f" and getattr(value, "dtype", self.dtype) != self.dtype:
+        if self.dtype.kind == "f" and getattr(value, "dtype", self.dtype) not in (self.dtype, self.stored_dtype):
             value = cast(np.asarray(value), self.dtype, "the observation")
         super().__setitem__(index, value)
 
@@ -51,6 +51,8 @@ class ObsViews:
         self.stored = {key: view for key, view in by_key.items() if isinstance(view, StoreView)}
         self.dense = {key: view for key, view in by_key.items() if isinstance(view, np.ndarray)}
         self._steps = {key: (view.shape[1:], view.dtype) for key, view in by_key.items()}
+        #: The dtypes of observations that are stored in a smaller dtype than that of the space.
+        self.narrowed = {key: view.stored_dtype for key, view in self.stored.items() if view.stored_dtype != view.dtype}
 
     @classmethod
     def make(
@@ -81,7 +83,7 @@ class ObsViews:
     # ---- writing ----
 
     def fit(self, observations: Any, name: str) -> dict[str, Array]:
-        """Return the observations of all environments by key, in the shape and dtype of a step."""
+        """Return the observations of all environments by key, in the shape and stored dtype of a step."""
         if not self.is_dict:
             observations = {"": observations}
         elif not isinstance(observations, Mapping):
@@ -99,6 +101,8 @@ class ObsViews:
             if type(array) is not np.ndarray or array.shape != shape or array.dtype != dtype:
                 array = fit_observations(array, shape, dtype, f"{name}[{key!r}]" if self.is_dict else name)
             fitted[key] = array
+        for key, dtype in self.narrowed.items():
+            fitted[key] = narrow(fitted[key], dtype, f"{name}[{key!r}]" if self.is_dict else name)
         return fitted
 
     def erase(self, step: int) -> None:
@@ -147,12 +151,12 @@ def _make_view(
     lead_shape: tuple[int, int],
     options: StorageOptions,
 ) -> View:
-    spec = ObsSpec(tuple(obs_shape), np.dtype(space.dtype))
-    options.check_dtypes(key, space, spec)
+    dtype: np.dtype[Any] = np.dtype(space.dtype)
+    spec = ObsSpec(tuple(obs_shape), options.stored_dtype(key, ObsSpec(tuple(obs_shape), dtype)))
     method = options.method_for(key, spec)
-    if method == "none" or (method == "auto" and choose_unseen(spec) is not None):
+    if spec.dtype == dtype and (method == "none" or (method == "auto" and choose_unseen(spec) is not None)):
         # vectors: nothing is faster than SB3's own array
-        return np.zeros((*lead_shape, *spec.shape), spec.dtype)
+        return np.zeros((*lead_shape, *spec.shape), dtype)
     store = ObservationStore(
         spec,
         n_streams=lead_shape[1],
@@ -161,4 +165,4 @@ def _make_view(
     )
     # a dense store cannot free what is evicted
     store.may_stay_dense = options.max_bytes is None
-    return BufferView(store, lead_shape)
+    return BufferView(store, lead_shape, dtype=dtype)

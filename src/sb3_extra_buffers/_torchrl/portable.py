@@ -84,7 +84,7 @@ class PortableStorage(ItemStorage):
             }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the `state_dict` of a `CompressedStorage` or of one of TorchRL's tensor storages."""
+        """Load ``state_dict``, that of a `CompressedStorage` or of one of TorchRL's tensor storages."""
         if not isinstance(state_dict, Mapping):
             raise FileFormatError(f"a state must be a dict, got a {type(state_dict).__name__}")
         if "_storage" in state_dict:

@@ -179,6 +179,7 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Store ``data`` at ``cursor``: one item if that is an integer, else one item per position.
 
+        With ``set_cursor=False``, ``cursor`` does not count as the last one that was written, as in TorchRL's storages.
         All items are stored or none. An interrupt that arrives while items are being overwritten is raised after the
         call is complete.
         """

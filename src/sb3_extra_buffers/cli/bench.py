@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers._extras import import_extra
-from sb3_extra_buffers.cli.reader import BufferReader, open_buffer, with_progress
+from sb3_extra_buffers.cli.convert import check_method
+from sb3_extra_buffers.cli.reader import BufferReader, obs_shape, open_buffer, with_progress
 from sb3_extra_buffers.codecs.registry import is_available, parse_method
-from sb3_extra_buffers.errors import FileFormatError
+from sb3_extra_buffers.errors import ArgumentError, CorruptPayloadError, EmptyBufferError, UnknownEnvironmentError
 
 Array = npt.NDArray[Any]
 
@@ -43,14 +45,31 @@ def available_methods() -> list[str]:
     return [method for method in METHODS if is_available(codecs.get(method, parse_method(method)[0]))]
 
 
+def parse_methods(text: str) -> list[str]:
+    """Return comma-separated methods; each must be known and installed."""
+    methods = [method for part in text.split(",") if (method := part.strip())]
+    if not methods:
+        raise ArgumentError(f"--methods must name at least one method, got {text!r}")
+    for method in methods:
+        check_method(method)
+    return methods
+
+
 def load_observations(source: str, n_steps: int, key: str | None, seed: int = 0) -> Array:
     """Return observations ``(n_steps, n_envs, ...)`` of a saved buffer, or of random play in an environment."""
     if not Path(source).exists():
         return _play_randomly(source, n_steps, seed)
     reader = BufferReader(open_buffer(source)[1])
     n_steps, n_envs = min(n_steps, reader.n_steps), reader.n_envs
+    if not n_steps:
+        raise EmptyBufferError(f"{source} is empty: there is nothing to benchmark with")
+    leaves = reader.leaves()
+    # the largest observations are those to compress
+    chosen = max(leaves, key=lambda name: math.prod(obs_shape(leaves[name])), default=None) if key is None else key
+    if chosen not in leaves:
+        raise ArgumentError(f"there are no observations under the key {chosen!r}; keys: {sorted(leaves)}")
     observations = reader.read(
-        reader.image_leaf(key), np.repeat(np.arange(n_steps), n_envs), np.tile(np.arange(n_envs), n_steps)
+        leaves[chosen], np.repeat(np.arange(n_steps), n_envs), np.tile(np.arange(n_envs), n_steps)
     )
     return observations.reshape(n_steps, n_envs, *observations.shape[1:])
 
@@ -67,11 +86,13 @@ def _play_randomly(env_id: str, n_steps: int, seed: int) -> Array:
     else:
         try:
             env = DummyVecEnv([lambda: gymnasium.make(env_id)])
-        except gymnasium.error.Error as problem:
-            raise FileFormatError(f"{env_id!r} is neither a saved buffer nor an environment: {problem}") from problem
+        except Exception as problem:  # an environment can raise anything
+            raise UnknownEnvironmentError(
+                f"{env_id!r} is neither a saved buffer nor an environment: {problem}"
+            ) from problem
         env.seed(seed)
     if isinstance(env.observation_space, gymnasium.spaces.Dict):
-        raise FileFormatError(f"{env_id} has Dict observations; benchmark a saved buffer of it, with --key")
+        raise UnknownEnvironmentError(f"{env_id} has Dict observations; benchmark a saved buffer of it, with --key")
     env.action_space.seed(seed)
     observations = [np.array(env.reset())]
     for _ in with_progress(range(n_steps - 1), f"playing {env_id}"):
@@ -100,7 +121,7 @@ def run_benchmark(observations: Array, methods: list[str], batch: int = 32) -> l
         write_seconds = time.perf_counter() - start
         for index in (slice(64), batches[0]):
             if not np.array_equal(array[index], observations[index]):
-                raise AssertionError(f"{method} changed the observations; refusing to report on it")
+                raise CorruptPayloadError(f"{method} changed the observations; please report this bug")
         read_seconds = []
         for index in batches:
             start = time.perf_counter()
@@ -114,8 +135,10 @@ def run_benchmark(observations: Array, methods: list[str], batch: int = 32) -> l
 
 def format_table(results: list[MethodResult]) -> str:
     """Format results as a table, one line per method."""
-    lines = [f"{'method':<14}{'% of dense':>12}{'write us':>12}{'read us':>12}"]
-    lines += [f"{each.method:<14}{each.percent:>12.3f}{each.write_us:>12.2f}{each.read_us:>12.2f}" for each in results]
+    lines = [f"{'method':<14}{'memory':>10}{'write':>14}{'read':>14}"]
+    lines += [
+        f"{each.method:<14}{each.percent:>8.2f} %{each.write_us:>11.1f} us{each.read_us:>11.1f} us" for each in results
+    ]
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import numpy.typing as npt
 
 from sb3_extra_buffers._extras import import_extra
 from sb3_extra_buffers.cli.reader import BufferReader, with_progress
-from sb3_extra_buffers.errors import FileFormatError, LayoutError, UntrustedFileError
+from sb3_extra_buffers.cli.saved_buffer import SavedBuffer
+from sb3_extra_buffers.codecs.registry import get_codec
+from sb3_extra_buffers.errors import ExtraBuffersError, FileFormatError, LayoutError, UntrustedFileError
 from sb3_extra_buffers.files.saved_parts import SavedParts
 from sb3_extra_buffers.files.saving import save
 from sb3_extra_buffers.stores.view import StoreView
@@ -29,17 +32,34 @@ _BLOCK = 64
 # ---- from SB3 ----
 
 
-def from_pickle(path: Path, target: Path, trust: bool, method: str = "auto") -> Any:
-    """Compress a pickled SB3 buffer and save it as ``target``."""
+def from_pickle(path: Path, target: Path, trust: bool, method: str = "auto") -> str:
+    """Compress a pickled SB3 buffer and save it as ``target``; return the name of its class."""
+    if not path.is_file():
+        raise FileFormatError(f"{path}: no such file")
+    check_method(method)
     if not trust:
         raise UntrustedFileError(
             f"{path} is a pickle: loading it runs any code it contains; pass --trust if you created it"
         )
     from stable_baselines3.common.save_util import load_from_pkl
 
-    buffer = compress(load_from_pkl(path), method)
+    try:
+        with path.open("rb") as file:
+            pickled = load_from_pkl(file)
+    except Exception as problem:  # a pickle can raise anything
+        raise FileFormatError(f"{path} cannot be unpickled: {type(problem).__name__}: {problem}") from problem
+    try:
+        buffer = compress(pickled, method)
+    except ExtraBuffersError as problem:
+        raise FileFormatError(f"{path} cannot be converted: {problem}") from problem
     save(buffer, target)
-    return buffer
+    return type(buffer).__name__
+
+
+def check_method(method: str) -> None:
+    """Raise a named error unless ``method`` is a compression method that can be used here."""
+    if method != "auto":
+        get_codec(method)
 
 
 def compress(buffer: Any, method: str = "auto") -> Any:
@@ -52,7 +72,7 @@ def compress(buffer: Any, method: str = "auto") -> Any:
     if isinstance(buffer, CompressedBuffer):
         return buffer
     if not isinstance(buffer, BaseBuffer):
-        raise LayoutError(f"a {type(buffer).__name__} is not an SB3 buffer")
+        raise LayoutError(f"it holds a {type(buffer).__name__}, not an SB3 buffer")
     size = buffer.buffer_size
     if isinstance(buffer, ReplayBuffer):
         size *= buffer.n_envs
@@ -125,7 +145,7 @@ def _leaves(buffer: Any, *names: str) -> Iterator[list[Any]]:
 
 def to_hdf5(saved: SavedParts, buffer: Any, target: Path) -> None:
     """Write all columns and observations to an HDF5 file, in the buffer's own layout."""
-    h5py = import_extra("h5py", "convert")
+    h5py = import_extra("h5py", "convert", "converting to HDF5")
     with h5py.File(target, "w-") as file:
         file.attrs["manifest"] = _manifest(saved)
 
@@ -137,7 +157,7 @@ def to_hdf5(saved: SavedParts, buffer: Any, target: Path) -> None:
 
 def to_zarr(saved: SavedParts, buffer: Any, target: Path) -> None:
     """Write all columns and observations to a zarr group, in the buffer's own layout."""
-    group = import_extra("zarr", "convert").open_group(str(target), mode="w-")
+    group = import_extra("zarr", "convert", "converting to zarr").open_group(str(target), mode="w-")
     group.attrs["manifest"] = _manifest(saved)
 
     def create(name: str, array: Any, chunks: tuple[int, ...] | None) -> Any:
@@ -167,11 +187,12 @@ def _named_arrays(buffer: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(buffer, StoreView):
         yield "array", buffer
         return
-    for name, value in vars(buffer).items():
-        if name == "_leaves":
-            continue  # a rollout's observations in another layout
+    names, columns = ["frames", "rewards", "actions", "dones", "features"], {}
+    if isinstance(buffer, SavedBuffer):
+        names, columns = ["observations", "next_observations"], buffer.columns
+    for name, value in [*((name, getattr(buffer, name, None)) for name in names), *columns.items()]:
         for key, part in value.items() if isinstance(value, dict) else [("", value)]:
-            if isinstance(part, StoreView) or (isinstance(part, np.ndarray) and part.dtype != object):
+            if isinstance(part, StoreView | np.ndarray):
                 yield f"{name}/{key}" if key else name, part
 
 
@@ -180,7 +201,7 @@ def _named_arrays(buffer: Any) -> Iterator[tuple[str, Any]]:
 
 def to_minari(buffer: Any, target: Path) -> None:
     """Write episodes as a Minari dataset: ``minari.load_dataset(target.name)`` finds it in ``target``'s folder."""
-    minari = import_extra("minari", "convert")
+    minari = import_extra("minari", "convert", "converting to Minari")
     from minari.data_collector import EpisodeBuffer
 
     if not hasattr(buffer, "next_observations"):
@@ -192,14 +213,21 @@ def to_minari(buffer: Any, target: Path) -> None:
     previous = os.environ.get("MINARI_DATASETS_PATH")
     os.environ["MINARI_DATASETS_PATH"] = str(target.parent.absolute())
     try:
-        dataset = minari.create_dataset_from_buffers(
-            target.name,
-            [EpisodeBuffer(**episode) for episode in _minari_episodes(reader)],
-            observation_space=buffer.observation_space,
-            action_space=buffer.action_space,
-            **options,
-        )
+        with warnings.catch_warnings():
+            # it asks for an author, a description and the like
+            warnings.simplefilter("ignore", UserWarning)
+            dataset = minari.create_dataset_from_buffers(
+                target.name,
+                [EpisodeBuffer(**episode) for episode in _minari_episodes(reader)],
+                observation_space=buffer.observation_space,
+                action_space=buffer.action_space,
+                **options,
+            )
         _check_minari(dataset, reader)
+    except (AssertionError, KeyError, TypeError, ValueError) as problem:
+        if isinstance(problem, ExtraBuffersError):
+            raise
+        raise FileFormatError(f"Minari cannot write {target}: {problem}") from problem
     finally:
         if previous is None:
             del os.environ["MINARI_DATASETS_PATH"]

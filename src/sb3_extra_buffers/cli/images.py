@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sb3_extra_buffers._extras import import_extra
+from sb3_extra_buffers.cli.frames import FrameReader
 from sb3_extra_buffers.cli.reader import BufferReader
-from sb3_extra_buffers.errors import FileFormatError
-from sb3_extra_buffers.recording.images import Image, enlarge, tile, write_gif, write_mp4
-from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.view import StoreView
+from sb3_extra_buffers.errors import ArgumentError, EmptyBufferError
+from sb3_extra_buffers.recording.images import Image, encode_png, enlarge, tile, write_gif, write_mp4
 
 Array = npt.NDArray[Any]
 
@@ -23,18 +24,18 @@ _BLOCK = 64
 
 def read_images(reader: BufferReader, key: str | None, steps: Array, envs: Array) -> Iterator[Image]:
     """Yield the newest frame, as RGB, of the observation at each pair of step and environment."""
-    leaf = reader.image_leaf(key)
-    layout = leaf.store.layout if isinstance(leaf, StoreView) else None
+    frames = FrameReader(reader, reader.image_leaf(key))
     for start in range(0, len(steps), _BLOCK):
         block = slice(start, start + _BLOCK)
-        yield from to_rgb(reader.read(leaf, steps[block], envs[block]), layout)
+        newest = frames.read(steps[block], envs[block])[:, -1]
+        yield from newest if newest.shape[-1] == 3 else newest.repeat(3, axis=-1)
 
 
 def montage(reader: BufferReader, count: int, columns: int, key: str | None, scale: int) -> Image:
     """Return a contact sheet of ``count`` observations, evenly spaced over the buffer."""
     total = reader.n_transitions
     if not total:
-        raise FileFormatError("the buffer is empty: there is nothing to show")
+        raise EmptyBufferError("the buffer is empty: there is nothing to show")
     chosen = np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(np.int64))
     images = read_images(reader, key, chosen // reader.n_envs, chosen % reader.n_envs)
     return tile(
@@ -42,57 +43,31 @@ def montage(reader: BufferReader, count: int, columns: int, key: str | None, sca
     )
 
 
-def episode_images(
-    reader: BufferReader, episode: int | None, key: str | None, max_steps: int, scale: int
-) -> list[Image]:
-    """Return the images of one episode, or of all steps of environment 0 if ``episode`` is None."""
+def choose_steps(reader: BufferReader, episode: int | None) -> tuple[npt.NDArray[np.int64], int]:
+    """Return the steps and the environment of an episode; all steps of environment 0 if ``episode`` is None."""
+    if not reader.n_transitions:
+        raise EmptyBufferError("the buffer is empty: there is nothing to show")
     if episode is None:
-        env, steps = 0, np.arange(reader.n_steps)
-    else:
-        episodes = reader.episodes()
-        if not -len(episodes) <= episode < len(episodes):
-            raise FileFormatError(f"there is no episode {episode}; episodes are numbered 0 to {len(episodes) - 1}")
-        env, steps = episodes[episode].env, episodes[episode].steps
-    steps = steps[:max_steps]
-    if not len(steps):
-        raise FileFormatError("the buffer is empty: there is nothing to show")
-    return [enlarge(image, scale) for image in read_images(reader, key, steps, np.full(len(steps), env))]
+        return np.arange(reader.n_steps), 0
+    episodes = reader.episodes()
+    if not -len(episodes) <= episode < len(episodes):
+        raise ArgumentError(f"there is no episode {episode}; episodes are numbered 0 to {len(episodes) - 1}")
+    return episodes[episode].steps, episodes[episode].env
 
 
-def write_animation(path: Path, images: Iterator[Image] | list[Image], fps: float) -> None:
+def write_animation(path: Path, images: Iterable[Image], fps: float, scale: int) -> None:
     """Write a GIF or an MP4, depending on the suffix of ``path``."""
-    writer = {".gif": write_gif, ".mp4": write_mp4}.get(path.suffix.lower())
-    if writer is None:
-        raise FileFormatError(f"cannot write {path}: the suffix must be .gif or .mp4")
-    writer(path, images, fps)
+    writer = write_mp4 if path.suffix.lower() == ".mp4" else write_gif
+    writer(path, (enlarge(image, scale) for image in images), fps)
 
 
-def to_rgb(batch: Array, layout: StackLayout | None = None) -> Image:
-    """Convert observations ``[n, ...]`` to images ``[n, height, width, 3]``: the newest frame of each stack."""
-    if batch.ndim == 3:
-        batch = batch[..., None]
-    if batch.ndim != 4:
-        batch = batch.reshape(len(batch), *batch.shape[-3:])
-    if layout is not None and layout.stack > 1:
-        if layout.axis == "first":
-            batch = batch[:, -(batch.shape[1] // layout.stack) :]
-        else:
-            batch = batch[..., -(batch.shape[-1] // layout.stack) :]
-    # the shorter of the first and the last axis holds the channels
-    if batch.shape[1] < batch.shape[-1] and batch.shape[1] <= 16:
-        batch = np.moveaxis(batch, 1, -1)
-    channels = batch.shape[-1]
-    if channels not in (1, 3, 4):
-        batch = batch[..., -3:] if channels % 3 == 0 else batch[..., -1:]
-    batch = _to_bytes(batch[..., :3])
-    return np.ascontiguousarray(np.repeat(batch, 3, axis=-1) if batch.shape[-1] == 1 else batch)
-
-
-def _to_bytes(batch: Array) -> npt.NDArray[np.uint8]:
-    if batch.dtype == np.uint8:
-        return batch
-    values = np.nan_to_num(batch.astype(np.float64))
-    low, high = (values.min(), values.max()) if values.size else (0.0, 1.0)
-    if low >= 0 and high <= 1:
-        low, high = 0.0, 1.0
-    return np.asarray((values - low) * (255 / max(high - low, 1e-12))).astype(np.uint8)
+def encode_image(image: Image, suffix: str) -> bytes:
+    """Encode an image in the format of a file's suffix; all but PNG need Pillow."""
+    if suffix.lower() == ".png":
+        return encode_png(image)
+    pillow, out = import_extra("PIL.Image", user=f"writing a {suffix} image", alternative="write a .png"), io.BytesIO()
+    # best quality: the images have few pixels
+    options = {".jpg": {"format": "JPEG", "quality": 95}, ".webp": {"format": "WEBP", "lossless": True}}
+    chosen = options.get(suffix.lower().replace("jpeg", "jpg"), {"format": "GIF"})
+    pillow.fromarray(image).save(out, **chosen)
+    return out.getvalue()

@@ -1,77 +1,156 @@
-"""The ``sb3-extra-buffers`` command line: subcommands, their options and output."""
+"""The ``sb3-extra-buffers`` command line: commands, their options, output and errors.
+
+Modules are imported by the commands that need them: ``--help`` is immediate, and ``info`` needs neither torch nor SB3.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
-import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, NoReturn
 
 from sb3_extra_buffers import __version__
-from sb3_extra_buffers.cli.reader import BufferReader, memory_of, open_buffer
-from sb3_extra_buffers.errors import ExtraBuffersError, FileFormatError, FileWriteError
-from sb3_extra_buffers.files.parts import views_of
-from sb3_extra_buffers.files.repairing import repair
-from sb3_extra_buffers.files.verifying import verify
-from sb3_extra_buffers.stores.usage import format_bytes
+from sb3_extra_buffers.errors import (
+    ArgumentError,
+    CodecLevelError,
+    CodecOptionError,
+    ExportError,
+    ExtraBuffersError,
+    FileWriteError,
+    UnknownCodecError,
+    UntrustedFileError,
+)
 
+# exit statuses
+_FAILURE, _USAGE, _INTERRUPTED = 1, 2, 130
+
+_USAGE_ERRORS = (
+    ArgumentError, CodecLevelError, CodecOptionError, ExportError, UnknownCodecError, UntrustedFileError,
+)  # fmt: skip
 _EXPORTS = {".h5": "hdf5", ".hdf5": "hdf5", ".zarr": "zarr"}
 _PICKLES = {".pkl", ".pickle"}
+_IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
+_ANIMATIONS = (".gif", ".mp4")
+# the size that `view` stops at without --all; browsers open a page of this size at once
+_MAX_PAGE_BYTES = 32e6
+_PLOTS = (".png", ".svg", ".pdf", ".jpg", ".jpeg")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return 0 on success, 1 if ``verify`` found damage, 2 after an error."""
-    parser = _parser()
-    args = parser.parse_args(arguments)
+    """Run a command; return 0 on success, 1 if it failed or found damage, 2 if its arguments are wrong."""
+    if hasattr(sys.stdout, "reconfigure"):
+        # paths may contain what the terminal cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")
+    program = "sb3-extra-buffers"
     try:
-        status: int = args.run(args)
-    except ExtraBuffersError as problem:
-        print(f"{parser.prog}: {type(problem).__name__}: {problem}", file=sys.stderr)
-        return 2
+        try:
+            args = _parser().parse_args(arguments)
+            program = f"{program} {args.command}"
+            status: int = args.run(args)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except BrokenPipeError:
-        return 0
+        # the reader of the output, such as head, has seen enough
+        _discard_output()
+        return _FAILURE
+    except (Exception, KeyboardInterrupt) as problem:
+        if sys.flags.dev_mode:
+            raise
+        status, message = _explain(problem)
+        print(f"{program}: error: {_one_line(message)}", file=sys.stderr)
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sb3-extra-buffers", description="Inspect, check, convert and benchmark saved buffers."
-    )
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(required=True, metavar="command")
+def _one_line(text: str) -> str:
+    """Return ``text`` without line breaks, and with escapes for what cannot be printed."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(text.split()))
 
-    info = _command(commands, "info", _info, "show what a saved buffer holds: memory, codec, episodes, returns")
+
+def _explain(problem: BaseException) -> tuple[int, str]:
+    """Return the exit status and the message for an exception."""
+    if isinstance(problem, KeyboardInterrupt):
+        return _INTERRUPTED, "interrupted"
+    if isinstance(problem, OSError) and not isinstance(problem, ExtraBuffersError):
+        if problem.filename is None:
+            _discard_output()
+        reason = problem.strerror or str(problem) or type(problem).__name__
+        return _FAILURE, reason if problem.filename is None else f"{problem.filename}: {reason}"
+    status = _USAGE if isinstance(problem, _USAGE_ERRORS) else _FAILURE
+    if isinstance(problem, ExtraBuffersError):
+        # str() of an OSError starts with its number
+        return status, str(getattr(problem, "strerror", None) or problem)
+    if isinstance(problem, MemoryError):
+        return status, f"not enough memory: {problem}" if str(problem) else "not enough memory"
+    return status, (
+        f"unexpected {type(problem).__name__}: {problem}; this is a bug: please report it with the traceback that "
+        "python -X dev -m sb3_extra_buffers prints"
+    )
+
+
+def _discard_output() -> None:
+    """Drop what stdout still holds, so that Python does not try to write it again at exit."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# ---- arguments ----
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports an error on one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_USAGE, f"{self.prog}: error: {_one_line(message)}; see {self.prog} --help\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="sb3-extra-buffers", description="Inspect, check, convert and benchmark saved buffers.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+
+    info = _command(commands, "info", _info, "show what a saved buffer holds: memory, method, episodes, returns")
     info.add_argument("--json", action="store_true", help="print one JSON object")
-    check = _command(commands, "verify", _verify, "check a saved buffer for damage; exit status 1 if there is any")
+    check = _command(commands, "verify", _verify, "check a saved buffer for damage; exit with status 1 if there is any")
     check.add_argument("--deep", action="store_true", help="also decode every observation")
     mend = _command(commands, "repair", _repair, "save the undamaged part of a buffer to a new folder")
     mend.add_argument("target", type=Path, help="folder to create")
 
-    sheet = _command(commands, "montage", _montage, "write a contact sheet of observations (PNG)")
-    sheet.add_argument("--count", type=int, default=64, help="number of images (default: 64)")
-    sheet.add_argument("--columns", type=int, default=8, help="images per row (default: 8)")
-    animation = _command(commands, "play", _play, "write an episode as an animation (GIF or MP4)")
-    animation.add_argument("--episode", type=int, help="number of the episode, from 0 (default: all of environment 0)")
-    animation.add_argument("--steps", type=int, default=1000, help="maximum number of steps (default: 1000)")
-    animation.add_argument("--fps", type=float, default=15, help="frames per second (default: 15)")
+    sheet = _command(commands, "montage", _montage, "write evenly spaced observations to one image")
+    sheet.add_argument("--count", type=_count, default=64, help="number of observations (default: 64)")
+    sheet.add_argument("--columns", type=_count, default=8, help="observations per row (default: 8)")
+    film = _command(commands, "play", _play, "write an episode as an animation")
+    film.add_argument("--episode", type=int, help="number of the episode, from 0 (default: all of environment 0)")
+    length = film.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=_count, default=1000, help="maximum number of steps (default: 1000)")
+    length.add_argument("--all", action="store_true", help="write all steps")
+    film.add_argument("--fps", type=_fps, default=15, help="frames per second (default: 15)")
     page = _command(commands, "view", _view, "write an HTML page to browse the episodes")
-    page.add_argument("--steps", type=int, default=2000, help="maximum number of steps (default: 2000)")
-    for command, name in ((sheet, "montage.png"), (animation, "play.gif"), (page, "view.html")):
-        command.add_argument("-o", "--output", type=Path, default=Path(name), help=f"file to write (default: {name})")
+    page.add_argument("--episodes", type=_numbers, help="numbers of the episodes to include, such as 0,3,7-9")
+    length = page.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=_count, default=2000, help="maximum number of steps (default: 2000)")
+    length.add_argument("--all", action="store_true", help="include all steps, however large the page becomes")
+    names = page.add_mutually_exclusive_group()
+    names.add_argument("--action-names", type=_names, default=(), help="names of the actions, such as NOOP,FIRE,RIGHT")
+    names.add_argument("--env", help="id of an Atari environment to take the names of the actions from")
+    _add_output(sheet, "montage.png", _IMAGES)
+    _add_output(film, "play.gif", _ANIMATIONS)
+    _add_output(page, "view.html")
+    for command in (sheet, film, page):
         command.add_argument("--key", help="key of the observations to show, if they are a Dict")
-    for command in (sheet, animation):
-        command.add_argument("--scale", type=int, default=1, help="factor by which pixels are enlarged (default: 1)")
+    for command in (sheet, film):
+        command.add_argument("--scale", type=_count, default=1, help="factor by which to enlarge images (default: 1)")
 
     text = "convert an SB3 pickle to a saved buffer, or a saved buffer to HDF5, zarr or Minari"
-    convert = _command(commands, "convert", _convert, text, "a .pkl file, or folder of a saved buffer")
+    convert = _command(commands, "convert", _convert, text, "a .pkl file, or a saved buffer")
     convert.add_argument("target", type=Path, help="a folder, NAME.h5, NAME.zarr or, with --to minari, a dataset name")
     convert.add_argument(
-        "--to", choices=["ours", "hdf5", "zarr", "minari"], help="target format (default: from the target's suffix)"
+        "--to", choices=["folder", "hdf5", "zarr", "minari"], help="target format (default: from the target's suffix)"
     )
     convert.add_argument("--trust", action="store_true", help="load a pickle, which runs any code it contains")
     convert.add_argument("--method", default="auto", help="compression method for a pickle (default: auto)")
@@ -80,17 +159,16 @@ def _parser() -> argparse.ArgumentParser:
         ("bench", "benchmark compression methods on a saved buffer or an environment"),
         ("recommend", "benchmark compression methods and recommend one"),
     ):
-        trial = _command(commands, name, _bench, text, "folder of a saved buffer, or the id of an environment")
-        trial.set_defaults(name=name)
-        trial.add_argument("--steps", type=int, default=500, help="number of steps to use (default: 500)")
+        trial = _command(commands, name, _bench, text, "a saved buffer, or the id of an environment")
+        trial.add_argument("--steps", type=_count, default=500, help="number of steps to use (default: 500)")
         trial.add_argument("--methods", help="comma-separated methods (default: all that are installed)")
         trial.add_argument("--key", help="key of the observations to use, if they are a Dict")
-        trial.add_argument("-o", "--output", type=Path, help="PNG file to plot the results to")
+        _add_output(trial, None, _PLOTS, "file to plot the results to")
     return parser
 
 
 def _command(
-    commands: Any, name: str, run: Any, text: str, source: str = "folder of a saved buffer"
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str, source: str = "a saved buffer"
 ) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     command.add_argument("path", help=source)
@@ -98,86 +176,84 @@ def _command(
     return command
 
 
+def _add_output(
+    command: argparse.ArgumentParser, default: str | None, suffixes: Sequence[str] = (), text: str = "file to write"
+) -> None:
+    notes = [", ".join(suffixes)] if suffixes else []
+    notes += [f"default: {default}"] if default else []
+
+    def output(text: str) -> Path:
+        path = Path(text)
+        if suffixes and path.suffix.lower() not in suffixes:
+            raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(suffixes[:-1])} or {suffixes[-1]}")
+        return path
+
+    command.add_argument("-o", "--output", type=output, default=default, help=f"{text} ({'; '.join(notes)})")
+
+
+def _count(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        if 1 <= (value := int(text)) < 1 << 31:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {(1 << 31) - 1}, got {text[:40]!r}")
+
+
+def _fps(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0.1 <= (value := float(text)) <= 240:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a number from 0.1 to 240, got {text[:40]!r}")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _numbers(text: str) -> list[int]:
+    """Parse ``0,3,7-9``."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        try:
+            added = range(int(first), int(last or first) + 1)
+        except ValueError:
+            added = range(0)
+        if not 0 < len(added) < 1 << 20:
+            raise argparse.ArgumentTypeError(f"must be numbers such as 0,3,7-9, got {text[:40]!r}")
+        numbers += added
+    return numbers
+
+
 # ---- inspecting and checking ----
 
 
 def _info(args: argparse.Namespace) -> int:
+    from sb3_extra_buffers.cli.info import as_json, as_text, describe
+
     facts = describe(args.path)
-    if args.json:
-        print(json.dumps(facts, indent=2))
-    else:
-        for name, value in facts.items():
-            print(f"{name}: {value}")
+    print(as_json(facts) if args.json else as_text(facts))
     return 0
 
 
-def describe(path: str) -> dict[str, Any]:
-    """Return what ``info`` prints."""
-    saved, buffer = open_buffer(path)
-    reader = BufferReader(buffer)
-    record = saved.record
-    facts: dict[str, Any] = {
-        "path": str(path),
-        "class": type(buffer).__name__,
-        "kind": saved.kind,
-        "format_version": record["version"],
-        "library": record.get("library"),
-        "saved": record.get("saved"),
-        "bytes_on_disk": sum(file.stat().st_size for file in Path(path).iterdir()),
-        "steps": reader.n_steps,
-        "environments": reader.n_envs,
-        "transitions": reader.n_transitions,
-    }
-    if not reader.is_array:
-        facts |= {
-            "capacity": int(buffer.buffer_size) * reader.n_envs,
-            "observation_space": str(buffer.observation_space),
-            "action_space": str(buffer.action_space),
-        }
-    usage = memory_of(buffer)
-    if usage is not None:
-        percent = None if usage.ratio is None else round(100 * usage.ratio, 3)
-        facts |= {"memory": format_bytes(usage.total), "percent_of_dense": percent}
-        for key, method in usage.codecs.items():
-            facts[f"codec.{key}" if key else "codec"] = method
-    for name, view in views_of(buffer):
-        facts[f"shape.{name}"] = f"{view.shape} {view.dtype}"
-    if not reader.is_array:
-        facts |= _episode_facts(reader)
-    if saved.journal is not None:
-        from sb3_extra_buffers.files.journal import read_journal
-
-        facts["steps_since_checkpoint"] = sum(1 for _ in read_journal(saved.journal))
-    return facts
-
-
-def _episode_facts(reader: BufferReader) -> dict[str, Any]:
-    episodes = [episode for episode in reader.episodes() if episode.ended]
-    facts: dict[str, Any] = {"episodes": len(episodes)}
-    if episodes:
-        returns = np.array([episode.total_reward for episode in episodes])
-        lengths = np.array([len(episode.steps) for episode in episodes])
-        for name, values in (("return", returns), ("length", lengths)):
-            for statistic in ("mean", "min", "max"):
-                facts[f"{name}_{statistic}"] = round(float(getattr(values, statistic)()), 4)
-    return facts
-
-
 def _verify(args: argparse.Namespace) -> int:
+    from sb3_extra_buffers.files.verifying import verify
+
     count = 0
     for finding in verify(args.path, args.deep):
         print(f"damaged: {finding}")
         count += 1
-    print(f"{args.path}: " + (f"{count} findings" if count else "ok"))
-    return 1 if count else 0
+    print(f"{args.path}: " + (f"damaged ({count} finding{'s' * (count > 1)})" if count else "ok"))
+    return _FAILURE if count else 0
 
 
 def _repair(args: argparse.Namespace) -> int:
+    from sb3_extra_buffers.files.repairing import repair
+
+    _check_is_new(args.target)
     report = repair(args.path, args.target)
     for finding in report.findings:
-        print(f"found: {finding}")
-    print(f"kept: {report.n_steps}" if report.findings else "kept: all")
-    print(f"lost: {report.n_lost}")
+        print(f"damaged: {finding}")
+    print(f"kept: {report.n_steps} of {report.n_steps + report.n_lost}" if report.findings else "kept: all")
     print(f"saved: {args.target}")
     return 0
 
@@ -186,44 +262,81 @@ def _repair(args: argparse.Namespace) -> int:
 
 
 def _montage(args: argparse.Namespace) -> int:
-    from sb3_extra_buffers.cli.images import montage
-    from sb3_extra_buffers.recording.images import encode_png
+    from sb3_extra_buffers.cli.images import encode_image, montage
+    from sb3_extra_buffers.cli.reader import BufferReader, open_buffer
 
-    _, buffer = open_buffer(args.path)
-    sheet = montage(BufferReader(buffer), args.count, args.columns, args.key, args.scale)
-    _write(args.output, encode_png(sheet))
+    output = _checked_output(args.output)
+    reader = BufferReader(open_buffer(args.path)[1])
+    sheet = montage(reader, args.count, args.columns, args.key, args.scale)
+    output.write_bytes(encode_image(sheet, output.suffix))
+    print(f"saved: {output} ({min(args.count, reader.n_transitions)} of {reader.n_transitions} observations)")
     return 0
 
 
 def _play(args: argparse.Namespace) -> int:
-    from sb3_extra_buffers.cli.images import episode_images, write_animation
+    from sb3_extra_buffers.cli.images import choose_steps, read_images, write_animation
+    from sb3_extra_buffers.cli.reader import BufferReader, open_buffer
 
-    _, buffer = open_buffer(args.path)
-    images = episode_images(BufferReader(buffer), args.episode, args.key, args.steps, args.scale)
-    write_animation(args.output, images, args.fps)
-    print(f"saved: {args.output} ({len(images)} frames)")
+    output = _checked_output(args.output)
+    reader = BufferReader(open_buffer(args.path)[1])
+    steps, env = choose_steps(reader, args.episode)
+    shown = steps if args.all else steps[: args.steps]
+    write_animation(output, read_images(reader, args.key, shown, shown * 0 + env), args.fps, args.scale)
+    print(f"saved: {output} ({len(shown)} frames)")
+    if len(shown) < len(steps):
+        print(f"left out: {len(steps) - len(shown)} of {len(steps)} steps; pass --all to write all of them")
+    if args.episode is None and reader.n_envs > 1:
+        print(f"left out: {reader.n_envs - 1} of {reader.n_envs} environments; select an episode with --episode")
     return 0
 
 
 def _view(args: argparse.Namespace) -> int:
+    from sb3_extra_buffers.cli.charts import action_names_of
     from sb3_extra_buffers.cli.html_view import make_page
+    from sb3_extra_buffers.cli.info import class_of
+    from sb3_extra_buffers.cli.reader import BufferReader, memory_of, open_buffer
+    from sb3_extra_buffers.stores.usage import format_bytes
 
-    _, buffer = open_buffer(args.path)
-    reader, usage = BufferReader(buffer), memory_of(buffer)
-    facts = f"{type(buffer).__name__}: {reader.n_transitions} transitions of {reader.n_envs} environments"
-    if usage is not None:
-        facts += f"; memory: {str(usage).splitlines()[0]}"
-    page = make_page(Path(args.path).name, facts, reader, args.key, args.steps)
-    _write(args.output, page.encode())
+    output = _checked_output(args.output)
+    saved, buffer = open_buffer(args.path)
+    reader = BufferReader(buffer)
+    page = make_page(
+        Path(args.path).resolve().name,
+        class_of(saved),
+        reader,
+        memory_of(buffer),
+        key=args.key,
+        episodes=args.episodes,
+        max_steps=None if args.all else args.steps,
+        max_bytes=None if args.all else _MAX_PAGE_BYTES,
+        action_names=action_names_of(args.env) if args.env else args.action_names,
+    )
+    text = page.html.encode()
+    output.write_bytes(text)
+    print(f"saved: {output} ({format_bytes(len(text))})")
+    n_left_out = reader.n_transitions - page.n_steps
+    if n_left_out:
+        print(
+            f"left out: {n_left_out} of {reader.n_transitions} steps; pass --episodes to choose others, --all for all"
+        )
     return 0
 
 
-def _write(path: Path, data: bytes) -> None:
-    try:
-        path.write_bytes(data)
-    except OSError as problem:
-        raise FileWriteError(problem.errno, f"cannot write {path}: {problem.strerror}") from problem
-    print(f"saved: {path} ({len(data)} bytes)")
+def _checked_output(path: str | Path) -> Path:
+    """Return the file to write; raise early, before minutes of work, if that will fail."""
+    output = Path(path)
+    if output.is_dir():
+        raise FileWriteError(errno.EISDIR, f"cannot write {output}: it is a directory")
+    if not output.parent.is_dir():
+        raise FileWriteError(errno.ENOENT, f"cannot write {output}: {output.parent} is not a directory")
+    if not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise FileWriteError(errno.EACCES, f"cannot write {output}: permission denied")
+    return output
+
+
+def _check_is_new(target: Path) -> None:
+    if os.path.lexists(target):
+        raise FileWriteError(errno.EEXIST, f"{target} already exists; choose another name")
 
 
 # ---- converting and benchmarking ----
@@ -231,47 +344,71 @@ def _write(path: Path, data: bytes) -> None:
 
 def _convert(args: argparse.Namespace) -> int:
     from sb3_extra_buffers.cli import convert
+    from sb3_extra_buffers.cli.reader import open_buffer
 
-    source = Path(args.path)
-    kind = args.to or _EXPORTS.get(args.target.suffix.lower(), "ours")
-    if args.target.exists():
-        raise FileWriteError(errno.EEXIST, f"{args.target} already exists; choose another name")
-    if source.is_file():
-        if kind != "ours":
-            raise FileFormatError(f"{source} is a file: convert it to a saved buffer first, then that to {kind}")
-        if source.suffix.lower() not in _PICKLES:
-            raise FileFormatError(f"{source} is neither a saved buffer nor a pickle (.pkl)")
-        buffer = convert.from_pickle(source, args.target, args.trust, args.method)
-        print(f"class: {type(buffer).__name__}")
+    source, target = Path(args.path), args.target
+    kind = args.to or _EXPORTS.get(target.suffix.lower(), "folder")
+    _check_is_new(target)
+    if _is_pickle(source):
+        if kind != "folder":
+            raise ArgumentError(f"{source} is a pickle: convert it to a saved buffer first, then that to {kind}")
+        name = convert.from_pickle(source, target, args.trust, args.method)
+        print(f"class: {name}")
     else:
         saved, buffer = open_buffer(source)
-        if kind == "hdf5":
-            convert.to_hdf5(saved, buffer, args.target)
-        elif kind == "zarr":
-            convert.to_zarr(saved, buffer, args.target)
-        elif kind == "minari":
-            convert.to_minari(buffer, args.target)
-        else:
-            raise FileFormatError(f"{source} is a saved buffer already; use a target .h5 or .zarr, or pass --to")
-    print(f"saved: {args.target} ({kind})")
+        if kind == "folder":
+            raise ArgumentError(f"{source} is a saved buffer already; use a target .h5 or .zarr, or pass --to")
+        with _removed_on_failure(target):
+            if kind == "hdf5":
+                convert.to_hdf5(saved, buffer, target)
+            elif kind == "zarr":
+                convert.to_zarr(saved, buffer, target)
+            else:
+                convert.to_minari(buffer, target)
+    print(f"saved: {target} ({kind})")
     return 0
+
+
+def _is_pickle(path: Path) -> bool:
+    if path.suffix.lower() in _PICKLES:
+        return not path.is_dir()
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(1) == b"\x80"
+
+
+@contextlib.contextmanager
+def _removed_on_failure(target: Path) -> Iterator[None]:
+    """Delete ``target``, which did not exist before, if writing it fails."""
+    import shutil
+
+    try:
+        yield
+    except BaseException:
+        if target.is_dir():
+            shutil.rmtree(target, ignore_errors=True)
+        else:
+            target.unlink(missing_ok=True)
+        raise
 
 
 def _bench(args: argparse.Namespace) -> int:
     from sb3_extra_buffers.cli import bench
 
-    methods = args.methods.split(",") if args.methods else bench.available_methods()
+    output = None if args.output is None else _checked_output(args.output)
+    methods = bench.parse_methods(args.methods) if args.methods is not None else bench.available_methods()
     observations = bench.load_observations(args.path, args.steps, args.key)
     results = sorted(bench.run_benchmark(observations, methods), key=lambda result: result.percent)
     n_steps, n_envs, *shape = observations.shape
     print(f"observations: {n_steps * n_envs} of {'x'.join(map(str, shape))} {observations.dtype}")
     print(bench.format_table(results))
-    if args.name == "recommend":
+    if args.command == "recommend":
         best = bench.recommend(results)
-        print(f"recommended: {best.method} ({best.percent:.2f} % of dense, {best.read_us:.1f} us per observation read)")
-    if args.output is not None:
-        bench.plot(results, args.output, Path(args.path).name)
-        print(f"saved: {args.output}")
+        print(f"recommended: {best.method}")
+    if output is not None:
+        bench.plot(results, output, Path(args.path).name)
+        print(f"saved: {output}")
     return 0
 
 

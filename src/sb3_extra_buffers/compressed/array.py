@@ -27,6 +27,10 @@ __all__ = ["CompressedArray"]
 class CompressedArray(StoreView, SavedAsFolder):
     """Behaves like an array of shape ``(*shape, *obs_shape)`` and stores it compressed, losslessly.
 
+    An array-like, not a subclass of ``ndarray``: it is indexed and assigned to like an array, has the usual methods,
+    such as `mean`, `min`, `astype` and `tolist`, and is accepted by every function of NumPy. Reading decodes into new
+    arrays; ``np.asarray(array)`` decodes everything, for example for ``torch.from_numpy``.
+
     The first axis is time: consecutive observations are expected to be similar. Every index of the other leading axes
     is a stream of its own, such as an environment.
 
@@ -43,10 +47,14 @@ class CompressedArray(StoreView, SavedAsFolder):
         storage: ``"mmap"`` to live in the folder ``path``, where everything written survives the end of the process.
 
     Examples:
+        >>> import numpy as np
+        >>> from sb3_extra_buffers.compressed import CompressedArray
         >>> frames = CompressedArray((1000, 4), (4, 84, 84), np.uint8)
         >>> frames[0] = np.zeros((4, 4, 84, 84), np.uint8)
         >>> frames[[0, 0], [1, 2]].shape
         (2, 4, 84, 84)
+        >>> frames[:2].mean(), frames.max()
+        (np.float64(0.0), np.uint8(0))
     """
 
     def __init__(

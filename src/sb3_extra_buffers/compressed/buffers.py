@@ -33,51 +33,100 @@ __all__ = [
 
 
 class CompressedReplayBuffer(ReplayMixin, ReplayBuffer):
-    """`ReplayBuffer` that stores image observations losslessly in about a hundredth of the memory.
+    """SB3's `ReplayBuffer` that stores image observations losslessly in about a hundredth of the memory.
 
-    Samples the same batches as SB3's buffer at the same seed. Arguments up to ``handle_timeout_termination`` are
-    SB3's; ``n_steps`` and ``gamma`` make it an n-step buffer; `StorageOptions` explains the others.
+    Samples the same batches as SB3's buffer at the same seed. Takes the arguments of `StorageOptions`, and:
+
+    Args:
+        buffer_size: Maximum number of transitions, in all environments together.
+        observation_space: Space of the observations.
+        action_space: Space of the actions.
+        device: Device of the sampled batches.
+        n_envs: Number of parallel environments.
+        optimize_memory_usage: Draw the same indices as SB3's buffer with this option; it saves no memory here, since
+            next observations already share the frames of observations.
+        handle_timeout_termination: Do not count time limits as ends of episodes.
+        n_steps: Number of steps of an n-step return; 1 for ordinary transitions.
+        gamma: Discount factor of n-step returns.
 
     Examples:
-        >>> from gymnasium import spaces
-        >>> images = spaces.Box(0, 255, (4, 84, 84), "uint8")
-        >>> buffer = CompressedReplayBuffer(100_000, images, spaces.Discrete(6), device="cpu", n_envs=4)
+        >>> from stable_baselines3 import DQN
+        >>> from sb3_extra_buffers.compressed import CompressedReplayBuffer
+        >>> from sb3_extra_buffers.training_utils.atari import make_env
+        >>> env = make_env("PongNoFrameskip-v4", n_envs=2, framestack=4)
+        >>> model = DQN("CnnPolicy", env, buffer_size=10_000, replay_buffer_class=CompressedReplayBuffer)
+        >>> model.learn(100).replay_buffer.sample(32).observations.shape
+        torch.Size([32, 4, 84, 84])
     """
 
 
 class CompressedDictReplayBuffer(ReplayMixin, DictReplayBuffer):
-    """`DictReplayBuffer` with compressed observations; each key is stored in its own way.
+    """SB3's `DictReplayBuffer` with compressed observations; each key is stored in its own way.
 
-    ``compression_method`` may be a mapping with a method for each key. A single method applies to the images; vectors
-    are kept in plain arrays.
+    Takes the arguments of `CompressedReplayBuffer`. ``compression_method`` may be a mapping with a method for each key.
+    A single method applies to the images; vectors are kept in plain arrays.
 
     Examples:
         >>> from gymnasium import spaces
+        >>> from sb3_extra_buffers.compressed import CompressedDictReplayBuffer
         >>> space = spaces.Dict({"image": spaces.Box(0, 255, (4, 84, 84), "uint8"), "speed": spaces.Box(0, 1, (3,))})
         >>> buffer = CompressedDictReplayBuffer(
-        ...     100_000, space, spaces.Discrete(6), device="cpu", compression_method={"image": "delta"}
+        ...     100_000, space, spaces.Discrete(6), compression_method={"image": "delta"}
         ... )
     """
 
 
 class CompressedRolloutBuffer(RolloutMixin, RolloutBuffer):
-    """`RolloutBuffer` that stores image observations losslessly in about a hundredth of the memory.
+    """SB3's `RolloutBuffer` that stores image observations losslessly in about a hundredth of the memory.
 
-    Yields the same batches as SB3's buffer at the same seed. Arguments up to ``n_envs`` are SB3's; `StorageOptions`
-    explains the others.
+    Yields the same batches as SB3's buffer at the same seed. Takes the arguments of `StorageOptions` up to
+    ``output_dtype``, and:
+
+    Args:
+        buffer_size: Number of steps of a rollout, in each environment.
+        observation_space: Space of the observations.
+        action_space: Space of the actions.
+        device: Device of the batches.
+        gae_lambda: Trade-off between bias and variance of generalised advantage estimates.
+        gamma: Discount factor.
+        n_envs: Number of parallel environments.
 
     Examples:
         >>> from stable_baselines3 import PPO
-        >>> model = PPO("CnnPolicy", env, rollout_buffer_class=CompressedRolloutBuffer)  # doctest: +SKIP
+        >>> from sb3_extra_buffers.compressed import CompressedRolloutBuffer
+        >>> from sb3_extra_buffers.training_utils.atari import make_env
+        >>> env = make_env("PongNoFrameskip-v4", n_envs=2, framestack=4)
+        >>> model = PPO("CnnPolicy", env, n_steps=64, n_epochs=1, rollout_buffer_class=CompressedRolloutBuffer)
+        >>> next(model.learn(128).rollout_buffer.get(32)).observations.shape
+        torch.Size([32, 4, 84, 84])
     """
 
 
 class CompressedDictRolloutBuffer(RolloutMixin, DictRolloutBuffer):
-    """`DictRolloutBuffer` with compressed observations; each key is stored in its own way."""
+    """SB3's `DictRolloutBuffer` with compressed observations; each key is stored in its own way.
+
+    Takes the arguments of `CompressedRolloutBuffer`; ``compression_method`` may map keys to methods.
+
+    Examples:
+        >>> from gymnasium import spaces
+        >>> from sb3_extra_buffers.compressed import CompressedDictRolloutBuffer
+        >>> space = spaces.Dict({"image": spaces.Box(0, 255, (4, 84, 84), "uint8"), "speed": spaces.Box(0, 1, (3,))})
+        >>> buffer = CompressedDictRolloutBuffer(128, space, spaces.Discrete(6), n_envs=8)
+    """
 
 
 class CompressedNStepReplayBuffer(NStepReplayBuffer, CompressedReplayBuffer):
-    """`NStepReplayBuffer` with compressed observations; ``n_steps`` and ``gamma`` must be those of the algorithm."""
+    """SB3's `NStepReplayBuffer` with compressed observations.
+
+    Takes the arguments of `CompressedReplayBuffer`; ``n_steps`` and ``gamma`` must be those of the algorithm.
+
+    Examples:
+        >>> from stable_baselines3 import DQN
+        >>> from sb3_extra_buffers.compressed import CompressedNStepReplayBuffer
+        >>> model = DQN("MlpPolicy", "CartPole-v1", n_steps=3, replay_buffer_class=CompressedNStepReplayBuffer)
+        >>> model.replay_buffer.n_steps
+        3
+    """
 
     _is_n_step_class = True
 
@@ -91,14 +140,35 @@ class CompressedNStepReplayBuffer(NStepReplayBuffer, CompressedReplayBuffer):
 
 
 class CompressedDictNStepReplayBuffer(CompressedDictReplayBuffer):
-    """n-step returns for Dict observations, which SB3 itself does not offer."""
+    """n-step returns for Dict observations, which SB3 itself does not offer.
+
+    Takes the arguments of `CompressedReplayBuffer`; ``n_steps`` and ``gamma`` must be those of the algorithm.
+
+    Examples:
+        >>> from gymnasium import spaces
+        >>> from sb3_extra_buffers.compressed import CompressedDictNStepReplayBuffer
+        >>> space = spaces.Dict({"image": spaces.Box(0, 255, (4, 84, 84), "uint8"), "speed": spaces.Box(0, 1, (3,))})
+        >>> buffer = CompressedDictNStepReplayBuffer(100_000, space, spaces.Discrete(6), n_steps=3, gamma=0.99)
+    """
 
     def __init__(self, *args: Any, n_steps: int = 3, gamma: float = 0.99, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs | {"n_steps": n_steps, "gamma": gamma})
 
 
 class CompressedHerReplayBuffer(OptionsFirst, HerReplayBuffer, CompressedDictReplayBuffer):
-    """`HerReplayBuffer` with compressed observations; takes its arguments and those of the compressed buffers."""
+    """SB3's `HerReplayBuffer` with compressed observations.
+
+    Takes the arguments of `HerReplayBuffer` and of `CompressedReplayBuffer`.
+
+    Examples:
+        >>> from stable_baselines3 import DQN
+        >>> from stable_baselines3.common.envs import BitFlippingEnv
+        >>> from sb3_extra_buffers.compressed import CompressedHerReplayBuffer
+        >>> env = BitFlippingEnv(n_bits=4, continuous=False)
+        >>> model = DQN("MultiInputPolicy", env, replay_buffer_class=CompressedHerReplayBuffer, learning_starts=20)
+        >>> model.learn(30).replay_buffer.sample(8).observations["desired_goal"].shape
+        torch.Size([8, 4])
+    """
 
     def add(self, *args: Any, **kwargs: Any) -> None:
         """Add one step of every environment; after any exception, all of it was added or nothing."""
@@ -132,7 +202,10 @@ class CompressedHerReplayBuffer(OptionsFirst, HerReplayBuffer, CompressedDictRep
             self._current_ep_start[env] = (position + 1) % self.buffer_size
 
     def sample(self, batch_size: int, env: Any = None) -> Any:
-        """Draw transitions of complete episodes, some of them with goals that were reached later."""
+        """Draw ``batch_size`` transitions of complete episodes, some of them with goals that were reached later.
+
+        ``env`` normalises the batch if it is a `VecNormalize`.
+        """
         batch_size = check_count(batch_size, "batch_size", 0)
         # goals come from whole episodes: the lock keeps other threads from overwriting them meanwhile
         with self._lock:

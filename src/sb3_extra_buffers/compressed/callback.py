@@ -36,7 +36,10 @@ class BufferUsageCallback(BaseCallback):
         verbose: As in SB3's callbacks.
 
     Examples:
-        >>> model.learn(100_000, callback=BufferUsageCallback())  # doctest: +SKIP
+        >>> from stable_baselines3 import DQN
+        >>> from sb3_extra_buffers.compressed import BufferUsageCallback, CompressedReplayBuffer
+        >>> model = DQN("MlpPolicy", "CartPole-v1", replay_buffer_class=CompressedReplayBuffer)
+        >>> model = model.learn(1000, callback=BufferUsageCallback())
     """
 
     def __init__(self, log_freq: int = 1000, verbose: int = 0) -> None:

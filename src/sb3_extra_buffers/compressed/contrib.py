@@ -20,19 +20,61 @@ __all__ = [
 
 
 class CompressedMaskableRolloutBuffer(ContribRollout, MaskableRolloutBuffer, CompressedRolloutBuffer):
-    """`MaskableRolloutBuffer` with compressed observations."""
+    """sb3-contrib's `MaskableRolloutBuffer` with compressed observations.
+
+    Takes the arguments of `CompressedRolloutBuffer`.
+
+    Examples:
+        >>> from sb3_contrib import MaskablePPO
+        >>> from sb3_contrib.common.envs import InvalidActionEnvDiscrete
+        >>> from sb3_extra_buffers.compressed import CompressedMaskableRolloutBuffer
+        >>> env = InvalidActionEnvDiscrete()
+        >>> model = MaskablePPO("MlpPolicy", env, rollout_buffer_class=CompressedMaskableRolloutBuffer)
+    """
 
 
 class CompressedMaskableDictRolloutBuffer(ContribRollout, MaskableDictRolloutBuffer, CompressedDictRolloutBuffer):
-    """`MaskableDictRolloutBuffer` with compressed observations."""
+    """sb3-contrib's `MaskableDictRolloutBuffer` with compressed observations.
+
+    Takes the arguments of `CompressedRolloutBuffer`.
+
+    Examples:
+        >>> from gymnasium import spaces
+        >>> from sb3_extra_buffers.compressed import CompressedMaskableDictRolloutBuffer
+        >>> space = spaces.Dict({"image": spaces.Box(0, 255, (4, 84, 84), "uint8"), "speed": spaces.Box(0, 1, (3,))})
+        >>> buffer = CompressedMaskableDictRolloutBuffer(128, space, spaces.Discrete(6), n_envs=8)
+    """
 
 
 class CompressedRecurrentRolloutBuffer(ContribRollout, RecurrentRolloutBuffer, CompressedRolloutBuffer):
-    """`RecurrentRolloutBuffer` with compressed observations; pass it to `use_rollout_buffer`."""
+    """sb3-contrib's `RecurrentRolloutBuffer` with compressed observations; pass it to `use_rollout_buffer`.
+
+    Takes the arguments of `CompressedRolloutBuffer`, and:
+
+    Args:
+        hidden_state_shape: Shape of the LSTM states of a rollout.
+
+    Examples:
+        >>> from sb3_contrib import RecurrentPPO
+        >>> from sb3_extra_buffers.compressed import CompressedRecurrentRolloutBuffer, use_rollout_buffer
+        >>> model = RecurrentPPO("MlpLstmPolicy", "CartPole-v1", n_steps=16, batch_size=16)
+        >>> use_rollout_buffer(model, CompressedRecurrentRolloutBuffer)
+        >>> model = model.learn(32)
+    """
 
 
 class CompressedRecurrentDictRolloutBuffer(ContribRollout, RecurrentDictRolloutBuffer, CompressedDictRolloutBuffer):
-    """`RecurrentDictRolloutBuffer` with compressed observations; pass it to `use_rollout_buffer`."""
+    """sb3-contrib's `RecurrentDictRolloutBuffer` with compressed observations; pass it to `use_rollout_buffer`.
+
+    Takes the arguments of `CompressedRecurrentRolloutBuffer` and of `CompressedRolloutBuffer`.
+
+    Examples:
+        >>> from gymnasium import spaces
+        >>> from sb3_extra_buffers.compressed import CompressedRecurrentDictRolloutBuffer
+        >>> space = spaces.Dict({"image": spaces.Box(0, 255, (4, 84, 84), "uint8"), "speed": spaces.Box(0, 1, (3,))})
+        >>> states = (128, 1, 8, 256)  # steps, layers, environments, units
+        >>> buffer = CompressedRecurrentDictRolloutBuffer(128, space, spaces.Discrete(6), states, n_envs=8)
+    """
 
 
 def use_rollout_buffer(model: Any, buffer_class: type[Any], **options: Any) -> None:
@@ -47,8 +89,10 @@ def use_rollout_buffer(model: Any, buffer_class: type[Any], **options: Any) -> N
         **options: Arguments that compressed buffers add, such as ``compression_method``.
 
     Examples:
-        >>> model = RecurrentPPO("CnnLstmPolicy", env)  # doctest: +SKIP
-        >>> use_rollout_buffer(model, CompressedRecurrentRolloutBuffer)  # doctest: +SKIP
+        >>> from sb3_contrib import RecurrentPPO
+        >>> from sb3_extra_buffers.compressed import CompressedRecurrentRolloutBuffer, use_rollout_buffer
+        >>> model = RecurrentPPO("MlpLstmPolicy", "CartPole-v1")
+        >>> use_rollout_buffer(model, CompressedRecurrentRolloutBuffer)
     """
     old = model.rollout_buffer
     if hasattr(old, "hidden_state_shape"):

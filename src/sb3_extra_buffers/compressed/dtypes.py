@@ -17,7 +17,18 @@ __all__ = ["find_buffer_dtypes", "find_smallest_dtype", "has_igzip", "has_lz4", 
 
 
 def find_smallest_dtype(max_val: int, signed: bool = False, fallback: npt.DTypeLike = np.float32) -> np.dtype[Any]:
-    """Return the smallest integer dtype that holds ``max_val``, or ``fallback`` if none does."""
+    """Return the smallest integer dtype that holds ``max_val``, or ``fallback`` if none does.
+
+    Args:
+        max_val: The value to hold.
+        signed: Whether to choose among the signed dtypes.
+        fallback: The dtype to return if no integer dtype is large enough.
+
+    Examples:
+        >>> from sb3_extra_buffers.compressed import find_smallest_dtype
+        >>> find_smallest_dtype(4 * 84 * 84)
+        dtype('uint16')
+    """
     kinds = (np.int8, np.int16, np.int32, np.int64) if signed else (np.uint8, np.uint16, np.uint32, np.uint64)
     for kind in kinds:
         limits = np.iinfo(kind)
@@ -41,9 +52,10 @@ def find_buffer_dtypes(
         compression_method: The method that the buffer will use.
 
     Examples:
-        >>> dtypes = find_buffer_dtypes((4, 84, 84), np.uint8, "delta")
-        >>> sorted(dtypes)
-        ['elem_type', 'runs_type']
+        >>> import numpy as np
+        >>> from sb3_extra_buffers.compressed import find_buffer_dtypes
+        >>> find_buffer_dtypes((4, 84, 84), np.uint8, "rle")
+        {'elem_type': dtype('uint8'), 'runs_type': dtype('uint16')}
     """
     n_elements = int(np.prod(obs_shape, dtype=np.int64))
     init_jit(compression_method=compression_method, obs_shape=obs_shape, elem_dtype=elem_dtype)
@@ -55,7 +67,17 @@ def init_jit(
     obs_shape: int | tuple[int, ...] = (84, 84),
     elem_dtype: npt.DTypeLike = np.uint8,
 ) -> None:
-    """Compile the code of ``compression_method`` now instead of at the first observation."""
+    """Compile the code of ``compression_method`` now instead of at the first observation.
+
+    Args:
+        compression_method: The method that will be used.
+        obs_shape: Shape of one observation.
+        elem_dtype: Its dtype.
+
+    Examples:
+        >>> from sb3_extra_buffers.compressed import init_jit
+        >>> init_jit("rle-jit", (4, 84, 84))
+    """
     shape = (obs_shape,) if isinstance(obs_shape, int) else tuple(obs_shape)
     spec = ObsSpec(shape, np.dtype(elem_dtype))
     if compression_method == "auto" or parse_method(compression_method)[0] == "delta":
@@ -86,17 +108,32 @@ def _compile_frame_kernels() -> None:
 
 
 def has_igzip() -> bool:
-    """Return whether python-isal (``igzip``) is installed."""
+    """Return whether python-isal (``igzip``) is installed.
+
+    Examples:
+        >>> from sb3_extra_buffers.compressed import has_igzip
+        >>> method = "igzip1" if has_igzip() else "gzip"
+    """
     return is_available("igzip")
 
 
 def has_zstd() -> bool:
-    """Return whether the Zstandard backend is available."""
+    """Return whether the Zstandard backend is available.
+
+    Examples:
+        >>> from sb3_extra_buffers.compressed import has_zstd
+        >>> method = "zstd-5" if has_zstd() else "gzip"
+    """
     return is_available("zstd")
 
 
 def has_lz4() -> bool:
-    """Return whether python-lz4 (``lz4-frame``, ``lz4-block``) is installed."""
+    """Return whether python-lz4 (``lz4-frame``, ``lz4-block``) is installed.
+
+    Examples:
+        >>> from sb3_extra_buffers.compressed import has_lz4
+        >>> method = "lz4-frame/1" if has_lz4() else "gzip"
+    """
     return is_available("lz4-frame")
 
 

@@ -58,9 +58,12 @@ def compressed(buffer_class: type[Any]) -> type[Any]:
         A class that takes the arguments of ``buffer_class`` and those of the compressed buffers.
 
     Examples:
+        >>> from stable_baselines3.common.buffers import ReplayBuffer
+        >>> from sb3_extra_buffers.compressed import compressed
         >>> class MyBuffer(ReplayBuffer):
         ...     pass
-        >>> buffer_class = compressed(MyBuffer)
+        >>> compressed(MyBuffer).__name__
+        'CompressedMyBuffer'
     """
     if issubclass(buffer_class, CompressedBuffer):
         return buffer_class

@@ -32,14 +32,28 @@ class CompressedPrioritizedReplayBuffer(PrioritizedMixin, ReplayBuffer):
         epsilon: Added to every TD error, so that every transition can be drawn again.
 
     Examples:
-        >>> from gymnasium import spaces
-        >>> images = spaces.Box(0, 255, (4, 84, 84), "uint8")
-        >>> buffer = CompressedPrioritizedReplayBuffer(100_000, images, spaces.Discrete(6), device="cpu", alpha=0.5)
+        >>> from stable_baselines3 import DQN
+        >>> from sb3_extra_buffers.compressed import CompressedPrioritizedReplayBuffer, prioritized
+        >>> options = {"alpha": 0.5, "beta": (0.4, 1.0)}
+        >>> model = prioritized(DQN)("MlpPolicy", "CartPole-v1", buffer_size=1000, replay_buffer_kwargs=options)
+        >>> isinstance(model.replay_buffer, CompressedPrioritizedReplayBuffer)
+        True
+        >>> model.learn(50).replay_buffer.sample(32).weights.shape
+        torch.Size([32, 1])
     """
 
 
 class CompressedDictPrioritizedReplayBuffer(PrioritizedMixin, DictReplayBuffer):
-    """`CompressedPrioritizedReplayBuffer` for Dict observations."""
+    """Prioritised `DictReplayBuffer` with compressed observations.
+
+    Takes the arguments of `CompressedPrioritizedReplayBuffer` and of `CompressedReplayBuffer`.
+
+    Examples:
+        >>> from gymnasium import spaces
+        >>> from sb3_extra_buffers.compressed import CompressedDictPrioritizedReplayBuffer
+        >>> space = spaces.Dict({"image": spaces.Box(0, 255, (4, 84, 84), "uint8"), "speed": spaces.Box(0, 1, (3,))})
+        >>> buffer = CompressedDictPrioritizedReplayBuffer(100_000, space, spaces.Discrete(6), alpha=0.5)
+    """
 
 
 class _Prioritized(Generated, PrioritizedTraining):
@@ -53,8 +67,16 @@ def prioritized(algorithm_class: type[Any]) -> type[Any]:
     and turns the TD errors of each batch into priorities before the next batch is drawn. Works for DQN, SAC, TD3, DDPG
     and sb3-contrib's QRDQN, TQC and CrossQ, and for your own classes whose ``train()`` calls one of their losses.
 
+    Args:
+        algorithm_class: An off-policy algorithm.
+
+    Returns:
+        A class that takes the arguments of ``algorithm_class``. Its replay buffer is a
+        `CompressedPrioritizedReplayBuffer`, or `CompressedDictPrioritizedReplayBuffer` for Dict observations.
+
     Examples:
         >>> from stable_baselines3 import DQN
+        >>> from sb3_extra_buffers.compressed import prioritized
         >>> model = prioritized(DQN)("MlpPolicy", "CartPole-v1", replay_buffer_kwargs={"alpha": 0.5}, device="cpu")
     """
     if issubclass(algorithm_class, PrioritizedTraining):

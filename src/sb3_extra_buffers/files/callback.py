@@ -35,10 +35,16 @@ class BufferCheckpointCallback(BaseCallback):
         name_prefix: Prefix of their names.
         keep_last: How many to keep; ``None`` for all.
         save_model: Whether to save the model too.
+        verbose: 1 to print every checkpoint.
 
     Examples:
-        >>> model.learn(1_000_000, callback=BufferCheckpointCallback(10_000, "checkpoints"))  # doctest: +SKIP
-        >>> model.replay_buffer = load("checkpoints/rl_model_buffer_990000_steps")  # doctest: +SKIP
+        >>> from stable_baselines3 import DQN
+        >>> from sb3_extra_buffers.compressed import CompressedReplayBuffer
+        >>> from sb3_extra_buffers.files import BufferCheckpointCallback, load
+        >>> model = DQN("MlpPolicy", "CartPole-v1", replay_buffer_class=CompressedReplayBuffer)
+        >>> model = model.learn(100, callback=BufferCheckpointCallback(50, "checkpoints"))
+        >>> model = DQN.load("checkpoints/rl_model_100_steps")
+        >>> model.replay_buffer = load("checkpoints/rl_model_buffer_100_steps")
     """
 
     def __init__(

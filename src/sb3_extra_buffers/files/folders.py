@@ -47,12 +47,15 @@ class SavedAsFolder:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Load what `save` wrote: from the same random state, it samples the same batches."""
+        """Load what `save` wrote to ``path``: from the same random state, it samples the same batches."""
         loaded: Self = loading.load(path, cls)
         return loaded
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], mode: Literal["r", "r+"] = "r") -> Self:
-        """Open what `save` wrote in place: ``"r"`` to read, from many processes; ``"r+"`` to continue there."""
+        """Open the folder ``path`` in place.
+
+        ``mode`` is ``"r"`` to read, from many processes at a time, or ``"r+"`` to continue there.
+        """
         opened: Self = loading.open_saved(path, cls, mode)
         return opened

@@ -21,6 +21,13 @@ def load(path: str | os.PathLike[str], target: type[Any] | None = None) -> Any:
     Args:
         path: The folder.
         target: The class to load; ``None`` for the one that was saved.
+
+    Examples:
+        >>> from sb3_extra_buffers.compressed import CompressedArray
+        >>> from sb3_extra_buffers.files import load, save
+        >>> report = save(CompressedArray(1000, (84, 84)), "frames")
+        >>> load("frames").shape
+        (1000, 84, 84)
     """
     folder = Path(path)
     for _ in range(_ATTEMPTS):
@@ -35,7 +42,19 @@ def load(path: str | os.PathLike[str], target: type[Any] | None = None) -> Any:
 
 
 def load_file(path: str | os.PathLike[str], target: type[Any] | None = None) -> Any:
-    """Load the single file ``path``, written by `save_file`."""
+    """Load the single file ``path``, written by `save_file`.
+
+    Args:
+        path: The file.
+        target: The class to load; ``None`` for the one that was saved.
+
+    Examples:
+        >>> from sb3_extra_buffers.compressed import CompressedArray
+        >>> from sb3_extra_buffers.files import load_file, save_file
+        >>> path = save_file(CompressedArray(1000, (84, 84)), "frames.seb")
+        >>> load_file(path).shape
+        (1000, 84, 84)
+    """
     return SavedParts.of_file(Path(path)).load(target)
 
 
@@ -45,6 +64,18 @@ def open_saved(path: str | os.PathLike[str], target: type[Any] | None = None, mo
     Mode ``"r"`` is read-only, for any number of processes at a time; observations are checked when they are first read.
     Of a buffer that another process keeps there (``storage="mmap"``), it shows the last checkpoint. Mode ``"r+"``
     continues in the folder, like ``storage="mmap"``, and only one process can hold it.
+
+    Args:
+        path: The folder.
+        target: The class to load; ``None`` for the one that was saved.
+        mode: ``"r"`` or ``"r+"``.
+
+    Examples:
+        >>> from sb3_extra_buffers.compressed import CompressedArray
+        >>> from sb3_extra_buffers.files import open_saved, save
+        >>> report = save(CompressedArray(1000, (84, 84)), "frames")
+        >>> open_saved("frames")[0].max()
+        np.uint8(0)
     """
     if mode not in ("r", "r+"):
         raise ValueError(f"mode must be 'r' or 'r+', got {mode!r}")

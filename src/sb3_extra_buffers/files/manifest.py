@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.errors import DamagedFileError, ExtraBuffersError, FileFormatError, UnsupportedVersionError
 from sb3_extra_buffers.files import disk
+from sb3_extra_buffers.files.blocks import MAGIC
 
 NAME = "manifest.json"
 STAGED = "manifest.json.tmp"
@@ -68,13 +69,53 @@ def parse(data: bytes, path: Path) -> dict[str, Any]:
 def read(folder: Path) -> dict[str, Any]:
     """Read the manifest of a saved folder."""
     path = folder / NAME
-    if not folder.exists():
-        raise FileFormatError(f"{folder}: no such file or directory")
+    check_is_saved(folder)
     if not folder.is_dir():
         raise FileFormatError(f"{folder} is a file; a saved buffer is a folder. Single files are read by load_file()")
     if not os.path.lexists(path):
-        raise FileFormatError(f"{folder} is not a saved buffer: it has no {NAME}")
+        raise DamagedFileError(f"{path} is missing; repair() may be able to restore it")
     return parse(disk.read_bytes(path, _MAX_BYTES), path)
+
+
+def check_is_saved(path: Path) -> None:
+    """Raise unless ``path`` is a folder or file that this library wrote, intact or damaged."""
+    try:
+        names = os.listdir(path)
+    except FileNotFoundError:
+        raise FileFormatError(f"{path}: no such file or directory") from None
+    except NotADirectoryError:
+        _check_is_saved_file(path)
+        return
+    except OSError as error:
+        raise FileFormatError(f"{path} cannot be read: {error.strerror}") from error
+    if any(FILE_NAMES.fullmatch(name) and name.endswith(".bin") for name in names):
+        return
+    if NAME not in names:
+        inside = [name for name in sorted(names) if (path / name / NAME).is_file()]
+        hint = f"; it contains {path / inside[-1]}, which may be one" if inside else ""
+        raise FileFormatError(f"{path} is not a saved buffer: it has no {NAME}{hint}")
+    if FORMAT.encode() not in disk.read_bytes(path / NAME, _MAX_BYTES):
+        raise FileFormatError(f"{path} is not a saved buffer: its {NAME} was written by another program")
+
+
+def _check_is_saved_file(path: Path) -> None:
+    if not path.exists():
+        # below a file, as in "file.txt/folder"
+        raise FileFormatError(f"{path}: no such file or directory")
+    with os.fdopen(disk.open_to_read(path), "rb") as file:
+        start = file.read(len(MAGIC))
+        file.seek(-min(TAIL_BYTES, os.fstat(file.fileno()).st_size), os.SEEK_END)
+        end = file.read(len(_TAIL_MAGIC))
+    if not start:
+        raise DamagedFileError(f"{path} is empty")
+    if start == MAGIC or end == _TAIL_MAGIC:
+        return
+    if start.startswith(b"\x80") or path.suffix in (".pkl", ".pickle"):
+        raise FileFormatError(
+            f"{path} is a pickle, not a saved buffer; convert it first: "
+            f"sb3-extra-buffers convert {path} {path.with_suffix('')} --trust"
+        )
+    raise FileFormatError(f"{path} is not a saved buffer")
 
 
 def write(folder: Path, data: bytes, sync: bool = True) -> None:
@@ -125,10 +166,11 @@ def tail(data: bytes, offset: int) -> bytes:
 
 def read_tail(path: Path) -> dict[str, Any]:
     """Read the manifest at the end of a data file."""
+    check_is_saved(path)
     data = disk.map_file(path)
     record = _copy_at(data, data.size - TAIL_BYTES, path)
     if record is None:
-        raise DamagedFileError(f"{path} is not a saved file, or was cut short: it does not end with a manifest")
+        raise DamagedFileError(f"{path} was cut short or changed: it does not end with a manifest")
     return record
 
 

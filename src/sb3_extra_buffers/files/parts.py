@@ -97,7 +97,12 @@ def check_parts(parts: Parts) -> None:
 
 
 def make_view(
-    cls: type[View], store: ObservationStore, lead: tuple[int, ...], base: int = 0, indices: Array | None = None
+    cls: type[View],
+    store: ObservationStore,
+    lead: tuple[int, ...],
+    base: int = 0,
+    indices: Array | None = None,
+    dtype: np.dtype[Any] | None = None,
 ) -> View:
     """A view of a loaded store: of the observations from ``base`` on, or of ``indices``."""
     if indices is None:
@@ -109,7 +114,7 @@ def make_view(
         checks.column({"cells": indices}, "cells", np.int64, lead)
         checks.within(indices, 0, store.n_obs, "an index of a view")
     view = object.__new__(cls)
-    StoreView.__init__(view, store, lead, indices, base if indices is None else None)
+    StoreView.__init__(view, store, lead, indices, base if indices is None else None, dtype)
     return view
 
 

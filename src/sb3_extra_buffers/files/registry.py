@@ -71,6 +71,11 @@ def class_of(tag: str) -> type[Any]:
     return cls
 
 
+def class_name(tag: str) -> str:
+    """The name of the class that ``tag`` stands for, without importing it."""
+    return _look_up(tag).cls.partition(":")[2]
+
+
 def module_of(tag: str) -> ModuleType:
     """The module that rebuilds what is saved under ``tag``."""
     return importlib.import_module(_look_up(tag).builder.partition(":")[0])
@@ -106,7 +111,7 @@ def check_target(tag: Any, target: type[Any] | None) -> None:
     saved_type = _look_up(tag)
     if target is None or tag_of(target) == tag or issubclass(_import(saved_type.cls), target):
         return
-    name = saved_type.cls.partition(":")[2]
+    name = class_name(tag)
     raise FileFormatError(f"this holds a {name}, not a {target.__qualname__}; call {name}.load()")
 
 

@@ -30,13 +30,24 @@ _MAX_STATES = 16
 
 @dataclass
 class Repair:
-    """What a repair kept and what it lost."""
+    """What a repair kept and what it lost.
+
+    Examples:
+        >>> from sb3_extra_buffers.compressed import CompressedArray
+        >>> from sb3_extra_buffers.files import repair, save
+        >>> saved = save(CompressedArray(1000, (84, 84)), "frames")
+        >>> repair("frames", "repaired").n_lost
+        0
+    """
 
     folder: Path
+    """The repaired folder or file."""
     n_steps: int = 0
     """Steps, or observations of an array, that are intact."""
     n_lost: int = 0
+    """Steps, or observations of an array, that are lost."""
     findings: list[str] = field(default_factory=list)
+    """What was wrong."""
 
 
 def repair(path: str | os.PathLike[str], target: str | os.PathLike[str], cls: type[Any] | None = None) -> Repair:
@@ -44,6 +55,19 @@ def repair(path: str | os.PathLike[str], target: str | os.PathLike[str], cls: ty
     observations. ``path`` itself is not changed.
 
     If nothing of the last state can be kept, earlier states are tried, as far as the data file still holds them.
+
+    Args:
+        path: The damaged folder or file.
+        target: Where to save what is intact.
+        cls: The class to load; ``None`` for the one that was saved.
+
+    Examples:
+        >>> from sb3_extra_buffers.compressed import CompressedArray
+        >>> from sb3_extra_buffers.files import repair, save, verify
+        >>> saved = save(CompressedArray(1000, (84, 84)), "frames")
+        >>> repaired = repair("frames", "repaired")
+        >>> list(verify("repaired"))
+        []
     """
     source, findings = Path(path), list[str]()
     first_error: ExtraBuffersError | None = None
@@ -68,13 +92,12 @@ def repair(path: str | os.PathLike[str], target: str | os.PathLike[str], cls: ty
 
 def _states(source: Path, findings: list[str]) -> Iterator[dict[str, Any]]:
     """Every manifest that can be found, newest first."""
+    manifest.check_is_saved(source)
     newest = None
     try:
         newest = manifest.read_tail(source) if source.is_file() else manifest.read(source)
         yield newest
     except ExtraBuffersError as error:
-        if not source.exists():
-            raise
         findings.append(str(error))
     files = [source] if source.is_file() else sorted(source.glob("data-*.bin"), reverse=True)
     for path in files:

@@ -76,6 +76,11 @@ class SavedParts:
         return self.data_path.name != self.record["data"].get("name") or self.data_path.suffix != ".bin"
 
     @property
+    def path(self) -> Path:
+        """The folder, or the single file."""
+        return self.data_path if self.is_file else self.folder
+
+    @property
     def kind(self) -> str:
         return str(self.record.get("kind"))
 
@@ -92,18 +97,31 @@ class SavedParts:
 
         ``read_only`` leaves payloads in their file and ignores the journal. ``in_file`` continues in the heap files.
         """
-        with errors_about(self.data_path if self.is_file else self.folder):
+        with errors_about(self.path):
             registry.check_target(self.record.get("kind"), target)
-            description = entry(self.record, "description", kind=dict)
-            columns = {name: self.blocks.read(f"columns/{name}", not read_only) for name in self.record["columns"]}
             payloads: dict[str, SavedPayloads] = {}
             stores = {name: self._load_store(name, payloads, read_only, in_file) for name in self.stores}
-            loaded = registry.from_parts(LoadedParts(self.kind, description, columns, stores, target, read_only))
+            loaded = registry.from_parts(self._parts(stores, target, read_only))
             if not read_only:
                 self._remember(loaded, payloads)
                 if self.journal is not None and replayed:
                     replay(loaded, self.journal)
             return loaded
+
+    def read_parts(self, compiled: bool | None = None) -> LoadedParts:
+        """What was saved, read-only and without the class it was saved from; ``compiled`` as for a store."""
+        with errors_about(self.path):
+            registry.check_target(self.record.get("kind"), None)
+            stores = {name: self.make_store(name, self._tables(name, True), True, compiled)[0] for name in self.stores}
+            return self._parts(stores, None, read_only=True)
+
+    def _parts(self, stores: dict[str, ObservationStore], target: type[Any] | None, read_only: bool) -> LoadedParts:
+        description = entry(self.record, "description", kind=dict)
+        columns = {name: self.blocks.read(f"columns/{name}", not read_only) for name in self.record["columns"]}
+        return LoadedParts(self.kind, description, columns, stores, target, read_only)
+
+    def _tables(self, name: str, read_only: bool) -> dict[str, Array]:
+        return {key: self.blocks.read(f"stores/{name}/{key}", not read_only) for key in self.stores[name]["arrays"]}
 
     def payload_file(self, name: str) -> tuple[Path, int]:
         """The file with the payloads of a store, and how many bytes of it were written."""
@@ -116,8 +134,7 @@ class SavedParts:
     def _load_store(
         self, name: str, payloads: dict[str, SavedPayloads], read_only: bool, in_file: bool
     ) -> ObservationStore:
-        tables = {key: self.blocks.read(f"stores/{name}/{key}", not read_only) for key in self.stores[name]["arrays"]}
-        store, saved = self.make_store(name, tables, read_only)
+        store, saved = self.make_store(name, self._tables(name, read_only), read_only)
         if saved is not None:
             payloads[name] = saved
             path, size = self.payload_file(name)
@@ -126,7 +143,7 @@ class SavedParts:
         return store
 
     def make_store(
-        self, name: str, tables: dict[str, Array], read_only: bool
+        self, name: str, tables: dict[str, Array], read_only: bool, compiled: bool | None = None
     ) -> tuple[ObservationStore, SavedPayloads | None]:
         """A store from its tables; if ``read_only``, payloads stay in the file and are checked when they are read."""
         path, size = self.payload_file(name)
@@ -136,7 +153,8 @@ class SavedParts:
             data = disk.map_file(path, size, private=read_only)
             saved.append(fill_heap(heap, payload_ids, tables, data, path, copied=not read_only))
 
-        store = ObservationStore.from_parts(record_from_json(self.stores[name].get("record")), tables, fill, read_only)
+        record = record_from_json(self.stores[name].get("record"))
+        store = ObservationStore.from_parts(record, tables, fill, read_only, compiled)
         store.read_only = read_only
         if read_only and isinstance(store.inner, FrameStore):
             store.inner.validator = PayloadCheck(store.inner, saved[0].chunks, store.inner.heap.data, path)

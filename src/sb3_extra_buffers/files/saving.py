@@ -29,9 +29,19 @@ _SPARE = 1 << 22
 
 
 class SaveReport(NamedTuple):
-    """What a save did."""
+    """What a save did.
+
+    Examples:
+        >>> from sb3_extra_buffers.compressed import CompressedArray
+        >>> from sb3_extra_buffers.files import save
+        >>> array = CompressedArray(1000, (84, 84))
+        >>> first, second = save(array, "frames"), save(array, "frames")
+        >>> first.incremental, second.incremental
+        (False, True)
+    """
 
     folder: Path
+    """The folder."""
     n_bytes: int
     """Bytes written."""
     incremental: bool
@@ -52,6 +62,13 @@ def save(
         base: The folder of the last save, to share files with.
         sync: Whether to wait until everything is on the disk. Without it, a save survives the end of the process but
             not a power cut.
+
+    Examples:
+        >>> from sb3_extra_buffers.compressed import CompressedArray
+        >>> from sb3_extra_buffers.files import load, save
+        >>> report = save(CompressedArray(1000, (84, 84)), "frames")
+        >>> load("frames").shape
+        (1000, 84, 84)
     """
     folder = Path(path)
     mmap_folder = getattr(saved, "mmap_folder", None)
@@ -63,7 +80,20 @@ def save(
 
 
 def save_file(saved: Any, path: str | os.PathLike[str], sync: bool = True) -> Path:
-    """Save a buffer, array or recording as the single file ``path``, replaced when everything is written."""
+    """Save a buffer, array or recording as the single file ``path``, replaced when everything is written.
+
+    Args:
+        saved: What to save.
+        path: The file.
+        sync: Whether to wait until everything is on the disk.
+
+    Examples:
+        >>> from sb3_extra_buffers.compressed import CompressedArray
+        >>> from sb3_extra_buffers.files import load_file, save_file
+        >>> path = save_file(CompressedArray(1000, (84, 84)), "frames.seb")
+        >>> load_file(path).shape
+        (1000, 84, 84)
+    """
     target = Path(path)
     staged = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     with locked_snapshot(saved) as snapshot, disk.named_errors(target, f"saving to {target}"):

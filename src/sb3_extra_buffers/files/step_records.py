@@ -38,8 +38,8 @@ def pack_step(
     arrays: list[Array] = []
     keys, next_rows = [], {}
     for key, leaf in _leaves(buffer):
-        shape = leaf.shape[1:]
-        rows, following = (_to_rows(part if key is None else part[key], shape, leaf.dtype) for part in (obs, next_obs))
+        shape, dtype = leaf.shape[1:], _stored_dtype(leaf)
+        rows, following = (_to_rows(part if key is None else part[key], shape, dtype) for part in (obs, next_obs))
         width = _frame_bytes(leaf) or rows.shape[1]
         head = following.shape[1] - width
         for part, prediction in ((rows, predicted.get(key or "")), (following[:, :head], rows[:, width:])):
@@ -68,13 +68,14 @@ def _unpack_step(
     next_obs: dict[str | None, Array] = {}
     for key, width in keys:
         leaf = leaves[key]
-        n_envs, n_bytes = leaf.shape[1], int(np.prod(leaf.shape[2:], dtype=np.int64)) * leaf.dtype.itemsize
+        dtype = _stored_dtype(leaf)
+        n_envs, n_bytes = leaf.shape[1], int(np.prod(leaf.shape[2:], dtype=np.int64)) * dtype.itemsize
         head = n_bytes - whole(width, "the width of a frame", 0, n_bytes + 1)
         rows = _unpack_rows(predicted.get(key or ""), next(remaining), next(remaining), (n_envs, n_bytes))
         following = _unpack_rows(rows[:, width:], next(remaining), next(remaining), (n_envs, head))
         tails = column({"tails": next(remaining)}, "tails", np.uint8, (n_envs, width))
         predicted[key or ""] = following = np.concatenate([following, tails], axis=1)
-        obs[key], next_obs[key] = (part.view(leaf.dtype).reshape(leaf.shape[1:]) for part in (rows, following))
+        obs[key], next_obs[key] = (part.view(dtype).reshape(leaf.shape[1:]) for part in (rows, following))
     infos = [value_from_json(info) for info in fields.get("infos", [])]
     infos += [{"TimeLimit.truncated": bool(truncated)} for truncated in fields.get("truncated", [])]
     fits = len(infos) in (0, 1, buffer.n_envs) and all(isinstance(info, dict) for info in infos)
@@ -121,6 +122,11 @@ def _check_change(store: ObservationStore, kind: str, arrays: list[Array]) -> No
 def _leaves(buffer: Any) -> list[tuple[str | None, Any]]:
     observations = buffer.observations
     return list(observations.items()) if isinstance(observations, dict) else [(None, observations)]
+
+
+def _stored_dtype(leaf: Any) -> np.dtype[Any]:
+    dtype: np.dtype[Any] = leaf.stored_dtype if isinstance(leaf, StoreView) else leaf.dtype
+    return dtype
 
 
 def _to_rows(observations: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.errors import CorruptPayloadError, DamagedFileError, ExtraBuffersError
-from sb3_extra_buffers.files import disk, registry
+from sb3_extra_buffers.files import disk, manifest, registry
 from sb3_extra_buffers.files.blocks import BLOCK, ArrayRecord
 from sb3_extra_buffers.files.payloads import damaged_chunks, lost_indices
 from sb3_extra_buffers.files.saved_parts import SavedParts, errors_about
@@ -28,11 +28,21 @@ _BY_OBS = ("slots", "rows", "written")
 def verify(path: str | os.PathLike[str], deep: bool = False) -> Iterator[str]:
     """Yield everything that is wrong with the saved folder or file ``path``; nothing if it is intact.
 
+    Anything but a saved folder or file is a `FileFormatError`.
+
     Args:
         path: The folder or file.
         deep: Whether to decode every observation too, not only check checksums and tables.
+
+    Examples:
+        >>> from sb3_extra_buffers.compressed import CompressedArray
+        >>> from sb3_extra_buffers.files import save, verify
+        >>> report = save(CompressedArray(1000, (84, 84)), "frames")
+        >>> list(verify("frames"))
+        []
     """
     source = Path(path)
+    manifest.check_is_saved(source)
     findings: list[str] = []
     try:
         with errors_about(source):
@@ -86,7 +96,9 @@ class DamageScan:
         if payloads is not None and isinstance(store.inner, FrameStore):
             bad_chunks = damaged_chunks(disk.map_file(path, size), payloads.chunks)
             if bad_chunks:
-                self.findings.append(f"{path}: {len(bad_chunks)} chunks of observations are damaged ({name})")
+                self.findings.append(
+                    f"{path}: {len(bad_chunks)} of {len(payloads.chunks)} chunks of {name} are damaged"
+                )
                 lost |= lost_indices(store.inner, payloads.chunks, bad_chunks)
         return store, lost
 

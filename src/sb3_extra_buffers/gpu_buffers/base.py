@@ -14,12 +14,12 @@ from gymnasium import spaces
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers._sb3.report import ReportingBuffer
 from sb3_extra_buffers._sb3.steps import fit_observations
-from sb3_extra_buffers.arguments import check_count
+from sb3_extra_buffers.arguments import check_count, narrow
 from sb3_extra_buffers.codecs.registry import codec_options, get_codec
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import CodecOptionError, SpecMismatchError, UnknownCodecError
 from sb3_extra_buffers.files.folders import SavedAsFolder
-from sb3_extra_buffers.gpu_buffers.utils import find_smallest_dtype, torch_dtype_to_numpy
+from sb3_extra_buffers.gpu_buffers.utils import find_smallest_dtype, numpy_dtype_to_torch
 from sb3_extra_buffers.stores.device_base import DevicePlace, IndexBatch, PlannedWrite, finish_writes
 from sb3_extra_buffers.stores.device_observation import DeviceObservationStore
 from sb3_extra_buffers.stores.transactions import Transactional
@@ -34,7 +34,18 @@ __all__ = ["BaseGpuBuffer", "find_gpu_buffer_dtypes"]
 def find_gpu_buffer_dtypes(
     obs_shape: int | tuple[int, ...], elem_dtype: th.dtype = th.uint8, compression_method: str = "rle"
 ) -> dict[str, Any]:
-    """Find Torch dtypes for GPU buffer compression."""
+    """Return the ``dtypes`` argument of GPU buffers.
+
+    Args:
+        obs_shape: Shape of one observation.
+        elem_dtype: Its dtype.
+        compression_method: The method that the buffer will use; an unknown one raises `UnknownCodecError`.
+
+    Examples:
+        >>> from sb3_extra_buffers.gpu_buffers import find_gpu_buffer_dtypes
+        >>> find_gpu_buffer_dtypes((4, 84, 84))
+        {'elem_type': torch.uint8, 'runs_type': torch.uint16}
+    """
     if compression_method != "auto":
         get_codec(compression_method)  # raises if the method does not exist
     n_elements = int(np.prod(obs_shape, dtype=np.int64))
@@ -58,16 +69,25 @@ class Step:
 
 
 class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
-    """A buffer with SB3's layout whose observations are in `DeviceObservationStore`s.
+    """Base class of `GpuReplayBuffer` and `GpuRolloutBuffer`: checks the method, and stores observations on a device.
 
-    A write is a transaction. Everything it needs is checked and staged first, as a `Step`; then observations and
-    columns are written, and a single call at the end advances the position. After an exception in between, the step is
-    completed or undone before the exception is raised again or, if that is interrupted too, at the next use.
+    Args:
+        compression_method: The method; None for ``"none"``.
+        compression_kwargs: Options of that method.
+        decompression_kwargs: Options for decoding; no method has any.
+        flatten_config: Accepted for compatibility; the observation space makes it redundant.
 
-    Inside, observations are always a dict by key; a Box has the single key ``""``. `_as_sb3` is the way out.
-
-    ``flatten_config`` is accepted because it is documented; the space makes it redundant.
+    Examples:
+        >>> from sb3_extra_buffers.gpu_buffers import BaseGpuBuffer, GpuReplayBuffer
+        >>> issubclass(GpuReplayBuffer, BaseGpuBuffer)
+        True
     """
+
+    # A write is a transaction. Everything it needs is checked and staged first, as a `Step`; then observations and
+    # columns are written, and a single call at the end advances the position. After an exception in between, the step
+    # is completed or undone before the exception is raised again or, if that is interrupted too, at the next use.
+    #
+    # Inside, observations are always a dict by key; a Box has the single key "". `_as_sb3` is the way out.
 
     # a step or "reset", while it is under way
     _unfinished: Step | str | None = None
@@ -116,13 +136,17 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
         space = self.observation_space
         self._is_dict = isinstance(space, spaces.Dict)
         parts: dict[str, Any] = dict(space.spaces) if isinstance(space, spaces.Dict) else {"": space}
-        checked_dtypes = _with_numpy_dtypes(options)
         #: The observations by key, ``""`` for a Box.
         self.obs_stores: dict[str, DeviceObservationStore] = {}
+        # dtypes of the keys that are stored in a smaller dtype than that of the space
+        self._dtypes: dict[str, tuple[np.dtype[Any], th.dtype]] = {}
         for key, part in parts.items():
             shape = self.obs_shape[key] if self._is_dict else self.obs_shape
             spec = ObsSpec(tuple(shape), np.dtype(part.dtype))
-            checked_dtypes.check_dtypes(key, part, spec)
+            stored_dtype = options.stored_dtype(key, spec)
+            if stored_dtype != spec.dtype:
+                self._dtypes[key] = spec.dtype, numpy_dtype_to_torch(spec.dtype)
+                spec = ObsSpec(spec.shape, stored_dtype)
             method = options.method_for(key, spec)
             kwargs = self.compression_kwargs if method == self.compression_method else {}
             self.obs_stores[key] = DeviceObservationStore(
@@ -140,7 +164,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
             store = self.obs_stores[""]
             shape, dtype = store.step_shape, store.dtype
             for obs in observations:
-                if type(obs) is not np.ndarray or obs.dtype != dtype or obs.shape != shape:
+                if self._dtypes or type(obs) is not np.ndarray or obs.dtype != dtype or obs.shape != shape:
                     break
             else:
                 # fast path: skip validation when shape and dtype already match
@@ -148,12 +172,14 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
             by_key = [{"": obs} for obs in observations]
         batches = []
         for key, store in self.obs_stores.items():
-            shape, dtype = store.step_shape, store.dtype
+            shape, dtype = store.step_shape, self._dtypes[key][0] if key in self._dtypes else store.dtype
             batch = [obs[key] for obs in by_key]
             for i, array in enumerate(batch):
+                name = f"{names[i]}[{key!r}]" if self._is_dict else names[i]
                 if type(array) is not np.ndarray or array.dtype != dtype or array.shape != shape:
-                    name = f"{names[i]}[{key!r}]" if self._is_dict else names[i]
                     batch[i] = np.ascontiguousarray(fit_observations(array, shape, dtype, name))
+                if dtype != store.dtype:
+                    batch[i] = narrow(batch[i], store.dtype, name)
             batches.append(batch)
         plans = [store.plan(step, batch) for store, batch in zip(self.obs_stores.values(), batches, strict=True)]
         if len(plans) > 1:
@@ -197,6 +223,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
         self._recover()
 
     def reset(self) -> None:
+        """Remove everything that was added."""
         raise NotImplementedError
 
     def _clear(self, after: dict[str, Any]) -> None:
@@ -217,14 +244,16 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
 
     def _read(self, indices: IndexBatch) -> dict[str, th.Tensor]:
         """Observations ``[set, n, ...]`` by key, on the device of the samples."""
-        return {key: self._convert(store.read(indices)) for key, store in self.obs_stores.items()}
+        return {key: self._convert(store.read(indices), key) for key, store in self.obs_stores.items()}
 
     def _as_sb3(self, by_key: dict[str, Any]) -> Any:
         return by_key if self._is_dict else by_key[""]
 
-    def _convert(self, observations: th.Tensor) -> th.Tensor:
+    def _convert(self, observations: th.Tensor, key: str = "") -> th.Tensor:
         if observations.device.type != self.device.type:
             observations = observations.to(self.device)
+        if key in self._dtypes:
+            observations = observations.to(self._dtypes[key][1])
         options = self.storage_options
         if options.normalize_images and observations.dtype == th.uint8 and observations.ndim >= 5:
             return observations.float() / 255.0
@@ -290,17 +319,6 @@ def _find_place(device: th.device | str) -> DevicePlace:
     if str(device) == "auto":
         device = "cuda" if th.cuda.is_available() else "cpu"
     return DevicePlace(th.device(device))
-
-
-def _with_numpy_dtypes(options: StorageOptions) -> StorageOptions:
-    """The options with NumPy dtypes instead of torch dtypes."""
-
-    def translate(dtypes: Any) -> Any:
-        if isinstance(dtypes, Mapping):
-            return {key: translate(value) for key, value in dtypes.items()}
-        return torch_dtype_to_numpy(dtypes) if isinstance(dtypes, th.dtype) else dtypes
-
-    return options if options.dtypes is None else replace(options, dtypes=translate(options.dtypes))
 
 
 def heap_limit(max_slot_bytes: int | None, heap_bytes: int | None, n_obs: int) -> int | None:

@@ -20,7 +20,22 @@ __all__ = ["GpuCompressionMethod", "GpuCompressionMethods", "has_zstd"]
 
 @dataclass(frozen=True)
 class GpuCompressionMethod:
-    """A codec bound to flat observations, as `RawObservationStore` uses it."""
+    """A method for flat observations, as `RawObservationStore` uses it.
+
+    Args:
+        codec: The codec, bound to these observations.
+        flat_len: Number of elements of an observation.
+        elem_type: Their dtype.
+
+    Examples:
+        >>> import torch
+        >>> from sb3_extra_buffers.gpu_buffers import GpuCompressionMethods, SharedRawHeap
+        >>> method = GpuCompressionMethods.find("rle", flat_len=100)
+        >>> heap = SharedRawHeap(n_cells=10, heap_bytes=1000)
+        >>> metadata = method.compress(torch.ones(100, dtype=torch.uint8), heap, cell=3)
+        >>> int(method.decompress(heap, metadata).sum())
+        100
+    """
 
     codec: Codec
     flat_len: int
@@ -30,12 +45,19 @@ class GpuCompressionMethod:
     def find(
         cls, method: str, flat_len: int, elem_type: torch.dtype = torch.uint8, **options: Any
     ) -> GpuCompressionMethod:
-        """Return the method for a string such as ``"rle"`` or ``"zstd-5"``."""
+        """Return the method for a string such as ``"rle"`` or ``"zstd-5"``.
+
+        Args:
+            method: The string.
+            flat_len: Number of elements of an observation.
+            elem_type: Their dtype.
+            **options: Options of the method.
+        """
         spec = ObsSpec((flat_len,), torch_dtype_to_numpy(elem_type))
         return cls(get_codec(method, **options).bind(spec), flat_len, elem_type)
 
     def compress(self, flat_tensor: torch.Tensor, heap: SharedRawHeap, cell: int) -> SlotMetadata:
-        """Encode ``flat_tensor`` and store it as the payload of ``cell``."""
+        """Encode ``flat_tensor`` and store it in ``heap`` as the payload of ``cell``."""
         row = np.ascontiguousarray(flat_tensor.detach().cpu().numpy()).reshape(-1).view(np.uint8)
         payload = np.frombuffer(self.codec.encode(row.data), np.uint8).copy()
         start = heap.put(cell, torch.from_numpy(payload).to(heap.buffer.device))
@@ -44,7 +66,7 @@ class GpuCompressionMethod:
         return SlotMetadata(start, 0, n_runs * run_bytes, n_runs, payload.size)
 
     def decompress(self, heap: SharedRawHeap, metadata: SlotMetadata) -> torch.Tensor:
-        """Decode the payload at ``metadata.byte_start``."""
+        """Decode the payload of ``heap`` that ``metadata`` describes."""
         device = heap.buffer.device
         row = torch.zeros(self.flat_len * self.elem_type.itemsize, dtype=torch.uint8)
         if metadata.payload_bytes:
@@ -57,5 +79,10 @@ GpuCompressionMethods = GpuCompressionMethod
 
 
 def has_zstd() -> bool:
-    """Return whether the Zstandard backend is available."""
+    """Return whether the Zstandard backend is available.
+
+    Examples:
+        >>> from sb3_extra_buffers.gpu_buffers import has_zstd
+        >>> method = "zstd" if has_zstd() else "rle"
+    """
     return is_available("zstd")

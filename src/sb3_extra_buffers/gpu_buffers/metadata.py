@@ -12,7 +12,20 @@ __all__ = ["SlotMetadata", "arr_config_length"]
 
 @dataclass
 class SlotMetadata:
-    """Where one observation is in the raw heap; positions are relative to ``byte_start``."""
+    """Where one observation is in a `SharedRawHeap`.
+
+    Args:
+        byte_start: Position of the payload in the heap.
+        pos_runs: Position of the run lengths, relative to ``byte_start``.
+        pos_elem: Position of the elements, relative to ``byte_start``.
+        run_length: Number of runs; 0 for methods other than ``"rle"``.
+        payload_bytes: Size of the payload.
+
+    Examples:
+        >>> from sb3_extra_buffers.gpu_buffers import SlotMetadata
+        >>> SlotMetadata(byte_start=64, pos_runs=0, pos_elem=8, run_length=4, payload_bytes=12).payload_bytes
+        12
+    """
 
     byte_start: int
     pos_runs: int
@@ -22,7 +35,13 @@ class SlotMetadata:
 
 
 def arr_config_length(arr_configs: Mapping[str, Any]) -> int:
-    """Return flattened observation length from ``size`` or ``shape`` keys."""
+    """Return the number of elements of an observation, from the key ``size`` or ``shape`` of ``arr_configs``.
+
+    Examples:
+        >>> from sb3_extra_buffers.gpu_buffers.metadata import arr_config_length
+        >>> arr_config_length({"shape": (4, 84, 84)})
+        28224
+    """
     if arr_configs.get("size") is not None:
         return int(arr_configs["size"])
     if arr_configs.get("shape") is None:

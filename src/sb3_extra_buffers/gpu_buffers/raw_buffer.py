@@ -11,7 +11,22 @@ __all__ = ["RawBuffer", "SharedRawHeap", "read_at", "write_at"]
 
 
 class RawBuffer:
-    """Linear byte storage backed by ``torch.UntypedStorage``."""
+    """Bytes on a device, backed by ``torch.UntypedStorage``.
+
+    Regions are ``malloc`` pairs of first byte and number of bytes.
+
+    Args:
+        size: Number of bytes.
+        device: Torch device of the storage.
+
+    Examples:
+        >>> import torch
+        >>> from sb3_extra_buffers.gpu_buffers import RawBuffer
+        >>> buffer = RawBuffer(16)
+        >>> buffer.write_bytes((4, 8), torch.tensor([1.0, 2.0]))
+        >>> buffer.read_bytes((4, 8), torch.float32)
+        tensor([1., 2.])
+    """
 
     def __init__(self, size: int, device: str | torch.device = "cpu") -> None:
         self.size = size
@@ -20,21 +35,21 @@ class RawBuffer:
         self.bytes = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)
 
     def write_bytes(self, malloc: tuple[int, int], tensor: torch.Tensor) -> None:
-        """Copy ``tensor``'s bytes into the region ``(start, length)``."""
+        """Copy ``tensor``'s bytes into the region ``malloc``."""
         data = _as_bytes(tensor)
         if data.numel() != malloc[1]:
             raise ValueError(f"expected {malloc[1]} bytes for the region, got {data.numel()}")
         self._region(malloc).copy_(data)
 
     def read_bytes(self, malloc: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """View the region ``(start, length)`` as a 1D tensor; a copy if it is not aligned for ``dtype``."""
+        """View the region ``malloc`` as a 1D tensor; a copy if it is not aligned for ``dtype``."""
         region = self._region(malloc)
         if malloc[0] % dtype.itemsize:
             region = region.clone()
         return region.view(dtype)
 
     def read_into(self, malloc: tuple[int, int], tensor: torch.Tensor) -> None:
-        """Copy the bytes of the region into the start of ``tensor``."""
+        """Copy the bytes of the region ``malloc`` into the start of ``tensor``."""
         contiguous = tensor.contiguous()
         target = contiguous.view(-1).view(torch.uint8)
         if target.numel() < malloc[1]:
@@ -57,7 +72,22 @@ class RawBuffer:
 
 
 def write_at(buffer: RawBuffer, byte_start: int, rel_byte_offset: int, tensor: torch.Tensor) -> None:
-    """Write ``tensor``'s bytes at ``byte_start + rel_byte_offset``."""
+    """Write ``tensor``'s bytes at ``byte_start + rel_byte_offset``.
+
+    Args:
+        buffer: The bytes to write to.
+        byte_start: Position of a payload.
+        rel_byte_offset: Position in the payload.
+        tensor: What to write.
+
+    Examples:
+        >>> import torch
+        >>> from sb3_extra_buffers.gpu_buffers.raw_buffer import RawBuffer, read_at, write_at
+        >>> buffer = RawBuffer(16)
+        >>> write_at(buffer, 8, 4, torch.tensor([7], dtype=torch.int32))
+        >>> read_at(buffer, 8, 4, 1, torch.int32)
+        tensor([7], dtype=torch.int32)
+    """
     data = _as_bytes(tensor)
     buffer.write_bytes((byte_start + rel_byte_offset, data.numel()), data)
 
@@ -65,7 +95,23 @@ def write_at(buffer: RawBuffer, byte_start: int, rel_byte_offset: int, tensor: t
 def read_at(
     buffer: RawBuffer, byte_start: int, rel_byte_offset: int, elem_count: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Read ``elem_count`` elements at ``byte_start + rel_byte_offset``."""
+    """Read elements at ``byte_start + rel_byte_offset``.
+
+    Args:
+        buffer: The bytes to read from.
+        byte_start: Position of a payload.
+        rel_byte_offset: Position in the payload.
+        elem_count: Number of elements.
+        dtype: Their dtype.
+
+    Examples:
+        >>> import torch
+        >>> from sb3_extra_buffers.gpu_buffers.raw_buffer import RawBuffer, read_at, write_at
+        >>> buffer = RawBuffer(16)
+        >>> write_at(buffer, 8, 0, torch.arange(4, dtype=torch.uint8))
+        >>> read_at(buffer, 8, 2, 2, torch.uint8)
+        tensor([2, 3], dtype=torch.uint8)
+    """
     return buffer.read_bytes((byte_start + rel_byte_offset, elem_count * dtype.itemsize), dtype)
 
 
@@ -77,6 +123,23 @@ class SharedRawHeap:
     """A byte heap with one payload per cell: ``lengths[c]`` bytes at ``start_idx[c]``.
 
     New payloads are appended at ``data_end``. When that reaches the end, `compact` moves the live ones to the front.
+
+    Args:
+        n_cells: Number of cells.
+        heap_bytes: Number of bytes.
+        device: Torch device of the bytes.
+
+    Examples:
+        >>> import torch
+        >>> from sb3_extra_buffers.gpu_buffers import SharedRawHeap
+        >>> heap = SharedRawHeap(n_cells=2, heap_bytes=100)
+        >>> start = heap.put(1, torch.arange(60, dtype=torch.uint8))
+        >>> start = heap.put(1, torch.arange(30, dtype=torch.uint8))  # replaces the payload
+        >>> heap.data_end, heap.live_bytes
+        (90, 30)
+        >>> heap.compact()
+        >>> heap.data_end
+        30
     """
 
     def __init__(self, n_cells: int, heap_bytes: int, device: str | torch.device = "cpu") -> None:

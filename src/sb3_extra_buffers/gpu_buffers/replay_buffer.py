@@ -30,12 +30,41 @@ _MAX_ROWS = (1 << 31) - 1
 
 
 class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
-    """Replay buffer with observations stored on a Torch device.
+    """SB3's `ReplayBuffer` and `DictReplayBuffer` with observations stored on a Torch device.
 
-    ``buffer_device`` is where they are kept: a torch device, by default the ``device`` of the samples, or ``"pinned"``
-    for host memory that the GPU reads over the bus. Next observations share frames with observations, so
-    ``optimize_memory_usage`` saves nothing; with it, indices are drawn as SB3 draws them. ``heap_bytes`` limits the
-    encoded observations of each key; by default they take what they need.
+    Samples the same batches as SB3's buffer at the same seed.
+
+    Args:
+        buffer_size: Maximum number of transitions, in all environments together.
+        observation_space: Space of the observations.
+        action_space: Space of the actions.
+        device: Device of the sampled batches.
+        n_envs: Number of parallel environments.
+        optimize_memory_usage: Draw the same indices as SB3's buffer with this option; it saves no memory here, since
+            next observations already share the frames of observations.
+        handle_timeout_termination: Do not count time limits as ends of episodes.
+        dtypes: What `find_gpu_buffer_dtypes` returned; checked against the space.
+        normalize_images: Return image observations as float32 from 0 to 1.
+        compression_method: ``"delta"`` for images, or another method.
+        compression_kwargs: Options of that method.
+        decompression_kwargs: Options for decoding; no method has any.
+        output_dtype: ``"raw"`` to sample observations in the dtype of the space, ``"float"`` for float32.
+        buffer_device: Where observations are kept: a torch device, by default ``device``, or ``"pinned"`` for host
+            memory that the GPU reads over the bus.
+        heap_bytes: Upper limit for the encoded observations of each key; by default they take what they need.
+        max_slot_bytes: Deprecated: ``heap_bytes`` per observation.
+
+    Examples:
+        >>> from stable_baselines3 import DQN
+        >>> from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer
+        >>> from sb3_extra_buffers.training_utils.atari import make_env
+        >>> env = make_env("PongNoFrameskip-v4", n_envs=2, framestack=4)
+        >>> model = DQN(
+        ...     "CnnPolicy", env, buffer_size=10_000, replay_buffer_class=GpuReplayBuffer,
+        ...     replay_buffer_kwargs={"compression_method": "delta"},
+        ... )
+        >>> model.learn(100).replay_buffer.sample(32).observations.shape
+        torch.Size([32, 4, 84, 84])
     """
 
     def __init__(
@@ -91,7 +120,16 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         done: npt.NDArray[Any],
         infos: list[dict[str, Any]],
     ) -> None:
-        """Add one step of every environment; after an exception, all of it is added or nothing is changed."""
+        """Add one step of every environment; after an exception, all of it is added or nothing is changed.
+
+        Args:
+            obs: Observations, of shape ``(n_envs, ...)``; a dict of them for a Dict space.
+            next_obs: Observations after the actions.
+            action: Actions.
+            reward: Rewards.
+            done: Whether each episode ended.
+            infos: The environments' dicts; only ``"TimeLimit.truncated"`` is read.
+        """
         with self._lock:
             if self._unfinished is not None or self.read_only:
                 self._prepare_write()
@@ -114,12 +152,12 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
             self._commit(Step(position, plans, columns, after))
 
     def reset(self) -> None:
-        """Forget all steps."""
+        """Remove all transitions."""
         with self._lock:
             self._clear({"pos": 0, "full": False})
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
-        """Sample ``batch_size`` transitions; random numbers are drawn in SB3's order."""
+        """Draw ``batch_size`` transitions, normalised by ``env`` if given; random numbers are drawn in SB3's order."""
         if self._unfinished is not None:
             with self._lock:
                 self._recover()
@@ -190,11 +228,11 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         return {key: self.to_torch(part) for key, part in by_key.items()}
 
     def reconstruct_obs(self, idx: int, env_idx: int) -> th.Tensor:
-        """Return the flattened observation at ``(idx, env_idx)``."""
+        """Return the flattened observation of step ``idx`` of environment ``env_idx``."""
         step, env = check_index(idx, self.buffer_size, "idx"), check_index(env_idx, self.n_envs, "env_idx")
         return self._read_flat(step * self.n_envs + env)
 
     def reconstruct_nextobs(self, idx: int, env_idx: int) -> th.Tensor:
-        """Return the flattened next observation at ``(idx, env_idx)``."""
+        """Return the flattened next observation of step ``idx`` of environment ``env_idx``."""
         step, env = check_index(idx, self.buffer_size, "idx"), check_index(env_idx, self.n_envs, "env_idx")
         return self._read_flat((self.buffer_size + step) * self.n_envs + env)

@@ -28,7 +28,32 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
-    """Rollout buffer with observations stored on a Torch device; the arguments are `GpuReplayBuffer`'s."""
+    """SB3's `RolloutBuffer` and `DictRolloutBuffer` with observations stored on a Torch device.
+
+    Yields the same batches as SB3's buffer at the same seed. Takes the arguments of `GpuReplayBuffer` from ``dtypes``
+    on, except ``output_dtype``, and:
+
+    Args:
+        buffer_size: Number of steps of a rollout, in each environment.
+        observation_space: Space of the observations.
+        action_space: Space of the actions.
+        device: Device of the batches.
+        gae_lambda: Trade-off between bias and variance of generalised advantage estimates.
+        gamma: Discount factor.
+        n_envs: Number of parallel environments.
+
+    Examples:
+        >>> from stable_baselines3 import PPO
+        >>> from sb3_extra_buffers.gpu_buffers import GpuRolloutBuffer
+        >>> from sb3_extra_buffers.training_utils.atari import make_env
+        >>> env = make_env("PongNoFrameskip-v4", n_envs=2, framestack=4)
+        >>> model = PPO(
+        ...     "CnnPolicy", env, n_steps=64, n_epochs=1, rollout_buffer_class=GpuRolloutBuffer,
+        ...     rollout_buffer_kwargs={"compression_method": "delta"},
+        ... )
+        >>> next(model.learn(128).rollout_buffer.get(32)).observations.shape
+        torch.Size([32, 4, 84, 84])
+    """
 
     _obs_per_transition = 1
 
@@ -82,7 +107,16 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         value: th.Tensor,
         log_prob: th.Tensor,
     ) -> None:
-        """Add one step of every environment; after an exception, all of it is added or nothing is changed."""
+        """Add one step of every environment; after an exception, all of it is added or nothing is changed.
+
+        Args:
+            obs: Observations, of shape ``(n_envs, ...)``; a dict of them for a Dict space.
+            action: Actions.
+            reward: Rewards.
+            episode_start: Whether an episode began with each observation.
+            value: Values of the observations.
+            log_prob: Log probabilities of the actions.
+        """
         with self._lock:
             if self._unfinished is not None or self.read_only:
                 self._prepare_write()
@@ -123,7 +157,12 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         ]
 
     def compute_returns_and_advantage(self, last_values: th.Tensor, dones: npt.NDArray[Any]) -> None:
-        """Compute returns and advantages from the values after the last step, as SB3 does."""
+        """Compute returns and advantages (GAE) as SB3 does.
+
+        Args:
+            last_values: Values of the observations after the last step.
+            dones: Whether each episode ended with the last step.
+        """
         if self.generator_ready:
             raise SpecMismatchError("the rollout was read already; compute returns before get()")
         last = fit_column(as_array(last_values, "last_values").reshape(-1), self.n_envs, "last_values")
@@ -131,7 +170,7 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         super().compute_returns_and_advantage(th.from_numpy(np.array(last)), ended)
 
     def get(self, batch_size: int | None = None) -> Generator[Any, None, None]:
-        """Yield shuffled rollout minibatches after the buffer is full; random numbers are drawn as SB3 draws them."""
+        """Iterate over the rollout in random batches of ``batch_size``, in SB3's order; None for one batch of all."""
         if batch_size is not None:
             batch_size = check_count(batch_size, "batch_size")
         if self._unfinished is not None:
@@ -159,7 +198,7 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
             yield self._batch(slice(first, first + batch_size), indices, *uploaded)
 
     def sample(self, batch_size: int, env: Any = None) -> Any:
-        """Raise: a rollout is read with `get`."""
+        """Raise `AlgorithmMismatchError`, whatever ``batch_size`` and ``env`` are: a rollout is read with `get`."""
         raise AlgorithmMismatchError("a rollout buffer has no sample(); use get()")
 
     def _batch(

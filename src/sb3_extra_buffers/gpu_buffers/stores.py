@@ -20,7 +20,23 @@ __all__ = ["DenseObservationStore", "RawObservationStore", "create_observation_s
 
 
 class DenseObservationStore:
-    """Store flattened observations in a dense Torch tensor."""
+    """Stores flat observations in a dense Torch tensor.
+
+    Args:
+        buffer_size: Number of steps.
+        n_envs: Number of environments.
+        flat_len: Number of elements of an observation.
+        elem_type: Their dtype.
+        device: Torch device of the tensor.
+
+    Examples:
+        >>> import torch
+        >>> from sb3_extra_buffers.gpu_buffers import DenseObservationStore
+        >>> store = DenseObservationStore(10, 2, 84 * 84, torch.uint8, "cpu")
+        >>> store.write(0, 1, torch.ones(84, 84, dtype=torch.uint8))
+        >>> int(store.read(0, 1).sum())
+        7056
+    """
 
     def __init__(
         self, buffer_size: int, n_envs: int, flat_len: int, elem_type: torch.dtype, device: str | torch.device
@@ -29,26 +45,52 @@ class DenseObservationStore:
         self._flat: torch.Tensor | None = None
 
     def write(self, pos: int, env_idx: int, flat_tensor: torch.Tensor) -> None:
-        """Write a flattened observation."""
+        """Write ``flat_tensor`` as the observation of step ``pos`` of environment ``env_idx``."""
         self.rows[pos, env_idx] = flat_tensor.reshape(-1)
 
     def read(self, pos: int, env_idx: int) -> torch.Tensor:
-        """Read a flattened observation."""
+        """Return the observation of step ``pos`` of environment ``env_idx``."""
         return self.rows[pos, env_idx]
 
     def read_flat(self, flat_idx: int) -> torch.Tensor:
-        """Read by flattened index after `flatten`."""
+        """Return the observation with index ``flat_idx`` in the order of `flatten`, which must be called before."""
         if self._flat is None:
             raise ValueError("call flatten() first")
         return self._flat[flat_idx]
 
     def flatten(self) -> None:
-        """Flatten using the same ordering as SB3's ``swap_and_flatten``."""
+        """Order observations for `read_flat` as SB3's ``swap_and_flatten`` does."""
         self._flat = self.rows.swapaxes(0, 1).reshape(-1, self.rows.shape[-1])
 
 
 class RawObservationStore:
-    """Store compressed observations in a packed raw byte heap."""
+    """Stores compressed flat observations in a `SharedRawHeap`.
+
+    Args:
+        buffer_size: Number of steps.
+        n_envs: Number of environments.
+        flat_len: Number of elements of an observation.
+        elem_type: Their dtype.
+        device: Torch device of the heap.
+        field_offset: Which of the ``n_fields`` observations of a step this store holds.
+        compress: Stores an observation in the heap, as `GpuCompressionMethods.compress` does.
+        decompress: Reads it, as `GpuCompressionMethods.decompress` does.
+        compression_method: The method, to estimate the size of the heap.
+        runs_type: Dtype of run lengths, to estimate the size of the heap.
+        shared_heap: A heap that several stores share; None to create one.
+        n_fields: Number of observations of a step in the heap, such as 2 with next observations.
+
+    Examples:
+        >>> import torch
+        >>> from sb3_extra_buffers.gpu_buffers import GpuCompressionMethods, RawObservationStore
+        >>> method = GpuCompressionMethods.find("rle", 84 * 84)
+        >>> store = RawObservationStore(
+        ...     10, 2, 84 * 84, torch.uint8, "cpu", 0, method.compress, method.decompress
+        ... )
+        >>> store.write(0, 1, torch.ones(84 * 84, dtype=torch.uint8))
+        >>> int(store.read(0, 1).sum()), store.heap.live_bytes < 10
+        (7056, True)
+    """
 
     def __init__(
         self,
@@ -78,16 +120,16 @@ class RawObservationStore:
         self._flattened = False
 
     def cell_id(self, pos: int, env_idx: int) -> int:
-        """Map buffer coordinates to a global cell id."""
+        """Return the cell of the heap for step ``pos`` of environment ``env_idx``."""
         return (pos * self.n_envs + env_idx) * self.n_fields + self.field_offset
 
     def write(self, pos: int, env_idx: int, flat_tensor: torch.Tensor) -> None:
-        """Compress and store a flattened observation."""
+        """Compress ``flat_tensor`` as the observation of step ``pos`` of environment ``env_idx``."""
         cell = self.cell_id(pos, env_idx)
         self._metadata[cell] = self._compress(flat_tensor, self.heap, cell)
 
     def read(self, pos: int, env_idx: int) -> torch.Tensor:
-        """Decompress a flattened observation; zeros where none was written."""
+        """Return the observation of step ``pos`` of environment ``env_idx``; zeros if none was written."""
         cell = self.cell_id(pos, env_idx)
         if cell not in self._metadata:
             return self._empty.clone()
@@ -96,13 +138,13 @@ class RawObservationStore:
         return self._decompress(self.heap, self._metadata[cell])
 
     def read_flat(self, flat_idx: int) -> torch.Tensor:
-        """Read by flattened index after `flatten`."""
+        """Return the observation with index ``flat_idx`` in the order of `flatten`, which must be called before."""
         if not self._flattened:
             raise ValueError("call flatten() first")
         return self.read(flat_idx % self.buffer_size, flat_idx // self.buffer_size)
 
     def flatten(self) -> None:
-        """Order observations as SB3's ``swap_and_flatten`` does."""
+        """Order observations for `read_flat` as SB3's ``swap_and_flatten`` does."""
         self._flattened = True
 
     def compact(self) -> None:
@@ -125,7 +167,30 @@ def create_observation_store(
     shared_heap: SharedRawHeap | None = None,
     n_fields: int = 1,
 ) -> DenseObservationStore | RawObservationStore:
-    """Create the observation store backend for ``compression_method``."""
+    """Create a `DenseObservationStore` for ``"none"``, or a `RawObservationStore`, whose arguments these are.
+
+    Args:
+        compression_method: The method.
+        buffer_size: Number of steps.
+        n_envs: Number of environments.
+        flat_len: Number of elements of an observation.
+        elem_type: Their dtype.
+        device: Torch device of the store.
+        field_offset: Which of the ``n_fields`` observations of a step the store holds.
+        compress: Stores an observation in the heap; None for that of the method.
+        decompress: Reads an observation from the heap; None for that of the method.
+        runs_type: Dtype of run lengths, to estimate the size of the heap.
+        shared_heap: A heap that several stores share; None to create one.
+        n_fields: Number of observations of a step in the heap.
+
+    Examples:
+        >>> import torch
+        >>> from sb3_extra_buffers.gpu_buffers import create_observation_store
+        >>> store = create_observation_store("rle", 10, 2, 84 * 84, torch.uint8, "cpu")
+        >>> store.write(0, 1, torch.ones(84 * 84, dtype=torch.uint8))
+        >>> int(store.read(0, 1).sum())
+        7056
+    """
     if parse_method(compression_method)[0] == "none":
         return DenseObservationStore(buffer_size, n_envs, flat_len, elem_type, device)
     method: Any = GpuCompressionMethod.find(compression_method, flat_len, elem_type)

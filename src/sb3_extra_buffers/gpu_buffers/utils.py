@@ -27,7 +27,18 @@ _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def find_smallest_dtype(max_val: int, signed: bool = False, fallback: torch.dtype = torch.float32) -> torch.dtype:
-    """The smallest integer dtype that holds ``max_val``, or ``fallback`` if none does."""
+    """Return the smallest integer dtype that holds ``max_val``, or ``fallback`` if none does.
+
+    Args:
+        max_val: The value to hold.
+        signed: Whether to choose among the signed dtypes.
+        fallback: The dtype to return if no integer dtype is large enough.
+
+    Examples:
+        >>> from sb3_extra_buffers.gpu_buffers.utils import find_smallest_dtype
+        >>> find_smallest_dtype(4 * 84 * 84)
+        torch.uint16
+    """
     for dtype in _SIGNED if signed else _UNSIGNED:
         limits = torch.iinfo(dtype)
         if limits.min <= max_val <= limits.max:
@@ -36,7 +47,14 @@ def find_smallest_dtype(max_val: int, signed: bool = False, fallback: torch.dtyp
 
 
 def torch_dtype_element_size(dtype: torch.dtype) -> int:
-    """Return the element size in bytes for a Torch dtype."""
+    """Return the bytes of one element of ``dtype``.
+
+    Examples:
+        >>> import torch
+        >>> from sb3_extra_buffers.gpu_buffers.utils import torch_dtype_element_size
+        >>> torch_dtype_element_size(torch.float32)
+        4
+    """
     return dtype.itemsize
 
 
@@ -50,8 +68,21 @@ def estimate_max_slot_bytes(
 ) -> int:
     """Estimate the bytes that one observation may take in the heap.
 
-    The larger of what was measured on a real game and the worst case, so that noise fits too.
-    ``compresslevel`` overrides the level in ``compression_method``.
+    The larger of what was measured on MsPacman and the worst case of the method, so that noise fits too.
+
+    Args:
+        flat_len: Number of elements of an observation.
+        elem_type: Their dtype.
+        runs_type: Dtype of the run lengths of ``"rle"``.
+        compression_method: A method such as ``"rle"`` or ``"zstd-5"``.
+        overalloc_factor: Factor for what was measured, as headroom for other observations.
+        compresslevel: Overrides the level in ``compression_method``.
+
+    Examples:
+        >>> import torch
+        >>> from sb3_extra_buffers.gpu_buffers.utils import estimate_max_slot_bytes
+        >>> estimate_max_slot_bytes(84 * 84, torch.uint8, torch.uint16, "zstd-5") >= 84 * 84  # noise does not compress
+        True
     """
     nbytes = flat_len * elem_type.itemsize
     measured = int(nbytes * save_ratio(compression_method, compresslevel) * overalloc_factor)
@@ -80,7 +111,23 @@ def estimate_total_heap_bytes(
     overalloc_factor: float = 1.5,
     compresslevel: int | None = None,
 ) -> int:
-    """Estimate total heap capacity for ``n_cells`` packed observations."""
+    """Estimate the bytes that ``n_cells`` observations may take in the heap: `estimate_max_slot_bytes` of each.
+
+    Args:
+        n_cells: Number of observations, next observations included.
+        flat_len: Number of elements of an observation.
+        elem_type: Their dtype.
+        runs_type: Dtype of the run lengths of ``"rle"``.
+        compression_method: A method such as ``"rle"`` or ``"zstd-5"``.
+        overalloc_factor: Factor for what was measured, as headroom for other observations.
+        compresslevel: Overrides the level in ``compression_method``.
+
+    Examples:
+        >>> import torch
+        >>> from sb3_extra_buffers.gpu_buffers.utils import estimate_total_heap_bytes
+        >>> estimate_total_heap_bytes(1000, 84 * 84, torch.uint8, torch.uint16, "rle")
+        21168000
+    """
     per_cell = estimate_max_slot_bytes(
         flat_len, elem_type, runs_type, compression_method, overalloc_factor, compresslevel
     )
@@ -88,10 +135,23 @@ def estimate_total_heap_bytes(
 
 
 def numpy_dtype_to_torch(dtype: npt.DTypeLike) -> torch.dtype:
-    """Convert a NumPy dtype to the matching Torch dtype."""
+    """Return the Torch dtype that matches the NumPy dtype ``dtype``.
+
+    Examples:
+        >>> from sb3_extra_buffers.gpu_buffers.utils import numpy_dtype_to_torch
+        >>> numpy_dtype_to_torch("uint8")
+        torch.uint8
+    """
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 def torch_dtype_to_numpy(dtype: torch.dtype) -> np.dtype[Any]:
-    """Convert a Torch dtype to the matching NumPy dtype."""
+    """Return the NumPy dtype that matches the Torch dtype ``dtype``.
+
+    Examples:
+        >>> import torch
+        >>> from sb3_extra_buffers.gpu_buffers.utils import torch_dtype_to_numpy
+        >>> torch_dtype_to_numpy(torch.float32)
+        dtype('float32')
+    """
     return np.dtype(torch.empty(0, dtype=dtype).numpy().dtype)

@@ -4,29 +4,66 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
-from numba import njit
-from numba.extending import overload, register_jitable
+from numba import njit, types
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# no parallel=True: numba's default threading layer aborts when two threads enter it at the same time
-_OPTIONS: dict[str, Any] = {"nogil": True}
-_replaced: set[Callable[..., Any]] = set()
+# no parallel=True: numba's default threading layer aborts when two threads enter it at the same time.
+# error_model: kernels never divide by zero, and code that raises takes long to compile
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+_compiled: dict[Callable[..., Any], Any] = {}
+
+
+class _LinkedLibrary(JITCodeLibrary):  # type: ignore[misc]  # numba has no types
+    """LLVM code that only exists to be linked into kernels.
+
+    numba optimises every function and emits machine code for it, and again for each function above it that calls it.
+    For helpers that only kernels call, that is three quarters of the time.
+    """
+
+    def _optimize_functions(self, module: Any) -> None:
+        module.data_layout = self._codegen._data_layout
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        self._ensure_finalized()
+        return 0
+
+    @property
+    def codegen(self) -> Any:
+        return self
+
+    def set_env(self, name: str, environment: Any) -> None:
+        """The environment is for code that calls Python, which kernels do not."""
+
+
+class _LinkedCompiler(Compiler):  # type: ignore[misc]  # numba has no types
+    def __init__(self, typing_context: Any, target_context: Any, library: Any, *options: Any) -> None:
+        library = _LinkedLibrary(target_context.codegen(), "inner")
+        super().__init__(typing_context, target_context, library, *options)
 
 
 def inner(function: Function) -> Function:
-    """Compile a helper into the kernels that call it. No cache entry: that would outlive changes to what it calls."""
-    compiled: Function = njit(**_OPTIONS)(function)
-    return compiled
+    """Compile a helper into the kernels that call it; Python cannot call it.
 
-
-def inlined(function: Function) -> Function:
-    """`inner` that numba copies into its caller: a call counts references to every array of the state, some 30 ns."""
-    compiled: Function = njit(inline="always", **_OPTIONS)(function)
-    return compiled
+    No cache entry: that would outlive changes to what it calls.
+    """
+    options = {"no_cfunc_wrapper": True, "no_cpython_wrapper": True, "pipeline_class": _LinkedCompiler, **_OPTIONS}
+    compiled: Any = njit(**options)(function)
+    find_template = compiled.get_call_template
+    # numba would compile it again for each literal argument
+    compiled.get_call_template = lambda args, kws: find_template(tuple(map(types.unliteral, args)), kws)
+    return compiled  # type: ignore[no-any-return]  # numba has no types
 
 
 def entry(function: Function) -> Function:
@@ -35,31 +72,35 @@ def entry(function: Function) -> Function:
     Call it with one combination of array types only (`as_contiguous`): two processes that cache different signatures
     at the same time can store one under the name of the other. Name every argument: typing ``*args`` takes 200 us.
     """
-    compiled: Function = njit(cache=True, **_OPTIONS)(function)
+    compiled: Function = njit(cache=True, no_cfunc_wrapper=True, **_OPTIONS)(function)
     return compiled
 
 
 def replaces(reference: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Compile the decorated function where compiled code calls ``reference``."""
+    """Let compiled code call the decorated function in place of ``reference``."""
 
     def decorate(function: Function) -> Function:
-        def choose(*args: Any) -> Function:
-            return function
-
-        choose.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]  # numba compares the two
-        overload(reference, jit_options={"nogil": True})(choose)
-        _replaced.add(reference)
+        _compiled[reference] = function
         return function
 
     return decorate
 
 
-def use_reference(module: ModuleType, inline: Callable[..., Any] | None = None) -> None:
-    """Compile the functions of a module of reference kernels as they are, except those that were replaced before.
+def use_reference(module: ModuleType) -> None:
+    """Compile the functions of a module of reference kernels as they are, except those that were replaced before."""
+    namespace = dict(vars(module))
+    functions = [value for value in namespace.values() if inspect.isfunction(value)]
+    for function in functions:
+        if function.__module__ == module.__name__ and function not in _compiled:
+            copy = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__)
+            copy.__module__, copy.__qualname__ = function.__module__, function.__qualname__
+            _compiled[function] = inner(copy)
+    for name, value in vars(module).items():
+        if inspect.isfunction(value):
+            namespace[name] = _compiled.get(value, value)
 
-    ``inline`` names one that numba should copy into its caller: each call of the others counts references to the
-    arrays of the state that they use, some 30 ns.
-    """
-    for function in vars(module).values():
-        if inspect.isfunction(function) and function.__module__ == module.__name__ and function not in _replaced:
-            register_jitable(inline="always" if function is inline else "never", **_OPTIONS)(function)
+
+def compiled(reference: Function) -> Function:
+    """The compiled version of a reference function."""
+    function: Function = _compiled[reference]
+    return function

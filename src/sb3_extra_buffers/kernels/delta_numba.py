@@ -14,47 +14,29 @@ from sb3_extra_buffers.kernels.compiling import inner
 from sb3_extra_buffers.kernels.intrinsics import (
     HAS_LINES,
     add_to_eight,
+    byte_mask,
     copy_bytes,
     count_ones,
     cut_line,
     fill_line,
     gather_bytes,
     load_byte,
+    load_int,
+    load_quad,
     load_word,
+    lowest_bits,
     merge_line,
+    nonzero_bytes,
     spread_bytes,
     store_word,
     unequal_line,
 )
 
 _LINE = 64
-_ONE = np.uint64(1)
 _BYTE = np.uint64(255)
 _LOW_BITS = np.uint64(0x0101010101010101)
-_GATHER_BITS = np.uint64(0x0102040810204080)
-# for each byte: its bits expanded to bytes of 0xFF or 0, and the indices of its set bits
-_BYTE_MASKS = np.array([sum(0xFF << 8 * i for i in range(8) if mask >> i & 1) for mask in range(256)], np.uint64)
+# for each byte: the indices of its set bits
 _SET_BITS = np.array([([i for i in range(8) if mask >> i & 1] + [0] * 8)[:8] for mask in range(256)], np.int32)
-
-
-@inner
-def _byte_mask(bits: Any) -> Any:
-    """Expand the bits of a byte to bytes of 0xFF or 0."""
-    return load_word(_BYTE_MASKS, np.int64(bits << np.uint64(3)))
-
-
-@inner
-def _changed_bytes(word: Any) -> Any:
-    """Return one bit for each byte of a word: whether it is nonzero."""
-    word |= word >> np.uint64(4)
-    word |= word >> np.uint64(2)
-    word |= word >> np.uint64(1)
-    return ((word & _LOW_BITS) * _GATHER_BITS) >> np.uint64(56)
-
-
-@inner
-def _lowest_bits(word: Any, count: int) -> Any:
-    return word & ((_ONE << np.uint64(count)) - _ONE) if count < 64 else word
 
 
 # ---- `unequal_line` and `cut_line` of `intrinsics`, word by word ----
@@ -68,7 +50,7 @@ def unequal_words(a: Any, at: int, b: Any, bt: int) -> Any:
     mask = np.uint64(0)
     if different:
         for i in range(0, _LINE, 8):
-            mask |= _changed_bytes(load_word(a, at + i) ^ load_word(b, bt + i)) << np.uint64(i)
+            mask |= nonzero_bytes(load_word(a, at + i) ^ load_word(b, bt + i)) << np.uint64(i)
     return mask
 
 
@@ -76,7 +58,7 @@ def unequal_words(a: Any, at: int, b: Any, bt: int) -> Any:
 def cut_words(target: Any, to: int, source: Any, at: int, mask: Any) -> None:
     for i in range(0, _LINE, 8):
         part = mask >> np.uint64(i) & _BYTE
-        store_word(target, to, gather_bytes(load_word(source, at + i), _byte_mask(part)))
+        store_word(target, to, gather_bytes(load_word(source, at + i), byte_mask(part)))
         to += np.int64(count_ones(part))
 
 
@@ -110,8 +92,8 @@ def encode(
         begin = row_at + line * _LINE
         mask = _unequal(rows, begin, reference, reference_at + line * _LINE)
         if mask:
-            line_mask = _changed_bytes(mask)
-            store_word(scratch, words + n_words, gather_bytes(mask, _byte_mask(line_mask)))
+            line_mask = nonzero_bytes(mask)
+            store_word(scratch, words + n_words, gather_bytes(mask, byte_mask(line_mask)))
             n_words += np.int64(count_ones(line_mask))
             _cut(scratch, values + n_values, rows, begin, mask)
             n_values += np.int64(count_ones(mask))
@@ -136,7 +118,7 @@ def encode(
     fresh, end = end, end + ((n_values + 7) >> 3)
     scratch[values - 1] = ~scratch[values]  # any other value, so that the first one counts as fresh
     for i in range(0, n_values, _LINE):
-        mask = _lowest_bits(_unequal(scratch, values + i, scratch, values + i - 1), n_values - i)
+        mask = lowest_bits(_unequal(scratch, values + i, scratch, values + i - 1), n_values - i)
         # reuse the space of the words, which have been copied: in target, storing a whole word would overwrite values
         store_word(scratch, words + (i >> 3), mask)
         _cut(target, end, scratch, values + i, mask)
@@ -152,14 +134,8 @@ def _ones_between(source: Any, begin: int, end: int) -> int:
         total += count_ones(load_word(source, begin))
         begin += 8
     if begin < end:
-        total += count_ones(_lowest_bits(load_word(source, begin), 8 * (end - begin)))
+        total += count_ones(lowest_bits(load_word(source, begin), 8 * (end - begin)))
     return np.int64(total)
-
-
-@inner
-def _entry(entries: Any, i: int) -> int:
-    """Return ``entries[i]`` of an int32 array that has eight bytes to spare, without a test for negative indices."""
-    return np.int64(np.uint32(load_word(entries, 4 * i)))
 
 
 @inner
@@ -167,8 +143,8 @@ def _list_children(source: Any, begin: int, end: int, parents: Any, children: An
     """List the numbers of the children that the masks ``source[begin:end]`` of ``parents`` select; return how many."""
     count = 0
     for i in range(begin, end):
-        mask = np.int64(load_byte(source, i))
-        base = _entry(parents, i - begin) << 3
+        mask = load_int(source, i)
+        base = load_quad(parents, 4 * (i - begin)) << 3
         # always all eight: cheaper than a branch that is hard to predict
         add_to_eight(children, 4 * count, _SET_BITS, 32 * mask, base)
         count += np.int64(count_ones(np.uint64(mask)))
@@ -186,8 +162,8 @@ def _sections(source: Any, at: int, end: int, size: int, a: Any, b: Any) -> Any:
     groups = at + n_tops
     if groups > end:
         return damaged
-    for i in range(n_tops):
-        b[i] = i
+    for i in range(0, n_tops, 8):
+        add_to_eight(b, 4 * i, _SET_BITS, 32 * 255, i)
     lines = groups + _list_children(source, at, groups, b, a)
     if lines > end:
         return damaged
@@ -223,7 +199,7 @@ def apply_words(source: Any, at: int, end: int, row: Any, size: int, a: Any, b: 
         if mask == 0:
             store_word(values, 8 * i, before)
             continue
-        filled = _byte_mask(mask)
+        filled = byte_mask(mask)
         word = spread_bytes(load_word(source, value + 1), filled)
         for shift in (np.uint64(8), np.uint64(16), np.uint64(32)):
             word |= (word << shift) & ~filled
@@ -233,8 +209,8 @@ def apply_words(source: Any, at: int, end: int, row: Any, size: int, a: Any, b: 
     done = 0
     for i in range(n_words):
         mask = load_byte(source, words + i)
-        changed = _byte_mask(mask)
-        to = _entry(a, i) << 3
+        changed = byte_mask(mask)
+        to = load_quad(a, 4 * i) << 3
         store_word(row, to, (load_word(row, to) & ~changed) | spread_bytes(load_word(values, done), changed))
         done += np.int64(count_ones(mask))
     return True
@@ -248,15 +224,15 @@ def apply_lines(source: Any, at: int, end: int, row: Any, size: int, a: Any, b: 
         return False
     value -= 1
     for i in range(0, n_values, _LINE):
-        mask = _lowest_bits(load_word(source, fresh + (i >> 3)), n_values - i)
+        mask = lowest_bits(load_word(source, fresh + (i >> 3)), n_values - i)
         fill_line(values, i, source, value + 1, mask, load_byte(source, value))
         value += np.int64(count_ones(mask))
     done = 0
     for i in range(words - lines):
         line_mask = load_byte(source, lines + i)
-        mask = spread_bytes(load_word(source, words), _byte_mask(line_mask))
+        mask = spread_bytes(load_word(source, words), byte_mask(line_mask))
         words += np.int64(count_ones(line_mask))
-        merge_line(row, _entry(b, i) << 6, values, done, mask)
+        merge_line(row, load_quad(b, 4 * i) << 6, values, done, mask)
         done += np.int64(count_ones(mask))
     return True
 

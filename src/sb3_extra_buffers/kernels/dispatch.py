@@ -35,7 +35,12 @@ def as_contiguous(array: Array) -> Array:
 
 
 def has_numba() -> bool:
-    """Return whether numba is installed."""
+    """Return whether numba is installed.
+
+    Examples:
+        >>> from sb3_extra_buffers.compressed import has_numba
+        >>> method = "rle-jit" if has_numba() else "rle"
+    """
     return importlib.util.find_spec("numba") is not None
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from sb3_extra_buffers.codecs.delta import encode_delta
-from sb3_extra_buffers.kernels.lz4_block import TABLE, copy_run, pack_block
+from sb3_extra_buffers.kernels.lz4_block import copy_run, pack_block
 from sb3_extra_buffers.kernels.policy import PAYING_TENTHS, needs_keyframe, should_search, should_switch
 from sb3_extra_buffers.kernels.reading import read_frames
 from sb3_extra_buffers.kernels.state import (
@@ -98,25 +98,35 @@ def write_frames(
     if logged and state.counters[COMMITTED]:
         release_rows(state)
     n_rows: int = frames.shape[0]
-    stack = frames.shape[1]
-    ids = np.empty(stack, np.int64)
-    positions = np.empty(stack, np.int64)  # in the stream's ring of recent frames
+    ids = np.empty(frames.shape[1], np.int64)
+    positions = np.empty(frames.shape[1], np.int64)
     for row in range(first, n_rows):
-        stream = streams[row]
-        shift = 0
-        for j in range(stack):
-            position, shift = find_frame(state, frames, row, j, stream, shift)
-            if position == NONE:
-                position = add_frame(state, frames, row, j, stream)
-                if position == NONE:
-                    return row
-            positions[j] = position
-            # now, because a later frame of this row may take over the position
-            ids[j] = ZERO if position == ZERO else state.recent_ids[stream, position]
-        set_row(state, frame_ids, indices[row], ids, logged)
-        for j in range(stack):
-            state.last_stack[stream, j] = positions[j]
+        if not write_row(state, frame_ids, frames, row, streams[row], indices[row], logged, ids, positions):
+            return row
     return n_rows
+
+
+def write_row(
+    state: FrameState, frame_ids: Ints32, frames: Bytes, row: int, stream: int, index: int, logged: bool,
+    ids: Ints,  # [stack]: work space
+    positions: Ints,  # [stack]: work space; where each frame is in the stream's ring of recent frames
+) -> bool:  # fmt: skip
+    """Store a row of ``frames`` as observation ``index``; return False where capacity ran out."""
+    stack = frames.shape[1]
+    shift = 0
+    for j in range(stack):
+        position, shift = find_frame(state, frames, row, j, stream, shift)
+        if position == NONE:
+            position = add_frame(state, frames, row, j, stream)
+            if position == NONE:
+                return False
+        positions[j] = position
+        # now, because a later frame of this row may take over the position
+        ids[j] = ZERO if position == ZERO else state.recent_ids[stream, position]
+    set_row(state, frame_ids, index, ids, logged)
+    for j in range(stack):
+        state.last_stack[stream, j] = positions[j]
+    return True
 
 
 def find_frame(state: FrameState, frames: Bytes, row: int, j: int, stream: int, shift: int) -> tuple[int, int]:
@@ -240,7 +250,8 @@ def encode_first(state: FrameState, stream: int, position: int, end: int) -> int
         length = encode_against(state, stream, position, keyframe, end)
     if keyframe < 0 or should_search(length, cost[stream, 0]):
         best = length
-        for other in state.pool:
+        for i in range(len(state.pool)):
+            other = state.pool[i]
             if other >= 0 and other != keyframe:
                 length = encode_against(state, stream, position, other, end)
                 if should_switch(length, best):
@@ -322,7 +333,7 @@ def seal_segment(state: FrameState, stream: int) -> bool:
     length = begin + state.stage_ends[stream] - body
     start = state.gap[0]
     n_sealed = state.counters[N_SEALED]
-    if config.compress_above < 0 or start + header_bytes + length > state.gap[1] or n_sealed == state.sealed.size:
+    if config.compress_above < 0 or start + header_bytes + length > state.gap[1] or n_sealed == len(state.sealed):
         return False
     if get_length(state.stage, begin + 2, config.length_bytes) == config.frame_bytes:
         return False
@@ -331,7 +342,7 @@ def seal_segment(state: FrameState, stream: int) -> bool:
     if length > config.compress_above * count:
         target = start + header_bytes
         limit = length * PAYING_TENTHS // 10
-        packed = pack_block(state.stage[body:], length, state.heap[target : target + limit], np.empty(TABLE, np.int32))
+        packed = pack_block(part(state.stage, body, length), length, part(state.heap, target, limit))
     if packed:
         state.heap[start] = PACKED_LZ4
         length = packed
@@ -389,6 +400,10 @@ def flat_indices(
 
 
 # ---- functions that touch every byte; `frames_numba` replaces these ----
+
+
+def part(column: Bytes, start: int, count: int) -> Bytes:
+    return column[start : start + count]
 
 
 def is_same(frames: Bytes, row: int, j: int, recent: Bytes, stream: int, position: int) -> bool:

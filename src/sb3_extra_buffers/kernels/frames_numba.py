@@ -1,6 +1,5 @@
 """The frame store's kernels, compiled. `kernels.frames` and `kernels.reading` define what each one does.
 
-Bookkeeping is compiled from the reference kernels as it is; only functions that touch every byte are written again.
 Everything that Python calls is defined in this file, so that `kernels.dispatch` can find its cache entries.
 """
 
@@ -8,138 +7,92 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import types
-from numba.experimental import structref
+import numpy as np
 
-from sb3_extra_buffers.errors import OutOfMemoryError
-from sb3_extra_buffers.kernels import frames as reference
 from sb3_extra_buffers.kernels import (
+    frames,
     lz4_block,
-    lz4_numba,  # noqa: F401  # registers the compiled byte work of lz4_block
-    policy,
-    reading_numba,
-    state,
+    writing_numba,  # noqa: F401  # compiles the functions of `frames`
 )
-from sb3_extra_buffers.kernels.compiling import entry, replaces, use_reference
-from sb3_extra_buffers.kernels.delta_numba import encode
-from sb3_extra_buffers.kernels.intrinsics import copy_bytes, equal_bytes, load_word
-from sb3_extra_buffers.kernels.state import FrameState
+from sb3_extra_buffers.kernels.columns_numba import (
+    as_column,
+    bind_state,  # noqa: F401  # one of the kernels
+    keep,
+    stack_int64,
+    tables_at,
+)
+from sb3_extra_buffers.kernels.compiling import compiled, entry
+from sb3_extra_buffers.kernels.reading_numba import read_rows, work_bytes
+from sb3_extra_buffers.kernels.state import COMMITTED
+
+_write_row, _release_rows = compiled(frames.write_row), compiled(frames.release_rows)
+_pack_block, _flat_indices = compiled(lz4_block.pack_block), compiled(frames.flat_indices)
+
+_NO_ROWS = np.zeros(0, np.int64)
+_NO_FRAMES = np.zeros((0, 0, 0), np.uint8)
 
 
-@structref.register
-class _TablesType(types.StructRef):  # type: ignore[misc]  # numba has no types
-    pass
-
-
-class Tables(structref.StructRefProxy):  # type: ignore[misc]  # numba has no types
-    """`FrameState` as one argument: numba takes 0.4 us to inspect each array that it is passed."""
-
-    def __new__(cls, *columns: Any) -> Any:
-        return structref.StructRefProxy.__new__(cls, *columns)
-
-
-structref.define_proxy(Tables, _TablesType, FrameState._fields)
-
-
-def bind_state(state: FrameState) -> Any:
-    """Convert ``state`` to what the compiled kernels take; the result keeps the arrays alive."""
-    try:
-        return Tables(*state)
-    except TypeError as problem:
-        # numba reports a failed allocation like this
-        raise OutOfMemoryError(f"not enough memory for the tables of the compiled kernels: {problem}") from problem
-
-
-# ---- functions that touch every byte ----
-
-
-@replaces(reference.is_same)
-def is_same(frames: Any, row: Any, j: Any, recent: Any, stream: Any, position: Any) -> bool:
-    _, stack, size = frames.shape
-    at = (stream * recent.shape[1] + position) * recent.shape[2]
-    return equal_bytes(frames, (row * stack + j) * size, recent, at, size)
-
-
-@replaces(reference.is_zero)
-def is_zero(frames: Any, row: Any, j: Any) -> bool:
-    _, stack, size = frames.shape
-    start = (row * stack + j) * size
-    done = 0
-    while size - done >= 8:
-        if load_word(frames, start + done):
-            return False
-        done += 8
-    for i in range(done, size):  # noqa: SIM110  # numba compiles no generators
-        if frames[row, j, i]:
-            return False
-    return True
-
-
-@replaces(reference.put_frame)
-def put_frame(recent: Any, stream: Any, position: Any, frames: Any, row: Any, j: Any) -> None:
-    _, stack, size = frames.shape
-    to = (stream * recent.shape[1] + position) * recent.shape[2]
-    copy_bytes(recent, to, frames, (row * stack + j) * size, size)
-
-
-@replaces(reference.put_whole)
-def put_whole(target: Any, at: Any, recent: Any, stream: Any, position: Any, size: Any) -> None:
-    copy_bytes(target, at, recent, (stream * recent.shape[1] + position) * recent.shape[2], size)
-
-
-@replaces(reference.encode_frame)
-def encode_frame(
-    target: Any, at: Any, recent: Any, stream: Any, position: Any, reference: Any, reference_at: Any, size: Any,
-    scratch: Any,
+@entry
+def _write(
+    bound: Any, frame_ids: Any, frames: Any, next_frames: Any, streams: Any, indices: Any, index: int, next_index: int,
+    first: int, logged: bool,
 ) -> int:  # fmt: skip
-    frame_at = (stream * recent.shape[1] + position) * recent.shape[2]
-    length = encode(target, at, recent, frame_at, reference, reference_at, size, scratch)
-    if length >= size:
-        copy_bytes(target, at, recent, frame_at, size)
-        return size
-    return length
+    """`write_step`, or `write_frames` where ``index`` is negative: the two share all their code."""
+    state, frame_ids = tables_at(bound), as_column(frame_ids)
+    frames, next_frames, streams, indices = (
+        as_column(frames),
+        as_column(next_frames),
+        as_column(streams),
+        as_column(indices),
+    )
+    n_frames, n_rows = frames.shape[0], frames.shape[0] + next_frames.shape[0]
+    ids, positions = stack_int64(frames.shape[1]), stack_int64(frames.shape[1])
+    if logged and state.counters[COMMITTED]:
+        _release_rows(state)
+    for row in range(first, n_rows):
+        batch, at, obs_index = frames, row, index + row
+        if index < 0:
+            stream, obs_index = streams[row], indices[row]
+        else:
+            if row >= n_frames:
+                batch, at, obs_index = next_frames, row - n_frames, next_index + row - n_frames
+            stream = at
+        if not _write_row(state, frame_ids, batch, at, stream, obs_index, logged, ids, positions):
+            return row
+    return n_rows
 
 
-use_reference(reference, inline=reference.find_frame)
-use_reference(policy)
-use_reference(state)
-
-
-# ---- kernels ----
-# wrappers rather than ``entry(reference.f)``: what kernels call and what Python calls would share a cache entry, and
-# only the latter can be called from Python
-
-
-@entry
 def write_step(
-    state: Any, frame_ids: Any, frames: Any, next_frames: Any, index: int, next_index: int, first: int
+    bound: Any, frame_ids: Any, frames: Any, next_frames: Any, index: int, next_index: int, first: int
 ) -> int:
-    return reference.write_step(state, frame_ids, frames, next_frames, index, next_index, first)
+    return _write(bound, frame_ids, frames, next_frames, _NO_ROWS, _NO_ROWS, index, next_index, first, True)
+
+
+def write_frames(bound: Any, frame_ids: Any, frames: Any, streams: Any, indices: Any, first: int, logged: bool) -> int:
+    return _write(bound, frame_ids, frames, _NO_FRAMES, streams, indices, -1, -1, first, logged)
 
 
 @entry
-def write_frames(state: Any, frame_ids: Any, frames: Any, streams: Any, indices: Any, first: int, logged: bool) -> int:
-    return reference.write_frames(state, frame_ids, frames, streams, indices, first, logged)
+def release_rows(bound: Any) -> None:
+    _release_rows(tables_at(bound))
 
 
 @entry
-def release_rows(state: Any) -> None:
-    reference.release_rows(state)
-
-
-@entry
-def read_frames(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int) -> Any:
-    return reading_numba.read_rows(state, frame_ids, sets, out, first, stop)
+def read_frames(bound: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int) -> int:
+    state, ids, sets_, out_ = tables_at(bound), as_column(frame_ids), as_column(sets), as_column(out)
+    space = np.empty(work_bytes(state, ids, sets_), np.uint8)
+    damaged = read_rows(state, ids, sets_, out_, first, stop, as_column(space))
+    return keep(space, damaged)
 
 
 @entry
 def flat_indices(steps: Any, streams: Any, n_steps: int, n_streams: int, bases: Any, out: Any) -> int:
-    return reference.flat_indices(steps, streams, n_steps, n_streams, bases, out)
+    return _flat_indices(as_column(steps), as_column(streams), n_steps, n_streams, as_column(bases), as_column(out))
 
 
 @entry
-def pack_block(source: Any, size: int, target: Any, table: Any) -> int:
-    return lz4_block.pack_block(source, size, target, table)
+def pack_block(source: Any, size: int, target: Any) -> int:
+    return _pack_block(as_column(source), size, as_column(target))
 
 
 @entry

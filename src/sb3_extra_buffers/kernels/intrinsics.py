@@ -2,9 +2,9 @@
 
 Imports numba: only the compiled half of `kernels` may import this module.
 
-Compiled code passes a memory operand as two arguments, an array and a byte offset; the definitions below receive a
-pointer. So ``def copy_bytes(builder, target, source, count)`` is called as ``copy_bytes(array, offset, array, offset,
-count)``. Offsets are not checked, and arrays must be contiguous.
+Compiled code passes a memory operand as two arguments, an array or column and a byte offset; the definitions below
+receive a pointer. So ``def copy_bytes(builder, target, source, count)`` is called as ``copy_bytes(array, offset,
+array, offset, count)``. Offsets are not checked, and arrays must be contiguous.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils, config
 from numba.extending import intrinsic
+
+from sb3_extra_buffers.kernels.columns_numba import data_pointer
 
 # what numba compiles for, unless it is configured for another processor
 _FEATURES = {} if config.CPU_NAME or config.CPU_FEATURES else llvm.get_host_cpu_features()
@@ -53,8 +55,8 @@ def _operation(result: Any, *operands: Any) -> Callable[[Callable[..., Any]], An
                 for kind in operands:
                     array_type, value = next(passed)
                     if kind is _MEMORY:
-                        data = context.make_array(array_type)(context, builder, value).data
-                        value = builder.gep(builder.bitcast(data, cgutils.voidptr_t), [next(passed)[1]])
+                        data = data_pointer(context, builder, array_type, value)
+                        value = builder.gep(data, [next(passed)[1]])
                     built.append(value)
                 returned = build(builder, *built)
                 return context.get_dummy_value() if result is types.void else returned
@@ -113,6 +115,18 @@ def load_byte(builder: Any, source: Any) -> Any:
 
 
 @_operation(_INT, _MEMORY)
+def load_int(builder: Any, source: Any) -> Any:
+    """`load_byte` as a signed integer."""
+    return builder.zext(builder.load(source), _WORD)
+
+
+@_operation(_INT, _MEMORY)
+def load_quad(builder: Any, source: Any) -> Any:
+    """Load four bytes of any alignment."""
+    return builder.zext(_load(builder, source, _INT32), _WORD)
+
+
+@_operation(_INT, _MEMORY)
 def address_of(builder: Any, source: Any) -> Any:
     """Return the address of a memory operand."""
     return builder.ptrtoint(source, _WORD)
@@ -122,6 +136,12 @@ def address_of(builder: Any, source: Any) -> Any:
 def copy_bytes(builder: Any, target: Any, source: Any, count: Any) -> None:
     """Copy ``count`` bytes; the ranges must not overlap."""
     cgutils.raw_memcpy(builder, target, source, count, 1)
+
+
+@_operation(types.void, _MEMORY, _INT)
+def clear_bytes(builder: Any, target: Any, count: Any) -> None:
+    """Set ``count`` bytes to zero."""
+    cgutils.memset(builder, target, count, 0)
 
 
 @_operation(types.void, _MEMORY, _MEMORY, _INT)
@@ -177,6 +197,35 @@ def spread_bytes(builder: Any, packed: Any, mask: Any) -> Any:
         result = builder.or_(result, builder.and_(builder.shl(packed, _WORD(8 * byte)), selected))
         packed = builder.lshr(packed, builder.and_(builder.lshr(selected, _WORD(8 * byte)), _WORD(8)))
     return result
+
+
+@_operation(_UINT, _UINT)
+def byte_mask(builder: Any, bits: Any) -> Any:
+    """Expand each of the eight low bits to a byte of 0xFF or 0; the other bits must be zero."""
+    low = _WORD(0x0101010101010101)
+    if _HAS_BMI2:
+        ones = _call(builder, "llvm.x86.bmi.pdep.64", _WORD, bits, low)
+    else:
+        single = builder.and_(builder.mul(bits, low), _WORD(0x8040201008040201))
+        ones = builder.and_(builder.lshr(builder.add(single, _WORD(0x7F7F7F7F7F7F7F7F)), _WORD(7)), low)
+    return builder.mul(ones, _WORD(0xFF))
+
+
+@_operation(_UINT, _UINT)
+def nonzero_bytes(builder: Any, word: Any) -> Any:
+    """Return one bit for each byte of a word: whether it is nonzero."""
+    for shift in (4, 2, 1):
+        word = builder.or_(word, builder.lshr(word, _WORD(shift)))
+    low = builder.and_(word, _WORD(0x0101010101010101))
+    return builder.lshr(builder.mul(low, _WORD(0x0102040810204080)), _WORD(56))
+
+
+@_operation(_UINT, _UINT, _INT)
+def lowest_bits(builder: Any, word: Any, count: Any) -> Any:
+    """Return the lowest ``count`` bits of a word, all of them from 64 on."""
+    some = builder.sub(builder.shl(_WORD(1), builder.and_(count, _WORD(63))), _WORD(1))
+    every = builder.icmp_signed(">=", count, _WORD(64))
+    return builder.select(every, word, builder.and_(word, some))
 
 
 @_operation(_UINT, _UINT, _UINT)

@@ -6,6 +6,8 @@ So numba compiles these functions (`kernels.lz4_numba`); without numba they run 
 
 from __future__ import annotations
 
+import numpy as np
+
 from sb3_extra_buffers.kernels.state import Bytes, Ints32
 
 #: entries of the hash table that `pack_block` finds matches with
@@ -22,9 +24,9 @@ _MAX_OFFSET = 65535
 _WORTHWHILE_MATCH = 6
 
 
-def pack_block(source: Bytes, size: int, target: Bytes, table: Ints32) -> int:
+def pack_block(source: Bytes, size: int, target: Bytes) -> int:
     """Compress ``source[:size]`` into ``target``; return the length, or 0 if it does not fit."""
-    table[:] = -1
+    table = new_table()
     start = done = 0
     end = 0
     while start < size - _LAST_START:
@@ -64,7 +66,7 @@ def hash_of(source: Bytes, start: int) -> int:
 
 def put_sequence(source: Bytes, start: int, n_literals: int, target: Bytes, end: int, offset: int, length: int) -> int:
     """Write literals and, unless ``offset`` is 0, a match; return the new end, or 0 if they do not fit."""
-    if end + n_literals + n_literals // 255 + length // 255 + 8 > target.size:
+    if end + n_literals + n_literals // 255 + length // 255 + 8 > len(target):
         return 0
     extra = length - _MIN_MATCH
     target[end] = min(n_literals, 15) << 4 | (min(extra, 15) if offset else 0)
@@ -142,6 +144,11 @@ def get_length(source: Bytes, start: int, stop: int) -> tuple[int, int]:
 
 
 # ---- functions that touch every byte; `lz4_numba` replaces these ----
+
+
+def new_table() -> Ints32:
+    """Return an empty hash table."""
+    return np.full(TABLE, -1, np.int32)
 
 
 def load(source: Bytes, at: int) -> int:

@@ -5,10 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from sb3_extra_buffers.kernels import lz4_block as reference
-from sb3_extra_buffers.kernels.compiling import replaces, use_reference
-from sb3_extra_buffers.kernels.intrinsics import copy_bytes, load_byte, load_word, store_word, trailing_zeros
+from sb3_extra_buffers.kernels.columns_numba import ColumnType, make_column
+from sb3_extra_buffers.kernels.compiling import inner, replaces, use_reference
+from sb3_extra_buffers.kernels.intrinsics import (
+    copy_bytes,
+    load_byte,
+    load_int,
+    load_quad,
+    load_word,
+    store_word,
+    trailing_zeros,
+)
 
 # for an offset of n < 8 bytes: a mask of n bytes, a factor that repeats them in a word, a multiple of n from 8 on
 _LOW_BYTES = np.array([(1 << 8 * n) - 1 for n in range(8)], np.uint64)
@@ -16,17 +29,22 @@ _REPEATED = np.array([0] + [sum(1 << 8 * i for i in range(0, 8, n)) for n in ran
 _BACK = np.array([0] + [-(-8 // n) * n for n in range(1, 8)], np.int64)
 
 
-@replaces(reference.load_quad)
-def load_quad(source: Any, at: Any) -> Any:
-    return np.int64(load_word(source, at) & np.uint64(0xFFFFFFFF))
+@replaces(reference.new_table)
+@intrinsic
+def new_table(typing_context: Any) -> Any:
+    kind = ColumnType(types.int32, 1)
 
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        # on the stack, reserved once per call of the kernel
+        memory = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(32), reference.TABLE))
+        cgutils.memset(builder, memory, ir.IntType(64)(4 * reference.TABLE), 0xFF)
+        return make_column(context, builder, kind, memory, [ir.IntType(64)(reference.TABLE)])
 
-@replaces(reference.load)
-def load(source: Any, at: Any) -> Any:
-    return np.int64(load_byte(source, at))
+    return kind(), generate
 
 
 @replaces(reference.common_length)
+@inner
 def common_length(source: Any, a: Any, b: Any, stop: Any) -> Any:
     count = 0
     while b + count + 8 <= stop:
@@ -39,12 +57,8 @@ def common_length(source: Any, a: Any, b: Any, stop: Any) -> Any:
     return count
 
 
-@replaces(reference.copy_run)
-def copy_run(target: Any, to: Any, source: Any, at: Any, count: Any) -> None:
-    copy_bytes(target, to, source, at, count)
-
-
 @replaces(reference.copy_ahead)
+@inner
 def copy_ahead(target: Any, to: Any, source: Any, at: Any, count: Any) -> None:
     # always two words: cheaper than a branch that is hard to predict
     store_word(target, to, load_word(source, at))
@@ -54,6 +68,7 @@ def copy_ahead(target: Any, to: Any, source: Any, at: Any, count: Any) -> None:
 
 
 @replaces(reference.repeat)
+@inner
 def repeat(target: Any, to: Any, offset: Any, count: Any) -> None:
     if offset >= 8:
         store_word(target, to, load_word(target, to - offset))
@@ -69,4 +84,7 @@ def repeat(target: Any, to: Any, offset: Any, count: Any) -> None:
             store_word(target, to + i, load_word(target, to + i - back))
 
 
+replaces(reference.load)(load_int)
+replaces(reference.load_quad)(load_quad)
+replaces(reference.copy_run)(copy_bytes)
 use_reference(reference)

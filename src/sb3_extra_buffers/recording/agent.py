@@ -36,6 +36,15 @@ def record_agent(
         deterministic: Whether the model takes its best action.
         render: Record rendered frames instead of observations.
         path: File to export the recording to, such as ``"agent.gif"``.
+
+    Examples:
+        >>> from stable_baselines3 import PPO
+        >>> from sb3_extra_buffers.recording import record_agent
+        >>> from sb3_extra_buffers.training_utils.atari import make_env
+        >>> env = make_env("PongNoFrameskip-v4", framestack=4)
+        >>> recording = record_agent(PPO("CnnPolicy", env), env, n_steps=50, path="agent.gif")
+        >>> recording.frames.shape
+        (50, 4, 84, 84)
     """
     obs: Any = env.reset()
     state, starts = None, np.ones(env.num_envs, bool)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.errors import SpecMismatchError
-from sb3_extra_buffers.recording.columns import Column, as_scalar
+from sb3_extra_buffers.recording.columns import Column, Target, as_scalar
 from sb3_extra_buffers.recording.records import Episode, Record, find_episodes, resolve_index
 from sb3_extra_buffers.stores.checks import require
 from sb3_extra_buffers.stores.locks import fork_safe_lock
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["BaseRecordBuffer"]
 
 Array = npt.NDArray[Any]
-# an array, and the value to store in one of its rows
-Target = tuple[Array, Any]
 
 _RESET = "reset"
 
@@ -59,8 +57,13 @@ class BaseRecordBuffer:
     Args:
         size: Maximum number of records.
         action_space: Space that actions must belong to; None if the first action sets their shape and dtype.
-        features: Dtype of each named feature, such as ``{"health": "float32", "position": ("float32", (3,))}``; None
-            if the first record sets them.
+        features: Dtype of each named feature that a record may have, such as
+            ``{"health": "float32", "position": ("float32", (3,))}``; None if the first value of each sets it.
+
+    Examples:
+        >>> from sb3_extra_buffers.recording import BaseRecordBuffer, RecordBuffer
+        >>> isinstance(RecordBuffer(size=100), BaseRecordBuffer)
+        True
     """
 
     # what an exception interrupted: a change, `_RESET`, or None
@@ -84,7 +87,9 @@ class BaseRecordBuffer:
         # whether the newest record ended its episode
         self._ended = True
         self._actions = Column("action", self.size)
-        self._features: dict[str, Column] | None = None
+        self._features: dict[str, Column] = {}
+        # whether records may have other features
+        self._declared = features is not None
         if features is not None:
             if not isinstance(features, Mapping) or not all(isinstance(name, str) for name in features):
                 raise SpecMismatchError(f"features must map names to dtypes, got {features!r}")
@@ -99,7 +104,8 @@ class BaseRecordBuffer:
             frame: What the agent saw when it acted.
             reward: Reward for the action.
             action: What the agent did: a number, an array, or dicts and tuples of them.
-            features: Additional values by name; a bare value is recorded as ``"features"``.
+            features: Additional values by name, any of which a record may lack; a bare value is recorded as
+                ``"features"``.
             done: Whether the episode ended with this step.
         """
         with self._lock:
@@ -188,18 +194,19 @@ class BaseRecordBuffer:
                 raise SpecMismatchError(f"features {list(features)} have names that are equal as strings")
         else:
             named = {"features": features}
-        known = self._features
-        if known is None:
-            known = {name: Column(f"feature {name!r}", self.size) for name in named}
-        elif named.keys() != known.keys():
-            raise SpecMismatchError(
-                f"got features {sorted(named)}, but this buffer records {sorted(known)}; every record needs the same "
-                "features"
-            )
-        columns = attributes["_features"] = {}
+        columns = attributes["_features"] = dict(self._features)
+        new = named.keys() - columns.keys()
+        if new and self._declared:
+            raise SpecMismatchError(f"got features {sorted(named)}, but this buffer was created for {sorted(columns)}")
+        for name in named:
+            if name in new:
+                columns[name] = column = Column(f"feature {name!r}", self.size)
+                # records that were added without it
+                column.present = np.zeros(self.size, np.bool_) if self._n_added else None
         targets: list[Target] = []
-        for name, column in known.items():
-            columns[name], column_targets = column.prepare(named[name])
+        for name, column in columns.items():
+            prepared = column.prepare(named[name]) if name in named else column.prepare_missing()
+            columns[name], column_targets = prepared
             targets += column_targets
         return targets
 
@@ -238,13 +245,16 @@ class BaseRecordBuffer:
         return positions
 
     def __getitem__(self, index: Any) -> Record:
-        """Return one record; for a slice, mask or list of integers, a `Record` with an additional leading axis."""
+        """Return one record; for a slice, mask or list of integers, a `Record` with an additional leading axis.
+
+        A feature that some of several records lack is a masked array; one record has only the features it was given.
+        """
         positions = self._positions(index)
         return Record(
             self._read_frames(positions),
             self._rewards[positions],
             self._actions.read(positions),
-            {name: column.read(positions) for name, column in (self._features or {}).items()},
+            {name: column.read(positions) for name, column in self._features.items() if column.has(positions)},
             self._dones[positions],
         )
 
@@ -271,9 +281,9 @@ class BaseRecordBuffer:
 
     @property
     def features(self) -> dict[str, Any]:
-        """All features by name, oldest first."""
+        """All features by name, oldest first; a masked array where some records lack the feature."""
         positions = self._order()
-        return {name: column.read(positions) for name, column in (self._features or {}).items()}
+        return {name: column.read(positions) for name, column in self._features.items()}
 
     @property
     def dones(self) -> npt.NDArray[np.bool_]:
@@ -298,7 +308,7 @@ class BaseRecordBuffer:
 
     def _nested_columns(self) -> dict[str, Column]:
         """Columns of actions and features, by their names in files."""
-        features = {f"feature {name}": column for name, column in (self._features or {}).items()}
+        features = {f"feature {name}": column for name, column in self._features.items()}
         return {"action": self._actions} | features
 
     def __repr__(self) -> str:
@@ -334,15 +344,14 @@ class BaseRecordBuffer:
             arrays = {name: array[:n] for name, array in self._plain_columns().items()}
             structures: dict[str, Any] = {}
             for key, column in self._nested_columns().items():
-                # None before the first record
-                structures[key] = {"of": column.structure} if column.arrays else None
-                arrays |= {f"{key}/{number}": array[:n] for number, array in enumerate(column.arrays.values())}
+                structures[key], column_arrays = column.to_parts(key, n)
+                arrays |= column_arrays
             description = {
                 "size": self.size,
                 "n_records": n,
                 "oldest": self._oldest,
                 "ended": self._ended,
-                "features": None if self._features is None else list(self._features),
+                "features": list(self._features),
                 "shapes": structures,
                 "frames": None,
             }
@@ -369,8 +378,7 @@ class BaseRecordBuffer:
             if entry is None:
                 require(not n or key != "action", f"the {n} records have no actions")
             else:
-                require(isinstance(entry, dict) and entry.keys() == {"of"}, f"the structure of {key} is {entry!r}")
-                known |= column.restore(parts, key, entry["of"], n)
+                known |= column.restore(parts, key, entry, n)
         require(known == parts.columns.keys(), f"unknown columns: {sorted(parts.columns.keys() - known)}")
 
     def _check_episodes(self) -> None:
@@ -381,14 +389,14 @@ class BaseRecordBuffer:
         require(consistent and (not len(dones) or self.full or bool(starts[0])), "episodes start where none ended")
 
     def save(self, path: str | os.PathLike[str]) -> Path | None:
-        """Write all records to one file, without pickle; `load` reads it."""
+        """Write all records to the file ``path``, without pickle; `load` reads it."""
         from sb3_extra_buffers.files.saving import save_file
 
         return save_file(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], compression_method: str | None = None) -> Self:
-        """Read what `save` wrote; ``compression_method`` recompresses the frames."""
+        """Read the file ``path`` that `save` wrote; ``compression_method`` recompresses the frames."""
         from sb3_extra_buffers.files.loading import load_file
 
         if not os.path.exists(path):
@@ -399,7 +407,7 @@ class BaseRecordBuffer:
         return loaded
 
     def recompress(self, compression_method: str) -> None:
-        """Compress all frames again, with another method; does nothing if the buffer records no frames."""
+        """Compress all frames again with ``compression_method``; does nothing if the buffer records no frames."""
 
     def export(
         self,

@@ -53,13 +53,15 @@ class RecordBuffer(BaseRecordBuffer):
         compression_method: ``"auto"``, or a method such as ``"delta"``, ``"zstd-5"`` or ``"none"``.
         compression_kwargs: Options of the method.
         action_space: Space that actions must belong to; None if the first action sets their shape and dtype.
-        features: Dtype of each named feature; None if the first record sets them.
+        features: Dtype of each named feature that a record may have; None if the first value of each sets it.
 
-    Example:
+    Examples:
+        >>> import numpy as np
+        >>> from sb3_extra_buffers.recording import RecordBuffer
         >>> record_buffer = RecordBuffer(res=(84, 84), ch_num=4, size=40_000)
         >>> record_buffer.add(np.zeros((4, 84, 84), np.uint8), 1.0, 3, {"health": 100.0})
-        >>> record_buffer[-1].features["health"]
-        np.float64(100.0)
+        >>> float(record_buffer[-1].features["health"])
+        100.0
     """
 
     def __init__(
@@ -136,11 +138,13 @@ class RecordBuffer(BaseRecordBuffer):
         self._frames.store.clear()
 
     def memory_usage(self) -> MemoryUsage:
+        """Memory of the buffer, by purpose."""
         columns, frames = super().memory_usage(), self._frames.memory_usage()
         dense = len(self) * self._frames.store.spec.nbytes
         return columns + replace(frames, transitions=0, dense=dense, dense_observations=dense)
 
     def recompress(self, compression_method: str) -> None:
+        """Compress all frames again with ``compression_method``."""
         with self._lock:
             order = self._order()
             frames = self._make_frames(self.frame_shape, compression_method, {})
@@ -196,12 +200,20 @@ class RecordBuffer(BaseRecordBuffer):
 class FramelessRecordBuffer(BaseRecordBuffer):
     """Records rewards, actions and features; frames are ignored.
 
-    Accepts the arguments of `RecordBuffer`, so that either can replace the other.
+    Accepts the arguments of `RecordBuffer`, so that either can replace the other, or a size alone:
+    ``FramelessRecordBuffer(100)``.
+
+    Examples:
+        >>> from sb3_extra_buffers.recording import FramelessRecordBuffer
+        >>> record_buffer = FramelessRecordBuffer(1000)
+        >>> record_buffer.add(None, reward=1.0, action=3)
+        >>> record_buffer.rewards
+        array([1.])
     """
 
     def __init__(
         self,
-        res: tuple[int, int] | None = None,
+        res: tuple[int, int] | int | None = None,
         ch_num: int | None = None,
         size: int = 40_000,
         *,
@@ -209,6 +221,8 @@ class FramelessRecordBuffer(BaseRecordBuffer):
         features: Mapping[str, npt.DTypeLike] | None = None,
         **_: Any,
     ) -> None:
+        if isinstance(res, int):
+            size = res
         super().__init__(size, action_space=action_space, features=features)
 
     @classmethod
@@ -220,13 +234,21 @@ class FramelessRecordBuffer(BaseRecordBuffer):
 
 
 class DummyRecordBuffer(BaseRecordBuffer):
-    """Records nothing and accepts every call: turns recording off without changing the code around it."""
+    """Records nothing and accepts every call: turns recording off without changing the code around it.
+
+    Examples:
+        >>> from sb3_extra_buffers.recording import DummyRecordBuffer
+        >>> record_buffer = DummyRecordBuffer(res=(84, 84), ch_num=4, size=40_000)
+        >>> record_buffer.add(None, 1.0, 3)
+        >>> len(record_buffer)
+        0
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__(1)
 
     def add(self, frame: Any = None, reward: Any = None, action: Any = None, *_: Any, **__: Any) -> None:
-        """Do nothing."""
+        """Ignore ``frame``, ``reward`` and ``action``."""
 
     def end_episode(self) -> None:
         """Do nothing."""
@@ -235,13 +257,14 @@ class DummyRecordBuffer(BaseRecordBuffer):
         raise NotSaveableError("a DummyRecordBuffer records nothing that could be saved")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write nothing."""
+        """Write nothing to ``path``."""
 
     def export(self, path: str | os.PathLike[str], *_: Any, **__: Any) -> None:
-        """Write nothing."""
+        """Write nothing to ``path``."""
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], compression_method: str | None = None) -> Self:
+        """Return a new buffer; ``path`` and ``compression_method`` are ignored."""
         raise EmptyBufferError("a DummyRecordBuffer writes no files, so there is nothing to load")
 
 

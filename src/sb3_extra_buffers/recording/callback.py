@@ -23,9 +23,17 @@ class RecordCallback(BaseCallback):
         env_index: Index of the environment to record.
         render: Record rendered frames instead of observations.
         path: File to export the recording to when training ends, such as ``"agent.gif"``.
+        verbose: As in SB3's callbacks.
 
-    Example:
-        >>> model.learn(10_000, callback=RecordCallback(path="agent.gif"))  # doctest: +SKIP
+    Examples:
+        >>> from stable_baselines3 import PPO
+        >>> from sb3_extra_buffers.recording import RecordCallback
+        >>> from sb3_extra_buffers.training_utils.atari import make_env
+        >>> env = make_env("PongNoFrameskip-v4", framestack=4)
+        >>> callback = RecordCallback(path="agent.gif")
+        >>> model = PPO("CnnPolicy", env, n_steps=32, n_epochs=1).learn(32, callback=callback)
+        >>> len(callback.record_buffer)
+        32
     """
 
     def __init__(

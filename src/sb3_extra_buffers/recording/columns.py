@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,11 @@ from sb3_extra_buffers.stores.checks import check_flags, require
 if TYPE_CHECKING:
     from sb3_extra_buffers.files.parts import LoadedParts
 
-__all__ = ["Column", "as_scalar"]
+__all__ = ["Column", "Target", "as_scalar"]
 
 Array = npt.NDArray[Any]
+# an array, and the value to store in one of its rows
+Target = tuple[Array, Any]
 # keys and tuple indices that lead to an array
 Path = tuple[str, ...]
 
@@ -29,6 +32,9 @@ class Column:
 
     Dicts and tuples, such as the actions of Dict and Tuple spaces, are stored as one array per leaf.
     """
+
+    #: Which rows have a value; None if all of them do.
+    present: Array | None = None
 
     def __init__(self, name: str, size: int, dtype: npt.DTypeLike | None = None) -> None:
         self.name = name
@@ -45,7 +51,7 @@ class Column:
                 raise SpecMismatchError(f"{name} has dtype {declared.base}; recordings hold numbers and arrays of them")
             self.arrays = {(): np.zeros((size, *declared.shape), declared.base)}
 
-    def prepare(self, value: Any) -> tuple[Column, list[tuple[Array, Array]]]:
+    def prepare(self, value: Any) -> tuple[Column, list[Target]]:
         """Check ``value`` and return the column to use from now on, and its arrays paired with the leaves to store.
 
         Nothing is written; the column is a new one if this one has no arrays yet.
@@ -56,13 +62,21 @@ class Column:
         if not self.arrays:
             column = Column(self.name, self.size)
             column.arrays = {path: np.zeros((self.size, *leaf.shape), leaf.dtype) for path, leaf in leaves.items()}
-            column.structure = structure
+            column.structure, column.present = structure, self.present
         elif structure != self.structure or leaves.keys() != self.arrays.keys():
             raise SpecMismatchError(
                 f"{self.name} has parts {_names(leaves)}, but earlier records have {_names(self.arrays)}; every record "
                 "needs the same parts"
             )
-        return column, [(column.arrays[path], column.cast(path, leaf)) for path, leaf in leaves.items()]
+        targets: list[Target] = [(column.arrays[path], column.cast(path, leaf)) for path, leaf in leaves.items()]
+        return column, targets if column.present is None else [*targets, (column.present, np.True_)]
+
+    def prepare_missing(self) -> tuple[Column, list[Target]]:
+        """`prepare` for a record without a value."""
+        column = copy.copy(self)
+        if column.present is None:
+            column.present = np.ones(self.size, np.bool_)
+        return column, [*((array, 0) for array in self.arrays.values()), (column.present, np.False_)]
 
     def _flatten(self, value: Any, path: Path, leaves: dict[Path, Array]) -> Any:
         """Add the leaves of ``value`` to ``leaves`` and return their structure, which JSON can represent."""
@@ -86,25 +100,51 @@ class Column:
             raise SpecMismatchError(f"{name} has shape {leaf.shape}, but earlier records have {column.shape[1:]}")
         return leaf if leaf.dtype == column.dtype else cast_exactly(leaf, column.dtype, name)
 
-    def read(self, rows: Any) -> Any:
-        """Return the values of ``rows`` as they were added, with a leading axis if ``rows`` are several."""
-        return self._nest(self.structure, (), rows) if self.arrays else None
+    def has(self, rows: Any) -> bool:
+        """Whether there is anything to read: False only for a single row without a value."""
+        return self.present is None or np.ndim(rows) > 0 or bool(self.present[rows])
 
-    def _nest(self, structure: Any, path: Path, rows: Any) -> Any:
+    def read(self, rows: Any) -> Any:
+        """Return the values of ``rows`` as they were added, with a leading axis if ``rows`` are several.
+
+        If some of several rows have no value, arrays are masked.
+        """
+        missing = None if self.present is None or not np.ndim(rows) else ~self.present[rows]
+        if missing is not None and not missing.any():
+            missing = None
+        return self._nest(self.structure, (), rows, missing) if self.arrays else None
+
+    def _nest(self, structure: Any, path: Path, rows: Any, missing: Array | None) -> Any:
         if isinstance(structure, dict):
-            return {key: self._nest(part, (*path, key), rows) for key, part in structure.items()}
+            return {key: self._nest(part, (*path, key), rows, missing) for key, part in structure.items()}
         if isinstance(structure, list):
-            return tuple(self._nest(part, (*path, str(index)), rows) for index, part in enumerate(structure))
+            return tuple(self._nest(part, (*path, str(index)), rows, missing) for index, part in enumerate(structure))
         values = self.arrays[path][rows]
+        if missing is not None:
+            mask = np.broadcast_to(missing.reshape(-1, *[1] * (values.ndim - 1)), values.shape)
+            return np.ma.MaskedArray(values, mask)
         # copied: a later record will overwrite the row
         return values.copy() if isinstance(values, np.ndarray) else values
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays.values())
+        return sum(array.nbytes for array in self.arrays.values()) + (0 if self.present is None else self.size)
 
-    def restore(self, parts: LoadedParts, key: str, structure: Any, n: int) -> set[str]:
-        """Fill the first ``n`` rows from the arrays ``key/0``, ``key/1``, ... of a file; return their names."""
+    def to_parts(self, key: str, n: int) -> tuple[Any, dict[str, Array]]:
+        """Return a description and the first ``n`` rows as arrays ``key/0``, ``key/1``, ... for a file."""
+        if not self.arrays:
+            return None, {}  # before the first value
+        arrays = {f"{key}/{number}": array[:n] for number, array in enumerate(self.arrays.values())}
+        if self.present is None:
+            return {"of": self.structure}, arrays
+        return {"of": self.structure, "optional": True}, arrays | {f"{key}/present": self.present[:n]}
+
+    def restore(self, parts: LoadedParts, key: str, described: Any, n: int) -> set[str]:
+        """Fill the first ``n`` rows with what `to_parts` returned; return the names of the arrays."""
+        optional = isinstance(described, dict) and described.get("optional") is True
+        fits = isinstance(described, dict) and described.keys() == ({"of", "optional"} if optional else {"of"})
+        require(fits, f"the structure of {key} is {described!r}")
+        structure = described["of"]
         paths = {f"{key}/{number}": path for number, path in enumerate(_paths(structure))}
         for name, path in paths.items():
             rows = parts.columns.get(name)
@@ -114,7 +154,11 @@ class Column:
             self.arrays[path] = np.zeros((self.size, *rows.shape[1:]), rows.dtype)
             self.arrays[path][:n] = rows
         self.structure = structure
-        return set(paths)
+        if not optional:
+            return set(paths)
+        self.present = np.ones(self.size, np.bool_)
+        self.present[:n] = parts.column(f"{key}/present", np.bool_, (n,))
+        return {*paths, f"{key}/present"}
 
 
 def _names(leaves: dict[Path, Array]) -> str:

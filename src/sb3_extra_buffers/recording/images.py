@@ -61,9 +61,9 @@ def tile(images: Iterable[Image], count: int, columns: int, gap: int = 0, backgr
 def write_gif(path: Path, images: Iterable[Image], fps: float) -> None:
     """Write an animated GIF, with Pillow."""
     pillow = import_extra("PIL.Image", user="writing a GIF")
-    first, *rest = map(pillow.fromarray, images)
+    frames = map(pillow.fromarray, images)
     # GIF durations are multiples of 10 ms, and players slow down frames shorter than 20 ms
-    first.save(path, save_all=True, append_images=rest, duration=max(round(100 / fps), 2) * 10, loop=0)
+    next(frames).save(path, save_all=True, append_images=frames, duration=max(round(100 / fps), 2) * 10, loop=0)
 
 
 def write_mp4(path: Path, images: Iterable[Image], fps: float) -> None:
@@ -77,7 +77,10 @@ def write_mp4(path: Path, images: Iterable[Image], fps: float) -> None:
             size = (width + width % 2, height + height % 2)
             writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), fps, size)
             if not writer.isOpened():
-                raise ExportError(f"this OpenCV has no encoder for {path.name!r}; write a .gif instead")
+                raise ExportError(
+                    f"OpenCV cannot write {path}: it has no encoder for it, or the path is not writable; "
+                    "write a .gif instead"
+                )
         rgb = image if image.ndim == 3 else np.stack([image] * 3, axis=-1)
         padded = np.pad(rgb, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
         writer.write(np.ascontiguousarray(padded[..., ::-1]))  # OpenCV expects BGR

@@ -15,7 +15,15 @@ Array = npt.NDArray[Any]
 
 
 class Record(NamedTuple):
-    """One recorded step; for several steps, every field has an additional leading axis."""
+    """One recorded step; for several steps, every field has an additional leading axis.
+
+    Examples:
+        >>> from sb3_extra_buffers.recording import FramelessRecordBuffer
+        >>> record_buffer = FramelessRecordBuffer(size=100)
+        >>> record_buffer.add(None, reward=1.0, action=3)
+        >>> float(record_buffer[0].reward), int(record_buffer[0].action)
+        (1.0, 3)
+    """
 
     frame: Any
     """What the agent saw; None if the buffer records no frames."""
@@ -30,10 +38,21 @@ class Record(NamedTuple):
 
 
 class Episode(NamedTuple):
-    """Records ``start`` to ``stop - 1`` of a buffer."""
+    """Records ``start`` to ``stop - 1`` of a buffer.
+
+    Examples:
+        >>> from sb3_extra_buffers.recording import FramelessRecordBuffer
+        >>> record_buffer = FramelessRecordBuffer(size=100)
+        >>> for step in range(5):
+        ...     record_buffer.add(None, reward=1.0, action=0, done=step == 2)
+        >>> [(len(episode), episode.reward, episode.whole) for episode in record_buffer.episodes]
+        [(3, 3.0, True), (2, 2.0, False)]
+    """
 
     start: int
+    """Index of the first record."""
     stop: int
+    """Index after the last record."""
     reward: float
     """Sum of the rewards of the records that are still in the buffer."""
     whole: bool

@@ -22,10 +22,16 @@ class RecordWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         buffer: Buffer to record to; None to create one for the observations, without frames if they are not images.
         size: Size of the buffer if one is created.
         render: Record rendered frames instead of observations.
-        info_keys: Keys of numbers in ``info`` to record as features.
+        info_keys: Keys of numbers in ``info`` to record as features; steps without a key are recorded without it.
 
-    Example:
-        >>> env = RecordWrapper(gymnasium.make("CartPole-v1", render_mode="rgb_array"), render=True)
+    Examples:
+        >>> import gymnasium
+        >>> from sb3_extra_buffers.recording import RecordWrapper
+        >>> env = RecordWrapper(gymnasium.make("CartPole-v1"))
+        >>> obs, info = env.reset()
+        >>> obs, reward, terminated, truncated, info = env.step(env.action_space.sample())
+        >>> float(env.record_buffer[-1].reward)
+        1.0
     """
 
     def __init__(
@@ -55,7 +61,7 @@ class RecordWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         obs, reward, terminated, truncated, info = super().step(action)
         if self.record_buffer is None:
             self.record_buffer = buffer_for(self._last_frame, self._size)
-        features = {key: info[key] for key in self._info_keys} if self._info_keys else None
+        features = {key: info[key] for key in self._info_keys if key in info}
         self.record_buffer.add(self._last_frame, reward, action, features, done=terminated or truncated)
         self._last_frame = self._frame(obs)
         return obs, reward, terminated, truncated, info

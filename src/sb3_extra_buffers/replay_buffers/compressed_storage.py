@@ -35,7 +35,13 @@ class CompressedStorage(PortableStorage):
         compression_method: ``"auto"``, another method for all large leaves, or a mapping of keys to methods.
         compression_kwargs: Options of the method.
 
-    Example:
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
         >>> from torchrl.data import TensorDictReplayBuffer
+        >>> from sb3_extra_buffers.replay_buffers import CompressedStorage
         >>> buffer = TensorDictReplayBuffer(storage=CompressedStorage(100_000), batch_size=32)
+        >>> indices = buffer.extend(TensorDict({"pixels": torch.zeros(64, 4, 84, 84, dtype=torch.uint8)}, [64]))
+        >>> buffer.sample()["pixels"].shape
+        torch.Size([32, 4, 84, 84])
     """

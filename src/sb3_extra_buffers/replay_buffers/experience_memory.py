@@ -60,6 +60,8 @@ Indices = Sequence[int] | torch.Tensor | range
 _KIND = "experience"
 _FORMAT = "sb3-extra-buffers/experience"
 _NUMBERS = ("buffer_size", "data_size", "pointer")
+# tuples that are copied at a time when the capacity changes
+_CHUNK = 1024
 
 
 class ReplayBuffer:
@@ -77,9 +79,15 @@ class ReplayBuffer:
         storage: ``"auto"`` for TorchRL's own storage for ``storing_device``, or ``"compressed"``.
         n_envs: For ``"compressed"``: the number of environments that take turns; detected from the data by default.
 
-    Example:
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from sb3_extra_buffers.replay_buffers import ReplayBuffer
         >>> cpu = torch.device("cpu")
         >>> buffer = ReplayBuffer(device=cpu, storing_device=cpu, buffer_size=100_000, storage="compressed")
+        >>> buffer.add_batch(TensorDict({"obs": torch.zeros(64, 4, 84, 84, dtype=torch.uint8)}, [64]))
+        >>> buffer.sample_batch(32)["obs"].shape
+        torch.Size([32, 4, 84, 84])
     """
 
     def __init__(
@@ -131,7 +139,7 @@ class ReplayBuffer:
     # ---- adding ----
 
     def add(self, experience: TensorDict) -> None:
-        """Add one experience tuple, without a batch dimension."""
+        """Add one tuple, ``experience``, without a batch dimension."""
         self._store(self.memory.add, _as_tensordict(experience, 0), 0)
 
     def add_batch(self, batch: TensorDict) -> None:
@@ -161,7 +169,7 @@ class ReplayBuffer:
         return self._to_device(self.memory.sample(check_count(batch_size, "batch_size")))
 
     def sample_random(self, batch_size: int) -> TensorDict:
-        """Alias of `sample_batch`."""
+        """Alias of `sample_batch`: return ``batch_size`` random tuples."""
         return self.sample_batch(batch_size)
 
     def sample_by_index(self, indices: Indices) -> TensorDict:
@@ -169,7 +177,7 @@ class ReplayBuffer:
         return self._to_device(self.memory.storage.get(self._check_indices(indices)))
 
     def sample_by_index_fields(self, indices: Indices, fields: Sequence[Key]) -> Any:
-        """Return fields of the tuples at ``indices``: one tensor, or a tuple of tensors for several fields."""
+        """Return ``fields`` of the tuples at ``indices``: one tensor, or a tuple of tensors for several fields."""
         if not isinstance(fields, (list, tuple)) or not fields:
             raise UnknownFieldError(f"fields must be a list of at least one name, got {fields!r}")
         index, storage = self._check_indices(indices), self.memory.storage
@@ -217,31 +225,47 @@ class ReplayBuffer:
         return len(self)
 
     @property
+    def data_size(self) -> int:
+        """Alias of `size`."""
+        return len(self)
+
+    @property
+    def pointer(self) -> int:
+        """The index that the next tuple will be stored at."""
+        return get_cursor(self.memory.writer)
+
+    @property
     def metadata(self) -> dict[str, int]:
-        """The capacity, the number of tuples stored and the index of the next tuple."""
-        pointer = get_cursor(self.memory.writer)
-        return {"buffer_size": self.buffer_size, "data_size": self.size, "pointer": pointer}
+        """What `save` writes: ``buffer_size``, ``data_size`` and ``pointer``."""
+        return {name: getattr(self, name) for name in _NUMBERS}
 
     # ---- epochs ----
 
     def create_epoch_iterator(
-        self, batch_size: int, n_epochs: int = 1, *, shuffle: bool = True
+        self, batch_size: int, n_epochs: int = 1, *, shuffle: bool = True, drop_last: bool = False
     ) -> Iterator[TensorDict]:
-        """Return an iterator over ``n_epochs`` epochs, each in a new random order.
+        """Return an iterator over ``n_epochs`` epochs of batches of ``batch_size``, each in a new random order.
 
-        Only full batches are yielded, `calculate_num_batches` per epoch; with ``shuffle=False`` in storage order.
         `get_next_batch` takes its batches from the newest iterator.
+
+        Args:
+            batch_size: The number of tuples in a batch.
+            n_epochs: How often every tuple is yielded.
+            shuffle: Whether to draw a random order; False for storage order.
+            drop_last: Whether to leave out the last batch of an epoch if it is smaller than ``batch_size``.
         """
         batch_size = check_count(batch_size, "batch_size")
         n_epochs = check_count(n_epochs, "n_epochs", 0)
-        self._iterator = self._epochs(self.memory, batch_size, n_epochs, shuffle)
+        self._iterator = self._epochs(self.memory, batch_size, n_epochs, shuffle, drop_last)
         return self._iterator
 
-    def _epochs(self, memory: Any, batch_size: int, n_epochs: int, shuffle: bool) -> Iterator[TensorDict]:
+    def _epochs(
+        self, memory: Any, batch_size: int, n_epochs: int, shuffle: bool, drop_last: bool
+    ) -> Iterator[TensorDict]:
         for _ in range(n_epochs):
             size = len(memory)
             order = torch.randperm(size) if shuffle else torch.arange(size)
-            for first in range(0, size - batch_size + 1, batch_size):
+            for first in range(0, size - batch_size + 1 if drop_last else size, batch_size):
                 if memory is not self.memory:
                     raise EmptyBufferError("the buffer was reset or loaded during an epoch; create a new iterator")
                 yield self.sample_by_index(order[first : first + batch_size])
@@ -254,20 +278,22 @@ class ReplayBuffer:
             self._iterator = None
         return self.sample_batch(batch_size)
 
-    def calculate_num_batches(self, batch_size: int) -> int:
-        """Return the number of full batches in one epoch."""
-        return self.size // check_count(batch_size, "batch_size")
+    def calculate_num_batches(self, batch_size: int, *, drop_last: bool = False) -> int:
+        """Return the number of batches of ``batch_size`` in one epoch; with ``drop_last``, of full ones."""
+        batch_size = check_count(batch_size, "batch_size")
+        return self.size // batch_size if drop_last else -(-self.size // batch_size)
 
-    def get_steps_and_iterator(self, n_epochs: int, max_iter: int, batch_size: int) -> int:
+    def get_steps_and_iterator(self, n_epochs: int, max_iter: int, batch_size: int, *, drop_last: bool = False) -> int:
         """Return the number of training steps, and set up the iterator for `get_next_batch`.
 
-        With ``n_epochs=0`` there are ``max_iter`` steps on random batches.
+        With ``n_epochs`` above 0, there is a step for each batch of ``batch_size`` in all epochs; with ``n_epochs=0``
+        there are ``max_iter`` steps on random batches. ``drop_last`` is that of `create_epoch_iterator`.
         """
         if check_count(n_epochs, "n_epochs", 0) == 0:
             self._iterator = None
             return check_count(max_iter, "max_iter", 0)
-        self.create_epoch_iterator(batch_size, n_epochs)
-        return n_epochs * self.calculate_num_batches(batch_size)
+        self.create_epoch_iterator(batch_size, n_epochs, drop_last=drop_last)
+        return n_epochs * self.calculate_num_batches(batch_size, drop_last=drop_last)
 
     # ---- files ----
 
@@ -284,10 +310,10 @@ class ReplayBuffer:
         return Parts(_KIND, description, columns, {})
 
     def save(self, path: str | os.PathLike[str], contents: bool = False) -> None:
-        """Write ``PATH.metadata``: capacity, number of tuples, next index. With ``contents`` also the experience.
+        """Write capacity, number of tuples and next index to the file ``path`` with the suffix ``.metadata``.
 
-        The experience goes to a folder next to it, in the format of `files.save`. The metadata file is replaced last:
-        until then the previous save stays valid.
+        With ``contents``, the experience goes to a folder next to it, in the format of `files.save`. The metadata file
+        is replaced last: until then the previous save stays valid.
         """
         target = _metadata_path(path)
         metadata: dict[str, Any] = {"format": _FORMAT, "version": 2, **self.metadata, "contents": None}
@@ -302,17 +328,17 @@ class ReplayBuffer:
                     remove_saved(old)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Read ``PATH.metadata``, and the experience if it was saved with ``contents``.
+        """Read what `save` wrote to ``path``, and the experience if it was saved with ``contents``.
 
-        Without ``contents`` only `loaded_metadata` and the capacity are set; the experience in this buffer is kept
-        unless the capacity changes.
+        Without ``contents`` only `loaded_metadata` and the capacity are set. The experience in this buffer is kept, and
+        so is its capacity if the experience would not fit the one in the file.
         """
         target = _metadata_path(path)
         metadata = _read_metadata(target)
         numbers = {name: metadata[name] for name in _NUMBERS}
         if metadata["contents"] is None:
-            if numbers["buffer_size"] != self.buffer_size:
-                self.reset(numbers["buffer_size"])
+            if self.size <= numbers["buffer_size"] != self.buffer_size:
+                self._resize(numbers["buffer_size"])
             self.loaded_metadata = numbers
             return
         loaded = files.load(target.with_name(metadata["contents"]), ReplayBuffer)
@@ -329,6 +355,16 @@ class ReplayBuffer:
             buffer_size=loaded.buffer_size, memory=loaded.memory, specs=loaded.specs, _iterator=None,
             loaded_metadata=numbers,
         )  # fmt: skip
+
+    def _resize(self, buffer_size: int) -> None:
+        """Change the capacity; all tuples are kept, the oldest first."""
+        resized = ReplayBuffer(self.device, self.storing_device, buffer_size, storage=self.storage, n_envs=self.n_envs)
+        oldest = self.pointer if self.size == self.buffer_size else 0
+        for first in range(0, self.size, _CHUNK):
+            numbers = torch.arange(first, min(first + _CHUNK, self.size))
+            indices = self._check_indices((oldest + numbers) % self.size)
+            resized.memory.extend(self.memory.storage.get(indices).exclude(INDEX_KEY))
+        self.__dict__.update(buffer_size=buffer_size, memory=resized.memory, _iterator=None)
 
     def stored_on(self, device: torch.device) -> ReplayBuffer:
         """Return a copy with another ``storing_device``; a compressed buffer must not be used afterwards."""

@@ -323,6 +323,21 @@ class CompressedRayReplayBuffer(RayReplayBuffer):  # type: ignore[misc]  # torch
             process loses nothing.
         remote_config: Ray options of the actor, such as ``{"num_cpus": 1, "resources": {...}}``.
         ray_init_config: Options of ``ray.init``, which is called if Ray is not running yet.
+        compression_method: As for `CompressedStorage`.
+
+    Examples:
+        >>> import ray
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from sb3_extra_buffers.replay_buffers import CompressedRayReplayBuffer
+        >>> ray.init(num_cpus=1, include_dashboard=False)  # doctest: +ELLIPSIS
+        RayContext(...)
+        >>> buffer = CompressedRayReplayBuffer(10_000, batch_size=32)
+        >>> indices = buffer.extend(TensorDict({"pixels": torch.zeros(64, 4, 84, 84, dtype=torch.uint8)}, [64]))
+        >>> buffer.sample()["pixels"].shape
+        torch.Size([32, 4, 84, 84])
+        >>> buffer.close()
+        >>> ray.shutdown()
     """
 
     def __init__(

@@ -90,7 +90,8 @@ class ObservationStore:
         self.n_obs = 0
         self.heap_bytes = heap_bytes
         self._path = None if path is None else Path(path)
-        self._compiled = compiled
+        #: Whether to use compiled kernels; None for those that are available.
+        self.compiled = compiled
         #: Held by every change. Hold it to keep the store unchanged over several calls.
         self.lock = fork_safe_lock()
         self.readers = ReaderLocks()
@@ -215,7 +216,7 @@ class ObservationStore:
         if choice is None:
             return
         codec = self._chooser.make_codec(choice, layout)
-        inner = make_store(layout, self.n_obs, self.n_streams, codec, self.heap_bytes, self._path, self._compiled)
+        inner = make_store(layout, self.n_obs, self.n_streams, codec, self.heap_bytes, self._path, self.compiled)
         if self.make_heap is not None:
             inner.use_heap(self.make_heap)
         inner.train(rows)
@@ -333,7 +334,12 @@ class ObservationStore:
 
     @classmethod
     def from_parts(
-        cls, record: Mapping[str, Any], arrays: Mapping[str, Array], fill_heap: FillHeap, read_only: bool = False
+        cls,
+        record: Mapping[str, Any],
+        arrays: Mapping[str, Array],
+        fill_heap: FillHeap,
+        read_only: bool = False,
+        compiled: bool | None = None,
     ) -> Self:
         """Return the store that `to_parts` described; raise `FileFormatError` if anything about it is wrong.
 
@@ -345,7 +351,7 @@ class ObservationStore:
             if limit is not None:
                 whole(limit, "heap_bytes", stop=1 << 64)
             require(isinstance(method, str) and isinstance(options, dict), f"invalid method {method!r}")
-            store = cls(spec, whole(record["n_streams"], "n_streams", 1), method, options, limit)
+            store = cls(spec, whole(record["n_streams"], "n_streams", 1), method, options, limit, None, compiled)
             store.restore(record, arrays, fill_heap, read_only)
         return store
 

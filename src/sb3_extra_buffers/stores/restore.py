@@ -46,7 +46,9 @@ def restore_frames(
     # before memory is reserved for streams: each has several numbers
     n_numbers = len(arrays["streams"])
     require(n_numbers > store.n_streams, f"{n_numbers} numbers cannot describe {store.n_streams} streams")
-    frames: FrameStore = find_store(codecs[-1], layout)(layout, 0, store.n_streams, codecs[-1], store.heap_bytes)
+    frames: FrameStore = find_store(codecs[-1], layout)(
+        layout, 0, store.n_streams, codecs[-1], store.heap_bytes, None, store.compiled
+    )
     saved = _read_tables(frames, store.n_obs, record, arrays, codecs)
     frames.restore(saved, fill_heap, read_only)
     return frames

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.errors import CorruptPayloadError
 from sb3_extra_buffers.kernels import FrameKernels
-from sb3_extra_buffers.kernels.lz4_block import OVERRUN, TABLE, unpack_block
+from sb3_extra_buffers.kernels.lz4_block import OVERRUN, unpack_block
 from sb3_extra_buffers.kernels.policy import PAYING_TENTHS
 from sb3_extra_buffers.kernels.state import PACKED_LZ4, PACKED_ZSTD, FrameConfig
 from sb3_extra_buffers.stores.arena import SLACK
@@ -41,7 +41,7 @@ def pack_frames(
     elif body.size > compress_above * count:
         target = np.empty(body.size, np.uint8)
         source = np.concatenate([body, np.zeros(SLACK, np.uint8)])
-        length = kernels.pack_block(source, body.size, target, np.empty(TABLE, np.int32))
+        length = kernels.pack_block(source, body.size, target)
         flags, packed = PACKED_LZ4, target[: length or body.size]
     return (flags, packed) if 10 * packed.size < tenths * body.size else (0, body)
 

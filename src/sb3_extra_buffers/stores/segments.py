@@ -117,7 +117,13 @@ class SegmentStore(FrameStore):
         done = 0
         while True:
             done = kernels.write_step(
-                self._bound or self._tables(), self.frame_ids, frames, next_frames, index, next_index, done
+                self._tables() if self._bound is None else self._bound,
+                self.frame_ids,
+                frames,
+                next_frames,
+                index,
+                next_index,
+                done,
             )
             if done == 2 * n_rows:
                 break
@@ -357,7 +363,7 @@ class SegmentStore(FrameStore):
 
     def _decode(self, frame_ids: FrameIds, sets: Indices) -> Bytes:
         out = np.empty(sets.size * frame_ids.shape[1] * self.layout.frame_bytes, np.uint8)
-        tables = self._bound or self._tables()
+        tables = self._tables() if self._bound is None else self._bound
         if self._n_packed:
             local, frame_ids, sets = self._unpacked(frame_ids, sets)
             tables = self._kernels.bind_state(local)

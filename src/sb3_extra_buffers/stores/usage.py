@@ -18,6 +18,12 @@ class MemoryUsage:
     """The memory that a buffer holds, and what its uncompressed counterpart would hold for the same transitions.
 
     ``print()`` it for a summary of two or three lines.
+
+    Examples:
+        >>> from sb3_extra_buffers.compressed import CompressedArray
+        >>> usage = CompressedArray((1000, 4), (4, 84, 84)).memory_usage()
+        >>> usage.total == usage.payload + usage.index + usage.keyframes + usage.other
+        True
     """
 
     payload: int = 0

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.arguments import cast_exactly
+from sb3_extra_buffers.arguments import cast_exactly, narrow
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.kernels import frame_kernels
+from sb3_extra_buffers.stores.array_methods import ArrayMethods
 from sb3_extra_buffers.stores.base import Indices
 from sb3_extra_buffers.stores.indexing import ALL, are_index_arrays, as_integers, locate, wrap
 from sb3_extra_buffers.stores.observation import ObservationStore
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _BYTE = np.dtype(np.uint8)
 
 
-class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
+class StoreView(ArrayMethods, np.lib.mixins.NDArrayOperatorsMixin):
     """Looks like an array of shape ``(*lead_shape, *obs_shape)``, and decodes what is read.
 
     Reading returns new arrays, never views of the store: writing into a result changes nothing here. Views of one store
@@ -33,6 +34,9 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
 
     A view shows the observations in ``indices``, an array of shape ``lead_shape``; or consecutive ones from
     ``first_index`` on; or, with neither, new ones that are appended to the store.
+
+    A view of another ``dtype`` than the store's converts what is read, and raises if a value that is written does not
+    survive the conversion exactly.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
         lead_shape: Sequence[int],
         indices: Indices | None = None,
         first_index: int | None = None,
+        dtype: np.dtype[Any] | None = None,
     ) -> None:
         self.store = store
         self.lead_shape = tuple(map(operator.index, lead_shape))
@@ -48,8 +53,8 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
         if first_index is None:
             first_index = store.allocate(math.prod(self.lead_shape)) if indices is None else 0
         self.first_index = first_index
+        self._dtype = store.spec.dtype if dtype is None else dtype
         # for writing steps; n_steps is 0 if a step is not a run of consecutive observations
-        self._dtype = store.spec.dtype
         self._step_shape = self.shape[1:]
         self.n_steps = self.lead_shape[0] if self.lead_shape and indices is None and store.spec.nbytes else 0
         self._row_elements = math.prod(store.spec.shape)
@@ -67,6 +72,11 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        return self._dtype
+
+    @property
+    def stored_dtype(self) -> np.dtype[Any]:
+        """Dtype that observations are stored in."""
         return self.store.spec.dtype
 
     @property
@@ -128,14 +138,6 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
             return NotImplemented
         return getattr(ufunc, method)(*plain, **kwargs)
 
-    def copy(self) -> npt.NDArray[Any]:
-        """Decode everything into a plain array."""
-        return self.__array__()
-
-    def astype(self, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Decode everything into a plain array of another dtype."""
-        return self.__array__().astype(dtype)
-
     def read_with(self, others: Sequence[StoreView], index: Any) -> list[npt.NDArray[Any]]:
         """Return ``[self[index], *(other[index] for other in others)]``; shared frames are decoded once.
 
@@ -143,8 +145,8 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
         """
         sets = self._locate_pairs(others, index)
         if sets is not None:
-            rows = self.store.read(sets).view(self._dtype)
-            return list(rows.reshape(*sets.shape, *self._step_shape[1:]))
+            rows = self.store.read(sets).view(self.stored_dtype)
+            return list(self._converted(rows.reshape(*sets.shape, *self._step_shape[1:])))
         if any(other.store is not self.store for other in others):
             raise SpecMismatchError("views of different stores cannot be read together")
         indices = self.locate_whole(index)
@@ -157,7 +159,10 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
                 sets[number] = other.locate_whole(index).reshape(-1)
         spec = self.store.spec
         batches = self.store.read(sets).view(spec.dtype).reshape(len(sets), *indices.shape, *spec.shape)
-        return list(batches)
+        return list(self._converted(batches))
+
+    def _converted(self, batch: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return batch if self._dtype == batch.dtype else batch.astype(self._dtype)
 
     def _locate_pairs(self, others: Sequence[StoreView], index: Any) -> Indices | None:
         """Indices of a batch of (step, stream) pairs, as used by sampling, in each view; None for any other index."""
@@ -192,7 +197,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
     def _read(self, indices: Indices) -> npt.NDArray[Any]:
         spec = self.store.spec
         rows = self.store.read(np.ascontiguousarray(indices).reshape(-1))
-        return spec.from_rows(rows).reshape(indices.shape + spec.shape)
+        return self._converted(spec.from_rows(rows).reshape(indices.shape + spec.shape))
 
     # ---- writing ----
 
@@ -224,7 +229,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
         self.store.write_step(self.first_index + index, other.first_index + index, rows, other_rows)
 
     def write_fitted(self, other: StoreView, step: int, batch: npt.NDArray[Any], other_batch: npt.NDArray[Any]) -> None:
-        """`write_with` for a view from `next_view`, and batches that are known to have a step's shape and dtype."""
+        """`write_with` for a view from `next_view`, and batches of a step's shape and the store's dtype."""
         if not self.n_steps:
             self.write_with(other, step, batch, other_batch)
             return
@@ -234,7 +239,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
         if not other_batch.flags.c_contiguous:
             other_batch = other_batch.copy()
         rows, other_rows = batch.reshape(n_streams, -1), other_batch.reshape(n_streams, -1)
-        if self._dtype is not _BYTE:
+        if self.stored_dtype is not _BYTE:
             rows, other_rows = rows.view(np.uint8), other_rows.view(np.uint8)
         index = step * n_streams
         self.store.write_step(self.first_index + index, other.first_index + index, rows, other_rows)
@@ -244,7 +249,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
         if (
             type(step) is not int
             or type(batch) is not np.ndarray
-            or batch.dtype != self._dtype
+            or batch.dtype != self.stored_dtype
             or batch.shape != self._step_shape
             or not 0 <= step < self.n_steps
         ):
@@ -256,6 +261,8 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
 
     def _write(self, indices: Indices, batch: npt.NDArray[Any]) -> None:
         spec = self.store.spec
+        if batch.dtype != spec.dtype:
+            batch = narrow(batch, spec.dtype, "the array")
         rows = np.ascontiguousarray(batch).reshape(indices.size, spec.nbytes // max(spec.dtype.itemsize, 1))
         self.store.write(indices, indices % self.store.n_streams, rows.view(np.uint8))
 
@@ -265,7 +272,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
             array = np.asarray(value)
         except ValueError as problem:
             raise SpecMismatchError(f"observations cannot be converted to an array: {problem}") from problem
-        if array.dtype != self.dtype:
+        if array.dtype != self.dtype and array.dtype != self.stored_dtype:
             array = cast_exactly(array, self.dtype, "observations")
         if array.shape != shape:
             try:
@@ -291,7 +298,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
     # ---- other views of the store ----
 
     def swapaxes(self, axis1: SupportsIndex, axis2: SupportsIndex) -> Self:
-        """Exchange two of the leading axes."""
+        """Exchange the leading axes ``axis1`` and ``axis2``."""
         axes = as_integers((axis1, axis2), "axes")
         axes = [axis + self.ndim if axis < 0 else axis for axis in axes]
         if not all(0 <= axis < len(self.lead_shape) for axis in axes):
@@ -314,7 +321,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
 
     def _with_indices(self, indices: Indices) -> Self:
         view = object.__new__(type(self))
-        StoreView.__init__(view, self.store, indices.shape, indices)
+        StoreView.__init__(view, self.store, indices.shape, indices, dtype=self.dtype)
         return view
 
     def next_view(self) -> Self:
@@ -325,7 +332,7 @@ class StoreView(np.lib.mixins.NDArrayOperatorsMixin):
         if self.indices is not None:
             raise ValueError("an array that was reshaped cannot have a next view")
         view = object.__new__(type(self))
-        StoreView.__init__(view, self.store, self.lead_shape)
+        StoreView.__init__(view, self.store, self.lead_shape, dtype=self.dtype)
         return view
 
     # ---- indices ----

@@ -45,7 +45,8 @@ def make_env(
         env_kwargs: Arguments of the game itself, such as ``dict(render_mode="rgb_array")``.
         monitor_dir: Folder for the log files of SB3's ``Monitor``.
 
-    Example:
+    Examples:
+        >>> from sb3_extra_buffers.training_utils.atari import make_env
         >>> env = make_env(env_id="PongNoFrameskip-v4", n_envs=8, framestack=4)
         >>> env.observation_space.shape
         (4, 84, 84)

@@ -34,14 +34,24 @@ class NativeAtariVecEnv(VecEnv):
     - The length ``info["episode"]["l"]`` counts whole steps of ``frame_skip`` frames.
     - Rendering, and access to the single environments, are not supported.
 
-    Arguments that are not listed are those of ``AtariWrapper``.
-
     Args:
         game: Arguments the game was registered with, from `game_options`.
         n_envs: Number of games.
         framestack: Frames per observation; None or 1 for single frames.
         seed: Seed of the first game; each of the others has the next integer.
         n_threads: Number of threads; 0 for one per core.
+        noop_max: Maximum number of no-ops at the start of a game.
+        frame_skip: Number of frames for which an action is repeated.
+        screen_size: Height and width of a frame.
+        terminal_on_life_loss: Whether a lost life ends an episode.
+        clip_reward: Whether to clip rewards to their sign.
+        action_repeat_probability: Probability of repeating the previous action.
+
+    Examples:
+        >>> from sb3_extra_buffers.training_utils.atari import make_env
+        >>> env = make_env("PongNoFrameskip-v4", n_envs=2, framestack=4, native=True)
+        >>> type(env).__name__, env.reset().shape
+        ('NativeAtariVecEnv', (2, 4, 84, 84))
     """
 
     def __init__(

@@ -35,6 +35,17 @@ def warm_up(
 
     Returns:
         Seconds that each buffer took to add the transitions.
+
+    Examples:
+        >>> from stable_baselines3 import DQN
+        >>> from stable_baselines3.common.env_util import make_vec_env
+        >>> from sb3_extra_buffers.compressed import CompressedReplayBuffer
+        >>> from sb3_extra_buffers.training_utils.buffer_warmup import warm_up
+        >>> env = make_vec_env("CartPole-v1", n_envs=2)
+        >>> model = DQN("MlpPolicy", env, buffer_size=1000, replay_buffer_class=CompressedReplayBuffer)
+        >>> seconds = warm_up(model, env, n_steps=200, progress_bar=False)
+        >>> model.replay_buffer.size()  # steps of each environment
+        100
     """
     from sb3_extra_buffers.training_utils.playing import TimedBuffers, make_progress_bar, play
 

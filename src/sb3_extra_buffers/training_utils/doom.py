@@ -23,11 +23,12 @@ __all__ = ["CLASSES", "DoomEnv", "make_env"]
 Frame = npt.NDArray[np.uint8]
 Observation = Literal["rgb", "labels", "classes"]
 
-#: Meaning of the values in ``"classes"`` frames.
 CLASSES = (
     "Background", "Unknown", "Self", "Player", "Monster", "Weapon", "Ammo", "Health", "Armor", "Powerup", "Key",
     "Decoration",
 )  # fmt: skip
+"""Meaning of the values in ``"classes"`` frames."""
+
 _CLASS_IDS = {name: index for index, name in enumerate(CLASSES)}
 
 
@@ -56,6 +57,13 @@ def make_env(
         seed: Seed of the first environment; each of the others has the next integer.
         vec_env_cls: SB3's ``DummyVecEnv`` (the default) or ``SubprocVecEnv``.
         vec_env_kwargs: Arguments of that class.
+
+    Examples:
+        >>> from sb3_extra_buffers.training_utils.doom import make_env
+        >>> env = make_env("defend_the_center", n_envs=2, observation="labels")
+        >>> env.reset().shape
+        (2, 1, 120, 160)
+        >>> env.close()
     """
     from stable_baselines3.common.vec_env import DummyVecEnv
 
@@ -94,6 +102,19 @@ class DoomEnv(gymnasium.Env[Frame, np.int64]):
     """One game of a scenario. Each action presses one button; buttons that take an amount are not available.
 
     ViZDoom renders no frame at the end of an episode: the last frame is repeated.
+
+    Args:
+        scenario: A scenario that comes with ViZDoom, or the path of a configuration file.
+        observation: ``"rgb"``, ``"labels"`` or ``"classes"``, as for `make_env`.
+        res: Height and width, one of ViZDoom's resolutions.
+        frame_skip: Number of tics for which an action is repeated.
+        seed: Seed of the game.
+
+    Examples:
+        >>> from sb3_extra_buffers.training_utils.doom import DoomEnv
+        >>> env = DoomEnv("basic", observation="classes", seed=0)
+        >>> obs, info = env.reset()
+        >>> env.close()
     """
 
     metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012  # Gymnasium's attribute, never modified

@@ -21,7 +21,15 @@ __all__ = ["EvalResult", "eval_model"]
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Result of an evaluation."""
+    """Result of an evaluation.
+
+    Examples:
+        >>> import numpy as np
+        >>> from sb3_extra_buffers.training_utils.eval_model import EvalResult
+        >>> result = EvalResult(rewards=np.array([21.0, 20.0, 19.0]), lengths=np.array([900, 950, 990]), n_steps=2840)
+        >>> result.mean, result.quartiles
+        (20.0, (19.5, 20.0, 20.5))
+    """
 
     rewards: npt.NDArray[np.float64]
     """Total reward of each episode, in the order in which they ended."""
@@ -34,14 +42,17 @@ class EvalResult:
 
     @property
     def mean(self) -> float:
+        """Mean reward."""
         return float(self.rewards.mean())
 
     @property
     def std(self) -> float:
+        """Standard deviation of the rewards."""
         return float(self.rewards.std())
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
+        """The three quartiles of the rewards."""
         q1, q2, q3 = np.percentile(self.rewards, (25, 50, 75)).tolist()
         return q1, q2, q3
 
@@ -52,7 +63,7 @@ class EvalResult:
         return (q3 - q1) / abs(q2) if q2 else 0.0 if q1 == q3 else float("inf")
 
     def report(self, name: str | None = None) -> str:
-        """Return two lines: number of episodes and mean reward, then quartiles."""
+        """Return two lines: ``name``, number of episodes and mean reward, then quartiles."""
         label = "" if name is None else f"({name:<5}) "
         q1, q2, q3 = self.quartiles
         return (
@@ -95,6 +106,17 @@ def eval_model(
         name: Printed before the report, such as ``"Best"`` or ``"Final"``.
         progress_bar: Whether to show a progress bar.
         verbose: Whether to print the report.
+
+    Examples:
+        >>> from stable_baselines3 import PPO
+        >>> from stable_baselines3.common.env_util import make_vec_env
+        >>> from sb3_extra_buffers.training_utils.eval_model import eval_model
+        >>> env = make_vec_env("CartPole-v1", n_envs=2, seed=0)
+        >>> result = eval_model(PPO("MlpPolicy", env, seed=0), env, 10, name="Final", progress_bar=False)
+        (Final) Evaluated 10 episodes, mean reward: ...
+        Q1: ... | Q2: ... | Q3: ... | Relative IQR: ... | Min: ... | Max: ...
+        >>> len(result.rewards)
+        10
     """
     from stable_baselines3.common.monitor import Monitor
     from stable_baselines3.common.vec_env import VecMonitor, is_vecenv_wrapped

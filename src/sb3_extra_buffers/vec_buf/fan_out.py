@@ -182,11 +182,23 @@ class FanOutRolloutBuffer(_FanOut, RolloutBuffer):
             one to learn from.
         record: A record buffer for the steps of the first environment.
         threads: Whether buffers add steps in parallel, each in its own thread.
+        buffer_size: Number of steps of a rollout, in each environment.
+        observation_space: Space of the observations.
+        action_space: Space of the actions.
+        device: Device of the batches.
+        gae_lambda: Trade-off between bias and variance of generalised advantage estimates.
+        gamma: Discount factor.
+        n_envs: Number of parallel environments.
 
-    Example:
+    Examples:
+        >>> from stable_baselines3 import PPO
+        >>> from stable_baselines3.common.buffers import RolloutBuffer
         >>> from sb3_extra_buffers.compressed import CompressedRolloutBuffer
+        >>> from sb3_extra_buffers.vec_buf import FanOutRolloutBuffer
         >>> kinds = {"dense": RolloutBuffer, "rle": (CompressedRolloutBuffer, {"compression_method": "rle"})}
         >>> options = dict(rollout_buffer_class=FanOutRolloutBuffer, rollout_buffer_kwargs=dict(buffers=kinds))
+        >>> PPO("MlpPolicy", "CartPole-v1", n_steps=64, n_epochs=1, **options).learn(64).rollout_buffer
+        FanOutRolloutBuffer(dense: RolloutBuffer, rle: CompressedRolloutBuffer)
     """
 
     gae_lambda = _delegated("gae_lambda")
@@ -223,7 +235,16 @@ class FanOutRolloutBuffer(_FanOut, RolloutBuffer):
     def add(
         self, obs: Any, action: Any, reward: Any, episode_start: Any, value: th.Tensor, log_prob: th.Tensor
     ) -> None:
-        """Add a step to every buffer."""
+        """Add a step to every buffer.
+
+        Args:
+            obs: Observations, of shape ``(n_envs, ...)``.
+            action: Actions.
+            reward: Rewards.
+            episode_start: Whether an episode began with each observation.
+            value: Values of the observations.
+            log_prob: Log probabilities of the actions.
+        """
         self._add_to_all(obs, action, reward, episode_start, value, log_prob)
         if self.record is not None:
             # rollouts mark the start of episodes, recordings their end
@@ -232,12 +253,12 @@ class FanOutRolloutBuffer(_FanOut, RolloutBuffer):
             self.record.add(observation_of(obs, 0), reward[0], np.array(action[0]))
 
     def compute_returns_and_advantage(self, last_values: th.Tensor, dones: Any) -> None:
-        """Compute returns and advantages in every buffer."""
+        """Compute returns and advantages in every buffer from ``last_values`` and ``dones``, as SB3 does."""
         for buffer in self.buffers.values():
             buffer.compute_returns_and_advantage(last_values, dones)
 
     def get(self, batch_size: int | None = None) -> Any:
-        """Yield random batches of the first buffer."""
+        """Yield random batches of ``batch_size`` from the first buffer."""
         return self.first.get(batch_size)
 
 
@@ -252,6 +273,23 @@ class FanOutReplayBuffer(_FanOut, ReplayBuffer):
             one to sample from.
         record: A record buffer for the steps of the first environment.
         threads: Whether buffers add steps in parallel, each in its own thread.
+        buffer_size: Maximum number of transitions, in all environments together.
+        observation_space: Space of the observations.
+        action_space: Space of the actions.
+        device: Device of the sampled batches.
+        n_envs: Number of parallel environments.
+        optimize_memory_usage: As in SB3's buffer.
+        handle_timeout_termination: Do not count time limits as ends of episodes.
+
+    Examples:
+        >>> from stable_baselines3 import DQN
+        >>> from stable_baselines3.common.buffers import ReplayBuffer
+        >>> from sb3_extra_buffers.compressed import CompressedReplayBuffer
+        >>> from sb3_extra_buffers.vec_buf import FanOutReplayBuffer
+        >>> kinds = {"dense": ReplayBuffer, "rle": (CompressedReplayBuffer, {"compression_method": "rle"})}
+        >>> options = dict(replay_buffer_class=FanOutReplayBuffer, replay_buffer_kwargs=dict(buffers=kinds))
+        >>> DQN("MlpPolicy", "CartPole-v1", buffer_size=1000, **options).learn(50).replay_buffer.differences()
+        {}
     """
 
     next_observations = _delegated("next_observations")
@@ -284,11 +322,20 @@ class FanOutReplayBuffer(_FanOut, ReplayBuffer):
         )  # fmt: skip
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
-        """Add a transition to every buffer."""
+        """Add a transition to every buffer.
+
+        Args:
+            obs: Observations, of shape ``(n_envs, ...)``.
+            next_obs: Observations after the actions.
+            action: Actions.
+            reward: Rewards.
+            done: Whether each episode ended.
+            infos: The environments' dicts.
+        """
         self._add_to_all(obs, next_obs, action, reward, done, infos)
         if self.record is not None:
             self.record.add(observation_of(obs, 0), reward[0], np.array(action[0]), done=done[0])
 
     def sample(self, batch_size: int, env: Any = None) -> Any:
-        """Return a random batch of the first buffer."""
+        """Draw ``batch_size`` transitions from the first buffer, normalised by ``env`` if given."""
         return self.first.sample(batch_size, env=env)

@@ -1,0 +1,75 @@
+"""A saved buffer read without SB3 and torch, which take seconds to import."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.files.parts import LoadedParts, make_view
+from sb3_extra_buffers.files.spaces import space_from_json
+from sb3_extra_buffers.stores.checks import column, require, whole
+from sb3_extra_buffers.stores.view import StoreView
+
+Array = npt.NDArray[Any]
+
+_OBSERVATIONS = ("observations", "next_observations")
+
+
+class SavedBuffer:
+    """What was saved of a buffer with SB3's layout, read-only, under the names of SB3's attributes.
+
+    Attributes:
+        columns: Everything but observations, by name.
+        observations: A view or an array ``(buffer_size, n_envs, ...)``; a dict of them for a Dict space.
+    """
+
+    def __init__(self, parts: LoadedParts) -> None:
+        self.kind = parts.kind
+        self.buffer_size, self.n_envs = parts.number("steps", low=1), parts.number("n_envs", low=1)
+        self.full = parts.entry("state", "full", kind=bool)
+        self.pos = parts.number("state", "pos", stop=self.buffer_size + 1)
+        n_written = self.buffer_size if self.full else self.pos
+        self.n_evicted = whole(parts.entry("state").get("n_evicted", 0), "n_evicted", stop=n_written + 1)
+        #: How many steps were ever added; None if that was not saved.
+        self.n_added = parts.entry("state").get("n_added")
+        self.observation_space = space_from_json(parts.entry("observation_space"))
+        self.action_space = space_from_json(parts.entry("action_space"))
+        lead = self.buffer_size, self.n_envs
+        # the sizes of other columns vary
+        column(parts.columns, "rewards", np.float32, lead)
+        self.columns: dict[str, Array] = {}
+        by_key: dict[str, dict[str, Any]] = {}
+        for name, array in parts.columns.items():
+            attribute, _, key = name.partition(".")
+            if attribute in _OBSERVATIONS:
+                require(array.shape[:2] == lead, f"{name} has shape {array.shape}, expected {lead} observations")
+                by_key.setdefault(attribute, {})[key] = array
+            else:
+                self.columns[name.removeprefix("extra/")] = array
+        count = math.prod(lead)
+        for name, store in parts.stores.items():
+            attribute, _, key = name.partition(".")
+            # one store holds the observations, followed by the next observations
+            for number in range(store.n_obs // count):
+                view = make_view(StoreView, store, lead, number * count)
+                by_key.setdefault("next_" * number + attribute, {})[key] = view
+        keys = getattr(self.observation_space, "spaces", {"": None})
+        for attribute, leaves in by_key.items():
+            require(leaves.keys() == keys.keys(), f"{attribute} has the keys {[*leaves]}, expected {[*keys]}")
+            setattr(self, attribute, leaves[""] if "" in leaves else {key: leaves[key] for key in keys})
+        require("observations" in by_key, "there are no observations")
+
+    observations: Any
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return vars(self)["columns"][name]
+        except KeyError:
+            raise AttributeError(f"a saved {type(self).__name__} has no {name!r}") from None
+
+    def size(self) -> int:
+        """How many steps of every environment it holds."""
+        return (self.buffer_size if self.full else self.pos) - self.n_evicted
