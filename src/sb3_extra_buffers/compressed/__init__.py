@@ -13,6 +13,7 @@ from sb3_extra_buffers.compressed.dtypes import (
     has_numba,
     has_zstd,
     init_jit,
+    warmup,
 )
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ __all__ = [
     "init_jit",
     "prioritized",
     "use_rollout_buffer",
+    "warmup",
 ]
 
 
