@@ -271,7 +271,9 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
         return sum((replace(usage, codecs={key: usage.codecs[""]}) for key, usage in usages.items()), MemoryUsage())
 
     def _observation_specs(self) -> dict[str, ObsSpec]:
-        return {key: store.spec for key, store in vars(self).get("obs_stores", {}).items()}
+        stores: dict[str, DeviceObservationStore] = vars(self).get("obs_stores", {})
+        dtypes = {key: self._dtypes[key][0] if key in self._dtypes else store.dtype for key, store in stores.items()}
+        return {key: ObsSpec(store.spec.shape, dtypes[key]) for key, store in stores.items()}
 
     def check(self) -> None:
         """Raise `AssertionError` if the tables of a store contradict each other."""
