@@ -53,11 +53,11 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         output_dtype: ``"raw"`` to sample observations in the dtype of the space, ``"float"`` for float32.
         buffer_device: Where observations are kept: a torch device, by default ``device``, or ``"pinned"`` for host
             memory that the GPU reads over the bus.
-        heap_bytes: Upper limit for the encoded observations of each key: a step that does not fit raises
-            `HeapFullError`, and nothing is changed. Even noise fits what `estimate_total_heap_bytes` returns, except
-            with ``"delta"``, which frees several frames at a time. By default there is no limit, and the heap grows
-            with what it holds.
-        max_slot_bytes: Deprecated: ``heap_bytes`` per observation.
+        heap_bytes: Upper limit for the encoded observations, for each key of a Dict: a step that does not fit raises
+            `HeapFullError`, and nothing is changed. `estimate_total_heap_bytes` returns a limit that even noise stays
+            within, except with ``"delta"``, which frees several frames at a time. By default there is no limit: the
+            heap grows with what it holds.
+        max_slot_bytes: Deprecated: the same limit, divided by the number of observations.
 
     Examples:
         >>> from stable_baselines3 import DQN
