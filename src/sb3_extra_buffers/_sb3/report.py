@@ -10,8 +10,12 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
+from sb3_extra_buffers._sb3.algorithm import check_class
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.stores.usage import MemoryUsage, format_bytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["ReportingBuffer"]
 
@@ -34,6 +38,11 @@ class ReportingBuffer:
 
         @property
         def lock(self) -> Any: ...
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # before __init__, which would only say that it does not know an argument
+        check_class(cls)
+        return super().__new__(cls)
 
     #: Observations of a transition: 2 with the next one.
     _obs_per_transition = 2
