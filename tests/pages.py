@@ -22,10 +22,10 @@ from sb3_extra_buffers.cli.main import main as run_cli
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = "https://github.com/sb3-extra-buffers/sb3-extra-buffers"
-# may differ in the outputs of two machines: sizes and percentages a little, times by any amount
+# may differ in the outputs of two machines: sizes and percentages a little, times and dates by any amount
 TOLERANCE = 0.1
 _BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_TIME = re.compile(r"\d[\d.,]* ?(?:s|ms|us|min)\b")
+_TIME = re.compile(r"\d[\d.,]* ?(?:s|ms|us|min)\b|\d{4}-\d\d-\d\d(?:T[\d:+]+)?")
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?: ?(?:%|[kMG]?B\b))?")
 # commands that would install packages or take minutes: only what they refer to is checked
 _EXTRAS = re.compile(r"(?:\.|-e|sb3-extra-buffers)\[([\w,]+)\]")

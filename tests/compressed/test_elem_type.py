@@ -138,6 +138,15 @@ def test_a_vector_of_floats_takes_a_quarter_as_uint8() -> None:
     assert narrowed.held_bytes() < 0.3 * plain.held_bytes()
 
 
+@pytest.mark.parametrize("cls", [CompressedReplayBuffer, GpuReplayBuffer])
+def test_memory_is_compared_with_the_dtype_of_the_space(cls: Any) -> None:
+    ours, theirs = make(cls, FLOATS, dtypes=U8, compression_method="none"), make(ReplayBuffer, FLOATS)
+    fill(ours, theirs)
+    usage = ours.memory_usage()
+    assert usage.dense_observations == theirs.observations.nbytes + theirs.next_observations.nbytes
+    assert usage.observation_ratio == pytest.approx(0.25, rel=0.02)
+
+
 def test_prioritized_and_mmap_buffers(tmp_path: Path) -> None:
     ours, theirs = make(CompressedPrioritizedReplayBuffer, FLOATS, dtypes=U8), make(ReplayBuffer, FLOATS)
     fill(ours, theirs)
@@ -164,6 +173,22 @@ def test_hindsight_replay_computes_rewards_in_the_dtype_of_the_space() -> None:
         theirs.add(obs, next_obs, *rest)
     assert ours.observations["achieved_goal"].stored_dtype == np.bool_
     assert_same_samples(ours, theirs, batch_size=40)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not th.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("buffer_device", ["cuda", "pinned"])
+@pytest.mark.parametrize("method", ["none", "delta", "rle", "zstd"])
+@pytest.mark.parametrize("space", [FLOATS, DICT], ids=["box", "dict"])
+def test_on_a_gpu(space: Any, method: str, buffer_device: str) -> None:
+    reference: Any = DictReplayBuffer if space is DICT else ReplayBuffer
+    dtypes = DICT_TYPES if space is DICT else U8
+    options: Any = {"dtypes": dtypes, "compression_method": method, "buffer_device": buffer_device}
+    ours = GpuReplayBuffer(80, space, ACTIONS, "cuda", n_envs=N_ENVS, **options)
+    theirs = reference(80, space, ACTIONS, "cuda", n_envs=N_ENVS)
+    fill(ours, theirs)
+    for seed in range(3):
+        assert_same_samples(ours, theirs, seed=seed)
 
 
 ROLLOUT: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {

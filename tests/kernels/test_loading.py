@@ -65,3 +65,36 @@ def test_arrays_of_every_kind_use_one_signature() -> None:
         compiled = len(frames_numba._write.signatures)
         assert number == 0 or compiled == known
         known = compiled
+
+
+WARMUP = """
+import numpy as np
+from numba.core import event
+from sb3_extra_buffers.compressed import CompressedArray, warmup
+warmup()
+steps = np.add.outer(np.arange(60), np.arange(4) * 7)[:, None, :, None, None] + np.zeros((1, 1, 1, 64, 64))
+steps = (steps // 7 * np.tri(64)).astype(np.uint8)
+with event.install_recorder("numba:compile") as recorder:
+    for method in ("delta", "zstd"):
+        array = CompressedArray((60, 1), (4, 64, 64), np.uint8, compression_method=method)
+        other = array.next_view()
+        for step in range(59):
+            array.write_with(other, step, steps[step], steps[step + 1])
+        array.store.choose_method()
+        assert (array.read_with([other], (np.arange(20), np.zeros(20, int)))[1][:, 0] == steps[1:21, 0]).all()
+print(len(recorder.buffer))
+"""
+
+
+def test_warmup_compiles_everything_once_and_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    pytest.importorskip("zstandard")
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    runs = [
+        subprocess.run([sys.executable, "-c", WARMUP], env=environment, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    assert [run.stdout.strip() for run in runs] == ["0", "0"]  # nothing was left to compile
+    assert runs[0].stderr.count("compiling its kernels") == 1
+    assert str(tmp_path) in runs[0].stderr
+    assert runs[1].stderr == ""

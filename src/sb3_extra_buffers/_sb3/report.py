@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
-from stable_baselines3.common.buffers import BaseBuffer, ReplayBuffer, RolloutBuffer
 
 from sb3_extra_buffers._sb3.algorithm import check_class
 from sb3_extra_buffers.codecs.spec import ObsSpec
@@ -90,6 +89,9 @@ class ReportingBuffer:
 
     def _replaced_class(self) -> str:
         """The name of the class that this one replaces, and whose it is."""
+        # not at the top: the command line reads saved buffers without SB3 and torch, which take seconds to import
+        from stable_baselines3.common.buffers import BaseBuffer, ReplayBuffer, RolloutBuffer
+
         mro = type(self).__mro__
         replaced = next(cls for cls in mro if issubclass(cls, BaseBuffer) and not issubclass(cls, ReportingBuffer))
         name, owner = replaced.__name__, _OWNERS.get(replaced.__module__.partition(".")[0], "")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from sb3_extra_buffers.codecs.base import Bytes, Ints, read_only
+from sb3_extra_buffers.codecs.base import Bytes, Ints
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import CorruptPayloadError
 
@@ -83,7 +83,12 @@ class DirectDecoder:
         if self._frame.size < longest:
             self._frame = np.empty(2 * longest, np.uint8)
         self._frame[: len(header)] = np.frombuffer(header, np.uint8)
-        return int(self._decompress(self._addresses, read_only(heap), starts, lengths, self._frame, len(header), out))
+        frame_at, out_at = self._frame.ctypes.data, out.ctypes.data
+        return int(
+            self._decompress(
+                self._addresses, heap.ctypes.data, starts, lengths, frame_at, len(header), out_at, out.shape[1]
+            )
+        )
 
     def __del__(self) -> None:
         library = self.__dict__.get("_library")

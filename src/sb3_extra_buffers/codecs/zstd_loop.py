@@ -23,20 +23,33 @@ def call_words(typing_context: Any, address: Any, words: Any) -> Any:
     return types.int64(types.int64, types.UniTuple(types.int64, len(words))), generate
 
 
-@njit(nogil=True, cache=True)
-def decompress_rows(addresses: Any, heap: Any, starts: Any, lengths: Any, frame: Any, n_header: int, out: Any) -> int:
+@intrinsic
+def copy_memory(typing_context: Any, target: Any, source: Any, count: Any) -> Any:
+    """Copy ``count`` bytes between two addresses."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointers = [builder.inttoptr(address, cgutils.voidptr_t) for address in args[:2]]
+        cgutils.raw_memcpy(builder, *pointers, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+# addresses instead of arrays, and no code that raises: half the time to compile
+@njit(nogil=True, cache=True, error_model="numpy", no_cfunc_wrapper=True)
+def decompress_rows(
+    addresses: Any, heap: int, starts: Any, lengths: Any, frame: int, n_header: int, out: int, size: int
+) -> int:
     """Decompress a payload of ``heap`` into each row of ``out``; return the first that does not fill it, or -1.
 
-    ``addresses`` are those of the C function, its context and its dictionary. ``frame`` starts with the frame header
-    and can hold the longest payload after it.
+    ``addresses`` are those of the C function, its context and its dictionary. ``heap``, ``frame`` and ``out`` are
+    addresses too. ``frame`` starts with the frame header and can hold the longest payload after it.
     """
-    size = out.shape[1]
-    target, source = out.ctypes.data, frame.ctypes.data
-    for row in range(starts.size):
-        start, length = starts[row], lengths[row]
-        frame[n_header : n_header + length] = heap[start : start + length]
+    for row in range(len(starts)):
+        length = lengths[row]
+        copy_memory(frame + n_header, heap + starts[row], length)
         n_written = call_words(
-            addresses[0], (addresses[1], target + row * size, size, source, n_header + length, addresses[2])
+            addresses[0], (addresses[1], out + row * size, size, frame, n_header + length, addresses[2])
         )
         if n_written != size:
             return row

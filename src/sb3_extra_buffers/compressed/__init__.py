@@ -13,6 +13,7 @@ from sb3_extra_buffers.compressed.dtypes import (
     has_numba,
     has_zstd,
     init_jit,
+    warmup,
 )
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ __all__ = [
     "load_replay_buffer",
     "prioritized",
     "use_rollout_buffer",
+    "warmup",
 ]
 
 

@@ -11,9 +11,18 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.registry import get_codec, is_available, parse_method
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import SpecMismatchError
-from sb3_extra_buffers.kernels import has_numba
+from sb3_extra_buffers.kernels import frame_kernels, has_numba
 
-__all__ = ["find_buffer_dtypes", "find_smallest_dtype", "has_igzip", "has_lz4", "has_numba", "has_zstd", "init_jit"]
+__all__ = [
+    "find_buffer_dtypes",
+    "find_smallest_dtype",
+    "has_igzip",
+    "has_lz4",
+    "has_numba",
+    "has_zstd",
+    "init_jit",
+    "warmup",
+]
 
 
 def find_smallest_dtype(max_val: int, signed: bool = False, fallback: npt.DTypeLike = np.float32) -> np.dtype[Any]:
@@ -82,7 +91,8 @@ def init_jit(
     spec = ObsSpec(shape, np.dtype(elem_dtype))
     if compression_method == "auto" or parse_method(compression_method)[0] == "delta":
         if has_numba():
-            _compile_frame_kernels()
+            _use_store("delta", "first")
+            _use_store("delta", "last")
         return
     codec = get_codec(compression_method).bind(spec)
     row = np.zeros((1, spec.nbytes), np.uint8)
@@ -90,21 +100,47 @@ def init_jit(
     codec.decode_batch([memoryview(payload[0])], row)
 
 
-def _compile_frame_kernels() -> None:
-    from sb3_extra_buffers.codecs.delta import DeltaCodec
+def warmup(compression_method: str = "auto", observation_space: Any = None) -> None:
+    """Compile everything that buffers with ``compression_method`` will call, instead of at the first observations.
+
+    Compiling takes about five seconds. numba caches the result on disk, so later calls, and later processes on the
+    same machine, take half a second. Without numba there is nothing to compile.
+
+    Args:
+        compression_method: The method that the buffer will use.
+        observation_space: The space of the observations, or None for images with the channels first. Only the position
+            of the channels matters.
+
+    Examples:
+        >>> from sb3_extra_buffers.compressed import warmup
+        >>> warmup()
+        >>> warmup("zstd-5")
+    """
+    if not has_numba():
+        return
+    methods = ["delta", *(["zstd"] if has_zstd() else [])] if compression_method == "auto" else [compression_method]
+    spaces = getattr(observation_space, "spaces", {"": observation_space}).values()
+    shapes = [shape for space in spaces if (shape := getattr(space, "shape", None))]
+    channels_last = any(len(shape) == 3 and shape[2] < shape[0] for shape in shapes)
+    for method in methods:
+        _use_store(method, "last" if channels_last else "first")
+    zero = np.zeros(1, np.int64)
+    frame_kernels().flat_indices(zero, zero, 1, 1, zero, np.zeros((1, 1), np.int64))
+
+
+def _use_store(method: str, axis: Literal["first", "last"]) -> None:
+    """Write and read a few observations, which compiles what a buffer will call."""
     from sb3_extra_buffers.stores.layout import StackLayout
-    from sb3_extra_buffers.stores.segments import SegmentStore
+    from sb3_extra_buffers.stores.registry import make_store
 
     # many repeated changes, so that a segment is also compressed and decompressed with LZ4
     rows = np.tile(np.arange(64, dtype=np.uint8), (16, 32)) + np.arange(16, dtype=np.uint8)[:, None]
     indices, streams = np.arange(16), np.zeros(16, np.int64)
-    axes: tuple[Literal["first", "last"], ...] = ("first", "last")
-    for axis in axes:
-        layout = StackLayout(ObsSpec((2, 512, 2), np.dtype(np.uint8)), 2, axis)
-        store = SegmentStore(layout, 32, 1, DeltaCodec())
-        store.write(indices, streams, rows)
-        store.write_step(0, 16, rows[-1:], rows[:1])
-        store.read(indices)
+    layout = StackLayout(ObsSpec((2, 512, 2), np.dtype(np.uint8)), 2, axis)
+    store = make_store(layout, 32, 1, get_codec(method).bind(layout.frame_spec))
+    store.write(indices, streams, rows)
+    store.write_step(0, 16, rows[-1:], rows[:1])
+    store.read(indices)
 
 
 def has_igzip() -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import logging
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
+import numpy as np
 from numba import njit, types
+from numba.core import event
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
@@ -17,6 +21,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # error_model: kernels never divide by zero, and code that raises takes long to compile
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 _compiled: dict[Callable[..., Any], Any] = {}
+_slow: list[Any] = []
+_logger = logging.getLogger("sb3_extra_buffers")
 
 
 class _LinkedLibrary(JITCodeLibrary):  # type: ignore[misc]  # numba has no types
@@ -76,6 +82,42 @@ def entry(function: Function) -> Function:
     return compiled
 
 
+def slow_entry(function: Function) -> Function:
+    """`entry` for a kernel that takes seconds to compile: `_Listener` announces it."""
+    compiled: Any = entry(function)
+    _slow.append(compiled)
+    return compiled  # type: ignore[no-any-return]  # numba has no types
+
+
+class _Listener(event.Listener):  # type: ignore[misc]  # numba has no types
+    """Logs once that slow kernels are being compiled, and pauses Python's garbage collector, a tenth of that time."""
+
+    def __init__(self) -> None:
+        self._announced = self._collects = False
+
+    def on_start(self, started: Any) -> None:
+        kernel = started.data["dispatcher"]
+        if not any(kernel is each for each in _slow):
+            return
+        if not self._announced:
+            self._announced = True
+            # a warning, because nothing less is shown by default
+            _logger.warning(
+                "sb3-extra-buffers is compiling its kernels: about 5 seconds, once per machine (cached in %s). "
+                "Call sb3_extra_buffers.compressed.warmup() to do this ahead of time.",
+                kernel.stats.cache_path,
+            )
+        self._collects = gc.isenabled()
+        gc.disable()
+
+    def on_end(self, ended: Any) -> None:
+        if self._collects and any(ended.data["dispatcher"] is each for each in _slow):
+            gc.enable()
+
+
+event.register("numba:compile", _Listener())
+
+
 def replaces(reference: Callable[..., Any]) -> Callable[[Function], Function]:
     """Let compiled code call the decorated function in place of ``reference``."""
 
@@ -88,7 +130,8 @@ def replaces(reference: Callable[..., Any]) -> Callable[[Function], Function]:
 
 def use_reference(module: ModuleType) -> None:
     """Compile the functions of a module of reference kernels as they are, except those that were replaced before."""
-    namespace = dict(vars(module))
+    # as numba's own ``int`` does, for integers; that one is another function to compile
+    namespace = dict(vars(module)) | {"int": np.int64}
     functions = [value for value in namespace.values() if inspect.isfunction(value)]
     for function in functions:
         if function.__module__ == module.__name__ and function not in _compiled:

@@ -21,7 +21,7 @@ from sb3_extra_buffers.kernels.columns_numba import (
     stack_int64,
     tables_at,
 )
-from sb3_extra_buffers.kernels.compiling import compiled, entry
+from sb3_extra_buffers.kernels.compiling import compiled, entry, slow_entry
 from sb3_extra_buffers.kernels.reading_numba import read_rows, work_bytes
 from sb3_extra_buffers.kernels.state import COMMITTED
 
@@ -32,7 +32,7 @@ _NO_ROWS = np.zeros(0, np.int64)
 _NO_FRAMES = np.zeros((0, 0, 0), np.uint8)
 
 
-@entry
+@slow_entry
 def _write(
     bound: Any, frame_ids: Any, frames: Any, next_frames: Any, streams: Any, indices: Any, index: int, next_index: int,
     first: int, logged: bool,
@@ -77,7 +77,7 @@ def release_rows(bound: Any) -> None:
     _release_rows(tables_at(bound))
 
 
-@entry
+@slow_entry
 def read_frames(bound: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int) -> int:
     state, ids, sets_, out_ = tables_at(bound), as_column(frame_ids), as_column(sets), as_column(out)
     space = np.empty(work_bytes(state, ids, sets_), np.uint8)

@@ -16,7 +16,7 @@ from sb3_extra_buffers.kernels import (
 from sb3_extra_buffers.kernels.columns_numba import flat, part
 from sb3_extra_buffers.kernels.compiling import inner, replaces, use_reference
 from sb3_extra_buffers.kernels.delta_numba import encode
-from sb3_extra_buffers.kernels.intrinsics import copy_bytes, equal_bytes, load_byte
+from sb3_extra_buffers.kernels.intrinsics import copy_bytes, equal_bytes, load_int
 
 replaces(reference.part)(part)
 
@@ -35,7 +35,7 @@ def is_zero(frames: Any, row: Any, j: Any) -> bool:
     _, stack, size = frames.shape
     start = (row * stack + j) * size
     # every byte equals the one before
-    return load_byte(frames, start) == 0 and equal_bytes(frames, start, frames, start + 1, size - 1)
+    return load_int(frames, start) == 0 and equal_bytes(frames, start, frames, start + 1, size - 1)
 
 
 @replaces(reference.put_frame)
