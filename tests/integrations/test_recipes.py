@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from stable_baselines3 import DQN
 
 from tests.pages import ROOT, Block, blocks_of, difference, run_python
 
@@ -87,7 +88,7 @@ def test_rl_zoo_trains_and_plays(zoo: list[tuple[str, str]], config: str) -> Non
     assert f"Loading {saved[1]}/PongNoFrameskip-v4.zip\n" in playing
     # one report, at the end
     assert training.count("| buffer/ ") == 1
-    assert 0 < float(buffer_rows(training)["observation_ratio"]) < 0.03
+    assert 0 < float(buffer_rows(training)["observation_ratio"]) < 0.05
 
 
 def test_rl_zoo_prints_what_the_page_shows(zoo: list[tuple[str, str]]) -> None:
@@ -150,14 +151,14 @@ def test_cleanrl_diff_applies_and_trains_the_same_weights() -> None:
 def test_a_shared_model_loads_without_this_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require("ale_py")
     monkeypatch.chdir(tmp_path)
-    (code,) = texts("## Sharing a model", "python")
-    variables = execute(code)
+    saving, loading = texts("## Sharing a model", "python")
+    execute(saving)
     for name in [name for name in sys.modules if name.partition(".")[0] == "sb3_extra_buffers"]:
         monkeypatch.setitem(sys.modules, name, None)
 
     with pytest.raises(ImportError, match="sb3_extra_buffers"):
-        variables["DQN"].load("dqn_pong")
-    model = variables["DQN"].load("dqn_pong", custom_objects=variables["plain"])
+        DQN.load("dqn_pong")
+    model = execute(loading)["model"]
 
     assert type(model.replay_buffer).__name__ == "ReplayBuffer"
     assert model.buffer_size == 1
