@@ -102,7 +102,7 @@ REPLAY: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
         {"dtypes": find_buffer_dtypes((4, 20, 16), np.uint8, "rle"), "compression_method": "rle"},
     ),
     "uncompressed": (CompressedReplayBuffer, ReplayBuffer, FLOATS, {"dtypes": U8, "compression_method": "none"}),
-    "zstd": (CompressedReplayBuffer, ReplayBuffer, FLOATS, {"dtypes": U8, "compression_method": "zstd-5"}),
+    "gzip": (CompressedReplayBuffer, ReplayBuffer, FLOATS, {"dtypes": U8, "compression_method": "gzip1"}),
     "dict": (CompressedDictReplayBuffer, DictReplayBuffer, DICT, {"dtypes": DICT_TYPES}),
     "n-step": (CompressedNStepReplayBuffer, NStepReplayBuffer, FLOATS, {"dtypes": U8, "n_steps": 3, "gamma": 0.9}),
     "gpu": (GpuReplayBuffer, ReplayBuffer, FLOATS, {"dtypes": find_gpu_buffer_dtypes((4, 20, 16))}),
