@@ -17,14 +17,14 @@ import psutil
 from stable_baselines3 import DQN
 from stable_baselines3.common.buffers import ReplayBuffer
 
-from sb3_extra_buffers.compressed import CompressedReplayBuffer, init_jit
+from sb3_extra_buffers.compressed import CompressedReplayBuffer, warmup
 from sb3_extra_buffers.stores.usage import format_bytes
 from sb3_extra_buffers.training_utils.atari import make_env
 
 
 def train(game: str, steps: int, method: str, compressed: bool) -> dict[str, Any]:
     """Train once; return the memory and time it took, and a hash of the final weights."""
-    init_jit(method)  # compiles the kernels; takes some seconds the first time
+    warmup(method)  # compiles the kernels; takes some seconds the first time
     env = make_env(game, n_envs=4, framestack=4, seed=0)
     buffer_arguments: dict[str, Any] = {
         "replay_buffer_class": CompressedReplayBuffer,

@@ -73,6 +73,8 @@ def run_python(code: str) -> str:
 def run_command(line: str) -> str:
     """Run a command line of a page; of those that install packages or take minutes, check what they refer to."""
     words = shlex.split(line, comments=True)
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        del words[0]  # a variable of the environment
     if not words:
         return ""
     if words[0] == "sb3-extra-buffers":

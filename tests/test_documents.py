@@ -78,6 +78,15 @@ def test_the_quickstart_lists_every_example() -> None:
     assert shown == {path.stem for path in (ROOT / "examples").glob("example_*.py")}
 
 
+def test_the_usage_notes_list_every_extra() -> None:
+    declared = (
+        (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("[tool")[0]
+    )
+    table = (ROOT / "docs" / "usage.md").read_text().partition("## Optional packages")[2].partition("\n## ")[0]
+
+    assert set(re.findall(r"^(\w+) = ", declared, re.MULTILINE)) - {"dev"} == set(re.findall(r"`\[(\w+)\]`", table))
+
+
 def linked_files(page: Path) -> list[tuple[str, Path]]:
     """Return the links of a page to files in the repository: the link, and the file."""
     found = []

@@ -27,6 +27,7 @@ from stable_baselines3.common.buffers import (
 
 from sb3_extra_buffers import files
 from sb3_extra_buffers.arguments import narrow
+from sb3_extra_buffers.cli.main import main
 from sb3_extra_buffers.compressed import (
     CompressedDictReplayBuffer,
     CompressedDictRolloutBuffer,
@@ -227,6 +228,14 @@ def test_a_value_that_does_not_survive_raises_and_changes_nothing(name: str, val
     assert ours.pos == before[1]
     is_same(sample(ours, 32, 0)[0], before[0])
     fill(ours, n_steps=1)
+
+
+def test_the_command_line_shows_the_dtype_of_the_space(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = make(CompressedReplayBuffer, FLOATS, dtypes=U8)
+    fill(ours)
+    files.save(ours, tmp_path / "buffer")
+    assert main(["info", str(tmp_path / "buffer")]) == 0
+    assert "4x20x16 float32" in capsys.readouterr().out
 
 
 def test_one_mapping_for_a_dict_applies_to_its_images() -> None:

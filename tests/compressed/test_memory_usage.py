@@ -105,6 +105,19 @@ def test_what_is_kept_uncompressed_takes_as_much_as_in_sb3(name: str, space: str
         assert usage.ratio == usage.observation_ratio == 1
 
 
+@pytest.mark.parametrize("cls", [CompressedReplayBuffer, GpuReplayBuffer])
+def test_a_smaller_dtype_counts_as_compression(cls: Any) -> None:
+    space = spaces.Box(0, 255, IMAGE.shape, np.float32)
+    arguments: Any = (100, space, ACTION, "cpu")
+    ours, theirs = cls(*arguments, dtypes={"elem_type": np.uint8}), sb3.ReplayBuffer(*arguments)
+    for step in play(IMAGE, 1, 70, actions=ACTION):
+        floats = step._replace(obs=step.obs.astype(np.float32), next_obs=step.next_obs.astype(np.float32))
+        ours.add(*floats)
+        theirs.add(*floats)
+    assert_true(ours, theirs, 70, "SB3's ReplayBuffer")
+    assert "(4, 20, 16) float32" in repr(ours)
+
+
 @pytest.mark.parametrize("n_steps", [40, 130])
 def test_dict_observations(n_steps: int) -> None:
     space: Any = SPACES["dict"]

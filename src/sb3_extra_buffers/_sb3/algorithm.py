@@ -63,8 +63,8 @@ def check_space(buffer: Any, space: Any) -> None:
     """Raise if ``buffer`` is for another kind of observation space, and name the class for ``space``."""
     name = type(buffer).__name__
     needs_dict = isinstance(buffer, (DictReplayBuffer, DictRolloutBuffer))
-    if needs_dict == isinstance(space, spaces.Dict):
-        return
+    if needs_dict == isinstance(space, spaces.Dict) or isinstance(space, spaces.Tuple):
+        return  # SB3 itself refuses tuples
     if needs_dict:
         other, what = name.replace("Dict", ""), f"needs a Dict observation space, got {space}"
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
-from sb3_extra_buffers._sb3.algorithm import check_class
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.stores.usage import MemoryUsage, format_bytes
 
@@ -40,8 +40,11 @@ class ReportingBuffer:
         def lock(self) -> Any: ...
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        # before __init__, which would only say that it does not know an argument
-        check_class(cls)
+        # before __init__, which would only say that it does not know an argument; `info` runs without SB3
+        if "stable_baselines3.common.base_class" in sys.modules:
+            from sb3_extra_buffers._sb3.algorithm import check_class
+
+            check_class(cls)
         return super().__new__(cls)
 
     #: Observations of a transition: 2 with the next one.

@@ -58,14 +58,15 @@ class SavedBuffer(ReportingBuffer):
                 by_key.setdefault(attribute, {})[key] = array
             else:
                 self.columns[name.removeprefix("extra/")] = array
+        keys: Any = getattr(self.observation_space, "spaces", {"": self.observation_space})
         count = math.prod(lead)
         for name, store in parts.stores.items():
             attribute, _, key = name.partition(".")
+            require(key in keys, f"the observation space has no key {key!r}")
             # one store holds the observations, followed by the next observations
             for number in range(store.n_obs // count):
-                view = make_view(StoreView, store, lead, number * count)
+                view = make_view(StoreView, store, lead, number * count, dtype=np.dtype(keys[key].dtype))
                 by_key.setdefault("next_" * number + attribute, {})[key] = view
-        keys = getattr(self.observation_space, "spaces", {"": None})
         for attribute, leaves in by_key.items():
             require(leaves.keys() == keys.keys(), f"{attribute} has the keys {[*leaves]}, expected {[*keys]}")
             setattr(self, attribute, leaves[""] if "" in leaves else {key: leaves[key] for key in keys})

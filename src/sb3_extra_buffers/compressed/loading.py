@@ -27,8 +27,15 @@ def load_replay_buffer(model: Any, path: str | os.PathLike[str], truncate_last_t
         truncate_last_traj: As in SB3: for HER, whether to end the episode that was not complete.
 
     Examples:
-        >>> model.replay_buffer.save("buffer")  # doctest: +SKIP
-        >>> load_replay_buffer(DQN.load("model", env=env), "buffer")  # doctest: +SKIP
+        >>> from stable_baselines3 import DQN
+        >>> from sb3_extra_buffers.compressed import CompressedReplayBuffer, load_replay_buffer
+        >>> model = DQN("MlpPolicy", "CartPole-v1", replay_buffer_class=CompressedReplayBuffer).learn(100)
+        >>> model.save("model")
+        >>> model.replay_buffer.save("buffer")
+        >>> model = DQN.load("model", env=model.env)
+        >>> load_replay_buffer(model, "buffer")
+        >>> len(model.replay_buffer)
+        100
     """
     if not hasattr(model, "load_replay_buffer"):
         raise AlgorithmMismatchError(f"{type(model).__name__} has no replay buffer to load")
