@@ -51,6 +51,7 @@ def test_differences_between_outputs_are_found() -> None:
     assert difference(shown, shown.replace("1.24 MB", "1.24 kB")) == "1.24 MB is shown, 1.24 kB was printed"
     assert difference(shown, shown.replace("1.10 %", "1.30 %")) == "1.10 % is shown, 1.30 % was printed"
     assert difference(shown, shown.replace("2,000", "2,001")) == "2,000 is shown, 2,001 was printed"
+    assert difference("572,701 bytes", "572,899 bytes") is None
     assert difference(shown, shown + "\nmore") == "the text differs"
 
 
