@@ -11,7 +11,7 @@ from stable_baselines3.common.buffers import ReplayBuffer
 
 from sb3_extra_buffers.codecs import is_available
 from sb3_extra_buffers.codecs.registry import parse_method
-from sb3_extra_buffers.compressed import CompressedReplayBuffer, init_jit
+from sb3_extra_buffers.compressed import CompressedReplayBuffer, init_jit, warmup
 from sb3_extra_buffers.stores.usage import format_bytes
 from sb3_extra_buffers.training_utils.buffer_warmup import warm_up
 
@@ -23,6 +23,7 @@ METHODS += ["rle-jit", "delta", "delta2", "delta3", "auto"]
 
 def fill_buffers(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, float]]:
     """Let the DQN play; return SB3's buffer and one for each installed method, and the seconds each took to fill."""
+    warmup()  # so that no buffer's latency includes compiling
     env = make_game(options)
     model = load_model(options, "DQN")
     size = options.timesteps if options.quick else options.buffer_size

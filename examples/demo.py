@@ -17,13 +17,14 @@ import psutil
 from stable_baselines3 import DQN
 from stable_baselines3.common.buffers import ReplayBuffer
 
-from sb3_extra_buffers.compressed import CompressedReplayBuffer, init_jit
+from sb3_extra_buffers.compressed import CompressedReplayBuffer, warmup
+from sb3_extra_buffers.stores.usage import format_bytes
 from sb3_extra_buffers.training_utils.atari import make_env
 
 
 def train(game: str, steps: int, method: str, compressed: bool) -> dict[str, Any]:
     """Train once; return the memory and time it took, and a hash of the final weights."""
-    init_jit(method)  # compiles the kernels; takes some seconds the first time
+    warmup(method)  # compiles the kernels; takes some seconds the first time
     env = make_env(game, n_envs=4, framestack=4, seed=0)
     buffer_arguments: dict[str, Any] = {
         "replay_buffer_class": CompressedReplayBuffer,
@@ -37,12 +38,12 @@ def train(game: str, steps: int, method: str, compressed: bool) -> dict[str, Any
     model.learn(steps, progress_bar=True)
     seconds, growth = time.perf_counter() - start, psutil.Process().memory_info().rss - before
     buffer: Any = model.replay_buffer
-    names = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
-    size = (
-        buffer.memory_usage().total if compressed else sum(getattr(buffer, name)[: buffer.pos].nbytes for name in names)
-    )
+    if compressed:
+        size, report = buffer.memory_usage().total, str(buffer.memory_usage())
+    else:
+        columns = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
+        size, report = sum(getattr(buffer, name)[: buffer.pos].nbytes for name in columns), ""
     weights = hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.policy.state_dict().values()))
-    report = str(buffer.memory_usage()) if compressed else ""
     return {"seconds": seconds, "growth": growth, "size": size, "weights": weights.hexdigest(), "report": report}
 
 
@@ -61,12 +62,12 @@ def main() -> None:
     results = {}
     for kind in ("compressed", "sb3"):
         print(f"training DQN on {options.game} for {steps} steps, {kind} buffer", flush=True)
-        command = [sys.executable, __file__, *sys.argv[1:], "--only", kind]
-        process = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-        results[kind] = json.loads(process.stdout.splitlines()[-1])
+        output = subprocess.check_output([sys.executable, __file__, *sys.argv[1:], "--only", kind])
+        results[kind] = json.loads(output.splitlines()[-1])
     print(f"\n{'':24}{'buffer':>12}{'process grew':>15}{'training':>12}")
     for name, result in zip(("CompressedReplayBuffer", "SB3's ReplayBuffer"), results.values(), strict=True):
-        print(f"{name:24}{result['size'] / 1e6:>9.1f} MB{result['growth'] / 1e6:>12.1f} MB{result['seconds']:>10.1f} s")
+        size, growth = (format_bytes(result[key]) for key in ("size", "growth"))
+        print(f"{name:24}{size:>12}{growth:>15}{result['seconds']:>10.1f} s")
     ours, theirs = results.values()
     print(f"\n{ours['report']}\n{ours['seconds'] / theirs['seconds']:.2f}x the time")
     if ours["weights"] != theirs["weights"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common import buffer_arguments, make_game, parse
 
-from sb3_extra_buffers.compressed import CompressedReplayBuffer, init_jit
+from sb3_extra_buffers.compressed import CompressedReplayBuffer, warmup
 
 
 def main() -> None:
@@ -13,7 +13,7 @@ def main() -> None:
         from sbx import DQN
     except ImportError:
         raise SystemExit("this example needs SBX: pip install sbx-rl") from None
-    init_jit("auto" if options.compression == "raw" else options.compression)
+    warmup()
     env = make_game(options)
     model = DQN(
         "CnnPolicy",

@@ -6,12 +6,12 @@ from common import buffer_arguments, make_eval_game, make_game, parse
 from runs import train
 from stable_baselines3 import PPO
 
-from sb3_extra_buffers.compressed import CompressedRolloutBuffer, init_jit
+from sb3_extra_buffers.compressed import CompressedRolloutBuffer, warmup
 
 
 def main() -> None:
     options = parse(__doc__, timesteps=10_000_000)
-    init_jit(options.compression if options.compression != "raw" else "auto")
+    warmup()
     model = PPO(
         "CnnPolicy",
         make_game(options),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from common import buffer_arguments, parse
 from stable_baselines3 import PPO
 
-from sb3_extra_buffers.compressed import CompressedRolloutBuffer, init_jit
+from sb3_extra_buffers.compressed import CompressedRolloutBuffer, warmup
 from sb3_extra_buffers.stores.usage import format_bytes
 from sb3_extra_buffers.training_utils.doom import make_env
 from sb3_extra_buffers.training_utils.eval_model import eval_model
@@ -13,14 +13,14 @@ from sb3_extra_buffers.training_utils.eval_model import eval_model
 
 def main() -> None:
     options = parse(
-        __doc__, timesteps=1_000_000, n_envs=4, quick=128, scenario="defend_the_center", observation="classes"
+        __doc__, timesteps=1_000_000, n_envs=4, quick=256, scenario="defend_the_center", observation="classes"
     )
-    init_jit(options.compression if options.compression != "raw" else "auto")
+    warmup()
     env = make_env(options.scenario, options.n_envs, observation=options.observation, res=(120, 160), seed=options.seed)
     model = PPO(
         "CnnPolicy",
         env,
-        n_steps=64 if options.quick else 1024,
+        n_steps=128 if options.quick else 1024,
         batch_size=32 if options.quick else 256,
         n_epochs=1 if options.quick else 4,
         # class ids are small numbers that a division by 255 would make indistinguishable

@@ -1,4 +1,4 @@
-"""Train the small DQN whose weights are in ``examples/dqn_mspacman.npz``: minutes on a CPU.
+"""Train the small DQN whose weights are in ``examples/dqn_mspacman.npz``: ten minutes on a CPU.
 
 ``python scripts/train_mspacman.py`` needs ``pip install '.[fast,extra]'``.
 """
@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 import torch
-from stable_baselines3.common.callbacks import BaseCallback
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -24,21 +22,9 @@ from sb3_extra_buffers.training_utils.eval_model import eval_model
 GAME = "MsPacmanNoFrameskip-v4"
 
 
-class StopAfter(BaseCallback):
-    """Stops training after a number of minutes."""
-
-    def __init__(self, minutes: float) -> None:
-        super().__init__()
-        self._end = time.monotonic() + 60 * minutes
-
-    def _on_step(self) -> bool:
-        return time.monotonic() < self._end
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--timesteps", type=int, default=400_000)
-    parser.add_argument("--minutes", type=float, default=30, help="stop after this time (default: 30)")
+    parser.add_argument("--timesteps", type=int, default=120_000)
     parser.add_argument("--episodes", type=int, default=20, help="episodes of the evaluation (default: 20)")
     parser.add_argument("--output", type=Path, default=WEIGHTS)
     options = parser.parse_args()
@@ -52,7 +38,7 @@ def main() -> None:
         gradient_steps=2,
         batch_size=64,
         target_update_interval=4000,
-        exploration_fraction=0.3,
+        exploration_fraction=0.4,
         exploration_final_eps=0.03,
         n_steps=3,
         replay_buffer_class=CompressedReplayBuffer,
@@ -61,7 +47,7 @@ def main() -> None:
         seed=0,
         verbose=1,
     )
-    model.learn(options.timesteps, callback=StopAfter(options.minutes), log_interval=100)
+    model.learn(options.timesteps, log_interval=100)
     save_weights(model, options.output)
     print(f"saved {options.output}, {options.output.stat().st_size / 1000:.0f} kB; {model.num_timesteps:,} steps")
     print(model.replay_buffer.memory_usage())

@@ -51,6 +51,7 @@ def test_differences_between_outputs_are_found() -> None:
     assert difference(shown, shown.replace("1.24 MB", "1.24 kB")) == "1.24 MB is shown, 1.24 kB was printed"
     assert difference(shown, shown.replace("1.10 %", "1.30 %")) == "1.10 % is shown, 1.30 % was printed"
     assert difference(shown, shown.replace("2,000", "2,001")) == "2,000 is shown, 2,001 was printed"
+    assert difference("572,701 bytes", "572,899 bytes") is None
     assert difference(shown, shown + "\nmore") == "the text differs"
 
 
@@ -76,6 +77,15 @@ def test_the_quickstart_lists_every_example() -> None:
     shown = set(re.findall(r"python examples/(\w+)\.py", (ROOT / "docs" / "quickstart.md").read_text()))
 
     assert shown == {path.stem for path in (ROOT / "examples").glob("example_*.py")}
+
+
+def test_the_usage_notes_list_every_extra() -> None:
+    declared = (
+        (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("[tool")[0]
+    )
+    table = (ROOT / "docs" / "usage.md").read_text().partition("## Optional packages")[2].partition("\n## ")[0]
+
+    assert set(re.findall(r"^(\w+) = ", declared, re.MULTILINE)) - {"dev"} == set(re.findall(r"`\[(\w+)\]`", table))
 
 
 def linked_files(page: Path) -> list[tuple[str, Path]]:
@@ -196,6 +206,9 @@ def test_demo_trains_and_compares(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     runpy.run_path(path, run_name="__main__")
 
     output = capsys.readouterr().out
-    assert re.search(r"CompressedReplayBuffer +[\d.]+ MB", output)
-    assert re.search(r"SB3's ReplayBuffer +[\d.]+ MB", output)
+    sizes = dict(re.findall(r"^(CompressedReplayBuffer|SB3's ReplayBuffer) +([\d.]+ [kM]B)", output, re.MULTILINE))
+    ours, theirs = sizes["CompressedReplayBuffer"], sizes["SB3's ReplayBuffer"]
+    # the report has the same figures as the table
+    report = rf"{ours} for \d+ transitions: 0\.\d+ % of the {theirs} in"
+    assert re.search(report, output)
     assert "both agents ended with the same weights" in output

@@ -14,7 +14,7 @@ import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # what memory_usage() prints: bytes and transitions held, and their share of what SB3's buffer takes for them
-USAGE = r"[kM]B for {} transitions: 0?[\d.]+ % of the [\d.]+ MB in "
+USAGE = r"[kM]B for {} transitions: (?P<percent>[\d.]+) % of the [\d.]+ MB in "
 REPLAY, ROLLOUT = USAGE + "SB3's ReplayBuffer", USAGE + "SB3's RolloutBuffer"
 TABLE = r"Compression +Memory +Memory % +Latency\n.*"
 # required package, arguments, and pattern of the output
@@ -36,7 +36,7 @@ CASES = {
     "example_vizdoom_segmentation": (
         "vizdoom",
         "",
-        ROLLOUT.format(128) + r".*as RGB, SB3's buffer would take .*\(Final\) Evaluated 2 episodes",
+        ROLLOUT.format(256) + r".*as RGB, SB3's buffer would take .*\(Final\) Evaluated 2 episodes",
     ),
     "example_train_gpu_rollout": ("ale_py", "", ROLLOUT.format(256) + r".*saved .*ppo_pong\.zip"),
     "example_train_gpu_replay": ("ale_py", "--game mspacman", REPLAY.format(512) + r".*saved .*dqn_mspacman\.zip"),
@@ -73,13 +73,17 @@ def test_examples_run(
     name = case.partition(" ")[0]
     path = EXAMPLES / f"{name}.py"
     monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
-    output = ["--output", str(tmp_path)] if "from common import" in path.read_text() else []
-    monkeypatch.setattr(sys, "argv", [str(path), "--quick", *output, *arguments.split()])
+    folder = ["--output", str(tmp_path)] if "from common import" in path.read_text() else []
+    monkeypatch.setattr(sys, "argv", [str(path), "--quick", *folder, *arguments.split()])
     monkeypatch.chdir(tmp_path)
 
     runpy.run_path(str(path), run_name="__main__")
 
-    assert re.search(pattern, capsys.readouterr().out, re.DOTALL)
+    output = capsys.readouterr().out
+    found = re.search(pattern, output, re.DOTALL)
+    assert found, output
+    # --quick runs long enough to compress
+    assert all(0.1 < float(percent) < 5 for percent in found.groupdict().values())
     for written in re.findall(r"\S+\.(?:zip|gif|mp4)", arguments):
         assert (tmp_path / written).stat().st_size > 1000
 
@@ -123,6 +127,23 @@ def test_example_sbx_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) 
 
     with pytest.raises(SystemExit, match="pip install sbx-rl"):
         runpy.run_path(str(path), run_name="__main__")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_model_of_the_examples_has_learned_to_play(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ale_py")
+    from sb3_extra_buffers.training_utils.atari import make_env
+    from sb3_extra_buffers.training_utils.eval_model import eval_model
+
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+    module = runpy.run_path(str(EXAMPLES / "small_dqn.py"))
+    whole_games = {"terminal_on_life_loss": False, "clip_reward": False}
+    env = make_env("MsPacmanNoFrameskip-v4", n_envs=4, seed=0, native=True, wrapper_kwargs=whole_games)
+    result = eval_model(module["load_small_dqn"](env, "cpu"), env, 4, progress_bar=False, verbose=False)
+    env.close()
+
+    assert module["WEIGHTS"].stat().st_size < 100_000
+    assert result.mean > 350  # random actions: about 220
 
 
 def test_example_eval_without_a_model_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,13 +93,14 @@ class Browser:
             printed = {"text": key} if len(key) == 1 and kind == "keyDown" else {}
             self.call("Input.dispatchKeyEvent", type=kind, key=key, modifiers=8 if shift else 0, **printed)
 
-    def click(self, selector: str, across: float = 0.5, down: float = 0.5) -> None:
-        """Click into an element, at a fraction of its width and height."""
+    def click(self, selector: str, across: float = 0.5, to: float | None = None) -> None:
+        """Click into an element, at a fraction of its width, and drag ``to`` another."""
         found = f"document.querySelector({json.dumps(selector)})"
         self.evaluate(f"{found}.scrollIntoView({{block: 'center'}})")
         box = self.evaluate(f"{found}.getBoundingClientRect().toJSON()")
-        point = {"x": box["x"] + across * box["width"], "y": box["y"] + down * box["height"]}
-        for kind in ("mousePressed", "mouseReleased"):
+        last = across if to is None else to
+        for kind, fraction in (("mousePressed", across), ("mouseMoved", last), ("mouseReleased", last)):
+            point = {"x": box["x"] + fraction * box["width"], "y": box["y"] + box["height"] / 2}
             self.call("Input.dispatchMouseEvent", type=kind, button="left", buttons=1, clickCount=1, **point)
 
     def screenshot(self, path: Path) -> None:
@@ -129,7 +130,7 @@ def start_browser(home: Path) -> Iterator[Browser]:
     from_browser, write_answers = os.pipe()
     # numbers that the two above cannot overwrite
     passed = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 10) for descriptor in (read_commands, write_answers)]
-    arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe"]
+    arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe"]
     process = subprocess.Popen(
         [sys.executable, "-c", _START, *map(str, passed), str(CHROMIUM), *arguments, f"--user-data-dir={home}"],
         pass_fds=passed, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,

@@ -20,6 +20,7 @@ from sb3_extra_buffers.cli.main import main
 from sb3_extra_buffers.cli.reader import BufferReader, open_buffer
 from sb3_extra_buffers.files import load
 from sb3_extra_buffers.recording import RecordBuffer
+from sb3_extra_buffers.stores.usage import format_bytes
 from tests.cli.png import decode_png
 from tests.files.filing import ACTIONS, BOX, BUFFERS, DICT, N_ENVS, Feed, assert_same, batches, contents, make_array
 
@@ -39,7 +40,8 @@ def run(*arguments: Any) -> int:
 
 
 def facts_of(text: str) -> dict[str, str]:
-    return dict(line.split(": ", 1) for line in text.splitlines())
+    """The facts in the output of ``info``, without continued lines."""
+    return dict(line.split(": ", 1) for line in text.splitlines() if not line.startswith("  "))
 
 
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,6 +89,11 @@ def test_info(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = {"mean": np.mean(returns), "min": np.min(returns), "max": np.max(returns)}
     assert as_json["returns"] == pytest.approx(expected)
     assert as_json["lengths"] == {"mean": 9, "min": 9, "max": 9}
+    usage = buffer.memory_usage()
+    assert facts["memory"].endswith(f" of the {format_bytes(usage.dense)} in SB3's ReplayBuffer")
+    assert as_json["memory"]["dense"] == 52 * (2 * 2 * 18 * 20 + 8 + 4 + 4 + 4)
+    assert as_json["memory"]["ratio"] == pytest.approx(as_json["memory"]["total"] / as_json["memory"]["dense"])
+    assert as_json["memory"]["codecs"][""].startswith("delta")
 
 
 def test_json_is_valid_if_rewards_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,6 +157,12 @@ def test_a_buffer_read_without_its_class_holds_the_same(name: str, tmp_path: Pat
             rows = parts.stores[part].read(np.arange(count))
             np.testing.assert_array_equal(np.asarray(leaf).reshape(count, -1).view(np.uint8), rows)
     assert hasattr(read, "next_observations") == ("rollout" not in name)
+    usage = open_buffer(tmp_path / "saved", measured=True)[1].memory_usage()
+    expected = load(tmp_path / "saved").memory_usage()
+    assert usage.total == pytest.approx(expected.total, rel=0.02)
+    for figure in ("transitions", "dense", "dense_observations", "baseline", "decided"):
+        assert getattr(usage, figure) == getattr(expected, figure)
+    assert {key: method.replace("-jit", "") for key, method in usage.codecs.items()} == expected.codecs
     assert saved.kind == parts.kind
 
 

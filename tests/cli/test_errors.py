@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from stable_baselines3.common.save_util import save_to_pkl
 
 from sb3_extra_buffers.cli.main import main
 from sb3_extra_buffers.compressed import CompressedReplayBuffer
-from sb3_extra_buffers.files import save_file
+from sb3_extra_buffers.errors import MissingExtraError
+from sb3_extra_buffers.files import load, save_file
 from tests.files.filing import ACTIONS, BOX, BUFFERS, Feed
 
 # the options of each command after its path; OUT is a file or folder to write
@@ -37,6 +40,7 @@ COMMANDS = {
     "bench": ["-o", "OUT.png", "--methods", "none"],
     "recommend": ["-o", "OUT.png", "--methods", "none"],
 }
+GOLDEN = Path(__file__).parents[1] / "golden" / "saved"
 every_command = pytest.mark.parametrize("command", COMMANDS)
 
 
@@ -227,20 +231,26 @@ def test_vectors_and_empty_buffers_need_no_traceback(
 
 def test_what_only_some_commands_can_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torchrl")
-    import torch
-    from tensordict import TensorDict
+    storage = GOLDEN / "torchrl-storage"
 
-    from sb3_extra_buffers.replay_buffers import CompressedStorage
-
-    storage = CompressedStorage(40)
-    storage.set(range(10), TensorDict({"pixels": torch.zeros(10, 4, 20, 20, dtype=torch.uint8)}, [10]))
-    storage.dumps(tmp_path / "storage")
-
-    assert run("info", tmp_path / "storage") == 0
-    assert "class: CompressedStorage" in capsys.readouterr().out
-    assert run("verify", tmp_path / "storage") == 0
-    assert run("montage", tmp_path / "storage", "-o", tmp_path / "x.png") == 1
+    assert run("info", storage) == 0
+    output = capsys.readouterr().out
+    assert "class: CompressedStorage" in output
+    assert "in TorchRL's LazyTensorStorage" in output
+    assert run("verify", storage) == 0
+    assert run("montage", storage, "-o", tmp_path / "x.png") == 1
     assert "holds a CompressedStorage, which only the commands info, verify and repair can read" in error_of(capsys)
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in GOLDEN.glob("*/manifest.json")))
+def test_info_describes_everything_that_was_ever_saved(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        load(GOLDEN / name)
+    except MissingExtraError as problem:
+        pytest.skip(str(problem))
+
+    assert run("info", GOLDEN / name) == 0
+    assert "class: " in capsys.readouterr().out
 
 
 # ---- what is written ----
@@ -261,6 +271,8 @@ def test_what_cannot_be_written_is_named(
 ) -> None:
     if command == "verify":
         pytest.skip("verify writes nothing")
+    if command == "convert":
+        pytest.importorskip("h5py")
     if kind == "no such folder" and command in ("repair", "convert --trust"):
         pytest.skip("saving creates missing folders")
     source = saved
@@ -274,6 +286,46 @@ def test_what_cannot_be_written_is_named(
 
     assert "result" in (message := error_of(capsys)) or "x" * 300 in message
     assert not os.path.lexists(output)
+
+
+@contextlib.contextmanager
+def without_privileges() -> Iterator[None]:
+    """Permissions do not apply to root."""
+    user = os.geteuid()
+    if not user:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if not user:
+            os.seteuid(user)
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "convert --trust"])
+def test_missing_permissions_are_named(command: str, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if command == "convert":
+        pytest.importorskip("h5py")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        for copy in ("readable", "closed", "unreadable"):
+            shutil.copytree(saved, folder / copy)
+        # modules are imported with all privileges
+        attempt(command, folder / "readable", folder / "out")
+        capsys.readouterr()
+        (folder / "closed").chmod(0)
+        (folder / "unreadable" / "manifest.json").chmod(0)
+        with without_privileges():
+            for copy in ("closed", "unreadable", "readable"):
+                status = attempt(command, folder / copy, folder / "out2")
+                output = capsys.readouterr()
+                if copy == "readable" and command in ("info", "info --json", "verify"):
+                    assert status == 0
+                else:
+                    assert status == 1
+                    assert "permission denied" in (output.out + output.err).lower()
+                    assert len(output.err.splitlines()) == (command != "verify" or copy == "closed")
+        (folder / "closed").chmod(0o755)
 
 
 def test_outputs_that_exist(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -354,6 +406,9 @@ def test_wrong_arguments_exit_with_status_2(
 )
 @pytest.mark.filterwarnings("ignore")  # of gymnasium
 def test_unknown_environments_are_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if name.startswith("ALE/") or "NoFrameskip" in name:
+        pytest.importorskip("ale_py")
+
     assert run("bench", name, "--methods", "none") == 1
 
     assert name.rpartition("/")[2].partition("NoFrameskip")[0] in error_of(capsys)

@@ -26,7 +26,7 @@ from sb3_extra_buffers.compressed import (
     CompressedReplayBuffer,
     CompressedRolloutBuffer,
 )
-from sb3_extra_buffers.errors import ArgumentError, EmptyBufferError, UnknownEnvironmentError
+from sb3_extra_buffers.errors import ArgumentError, EmptyBufferError, FileFormatError, UnknownEnvironmentError
 from sb3_extra_buffers.files import load
 from sb3_extra_buffers.recording import FramelessRecordBuffer, RecordBuffer
 from tests.cli.browser import CHROMIUM, Browser, start_browser
@@ -301,6 +301,12 @@ def test_arrays_have_images_only() -> None:
         page_of(CompressedArray((0, 2), (12, 12), np.uint8))
 
 
+@pytest.mark.parametrize(("shape", "dtype"), [((12, 12), "complex64"), ((12, 0), "uint8")])
+def test_observations_that_cannot_be_shown_are_named(shape: tuple[int, ...], dtype: str) -> None:
+    with pytest.raises(FileFormatError, match=re.escape(f"observations of shape {shape} and dtype {dtype}")):
+        page_of(CompressedArray((3,), shape, np.dtype(dtype)))
+
+
 @pytest.mark.parametrize("scale", [1, 255])
 @pytest.mark.parametrize(
     ("shape", "n_frames", "n_channels"),
@@ -499,7 +505,7 @@ def test_what_is_shown_for_a_step(page: Path, browser: Browser, saved: Path) -> 
     assert browser.text("#end") == "no"
 
 
-def test_a_click_on_a_chart_moves_to_the_step(page: Path, browser: Browser) -> None:
+def test_a_click_or_drag_on_a_chart_moves_to_the_step(page: Path, browser: Browser) -> None:
     browser.open(page, "#2:0")
 
     for chart in ("reward", "return so far", "action"):
@@ -511,6 +517,10 @@ def test_a_click_on_a_chart_moves_to_the_step(page: Path, browser: Browser) -> N
     assert position(browser) == "2:4"
     cursor = float(browser.evaluate("document.querySelector('[data-chart=action] .cursor').getAttribute('x1')"))
     assert cursor == pytest.approx(browser.evaluate("charts[2].axes.x(4)"), abs=0.1)
+    browser.click("[data-chart=reward] svg", middle, to=0.99)
+    assert position(browser) == "2:8"
+    browser.click("[data-chart=reward] svg", middle)
+    assert position(browser) == "2:4"
     # the return of each episode selects an episode
     across = browser.evaluate("overviewAxes.x(6) / document.getElementById('returns').clientWidth")
     browser.click("#returns", across)

@@ -19,6 +19,8 @@ import sb3_extra_buffers.compressed as compressed
 from sb3_extra_buffers.compressed import CompressedArray, CompressedReplayBuffer, CompressedRolloutBuffer
 from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
 from sb3_extra_buffers.recording import FramelessRecordBuffer, RecordBuffer
+from sb3_extra_buffers.stores import device_base
+from sb3_extra_buffers.stores.device_frames import DeviceFrameStore
 from sb3_extra_buffers.stores.usage import MemoryUsage, format_bytes, format_percent
 from tests.contracts.buffer import ACTIONS, SPACES, play
 from tests.contracts.store import RESIDENT, needs_proc, run_fresh
@@ -84,6 +86,28 @@ def test_replay_buffers(name: str, n_steps: int) -> None:
     assert ours.memory_usage().decided == (n_steps >= 70)
 
 
+@pytest.mark.parametrize("n_steps", [30, 130])
+def test_stores_of_a_gpu(n_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stores that a GPU has, with reference kernels in main memory."""
+    monkeypatch.setattr(device_base, "stays_on_host", lambda device: False)
+    monkeypatch.setattr(device_base, "has_triton", lambda: True)
+    ours, theirs = pair("GPU", IMAGE, 100, compression_method="delta")
+    for step in play(IMAGE, N_ENVS, n_steps, actions=ACTION):
+        ours.add(*step)
+        theirs.add(*step)
+    assert_true(ours, theirs, min(n_steps, 100), "SB3's ReplayBuffer")
+    inner, usage = ours.obs_stores[""].inner, ours.memory_usage()
+    columns = usage.dense - usage.dense_observations
+    if n_steps == 30:
+        assert inner is None
+        assert usage.ratio is None
+        assert usage.total == usage.dense_observations + columns
+    else:
+        assert type(inner) is DeviceFrameStore
+        tables = sum(table.nbytes for table in inner.state.tables) + inner._staging.nbytes
+        assert usage.total == pytest.approx(tables + columns, rel=0.02)
+
+
 @pytest.mark.parametrize("n_steps", [40, 130])
 @pytest.mark.parametrize("name", REPLAYS)
 @pytest.mark.parametrize("space", ["vector", "discrete", "double"])
@@ -103,6 +127,19 @@ def test_what_is_kept_uncompressed_takes_as_much_as_in_sb3(name: str, space: str
         assert usage.total == usage.dense - usage.dense_observations + observations
     else:
         assert usage.ratio == usage.observation_ratio == 1
+
+
+@pytest.mark.parametrize("cls", [CompressedReplayBuffer, GpuReplayBuffer])
+def test_a_smaller_dtype_counts_as_compression(cls: Any) -> None:
+    space = spaces.Box(0, 255, IMAGE.shape, np.float32)
+    arguments: Any = (100, space, ACTION, "cpu")
+    ours, theirs = cls(*arguments, dtypes={"elem_type": np.uint8}), sb3.ReplayBuffer(*arguments)
+    for step in play(IMAGE, 1, 70, actions=ACTION):
+        floats = step._replace(obs=step.obs.astype(np.float32), next_obs=step.next_obs.astype(np.float32))
+        ours.add(*floats)
+        theirs.add(*floats)
+    assert_true(ours, theirs, 70, "SB3's ReplayBuffer")
+    assert "(4, 20, 16) float32" in repr(ours)
 
 
 @pytest.mark.parametrize("n_steps", [40, 130])

@@ -28,8 +28,15 @@ from sb3_extra_buffers.compressed import (
     CompressedReplayBuffer,
     CompressedRolloutBuffer,
     compressed,
+    load_replay_buffer,
 )
-from sb3_extra_buffers.errors import AlgorithmMismatchError, SpecMismatchError, UnsupportedVersionError
+from sb3_extra_buffers.errors import (
+    AlgorithmMismatchError,
+    FileFormatError,
+    SpecMismatchError,
+    UnsupportedVersionError,
+)
+from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer
 from tests.contracts.buffer import (
     ACTIONS,
     SPACES,
@@ -280,6 +287,58 @@ def test_a_buffer_of_a_newer_version_is_refused(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.undo()
     with pytest.raises(UnsupportedVersionError, match=r"state version 5.*reads version 4"):
         pickle.loads(saved)
+
+
+@pytest.mark.parametrize("cls", [CompressedReplayBuffer, GpuReplayBuffer])
+def test_a_saved_folder_becomes_the_buffer_of_a_model(tmp_path: Path, cls: Any) -> None:
+    model: Any = dqn(make_envs(IMAGE, DISCRETE, 2), cls)
+    model.learn(60)
+    model.replay_buffer.save(tmp_path / "buffer")
+    other = dqn(make_envs(IMAGE, DISCRETE, 2), cls)
+    load_replay_buffer(other, tmp_path / "buffer")
+    assert type(other.replay_buffer) is cls
+    assert_same_samples(other.replay_buffer, model.replay_buffer)
+    other.learn(20)
+
+
+def test_a_folder_that_does_not_fit_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    model = dqn(make_envs(IMAGE, DISCRETE, 1))
+    model.learn(20)
+    old, before = model.replay_buffer, contents(model.replay_buffer)
+    vectors: Any = dqn(make_envs(SPACES["vector"], DISCRETE, 1)).replay_buffer
+    vectors.save(tmp_path / "vectors")
+    CompressedRolloutBuffer(10, IMAGE, DISCRETE, "cpu").save(tmp_path / "rollout")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(AlgorithmMismatchError, match="observation_space"):
+        load_replay_buffer(model, tmp_path / "vectors")
+    with pytest.raises(AlgorithmMismatchError, match="holds a CompressedRolloutBuffer, which is not a replay buffer"):
+        load_replay_buffer(model, str(tmp_path / "rollout"))
+    for name in ("empty", "missing"):
+        with pytest.raises(FileFormatError, match=name):
+            load_replay_buffer(model, tmp_path / name)
+    assert model.replay_buffer is old
+    assert_same_contents(before, contents(old))
+    with pytest.raises(AlgorithmMismatchError, match="PPO has no replay buffer"):
+        load_replay_buffer(PPO("MlpPolicy", make_envs(IMAGE, DISCRETE, 1)), tmp_path / "vectors")
+
+
+def test_hindsight_replay_continues_from_a_folder(tmp_path: Path) -> None:
+    def make() -> Any:
+        return SAC(
+            "MultiInputPolicy", BitFlippingEnv(n_bits=4, continuous=True, max_steps=7), buffer_size=60,
+            learning_starts=20, device="cpu", seed=0, policy_kwargs={"net_arch": [8]},
+            replay_buffer_class=CompressedHerReplayBuffer, replay_buffer_kwargs={"n_sampled_goal": 2},
+        )  # fmt: skip
+
+    model, continued, truncated = make(), make(), make()
+    model.learn(45)
+    model.replay_buffer.save(tmp_path / "buffer")
+    load_replay_buffer(continued, tmp_path / "buffer", truncate_last_traj=False)
+    assert_same_samples(continued.replay_buffer, model.replay_buffer)
+    with pytest.warns(UserWarning, match="The last trajectory"):
+        load_replay_buffer(truncated, tmp_path / "buffer")
+    assert truncated.replay_buffer.ep_length.astype(bool).sum() > model.replay_buffer.ep_length.astype(bool).sum()
+    truncated.learn(20)
 
 
 def test_her_gets_its_environment_back(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from stable_baselines3.common.envs import BitFlippingEnv
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
 
+from sb3_extra_buffers._sb3.report import ReportingBuffer
 from sb3_extra_buffers.compressed import (
     CompressedDictReplayBuffer,
     CompressedDictRolloutBuffer,
@@ -23,6 +25,7 @@ from sb3_extra_buffers.compressed import (
     CompressedNStepReplayBuffer,
     CompressedReplayBuffer,
     CompressedRolloutBuffer,
+    compressed,
     has_numba,
 )
 from sb3_extra_buffers.errors import AlgorithmMismatchError
@@ -211,6 +214,31 @@ def test_recurrent_policies(kind: str) -> None:
     assert type(models[0].rollout_buffer) is ours_class
     assert models[0].rollout_buffer.memory_usage().total > 0
     assert_same_weights(*models)
+
+
+@pytest.mark.parametrize("kind", ["image", "dict"])
+def test_a_recurrent_model_keeps_its_compressed_buffer_when_it_is_loaded(kind: str, tmp_path: Path) -> None:
+    contrib = pytest.importorskip("sb3_contrib")
+    space = {"image": IMAGE, "dict": spaces.Dict({"image": IMAGE, "vector": VECTOR})}[kind]
+    policy = "MultiInputLstmPolicy" if kind == "dict" else "MlpLstmPolicy"
+    arguments: dict[str, Any] = {"n_steps": 32, "batch_size": 64, "n_epochs": 1, "seed": 3, "device": "cpu"}
+    arguments["policy_kwargs"] = {"net_arch": [4], "lstm_hidden_size": 4}
+    plain = contrib.RecurrentPPO
+    ours_class = compressed(plain)
+    assert ours_class is compressed(plain) is compressed(ours_class)
+    options = {"compression_method": "delta"}
+    ours = ours_class(policy, make_envs(space, DISCRETE, 4), **arguments, rollout_buffer_kwargs=options)
+    theirs = plain(policy, make_envs(space, DISCRETE, 4), **arguments)
+    for model in (ours, theirs):
+        model.set_random_seed(3)
+        model.learn(128)
+    assert_same_weights(ours, theirs)
+    ours.save(tmp_path / "model")
+    loaded = ours_class.load(tmp_path / "model", env=make_envs(space, DISCRETE, 4))
+    assert type(loaded.rollout_buffer) is type(ours.rollout_buffer)
+    assert issubclass(type(loaded.rollout_buffer), ReportingBuffer)
+    loaded.learn(128)
+    assert loaded.rollout_buffer.memory_usage().codecs["image" if kind == "dict" else ""] == "delta"
 
 
 def test_normalized_observations() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from stable_baselines3 import DQN
+from stable_baselines3.common.callbacks import CheckpointCallback
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 from sb3_extra_buffers.compressed import CompressedReplayBuffer
@@ -62,6 +63,34 @@ def test_keeps_the_last_checkpoints_and_each_can_be_loaded(tmp_path: Path) -> No
         np.testing.assert_array_equal(found.observations[: steps - 1], model.replay_buffer.observations[: steps - 1])
     shared = [next((tmp_path / f"rl_model_buffer_{steps}_steps").glob("data-*")) for steps in (80, 100)]
     assert shared[0].samefile(shared[1])
+
+
+def test_the_end_of_training_is_saved_once(tmp_path: Path) -> None:
+    model = make_model()
+    model.learn(30, callback=BufferCheckpointCallback(10**6, tmp_path / "short"))
+    model.learn(30, callback=BufferCheckpointCallback(20, tmp_path / "long"), reset_num_timesteps=False)
+
+    # 4 is train_freq
+    assert sorted(path.name for path in (tmp_path / "short").iterdir()) == [
+        "rl_model_32_steps.zip",
+        "rl_model_buffer_32_steps",
+    ]
+    assert load(tmp_path / "short" / "rl_model_buffer_32_steps").size() == 32
+    found = sorted(path.name for path in (tmp_path / "long").glob("*buffer*"))
+    assert found == ["rl_model_buffer_52_steps", "rl_model_buffer_64_steps"]
+    assert load(tmp_path / "long" / found[1]).size() == model.num_timesteps == 64
+
+
+def test_save_freq_counts_calls_of_env_step(tmp_path: Path) -> None:
+    """As in SB3's `CheckpointCallback`, whose checkpoints have the same names."""
+    for name, callback in (("ours", BufferCheckpointCallback), ("theirs", CheckpointCallback)):
+        model = DQN(
+            "MlpPolicy", DummyVecEnv([Pixels] * 3), buffer_size=99, learning_starts=99, device="cpu",
+            policy_kwargs={"net_arch": [4]}, replay_buffer_class=CompressedReplayBuffer,
+        )  # fmt: skip
+        model.learn(72, callback=callback(8, str(tmp_path / name)))
+    ours, theirs = (sorted(path.name for path in (tmp_path / name).glob("*.zip")) for name in ("ours", "theirs"))
+    assert ours == theirs == ["rl_model_24_steps.zip", "rl_model_48_steps.zip", "rl_model_72_steps.zip"]
 
 
 def test_training_resumed_from_a_checkpoint_is_identical(tmp_path: Path) -> None:

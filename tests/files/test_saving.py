@@ -508,7 +508,7 @@ def test_loading_something_else_says_what_it_is(tmp_path: Path) -> None:
         "file/below": "below: no such file or directory",
         "x" * 300: "cannot be read: File name too long",
         "file": "file is not a saved buffer",
-        "buffer.pkl": r"is a pickle, not a saved buffer; convert it first: sb3-extra-buffers convert .*buffer --trust",
+        "buffer.pkl": r"is a pickle, not a saved buffer; convert it first: .* convert .*buffer.pkl FOLDER --trust",
         "folder": r"folder is not a saved buffer: it has no manifest.json; it contains .*checkpoint",
         "site": "site is not a saved buffer: its manifest.json was written by another program",
     }

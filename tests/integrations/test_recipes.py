@@ -15,17 +15,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from stable_baselines3 import DQN
 
-PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
-CONFIGS = {"dqn": ("dqn.yml", "dqn.py"), "ppo": ("ppo.py", "ppo.yml")}
+from tests.pages import ROOT, Block, blocks_of, difference, run_python
+
+PAGE = ROOT / "docs" / "integrations.md"
 
 
-def blocks(heading: str, language: str) -> list[str]:
-    """The code blocks in one language below ``heading``, up to the next heading of the same level or a higher one."""
-    level = len(heading.partition(" ")[0])
-    rest = PAGE.read_text().partition(f"\n{heading}\n")[2]
-    text = re.split(rf"^#{{2,{level}}} ", rest, maxsplit=1, flags=re.MULTILINE)[0]
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+def section(heading: str) -> list[Block]:
+    """The code blocks below ``heading``, up to the next heading of its level or a higher one."""
+    text, level = PAGE.read_text(), heading.count("#")
+    start = text.index(f"\n{heading}\n") + 1
+    following = re.compile(rf"^#{{2,{level}}} ", re.MULTILINE).search(text, start + len(heading))
+    end = following.start() if following else len(text)
+    return [block for block in blocks_of(PAGE) if start < block.start < end]
+
+
+def texts(heading: str, language: str) -> list[str]:
+    return [block.text for block in section(heading) if block.language == language]
 
 
 def require(*modules: str) -> None:
@@ -35,7 +42,7 @@ def require(*modules: str) -> None:
             pytest.skip(f"{module} is not installed")
 
 
-def run(folder: Path, *arguments: str, stdin: str = "") -> str:
+def run_child(folder: Path, *arguments: str, stdin: str = "") -> str:
     """Run Python in ``folder``, with the modules that are found here, and return what it prints."""
     command, env = [sys.executable, *arguments], os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, cwd=folder, env=env, input=stdin, capture_output=True, text=True, check=False)
@@ -50,57 +57,82 @@ def execute(code: str) -> dict[str, Any]:
     return variables
 
 
+def buffer_rows(log: str) -> dict[str, str]:
+    """The rows of the last ``buffer/`` table of a log."""
+    _, _, rest = log.rpartition("| buffer/ ")
+    rows: dict[str, str] = dict(re.findall(r"^\| {4}(\w+) +\| (\S+) +\|$", rest, re.MULTILINE))
+    return {name: rows[name] for name in ("size", "bytes", "sb3_bytes", "ratio", "observation_ratio", "method")}
+
+
 @pytest.fixture(scope="module")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A folder in which the commands of the RL Zoo recipes were run, and the output of each command."""
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
+    """The commands of the RL Zoo recipes, run in order in one folder, each with its output."""
     require("rl_zoo3", "ale_py", "cv2")
     folder = tmp_path_factory.mktemp("zoo")
-    for language in ("yaml", "python"):
-        for text in blocks("## RL Zoo", language):
-            # the first line names the file
-            (folder / text.partition("\n")[0].removeprefix("# ")).write_text(text)
-    commands = "".join(block for block in blocks("## RL Zoo", "sh") if "rl_zoo3." in block)
-    output = run(folder, os.fspath(Path(__file__).with_name("run_commands.py")), stdin=commands)
-    _, *runs = output.split("$ python -m rl_zoo3.")
-    return folder, dict(text.split("\n", 1) for text in runs)
+    for text in texts("## RL Zoo", "yaml") + texts("## RL Zoo", "python"):
+        # the first line names the file
+        (folder / text.partition("\n")[0].removeprefix("# ")).write_text(text)
+    commands = "".join(text for text in texts("## RL Zoo", "sh") if "rl_zoo3." in text)
+    output = run_child(folder, os.fspath(Path(__file__).with_name("run_commands.py")), stdin=commands)
+    runs = [run.split("\n", 1) for run in output.split("$ python -m rl_zoo3.")[1:]]
+    return [(command, text) for command, text in runs]
 
 
-@pytest.mark.parametrize("algo", CONFIGS)
-def test_rl_zoo_trains_and_plays_with_each_config(zoo: tuple[Path, dict[str, str]], algo: str) -> None:
-    folder, runs = zoo
-    for number, config in enumerate(CONFIGS[algo], start=1):
-        model = f"logs/{algo}/PongNoFrameskip-v4_{number}"
-        (trained,) = (text for command, text in runs.items() if f"-conf {config} " in command and "-i " not in command)
-        assert f"Saving to {model}" in trained
-        assert (folder / model / "PongNoFrameskip-v4.zip").stat().st_size > 1e6
+@pytest.mark.parametrize("config", ["dqn.yml", "dqn.py", "ppo.py", "ppo.yml", "ppo_lstm.py"])
+def test_rl_zoo_trains_and_plays(zoo: list[tuple[str, str]], config: str) -> None:
+    (number,) = (n for n, (command, _) in enumerate(zoo) if f"-conf {config} " in command and " -i " not in command)
+    (_, training), (command, playing) = zoo[number : number + 2]
+    saved = re.search(r"^Saving to (\S+)$", training, re.MULTILINE)
+    assert saved is not None
+    assert command.startswith("enjoy ")
+    assert f"Loading {saved[1]}/PongNoFrameskip-v4.zip\n" in playing
+    # one report, at the end
+    assert training.count("| buffer/ ") == 1
+    assert 0 < float(buffer_rows(training)["observation_ratio"]) < 0.05
 
 
-def test_rl_zoo_continues_with_the_saved_buffer(zoo: tuple[Path, dict[str, str]]) -> None:
-    _, runs = zoo
-    (continued,) = (text for command, text in runs.items() if " -i " in command)
+def test_rl_zoo_prints_what_the_page_shows(zoo: list[tuple[str, str]]) -> None:
+    (shown,) = texts("## RL Zoo", "output")
+    printed, expected = buffer_rows(zoo[0][1]), buffer_rows(shown)
+    assert printed.pop("method") == expected.pop("method")
+    for name, value in expected.items():
+        assert float(printed[name]) == pytest.approx(float(value), rel=0.1), name
 
-    assert "Loading replay buffer" in continued
+
+def test_rl_zoo_continues_with_the_saved_buffer(zoo: list[tuple[str, str]]) -> None:
+    (continued,) = (text for command, text in zoo if " -i " in command)
+
+    assert buffer_rows(continued)["size"] == "1200"  # 1000 of the first run
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of other libraries
 @pytest.mark.parametrize("heading", ["## sb3-contrib", "## TorchRL"])
-def test_snippets_run(heading: str) -> None:
+def test_snippets_print_what_the_page_shows(heading: str) -> None:
     require("ale_py", "cv2", "sb3_contrib", "torchrl")
-    for code in blocks(heading, "python"):
-        execute(code)
+    for code, shown in zip(texts(heading, "python"), texts(heading, "output"), strict=True):
+        printed = run_python(code)
+
+        assert difference(shown, printed) is None, printed
 
 
-@pytest.mark.parametrize(("heading", "module"), [("## SBX", "sbx"), ("## imitation", "imitation")])
-def test_snippets_of_large_packages_run(heading: str, module: str, tmp_path: Path) -> None:
-    require(module, "ale_py")
-    for code in blocks(heading, "python"):
-        run(tmp_path, "-c", code)
+def test_snippets_with_sbx_print_what_the_page_shows(tmp_path: Path) -> None:
+    require("ale_py", "sbx")
+    (code,), (shown,) = texts("## SBX", "python"), texts("## SBX", "output")
+    printed = run_child(tmp_path, "-c", code)
+
+    assert difference(shown, printed) is None, printed
+
+
+def test_snippets_with_imitation_run(tmp_path: Path) -> None:
+    require("ale_py", "imitation")
+    for code in texts("## imitation", "python"):
+        run_child(tmp_path, "-c", code)
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of other libraries
 def test_cleanrl_diff_applies_and_trains_the_same_weights() -> None:
     require("ale_py", "cv2")
-    (loop,), (diff,) = blocks("## CleanRL", "python"), blocks("## CleanRL", "diff")
+    (loop,), (diff,) = texts("## CleanRL", "python"), texts("## CleanRL", "diff")
     changed = loop
     for old, new in re.findall(r"^-(.*)\n\+(.*)$", diff, re.MULTILINE):
         assert loop.count(f"{old}\n") == 1
@@ -112,21 +144,21 @@ def test_cleanrl_diff_applies_and_trains_the_same_weights() -> None:
         np.testing.assert_array_equal(weight.numpy(), compressed["q_network"].state_dict()[name].numpy())
     assert type(dense["rb"]).__name__ == "ReplayBuffer"
     assert type(compressed["rb"]).__name__ == "CompressedReplayBuffer"
-    assert compressed["rb"].memory_usage().total < 0.05 * dense["rb"].observations[: dense["rb"].size()].nbytes
+    assert compressed["rb"].memory_usage().ratio < 0.05
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of other libraries
 def test_a_shared_model_loads_without_this_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require("ale_py")
     monkeypatch.chdir(tmp_path)
-    (code,) = blocks("## Sharing a model", "python")
-    variables = execute(code)
+    saving, loading = texts("## Sharing a model", "python")
+    execute(saving)
     for name in [name for name in sys.modules if name.partition(".")[0] == "sb3_extra_buffers"]:
         monkeypatch.setitem(sys.modules, name, None)
 
     with pytest.raises(ImportError, match="sb3_extra_buffers"):
-        variables["DQN"].load("dqn_pong")
-    model = variables["DQN"].load("dqn_pong", custom_objects=variables["plain"])
+        DQN.load("dqn_pong")
+    model = execute(loading)["model"]
 
     assert type(model.replay_buffer).__name__ == "ReplayBuffer"
     assert model.buffer_size == 1

@@ -15,7 +15,7 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import ReplayBuffer, RolloutBuffer
 
 import sb3_extra_buffers.gpu_buffers as module
-from sb3_extra_buffers.codecs.registry import is_available
+from sb3_extra_buffers.codecs.registry import is_available, parse_method
 from sb3_extra_buffers.errors import CodecLevelError, HeapFullError, UnknownCodecError
 from sb3_extra_buffers.gpu_buffers import (
     BaseGpuBuffer,
@@ -207,10 +207,49 @@ def test_estimates_hold_the_worst_case(method: str) -> None:
     assert estimate_total_heap_bytes(10, 28224, th.uint8, th.uint16, method) == 10 * per_slot
 
 
+def test_overalloc_factor_counts_above_the_worst_case() -> None:
+    def estimate(factor: float) -> int:
+        return estimate_max_slot_bytes(28224, th.uint8, th.uint16, "gzip0", overalloc_factor=factor)
+
+    assert estimate(1) == estimate(1.5) < estimate(6) < estimate(12)
+    assert estimate(12) == pytest.approx(12 * 28224 * save_ratio("gzip0"), abs=1)
+
+
+@pytest.mark.parametrize("rollout", [False, True])
+@pytest.mark.parametrize(
+    "method", ["none", "rle", "gzip0", "gzip1", "igzip0", "zstd", "zstd-5", "lz4-frame/1", "lz4-block/1"]
+)
+def test_noise_fits_a_buffer_with_the_estimated_heap(method: str, rollout: bool) -> None:
+    if not is_available(parse_method(method)[0]):
+        pytest.skip(f"{method} is not installed")
+    space, n_steps, n_envs = spaces.Box(0, 255, (4, 12, 12), np.uint8), 5, 2
+    n_cells = n_steps * n_envs * (1 if rollout else 2)
+    runs_type = find_gpu_buffer_dtypes(space.shape, th.uint8, method)["runs_type"]
+    heap_bytes = estimate_total_heap_bytes(n_cells, 576, th.uint8, runs_type, method)
+    options: Any = {"n_envs": n_envs, "compression_method": method, "heap_bytes": heap_bytes}
+    random = np.random.default_rng(0)
+    buffer: Any = (
+        GpuRolloutBuffer(n_steps, space, spaces.Discrete(2), "cpu", **options)
+        if rollout
+        else GpuReplayBuffer(n_steps * n_envs, space, spaces.Discrete(2), "cpu", **options)
+    )
+    zeros, ones = np.zeros(n_envs), th.ones(n_envs)
+    for step in range(4 * n_steps):
+        obs, next_obs = random.integers(0, 256, (2, n_envs, 4, 12, 12), np.uint8)
+        if rollout:
+            if step % n_steps == 0:
+                buffer.reset()
+            buffer.add(obs, zeros, zeros, zeros, ones, ones)
+        else:
+            buffer.add(obs, next_obs, zeros, zeros, zeros, [{}] * n_envs)
+            np.testing.assert_array_equal(buffer.reconstruct_nextobs(step % n_steps, 1), next_obs[1].ravel())
+
+
 @pytest.mark.parametrize("method", ["gzip10", "igzip4", "zstd23", "zstd-101", "lz4-frame/17", "lz4-block/13"])
 def test_unknown_levels_are_refused(method: str) -> None:
-    with pytest.raises(CodecLevelError):
+    with pytest.raises(ValueError, match="no level") as problem:
         estimate_max_slot_bytes(100, th.uint8, th.uint8, method)
+    assert isinstance(problem.value, CodecLevelError)
     with pytest.raises(CodecLevelError):
         estimate_max_slot_bytes(100, th.uint8, th.uint8, "gzip", compresslevel=77)
 

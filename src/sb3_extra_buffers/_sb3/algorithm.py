@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from sb3_extra_buffers.errors import AlgorithmMismatchError
+from gymnasium import spaces
+from stable_baselines3.common.buffers import DictReplayBuffer, DictRolloutBuffer, ReplayBuffer, RolloutBuffer
+
+from sb3_extra_buffers.errors import AlgorithmMismatchError, ArgumentError
 
 _MAX_DEPTH = 20
 
@@ -31,6 +34,47 @@ def calling_algorithm(method: str) -> Any:
     return None
 
 
+def check_class(buffer_class: type[Any]) -> None:
+    """Raise if the algorithm that creates a ``buffer_class`` needs another kind of buffer, and name it."""
+    algorithm = calling_algorithm("_setup_model")
+    name = type(algorithm).__name__
+    is_maskable = any(cls.__name__ == "MaskablePPO" for cls in type(algorithm).__mro__)
+    for argument, base, kind in (
+        ("replay_buffer_class", ReplayBuffer, "Replay"),
+        ("rollout_buffer_class", RolloutBuffer, f"{'Maskable' if is_maskable else ''}Rollout"),
+    ):
+        if algorithm is None or getattr(algorithm, argument, None) is not buffer_class:
+            continue
+        fits = issubclass(buffer_class, base)
+        if is_maskable:
+            # sb3-contrib is not imported here: it is optional
+            fits = any("Maskable" in cls.__name__ for cls in buffer_class.__mro__)
+        if fits:
+            continue
+        family = "Gpu" if buffer_class.__name__.startswith("Gpu") and not is_maskable else "Compressed"
+        if isinstance(algorithm.observation_space, spaces.Dict) and family == "Compressed":
+            kind = kind.replace("R", "DictR")
+        raise AlgorithmMismatchError(
+            f"{name} cannot train with a {buffer_class.__name__}; pass {argument}={family}{kind}Buffer"
+        )
+
+
+def check_space(buffer: Any, space: Any) -> None:
+    """Raise if ``buffer`` is for another kind of observation space, and name the class for ``space``."""
+    name = type(buffer).__name__
+    needs_dict = isinstance(buffer, (DictReplayBuffer, DictRolloutBuffer))
+    if needs_dict == isinstance(space, spaces.Dict) or isinstance(space, spaces.Tuple):
+        return  # SB3 itself refuses tuples
+    if needs_dict:
+        other, what = name.replace("Dict", ""), f"needs a Dict observation space, got {space}"
+    else:
+        is_rollout = isinstance(buffer, RolloutBuffer)
+        other = name.replace("Rollout", "DictRollout") if is_rollout else name.replace("Compressed", "CompressedDict")
+        what = f"cannot hold Dict observations, and the space has the keys {', '.join(space)}"
+    exists = type(buffer).__module__.startswith("sb3_extra_buffers.compressed.") and not hasattr(buffer, "_made_from")
+    raise ArgumentError(f"{name} {what}" + (f"; use {other}" if exists and other != name else ""))
+
+
 def check_n_steps(buffer: Any) -> None:
     """Raise if the algorithm expects n-step returns that ``buffer`` does not compute; SB3 would train one-step."""
     algorithm = calling_algorithm("_setup_model")
@@ -46,7 +90,7 @@ def check_n_steps(buffer: Any) -> None:
 
 
 def check_loaded(buffer: Any, state: dict[str, Any]) -> None:
-    """Raise if the spaces of a pickled buffer differ from those of the model that loads it."""
+    """Raise if the spaces of a saved buffer differ from those of the model that loads it."""
     algorithm = calling_algorithm("load_replay_buffer")
     if algorithm is None:
         return

@@ -40,7 +40,7 @@ class StorageOptions:
     Examples:
         >>> from stable_baselines3 import DQN
         >>> from sb3_extra_buffers.compressed import CompressedReplayBuffer
-        >>> options = {"compression_method": "zstd-5", "max_bytes": 4_000_000_000}
+        >>> options = {"compression_method": "zstd-5", "max_bytes": "4GB"}
         >>> model = DQN(
         ...     "MlpPolicy", "CartPole-v1", replay_buffer_class=CompressedReplayBuffer, replay_buffer_kwargs=options
         ... )

@@ -13,7 +13,7 @@ from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
-from sb3_extra_buffers._sb3.algorithm import check_n_steps
+from sb3_extra_buffers._sb3.algorithm import check_n_steps, check_space
 from sb3_extra_buffers._sb3.base import NO_MEMORY
 from sb3_extra_buffers._sb3.budget import BudgetMixin
 from sb3_extra_buffers._sb3.options import StorageOptions
@@ -86,6 +86,7 @@ class ReplayMixin(BudgetMixin, _Base):
         how = dtypes, normalize_images, compression_method, compression_kwargs, decompression_kwargs, output_dtype
         self._take_options(StorageOptions(*how, max_bytes, on_max_bytes, storage, path))
         check_count(n_steps, "n_steps")
+        check_space(self, observation_space)
         # SB3 lays out a single step, so that dense observations are never allocated
         super().__init__(
             n_envs,

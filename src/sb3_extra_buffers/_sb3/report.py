@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import html
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
-from stable_baselines3.common.buffers import BaseBuffer, ReplayBuffer, RolloutBuffer
 
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.stores.usage import MemoryUsage, format_bytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["ReportingBuffer"]
 
@@ -35,6 +38,14 @@ class ReportingBuffer:
 
         @property
         def lock(self) -> Any: ...
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # before __init__, which would only say that it does not know an argument; `info` runs without SB3
+        if "stable_baselines3.common.base_class" in sys.modules:
+            from sb3_extra_buffers._sb3.algorithm import check_class
+
+            check_class(cls)
+        return super().__new__(cls)
 
     #: Observations of a transition: 2 with the next one.
     _obs_per_transition = 2
@@ -81,6 +92,9 @@ class ReportingBuffer:
 
     def _replaced_class(self) -> str:
         """The name of the class that this one replaces, and whose it is."""
+        # not at the top: the command line reads saved buffers without SB3 and torch, which take seconds to import
+        from stable_baselines3.common.buffers import BaseBuffer, ReplayBuffer, RolloutBuffer
+
         mro = type(self).__mro__
         replaced = next(cls for cls in mro if issubclass(cls, BaseBuffer) and not issubclass(cls, ReportingBuffer))
         name, owner = replaced.__name__, _OWNERS.get(replaced.__module__.partition(".")[0], "")

@@ -11,6 +11,7 @@ import numpy as np
 import torch as th
 from stable_baselines3.common.buffers import RolloutBuffer
 
+from sb3_extra_buffers._sb3.algorithm import check_space
 from sb3_extra_buffers._sb3.base import CompressedBuffer, OptionsFirst
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers._sb3.steps import fit_actions, fit_column
@@ -69,6 +70,7 @@ class RolloutMixin(CompressedBuffer, _Base):
             raise ValueError("max_bytes is for replay buffers: no step of a rollout can be dropped")
         if self._options.storage != "memory":
             raise ValueError("storage='mmap' is for replay buffers: a rollout is discarded after training on it")
+        check_space(self, observation_space)
         super().__init__(buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs)
 
     def reset(self) -> None:

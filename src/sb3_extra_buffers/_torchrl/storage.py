@@ -352,7 +352,7 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(len={self._len}, max_size={self.max_size}, ndim={self.ndim}, "
-            f"keys=[{key_names(self.table.specs)}], {self.memory_usage()})"
+            f"keys=[{key_names(self.table.specs)}], {self.memory_usage().summary})"
         )
 
 

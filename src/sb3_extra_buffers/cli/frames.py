@@ -40,7 +40,9 @@ class FrameReader:
         self._shape = obs_shape(leaf)
         steps = np.arange(min(_N_EXAMINED, reader.n_steps))
         first = reader.read(leaf, steps, np.zeros(len(steps), np.int64))
-        self._low, self._high = _value_range(first, space)
+        self._low, high = _value_range(first, space)
+        # one value only is shown as black
+        self._scale = 255 / (high - self._low) if high > self._low else 0.0
         self.is_stack = len(self._shape) > 3
         self._channels = self._frame_channels(first)
         self.n_frames = self._split(first[:1]).shape[1]
@@ -93,7 +95,7 @@ class FrameReader:
         if frames.dtype == np.uint8:
             return frames
         with np.errstate(invalid="ignore", over="ignore"):
-            values = (frames.astype(np.float64) - self._low) * (255 / (self._high - self._low))
+            values = (frames.astype(np.float64) - self._low) * self._scale
         return np.clip(np.nan_to_num(values), 0, 255).round().astype(np.uint8)
 
 
@@ -112,4 +114,4 @@ def _value_range(values: Array, space: Any) -> tuple[float, float]:
         low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
         if low >= 0 and high <= 1:
             low, high = 0.0, 1.0
-    return low, high if high > low else low + 1
+    return low, high

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from sb3_extra_buffers.cli.charts import make_charts, to_json
 from sb3_extra_buffers.cli.frames import FrameReader, is_image
 from sb3_extra_buffers.cli.reader import BufferReader, EpisodeSteps, obs_shape, with_progress
-from sb3_extra_buffers.errors import ArgumentError, EmptyBufferError
+from sb3_extra_buffers.errors import ArgumentError, EmptyBufferError, FileFormatError
 from sb3_extra_buffers.recording.images import encode_png
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
@@ -110,6 +110,10 @@ class _PageData:
             if key not in leaves:
                 raise ArgumentError(f"there are no observations under the key {key!r}; keys: {sorted(leaves)}")
             leaves = {key: leaves[key]}
+        for name, leaf in leaves.items():
+            if leaf.dtype.kind not in "biuf" or 0 in obs_shape(leaf):
+                kind = f"{name or 'observations'} of shape {obs_shape(leaf)} and dtype {leaf.dtype}"
+                raise FileFormatError(f"{kind} cannot be shown; --key selects another key of a Dict")
         self.panels: dict[str, FrameReader] = {}
         vectors = {name: leaf for name, leaf in leaves.items() if not is_image(obs_shape(leaf))}
         self.charts = make_charts(reader, vectors, action_names)
@@ -169,8 +173,8 @@ class _PageData:
         n_shown, total = sum(entry["n_shown"] for entry in entries), sum(len(episode.steps) for episode in listed)
         if n_shown < total:
             notes.append(
-                f"This page contains {n_shown:,} of {total:,} steps. To include other episodes, write the page with "
-                "--episodes; to include every step, with --all."
+                f"This page contains {n_shown:,} of {total:,} steps. Run view with --episodes to choose episodes, or "
+                "with --all to include every step."
             )
         for name, frames in self.panels.items():
             if frames.n_frames > _MAX_FRAMES:

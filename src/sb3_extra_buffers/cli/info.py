@@ -31,10 +31,8 @@ def describe(path: str) -> dict[str, Any]:
         "bytes_on_disk": _bytes_on_disk(saved.path),
     }
     if saved.kind in ("torchrl-storage", "experience", "replay-service"):
-        loaded = saved.load(read_only=True)
-        return facts | {"memory": loaded.memory_usage() if hasattr(loaded, "memory_usage") else None}
-    # compiled kernels would take longer to load than all of this
-    _, buffer = open_buffer(path, compiled=False)
+        return facts | {"memory": memory_of(registry.from_parts(saved.read_parts(measured=True)))}
+    _, buffer = open_buffer(path, measured=True)
     reader = BufferReader(buffer)
     facts |= {"steps": reader.n_steps, "environments": reader.n_envs, "transitions": reader.n_transitions}
     if reader.is_recording:

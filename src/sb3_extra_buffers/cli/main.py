@@ -32,6 +32,7 @@ _FAILURE, _USAGE, _INTERRUPTED = 1, 2, 130
 _USAGE_ERRORS = (
     ArgumentError, CodecLevelError, CodecOptionError, ExportError, UnknownCodecError, UntrustedFileError,
 )  # fmt: skip
+_SOURCE = "saved buffer or recording"
 _EXPORTS = {".h5": "hdf5", ".hdf5": "hdf5", ".zarr": "zarr"}
 _PICKLES = {".pkl", ".pickle"}
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
@@ -102,6 +103,11 @@ def _discard_output() -> None:
 # ---- arguments ----
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports an error on one line."""
 
@@ -110,7 +116,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="sb3-extra-buffers", description="Inspect, check, convert and benchmark saved buffers.")
+    parser = _Parser(
+        prog="sb3-extra-buffers",
+        description="Inspect, check, show, convert and benchmark saved buffers.",
+        epilog="Exit status: 0 on success, 1 if the command fails or finds damage, 2 if its arguments are wrong.",
+        formatter_class=_HelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
 
@@ -122,55 +133,67 @@ def _parser() -> argparse.ArgumentParser:
     mend.add_argument("target", type=Path, help="folder to create")
 
     sheet = _command(commands, "montage", _montage, "write evenly spaced observations to one image")
-    sheet.add_argument("--count", type=_count, default=64, help="number of observations (default: 64)")
-    sheet.add_argument("--columns", type=_count, default=8, help="observations per row (default: 8)")
+    sheet.add_argument("--count", type=_count, metavar="N", default=64, help="number of observations (default: 64)")
+    sheet.add_argument("--columns", type=_count, metavar="N", default=8, help="observations per row (default: 8)")
     film = _command(commands, "play", _play, "write an episode as an animation")
-    film.add_argument("--episode", type=int, help="number of the episode, from 0 (default: all of environment 0)")
+    film.add_argument("--episode", type=int, metavar="N", help="episode, from 0 (default: all of environment 0)")
     length = film.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=_count, default=1000, help="maximum number of steps (default: 1000)")
+    length.add_argument(
+        "--steps", type=_count, metavar="N", default=1000, help="write at most this many steps (default: 1000)"
+    )
     length.add_argument("--all", action="store_true", help="write all steps")
     film.add_argument("--fps", type=_fps, default=15, help="frames per second (default: 15)")
     page = _command(commands, "view", _view, "write an HTML page to browse the episodes")
-    page.add_argument("--episodes", type=_numbers, help="numbers of the episodes to include, such as 0,3,7-9")
+    page.add_argument("--episodes", type=_numbers, metavar="N,N", help="episodes to include, such as 0,3,7-9")
     length = page.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=_count, default=2000, help="maximum number of steps (default: 2000)")
+    length.add_argument(
+        "--steps", type=_count, metavar="N", default=2000, help="include at most this many steps (default: 2000)"
+    )
     length.add_argument("--all", action="store_true", help="include all steps, however large the page becomes")
     names = page.add_mutually_exclusive_group()
-    names.add_argument("--action-names", type=_names, default=(), help="names of the actions, such as NOOP,FIRE,RIGHT")
-    names.add_argument("--env", help="id of an Atari environment to take the names of the actions from")
+    names.add_argument(
+        "--action-names", type=_names, metavar="NAME,NAME", default=(), help="names of the actions, such as NOOP,FIRE"
+    )
+    names.add_argument("--env", metavar="ID", help="Atari environment to take the names of the actions from")
     _add_output(sheet, "montage.png", _IMAGES)
     _add_output(film, "play.gif", _ANIMATIONS)
     _add_output(page, "view.html")
     for command in (sheet, film, page):
         command.add_argument("--key", help="key of the observations to show, if they are a Dict")
     for command in (sheet, film):
-        command.add_argument("--scale", type=_count, default=1, help="factor by which to enlarge images (default: 1)")
+        command.add_argument(
+            "--scale", type=_count, metavar="N", default=1, help="factor by which to enlarge images (default: 1)"
+        )
 
     text = "convert an SB3 pickle to a saved buffer, or a saved buffer to HDF5, zarr or Minari"
-    convert = _command(commands, "convert", _convert, text, "a .pkl file, or a saved buffer")
-    convert.add_argument("target", type=Path, help="a folder, NAME.h5, NAME.zarr or, with --to minari, a dataset name")
+    convert = _command(commands, "convert", _convert, text, "pickle (.pkl), or saved buffer or recording")
+    convert.add_argument("target", type=Path, help="folder, NAME.h5, NAME.zarr or, with --to minari, dataset to create")
     convert.add_argument(
-        "--to", choices=["folder", "hdf5", "zarr", "minari"], help="target format (default: from the target's suffix)"
+        "--to", choices=["folder", "hdf5", "zarr", "minari"], help="format to write (default: from the target's suffix)"
     )
-    convert.add_argument("--trust", action="store_true", help="load a pickle, which runs any code it contains")
-    convert.add_argument("--method", default="auto", help="compression method for a pickle (default: auto)")
+    convert.add_argument("--trust", action="store_true", help="load the pickle, which runs any code that it contains")
+    convert.add_argument("--method", default="auto", help="compression method to use for a pickle (default: auto)")
 
     for name, text in (
         ("bench", "benchmark compression methods on a saved buffer or an environment"),
         ("recommend", "benchmark compression methods and recommend one"),
     ):
-        trial = _command(commands, name, _bench, text, "a saved buffer, or the id of an environment")
-        trial.add_argument("--steps", type=_count, default=500, help="number of steps to use (default: 500)")
-        trial.add_argument("--methods", help="comma-separated methods (default: all that are installed)")
+        trial = _command(commands, name, _bench, text, "saved buffer or recording, or the id of an environment")
+        trial.add_argument("--steps", type=_count, metavar="N", default=500, help="steps to use (default: 500)")
+        trial.add_argument(
+            "--methods", metavar="NAME,NAME", help="methods to compare (default: all that are installed)"
+        )
         trial.add_argument("--key", help="key of the observations to use, if they are a Dict")
-        _add_output(trial, None, _PLOTS, "file to plot the results to")
+        _add_output(trial, None, _PLOTS, "plot the results to this file")
     return parser
 
 
 def _command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str, source: str = "a saved buffer"
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str, source: str = _SOURCE
 ) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=f"{text[0].upper()}{text[1:]}.", formatter_class=_HelpFormatter
+    )
     command.add_argument("path", help=source)
     command.set_defaults(run=run)
     return command
@@ -188,7 +211,9 @@ def _add_output(
             raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(suffixes[:-1])} or {suffixes[-1]}")
         return path
 
-    command.add_argument("-o", "--output", type=output, default=default, help=f"{text} ({'; '.join(notes)})")
+    command.add_argument(
+        "-o", "--output", type=output, metavar="FILE", default=default, help=f"{text} ({'; '.join(notes)})"
+    )
 
 
 def _count(text: str) -> int:
@@ -304,7 +329,7 @@ def _view(args: argparse.Namespace) -> int:
         Path(args.path).resolve().name,
         class_of(saved),
         reader,
-        memory_of(buffer),
+        memory_of(open_buffer(args.path, measured=True)[1]),
         key=args.key,
         episodes=args.episodes,
         max_steps=None if args.all else args.steps,

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from sb3_extra_buffers.cli.saved_buffer import SavedBuffer
 from sb3_extra_buffers.errors import ArgumentError, FileFormatError
 from sb3_extra_buffers.files import manifest, registry
-from sb3_extra_buffers.files.parts import views_of
 from sb3_extra_buffers.files.saved_parts import SavedParts, errors_about
 from sb3_extra_buffers.recording.base import BaseRecordBuffer
 from sb3_extra_buffers.stores.usage import MemoryUsage
@@ -43,15 +42,15 @@ def open_saved(path: str | os.PathLike[str]) -> SavedParts:
     return SavedParts.of_folder(source) if source.is_dir() else SavedParts.of_file(source)
 
 
-def open_buffer(path: str | os.PathLike[str], compiled: bool | None = None) -> tuple[SavedParts, Any]:
-    """Open a saved buffer, array or recording for reading; without ``compiled`` kernels it takes less time to open."""
+def open_buffer(path: str | os.PathLike[str], measured: bool = False) -> tuple[SavedParts, Any]:
+    """Open a saved buffer, array or recording for reading, or only to ask for its memory when it is loaded."""
     saved = open_saved(path)
     if saved.kind.endswith(("replay", "rollout")):
         with errors_about(saved.path):
-            return saved, SavedBuffer(saved.read_parts(compiled))
+            return saved, SavedBuffer(saved.read_parts(measured))
     if saved.kind in ("array", "recording"):
         with errors_about(saved.path):
-            return saved, registry.from_parts(saved.read_parts(compiled))
+            return saved, registry.from_parts(saved.read_parts(measured))
     name = registry.class_name(saved.kind)
     raise FileFormatError(f"{path} holds a {name}, which only the commands info, verify and repair can read")
 
@@ -184,9 +183,5 @@ def obs_shape(leaf: Any) -> tuple[int, ...]:
 
 
 def memory_of(buffer: Any) -> MemoryUsage | None:
-    """Return the memory report of a buffer; None if it stores nothing in compressed form."""
-    if hasattr(buffer, "memory_usage"):
-        usage: MemoryUsage = buffer.memory_usage()
-        return usage
-    usages = list({id(view.store): view.memory_usage() for _, view in views_of(buffer)}.values())
-    return sum(usages[1:], usages[0]) if usages else None
+    """Return the memory report of a buffer; None if it has none."""
+    return buffer.memory_usage() if hasattr(buffer, "memory_usage") else None

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sb3_extra_buffers._sb3.report import ReportingBuffer
+from sb3_extra_buffers._sb3.sum_tree import SumTree
+from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.files import registry
 from sb3_extra_buffers.files.parts import LoadedParts, make_view
 from sb3_extra_buffers.files.spaces import space_from_json
 from sb3_extra_buffers.stores.checks import column, require, whole
+from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.stores.view import StoreView
 
 Array = npt.NDArray[Any]
@@ -18,7 +26,7 @@ Array = npt.NDArray[Any]
 _OBSERVATIONS = ("observations", "next_observations")
 
 
-class SavedBuffer:
+class SavedBuffer(ReportingBuffer):
     """What was saved of a buffer with SB3's layout, read-only, under the names of SB3's attributes.
 
     Attributes:
@@ -28,6 +36,7 @@ class SavedBuffer:
 
     def __init__(self, parts: LoadedParts) -> None:
         self.kind = parts.kind
+        self._obs_per_transition = 1 if "rollout" in parts.kind else 2
         self.buffer_size, self.n_envs = parts.number("steps", low=1), parts.number("n_envs", low=1)
         self.full = parts.entry("state", "full", kind=bool)
         self.pos = parts.number("state", "pos", stop=self.buffer_size + 1)
@@ -49,14 +58,15 @@ class SavedBuffer:
                 by_key.setdefault(attribute, {})[key] = array
             else:
                 self.columns[name.removeprefix("extra/")] = array
+        keys: Any = getattr(self.observation_space, "spaces", {"": self.observation_space})
         count = math.prod(lead)
         for name, store in parts.stores.items():
             attribute, _, key = name.partition(".")
+            require(key in keys, f"the observation space has no key {key!r}")
             # one store holds the observations, followed by the next observations
             for number in range(store.n_obs // count):
-                view = make_view(StoreView, store, lead, number * count)
+                view = make_view(StoreView, store, lead, number * count, dtype=np.dtype(keys[key].dtype))
                 by_key.setdefault("next_" * number + attribute, {})[key] = view
-        keys = getattr(self.observation_space, "spaces", {"": None})
         for attribute, leaves in by_key.items():
             require(leaves.keys() == keys.keys(), f"{attribute} has the keys {[*leaves]}, expected {[*keys]}")
             setattr(self, attribute, leaves[""] if "" in leaves else {key: leaves[key] for key in keys})
@@ -73,3 +83,45 @@ class SavedBuffer:
     def size(self) -> int:
         """How many steps of every environment it holds."""
         return (self.buffer_size if self.full else self.pos) - self.n_evicted
+
+    # ---- memory, as the class that was saved would report it ----
+
+    @property
+    def lock(self) -> Any:
+        return contextlib.nullcontext()
+
+    def _leaves(self) -> dict[str, Any]:
+        return self.observations if isinstance(self.observations, dict) else {"": self.observations}
+
+    def _observation_specs(self) -> dict[str, ObsSpec]:
+        return {key: ObsSpec(leaf.shape[2:], leaf.dtype) for key, leaf in self._leaves().items()}
+
+    def _observation_usage(self, n_written: int) -> MemoryUsage:
+        total = MemoryUsage()
+        for key, leaf in self._leaves().items():
+            if isinstance(leaf, StoreView):
+                usage = leaf.memory_usage()
+                total += replace(usage, codecs={key: usage.codecs[""]})
+            else:
+                total += MemoryUsage(self._obs_per_transition * leaf[:n_written].nbytes, codecs={key: "none"})
+        return total
+
+    def _columns(self) -> dict[str, Array]:
+        columns = {
+            name: column
+            for name, column in self.columns.items()
+            if len(column) == self.buffer_size and name not in ("current_ep_start", "infos", "priorities")
+        }
+        if self.kind == "her-replay":
+            # references to infos, of which files hold the contents
+            columns["infos"] = np.broadcast_to(np.intp(0), (self.buffer_size, self.n_envs))
+        return columns
+
+    def _extra_bytes(self) -> int:
+        return SumTree(self.buffer_size * self.n_envs).nbytes if "prioritized" in self.kind else 0
+
+    def _replaced_class(self) -> str:
+        owner = "sb3-contrib's" if self.kind.startswith(("maskable", "recurrent")) else "SB3's"
+        name = re.sub("Compressed|Gpu|Prioritized|(?<=Dict)NStep", "", registry.class_name(self.kind))
+        is_dict = self.kind.startswith("gpu") and isinstance(self.observations, dict)
+        return f"{owner} {'Dict' if is_dict else ''}{name}"

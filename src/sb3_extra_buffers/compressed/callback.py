@@ -45,6 +45,7 @@ class BufferUsageCallback(BaseCallback):
     def __init__(self, log_freq: int = 1000, verbose: int = 0) -> None:
         super().__init__(verbose)
         self.log_freq = check_count(log_freq, "log_freq")
+        self._training = False
 
     def _buffer(self) -> Any:
         for name in ("replay_buffer", "rollout_buffer"):
@@ -57,6 +58,7 @@ class BufferUsageCallback(BaseCallback):
 
     def _on_training_start(self) -> None:
         self._buffer()  # raises now rather than after log_freq calls
+        self._training = True
 
     def _on_step(self) -> bool:
         if self.n_calls % self.log_freq == 0:
@@ -64,9 +66,12 @@ class BufferUsageCallback(BaseCallback):
         return True
 
     def _on_training_end(self) -> None:
-        self._record()
-        # SB3 does not write its log again after this
-        self.logger.dump(self.num_timesteps)
+        # RL Zoo calls this twice
+        if self._training:
+            self._record()
+            # SB3 does not write its log again after this
+            self.logger.dump(self.num_timesteps)
+        self._training = False
 
     def _record(self) -> None:
         usage = self._buffer().memory_usage()

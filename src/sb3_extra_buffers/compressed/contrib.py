@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gymnasium import spaces
 from sb3_contrib.common.maskable.buffers import MaskableDictRolloutBuffer, MaskableRolloutBuffer
 from sb3_contrib.common.recurrent.buffers import RecurrentDictRolloutBuffer, RecurrentRolloutBuffer
 
@@ -77,11 +78,29 @@ class CompressedRecurrentDictRolloutBuffer(ContribRollout, RecurrentDictRolloutB
     """
 
 
+class CompressedRecurrentTraining:
+    """Mixin for `RecurrentPPO`: creates and loads models that have a compressed rollout buffer."""
+
+    def __init__(self, *args: Any, rollout_buffer_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        set_up = kwargs.pop("_init_setup_model", True)
+        super().__init__(*args, _init_setup_model=False, **kwargs)  # type: ignore[call-arg]  # RecurrentPPO follows
+        # an attribute of SB3's on-policy algorithms, which is saved with the model
+        self.rollout_buffer_kwargs = dict(rollout_buffer_kwargs or {})
+        if set_up:
+            self._setup_model()
+
+    def _setup_model(self: Any) -> None:
+        super()._setup_model()  # type: ignore[misc]  # RecurrentPPO follows
+        is_dict = isinstance(self.observation_space, spaces.Dict)
+        buffer_class = CompressedRecurrentDictRolloutBuffer if is_dict else CompressedRecurrentRolloutBuffer
+        use_rollout_buffer(self, buffer_class, **self.rollout_buffer_kwargs)
+
+
 def use_rollout_buffer(model: Any, buffer_class: type[Any], **options: Any) -> None:
     """Replace the rollout buffer of ``model`` with an empty ``buffer_class`` of the same settings.
 
     ``RecurrentPPO`` has no ``rollout_buffer_class`` argument. Call this after creating the model, and again after
-    loading it.
+    loading it; or use ``compressed(RecurrentPPO)``, which does both by itself.
 
     Args:
         model: A model with a rollout buffer.

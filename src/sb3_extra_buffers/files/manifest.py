@@ -112,8 +112,7 @@ def _check_is_saved_file(path: Path) -> None:
         return
     if start.startswith(b"\x80") or path.suffix in (".pkl", ".pickle"):
         raise FileFormatError(
-            f"{path} is a pickle, not a saved buffer; convert it first: "
-            f"sb3-extra-buffers convert {path} {path.with_suffix('')} --trust"
+            f"{path} is a pickle, not a saved buffer; convert it first: sb3-extra-buffers convert {path} FOLDER --trust"
         )
     raise FileFormatError(f"{path} is not a saved buffer")
 

@@ -108,11 +108,14 @@ class SavedParts:
                     replay(loaded, self.journal)
             return loaded
 
-    def read_parts(self, compiled: bool | None = None) -> LoadedParts:
-        """What was saved, read-only and without the class it was saved from; ``compiled`` as for a store."""
+    def read_parts(self, measured: bool = False) -> LoadedParts:
+        """What was saved, read-only and without the class it was saved from.
+
+        With ``measured``, `memory_usage` of the stores counts what they take when they are loaded.
+        """
         with errors_about(self.path):
             registry.check_target(self.record.get("kind"), None)
-            stores = {name: self.make_store(name, self._tables(name, True), True, compiled)[0] for name in self.stores}
+            stores = {name: self.make_store(name, self._tables(name, True), True, measured)[0] for name in self.stores}
             return self._parts(stores, None, read_only=True)
 
     def _parts(self, stores: dict[str, ObservationStore], target: type[Any] | None, read_only: bool) -> LoadedParts:
@@ -143,9 +146,12 @@ class SavedParts:
         return store
 
     def make_store(
-        self, name: str, tables: dict[str, Array], read_only: bool, compiled: bool | None = None
+        self, name: str, tables: dict[str, Array], read_only: bool, measured: bool = False
     ) -> tuple[ObservationStore, SavedPayloads | None]:
-        """A store from its tables; if ``read_only``, payloads stay in the file and are checked when they are read."""
+        """A store from its tables; if ``read_only``, payloads stay in the file and are checked when they are read.
+
+        With ``measured``, it has the tables that writing needs, and no compiled kernels, which take longer to load.
+        """
         path, size = self.payload_file(name)
         saved: list[SavedPayloads] = []
 
@@ -154,7 +160,8 @@ class SavedParts:
             saved.append(fill_heap(heap, payload_ids, tables, data, path, copied=not read_only))
 
         record = record_from_json(self.stores[name].get("record"))
-        store = ObservationStore.from_parts(record, tables, fill, read_only, compiled)
+        compiled = False if measured else None
+        store = ObservationStore.from_parts(record, tables, fill, read_only and not measured, compiled)
         store.read_only = read_only
         if read_only and isinstance(store.inner, FrameStore):
             store.inner.validator = PayloadCheck(store.inner, saved[0].chunks, store.inner.heap.data, path)

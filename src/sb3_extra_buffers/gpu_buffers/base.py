@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from sb3_extra_buffers.codecs.registry import codec_options, get_codec
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import CodecOptionError, SpecMismatchError, UnknownCodecError
 from sb3_extra_buffers.files.folders import SavedAsFolder
-from sb3_extra_buffers.gpu_buffers.utils import find_smallest_dtype, numpy_dtype_to_torch
+from sb3_extra_buffers.gpu_buffers.utils import estimate_total_heap_bytes, find_smallest_dtype, numpy_dtype_to_torch
 from sb3_extra_buffers.stores.device_base import DevicePlace, IndexBatch, PlannedWrite, finish_writes
 from sb3_extra_buffers.stores.device_observation import DeviceObservationStore
 from sb3_extra_buffers.stores.transactions import Transactional
@@ -149,8 +150,14 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
                 spec = ObsSpec(spec.shape, stored_dtype)
             method = options.method_for(key, spec)
             kwargs = self.compression_kwargs if method == self.compression_method else {}
+            limit = heap_bytes
+            if limit is not None:
+                # two steps more: what a step replaces is freed when the next one is written
+                flat_len, elem_type = math.prod(spec.shape), numpy_dtype_to_torch(spec.dtype)
+                n_cells, runs_type = 2 * n_sets * self.n_envs, find_smallest_dtype(flat_len)
+                limit += estimate_total_heap_bytes(n_cells, flat_len, elem_type, runs_type, method)
             self.obs_stores[key] = DeviceObservationStore(
-                spec, self.buffer_size, self.n_envs, n_sets, place, method, kwargs, heap_bytes
+                spec, self.buffer_size, self.n_envs, n_sets, place, method, kwargs, limit
             )
 
     # ---- writing ----
@@ -271,7 +278,10 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
         return sum((replace(usage, codecs={key: usage.codecs[""]}) for key, usage in usages.items()), MemoryUsage())
 
     def _observation_specs(self) -> dict[str, ObsSpec]:
-        return {key: store.spec for key, store in vars(self).get("obs_stores", {}).items()}
+        return {
+            key: ObsSpec(store.spec.shape, self._dtypes[key][0] if key in self._dtypes else store.dtype)
+            for key, store in vars(self).get("obs_stores", {}).items()
+        }
 
     def check(self) -> None:
         """Raise `AssertionError` if the tables of a store contradict each other."""

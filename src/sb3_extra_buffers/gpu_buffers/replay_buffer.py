@@ -43,7 +43,9 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         optimize_memory_usage: Draw the same indices as SB3's buffer with this option; it saves no memory here, since
             next observations already share the frames of observations.
         handle_timeout_termination: Do not count time limits as ends of episodes.
-        dtypes: What `find_gpu_buffer_dtypes` returned; checked against the space.
+        dtypes: What `find_gpu_buffer_dtypes` returned, or one for each key of a Dict. Observations are stored as
+            ``elem_type`` if that is smaller than the dtype of the space; a value that would not survive exactly raises
+            `SpecMismatchError`.
         normalize_images: Return image observations as float32 from 0 to 1.
         compression_method: ``"delta"`` for images, or another method.
         compression_kwargs: Options of that method.
@@ -51,8 +53,11 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         output_dtype: ``"raw"`` to sample observations in the dtype of the space, ``"float"`` for float32.
         buffer_device: Where observations are kept: a torch device, by default ``device``, or ``"pinned"`` for host
             memory that the GPU reads over the bus.
-        heap_bytes: Upper limit for the encoded observations of each key; by default they take what they need.
-        max_slot_bytes: Deprecated: ``heap_bytes`` per observation.
+        heap_bytes: Upper limit for the encoded observations, for each key of a Dict: a step that does not fit raises
+            `HeapFullError`, and nothing is changed. `estimate_total_heap_bytes` returns a limit that even noise stays
+            within, except with ``"delta"``, which frees several frames at a time. By default there is no limit: the
+            heap grows with what it holds.
+        max_slot_bytes: Deprecated: the same limit, divided by the number of observations.
 
     Examples:
         >>> from stable_baselines3 import DQN

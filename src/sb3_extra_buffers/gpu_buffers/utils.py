@@ -66,23 +66,25 @@ def estimate_max_slot_bytes(
     overalloc_factor: float = 1.5,
     compresslevel: int | None = None,
 ) -> int:
-    """Estimate the bytes that one observation may take in the heap.
+    """Estimate per-cell byte capacity for packed heap storage.
 
-    The larger of what was measured on MsPacman and the worst case of the method, so that noise fits too.
+    The larger of two sizes: what observations of MsPacman take, times ``overalloc_factor``, and the worst case of the
+    method, so that noise fits too. The worst case is usually the larger one; ``overalloc_factor`` matters only where
+    the first exceeds it, for example from 5 on for ``"gzip0"``, which takes a quarter.
 
     Args:
         flat_len: Number of elements of an observation.
-        elem_type: Their dtype.
-        runs_type: Dtype of the run lengths of ``"rle"``.
-        compression_method: A method such as ``"rle"`` or ``"zstd-5"``.
-        overalloc_factor: Factor for what was measured, as headroom for other observations.
+        elem_type: Dtype of an element.
+        runs_type: Dtype of run lengths, for ``"rle"``.
+        compression_method: A method such as ``"zstd3"`` or ``"zstd-5"``.
+        overalloc_factor: Headroom for observations that compress worse than those of MsPacman.
         compresslevel: Overrides the level in ``compression_method``.
 
     Examples:
         >>> import torch
         >>> from sb3_extra_buffers.gpu_buffers.utils import estimate_max_slot_bytes
-        >>> estimate_max_slot_bytes(84 * 84, torch.uint8, torch.uint16, "zstd-5") >= 84 * 84  # noise does not compress
-        True
+        >>> estimate_max_slot_bytes(4 * 84 * 84, torch.uint8, torch.uint16, "zstd-5")
+        28384
     """
     nbytes = flat_len * elem_type.itemsize
     measured = int(nbytes * save_ratio(compression_method, compresslevel) * overalloc_factor)
@@ -111,7 +113,11 @@ def estimate_total_heap_bytes(
     overalloc_factor: float = 1.5,
     compresslevel: int | None = None,
 ) -> int:
-    """Estimate the bytes that ``n_cells`` observations may take in the heap: `estimate_max_slot_bytes` of each.
+    """Estimate total heap capacity for ``n_cells`` packed observations: `estimate_max_slot_bytes` for each.
+
+    A replay buffer has ``2 * buffer_size`` cells (observations and next observations), a rollout buffer
+    ``buffer_size * n_envs``. Buffers do not need the estimate: their heap grows with what they hold, up to
+    ``heap_bytes`` if that is given.
 
     Args:
         n_cells: Number of observations, next observations included.
@@ -119,7 +125,7 @@ def estimate_total_heap_bytes(
         elem_type: Their dtype.
         runs_type: Dtype of the run lengths of ``"rle"``.
         compression_method: A method such as ``"rle"`` or ``"zstd-5"``.
-        overalloc_factor: Factor for what was measured, as headroom for other observations.
+        overalloc_factor: Headroom for observations that compress worse than those of MsPacman.
         compresslevel: Overrides the level in ``compression_method``.
 
     Examples:

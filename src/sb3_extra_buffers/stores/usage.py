@@ -21,8 +21,12 @@ class MemoryUsage:
 
     Examples:
         >>> from sb3_extra_buffers.compressed import CompressedArray
-        >>> usage = CompressedArray((1000, 4), (4, 84, 84)).memory_usage()
-        >>> usage.total == usage.payload + usage.index + usage.keyframes + usage.other
+        >>> frames = CompressedArray(1000, (84, 84), compression_method="zstd-5")
+        >>> frames[:] = 1
+        >>> usage = frames.memory_usage()
+        >>> usage.transitions, usage.dense, usage.baseline
+        (1000, 7056000, 'a NumPy array')
+        >>> usage.total < 0.02 * usage.dense
         True
     """
 
@@ -89,9 +93,11 @@ class MemoryUsage:
         return figures | {"codecs": dict(self.codecs)} | {name: getattr(self, name) for name in derived}
 
     def __str__(self) -> str:
-        return "\n".join([self._summary(), *self._observation_summary(), *self._methods()])
+        return "\n".join([self.summary, *self._observation_summary(), *self._methods()])
 
-    def _summary(self) -> str:
+    @property
+    def summary(self) -> str:
+        """The first line of the report."""
         what = "observations" if self.dense == self.dense_observations else "transitions"
         summary = f"{format_bytes(self.total)} for {self.transitions:,} {what}"
         if self.ratio is not None:
@@ -110,7 +116,7 @@ class MemoryUsage:
         return [f"{key}: {method}" if key else method for key, method in self.codecs.items()]
 
     def __repr__(self) -> str:
-        return f"<MemoryUsage: {self._summary()}>"
+        return f"<MemoryUsage: {self.summary}>"
 
     def _repr_html_(self) -> str:
         """A table for notebooks."""
@@ -126,7 +132,7 @@ class MemoryUsage:
             for row in rows
         )
         methods = "<br>".join(map(html.escape, self._methods()))
-        return f"<table><caption>{html.escape(self._summary())}<br>{methods}</caption>{lines}</table>"
+        return f"<table><caption>{html.escape(self.summary)}<br>{methods}</caption>{lines}</table>"
 
 
 def format_bytes(count: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
@@ -101,8 +102,10 @@ class StoreView(ArrayMethods, np.lib.mixins.NDArrayOperatorsMixin):
         return round(self.store.memory_usage().total * share)
 
     def memory_usage(self) -> MemoryUsage:
-        """Bytes in use by the store behind this view, by purpose."""
-        return self.store.memory_usage()
+        """Bytes in use by the store behind this view, compared with an array of the same observations."""
+        usage = self.store.memory_usage()
+        dense = usage.transitions * math.prod(self.obs_shape) * self.itemsize
+        return replace(usage, dense=dense, dense_observations=dense)
 
     def __len__(self) -> int:
         if not self.shape:

@@ -1,0 +1,106 @@
+"""The mistakes of a first hour: each error names what to write instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from gymnasium import spaces
+from stable_baselines3 import A2C, DQN, PPO, SAC
+from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer
+
+import sb3_extra_buffers.compressed as module
+from sb3_extra_buffers.compressed import compressed
+from sb3_extra_buffers.errors import AlgorithmMismatchError, ArgumentError, LayoutError
+from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
+from tests.contracts.buffer import ACTIONS, SPACES
+from tests.contracts.vec_env import make_envs
+
+DISCRETE = ACTIONS["discrete"]
+VECTOR = SPACES["vector"]
+DICT = spaces.Dict({"speed": VECTOR, "gear": SPACES["discrete"]})
+CONTRIB = ("Maskable", "Recurrent")
+BUFFERS = [name for name in module.__all__ if name.startswith("Compressed") and name.endswith("Buffer")]
+
+
+def make(name: str, space: Any) -> Any:
+    if any(kind in name for kind in CONTRIB):
+        pytest.importorskip("sb3_contrib")
+    options: Any = {"env": make_envs(space, DISCRETE, 1)} if "Her" in name else {}
+    if "Recurrent" in name:
+        options["hidden_state_shape"] = (20, 1, 1, 4)
+    return getattr(module, name)(20, space, DISCRETE, device="cpu", **options)
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_the_wrong_kind_of_space_names_the_class_to_use(name: str) -> None:
+    if "Dict" in name or "Her" in name:
+        with pytest.raises(ArgumentError, match=f"{name} needs a Dict observation space, got Box") as caught:
+            make(name, VECTOR)
+    else:
+        with pytest.raises(ArgumentError, match=f"{name} cannot hold Dict observations.* gear, speed") as caught:
+            make(name, DICT)
+    if "Her" in name:
+        return
+    other = str(caught.value).partition("; use ")[2]
+    assert other in BUFFERS
+    assert other.replace("Dict", "") == name.replace("Dict", "")
+    make(other, VECTOR if "Dict" in name else DICT)
+
+
+@pytest.mark.parametrize(("base", "space"), [(ReplayBuffer, DICT), (DictReplayBuffer, VECTOR)])
+def test_no_class_is_made_up_for_your_own(base: Any, space: Any) -> None:
+    class Mine(base):  # type: ignore[misc]  # any class
+        pass
+
+    for cls in (compressed(Mine), type("Yours", (compressed(base),), {})):
+        with pytest.raises(ArgumentError, match="Dict observation") as caught:
+            cls(20, space, DISCRETE, "cpu")
+        assert "use" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "space", "wrong", "right"),
+    [
+        (DQN, VECTOR, "CompressedRolloutBuffer", "replay_buffer_class=CompressedReplayBuffer"),
+        (DQN, DICT, "CompressedDictRolloutBuffer", "replay_buffer_class=CompressedDictReplayBuffer"),
+        (SAC, VECTOR, GpuRolloutBuffer, "replay_buffer_class=GpuReplayBuffer"),
+        (SAC, DICT, GpuRolloutBuffer, "replay_buffer_class=GpuReplayBuffer"),
+        (PPO, VECTOR, "CompressedReplayBuffer", "rollout_buffer_class=CompressedRolloutBuffer"),
+        (PPO, VECTOR, "CompressedNStepReplayBuffer", "rollout_buffer_class=CompressedRolloutBuffer"),
+        (A2C, DICT, "CompressedDictReplayBuffer", "rollout_buffer_class=CompressedDictRolloutBuffer"),
+        (PPO, VECTOR, GpuReplayBuffer, "rollout_buffer_class=GpuRolloutBuffer"),
+    ],
+)
+def test_the_wrong_kind_of_buffer_names_the_class_to_use(algorithm: Any, space: Any, wrong: Any, right: str) -> None:
+    wrong = getattr(module, wrong) if isinstance(wrong, str) else wrong
+    argument, _, name = right.partition("=")
+    actions = ACTIONS["box"] if algorithm is SAC else DISCRETE
+    policy = "MultiInputPolicy" if isinstance(space, spaces.Dict) else "MlpPolicy"
+    env = make_envs(space, actions, 1)
+    text = f"{algorithm.__name__} cannot train with a {wrong.__name__}; pass {right}$"
+    with pytest.raises(AlgorithmMismatchError, match=text):
+        algorithm(policy, env, device="cpu", **{argument: wrong})
+    classes = {each.__name__: each for each in (GpuReplayBuffer, GpuRolloutBuffer)}
+    found = classes.get(name) or getattr(module, name)
+    algorithm(policy, env, device="cpu", **{argument: found}, **({"buffer_size": 50} if "replay" in argument else {}))
+
+
+@pytest.mark.parametrize("space", [VECTOR, DICT])
+def test_masks_need_a_buffer_for_masks(space: Any) -> None:
+    contrib = pytest.importorskip("sb3_contrib")
+    kind = "Dict" if space is DICT else ""
+    policy, env = "MultiInputPolicy" if kind else "MlpPolicy", make_envs(space, DISCRETE, 1)
+    right = f"CompressedMaskable{kind}RolloutBuffer"
+    for wrong in (getattr(module, f"Compressed{kind}RolloutBuffer"), GpuRolloutBuffer):
+        with pytest.raises(AlgorithmMismatchError, match=f"pass rollout_buffer_class={right}$"):
+            contrib.MaskablePPO(policy, env, rollout_buffer_class=wrong)
+    model = contrib.MaskablePPO(policy, env, rollout_buffer_class=getattr(module, right))
+    assert type(model.rollout_buffer).__name__ == right
+
+
+def test_an_algorithm_is_no_buffer() -> None:
+    with pytest.raises(
+        LayoutError, match="PPO is an algorithm; pass replay_buffer_class or rollout_buffer_class to it"
+    ):
+        compressed(PPO)
