@@ -26,7 +26,7 @@ from gymnasium import spaces
 
 from benchmarks import feed
 from benchmarks.measure import resident
-from benchmarks.results import DATA, replace_rows, run_child, run_info
+from benchmarks.results import DATA, factor, percent, replace_rows, run_child, run_info
 
 GAMES = ("Pong", "MsPacman", "Breakout", "Seaquest", "BeamRider", "Enduro", "Frostbite", "Zaxxon")
 # neither typical nor easy: RGB frames of a 3D game, vectors, and images that cannot be compressed
@@ -294,7 +294,7 @@ def table() -> str:
         f"Typical is the median of the Atari games ({n_games} on the CPU).\n"
     )
     stamps = [render.provenance([row for row in rows if row["kind"] == kind]) for kind in ("cuda", "cpu")]
-    return f"{render.table(header, lines)}\n{note}\n{''.join(stamps)}"
+    return f"{render.table(header, lines)}\n{note}\n{''.join(stamps)}\n"
 
 
 TITLES = {"vizdoom-rgb": "ViZDoom, RGB", "17 floats": "17 floats", "noise": "noise"}
@@ -311,7 +311,7 @@ def table_line(figure: str, ratios: dict[str, float]) -> list[str]:
     def show(value: float | None) -> str:
         if value is None:
             return ""
-        return f"{100 * value:.1f} %" if figure == "memory" else f"{value:.2f}x"
+        return percent(value) if figure == "memory" else factor(value)
 
     if figure[:3] in TRAINED_ON:
         title = f"training {figure[:3]} on {TRAINED_ON[figure[:3]]}{figure[3:]}"

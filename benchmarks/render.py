@@ -205,27 +205,14 @@ def _style(axes: Any) -> None:
 
 def summary() -> str:
     """The summary in the README and on the home page."""
-    parts = []
-    games = [row for row in rows("games") if row["method"] == "auto"]
-    if games:
-        memory = [share(row) for row in games]
-        filling = [ratio(row, "fill_s") for row in games]
-        sampling = [ratio(row, "sample256_us") for row in games]
-        parts.append(
-            f"- **{percent(statistics.mean(memory))}** of the memory of SB3's `ReplayBuffer`: mean of {len(games)} "
-            f"Atari games (worst {percent(max(memory))})\n"
-            f"- filling takes **{factor(statistics.mean(filling))}** and sampling 256 transitions "
-            f"**{factor(statistics.mean(sampling))}** the time of SB3's `ReplayBuffer` "
-            f"(worst {factor(max(sampling))})\n"
-        )
-    for row in rows("million"):
-        parts.append(
-            f"- {int(row['n_transitions']):,} {GAME_TITLES.get(row['game'], row['game'])} transitions with all columns "
-            f"in **{resident(row)}** of resident memory ({quantity(sb3_bytes(row), 'B')} in SB3's `ReplayBuffer`)\n"
-        )
-    if games:
-        parts.append(f"\n{provenance(games)}")
-    return "".join(parts)
+    from benchmarks import headline
+
+    million = "".join(
+        f"{int(row['n_transitions']):,} {GAME_TITLES.get(row['game'], row['game'])} transitions with all columns take "
+        f"**{resident(row)}** of resident memory, {quantity(sb3_bytes(row), 'B')} in SB3's `ReplayBuffer`.\n\n"
+        for row in rows("million")
+    )
+    return f"\n{headline.table()}{million}" if rows("headline") else ""
 
 
 def benchmarks_page() -> str:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from sb3_extra_buffers.stores.array_methods import ArrayMethods
+from tests.cli.browser import CHROMIUM, start_browser
 from tests.torture.arguments import HOOKS
 
 ROOT = Path(__file__).parents[1]
@@ -93,13 +94,18 @@ def public_methods(cls: type[Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def html(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The page of the built site."""
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built documentation; warnings are errors."""
     site = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "--site-dir", os.fspath(site)]
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr
+    return site
+
+
+@pytest.fixture(scope="module")
+def html(site: Path) -> str:
     return (site / "api.html").read_text()
 
 
@@ -138,6 +144,22 @@ def test_the_page_shows_no_hooks_between_layers(anchors: set[str]) -> None:
     members = {name for path in NAMES if inspect.isclass(resolve(path)) for name in dir(resolve(path))}
     assert HOOKS <= hidden() <= members
     assert [anchor for anchor in anchors if anchor.rpartition(".")[2] in hidden()] == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_site_works_when_opened_from_disk(site: Path, tmp_path: Path) -> None:
+    with start_browser(tmp_path) as browser:
+        browser.open(site / "index.html", dark=True)
+        assert browser.evaluate("document.body.dataset.mdColorScheme") == "slate"
+
+        browser.click(".md-search__input")
+        browser.call("Input.insertText", text="update_prioritie")
+        browser.press("s")  # the page searches when a key is released
+        browser.wait_for("document.querySelectorAll('.md-search-result__item').length > 0")
+
+        assert "update_priorities" in browser.text(".md-search-result__list")
+        assert browser.problems() == []
+        assert [url for url in browser.requests() if not url.startswith("file:")] == []
 
 
 def test_levels_on_the_gpu_page_are_those_of_the_methods() -> None:

@@ -40,6 +40,7 @@ from sb3_extra_buffers.compressed import (
 )
 from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer, find_gpu_buffer_dtypes
+from sb3_extra_buffers.stores import device_base
 from tests.compressed.test_buffers_her import bits, walk
 from tests.contracts.buffer import (
     Step,
@@ -51,6 +52,7 @@ from tests.contracts.buffer import (
     play,
     sample,
 )
+from tests.contracts.store import method_params
 
 ACTIONS = spaces.Discrete(4)
 N_ENVS = 2
@@ -100,7 +102,7 @@ REPLAY: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
         {"dtypes": find_buffer_dtypes((4, 20, 16), np.uint8, "rle"), "compression_method": "rle"},
     ),
     "uncompressed": (CompressedReplayBuffer, ReplayBuffer, FLOATS, {"dtypes": U8, "compression_method": "none"}),
-    "zstd": (CompressedReplayBuffer, ReplayBuffer, FLOATS, {"dtypes": U8, "compression_method": "zstd-5"}),
+    "gzip": (CompressedReplayBuffer, ReplayBuffer, FLOATS, {"dtypes": U8, "compression_method": "gzip1"}),
     "dict": (CompressedDictReplayBuffer, DictReplayBuffer, DICT, {"dtypes": DICT_TYPES}),
     "n-step": (CompressedNStepReplayBuffer, NStepReplayBuffer, FLOATS, {"dtypes": U8, "n_steps": 3, "gamma": 0.9}),
     "gpu": (GpuReplayBuffer, ReplayBuffer, FLOATS, {"dtypes": find_gpu_buffer_dtypes((4, 20, 16))}),
@@ -176,17 +178,27 @@ def test_hindsight_replay_computes_rewards_in_the_dtype_of_the_space() -> None:
     assert_same_samples(ours, theirs, batch_size=40)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not th.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("buffer_device", ["cuda", "pinned"])
-@pytest.mark.parametrize("method", ["none", "delta", "rle", "zstd"])
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not th.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.mark.parametrize(
+    "buffer_device",
+    # the GPU stores with reference kernels, in main memory
+    ["reference", pytest.param("cuda", marks=NEEDS_GPU), pytest.param("pinned", marks=NEEDS_GPU)],
+)
+@pytest.mark.parametrize("method", method_params("none", "delta", "rle", "zstd"))
 @pytest.mark.parametrize("space", [FLOATS, DICT], ids=["box", "dict"])
-def test_on_a_gpu(space: Any, method: str, buffer_device: str) -> None:
+def test_on_a_gpu(space: Any, method: str, buffer_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = "cuda"
+    if buffer_device == "reference":
+        monkeypatch.setattr(device_base, "stays_on_host", lambda device: False)
+        monkeypatch.setattr(device_base, "has_triton", lambda: True)
+        device = buffer_device = "cpu"
     reference: Any = DictReplayBuffer if space is DICT else ReplayBuffer
     dtypes = DICT_TYPES if space is DICT else U8
     options: Any = {"dtypes": dtypes, "compression_method": method, "buffer_device": buffer_device}
-    ours = GpuReplayBuffer(80, space, ACTIONS, "cuda", n_envs=N_ENVS, **options)
-    theirs = reference(80, space, ACTIONS, "cuda", n_envs=N_ENVS)
+    ours = GpuReplayBuffer(80, space, ACTIONS, device, n_envs=N_ENVS, **options)
+    theirs = reference(80, space, ACTIONS, device, n_envs=N_ENVS)
     fill(ours, theirs)
     for seed in range(3):
         assert_same_samples(ours, theirs, seed=seed)

@@ -19,6 +19,8 @@ import sb3_extra_buffers.compressed as compressed
 from sb3_extra_buffers.compressed import CompressedArray, CompressedReplayBuffer, CompressedRolloutBuffer
 from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
 from sb3_extra_buffers.recording import FramelessRecordBuffer, RecordBuffer
+from sb3_extra_buffers.stores import device_base
+from sb3_extra_buffers.stores.device_frames import DeviceFrameStore
 from sb3_extra_buffers.stores.usage import MemoryUsage, format_bytes, format_percent
 from tests.contracts.buffer import ACTIONS, SPACES, play
 from tests.contracts.store import RESIDENT, needs_proc, run_fresh
@@ -82,6 +84,28 @@ def test_replay_buffers(name: str, n_steps: int) -> None:
     baseline = type(theirs).__name__
     assert_true(ours, theirs, min(n_steps, 100), f"SB3's {baseline}")
     assert ours.memory_usage().decided == (n_steps >= 70)
+
+
+@pytest.mark.parametrize("n_steps", [30, 130])
+def test_stores_of_a_gpu(n_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stores that a GPU has, with reference kernels in main memory."""
+    monkeypatch.setattr(device_base, "stays_on_host", lambda device: False)
+    monkeypatch.setattr(device_base, "has_triton", lambda: True)
+    ours, theirs = pair("GPU", IMAGE, 100, compression_method="delta")
+    for step in play(IMAGE, N_ENVS, n_steps, actions=ACTION):
+        ours.add(*step)
+        theirs.add(*step)
+    assert_true(ours, theirs, min(n_steps, 100), "SB3's ReplayBuffer")
+    inner, usage = ours.obs_stores[""].inner, ours.memory_usage()
+    columns = usage.dense - usage.dense_observations
+    if n_steps == 30:
+        assert inner is None
+        assert usage.ratio is None
+        assert usage.total == usage.dense_observations + columns
+    else:
+        assert type(inner) is DeviceFrameStore
+        tables = sum(table.nbytes for table in inner.state.tables) + inner._staging.nbytes
+        assert usage.total == pytest.approx(tables + columns, rel=0.02)
 
 
 @pytest.mark.parametrize("n_steps", [40, 130])

@@ -44,6 +44,7 @@ warm = CompressedArray((60, 2), (4, 84, 84), np.uint8, compression_method=method
 source = games(2, 1, noisy=True)
 fill(warm, source, 100)
 warm[:]
+warm.store.check()  # compiles what it calls
 del warm
 start = resident()
 array = CompressedArray((600, 2), (4, 84, 84), np.uint8, compression_method=method)

@@ -32,7 +32,7 @@ _WORD = ir.IntType(64)
 # ---- columns ----
 
 
-class ColumnType(types.Type):  # type: ignore[misc]  # numba has no types
+class ColumnType(types.Type):
     """A C-contiguous array that someone else keeps alive. Indices are not checked and do not wrap."""
 
     def __init__(self, dtype: Any, ndim: int) -> None:
@@ -41,7 +41,7 @@ class ColumnType(types.Type):  # type: ignore[misc]  # numba has no types
 
 
 @register_model(ColumnType)
-class _ColumnModel(models.StructModel):  # type: ignore[misc]  # numba has no types
+class _ColumnModel(models.StructModel):
     def __init__(self, manager: Any, column: ColumnType) -> None:
         members = [("data", types.CPointer(column.dtype)), ("shape", types.UniTuple(types.intp, column.ndim))]
         super().__init__(manager, column, members)
@@ -51,20 +51,20 @@ make_attribute_wrapper(ColumnType, "shape", "shape")
 
 
 @infer_global(len)
-class _Length(AbstractTemplate):  # type: ignore[misc]  # numba has no types
+class _Length(AbstractTemplate):
     def generic(self, args: Any, kws: Any) -> Any:
         return signature(types.intp, *args) if isinstance(args[0], ColumnType) else None
 
 
 @infer_global(operator.getitem)
-class _GetItem(AbstractTemplate):  # type: ignore[misc]  # numba has no types
+class _GetItem(AbstractTemplate):
     def generic(self, args: Any, kws: Any) -> Any:
         column, index = args
         return signature(column.dtype, column, _index_type(column, index)) if isinstance(column, ColumnType) else None
 
 
 @infer_global(operator.setitem)
-class _SetItem(AbstractTemplate):  # type: ignore[misc]  # numba has no types
+class _SetItem(AbstractTemplate):
     def generic(self, args: Any, kws: Any) -> Any:
         column, index, _ = args
         if not isinstance(column, ColumnType):
@@ -203,11 +203,11 @@ stack_int64 = _on_stack(types.int64)
 # ---- the tables of a store ----
 
 
-class TablesType(types.Type):  # type: ignore[misc]  # numba has no types
+class TablesType(types.Type):
     """`FrameState` in compiled code: the address of what `bind_state` lays out."""
 
 
-class ConfigType(types.Type):  # type: ignore[misc]  # numba has no types
+class ConfigType(types.Type):
     """`FrameConfig` in compiled code: the same address."""
 
 
@@ -216,7 +216,7 @@ _TABLES, _CONFIG = TablesType("Tables"), ConfigType("Config")
 
 @register_model(TablesType)
 @register_model(ConfigType)
-class _AddressModel(models.PrimitiveModel):  # type: ignore[misc]  # numba has no types
+class _AddressModel(models.PrimitiveModel):
     def __init__(self, manager: Any, kind: Any) -> None:
         super().__init__(manager, kind, _WORD.as_pointer())
 
@@ -283,7 +283,7 @@ def _load_entry(builder: Any, tables: Any, position: int) -> Any:
 
 
 @infer_getattr
-class _TablesAttributes(AttributeTemplate):  # type: ignore[misc]  # numba has no types
+class _TablesAttributes(AttributeTemplate):
     key = TablesType
 
     def generic_resolve(self, tables: Any, name: str) -> Any:
@@ -291,7 +291,7 @@ class _TablesAttributes(AttributeTemplate):  # type: ignore[misc]  # numba has n
 
 
 @infer_getattr
-class _ConfigAttributes(AttributeTemplate):  # type: ignore[misc]  # numba has no types
+class _ConfigAttributes(AttributeTemplate):
     key = ConfigType
 
     def generic_resolve(self, config: Any, name: str) -> Any:

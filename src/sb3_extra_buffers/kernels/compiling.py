@@ -25,7 +25,7 @@ _slow: list[Any] = []
 _logger = logging.getLogger("sb3_extra_buffers")
 
 
-class _LinkedLibrary(JITCodeLibrary):  # type: ignore[misc]  # numba has no types
+class _LinkedLibrary(JITCodeLibrary):
     """LLVM code that only exists to be linked into kernels.
 
     numba optimises every function and emits machine code for it, and again for each function above it that calls it.
@@ -53,7 +53,7 @@ class _LinkedLibrary(JITCodeLibrary):  # type: ignore[misc]  # numba has no type
         """The environment is for code that calls Python, which kernels do not."""
 
 
-class _LinkedCompiler(Compiler):  # type: ignore[misc]  # numba has no types
+class _LinkedCompiler(Compiler):
     def __init__(self, typing_context: Any, target_context: Any, library: Any, *options: Any) -> None:
         library = _LinkedLibrary(target_context.codegen(), "inner")
         super().__init__(typing_context, target_context, library, *options)
@@ -69,7 +69,7 @@ def inner(function: Function) -> Function:
     find_template = compiled.get_call_template
     # numba would compile it again for each literal argument
     compiled.get_call_template = lambda args, kws: find_template(tuple(map(types.unliteral, args)), kws)
-    return compiled  # type: ignore[no-any-return]  # numba has no types
+    return compiled
 
 
 def entry(function: Function) -> Function:
@@ -86,10 +86,10 @@ def slow_entry(function: Function) -> Function:
     """`entry` for a kernel that takes seconds to compile: `_Listener` announces it."""
     compiled: Any = entry(function)
     _slow.append(compiled)
-    return compiled  # type: ignore[no-any-return]  # numba has no types
+    return compiled
 
 
-class _Listener(event.Listener):  # type: ignore[misc]  # numba has no types
+class _Listener(event.Listener):
     """Logs once that slow kernels are being compiled, and pauses Python's garbage collector, a tenth of that time."""
 
     def __init__(self) -> None:
