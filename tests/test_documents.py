@@ -18,8 +18,8 @@ from tests.pages import REPOSITORY, ROOT, difference, run_command, run_page
 
 PACKAGE = ROOT / "src" / "sb3_extra_buffers"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# tests/integrations runs the snippets of the page on integrations
-RUN_HERE = [path for path in DOCUMENTS if path.name != "integrations.md"]
+# tests/integrations and tests/cli run the others
+RUN_HERE = [path for path in DOCUMENTS if path.name not in {"integrations.md", "cli.md"}]
 RAW = REPOSITORY.replace("github.com", "raw.githubusercontent.com") + "/main/"
 
 

@@ -117,6 +117,9 @@ def test_example_ray_loses_no_acknowledged_transition() -> None:
     assert found is not None
     assert int(found[1]) >= int(found[2]) >= 256
     assert "512 transitions of the other collector were acknowledged" in done.stdout
+    percent = re.search(r"they take [\d.]+ MB: ([\d.]+)% of those in TorchRL's LazyTensorStorage", done.stdout)
+    assert percent is not None
+    assert 0.1 < float(percent[1]) < 5
 
 
 def test_example_sbx_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
