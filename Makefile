@@ -59,7 +59,8 @@ $(INTEGRATIONS)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 test-integrations: $(INTEGRATIONS)/.ready
-	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest -q tests/integrations
+	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest -q tests/integrations \
+		'tests/test_examples.py::test_examples_run[example_sbx]'
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -224,7 +224,8 @@ def contents(buffer: Any) -> dict[str, Any]:
     """Everything that a buffer holds, by name."""
     found: dict[str, Any] = {}
     for name, value in vars(buffer).items():
-        if name in ("_options", "storage_options", "read_only"):
+        # _column_bytes is computed when it is first asked for
+        if name in ("_options", "storage_options", "read_only", "_column_bytes"):
             continue
         parts = value if isinstance(value, dict) else {"": value}
         for key, part in parts.items():

@@ -13,6 +13,9 @@ def main() -> None:
         if (python, dash_m) != ("python", "-m"):
             raise SystemExit(f"not a command of the form python -m MODULE: {line}")
         print(f"$ {line}", flush=True)
+        # as in a new process: a config may have changed the package
+        for name in [name for name in sys.modules if name.partition(".")[0] == module.partition(".")[0]]:
+            del sys.modules[name]
         sys.argv = [module, *arguments]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
