@@ -225,8 +225,8 @@ def benchmarks_page() -> str:
         "environments (84x84x4 stacks), in percent of what SB3's `ReplayBuffer` holds for the same transitions by "
         "default: both observations and all other columns.\n",
         "*Times* are relative to SB3's `ReplayBuffer` in the same process, with calls interleaved; below 1 is faster "
-        "than SB3. Sampling is compared with SB3's default, `add` and filling with `optimize_memory_usage=True`, with which "
-        "SB3 holds one observation per transition instead of two.\n",
+        "than SB3. Sampling is compared with SB3's default, `add` and filling with `optimize_memory_usage=True`, with "
+        "which SB3 holds one observation per transition instead of two.\n",
     ]
     fills = [float(row["sb3_fill_s"]) for name in ("table", "games") for row in rows(name) if row["sb3_fill_s"]]
     if fills:
