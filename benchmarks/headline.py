@@ -290,7 +290,8 @@ def table() -> str:
         "0.50x is half the time, 1 % a hundredth of the memory. Batches and trained weights are bit-identical. "
         f"Typical is the median of the Atari games ({n_games} on the CPU).\n"
     )
-    stamps = [render.provenance([row for row in rows if row["kind"] == kind]) for kind in ("cuda", "cpu")]
+    by_kind = [[row for row in rows if row["kind"] == kind] for kind in ("cuda", "cpu")]
+    stamps = [render.provenance(measured) for measured in by_kind if measured]
     return f"{render.table(header, lines)}\n{note}\n{''.join(stamps)}\n"
 
 

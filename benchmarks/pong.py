@@ -282,10 +282,11 @@ def section() -> str:
     same = ""
     if "sb3" in runs:
         shared, different = differences(curves)
-        same = f"{len(different)} of the {shared} iterations that both runs have from the start differ. "
+        same = f"{len(different)} of the {shared} iterations that both runs have in common differ. "
         if not different:
             same = (
-                f"The first {shared} iterations, which both runs have, gave bit-identical rewards, losses and weights. "
+                f"The {shared} iterations that both runs have in common gave bit-identical rewards, losses and "
+                "weights. "
             )
     settings = " ".join(described(name, run) for name, run in runs.items() if name != "sb3")
     parts = [
@@ -315,11 +316,12 @@ def titles(name: str) -> tuple[str, str]:
 def described(name: str, run: dict[str, str]) -> str:
     """The settings of a run, in words."""
     start = "The continued run used" if name.endswith(RESUMED) else "The runs used"
+    entropy = " decreasing to ".join(dict.fromkeys((run["entropy"], run["last_entropy"])))
     return (
         f"{start} {run['n_envs']} environments x {run['n_steps']} steps, {run['epochs']} epochs in batches of "
         f"{run['batch_size']}, a learning rate of {run['learning_rate']} and a clip range of {run['clip_range']}, both "
-        f"decreasing to a tenth at {int(run['schedule']):,} steps, an entropy coefficient from {run['entropy']} to "
-        f"{run['last_entropy']}, and seed {run['seed']}."
+        f"decreasing to a tenth at {int(run['schedule']):,} steps, an entropy coefficient of {entropy}, and seed "
+        f"{run['seed']}."
     )
 
 
@@ -330,8 +332,9 @@ def pair(rows: list[dict[str, str]]) -> str:
     seconds = {row["buffer"]: float(row["seconds"]) for row in rows}
     ours = next(name for name in seconds if name != "sb3")
     return (
-        "The rows of the table were measured on different machines of this kind, whose processors differ in speed. On "
-        f"one machine, the first {int(rows[0]['timesteps']):,} steps took {seconds[ours]:.1f} s with `{ours}` and "
+        "The rows of the table were measured on different machines of this kind, whose processors differ in speed: do "
+        f"not compare their times. On one machine, the first {int(rows[0]['timesteps']):,} steps took "
+        f"{seconds[ours]:.1f} s with `{ours}` and "
         f"{seconds['sb3']:.1f} s with SB3's buffer ({seconds[ours] / seconds['sb3']:.2f}x), {rows[0]['remark']}.\n"
     )
 

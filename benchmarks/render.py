@@ -93,7 +93,7 @@ CASES = {
     "ppo": "training PPO on Pong, 8 environments x 128 steps, 4 epochs",
     "dqn": "training DQN on MsPacman",
 }
-GAME_TITLES = {"ms_pacman": "MsPacman"}
+GAME_TITLES = {"ms_pacman": "MsPacman", "vizdoom-rgb": "ViZDoom, RGB", "vizdoom-labels": "ViZDoom, masks"}
 FIGURES = {
     "everything, an iteration": "total per iteration",
     "held": "observations",
@@ -223,10 +223,10 @@ def benchmarks_page() -> str:
         "table again.\n",
         "*Memory* is the growth of the resident set of a fresh process while it stores transitions of four "
         "environments (84x84x4 stacks), in percent of what SB3's `ReplayBuffer` holds for the same transitions by "
-        "default: observations, next observations, actions, rewards and dones.\n",
-        "*Times* are relative to SB3's `ReplayBuffer` in the same process, with calls interleaved: `add` and filling "
-        "compared with `optimize_memory_usage=True`, with which SB3 writes one copy instead of two; sampling compared "
-        "with SB3's default. Below 1 is faster than SB3.\n",
+        "default: both observations and all other columns.\n",
+        "*Times* are relative to SB3's `ReplayBuffer` in the same process, with calls interleaved; below 1 is faster "
+        "than SB3. Sampling is compared with SB3's default, `add` and filling with `optimize_memory_usage=True`, with "
+        "which SB3 holds one observation per transition instead of two.\n",
     ]
     fills = [float(row["sb3_fill_s"]) for name in ("table", "games") for row in rows(name) if row["sb3_fill_s"]]
     if fills:

@@ -9,27 +9,44 @@ from typing import Any
 from sb3_extra_buffers.training_utils.atari import make_env
 
 GAMES = {"pong": "PongNoFrameskip-v4", "mspacman": "MsPacmanNoFrameskip-v4"}
+HELP = {
+    "algorithm": "PPO or DQN (default: PPO)",
+    "episodes": "episodes to play",
+    "buffer_size": "transitions that the buffer holds",
+    "buffer_device": "where observations are kept: cuda, pinned or cpu (default: the device of the model)",
+    "batch_size": "transitions in a batch",
+    "batches": "batches to sample",
+    "scenario": "scenario of ViZDoom, or the path of a configuration file",
+    "observation": "rgb, labels or classes",
+    "picture": "file to write in the output folder, .gif or .mp4",
+    "window": "1 to play in a window instead of writing a file",
+}
 
 
 def parse(
-    description: str | None, timesteps: int, n_envs: int = 8, quick: int = 512, game: str = "pong", **extra: Any
+    description: str | None, timesteps: int, n_envs: int = 8, quick: int = 512, game: str | None = "pong", **extra: Any
 ) -> argparse.Namespace:
-    """Parse the arguments of an example; ``quick`` is the number of steps with ``--quick``, ``extra`` adds options."""
+    """Parse the arguments of an example.
+
+    ``quick`` is the number of steps with ``--quick``, ``game`` the default Atari game or None, ``extra`` adds options.
+    """
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--game", choices=GAMES, default=game)
+    if game:
+        parser.add_argument("--game", choices=GAMES, default=game, help=f"Atari game (default: {game})")
     parser.add_argument("--compression", default="auto", help="a method such as delta or zstd-5; raw for SB3's buffer")
     parser.add_argument("--timesteps", type=int, help=f"steps of all environments together (default: {timesteps:,})")
-    parser.add_argument("--n-envs", type=int, default=n_envs)
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--n-envs", type=int, default=n_envs, help=f"parallel environments (default: {n_envs})")
+    parser.add_argument("--device", default="auto", help="device of the model, such as cuda")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("logs"), help="folder for models and images")
     parser.add_argument("--quick", action="store_true", help="run for seconds instead of hours, to try it out")
     for name, default in extra.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=HELP.get(name))
     options = parser.parse_args()
     options.timesteps = options.timesteps or (quick if options.quick else timesteps)
     options.n_envs = min(options.n_envs, 2) if options.quick else options.n_envs
-    options.env_id = GAMES[options.game]
+    if game:
+        options.env_id = GAMES[options.game]
     return options
 
 

@@ -49,7 +49,7 @@ def train(game: str, steps: int, method: str, compressed: bool) -> dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--game", default="PongNoFrameskip-v4")
+    parser.add_argument("--game", default="PongNoFrameskip-v4", help="id of an Atari game (default: %(default)s)")
     parser.add_argument("--timesteps", type=int, default=4000, help="steps of all environments (default: 4000)")
     parser.add_argument("--quick", action="store_true", help="train for 600 steps only")
     parser.add_argument("--method", default="auto", help="a compression method, such as delta3 or zstd-5")

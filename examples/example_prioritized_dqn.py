@@ -13,8 +13,8 @@ from sb3_extra_buffers.training_utils.atari import make_env
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--game", default="MsPacmanNoFrameskip-v4")
-    parser.add_argument("--timesteps", type=int, default=1_000_000)
+    parser.add_argument("--game", default="MsPacmanNoFrameskip-v4", help="id of an Atari game (default: %(default)s)")
+    parser.add_argument("--timesteps", type=int, default=1_000_000, help="steps of all environments together")
     parser.add_argument("--n-envs", type=int, default=4)
     parser.add_argument(
         "--alpha", type=float, default=0.6, help="weight of TD errors; 0 is uniform replay (default: 0.6)"

@@ -13,7 +13,13 @@ from sb3_extra_buffers.training_utils.eval_model import eval_model
 
 def main() -> None:
     options = parse(
-        __doc__, timesteps=1_000_000, n_envs=4, quick=256, scenario="defend_the_center", observation="classes"
+        __doc__,
+        timesteps=1_000_000,
+        n_envs=4,
+        quick=256,
+        game=None,
+        scenario="defend_the_center",
+        observation="classes",
     )
     warmup()
     env = make_env(options.scenario, options.n_envs, observation=options.observation, res=(120, 160), seed=options.seed)

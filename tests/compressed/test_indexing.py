@@ -279,5 +279,5 @@ def test_axes_of_an_observation_stay() -> None:
         array.reshape(7, -1, 4, 6, 6)
     with pytest.raises(IndexError, match="leading axes"):
         array.swapaxes(1, 2)
-    with pytest.raises(ValueError, match="next view"):
+    with pytest.raises(ValueError, match="cannot have a sibling"):
         array.reshape(24, 4, 6, 6).next_view()

@@ -85,7 +85,7 @@ class CompressedBuffer(ReportingBuffer, Transactional, SavedAsFolder):
             by_key = used if isinstance(used, dict) else {"": used}
             if any(by_key.get(key) is not view for key, view in views.by_key.items()):
                 raise LayoutError(
-                    f"{name} replaces {attribute} by an array of its own, so they would not be compressed; "
+                    f"{name} replaces {attribute} with an array of its own, so they would not be compressed; "
                     "leave them where SB3's buffer puts them"
                 )
 

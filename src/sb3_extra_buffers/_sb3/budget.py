@@ -98,7 +98,7 @@ class BudgetMixin(CompressedBuffer):
             least, most = per_step * limit // max(share, 1), min(n_steps, share // per_step)
         if least > limit:
             raise BudgetExceededError(
-                f"max_bytes={limit} is too little for {n_steps} steps of {self.n_envs} environments: what cannot be "
+                f"max_bytes={limit} is too small for {n_steps} steps of {self.n_envs} environments: what cannot be "
                 f"compressed takes {per_step} bytes a step; raise the limit to {least}, or lower buffer_size"
             )
         return most

@@ -34,7 +34,7 @@ class StorageOptions:
         max_bytes: Upper limit for the memory of the buffer, in bytes or as a string such as ``"4GB"`` or ``"500 MiB"``;
             ``None`` for no limit.
         on_max_bytes: At the limit, ``"evict"`` drops the oldest transitions and ``"raise"`` refuses new ones.
-        storage: ``"mmap"`` to live in a folder, where every completed step survives the end of the process.
+        storage: ``"mmap"`` to keep the buffer in a folder, where every completed step survives the end of the process.
         path: The folder for ``"mmap"``, new or empty.
 
     Examples:

@@ -94,7 +94,9 @@ class PrioritizedMixin(ReplayMixin):
         if not 0 <= alpha <= 1:
             raise ValueError(f"alpha must be from 0 (uniform) to 1 (proportional), got {alpha}")
         if not 0 < epsilon <= _MAX_ERROR:
-            raise ValueError(f"epsilon must be above 0, or transitions without an error are never drawn; got {epsilon}")
+            raise ValueError(
+                f"epsilon must be above 0, or transitions whose TD error is 0 are never sampled; got {epsilon}"
+            )
         if isinstance(beta, Sequence) and len(beta) != 2:
             raise ValueError(f"beta as a sequence must be its first and last value, got {len(beta)} values")
         self.alpha, self.epsilon = float(alpha), float(epsilon)

@@ -67,7 +67,7 @@ def _read_torchrl_folder(folder: Path) -> tuple[Any, int]:
         raise FileFormatError(f"{folder} holds a tree of tensors; only TensorDicts can be loaded from TorchRL's format")
     data, length = read_memmaps(folder), metadata.get("len")
     if type(length) is not int or not data.ndim or not 0 <= length <= data.numel():
-        raise FileFormatError(f"{folder} cannot hold {length!r} items")
+        raise FileFormatError(f"{folder} should hold {length!r} items, but its tensors have shape {tuple(data.shape)}")
     return data, length
 
 

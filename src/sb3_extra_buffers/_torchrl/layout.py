@@ -56,7 +56,7 @@ def check_methods(methods: Any, options: Any) -> None:
     if options is not None and not (isinstance(options, Mapping) and all(isinstance(name, str) for name in options)):
         raise CodecOptionError(f"compression_kwargs must map option names to values, got {options!r}")
     if not isinstance(methods, (str, Mapping)):
-        raise ArgumentError(f"compression_method must be a method or map keys to methods, got {methods!r}")
+        raise ArgumentError(f"compression_method must be a method, or a dict with a method per key; got {methods!r}")
     for method in [methods] if isinstance(methods, str) else methods.values():
         if not isinstance(method, str):
             raise ArgumentError(f"a compression method must be a string, got {method!r}")

@@ -113,7 +113,9 @@ class PortableStorage(ItemStorage):
     def load_items(self, data: Any, length: int) -> None:
         """Replace all items by the first ``length`` of ``data``; if that fails, nothing changes."""
         if length > self.capacity:
-            raise SpecMismatchError(f"{length} items were saved, but this storage has room for {self.capacity}")
+            raise SpecMismatchError(
+                f"{length} items were saved, but this storage holds at most {self.capacity}; create a larger one"
+            )
         steps = -(-length // max(math.prod(data.shape[1 : self.ndim]), 1))
         loaded = PortableStorage(
             self.capacity, device=self.device, ndim=self.ndim, n_envs=self.n_envs,

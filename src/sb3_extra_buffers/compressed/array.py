@@ -28,7 +28,7 @@ class CompressedArray(StoreView, SavedAsFolder):
     """Behaves like an array of shape ``(*shape, *obs_shape)`` and stores it compressed, losslessly.
 
     An array-like, not a subclass of ``ndarray``: it is indexed and assigned to like an array, has the usual methods,
-    such as `mean`, `min`, `astype` and `tolist`, and is accepted by every function of NumPy. Reading decodes into new
+    such as `mean`, `min`, `astype` and `tolist`, and is accepted by NumPy's functions. Reading decodes into new
     arrays; ``np.asarray(array)`` decodes everything, for example for ``torch.from_numpy``.
 
     The first axis is time: consecutive observations are expected to be similar. Every index of the other leading axes
@@ -44,7 +44,7 @@ class CompressedArray(StoreView, SavedAsFolder):
         decompression_kwargs: Options for decoding; no method has any.
         heap_bytes: Upper limit for the payloads; beyond it, writing raises `HeapFullError`.
         path: A file for the payloads, instead of memory; with ``storage="mmap"``, a folder.
-        storage: ``"mmap"`` to live in the folder ``path``, where everything written survives the end of the process.
+        storage: ``"mmap"`` to keep the array in the folder ``path``, where everything written survives the process.
 
     Examples:
         >>> import numpy as np

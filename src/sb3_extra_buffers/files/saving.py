@@ -51,7 +51,7 @@ class SaveReport(NamedTuple):
 def save(
     saved: Any, path: str | os.PathLike[str], base: str | os.PathLike[str] | None = None, sync: bool = True
 ) -> SaveReport:
-    """Save a buffer or array as the folder ``path``; the state saved there before stays intact until this one is.
+    """Save a buffer or array as the folder ``path``; the previous save stays intact until this one is complete.
 
     A second save to the same folder writes only what is new. So does a save to a new folder with ``base``, the folder
     of the last save: the two share files by hard links, and either may be deleted.

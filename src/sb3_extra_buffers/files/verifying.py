@@ -28,7 +28,7 @@ _BY_OBS = ("slots", "rows", "written")
 def verify(path: str | os.PathLike[str], deep: bool = False) -> Iterator[str]:
     """Yield everything that is wrong with the saved folder or file ``path``; nothing if it is intact.
 
-    Anything but a saved folder or file is a `FileFormatError`.
+    Raises `FileFormatError` if ``path`` is not a saved folder or file.
 
     Args:
         path: The folder or file.

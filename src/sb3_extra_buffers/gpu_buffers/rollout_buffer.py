@@ -164,7 +164,7 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
             dones: Whether each episode ended with the last step.
         """
         if self.generator_ready:
-            raise SpecMismatchError("the rollout was read already; compute returns before get()")
+            raise SpecMismatchError("the rollout was already read; call compute_returns_and_advantage() before get()")
         last = fit_column(as_array(last_values, "last_values").reshape(-1), self.n_envs, "last_values")
         ended = fit_column(dones, self.n_envs, "dones")
         super().compute_returns_and_advantage(th.from_numpy(np.array(last)), ended)

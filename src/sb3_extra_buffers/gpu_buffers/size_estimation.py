@@ -60,7 +60,8 @@ def save_ratio(compression_method: str, compresslevel: int | None = None) -> flo
     if family in LEVELS:
         level = BARE_LEVELS[family] if level is None else level
         if not any(level in levels for levels in LEVELS[family]):
-            raise CodecLevelError(f"{family} has no level {level}")
+            valid = " or ".join(f"{levels[0]} to {levels[-1]}" for levels in LEVELS[family])
+            raise CodecLevelError(f"{family} level must be {valid}, got {level}")
     elif level is not None:
         raise CodecLevelError(f"{family} has no levels, got {level}")
     if family == "auto":

@@ -68,9 +68,9 @@ def estimate_max_slot_bytes(
 ) -> int:
     """Estimate per-cell byte capacity for packed heap storage.
 
-    The larger of two sizes: what observations of MsPacman take, times ``overalloc_factor``, and the worst case of the
-    method, so that noise fits too. The worst case is usually the larger one; ``overalloc_factor`` matters only where
-    the first exceeds it, for example from 5 on for ``"gzip0"``, which takes a quarter.
+    The larger of two sizes: the size measured on MsPacman times ``overalloc_factor``, and the worst case of the method,
+    so that noise fits too. The worst case is usually the larger one: even for ``"gzip0"``, measured at a quarter of the
+    observation, ``overalloc_factor`` makes no difference below about 5.
 
     Args:
         flat_len: Number of elements of an observation.

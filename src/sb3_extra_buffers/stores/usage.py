@@ -98,7 +98,7 @@ class MemoryUsage:
     @property
     def summary(self) -> str:
         """The first line of the report."""
-        what = "observations" if self.dense == self.dense_observations else "transitions"
+        what = "observations" if self.baseline == NUMPY else "transitions"
         summary = f"{format_bytes(self.total)} for {self.transitions:,} {what}"
         if self.ratio is not None:
             return f"{summary}: {format_percent(self.ratio)} of the {format_bytes(self.dense)} in {self.baseline}"

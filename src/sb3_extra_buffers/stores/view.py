@@ -328,12 +328,12 @@ class StoreView(ArrayMethods, np.lib.mixins.NDArrayOperatorsMixin):
         return view
 
     def next_view(self) -> Self:
-        """Append as many observations again, and return a view of them.
+        """Add as many observations again to the store, and return a view of them.
 
-        For what repeats this one, such as the next observations beside the observations: frames are stored once.
+        Meant for observations that repeat these, such as next observations: shared frames are stored once.
         """
         if self.indices is not None:
-            raise ValueError("an array that was reshaped cannot have a next view")
+            raise ValueError("a reshaped array cannot have a sibling; call sibling() on the whole array")
         view = object.__new__(type(self))
         StoreView.__init__(view, self.store, self.lead_shape, dtype=self.dtype)
         return view

@@ -70,7 +70,7 @@ class _FanOut:
     ) -> None:
         if not members:
             raise AlgorithmMismatchError(
-                f"{type(self).__name__} needs buffers to pass experience on to: "
+                f"{type(self).__name__} needs the buffers to add to, such as "
                 "buffers={'name': BufferClass, 'other': (BufferClass, {'compression_method': 'rle'})}"
             )
         self.buffers = {}
