@@ -36,7 +36,6 @@ from torchrl.data import (
 from sb3_extra_buffers._torchrl.tensors import to_numpy
 from sb3_extra_buffers.errors import (
     DamagedFileError,
-    FileFormatError,
     IndexOutOfRangeError,
     SharingError,
     SpecMismatchError,
