@@ -54,14 +54,19 @@ def report(buffers: dict[str, Any], latency: dict[str, float], unit: str, path: 
 
 
 def plot(percent: dict[str, float], latency: dict[str, float], unit: str, path: Path) -> None:
-    """Draw memory against latency, both on logarithmic axes."""
+    """Draw memory and latency of each method as bars, both on logarithmic axes."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
-    for name, share in percent.items():
-        axes.plot(latency[name], share, "s" if name == "baseline" else "o", color=f"C{name == 'baseline':d}")
-        axes.annotate(name, (latency[name], share), fontsize=7, xytext=(4, 2), textcoords="offset points")
-    axes.set(xscale="log", yscale="log", xlabel=f"latency, {unit}", ylabel="memory, % of the baseline")
+    names = sorted(percent, key=latency.__getitem__, reverse=True)
+    colors = ["C1" if name == "baseline" else "C0" for name in names]
+    panels = {"memory, % of the baseline": percent, f"latency, {unit}": latency}
+    figure, axes = plt.subplots(1, 2, figsize=(9, 1 + 0.2 * len(names)), sharey=True, layout="constrained")
+    for panel, (label, values) in zip(axes, panels.items(), strict=True):
+        bars = panel.barh(names, [values[name] for name in names], color=colors)
+        panel.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
+        panel.set(xscale="log", xlabel=label)
+        panel.margins(x=0.1, y=0.01)
+        panel.xaxis.set_major_formatter("{x:g}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)

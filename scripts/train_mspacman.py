@@ -1,6 +1,7 @@
 """Train the small DQN whose weights are in ``examples/dqn_mspacman.npz``: ten minutes on a CPU.
 
-``python scripts/train_mspacman.py`` needs ``pip install '.[fast,extra]'``.
+``python scripts/train_mspacman.py`` needs ``pip install '.[fast,extra]'``. The committed weights scored 747 +/- 382
+in 20 whole games; untrained ones score about 200. Results vary a lot between runs and machines.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ GAME = "MsPacmanNoFrameskip-v4"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--timesteps", type=int, default=120_000)
+    parser.add_argument("--timesteps", type=int, default=106_500)
     parser.add_argument("--episodes", type=int, default=20, help="episodes of the evaluation (default: 20)")
     parser.add_argument("--output", type=Path, default=WEIGHTS)
     options = parser.parse_args()
@@ -32,14 +33,14 @@ def main() -> None:
     model = make_small_dqn(
         make_env(GAME, n_envs=8, framestack=4, seed=0, native=True),
         buffer_size=options.timesteps,
-        learning_rate=lambda remaining: 5e-4 * max(remaining, 0.1),
+        learning_rate=lambda remaining: 5e-4 * (0.73 + 0.27 * remaining),
         learning_starts=10_000,
         train_freq=2,
         gradient_steps=2,
         batch_size=64,
         target_update_interval=4000,
-        exploration_fraction=0.4,
-        exploration_final_eps=0.03,
+        exploration_fraction=1.0,
+        exploration_final_eps=0.14,
         n_steps=3,
         replay_buffer_class=CompressedReplayBuffer,
         replay_buffer_kwargs={"n_steps": 3, "gamma": 0.99},

@@ -84,8 +84,8 @@ def test_weights_equal_those_of_sb3(
 @pytest.mark.parametrize(
     ("name", "needed", "said"),
     [
-        ("train_gpu_replay", "ale_py", r"64 transitions take .*saved .*dqn_pong\.zip"),
-        ("train_gpu_rollout", "ale_py", r"a rollout takes .*saved .*ppo_pong\.zip"),
+        ("train_gpu_replay", "ale_py", r"transitions: .* in SB3's ReplayBuffer.*saved .*dqn_pong\.zip"),
+        ("train_gpu_rollout", "ale_py", r"transitions: .* in SB3's RolloutBuffer.*saved .*ppo_pong\.zip"),
         ("watch_gpu_replay", "cv2", r"20 steps, rewards .*agent\.gif"),
         ("watch_gpu_rollout", "cv2", r"20 steps, rewards .*agent\.gif"),
     ],

@@ -50,10 +50,7 @@ class CompressedMaskableDictRolloutBuffer(ContribRollout, MaskableDictRolloutBuf
 class CompressedRecurrentRolloutBuffer(ContribRollout, RecurrentRolloutBuffer, CompressedRolloutBuffer):
     """sb3-contrib's `RecurrentRolloutBuffer` with compressed observations; pass it to `use_rollout_buffer`.
 
-    Takes the arguments of `CompressedRolloutBuffer`, and:
-
-    Args:
-        hidden_state_shape: Shape of the LSTM states of a rollout.
+    Takes the arguments of `CompressedRolloutBuffer`, and ``hidden_state_shape``, the shape of a rollout's LSTM states.
 
     Examples:
         >>> from sb3_contrib import RecurrentPPO

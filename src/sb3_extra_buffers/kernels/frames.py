@@ -10,6 +10,8 @@ the frame before it. In an open segment the table of lengths has its full size, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from sb3_extra_buffers.codecs.delta import encode_delta
@@ -46,7 +48,7 @@ __all__ = [
 ]
 
 
-def bind_state(state: FrameState) -> FrameState:
+def bind_state(state: FrameState, known: dict[str, Any]) -> FrameState:
     """Convert ``state`` to what the kernels take; the reference kernels take it as it is."""
     return state
 

@@ -85,6 +85,7 @@ class FrameTables(Store):
         config = FrameConfig(layout.frame_bytes, per_segment, length_bytes, stage_bytes, delta=not self.lists_new)
         self.state = _new_state(config, layout.stack, n_streams + 1, self.heap)
         self._bound: Any = None
+        self._known_columns: dict[str, Any] = {}  # see `bind_state`
         self._table_bytes: int | None = None
         self.dirty = False
 
@@ -215,12 +216,14 @@ class FrameTables(Store):
 
     def _tables(self) -> Any:
         if self._bound is None:
-            self._bound = self._kernels.bind_state(self.state)
+            self._bound = self._kernels.bind_state(self.state, self._known_columns)
         return self._bound
 
     def _replace(self, **columns: Any) -> None:
-        self.state = self.state._replace(**columns)
         self._bound = self._table_bytes = None
+        for name in columns:
+            self._known_columns.pop(name, None)
+        self.state = self.state._replace(**columns)
 
     def _adopt(self) -> None:  # payloads are put into the heap by the heap itself
         """Tell the heap what kernels wrote into its gap, before it is asked to do anything."""
@@ -327,7 +330,7 @@ class FrameTables(Store):
     def __getstate__(self) -> dict[str, Any]:
         self.collect_segments()
         state = self.__dict__.copy()
-        for name in ("_kernels", "_bound", "_table_bytes", "dirty", "dirty_pages", "validator"):
+        for name in ("_kernels", "_bound", "_known_columns", "_table_bytes", "dirty", "dirty_pages", "validator"):
             state.pop(name, None)
         columns = self.state._replace(heap=np.zeros(0, np.uint8))._asdict()
         state["state"] = {name: copy(column) for name, column in columns.items()}
@@ -344,6 +347,7 @@ class FrameTables(Store):
         self._kernels = frame_kernels(self._compiled)
         self.state = FrameState(**columns)
         self._bound = self._table_bytes = None
+        self._known_columns = {}
         self.dirty = False
         self._sync()
 

@@ -366,7 +366,7 @@ class SegmentStore(FrameStore):
         tables = self._tables() if self._bound is None else self._bound
         if self._n_packed:
             local, frame_ids, sets = self._unpacked(frame_ids, sets)
-            tables = self._kernels.bind_state(local)
+            tables = self._kernels.bind_state(local, {})
         read = self._kernels.read_frames
         n_rows = sets.shape[1]
 
