@@ -256,6 +256,6 @@ def read_rows_reference(tables: DeviceTables, shape: FrameShape, indices: torch.
     sets = indices.numpy()
     rows = np.empty(sets.size * shape.stack * size, np.uint8)
     kernels = frame_kernels(compiled=False)
-    damaged = kernels.read_frames(kernels.bind_state(state), tables.frame_ids.numpy(), sets, rows, 0, sets.shape[1])
+    damaged = kernels.read_frames(kernels.bind_state(state, {}), tables.frame_ids.numpy(), sets, rows, 0, sets.shape[1])
     out.numpy()[..., :size] = rows.reshape(*sets.shape, shape.stack, size)
     return damaged
