@@ -119,13 +119,13 @@ def narrow(array: Array, dtype: np.dtype[Any], name: str) -> Array:
     if dtype.kind in "iu":
         limits = f" (whole numbers from {np.iinfo(dtype).min} to {np.iinfo(dtype).max})"
     raise SpecMismatchError(
-        f"{name} holds {value!r}, which dtypes['elem_type'] {dtype}{limits} cannot store exactly; leave elem_type out, "
+        f"{name} holds {value}, which dtypes['elem_type'] {dtype}{limits} cannot store exactly; leave elem_type out, "
         f"or pass {array.dtype}"
     )
 
 
 def _inexact(array: Array, bad: Array, dtype: np.dtype[Any], name: str) -> SpecMismatchError:
     return SpecMismatchError(
-        f"{name} holds {array[bad].ravel()[0]!r} ({array.dtype}), which is not a value of dtype {dtype}; convert "
+        f"{name} holds {array[bad].ravel()[0]} ({array.dtype}), which {dtype} cannot hold; convert "
         f"{name} before storing it"
     )

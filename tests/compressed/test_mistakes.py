@@ -48,6 +48,17 @@ def test_the_wrong_kind_of_space_names_the_class_to_use(name: str) -> None:
     make(other, VECTOR if "Dict" in name else DICT)
 
 
+@pytest.mark.parametrize("name", ["CompressedReplayBuffer", "CompressedRolloutBuffer"])
+@pytest.mark.parametrize(
+    ("argument", "value"), [("n_envs", 0), ("n_envs", 1.5), ("buffer_size", 1e6), ("buffer_size", -1)]
+)
+def test_sizes_must_be_counts(name: str, argument: str, value: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"{argument} must be an integer of at least .*, got {value}"):
+        getattr(module, name)(
+            **{"buffer_size": 20, "n_envs": 1, argument: value}, observation_space=VECTOR, action_space=DISCRETE
+        )
+
+
 @pytest.mark.parametrize(("base", "space"), [(ReplayBuffer, DICT), (DictReplayBuffer, VECTOR)])
 def test_no_class_is_made_up_for_your_own(base: Any, space: Any) -> None:
     class Mine(base):  # type: ignore[misc]  # any class

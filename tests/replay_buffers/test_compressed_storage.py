@@ -36,7 +36,6 @@ from torchrl.data import (
 from sb3_extra_buffers._torchrl.tensors import to_numpy
 from sb3_extra_buffers.errors import (
     DamagedFileError,
-    FileFormatError,
     IndexOutOfRangeError,
     SharingError,
     SpecMismatchError,
@@ -502,14 +501,14 @@ def rewrite_manifest(path: Path, **entries: Any) -> None:
     path.write_bytes(dump({**record, **entries}))
 
 
-@pytest.mark.parametrize("damage", ["nothing there", "other json", "no json", "cut", "changed", "newer", "size"])
+@pytest.mark.parametrize("damage", ["no manifest", "other json", "no json", "cut", "changed", "newer", "size"])
 def test_a_failed_load_changes_nothing(tmp_path: Path, damage: str) -> None:
     buffer, target = filled(), filled(n_items=30)
     before = target[:].clone()
     buffer.storage.dumps(tmp_path / "s")
     manifest = tmp_path / "s" / "manifest.json"
     errors: dict[str, tuple[type[Exception], str]] = {
-        "nothing there": (FileFormatError, "manifest"),
+        "no manifest": (DamagedFileError, "manifest.json is missing"),
         "other json": (DamagedFileError, "manifest"),
         "no json": (DamagedFileError, "manifest"),
         "cut": (DamagedFileError, "cut short"),
@@ -518,7 +517,7 @@ def test_a_failed_load_changes_nothing(tmp_path: Path, damage: str) -> None:
         "size": (SpecMismatchError, "max_size=90"),
     }
     data = tmp_path / "s" / "data-0001.bin"
-    if damage == "nothing there":
+    if damage == "no manifest":
         manifest.unlink()
     elif damage == "other json":
         manifest.write_text("[1, 2]")
@@ -587,7 +586,7 @@ def test_saves_of_torchrl_storages_are_loaded(tmp_path: Path, way: str) -> None:
         buffer.extend(trajectory(9, seed=3))
     same_samples(ours, theirs)
 
-    with pytest.raises(SpecMismatchError, match="room for 50"):
+    with pytest.raises(SpecMismatchError, match="holds at most 50"):
         CompressedStorage(50).load_state_dict(theirs.storage.state_dict())
 
 

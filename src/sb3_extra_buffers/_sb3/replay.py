@@ -85,6 +85,8 @@ class ReplayMixin(BudgetMixin, _Base):
     ) -> None:
         how = dtypes, normalize_images, compression_method, compression_kwargs, decompression_kwargs, output_dtype
         self._take_options(StorageOptions(*how, max_bytes, on_max_bytes, storage, path))
+        check_count(buffer_size, "buffer_size", 0)  # as in SB3, 0 holds one step
+        check_count(n_envs, "n_envs")
         check_count(n_steps, "n_steps")
         check_space(self, observation_space)
         # SB3 lays out a single step, so that dense observations are never allocated

@@ -70,6 +70,8 @@ class RolloutMixin(CompressedBuffer, _Base):
             raise ValueError("max_bytes is for replay buffers: no step of a rollout can be dropped")
         if self._options.storage != "memory":
             raise ValueError("storage='mmap' is for replay buffers: a rollout is discarded after training on it")
+        check_count(buffer_size, "buffer_size")
+        check_count(n_envs, "n_envs")
         check_space(self, observation_space)
         super().__init__(buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs)
 

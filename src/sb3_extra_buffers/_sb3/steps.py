@@ -34,8 +34,8 @@ def fit_observations(observations: Any, shape: tuple[int, ...], dtype: np.dtype[
         return np.broadcast_to(array, shape)
     except ValueError:
         raise SpecMismatchError(
-            f"{name} has shape {array.shape}, but {shape[0]} environments with observations of shape {shape[1:]} need "
-            f"{shape}; check n_envs and the observation space"
+            f"{name} has shape {array.shape}, expected {shape}: (n_envs, *observation shape); check n_envs and the "
+            "observation space"
         ) from None
 
 
@@ -48,8 +48,8 @@ def fit_actions(column: Array, actions: Any) -> Array:
         return array.reshape(shape)
     except ValueError:
         raise SpecMismatchError(
-            f"action has shape {array.shape}, but {shape[0]} environments with actions of {shape[1]} numbers need "
-            f"{shape}; check n_envs and the action space"
+            f"action has shape {array.shape}, expected {shape}: (n_envs, numbers per action); check n_envs and the "
+            "action space"
         ) from None
 
 
