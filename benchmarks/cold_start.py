@@ -82,6 +82,36 @@ def measure(game: str, method: str, repeats: int) -> list[dict[str, Any]]:
     ]
 
 
+def summary() -> str:
+    """What the FAQ says about the cost of the library itself."""
+    from benchmarks.render import provenance, rows
+
+    measured = rows("cold_start")
+    delta = [row for row in measured if row["method"] == "auto"]
+
+    def largest(column: str, cache: str) -> float:
+        return max(float(row[column]) for row in delta if row["cache"] == cache)
+
+    cached, compiling = largest("resident_bytes", "filled"), largest("resident_bytes", "empty")
+    numba = largest("numba_bytes", "filled")
+    first, later = largest("first_s", "empty"), largest("first_s", "filled")
+    return (
+        f"About {megabytes(cached)} per process with numba, as much as {cached / SB3_TRANSITION:,.0f} transitions of "
+        f"stacked Atari frames in SB3's buffer: {megabytes(numba)} for importing numba and {megabytes(cached - numba)} "
+        f"for the compiled kernels. The process that compiles them, once per machine, takes {megabytes(compiling)}.\n\n"
+        f"Compiling takes {first:.1f} s of one core, at the first `add` and `sample` or in `warmup()`. Later "
+        f"processes load the kernels from the cache in {later:.1f} s.\n\n{provenance(delta)}"
+    )
+
+
+# bytes of a transition of 84x84x4 stacks
+SB3_TRANSITION = 2 * 4 * 84 * 84
+
+
+def megabytes(count: float) -> str:
+    return f"{count / 1e6:.0f} MB"
+
+
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--child", nargs=2, metavar=("GAME", "METHOD"), help="measure in this process, print JSON")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import itertools
 import json
 import os
 import statistics
@@ -91,9 +90,10 @@ def transition(step: feed.Step) -> tuple[Any, ...]:
 
 def memory(name: str, device: str) -> dict[str, Any]:
     """Growth of this process and of its memory on the device while a buffer is filled, and what SB3's would hold."""
-    for _ in range(3):  # everything that happens only once, such as compiling, does not count
+    # everything that happens only once, such as compiling, does not count
+    for _ in range(2):
         buffer = make_buffer(name, device, "ours")
-        for step in itertools.islice(stream(name, n_steps_of(name)), 300):
+        for step in stream(name, n_steps_of(name)):
             buffer.add(*transition(step))
         buffer.sample(32)
         del buffer
@@ -198,11 +198,14 @@ def training(name: str, device: str) -> dict[str, Any]:
         def _on_step(self) -> bool:
             return True
 
-    env = make_training_env(name, device)
+    env = None
     taken: Times = [[], []]
     weights = set()
     # the first two runs compile and tune
     for number, kind in enumerate(("ours", "sb3", *("ours", "sb3", "sb3", "ours") * 2)):
+        # hundreds of games take a minute to create; SB3's wrappers do not start a game over that is still going on
+        if env is None or not is_native(name, device):
+            env = make_training_env(name, device)
         model, n_steps = make_model(name, device, kind, env)
         stopwatch = Stopwatch()
         model.learn(n_steps if number > 1 else n_steps // 3, callback=stopwatch)
@@ -217,13 +220,18 @@ def training(name: str, device: str) -> dict[str, Any]:
     return {name: [quantiles(times) for times in taken]}
 
 
+def is_native(name: str, device: str) -> bool:
+    """Whether ale-py's own vector environment plays the games."""
+    return device == "cuda" and name != "DQN"
+
+
 def make_training_env(name: str, device: str) -> Any:
     from sb3_extra_buffers.training_utils.atari import make_env
 
     if name == "DQN":
         return make_env("MsPacmanNoFrameskip-v4", n_envs=1, framestack=4, seed=1)
     n_envs = int(name.split()[1])
-    return make_env("PongNoFrameskip-v4", n_envs=n_envs, framestack=4, native=device == "cuda", seed=1)
+    return make_env("PongNoFrameskip-v4", n_envs=n_envs, framestack=4, native=is_native(name, device), seed=1)
 
 
 def make_model(name: str, device: str, kind: str, env: Any) -> tuple[Any, int]:

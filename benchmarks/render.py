@@ -14,6 +14,7 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
+from benchmarks import cold_start
 from benchmarks.results import DATA, ROOT, factor, percent, quantity, read_rows
 
 DOCS = ROOT / "docs"
@@ -264,6 +265,7 @@ def main() -> None:
     insert(DOCS / "architecture.md", "formats", format_table())
     insert(DOCS / "gpu.md", "gpu", gpu_table())
     insert(DOCS / "files.md", "files", file_table())
+    insert(DOCS / "faq.md", "cold start", cold_start.summary())
 
 
 def insert(path: Path, name: str, text: str) -> None:

@@ -176,15 +176,15 @@ def test_names_in_architecture_exist() -> None:
 def test_figures_are_rendered_from_the_measurements() -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("ale_py")
-    render, envs, doom, torchrl, pong = (
-        importlib.import_module(f"benchmarks.{name}") for name in ("render", "envs", "doom_memory", "torchrl", "pong")
-    )
+    names = ("render", "cold_start", "envs", "doom_memory", "torchrl", "pong")
+    render, cold_start, envs, doom, torchrl, pong = (importlib.import_module(f"benchmarks.{name}") for name in names)
     sections = {
         ("README.md", "figures"): render.summary(),
         ("docs/index.md", "figures"): render.summary(),
         ("docs/architecture.md", "formats"): render.format_table(),
         ("docs/gpu.md", "gpu"): render.gpu_table(),
         ("docs/files.md", "files"): render.file_table(),
+        ("docs/faq.md", "cold start"): cold_start.summary(),
         ("docs/training.md", "environments"): envs.table(),
         ("docs/training.md", "doom memory"): doom.table(),
         ("docs/training.md", "pong"): pong.section(),
