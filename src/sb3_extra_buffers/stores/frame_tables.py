@@ -301,11 +301,11 @@ class FrameTables(Store):
     def compact_heap(self, compact: Callable[[], None]) -> None:
         """Call ``compact``, which moves the heap's payloads, while no kernel refers to them."""
         self.collect_segments()
+        self.dirty = True
         self._drop_view()
-        try:
-            compact()
-        finally:
-            self._sync()
+        compact()
+        self._sync()
+        self.dirty = False
 
     def check(self) -> None:
         self.collect_segments()

@@ -125,7 +125,8 @@ class FrameStore(FrameTables):
             self.recover()
         if self.validator is not None:
             self.validator(indices)
-        frames = self._decode(self.frame_ids, indices if indices.ndim == 2 else indices.reshape(1, -1))
+        sets = as_contiguous(indices if indices.ndim == 2 else indices.reshape(1, -1))
+        frames = self._decode(self.frame_ids, sets)
         if layout.axis == "first":
             return frames.reshape(*indices.shape, layout.spec.nbytes)
         rows = layout.join(frames.reshape(indices.size, layout.stack, layout.frame_bytes), self._kernels)
