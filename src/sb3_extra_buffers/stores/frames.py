@@ -246,6 +246,7 @@ class FrameStore(FrameTables):
         """
         n_segments, counts, keyframes = len(saved.counts), saved.counts, saved.keyframes
         n_counted = 0 if read_only else n_segments
+        self.read_only = read_only
         self.frame_ids = saved.frame_ids
         self.dirty_pages = np.zeros(n_pages(saved.frame_ids), np.bool_)
         self.heap.grow(n_segments)
