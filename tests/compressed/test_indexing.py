@@ -216,6 +216,28 @@ def test_forms_that_buffers_use(settled: bool) -> None:
         check_read(array, dense, form)
 
 
+@pytest.mark.parametrize("method", method_params("delta", "zstd", "none"))
+def test_indices_of_every_memory_layout_select_the_same_observations(method: str) -> None:
+    """`np.unravel_index`, for one, returns columns of a table."""
+    array, dense = filled((6, 3), (4, 6, 6), method, True)
+    other = array.next_view()
+    steps, envs = np.array([0, 5, 2, 2, 4]), np.array([2, 0, 1, 1, 2])
+    frozen = steps.copy()
+    frozen.flags.writeable = False
+    pairs = [
+        np.stack([steps, envs], axis=1).T,
+        (steps[::2], envs[::2]),
+        (steps[::-1], envs[::-1]),
+        (frozen, np.broadcast_to(np.int64(1), 5)),
+        np.unravel_index(np.array([17, 3, 8]), (6, 3)),
+    ]
+    for pair in pairs:
+        np.testing.assert_array_equal(array.read_with([other], tuple(pair))[0], dense[tuple(pair)])
+        table = np.ravel_multi_index(tuple(pair), (6, 3))
+        strided = np.stack([table, table], axis=1).T
+        np.testing.assert_array_equal(array.store.read(strided)[1].reshape(-1, 4, 6, 6), dense[tuple(pair)])
+
+
 @pytest.mark.parametrize(
     "index",
     [6, -7, (0, 3), (0, -4), (0, 0, 5), (np.array([6]), np.array([0])), (np.array([0]), np.array([3])), [0, 6], [-7],

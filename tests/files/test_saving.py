@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import json
@@ -43,6 +44,7 @@ from tests.files.filing import (
     save_or_say,
     size_of,
 )
+from tests.torture.interrupts import Injector
 
 every_buffer = pytest.mark.parametrize("name", BUFFERS)
 
@@ -141,6 +143,20 @@ def assert_same_reading(ours: Any, opened: Any) -> None:
     for mine, other in zip(batches(ours), batches(opened), strict=True):
         for left, right in zip(mine, other, strict=True):
             np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.parametrize("method", ["delta", "gzip1"])
+def test_an_interrupted_report_leaves_an_opened_array_readable(method: str, tmp_path: Path) -> None:
+    array, truth = make_array(method=method)
+    array.save(tmp_path / "saved")
+    opened = open_saved(tmp_path / "saved")
+
+    with Injector() as counter:
+        opened.memory_usage()
+    for at in range(1, counter.count, 9):
+        with Injector(at, KeyboardInterrupt()), contextlib.suppress(KeyboardInterrupt):
+            opened.memory_usage()
+        np.testing.assert_array_equal(opened[...], truth)
 
 
 @pytest.mark.parametrize("method", ["auto", "delta", "gzip1", "none"])

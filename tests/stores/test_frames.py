@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -379,6 +380,21 @@ def test_a_real_game_is_exact_and_small(
         np.testing.assert_array_equal(store.read(np.arange(begin, begin + 250)), flat[begin : begin + 250])
     assert store.heap.live_bytes < flat.nbytes // 2 // (20 if method == "zstd" else 60)
     save_observations(store.read(np.arange(40, 200, 40)).reshape(-1, *case.spec.shape))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="maps cannot be extended here")
+@pytest.mark.parametrize("compiled", KERNELS)
+@pytest.mark.parametrize("method", method_params("delta", "gzip"))
+def test_a_heap_to_which_frames_are_only_added_grows_in_place(method: str, compiled: bool) -> None:
+    """Moving it to a larger one would hold both for a moment."""
+    case = Case(method, (32, 32), n_streams=1)
+    store = case.build(300, compiled)
+    rows = np.random.default_rng(0).integers(0, 256, (300, 1024)).astype(np.uint8)
+    for step in range(300):
+        write_rows(store, [step], [0], rows[step : step + 1])
+    assert store.heap.capacity > 100_000
+    assert store.heap.n_repacks == 0
+    np.testing.assert_array_equal(store.read(np.arange(300)), rows)
 
 
 @pytest.mark.parametrize("compiled", KERNELS)

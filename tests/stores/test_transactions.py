@@ -9,6 +9,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,12 @@ import pytest
 
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import FileWriteError, HeapFullError
+from sb3_extra_buffers.stores.file_heap import FileHeap
+from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.observation import ObservationStore
 from tests.contracts.store import KERNELS
+from tests.torture.interrupts import Injector
 
 SPEC = ObsSpec((4, 12, 12), np.dtype(np.uint8))
 METHODS = ["delta", "gzip", "none"]
@@ -133,6 +137,26 @@ def test_a_heap_that_cannot_grow_leaves_every_observation_as_it_was(
     store.write(np.arange(40), np.zeros(40, np.int64), noise)
     store.check()
     np.testing.assert_array_equal(contents(store), noise)
+
+
+def test_a_heap_whose_compaction_was_interrupted_holds_every_observation(tmp_path: Path) -> None:
+    store, rows = filled("delta")
+    inner = store.inner
+    assert isinstance(inner, FrameStore)
+    inner.move_payloads(FileHeap(tmp_path / "heap"))
+
+    def compact(name: str, at: int = 0) -> int:
+        heap = inner.heap
+        assert isinstance(heap, FileHeap)
+        with Injector(at, KeyboardInterrupt()) as injector, contextlib.suppress(KeyboardInterrupt):
+            store.run_exclusively(lambda: inner.compact_heap(lambda: heap.compact(tmp_path / name)))
+        return injector.count
+
+    n_points = compact("counted")
+    for at in range(1, n_points, 7):
+        compact(f"heap-{at}", at)
+        np.testing.assert_array_equal(contents(store), rows)
+        store.check()
 
 
 @pytest.mark.parametrize("method", ["auto", "delta", "gzip", "none"])

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba import from_dtype, types
 from numba.core import cgutils
+from numba.core.errors import TypingError
 from numba.core.typing.templates import AbstractTemplate, AttributeTemplate, infer_getattr, infer_global, signature
 from numba.extending import (
     intrinsic,
@@ -131,7 +132,9 @@ def data_pointer(context: Any, builder: Any, kind: Any, value: Any) -> Any:
 
 @intrinsic
 def as_column(typing_context: Any, array: Any) -> Any:
-    """View a numba array as a column. The caller keeps the array alive: see `keep`."""
+    """View a numba array, which must be C-contiguous, as a column. The caller keeps the array alive: see `keep`."""
+    if array.layout != "C":
+        raise TypingError(f"a column must be a C-contiguous array, got {array}; call as_contiguous first")
     kind = ColumnType(array.dtype, array.ndim)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

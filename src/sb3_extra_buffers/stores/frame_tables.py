@@ -56,6 +56,8 @@ class FrameTables(Store):
     heap: Heap
     #: Whether the kernel lists new frames, for a byte codec to encode.
     lists_new = False
+    #: Whether the tables that only writing needs were left out.
+    read_only = False
 
     def __init__(
         self,
@@ -91,6 +93,8 @@ class FrameTables(Store):
 
     def _begin_change(self) -> None:
         """Begin a change other than a write: the last write is committed, and the frames it replaced are released."""
+        if self.read_only:  # there was no write, and without all tables none could be recovered
+            return
         self.recover()
         self.state.counters[COMMITTED] = 1
         self.dirty = True
@@ -301,11 +305,11 @@ class FrameTables(Store):
     def compact_heap(self, compact: Callable[[], None]) -> None:
         """Call ``compact``, which moves the heap's payloads, while no kernel refers to them."""
         self.collect_segments()
+        self.dirty = True
         self._drop_view()
-        try:
-            compact()
-        finally:
-            self._sync()
+        compact()
+        self._sync()
+        self.dirty = False
 
     def check(self) -> None:
         self.collect_segments()

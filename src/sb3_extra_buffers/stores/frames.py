@@ -125,7 +125,8 @@ class FrameStore(FrameTables):
             self.recover()
         if self.validator is not None:
             self.validator(indices)
-        frames = self._decode(self.frame_ids, indices if indices.ndim == 2 else indices.reshape(1, -1))
+        sets = as_contiguous(indices if indices.ndim == 2 else indices.reshape(1, -1))
+        frames = self._decode(self.frame_ids, sets)
         if layout.axis == "first":
             return frames.reshape(*indices.shape, layout.spec.nbytes)
         rows = layout.join(frames.reshape(indices.size, layout.stack, layout.frame_bytes), self._kernels)
@@ -245,6 +246,7 @@ class FrameStore(FrameTables):
         """
         n_segments, counts, keyframes = len(saved.counts), saved.counts, saved.keyframes
         n_counted = 0 if read_only else n_segments
+        self.read_only = read_only
         self.frame_ids = saved.frame_ids
         self.dirty_pages = np.zeros(n_pages(saved.frame_ids), np.bool_)
         self.heap.grow(n_segments)

@@ -90,10 +90,9 @@ class PayloadStore(FrameStore):
 
     def _encode_new(self, frames: Frames) -> None:
         """Encode the frames that the kernel listed as new."""
-        state = self.state
-        count = int(state.counters[N_NEW])
-        rows = frames.reshape(-1, frames.shape[2])[state.new_frames[:count]]
-        segments = state.new_ids[:count]
+        count = int(self.state.counters[N_NEW])
+        rows = frames.reshape(-1, frames.shape[2])[self.state.new_frames[:count]]
+        segments = self.state.new_ids[:count]
         payloads = self.codecs[-1].encode_batch(rows)
         self._generation[segments] = len(self.codecs) - 1
         self._drop_view()

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from sb3_extra_buffers.arguments import cast_exactly, narrow
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import IndexOutOfRangeError, SpecMismatchError
-from sb3_extra_buffers.kernels import frame_kernels
+from sb3_extra_buffers.kernels import as_contiguous, frame_kernels
 from sb3_extra_buffers.stores.array_methods import ArrayMethods
 from sb3_extra_buffers.stores.base import Indices
 from sb3_extra_buffers.stores.indexing import ALL, are_index_arrays, as_integers, locate, wrap
@@ -183,6 +183,7 @@ class StoreView(ArrayMethods, np.lib.mixins.NDArrayOperatorsMixin):
             bases.append(other.first_index)
         sets = np.empty((len(bases), len(steps)), np.int64)
         flat_indices = frame_kernels().flat_indices
+        steps, envs = as_contiguous(steps), as_contiguous(envs)
         bad = flat_indices(steps, envs, self.n_steps, self.lead_shape[1], np.array(bases), sets)
         if bad >= 0:
             raise IndexOutOfRangeError(

@@ -42,8 +42,15 @@ def run_split(work: Callable[[int, int], Result], n_rows: int, chunk: int) -> li
     try:
         results = drain()
     finally:
-        # cancel those that have not started; the others may still write into the caller's arrays
-        wait([other for other in others if not other.cancel()])
+        for _ in starts:  # none are left, unless this thread was interrupted
+            pass
+        # cancel those that have not started; the others use the caller's arrays, until their last chunk is done
+        running = [other for other in others if not other.cancel()]
+        try:
+            wait(running)
+        except BaseException:
+            wait(running)
+            raise
     for other in others:
         if not other.cancelled():
             results += other.result()
