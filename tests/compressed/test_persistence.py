@@ -28,7 +28,6 @@ from sb3_extra_buffers.compressed import (
     CompressedReplayBuffer,
     CompressedRolloutBuffer,
     compressed,
-    load_replay_buffer,
 )
 from sb3_extra_buffers.errors import (
     AlgorithmMismatchError,
@@ -295,7 +294,7 @@ def test_a_saved_folder_becomes_the_buffer_of_a_model(tmp_path: Path, cls: Any) 
     model.learn(60)
     model.replay_buffer.save(tmp_path / "buffer")
     other = dqn(make_envs(IMAGE, DISCRETE, 2), cls)
-    load_replay_buffer(other, tmp_path / "buffer")
+    other.load_replay_buffer(tmp_path / "buffer")
     assert type(other.replay_buffer) is cls
     assert_same_samples(other.replay_buffer, model.replay_buffer)
     other.learn(20)
@@ -310,16 +309,15 @@ def test_a_folder_that_does_not_fit_leaves_the_model_as_it_was(tmp_path: Path) -
     CompressedRolloutBuffer(10, IMAGE, DISCRETE, "cpu").save(tmp_path / "rollout")
     (tmp_path / "empty").mkdir()
     with pytest.raises(AlgorithmMismatchError, match="observation_space"):
-        load_replay_buffer(model, tmp_path / "vectors")
+        model.load_replay_buffer(tmp_path / "vectors")
     with pytest.raises(AlgorithmMismatchError, match="holds a CompressedRolloutBuffer, which is not a replay buffer"):
-        load_replay_buffer(model, str(tmp_path / "rollout"))
-    for name in ("empty", "missing"):
-        with pytest.raises(FileFormatError, match=name):
-            load_replay_buffer(model, tmp_path / name)
+        model.load_replay_buffer(str(tmp_path / "rollout"))
+    with pytest.raises(FileFormatError, match="empty"):
+        model.load_replay_buffer(tmp_path / "empty")
+    with pytest.raises(FileNotFoundError, match="missing"):
+        model.load_replay_buffer(tmp_path / "missing")
     assert model.replay_buffer is old
     assert_same_contents(before, contents(old))
-    with pytest.raises(AlgorithmMismatchError, match="PPO has no replay buffer"):
-        load_replay_buffer(PPO("MlpPolicy", make_envs(IMAGE, DISCRETE, 1)), tmp_path / "vectors")
 
 
 def test_hindsight_replay_continues_from_a_folder(tmp_path: Path) -> None:
@@ -333,10 +331,10 @@ def test_hindsight_replay_continues_from_a_folder(tmp_path: Path) -> None:
     model, continued, truncated = make(), make(), make()
     model.learn(45)
     model.replay_buffer.save(tmp_path / "buffer")
-    load_replay_buffer(continued, tmp_path / "buffer", truncate_last_traj=False)
+    continued.load_replay_buffer(tmp_path / "buffer", truncate_last_traj=False)
     assert_same_samples(continued.replay_buffer, model.replay_buffer)
     with pytest.warns(UserWarning, match="The last trajectory"):
-        load_replay_buffer(truncated, tmp_path / "buffer")
+        truncated.load_replay_buffer(tmp_path / "buffer")
     assert truncated.replay_buffer.ep_length.astype(bool).sum() > model.replay_buffer.ep_length.astype(bool).sum()
     truncated.learn(20)
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
         use_rollout_buffer,
     )
     from sb3_extra_buffers.compressed.factory import compressed
-    from sb3_extra_buffers.compressed.loading import load_replay_buffer
     from sb3_extra_buffers.compressed.priorities import (
         CompressedDictPrioritizedReplayBuffer,
         CompressedPrioritizedReplayBuffer,
@@ -68,7 +67,6 @@ __all__ = [
     "has_numba",
     "has_zstd",
     "init_jit",
-    "load_replay_buffer",
     "prioritized",
     "use_rollout_buffer",
     "warmup",
@@ -102,7 +100,6 @@ __getattr__, __dir__ = attach(
             "use_rollout_buffer",
         ],
         "factory": ["compressed"],
-        "loading": ["load_replay_buffer"],
         "priorities": [
             "CompressedDictPrioritizedReplayBuffer",
             "CompressedPrioritizedReplayBuffer",

@@ -40,12 +40,12 @@ class BufferCheckpointCallback(BaseCallback):
 
     Examples:
         >>> from stable_baselines3 import DQN
-        >>> from sb3_extra_buffers.compressed import CompressedReplayBuffer, load_replay_buffer
+        >>> from sb3_extra_buffers.compressed import CompressedReplayBuffer
         >>> from sb3_extra_buffers.files import BufferCheckpointCallback
         >>> model = DQN("MlpPolicy", "CartPole-v1", replay_buffer_class=CompressedReplayBuffer)
         >>> model = model.learn(100, callback=BufferCheckpointCallback(50, "checkpoints"))
         >>> model = DQN.load("checkpoints/rl_model_100_steps")
-        >>> load_replay_buffer(model, "checkpoints/rl_model_buffer_100_steps")
+        >>> model.load_replay_buffer("checkpoints/rl_model_buffer_100_steps")
     """
 
     def __init__(
