@@ -119,7 +119,7 @@ OPERATIONS: list[Callable[[Any], Any]] = [
     lambda a: a == 3, lambda a: a != a[0], lambda a: a > 2, lambda a: a + 1, lambda a: 1 + a, lambda a: a / 255.0,
     lambda a: -a, lambda a: a & 3, lambda a: a - a, np.mean, np.max, lambda a: np.add(a, a),
     lambda a: np.sum(a, axis=0), lambda a: np.concatenate([a, a]), lambda a: np.array_equal(a, a), np.shape,
-    lambda a: a == np.zeros(11, np.uint8),
+    lambda a: a == np.zeros(11, np.uint8), lambda a: 0 in a, lambda a: 300 in a,
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,16 @@ def test_copied_infos_and_normalized_batches() -> None:
         for buffer in buffers:
             buffer.add(*step)
     assert_same_samples(*buffers, env=env)
+
+
+def test_unwritten_infos_take_no_memory() -> None:
+    tracemalloc.start()
+    ours = make(CompressedHerReplayBuffer, bits(1), size=10_000)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    columns = sum(column.nbytes for column in ours._columns().values())
+    dense = 2 * sum(column.nbytes for column in ours.observations.values())
+    assert held < columns + dense + 10_000 * 32
 
 
 def test_truncating_the_last_trajectory_ends_its_episode() -> None:

@@ -257,6 +257,11 @@ def test_one_mapping_for_a_dict_applies_to_its_images() -> None:
     assert ours.observations["codes"].dtype == np.int64
 
 
+def test_an_elem_type_for_each_key_is_named() -> None:
+    with pytest.raises(SpecMismatchError, match=r"dtypes\['elem_type'\] is \{'image': 'uint8'\}, which NumPy"):
+        make(CompressedDictReplayBuffer, DICT, dtypes={"elem_type": {"image": "uint8"}})
+
+
 @given(
     source=st.sampled_from(["f8", "f4", "i8", "i4", "u8", "u2"]),
     target=st.sampled_from(["f4", "f2", "i4", "i2", "i1", "u4", "u2", "u1", "?"]),

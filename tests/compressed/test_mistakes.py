@@ -81,9 +81,12 @@ def test_no_class_is_made_up_for_your_own(base: Any, space: Any) -> None:
         (PPO, VECTOR, "CompressedNStepReplayBuffer", "rollout_buffer_class=CompressedRolloutBuffer"),
         (A2C, DICT, "CompressedDictReplayBuffer", "rollout_buffer_class=CompressedDictRolloutBuffer"),
         (PPO, VECTOR, GpuReplayBuffer, "rollout_buffer_class=GpuRolloutBuffer"),
+        (PPO, VECTOR, "CompressedRecurrentRolloutBuffer", "rollout_buffer_class=CompressedRolloutBuffer"),
     ],
 )
 def test_the_wrong_kind_of_buffer_names_the_class_to_use(algorithm: Any, space: Any, wrong: Any, right: str) -> None:
+    if "Recurrent" in str(wrong):
+        pytest.importorskip("sb3_contrib")
     wrong = getattr(module, wrong) if isinstance(wrong, str) else wrong
     argument, _, name = right.partition("=")
     actions = ACTIONS["box"] if algorithm is SAC else DISCRETE

@@ -14,7 +14,7 @@ from stable_baselines3.common.callbacks import CheckpointCallback
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 from sb3_extra_buffers.compressed import CompressedReplayBuffer
-from sb3_extra_buffers.errors import LayoutError
+from sb3_extra_buffers.errors import ArgumentError, LayoutError
 from sb3_extra_buffers.files import BufferCheckpointCallback, load
 from tests.files.filing import assert_same
 
@@ -119,6 +119,21 @@ def test_save_replay_buffer_of_sb3_still_works(tmp_path: Path) -> None:
     other.load_replay_buffer(tmp_path / "buffer.pkl")
 
     assert_same(model.replay_buffer, other.replay_buffer)
+
+
+def test_the_newest_checkpoints_are_kept_where_an_earlier_training_made_more_steps(tmp_path: Path) -> None:
+    make_model().learn(60, callback=BufferCheckpointCallback(20, tmp_path))
+    make_model().learn(20, callback=BufferCheckpointCallback(8, tmp_path, keep_last=2))
+
+    found = sorted(path.name for path in tmp_path.glob("*buffer*"))
+    assert found == ["rl_model_buffer_16_steps", "rl_model_buffer_20_steps"]
+
+
+@pytest.mark.parametrize("name", ["save_freq", "keep_last"])
+@pytest.mark.parametrize("count", [0, 1.5, "10"])
+def test_counts_that_are_not_counts_are_named(name: str, count: Any, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=f"{name} must be an integer of at least 1, got {count!r}"):
+        BufferCheckpointCallback(**{"save_freq": 10, "save_path": tmp_path, name: count})
 
 
 def test_a_dense_buffer_is_refused_before_training(tmp_path: Path) -> None:

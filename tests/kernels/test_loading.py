@@ -45,6 +45,21 @@ def test_kernels_are_compiled_again_when_an_imported_source_changes(tmp_path: Pa
     assert pack(tmp_path) == "cached"
 
 
+WITHOUT_CACHE = f"""
+from numba.core.caching import CacheImpl
+CacheImpl._locator_classes = []  # as if no folder were writable
+import sb3_extra_buffers.kernels.fingerprints_numba, sb3_extra_buffers.codecs.zstd_loop
+from sb3_extra_buffers.compressed import init_jit
+init_jit("rle-jit", (4,))
+{PACK}"""
+
+
+def test_kernels_are_compiled_where_nothing_can_be_cached() -> None:
+    pytest.importorskip("numba")
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_CACHE], capture_output=True, text=True, check=False)
+    assert ran.stdout.strip() == "compiled", ran.stderr
+
+
 def test_arrays_of_every_kind_use_one_signature() -> None:
     pytest.importorskip("numba")
     kernel: Any = importlib.import_module("sb3_extra_buffers.kernels.frames_numba")._write

@@ -270,12 +270,12 @@ def test_action_outside_the_space_raises_and_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (1.5, r"1\.5.*not a value of dtype int64"),
+        (1.5, r"1\.5.*int64 cannot hold"),
         ([1, 2], "shape"),
         ({"a": 1}, "parts"),
         ("left", "numbers"),
         (None, "numbers"),
-        (2**63, "9223372036854775808.*not a value of dtype int64"),
+        (2**63, "9223372036854775808.*int64 cannot hold"),
     ],
 )
 def test_actions_of_another_type_raise(action: Any, message: str) -> None:
@@ -351,10 +351,17 @@ def loaded(buffer: BaseRecordBuffer) -> LoadedParts:
 
 
 def test_a_frameless_buffer_takes_its_size_alone() -> None:
-    assert FramelessRecordBuffer(100).size == 100
+    assert FramelessRecordBuffer(100).size == FramelessRecordBuffer(np.int64(100)).size == 100
     assert FramelessRecordBuffer((84, 84), 4, 100).size == 100
     with pytest.raises(ArgumentError, match="size"):
         FramelessRecordBuffer(0)
+    with pytest.raises(ArgumentError, match=r"size must be an integer of at least 1, got 1\.5"):
+        FramelessRecordBuffer(1.5)  # type: ignore[arg-type]
+
+
+def test_an_empty_recording_is_true() -> None:
+    assert FramelessRecordBuffer(100)
+    assert RecordBuffer()
 
 
 @pytest.mark.parametrize("reward", [[1.0, 2.0], "much", None, 1j])

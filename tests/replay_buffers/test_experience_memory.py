@@ -77,6 +77,12 @@ def test_the_documented_signatures() -> None:
     assert list(steps)[1:4] == ["n_epochs", "max_iter", "batch_size"]
 
 
+def test_an_empty_buffer_is_true_and_describes_itself() -> None:
+    buffer = make("compressed", size=5000)
+    assert buffer
+    assert repr(buffer) == "ReplayBuffer(0 of 5,000 tuples, storage='compressed')"
+
+
 def test_storage_class_by_device_and_option() -> None:
     plain, compressed = make("auto"), make("compressed")
     assert isinstance(plain.memory, TensorDictReplayBuffer)

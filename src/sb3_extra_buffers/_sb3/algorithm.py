@@ -38,17 +38,19 @@ def check_class(buffer_class: type[Any]) -> None:
     """Raise if the algorithm that creates a ``buffer_class`` needs another kind of buffer, and name it."""
     algorithm = calling_algorithm("_setup_model")
     name = type(algorithm).__name__
-    is_maskable = any(cls.__name__ == "MaskablePPO" for cls in type(algorithm).__mro__)
+    is_maskable = _is_for("Maskable", type(algorithm))
     for argument, base, kind in (
         ("replay_buffer_class", ReplayBuffer, "Replay"),
         ("rollout_buffer_class", RolloutBuffer, f"{'Maskable' if is_maskable else ''}Rollout"),
     ):
         if algorithm is None or getattr(algorithm, argument, None) is not buffer_class:
             continue
+        # sb3-contrib is not imported here: it is optional
         fits = issubclass(buffer_class, base)
         if is_maskable:
-            # sb3-contrib is not imported here: it is optional
-            fits = any("Maskable" in cls.__name__ for cls in buffer_class.__mro__)
+            fits = _is_for("Maskable", buffer_class)
+        elif _is_for("Recurrent", buffer_class):
+            fits = _is_for("Recurrent", type(algorithm))
         if fits:
             continue
         family = "Gpu" if buffer_class.__name__.startswith("Gpu") and not is_maskable else "Compressed"
@@ -57,6 +59,10 @@ def check_class(buffer_class: type[Any]) -> None:
         raise AlgorithmMismatchError(
             f"{name} cannot train with a {buffer_class.__name__}; pass {argument}={family}{kind}Buffer"
         )
+
+
+def _is_for(kind: str, cls: type[Any]) -> bool:
+    return any(kind in base.__name__ for base in cls.__mro__)
 
 
 def check_space(buffer: Any, space: Any) -> None:

@@ -111,7 +111,7 @@ def _as_numpy_dtype(elem_type: Any) -> np.dtype[Any]:
     """A dtype of NumPy's or torch's as NumPy's."""
     try:
         return np.dtype(th.empty(0, dtype=elem_type).numpy().dtype if isinstance(elem_type, th.dtype) else elem_type)
-    except TypeError as problem:
+    except (TypeError, ValueError) as problem:
         raise SpecMismatchError(f"dtypes['elem_type'] is {elem_type!r}, which NumPy does not have: {problem}") from None
 
 

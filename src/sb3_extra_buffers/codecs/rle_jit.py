@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
-import numba
 import numpy as np
 
 from sb3_extra_buffers.codecs.base import Bytes, Ints, check_payloads, read_only
+from sb3_extra_buffers.codecs.jit import cached_njit
 from sb3_extra_buffers.codecs.rle import RleCodec, bad_runs
 from sb3_extra_buffers.codecs.spec import ByteRows
 
@@ -55,7 +56,7 @@ class RleJitCodec(RleCodec):
             raise bad_runs(lengths[bad], out.shape[1])
 
 
-@numba.njit(nogil=True, cache=True)
+@partial(cached_njit, nogil=True)
 def _encode_row(row: Any, lengths: Any, values: Any) -> int:
     """Fill ``lengths`` and ``values``; return the number of runs."""
     if row.size == 0:
@@ -75,7 +76,7 @@ def _encode_row(row: Any, lengths: Any, values: Any) -> int:
     return n_runs + 1
 
 
-@numba.njit(nogil=True, cache=True)
+@partial(cached_njit, nogil=True)
 def _decode_rows(heap: Any, starts: Any, lengths: Any, elem: int, run: int, out: Any) -> int:
     """Decode all rows; return the index of the first corrupt one, or -1."""
     nbytes = out.shape[1]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from sb3_extra_buffers.codecs.jit import cached_njit
 
 
 @intrinsic
@@ -36,7 +39,7 @@ def copy_memory(typing_context: Any, target: Any, source: Any, count: Any) -> An
 
 
 # addresses instead of arrays, and no code that raises: half the time to compile
-@njit(nogil=True, cache=True, error_model="numpy", no_cfunc_wrapper=True)
+@partial(cached_njit, nogil=True, error_model="numpy", no_cfunc_wrapper=True)
 def decompress_rows(
     addresses: Any, heap: int, starts: Any, lengths: Any, frame: int, n_header: int, out: int, size: int
 ) -> int:

@@ -170,6 +170,11 @@ class CompressedHerReplayBuffer(OptionsFirst, HerReplayBuffer, CompressedDictRep
         torch.Size([8, 4])
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # SB3 makes a dict for each transition of the capacity, 64 bytes each
+        self.infos = np.full(self.infos.shape, {}, dtype=object)
+
     def add(self, *args: Any, **kwargs: Any) -> None:
         """Add one step of every environment; after any exception, all of it was added or nothing."""
         # not HerReplayBuffer's, which changes episodes before the step is checked: `_step_added` does the same

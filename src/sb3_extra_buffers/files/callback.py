@@ -10,6 +10,7 @@ from typing import Any
 
 from stable_baselines3.common.callbacks import BaseCallback
 
+from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.errors import LayoutError
 from sb3_extra_buffers.files.folders import SavedAsFolder
 from sb3_extra_buffers.files.last_save import get_last_save
@@ -57,12 +58,10 @@ class BufferCheckpointCallback(BaseCallback):
         verbose: int = 0,
     ) -> None:
         super().__init__(verbose)
-        if save_freq < 1 or (keep_last is not None and keep_last < 1):
-            raise ValueError(f"save_freq and keep_last must be positive, got {save_freq} and {keep_last}")
-        self.save_freq = save_freq
+        self.save_freq = check_count(save_freq, "save_freq")
         self.save_path = Path(save_path)
         self.name_prefix = name_prefix
-        self.keep_last = keep_last
+        self.keep_last = None if keep_last is None else check_count(keep_last, "keep_last")
         self.save_model = save_model
         self._saved_steps = -1
 
@@ -112,7 +111,10 @@ class BufferCheckpointCallback(BaseCallback):
             match = pattern.fullmatch(path.name)
             if match:
                 checkpoints.setdefault(int(match[2]), []).append(path)
-        for steps in sorted(checkpoints)[: -self.keep_last]:
+        # by age: an earlier training in this folder may have counted further
+        ages = {steps: max(path.stat().st_mtime_ns for path in paths) for steps, paths in checkpoints.items()}
+        oldest_first = sorted(ages, key=lambda steps: (steps == self._saved_steps, ages[steps], steps))
+        for steps in oldest_first[: -self.keep_last]:
             for path in checkpoints[steps]:
                 if path.is_dir():
                     shutil.rmtree(path)

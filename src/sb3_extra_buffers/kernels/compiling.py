@@ -15,6 +15,8 @@ from numba.core import event
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
+from sb3_extra_buffers.codecs.jit import cached_njit
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # no parallel=True: numba's default threading layer aborts when two threads enter it at the same time.
@@ -78,8 +80,7 @@ def entry(function: Function) -> Function:
     Call it with one combination of array types only (`as_contiguous`): two processes that cache different signatures
     at the same time can store one under the name of the other. Name every argument: typing ``*args`` takes 200 us.
     """
-    compiled: Function = njit(cache=True, no_cfunc_wrapper=True, **_OPTIONS)(function)
-    return compiled
+    return cached_njit(function, no_cfunc_wrapper=True, **_OPTIONS)
 
 
 def slow_entry(function: Function) -> Function:
@@ -102,10 +103,13 @@ class _Listener(event.Listener):
         if not self._announced:
             self._announced = True
             # a warning, because nothing less is shown by default
+            cache = kernel.stats.cache_path
             _logger.warning(
-                "sb3-extra-buffers is compiling its kernels: about 5 seconds, once per machine (cached in %s). "
+                "sb3-extra-buffers is compiling its kernels: about 5 seconds, %s. "
                 "Call sb3_extra_buffers.compressed.warmup() to do this ahead of time.",
-                kernel.stats.cache_path,
+                f"once per machine (cached in {cache})"
+                if cache
+                else "in every process, because no cache folder is writable (set NUMBA_CACHE_DIR to one that is)",
             )
         self._collects = gc.isenabled()
         gc.disable()

@@ -46,10 +46,13 @@ def has_numba() -> bool:
 
 def _drop_outdated(module: Any) -> None:
     """Delete cached kernels older than any source compiled into them; numba only checks the file that defines them."""
+    cache = module.read_frames.stats.cache_path
+    if cache is None:
+        return
     package = Path(module.__file__).parents[1]
     sources = [*(package / "kernels").glob("*.py"), *(package / "codecs").glob("*.py")]
     newest = max(source.stat().st_mtime for source in sources)
-    for index in Path(module.read_frames.stats.cache_path).glob("frames_numba.*.nbi"):
+    for index in Path(cache).glob("frames_numba.*.nbi"):
         with suppress(OSError):
             if index.stat().st_mtime <= newest:
                 index.unlink()

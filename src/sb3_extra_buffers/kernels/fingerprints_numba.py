@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from sb3_extra_buffers.codecs.jit import cached_njit
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
 
-@njit(nogil=True, cache=True)
+@partial(cached_njit, nogil=True)
 def fingerprint_pages(words: Any, keys: Any, out: Any) -> None:
     for page in range(words.shape[0]):
         first = second = np.uint64(0)

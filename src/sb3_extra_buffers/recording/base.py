@@ -222,6 +222,10 @@ class BaseRecordBuffer:
     def __len__(self) -> int:
         return min(self._n_added, self.size)
 
+    def __bool__(self) -> bool:
+        # as without __len__: an empty recording is still a recording
+        return True
+
     @property
     def full(self) -> bool:
         """Whether the next record replaces the oldest."""

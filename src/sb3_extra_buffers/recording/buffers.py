@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -213,7 +213,7 @@ class FramelessRecordBuffer(BaseRecordBuffer):
 
     def __init__(
         self,
-        res: tuple[int, int] | int | None = None,
+        res: tuple[int, int] | SupportsIndex | None = None,
         ch_num: int | None = None,
         size: int = 40_000,
         *,
@@ -221,8 +221,8 @@ class FramelessRecordBuffer(BaseRecordBuffer):
         features: Mapping[str, npt.DTypeLike] | None = None,
         **_: Any,
     ) -> None:
-        if isinstance(res, int):
-            size = res
+        if not isinstance(res, (tuple, list, np.ndarray, type(None))):
+            size = check_count(res, "size")
         super().__init__(size, action_space=action_space, features=features)
 
     @classmethod

@@ -219,6 +219,13 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return len(self.memory)
 
+    def __bool__(self) -> bool:
+        # as without __len__: an empty buffer is still a buffer
+        return True
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.size:,} of {self.buffer_size:,} tuples, storage={self.storage!r})"
+
     @property
     def size(self) -> int:
         """The number of tuples stored."""

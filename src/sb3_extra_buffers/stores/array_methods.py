@@ -61,6 +61,9 @@ class ArrayMethods:
     astype, ravel, transpose = map(_decoding, ("astype", "ravel", "transpose"))
     tolist, tobytes, item = map(_decoding, ("tolist", "tobytes", "item"))
 
+    def __contains__(self, value: Any) -> bool:
+        return value in self.__array__()
+
     def copy(self, order: Any = "C") -> Array:
         """Return the decoded array."""
         return np.asarray(self.__array__(), order=order)
