@@ -290,15 +290,20 @@ def table() -> str:
         figures = [*reversed(TRAININGS[kind][:-1]), TRAININGS[kind][-1], "memory", "add"]
         for figure in [*figures, *(f"sample({batch})" for batch in BATCHES)]:
             ratios = {row["stream"]: ratio(row) for row in measured if row["figure"] == figure}
-            lines.append(table_line(figure, ratios))
+            if ratios:
+                lines.append(table_line(figure, ratios))
     header = ["", "typical", "worst Atari game", *(TITLES[name] for name in OTHERS)]
-    n_games = len({row["stream"] for row in rows} & set(GAMES))
+    n_games = {
+        kind: len({row["stream"] for row in rows if row["kind"] == kind} & set(GAMES)) for kind in ("cuda", "cpu")
+    }
     note = (
         "Each figure is relative to SB3's own buffer holding the same transitions, all columns and both observations: "
         "0.50x is half the time, 1 % a hundredth of the memory. Batches and trained weights are bit-identical. "
-        f"Typical is the median of the Atari games ({n_games} on the CPU).\n"
+        f"Typical is the median of {n_games['cpu']} Atari games on the CPU and {n_games['cuda']} on the GPU, with "
+        "observations of 84x84x4. `sample` on the GPU includes copying SB3's batch there.\n"
     )
-    by_kind = [[row for row in rows if row["kind"] == kind] for kind in ("cuda", "cpu")]
+    placed = [row | {"machine": f"{row['device']}: {row['machine']}"} if row["kind"] == "cuda" else row for row in rows]
+    by_kind = [[row for row in placed if row["kind"] == kind] for kind in ("cuda", "cpu")]
     stamps = [render.provenance(measured) for measured in by_kind if measured]
     return f"{render.table(header, lines)}\n{note}\n{''.join(stamps)}\n"
 
