@@ -34,7 +34,7 @@ class CodecEntry:
 
     target: str
     requires: str | None = None
-    extra: str | None = None
+    extra: str = ""
 
     @property
     def available(self) -> bool:
