@@ -29,6 +29,7 @@ help:
 	@echo "make docs               render docs/ from the committed results and build the site"
 
 $(READY): pyproject.toml constraints.txt
+	@echo "installing every optional package in $(VENV): a few minutes, once"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[fast,extra,contrib,convert,gpu,ray,vizdoom,zoo,docs,dev]'
 	touch $@

@@ -15,5 +15,5 @@ def import_extra(module: str, extra: str = "extra", user: str = "this", alternat
     try:
         return importlib.import_module(module)
     except ImportError:
-        hint = f"pip install 'sb3-extra-buffers[{extra}]'" + (f", or {alternative}" if alternative else "")
+        hint = MissingExtraError.hint(extra) + (f", or {alternative}" if alternative else "")
         raise MissingExtraError(f"{user} needs {module!r}: {hint}") from None

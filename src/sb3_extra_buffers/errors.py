@@ -10,6 +10,11 @@ class ExtraBuffersError(Exception):
 class MissingExtraError(ExtraBuffersError, ImportError):
     """An optional dependency is not installed."""
 
+    @staticmethod
+    def hint(extra: str) -> str:
+        """How to install `extra`: from the clone, because the package of this name on PyPI is a different one."""
+        return f"in your clone of sb3-extra-buffers, run pip install '.[{extra}]'"
+
 
 class UnknownCodecError(ExtraBuffersError, ValueError):
     """There is no codec of this name."""

@@ -201,7 +201,7 @@ for name in known_codecs():
     for name, extra in missing.items():
         (error,) = (line for line in errors if repr(name) in line)
         assert error.startswith("MissingExtraError")
-        assert error.endswith(f"pip install 'sb3-extra-buffers[{extra}]'")
+        assert error.endswith(f"pip install '.[{extra}]'")
 
 
 def test_missing_package_raises_missing_extra_error() -> None:

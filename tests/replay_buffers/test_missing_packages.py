@@ -42,4 +42,4 @@ def test_a_missing_package_is_named(hidden: str, module: str, extra: str, monkey
 
     with pytest.raises(MissingExtraError) as raised:
         importlib.import_module(f"{package.__name__}.{module}")
-    assert f"pip install 'sb3-extra-buffers[{extra}]'" in str(raised.value)
+    assert f"pip install '.[{extra}]'" in str(raised.value)

@@ -156,7 +156,7 @@ def test_invalid_counts_raise(options: dict[str, Any], message: str, native: boo
 
 @pytest.mark.skipif(importlib.util.find_spec("ale_py") is not None, reason="ale-py is installed")
 def test_missing_ale_py_names_the_extra() -> None:
-    with pytest.raises(MissingExtraError, match=r"pip install 'sb3-extra-buffers\[extra\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install '\.\[extra\]'"):
         make_env("PongNoFrameskip-v4", n_envs=1)
 
 

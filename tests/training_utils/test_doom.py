@@ -85,5 +85,5 @@ def test_invalid_arguments_raise(options: dict[str, Any], error: type[Exception]
 
 @pytest.mark.skipif(importlib.util.find_spec("vizdoom") is not None, reason="ViZDoom is installed")
 def test_missing_vizdoom_names_the_extra() -> None:
-    with pytest.raises(MissingExtraError, match=r"pip install 'sb3-extra-buffers\[vizdoom\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install '\.\[vizdoom\]'"):
         doom.make_env()

@@ -34,7 +34,7 @@ class CodecEntry:
 
     target: str
     requires: str | None = None
-    extra: str | None = None
+    extra: str = ""
 
     @property
     def available(self) -> bool:
@@ -140,7 +140,7 @@ def _load(name: str, method: str) -> type[Codec]:
         )
     if not entry.available:
         raise MissingExtraError(
-            f"codec {name!r} needs the package {entry.requires!r}: pip install 'sb3-extra-buffers[{entry.extra}]'"
+            f"codec {name!r} needs the package {entry.requires!r}: {MissingExtraError.hint(entry.extra)}"
         )
     return entry.load()
 

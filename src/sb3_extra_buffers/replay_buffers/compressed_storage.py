@@ -8,7 +8,7 @@ try:
     from sb3_extra_buffers._torchrl.portable import PortableStorage
 except ImportError as error:
     raise MissingExtraError(
-        "CompressedStorage needs 'torchrl' and 'tensordict': pip install 'sb3-extra-buffers[torchrl]'"
+        f"CompressedStorage needs 'torchrl' and 'tensordict': {MissingExtraError.hint('torchrl')}"
     ) from error
 
 __all__ = ["CompressedStorage"]

@@ -50,7 +50,7 @@ try:
     from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
 except ImportError as error:
     raise MissingExtraError(
-        "ReplayBuffer needs 'torchrl' and 'tensordict': pip install 'sb3-extra-buffers[torchrl]'"
+        f"ReplayBuffer needs 'torchrl' and 'tensordict': {MissingExtraError.hint('torchrl')}"
     ) from error
 
 __all__ = ["ReplayBuffer", "restore_buffer"]

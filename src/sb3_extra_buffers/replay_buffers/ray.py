@@ -44,7 +44,7 @@ try:
     from sb3_extra_buffers._torchrl.wire import decode_packet, encode_packet, packet_note
 except ImportError as error:
     raise MissingExtraError(
-        "CompressedRayReplayBuffer needs 'ray' and 'torchrl': pip install 'sb3-extra-buffers[ray]'"
+        f"CompressedRayReplayBuffer needs 'ray' and 'torchrl': {MissingExtraError.hint('ray')}"
     ) from error
 
 __all__ = ["CompressedRayClient", "CompressedRayReplayBuffer", "CompressedReplayService"]

@@ -83,7 +83,7 @@ class DeviceObservationStore(DeviceStore):
         codec = get_codec(choice.method, **self.chooser.options)
         if device.type == "cuda" and codec.codec_id == "delta" and not device_base.has_triton():
             raise MissingExtraError(
-                "compression_method='delta' on a CUDA device needs 'triton': pip install 'sb3-extra-buffers[gpu]'; "
+                f"compression_method='delta' on a CUDA device needs 'triton': {MissingExtraError.hint('gpu')}; "
                 "or keep the observations on the host with buffer_device='cpu'"
             )
 
