@@ -107,7 +107,7 @@ class _Listener(event.Listener):
             _logger.warning(
                 "sb3-extra-buffers is compiling its kernels: about 5 seconds, %s. "
                 "Call sb3_extra_buffers.compressed.warmup() to do this ahead of time.",
-                f"once per machine (cached in {cache})"
+                f"once per installation (cached in {cache})"
                 if cache
                 else "in every process, because no cache folder is writable (set NUMBA_CACHE_DIR to one that is)",
             )
