@@ -224,7 +224,7 @@ def test_indices_of_every_memory_layout_select_the_same_observations(method: str
     steps, envs = np.array([0, 5, 2, 2, 4]), np.array([2, 0, 1, 1, 2])
     frozen = steps.copy()
     frozen.flags.writeable = False
-    pairs = [
+    pairs: list[Any] = [
         np.stack([steps, envs], axis=1).T,
         (steps[::2], envs[::2]),
         (steps[::-1], envs[::-1]),
