@@ -98,7 +98,7 @@ def summary() -> str:
     return (
         f"About {megabytes(cached)} per process with numba, as much as {cached / SB3_TRANSITION:,.0f} transitions of "
         f"stacked Atari frames in SB3's buffer: {megabytes(numba)} for importing numba and {megabytes(cached - numba)} "
-        f"for the compiled kernels. The process that compiles them, once per installation, takes {megabytes(compiling)}.\n\n"
+        f"for the compiled kernels. The process that compiles them takes {megabytes(compiling)}.\n\n"
         f"Compiling takes {first:.1f} s of one core, at the first `add` and `sample` or in `warmup()`. Later "
         f"processes load the kernels from the cache in {later:.1f} s.\n\n{provenance(delta)}"
     )

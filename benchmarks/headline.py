@@ -202,7 +202,7 @@ def training(name: str, device: str) -> dict[str, Any]:
     taken: Times = [[], []]
     weights = set()
     # the first two runs compile and tune
-    for number, kind in enumerate(("ours", "sb3", *("ours", "sb3", "sb3", "ours") * 2)):
+    for number, kind in enumerate(("ours", "sb3", "ours", "sb3", "sb3", "ours", "ours", "sb3")):
         # hundreds of games take a minute to create; SB3's wrappers do not start a game over that is still going on
         if env is None or not is_native(name, device):
             env = make_training_env(name, device)
@@ -254,9 +254,9 @@ def make_model(name: str, device: str, kind: str, env: Any) -> tuple[Any, int]:
         options[f"{family}_buffer_class"] = classes[family, gpu]
         options[f"{family}_buffer_kwargs"] = METHOD
     if name == "DQN":
-        return DQN("CnnPolicy", env, buffer_size=20_000, learning_starts=500, **options), 3000 if gpu else 1500
+        return DQN("CnnPolicy", env, buffer_size=20_000, learning_starts=500, **options), 3000 if gpu else 1200
     n_envs = env.num_envs
-    n_steps, batch_size, iterations = {8: (128, 256, 2), 128: (64, 512, 9), 512: (32, 2048, 6)}[n_envs]
+    n_steps, batch_size, iterations = {8: (128, 256, 1), 128: (64, 512, 9), 512: (32, 2048, 6)}[n_envs]
     model = PPO("CnnPolicy", env, n_steps=n_steps, batch_size=batch_size, n_epochs=4, **options)
     return model, iterations * n_envs * n_steps
 

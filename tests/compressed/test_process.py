@@ -183,6 +183,7 @@ readers = [threading.Thread(target=read) for _ in range(3)]
 for reader in readers:
     reader.start()
 children = []
+start = time.monotonic()
 for turn in range(4):
     time.sleep(0.05)
     child = os.fork()
@@ -205,6 +206,8 @@ for turn in range(4):
             sys.stderr.flush()
             os._exit(code)
     children.append(child)
+# less than one lock takes to be given up
+assert time.monotonic() - start < 15, "fork waited for readers that waited for the fork"
 ends = [os.waitpid(child, 0)[1] for child in children]
 stop.set()
 for reader in readers:

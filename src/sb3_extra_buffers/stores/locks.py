@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import threading
@@ -119,4 +120,7 @@ def _release_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
+    # Hooks run before a fork in reverse order. That of concurrent.futures, registered at its import, takes a lock that
+    # readers need in order to finish: it must come first here, so that it runs last.
+    importlib.import_module("concurrent.futures.thread")
     os.register_at_fork(before=_acquire_all, after_in_parent=_release_all, after_in_child=_release_in_child)
