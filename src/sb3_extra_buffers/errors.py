@@ -63,6 +63,10 @@ class ArgumentError(ExtraBuffersError, ValueError):
     """An argument has an invalid value or type."""
 
 
+class ObservationSpaceError(ArgumentError, AssertionError):
+    """A buffer is for another kind of observation space. SB3 raises `AssertionError` here."""
+
+
 class BudgetExceededError(ExtraBuffersError, MemoryError):
     """A buffer exceeds its memory budget."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from gymnasium import spaces
 from stable_baselines3.common.buffers import DictReplayBuffer, DictRolloutBuffer, ReplayBuffer, RolloutBuffer
 
-from sb3_extra_buffers.errors import AlgorithmMismatchError, ArgumentError
+from sb3_extra_buffers.errors import AlgorithmMismatchError, ObservationSpaceError
 
 _MAX_DEPTH = 20
 
@@ -72,13 +72,13 @@ def check_space(buffer: Any, space: Any) -> None:
     if needs_dict == isinstance(space, spaces.Dict) or isinstance(space, spaces.Tuple):
         return  # SB3 itself refuses tuples
     if needs_dict:
-        other, what = name.replace("Dict", ""), f"needs a Dict observation space, got {space}"
+        other, what = name.replace("Dict", ""), f"must be used with Dict obs space only, got {space}"
     else:
         is_rollout = isinstance(buffer, RolloutBuffer)
         other = name.replace("Rollout", "DictRollout") if is_rollout else name.replace("Compressed", "CompressedDict")
         what = f"cannot hold Dict observations, and the space has the keys {', '.join(space)}"
     exists = type(buffer).__module__.startswith("sb3_extra_buffers.compressed.") and not hasattr(buffer, "_made_from")
-    raise ArgumentError(f"{name} {what}" + (f"; use {other}" if exists and other != name else ""))
+    raise ObservationSpaceError(f"{name} {what}" + (f"; use {other}" if exists and other != name else ""))
 
 
 def check_n_steps(buffer: Any) -> None:
