@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import feed
-from benchmarks.results import DATA, replace_rows, run_child, run_info
+from benchmarks.results import DATA, quantity, replace_rows, run_child, run_info
 
 N_STEPS = 200
 CASES = [("MsPacman", "auto"), ("Pong", "auto"), ("MsPacman", "zstd-3")]
@@ -92,13 +92,14 @@ def summary() -> str:
     def largest(column: str, cache: str) -> float:
         return max(float(row[column]) for row in delta if row["cache"] == cache)
 
-    cached, compiling = largest("resident_bytes", "filled"), largest("resident_bytes", "empty")
-    numba = largest("numba_bytes", "filled")
+    cached, numba = largest("resident_bytes", "filled"), largest("numba_bytes", "filled")
+    sizes = (cached, numba, cached - numba, largest("resident_bytes", "empty"))
+    everything, importing, kernels, compiling = (quantity(size, "B") for size in sizes)
     first, later = largest("first_s", "empty"), largest("first_s", "filled")
     return (
-        f"About {megabytes(cached)} per process with numba, as much as {cached / SB3_TRANSITION:,.0f} transitions of "
-        f"stacked Atari frames in SB3's buffer: {megabytes(numba)} for importing numba and {megabytes(cached - numba)} "
-        f"for the compiled kernels. The process that compiles them takes {megabytes(compiling)}.\n\n"
+        f"About {everything} per process with numba, as much as {cached / SB3_TRANSITION:,.0f} transitions of stacked "
+        f"Atari frames in SB3's buffer: {importing} for importing numba and {kernels} for the compiled kernels. The "
+        f"process that compiles them takes {compiling}.\n\n"
         f"Compiling takes {first:.1f} s of one core, at the first `add` and `sample` or in `warmup()`. Later "
         f"processes load the kernels from the cache in {later:.1f} s.\n\n{provenance(delta)}"
     )
@@ -106,10 +107,6 @@ def summary() -> str:
 
 # bytes of a transition of 84x84x4 stacks
 SB3_TRANSITION = 2 * 4 * 84 * 84
-
-
-def megabytes(count: float) -> str:
-    return f"{count / 1e6:.0f} MB"
 
 
 def main(arguments: list[str]) -> None:

@@ -121,20 +121,22 @@ def device_bytes(device: str) -> int:
 
 def speed(name: str, device: str) -> dict[str, Any]:
     """Microseconds of add and sample: p20, p50 and p80 of each buffer."""
+    from benchmarks.buffers import interleave
+
     pair = [make_buffer(name, device, kind) for kind in ("ours", "sb3")]
-    n_steps = n_steps_of(name)
-    taken: Times = [[], []]
     wait = waiter(device)
-    for position, step in enumerate(stream(name, n_steps)):
+    taken: Times = [[], []]
+    for position, step in enumerate(stream(name, n_steps_of(name))):
         columns = transition(step)
-        interleave([lambda b=b, c=columns: b.add(*c) for b in pair], taken, position, wait)
+        new = interleave([lambda b=b, c=columns: (b.add(*c), wait()) for b in pair], 1, position)
+        for times, new_times in zip(taken, new, strict=True):
+            times += new_times
     # the first calls compile kernels and choose a method
     result = {"add": [quantiles(times[600:]) for times in taken]}
     check(pair)
     for batch in BATCHES:
-        taken = [[], []]
-        for repeat in range(300 if batch == 32 else 120):
-            interleave([lambda b=b, n=batch: b.sample(n) for b in pair], taken, repeat, wait)
+        repeats = 300 if batch == 32 else 120
+        taken = interleave([lambda b=b, n=batch: (b.sample(n), wait()) for b in pair], repeats)
         result[f"sample({batch})"] = [quantiles(times[20:]) for times in taken]
     return result
 
@@ -146,17 +148,6 @@ def waiter(device: str) -> Callable[[], None]:
     import torch
 
     return torch.cuda.synchronize
-
-
-def interleave(calls: list[Callable[[], Any]], taken: Times, repeat: int, wait: Callable[[], None]) -> None:
-    """Call each once, in alternating order, and append the seconds."""
-    order = list(enumerate(calls))
-    for i, call in order if repeat % 2 else order[::-1]:
-        wait()
-        start = time.perf_counter()
-        call()
-        wait()
-        taken[i].append(time.perf_counter() - start)
 
 
 def quantiles(times: list[float]) -> list[float]:
