@@ -1,0 +1,220 @@
+"""Records observation streams of environments other than Atari games, for benchmarks to replay.
+
+``python -m benchmarks.streams`` records all of them, ``python -m benchmarks.streams carracing video`` only these.
+It needs the packages of the extra ``streams``, which ``make streams`` installs in an environment of its own;
+:func:`benchmarks.feed.steps` replays recordings without them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks import feed, synthetic
+
+Array = npt.NDArray[Any]
+Act = Callable[[Any, np.random.Generator], Any]
+
+
+class Source(Protocol):
+    """An environment together with what acts in it."""
+
+    def reset(self) -> Array:
+        """Begin an episode; return its first frame."""
+
+    def step(self) -> tuple[Array, bool]:
+        """Return the next frame and whether it is the episode's last."""
+
+
+class Stream(NamedTuple):
+    """How a stream is recorded and how it is usually stacked."""
+
+    make: Callable[[int], Source]  # from the seed of one environment
+    n_steps: int = 1000
+    stack: int = 1
+
+
+def random_action(env: Any, rng: np.random.Generator) -> Any:
+    """Any action of a Box or Discrete space, all equally likely."""
+    space = env.action_space
+    if hasattr(space, "n"):
+        return int(rng.integers(space.n))
+    return rng.uniform(space.low, space.high).astype(space.dtype)
+
+
+def drive(env: Any, rng: np.random.Generator) -> Array:
+    """CarRacing: follow the track inexactly; random actions would leave the car in one place of the lawn."""
+    car = env.unwrapped.car.hull
+    track = np.array(env.unwrapped.track)[:, 2:]
+    nearest = int(np.argmin(np.hypot(*(track - car.position).T)))
+    ahead = track[(nearest + 5) % len(track)] - car.position
+    # hull angle 0 points along y, angles grow to the left
+    error = np.angle(np.exp(1j * (np.arctan2(ahead[1], ahead[0]) - np.pi / 2 - car.angle)))
+    speed = np.hypot(*car.linearVelocity)
+    steer = -1.2 * error + rng.normal(0, 0.2)
+    return np.array([steer, 0.5 if speed < 40 else 0.0, 0.2 if speed > 50 else 0.0], np.float32).clip(-1, 1)
+
+
+class GymSource:
+    """A Gymnasium environment, each action repeated for ``hold`` steps."""
+
+    def __init__(
+        self,
+        env: Any,
+        seed: int,
+        act: Act = random_action,
+        hold: int = 1,
+        frame: Callable[[Any, Any], Array] = lambda env, obs: np.asarray(obs),
+    ) -> None:
+        self.env = env
+        self.seed: int | None = seed
+        self.rng = np.random.default_rng(seed)
+        self.act = act
+        self.hold = hold
+        self.frame = frame
+        self.count = 0
+        self.action: Any = None
+
+    def reset(self) -> Array:
+        obs, _ = self.env.reset(seed=self.seed)
+        self.seed = None  # later episodes continue the environment's own random sequence
+        self.count = 0
+        return self.frame(self.env, obs)
+
+    def step(self) -> tuple[Array, bool]:
+        if self.count % self.hold == 0:
+            self.action = self.act(self.env, self.rng)
+        self.count += 1
+        obs, _, terminated, truncated, _ = self.env.step(self.action)
+        return self.frame(self.env, obs), bool(terminated or truncated)
+
+
+class CrafterSource:
+    """Crafter, which has the old Gym interface, with random actions."""
+
+    def __init__(self, seed: int) -> None:
+        import crafter
+
+        self.env = crafter.Env(area=(64, 64), view=(9, 9), size=(64, 64), seed=seed)
+        self.rng = np.random.default_rng(seed)
+
+    def reset(self) -> Array:
+        return np.asarray(self.env.reset())
+
+    def step(self) -> tuple[Array, bool]:
+        obs, _, done, _ = self.env.step(int(self.rng.integers(self.env.action_space.n)))
+        return np.asarray(obs), bool(done)
+
+
+def carracing(seed: int) -> Source:
+    """Gymnasium's CarRacing, 96x96 RGB."""
+    import gymnasium
+
+    return GymSource(gymnasium.make("CarRacing-v3"), seed, drive, hold=3)
+
+
+def minigrid(seed: int) -> Source:
+    """What the agent sees of MiniGrid's FourRooms, 56x56 RGB."""
+    import gymnasium
+    from minigrid.wrappers import ImgObsWrapper, RGBImgPartialObsWrapper
+
+    return GymSource(ImgObsWrapper(RGBImgPartialObsWrapper(gymnasium.make("MiniGrid-FourRooms-v0"), tile_size=8)), seed)
+
+
+def minigrid_full(seed: int) -> Source:
+    """MiniGrid's DoorKey from above, 64x64 RGB."""
+    import gymnasium
+    from minigrid.wrappers import ImgObsWrapper, RGBImgObsWrapper
+
+    return GymSource(ImgObsWrapper(RGBImgObsWrapper(gymnasium.make("MiniGrid-DoorKey-8x8-v0"), tile_size=8)), seed)
+
+
+class Mapped:
+    """Another source whose frames are changed one by one."""
+
+    def __init__(self, source: Source, change: Callable[[Array], Array]) -> None:
+        self.source = source
+        self.change = change
+
+    def reset(self) -> Array:
+        return self.change(self.source.reset())
+
+    def step(self) -> tuple[Array, bool]:
+        frame, done = self.source.step()
+        return self.change(frame), done
+
+
+def unit_floats(frame: Array) -> Array:
+    """Pixels as float32 between 0 and 1."""
+    return frame.astype(np.float32) / np.float32(255)
+
+
+def as_floats(make: Callable[[int], Source]) -> Callable[[int], Source]:
+    """The same stream with float32 pixels."""
+    return lambda seed: Mapped(make(seed), unit_floats)
+
+
+def video_noise(seed: int) -> Source:
+    """``video`` with sensor noise: Gaussian, standard deviation 2, rounded."""
+    rng = np.random.default_rng(seed)
+
+    def add_noise(frame: Array) -> Array:
+        return (frame + rng.normal(0, 2, frame.shape)).round().clip(0, 255).astype(np.uint8)
+
+    return Mapped(synthetic.Video(seed), add_noise)
+
+
+STREAMS = {
+    "carracing": Stream(carracing, 500),
+    "crafter": Stream(CrafterSource),
+    "minigrid": Stream(minigrid),
+    "minigrid-full": Stream(minigrid_full),
+    "video": Stream(synthetic.Video, 500),
+    "video-noise": Stream(video_noise, 500),
+    "scroller": Stream(synthetic.Scroller),
+    "noise": Stream(synthetic.Noise, 500),
+    "video-float": Stream(as_floats(synthetic.Video), 500),
+}
+
+
+def play(name: str, n_envs: int, seed: int) -> Generator[feed.Frames]:
+    """Play ``n_envs`` sources of one stream without end, beginning a new episode wherever one ends."""
+    # headless rendering, unless the caller chose otherwise
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+    os.environ.setdefault("MUJOCO_GL", "egl")
+    sources = [STREAMS[name].make(seed + index) for index in range(n_envs)]
+    yield feed.Frames(np.stack([source.reset() for source in sources]), np.zeros(n_envs, bool), {})
+    while True:
+        frames, dones, terminal = [], np.zeros(n_envs, bool), {}
+        for index, source in enumerate(sources):
+            frame, dones[index] = source.step()
+            if dones[index]:
+                terminal[index] = frame
+                frame = source.reset()
+            frames.append(frame)
+        yield feed.Frames(np.stack(frames), dones, terminal)
+
+
+def main() -> None:
+    """Record the named streams, or all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="name", help=f"one of {', '.join(STREAMS)}; default: all")
+    parser.add_argument("--steps", type=int, help="steps per environment; default: depends on the stream")
+    args = parser.parse_args()
+    unknown = set(args.names) - set(STREAMS)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    for name in args.names or STREAMS:
+        folder = feed.record(name, args.steps or STREAMS[name].n_steps)
+        ends = np.load(folder / "ends.npz")
+        size = (folder / "frames.bin").stat().st_size / 2**20
+        print(f"{name}: {'x'.join(map(str, ends['shape']))} {ends['frames'].dtype}, {len(ends['dones'])} steps, {size:.0f} MiB")
+
+
+if __name__ == "__main__":
+    main()
