@@ -71,7 +71,9 @@ class Case:
 
 
 CASES = [
-    pytest.param(case, id=str(case), marks=needs("zstd") if case.method in ("zstd", "delta2", "delta3") else ())
+    pytest.param(
+        case, id=str(case), marks=needs("zstd") if case.method in ("zstd", "delta2", "delta3", "scroll") else ()
+    )
     for case in (
         Case(),
         Case(frame=(5, 7), stack=4),
@@ -83,6 +85,11 @@ CASES = [
         Case("gzip", (5, 7), stack=4, axis="last"),
         Case("gzip", (5, 7)),
         Case("none", (5, 7), stack=4),
+        Case("none", (5, 7), stack=3, axis="last"),
+        Case("none", (5, 7)),
+        Case("scroll", (16, 16)),
+        Case("scroll", (5, 7), stack=4, frames=3),
+        Case("scroll", (5, 7, 3), stack=3, axis="last", frames=5),
     )
 ]
 
