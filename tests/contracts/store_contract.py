@@ -70,10 +70,9 @@ class Case:
         return f"{self.method}-{size}-{self.stack}{self.axis}"
 
 
+_NEED_ZSTD = ("zstd", "delta2", "delta3", "scroll")
 CASES = [
-    pytest.param(
-        case, id=str(case), marks=needs("zstd") if case.method in ("zstd", "delta2", "delta3", "scroll") else ()
-    )
+    pytest.param(case, id=str(case), marks=needs("zstd") if case.method in _NEED_ZSTD else ())
     for case in (
         Case(),
         Case(frame=(5, 7), stack=4),

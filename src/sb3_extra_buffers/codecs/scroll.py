@@ -1,4 +1,4 @@
-"""``scroll``: several frames of a stream compressed together with zstd, so that what has moved is found where it was."""
+"""``scroll``: consecutive frames compressed together with zstd, which finds what has moved where it was before."""
 
 from __future__ import annotations
 

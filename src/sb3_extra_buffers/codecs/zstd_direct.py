@@ -63,11 +63,12 @@ class DirectContext:
     """``addresses`` of zstd's function that decompresses with a raw dictionary, and of a context; for one thread."""
 
     def __init__(self) -> None:
-        self._library: Any = _library()
-        self._context = self._library.ZSTD_createDCtx()
+        library: Any = _library()
+        self._library = library
+        self._context = library.ZSTD_createDCtx()
         if not self._context:
             raise MemoryError("zstd could not allocate a decompression context")
-        function = ctypes.cast(self._library.ZSTD_decompress_usingDict, _POINTER).value
+        function = ctypes.cast(library.ZSTD_decompress_usingDict, _POINTER).value
         self.addresses = np.array([function, self._context], np.int64)
 
     def __del__(self) -> None:

@@ -29,9 +29,8 @@ def read_packed(bound: Any, frame_ids: Any, sets: Any, out: Any, first: int, sto
 @inner
 def _work_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
     n_frames = sets.shape[0] * frame_ids.shape[1]
-    return (
-        16 * n_frames + state.config.per_segment * state.config.frame_bytes + 64 + joined_bytes(state, frame_ids, sets)
-    )
+    unpacked = state.config.per_segment * state.config.frame_bytes + 64
+    return 16 * n_frames + unpacked + joined_bytes(state, frame_ids, sets)
 
 
 @inner

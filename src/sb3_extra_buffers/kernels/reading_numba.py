@@ -53,7 +53,7 @@ def work_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
 
 @inner
 def joined_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
-    """Bytes of work space for the frames of a row that `join_row` interleaves; 0 where frames lie one after the other."""
+    """Bytes of work space for the frames of a row that `join_row` interleaves; 0 if the batch holds whole frames."""
     if state.config.pixel_bytes == 0 or frame_ids.shape[1] == 1:
         return 0
     return sets.shape[0] * frame_ids.shape[1] * state.config.frame_bytes + 8

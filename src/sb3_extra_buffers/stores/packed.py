@@ -99,5 +99,6 @@ class PackedStore(SegmentStore):
 
 @cache
 def _read_packed() -> Callable[..., int]:
-    kernel: Any = importlib.import_module("sb3_extra_buffers.kernels.packed_numba").read_packed
-    return kernel
+    module: Any = importlib.import_module("sb3_extra_buffers.kernels.packed_numba")
+    read: Callable[..., int] = module.read_packed
+    return read
