@@ -70,8 +70,9 @@ class Case:
         return f"{self.method}-{size}-{self.stack}{self.axis}"
 
 
+_NEED_ZSTD = ("zstd", "delta2", "delta3", "scroll")
 CASES = [
-    pytest.param(case, id=str(case), marks=needs("zstd") if case.method in ("zstd", "delta2", "delta3") else ())
+    pytest.param(case, id=str(case), marks=needs("zstd") if case.method in _NEED_ZSTD else ())
     for case in (
         Case(),
         Case(frame=(5, 7), stack=4),
@@ -83,6 +84,11 @@ CASES = [
         Case("gzip", (5, 7), stack=4, axis="last"),
         Case("gzip", (5, 7)),
         Case("none", (5, 7), stack=4),
+        Case("none", (5, 7), stack=3, axis="last"),
+        Case("none", (5, 7)),
+        Case("scroll", (16, 16)),
+        Case("scroll", (5, 7), stack=4, frames=3),
+        Case("scroll", (5, 7, 3), stack=3, axis="last", frames=5),
     )
 ]
 
