@@ -99,10 +99,20 @@ class WriteCosts(NamedTuple):
 
 #: By `Codec.codec_id`; measured and fitted by ``benchmarks/fit_read_costs.py``.
 READ_COSTS: dict[str, ReadCosts] = {
-    "none": ReadCosts(300, 0.1),
+    "none": ReadCosts(100, 0.075),
+    "delta": ReadCosts(100, 0.0313, 0, 0.0728, 0.17, 0.231),
+    "delta-zstd": ReadCosts(1000, 0.0313, 2000, 0.0728, 0.17, 0.8),
+    "scroll": ReadCosts(200, 0.05, 1000, 0.25, 1.5),
+    "gzip": ReadCosts(0, 0.491, 0, 0.0651, 5.66),
+    "zstd": ReadCosts(0, 0.227, 0, 0.073, 1.5),
 }
 WRITE_COSTS: dict[str, WriteCosts] = {
-    "none": WriteCosts(300, 0.1),
+    "none": WriteCosts(5000, 0.5),
+    "delta": WriteCosts(5680, 0.159, 8.5),
+    "delta-zstd": WriteCosts(6000, 0.914, 10),
+    "scroll": WriteCosts(6000, 2, 10),
+    "gzip": WriteCosts(2.88e4, 0, 44.7),
+    "zstd": WriteCosts(2.58e4, 1.25, 6.36),
 }
 #: For codecs that were not measured; slower than any that was.
 UNKNOWN_READ, UNKNOWN_WRITE = ReadCosts(2000, 0.2, 20_000, 5.0), WriteCosts(20_000, 20.0)

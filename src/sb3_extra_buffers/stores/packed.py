@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from sb3_extra_buffers.codecs.base import Codec
-from sb3_extra_buffers.codecs.spec import ByteRows
+from sb3_extra_buffers.kernels.policy import ReadWork
 from sb3_extra_buffers.kernels.state import NONE, PACKED_ZSTD, Bytes
-from sb3_extra_buffers.stores.base import Indices
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.segment_format import header_bytes, inflate
 from sb3_extra_buffers.stores.segments import SegmentStore
@@ -80,11 +79,19 @@ class PackedStore(SegmentStore):
     def _inflate(self, payload: Bytes, segment: int) -> Bytes:
         return inflate(payload, self._length_dtype, self.per_segment, self.layout.frame_bytes)
 
-    @classmethod
-    def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
-        store = cls(layout, len(rows), n_streams, codec)
-        store.write(np.arange(len(rows)), streams, rows)
-        return store.packed_bytes() / max(int(store.state.counts.sum()), 1)
+    def trial_size(self) -> int:
+        return self.packed_bytes()
+
+    def read_work(self) -> ReadWork:
+        layout = self.layout
+        n_parts = 1 + layout.stack / self.per_segment
+        if not self._zstd_level:
+            return ReadWork(2 * layout.spec.nbytes, n_parts)
+        # a segment is decompressed as a whole
+        n_frames, n_stored = n_parts * self.per_segment, max(int(self.state.counts.sum()), 1)
+        return ReadWork(
+            2 * layout.spec.nbytes, n_parts, n_frames * layout.frame_bytes, n_frames * self.packed_bytes() / n_stored
+        )
 
     def packed_bytes(self) -> int:
         """Bytes of all segments, with open ones as they would be packed now."""

@@ -460,17 +460,21 @@ class SegmentStore(FrameStore):
         for part in np.array_split(np.arange(len(rows)), 2):
             before = nbytes, n_frames
             store.write(part, streams[part], rows[part])
-            nbytes, n_frames = store.difference_bytes(), int(store.state.counts.sum())
+            nbytes, n_frames = store.trial_size(), int(store.state.counts.sum())
         if n_frames == before[1]:
             before = 0, 0
         frame_bytes = max(nbytes - before[0], 0) / max(n_frames - before[1], 1)
-        work = store.read_work()
+        kind = codec.codec_id + "-zstd" * (codec.codec_id == "delta" and store._zstd_level > 0)
         size = layout.frame_bytes
-        return Trial(frame_bytes, read_ns(codec.describe(), work), write_ns(codec.describe(), size, frame_bytes))
+        return Trial(frame_bytes, read_ns(kind, store.read_work()), write_ns(kind, size, frame_bytes))
 
     @classmethod
     def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
         return cls.trial(layout, codec, streams, rows, n_streams).frame_bytes
+
+    def trial_size(self) -> int:
+        """Bytes of everything that was written, as it will be stored."""
+        return self.difference_bytes()
 
     def difference_bytes(self) -> int:
         """Bytes of all segments, and of keyframes beyond one per stream: in the long run there are few more."""
@@ -480,8 +484,13 @@ class SegmentStore(FrameStore):
         for stream in np.flatnonzero(state.open_segments >= 0).tolist():
             lengths = self._staged_lengths(stream)
             starts_whole = bool(lengths[0] == size)
-            nbytes += int(lengths[starts_whole:].sum())
             n_keyframes += starts_whole
+            staged = int(lengths[starts_whole:].sum())
+            if self._zstd_level and staged:
+                end = stream * state.config.stage_bytes + int(state.stage_ends[stream])
+                body = state.stage[end - staged : end]
+                staged = pack_frames(body, len(lengths), self._kernels, 0, self._zstd_level)[1].size
+            nbytes += staged
         return nbytes + max(n_keyframes - self.n_streams, 0) * size
 
     def read_work(self) -> ReadWork:
@@ -494,7 +503,7 @@ class SegmentStore(FrameStore):
             source, start = (state.stage, -1 - start) if start < 0 else (state.heap, start)
             header = source[start : start + header_bytes(int(state.counts[segment]), self._length_dtype)]
             lengths.append(int(header[2:].view(self._length_dtype).astype(np.int64).sum()))
-            unpacked.append(lengths[-1] if header[0] else 0)
+            unpacked.append(lengths[-1] if header[0] or self._zstd_level else 0)
         n_frames = max(int(state.counts.sum()), 1)
         per_segment = n_frames / max(len(in_use), 1)
         # consecutive frames, one more than in a stack: segments are decoded from the front to the last frame needed
