@@ -1,7 +1,7 @@
 """Fits the costs of reading and writing in ``kernels/policy.py``, by which ``auto`` compares methods.
 
-Stores of recorded streams are written and read with each method. ``--save`` keeps the measurements in a file, ``--load``
-fits those of a file again. The result is printed as the tables of ``kernels/policy.py``.
+Stores of recorded streams are written and read with each method. ``--save`` keeps the measurements in a file,
+``--load`` fits those of a file again. The result is printed as the tables of ``kernels/policy.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,19 @@ from sb3_extra_buffers.stores.layout import find_layout
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.registry import find_store
 
-METHODS = ("none", "delta", "delta2", "delta3", "zstd1", "zstd3", "gzip1", "igzip1", "lz4-frame/1", "rle-jit", "palette")
+METHODS = (
+    "none",
+    "delta",
+    "delta2",
+    "delta3",
+    "zstd1",
+    "zstd3",
+    "gzip1",
+    "igzip1",
+    "lz4-frame/1",
+    "rle-jit",
+    "palette",
+)
 BATCH, REPEATS = 256, 40
 TRIAL = 256
 
@@ -188,9 +200,9 @@ def main() -> None:
         print(f'    "{kind}": WriteCosts({", ".join(f"{c:.3g}" for c in write_costs)}),')
         for row, read, write in zip(rows, work @ read_costs, sizes @ write_costs, strict=True):
             print(
-                f"        # {row.stream:<16}{row.method:<12} bytes {row.total:9.0f} (trial {row.trial_bytes:9.0f})  read "
-                f"{row.read_ns / 1e3:8.1f} us, fitted {read / row.read_ns:5.2f}x   write {row.write_ns / 1e3:8.1f} us, "
-                f"fitted {write / row.write_ns:5.2f}x"
+                f"        # {row.stream:<16}{row.method:<12} bytes {row.total:9.0f} (trial {row.trial_bytes:9.0f})  "
+                f"read {row.read_ns / 1e3:8.1f} us, fitted {read / row.read_ns:5.2f}x   "
+                f"write {row.write_ns / 1e3:8.1f} us, fitted {write / row.write_ns:5.2f}x"
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -146,9 +145,8 @@ class MethodChoice:
         for part in (few, np.ones_like(few)):
             arguments = runs[part], rows[part], n_runs, self.prefer, may_stay_dense
             ranked = rank(layout, *arguments, methods)
-            current = next((each for each in ranked if each.method == now.method), None)
-            if current is None or layout != layout_now:
-                current = rank(layout_now, *arguments, (now.method,), worth=math.inf)[0]
+            same = [each for each in ranked if each.method == now.method and layout == layout_now]
+            current = (same or rank(layout_now, *arguments, (now.method,)))[0]
             limit = _HOPELESS * min(ranked[0].score, current.score)
             methods = tuple(each.method for each in ranked if each.score < limit)
             if layout == layout_now and not set(methods) - {now.method}:
@@ -213,12 +211,11 @@ def rank(
     prefer: str | None = None,
     may_stay_dense: bool = True,
     methods: Sequence[str] | None = None,
-    worth: float = _WORTH,
 ) -> list[Candidate]:
     """Try ``methods`` on ``rows``, by default all that `auto` considers; return the best first.
 
-    Methods that take more than ``worth`` of a raw frame come last, after ``none``. Those that do not fit observations
-    of this kind are left out.
+    Methods that do not save a tenth come last, after ``none``. Those that do not fit observations of this kind are left
+    out.
     """
     size, ranked = layout.frame_bytes, []
     for method in candidates(prefer) if methods is None else methods:
@@ -233,7 +230,7 @@ def rank(
         ranked.append(Candidate(method, trial, score(trial, layout, prefer)))
 
     def order(candidate: Candidate) -> tuple[bool, float]:
-        pays = candidate.method == "none" or candidate.trial.frame_bytes <= worth * size
+        pays = candidate.method == "none" or candidate.trial.frame_bytes <= _WORTH * size
         return not pays, candidate.score
 
     return sorted(ranked, key=order)
@@ -242,4 +239,4 @@ def rank(
 def explain(layout: StackLayout, ranked: Sequence[Candidate], n_shown: int = 3) -> str:
     """Why the first of ``ranked`` was chosen."""
     tried = ", ".join(map(str, ranked[:n_shown]))
-    return f"auto: {layout}; bytes for a frame of {layout.frame_bytes} and time to read it: {tried}"
+    return f"auto: {layout}; bytes for a frame of {layout.frame_bytes}: {tried}"

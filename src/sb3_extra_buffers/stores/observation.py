@@ -173,7 +173,7 @@ class ObservationStore:
                 self._n_written += 2 * len(rows)
                 if self._n_written >= self._look_at:
                     self._look_again(index)
-                    inner = self.inner
+                    inner = self.inner or inner
                 inner.write_step(index, next_index, rows, next_rows)
             except BaseException:
                 self._undo_failed()
@@ -302,7 +302,10 @@ class ObservationStore:
         run = np.arange(n_runs)
         begins = steps[np.linspace(0, max(len(steps) - _RUN, 0), n_runs).astype(np.int64)] if len(steps) else run[:0]
         times = begins[None] + np.arange(_RUN)[:, None]
-        indices, runs = times * n_streams + run[: len(begins)] % n_streams, np.broadcast_to(run[: len(begins)], times.shape)
+        indices, runs = (
+            times * n_streams + run[: len(begins)] % n_streams,
+            np.broadcast_to(run[: len(begins)], times.shape),
+        )
         inside = indices < n_first
         rows = inner.read(indices[inside])
         stored = rows.any(axis=1)

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from sb3_extra_buffers.codecs.base import Codec
-from sb3_extra_buffers.kernels.policy import ReadWork
+from sb3_extra_buffers.codecs.spec import ByteRows
+from sb3_extra_buffers.kernels.policy import ReadWork, read_ns, write_ns
 from sb3_extra_buffers.kernels.state import NONE, PACKED_ZSTD, Bytes
+from sb3_extra_buffers.stores.base import Indices, Trial
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.segment_format import header_bytes, inflate
 from sb3_extra_buffers.stores.segments import SegmentStore
@@ -79,14 +81,21 @@ class PackedStore(SegmentStore):
     def _inflate(self, payload: Bytes, segment: int) -> Bytes:
         return inflate(payload, self._length_dtype, self.per_segment, self.layout.frame_bytes)
 
+    @classmethod
+    def trial(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> Trial:
+        if codec.codec_id != "none":
+            return super().trial(layout, codec, streams, rows, n_streams)
+        # nothing depends on the rows
+        size, per_segment = layout.frame_bytes, cls.frames_per_segment(codec)
+        work = ReadWork(2 * layout.spec.nbytes, 1 + layout.stack / per_segment)
+        return Trial(float(size), read_ns("none", work), write_ns("none", size, size))
+
     def trial_size(self) -> int:
         return self.packed_bytes()
 
     def read_work(self) -> ReadWork:
         layout = self.layout
         n_parts = 1 + layout.stack / self.per_segment
-        if not self._zstd_level:
-            return ReadWork(2 * layout.spec.nbytes, n_parts)
         # a segment is decompressed as a whole
         n_frames, n_stored = n_parts * self.per_segment, max(int(self.state.counts.sum()), 1)
         return ReadWork(
