@@ -13,8 +13,16 @@ import numpy as np
 from sb3_extra_buffers.kernels.columns_numba import as_column, flat, int64_part, keep, part, tables_at
 from sb3_extra_buffers.kernels.compiling import inner, slow_entry
 from sb3_extra_buffers.kernels.intrinsics import clear_bytes, copy_bytes, stream_bytes
-from sb3_extra_buffers.kernels.reading_numba import inflate_zstd, is_streaming, join_row, joined_bytes, sort_row
-from sb3_extra_buffers.kernels.state import PACKED_ZSTD
+from sb3_extra_buffers.kernels.lz4_block import OVERRUN
+from sb3_extra_buffers.kernels.reading_numba import (
+    inflate_zstd,
+    is_streaming,
+    join_row,
+    joined_bytes,
+    sort_row,
+    unpack_block,
+)
+from sb3_extra_buffers.kernels.state import PACKED_LZ4, PACKED_ZSTD
 
 
 @slow_entry
@@ -29,7 +37,7 @@ def read_packed(bound: Any, frame_ids: Any, sets: Any, out: Any, first: int, sto
 @inner
 def _work_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
     n_frames = sets.shape[0] * frame_ids.shape[1]
-    unpacked = state.config.per_segment * state.config.frame_bytes + 64
+    unpacked = state.config.per_segment * state.config.frame_bytes + OVERRUN
     return 16 * n_frames + unpacked + joined_bytes(state, frame_ids, sets)
 
 
@@ -40,8 +48,8 @@ def _read_rows(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop
     n_frames = sets.shape[0] * frame_ids.shape[1]
     ids, targets = int64_part(space, 0, n_frames), int64_part(space, 8 * n_frames, n_frames)
     at = 16 * n_frames
-    unpacked = part(space, at, per_segment * size + 64)
-    at += per_segment * size + 64
+    unpacked = part(space, at, per_segment * size + OVERRUN)
+    at += per_segment * size + OVERRUN
     n_joined = joined_bytes(state, frame_ids, sets)
     target = part(space, at, n_joined) if n_joined else flat(out)
     streaming = n_joined == 0 and is_streaming(sets.shape[0] * sets.shape[1] * frame_ids.shape[1] * size, size, out)
@@ -89,6 +97,11 @@ def _read_segment(
         if not inflate_zstd(
             source, at, end, unpacked, count * size, zstd, state.keyframe_rows, max(keyframe, 0) * stride, n_dictionary
         ):
+            return False
+        source, at, end = unpacked, 0, count * size
+    elif flags == PACKED_LZ4:
+        needed = (ids[last - 1] % per_segment + 1) * size
+        if not unpack_block(source, at, end, unpacked, count * size, needed):
             return False
         source, at, end = unpacked, 0, count * size
     elif flags != 0:

@@ -196,12 +196,15 @@ class SegmentStore(FrameStore):
         full = [stream for stream in opened if is_full(self.state, stream)]
         self._drop_view()
         try:
-            for stream in full:
-                self._seal(stream)
+            self._seal_streams(full)
         finally:
             self._sync()
         if self.state.counters[N_UNUSED] < stack:
             self._grow()
+
+    def _seal_streams(self, streams: list[int]) -> None:
+        for stream in streams:
+            self._seal(stream)
 
     def _adopt(self) -> None:
         count = int(self.state.counters[N_SEALED])
@@ -255,8 +258,18 @@ class SegmentStore(FrameStore):
 
     def _add_keyframe(self, stream: int, frame: Bytes) -> int:
         """Let ``stream`` start its segments from ``frame``; return the keyframe's number."""
+        state = self.state
+        keyframe = self._add_row(frame, {*state.pool.tolist(), *state.stream_keyframes.tolist()})
+        state = self.state
+        state.stream_keyframes[stream] = keyframe
+        state.keyframe_cost[stream] = policy.initial_cost(self.layout.frame_bytes), 0
+        state.pool[:] = np.roll(state.pool, 1)
+        state.pool[0] = keyframe
+        return keyframe
+
+    def _add_row(self, row: Bytes, in_use: set[int]) -> int:
+        """Add a row to the table of keyframes, not at a number ``in_use``; return its number."""
         state, size = self.state, self.state.config.keyframe_bytes
-        in_use = {*state.pool.tolist(), *state.stream_keyframes.tolist()}
         unused = (number for number in np.flatnonzero(state.keyframe_refs == 0).tolist() if number not in in_use)
         keyframe: int = next(unused, NONE)
         if keyframe == NONE:
@@ -267,12 +280,8 @@ class SegmentStore(FrameStore):
                 keyframe_refs=lengthen(state.keyframe_refs, n_keyframes),
             )
             state = self.state
-        state.keyframe_rows[keyframe * size :][: frame.size] = frame
+        state.keyframe_rows[keyframe * size :][: row.size] = row
         self.new_keyframes.append(keyframe)
-        state.stream_keyframes[stream] = keyframe
-        state.keyframe_cost[stream] = policy.initial_cost(self.layout.frame_bytes), 0
-        state.pool[:] = np.roll(state.pool, 1)
-        state.pool[0] = keyframe
         return keyframe
 
     # ---- freeing ----
