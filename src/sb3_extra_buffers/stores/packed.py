@@ -41,9 +41,10 @@ class PackedStore(SegmentStore):
     With ``none`` segments stay as they are, and reading is a gather: each frame is stored once, however many
     observations contain it.
 
-    With ``scroll`` segments are compressed with zstd. The table of keyframes holds its dictionaries, each made of frames
-    of several segments: scenery that returns is found there. ``state.pool[0]`` is the one that new segments use. As for
-    keyframes, the ski-rental rule decides when a new one is stored: when the lack of it has cost as many bytes.
+    With ``scroll`` segments are compressed with LZ4, or with zstd and a dictionary. The table of keyframes holds the
+    dictionaries, each made of frames of several segments: scenery that returns is found there. ``state.pool[0]`` is the
+    one that new segments use. As for keyframes, the ski-rental rule decides when a new one is stored: when the lack of
+    it has cost as many bytes.
     """
 
     # frames for the next dictionary, and segments sealed since the last look at the present one
