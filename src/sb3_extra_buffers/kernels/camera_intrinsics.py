@@ -14,6 +14,7 @@ from numba import types
 from sb3_extra_buffers.kernels.camera import TILE
 from sb3_extra_buffers.kernels.intrinsics import (
     _BYTE,
+    _FEATURES,
     _HAS_BMI2,
     _INT,
     _INT32,
@@ -26,9 +27,13 @@ from sb3_extra_buffers.kernels.intrinsics import (
     _store,
 )
 
+# vpermb and vpmultishiftqb
+_HAS_VBMI = bool(_FEATURES.get("avx512vbmi", False) and _FEATURES.get("avx512bw", False))
+
 _ONES = _WORD(0x0101010101010101)
 _UNIT = ir.VectorType(_BYTE, TILE)
 _ROW = ir.VectorType(_BYTE, 8)
+_WORDS = ir.VectorType(_WORD, 8)
 _HALF = ir.VectorType(_BYTE, 16)
 
 
@@ -67,7 +72,14 @@ def _moved(builder: Any, tile: Any, by: int, group: int) -> Any:
 @_operation(types.void, _MEMORY, _MEMORY, _UINT, _UINT)
 def unpack_unit(builder: Any, target: Any, source: Any, widths: Any, ends: Any) -> None:
     """Unpack eight rows of eight bytes; byte ``i`` of ``widths`` is the width of row ``i``, of ``ends`` its end."""
+    unpack = _unpack_rows if _HAS_VBMI else _unpack_words
+    # in one piece: loads of more bytes than a store wrote have to wait for it
+    _store(builder, unpack(builder, source, widths, ends), target)
+
+
+def _unpack_words(builder: Any, source: Any, widths: Any, ends: Any) -> Any:
     start = _WORD(0)
+    unit = ir.Constant(_WORDS, ir.Undefined)
     for row in range(8):
         shift = _WORD(8 * row)
         width = builder.and_(builder.lshr(widths, shift), _WORD(15))
@@ -82,7 +94,25 @@ def unpack_unit(builder: Any, target: Any, source: Any, widths: Any, ends: Any) 
             for byte in range(8):
                 values = builder.or_(values, builder.shl(builder.and_(packed, low), _WORD(8 * byte)))
                 packed = builder.lshr(packed, width)
-        _store(builder, values, _at(builder, target, 8 * row))
+        unit = builder.insert_element(unit, values, _INT32(row))
+    return unit
+
+
+def _unpack_rows(builder: Any, source: Any, widths: Any, ends: Any) -> Any:
+    """`_unpack_words`, all rows at once: move each row to a word of its own, then each value to a byte of its own."""
+    widths, starts = builder.bitcast(widths, _ROW), builder.bitcast(builder.shl(ends, _WORD(8)), _ROW)
+    lanes = _shuffle(builder, starts, starts, [i // 8 for i in range(TILE)])
+    lanes = builder.add(lanes, ir.Constant(_UNIT, [i % 8 for i in range(TILE)]))
+    packed = _call(builder, "llvm.x86.avx512.permvar.qi.512", _UNIT, _load(builder, source, _UNIT), lanes)
+    # the first bit of each value: its index times the width, two at a time because bytes cannot be multiplied
+    shorts = ir.VectorType(ir.IntType(16), TILE // 2)
+    factors = ir.Constant(shorts, [2 * (i % 4) | (2 * (i % 4) + 1) << 8 for i in range(TILE // 2)])
+    pairs = _shuffle(builder, widths, ir.Constant(_ROW, None), [8 if i % 2 else i // 8 for i in range(TILE)])
+    bits = builder.bitcast(builder.mul(builder.bitcast(pairs, shorts), factors), _UNIT)
+    values = _call(builder, "llvm.x86.avx512.pmultishift.qb.512", _UNIT, bits, packed)
+    ones = _splat(0x0101010101010101, _WORDS)
+    masks = builder.sub(builder.shl(ones, builder.zext(widths, _WORDS)), ones)
+    return builder.and_(builder.bitcast(values, _WORDS), masks)
 
 
 @_operation(types.void, _MEMORY, _MEMORY, _UINT)
@@ -168,7 +198,6 @@ def _decode_tile(itemsize: int) -> Any:
 def _find_residuals(itemsize: int) -> Any:
     bits = ir.IntType(8 * itemsize)
     kind, row_kind = ir.VectorType(bits, TILE), ir.VectorType(bits, 8)
-    words, narrow = ir.VectorType(_WORD, 8), ir.VectorType(_BYTE, 8)
 
     def slope(builder: Any, tile: Any, above: Any) -> Any:
         """Return the difference of each value to the one above."""
@@ -200,12 +229,12 @@ def _find_residuals(itemsize: int) -> Any:
                 byte = builder.and_(byte, mask)
                 index = predictor * itemsize + unit
                 _store(builder, byte, _at(builder, units, TILE * index))
-                rows = builder.bitcast(byte, words)
+                rows = builder.bitcast(byte, _WORDS)
                 for shift in (32, 16, 8):
-                    rows = builder.or_(rows, builder.lshr(rows, _splat(shift, words)))
-                low = builder.trunc(rows, narrow)
+                    rows = builder.or_(rows, builder.lshr(rows, _splat(shift, _WORDS)))
+                low = builder.trunc(rows, _ROW)
                 for shift in (1, 2, 4):
-                    low = builder.or_(low, builder.lshr(low, _splat(shift, narrow)))
+                    low = builder.or_(low, builder.lshr(low, _splat(shift, _ROW)))
                 _store(builder, low, _at(builder, found, 8 * index))
 
     return find_residuals
