@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 
 from sb3_extra_buffers.kernels import camera as reference
-from sb3_extra_buffers.kernels import lz4_numba  # noqa: F401  # compiles `copy_run`
-from sb3_extra_buffers.kernels.camera import _ZEROS, BEFORE, TILE
+from sb3_extra_buffers.kernels import (
+    lz4_numba,  # noqa: F401  # compiles `copy_run`
+    writing_numba,  # noqa: F401  # compiles `get_length`
+)
+from sb3_extra_buffers.kernels.camera import _ZEROS, TILE
 from sb3_extra_buffers.kernels.camera_intrinsics import (
     add_unit,
     count_in_bytes,
@@ -41,7 +44,6 @@ from sb3_extra_buffers.kernels.intrinsics import (
     spread_bytes,
     store_word,
 )
-from sb3_extra_buffers.kernels import writing_numba  # noqa: F401  # compiles `get_length`
 
 _ONES = np.uint64(0x0101010101010101)
 # where single tiles are in a work space: candidates of residuals, their widths, masks of partial tiles
@@ -80,7 +82,10 @@ def split_planes(frames: Any, at: int, geometry: Any, space: Any, planes_at: int
                 continue
             for channel in range(channels):
                 for row in range(n_rows):
-                    target, source = to + channel * across * tile_bytes + row * 8 * itemsize, start + channel * plane + row * width * pixel
+                    target, source = (
+                        to + channel * across * tile_bytes + row * 8 * itemsize,
+                        start + channel * plane + row * width * pixel,
+                    )
                     if pixel == 1 and n_columns == 8:
                         store_word(space, target, load_word(frames, source))
                     elif pixel == itemsize:
@@ -162,13 +167,73 @@ def encode_planes(
             mask = _MASKS_AT + TILE * ((1 if x % across == across - 1 else 0) + (2 if y == down - 1 else 0))
             now = current + tile * tile_bytes
             if itemsize == 1:
-                find_residuals_1(space, _UNITS_AT, space, _FOUND_AT, space, now, space, before, space, above, space, above_before, space, mask)
+                find_residuals_1(
+                    space,
+                    _UNITS_AT,
+                    space,
+                    _FOUND_AT,
+                    space,
+                    now,
+                    space,
+                    before,
+                    space,
+                    above,
+                    space,
+                    above_before,
+                    space,
+                    mask,
+                )
             elif itemsize == 2:
-                find_residuals_2(space, _UNITS_AT, space, _FOUND_AT, space, now, space, before, space, above, space, above_before, space, mask)
+                find_residuals_2(
+                    space,
+                    _UNITS_AT,
+                    space,
+                    _FOUND_AT,
+                    space,
+                    now,
+                    space,
+                    before,
+                    space,
+                    above,
+                    space,
+                    above_before,
+                    space,
+                    mask,
+                )
             elif itemsize == 4:
-                find_residuals_4(space, _UNITS_AT, space, _FOUND_AT, space, now, space, before, space, above, space, above_before, space, mask)
+                find_residuals_4(
+                    space,
+                    _UNITS_AT,
+                    space,
+                    _FOUND_AT,
+                    space,
+                    now,
+                    space,
+                    before,
+                    space,
+                    above,
+                    space,
+                    above_before,
+                    space,
+                    mask,
+                )
             else:
-                find_residuals_8(space, _UNITS_AT, space, _FOUND_AT, space, now, space, before, space, above, space, above_before, space, mask)
+                find_residuals_8(
+                    space,
+                    _UNITS_AT,
+                    space,
+                    _FOUND_AT,
+                    space,
+                    now,
+                    space,
+                    before,
+                    space,
+                    above,
+                    space,
+                    above_before,
+                    space,
+                    mask,
+                )
             best, least = 1, _total(space, 1, itemsize)
             if least:
                 total = _total(space, 2, itemsize)
