@@ -1,4 +1,4 @@
-"""``camera``: images in which most pixels change a little, such as those of cameras, and depth or other float images."""
+"""``camera``: images in which most pixels change a little: those of cameras, depth and other images of floats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CameraCodec(Codec):
 
     codec_id: ClassVar[str] = "camera"
     options: ClassVar[tuple[str, ...] | None] = ("frames",)
-    frames: int = 16
+    frames: int = 8
 
     def __post_init__(self) -> None:
         if isinstance(self.frames, bool) or not isinstance(self.frames, int) or not 1 <= self.frames <= 255:

@@ -1,4 +1,4 @@
-"""Whole frames, several to a segment, which is packed when it is full: the store of ``none``, ``scroll`` and ``camera``."""
+"""Segments of whole frames, packed when they are full: the store of ``none``, ``scroll`` and ``camera``."""
 
 from __future__ import annotations
 
