@@ -26,6 +26,9 @@ class Noise:
         self.count += 1
         return self.reset(), self.count % 200 == 0
 
+    def close(self) -> None:
+        pass
+
 
 @functools.cache
 def read_video(path: Path) -> Array:
@@ -75,6 +78,9 @@ class Video:
     def step(self) -> tuple[Array, bool]:
         self.index += 1
         return self._frame(), self.index == len(self.frames) - 1
+
+    def close(self) -> None:
+        pass
 
 
 def natural_texture(rng: np.random.Generator, height: int, width: int) -> Array:
@@ -166,3 +172,6 @@ class Scroller:
         self.positions[self.positions[:, 1] < self.scroll - self.TILE, 1] += 2 * self.SIZE
         died = self.rng.random() < 0.004
         return self._frame(), bool(died or self.scroll + self.SIZE + 3 >= self.LENGTH * self.TILE)
+
+    def close(self) -> None:
+        pass
