@@ -51,9 +51,15 @@ def _spread(builder: Any, value: Any, kind: Any) -> Any:
     return _shuffle(builder, single, single, [0] * kind.count)
 
 
-def _mask(builder: Any, condition: Any, kind: Any) -> Any:
-    # not a select: LLVM turns one of whole vectors into a branch
-    return _spread(builder, builder.sext(condition, kind.element), kind)
+def _only_if(builder: Any, condition: Any, vector: Any) -> Any:
+    """Return ``vector``, or zeros if ``condition`` is false."""
+    kind = vector.type
+    # not a select by the condition itself: LLVM turns one of whole vectors into a branch
+    if _HAS_VBMI and kind.element.width == 8:
+        lanes = builder.sext(condition, ir.IntType(kind.count))
+        mask = builder.bitcast(lanes, ir.VectorType(ir.IntType(1), kind.count))
+        return builder.select(mask, vector, ir.Constant(kind, None))
+    return builder.and_(vector, _spread(builder, builder.sext(condition, kind.element), kind))
 
 
 def _at(builder: Any, pointer: Any, offset: int) -> Any:
@@ -179,21 +185,20 @@ def _set_tile(
     kind, row_kind = values.type, ir.VectorType(values.type.element, 8)
     one = _splat(1, kind)
     values = builder.xor(builder.lshr(values, one), builder.neg(builder.and_(values, one)))
-    gradient = _mask(builder, builder.icmp_unsigned("==", predictor, _WORD(0)), kind)
+    gradient = builder.icmp_unsigned("==", predictor, _WORD(0))
     for by in (1, 2, 4):
-        values = builder.add(values, builder.and_(_moved(builder, values, by, 8), gradient))
+        values = builder.add(values, _only_if(builder, gradient, _moved(builder, values, by, 8)))
     vertical = builder.icmp_unsigned("!=", predictor, _WORD(1))
-    down = _mask(builder, vertical, kind)
     for by in (8, 16, 32):
-        values = builder.add(values, builder.and_(_moved(builder, values, by, TILE), down))
+        values = builder.add(values, _only_if(builder, vertical, _moved(builder, values, by, TILE)))
     both = builder.icmp_unsigned("==", predictor, _WORD(3))
     start = builder.select(both, builder.ptrtoint(change, _WORD), builder.ptrtoint(above, _WORD))
     first = _load(builder, builder.inttoptr(start, row_kind.as_pointer()), row_kind)
-    first = builder.and_(first, _mask(builder, vertical, row_kind))
+    first = _only_if(builder, vertical, first)
     values = builder.add(values, _shuffle(builder, first, first, [i % 8 for i in range(TILE)]))
     before = _load(builder, previous, kind)
     temporal = builder.icmp_unsigned("!=", builder.and_(predictor, _WORD(1)), _WORD(0))
-    values = builder.add(values, builder.and_(before, _mask(builder, temporal, kind)))
+    values = builder.add(values, _only_if(builder, temporal, before))
     last = _shuffle(builder, builder.sub(values, before), values, list(range(56, 64)))
     _store(builder, last, change)
     _store(builder, values, current)
