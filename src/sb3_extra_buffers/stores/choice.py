@@ -26,9 +26,9 @@ _MIN_TRIAL, _MAX_TRIAL = 16, 256
 #: What ``prefer`` may be, and the exponents of memory and time in the score of a method.
 PREFERENCES: dict[str | None, tuple[float, float]] = {None: (1.0, 1.0), "memory": (3.0, 1.0), "speed": (1.0, 3.0)}
 # in order: the first of equal ones wins
-_CANDIDATES = ("none", "delta", "scroll1", "scroll", "camera", "zstd1", "gzip1")
+_CANDIDATES = ("none", "delta", "scroll", "scroll2", "camera", "zstd1", "gzip1")
 # smaller and several times slower
-_MEMORY_CANDIDATES = ("delta2", "delta3", "scroll3", "zstd9")
+_MEMORY_CANDIDATES = ("delta2", "delta3", "scroll3")
 # a method must save at least a tenth
 _WORTH = 0.9
 # transitions are read this many times for each time that they are written, for example by DQN

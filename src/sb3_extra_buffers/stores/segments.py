@@ -25,6 +25,7 @@ from sb3_extra_buffers.kernels.state import (
     N_SEALED,
     N_UNUSED,
     NONE,
+    PACKED_CAMERA,
     PACKED_LZ4,
     PACKED_ZSTD,
     Bytes,
@@ -122,7 +123,7 @@ class SegmentStore(FrameStore):
 
     def _unreadable_flags(self) -> tuple[int, ...]:
         if not self._kernels.compiled:
-            return PACKED_ZSTD, PACKED_LZ4
+            return PACKED_ZSTD, PACKED_LZ4, PACKED_CAMERA
         return () if _zstd_addresses().size else (PACKED_ZSTD,)
 
     def _count_packed(self, segments: Array) -> int:
@@ -197,12 +198,15 @@ class SegmentStore(FrameStore):
         full = [stream for stream in opened if is_full(self.state, stream)]
         self._drop_view()
         try:
-            for stream in full:
-                self._seal(stream)
+            self._seal_streams(full)
         finally:
             self._sync()
         if self.state.counters[N_UNUSED] < stack:
             self._grow()
+
+    def _seal_streams(self, streams: list[int]) -> None:
+        for stream in streams:
+            self._seal(stream)
 
     def _adopt(self) -> None:
         count = int(self.state.counters[N_SEALED])
@@ -256,8 +260,18 @@ class SegmentStore(FrameStore):
 
     def _add_keyframe(self, stream: int, frame: Bytes) -> int:
         """Let ``stream`` start its segments from ``frame``; return the keyframe's number."""
+        state = self.state
+        keyframe = self._add_row(frame, {*state.pool.tolist(), *state.stream_keyframes.tolist()})
+        state = self.state
+        state.stream_keyframes[stream] = keyframe
+        state.keyframe_cost[stream] = policy.initial_cost(self.layout.frame_bytes), 0
+        state.pool[:] = np.roll(state.pool, 1)
+        state.pool[0] = keyframe
+        return keyframe
+
+    def _add_row(self, row: Bytes, in_use: set[int]) -> int:
+        """Add a row to the table of keyframes, not at a number ``in_use``; return its number."""
         state, size = self.state, self.state.config.keyframe_bytes
-        in_use = {*state.pool.tolist(), *state.stream_keyframes.tolist()}
         unused = (number for number in np.flatnonzero(state.keyframe_refs == 0).tolist() if number not in in_use)
         keyframe: int = next(unused, NONE)
         if keyframe == NONE:
@@ -268,12 +282,8 @@ class SegmentStore(FrameStore):
                 keyframe_refs=lengthen(state.keyframe_refs, n_keyframes),
             )
             state = self.state
-        state.keyframe_rows[keyframe * size :][: frame.size] = frame
+        state.keyframe_rows[keyframe * size :][: row.size] = row
         self.new_keyframes.append(keyframe)
-        state.stream_keyframes[stream] = keyframe
-        state.keyframe_cost[stream] = policy.initial_cost(self.layout.frame_bytes), 0
-        state.pool[:] = np.roll(state.pool, 1)
-        state.pool[0] = keyframe
         return keyframe
 
     # ---- freeing ----
@@ -464,13 +474,17 @@ class SegmentStore(FrameStore):
         if n_frames == before[1]:
             before = 0, 0
         frame_bytes = max(nbytes - before[0], 0) / max(n_frames - before[1], 1)
-        kind = codec.codec_id + "-zstd" * (codec.codec_id == "delta" and store._zstd_level > 0)
-        size = layout.frame_bytes
+        kind, size = store.cost_kind, layout.frame_bytes
         return Trial(frame_bytes, read_ns(kind, store.read_work()), write_ns(kind, size, frame_bytes))
 
     @classmethod
     def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
         return cls.trial(layout, codec, streams, rows, n_streams).frame_bytes
+
+    @property
+    def cost_kind(self) -> str:
+        """The entry of `policy.READ_COSTS` for this store."""
+        return "delta-zstd" if self._zstd_level else "delta"
 
     def trial_size(self) -> int:
         """Bytes of everything that was written, as it will be stored."""

