@@ -22,6 +22,8 @@ _SMALL_BYTES = 512
 # observations to try methods on: enough to see a stack advance, few enough to hold
 _TRIAL_BYTES = 4 << 20
 _MIN_TRIAL, _MAX_TRIAL = 16, 256
+# consecutive observations in a run
+_RUN = 16
 
 #: What ``prefer`` may be, and the exponents of memory and time in the score of a method.
 PREFERENCES: dict[str | None, tuple[float, float]] = {None: (1.0, 1.0), "memory": (3.0, 1.0), "speed": (1.0, 3.0)}
@@ -121,6 +123,9 @@ class MethodChoice:
         layout = find_layout(self.spec, [rows[streams == stream] for stream in np.unique(streams)])
         if self.choice is not None or not len(rows):
             return layout, self.choice
+        if len(rows) > 2 * _MAX_TRIAL:  # a large write
+            streams, rows = _spread(streams, rows)
+            n_streams = int(streams.max()) + 1
         ranked = rank(layout, streams, rows, n_streams, self.prefer, may_stay_dense)
         return layout, Choice(ranked[0].method, explain(layout, ranked))
 
@@ -168,6 +173,38 @@ class MethodChoice:
         """The user's method, while ``n_collected`` observations are held for `decide`."""
         event = "the method is chosen" if self.choice is None else "compression starts"
         return f"{self.method} (not compressed yet: {event} after {n_trial} observations, {n_collected} so far)"
+
+
+def _spread(streams: Indices, rows: ByteRows) -> tuple[Indices, ByteRows]:
+    """Runs of consecutive rows of a stream, spread over all ``rows``, and the run of each."""
+    present = np.unique(streams)
+    per_stream = max(_MAX_TRIAL // _RUN // len(present), 1)
+    runs = []
+    for stream in present[:: max(len(present) * _RUN // _MAX_TRIAL, 1)]:
+        of_stream = np.flatnonzero(streams == stream)
+        begins = np.linspace(0, max(len(of_stream) - _RUN, 0), per_stream).astype(np.int64)
+        runs += [of_stream[begin : begin + _RUN] for begin in begins]
+    chosen = np.concatenate(runs)
+    numbers = np.repeat(np.arange(len(runs)), [len(run) for run in runs])
+    # in the order in which they were written
+    times = np.concatenate([np.arange(len(run)) for run in runs])
+    order = np.argsort(times, kind="stable")
+    return numbers[order], rows[chosen[order]]
+
+
+def add_preference(
+    prefer: str | None, options: Mapping[str, Any] | None, methods: str | Mapping[Any, str] | None
+) -> dict[str, Any]:
+    """Return ``options`` together with ``prefer``, which is an error if ``methods`` names a method."""
+    if prefer is None:
+        return dict(options or {})
+    if isinstance(methods, str | None) and methods != "auto":
+        raise CodecOptionError(
+            f"prefer={prefer!r} is for compression_method='auto', got {methods!r}; leave one of them out"
+        )
+    added = {**(options or {}), "prefer": prefer}
+    _check_preference({"prefer": prefer})
+    return added
 
 
 def _check_preference(options: Mapping[str, Any]) -> None:
