@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import deque
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
+from sb3_extra_buffers.kernels import compiled_kernels
 from sb3_extra_buffers.kernels.camera import camera_geometry
 from sb3_extra_buffers.kernels.state import NONE, PACKED_CAMERA, PACKED_LZ4, PACKED_ZSTD, Bytes, Ints, padded_bytes
 from sb3_extra_buffers.stores.base import Indices
@@ -205,7 +204,10 @@ class PackedStore(SegmentStore):
     # ---- reading ----
 
     def _read_kernel(self) -> Callable[..., int]:
-        return _read_packed() if self._kernels.compiled else self._kernels.read_frames
+                read: Callable[..., int] = (
+            compiled_kernels("packed").read_packed if self._kernels.compiled else self._kernels.read_frames
+        )
+        return read
 
     def _inflate(self, payload: Bytes, segment: int) -> Bytes:
         if payload[0] == PACKED_CAMERA:
@@ -240,10 +242,3 @@ class PackedStore(SegmentStore):
         for name in ("_samples", "_prepared"):
             state.pop(name, None)
         return state
-
-
-@cache
-def _read_packed() -> Callable[..., int]:
-    module: Any = importlib.import_module("sb3_extra_buffers.kernels.packed_numba")
-    read: Callable[..., int] = module.read_packed
-    return read
