@@ -204,9 +204,9 @@ class PackedStore(SegmentStore):
     # ---- reading ----
 
     def _read_kernel(self) -> Callable[..., int]:
-                read: Callable[..., int] = (
-            compiled_kernels("packed").read_packed if self._kernels.compiled else self._kernels.read_frames
-        )
+        if not self._kernels.compiled:
+            return self._kernels.read_frames
+        read: Callable[..., int] = compiled_kernels("packed").read_packed
         return read
 
     def _inflate(self, payload: Bytes, segment: int) -> Bytes:
