@@ -46,8 +46,10 @@ def pack_frames(
     return (flags, packed) if 10 * packed.size < tenths * body.size else (0, body)
 
 
-def inflate(payload: Bytes, dtype: np.dtype[Any], per_segment: int, frame_bytes: int) -> Bytes:
-    """Return a segment as it was before `pack_frames`."""
+def inflate(
+    payload: Bytes, dtype: np.dtype[Any], per_segment: int, frame_bytes: int, dictionary: Bytes | None = None
+) -> Bytes:
+    """Return a segment as it was before `pack_frames`; ``dictionary`` is the one that zstd used."""
     if not len(payload) or payload[0] == 0:
         return payload
     count = int(payload[1]) if len(payload) > 2 else 0
@@ -64,7 +66,7 @@ def inflate(payload: Bytes, dtype: np.dtype[Any], per_segment: int, frame_bytes:
     if payload[0] == PACKED_ZSTD:
         from sb3_extra_buffers.codecs.zstd import decompress_bytes  # needs zstandard
 
-        plain[body_at:] = np.frombuffer(decompress_bytes(payload[body_at:], size), np.uint8)
+        plain[body_at:] = np.frombuffer(decompress_bytes(payload[body_at:], size, dictionary), np.uint8)
     else:
         body = np.empty(size + OVERRUN, np.uint8)
         if not unpack_block(payload, body_at, len(payload), body, size, size):

@@ -1,0 +1,233 @@
+"""Whole frames, several to a segment, which is packed when it is full: the store of ``none`` and ``scroll``."""
+
+from __future__ import annotations
+
+import importlib
+from collections import deque
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from sb3_extra_buffers.codecs.base import Codec
+from sb3_extra_buffers.codecs.spec import ByteRows
+from sb3_extra_buffers.kernels.state import NONE, PACKED_LZ4, PACKED_ZSTD, Bytes, padded_bytes
+from sb3_extra_buffers.stores.base import Indices
+from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.segment_format import header_bytes, inflate
+from sb3_extra_buffers.stores.segments import SegmentStore
+from sb3_extra_buffers.stores.workers import run_split
+
+#: flags of a segment, its bytes, and the dictionary that they need or NONE
+Packed = tuple[int, Bytes, int]
+
+# frames of a raw segment: enough that its table entries take little
+_RAW_FRAMES = 8
+# what a dictionary holds, at most
+_DICTIONARY_FRAMES = 16
+_DICTIONARY_BYTES = 1 << 18
+# zeros before its frames: content that starts with zstd's magic number would be taken for a trained dictionary
+_DICTIONARY_START = 64
+# segments from one look at the dictionary to the next
+_LOOK_EVERY = 32
+# more than any frame takes: the kernel then seals segments without compressing them
+_NEVER = 1 << 40
+
+
+class PackedStore(SegmentStore):
+    """A frame store whose open segments hold whole frames; a segment is packed as a whole when it is sealed.
+
+    With ``none`` segments stay as they are, and reading is a gather: each frame is stored once, however many
+    observations contain it.
+
+    With ``scroll`` segments are compressed with LZ4, or with zstd and a dictionary. The table of keyframes holds the
+    dictionaries, each made of frames of several segments: scenery that returns is found there. ``state.pool[0]`` is the
+    one that new segments use. As for keyframes, the ski-rental rule decides when a new one is stored: when the lack of
+    it has cost as many bytes.
+    """
+
+    # frames for the next dictionary, and segments sealed since the last look at the present one
+    _samples: deque[Bytes]
+    _n_sealed = 0
+    # bytes that a newer dictionary would have saved
+    _excess = 0
+    # the present dictionary, prepared for compressing, and its number
+    _prepared: tuple[int, Any] = (NONE, None)
+
+    @classmethod
+    def accepts(cls, codec: Codec, layout: StackLayout) -> bool:
+        # an observation that is a single frame needs no frame ids
+        return codec.codec_id == "scroll" or (codec.codec_id == "none" and layout.stack > 1)
+
+    @staticmethod
+    def frames_per_segment(codec: Codec) -> int:
+        return getattr(codec, "frames", _RAW_FRAMES)
+
+    @property
+    def _n_dictionary(self) -> int:
+        """Frames in a dictionary."""
+        return min(max(_DICTIONARY_BYTES // self.layout.frame_bytes, 1), _DICTIONARY_FRAMES)
+
+    @property
+    def _keyframe_size(self) -> int:
+        return self._n_dictionary * self.layout.frame_bytes
+
+    def _follow_kernels(self) -> None:
+        compress_above = _NEVER if self.codec.codec_id == "none" else -1
+        config = self.state.config._replace(whole=True, max_chain_bytes=_NEVER, compress_above=compress_above)
+        if self._zstd_level:
+            config = config._replace(keyframe_bytes=padded_bytes(_DICTIONARY_START + self._keyframe_size))
+        self._replace(config=config)
+        self._samples = deque(maxlen=self._n_dictionary)
+        self._prepared = NONE, None
+        self._packed_flags = self._unreadable_flags()
+        self._n_packed = self._count_packed(np.flatnonzero(self.state.lengths))
+
+    # ---- writing ----
+
+    def _seal_streams(self, streams: list[int]) -> None:
+        packed: dict[int, Packed] = {}
+        if not self._zstd_level and len(streams) > 1:  # zstd's contexts are not for several threads
+
+            def work(first: int, stop: int) -> None:
+                for stream in streams[first:stop]:
+                    packed[stream] = self._pack(self._body(stream))
+
+            run_split(work, len(streams), 1)
+        for stream in streams:
+            self._seal(stream, packed.get(stream))
+
+    def _body(self, stream: int) -> Bytes:
+        """The frames of a stream's open segment."""
+        begin = stream * self.state.config.stage_bytes
+        header = header_bytes(self.per_segment, self._length_dtype)
+        return self.state.stage[begin + header : begin + int(self.state.stage_ends[stream])]
+
+    def _seal(self, stream: int, packed: Packed | None = None) -> None:
+        """Move a stream's open segment, which `_pack` may have packed before, to the heap."""
+        state, dtype = self.state, self._length_dtype
+        segment, begin = int(state.open_segments[stream]), stream * self.state.config.stage_bytes
+        count, body = int(state.counts[segment]), self._body(stream)
+        header = state.stage[begin : begin + header_bytes(count, dtype)].copy()
+        flags, content, dictionary = self._pack(body) if packed is None else packed
+        header[:2] = flags, count
+        payload = np.concatenate([header, content])
+        self.heap.check_limit(segment, payload.size)
+        if dictionary >= 0:
+            # before the payload that needs it exists; until then the segment is open and refers to none
+            self.state.keyframe_refs[dictionary] += 1
+            self.state.keyframes[segment] = dictionary
+        self.heap.put(segment, payload)
+        self._n_packed += flags in self._packed_flags
+        state.open_segments[stream] = NONE
+        self._note_sealed(np.array([segment]))
+        if self._zstd_level:
+            self._look_at_dictionary(body)
+
+    def _pack(self, body: Bytes) -> Packed:
+        """Compress the frames of a segment."""
+        if self.codec.codec_id == "none":
+            return 0, body, NONE
+        if not self._zstd_level:
+            packed = np.frombuffer(self.codec.encode(body.data), np.uint8)
+            return (PACKED_LZ4, packed, NONE) if packed.size < body.size else (0, body, NONE)
+        number, dictionary = self._dictionary(int(self.state.pool[0]), body.size)
+        packed = self._compress(body, dictionary)
+        return (PACKED_ZSTD, packed, number) if packed.size < body.size else (0, body, NONE)
+
+    def _compress(self, body: Bytes, dictionary: Any) -> Bytes:
+        from sb3_extra_buffers.codecs.zstd import compress_bytes  # needs zstandard
+
+        return np.frombuffer(compress_bytes(body, self._zstd_level, dictionary), np.uint8)
+
+    # ---- dictionaries ----
+
+    def _dictionary(self, number: int, nbytes: int) -> tuple[int, Any]:
+        """The dictionary ``number``, prepared for compressing about ``nbytes``."""
+        if self._prepared[0] != number:
+            self._prepared = number, None if number < 0 else self._prepare(self._content(number), nbytes)
+        return self._prepared
+
+    def _prepare(self, content: Bytes, nbytes: int) -> Any:
+        from sb3_extra_buffers.codecs.zstd import RawDictionary  # needs zstandard
+
+        return RawDictionary(content, self._zstd_level, nbytes)
+
+    def _content(self, number: int) -> Bytes:
+        width = self.state.config.keyframe_bytes
+        return self.state.keyframe_rows[number * width : (number + 1) * width]
+
+    def _look_at_dictionary(self, body: Bytes) -> None:
+        """Store a new dictionary once the lack of it has cost as much as it takes; drop one that does not help."""
+        size = self.layout.frame_bytes
+        self._samples.append(body[:size].copy())
+        self._n_sealed += 1
+        if self._n_sealed < _LOOK_EVERY or len(self._samples) < self._n_dictionary:
+            return
+        self._n_sealed = 0
+        content = np.zeros(self.state.config.keyframe_bytes, np.uint8)
+        frames = np.concatenate(self._samples)
+        content[_DICTIONARY_START : _DICTIONARY_START + frames.size] = frames
+        plain = self._compress(body, None).size
+        number, present = self._dictionary(int(self.state.pool[0]), body.size)
+        current = self._compress(body, present).size
+        # the segment itself must not be in the dictionary that it is tried with
+        content[_DICTIONARY_START + frames.size - size : _DICTIONARY_START + frames.size] = 0
+        newer = self._compress(body, self._prepare(content, body.size)).size
+        if number >= 0 and plain <= current:
+            self.state.pool[0] = NONE
+        self._excess = max(self._excess + (min(plain, current) - newer) * _LOOK_EVERY, 0)
+        if self._excess > self._keyframe_size:
+            self._excess = 0
+            content[_DICTIONARY_START + frames.size - size : _DICTIONARY_START + frames.size] = body[:size]
+            self._add_dictionary(content)
+
+    def _add_dictionary(self, content: Bytes) -> None:
+        number = self._add_row(content, {int(self.state.pool[0])})
+        self.state.pool[0] = number
+        self._prepared = NONE, None
+
+    # ---- reading ----
+
+    def _read_kernel(self) -> Callable[..., int]:
+        return _read_packed() if self._kernels.compiled else self._kernels.read_frames
+
+    def _inflate(self, payload: Bytes, segment: int) -> Bytes:
+        if payload[0] == PACKED_LZ4 and len(payload) > 1 and 0 < payload[1] <= self.per_segment:
+            # faster than the reference function that `inflate` has
+            size, header = self.layout.frame_bytes, header_bytes(int(payload[1]), self._length_dtype)
+            plain = np.empty(header + int(payload[1]) * size, np.uint8)
+            plain[:header] = payload[:header]
+            plain[0] = 0
+            self.codec.decode_into(payload[header:].data, plain[header:].data)
+            return plain
+        number = int(self.state.keyframes[segment])
+        dictionary = self._content(number) if number >= 0 else None
+        return inflate(payload, self._length_dtype, self.per_segment, self.layout.frame_bytes, dictionary)
+
+    @classmethod
+    def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
+        store = cls(layout, len(rows), n_streams, codec)
+        store.write(np.arange(len(rows)), streams, rows)
+        return store.packed_bytes() / max(int(store.state.counts.sum()), 1)
+
+    def packed_bytes(self) -> int:
+        """Bytes of all segments, with open ones as they would be packed now."""
+        self.collect_segments()
+        opened = np.flatnonzero(self.state.open_segments >= 0).tolist()
+        return self.heap.live_bytes + sum(self._pack(self._body(stream))[1].size for stream in opened)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        # zstd's objects cannot be copied
+        for name in ("_samples", "_prepared"):
+            state.pop(name, None)
+        return state
+
+
+@cache
+def _read_packed() -> Callable[..., int]:
+    module: Any = importlib.import_module("sb3_extra_buffers.kernels.packed_numba")
+    read: Callable[..., int] = module.read_packed
+    return read
