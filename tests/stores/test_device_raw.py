@@ -105,7 +105,7 @@ def as_bytes(observations: Array) -> Array:
 def contents(store: Any) -> Array:
     ring = store.ring
     indices = np.arange(ring.n_sets * ring.n_obs).reshape(ring.n_sets, -1)
-    found = store.read(IndexBatch(indices)).cpu().numpy()
+    found: Array = store.read(IndexBatch(indices)).cpu().numpy()
     assert found.shape == (*indices.shape, *ring.spec.shape)
     assert found.dtype == ring.spec.dtype
     return found

@@ -279,9 +279,7 @@ def join_colours(builder: Any, target: Any, source: Any, tile_step: Any, row_ste
     """Undo `split_colours`."""
     for row in range(8):
         at = _at(builder, source, 8 * row)
-        red, green, blue = (
-            _load(builder, builder.gep(at, [builder.mul(tile_step, _WORD(c))]), _ROW) for c in range(3)
-        )
+        red, green, blue = (_load(builder, builder.gep(at, [builder.mul(tile_step, _WORD(c))]), _ROW) for c in range(3))
         both = _shuffle(builder, builder.add(red, green), green, list(range(16)))
         blue = builder.add(blue, green)
         blue = _shuffle(builder, blue, blue, [*range(8), *[0] * 8])

@@ -80,7 +80,10 @@ def split_planes(frames: Any, at: int, geometry: Any, space: Any, planes_at: int
                 continue
             for channel in range(channels):
                 for row in range(n_rows):
-                    target, source = to + channel * across * tile_bytes + row * 8 * itemsize, start + channel * plane + row * width * pixel
+                    target, source = (
+                        to + channel * across * tile_bytes + row * 8 * itemsize,
+                        start + channel * plane + row * width * pixel,
+                    )
                     if pixel == 1 and n_columns == 8:
                         store_word(space, target, load_word(frames, source))
                     elif pixel == itemsize:
@@ -162,13 +165,73 @@ def encode_planes(
             mask = _MASKS_AT + TILE * ((1 if x % across == across - 1 else 0) + (2 if y == down - 1 else 0))
             now = current + tile * tile_bytes
             if itemsize == 1:
-                find_residuals_1(space, _UNITS_AT, space, _FOUND_AT, space, now, space, before, space, above, space, above_before, space, mask)
+                find_residuals_1(
+                    space,
+                    _UNITS_AT,
+                    space,
+                    _FOUND_AT,
+                    space,
+                    now,
+                    space,
+                    before,
+                    space,
+                    above,
+                    space,
+                    above_before,
+                    space,
+                    mask,
+                )
             elif itemsize == 2:
-                find_residuals_2(space, _UNITS_AT, space, _FOUND_AT, space, now, space, before, space, above, space, above_before, space, mask)
+                find_residuals_2(
+                    space,
+                    _UNITS_AT,
+                    space,
+                    _FOUND_AT,
+                    space,
+                    now,
+                    space,
+                    before,
+                    space,
+                    above,
+                    space,
+                    above_before,
+                    space,
+                    mask,
+                )
             elif itemsize == 4:
-                find_residuals_4(space, _UNITS_AT, space, _FOUND_AT, space, now, space, before, space, above, space, above_before, space, mask)
+                find_residuals_4(
+                    space,
+                    _UNITS_AT,
+                    space,
+                    _FOUND_AT,
+                    space,
+                    now,
+                    space,
+                    before,
+                    space,
+                    above,
+                    space,
+                    above_before,
+                    space,
+                    mask,
+                )
             else:
-                find_residuals_8(space, _UNITS_AT, space, _FOUND_AT, space, now, space, before, space, above, space, above_before, space, mask)
+                find_residuals_8(
+                    space,
+                    _UNITS_AT,
+                    space,
+                    _FOUND_AT,
+                    space,
+                    now,
+                    space,
+                    before,
+                    space,
+                    above,
+                    space,
+                    above_before,
+                    space,
+                    mask,
+                )
             best, least = 1, _total(space, 1, itemsize)
             if least:
                 total = _total(space, 2, itemsize)
