@@ -44,15 +44,18 @@ def has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-def _drop_outdated(module: Any) -> None:
-    """Delete cached kernels older than any source compiled into them; numba only checks the file that defines them."""
-    cache = module.read_frames.stats.cache_path
+def drop_outdated(kernel: Any, file: str) -> None:
+    """Delete cached kernels of ``file`` older than any source compiled into them; numba only checks ``file`` itself.
+
+    ``kernel`` is one of them.
+    """
+    cache = kernel.stats.cache_path
     if cache is None:
         return
-    package = Path(module.__file__).parents[1]
+    package = Path(file).parents[1]
     sources = [*(package / "kernels").glob("*.py"), *(package / "codecs").glob("*.py")]
     newest = max(source.stat().st_mtime for source in sources)
-    for index in Path(cache).glob("frames_numba.*.nbi"):
+    for index in Path(cache).glob(f"{Path(file).stem}.*.nbi"):
         with suppress(OSError):
             if index.stat().st_mtime <= newest:
                 index.unlink()
@@ -65,6 +68,6 @@ def frame_kernels(compiled: bool | None = None) -> FrameKernels:
         return frame_kernels(has_numba())
     module: Any = importlib.import_module(f"sb3_extra_buffers.kernels.{'frames_numba' if compiled else 'frames'}")
     if compiled:
-        _drop_outdated(module)
+        drop_outdated(module.read_frames, module.__file__)
     functions = {name: getattr(module, name) for name in FrameKernels._fields if name != "compiled"}
     return FrameKernels(compiled=compiled, **functions)

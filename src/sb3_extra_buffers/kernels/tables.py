@@ -1,0 +1,140 @@
+"""Units of an observation (pixels or numbers) as indices into a table of at most 256 of them, and back.
+
+A *unit* is 2, 3, 4 or 8 bytes: a number, or the channels of a pixel. Its *code* is those bytes as an integer, the first
+byte lowest. Units follow each other, unless ``plane`` is set: then the bytes of a unit are ``plane`` bytes apart, as in
+images with channels first, and a row consists of blocks of ``unit * plane`` bytes.
+
+`map_rows` looks codes up in a hash table without collisions: a code has one slot, so a lookup is one comparison.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.kernels.dispatch import drop_outdated, has_numba
+
+#: Entries of a table: an index is one byte.
+ENTRIES = 256
+#: Bytes of an entry in the array that `expand_rows` reads.
+ENTRY_BYTES = 8
+#: Bits of a slot of the hash table: enough that a factor without collisions is found within a few attempts.
+SLOT_BITS = 14
+_SHIFT = np.uint64(64 - SLOT_BITS)
+_ATTEMPTS = 4096
+
+Bytes = npt.NDArray[np.uint8]
+Codes = npt.NDArray[np.uint64]
+
+
+class CodeHash(NamedTuple):
+    """Where each code of a table is. A code's slot is the top bits of its product with ``factor``."""
+
+    #: [slot]: the code; for units below 8 bytes above its index, which then takes the lowest byte.
+    slots: Codes
+    #: [slot]: the index, for units of 8 bytes.
+    indices: Bytes
+    factor: np.uint64
+
+
+class TableKernels(NamedTuple):
+    """The kernels of tables, compiled or not."""
+
+    map_rows: Callable[..., int]
+    expand_rows: Callable[..., None]
+    compiled: bool
+
+
+@cache
+def table_kernels(compiled: bool | None = None) -> TableKernels:
+    """Return the kernels: compiled, reference, or (``None``) compiled if numba is installed."""
+    if compiled is None:
+        return table_kernels(has_numba())
+    if not compiled:
+        return TableKernels(map_rows, expand_rows, False)
+    module: Any = importlib.import_module("sb3_extra_buffers.kernels.tables_numba")
+    drop_outdated(module.map_rows, module.__file__)
+    return TableKernels(module.map_rows, module.expand_rows, True)
+
+
+def hash_codes(codes: Codes, indices: Bytes, unit: int, factor: np.uint64) -> CodeHash | None:
+    """Build the hash table of distinct ``codes``, with ``factor`` if it has no collisions; None if no factor is found.
+
+    About every tenth factor has no collisions for 256 codes.
+    """
+    tried = np.random.default_rng(0)
+    for _ in range(_ATTEMPTS):
+        slots = (codes * factor) >> _SHIFT
+        if len(np.unique(slots)) == len(slots) and factor >> _SHIFT:
+            return _fill(codes, indices, unit, factor, slots.astype(np.intp))
+        factor = np.uint64(tried.integers(1 << 63, 1 << 64, dtype=np.uint64) | np.uint64(1))
+    return None
+
+
+def _fill(codes: Codes, indices: Bytes, unit: int, factor: np.uint64, slots: npt.NDArray[np.intp]) -> CodeHash:
+    found = np.zeros(1 << SLOT_BITS, np.uint8)
+    if unit < 8:
+        # an empty slot has a code that no unit has
+        packed = np.full(1 << SLOT_BITS, ~np.uint64(0))
+        packed[slots] = codes << np.uint64(8) | indices
+    else:
+        # an empty slot has a code that belongs to another slot: 0 to slot 0, and 1 to any other
+        packed = np.zeros(1 << SLOT_BITS, np.uint64)
+        packed[0] = 1
+        packed[slots] = codes
+        found[slots] = indices
+    return CodeHash(packed, found, factor)
+
+
+def codes_of(rows: Bytes, unit: int, plane: int) -> Codes:
+    """Return the codes of rows, ``[row, unit]``."""
+    n_rows, n_units = len(rows), rows.shape[1] // unit
+    columns = rows.reshape(n_rows, -1, unit, plane) if plane else rows.reshape(n_rows, -1, unit, 1)
+    codes = np.zeros((n_rows, columns.shape[1], columns.shape[3]), np.uint64)
+    for byte in range(unit):
+        codes |= columns[:, :, byte].astype(np.uint64) << np.uint64(8 * byte)
+    return codes.reshape(n_rows, n_units)
+
+
+def map_rows(
+    rows: Bytes, slots: Codes, indices: Bytes, factor: np.uint64, unit: int, plane: int, first: int, closed: bool,
+    out: Bytes, outside: Bytes,
+) -> int:  # fmt: skip
+    """Set ``out`` to the indices of the units of ``rows``, from row ``first`` on.
+
+    Returns the number of the first row with an unknown unit, or the number of rows. If ``closed``, such rows are
+    flagged as ``outside`` instead, and become zeros.
+    """
+    for row in range(first, len(rows)):
+        codes = codes_of(rows[row : row + 1], unit, plane)[0]
+        at = ((codes * factor) >> _SHIFT).astype(np.intp)
+        entries = slots[at]
+        known = (entries >> np.uint64(8) if unit < 8 else entries) == codes
+        if known.all():
+            out[row] = (entries & np.uint64(0xFF)).astype(np.uint8) if unit < 8 else indices[at]
+        elif closed:
+            out[row] = 0
+            outside[row] = 1
+        else:
+            return row
+    return len(rows)
+
+
+def expand_rows(indices: Bytes, table: Bytes, unit: int, plane: int, first: int, stop: int, out: Bytes) -> None:
+    """Set rows ``first`` to ``stop`` of ``out`` to the units that ``indices`` name.
+
+    ``table`` has `ENTRY_BYTES` for each index.
+    """
+    entries = table.reshape(ENTRIES, ENTRY_BYTES)
+    wanted, rows = indices[first:stop], out[first:stop]
+    for byte in range(unit):
+        plain = entries[:, byte].take(wanted)
+        if plane:
+            rows.reshape(len(rows), -1, unit, plane)[:, :, byte] = plain.reshape(len(rows), -1, plane)
+        else:
+            rows.reshape(len(rows), -1, unit)[:, :, byte] = plain
