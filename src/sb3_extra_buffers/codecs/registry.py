@@ -58,6 +58,7 @@ _ENTRIES = {
     "lz4-block": CodecEntry(f"{_HERE}.lz4:Lz4BlockCodec", "lz4", "lz4"),
     "delta": CodecEntry(f"{_HERE}.delta:DeltaCodec"),
     "palette": CodecEntry(f"{_HERE}.palette:PaletteCodec"),
+    "table": CodecEntry(f"{_HERE}.table:TableCodec"),
 }
 
 # "gzip5", "zstd-5"; a name that contains a dash takes its level after a slash: "lz4-frame/5"

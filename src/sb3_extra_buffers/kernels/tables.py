@@ -62,18 +62,19 @@ def table_kernels(compiled: bool | None = None) -> TableKernels:
     return TableKernels(module.map_rows, module.expand_rows, True)
 
 
-def hash_codes(codes: Codes, indices: Bytes, unit: int, factor: np.uint64) -> CodeHash | None:
-    """Build the hash table of distinct ``codes``, with ``factor`` if it has no collisions; None if no factor is found.
+def hash_codes(codes: Codes, indices: Bytes, unit: int, factor: np.uint64) -> CodeHash:
+    """Build the hash table of distinct ``codes``, with ``factor`` if it has no collisions.
 
-    About every tenth factor has no collisions for 256 codes.
+    About every tenth factor has none for 256 codes. Should none be found, the codes that lost their slot stay unknown,
+    and rows with them are stored otherwise.
     """
     tried = np.random.default_rng(0)
     for _ in range(_ATTEMPTS):
         slots = (codes * factor) >> _SHIFT
         if len(np.unique(slots)) == len(slots) and factor >> _SHIFT:
-            return _fill(codes, indices, unit, factor, slots.astype(np.intp))
-        factor = np.uint64(tried.integers(1 << 63, 1 << 64, dtype=np.uint64) | np.uint64(1))
-    return None
+            break
+        factor = tried.integers(1 << 63, (1 << 64) - 1, dtype=np.uint64) | np.uint64(1)
+    return _fill(codes, indices, unit, factor, slots.astype(np.intp))
 
 
 def _fill(codes: Codes, indices: Bytes, unit: int, factor: np.uint64, slots: npt.NDArray[np.intp]) -> CodeHash:
