@@ -81,8 +81,9 @@ class Case:
         return f"{self.method}-{size}-{self.stack}{self.axis}{kind}"
 
 
+_NEED_ZSTD = ("zstd", "delta2", "delta3", "scroll")
 CASES = [
-    pytest.param(case, id=str(case), marks=needs("zstd") if case.method in ("zstd", "delta2", "delta3") else ())
+    pytest.param(case, id=str(case), marks=needs("zstd") if case.method in _NEED_ZSTD else ())
     for case in (
         Case(),
         Case(frame=(5, 7), stack=4),
@@ -99,6 +100,11 @@ CASES = [
         Case("table", (16, 16), dtype="<f4"),
         Case("table", (5, 7), stack=4, dtype="<f8"),
         Case("table", (5, 7), stack=4, axis="last", dtype="<i2"),
+        Case("none", (5, 7), stack=3, axis="last"),
+        Case("none", (5, 7)),
+        Case("scroll", (16, 16)),
+        Case("scroll", (5, 7), stack=4, frames=3),
+        Case("scroll", (5, 7, 3), stack=3, axis="last", frames=5),
     )
 ]
 

@@ -57,6 +57,7 @@ _ENTRIES = {
     "lz4-frame": CodecEntry(f"{_HERE}.lz4:Lz4FrameCodec", "lz4", "lz4"),
     "lz4-block": CodecEntry(f"{_HERE}.lz4:Lz4BlockCodec", "lz4", "lz4"),
     "delta": CodecEntry(f"{_HERE}.delta:DeltaCodec"),
+    "scroll": CodecEntry(f"{_HERE}.scroll:ScrollCodec", "zstandard", "zstd"),
     "palette": CodecEntry(f"{_HERE}.palette:PaletteCodec"),
     "table": CodecEntry(f"{_HERE}.table:TableCodec"),
 }

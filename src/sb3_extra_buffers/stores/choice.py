@@ -40,9 +40,14 @@ class Choice:
         return self.method == "none"
 
 
+def may_be_stacked(spec: ObsSpec) -> bool:
+    """Whether observations may consist of frames that are worth sharing; vectors and small observations are not."""
+    return len(spec.shape) >= 2 and spec.nbytes >= _SMALL_BYTES
+
+
 def choose_unseen(spec: ObsSpec) -> Choice | None:
     """The choice of ``auto`` where no trial is needed: vectors and other small observations stay uncompressed."""
-    if len(spec.shape) < 2 or spec.nbytes < _SMALL_BYTES:
+    if not may_be_stacked(spec):
         return Choice("none", f"auto: {spec.nbytes} bytes are too few to compress")
     return None
 

@@ -17,7 +17,7 @@ from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.errors import FileFormatError, ReadOnlyBufferError
 from sb3_extra_buffers.stores.base import Array, FillHeap, FrozenStore, Indices, Store, StoreParts
 from sb3_extra_buffers.stores.checks import column, only_named_errors, parse_dtype, parse_shape, require, whole, within
-from sb3_extra_buffers.stores.choice import Choice, MethodChoice
+from sb3_extra_buffers.stores.choice import Choice, MethodChoice, may_be_stacked
 from sb3_extra_buffers.stores.collected import CollectedRows
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.heap import Heap
@@ -110,7 +110,7 @@ class ObservationStore:
         first = self.n_obs
         if self.inner is not None:
             self.inner.allocate(n_obs)
-        elif self.choice is not None and self.choice.is_raw:
+        elif self.choice is not None and self.choice.is_raw and not may_be_stacked(self.spec):
             self.inner = RawStore(StackLayout(self.spec), first + n_obs, heap_bytes=self.heap_bytes)
         self.n_obs = first + n_obs
         return first
@@ -390,9 +390,9 @@ class ObservationStore:
         else:
             raise FileFormatError(f"unknown kind of store {kind!r}; update sb3-extra-buffers")
         if self.inner is None:
-            fits = not (is_raw and self.n_obs)
+            fits = not (is_raw and self.n_obs) or may_be_stacked(self.spec)
         else:
-            fits = self.choice is not None and is_raw == (kind == "dense")
+            fits = self.choice is not None and (is_raw or kind in ("frames", "table"))
         require(fits, f"a store of kind {kind!r} does not match the method that was chosen")
 
     def _check_choice(self, saved: Any) -> Choice:

@@ -38,6 +38,7 @@ _HERE = "sb3_extra_buffers.stores"
 
 #: Stores in order of preference: the first one that accepts a codec is used.
 STORES: tuple[StoreEntry, ...] = (
+    StoreEntry("packed", "cpu", f"{_HERE}.packed:PackedStore"),
     StoreEntry("raw", "cpu", f"{_HERE}.raw:RawStore"),
     StoreEntry("table", "cpu", f"{_HERE}.tables:TableStore"),
     StoreEntry("segments", "cpu", f"{_HERE}.segments:SegmentStore"),

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.registry import codec_from_config, get_codec, is_available, known_codecs
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.kernels.state import NONE, keyframe_bytes
+from sb3_extra_buffers.kernels.state import NONE
 from sb3_extra_buffers.stores.arena import SLACK
 from sb3_extra_buffers.stores.base import Array, FillHeap
 from sb3_extra_buffers.stores.checks import column, require, whole, within
@@ -62,7 +62,7 @@ def _read_tables(
     n_segments = len(counts)
     lengths = column(arrays, "lengths", np.int32, (n_segments,))
     keyframes = column(arrays, "scenes", np.int32, (n_segments,))
-    keyframe_rows = column(arrays, "scene_rows", np.uint8, (None, keyframe_bytes(layout.frame_bytes)))
+    keyframe_rows = column(arrays, "scene_rows", np.uint8, (None, frames.state.config.keyframe_bytes))
     frame_ids = column(arrays, "slots", np.int32, (n_obs, layout.stack))
     within(counts, 0, per + 1, "a segment's number of frames")
     within(lengths, 0, 1 << 31, "a segment's length")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.delta import BLOCK
+from sb3_extra_buffers.codecs.registry import is_available
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError
 from sb3_extra_buffers.kernels import policy
@@ -26,7 +28,6 @@ from sb3_extra_buffers.kernels.state import (
     PACKED_ZSTD,
     Bytes,
     FrameState,
-    keyframe_bytes,
 )
 from sb3_extra_buffers.stores.arena import SLACK, lengthen
 from sb3_extra_buffers.stores.base import Array, Indices
@@ -40,6 +41,18 @@ from sb3_extra_buffers.stores.workers import run_split
 # seconds of decoding from which on other threads help, and what each one takes at a time
 _SPLIT_SECONDS = 1e-3
 _CHUNK_SECONDS = 300e-6
+
+
+_NO_ADDRESSES = np.zeros(0, np.int64)
+
+
+def _zstd_addresses() -> npt.NDArray[np.int64]:
+    """What compiled code needs to call zstd in this thread; empty where it cannot."""
+    if not is_available("zstd"):
+        return _NO_ADDRESSES
+    from sb3_extra_buffers.codecs.zstd import direct_addresses  # needs zstandard
+
+    return direct_addresses()
 
 
 class SegmentStore(FrameStore):
@@ -61,11 +74,11 @@ class SegmentStore(FrameStore):
         compiled: bool | None = None,
     ) -> None:
         # a stack must fit into an empty segment, or writing it would never end
-        per_segment = max(codec.frames, layout.stack)  # type: ignore[attr-defined]  # a DeltaCodec
+        per_segment = max(self.frames_per_segment(codec), layout.stack)
         size = layout.frame_bytes
         stage_bytes = 2 + per_segment * 4 + per_segment * size + size // 2 + BLOCK
         super().__init__(layout, n_obs, n_streams, codec, heap_bytes, path, compiled, per_segment, stage_bytes)
-        self._zstd_level: int = codec.pack_level  # type: ignore[attr-defined]
+        self._zstd_level: int = getattr(codec, "pack_level", 0)
         self._length_dtype = length_dtype(self.state.config)
         self._follow_kernels()
         # sealed segments that nothing refers to, to be freed after the write
@@ -78,6 +91,16 @@ class SegmentStore(FrameStore):
     @classmethod
     def accepts(cls, codec: Codec, layout: StackLayout) -> bool:
         return codec.codec_id == "delta"
+
+    @staticmethod
+    def frames_per_segment(codec: Codec) -> int:
+        """How many frames a segment has at most."""
+        n_frames: int = codec.frames  # type: ignore[attr-defined]  # a DeltaCodec
+        return n_frames
+
+    @property
+    def _keyframe_size(self) -> int:
+        return self.layout.frame_bytes
 
     def _follow_kernels(self) -> None:
         """Set what depends on whether the kernels are compiled."""
@@ -93,8 +116,13 @@ class SegmentStore(FrameStore):
         )
         self._replace(config=config)
         # flags of segments that the read kernel cannot decompress, and how many of those there are
-        self._packed_flags = (PACKED_ZSTD,) if compiled else (PACKED_ZSTD, PACKED_LZ4)
+        self._packed_flags = self._unreadable_flags()
         self._n_packed = self._count_packed(np.flatnonzero(self.state.lengths))
+
+    def _unreadable_flags(self) -> tuple[int, ...]:
+        if not self._kernels.compiled:
+            return PACKED_ZSTD, PACKED_LZ4
+        return () if _zstd_addresses().size else (PACKED_ZSTD,)
 
     def _count_packed(self, segments: Array) -> int:
         return int(np.isin(self.heap.data[self.heap.starts[segments]], self._packed_flags).sum())
@@ -158,7 +186,7 @@ class SegmentStore(FrameStore):
         state = self.state
         header = header_bytes(self.per_segment, self._length_dtype)
         opened = int((state.stage_ends[state.open_segments >= 0] - header).sum())
-        keyframes = int(np.count_nonzero(state.keyframe_refs)) * self.layout.frame_bytes
+        keyframes = int(np.count_nonzero(state.keyframe_refs)) * self._keyframe_size
         return self.heap.live_bytes + opened + keyframes
 
     def _reserve(self, stack: int) -> None:
@@ -227,7 +255,7 @@ class SegmentStore(FrameStore):
 
     def _add_keyframe(self, stream: int, frame: Bytes) -> int:
         """Let ``stream`` start its segments from ``frame``; return the keyframe's number."""
-        state, size = self.state, keyframe_bytes(self.layout.frame_bytes)
+        state, size = self.state, self.state.config.keyframe_bytes
         in_use = {*state.pool.tolist(), *state.stream_keyframes.tolist()}
         unused = (number for number in np.flatnonzero(state.keyframe_refs == 0).tolist() if number not in in_use)
         keyframe: int = next(unused, NONE)
@@ -367,12 +395,12 @@ class SegmentStore(FrameStore):
         if self._n_packed:
             local, frame_ids, sets = self._unpacked(frame_ids, sets)
             tables = self._kernels.bind_state(local, {})
-        read = self._kernels.read_frames
+        read, zstd = self._read_kernel(), self._zstd_level
         n_rows = sets.shape[1]
 
         def work(first: int, stop: int) -> int:
             began = perf_counter()
-            damaged: int = read(tables, frame_ids, sets, out, first, stop)
+            damaged: int = read(tables, frame_ids, sets, out, first, stop, _zstd_addresses() if zstd else _NO_ADDRESSES)
             self._row_seconds = min(1.05 * self._row_seconds, (perf_counter() - began) / (stop - first))
             return damaged
 
@@ -385,6 +413,13 @@ class SegmentStore(FrameStore):
             raise CorruptPayloadError(f"segment {damaged} of the heap is damaged and cannot be decoded")
         return out
 
+    @property
+    def joins_frames(self) -> bool:
+        return self._kernels.compiled
+
+    def _read_kernel(self) -> Callable[..., int]:
+        return self._kernels.read_frames
+
     def _unpacked(self, frame_ids: FrameIds, sets: Indices) -> tuple[FrameState, FrameIds, Indices]:
         """Tables, frame ids and indices of the same frames, in which every segment is decompressed."""
         state, per = self.state, self.per_segment
@@ -396,7 +431,7 @@ class SegmentStore(FrameStore):
         def work(first: int, stop: int) -> None:
             for i in sealed[first:stop]:
                 payload = np.frombuffer(self.heap.read(int(segments[i])), np.uint8)
-                payloads[i] = inflate(payload, self._length_dtype, per, self.layout.frame_bytes)
+                payloads[i] = self._inflate(payload, int(segments[i]))
 
         run_split(work, len(sealed), 16)
         lengths = np.array([payload.size for payload in payloads], np.int32)
@@ -412,6 +447,9 @@ class SegmentStore(FrameStore):
         )
         local_ids = np.where(ids < 0, 0, inverse.reshape(ids.shape) * per + ids % per + 1).astype(np.int32)
         return local, local_ids.reshape(sets.size, frame_ids.shape[1]), np.arange(sets.size).reshape(sets.shape)
+
+    def _inflate(self, payload: Bytes, segment: int) -> Bytes:
+        return inflate(payload, self._length_dtype, self.per_segment, self.layout.frame_bytes)
 
     @classmethod
     def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
