@@ -23,23 +23,24 @@ from sb3_extra_buffers.kernels.dispatch import drop_outdated, has_numba
 ENTRIES = 256
 #: Bytes of an entry in the array that `expand_rows` reads.
 ENTRY_BYTES = 8
-#: Bits of a slot of the hash table: enough that a factor without collisions is found within a few attempts.
-SLOT_BITS = 14
-_SHIFT = np.uint64(64 - SLOT_BITS)
-_ATTEMPTS = 4096
+# bits of a slot of the hash table, and factors to try with each number of bits. With 14 bits, about every tenth factor
+# has no collisions for 256 codes
+_SLOT_BITS = range(6, 17)
+_ATTEMPTS = 64
 
 Bytes = npt.NDArray[np.uint8]
 Codes = npt.NDArray[np.uint64]
 
 
 class CodeHash(NamedTuple):
-    """Where each code of a table is. A code's slot is the top bits of its product with ``factor``."""
+    """Where each code of a table is. A code's slot is its product with ``factor``, shifted right by ``shift``."""
 
     #: [slot]: the code; for units below 8 bytes above its index, which then takes the lowest byte.
     slots: Codes
-    #: [slot]: the index, for units of 8 bytes.
+    #: [slot]: the index, for units of 8 bytes; otherwise empty.
     indices: Bytes
     factor: np.uint64
+    shift: np.uint64
 
 
 class TableKernels(NamedTuple):
@@ -62,34 +63,39 @@ def table_kernels(compiled: bool | None = None) -> TableKernels:
     return TableKernels(module.map_rows, module.expand_rows, True)
 
 
-def hash_codes(codes: Codes, indices: Bytes, unit: int, factor: np.uint64) -> CodeHash:
-    """Build the hash table of distinct ``codes``, with ``factor`` if it has no collisions.
+def hash_codes(codes: Codes, indices: Bytes, unit: int) -> CodeHash:
+    """Build a hash table of distinct ``codes`` without collisions.
 
-    About every tenth factor has none for 256 codes. Should none be found, the codes that lost their slot stay unknown,
-    and rows with them are stored otherwise.
+    Should no factor be found, the codes that lost their slot stay unknown, and rows with them are stored otherwise.
     """
-    tried = np.random.default_rng(0)
-    for _ in range(_ATTEMPTS):
-        slots = (codes * factor) >> _SHIFT
-        if len(np.unique(slots)) == len(slots) and factor >> _SHIFT:
+    factors = np.random.default_rng(0).integers(1 << 63, (1 << 64) - 1, _ATTEMPTS, dtype=np.uint64) | np.uint64(1)
+    # with fewer slots than half the pairs of codes, a collision is likely
+    least = max(2 * len(codes).bit_length() - 4, _SLOT_BITS[0])
+    for bits in range(min(least, _SLOT_BITS[-1]), _SLOT_BITS.stop):
+        shift = np.uint64(64 - bits)
+        slots = np.sort((codes * factors[:, None]) >> shift, axis=1)
+        # the slot of code 1 must not be 0, see `_fill`
+        free = (slots[:, 1:] != slots[:, :-1]).all(axis=1) & (factors >> shift > 0)
+        if free.any():
             break
-        factor = tried.integers(1 << 63, (1 << 64) - 1, dtype=np.uint64) | np.uint64(1)
-    return _fill(codes, indices, unit, factor, slots.astype(np.intp))
+    return _fill(codes, indices, unit, factors[int(free.argmax())], shift)
 
 
-def _fill(codes: Codes, indices: Bytes, unit: int, factor: np.uint64, slots: npt.NDArray[np.intp]) -> CodeHash:
-    found = np.zeros(1 << SLOT_BITS, np.uint8)
+def _fill(codes: Codes, indices: Bytes, unit: int, factor: np.uint64, shift: np.uint64) -> CodeHash:
+    n_slots = 1 << (64 - int(shift))
+    slots = ((codes * factor) >> shift).astype(np.intp)
     if unit < 8:
         # an empty slot has a code that no unit has
-        packed = np.full(1 << SLOT_BITS, ~np.uint64(0))
+        packed = np.full(n_slots, ~np.uint64(0))
         packed[slots] = codes << np.uint64(8) | indices
-    else:
-        # an empty slot has a code that belongs to another slot: 0 to slot 0, and 1 to any other
-        packed = np.zeros(1 << SLOT_BITS, np.uint64)
-        packed[0] = 1
-        packed[slots] = codes
-        found[slots] = indices
-    return CodeHash(packed, found, factor)
+        return CodeHash(packed, np.zeros(0, np.uint8), factor, shift)
+    # an empty slot has a code that belongs to another slot: 0 to slot 0, and 1 to any other
+    packed = np.zeros(n_slots, np.uint64)
+    packed[0] = 1
+    packed[slots] = codes
+    found = np.zeros(n_slots, np.uint8)
+    found[slots] = indices
+    return CodeHash(packed, found, factor, shift)
 
 
 def codes_of(rows: Bytes, unit: int, plane: int) -> Codes:
@@ -103,8 +109,8 @@ def codes_of(rows: Bytes, unit: int, plane: int) -> Codes:
 
 
 def map_rows(
-    rows: Bytes, slots: Codes, indices: Bytes, factor: np.uint64, unit: int, plane: int, first: int, closed: bool,
-    out: Bytes, outside: Bytes,
+    rows: Bytes, slots: Codes, indices: Bytes, factor: np.uint64, shift: np.uint64, unit: int, plane: int, first: int,
+    closed: bool, out: Bytes, outside: Bytes,
 ) -> int:  # fmt: skip
     """Set ``out`` to the indices of the units of ``rows``, from row ``first`` on.
 
@@ -113,7 +119,7 @@ def map_rows(
     """
     for row in range(first, len(rows)):
         codes = codes_of(rows[row : row + 1], unit, plane)[0]
-        at = ((codes * factor) >> _SHIFT).astype(np.intp)
+        at = ((codes * factor) >> shift).astype(np.intp)
         entries = slots[at]
         known = (entries >> np.uint64(8) if unit < 8 else entries) == codes
         if known.all():

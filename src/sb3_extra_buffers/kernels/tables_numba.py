@@ -20,9 +20,8 @@ from sb3_extra_buffers.kernels.intrinsics import (
     store_quad,
     store_word,
 )
-from sb3_extra_buffers.kernels.tables import ENTRY_BYTES, SLOT_BITS
+from sb3_extra_buffers.kernels.tables import ENTRY_BYTES
 
-_SHIFT = np.uint64(64 - SLOT_BITS)
 _EIGHT = np.uint64(8)
 _COLOUR = np.uint64(0xFFFFFF)
 # units between two looks at whether all were known
@@ -39,13 +38,13 @@ def _code(row: Any, at: int, unit: int) -> Any:
 
 
 @inner
-def _map_colours(row: Any, at: int, count: int, slots: Any, factor: Any, out: Any, to: int) -> bool:
+def _map_colours(row: Any, at: int, count: int, slots: Any, factor: Any, shift: Any, out: Any, to: int) -> bool:
     """`_map_quads` for units of three bytes; there must be a byte after the last."""
     wrong, last, entry = np.uint64(0), ~np.uint64(0), np.uint64(0)
     for i in range(count):
         code = np.uint64(load_quad(row, at + 3 * i)) & _COLOUR
         if code != last:  # most pixels have the colour of the one before
-            entry = slots[np.int64((code * factor) >> _SHIFT)]
+            entry = slots[np.int64((code * factor) >> shift)]
             wrong |= (entry >> _EIGHT) ^ code
             last = code
         store_byte(out, to + i, entry)
@@ -53,34 +52,36 @@ def _map_colours(row: Any, at: int, count: int, slots: Any, factor: Any, out: An
 
 
 @inner
-def _map_quads(row: Any, at: int, count: int, slots: Any, factor: Any, out: Any, to: int) -> bool:
+def _map_quads(row: Any, at: int, count: int, slots: Any, factor: Any, shift: Any, out: Any, to: int) -> bool:
     """Map ``count`` units from byte ``at`` on; return whether all are known."""
     wrong = np.uint64(0)
     for i in range(count):
         code = np.uint64(load_quad(row, at + 4 * i))
-        entry = slots[np.int64((code * factor) >> _SHIFT)]
+        entry = slots[np.int64((code * factor) >> shift)]
         wrong |= (entry >> _EIGHT) ^ code
         store_byte(out, to + i, entry)
     return wrong == 0
 
 
 @inner
-def _map_halves(row: Any, at: int, count: int, slots: Any, factor: Any, out: Any, to: int) -> bool:
+def _map_halves(row: Any, at: int, count: int, slots: Any, factor: Any, shift: Any, out: Any, to: int) -> bool:
     wrong = np.uint64(0)
     for i in range(count):
         code = np.uint64(load_half(row, at + 2 * i))
-        entry = slots[np.int64((code * factor) >> _SHIFT)]
+        entry = slots[np.int64((code * factor) >> shift)]
         wrong |= (entry >> _EIGHT) ^ code
         store_byte(out, to + i, entry)
     return wrong == 0
 
 
 @inner
-def _map_words(row: Any, at: int, count: int, slots: Any, indices: Any, factor: Any, out: Any, to: int) -> bool:
+def _map_words(
+    row: Any, at: int, count: int, slots: Any, indices: Any, factor: Any, shift: Any, out: Any, to: int
+) -> bool:
     wrong = np.uint64(0)
     for i in range(count):
         code = load_word(row, at + 8 * i)
-        slot = np.int64((code * factor) >> _SHIFT)
+        slot = np.int64((code * factor) >> shift)
         wrong |= slots[slot] ^ code
         out[to + i] = indices[slot]
     return wrong == 0
@@ -88,7 +89,7 @@ def _map_words(row: Any, at: int, count: int, slots: Any, indices: Any, factor: 
 
 @inner
 def _map_planes(
-    row: Any, at: int, count: int, unit: int, plane: int, slots: Any, factor: Any, out: Any, to: int
+    row: Any, at: int, count: int, unit: int, plane: int, slots: Any, factor: Any, shift: Any, out: Any, to: int
 ) -> bool:
     """`_map_quads` for three or four bytes of a unit that are ``plane`` apart."""
     wrong, last, entry = np.uint64(0), ~np.uint64(0), np.uint64(0)
@@ -97,7 +98,7 @@ def _map_planes(
         if unit == 4:
             code |= load_byte(row, i + 3 * plane) << np.uint64(24)
         if code != last:
-            entry = slots[np.int64((code * factor) >> _SHIFT)]
+            entry = slots[np.int64((code * factor) >> shift)]
             wrong |= (entry >> _EIGHT) ^ code
             last = code
         store_byte(out, to, entry)
@@ -107,33 +108,43 @@ def _map_planes(
 
 @inner
 def _map_row(
-    row: Any, start: int, n_units: int, slots: Any, indices: Any, factor: Any, unit: int, plane: int, out: Any, to: int
+    row: Any,
+    start: int,
+    n_units: int,
+    slots: Any,
+    indices: Any,
+    factor: Any,
+    shift: Any,
+    unit: int,
+    plane: int,
+    out: Any,
+    to: int,
 ) -> bool:
     if plane > 0:
         for block in range(n_units // plane):
             at = start + block * unit * plane
-            if not _map_planes(row, at, plane, unit, plane, slots, factor, out, to + block * plane):
+            if not _map_planes(row, at, plane, unit, plane, slots, factor, shift, out, to + block * plane):
                 return False
         return True
     done = 0
     while done < n_units:
         count, at = min(n_units - done, _BLOCK), start + done * unit
         if unit == 4:
-            known = _map_quads(row, at, count, slots, factor, out, to + done)
+            known = _map_quads(row, at, count, slots, factor, shift, out, to + done)
         elif unit == 3:
             if done + count == n_units:
                 count -= 1  # its four bytes would end beyond the row
                 code = _code(row, start + 3 * (n_units - 1), 3)
-                entry = slots[np.int64((code * factor) >> _SHIFT)]
+                entry = slots[np.int64((code * factor) >> shift)]
                 store_byte(out, to + n_units - 1, entry)
                 done += 1
                 if entry >> _EIGHT != code:
                     return False
-            known = _map_colours(row, at, count, slots, factor, out, to + (at - start) // 3)
+            known = _map_colours(row, at, count, slots, factor, shift, out, to + (at - start) // 3)
         elif unit == 2:
-            known = _map_halves(row, at, count, slots, factor, out, to + done)
+            known = _map_halves(row, at, count, slots, factor, shift, out, to + done)
         else:
-            known = _map_words(row, at, count, slots, indices, factor, out, to + done)
+            known = _map_words(row, at, count, slots, indices, factor, shift, out, to + done)
         if not known:
             return False
         done += count
@@ -142,7 +153,7 @@ def _map_row(
 
 @entry
 def map_rows(
-    rows: Any, slots: Any, indices: Any, factor: Any, unit: int, plane: int, first: int, closed: bool, out: Any,
+    rows: Any, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int, first: int, closed: bool, out: Any,
     outside: Any,
 ) -> int:  # fmt: skip
     n_rows, nbytes, n_units = rows.shape[0], rows.shape[1], out.shape[1]
@@ -150,7 +161,7 @@ def map_rows(
     out_, outside_ = flat(as_column(out)), as_column(outside)
     for row in range(first, n_rows):
         if not _map_row(
-            rows_, row * nbytes, n_units, slots_, indices_, factor, unit, plane, out_, row * n_units
+            rows_, row * nbytes, n_units, slots_, indices_, factor, shift, unit, plane, out_, row * n_units
         ):  # fmt: skip
             if not closed:
                 return row

@@ -28,7 +28,6 @@ from sb3_extra_buffers.stores.layout import StackLayout
 
 Flags = npt.NDArray[np.bool_]
 
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 # rows whose unknown units do not fit before no more are added: each costs as much as a hundred that are known
 _MAX_MISFITS = 16
 # images as numbers: the lowest value and the distance between two, the likeliest first
@@ -99,9 +98,9 @@ class UnitTable:
         """Whether no more entries are added."""
         return self.n_misfits >= _MAX_MISFITS or bool(self._entries.used.all())
 
-    def _build(self, codes: Codes, used: Flags, factor: np.uint64 = _FACTOR) -> _Entries:
+    def _build(self, codes: Codes, used: Flags) -> _Entries:
         indices = np.flatnonzero(used)
-        hashed = hash_codes(codes[indices], indices.astype(np.uint8), self.unit, factor)
+        hashed = hash_codes(codes[indices], indices.astype(np.uint8), self.unit)
         return _Entries(codes, used, codes.astype("<u8").view(np.uint8).copy(), hashed)
 
     def _add(self, codes: Codes) -> bool:
@@ -127,7 +126,7 @@ class UnitTable:
         free = free[: len(rest)] if self.grid is None else free[::-1][: len(rest)]
         new_codes[free] = rest
         used[free] = True
-        self._entries = self._build(new_codes, used, entries.hashed.factor)
+        self._entries = self._build(new_codes, used)
         return True
 
     def _positions(self, codes: Codes, grid: Grid) -> npt.NDArray[np.int64]:
@@ -223,13 +222,11 @@ class UnitTable:
 
     def check(self) -> None:
         """Raise `AssertionError` if entries are not found."""
-        codes, used, expanded, (slots, found, factor) = self._entries
+        codes, used, expanded, hashed = self._entries
         rows = codes[used].astype("<u8").view(np.uint8).reshape(-1, ENTRY_BYTES)[:, : self.unit]
         if len(rows):
             out, outside = np.empty((len(rows), 1), np.uint8), np.zeros(len(rows), np.uint8)
-            self._kernels.map_rows(
-                np.ascontiguousarray(rows), slots, found, factor, self.unit, 0, 0, True, out, outside
-            )
+            self._kernels.map_rows(np.ascontiguousarray(rows), *hashed, self.unit, 0, 0, True, out, outside)
             if outside.any() or not np.array_equal(out[:, 0], np.flatnonzero(used)):
                 raise AssertionError("an entry of the table is not found")
         if not np.array_equal(expanded.view("<u8"), codes):
