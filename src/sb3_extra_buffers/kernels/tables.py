@@ -47,6 +47,7 @@ class TableKernels(NamedTuple):
     """The kernels of tables, compiled or not."""
 
     map_rows: Callable[..., int]
+    map_step: Callable[..., bool]
     expand_rows: Callable[..., None]
     compiled: bool
 
@@ -57,10 +58,10 @@ def table_kernels(compiled: bool | None = None) -> TableKernels:
     if compiled is None:
         return table_kernels(has_numba())
     if not compiled:
-        return TableKernels(map_rows, expand_rows, False)
+        return TableKernels(map_rows, map_step, expand_rows, False)
     module: Any = importlib.import_module("sb3_extra_buffers.kernels.tables_numba")
     drop_outdated(module.map_rows, module.__file__)
-    return TableKernels(module.map_rows, module.expand_rows, True)
+    return TableKernels(module.map_rows, module.map_step, module.expand_rows, True)
 
 
 def hash_codes(codes: Codes, indices: Bytes, unit: int) -> CodeHash:
@@ -130,6 +131,25 @@ def map_rows(
         else:
             return row
     return len(rows)
+
+
+def map_step(
+    rows: Bytes, next_rows: Bytes, slots: Codes, indices: Bytes, factor: np.uint64, shift: np.uint64, unit: int,
+    plane: int, known: Bytes, guessed: bool, out: Bytes,
+) -> bool:  # fmt: skip
+    """Set the first half of ``out`` to the indices of ``rows``, and the second to those of ``next_rows``.
+
+    Returns False if a unit is unknown; ``out`` and ``known`` then hold anything. Otherwise ``known``, unless it has no
+    rows, becomes a copy of ``next_rows``. If ``guessed``, the second half of ``out`` has the indices of ``known``, from
+    the last step, which ``rows`` are likely to repeat: a kernel may compare before it looks up.
+    """
+    n_rows, outside = len(rows), np.zeros(len(rows), np.uint8)
+    for part, half in ((rows, out[:n_rows]), (next_rows, out[n_rows:])):
+        if map_rows(part, slots, indices, factor, shift, unit, plane, 0, False, half, outside) < n_rows:
+            return False
+    if len(known):
+        known[...] = next_rows
+    return True
 
 
 def expand_rows(indices: Bytes, table: Bytes, unit: int, plane: int, first: int, stop: int, out: Bytes) -> None:

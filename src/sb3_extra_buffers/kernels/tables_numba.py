@@ -10,6 +10,8 @@ from sb3_extra_buffers.kernels.columns_numba import as_column, flat
 from sb3_extra_buffers.kernels.compiling import entry, inner
 from sb3_extra_buffers.kernels.intrinsics import (
     clear_bytes,
+    copy_bytes,
+    equal_bytes,
     load_byte,
     load_half,
     load_int,
@@ -24,150 +26,157 @@ from sb3_extra_buffers.kernels.tables import ENTRY_BYTES
 
 _EIGHT = np.uint64(8)
 _COLOUR = np.uint64(0xFFFFFF)
-# units between two looks at whether all were known
-_BLOCK = 2048
+# units that are compared with a guess at a time
+_BLOCK = 64
 
 
 @inner
-def _code(row: Any, at: int, unit: int) -> Any:
-    """The code of the unit at byte ``at``."""
-    code = np.uint64(0)
+def _equal_units(row: Any, at: int, other: Any, other_at: int, count: int, unit: int, plane: int) -> bool:
+    """Whether ``count`` units from byte ``at`` on are those from byte ``other_at`` of ``other`` on."""
+    if plane == 0:
+        return equal_bytes(row, at, other, other_at, count * unit)
+    equal = True
     for byte in range(unit):
-        code |= load_byte(row, at + byte) << np.uint64(8 * byte)
-    return code
+        equal = equal and equal_bytes(row, at + byte * plane, other, other_at + byte * plane, count)
+    return equal
 
 
 @inner
-def _map_colours(row: Any, at: int, count: int, slots: Any, factor: Any, shift: Any, out: Any, to: int) -> bool:
-    """`_map_quads` for units of three bytes; there must be a byte after the last."""
-    wrong, last, entry = np.uint64(0), ~np.uint64(0), np.uint64(0)
-    for i in range(count):
-        code = np.uint64(load_quad(row, at + 3 * i)) & _COLOUR
-        if code != last:  # most pixels have the colour of the one before
+def _look_up(
+    row: Any, at: int, count: int, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int, out: Any,
+    to: int,
+) -> bool:  # fmt: skip
+    """Map ``count`` units from byte ``at`` on; return whether all are known.
+
+    Of three bytes that are together, a fourth one is read.
+    """
+    wrong = np.uint64(0)
+    # a loop for each size: the compiler unrolls no other. No shortcut for pixels that repeat the one before: in
+    # textures, that branch costs more than it saves
+    if plane > 0:
+        for i in range(count):
+            code = load_byte(row, at + i) | load_byte(row, at + i + plane) << _EIGHT
+            code |= load_byte(row, at + i + 2 * plane) << np.uint64(16)
+            if unit == 4:
+                code |= load_byte(row, at + i + 3 * plane) << np.uint64(24)
             entry = slots[np.int64((code * factor) >> shift)]
             wrong |= (entry >> _EIGHT) ^ code
-            last = code
-        store_byte(out, to + i, entry)
-    return wrong == 0
-
-
-@inner
-def _map_quads(row: Any, at: int, count: int, slots: Any, factor: Any, shift: Any, out: Any, to: int) -> bool:
-    """Map ``count`` units from byte ``at`` on; return whether all are known."""
-    wrong = np.uint64(0)
-    for i in range(count):
-        code = np.uint64(load_quad(row, at + 4 * i))
-        entry = slots[np.int64((code * factor) >> shift)]
-        wrong |= (entry >> _EIGHT) ^ code
-        store_byte(out, to + i, entry)
-    return wrong == 0
-
-
-@inner
-def _map_halves(row: Any, at: int, count: int, slots: Any, factor: Any, shift: Any, out: Any, to: int) -> bool:
-    wrong = np.uint64(0)
-    for i in range(count):
-        code = np.uint64(load_half(row, at + 2 * i))
-        entry = slots[np.int64((code * factor) >> shift)]
-        wrong |= (entry >> _EIGHT) ^ code
-        store_byte(out, to + i, entry)
-    return wrong == 0
-
-
-@inner
-def _map_words(
-    row: Any, at: int, count: int, slots: Any, indices: Any, factor: Any, shift: Any, out: Any, to: int
-) -> bool:
-    wrong = np.uint64(0)
-    for i in range(count):
-        code = load_word(row, at + 8 * i)
-        slot = np.int64((code * factor) >> shift)
-        wrong |= slots[slot] ^ code
-        out[to + i] = indices[slot]
-    return wrong == 0
-
-
-@inner
-def _map_planes(
-    row: Any, at: int, count: int, unit: int, plane: int, slots: Any, factor: Any, shift: Any, out: Any, to: int
-) -> bool:
-    """`_map_quads` for three or four bytes of a unit that are ``plane`` apart."""
-    wrong, last, entry = np.uint64(0), ~np.uint64(0), np.uint64(0)
-    for i in range(at, at + count):
-        code = load_byte(row, i) | load_byte(row, i + plane) << _EIGHT | load_byte(row, i + 2 * plane) << np.uint64(16)
-        if unit == 4:
-            code |= load_byte(row, i + 3 * plane) << np.uint64(24)
-        if code != last:
+            store_byte(out, to + i, entry)
+    elif unit == 4:
+        for i in range(count):
+            code = np.uint64(load_quad(row, at + 4 * i))
             entry = slots[np.int64((code * factor) >> shift)]
             wrong |= (entry >> _EIGHT) ^ code
-            last = code
-        store_byte(out, to, entry)
-        to += 1
+            store_byte(out, to + i, entry)
+    elif unit == 3:
+        for i in range(count):
+            code = np.uint64(load_quad(row, at + 3 * i)) & _COLOUR
+            entry = slots[np.int64((code * factor) >> shift)]
+            wrong |= (entry >> _EIGHT) ^ code
+            store_byte(out, to + i, entry)
+    elif unit == 2:
+        for i in range(count):
+            code = np.uint64(load_half(row, at + 2 * i))
+            entry = slots[np.int64((code * factor) >> shift)]
+            wrong |= (entry >> _EIGHT) ^ code
+            store_byte(out, to + i, entry)
+    else:
+        for i in range(count):
+            code = load_word(row, at + 8 * i)
+            slot = np.int64((code * factor) >> shift)
+            wrong |= slots[slot] ^ code
+            out[to + i] = indices[slot]
     return wrong == 0
+
+
+@inner
+def _map_units(
+    row: Any, start: int, count: int, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int,
+    known: Any, known_at: int, guess_at: int, out: Any, to: int,
+) -> bool:  # fmt: skip
+    """Map ``count`` units from byte ``start`` on, in blocks; return whether all are known.
+
+    Blocks that repeat those of ``known``, from byte ``known_at`` on, have the indices at ``guess_at`` of ``out``. If
+    that is negative, nothing is known.
+    """
+    width, done = 1 if plane > 0 else unit, 0
+    if unit == 3 and plane == 0:
+        # four bytes from the last pixel on would end beyond the row
+        count -= 1
+        code = load_byte(row, start + 3 * count) | load_byte(row, start + 3 * count + 1) << _EIGHT
+        code |= load_byte(row, start + 3 * count + 2) << np.uint64(16)
+        entry = slots[np.int64((code * factor) >> shift)]
+        store_byte(out, to + count, entry)
+        if entry >> _EIGHT != code:
+            return False
+    while done < count:
+        n, at = min(count - done, _BLOCK), start + done * width
+        if guess_at >= 0 and _equal_units(row, at, known, known_at + done * width, n, unit, plane):
+            copy_bytes(out, to + done, out, guess_at + done, n)
+        elif not _look_up(row, at, n, slots, indices, factor, shift, unit, plane, out, to + done):
+            return False
+        done += n
+    return True
 
 
 @inner
 def _map_row(
-    row: Any,
-    start: int,
-    n_units: int,
-    slots: Any,
-    indices: Any,
-    factor: Any,
-    shift: Any,
-    unit: int,
-    plane: int,
-    out: Any,
-    to: int,
-) -> bool:
-    if plane > 0:
-        for block in range(n_units // plane):
-            at = start + block * unit * plane
-            if not _map_planes(row, at, plane, unit, plane, slots, factor, shift, out, to + block * plane):
-                return False
-        return True
-    done = 0
-    while done < n_units:
-        count, at = min(n_units - done, _BLOCK), start + done * unit
-        if unit == 4:
-            known = _map_quads(row, at, count, slots, factor, shift, out, to + done)
-        elif unit == 3:
-            if done + count == n_units:
-                count -= 1  # its four bytes would end beyond the row
-                code = _code(row, start + 3 * (n_units - 1), 3)
-                entry = slots[np.int64((code * factor) >> shift)]
-                store_byte(out, to + n_units - 1, entry)
-                done += 1
-                if entry >> _EIGHT != code:
-                    return False
-            known = _map_colours(row, at, count, slots, factor, shift, out, to + (at - start) // 3)
-        elif unit == 2:
-            known = _map_halves(row, at, count, slots, factor, shift, out, to + done)
-        else:
-            known = _map_words(row, at, count, slots, indices, factor, shift, out, to + done)
-        if not known:
+    row: Any, start: int, n_units: int, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int,
+    known: Any, known_at: int, guess_at: int, out: Any, to: int,
+) -> bool:  # fmt: skip
+    count = plane if plane > 0 else n_units
+    for done in range(0, n_units, max(count, 1)):
+        at = guess_at + done if guess_at >= 0 else -1
+        if not _map_units(
+            row, start + done * unit, count, slots, indices, factor, shift, unit, plane, known, known_at + done * unit,
+            at, out, to + done,
+        ):  # fmt: skip
             return False
-        done += count
     return True
 
 
 @entry
 def map_rows(
-    rows: Any, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int, first: int, closed: bool, out: Any,
-    outside: Any,
+    rows: Any, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int, first: int, closed: bool,
+    out: Any, outside: Any,
 ) -> int:  # fmt: skip
     n_rows, nbytes, n_units = rows.shape[0], rows.shape[1], out.shape[1]
     rows_, slots_, indices_ = flat(as_column(rows)), as_column(slots), as_column(indices)
     out_, outside_ = flat(as_column(out)), as_column(outside)
     for row in range(first, n_rows):
         if not _map_row(
-            rows_, row * nbytes, n_units, slots_, indices_, factor, shift, unit, plane, out_, row * n_units
+            rows_, row * nbytes, n_units, slots_, indices_, factor, shift, unit, plane, rows_, 0, -1, out_,
+            row * n_units,
         ):  # fmt: skip
             if not closed:
                 return row
             clear_bytes(out_, row * n_units, n_units)
             outside_[row] = 1
     return n_rows
+
+
+@entry
+def map_step(
+    rows: Any, next_rows: Any, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int, known: Any,
+    guessed: bool, out: Any,
+) -> bool:  # fmt: skip
+    n_rows, nbytes, n_units = rows.shape[0], rows.shape[1], out.shape[1]
+    rows_, next_rows_, known_ = flat(as_column(rows)), flat(as_column(next_rows)), flat(as_column(known))
+    slots_, indices_, out_ = as_column(slots), as_column(indices), flat(as_column(out))
+    for row in range(n_rows):
+        start, at, next_at = row * nbytes, row * n_units, (n_rows + row) * n_units
+        if not _map_row(
+            rows_, start, n_units, slots_, indices_, factor, shift, unit, plane, known_, start,
+            next_at if guessed else -1, out_, at,
+        ):  # fmt: skip
+            return False
+        if not _map_row(
+            next_rows_, start, n_units, slots_, indices_, factor, shift, unit, plane, rows_, start, at, out_, next_at
+        ):
+            return False
+        if known.shape[0] > 0:
+            copy_bytes(known_, start, next_rows_, start, nbytes)
+    return True
 
 
 @inner

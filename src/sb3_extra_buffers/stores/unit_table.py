@@ -53,6 +53,18 @@ class _Entries(NamedTuple):
     hashed: CodeHash
 
 
+class MappedStep(NamedTuple):
+    """The indices of a step and its successors, and a copy of the latter, which the next step is likely to repeat."""
+
+    indices: npt.NDArray[np.uint8]  # [row and next row, unit]
+    next_rows: ByteRows  # without rows: no copy
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of both arrays."""
+        return self.indices.nbytes + self.next_rows.nbytes
+
+
 class UnitTable:
     """Colours or numbers behind indices of one byte. Entries are added, and never changed or removed.
 
@@ -213,6 +225,16 @@ class UnitTable:
                 outside[done] = 1
                 done += 1
             closed = self.is_closed
+
+    def map_step(self, rows: ByteRows, next_rows: ByteRows, step: MappedStep, guessed: bool) -> bool:
+        """`map` the rows of a step and their successors to ``step``; return False if a unit is unknown.
+
+        ``guessed`` is whether ``step`` holds the one before.
+        """
+        return self._kernels.map_step(
+            as_contiguous(rows), as_contiguous(next_rows), *self._entries.hashed, self.unit, self.plane, step.next_rows,
+            guessed, step.indices,
+        )  # fmt: skip
 
     def expand(self, indices: npt.NDArray[np.uint8], out: ByteRows, first: int, stop: int) -> None:
         """Set rows ``first`` to ``stop`` of ``out`` to the units of ``indices``, ``[row, unit]``."""
