@@ -178,9 +178,7 @@ def count_in_bytes(builder: Any, word: Any) -> Any:
 # ---- prediction ----
 
 
-def _set_tile(
-    builder: Any, values: Any, current: Any, previous: Any, above: Any, change: Any, predictor: Any
-) -> None:
+def _set_tile(builder: Any, values: Any, current: Any, previous: Any, above: Any, change: Any, predictor: Any) -> None:
     """Set a tile from the codes of its residuals; see `_decode_tile`."""
     kind, row_kind = values.type, ir.VectorType(values.type.element, 8)
     one = _splat(1, kind)

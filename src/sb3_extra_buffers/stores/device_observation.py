@@ -81,7 +81,7 @@ class DeviceObservationStore(DeviceStore):
         self.shape = (ring.n_steps, *self.step_shape)
 
     def _check_triton(self, device: torch.device, choice: Choice) -> None:
-        codec = get_codec(choice.method, **self.chooser.options)
+        codec = get_codec(choice.method, **self.chooser.codec_options)
         if device.type == "cuda" and codec.codec_id == "delta" and not device_base.has_triton():
             raise MissingExtraError(
                 f"compression_method='delta' on a CUDA device needs 'triton': {MissingExtraError.hint('gpu')}; "
@@ -139,7 +139,7 @@ class DeviceObservationStore(DeviceStore):
         """The store of the registry for ``choice``."""
         codec = self.chooser.make_codec(choice, layout)
         make = find_store(codec, layout, "cuda")
-        store: DeviceStore = make(self.ring, layout, codec, choice.method, self.chooser.options)
+        store: DeviceStore = make(self.ring, layout, codec, choice.method, self.chooser.codec_options)
         return store
 
     # ---- reading ----
