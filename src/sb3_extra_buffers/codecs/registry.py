@@ -60,6 +60,7 @@ _ENTRIES = {
     "scroll": CodecEntry(f"{_HERE}.scroll:ScrollCodec", "lz4", "lz4"),
     "camera": CodecEntry(f"{_HERE}.camera:CameraCodec"),
     "palette": CodecEntry(f"{_HERE}.palette:PaletteCodec"),
+    "table": CodecEntry(f"{_HERE}.table:TableCodec"),
 }
 
 # "gzip5", "zstd-5"; a name that contains a dash takes its level after a slash: "lz4-frame/5"

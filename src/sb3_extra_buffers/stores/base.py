@@ -56,6 +56,11 @@ class Store(ABC):
     #: Holds encoded observations; None if there are none.
     heap: Heap | None = None
 
+    @property
+    def frames(self) -> FrameStore | None:
+        """The frame store with the payloads of these observations; None if there is none."""
+        return None
+
     @classmethod
     @abstractmethod
     def accepts(cls, codec: Codec, layout: StackLayout) -> bool:
@@ -157,6 +162,24 @@ class Store(ABC):
 
     @abstractmethod
     def __setstate__(self, state: dict[str, Any]) -> None: ...
+
+
+class FrozenStore:
+    """The copied state of a store."""
+
+    def __init__(self, store: type[Store], state: dict[str, Any]) -> None:
+        self.store, self.state = store, state
+
+    @classmethod
+    def of(cls, store: Store) -> FrozenStore:
+        """Copy the state of ``store``."""
+        return cls(type(store), store.__getstate__())
+
+    def thaw(self) -> Store:
+        """Return a store of this state."""
+        thawed = object.__new__(self.store)
+        thawed.__setstate__(dict(self.state))
+        return thawed
 
 
 class StoreParts(NamedTuple):

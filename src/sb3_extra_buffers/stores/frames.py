@@ -52,6 +52,10 @@ class FrameStore(FrameTables):
     #: Called with the indices of every read, to check payloads in a file that was not verified when it was opened.
     validator: Callable[[Indices], None] | None = None
 
+    @property
+    def frames(self) -> FrameStore:
+        return self
+
     # ---- writing ----
 
     def write(self, indices: Indices, streams: Indices, rows: ByteRows) -> None:

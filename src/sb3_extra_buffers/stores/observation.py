@@ -17,7 +17,7 @@ import numpy as np
 from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.errors import ExtraBuffersError, FileFormatError, ReadOnlyBufferError
-from sb3_extra_buffers.stores.base import Array, FillHeap, Indices, Store, StoreParts
+from sb3_extra_buffers.stores.base import Array, FillHeap, FrozenStore, Indices, Store, StoreParts
 from sb3_extra_buffers.stores.checks import column, only_named_errors, parse_dtype, parse_shape, require, whole, within
 from sb3_extra_buffers.stores.choice import Choice, MethodChoice, may_be_stacked
 from sb3_extra_buffers.stores.collected import CollectedRows
@@ -28,6 +28,7 @@ from sb3_extra_buffers.stores.locks import ReaderLocks, fork_safe_lock, this_thr
 from sb3_extra_buffers.stores.raw import RawStore
 from sb3_extra_buffers.stores.registry import make_store
 from sb3_extra_buffers.stores.restore import restore_frames
+from sb3_extra_buffers.stores.tables import restore_table
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ _CHUNK_BYTES = 4 << 20
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _Method = Callable[Concatenate["ObservationStore", _Arguments], _Result]
+# its name in pickles
+_Frozen = FrozenStore
 
 
 def _exclusive(method: _Method[_Arguments, _Result]) -> _Method[_Arguments, _Result]:
@@ -404,6 +407,11 @@ class ObservationStore:
     # ---- reports ----
 
     @property
+    def frames(self) -> FrameStore | None:
+        """The frame store with the payloads, once a method was chosen; None if there is none."""
+        return None if self.inner is None else self.inner.frames
+
+    @property
     def layout(self) -> StackLayout | None:
         """How observations are cut into frames, once that is known; None if they are not."""
         return None if self.inner is None else self.inner.layout
@@ -468,7 +476,8 @@ class ObservationStore:
             arrays: dict[str, Array] = {"cells": indices, "streams": streams, "rows": rows}
             return StoreParts(record | {"kind": "pending"}, arrays, None, None)
         inner_record, arrays = inner.to_parts()
-        return StoreParts(record | inner_record, arrays, inner.heap, inner if isinstance(inner, FrameStore) else None)
+        frames = inner.frames
+        return StoreParts(record | inner_record, arrays, None if frames is None else frames.heap, frames)
 
     @classmethod
     def from_parts(
@@ -521,12 +530,14 @@ class ObservationStore:
             self._collected = self._collected.add(indices, streams, rows)
         elif kind == "frames":
             self.inner = restore_frames(self, record, arrays, fill_heap, read_only)
+        elif kind == "table":
+            self.inner = restore_table(self, record, arrays, fill_heap, read_only)
         else:
             raise FileFormatError(f"unknown kind of store {kind!r}; update sb3-extra-buffers")
         if self.inner is None:
             fits = not (is_raw and self.n_obs) or may_be_stacked(self.spec)
         else:
-            fits = self.choice is not None and (is_raw or kind == "frames")
+            fits = self.choice is not None and (is_raw or kind in ("frames", "table"))
         require(fits, f"a store of kind {kind!r} does not match the method that was chosen")
 
     def _check_choice(self, saved: Any) -> Choice:
@@ -556,12 +567,12 @@ class ObservationStore:
             state.pop(name, None)
         if self.inner is not None:
             # now: pickle would get to it after the lock is released
-            state["inner"] = _Frozen(type(self.inner), self.inner.__getstate__())
+            state["inner"] = FrozenStore.of(self.inner)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if isinstance(state["inner"], _Frozen):
+        if isinstance(state["inner"], FrozenStore):
             self.inner = state["inner"].thaw()
         self.lock = fork_safe_lock()
         self.readers = ReaderLocks()
@@ -572,15 +583,3 @@ class ObservationStore:
         copied.__setstate__(dict(self.__getstate__()))
         memo[id(self)] = copied
         return copied
-
-
-class _Frozen:
-    """The copied state of an inner store."""
-
-    def __init__(self, store: type[Store], state: dict[str, Any]) -> None:
-        self.store, self.state = store, state
-
-    def thaw(self) -> Store:
-        inner = object.__new__(self.store)
-        inner.__setstate__(dict(self.state))
-        return inner

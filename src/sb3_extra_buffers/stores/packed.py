@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import deque
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
+from sb3_extra_buffers.kernels import compiled_kernels
 from sb3_extra_buffers.kernels.camera import camera_geometry, frames_to_decode
 from sb3_extra_buffers.kernels.policy import ReadWork, read_ns, write_ns
 from sb3_extra_buffers.kernels.state import NONE, PACKED_CAMERA, PACKED_LZ4, PACKED_ZSTD, Bytes, Ints, padded_bytes
@@ -206,7 +205,10 @@ class PackedStore(SegmentStore):
     # ---- reading ----
 
     def _read_kernel(self) -> Callable[..., int]:
-        return _read_packed() if self._kernels.compiled else self._kernels.read_frames
+        if not self._kernels.compiled:
+            return self._kernels.read_frames
+        read: Callable[..., int] = compiled_kernels("packed").read_packed
+        return read
 
     def _inflate(self, payload: Bytes, segment: int) -> Bytes:
         if payload[0] == PACKED_CAMERA:
@@ -263,10 +265,3 @@ class PackedStore(SegmentStore):
         for name in ("_samples", "_prepared"):
             state.pop(name, None)
         return state
-
-
-@cache
-def _read_packed() -> Callable[..., int]:
-    module: Any = importlib.import_module("sb3_extra_buffers.kernels.packed_numba")
-    read: Callable[..., int] = module.read_packed
-    return read

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.errors import CorruptPayloadError
-from sb3_extra_buffers.kernels import FrameKernels, as_contiguous, camera
+from sb3_extra_buffers.kernels import FrameKernels, as_contiguous, camera, compiled_kernels
 from sb3_extra_buffers.kernels.camera import OVERREAD
 from sb3_extra_buffers.kernels.lz4_block import OVERRUN, unpack_block
 from sb3_extra_buffers.kernels.policy import PAYING_TENTHS
@@ -82,8 +81,9 @@ def pack_camera_frames(body: Bytes, geometry: Ints, compiled: bool) -> tuple[Byt
     size = int(geometry[[0, 1, 2, 4]].prod())
     target, lengths = np.empty(body.size + OVERREAD, np.uint8), np.zeros(body.size // size, np.int64)
     if compiled:
-        pack = importlib.import_module("sb3_extra_buffers.kernels.camera_numba").pack_segment
-        total = pack(as_contiguous(body), len(lengths), size, geometry, target, lengths)
+        total = compiled_kernels("camera").pack_segment(
+            as_contiguous(body), len(lengths), size, geometry, target, lengths
+        )
     else:
         scratch = np.empty(camera.camera_scratch_bytes(size, geometry), np.uint8)
         total = camera.pack_camera(body, 0, len(lengths), size, geometry, target, 0, lengths, scratch)
