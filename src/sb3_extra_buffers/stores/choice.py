@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sb3_extra_buffers.codecs.base import Codec
-from sb3_extra_buffers.codecs.registry import get_codec, is_available, parse_method
+from sb3_extra_buffers.codecs.registry import get_codec, is_available
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
+from sb3_extra_buffers.codecs.table import find_unit
 from sb3_extra_buffers.errors import CodecOptionError, ExtraBuffersError
+from sb3_extra_buffers.kernels.policy import JOIN_NS, SB3_ADD_NS, SB3_READ_NS, SB3_WRITE_NS
 from sb3_extra_buffers.stores.base import Indices, Trial
 from sb3_extra_buffers.stores.frame_tables import FrameTables
 from sb3_extra_buffers.stores.layout import StackLayout, find_layout
@@ -29,12 +31,17 @@ _RUN = 16
 PREFERENCES: dict[str | None, tuple[float, float]] = {None: (1.0, 1.0), "memory": (3.0, 1.0), "speed": (1.0, 3.0)}
 # in order: the first of equal ones wins
 _CANDIDATES = ("none", "delta", "scroll", "scroll2", "camera", "zstd1", "gzip1")
+# for pixels of few colours, and for numbers of few values
+_PALETTES = tuple(f"palette over {inner}" for inner in ("none", "delta", "scroll", "scroll2"))
+_TABLES = tuple(f"table over {inner}" for inner in ("none", "delta", "scroll", "scroll2", "camera"))
 # smaller and several times slower
 _MEMORY_CANDIDATES = ("delta2", "delta3", "scroll3")
 # a method must save at least a tenth
 _WORTH = 0.9
 # transitions are read this many times for each time that they are written, for example by DQN
 _READS_PER_WRITE = 8
+# `add` may take this many times as long as SB3's before that counts in full
+_MAX_ADD = 4
 # tables of a frame store: for a frame, and for each entry of a stack in an observation and its successor
 _FRAME_INDEX, _STACK_INDEX = 8, 8
 # another method must be this much better than the one in use, and is not tried further if it is that much worse
@@ -220,23 +227,31 @@ def _check_preference(options: Mapping[str, Any]) -> None:
         raise CodecOptionError(f"prefer must be 'memory' or 'speed', got {prefer!r}")
 
 
-def candidates(prefer: str | None = None) -> tuple[str, ...]:
-    """The methods that ``auto`` tries, those whose packages are installed."""
-    methods = _CANDIDATES + (_MEMORY_CANDIDATES if prefer == "memory" else ())
-    available = [method for method in methods if is_available(parse_method(method)[0])]
-    if "zstd1" in available:
-        available.remove("gzip1")  # larger and slower in every case
-    return tuple(available)
+def candidates(spec: ObsSpec, prefer: str | None = None) -> tuple[str, ...]:
+    """The methods that ``auto`` tries for frames of ``spec``, those whose packages are installed."""
+    methods = list(_CANDIDATES)
+    if is_available("zstd"):
+        methods.remove("gzip1")  # larger and slower in every case
+    if find_unit(spec) is not None:
+        methods += _PALETTES if spec.dtype.itemsize == 1 else _TABLES
+    if prefer == "memory":
+        methods += _MEMORY_CANDIDATES
+    return tuple(methods)
 
 
 def score(trial: Trial, layout: StackLayout, prefer: str | None = None) -> float:
     """Memory of an observation times the time to read it, lower is better; ``prefer`` weights one of the two.
 
-    A frame's share of the tables counts as memory. Writing counts as time, less than reading.
+    A frame's share of the tables counts as memory. Writing counts as time, less than reading, unless every write takes
+    several times as long as SB3's. Reads that are faster than SB3's count as SB3's, except with ``prefer="speed"``:
+    they do not justify more memory.
     """
+    copied = 2 * layout.spec.nbytes
     nbytes = trial.frame_bytes + _FRAME_INDEX + _STACK_INDEX * layout.stack
+    time_ns = trial.read_ns if prefer == "speed" else max(trial.read_ns, SB3_READ_NS * copied)
+    time_ns += trial.write_ns / _READS_PER_WRITE
+    time_ns *= max(trial.step_ns / (_MAX_ADD * (SB3_ADD_NS + SB3_WRITE_NS * copied)), 1.0)
     for_memory, for_time = PREFERENCES[prefer]
-    time_ns = trial.read_ns + trial.write_ns / _READS_PER_WRITE
     return float(nbytes**for_memory * time_ns**for_time)
 
 
@@ -255,7 +270,7 @@ def rank(
     out.
     """
     size, ranked = layout.frame_bytes, []
-    for method in candidates(prefer) if methods is None else methods:
+    for method in candidates(layout.frame_spec, prefer) if methods is None else methods:
         try:
             codec = get_codec(method).bind(layout.frame_spec)
         except ExtraBuffersError:
@@ -264,6 +279,8 @@ def rank(
         if method == "none" and not (may_stay_dense or issubclass(store, FrameTables)):
             continue  # one array for all observations, which cannot free those that are erased
         trial = store.trial(layout, codec, streams, rows, n_streams)
+        if layout.pixel_bytes:  # stacked along the last axis
+            trial = trial._replace(read_ns=trial.read_ns + JOIN_NS * 2 * layout.spec.nbytes)
         ranked.append(Candidate(method, trial, score(trial, layout, prefer)))
 
     def order(candidate: Candidate) -> tuple[bool, float]:

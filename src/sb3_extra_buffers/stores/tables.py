@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,9 @@ from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.codecs.table import check_inner
 from sb3_extra_buffers.errors import HeapFullError
+from sb3_extra_buffers.kernels.policy import ReadWork, read_ns, write_ns
 from sb3_extra_buffers.stores.arena import resident_bytes, zeros
-from sb3_extra_buffers.stores.base import Array, FillHeap, FrozenStore, Indices, Store
+from sb3_extra_buffers.stores.base import Array, FillHeap, FrozenStore, Indices, Store, Trial
 from sb3_extra_buffers.stores.checks import column, entry, require, within
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.heap import Heap
@@ -36,6 +38,10 @@ _UNWRITTEN, _INSIDE, _OUTSIDE = 0, 1, 2
 _OUTSIDE_METHOD = "delta"
 # the inner method of a palette, unless the user named one
 _DEFAULT_INNER = "delta"
+# share of the first observations that must have few colours or numbers for `auto` to use a table
+_MIN_INSIDE = 0.9
+# colours that they may have: others will follow
+_MAX_FIRST_COLOURS = 200
 # bytes of output that a thread expands at a time
 _CHUNK_BYTES = 1 << 19
 # indices that a store has for each byte that a copy of the last step takes, at least
@@ -263,6 +269,9 @@ class TableStore(Store):
     def count_written(self) -> int:
         return int(np.count_nonzero(self.places))
 
+    def find_written(self) -> Indices:
+        return np.flatnonzero(self.places)
+
     def check(self) -> None:
         self.recover()
         self.table.check()
@@ -289,6 +298,29 @@ class TableStore(Store):
 
     def use_heap(self, make_heap: Callable[[], Heap]) -> None:
         self.inner.use_heap(make_heap)
+
+    @classmethod
+    def trial(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> Trial:
+        geometry = _geometry(layout)
+        table = UnitTable(layout.spec.dtype, geometry.unit, geometry.plane)
+        table.learn(rows)
+        mapped = np.empty((len(rows), geometry.inner.spec.nbytes), np.uint8)
+        is_outside = table.map(rows, mapped)
+        inside = np.ones(len(rows), np.bool_) if is_outside is None else ~is_outside
+        size = layout.frame_bytes
+        if inside.mean() < _MIN_INSIDE or (table.is_palette and table.n_used > _MAX_FIRST_COLOURS):
+            return Trial(float(size), math.inf, math.inf, math.inf)
+        inner_codec = get_codec(_inner_method(codec)).bind(geometry.inner.frame_spec)
+        store = find_store(inner_codec, geometry.inner)
+        trial: Trial = store.trial(geometry.inner, inner_codec, streams[inside], mapped[inside], n_streams)
+        share = float(inside.mean())
+        mapping_ns = write_ns("table", size, trial.frame_bytes)[0]
+        return Trial(
+            share * trial.frame_bytes + (1 - share) * size,
+            trial.read_ns + read_ns("table", ReadWork(2 * layout.spec.nbytes)),
+            trial.write_ns + mapping_ns,
+            trial.step_ns + mapping_ns,
+        )
 
     @classmethod
     def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
@@ -389,7 +421,7 @@ def restore_table(
     method = entry({"choice": entry(inner_record, "choice", kind=list)[0]}, "choice", kind=str)
     check_inner("table", method)
     require(store.choice is not None, "a table without a method")
-    codec: Any = get_codec(store.choice.method, **store.options)  # type: ignore[union-attr]
+    codec: Any = get_codec(store.choice.method, **store.codec_options)  # type: ignore[union-attr]
     require(TableStore.accepts(codec, layout), f"a store of {codec.codec_id!r} does not fit {layout.spec}")
     codec = replace(codec, inner=method)
     # none of this takes memory before the nested parts are checked
