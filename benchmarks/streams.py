@@ -112,7 +112,13 @@ class CrafterSource:
     def __init__(self, seed: int) -> None:
         import crafter
 
-        self.env = crafter.Env(area=(64, 64), view=(9, 9), size=(64, 64), seed=seed)
+        class SeededEnv(crafter.Env):  # type: ignore[misc]
+            """Picks creatures in an order that the seed decides; Crafter's sets of them are ordered by address."""
+
+            def _balance_chunk(self, chunk: Any, objs: Any) -> None:
+                super()._balance_chunk(chunk, sorted(objs, key=lambda obj: tuple(obj.pos)))
+
+        self.env = SeededEnv(area=(64, 64), view=(9, 9), size=(64, 64), seed=seed)
         self.rng = np.random.default_rng(seed)
 
     def reset(self) -> Array:
