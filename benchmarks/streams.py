@@ -399,12 +399,20 @@ def main() -> None:
     unknown = set(args.names) - set(STREAMS)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    failed = False
     for name in args.names or STREAMS:
-        folder = feed.record(name, args.steps or STREAMS[name].n_steps)
+        try:
+            folder = feed.record(name, args.steps or STREAMS[name].n_steps)
+        except (FileNotFoundError, ModuleNotFoundError) as error:
+            print(f"{name}: not recorded: {error}")
+            failed = True
+            continue
         ends = np.load(folder / "ends.npz")
         size = (folder / "frames.bin").stat().st_size / 2**20
         shape = "x".join(map(str, ends["shape"]))
         print(f"{name}: {shape} {ends['frames'].dtype}, {len(ends['dones'])} steps, {size:.0f} MiB")
+    if failed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
