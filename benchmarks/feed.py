@@ -160,7 +160,7 @@ def native_steps(game: str, n_steps: int, seed: int = SEED) -> Iterator[Step]:
     """``n_steps`` of an Atari game from ale-py's own vector environment: fast, not recorded."""
     from ale_py.vector_env import AtariVectorEnv
 
-    env = AtariVectorEnv(
+    env: Any = AtariVectorEnv(
         game, num_envs=N_ENVS, num_threads=1, stack_num=STACK, img_height=SIZE[0], img_width=SIZE[1], grayscale=True
     )
     actions = np.random.default_rng(seed)

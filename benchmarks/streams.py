@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks import feed, synthetic
+from benchmarks import feed, stream_sources
 
 Array = npt.NDArray[Any]
 Act = Callable[[Any, np.random.Generator], Any]
@@ -61,6 +61,12 @@ def drive(env: Any, rng: np.random.Generator) -> Array:
     speed = np.hypot(*car.linearVelocity)
     steer = -1.2 * error + rng.normal(0, 0.2)
     return np.array([steer, 0.5 if speed < 40 else 0.0, 0.2 if speed > 50 else 0.0], np.float32).clip(-1, 1)
+
+
+def keep_lane(env: Any, rng: np.random.Generator) -> int:
+    """highway-env: mostly keep lane and speed; uniformly random actions crash after ten steps."""
+    left, idle, right, _, slower = range(5)
+    return int(rng.choice([left, idle, right, slower], p=[0.1, 0.5, 0.1, 0.3]))
 
 
 class GymSource:
@@ -166,14 +172,18 @@ class MetaWorldSource:
 
         self.env = gymnasium.make("Meta-World/MT1", env_name="pick-place-v3", seed=seed)
         self.policy = SawyerPickPlaceV3Policy()
-        self.renderer = mujoco.Renderer(self.env.unwrapped.model, size, size)
+        self.renderer = mujoco.Renderer(self._simulation.model, size, size)
         if depth:
             self.renderer.enable_depth_rendering()
         self.rng = np.random.default_rng(seed)
         self.depth = depth
 
+    @property
+    def _simulation(self) -> Any:
+        return self.env.unwrapped
+
     def _frame(self) -> Array:
-        self.renderer.update_scene(self.env.unwrapped.data, camera="corner")
+        self.renderer.update_scene(self._simulation.data, camera="corner")
         frame = np.array(self.renderer.render())
         return frame[..., None] if self.depth else frame
 
@@ -228,8 +238,8 @@ def highway(seed: int) -> Source:
         "weights": [0.2989, 0.5870, 0.1140],
         "scaling": 1.75,
     }
-    env = gymnasium.make("highway-fast-v0", config={"observation": observation})
-    return GymSource(env, seed, frame=lambda env, obs: obs[0].T[..., None])  # from stack, x, y
+    env = gymnasium.make("highway-fast-v0", config={"observation": observation, "offscreen_rendering": True})
+    return GymSource(env, seed, keep_lane, frame=lambda env, obs: obs[0].T[..., None])  # from stack, x, y
 
 
 def highway_vector(seed: int) -> Source:
@@ -237,7 +247,8 @@ def highway_vector(seed: int) -> Source:
     import gymnasium
     import highway_env  # noqa: F401 (registers its environments)
 
-    return GymSource(gymnasium.make("highway-fast-v0", config={"observation": {"type": "Kinematics"}}), seed)
+    env = gymnasium.make("highway-fast-v0", config={"observation": {"type": "Kinematics"}})
+    return GymSource(env, seed, keep_lane)
 
 
 def miniworld(seed: int) -> Source:
@@ -323,7 +334,7 @@ def video_noise(seed: int) -> Source:
     def add_noise(frame: Array) -> Array:
         return (frame + rng.normal(0, 2, frame.shape)).round().clip(0, 255).astype(np.uint8)
 
-    return Mapped(synthetic.Video(seed), add_noise)
+    return Mapped(stream_sources.Video(seed), add_noise)
 
 
 STREAMS = {
@@ -331,9 +342,10 @@ STREAMS = {
     "crafter": Stream(CrafterSource),
     "minigrid": Stream(minigrid),
     "minigrid-full": Stream(minigrid_full),
-    "video": Stream(synthetic.Video, 500),
+    "video": Stream(stream_sources.Video, 500),
     "video-noise": Stream(video_noise, 500),
-    "scroller": Stream(synthetic.Scroller),
+    "video-fixed": Stream(lambda seed: stream_sources.Video(seed, stream_sources.street()), 500),
+    "scroller": Stream(stream_sources.Scroller),
     "dmc-cheetah": Stream(cheetah, stack=3),
     "dmc-walker": Stream(walker, 500, stack=3),
     "metaworld": Stream(metaworld_rgb, 500),
@@ -342,19 +354,19 @@ STREAMS = {
     "highway": Stream(highway, stack=4),
     "miniworld": Stream(miniworld),
     "dmc-cheetah-float": Stream(as_floats(cheetah), stack=3),
-    "video-float": Stream(as_floats(synthetic.Video), 500),
+    "video-float": Stream(as_floats(stream_sources.Video), 500),
     "highway-vector": Stream(highway_vector),
     "halfcheetah": Stream(halfcheetah),
     "halfcheetah-float32": Stream(lambda seed: Mapped(halfcheetah(seed), lambda frame: frame.astype(np.float32))),
-    "noise": Stream(synthetic.Noise, 500),
+    "noise": Stream(stream_sources.Noise, 500),
 }
 
 
 def play(name: str, n_envs: int, seed: int) -> Generator[feed.Frames]:
     """Play ``n_envs`` sources of one stream without end, beginning a new episode wherever one ends."""
-    # headless rendering, unless the caller chose otherwise
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-    os.environ.setdefault("MUJOCO_GL", "egl")
+    os.environ.setdefault("MUJOCO_GL", "egl")  # needs no display
+    if os.environ.get("SDL_VIDEODRIVER") == "dummy":
+        del os.environ["SDL_VIDEODRIVER"]  # highway-env returns black images with this driver
     sources = [STREAMS[name].make(seed + index) for index in range(n_envs)]
     try:
         yield feed.Frames(np.stack([source.reset() for source in sources]), np.zeros(n_envs, bool), {})
@@ -385,7 +397,8 @@ def main() -> None:
         folder = feed.record(name, args.steps or STREAMS[name].n_steps)
         ends = np.load(folder / "ends.npz")
         size = (folder / "frames.bin").stat().st_size / 2**20
-        print(f"{name}: {'x'.join(map(str, ends['shape']))} {ends['frames'].dtype}, {len(ends['dones'])} steps, {size:.0f} MiB")
+        shape = "x".join(map(str, ends["shape"]))
+        print(f"{name}: {shape} {ends['frames'].dtype}, {len(ends['dones'])} steps, {size:.0f} MiB")
 
 
 if __name__ == "__main__":

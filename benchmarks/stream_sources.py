@@ -1,4 +1,4 @@
-"""Streams that are computed rather than played: a video, a synthetic platform game, random bytes."""
+"""Sources of streams that need no environment: videos, a synthetic platform game, random bytes."""
 
 from __future__ import annotations
 
@@ -54,6 +54,14 @@ def bikes() -> Path:
     return Path(spec.origin).parent / "datasets" / "data" / "bikes.mp4"
 
 
+def street() -> Path:
+    """A street of 795 frames filmed with a fixed camera, part of OpenCV's examples (Debian's package opencv-doc)."""
+    path = Path("/usr/share/doc/opencv-doc/examples/data/vtest.avi")
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: install Debian's package opencv-doc")
+    return path
+
+
 class Video:
     """A camera's video, 128x128 RGB: an episode is the video from a random frame on, cropped at a random place."""
 
@@ -90,7 +98,7 @@ def natural_texture(rng: np.random.Generator, height: int, width: int) -> Array:
     planes = [np.fft.irfft2(np.fft.rfft2(rng.normal(size=(height, width))) / frequency**1.5) for _ in range(4)]
     light, *colours = [plane / plane.std() for plane in planes]
     image = np.stack([light + 0.4 * colour for colour in colours], axis=-1)
-    return (rng.uniform(80, 176, 3) + 36 * image).clip(0, 255).astype(np.uint8)
+    return np.asarray((rng.uniform(80, 176, 3) + 36 * image).clip(0, 255), np.uint8)
 
 
 class Scroller:
