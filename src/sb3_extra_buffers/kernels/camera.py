@@ -62,7 +62,7 @@ OVERREAD = 64
 #: values in a tile
 TILE = 64
 # every how many frames one refers to the first of the segment
-_STRIDE = 4
+_STRIDE = 2
 # bytes of zeros at the start of a work space: a tile of the largest values
 _ZEROS = 8 * TILE
 # bytes after the zeros that belong to single tiles

@@ -304,33 +304,62 @@ def subtract_unit(builder: Any, target: Any, source: Any) -> None:
     _store(builder, builder.sub(_load(builder, target, _UNIT), _load(builder, source, _UNIT)), target)
 
 
-@_operation(types.void, _MEMORY, _MEMORY, _INT, _INT)
-def split_colours(builder: Any, target: Any, source: Any, tile_step: Any, row_step: Any) -> None:
-    """Split eight rows of eight RGB pixels into three tiles, red and blue minus green, ``tile_step`` bytes apart."""
-    for row in range(8):
-        left = _load(builder, source, _HALF)
-        right = _load(builder, _at(builder, source, 16), _ROW)
-        right = _shuffle(builder, right, right, [*range(8), *[0] * 8])
-        red, green, blue = (_shuffle(builder, left, right, [3 * i + c for i in range(8)]) for c in range(3))
-        to = _at(builder, target, 8 * row)
-        for plane in (builder.sub(red, green), green, builder.sub(blue, green)):
-            _store(builder, plane, to)
-            to = builder.gep(to, [tile_step])
-        source = builder.gep(source, [row_step])
+def _split_colours(channels: int) -> Any:
+    # the rows' bytes in vectors of 16, of which a shuffle takes two
+    rest = 8 * channels - 16
+
+    @_operation(types.void, _MEMORY, _MEMORY, _INT, _INT)
+    def split_colours(builder: Any, target: Any, source: Any, tile_step: Any, row_step: Any) -> None:
+        """Split eight rows of eight pixels into tiles ``tile_step`` bytes apart, red and blue minus green."""
+        for row in range(8):
+            left = _load(builder, source, _HALF)
+            right = _load(builder, _at(builder, source, 16), ir.VectorType(_BYTE, rest))
+            right = _shuffle(builder, right, right, [*range(rest), *[0] * (16 - rest)])
+            planes = [_shuffle(builder, left, right, [channels * i + c for i in range(8)]) for c in range(channels)]
+            planes[0], planes[2] = builder.sub(planes[0], planes[1]), builder.sub(planes[2], planes[1])
+            to = _at(builder, target, 8 * row)
+            for plane in planes:
+                _store(builder, plane, to)
+                to = builder.gep(to, [tile_step])
+            source = builder.gep(source, [row_step])
+
+    return split_colours
 
 
-@_operation(types.void, _MEMORY, _MEMORY, _INT, _INT)
-def join_colours(builder: Any, target: Any, source: Any, tile_step: Any, row_step: Any) -> None:
-    """Undo `split_colours`."""
-    for row in range(8):
-        at = _at(builder, source, 8 * row)
-        red, green, blue = (
-            _load(builder, builder.gep(at, [builder.mul(tile_step, _WORD(c))]), _ROW) for c in range(3)
-        )
-        both = _shuffle(builder, builder.add(red, green), green, list(range(16)))
-        blue = builder.add(blue, green)
-        blue = _shuffle(builder, blue, blue, [*range(8), *[0] * 8])
-        lanes = [(i % 3) * 8 + i // 3 for i in range(24)]
-        _store(builder, _shuffle(builder, both, blue, lanes[:16]), target)
-        _store(builder, _shuffle(builder, both, blue, lanes[16:]), _at(builder, target, 16))
-        target = builder.gep(target, [row_step])
+def _join_colours(channels: int) -> Any:
+    @_operation(types.void, _MEMORY, _MEMORY, _INT, _INT)
+    def join_colours(builder: Any, target: Any, source: Any, tile_step: Any, row_step: Any) -> None:
+        """Undo `_split_colours`."""
+        lanes = [i % channels * 8 + i // channels for i in range(8 * channels)]
+        for row in range(8):
+            at = _at(builder, source, 8 * row)
+            planes = []
+            for _ in range(channels):
+                planes.append(_load(builder, at, _ROW))
+                at = builder.gep(at, [tile_step])
+            planes[0], planes[2] = builder.add(planes[0], planes[1]), builder.add(planes[2], planes[1])
+            left = _shuffle(builder, planes[0], planes[1], list(range(16)))
+            right = _shuffle(builder, planes[2], planes[-1], list(range(16)))
+            _store(builder, _shuffle(builder, left, right, lanes[:16]), target)
+            _store(builder, _shuffle(builder, left, right, lanes[16:]), _at(builder, target, 16))
+            target = builder.gep(target, [row_step])
+
+    return join_colours
+
+
+split_colours_3, split_colours_4 = map(_split_colours, (3, 4))
+join_colours_3, join_colours_4 = map(_join_colours, (3, 4))
+
+
+def _move_values(itemsize: int) -> Any:
+    @_operation(types.void, _MEMORY, _MEMORY, _INT, _INT)
+    def move_values(builder: Any, target: Any, source: Any, target_step: Any, source_step: Any) -> None:
+        """Copy eight values between arrays in which they are so many bytes apart."""
+        for _ in range(8):
+            _store(builder, _load(builder, source, ir.IntType(8 * itemsize)), target)
+            target, source = builder.gep(target, [target_step]), builder.gep(source, [source_step])
+
+    return move_values
+
+
+move_values_1, move_values_2, move_values_4, move_values_8 = map(_move_values, (1, 2, 4, 8))

@@ -21,10 +21,16 @@ from sb3_extra_buffers.kernels.camera_intrinsics import (
     find_residuals_2,
     find_residuals_4,
     find_residuals_8,
-    join_colours,
+    join_colours_3,
+    join_colours_4,
     largest_bytes,
+    move_values_1,
+    move_values_2,
+    move_values_4,
+    move_values_8,
     pack_unit,
-    split_colours,
+    split_colours_3,
+    split_colours_4,
     spread_widths,
     subtract_unit,
     unpack_unit,
@@ -66,70 +72,116 @@ def _mixes(geometry: Any) -> bool:
 @replaces(reference.split_planes)
 @inner
 def split_planes(frames: Any, at: int, geometry: Any, space: Any, planes_at: int) -> None:
-    height, width, channels, planar, itemsize = geometry[0], geometry[1], geometry[2], geometry[3], geometry[4]
-    pixel = itemsize if planar else channels * itemsize
-    plane = height * width * itemsize if planar else itemsize
-    tile_bytes, across = TILE * itemsize, (width + 7) // 8
-    for y in range(0, height, 8):
-        n_rows = min(8, height - y)
+    width, channels, itemsize = geometry[1], geometry[2], geometry[4]
+    pixel, plane = _steps(geometry)
+    across = (width + 7) // 8
+    tile_step = across * TILE * itemsize
+    for y in range(0, geometry[0], 8):
+        n_rows = min(8, geometry[0] - y)
         for x in range(0, width, 8):
-            to = planes_at + (y // 8 * channels * across + x // 8) * tile_bytes
-            start = at + (y * width + x) * pixel
             n_columns = min(8, width - x)
-            if pixel == 3 and itemsize == 1 and n_rows == 8 and n_columns == 8:
-                split_colours(space, to, frames, start, across * TILE, 3 * width)
+            to = planes_at + y // 8 * channels * tile_step + x * 8 * itemsize
+            start = at + (y * width + x) * pixel
+            row_step = width * pixel
+            if _mixes(geometry) and pixel > 1:
+                source = frames
+                if n_rows < 8 or n_columns < 8:
+                    # a whole tile, because `split_colours` takes no other
+                    for row in range(n_rows):
+                        copy_bytes(space, _UNITS_AT + row * 8 * pixel, frames, start + row * row_step, n_columns * pixel)
+                    source, start, row_step = space, _UNITS_AT, 8 * pixel
+                if channels == 3:
+                    split_colours_3(space, to, source, start, tile_step, row_step)
+                else:
+                    split_colours_4(space, to, source, start, tile_step, row_step)
                 continue
             for channel in range(channels):
-                for row in range(n_rows):
-                    target, source = to + channel * across * tile_bytes + row * 8 * itemsize, start + channel * plane + row * width * pixel
-                    if pixel == 1 and n_columns == 8:
-                        store_word(space, target, load_word(frames, source))
-                    elif pixel == itemsize:
-                        copy_bytes(space, target, frames, source, n_columns * itemsize)
-                    else:
-                        for i in range(n_columns):
-                            _copy_value(space, target + i * itemsize, frames, source + i * pixel, itemsize)
+                if pixel == 1 and n_rows == 8 and n_columns == 8:
+                    move_values_8(space, to + channel * tile_step, frames, start + channel * plane, 8, row_step)
+                else:
+                    _move_tile(
+                        space, to + channel * tile_step, 8 * itemsize, itemsize, frames, start + channel * plane,
+                        row_step, pixel, n_rows, n_columns, itemsize,
+                    )  # fmt: skip
             if _mixes(geometry):
-                subtract_unit(space, to, space, to + across * TILE)
-                subtract_unit(space, to + 2 * across * TILE, space, to + across * TILE)
-
-
-@inner
-def _copy_value(target: Any, to: int, source: Any, at: int, itemsize: int) -> None:
-    for byte in range(itemsize):
-        target[to + byte] = source[at + byte]
+                subtract_unit(space, to, space, to + tile_step)
+                subtract_unit(space, to + 2 * tile_step, space, to + tile_step)
 
 
 @inner
 def _join_row(space: Any, planes_at: int, y: int, geometry: Any, out: Any, at: int) -> None:
     """Undo `split_planes` for a row of tiles."""
-    height, width, channels, planar, itemsize = geometry[0], geometry[1], geometry[2], geometry[3], geometry[4]
-    pixel = itemsize if planar else channels * itemsize
-    plane = height * width * itemsize if planar else itemsize
-    tile_bytes, across = TILE * itemsize, (width + 7) // 8
-    n_rows = min(8, height - y)
+    width, channels, itemsize = geometry[1], geometry[2], geometry[4]
+    pixel, plane = _steps(geometry)
+    across = (width + 7) // 8
+    tile_step, row_step = across * TILE * itemsize, width * pixel
+    n_rows = min(8, geometry[0] - y)
     for x in range(0, width, 8):
-        begin = planes_at + (y // 8 * channels * across + x // 8) * tile_bytes
-        start = at + (y * width + x) * pixel
         n_columns = min(8, width - x)
-        if pixel == 3 and itemsize == 1 and n_rows == 8 and n_columns == 8:
-            join_colours(out, start, space, begin, across * TILE, 3 * width)
+        begin = planes_at + y // 8 * channels * tile_step + x * 8 * itemsize
+        start = at + (y * width + x) * pixel
+        if _mixes(geometry) and pixel > 1:
+            if n_rows == 8 and n_columns == 8:
+                if channels == 3:
+                    join_colours_3(out, start, space, begin, tile_step, row_step)
+                else:
+                    join_colours_4(out, start, space, begin, tile_step, row_step)
+                continue
+            if channels == 3:
+                join_colours_3(space, _UNITS_AT, space, begin, tile_step, 8 * pixel)
+            else:
+                join_colours_4(space, _UNITS_AT, space, begin, tile_step, 8 * pixel)
+            for row in range(n_rows):
+                copy_bytes(out, start + row * row_step, space, _UNITS_AT + row * 8 * pixel, n_columns * pixel)
             continue
         for channel in range(channels):
-            tile = begin + channel * across * tile_bytes
+            tile = begin + channel * tile_step
             if _mixes(geometry) and (channel == 0 or channel == 2):
-                copy_bytes(space, _UNITS_AT, space, tile, TILE)
-                add_unit(space, _UNITS_AT, space, begin + across * TILE)
+                copy_unit(space, _UNITS_AT, space, tile)
+                add_unit(space, _UNITS_AT, space, begin + tile_step)
                 tile = _UNITS_AT
-            for row in range(n_rows):
-                source, target = tile + row * 8 * itemsize, start + channel * plane + row * width * pixel
-                if pixel == 1 and n_columns == 8:
-                    store_word(out, target, load_word(space, source))
-                elif pixel == itemsize:
-                    copy_bytes(out, target, space, source, n_columns * itemsize)
-                else:
-                    for i in range(n_columns):
-                        _copy_value(out, target + i * pixel, space, source + i * itemsize, itemsize)
+            if pixel == 1 and n_rows == 8 and n_columns == 8:
+                move_values_8(out, start + channel * plane, space, tile, row_step, 8)
+            else:
+                _move_tile(
+                    out, start + channel * plane, row_step, pixel, space, tile, 8 * itemsize, itemsize, n_rows,
+                    n_columns, itemsize,
+                )  # fmt: skip
+
+
+@inner
+def _steps(geometry: Any) -> Any:
+    """Return how many bytes apart two values of a row are, and two planes."""
+    channels, itemsize = geometry[2], geometry[4]
+    if geometry[3] or channels == 1:
+        return itemsize, geometry[0] * geometry[1] * itemsize
+    return channels * itemsize, itemsize
+
+
+@inner
+def _move_tile(
+    target: Any, to: int, to_row: int, to_step: int, source: Any, at: int, at_row: int, at_step: int, n_rows: int,
+    n_columns: int, itemsize: int,
+) -> None:  # fmt: skip
+    """Copy a tile between arrays in which rows and values are so many bytes apart."""
+    for _ in range(n_rows):
+        if n_columns < 8:
+            for i in range(n_columns * itemsize):
+                step, byte = i // itemsize, i % itemsize
+                target[to + step * to_step + byte] = source[at + step * at_step + byte]
+        elif to_step == at_step:
+            for i in range(0, 8 * itemsize, 8):
+                store_word(target, to + i, load_word(source, at + i))
+        elif itemsize == 1:
+            move_values_1(target, to, source, at, to_step, at_step)
+        elif itemsize == 2:
+            move_values_2(target, to, source, at, to_step, at_step)
+        elif itemsize == 4:
+            move_values_4(target, to, source, at, to_step, at_step)
+        else:
+            move_values_8(target, to, source, at, to_step, at_step)
+        to += to_row
+        at += at_row
 
 
 # ---- coding ----
