@@ -178,9 +178,7 @@ def count_in_bytes(builder: Any, word: Any) -> Any:
 # ---- prediction ----
 
 
-def _set_tile(
-    builder: Any, values: Any, current: Any, previous: Any, above: Any, change: Any, predictor: Any
-) -> None:
+def _set_tile(builder: Any, values: Any, current: Any, previous: Any, above: Any, change: Any, predictor: Any) -> None:
     """Set a tile from the codes of its residuals; see `_decode_tile`."""
     kind, row_kind = values.type, ir.VectorType(values.type.element, 8)
     one = _splat(1, kind)
@@ -204,32 +202,35 @@ def _set_tile(
     _store(builder, values, current)
 
 
-@_operation(types.void, _MEMORY, _MEMORY, _MEMORY, _MEMORY, _MEMORY, _UINT, _UINT, _UINT)
+@_operation(types.void, _MEMORY, _INT, _INT, _INT, _INT, _MEMORY, _UINT, _UINT, _UINT)
 def decode_unit(
-    builder: Any, current: Any, previous: Any, above: Any, change: Any, source: Any, widths: Any, ends: Any,
+    builder: Any, space: Any, current: Any, previous: Any, above: Any, change: Any, source: Any, widths: Any, ends: Any,
     predictor: Any,
 ) -> None:  # fmt: skip
     """`unpack_unit`, then set a tile of bytes as `_decode_tile` does."""
     values = builder.bitcast(_unpack(builder, source, widths, ends), _UNIT)
-    _set_tile(builder, values, current, previous, above, change, predictor)
+    at = [builder.gep(space, [offset]) for offset in (current, previous, above, change)]
+    _set_tile(builder, values, *at, predictor)
 
 
 def _decode_tile(itemsize: int) -> Any:
     kind = ir.VectorType(ir.IntType(8 * itemsize), TILE)
 
-    @_operation(types.void, _MEMORY, _MEMORY, _MEMORY, _MEMORY, _MEMORY, _UINT)
+    @_operation(types.void, _MEMORY, _INT, _INT, _INT, _INT, _INT, _UINT)
     def decode_tile(
-        builder: Any, current: Any, previous: Any, above: Any, change: Any, units: Any, predictor: Any
+        builder: Any, space: Any, current: Any, previous: Any, above: Any, change: Any, units: Any, predictor: Any
     ) -> None:
-        """Set a tile from its residuals; ``above`` is a row, and so is ``change``: its change from the reference.
+        """Set the tile at ``current`` from its residuals; all offsets are in ``space``.
 
+        ``above`` is the row above the tile, and ``change`` the difference of that row to the one of the reference.
         ``change`` is then set to that of the tile's last row. Has no branches, which would be hard to predict.
         """
         values = ir.Constant(kind, None)
         for unit in range(itemsize):
-            byte = builder.zext(_load(builder, _at(builder, units, TILE * unit), _UNIT), kind)
+            byte = builder.zext(_load(builder, _at(builder, builder.gep(space, [units]), TILE * unit), _UNIT), kind)
             values = builder.or_(values, builder.shl(byte, _splat(8 * unit, kind)))
-        _set_tile(builder, values, current, previous, above, change, predictor)
+        at = [builder.gep(space, [offset]) for offset in (current, previous, above, change)]
+        _set_tile(builder, values, *at, predictor)
 
     return decode_tile
 
@@ -243,15 +244,19 @@ def _find_residuals(itemsize: int) -> Any:
         first = _shuffle(builder, above, above, [*range(8), *[0] * (TILE - 8)])
         return builder.sub(tile, _shuffle(builder, first, tile, [*range(8), *range(TILE, 2 * TILE - 8)]))
 
-    @_operation(types.void, _MEMORY, _MEMORY, _MEMORY, _MEMORY, _MEMORY, _MEMORY, _MEMORY)
+    @_operation(types.void, _MEMORY, _INT, _INT, _INT, _INT, _INT, _INT, _INT)
     def find_residuals(
-        builder: Any, units: Any, found: Any, current: Any, previous: Any, above: Any, above_before: Any, inside: Any
-    ) -> None:
-        """Set ``units`` to the zigzag codes of a tile's residuals, by predictor and unit.
+        builder: Any, space: Any, units: Any, found: Any, current: Any, previous: Any, above: Any, above_before: Any,
+        inside: Any,
+    ) -> None:  # fmt: skip
+        """Set ``units`` to the zigzag codes of a tile's residuals, by predictor and unit; all offsets are in ``space``.
 
         ``found`` gets a word for each of these units; byte ``i`` has as many low bits set as row ``i`` is wide.
         ``inside`` is a mask of the tile's bytes.
         """
+        units, found, current, previous, above, above_before, inside = (
+            builder.gep(space, [offset]) for offset in (units, found, current, previous, above, above_before, inside)
+        )
         now, before = _load(builder, current, kind), _load(builder, previous, kind)
         slopes = slope(builder, now, _load(builder, above, row_kind))
         slopes_before = slope(builder, before, _load(builder, above_before, row_kind))

@@ -7,16 +7,19 @@ from typing import Any
 import numpy as np
 
 from sb3_extra_buffers.kernels import camera as reference
-from sb3_extra_buffers.kernels import lz4_numba  # noqa: F401  # compiles `copy_run`
-from sb3_extra_buffers.kernels.camera import _ZEROS, BEFORE, TILE
+from sb3_extra_buffers.kernels import (
+    lz4_numba,  # noqa: F401  # compiles `copy_run`
+    writing_numba,  # noqa: F401  # compiles `get_length`
+)
+from sb3_extra_buffers.kernels.camera import _ZEROS, ABOVE, BEFORE, BEFORE_ABOVE, GRADIENT, TILE
 from sb3_extra_buffers.kernels.camera_intrinsics import (
     add_unit,
     copy_unit,
     count_in_bytes,
-    decode_unit,
     decode_tile_2,
     decode_tile_4,
     decode_tile_8,
+    decode_unit,
     find_residuals_1,
     find_residuals_2,
     find_residuals_4,
@@ -48,7 +51,6 @@ from sb3_extra_buffers.kernels.intrinsics import (
     lowest_bits,
     store_word,
 )
-from sb3_extra_buffers.kernels import writing_numba  # noqa: F401  # compiles `get_length`
 
 _ONES = np.uint64(0x0101010101010101)
 # where single tiles are in a work space: candidates of residuals, their widths, masks of partial tiles
@@ -88,7 +90,9 @@ def split_planes(frames: Any, at: int, geometry: Any, space: Any, planes_at: int
                 if n_rows < 8 or n_columns < 8:
                     # a whole tile, because `split_colours` takes no other
                     for row in range(n_rows):
-                        copy_bytes(space, _UNITS_AT + row * 8 * pixel, frames, start + row * row_step, n_columns * pixel)
+                        copy_bytes(
+                            space, _UNITS_AT + row * 8 * pixel, frames, start + row * row_step, n_columns * pixel
+                        )
                     source, start, row_step = space, _UNITS_AT, 8 * pixel
                 if channels == 3:
                     split_colours_3(space, to, source, start, tile_step, row_step)
@@ -193,72 +197,73 @@ def encode_planes(
     space: Any, current: int, previous: int, sections: int, geometry: Any, reference: int, target: Any, at: int,
     size: int,
 ) -> int:  # fmt: skip
-    height, width, channels, itemsize = geometry[0], geometry[1], geometry[2], geometry[4]
-    down, across = (height + 7) // 8, (width + 7) // 8
-    n_tiles, tile_bytes, row_bytes = down * across * channels, TILE * itemsize, 8 * itemsize
-    _set_masks(space, height, width)
+    itemsize = geometry[4]
+    down, across = (geometry[0] + 7) // 8, (geometry[1] + 7) // 8
+    row_bytes, step = across * geometry[2] * TILE * itemsize, TILE * itemsize
+    n_tiles = down * across * geometry[2]
     changed = sections
     headers = changed + ((n_tiles + 7) >> 3)
     offsets = headers + n_tiles * itemsize
     rows = offsets + 3 * n_tiles * itemsize + 8
-    changed_end, headers_end, offsets_end, rows_end = changed, headers, offsets, rows
     clear_bytes(space, changed, headers - changed)
-    before = previous
-    step = tile_bytes if previous else 0
-    tile = 0
-    for y in range(down):
-        for x in range(across * channels):
-            above = 0 if y == 0 else current + (tile - across * channels) * tile_bytes + 7 * row_bytes
-            above_before = 0
-            if y > 0 and previous:
-                above_before = before - across * channels * tile_bytes + 7 * row_bytes
-            mask = _MASKS_AT + TILE * ((1 if x % across == across - 1 else 0) + (2 if y == down - 1 else 0))
-            now = current + tile * tile_bytes
-            if itemsize == 1:
-                find_residuals_1(space, _UNITS_AT, space, _FOUND_AT, space, now, space, before, space, above, space, above_before, space, mask)
-            elif itemsize == 2:
-                find_residuals_2(space, _UNITS_AT, space, _FOUND_AT, space, now, space, before, space, above, space, above_before, space, mask)
-            elif itemsize == 4:
-                find_residuals_4(space, _UNITS_AT, space, _FOUND_AT, space, now, space, before, space, above, space, above_before, space, mask)
-            else:
-                find_residuals_8(space, _UNITS_AT, space, _FOUND_AT, space, now, space, before, space, above, space, above_before, space, mask)
-            best, least = 1, _total(space, 1, itemsize)
-            if least:
-                total = _total(space, 2, itemsize)
-                if total < least:
-                    best, least = 2, total
-                total = _total(space, 3, itemsize)
-                if total < least:
-                    best, least = 3, total
-                total = _total(space, 0, itemsize)
-                if total < least:
-                    best = 0
-                space[changed + (tile >> 3)] |= 1 << (tile & 7)
-                for unit in range(itemsize):
-                    index = best * itemsize + unit
-                    widths = count_in_bytes(load_word(space, _FOUND_AT + 8 * index))
-                    bits, base, widths = _choose_widths(widths)
-                    space[headers_end] = best | bits << 2 | base << 4
-                    headers_end += 1
-                    store_word(space, offsets_end, _pack_offsets(widths, base, bits))
-                    offsets_end += bits
-                    pack_unit(space, rows_end, space, _UNITS_AT + TILE * index, widths)
-                    rows_end += np.int64((widths * _ONES) >> np.uint64(56))
-            tile += 1
-            before += step
-    length = 1 + headers - changed + headers_end - headers + offsets_end - offsets + rows_end - rows
+    _set_masks(space, geometry[0], geometry[1])
+    headers_end, offsets_end, rows_end = headers, offsets, rows
+    for tile in range(n_tiles):
+        y, x = tile // (across * geometry[2]), tile % across
+        now = current + tile * step
+        before = previous + tile * step if previous else 0
+        above = now - row_bytes + 7 * 8 * itemsize if y else 0
+        above_before = before - row_bytes + 7 * 8 * itemsize if y and previous else 0
+        mask = _MASKS_AT + TILE * ((1 if x == across - 1 else 0) + (2 if y == down - 1 else 0))
+        _find_residuals(space, now, before, above, above_before, mask, itemsize)
+        predictor = _best_predictor(space, itemsize)
+        if predictor < 0:
+            continue
+        space[changed + (tile >> 3)] |= 1 << (tile & 7)
+        for unit in range(predictor * itemsize, (predictor + 1) * itemsize):
+            bits, base, widths = _choose_widths(count_in_bytes(load_word(space, _FOUND_AT + 8 * unit)))
+            space[headers_end] = predictor | bits << 2 | base << 4
+            headers_end += 1
+            store_word(space, offsets_end, _pack_offsets(widths, base, bits))
+            offsets_end += bits
+            pack_unit(space, rows_end, space, _UNITS_AT + TILE * unit, widths)
+            rows_end += np.int64((widths * _ONES) >> np.uint64(56))
+    length = 1 + headers_end - changed + offsets_end - offsets + rows_end - rows
     if length >= size:
         return size
     target[at] = reference
     at += 1
-    copy_bytes(target, at, space, changed, headers - changed)
-    at += headers - changed
-    copy_bytes(target, at, space, headers, headers_end - headers)
-    at += headers_end - headers
+    copy_bytes(target, at, space, changed, headers_end - changed)
+    at += headers_end - changed
     copy_bytes(target, at, space, offsets, offsets_end - offsets)
     at += offsets_end - offsets
     copy_bytes(target, at, space, rows, rows_end - rows)
     return length
+
+
+@inner
+def _find_residuals(space: Any, now: int, before: int, above: int, above_before: int, mask: int, itemsize: int) -> None:
+    if itemsize == 1:
+        find_residuals_1(space, 0, _UNITS_AT, _FOUND_AT, now, before, above, above_before, mask)
+    elif itemsize == 2:
+        find_residuals_2(space, 0, _UNITS_AT, _FOUND_AT, now, before, above, above_before, mask)
+    elif itemsize == 4:
+        find_residuals_4(space, 0, _UNITS_AT, _FOUND_AT, now, before, above, above_before, mask)
+    else:
+        find_residuals_8(space, 0, _UNITS_AT, _FOUND_AT, now, before, above, above_before, mask)
+
+
+@inner
+def _best_predictor(space: Any, itemsize: int) -> int:
+    """Return the predictor with the narrowest residuals; -1 if the tile equals that of the reference frame."""
+    best, least = BEFORE, _total(space, BEFORE, itemsize)
+    if least == 0:
+        return -1
+    for other in (ABOVE, BEFORE_ABOVE, GRADIENT):
+        total = _total(space, other, itemsize)
+        if total < least:
+            best, least = other, total
+    return best
 
 
 @inner
@@ -360,12 +365,12 @@ def decode_planes(
 
 @inner
 def _decode_bytes(
-    source: Any, changed: int, tile: int, headers: int, offsets: int, rows: int, end: int, work: Any, now: int,
+    source: Any, changed: int, first: int, headers: int, offsets: int, rows: int, end: int, work: Any, now: int,
     before: int, step: int, above: int, above_step: int, change: int, count: int,
 ) -> Any:  # fmt: skip
     """Decode a row of ``count`` tiles of bytes; return how far the sections were read, past ``end`` if damaged."""
     too_wide = np.uint64(0)
-    for tile in range(tile, tile + count):
+    for tile in range(first, first + count):
         if (load_int(source, changed + (tile >> 3)) >> (tile & 7)) & 1:
             header = load_int(source, headers)
             widths = spread_widths(header, load_word(source, offsets))
@@ -375,8 +380,7 @@ def _decode_bytes(
             if rows > end:
                 return headers, offsets, end + 1
             too_wide |= widths + _ONE_LESS
-            predictor = np.uint64(header & 3)
-            decode_unit(work, now, work, before, work, above, work, change, source, start, widths, ends, predictor)
+            decode_unit(work, 0, now, before, above, change, source, start, widths, ends, np.uint64(header & 3))
             headers += 1
             offsets += (header >> 2) & 3
         else:
@@ -392,12 +396,12 @@ def _decode_bytes(
 
 @inner
 def _decode_values(
-    source: Any, changed: int, tile: int, headers: int, offsets: int, rows: int, end: int, work: Any, now: int,
+    source: Any, changed: int, first: int, headers: int, offsets: int, rows: int, end: int, work: Any, now: int,
     before: int, step: int, above: int, above_step: int, change: int, count: int, itemsize: int,
 ) -> Any:  # fmt: skip
     """`_decode_bytes` for values of several bytes."""
     too_wide = np.uint64(0)
-    for tile in range(tile, tile + count):
+    for tile in range(first, first + count):
         if (load_int(source, changed + (tile >> 3)) >> (tile & 7)) & 1:
             predictor = load_byte(source, headers) & np.uint64(3)
             for unit in range(itemsize):
@@ -413,11 +417,11 @@ def _decode_values(
                 headers += 1
                 offsets += (header >> 2) & 3
             if itemsize == 2:
-                decode_tile_2(work, now, work, before, work, above, work, change, work, _UNITS_AT, predictor)
+                decode_tile_2(work, 0, now, before, above, change, _UNITS_AT, predictor)
             elif itemsize == 4:
-                decode_tile_4(work, now, work, before, work, above, work, change, work, _UNITS_AT, predictor)
+                decode_tile_4(work, 0, now, before, above, change, _UNITS_AT, predictor)
             else:
-                decode_tile_8(work, now, work, before, work, above, work, change, work, _UNITS_AT, predictor)
+                decode_tile_8(work, 0, now, before, above, change, _UNITS_AT, predictor)
         else:
             if before != now:
                 copy_bytes(work, now, work, before, TILE * itemsize)
