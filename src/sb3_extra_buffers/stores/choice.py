@@ -22,7 +22,7 @@ _SMALL_BYTES = 512
 _TRIAL_BYTES = 4 << 20
 _MIN_TRIAL, _MAX_TRIAL = 16, 256
 # method, and what a byte of it counts for: a slower decoder must be that much smaller
-_CANDIDATES = (("delta", 1.0), ("palette", 1.6), ("zstd1", 1.6), ("gzip1", 3.0))
+_CANDIDATES = (("delta", 1.0), ("palette", 1.0), ("zstd1", 1.6), ("gzip1", 3.0))
 # a codec must save at least a tenth
 _WORTH = 0.9
 
