@@ -81,9 +81,9 @@ class Case:
         return f"{self.method}-{size}-{self.stack}{self.axis}{kind}"
 
 
-_NEED_ZSTD = ("zstd", "delta2", "delta3", "scroll")
+_PACKAGES = {"zstd": "zstd", "delta2": "zstd", "delta3": "zstd", "scroll": "lz4", "scroll2": "zstd"}
 CASES = [
-    pytest.param(case, id=str(case), marks=needs("zstd") if case.method in _NEED_ZSTD else ())
+    pytest.param(case, id=str(case), marks=needs(_PACKAGES[case.method]) if case.method in _PACKAGES else ())
     for case in (
         Case(),
         Case(frame=(5, 7), stack=4),
@@ -103,8 +103,10 @@ CASES = [
         Case("none", (5, 7), stack=3, axis="last"),
         Case("none", (5, 7)),
         Case("scroll", (16, 16)),
-        Case("scroll", (5, 7), stack=4, frames=3),
         Case("scroll", (5, 7, 3), stack=3, axis="last", frames=5),
+        Case("scroll2", (5, 7), stack=4, frames=3),
+        Case("camera", (16, 16, 3), frames=6),
+        Case("camera", (5, 7), stack=3, axis="last", frames=5),
     )
 ]
 

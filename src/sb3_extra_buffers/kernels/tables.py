@@ -9,7 +9,6 @@ images with channels first, and a row consists of blocks of ``unit * plane`` byt
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.kernels.dispatch import drop_outdated, has_numba
+from sb3_extra_buffers.kernels.dispatch import compiled_kernels, has_numba
 
 #: Entries of a table: an index is one byte.
 ENTRIES = 256
@@ -59,8 +58,7 @@ def table_kernels(compiled: bool | None = None) -> TableKernels:
         return table_kernels(has_numba())
     if not compiled:
         return TableKernels(map_rows, map_step, expand_rows, False)
-    module: Any = importlib.import_module("sb3_extra_buffers.kernels.tables_numba")
-    drop_outdated(module.map_rows, module.__file__)
+    module: Any = compiled_kernels("tables")
     return TableKernels(module.map_rows, module.map_step, module.expand_rows, True)
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
+from sb3_extra_buffers.kernels.policy import ReadWork, read_ns, write_ns
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 if TYPE_CHECKING:
@@ -22,6 +23,17 @@ Indices = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
 #: Fills an empty heap from saved payloads; called with the heap and the payload ids, oldest first.
 FillHeap = Callable[["Heap", npt.NDArray[np.int32]], None]
+
+
+class Trial(NamedTuple):
+    """What a store needs for the observations that it was tried on, in the long run."""
+
+    frame_bytes: float
+    """Stored bytes of a frame, on average; each distinct frame is stored once."""
+    read_ns: float
+    """Modelled nanoseconds to read an observation and its successor in a large batch."""
+    write_ns: float
+    """Modelled nanoseconds to write a new frame."""
 
 
 class Store(ABC):
@@ -118,6 +130,22 @@ class Store(ABC):
 
     def use_heap(self, make_heap: Callable[[], Heap]) -> None:  # noqa: B027  # a store without a heap ignores it
         """Keep encoded observations in a heap of another kind; before anything is written."""
+
+    def find_written(self) -> Indices | None:
+        """The indices that were written, in order; None if only reading can tell."""
+        return None
+
+    @classmethod
+    def trial(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> Trial:
+        """What ``rows``, of which row ``i`` continues ``streams[i]``, would need in such a store.
+
+        Times are modelled (`kernels.policy`), never measured: the same observations always lead to the same choice.
+        By default, each frame is decoded by itself.
+        """
+        nbytes = cls.trial_bytes(layout, codec, streams, rows, n_streams)
+        n_frames, size = layout.stack + 1, layout.frame_bytes
+        work = ReadWork(2 * layout.spec.nbytes, n_frames, n_frames * size, n_frames * nbytes)
+        return Trial(nbytes, read_ns(codec.codec_id, work), write_ns(codec.codec_id, size, nbytes))
 
     @classmethod
     @abstractmethod

@@ -190,6 +190,9 @@ class FrameStore(FrameTables):
     def count_written(self) -> int:
         return int(np.count_nonzero(self.frame_ids.any(axis=1)))
 
+    def find_written(self) -> Indices:
+        return np.flatnonzero(self.frame_ids.any(axis=1))
+
     # ---- saving ----
 
     def saved(self) -> None:

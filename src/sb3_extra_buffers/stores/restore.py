@@ -39,7 +39,7 @@ def restore_frames(
     """Return the frame store that ``FrameStore.to_parts`` described, for ``store``, whose settings are known."""
     layout = read_layout(store.spec, record)
     codecs = _read_codecs(record, layout.frame_spec)
-    chosen = None if store.choice is None else get_codec(store.choice.method, **store.options).codec_id
+    chosen = None if store.choice is None else get_codec(store.choice.method, **store.codec_options).codec_id
     require(
         chosen == codecs[-1].codec_id, f"payloads of {codecs[-1].codec_id!r} do not match the method that was chosen"
     )
