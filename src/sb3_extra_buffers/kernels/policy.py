@@ -128,3 +128,13 @@ def write_ns(codec_id: str, frame_bytes: int, encoded_bytes: float) -> float:
     """Modelled nanoseconds to write a new frame of ``frame_bytes``, encoded in ``encoded_bytes``."""
     costs = WRITE_COSTS.get(codec_id, UNKNOWN_WRITE)
     return costs.frame + costs.byte * frame_bytes + costs.encoded * encoded_bytes
+
+
+def expand_ns(nbytes: int, planar: bool) -> float:
+    """Modelled nanoseconds to write ``nbytes`` of pixels or numbers from their indices in a table."""
+    return 0.12 * nbytes if not planar else 0.4 * nbytes
+
+
+def map_ns(n_units: int) -> float:
+    """Modelled nanoseconds to find ``n_units`` of a new frame in a table."""
+    return 2000 + 1.6 * n_units

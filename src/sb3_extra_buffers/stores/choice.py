@@ -16,6 +16,7 @@ from sb3_extra_buffers.stores.base import Indices, Trial
 from sb3_extra_buffers.stores.frame_tables import FrameTables
 from sb3_extra_buffers.stores.layout import StackLayout, find_layout
 from sb3_extra_buffers.stores.registry import find_store
+from sb3_extra_buffers.stores.tables import TableStore
 
 # smaller observations cost more to look up than to keep
 _SMALL_BYTES = 512
@@ -26,7 +27,10 @@ _MIN_TRIAL, _MAX_TRIAL = 16, 256
 #: What ``prefer`` may be, and the exponents of memory and time in the score of a method.
 PREFERENCES: dict[str | None, tuple[float, float]] = {None: (1.0, 1.0), "memory": (3.0, 1.0), "speed": (1.0, 3.0)}
 # in order: the first of equal ones wins
-_CANDIDATES = ("none", "delta", "scroll", "scroll2", "camera", "zstd1", "gzip1")
+_CANDIDATES = (
+    "none", "delta", "scroll", "scroll2", "camera", "zstd1", "gzip1", "palette:none", "palette:delta", "palette:scroll",
+    "table:none", "table:delta", "table:scroll", "table:camera",
+)  # fmt: skip
 # smaller and several times slower
 _MEMORY_CANDIDATES = ("delta2", "delta3", "scroll3")
 # a method must save at least a tenth
@@ -224,6 +228,8 @@ def rank(
         except ExtraBuffersError:
             continue
         store = find_store(codec, layout)
+        if codec.codec_id == "palette" and not issubclass(store, TableStore):
+            continue  # not images
         if method == "none" and not (may_stay_dense or issubclass(store, FrameTables)):
             continue  # one array for all observations, which cannot free those that are erased
         trial = store.trial(layout, codec, streams, rows, n_streams)

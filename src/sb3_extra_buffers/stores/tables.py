@@ -15,8 +15,9 @@ from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.codecs.table import check_inner
 from sb3_extra_buffers.errors import HeapFullError
+from sb3_extra_buffers.kernels.policy import expand_ns, map_ns
 from sb3_extra_buffers.stores.arena import resident_bytes, zeros
-from sb3_extra_buffers.stores.base import Array, FillHeap, FrozenStore, Indices, Store
+from sb3_extra_buffers.stores.base import Array, FillHeap, FrozenStore, Indices, Store, Trial
 from sb3_extra_buffers.stores.checks import column, entry, require, within
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.heap import Heap
@@ -38,6 +39,8 @@ _OUTSIDE_METHOD = "delta"
 _DEFAULT_INNER = "delta"
 # bytes of output that a thread expands at a time
 _CHUNK_BYTES = 1 << 19
+# share of the first observations that may be outside, for `auto`
+_MAX_OUTSIDE = 0.05
 # indices that a store has for each byte that a copy of the last step takes, at least
 _COPY_SHARE = 512
 _OUTSIDE_PREFIX = "outside."
@@ -263,6 +266,10 @@ class TableStore(Store):
     def count_written(self) -> int:
         return int(np.count_nonzero(self.places))
 
+    def find_written(self) -> Indices:
+        self.recover()
+        return np.flatnonzero(self.places)
+
     def check(self) -> None:
         self.recover()
         self.table.check()
@@ -291,23 +298,30 @@ class TableStore(Store):
         self.inner.use_heap(make_heap)
 
     @classmethod
-    def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
+    def trial(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> Trial:
         geometry = _geometry(layout)
         table = UnitTable(layout.spec.dtype, geometry.unit, geometry.plane)
         table.learn(rows)
         mapped = np.empty((len(rows), geometry.inner.spec.nbytes), np.uint8)
         is_outside = table.map(rows, mapped)
-        inside = np.ones(len(rows), np.bool_) if is_outside is None else ~is_outside
-        nbytes = 0.0
-        for part, method, at, of_part in (
-            (geometry.inner, _inner_method(codec), inside, mapped),
-            (layout, _OUTSIDE_METHOD, ~inside, rows),
-        ):
-            if at.any():
-                part_codec = get_codec(method).bind(part.frame_spec)
-                store = find_store(part_codec, part)
-                nbytes += at.mean() * store.trial_bytes(part, part_codec, streams[at], of_part[at], n_streams)
-        return float(nbytes)
+        if is_outside is not None and is_outside.mean() > _MAX_OUTSIDE:
+            return Trial(float(layout.frame_bytes), np.inf, np.inf)
+        inside = slice(None) if is_outside is None else ~is_outside
+        inner_codec = get_codec(_inner_method(codec)).bind(geometry.inner.frame_spec)
+        store = find_store(inner_codec, geometry.inner)
+        trial: Trial = store.trial(geometry.inner, inner_codec, streams[inside], mapped[inside], n_streams)
+        # frames that are outside count as uncompressed
+        share = 0.0 if is_outside is None else float(is_outside.mean())
+        n_units = geometry.inner.frame_bytes
+        return Trial(
+            (1 - share) * trial.frame_bytes + share * layout.frame_bytes,
+            trial.read_ns + expand_ns(2 * layout.spec.nbytes, geometry.plane > 0),
+            trial.write_ns + map_ns(n_units),
+        )
+
+    @classmethod
+    def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
+        return cls.trial(layout, codec, streams, rows, n_streams).frame_bytes
 
     # ---- saving ----
 
@@ -389,7 +403,7 @@ def restore_table(
     method = entry({"choice": entry(inner_record, "choice", kind=list)[0]}, "choice", kind=str)
     check_inner("table", method)
     require(store.choice is not None, "a table without a method")
-    codec: Any = get_codec(store.choice.method, **store.options)  # type: ignore[union-attr]
+    codec: Any = get_codec(store.choice.method, **store.codec_options)  # type: ignore[union-attr]
     require(TableStore.accepts(codec, layout), f"a store of {codec.codec_id!r} does not fit {layout.spec}")
     codec = replace(codec, inner=method)
     # none of this takes memory before the nested parts are checked
