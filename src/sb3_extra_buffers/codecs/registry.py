@@ -66,22 +66,16 @@ _ENTRIES = {
 # "gzip5", "zstd-5"; a name that contains a dash takes its level after a slash: "lz4-frame/5"
 _METHOD = re.compile(r"((?:[A-Za-z]+)|(?:[\w\-]+/))(\-?[0-9]+)")
 
-# between a method that wraps another and the one inside: "palette over scroll" is "palette" with inner="scroll"
-_OVER = " over "
-
 # not a codec: stores choose one from the data
 _AUTO = "auto"
 
 
 def parse_method(method: str) -> tuple[str, int | None]:
-    """Split ``"zstd-5"`` into ``("zstd", -5)``; a bare name has level ``None``.
-
-    A method that wraps another, such as ``"palette over scroll"``, counts by its own name.
-    """
-    method = method.partition(_OVER)[0]
+    """Split ``"zstd-5"`` into ``("zstd", -5)``; a bare name, and that of ``"palette:zstd-5"``, has level ``None``."""
+    name, colon, _ = method.partition(":")
     match = _METHOD.fullmatch(method)
-    if match is None:
-        return method, None
+    if match is None or colon:
+        return name if colon else method, None
     return match[1].removesuffix("/"), int(match[2])
 
 
@@ -105,12 +99,12 @@ def get_codec(method: str, **options: Any) -> Codec:
     """Build the codec for ``method``, or raise an error that says why that is impossible.
 
     Options are the codec's own, such as ``dictionary=16384`` for ``zstd``; ``level``, also spelled
-    ``compresslevel``, overrides the one in ``method``.
+    ``compresslevel``, overrides the one in ``method``. ``"palette:zstd1"`` is ``"palette"`` with ``inner="zstd1"``.
     """
     name, level = parse_method(method)
     codec = _load(name, method)
-    if _OVER in method:
-        options = {"inner": method.partition(_OVER)[2], **options}
+    if ":" in method:
+        options.setdefault("inner", method.partition(":")[2])
     levels = [options.pop(key) for key in ("level", "compresslevel") if options.get(key) is not None]
     if len(levels) == 2 and levels[0] != levels[1]:
         raise CodecOptionError(

@@ -109,8 +109,6 @@ READ_COSTS: dict[str, ReadCosts] = {
     "camera": ReadCosts(100, 0.203, 0, 0, 0.337),
     "zstd": ReadCosts(100, 0.268, 0, 0.0403, 1.21),
     "gzip": ReadCosts(100, 0.491, 0, 0.0651, 5.66),
-    # in addition to the store of the indices
-    "table": ReadCosts(200, 0.13),
 }
 WRITE_COSTS: dict[str, WriteCosts] = {
     "none": WriteCosts(4400, 1.29),
@@ -121,7 +119,6 @@ WRITE_COSTS: dict[str, WriteCosts] = {
     "camera": WriteCosts(11_900, 0, 4.04, 0.3),
     "zstd": WriteCosts(22_300, 1.66, 2.42),
     "gzip": WriteCosts(28_800, 0, 44.7),
-    "table": WriteCosts(2000, 0.6),
 }
 #: For each byte of a batch whose frames are interleaved, because they are stacked along the last axis.
 JOIN_NS = 0.33
@@ -142,3 +139,13 @@ def write_ns(codec_id: str, frame_bytes: int, encoded_bytes: float) -> tuple[flo
     costs = WRITE_COSTS.get(codec_id, UNKNOWN_WRITE)
     total = costs.frame + costs.byte * frame_bytes + costs.encoded * encoded_bytes
     return total, costs.every * total
+
+
+def expand_ns(nbytes: int, planar: bool) -> float:
+    """Modelled nanoseconds to write ``nbytes`` of pixels or numbers from their indices in a table."""
+    return 0.12 * nbytes if not planar else 0.4 * nbytes
+
+
+def map_ns(n_units: int) -> float:
+    """Modelled nanoseconds to find ``n_units`` of a new frame in a table."""
+    return 2000 + 1.6 * n_units

@@ -18,6 +18,7 @@ from sb3_extra_buffers.stores.base import Indices, Trial
 from sb3_extra_buffers.stores.frame_tables import FrameTables
 from sb3_extra_buffers.stores.layout import StackLayout, find_layout
 from sb3_extra_buffers.stores.registry import find_store
+from sb3_extra_buffers.stores.tables import TableStore
 
 # smaller observations cost more to look up than to keep
 _SMALL_BYTES = 512
@@ -32,8 +33,8 @@ PREFERENCES: dict[str | None, tuple[float, float]] = {None: (1.0, 1.0), "memory"
 # in order: the first of equal ones wins
 _CANDIDATES = ("none", "delta", "scroll", "scroll2", "camera", "zstd1", "gzip1")
 # for pixels of few colours, and for numbers of few values
-_PALETTES = tuple(f"palette over {inner}" for inner in ("none", "delta", "scroll", "scroll2"))
-_TABLES = tuple(f"table over {inner}" for inner in ("none", "delta", "scroll", "scroll2", "camera"))
+_PALETTES = tuple(f"palette:{inner}" for inner in ("none", "delta", "scroll", "scroll2"))
+_TABLES = tuple(f"table:{inner}" for inner in ("none", "delta", "scroll", "scroll2", "camera"))
 # smaller and several times slower
 _MEMORY_CANDIDATES = ("delta2", "delta3", "scroll3")
 # a method must save at least a tenth
@@ -276,6 +277,8 @@ def rank(
         except ExtraBuffersError:
             continue
         store = find_store(codec, layout)
+        if codec.codec_id == "palette" and not issubclass(store, TableStore):
+            continue  # not images
         if method == "none" and not (may_stay_dense or issubclass(store, FrameTables)):
             continue  # one array for all observations, which cannot free those that are erased
         trial = store.trial(layout, codec, streams, rows, n_streams)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.codecs.table import check_inner
 from sb3_extra_buffers.errors import HeapFullError
-from sb3_extra_buffers.kernels.policy import ReadWork, read_ns, write_ns
+from sb3_extra_buffers.kernels.policy import expand_ns, map_ns
 from sb3_extra_buffers.stores.arena import resident_bytes, zeros
 from sb3_extra_buffers.stores.base import Array, FillHeap, FrozenStore, Indices, Store, Trial
 from sb3_extra_buffers.stores.checks import column, entry, require, within
@@ -38,12 +37,12 @@ _UNWRITTEN, _INSIDE, _OUTSIDE = 0, 1, 2
 _OUTSIDE_METHOD = "delta"
 # the inner method of a palette, unless the user named one
 _DEFAULT_INNER = "delta"
-# share of the first observations that must have few colours or numbers for `auto` to use a table
-_MIN_INSIDE = 0.9
-# colours that they may have: others will follow
-_MAX_FIRST_COLOURS = 200
 # bytes of output that a thread expands at a time
 _CHUNK_BYTES = 1 << 19
+# share of the first observations that may be outside, for `auto`
+_MAX_OUTSIDE = 0.05
+# and how many colours they may have: others will follow
+_MAX_FIRST_COLOURS = 200
 # indices that a store has for each byte that a copy of the last step takes, at least
 _COPY_SHARE = 512
 _OUTSIDE_PREFIX = "outside."
@@ -270,6 +269,7 @@ class TableStore(Store):
         return int(np.count_nonzero(self.places))
 
     def find_written(self) -> Indices:
+        self.recover()
         return np.flatnonzero(self.places)
 
     def check(self) -> None:
@@ -306,40 +306,28 @@ class TableStore(Store):
         table.learn(rows)
         mapped = np.empty((len(rows), geometry.inner.spec.nbytes), np.uint8)
         is_outside = table.map(rows, mapped)
-        inside = np.ones(len(rows), np.bool_) if is_outside is None else ~is_outside
-        size = layout.frame_bytes
-        if inside.mean() < _MIN_INSIDE or (table.is_palette and table.n_used > _MAX_FIRST_COLOURS):
-            return Trial(float(size), math.inf, math.inf, math.inf)
+        hopeless = Trial(float(layout.frame_bytes), np.inf, np.inf, np.inf)
+        if is_outside is not None and is_outside.mean() > _MAX_OUTSIDE:
+            return hopeless
+        if table.is_palette and table.n_used > _MAX_FIRST_COLOURS:
+            return hopeless
+        inside = slice(None) if is_outside is None else ~is_outside
         inner_codec = get_codec(_inner_method(codec)).bind(geometry.inner.frame_spec)
         store = find_store(inner_codec, geometry.inner)
         trial: Trial = store.trial(geometry.inner, inner_codec, streams[inside], mapped[inside], n_streams)
-        share = float(inside.mean())
-        mapping_ns = write_ns("table", size, trial.frame_bytes)[0]
+        # frames that are outside count as uncompressed
+        share = 0.0 if is_outside is None else float(is_outside.mean())
+        n_units = geometry.inner.frame_bytes
         return Trial(
-            share * trial.frame_bytes + (1 - share) * size,
-            trial.read_ns + read_ns("table", ReadWork(2 * layout.spec.nbytes)),
-            trial.write_ns + mapping_ns,
-            trial.step_ns + mapping_ns,
+            (1 - share) * trial.frame_bytes + share * layout.frame_bytes,
+            trial.read_ns + expand_ns(2 * layout.spec.nbytes, geometry.plane > 0),
+            trial.write_ns + map_ns(n_units),
+            trial.step_ns + map_ns(n_units),
         )
 
     @classmethod
     def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
-        geometry = _geometry(layout)
-        table = UnitTable(layout.spec.dtype, geometry.unit, geometry.plane)
-        table.learn(rows)
-        mapped = np.empty((len(rows), geometry.inner.spec.nbytes), np.uint8)
-        is_outside = table.map(rows, mapped)
-        inside = np.ones(len(rows), np.bool_) if is_outside is None else ~is_outside
-        nbytes = 0.0
-        for part, method, at, of_part in (
-            (geometry.inner, _inner_method(codec), inside, mapped),
-            (layout, _OUTSIDE_METHOD, ~inside, rows),
-        ):
-            if at.any():
-                part_codec = get_codec(method).bind(part.frame_spec)
-                store = find_store(part_codec, part)
-                nbytes += at.mean() * store.trial_bytes(part, part_codec, streams[at], of_part[at], n_streams)
-        return float(nbytes)
+        return cls.trial(layout, codec, streams, rows, n_streams).frame_bytes
 
     # ---- saving ----
 
