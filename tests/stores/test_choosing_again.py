@@ -215,7 +215,8 @@ def test_a_stack_that_the_opening_hid_is_found() -> None:
     for step in range(300, 700):
         frames[step, :3] = frames[step - 1, 1:]
         frames[step, 3] = frames[step - 1, 3]
-        frames[step, 3, rng.integers(40), :3] = rng.integers(0, 256, 3)
+        row = rng.integers(30)
+        frames[step, 3, row : row + 10, :20] = rng.integers(0, 256, (10, 20))
     array = CompressedArray(1400, frames.shape[1:], np.uint8)
     for step in range(1400):
         array[step] = frames[step % 700] if step < 700 else frames[300 + step % 400]

@@ -154,8 +154,8 @@ class MethodChoice:
             layout = layout_now  # pauses and cuts may hide a stack
         n_runs = int(runs.max()) + 1
         # few rows are enough to tell that a method is hopeless, which most are
-        few, methods = runs < max(n_runs // 4, 1), None
-        for part in (few, np.ones_like(few)):
+        few, methods = runs % 4 == min(2, n_runs - 1), None
+        for part in (few, np.ones_like(few)) if few.any() else (~few,):
             arguments = runs[part], rows[part], n_runs, self.prefer, may_stay_dense
             ranked = rank(layout, *arguments, methods)
             same = [each for each in ranked if each.method == now.method and layout == layout_now]
