@@ -128,13 +128,9 @@ class MethodChoice:
 
         Row ``i`` belongs to ``streams[i]``. ``may_stay_dense`` is whether ``auto`` may leave rows uncompressed.
         """
-        layout = find_layout(self.spec, [rows[streams == stream] for stream in np.unique(streams)])
         if self.choice is not None or not len(rows):
-            return layout, self.choice
-        if len(rows) > 2 * _MAX_TRIAL:  # a large write
-            streams, rows = _spread(streams, rows)
-            n_streams = int(streams.max()) + 1
-        ranked = rank(layout, streams, rows, n_streams, self.prefer, may_stay_dense)
+            return _layout(self.spec, streams, rows), self.choice
+        layout, ranked = compare(self.spec, streams, rows, n_streams, self.prefer, may_stay_dense)
         return layout, Choice(ranked[0].method, explain(layout, ranked))
 
     def decide_again(
@@ -149,7 +145,7 @@ class MethodChoice:
 
         Row ``i`` belongs to ``runs[i]``, a few consecutive observations of one stream; runs are from anywhere.
         """
-        layout = find_layout(self.spec, [rows[runs == run] for run in np.unique(runs)])
+        layout = _layout(self.spec, runs, rows)
         if layout.stack < layout_now.stack:
             layout = layout_now  # pauses and cuts may hide a stack
         n_runs = int(runs.max()) + 1
@@ -181,6 +177,27 @@ class MethodChoice:
         """The user's method, while ``n_collected`` observations are held for `decide`."""
         event = "the method is chosen" if self.choice is None else "compression starts"
         return f"{self.method} (not compressed yet: {event} after {n_trial} observations, {n_collected} so far)"
+
+
+def _layout(spec: ObsSpec, streams: Indices, rows: ByteRows) -> StackLayout:
+    return find_layout(spec, [rows[streams == stream] for stream in np.unique(streams)])
+
+
+def compare(
+    spec: ObsSpec,
+    streams: Indices,
+    rows: ByteRows,
+    n_streams: int,
+    prefer: str | None = None,
+    may_stay_dense: bool = True,
+    methods: Sequence[str] | None = None,
+) -> tuple[StackLayout, list[Candidate]]:
+    """Return the layout of ``rows``, and `rank` for it, on a part of them if they are many."""
+    layout = _layout(spec, streams, rows)
+    if len(rows) > 2 * _MAX_TRIAL:
+        streams, rows = _spread(streams, rows)
+        n_streams = int(streams.max()) + 1
+    return layout, rank(layout, streams, rows, n_streams, prefer, may_stay_dense, methods)
 
 
 def _spread(streams: Indices, rows: ByteRows) -> tuple[Indices, ByteRows]:
