@@ -73,6 +73,18 @@ _BIT_LENGTHS = np.array([value.bit_length() for value in range(256)], np.uint8)
 _ORDER = (BEFORE, ABOVE, BEFORE_ABOVE, GRADIENT)
 
 
+def frames_to_decode(n_wanted: int, per_segment: int) -> float:
+    """How many frames are decoded on average to read ``n_wanted`` consecutive ones."""
+    total = 0
+    for last in range(per_segment):
+        decoded: set[tuple[int, int]] = set()
+        for frame in range(last - n_wanted + 1, last + 1):
+            segment, position = divmod(frame, per_segment)
+            decoded |= {(segment, 0)} | {(segment, at) for at in range(position // _STRIDE * _STRIDE, position + 1)}
+        total += len(decoded)
+    return total / per_segment
+
+
 def camera_geometry(spec: ObsSpec) -> Ints:
     """Return ``[height, width, channels, planar, itemsize]`` of a frame, as the kernels take it."""
     shape, itemsize = spec.shape, spec.dtype.itemsize
