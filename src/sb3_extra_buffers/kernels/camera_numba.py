@@ -11,7 +11,7 @@ from sb3_extra_buffers.kernels import (
     lz4_numba,  # noqa: F401  # compiles `copy_run`
     writing_numba,  # noqa: F401  # compiles `get_length`
 )
-from sb3_extra_buffers.kernels.camera import _ZEROS, ABOVE, BEFORE, BEFORE_ABOVE, GRADIENT, TILE
+from sb3_extra_buffers.kernels.camera import ABOVE, BEFORE, BEFORE_ABOVE, GRADIENT, TILE, ZEROS
 from sb3_extra_buffers.kernels.camera_intrinsics import (
     add_unit,
     copy_unit,
@@ -55,7 +55,7 @@ from sb3_extra_buffers.kernels.intrinsics import (
 
 _ONES = np.uint64(0x0101010101010101)
 # where single tiles are in a work space: candidates of residuals, their widths, masks of partial tiles
-_UNITS_AT = _ZEROS
+_UNITS_AT = ZEROS
 _FOUND_AT = _UNITS_AT + 4 * 8 * TILE
 _MASKS_AT = _FOUND_AT + 4 * 64
 # what makes the top bit of a byte show that its value is above 8
@@ -451,7 +451,7 @@ def _offset_bytes(source: Any, begin: int, end: int) -> int:
 
 use_reference(reference)
 plane_bytes = compiled(reference.plane_bytes)
-_first_planes = _ZEROS + reference._TILE_SPACE
+_first_planes = ZEROS + reference.TILE_SPACE
 pack_camera, unpack_camera = compiled(reference.pack_camera), compiled(reference.unpack_camera)
 camera_work_bytes, camera_scratch_bytes = (
     compiled(reference.camera_work_bytes),
