@@ -221,7 +221,7 @@ def test_read_writes_all_of_the_target_and_nothing_else(compiled: bool) -> None:
     kernels = frame_kernels(compiled)
     # in two parts, as two threads would
     for first, stop in ((0, 2), (2, 4)):
-        code = kernels.read_frames(store._tables(), store.frame_ids, sets, out, first, stop)
+        code = kernels.read_frames(store._tables(), store.frame_ids, sets, out, first, stop, np.zeros(0, np.int64))
         assert code == -1
     assert (guarded[:64] == UNWRITTEN).all()
     assert (guarded[-64:] == UNWRITTEN).all()

@@ -25,14 +25,21 @@ from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.registry import STORES, find_store
 from tests.contracts.store import transitions
 
-METHODS = {"device-raw": "none", "device-delta": "delta", "device-rle": "rle", "device-host": "gzip1"}
+METHODS = {
+    "device-shared": "none",
+    "device-timeline": "none",
+    "device-delta": "delta",
+    "device-rle": "rle",
+    "device-host": "gzip1",
+}
 KINDS = [entry.kind for entry in STORES if entry.place == "cuda"]
 on_gpu = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 )
 N_STEPS, N_STREAMS, N_SETS = 7, 3, 2
 SPEC = ObsSpec((4, 12, 12), np.dtype(np.uint8))
-LAYOUT = StackLayout(SPEC, 4, "first")
+LAYOUTS = {"device-timeline": StackLayout(SPEC)}  # whole observations; others are stacks
+STACKED = StackLayout(SPEC, 4, "first")
 Step = list[npt.NDArray[Any]]
 
 
@@ -45,8 +52,9 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 @pytest.fixture(params=["cpu", on_gpu])
 def store(kind: str, request: pytest.FixtureRequest) -> DeviceStore:
     ring = DeviceRing(SPEC, N_STEPS, N_STREAMS, N_SETS, DevicePlace(torch.device(request.param)))
-    codec = get_codec(METHODS[kind]).bind(LAYOUT.frame_spec)
-    made: DeviceStore = find_store(codec, LAYOUT, "cuda")(ring, LAYOUT, codec, METHODS[kind], {})
+    layout = LAYOUTS.get(kind, STACKED)
+    codec = get_codec(METHODS[kind]).bind(layout.frame_spec)
+    made: DeviceStore = find_store(codec, layout, "cuda")(ring, layout, codec, METHODS[kind], {})
     return made
 
 
@@ -74,9 +82,10 @@ def write(store: DeviceStore, batches: list[Step], first: int = 0) -> npt.NDArra
 
 def test_the_registry_finds_the_store_by_its_codec(kind: str) -> None:
     entry = next(entry for entry in STORES if entry.kind == kind)
-    codec = get_codec(METHODS[kind]).bind(LAYOUT.frame_spec)
+    layout = LAYOUTS.get(kind, STACKED)
+    codec = get_codec(METHODS[kind]).bind(layout.frame_spec)
 
-    assert find_store(codec, LAYOUT, "cuda") is entry.load()
+    assert find_store(codec, layout, "cuda") is entry.load()
     assert issubclass(entry.load(), DeviceStore)
 
 

@@ -14,7 +14,7 @@ import zstandard
 
 from sb3_extra_buffers.codecs.base import Bytes, Codec, Ints, check_level, check_payloads
 from sb3_extra_buffers.codecs.spec import ByteRows
-from sb3_extra_buffers.codecs.zstd_direct import DirectDecoder, is_direct
+from sb3_extra_buffers.codecs.zstd_direct import DirectContext, DirectDecoder, is_direct
 from sb3_extra_buffers.errors import CodecOptionError, CorruptPayloadError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _EMPTY = b"\x01\x00\x00"  # payload of an empty row: one empty block
 _MAX_CONTEXTS = 32  # per thread; each takes some 100 KiB
 _MAX_BLOCK_BYTES = 1 << 17  # zstd splits longer rows into several blocks
+_NO_ADDRESSES = np.zeros(0, np.int64)
 _SAMPLE_FACTOR = 100  # sample bytes per byte of dictionary, as zstd's documentation advises
 
 
@@ -126,15 +127,45 @@ class ZstdCodec(Codec):
         return decode
 
 
-def compress_bytes(data: Any, level: int) -> bytes:
-    """Compress bytes of any length, which the caller must remember."""
+def compress_bytes(data: Any, level: int, dictionary: RawDictionary | None = None) -> bytes:
+    """Compress bytes of any length, which the caller must remember, with a dictionary that it must keep."""
+    if dictionary is not None:
+        return dictionary.compress(data)
     compressed: bytes = _context(_bytes_compressor, level).compress(data)
     return compressed
 
 
-def decompress_bytes(compressed: Any, nbytes: int) -> bytes:
+class RawDictionary:
+    """Bytes that others are likely to repeat, prepared for compressing them; not thread-safe."""
+
+    def __init__(self, content: Bytes, level: int, nbytes: int) -> None:
+        """``nbytes`` is how long the bytes to be compressed are."""
+        prepared = zstandard.ZstdCompressionDict(content.tobytes(), dict_type=zstandard.DICT_TYPE_RAWCONTENT)
+        params = zstandard.ZstdCompressionParameters.from_level(
+            level, source_size=nbytes, dict_size=content.size, write_content_size=False, write_dict_id=False
+        )
+        prepared.precompute_compress(compression_params=params)
+        self._compressor = zstandard.ZstdCompressor(compression_params=params, dict_data=prepared)
+
+    def compress(self, data: Any) -> bytes:
+        """Compress ``data``."""
+        compressed: bytes = self._compressor.compress(data)
+        return compressed
+
+
+def direct_addresses() -> Ints:
+    """What compiled code needs to call zstd in this thread; empty where it cannot."""
+    addresses: Ints = _context(DirectContext).addresses if is_direct() else _NO_ADDRESSES
+    return addresses
+
+
+def decompress_bytes(compressed: Any, nbytes: int, dictionary: Bytes | None = None) -> bytes:
     """Undo `compress_bytes`, or raise `CorruptPayloadError` if that does not give ``nbytes``."""
-    decompressor = _context(zstandard.ZstdDecompressor)
+    if dictionary is None:
+        decompressor = _context(zstandard.ZstdDecompressor)
+    else:
+        content = zstandard.ZstdCompressionDict(dictionary.tobytes(), dict_type=zstandard.DICT_TYPE_RAWCONTENT)
+        decompressor = zstandard.ZstdDecompressor(dict_data=content)
     try:
         data: bytes = decompressor.decompress(compressed, max_output_size=nbytes, allow_extra_data=False)
     except zstandard.ZstdError as problem:

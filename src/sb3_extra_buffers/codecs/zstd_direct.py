@@ -29,6 +29,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ZSTD_createDDict": (_POINTER, ctypes.c_char_p, _SIZE),
     "ZSTD_freeDDict": (_SIZE, _POINTER),
     "ZSTD_decompress_usingDDict": (_SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER),
+    "ZSTD_decompress_usingDict": (_SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE),
 }
 
 
@@ -56,6 +57,24 @@ def is_direct() -> bool:
         return False
     compiles: bool = not importlib.import_module("numba").config.DISABLE_JIT
     return compiles
+
+
+class DirectContext:
+    """``addresses`` of zstd's function that decompresses with a raw dictionary, and of a context; for one thread."""
+
+    def __init__(self) -> None:
+        library: Any = _library()
+        self._library = library
+        self._context = library.ZSTD_createDCtx()
+        if not self._context:
+            raise MemoryError("zstd could not allocate a decompression context")
+        function = ctypes.cast(library.ZSTD_decompress_usingDict, _POINTER).value
+        self.addresses = np.array([function, self._context], np.int64)
+
+    def __del__(self) -> None:
+        library = self.__dict__.get("_library")
+        if library is not None:
+            library.ZSTD_freeDCtx(self.__dict__.get("_context"))
 
 
 class DirectDecoder:

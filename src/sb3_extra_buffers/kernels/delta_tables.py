@@ -9,7 +9,7 @@ import torch
 
 from sb3_extra_buffers.codecs.delta import BLOCK
 from sb3_extra_buffers.kernels import policy
-from sb3_extra_buffers.kernels.state import keyframe_bytes
+from sb3_extra_buffers.kernels.state import padded_bytes
 
 __all__ = ["DeviceTables", "FrameShape", "WriteJob"]
 
@@ -58,7 +58,7 @@ class FrameShape:
 
     @property
     def keyframe_bytes(self) -> int:
-        return keyframe_bytes(self.frame_bytes)
+        return padded_bytes(self.frame_bytes)
 
     @property
     def stage_bytes(self) -> int:

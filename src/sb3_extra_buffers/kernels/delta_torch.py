@@ -244,7 +244,9 @@ def read_rows_reference(tables: DeviceTables, shape: FrameShape, indices: torch.
     starts = tables.starts.numpy()
     unused: Any = dict.fromkeys(FrameState._fields, np.zeros(0, np.int64))
     state = FrameState(**unused)._replace(
-        config=FrameConfig(size, shape.per_segment, 2, shape.stage_bytes, delta=True),
+        config=FrameConfig(
+            size, shape.per_segment, 2, shape.stage_bytes, delta=True, keyframe_bytes=shape.keyframe_bytes
+        ),
         heap=tables.heap.numpy(),
         stage=tables.stage.numpy(),
         keyframe_rows=tables.keyframe_rows.numpy().reshape(-1),
@@ -256,6 +258,7 @@ def read_rows_reference(tables: DeviceTables, shape: FrameShape, indices: torch.
     sets = indices.numpy()
     rows = np.empty(sets.size * shape.stack * size, np.uint8)
     kernels = frame_kernels(compiled=False)
-    damaged = kernels.read_frames(kernels.bind_state(state, {}), tables.frame_ids.numpy(), sets, rows, 0, sets.shape[1])
+    frame_ids, zstd = tables.frame_ids.numpy(), np.zeros(0, np.int64)
+    damaged = kernels.read_frames(kernels.bind_state(state, {}), frame_ids, sets, rows, 0, sets.shape[1], zstd)
     out.numpy()[..., :size] = rows.reshape(*sets.shape, shape.stack, size)
     return damaged

@@ -5,8 +5,6 @@ Frames are handled as 64-bit words. Nothing is returned to the host: what it mus
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 
@@ -14,21 +12,12 @@ from sb3_extra_buffers.codecs.delta import padded, top_bytes
 from sb3_extra_buffers.kernels.delta_read_triton import read_kernel
 from sb3_extra_buffers.kernels.delta_tables import DeviceTables, FrameShape, capacity_of
 from sb3_extra_buffers.kernels.delta_write_triton import write_kernel
-from sb3_extra_buffers.kernels.launcher import Launcher
+from sb3_extra_buffers.kernels.launcher import Columns, Launcher
 
-__all__ = ["Columns", "DeviceKernels"]
+__all__ = ["DeviceKernels"]
 
 # measured: programs per row and chunk of lines, lines per chunk, warps per program
 _PARTS, _OWN, _READ_WARPS, _WRITE_WARPS = 2, 32, 2, 16
-
-
-class Columns(NamedTuple):
-    """What else belongs to the rows of a batch: where it goes, and where it comes from."""
-
-    floats: torch.Tensor  # float32 [2, row, ...]
-    floats_from: torch.Tensor
-    actions: torch.Tensor  # [row, ...]
-    actions_from: torch.Tensor
 
 
 class DeviceKernels:

@@ -32,7 +32,6 @@ from sb3_extra_buffers.kernels.state import (
     FrameState,
     Ints,
     Ints32,
-    keyframe_bytes,
 )
 
 __all__ = [
@@ -224,7 +223,10 @@ def stage_frame(state: FrameState, stream: int, position: int, previous: int, in
     size = state.config.frame_bytes
     begin = stream * state.config.stage_bytes
     end = begin + state.stage_ends[stream]
-    if index == 0:
+    if state.config.whole:
+        put_whole(state.stage, end, state.recent, stream, position, size)
+        length = size
+    elif index == 0:
         length = encode_first(state, stream, position, end)
     else:
         reference_at = (stream * state.recent.shape[1] + previous) * state.recent.shape[2]
@@ -277,7 +279,7 @@ def encode_first(state: FrameState, stream: int, position: int, end: int) -> int
 def encode_against(state: FrameState, stream: int, position: int, keyframe: int, end: int) -> int:
     """Encode a recent frame at ``stage[end:]`` as its difference to a keyframe; return the length."""
     size = state.config.frame_bytes
-    reference_at = keyframe * keyframe_bytes(size)
+    reference_at = keyframe * state.config.keyframe_bytes
     return encode_frame(
         state.stage, end, state.recent, stream, position, state.keyframe_rows, reference_at, size, state.scratch
     )
@@ -337,7 +339,7 @@ def seal_segment(state: FrameState, stream: int) -> bool:
     n_sealed = state.counters[N_SEALED]
     if config.compress_above < 0 or start + header_bytes + length > state.gap[1] or n_sealed == len(state.sealed):
         return False
-    if get_length(state.stage, begin + 2, config.length_bytes) == config.frame_bytes:
+    if not config.whole and get_length(state.stage, begin + 2, config.length_bytes) == config.frame_bytes:
         return False
     copy_run(state.heap, start, state.stage, begin, header_bytes)
     packed = 0

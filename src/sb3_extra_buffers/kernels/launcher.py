@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Launcher"]
+__all__ = ["Columns", "Launcher"]
 
 Tensors = tuple[torch.Tensor, ...]
 
 # compiled kernels, by everything that they were compiled for
 _compiled: dict[tuple[Any, ...], Any] = {}
+
+
+class Columns(NamedTuple):
+    """What else belongs to the rows of a batch: where it goes, and where it comes from."""
+
+    floats: torch.Tensor  # float32 [2, row, ...]
+    floats_from: torch.Tensor
+    actions: torch.Tensor  # [row, ...]
+    actions_from: torch.Tensor
 
 
 class Launcher:

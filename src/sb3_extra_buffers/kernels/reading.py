@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.delta import padded, top_bytes
-from sb3_extra_buffers.kernels.state import Bytes, FrameState, Ints, Ints32, keyframe_bytes
+from sb3_extra_buffers.kernels.state import Bytes, FrameState, Ints, Ints32
 
 # bytes of frames to decode at a time, so that the intermediate arrays stay in the caches
 _CHUNK_BYTES = 2 << 20
@@ -35,6 +35,7 @@ def read_frames(
     out: Bytes,  # [set, row, stack, byte], flat
     first: int,
     stop: int,
+    zstd: Ints,  # unused: segments compressed with zstd are decompressed by the caller
 ) -> int:
     """Decode rows ``first`` to ``stop`` into ``out``; return -1, or a damaged segment."""
     size, stack = state.config.frame_bytes, frame_ids.shape[1]
@@ -117,7 +118,7 @@ def _read_segments(state: FrameState, segments: _Segments, frames: Bytes) -> Non
         raise _DamagedError(int(segment_of[sparse[damaged.index]])) from None
     rows = np.zeros((len(segments.starts), padded(size)), np.uint8)
     known = np.flatnonzero(segments.keyframes >= 0)
-    keyframe_rows = state.keyframe_rows.reshape(-1, keyframe_bytes(size))
+    keyframe_rows = state.keyframe_rows.reshape(-1, state.config.keyframe_bytes)
     rows[known, :size] = keyframe_rows[segments.keyframes[known], :size]
     row_words = rows.reshape(-1).view(np.uint64)
     word_targets = segment_of[sparse][words.owners] * (rows.shape[1] // 8) + words.numbers

@@ -7,20 +7,27 @@ from typing import Any
 import numpy as np
 
 from sb3_extra_buffers.codecs.delta import BLOCK
+from sb3_extra_buffers.codecs.zstd_loop import call_words
 from sb3_extra_buffers.kernels import (
     frames,
     lz4_block,
     writing_numba,  # noqa: F401  # compiles the functions of `frames`
 )
-from sb3_extra_buffers.kernels import state as tables
-from sb3_extra_buffers.kernels.columns_numba import int64_part, part
+from sb3_extra_buffers.kernels.columns_numba import flat, int64_part, part
 from sb3_extra_buffers.kernels.compiling import compiled, inner
 from sb3_extra_buffers.kernels.delta_numba import apply
-from sb3_extra_buffers.kernels.intrinsics import address_of, clear_bytes, copy_bytes, stream_bytes
+from sb3_extra_buffers.kernels.intrinsics import (
+    address_of,
+    clear_bytes,
+    copy_bytes,
+    load_word,
+    store_word,
+    stream_bytes,
+)
 from sb3_extra_buffers.kernels.lz4_block import OVERRUN
 from sb3_extra_buffers.kernels.state import PACKED_LZ4, PACKED_ZSTD
 
-keyframe_bytes, get_length = compiled(tables.keyframe_bytes), compiled(frames.get_length)
+get_length = compiled(frames.get_length)
 unpack_block = compiled(lz4_block.unpack_block)
 
 # size from which on a batch is written past the caches, because they could not hold it anyway
@@ -40,12 +47,23 @@ def work_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
     return (
         2 * block + BLOCK + block // 2 + block // 16 + 64 + 16 * n_frames
         + state.config.per_segment * state.config.frame_bytes + OVERRUN
+        + joined_bytes(state, frame_ids, sets)
     )  # fmt: skip
 
 
 @inner
-def read_rows(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, space: Any) -> Any:
+def joined_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
+    """Bytes of work space for the frames of a row that `join_row` interleaves; 0 if the batch holds whole frames."""
+    if state.config.pixel_bytes == 0 or frame_ids.shape[1] == 1:
+        return 0
+    return sets.shape[0] * frame_ids.shape[1] * state.config.frame_bytes + 8
+
+
+@inner
+def read_rows(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, space: Any, zstd: Any) -> Any:
     """Decode rows ``first`` to ``stop``, each segment of a row once; return -1, or a damaged segment.
+
+    ``zstd`` has the addresses that `inflate_zstd` needs.
 
     One function for the whole loop: a helper that takes the state would cost reads 3 to 5 %.
     """
@@ -66,14 +84,16 @@ def read_rows(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop:
     targets = int64_part(space, at, n_frames)  # offsets in out
     at += 8 * n_frames
     unpacked = part(space, at, per_segment * size + OVERRUN)  # differences of a compressed segment
-    n_bytes = sets.shape[0] * sets.shape[1] * frame_ids.shape[1] * size
-    streaming = n_bytes >= _STREAMING_BYTES and size % 16 == 0 and address_of(out, 0) % 16 == 0
+    at += per_segment * size + OVERRUN
+    n_joined = joined_bytes(state, frame_ids, sets)
+    target = part(space, at, n_joined) if n_joined else flat(out)
+    streaming = n_joined == 0 and is_streaming(sets.shape[0] * sets.shape[1] * frame_ids.shape[1] * size, size, out)
     for row in range(first, stop):
-        _sort_row(frame_ids, sets, row, size, ids, targets)
+        sort_row(frame_ids, sets, row, size, n_joined > 0, ids, targets)
         i = 0
         while i < n_frames and ids[i] < 0:
             at = targets[i]
-            clear_bytes(out, at, size)
+            clear_bytes(target, at, size)
             i += 1
         while i < n_frames:
             segment = ids[i] // per_segment
@@ -96,11 +116,14 @@ def read_rows(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop:
                     last += 1
                 end = _unpack(source, start + 2, at, end, count, ids[last] % per_segment, width, unpacked)
                 body, at = unpacked, 0
-            if source[start] > PACKED_LZ4 or source[start] == PACKED_ZSTD or end < 0:
+            elif source[start] == PACKED_ZSTD:
+                end = _unpack_zstd(source, start + 2, at, end, count, width, unpacked, zstd)
+                body, at = unpacked, 0
+            if source[start] > PACKED_LZ4 or end < 0:
                 return segment
             keyframe = state.keyframes[segment]
             if keyframe >= 0:
-                copy_bytes(frame, 0, state.keyframe_rows, keyframe * keyframe_bytes(size), size)
+                copy_bytes(frame, 0, state.keyframe_rows, keyframe * state.config.keyframe_bytes, size)
             else:
                 clear_bytes(frame, 0, size)
             position = 0
@@ -121,15 +144,58 @@ def read_rows(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop:
                 if streaming:
                     stream_bytes(out, targets[i], frame, 0, size)
                 else:
-                    copy_bytes(out, targets[i], frame, 0, size)
+                    copy_bytes(target, targets[i], frame, 0, size)
                 i += 1
+        if n_joined:
+            join_row(state, frame_ids, sets, row, target, out)
     return -1
 
 
 @inner
-def _sort_row(frame_ids: Any, sets: Any, row: int, size: int, ids: Any, targets: Any) -> None:
-    """List a row's frames and their targets, ordered by id: frames of a segment come together and in order."""
+def is_streaming(n_bytes: int, size: int, out: Any) -> bool:
+    """Whether a batch of ``n_bytes`` is written past the caches."""
+    return n_bytes >= _STREAMING_BYTES and size % 16 == 0 and address_of(out, 0) % 16 == 0
+
+
+@inner
+def join_row(state: Any, frame_ids: Any, sets: Any, row: int, frames: Any, out: Any) -> None:
+    """Interleave the decoded frames of a row's observations, which are stacked along their last axis."""
+    stack, unit, size = frame_ids.shape[1], state.config.pixel_bytes, state.config.frame_bytes
+    pixels = size // unit
+    for number in range(sets.shape[0]):
+        at, to = number * stack * size, (number * sets.shape[1] + row) * stack * size
+        if unit == 1 and stack == 4:
+            # the common case, spelled out so that the compiler vectorises it
+            for pixel in range(pixels):
+                out[to + 4 * pixel] = frames[at + pixel]
+                out[to + 4 * pixel + 1] = frames[at + size + pixel]
+                out[to + 4 * pixel + 2] = frames[at + 2 * size + pixel]
+                out[to + 4 * pixel + 3] = frames[at + 3 * size + pixel]
+            continue
+        # whole words, each of which overwrites what is too much of the one before; bytes at the end of the row
+        n_fast = pixels - 8 // (stack * unit) - 1 if unit <= 8 else 0
+        for pixel in range(n_fast):
+            for j in range(stack):
+                store_word(out, to, load_word(frames, at + j * size + pixel * unit))
+                to += unit
+        for pixel in range(max(n_fast, 0), pixels):
+            for j in range(stack):
+                for byte in range(unit):
+                    out[to] = frames[at + j * size + pixel * unit + byte]
+                    to += 1
+
+
+@inner
+def sort_row(frame_ids: Any, sets: Any, row: int, size: int, joined: bool, ids: Any, targets: Any) -> None:
+    """List a row's frames and their targets, ordered by id: frames of a segment come together and in order.
+
+    Targets are offsets in the batch, or in the work space of `join_row` with ``joined``.
+    """
     n_rows, stack = sets.shape[1], frame_ids.shape[1]
+    if joined:
+        n_rows, first = 1, 0
+    else:
+        first = row
     for i in range(len(ids)):
         frame_id = np.int64(frame_ids[sets[i // stack, row], i % stack]) - 1
         j = i
@@ -138,7 +204,7 @@ def _sort_row(frame_ids: Any, sets: Any, row: int, size: int, ids: Any, targets:
             targets[j] = targets[j - 1]
             j -= 1
         ids[j] = frame_id
-        targets[j] = (((i // stack) * n_rows + row) * stack + i % stack) * size
+        targets[j] = (((i // stack) * n_rows + first) * stack + i % stack) * size
 
 
 @inner
@@ -152,3 +218,32 @@ def _unpack(source: Any, table: int, at: int, end: int, count: Any, last: int, w
     if total + OVERRUN > len(unpacked) or not unpack_block(source, at, end, unpacked, total, needed):
         return -1
     return needed
+
+
+@inner
+def _unpack_zstd(source: Any, table: int, at: int, end: int, count: Any, width: int, unpacked: Any, zstd: Any) -> int:
+    """`_unpack` for a segment that was compressed with zstd, which is always decompressed as a whole."""
+    total = 0
+    for i in range(count):
+        total += get_length(source, table + i * width, width)
+    if total + OVERRUN > len(unpacked) or not inflate_zstd(source, at, end, unpacked, total, zstd, source, 0, 0):
+        return -1
+    return total
+
+
+@inner
+def inflate_zstd(
+    source: Any, at: int, end: int, target: Any, size: int, zstd: Any, dictionary: Any, dictionary_at: int,
+    dictionary_bytes: int,
+) -> bool:  # fmt: skip
+    """Decompress ``source[at:end]`` with zstd's C function, to exactly ``size`` bytes; return False if that fails.
+
+    ``zstd`` holds the address of ``ZSTD_decompress_usingDict`` and a context; it is empty where there is none.
+    """
+    if len(zstd) < 2:
+        return False
+    arguments = (
+        zstd[1], address_of(target, 0), size, address_of(source, at), end - at, address_of(dictionary, dictionary_at),
+        dictionary_bytes,
+    )  # fmt: skip
+    return call_words(zstd[0], arguments) == size

@@ -19,6 +19,7 @@ NONE = -2
 #: First byte of a segment: how its differences are compressed; 0 where they are not.
 PACKED_ZSTD = 1
 PACKED_LZ4 = 2
+PACKED_CAMERA = 3
 
 # entries of `FrameState.counters`
 N_UNUSED = 0  #: entries in ``unused``
@@ -40,6 +41,9 @@ class FrameConfig(NamedTuple):
     delta: bool  # encode frames into segments; otherwise list them in ``new_frames`` for a byte codec
     max_chain_bytes: int = 0  # a segment with more bytes of differences is full
     compress_above: int = -1  # compress a segment with more bytes per frame; -1: the caller seals segments
+    whole: bool = False  # keep the frames of open segments as they are, instead of their differences
+    keyframe_bytes: int = 0  # distance of two keyframes in ``keyframe_rows``
+    pixel_bytes: int = 0  # of a frame, where observations are stacked along the last axis; otherwise 0
 
 
 class FrameState(NamedTuple):
@@ -47,7 +51,7 @@ class FrameState(NamedTuple):
 
     config: FrameConfig
     heap: Bytes  # sealed segments
-    keyframe_rows: Bytes  # [keyframe * keyframe_bytes(frame_bytes)]: whole frames that segments start from
+    keyframe_rows: Bytes  # [keyframe * config.keyframe_bytes]: whole frames that segments start from, or dictionaries
     keyframe_refs: Ints32  # [keyframe]: number of segments that start from it
     starts: Ints  # [segment]: offset in heap, or -1 - offset in stage while it is open
     lengths: Ints32  # [segment]: bytes in heap, 0 while it is open
@@ -67,7 +71,7 @@ class FrameState(NamedTuple):
     stage: Bytes  # [stream * stage_bytes]: open segments
     stage_ends: Ints  # [stream]: end of its open segment, as an offset in its part of stage
     open_segments: Ints32  # [stream]: its open segment, or NONE
-    recent: Bytes  # [stream, position, keyframe_bytes(frame_bytes)]: ring of the frames last added to a stream
+    recent: Bytes  # [stream, position, padded_bytes(frame_bytes)]: ring of the frames last added to a stream
     recent_ids: Ints32  # [stream, position]: their ids, or NONE
     recent_next: Ints  # [stream]: position in the ring that is overwritten next
     last_stack: Ints  # [stream, stack]: position in the ring of each frame of the stream's last observation
@@ -76,8 +80,9 @@ class FrameState(NamedTuple):
     chain_bytes: Ints  # [stream]: bytes of differences in its open segment
     pool: Ints32  # the newest keyframes
     scratch: Bytes  # work space of the encoder
+    geometry: Ints  # shape of a frame, for the camera codec
 
 
-def keyframe_bytes(size: int) -> int:
-    """Size of a frame in the keyframe table: padded with zeros to a multiple of 64 bytes."""
+def padded_bytes(size: int) -> int:
+    """Size of a frame in the tables of recent frames and keyframes: padded with zeros to a multiple of 64 bytes."""
     return (size + 63) // 64 * 64

@@ -17,6 +17,7 @@ from sb3_extra_buffers.kernels import delta_tables as dt
 from sb3_extra_buffers.kernels import policy
 from sb3_extra_buffers.kernels.delta_tables import FrameShape, WriteJob, capacity_of
 from sb3_extra_buffers.kernels.delta_torch import read_rows_reference, write_rows_reference
+from sb3_extra_buffers.kernels.launcher import Columns
 from sb3_extra_buffers.stores import device_base
 from sb3_extra_buffers.stores.device_base import AttributeWrite, DeviceRing, DeviceStore, IndexBatch
 from sb3_extra_buffers.stores.device_layout import join_frames, split_frames
@@ -327,8 +328,6 @@ class DeviceFrameStore(DeviceStore):
 
         ``lease`` holds indices ``[set, n]``, float32 ``[2, n, ...]`` and actions ``[n, ...]``; ``n`` is at least 1.
         """
-        from sb3_extra_buffers.kernels.delta_triton import Columns
-
         indices, floats_from, actions_from = lease.tensors
         device = self.device
         observations = torch.empty((*indices.shape, *self.ring.spec.shape), dtype=torch.uint8, device=device)

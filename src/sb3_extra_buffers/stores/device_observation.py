@@ -14,7 +14,7 @@ from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import IndexOutOfRangeError, MissingExtraError, SpecMismatchError
 from sb3_extra_buffers.stores import device_base
-from sb3_extra_buffers.stores.choice import Choice, MethodChoice
+from sb3_extra_buffers.stores.choice import Choice, MethodChoice, choose_unseen
 from sb3_extra_buffers.stores.device_base import (
     AttributeWrite,
     DevicePlace,
@@ -63,7 +63,8 @@ class DeviceObservationStore(DeviceStore):
         self._collected: list[tuple[int, list[Array]]] = []
         self._set_sizes()
         on_host = device_base.stays_on_host(place.device)
-        if self.choice is not None and self.choice.is_raw:
+        if self.choice is not None and self.choice.is_raw and choose_unseen(spec) is not None:
+            # vectors and other small observations are not cut into frames
             self.inner = self._make_store(StackLayout(spec), self.choice)
         elif on_host:
             self.inner = HostDecodedStore(self.ring, None, None, method, self.chooser.options)
@@ -80,7 +81,7 @@ class DeviceObservationStore(DeviceStore):
         self.shape = (ring.n_steps, *self.step_shape)
 
     def _check_triton(self, device: torch.device, choice: Choice) -> None:
-        codec = get_codec(choice.method, **self.chooser.options)
+        codec = get_codec(choice.method, **self.chooser.codec_options)
         if device.type == "cuda" and codec.codec_id == "delta" and not device_base.has_triton():
             raise MissingExtraError(
                 f"compression_method='delta' on a CUDA device needs 'triton': {MissingExtraError.hint('gpu')}; "
@@ -138,7 +139,7 @@ class DeviceObservationStore(DeviceStore):
         """The store of the registry for ``choice``."""
         codec = self.chooser.make_codec(choice, layout)
         make = find_store(codec, layout, "cuda")
-        store: DeviceStore = make(self.ring, layout, codec, choice.method, self.chooser.options)
+        store: DeviceStore = make(self.ring, layout, codec, choice.method, self.chooser.codec_options)
         return store
 
     # ---- reading ----
@@ -179,6 +180,8 @@ class DeviceObservationStore(DeviceStore):
         if isinstance(inner, HostDecodedStore) and inner.store.inner is None:
             return inner.store.describe()
         choice = self.choice or (None if inner is None else inner.choice)
+        if inner is None and choice is not None and choice.is_raw:
+            return choice.method  # held as it comes, which is no different
         if inner is None or choice is None:
             n_trial = self.chooser.n_trial(self.n_obs * self.n_sets, self.ring.heap_bytes)
             return self.chooser.describe_pending(len(self._collected) * self.n_streams * self.n_sets, n_trial)
@@ -188,7 +191,8 @@ class DeviceObservationStore(DeviceStore):
     def memory_usage(self) -> MemoryUsage:
         """Bytes in use, wherever they are; how many of them are written is for the caller to know."""
         inner = self.inner
-        usage = MemoryUsage(self.collected_bytes, decided=False) if inner is None else inner.memory_usage()
+        is_raw = self.choice is not None and self.choice.is_raw
+        usage = MemoryUsage(self.collected_bytes, decided=is_raw) if inner is None else inner.memory_usage()
         return replace(usage, codecs={"": self.describe()})
 
     def check(self) -> None:

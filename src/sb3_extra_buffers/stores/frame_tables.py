@@ -27,7 +27,7 @@ from sb3_extra_buffers.kernels.state import (
     NONE,
     FrameConfig,
     FrameState,
-    keyframe_bytes,
+    padded_bytes,
 )
 from sb3_extra_buffers.stores.arena import lengthen, zeros
 from sb3_extra_buffers.stores.base import Array, Store
@@ -84,7 +84,15 @@ class FrameTables(Store):
         self._kernels = frame_kernels(compiled)
         # the last stream is for frames that are moved out of mostly dead segments
         length_bytes = 4 if layout.frame_bytes > 0xFFFF else 2
-        config = FrameConfig(layout.frame_bytes, per_segment, length_bytes, stage_bytes, delta=not self.lists_new)
+        config = FrameConfig(
+            layout.frame_bytes,
+            per_segment,
+            length_bytes,
+            stage_bytes,
+            delta=not self.lists_new,
+            keyframe_bytes=padded_bytes(layout.frame_bytes),
+            pixel_bytes=layout.pixel_bytes,
+        )
         self.state = _new_state(config, layout.stack, n_streams + 1, self.heap)
         self._bound: Any = None
         self._known_columns: dict[str, Any] = {}  # see `bind_state`
@@ -384,7 +392,7 @@ def _new_state(config: FrameConfig, stack: int, n_streams: int, heap: Heap) -> F
         stage=zeros(n_streams * config.stage_bytes, np.uint8),
         stage_ends=np.zeros(n_streams, np.int64),
         open_segments=np.full(n_streams, NONE, np.int32),
-        recent=zeros((n_streams, n_recent, keyframe_bytes(size)), np.uint8),
+        recent=zeros((n_streams, n_recent, padded_bytes(size)), np.uint8),
         recent_ids=np.full((n_streams, n_recent), NONE, np.int32),
         recent_next=np.zeros(n_streams, np.int64),
         last_stack=np.full((n_streams, stack), -1, np.int64),
@@ -393,6 +401,7 @@ def _new_state(config: FrameConfig, stack: int, n_streams: int, heap: Heap) -> F
         chain_bytes=np.zeros(n_streams, np.int64),
         pool=np.full(POOL_SIZE, NONE, np.int32),
         scratch=np.zeros(padded(size) // BLOCK * (BLOCK + BLOCK // 4) + 64, np.uint8),
+        geometry=np.zeros(0, np.int64),
     )
 
 

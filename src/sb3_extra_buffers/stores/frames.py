@@ -13,7 +13,7 @@ from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.kernels import as_contiguous
 from sb3_extra_buffers.kernels.fingerprints import PAGE
-from sb3_extra_buffers.kernels.state import COMMITTED, N_FREED, N_SEALED, NONE, keyframe_bytes
+from sb3_extra_buffers.kernels.state import COMMITTED, N_FREED, N_SEALED, NONE
 from sb3_extra_buffers.stores.arena import lengthen, resident_bytes
 from sb3_extra_buffers.stores.base import Array, FillHeap, Indices
 from sb3_extra_buffers.stores.frame_tables import FrameIds, FrameTables, n_pages
@@ -51,6 +51,10 @@ class FrameStore(FrameTables):
 
     #: Called with the indices of every read, to check payloads in a file that was not verified when it was opened.
     validator: Callable[[Indices], None] | None = None
+
+    @property
+    def frames(self) -> FrameStore:
+        return self
 
     # ---- writing ----
 
@@ -127,10 +131,15 @@ class FrameStore(FrameTables):
             self.validator(indices)
         sets = as_contiguous(indices if indices.ndim == 2 else indices.reshape(1, -1))
         frames = self._decode(self.frame_ids, sets)
-        if layout.axis == "first":
+        if layout.axis == "first" or self.joins_frames:
             return frames.reshape(*indices.shape, layout.spec.nbytes)
         rows = layout.join(frames.reshape(indices.size, layout.stack, layout.frame_bytes), self._kernels)
         return rows.reshape(*indices.shape, layout.spec.nbytes)
+
+    @property
+    def joins_frames(self) -> bool:
+        """Whether `_decode` interleaves frames that are stacked along the last axis."""
+        return False
 
     @abstractmethod
     def _decode(self, frame_ids: FrameIds, sets: Indices) -> npt.NDArray[np.uint8]:
@@ -181,6 +190,9 @@ class FrameStore(FrameTables):
     def count_written(self) -> int:
         return int(np.count_nonzero(self.frame_ids.any(axis=1)))
 
+    def find_written(self) -> Indices:
+        return np.flatnonzero(self.frame_ids.any(axis=1))
+
     # ---- saving ----
 
     def saved(self) -> None:
@@ -193,7 +205,7 @@ class FrameStore(FrameTables):
         """For each table of `to_parts`, the pages that may have changed since `saved` was called."""
         segments = np.concatenate([self.heap.changed(), self._open_segments()])
         pages = _pages_of(segments, 4)
-        width = keyframe_bytes(self.layout.frame_bytes)
+        width = self.state.config.keyframe_bytes
         keyframe_pages = {
             page
             for keyframe in self.new_keyframes
@@ -219,7 +231,7 @@ class FrameStore(FrameTables):
             "lengths": state.lengths,
             "counts": state.counts,
             "scenes": state.keyframes,
-            "scene_rows": state.keyframe_rows.reshape(-1, keyframe_bytes(self.layout.frame_bytes)),
+            "scene_rows": state.keyframe_rows.reshape(-1, state.config.keyframe_bytes),
             "stage": np.concatenate([np.zeros(0, np.uint8), *stage]),
             "streams": np.concatenate([getattr(state, name).ravel().astype(np.int64) for name in STREAM_COLUMNS]),
         }

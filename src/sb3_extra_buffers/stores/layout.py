@@ -40,6 +40,13 @@ class StackLayout:
             del shape[axis]
         return ObsSpec(tuple(shape), self.spec.dtype)
 
+    @property
+    def pixel_bytes(self) -> int:
+        """Bytes of a frame that lie together in an observation stacked along the last axis; 0 along the first."""
+        if self.axis == "first" or self.stack == 1:
+            return 0
+        return self.spec.shape[-1] // self.stack * self.spec.dtype.itemsize
+
     def split(self, rows: ByteRows, kernels: FrameKernels) -> Frames:
         """Cut rows into frames; a view where frames are contiguous."""
         rows = as_contiguous(rows)

@@ -38,20 +38,26 @@ _HERE = "sb3_extra_buffers.stores"
 
 #: Stores in order of preference: the first one that accepts a codec is used.
 STORES: tuple[StoreEntry, ...] = (
+    StoreEntry("packed", "cpu", f"{_HERE}.packed:PackedStore"),
     StoreEntry("raw", "cpu", f"{_HERE}.raw:RawStore"),
+    StoreEntry("table", "cpu", f"{_HERE}.tables:TableStore"),
     StoreEntry("segments", "cpu", f"{_HERE}.segments:SegmentStore"),
     StoreEntry("payloads", "cpu", f"{_HERE}.payloads:PayloadStore"),
-    StoreEntry("device-raw", "cuda", f"{_HERE}.device_raw:DeviceRawStore"),
+    StoreEntry("device-shared", "cuda", f"{_HERE}.device_shared:DeviceSharedStore"),
+    StoreEntry("device-timeline", "cuda", f"{_HERE}.device_timeline:DeviceTimelineStore"),
     StoreEntry("device-delta", "cuda", f"{_HERE}.device_frames:DeviceFrameStore"),
     StoreEntry("device-rle", "cuda", f"{_HERE}.device_host:DeviceRleStore"),
     StoreEntry("device-host", "cuda", f"{_HERE}.device_host:HostDecodedStore"),
 )
 
 
-def find_store(codec: Codec, layout: StackLayout, place: Place = "cpu") -> type[Any]:
-    """Return the class of the first store at ``place`` that accepts frames of ``layout`` encoded by ``codec``."""
+def find_store(codec: Codec, layout: StackLayout, place: Place = "cpu", of_frames: bool = False) -> type[Any]:
+    """Return the class of the first store at ``place`` that accepts frames of ``layout`` encoded by ``codec``.
+
+    ``of_frames`` leaves out the store of tables: files that are older have palettes in a frame store.
+    """
     for entry in STORES:
-        if entry.place == place:
+        if entry.place == place and not (of_frames and entry.kind == "table"):
             store = entry.load()
             if store.accepts(codec, layout):
                 return store

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,24 +13,26 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.delta import BLOCK
+from sb3_extra_buffers.codecs.registry import is_available
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError
 from sb3_extra_buffers.kernels import policy
 from sb3_extra_buffers.kernels.frames import is_full
+from sb3_extra_buffers.kernels.policy import ReadWork, read_ns, write_ns
 from sb3_extra_buffers.kernels.state import (
     COMMITTED,
     N_FREED,
     N_SEALED,
     N_UNUSED,
     NONE,
+    PACKED_CAMERA,
     PACKED_LZ4,
     PACKED_ZSTD,
     Bytes,
     FrameState,
-    keyframe_bytes,
 )
 from sb3_extra_buffers.stores.arena import SLACK, lengthen
-from sb3_extra_buffers.stores.base import Array, Indices
+from sb3_extra_buffers.stores.base import Array, Indices, Trial
 from sb3_extra_buffers.stores.checks import require, whole
 from sb3_extra_buffers.stores.frame_tables import FREE_BATCH, FrameIds
 from sb3_extra_buffers.stores.frames import FrameStore, SavedFrames
@@ -40,6 +43,18 @@ from sb3_extra_buffers.stores.workers import run_split
 # seconds of decoding from which on other threads help, and what each one takes at a time
 _SPLIT_SECONDS = 1e-3
 _CHUNK_SECONDS = 300e-6
+
+
+_NO_ADDRESSES = np.zeros(0, np.int64)
+
+
+def _zstd_addresses() -> npt.NDArray[np.int64]:
+    """What compiled code needs to call zstd in this thread; empty where it cannot."""
+    if not is_available("zstd"):
+        return _NO_ADDRESSES
+    from sb3_extra_buffers.codecs.zstd import direct_addresses  # needs zstandard
+
+    return direct_addresses()
 
 
 class SegmentStore(FrameStore):
@@ -61,11 +76,11 @@ class SegmentStore(FrameStore):
         compiled: bool | None = None,
     ) -> None:
         # a stack must fit into an empty segment, or writing it would never end
-        per_segment = max(codec.frames, layout.stack)  # type: ignore[attr-defined]  # a DeltaCodec
+        per_segment = max(self.frames_per_segment(codec), layout.stack)
         size = layout.frame_bytes
         stage_bytes = 2 + per_segment * 4 + per_segment * size + size // 2 + BLOCK
         super().__init__(layout, n_obs, n_streams, codec, heap_bytes, path, compiled, per_segment, stage_bytes)
-        self._zstd_level: int = codec.pack_level  # type: ignore[attr-defined]
+        self._zstd_level: int = getattr(codec, "pack_level", 0)
         self._length_dtype = length_dtype(self.state.config)
         self._follow_kernels()
         # sealed segments that nothing refers to, to be freed after the write
@@ -78,6 +93,16 @@ class SegmentStore(FrameStore):
     @classmethod
     def accepts(cls, codec: Codec, layout: StackLayout) -> bool:
         return codec.codec_id == "delta"
+
+    @staticmethod
+    def frames_per_segment(codec: Codec) -> int:
+        """How many frames a segment has at most."""
+        n_frames: int = codec.frames  # type: ignore[attr-defined]  # a DeltaCodec
+        return n_frames
+
+    @property
+    def _keyframe_size(self) -> int:
+        return self.layout.frame_bytes
 
     def _follow_kernels(self) -> None:
         """Set what depends on whether the kernels are compiled."""
@@ -93,8 +118,13 @@ class SegmentStore(FrameStore):
         )
         self._replace(config=config)
         # flags of segments that the read kernel cannot decompress, and how many of those there are
-        self._packed_flags = (PACKED_ZSTD,) if compiled else (PACKED_ZSTD, PACKED_LZ4)
+        self._packed_flags = self._unreadable_flags()
         self._n_packed = self._count_packed(np.flatnonzero(self.state.lengths))
+
+    def _unreadable_flags(self) -> tuple[int, ...]:
+        if not self._kernels.compiled:
+            return PACKED_ZSTD, PACKED_LZ4, PACKED_CAMERA
+        return () if _zstd_addresses().size else (PACKED_ZSTD,)
 
     def _count_packed(self, segments: Array) -> int:
         return int(np.isin(self.heap.data[self.heap.starts[segments]], self._packed_flags).sum())
@@ -158,7 +188,7 @@ class SegmentStore(FrameStore):
         state = self.state
         header = header_bytes(self.per_segment, self._length_dtype)
         opened = int((state.stage_ends[state.open_segments >= 0] - header).sum())
-        keyframes = int(np.count_nonzero(state.keyframe_refs)) * self.layout.frame_bytes
+        keyframes = int(np.count_nonzero(state.keyframe_refs)) * self._keyframe_size
         return self.heap.live_bytes + opened + keyframes
 
     def _reserve(self, stack: int) -> None:
@@ -168,12 +198,15 @@ class SegmentStore(FrameStore):
         full = [stream for stream in opened if is_full(self.state, stream)]
         self._drop_view()
         try:
-            for stream in full:
-                self._seal(stream)
+            self._seal_streams(full)
         finally:
             self._sync()
         if self.state.counters[N_UNUSED] < stack:
             self._grow()
+
+    def _seal_streams(self, streams: list[int]) -> None:
+        for stream in streams:
+            self._seal(stream)
 
     def _adopt(self) -> None:
         count = int(self.state.counters[N_SEALED])
@@ -227,8 +260,18 @@ class SegmentStore(FrameStore):
 
     def _add_keyframe(self, stream: int, frame: Bytes) -> int:
         """Let ``stream`` start its segments from ``frame``; return the keyframe's number."""
-        state, size = self.state, keyframe_bytes(self.layout.frame_bytes)
-        in_use = {*state.pool.tolist(), *state.stream_keyframes.tolist()}
+        state = self.state
+        keyframe = self._add_row(frame, {*state.pool.tolist(), *state.stream_keyframes.tolist()})
+        state = self.state
+        state.stream_keyframes[stream] = keyframe
+        state.keyframe_cost[stream] = policy.initial_cost(self.layout.frame_bytes), 0
+        state.pool[:] = np.roll(state.pool, 1)
+        state.pool[0] = keyframe
+        return keyframe
+
+    def _add_row(self, row: Bytes, in_use: set[int]) -> int:
+        """Add a row to the table of keyframes, not at a number ``in_use``; return its number."""
+        state, size = self.state, self.state.config.keyframe_bytes
         unused = (number for number in np.flatnonzero(state.keyframe_refs == 0).tolist() if number not in in_use)
         keyframe: int = next(unused, NONE)
         if keyframe == NONE:
@@ -239,12 +282,8 @@ class SegmentStore(FrameStore):
                 keyframe_refs=lengthen(state.keyframe_refs, n_keyframes),
             )
             state = self.state
-        state.keyframe_rows[keyframe * size :][: frame.size] = frame
+        state.keyframe_rows[keyframe * size :][: row.size] = row
         self.new_keyframes.append(keyframe)
-        state.stream_keyframes[stream] = keyframe
-        state.keyframe_cost[stream] = policy.initial_cost(self.layout.frame_bytes), 0
-        state.pool[:] = np.roll(state.pool, 1)
-        state.pool[0] = keyframe
         return keyframe
 
     # ---- freeing ----
@@ -367,12 +406,12 @@ class SegmentStore(FrameStore):
         if self._n_packed:
             local, frame_ids, sets = self._unpacked(frame_ids, sets)
             tables = self._kernels.bind_state(local, {})
-        read = self._kernels.read_frames
+        read, zstd = self._read_kernel(), self._zstd_level
         n_rows = sets.shape[1]
 
         def work(first: int, stop: int) -> int:
             began = perf_counter()
-            damaged: int = read(tables, frame_ids, sets, out, first, stop)
+            damaged: int = read(tables, frame_ids, sets, out, first, stop, _zstd_addresses() if zstd else _NO_ADDRESSES)
             self._row_seconds = min(1.05 * self._row_seconds, (perf_counter() - began) / (stop - first))
             return damaged
 
@@ -385,6 +424,13 @@ class SegmentStore(FrameStore):
             raise CorruptPayloadError(f"segment {damaged} of the heap is damaged and cannot be decoded")
         return out
 
+    @property
+    def joins_frames(self) -> bool:
+        return self._kernels.compiled
+
+    def _read_kernel(self) -> Callable[..., int]:
+        return self._kernels.read_frames
+
     def _unpacked(self, frame_ids: FrameIds, sets: Indices) -> tuple[FrameState, FrameIds, Indices]:
         """Tables, frame ids and indices of the same frames, in which every segment is decompressed."""
         state, per = self.state, self.per_segment
@@ -396,7 +442,7 @@ class SegmentStore(FrameStore):
         def work(first: int, stop: int) -> None:
             for i in sealed[first:stop]:
                 payload = np.frombuffer(self.heap.read(int(segments[i])), np.uint8)
-                payloads[i] = inflate(payload, self._length_dtype, per, self.layout.frame_bytes)
+                payloads[i] = self._inflate(payload, int(segments[i]))
 
         run_split(work, len(sealed), 16)
         lengths = np.array([payload.size for payload in payloads], np.int32)
@@ -413,11 +459,36 @@ class SegmentStore(FrameStore):
         local_ids = np.where(ids < 0, 0, inverse.reshape(ids.shape) * per + ids % per + 1).astype(np.int32)
         return local, local_ids.reshape(sets.size, frame_ids.shape[1]), np.arange(sets.size).reshape(sets.shape)
 
+    def _inflate(self, payload: Bytes, segment: int) -> Bytes:
+        return inflate(payload, self._length_dtype, self.per_segment, self.layout.frame_bytes)
+
+    @classmethod
+    def trial(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> Trial:
+        store = cls(layout, len(rows), n_streams, codec)
+        # the first frames of a stream need keyframes that those after them share: only the second half counts
+        nbytes = n_frames = 0
+        for part in np.array_split(np.arange(len(rows)), 2):
+            before = nbytes, n_frames
+            store.write(part, streams[part], rows[part])
+            nbytes, n_frames = store.trial_size(), int(store.state.counts.sum())
+        if n_frames == before[1]:
+            before = 0, 0
+        frame_bytes = max(nbytes - before[0], 0) / max(n_frames - before[1], 1)
+        kind, size = store.cost_kind, layout.frame_bytes
+        return Trial(frame_bytes, read_ns(kind, store.read_work()), write_ns(kind, size, frame_bytes))
+
     @classmethod
     def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
-        store = cls(layout, len(rows), n_streams, codec)
-        store.write(np.arange(len(rows)), streams, rows)
-        return store.difference_bytes() / max(int(store.state.counts.sum()), 1)
+        return cls.trial(layout, codec, streams, rows, n_streams).frame_bytes
+
+    @property
+    def cost_kind(self) -> str:
+        """The entry of `policy.READ_COSTS` for this store."""
+        return "delta-zstd" if self._zstd_level else "delta"
+
+    def trial_size(self) -> int:
+        """Bytes of everything that was written, as it will be stored."""
+        return self.difference_bytes()
 
     def difference_bytes(self) -> int:
         """Bytes of all segments, and of keyframes beyond one per stream: in the long run there are few more."""
@@ -427,9 +498,35 @@ class SegmentStore(FrameStore):
         for stream in np.flatnonzero(state.open_segments >= 0).tolist():
             lengths = self._staged_lengths(stream)
             starts_whole = bool(lengths[0] == size)
-            nbytes += int(lengths[starts_whole:].sum())
             n_keyframes += starts_whole
+            staged = int(lengths[starts_whole:].sum())
+            if self._zstd_level and staged:
+                end = stream * state.config.stage_bytes + int(state.stage_ends[stream])
+                body = state.stage[end - staged : end]
+                staged = pack_frames(body, len(lengths), self._kernels, 0, self._zstd_level)[1].size
+            nbytes += staged
         return nbytes + max(n_keyframes - self.n_streams, 0) * size
+
+    def read_work(self) -> ReadWork:
+        """What reading an observation and its successor takes, on average."""
+        layout, state, size = self.layout, self.state, self.layout.frame_bytes
+        in_use = np.flatnonzero(state.counts)
+        lengths, unpacked = [], []
+        for segment in in_use.tolist():
+            start = int(state.starts[segment])
+            source, start = (state.stage, -1 - start) if start < 0 else (state.heap, start)
+            header = source[start : start + header_bytes(int(state.counts[segment]), self._length_dtype)]
+            lengths.append(int(header[2:].view(self._length_dtype).astype(np.int64).sum()))
+            unpacked.append(lengths[-1] if header[0] or self._zstd_level else 0)
+        n_frames = max(int(state.counts.sum()), 1)
+        per_segment = n_frames / max(len(in_use), 1)
+        # consecutive frames, one more than in a stack: segments are decoded from the front to the last frame needed
+        n_parts = 1 + layout.stack / per_segment
+        n_decoded = (per_segment + 1) / 2 + layout.stack
+        if self._zstd_level:
+            n_decoded = n_parts * per_segment  # decompressed as a whole
+        parsed, packed = (n_decoded * sum(part) / n_frames for part in (lengths, unpacked))
+        return ReadWork(2 * layout.spec.nbytes, n_parts, n_parts * size, parsed, packed)
 
     # ---- saving ----
 

@@ -1,0 +1,136 @@
+"""Reading segments of whole frames, compiled. Imports numba.
+
+These segments are packed as a whole when they are sealed, each by the method that its first byte names. Without numba,
+the store unpacks segments in Python and reads them with the reference kernel of `kernels.reading`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sb3_extra_buffers.kernels import (
+    camera,
+    camera_numba,  # noqa: F401  # compiles the functions of `camera`
+)
+from sb3_extra_buffers.kernels.columns_numba import as_column, flat, int64_part, keep, part, tables_at
+from sb3_extra_buffers.kernels.compiling import compiled, inner, slow_entry
+from sb3_extra_buffers.kernels.intrinsics import clear_bytes, copy_bytes, stream_bytes
+from sb3_extra_buffers.kernels.lz4_block import OVERRUN
+from sb3_extra_buffers.kernels.reading_numba import (
+    inflate_zstd,
+    is_streaming,
+    join_row,
+    joined_bytes,
+    sort_row,
+    unpack_block,
+)
+from sb3_extra_buffers.kernels.state import PACKED_CAMERA, PACKED_LZ4, PACKED_ZSTD
+
+unpack_camera, camera_work_bytes = compiled(camera.unpack_camera), compiled(camera.camera_work_bytes)
+
+
+@slow_entry
+def read_packed(bound: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, zstd: Any) -> int:
+    """`read_frames` for a store of whole frames."""
+    state, ids, sets_, out_ = tables_at(bound), as_column(frame_ids), as_column(sets), as_column(out)
+    space = np.empty(_work_bytes(state, ids, sets_), np.uint8)
+    damaged = _read_rows(state, ids, sets_, out_, first, stop, as_column(space), as_column(zstd))
+    return keep(space, damaged)
+
+
+@inner
+def _work_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
+    n_frames = sets.shape[0] * frame_ids.shape[1]
+    unpacked = state.config.per_segment * state.config.frame_bytes + OVERRUN
+    return 24 * n_frames + max(unpacked, _camera_bytes(state)) + joined_bytes(state, frame_ids, sets)
+
+
+@inner
+def _camera_bytes(state: Any) -> int:
+    return camera_work_bytes(state.config.frame_bytes, state.geometry) if len(state.geometry) else 0
+
+
+@inner
+def _read_rows(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, space: Any, zstd: Any) -> Any:
+    """Decode rows ``first`` to ``stop``, each segment of a row once; return -1, or a damaged segment."""
+    size, per_segment = state.config.frame_bytes, state.config.per_segment
+    n_frames = sets.shape[0] * frame_ids.shape[1]
+    ids, targets = int64_part(space, 0, n_frames), int64_part(space, 8 * n_frames, n_frames)
+    positions = int64_part(space, 16 * n_frames, n_frames)
+    at = 24 * n_frames
+    work_bytes = max(per_segment * size + OVERRUN, _camera_bytes(state))
+    work = part(space, at, work_bytes)
+    at += work_bytes
+    n_joined = joined_bytes(state, frame_ids, sets)
+    target = part(space, at, n_joined) if n_joined else flat(out)
+    streaming = n_joined == 0 and is_streaming(sets.shape[0] * sets.shape[1] * frame_ids.shape[1] * size, size, out)
+    for row in range(first, stop):
+        sort_row(frame_ids, sets, row, size, n_joined > 0, ids, targets)
+        i = 0
+        while i < n_frames and ids[i] < 0:
+            clear_bytes(target, targets[i], size)
+            i += 1
+        while i < n_frames:
+            segment = ids[i] // per_segment
+            last = i + 1
+            while last < n_frames and ids[last] // per_segment == segment:
+                last += 1
+            for k in range(i, last):
+                positions[k] = ids[k] - segment * per_segment
+            chosen, to = int64_part(positions, 8 * i, last - i), int64_part(targets, 8 * i, last - i)
+            if not _read_segment(state, segment, chosen, to, target, streaming, work, zstd):
+                return segment
+            i = last
+        if n_joined:
+            join_row(state, frame_ids, sets, row, target, out)
+    return -1
+
+
+@inner
+def _read_segment(
+    state: Any, segment: int, positions: Any, targets: Any, target: Any, streaming: bool, work: Any, zstd: Any
+) -> bool:
+    """Write the frames at ``positions`` of a segment, in ascending order, to ``targets``; False if it is damaged."""
+    size, per_segment, width = state.config.frame_bytes, state.config.per_segment, state.config.length_bytes
+    start = state.starts[segment]
+    if start < 0:
+        source, start = state.stage, -1 - start
+        end = start + state.stage_ends[start // state.config.stage_bytes]
+        at = start + 2 + per_segment * width
+    else:
+        source = state.heap
+        end = start + state.lengths[segment]
+        at = start + 2 + np.int64(source[start + 1]) * width
+    count, flags = np.int64(source[start + 1]), source[start]
+    if at > end or count > per_segment or positions[len(positions) - 1] >= count:
+        return False
+    if flags == PACKED_CAMERA and len(state.geometry):
+        return unpack_camera(
+            source, at, end, start + 2, width, count, positions, targets, len(positions), target, state.geometry, work
+        )
+    if flags == PACKED_ZSTD:
+        keyframe, stride = state.keyframes[segment], state.config.keyframe_bytes
+        n_dictionary = stride if keyframe >= 0 else 0
+        if not inflate_zstd(
+            source, at, end, work, count * size, zstd, state.keyframe_rows, max(keyframe, 0) * stride, n_dictionary
+        ):
+            return False
+        source, at, end = work, 0, count * size
+    elif flags == PACKED_LZ4:
+        needed = (positions[len(positions) - 1] + 1) * size
+        if not unpack_block(source, at, end, work, count * size, needed):
+            return False
+        source, at, end = work, 0, count * size
+    elif flags != 0:
+        return False
+    if at + count * size > end:
+        return False
+    for i in range(len(positions)):
+        frame_at = at + positions[i] * size
+        if streaming:
+            stream_bytes(target, targets[i], source, frame_at, size)
+        else:
+            copy_bytes(target, targets[i], source, frame_at, size)
+    return True

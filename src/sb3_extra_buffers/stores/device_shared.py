@@ -1,0 +1,341 @@
+"""Uncompressed frames on a device; observations that show the same frame share it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sb3_extra_buffers.codecs.base import Codec
+from sb3_extra_buffers.errors import SpecMismatchError
+from sb3_extra_buffers.kernels.gather_torch import read_frames_reference
+from sb3_extra_buffers.kernels.launcher import Columns
+from sb3_extra_buffers.stores import device_base
+from sb3_extra_buffers.stores.device_base import AttributeWrite, DeviceRing, DeviceStore, IndexBatch
+from sb3_extra_buffers.stores.device_layout import join_frames
+from sb3_extra_buffers.stores.device_pieces import Pieces, SlotChange, SlotPool, Slots, word_dtype
+from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.staging import Lease, Staging, StagingLayout, torch_dtype
+from sb3_extra_buffers.stores.usage import MemoryUsage
+
+__all__ = ["DeviceSharedStore"]
+
+Array = npt.NDArray[Any]
+
+_INT64, _INT32 = np.dtype(np.int64), np.dtype(np.int32)
+# bytes of rows that wait to be read by the device, unless a step has more
+_STAGED_BYTES = 8 << 20
+# the slot of a frame of zeros
+_ZEROS = 0
+
+
+class _SharedWrite(AttributeWrite):
+    """A staged step; committing it twice is the same as once."""
+
+    __slots__ = ("change", "counts", "ids", "lease", "new", "step", "touched")
+
+    def __init__(
+        self,
+        store: DeviceSharedStore,
+        lease: Lease,
+        step: int,
+        new: npt.NDArray[np.intp],
+        change: SlotChange,
+        touched: Slots,
+        counts: Slots,
+    ) -> None:
+        self.lease, self.step, self.new, self.change = lease, step, new, change
+        # slots whose references change, and how many they have then
+        self.touched, self.counts = touched, counts
+        _, ids, frames = lease.arrays
+        super().__init__(store, {"_last": frames[-1], "_last_ids": ids[-1].copy()})
+
+    def commit(self) -> None:
+        store: DeviceSharedStore = self.owner
+        store.launch(self)
+        store.ids[:, self.step] = self.lease.arrays[1]
+        store.refs[self.touched] = self.counts
+        store.slots.commit(self.change)
+        super().commit()
+
+
+class DeviceSharedStore(DeviceStore):
+    """Frames as they are, each stored once; ``place.pinned`` keeps them in host memory.
+
+    An observation is ``stack`` numbers of slots. The host compares each row with the previous one of its stream, and
+    the device gets the frames that are new. The host also counts the references to each slot; slots are used again, in
+    any order, when there are none.
+    """
+
+    layout: StackLayout
+
+    def __init__(
+        self, ring: DeviceRing, layout: StackLayout, codec: Codec | None = None, *unused: Any,
+        triton: bool | None = None,
+    ) -> None:  # fmt: skip
+        self.ring, self.layout = ring, layout
+        place, n_streams, stack = ring.place, ring.n_streams, layout.stack
+        self.device = place.device
+        self._triton = self.device.type == "cuda" and device_base.has_triton() if triton is None else triton
+        dtype = _frame_word(layout)
+        # every frame of every row new, while those of the step that is overwritten are still in use
+        max_slots = 1 + (ring.n_steps + 1) * n_streams * ring.n_sets * stack
+        expected = (ring.n_steps + stack) * n_streams
+        n_words = layout.frame_bytes // dtype.itemsize
+        self._frames = Pieces(max_slots, expected, 1, n_words, dtype, place, self._triton)
+        self._frames.reserve(0, 1)
+        self._frames.row(_ZEROS).zero_()
+        lead = (ring.n_sets, ring.n_steps, n_streams)
+        #: int32 [obs_index, stack]: slots, on the device and on the host.
+        self.frame_ids = torch.zeros((math.prod(lead), stack), dtype=torch.int32, device=self.device)
+        self.ids = np.zeros((*lead, stack), np.int32)
+        #: int32 [slot]: how often it occurs in ``ids``. The system allocates what is used of it.
+        self.refs = np.zeros(max_slots, np.int32)
+        self.slots = SlotPool(1)
+        self._start_staging()
+
+    @staticmethod
+    def accepts(codec: Codec, layout: StackLayout) -> bool:
+        return codec.codec_id == "none" and layout.stack > 1 and layout.frame_bytes > 0
+
+    def _start_staging(self) -> None:
+        """Set up what belongs to this process."""
+        ring, stack = self.ring, self.layout.stack
+        self._word = _frame_word(self.layout)
+        lead = (ring.n_sets, ring.n_streams, stack)
+        n_frames = math.prod(lead)
+        # the last rows must stay as they are while the next step is staged
+        depth = min(max(_STAGED_BYTES // max(ring.n_sets * ring.n_streams * ring.spec.nbytes, 1), 3), 8)
+        self._staging = Staging(self.device, depth)
+        self._staging_layout = StagingLayout(
+            ((1 + 2 * n_frames,), _INT64), (lead, _INT32), ((*lead, self._frames.n_words), self._word)
+        )
+        self._bound_kernels: Any = None
+        # the last row of each stream, in staging memory, and the slots of its frames; None if they are unknown
+        self._last: Array | None = None
+        self._last_ids: Slots | None = None
+
+    @property
+    def _kernels(self) -> Any:
+        if self._bound_kernels is None:
+            from sb3_extra_buffers.kernels.gather_triton import FrameGather  # optional: needs Triton
+
+            ring, frames, layout = self.ring, self._frames, self.layout
+            unit = frames.n_words
+            if layout.axis == "last":
+                unit = layout.spec.nbytes // math.prod(layout.spec.shape[:-1]) // layout.stack // frames.itemsize
+            self._bound_kernels = FrameGather(
+                frames.addresses, self.frame_ids, frames.dtype, frames.n_words, unit, ring.n_steps, ring.n_streams,
+                ring.n_sets, frames.per_piece,
+            )  # fmt: skip
+        return self._bound_kernels
+
+    # ---- writing ----
+
+    def plan(self, step: int, batches: Sequence[Array]) -> _SharedWrite:
+        # unknown until this write is committed: the staging memory of the last rows may be used again
+        last, self._last = self._last, None
+        lease = self._stage(batches)
+        job, ids, frames = lease.arrays
+        last_ids = self._last_ids
+        for which, rows in enumerate(frames):
+            # a new frame has its number in the lease, as a negative id
+            first = which * ids[0].size
+            numbers = -1 - np.arange(first, first + ids[0].size, dtype=np.int32).reshape(ids[0].shape)
+            # obs usually equals the last next_obs; every other row is usually shifted
+            ids[which] = _find_frames(rows, numbers, last, last_ids, likely_shifted=which > 0 or len(frames) == 1)
+            last, last_ids = rows, ids[which]
+        is_new = ids < 0
+        new, places = np.unique(-1 - ids[is_new], return_inverse=True)
+        change = self.slots.plan(len(new), self._freed(step, ids[~is_new]))
+        if len(new):
+            ids[is_new] = change.taken[places.ravel()]
+            self._frames.reserve(int(change.taken.min()), int(change.taken.max()) + 1)
+        touched, counts = self._count(step, ids)
+        if self._triton:
+            job[0] = step
+            if len(new):
+                job[1 : 1 + 2 * len(new) : 2] = new
+                job[2 : 2 + 2 * len(new) : 2] = [self._frames.address(slot) for slot in change.taken.tolist()]
+            _ = self._kernels  # this can fail; the launch cannot
+        return _SharedWrite(self, lease, step, new, change, touched, counts)
+
+    def _count(self, step: int, ids: Slots) -> tuple[Slots, Slots]:
+        """The slots whose number of references changes when ``step`` is replaced, and their new numbers."""
+        slots, inverse = np.unique(np.concatenate([ids.ravel(), self.ids[:, step].ravel()]), return_inverse=True)
+        inverse = inverse.ravel()
+        added = np.bincount(inverse[: ids.size], minlength=len(slots))
+        dropped = np.bincount(inverse[ids.size :], minlength=len(slots))
+        return slots, (self.refs[slots] + added - dropped).astype(np.int32)
+
+    def _freed(self, step: int, kept: Slots) -> Slots:
+        """The slots that nothing refers to once ``step`` is replaced by a step that refers to ``kept``."""
+        slots, counts = self._count(step, kept)
+        freed: Slots = slots[(counts == 0) & (slots != _ZEROS)]
+        return freed
+
+    def _stage(self, batches: Sequence[Array]) -> Lease:
+        """Copy ``batches``, cut into frames, to memory that the device can read."""
+        spec, ring, layout = self.ring.spec, self.ring, self.layout
+        if len(batches) != ring.n_sets:
+            raise SpecMismatchError(f"expected {ring.n_sets} batches, one per set, got {len(batches)}")
+        lease = self._staging.acquire(self._staging_layout)
+        shape = (ring.n_streams, *spec.shape)
+        for target, batch in zip(lease.arrays[2], batches, strict=True):
+            if batch.shape != shape or batch.dtype != spec.dtype:
+                batch = spec.to_batch(batch)
+                if len(batch) != ring.n_streams:
+                    raise SpecMismatchError(
+                        f"expected an observation for each of {ring.n_streams} streams, got {len(batch)}"
+                    )
+            frames = target.view(spec.dtype)
+            if layout.axis == "first":
+                frames.reshape(shape)[...] = batch
+            else:
+                depth = spec.shape[-1] // layout.stack
+                pixels = batch.reshape(ring.n_streams, -1, layout.stack, depth)
+                frames.reshape(ring.n_streams, layout.stack, -1, depth)[...] = pixels.swapaxes(1, 2)
+        return lease
+
+    def launch(self, write: _SharedWrite) -> None:
+        """Write a step to the device; with Triton, by a single launch."""
+        if self._triton:
+            self._kernels.write(*write.lease.tensors, len(write.new))
+            self._staging.release(write.lease)
+            return
+        frames = self._frames.whole
+        _, ids, staged = write.lease.arrays
+        if len(write.new):
+            # indexing copies: the memory may be used again before the device has read it
+            new = torch.from_numpy(staged.reshape(-1, staged.shape[-1])[write.new])
+            frames[torch.from_numpy(write.change.taken.astype(np.int64)).to(frames.device)] = new.to(frames.device)
+        by_step = self.frame_ids.view(*self.ids.shape)
+        by_step[:, write.step] = torch.from_numpy(ids.copy()).to(self.device)
+
+    # ---- reading ----
+
+    def read(self, indices: IndexBatch) -> torch.Tensor:
+        wanted, layout = indices.on(self.device), self.layout
+        if self._triton:
+            out = self._empty(wanted.shape)
+            if wanted.numel():
+                self._kernels.read(wanted.contiguous(), out)
+            return out
+        frames = self._frames.whole
+        # pinned frames are in host memory
+        found = read_frames_reference(frames, self.frame_ids.to(frames.device), wanted.to(frames.device))
+        return join_frames(found.view(torch.uint8).to(self.device), layout)
+
+    def _empty(self, lead: tuple[int, ...]) -> torch.Tensor:
+        spec = self.ring.spec
+        return torch.empty((*lead, *spec.shape), dtype=torch_dtype(spec.dtype), device=self.device)
+
+    @property
+    def can_read_batch(self) -> bool:
+        return self._triton
+
+    def read_batch(self, lease: Lease) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Copy observations and the columns that belong to them in one launch, see `DeviceFrameStore.read_batch`."""
+        indices, floats_from, actions_from = lease.tensors
+        observations = self._empty(indices.shape)
+        floats = torch.empty(floats_from.shape, dtype=torch.float32, device=self.device)
+        actions = torch.empty(actions_from.shape, dtype=actions_from.dtype, device=self.device)
+        self._kernels.read(indices, observations, Columns(floats, floats_from, actions, actions_from))
+        return observations, floats, actions
+
+    # ---- the rest ----
+
+    def clear(self) -> None:
+        self._last = None
+        self.frame_ids.zero_()
+        self.ids[:] = _ZEROS
+        self.refs[: self.slots.end] = 0
+        self.slots.clear()
+
+    def memory_usage(self) -> MemoryUsage:
+        index = self.frame_ids.nbytes + self.ids.nbytes + self.slots.nbytes + self.slots.end * self.refs.itemsize
+        return MemoryUsage(self._frames.nbytes, index, 0, self._staging.nbytes)
+
+    def check(self) -> None:
+        if not np.array_equal(self.frame_ids.cpu().numpy(), self.ids.reshape(self.frame_ids.shape)):
+            raise AssertionError("the frame ids of the device and of the host differ")
+        counts = np.bincount(self.ids.ravel(), minlength=self.slots.end)
+        counts[_ZEROS] = self.refs[_ZEROS]  # never freed, so not counted from the start
+        if len(counts) > self.slots.end or not np.array_equal(counts, self.refs[: self.slots.end]):
+            raise AssertionError("the reference counts of the frames are wrong")
+        self.slots.check(np.flatnonzero(self.refs[1 : self.slots.end]) + 1)
+
+    def frozen(self) -> DeviceSharedStore:
+        copied = object.__new__(DeviceSharedStore)
+        copied.__dict__.update(
+            self.__dict__, _frames=self._frames.frozen(), slots=self.slots.copy(), ids=self.ids.copy(),
+            refs=self.refs.copy(),
+        )  # fmt: skip
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("ring", "layout", "_frames", "slots", "ids")
+        return {name: self.__dict__[name] for name in names} | {"refs": self.refs[: self.slots.end].copy()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        refs = state.pop("refs")
+        self.__dict__.update(state)
+        self.device = self.ring.place.device
+        self._triton = self._frames.triton
+        self.refs = np.zeros(self._frames.max_rows, np.int32)
+        self.refs[: len(refs)] = refs
+        self.frame_ids = torch.from_numpy(self.ids.reshape(-1, self.layout.stack).copy()).to(self.device)
+        self._start_staging()
+
+
+def _frame_word(layout: StackLayout) -> np.dtype[Any]:
+    """The words of a frame; where frames take turns, the words of the bytes that stay together."""
+    if layout.axis == "last" and layout.stack > 1:
+        return word_dtype(layout.spec.shape[-1] // layout.stack * layout.spec.dtype.itemsize)
+    return word_dtype(layout.frame_bytes)
+
+
+def _find_frames(
+    rows: Array,  # [stream, stack, word]
+    numbers: Slots,  # [stream, stack]: the ids of frames that are new
+    last: Array | None,  # the previous row of each stream
+    last_ids: Slots | None,  # and the ids of its frames
+    likely_shifted: bool,
+) -> Slots:
+    """The ids of the frames of ``rows``: those of equal frames in ``last``, or new ones."""
+    ids = numbers.copy()
+    unknown = np.ones(len(rows), np.bool_)
+    if last is not None and last_ids is not None:
+        flat, flat_last, size = rows.reshape(len(rows), -1), last.reshape(len(rows), -1), rows.shape[2]
+        for shifted in (likely_shifted, not likely_shifted):
+            if not shifted:
+                found = unknown & (flat == flat_last).all(axis=1)
+                ids[found] = last_ids[found]
+            else:
+                found = unknown & (flat[:, :-size] == flat_last[:, size:]).all(axis=1)
+                ids[found, :-1] = last_ids[found, 1:]
+                ids[found, -1] = np.where(rows[found, -1].any(axis=1), numbers[found, -1], _ZEROS)
+                repeated = found & (rows[:, -1] == last[:, -1]).all(axis=1)
+                ids[repeated, -1] = last_ids[repeated, -1]
+            unknown &= ~found
+            if not unknown.any():
+                return ids
+    for stream in np.flatnonzero(unknown).tolist():
+        known = (
+            [] if last is None or last_ids is None else list(zip(last_ids[stream].tolist(), last[stream], strict=True))
+        )
+        for nth, frame in enumerate(rows[stream]):
+            if not frame.any():
+                ids[stream, nth] = _ZEROS
+                continue
+            for number, other in known:
+                if np.array_equal(frame, other):
+                    ids[stream, nth] = number
+                    break
+            else:
+                known.append((int(numbers[stream, nth]), frame))
+    return ids

@@ -1,0 +1,306 @@
+"""`DeviceTimelineStore` and `DeviceSharedStore`: every observation as written, each frame stored once.
+
+`test_delta_triton` also runs these under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.stores.device_base import DevicePlace, DeviceRing, IndexBatch
+from sb3_extra_buffers.stores.device_shared import DeviceSharedStore
+from sb3_extra_buffers.stores.device_timeline import DeviceTimelineStore
+from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.staging import Staging, StagingLayout
+
+Array = npt.NDArray[Any]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="on a CPU, kernels run only under Triton's interpreter")
+# device, Triton, pinned
+PLACES = [
+    pytest.param(("cpu", False, False), id="reference"),
+    pytest.param(("cpu", True, False), id="interpreter", marks=interpreted),
+    pytest.param(("cuda", True, False), id="cuda", marks=GPU),
+    pytest.param(("cuda", False, False), id="cuda without Triton", marks=GPU),
+    pytest.param(("cuda", True, True), id="pinned", marks=GPU),
+    pytest.param(("cuda", False, True), id="pinned without Triton", marks=GPU),
+]
+KERNEL_PLACES = PLACES[1:3]
+FLOAT, BYTE = np.dtype(np.float32), np.dtype(np.uint8)
+LAYOUTS = {
+    "vector": StackLayout(ObsSpec((17,), FLOAT)),
+    "number": StackLayout(ObsSpec((), np.dtype(np.int64))),
+    "odd": StackLayout(ObsSpec((7,), BYTE)),
+    "doubles": StackLayout(ObsSpec((5,), np.dtype(np.float64))),
+    "camera": StackLayout(ObsSpec((3, 40, 37), BYTE)),
+    "stack": StackLayout(ObsSpec((4, 12, 12), BYTE), 4, "first"),
+    "odd stack": StackLayout(ObsSpec((3, 5, 7), BYTE), 3, "first"),
+    "channels last": StackLayout(ObsSpec((9, 9, 4), BYTE), 4, "last"),
+    "RGB last": StackLayout(ObsSpec((6, 5, 6), BYTE), 2, "last"),
+    "float stack": StackLayout(ObsSpec((2, 5, 5), FLOAT), 2, "first"),
+    "large stack": StackLayout(ObsSpec((2, 90, 61), BYTE), 2, "first"),
+}
+
+
+def make(layout: StackLayout, n_steps: int, n_streams: int, n_sets: int, place: tuple[str, bool, bool]) -> Any:
+    device, triton, pinned = place
+    ring = DeviceRing(layout.spec, n_steps, n_streams, n_sets, DevicePlace(torch.device(device), pinned))
+    kind = DeviceSharedStore if layout.stack > 1 else DeviceTimelineStore
+    return kind(ring, layout, triton=triton)
+
+
+class Episodes:
+    """Observations of some streams; episodes end at random, and frames sometimes stand still."""
+
+    def __init__(self, layout: StackLayout, n_streams: int, seed: int = 0, p_end: float = 0.15) -> None:
+        self.layout, self.p_end = layout, p_end
+        self.random = np.random.default_rng(seed)
+        self.stacks = [self._first() for _ in range(n_streams)]
+
+    def _frame(self) -> Array:
+        return self.random.integers(0, 256, self.layout.frame_bytes).astype(np.uint8)
+
+    def _first(self) -> list[Array]:
+        frame, stack = self._frame(), self.layout.stack
+        pad = frame if self.random.random() < 0.5 else np.zeros_like(frame)
+        return [pad] * (stack - 1) + [frame]
+
+    def _rows(self) -> Array:
+        layout = self.layout
+        rows = []
+        for stack in self.stacks:
+            frames = np.stack(stack)
+            if layout.axis == "last" and layout.stack > 1:
+                unit = layout.spec.shape[-1] // layout.stack * layout.spec.dtype.itemsize
+                frames = frames.reshape(layout.stack, -1, unit).swapaxes(0, 1)
+            rows.append(np.ascontiguousarray(frames).reshape(-1))
+        return layout.spec.from_rows(np.stack(rows))
+
+    def step(self, n_sets: int = 2) -> list[Array]:
+        """``obs`` and ``next_obs`` of all streams."""
+        obs = self._rows()
+        for i, stack in enumerate(self.stacks):
+            self.stacks[i] = [*stack[1:], stack[-1] if self.random.random() < 0.2 else self._frame()]
+        following = self._rows()
+        for i in range(len(self.stacks)):
+            if self.random.random() < self.p_end:
+                self.stacks[i] = self._first()
+        return [obs, following][:n_sets]
+
+
+def as_bytes(observations: Array) -> Array:
+    return np.ascontiguousarray(observations).reshape(-1).view(np.uint8)
+
+
+def contents(store: Any) -> Array:
+    ring = store.ring
+    indices = np.arange(ring.n_sets * ring.n_obs).reshape(ring.n_sets, -1)
+    found: Array = store.read(IndexBatch(indices)).cpu().numpy()
+    assert found.shape == (*indices.shape, *ring.spec.shape)
+    assert found.dtype == ring.spec.dtype
+    return found
+
+
+class Model:
+    """A store and the plain arrays that it must equal."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, ring = store, store.ring
+        self.arrays = np.zeros((ring.n_sets, ring.n_steps, ring.n_streams, *ring.spec.shape), ring.spec.dtype)
+
+    def write(self, step: int, batches: list[Array]) -> None:
+        given = [np.array(batch) for batch in batches]
+        self.store.write(step, given)
+        for i, batch in enumerate(given):
+            self.arrays[i, step] = batch
+            batch[...] = 7  # the caller may use the memory again
+
+    def check(self) -> None:
+        self.store.check()
+        np.testing.assert_array_equal(as_bytes(contents(self.store)), as_bytes(self.arrays))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("n_sets", [1, 2])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_step_is_kept_until_it_is_overwritten(name: str, n_sets: int, place: tuple[str, bool, bool]) -> None:
+    layout = LAYOUTS[name]
+    model = Model(make(layout, 9, 3, n_sets, place))
+    episodes = Episodes(layout, 3)
+    model.check()
+    for i in range(33):
+        model.write(i % 9, episodes.step(n_sets))
+        if i % 4 == 0:
+            model.check()
+    model.check()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("n_steps", [1, 2, 3])
+@pytest.mark.parametrize("name", ["vector", "stack"])
+def test_short_rings(name: str, n_steps: int, place: tuple[str, bool, bool]) -> None:
+    model = Model(make(LAYOUTS[name], n_steps, 2, 2, place))
+    episodes = Episodes(LAYOUTS[name], 2)
+    for i in range(8):
+        model.write(i % n_steps, episodes.step())
+        model.check()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["vector", "stack"])
+def test_steps_may_be_written_in_any_order(name: str, place: tuple[str, bool, bool]) -> None:
+    model = Model(make(LAYOUTS[name], 6, 2, 2, place))
+    episodes = Episodes(LAYOUTS[name], 2, p_end=0.0)
+    for step in [3, 4, 5, 0, 1, 2, 3, 3, 4, 4, 1, 2, 0, 5, 5, 0, 1]:
+        model.write(step, episodes.step())
+        model.check()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["vector", "camera", "stack", "channels last"])
+def test_a_plan_that_is_dropped_leaves_no_trace(name: str, place: tuple[str, bool, bool]) -> None:
+    model = Model(make(LAYOUTS[name], 7, 2, 2, place))
+    episodes = Episodes(LAYOUTS[name], 2)
+    for i in range(20):
+        for _ in range(i % 4):
+            model.store.plan(i % 7, Episodes(LAYOUTS[name], 2, seed=i).step())
+        model.write(i % 7, episodes.step())
+        model.check()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["vector", "stack"])
+def test_a_write_may_be_repeated(name: str, place: tuple[str, bool, bool]) -> None:
+    model = Model(make(LAYOUTS[name], 5, 2, 2, place))
+    episodes = Episodes(LAYOUTS[name], 2)
+    for i in range(13):
+        batches = episodes.step()
+        plan = model.store.plan(i % 5, batches)
+        plan.commit()
+        plan.finish()  # as after an exception that came too late
+        model.arrays[:, i % 5] = batches
+        model.check()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["vector", "stack"])
+def test_a_pickled_store_continues_where_it_was(name: str, place: tuple[str, bool, bool]) -> None:
+    model = Model(make(LAYOUTS[name], 7, 2, 2, place))
+    episodes = Episodes(LAYOUTS[name], 2)
+    for i in range(17):
+        model.write(i % 7, episodes.step())
+    again = Model(pickle.loads(pickle.dumps(model.store)))
+    again.arrays[...] = model.arrays
+    again.check()
+    for i in range(17, 30):
+        batches = episodes.step()
+        again.write(i % 7, batches)
+        again.check()
+    np.testing.assert_array_equal(as_bytes(contents(model.store)), as_bytes(model.arrays))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["vector", "camera", "stack"])
+def test_a_cleared_store_is_empty_and_can_be_filled_again(name: str, place: tuple[str, bool, bool]) -> None:
+    model = Model(make(LAYOUTS[name], 7, 2, 2, place))
+    for seed in range(3):
+        episodes = Episodes(LAYOUTS[name], 2, seed)
+        for i in range(11):
+            model.write(i % 7, episodes.step())
+        model.store.clear()
+        model.arrays[...] = 0
+        model.check()
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place.id != "interpreter"])
+def test_long_episodes_take_little_more_than_one_row_per_step(place: tuple[str, bool, bool]) -> None:
+    n_steps, n_streams = 1000, 2
+    for name in ("camera", "large stack"):
+        layout = LAYOUTS[name]
+        store = make(layout, n_steps, n_streams, 2, place)
+        episodes = Episodes(layout, n_streams, p_end=0.0)
+        for i in range(n_steps + 50):
+            store.write(i % n_steps, episodes.step())
+        # without Triton, a tensor grows by half
+        slack = 1.03 if place[1] else 1.55
+        assert store.memory_usage().payload < slack * n_steps * n_streams * layout.frame_bytes
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["camera", "large stack"])
+def test_a_nearly_empty_store_takes_little_memory(name: str, place: tuple[str, bool, bool]) -> None:
+    layout = LAYOUTS[name]
+    store = make(layout, 10_000, 2, 2, place)
+    episodes = Episodes(layout, 2)
+    for i in range(20):
+        store.write(i, episodes.step())
+
+    assert store.memory_usage().payload < 0.05 * 20_000 * layout.frame_bytes
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["vector", "stack"])
+def test_a_part_of_the_sets_can_be_read(name: str, place: tuple[str, bool, bool]) -> None:
+    model = Model(make(LAYOUTS[name], 7, 2, 2, place))
+    episodes = Episodes(LAYOUTS[name], 2)
+    for i in range(12):
+        model.write(i % 7, episodes.step())
+    flat = model.arrays.reshape(28, *LAYOUTS[name].spec.shape)
+    for indices in (np.array([[14, 20, 27, 15]]), np.array([[3, 20], [21, 0]]), np.zeros((2, 0), np.int64)):
+        found = model.store.read(IndexBatch(indices)).cpu().numpy()
+        np.testing.assert_array_equal(as_bytes(found), as_bytes(flat[indices]))
+
+
+@pytest.mark.parametrize("place", KERNEL_PLACES)
+@pytest.mark.parametrize("name", ["vector", "odd", "number", "camera", "stack", "channels last"])
+@pytest.mark.parametrize(("n_actions", "dtype"), [(1, np.int64), (3, np.float32), (5, np.int8)])
+def test_columns_are_copied_with_a_batch(name: str, n_actions: int, dtype: type, place: tuple[str, bool, bool]) -> None:
+    store = make(LAYOUTS[name], 7, 2, 2, place)
+    episodes = Episodes(LAYOUTS[name], 2)
+    for i in range(9):
+        store.write(i % 7, episodes.step())
+    count = 37
+    shapes = ((2, count), np.int64), ((2, count, 1), np.float32), ((count, n_actions), dtype)
+    lease = Staging(store.device).acquire(StagingLayout(*[(shape, np.dtype(kind)) for shape, kind in shapes]))
+    random = np.random.default_rng(0)
+    lease.arrays[0][:] = random.integers(0, 14, (2, count)) + np.array([[0], [14]])
+    lease.arrays[1][:] = random.standard_normal((2, count, 1))
+    lease.arrays[2][:] = random.integers(-100, 100, (count, n_actions))
+
+    assert store.can_read_batch
+    rows, numbers, actions = store.read_batch(lease)
+
+    expected = store.read(IndexBatch(lease.arrays[0].copy()))
+    assert rows.dtype == expected.dtype
+    np.testing.assert_array_equal(as_bytes(rows.cpu().numpy()), as_bytes(expected.cpu().numpy()))
+    np.testing.assert_array_equal(numbers.cpu(), lease.arrays[1])
+    np.testing.assert_array_equal(actions.cpu(), lease.arrays[2])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["vector", "camera", "stack"])
+def test_a_store_pickled_with_pieces_is_read_without_triton(name: str) -> None:
+    pytest.importorskip("triton")
+    if not INTERPRETED:
+        pytest.skip("on a CPU, kernels run only under Triton's interpreter")
+    model = Model(make(LAYOUTS[name], 200, 2, 2, ("cpu", True, False)))
+    episodes = Episodes(LAYOUTS[name], 2)
+    for i in range(30):
+        model.write(i, episodes.step())
+    again = Model(pickle.loads(pickle.dumps(model.store)))
+    again.arrays[...] = model.arrays
+    assert not again.store.can_read_batch
+    again.check()
+    for i in range(30, 40):
+        again.write(i, episodes.step())
+    again.check()
