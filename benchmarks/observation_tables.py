@@ -234,7 +234,7 @@ def summary(rows: list[Row]) -> str:
         return ""
     note = (
         "Memory is relative to SB3's buffer with `optimize_memory_usage=True`, times to its default; both are means "
-        "over recorded streams, with the worst in parentheses.\n"
+        "over recorded streams, with the worst in parentheses. `add` is measured on full buffers.\n"
     )
     return f"{kind_table(rows)}\n{note}\n{provenance(rows)}\n"
 
