@@ -9,6 +9,8 @@ OLDEST := .venv-oldest
 OLDEST_PYTHON ?= $(PYTHON)
 # so do JAX and imitation, which are large and make test skips
 INTEGRATIONS := .venv-integrations
+# and the environments whose observations benchmarks replay, which pin their own MuJoCo
+STREAMS := .venv-streams
 # tests that must pass without any optional package
 MINIMAL := $(wildcard tests/codecs tests/kernels tests/stores tests/compressed tests/public_api tests/files tests/cli \
 	tests/recording tests/vec_buf tests/training_utils)
@@ -16,7 +18,7 @@ MINIMAL := $(wildcard tests/codecs tests/kernels tests/stores tests/compressed t
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q -m "not long"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-integrations check bench docs torture format clean
+.PHONY: help demo test test-oldest test-integrations check bench streams docs torture format clean
 
 help:
 	@echo "make demo               train an agent on an Atari game with SB3's buffer and with a compressed one"
@@ -26,6 +28,7 @@ help:
 	@echo "make check              lint, check formatting and types, run the tests"
 	@echo "make torture            interrupts, failed allocations, forged and damaged files, kills: the long form"
 	@echo "make bench              run the benchmarks and render docs/ from the results"
+	@echo "make streams            record observations of other environments for the benchmarks"
 	@echo "make docs               render docs/ from the committed results and build the site"
 
 $(READY): pyproject.toml constraints.txt
@@ -78,6 +81,14 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.render
 	$(BIN)/python scripts/fit_heap_heuristic.py --write
 
+$(STREAMS)/.ready: pyproject.toml
+	test -x $(STREAMS)/bin/python || $(PYTHON) -m venv $(STREAMS)
+	$(STREAMS)/bin/python -m pip install -q -e '.[streams]'
+	touch $@
+
+streams: $(STREAMS)/.ready
+	$(STREAMS)/bin/python -m benchmarks.streams
+
 docs: $(READY)
 	$(BIN)/python -m benchmarks.render
 	$(BIN)/python scripts/fit_heap_heuristic.py --write
@@ -92,4 +103,4 @@ torture: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q -m long tests
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(INTEGRATIONS) site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(INTEGRATIONS) $(STREAMS) site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -30,10 +32,10 @@ class DoomFrames(gymnasium.Env[npt.NDArray[np.uint8], np.int64]):
         self._buttons = np.eye(n_buttons, dtype=int).tolist()
 
     def _frame(self) -> npt.NDArray[np.uint8]:
-        state = self.game.get_state()
+        state: Any = self.game.get_state()  # None after the last step of an episode, contrary to its type
         if state is None:
             return np.zeros(self.observation_space.shape or (), np.uint8)
-        return state.labels_buffer[..., None].copy() if self.labels else state.screen_buffer.copy()
+        return np.array(state.labels_buffer[..., None] if self.labels else state.screen_buffer)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[npt.NDArray[np.uint8], dict[str, Any]]:
         super().reset(seed=seed)
@@ -54,8 +56,8 @@ def make_doom(name: str, n_envs: int, seed: int) -> Any:
     from stable_baselines3.common.vec_env import DummyVecEnv
 
     kind, _, scenario = name.partition(":")
-    makers = [
-        lambda index=index: DoomFrames(scenario or "defend_the_center", kind == "vizdoom-labels", seed + index)
+    makers: list[Callable[[], gymnasium.Env[Any, Any]]] = [
+        functools.partial(DoomFrames, scenario or "defend_the_center", kind == "vizdoom-labels", seed + index)
         for index in range(n_envs)
     ]
     return DummyVecEnv(makers)

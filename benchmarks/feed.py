@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,64 +49,109 @@ def make_game(name: str) -> Any:
     return make_atari_env(f"{name}NoFrameskip-v4", n_envs=N_ENVS, seed=SEED)
 
 
+class Frames(NamedTuple):
+    """The frames of all environments after one step, as a vectorised environment that resets itself returns them."""
+
+    frames: Array
+    dones: npt.NDArray[np.bool_]
+    terminal: dict[int, Array]  # environment -> last frame of the episode that ended in this step
+
+
+def play(name: str) -> Generator[Frames]:
+    """Play ``name`` without end: the frames of the first reset, then those of every step.
+
+    Names of :mod:`benchmarks.streams` are played by that module; any other name is a game, played with random actions.
+    """
+    from benchmarks import streams
+
+    if name in streams.STREAMS:
+        yield from streams.play(name, N_ENVS, SEED)
+        return
+    env = make_game(name)
+    actions = np.random.default_rng(0)
+    try:
+        yield Frames(env.reset(), np.zeros(N_ENVS, bool), {})
+        while True:
+            frames, _, dones, infos = env.step(actions.integers(0, env.action_space.n, N_ENVS))
+            yield Frames(frames, dones, {int(e): infos[e]["terminal_observation"] for e in np.flatnonzero(dones)})
+    finally:
+        env.close()
+
+
 def record(name: str, n_steps: int) -> Path:
-    """Play ``name`` with random actions unless it is recorded already; return the folder."""
+    """Play ``name`` for ``n_steps`` unless it is recorded already; return the folder.
+
+    ``frames.bin`` has the frames of the first reset and of every step, one after another. ``ends.npz`` has ``shape``
+    and ``dtype`` of the frames of one step, ``dones`` of every step, and the ``frames`` that episodes ended with,
+    ``where`` giving the step and the environment of each.
+    """
     folder = cache_dir() / f"{name}-{n_steps}"
     if (folder / "ends.npz").exists():
         return folder
     from tqdm import trange
 
     folder.mkdir(parents=True, exist_ok=True)
-    env = make_game(name)
-    actions = np.random.default_rng(0)
     dones = np.zeros((n_steps, N_ENVS), bool)
     ends: dict[tuple[int, int], Array] = {}
-    with (folder / "frames.bin").open("wb") as file:
-        frames = env.reset()
-        np.ascontiguousarray(frames).tofile(file)
+    with contextlib.closing(play(name)) as playing, (folder / "frames.bin").open("wb") as file:
+        first = next(playing).frames
+        np.ascontiguousarray(first).tofile(file)
         for step in trange(n_steps, desc=f"playing {name}", leave=False, file=sys.stderr):
-            frames, _, dones[step], infos = env.step(actions.integers(0, env.action_space.n, N_ENVS))
+            frames, dones[step], terminal = next(playing)
             np.ascontiguousarray(frames).tofile(file)
-            for e in np.flatnonzero(dones[step]):
-                ends[step, int(e)] = infos[e]["terminal_observation"]
-    env.close()
+            ends.update({(step, e): frame for e, frame in terminal.items()})
     order = sorted(ends)
+    # ends.npz marks the recording as complete, so it must never be visible half written
+    partial = folder / "ends-partial.npz"
     np.savez(
-        folder / "ends.npz",
+        partial,
         dones=dones,
         where=np.array(order, np.int64).reshape(-1, 2),
-        frames=np.array([ends[key] for key in order], np.uint8).reshape(-1, *frames.shape[1:]),
-        shape=np.array(frames.shape),
+        frames=np.array([ends[key] for key in order], first.dtype).reshape(-1, *first.shape[1:]),
+        shape=np.array(first.shape),
+        dtype=np.array(first.dtype.str),
     )
+    partial.rename(folder / "ends.npz")
     return folder
 
 
-def steps(name: str, n_steps: int, stack: int = STACK) -> Iterator[Step]:
-    """The recorded game as transitions of channel-first stacks, as ``VecFrameStack`` would return them.
+def steps(name: str, n_steps: int, stack: int = STACK, channels_last: bool = False) -> Iterator[Step]:
+    """The recording as transitions of stacked frames, as ``VecFrameStack`` would return them.
 
+    Images have their channels first unless ``channels_last``; anything else is stacked along its last axis.
     Reads one step at a time, so that the recording does not count as resident memory.
     """
     folder = record(name, n_steps)
     ends = dict(np.load(folder / "ends.npz"))
-    terminal = {(int(step), int(e)): frame for (step, e), frame in zip(ends["where"], ends["frames"], strict=True)}
+    dtype = ends["frames"].dtype
     shape = tuple(int(length) for length in ends["shape"])
     count = int(np.prod(shape))
+    channels_last = channels_last or len(shape) < 4
+    axis = -1 if channels_last else 1
+
+    def arrange(frames: Array) -> Array:
+        """Move the channels of recorded frames to where observations have them."""
+        return frames if channels_last else np.ascontiguousarray(np.moveaxis(frames, -1, 1))
+
+    terminal = dict(zip(map(tuple, ends["where"].tolist()), arrange(ends["frames"]), strict=True))
     with (folder / "frames.bin").open("rb") as file:
 
         def read() -> Array:
-            frames = np.fromfile(file, np.uint8, count).reshape(shape)
-            return np.moveaxis(frames, -1, 1)  # channels first
+            return arrange(np.fromfile(file, dtype, count).reshape(shape))
 
         first = read()
-        channels = first.shape[1]
-        obs = np.zeros((N_ENVS, stack * channels, *first.shape[2:]), np.uint8)
-        obs[:, -channels:] = first
+        channels = first.shape[axis]
+        leading: tuple[Any, ...] = (...,) if channels_last else (slice(None),)
+        newest = (*leading, slice(-channels, None))
+        all_but_newest = (*leading, slice(None, -channels))
+        all_but_oldest = (*leading, slice(channels, None))
+        obs = np.concatenate([np.zeros_like(first)] * (stack - 1) + [first], axis=axis)
         for step in range(n_steps):
-            following = np.concatenate([obs[:, channels:], read()], axis=1)
+            following = np.concatenate([obs[all_but_oldest], read()], axis=axis)
             next_obs = following.copy()
             for e in np.flatnonzero(ends["dones"][step]):
-                next_obs[e, -channels:] = np.moveaxis(terminal[step, int(e)], -1, 0)
-                following[e, :-channels] = 0
+                next_obs[newest][e] = terminal[step, int(e)]
+                following[all_but_newest][e] = 0
             yield Step(obs, next_obs, ends["dones"][step])
             obs = following
 
@@ -114,7 +160,7 @@ def native_steps(game: str, n_steps: int, seed: int = SEED) -> Iterator[Step]:
     """``n_steps`` of an Atari game from ale-py's own vector environment: fast, not recorded."""
     from ale_py.vector_env import AtariVectorEnv
 
-    env = AtariVectorEnv(
+    env: Any = AtariVectorEnv(
         game, num_envs=N_ENVS, num_threads=1, stack_num=STACK, img_height=SIZE[0], img_width=SIZE[1], grayscale=True
     )
     actions = np.random.default_rng(seed)

@@ -178,46 +178,47 @@ def plot(measured: list[Row], path: Path) -> None:
         side = -1 if front[0][0] != name != front[-1][0] else 1
         place = {"xytext": (6 * side, 7), "ha": "right" if side < 0 else "left"}
         axes.annotate(name, (x, y), color=HIGHLIGHT, **place, **bold)
-    _style(axes)
+    style(axes, (0.45, 16), (0.2, 160))
+    axes.set_ylabel("memory, relative to SB3's ReplayBuffer", color=INK)
+    axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="upper right")
     title = f"{measured[0]['game']}, {int(measured[0]['n_transitions']):,} transitions: down and left is better"
     axes.set_title(title, color=INK)
     figure.savefig(path, dpi=144, transparent=True, metadata={"Software": None})
     plt.close(figure)
 
 
-def _style(axes: Any) -> None:
+def style(axes: Any, xlim: tuple[float, float], ylim: tuple[float, float]) -> None:
     """Logarithmic axes with plain numbers, a light grid, and a colour that is readable on any page."""
-    axes.set(xscale="log", yscale="log", xlim=(0.45, 16), ylim=(0.2, 160))
-    for axis, ticks, unit in (
-        (axes.xaxis, (0.5, 1, 2, 5, 10), "x"),
-        (axes.yaxis, (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100), " %"),
-    ):
+    axes.set(xscale="log", yscale="log", xlim=xlim, ylim=ylim)
+    ticks = [digit * 10.0**power for power in range(-2, 3) for digit in (1, 2, 5)]
+    for axis, unit in ((axes.xaxis, "x"), (axes.yaxis, " %")):
         axis.set_major_locator(FixedLocator(ticks))
         axis.set_major_formatter(FixedFormatter([f"{tick:g}{unit}" for tick in ticks]))
         axis.set_minor_locator(NullLocator())
     axes.set_xlabel("time of sample(256), relative to SB3", color=INK)
-    axes.set_ylabel("memory, relative to SB3's ReplayBuffer", color=INK)
     axes.tick_params(colors=INK)
     axes.grid(color=INK, alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["bottom", "left"]].set_color(INK)
-    axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="upper right")
 
 
 def summary() -> str:
     """The summary in the README and on the home page."""
-    from benchmarks import headline
+    from benchmarks import headline, observation_tables
 
     million = "".join(
         f"{int(row['n_transitions']):,} {GAME_TITLES.get(row['game'], row['game'])} transitions with all columns take "
         f"**{resident(row)}** of resident memory, {quantity(sb3_bytes(row), 'B')} in SB3's `ReplayBuffer`.\n\n"
         for row in rows("million")
     )
-    return f"\n{headline.table()}{million}" if rows("headline") else ""
+    others = observation_tables.summary(rows("observations"))
+    return f"\n{headline.table()}{million}{others}" if rows("headline") else ""
 
 
 def benchmarks_page() -> str:
     """``docs/benchmarks.md``."""
+    from benchmarks import observation_tables
+
     parts = [
         "# Benchmarks\n",
         "`make docs` renders all figures from the CSV files in `benchmarks/data`; `make bench` measures the first "
@@ -250,6 +251,8 @@ def benchmarks_page() -> str:
         some = rows(name)
         if some:
             parts += [f"## {title}\n", other_table(some), provenance(some)]
+    if rows("observations"):
+        parts += observation_tables.section(rows("observations"))
     some = rows("buffers")
     if some:
         parts += ["## Buffers compared with SB3's\n", buffer_table(some), provenance(some)]
@@ -257,9 +260,13 @@ def benchmarks_page() -> str:
 
 
 def main() -> None:
+    from benchmarks import observation_tables
+
     (DOCS / "benchmarks.md").write_text(benchmarks_page())
     if rows("table"):
         plot(rows("table"), DOCS / "memory_speed.png")
+    if rows("observations"):
+        observation_tables.plot(rows("observations"), DOCS / "observations.png")
     for page in (README, DOCS / "index.md"):
         insert(page, "figures", summary())
     insert(DOCS / "architecture.md", "formats", format_table())

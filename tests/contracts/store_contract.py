@@ -89,6 +89,8 @@ CASES = [
         Case("scroll", (16, 16)),
         Case("scroll", (5, 7, 3), stack=3, axis="last", frames=5),
         Case("scroll2", (5, 7), stack=4, frames=3),
+        Case("camera", (16, 16, 3), frames=6),
+        Case("camera", (5, 7), stack=3, axis="last", frames=5),
     )
 ]
 

@@ -58,6 +58,7 @@ _ENTRIES = {
     "lz4-block": CodecEntry(f"{_HERE}.lz4:Lz4BlockCodec", "lz4", "lz4"),
     "delta": CodecEntry(f"{_HERE}.delta:DeltaCodec"),
     "scroll": CodecEntry(f"{_HERE}.scroll:ScrollCodec", "lz4", "lz4"),
+    "camera": CodecEntry(f"{_HERE}.camera:CameraCodec"),
     "palette": CodecEntry(f"{_HERE}.palette:PaletteCodec"),
 }
 

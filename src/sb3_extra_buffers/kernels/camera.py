@@ -61,8 +61,8 @@ OVERREAD = 64
 
 #: values in a tile
 TILE = 64
-# every how many frames one refers to the first of the segment
-_STRIDE = 4
+#: every how many frames one refers to the first of the segment
+STRIDE = 4
 # bytes of zeros at the start of a work space: a tile of the largest values
 _ZEROS = 8 * TILE
 # bytes after the zeros that belong to single tiles
@@ -122,7 +122,7 @@ def pack_camera(
         reference, previous = FRAME_BEFORE, before
         if i == 0:
             reference = NO_FRAME
-        elif i % _STRIDE == 0:
+        elif i % STRIDE == 0:
             reference, previous = FIRST_FRAME, first
         frame = frames_at + i * size
         split_planes(frames, frame, geometry, scratch, current)

@@ -51,9 +51,15 @@ def _spread(builder: Any, value: Any, kind: Any) -> Any:
     return _shuffle(builder, single, single, [0] * kind.count)
 
 
-def _mask(builder: Any, condition: Any, kind: Any) -> Any:
-    # not a select: LLVM turns one of whole vectors into a branch
-    return _spread(builder, builder.sext(condition, kind.element), kind)
+def _only_if(builder: Any, condition: Any, vector: Any) -> Any:
+    """Return ``vector``, or zeros if ``condition`` is false."""
+    kind = vector.type
+    # not a select by the condition itself: LLVM turns one of whole vectors into a branch
+    if _HAS_VBMI and kind.element.width == 8:
+        lanes = builder.sext(condition, ir.IntType(kind.count))
+        mask = builder.bitcast(lanes, ir.VectorType(ir.IntType(1), kind.count))
+        return builder.select(mask, vector, ir.Constant(kind, None))
+    return builder.and_(vector, _spread(builder, builder.sext(condition, kind.element), kind))
 
 
 def _at(builder: Any, pointer: Any, offset: int) -> Any:
@@ -72,9 +78,12 @@ def _moved(builder: Any, tile: Any, by: int, group: int) -> Any:
 @_operation(types.void, _MEMORY, _MEMORY, _UINT, _UINT)
 def unpack_unit(builder: Any, target: Any, source: Any, widths: Any, ends: Any) -> None:
     """Unpack eight rows of eight bytes; byte ``i`` of ``widths`` is the width of row ``i``, of ``ends`` its end."""
-    unpack = _unpack_rows if _HAS_VBMI else _unpack_words
     # in one piece: loads of more bytes than a store wrote have to wait for it
-    _store(builder, unpack(builder, source, widths, ends), target)
+    _store(builder, _unpack(builder, source, widths, ends), target)
+
+
+def _unpack(builder: Any, source: Any, widths: Any, ends: Any) -> Any:
+    return (_unpack_rows if _HAS_VBMI else _unpack_words)(builder, source, widths, ends)
 
 
 def _unpack_words(builder: Any, source: Any, widths: Any, ends: Any) -> Any:
@@ -89,11 +98,7 @@ def _unpack_words(builder: Any, source: Any, widths: Any, ends: Any) -> Any:
             mask = builder.sub(builder.shl(_ONES, width), _ONES)
             values = _call(builder, "llvm.x86.bmi.pdep.64", _WORD, packed, mask)
         else:
-            low = builder.sub(builder.shl(_WORD(1), width), _WORD(1))
-            values = _WORD(0)
-            for byte in range(8):
-                values = builder.or_(values, builder.shl(builder.and_(packed, low), _WORD(8 * byte)))
-                packed = builder.lshr(packed, width)
+            values = _spread_values(builder, packed, width)
         unit = builder.insert_element(unit, values, _INT32(row))
     return unit
 
@@ -133,6 +138,27 @@ def pack_unit(builder: Any, target: Any, source: Any, widths: Any) -> None:
         target = builder.gep(target, [width])
 
 
+@_operation(_UINT, _INT, _UINT)
+def spread_widths(builder: Any, header: Any, offsets: Any) -> Any:
+    """Return the width of each row, from a unit's header and the bytes that start with its offsets."""
+    bits = builder.and_(builder.lshr(header, _WORD(2)), _WORD(3))
+    base = builder.mul(builder.lshr(header, _WORD(4)), _ONES)
+    if _HAS_BMI2:
+        mask = builder.sub(builder.shl(_ONES, bits), _ONES)
+        return builder.add(base, _call(builder, "llvm.x86.bmi.pdep.64", _WORD, offsets, mask))
+    return builder.add(base, _spread_values(builder, offsets, bits))
+
+
+def _spread_values(builder: Any, packed: Any, width: Any) -> Any:
+    """Move eight values of ``width`` bits to the bytes of a word."""
+    low = builder.sub(builder.shl(_WORD(1), width), _WORD(1))
+    values = _WORD(0)
+    for byte in range(8):
+        values = builder.or_(values, builder.shl(builder.and_(packed, low), _WORD(8 * byte)))
+        packed = builder.lshr(packed, width)
+    return values
+
+
 @_operation(_UINT, _UINT, _UINT)
 def largest_bytes(builder: Any, a: Any, b: Any) -> Any:
     """Return the larger one of each pair of bytes."""
@@ -152,9 +178,44 @@ def count_in_bytes(builder: Any, word: Any) -> Any:
 # ---- prediction ----
 
 
+def _set_tile(
+    builder: Any, values: Any, current: Any, previous: Any, above: Any, change: Any, predictor: Any
+) -> None:
+    """Set a tile from the codes of its residuals; see `_decode_tile`."""
+    kind, row_kind = values.type, ir.VectorType(values.type.element, 8)
+    one = _splat(1, kind)
+    values = builder.xor(builder.lshr(values, one), builder.neg(builder.and_(values, one)))
+    gradient = builder.icmp_unsigned("==", predictor, _WORD(0))
+    for by in (1, 2, 4):
+        values = builder.add(values, _only_if(builder, gradient, _moved(builder, values, by, 8)))
+    vertical = builder.icmp_unsigned("!=", predictor, _WORD(1))
+    for by in (8, 16, 32):
+        values = builder.add(values, _only_if(builder, vertical, _moved(builder, values, by, TILE)))
+    both = builder.icmp_unsigned("==", predictor, _WORD(3))
+    start = builder.select(both, builder.ptrtoint(change, _WORD), builder.ptrtoint(above, _WORD))
+    first = _load(builder, builder.inttoptr(start, row_kind.as_pointer()), row_kind)
+    first = _only_if(builder, vertical, first)
+    values = builder.add(values, _shuffle(builder, first, first, [i % 8 for i in range(TILE)]))
+    before = _load(builder, previous, kind)
+    temporal = builder.icmp_unsigned("!=", builder.and_(predictor, _WORD(1)), _WORD(0))
+    values = builder.add(values, _only_if(builder, temporal, before))
+    last = _shuffle(builder, builder.sub(values, before), values, list(range(56, 64)))
+    _store(builder, last, change)
+    _store(builder, values, current)
+
+
+@_operation(types.void, _MEMORY, _MEMORY, _MEMORY, _MEMORY, _MEMORY, _UINT, _UINT, _UINT)
+def decode_unit(
+    builder: Any, current: Any, previous: Any, above: Any, change: Any, source: Any, widths: Any, ends: Any,
+    predictor: Any,
+) -> None:  # fmt: skip
+    """`unpack_unit`, then set a tile of bytes as `_decode_tile` does."""
+    values = builder.bitcast(_unpack(builder, source, widths, ends), _UNIT)
+    _set_tile(builder, values, current, previous, above, change, predictor)
+
+
 def _decode_tile(itemsize: int) -> Any:
-    bits = ir.IntType(8 * itemsize)
-    kind, row_kind = ir.VectorType(bits, TILE), ir.VectorType(bits, 8)
+    kind = ir.VectorType(ir.IntType(8 * itemsize), TILE)
 
     @_operation(types.void, _MEMORY, _MEMORY, _MEMORY, _MEMORY, _MEMORY, _UINT)
     def decode_tile(
@@ -166,31 +227,9 @@ def _decode_tile(itemsize: int) -> Any:
         """
         values = ir.Constant(kind, None)
         for unit in range(itemsize):
-            byte = builder.zext(_load(builder, _at(builder, units, TILE * unit), _UNIT), kind) if itemsize > 1 else None
-            if byte is None:
-                values = _load(builder, units, _UNIT)
-            else:
-                values = builder.or_(values, builder.shl(byte, _splat(8 * unit, kind)))
-        one = _splat(1, kind)
-        values = builder.xor(builder.lshr(values, one), builder.neg(builder.and_(values, one)))
-        gradient = _mask(builder, builder.icmp_unsigned("==", predictor, _WORD(0)), kind)
-        for by in (1, 2, 4):
-            values = builder.add(values, builder.and_(_moved(builder, values, by, 8), gradient))
-        vertical = builder.icmp_unsigned("!=", predictor, _WORD(1))
-        down = _mask(builder, vertical, kind)
-        for by in (8, 16, 32):
-            values = builder.add(values, builder.and_(_moved(builder, values, by, TILE), down))
-        both = builder.icmp_unsigned("==", predictor, _WORD(3))
-        start = builder.select(both, builder.ptrtoint(change, _WORD), builder.ptrtoint(above, _WORD))
-        first = _load(builder, builder.inttoptr(start, row_kind.as_pointer()), row_kind)
-        first = builder.and_(first, _mask(builder, vertical, row_kind))
-        values = builder.add(values, _shuffle(builder, first, first, [i % 8 for i in range(TILE)]))
-        before = _load(builder, previous, kind)
-        temporal = builder.icmp_unsigned("!=", builder.and_(predictor, _WORD(1)), _WORD(0))
-        values = builder.add(values, builder.and_(before, _mask(builder, temporal, kind)))
-        last = _shuffle(builder, builder.sub(values, before), values, list(range(56, 64)))
-        _store(builder, last, change)
-        _store(builder, values, current)
+            byte = builder.zext(_load(builder, _at(builder, units, TILE * unit), _UNIT), kind)
+            values = builder.or_(values, builder.shl(byte, _splat(8 * unit, kind)))
+        _set_tile(builder, values, current, previous, above, change, predictor)
 
     return decode_tile
 
@@ -240,11 +279,17 @@ def _find_residuals(itemsize: int) -> Any:
     return find_residuals
 
 
-decode_tile_1, decode_tile_2, decode_tile_4, decode_tile_8 = map(_decode_tile, (1, 2, 4, 8))
+decode_tile_2, decode_tile_4, decode_tile_8 = map(_decode_tile, (2, 4, 8))
 find_residuals_1, find_residuals_2, find_residuals_4, find_residuals_8 = map(_find_residuals, (1, 2, 4, 8))
 
 
 # ---- planes of colours ----
+
+
+@_operation(types.void, _MEMORY, _MEMORY)
+def copy_unit(builder: Any, target: Any, source: Any) -> None:
+    """Copy 64 bytes."""
+    _store(builder, _load(builder, source, _UNIT), target)
 
 
 @_operation(types.void, _MEMORY, _MEMORY)

@@ -7,12 +7,16 @@ from typing import Any
 import numpy as np
 
 from sb3_extra_buffers.kernels import camera as reference
-from sb3_extra_buffers.kernels import lz4_numba  # noqa: F401  # compiles `copy_run`
-from sb3_extra_buffers.kernels.camera import _ZEROS, BEFORE, TILE
+from sb3_extra_buffers.kernels import (
+    lz4_numba,  # noqa: F401  # compiles `copy_run`
+    writing_numba,  # noqa: F401  # compiles `get_length`
+)
+from sb3_extra_buffers.kernels.camera import _ZEROS, TILE
 from sb3_extra_buffers.kernels.camera_intrinsics import (
     add_unit,
+    copy_unit,
     count_in_bytes,
-    decode_tile_1,
+    decode_unit,
     decode_tile_2,
     decode_tile_4,
     decode_tile_8,
@@ -24,6 +28,7 @@ from sb3_extra_buffers.kernels.camera_intrinsics import (
     largest_bytes,
     pack_unit,
     split_colours,
+    spread_widths,
     subtract_unit,
     unpack_unit,
 )
@@ -38,18 +43,16 @@ from sb3_extra_buffers.kernels.intrinsics import (
     load_int,
     load_word,
     lowest_bits,
-    spread_bytes,
     store_word,
 )
-from sb3_extra_buffers.kernels import writing_numba  # noqa: F401  # compiles `get_length`
 
 _ONES = np.uint64(0x0101010101010101)
 # where single tiles are in a work space: candidates of residuals, their widths, masks of partial tiles
 _UNITS_AT = _ZEROS
 _FOUND_AT = _UNITS_AT + 4 * 8 * TILE
 _MASKS_AT = _FOUND_AT + 4 * 64
-# by the number of bits of an offset: which bits of a byte it takes
-_OFFSET_MASKS = np.array([0, 0x0101010101010101, 0x0303030303030303, 0x0707070707070707], np.uint64)
+# what makes the top bit of a byte show that its value is above 8
+_ONE_LESS, _TOP_BITS = np.uint64(0x7777777777777777), np.uint64(0x8080808080808080)
 
 replaces(reference.clear)(clear_bytes)
 
@@ -103,7 +106,7 @@ def _copy_value(target: Any, to: int, source: Any, at: int, itemsize: int) -> No
 
 
 @inner
-def _join_row(space: Any, planes_at: int, y: int, geometry: Any, out: Any, at: int, units_at: int) -> None:
+def _join_row(space: Any, planes_at: int, y: int, geometry: Any, out: Any, at: int) -> None:
     """Undo `split_planes` for a row of tiles."""
     height, width, channels, planar, itemsize = geometry[0], geometry[1], geometry[2], geometry[3], geometry[4]
     pixel = itemsize if planar else channels * itemsize
@@ -120,9 +123,9 @@ def _join_row(space: Any, planes_at: int, y: int, geometry: Any, out: Any, at: i
         for channel in range(channels):
             tile = begin + channel * across * tile_bytes
             if _mixes(geometry) and (channel == 0 or channel == 2):
-                copy_bytes(space, units_at, space, tile, TILE)
-                add_unit(space, units_at, space, begin + across * TILE)
-                tile = units_at
+                copy_bytes(space, _UNITS_AT, space, tile, TILE)
+                add_unit(space, _UNITS_AT, space, begin + across * TILE)
+                tile = _UNITS_AT
             for row in range(n_rows):
                 source, target = tile + row * 8 * itemsize, start + channel * plane + row * width * pixel
                 if pixel == 1 and n_columns == 8:
@@ -328,9 +331,8 @@ def _set_masks(space: Any, height: int, width: int) -> None:
 def decode_planes(
     source: Any, at: int, end: int, work: Any, current: int, previous: int, geometry: Any, out: Any, out_at: int
 ) -> bool:
-    height, channels, itemsize = geometry[0], geometry[2], geometry[4]
-    down, across = (height + 7) // 8, (geometry[1] + 7) // 8 * channels
-    tile_bytes, row_bytes = TILE * itemsize, 8 * itemsize
+    channels, itemsize = geometry[2], geometry[4]
+    down, across = (geometry[0] + 7) // 8, (geometry[1] + 7) // 8 * channels
     changed = at + 1
     headers = changed + ((down * across + 7) >> 3)
     if headers > end:
@@ -342,52 +344,102 @@ def decode_planes(
     if rows > end:
         return False
     headers_end, offsets_end = offsets, rows
-    step = tile_bytes if previous else 0
-    before, now = previous, current
     changes = _changes_at(geometry)
-    clear_bytes(work, changes, across * row_bytes)
-    too_wide = np.uint64(0)
+    clear_bytes(work, changes, across * 8 * itemsize)
+    step = TILE * itemsize if previous else 0
+    row_bytes = TILE * itemsize * across
     tile = 0
     for y in range(down):
-        for x in range(across):
-            change = changes + x * row_bytes
-            if (load_int(source, changed + (tile >> 3)) >> (tile & 7)) & 1:
-                if headers + itemsize > headers_end:
-                    return False
-                predictor = load_byte(source, headers) & np.uint64(3)
-                for unit in range(itemsize):
-                    header = load_int(source, headers)
-                    bits = (header >> 2) & 3
-                    spread = spread_bytes(load_word(source, offsets), _OFFSET_MASKS[bits])
-                    widths = np.uint64(header >> 4) * _ONES + spread
-                    ends = widths * _ONES
-                    stop = rows + np.int64(ends >> np.uint64(56))
-                    if stop > end:
-                        return False
-                    too_wide |= widths + np.uint64(0x7777777777777777)
-                    unpack_unit(work, _UNITS_AT + TILE * unit, source, rows, widths, ends)
-                    headers += 1
-                    offsets += bits
-                    rows = stop
-                above = 0 if y == 0 else now - across * tile_bytes + 7 * row_bytes
-                if itemsize == 1:
-                    decode_tile_1(work, now, work, before, work, above, work, change, work, _UNITS_AT, predictor)
-                elif itemsize == 2:
-                    decode_tile_2(work, now, work, before, work, above, work, change, work, _UNITS_AT, predictor)
-                elif itemsize == 4:
-                    decode_tile_4(work, now, work, before, work, above, work, change, work, _UNITS_AT, predictor)
-                else:
-                    decode_tile_8(work, now, work, before, work, above, work, change, work, _UNITS_AT, predictor)
-            else:
-                if before != now:
-                    copy_bytes(work, now, work, before, tile_bytes)
-                clear_bytes(work, change, row_bytes)
-            tile += 1
-            now += tile_bytes
-            before += step
+        above = current + (y - 1) * row_bytes + 7 * 8 * itemsize if y else 0
+        above_step = TILE * itemsize if y else 0
+        now, before = current + y * row_bytes, previous + y * across * step
+        if itemsize == 1:
+            headers, offsets, rows = _decode_bytes(
+                source, changed, tile, headers, offsets, rows, end, work, now, before, step, above, above_step,
+                changes, across,
+            )  # fmt: skip
+        else:
+            headers, offsets, rows = _decode_values(
+                source, changed, tile, headers, offsets, rows, end, work, now, before, step, above, above_step,
+                changes, across, itemsize,
+            )  # fmt: skip
+        if headers > headers_end or offsets > offsets_end or rows > end:
+            return False
+        tile += across
         if out_at >= 0:
-            _join_row(work, current, 8 * y, geometry, out, out_at, _UNITS_AT)
-    return headers == headers_end and offsets == offsets_end and rows == end and not too_wide & (_ONES << np.uint64(7))
+            _join_row(work, current, 8 * y, geometry, out, out_at)
+    return headers == headers_end and offsets == offsets_end and rows == end
+
+
+@inner
+def _decode_bytes(
+    source: Any, changed: int, tile: int, headers: int, offsets: int, rows: int, end: int, work: Any, now: int,
+    before: int, step: int, above: int, above_step: int, change: int, count: int,
+) -> Any:  # fmt: skip
+    """Decode a row of ``count`` tiles of bytes; return how far the sections were read, past ``end`` if damaged."""
+    too_wide = np.uint64(0)
+    for tile in range(tile, tile + count):
+        if (load_int(source, changed + (tile >> 3)) >> (tile & 7)) & 1:
+            header = load_int(source, headers)
+            widths = spread_widths(header, load_word(source, offsets))
+            ends = widths * _ONES
+            start = rows
+            rows += np.int64(ends >> np.uint64(56))
+            if rows > end:
+                return headers, offsets, end + 1
+            too_wide |= widths + _ONE_LESS
+            predictor = np.uint64(header & 3)
+            decode_unit(work, now, work, before, work, above, work, change, source, start, widths, ends, predictor)
+            headers += 1
+            offsets += (header >> 2) & 3
+        else:
+            if before != now:
+                copy_unit(work, now, work, before)
+            store_word(work, change, np.uint64(0))
+        now += TILE
+        before += step
+        above += above_step
+        change += 8
+    return headers, offsets, rows if not too_wide & _TOP_BITS else end + 1
+
+
+@inner
+def _decode_values(
+    source: Any, changed: int, tile: int, headers: int, offsets: int, rows: int, end: int, work: Any, now: int,
+    before: int, step: int, above: int, above_step: int, change: int, count: int, itemsize: int,
+) -> Any:  # fmt: skip
+    """`_decode_bytes` for values of several bytes."""
+    too_wide = np.uint64(0)
+    for tile in range(tile, tile + count):
+        if (load_int(source, changed + (tile >> 3)) >> (tile & 7)) & 1:
+            predictor = load_byte(source, headers) & np.uint64(3)
+            for unit in range(itemsize):
+                header = load_int(source, headers)
+                widths = spread_widths(header, load_word(source, offsets))
+                ends = widths * _ONES
+                start = rows
+                rows += np.int64(ends >> np.uint64(56))
+                if rows > end:
+                    return headers, offsets, end + 1
+                too_wide |= widths + _ONE_LESS
+                unpack_unit(work, _UNITS_AT + TILE * unit, source, start, widths, ends)
+                headers += 1
+                offsets += (header >> 2) & 3
+            if itemsize == 2:
+                decode_tile_2(work, now, work, before, work, above, work, change, work, _UNITS_AT, predictor)
+            elif itemsize == 4:
+                decode_tile_4(work, now, work, before, work, above, work, change, work, _UNITS_AT, predictor)
+            else:
+                decode_tile_8(work, now, work, before, work, above, work, change, work, _UNITS_AT, predictor)
+        else:
+            if before != now:
+                copy_bytes(work, now, work, before, TILE * itemsize)
+            clear_bytes(work, change, 8 * itemsize)
+        now += TILE * itemsize
+        before += step
+        above += above_step
+        change += 8 * itemsize
+    return headers, offsets, rows if not too_wide & _TOP_BITS else end + 1
 
 
 @inner

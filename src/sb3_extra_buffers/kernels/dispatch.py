@@ -46,16 +46,25 @@ def has_numba() -> bool:
 
 def _drop_outdated(module: Any) -> None:
     """Delete cached kernels older than any source compiled into them; numba only checks the file that defines them."""
-    cache = module.read_frames.stats.cache_path
+    kernels = (value for value in vars(module).values() if hasattr(value, "stats"))
+    cache = next((kernel.stats.cache_path for kernel in kernels if kernel.stats.cache_path is not None), None)
     if cache is None:
         return
     package = Path(module.__file__).parents[1]
     sources = [*(package / "kernels").glob("*.py"), *(package / "codecs").glob("*.py")]
     newest = max(source.stat().st_mtime for source in sources)
-    for index in Path(cache).glob("frames_numba.*.nbi"):
+    for index in Path(cache).glob(f"{Path(module.__file__).stem}.*.nbi"):
         with suppress(OSError):
             if index.stat().st_mtime <= newest:
                 index.unlink()
+
+
+@cache
+def compiled_kernels(name: str) -> Any:
+    """Import the module ``kernels.{name}_numba``, whose kernels are compiled when they are first called."""
+    module = importlib.import_module(f"sb3_extra_buffers.kernels.{name}_numba")
+    _drop_outdated(module)
+    return module
 
 
 @cache
@@ -63,8 +72,6 @@ def frame_kernels(compiled: bool | None = None) -> FrameKernels:
     """Return the frame store's kernels: compiled, reference, or (``None``) compiled if numba is installed."""
     if compiled is None:
         return frame_kernels(has_numba())
-    module: Any = importlib.import_module(f"sb3_extra_buffers.kernels.{'frames_numba' if compiled else 'frames'}")
-    if compiled:
-        _drop_outdated(module)
+    module: Any = compiled_kernels("frames") if compiled else importlib.import_module(f"{__package__}.frames")
     functions = {name: getattr(module, name) for name in FrameKernels._fields if name != "compiled"}
     return FrameKernels(compiled=compiled, **functions)

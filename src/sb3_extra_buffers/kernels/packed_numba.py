@@ -10,8 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from sb3_extra_buffers.kernels import (
+    camera,
+    camera_numba,  # noqa: F401  # compiles the functions of `camera`
+)
 from sb3_extra_buffers.kernels.columns_numba import as_column, flat, int64_part, keep, part, tables_at
-from sb3_extra_buffers.kernels.compiling import inner, slow_entry
+from sb3_extra_buffers.kernels.compiling import compiled, inner, slow_entry
 from sb3_extra_buffers.kernels.intrinsics import clear_bytes, copy_bytes, stream_bytes
 from sb3_extra_buffers.kernels.lz4_block import OVERRUN
 from sb3_extra_buffers.kernels.reading_numba import (
@@ -22,7 +26,9 @@ from sb3_extra_buffers.kernels.reading_numba import (
     sort_row,
     unpack_block,
 )
-from sb3_extra_buffers.kernels.state import PACKED_LZ4, PACKED_ZSTD
+from sb3_extra_buffers.kernels.state import PACKED_CAMERA, PACKED_LZ4, PACKED_ZSTD
+
+unpack_camera, camera_work_bytes = compiled(camera.unpack_camera), compiled(camera.camera_work_bytes)
 
 
 @slow_entry
@@ -38,7 +44,12 @@ def read_packed(bound: Any, frame_ids: Any, sets: Any, out: Any, first: int, sto
 def _work_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
     n_frames = sets.shape[0] * frame_ids.shape[1]
     unpacked = state.config.per_segment * state.config.frame_bytes + OVERRUN
-    return 16 * n_frames + unpacked + joined_bytes(state, frame_ids, sets)
+    return 24 * n_frames + max(unpacked, _camera_bytes(state)) + joined_bytes(state, frame_ids, sets)
+
+
+@inner
+def _camera_bytes(state: Any) -> int:
+    return camera_work_bytes(state.config.frame_bytes, state.geometry) if len(state.geometry) else 0
 
 
 @inner
@@ -47,9 +58,11 @@ def _read_rows(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop
     size, per_segment = state.config.frame_bytes, state.config.per_segment
     n_frames = sets.shape[0] * frame_ids.shape[1]
     ids, targets = int64_part(space, 0, n_frames), int64_part(space, 8 * n_frames, n_frames)
-    at = 16 * n_frames
-    unpacked = part(space, at, per_segment * size + OVERRUN)
-    at += per_segment * size + OVERRUN
+    positions = int64_part(space, 16 * n_frames, n_frames)
+    at = 24 * n_frames
+    work_bytes = max(per_segment * size + OVERRUN, _camera_bytes(state))
+    work = part(space, at, work_bytes)
+    at += work_bytes
     n_joined = joined_bytes(state, frame_ids, sets)
     target = part(space, at, n_joined) if n_joined else flat(out)
     streaming = n_joined == 0 and is_streaming(sets.shape[0] * sets.shape[1] * frame_ids.shape[1] * size, size, out)
@@ -64,7 +77,10 @@ def _read_rows(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop
             last = i + 1
             while last < n_frames and ids[last] // per_segment == segment:
                 last += 1
-            if not _read_segment(state, segment, ids, targets, i, last, target, streaming, unpacked, zstd):
+            for k in range(i, last):
+                positions[k] = ids[k] - segment * per_segment
+            chosen, to = int64_part(positions, 8 * i, last - i), int64_part(targets, 8 * i, last - i)
+            if not _read_segment(state, segment, chosen, to, target, streaming, work, zstd):
                 return segment
             i = last
         if n_joined:
@@ -74,10 +90,9 @@ def _read_rows(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop
 
 @inner
 def _read_segment(
-    state: Any, segment: int, ids: Any, targets: Any, i: int, last: int, target: Any, streaming: bool, unpacked: Any,
-    zstd: Any,
-) -> bool:  # fmt: skip
-    """Write the frames ``ids[i:last]`` of a segment to their targets; return False if it is damaged."""
+    state: Any, segment: int, positions: Any, targets: Any, target: Any, streaming: bool, work: Any, zstd: Any
+) -> bool:
+    """Write the frames at ``positions`` of a segment, in ascending order, to ``targets``; False if it is damaged."""
     size, per_segment, width = state.config.frame_bytes, state.config.per_segment, state.config.length_bytes
     start = state.starts[segment]
     if start < 0:
@@ -89,30 +104,33 @@ def _read_segment(
         end = start + state.lengths[segment]
         at = start + 2 + np.int64(source[start + 1]) * width
     count, flags = np.int64(source[start + 1]), source[start]
-    if at > end or count > per_segment or ids[last - 1] % per_segment >= count:
+    if at > end or count > per_segment or positions[len(positions) - 1] >= count:
         return False
+    if flags == PACKED_CAMERA and len(state.geometry):
+        return unpack_camera(
+            source, at, end, start + 2, width, count, positions, targets, len(positions), target, state.geometry, work
+        )
     if flags == PACKED_ZSTD:
         keyframe, stride = state.keyframes[segment], state.config.keyframe_bytes
         n_dictionary = stride if keyframe >= 0 else 0
         if not inflate_zstd(
-            source, at, end, unpacked, count * size, zstd, state.keyframe_rows, max(keyframe, 0) * stride, n_dictionary
+            source, at, end, work, count * size, zstd, state.keyframe_rows, max(keyframe, 0) * stride, n_dictionary
         ):
             return False
-        source, at, end = unpacked, 0, count * size
+        source, at, end = work, 0, count * size
     elif flags == PACKED_LZ4:
-        needed = (ids[last - 1] % per_segment + 1) * size
-        if not unpack_block(source, at, end, unpacked, count * size, needed):
+        needed = (positions[len(positions) - 1] + 1) * size
+        if not unpack_block(source, at, end, work, count * size, needed):
             return False
-        source, at, end = unpacked, 0, count * size
+        source, at, end = work, 0, count * size
     elif flags != 0:
         return False
     if at + count * size > end:
         return False
-    while i < last:
-        frame_at = at + ids[i] % per_segment * size
+    for i in range(len(positions)):
+        frame_at = at + positions[i] * size
         if streaming:
             stream_bytes(target, targets[i], source, frame_at, size)
         else:
             copy_bytes(target, targets[i], source, frame_at, size)
-        i += 1
     return True

@@ -1,26 +1,31 @@
-"""Whole frames, several to a segment, which is packed when it is full: the store of ``none`` and ``scroll``."""
+"""Segments of whole frames, packed when they are full: the store of ``none``, ``scroll`` and ``camera``."""
 
 from __future__ import annotations
 
-import importlib
 from collections import deque
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
-from sb3_extra_buffers.kernels.state import NONE, PACKED_LZ4, PACKED_ZSTD, Bytes, padded_bytes
+from sb3_extra_buffers.kernels import compiled_kernels
+from sb3_extra_buffers.kernels.camera import camera_geometry
+from sb3_extra_buffers.kernels.state import NONE, PACKED_CAMERA, PACKED_LZ4, PACKED_ZSTD, Bytes, Ints, padded_bytes
 from sb3_extra_buffers.stores.base import Indices
 from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.segment_format import header_bytes, inflate
+from sb3_extra_buffers.stores.segment_format import (
+    header_bytes,
+    inflate,
+    pack_camera_frames,
+    unpack_camera_frames,
+)
 from sb3_extra_buffers.stores.segments import SegmentStore
 from sb3_extra_buffers.stores.workers import run_split
 
-#: flags of a segment, its bytes, and the dictionary that they need or NONE
-Packed = tuple[int, Bytes, int]
+#: flags of a segment, its bytes, the dictionary that they need or NONE, and the lengths of frames that are encoded
+Packed = tuple[int, Bytes, int, Ints | None]
 
 # frames of a raw segment: enough that its table entries take little
 _RAW_FRAMES = 8
@@ -58,7 +63,7 @@ class PackedStore(SegmentStore):
     @classmethod
     def accepts(cls, codec: Codec, layout: StackLayout) -> bool:
         # an observation that is a single frame needs no frame ids
-        return codec.codec_id == "scroll" or (codec.codec_id == "none" and layout.stack > 1)
+        return codec.codec_id in ("camera", "scroll") or (codec.codec_id == "none" and layout.stack > 1)
 
     @staticmethod
     def frames_per_segment(codec: Codec) -> int:
@@ -75,6 +80,8 @@ class PackedStore(SegmentStore):
 
     def _follow_kernels(self) -> None:
         compress_above = _NEVER if self.codec.codec_id == "none" else -1
+        if self.codec.codec_id == "camera":
+            self._replace(geometry=camera_geometry(self.layout.frame_spec))
         config = self.state.config._replace(whole=True, max_chain_bytes=_NEVER, compress_above=compress_above)
         if self._zstd_level:
             config = config._replace(keyframe_bytes=padded_bytes(_DICTIONARY_START + self._keyframe_size))
@@ -110,8 +117,10 @@ class PackedStore(SegmentStore):
         segment, begin = int(state.open_segments[stream]), stream * self.state.config.stage_bytes
         count, body = int(state.counts[segment]), self._body(stream)
         header = state.stage[begin : begin + header_bytes(count, dtype)].copy()
-        flags, content, dictionary = self._pack(body) if packed is None else packed
+        flags, content, dictionary, lengths = self._pack(body) if packed is None else packed
         header[:2] = flags, count
+        if lengths is not None:
+            header[2:].view(dtype)[:] = lengths
         payload = np.concatenate([header, content])
         self.heap.check_limit(segment, payload.size)
         if dictionary >= 0:
@@ -127,14 +136,18 @@ class PackedStore(SegmentStore):
 
     def _pack(self, body: Bytes) -> Packed:
         """Compress the frames of a segment."""
+        as_is: Packed = 0, body, NONE, None
         if self.codec.codec_id == "none":
-            return 0, body, NONE
+            return as_is
+        if self.codec.codec_id == "camera":
+            packed, lengths = pack_camera_frames(body, self.state.geometry, self._kernels.compiled)
+            return (PACKED_CAMERA, packed, NONE, lengths) if packed.size < body.size else as_is
         if not self._zstd_level:
             packed = np.frombuffer(self.codec.encode(body.data), np.uint8)
-            return (PACKED_LZ4, packed, NONE) if packed.size < body.size else (0, body, NONE)
+            return (PACKED_LZ4, packed, NONE, None) if packed.size < body.size else as_is
         number, dictionary = self._dictionary(int(self.state.pool[0]), body.size)
         packed = self._compress(body, dictionary)
-        return (PACKED_ZSTD, packed, number) if packed.size < body.size else (0, body, NONE)
+        return (PACKED_ZSTD, packed, number, None) if packed.size < body.size else as_is
 
     def _compress(self, body: Bytes, dictionary: Any) -> Bytes:
         from sb3_extra_buffers.codecs.zstd import compress_bytes  # needs zstandard
@@ -191,9 +204,14 @@ class PackedStore(SegmentStore):
     # ---- reading ----
 
     def _read_kernel(self) -> Callable[..., int]:
-        return _read_packed() if self._kernels.compiled else self._kernels.read_frames
+        if not self._kernels.compiled:
+            return self._kernels.read_frames
+        read: Callable[..., int] = compiled_kernels("packed").read_packed
+        return read
 
     def _inflate(self, payload: Bytes, segment: int) -> Bytes:
+        if payload[0] == PACKED_CAMERA:
+            return unpack_camera_frames(payload, self._length_dtype, self.per_segment, self.state.geometry)
         if payload[0] == PACKED_LZ4 and len(payload) > 1 and 0 < payload[1] <= self.per_segment:
             # faster than the reference function that `inflate` has
             size, header = self.layout.frame_bytes, header_bytes(int(payload[1]), self._length_dtype)
@@ -224,10 +242,3 @@ class PackedStore(SegmentStore):
         for name in ("_samples", "_prepared"):
             state.pop(name, None)
         return state
-
-
-@cache
-def _read_packed() -> Callable[..., int]:
-    module: Any = importlib.import_module("sb3_extra_buffers.kernels.packed_numba")
-    read: Callable[..., int] = module.read_packed
-    return read

@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.errors import CorruptPayloadError
-from sb3_extra_buffers.kernels import FrameKernels
+from sb3_extra_buffers.kernels import FrameKernels, as_contiguous, camera, compiled_kernels
+from sb3_extra_buffers.kernels.camera import OVERREAD
 from sb3_extra_buffers.kernels.lz4_block import OVERRUN, unpack_block
 from sb3_extra_buffers.kernels.policy import PAYING_TENTHS
-from sb3_extra_buffers.kernels.state import PACKED_LZ4, PACKED_ZSTD, FrameConfig
+from sb3_extra_buffers.kernels.state import PACKED_CAMERA, PACKED_LZ4, PACKED_ZSTD, FrameConfig, Ints
 from sb3_extra_buffers.stores.arena import SLACK
 from sb3_extra_buffers.stores.checks import require
 from sb3_extra_buffers.stores.heap import Heap
@@ -75,6 +76,40 @@ def inflate(
     return plain
 
 
+def pack_camera_frames(body: Bytes, geometry: Ints, compiled: bool) -> tuple[Bytes, Ints]:
+    """Encode the frames of a segment; return their bytes and the length of each."""
+    size = int(geometry[[0, 1, 2, 4]].prod())
+    target, lengths = np.empty(body.size + OVERREAD, np.uint8), np.zeros(body.size // size, np.int64)
+    if compiled:
+        total = compiled_kernels("camera").pack_segment(
+            as_contiguous(body), len(lengths), size, geometry, target, lengths
+        )
+    else:
+        scratch = np.empty(camera.camera_scratch_bytes(size, geometry), np.uint8)
+        total = camera.pack_camera(body, 0, len(lengths), size, geometry, target, 0, lengths, scratch)
+    return target[:total], lengths
+
+
+def unpack_camera_frames(payload: Bytes, dtype: np.dtype[Any], per_segment: int, geometry: Ints) -> Bytes:
+    """Return a segment as it was before `pack_camera_frames`; with the reference kernels."""
+    count, size = int(payload[1]) if len(payload) > 1 else 0, int(geometry[[0, 1, 2, 4]].prod())
+    body_at = header_bytes(count, dtype)
+    if not 0 < count <= per_segment or body_at > len(payload):
+        raise CorruptPayloadError(f"a segment of {len(payload)} bytes cannot hold {count} frames")
+    plain = np.empty(body_at + count * size, np.uint8)
+    plain[:2] = 0, count
+    plain[2:body_at].view(dtype)[:] = size
+    source = np.concatenate([payload, np.zeros(OVERREAD, np.uint8)])
+    positions = np.arange(count)
+    work = np.zeros(camera.camera_work_bytes(size, geometry), np.uint8)
+    if not camera.unpack_camera(
+        source, body_at, len(payload), 2, dtype.itemsize, count, positions, body_at + positions * size, count, plain,
+        geometry, work,
+    ):  # fmt: skip
+        raise CorruptPayloadError(f"a segment of {len(payload)} bytes cannot be decoded to {count} frames")
+    return plain
+
+
 def check_headers(
     heap: Heap, counts: npt.NDArray[np.int32], dtype: np.dtype[Any], per_segment: int, frame_bytes: int
 ) -> None:
@@ -87,7 +122,7 @@ def check_headers(
         headers = header_bytes(n_frames, dtype)
         require(lengths >= headers, "a segment is too short for its frames")
         flags = heap.data[starts]
-        require(np.isin(flags, (0, PACKED_LZ4, PACKED_ZSTD)), "a segment has unknown flags")
+        require(np.isin(flags, (0, PACKED_LZ4, PACKED_ZSTD, PACKED_CAMERA)), "a segment has unknown flags")
         require(heap.data[starts + 1] == n_frames, "a segment does not hold as many frames as the tables say")
         # [segment, frame, byte]; frames that do not exist read as the first one
         exists = steps < n_frames[:, None]
@@ -95,5 +130,5 @@ def check_headers(
         frames = heap.data[offsets].reshape(-1, width).view(dtype).reshape(exists.shape)
         frames = np.where(exists, frames, 0).astype(np.int64)
         require(frames <= frame_bytes, f"an encoded frame takes more than the {frame_bytes} bytes of a raw one")
-        fits = (headers + frames.sum(axis=1) == lengths) | (flags != 0)
+        fits = (headers + frames.sum(axis=1) == lengths) | (flags == PACKED_LZ4) | (flags == PACKED_ZSTD)
         require(fits, "the frames of a segment are not as long as the segment")

@@ -24,6 +24,7 @@ from sb3_extra_buffers.kernels.state import (
     N_SEALED,
     N_UNUSED,
     NONE,
+    PACKED_CAMERA,
     PACKED_LZ4,
     PACKED_ZSTD,
     Bytes,
@@ -121,7 +122,7 @@ class SegmentStore(FrameStore):
 
     def _unreadable_flags(self) -> tuple[int, ...]:
         if not self._kernels.compiled:
-            return PACKED_ZSTD, PACKED_LZ4
+            return PACKED_ZSTD, PACKED_LZ4, PACKED_CAMERA
         return () if _zstd_addresses().size else (PACKED_ZSTD,)
 
     def _count_packed(self, segments: Array) -> int:

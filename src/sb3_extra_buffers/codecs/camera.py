@@ -1,0 +1,37 @@
+"""``camera``: images in which most pixels change a little: those of cameras, depth and other images of floats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sb3_extra_buffers.codecs.base import Codec
+from sb3_extra_buffers.codecs.identity import IdentityCodec
+from sb3_extra_buffers.errors import CodecOptionError
+
+
+@dataclass(frozen=True, slots=True)
+class CameraCodec(Codec):
+    """Tiles predicted from neighbouring pixels and from the previous frame, with the rest in as few bits as it needs.
+
+    ``frames`` is the number of frames in a segment; at most five of them are decoded to read one.
+
+    Alone, this codec leaves rows as they are. The frame store encodes segments (`kernels.camera` has the format).
+    """
+
+    codec_id: ClassVar[str] = "camera"
+    options: ClassVar[tuple[str, ...] | None] = ("frames",)
+    frames: int = 8
+
+    def __post_init__(self) -> None:
+        if isinstance(self.frames, bool) or not isinstance(self.frames, int) or not 1 <= self.frames <= 255:
+            raise CodecOptionError(f"camera frames (per segment) must be 1..255, got {self.frames!r}")
+
+    def bound(self, nbytes: int) -> int:
+        return nbytes
+
+    def encode(self, row: memoryview) -> bytes:
+        return bytes(row)
+
+    def decode_into(self, payload: memoryview, out: memoryview) -> None:
+        IdentityCodec().decode_into(payload, out)
