@@ -99,7 +99,9 @@ def test_a_forked_child_encodes_and_decodes() -> None:
         from tests.codecs.test_contract import FRAME
 
         rows = contract.sample_rows(FRAME)
-        codecs = [contract.train(contract.build(name, FRAME), rows) for name in available_codecs()]
+        # a table is not for images of bytes
+        names = [name for name in available_codecs() if name != "table"]
+        codecs = [contract.train(contract.build(name, FRAME), rows) for name in names]
         for codec in codecs:
             contract.check_round_trip(codec, rows)
         child = os.fork()
@@ -114,8 +116,8 @@ def test_a_forked_child_encodes_and_decodes() -> None:
 @pytest.mark.parametrize("name", available_codecs())
 def test_trained_codec_keeps_the_contract(name: str) -> None:
     rows = sample_rows(FRAME)
-    method = get_codec(name, dictionary=2048) if name == "zstd" else get_codec(name)
-    codec = contract.train(method.bind(FRAME), rows)
+    codec = get_codec(name, dictionary=2048).bind(FRAME) if name == "zstd" else build(name, FRAME)
+    codec = contract.train(codec, rows)
 
     contract.check_round_trip(codec, rows)
     contract.check_bound(codec, rows)

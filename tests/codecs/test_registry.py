@@ -195,7 +195,7 @@ for name in known_codecs():
     )
     usable, *errors = ran.stdout.splitlines()
 
-    assert usable.split() == ["none", "rle", "gzip", "delta", "camera", "palette"]
+    assert usable.split() == ["none", "rle", "gzip", "delta", "camera", "palette", "table"]
     missing = {
         "rle-jit": "numba",
         "igzip": "isal",

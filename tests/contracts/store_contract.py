@@ -36,13 +36,17 @@ class Case:
     axis: Axis = "first"
     n_streams: int = 3
     frames: int | None = None  # to a segment
+    dtype: str = "u1"
+    channels: int = 0  # of a pixel, along the last axis
 
     @property
     def spec(self) -> ObsSpec:
+        if self.channels:
+            return ObsSpec((*self.frame, self.stack * self.channels), UINT8)
         if self.stack == 1:
-            return ObsSpec(self.frame, UINT8)
+            return ObsSpec(self.frame, np.dtype(self.dtype))
         shape = (self.stack, *self.frame) if self.axis == "first" else (*self.frame, self.stack)
-        return ObsSpec(shape, UINT8)
+        return ObsSpec(shape, np.dtype(self.dtype))
 
     @property
     def layout(self) -> StackLayout:
@@ -58,16 +62,23 @@ class Case:
         return self.rows(planes_of(self, n_rows, seed))
 
     def rows(self, planes: Any) -> ByteRows:
-        """``[row, stack, *frame]`` as rows of stacked observations."""
+        """``[row, stack, *frame]`` of bytes as rows of stacked observations."""
+        if self.channels:
+            # a colour for each value, without the zeros that are not black
+            pixels = np.stack([planes * np.uint8(2 * channel + 1) for channel in range(self.channels)], axis=-1)
+            return np.ascontiguousarray(np.moveaxis(pixels, 1, -2)).reshape(len(planes), -1)
+        if self.dtype != "u1":
+            planes = (planes / np.float64(255) if "f" in self.dtype else planes).astype(self.dtype)
         if self.stack == 1:
             planes = planes[:, 0]
         elif self.axis == "last":
             planes = np.moveaxis(planes, 1, -1)
-        return np.ascontiguousarray(planes).reshape(len(planes), -1)
+        return np.ascontiguousarray(planes).reshape(len(planes), -1).view(np.uint8)
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.frame))
-        return f"{self.method}-{size}-{self.stack}{self.axis}"
+        kind = f"-{self.channels}channels" if self.channels else "" if self.dtype == "u1" else f"-{self.dtype}"
+        return f"{self.method}-{size}-{self.stack}{self.axis}{kind}"
 
 
 _PACKAGES = {"zstd": "zstd", "delta2": "zstd", "delta3": "zstd", "scroll": "lz4", "scroll2": "zstd"}
@@ -84,6 +95,11 @@ CASES = [
         Case("gzip", (5, 7), stack=4, axis="last"),
         Case("gzip", (5, 7)),
         Case("none", (5, 7), stack=4),
+        Case("palette", (5, 7), channels=3),
+        Case("palette", (5, 7), stack=2, axis="last", channels=3),
+        Case("table", (16, 16), dtype="<f4"),
+        Case("table", (5, 7), stack=4, dtype="<f8"),
+        Case("table", (5, 7), stack=4, axis="last", dtype="<i2"),
         Case("none", (5, 7), stack=3, axis="last"),
         Case("none", (5, 7)),
         Case("scroll", (16, 16)),

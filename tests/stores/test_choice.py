@@ -91,7 +91,7 @@ def test_stacked_rgb_frames_are_cut_into_frames(channels_first: bool, axis_name:
     layout = array.store.layout
     assert layout is not None
     assert (layout.stack, layout.axis) == (4, axis_name)
-    assert array.memory_usage().codecs[""].startswith("delta")
+    assert "delta" in array.memory_usage().codecs[""].partition("(")[0]
 
 
 def test_single_frames_become_differences() -> None:

@@ -8,7 +8,17 @@ import pytest
 
 from sb3_extra_buffers.codecs import get_codec
 from sb3_extra_buffers.errors import MissingExtraError
-from sb3_extra_buffers.stores import frame_tables, frames, layout, payloads, raw, segment_format, segments
+from sb3_extra_buffers.stores import (
+    frame_tables,
+    frames,
+    layout,
+    payloads,
+    raw,
+    segment_format,
+    segments,
+    tables,
+    unit_table,
+)
 from sb3_extra_buffers.stores.registry import STORES, find_store
 from tests.contracts.store import KERNELS, poison_empty
 from tests.contracts.store_contract import CASES, Case, StoreContract
@@ -16,7 +26,7 @@ from tests.contracts.store_contract import CASES, Case, StoreContract
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_empty(monkeypatch, frame_tables, frames, layout, payloads, raw, segment_format, segments)
+    poison_empty(monkeypatch, frame_tables, frames, layout, payloads, raw, segment_format, segments, tables, unit_table)
 
 
 @pytest.mark.parametrize("compiled", KERNELS)

@@ -165,4 +165,5 @@ def _make_view(
     )
     # a dense store cannot free what is evicted
     store.may_stay_dense = options.max_bytes is None
+    store.copy_limit = options.evict_above if options.raise_above is None else options.raise_above
     return BufferView(store, lead_shape, dtype=dtype)

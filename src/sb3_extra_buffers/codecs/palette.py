@@ -12,7 +12,8 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.base import Bytes, Codec
 from sb3_extra_buffers.codecs.registry import get_codec, is_available
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
-from sb3_extra_buffers.errors import CodecOptionError, CorruptPayloadError
+from sb3_extra_buffers.codecs.table import check_inner
+from sb3_extra_buffers.errors import CorruptPayloadError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -32,6 +33,9 @@ _FACTORS = tuple(np.uint32(factor) for factor in (0x9E3779B1, 0x85EBCA6B, 0xC2B2
 class PaletteCodec(Codec):
     """Pixels of 3 or 4 bytes as indices into a palette, compressed by the ``inner`` method.
 
+    Images are kept by a `TableStore`, with one palette for all of them. What follows is for rows that are not images,
+    and for files written before there was such a store.
+
     The first byte of a payload says which palette: the one that `train` learnt, if it has all colours of the image; or
     one of the image's own, of at most 256 colours. Images with more colours, and rows that are not images, go to
     ``inner`` as they are.
@@ -39,22 +43,22 @@ class PaletteCodec(Codec):
 
     codec_id: ClassVar[str] = "palette"
     options: ClassVar[tuple[str, ...]] = ("inner",)
-    inner: str = ""
+    inner: str = ""  # empty: the method that suits the store
     channels: int = 0  # bytes per pixel; 0 for rows that are not images
     planar: bool = False  # channels first
     learnt: bytes = field(default=b"", repr=False)  # the palette, sorted
 
     def __post_init__(self) -> None:
-        if not self.inner:
-            object.__setattr__(self, "inner", "zstd1" if is_available("zstd") else "gzip1")
-        codec = get_codec(self.inner)
-        if codec.codec_id in ("palette", "delta"):
-            raise CodecOptionError(
-                f"palette needs a byte codec such as 'zstd1' as its inner method, got {self.inner!r}"
-            )
+        if self.inner:
+            check_inner(self.codec_id, self.inner)
+
+    @property
+    def byte_method(self) -> str:
+        """The inner method of payloads."""
+        return self.inner or ("zstd1" if is_available("zstd") else "gzip1")
 
     def describe(self) -> str:
-        return f"palette over {self.inner}"
+        return f"palette over {self.byte_method}"
 
     def bind(self, spec: ObsSpec) -> Self:
         channels, planar = 0, False
@@ -116,7 +120,7 @@ class PaletteCodec(Codec):
     def _inner(self, nbytes: int) -> Codec:
         # upper limit of what it has to encode: one index and one colour per pixel
         limit = nbytes // self.channels * (self.channels + 1) if self.channels else nbytes
-        return _bound_inner(self.inner, limit)
+        return _bound_inner(self.byte_method, limit)
 
     def _colours(self, row: Bytes) -> Colours:
         pixels = np.zeros((len(row) // self.channels, 4), np.uint8)

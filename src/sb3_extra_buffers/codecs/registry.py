@@ -60,6 +60,7 @@ _ENTRIES = {
     "scroll": CodecEntry(f"{_HERE}.scroll:ScrollCodec", "lz4", "lz4"),
     "camera": CodecEntry(f"{_HERE}.camera:CameraCodec"),
     "palette": CodecEntry(f"{_HERE}.palette:PaletteCodec"),
+    "table": CodecEntry(f"{_HERE}.table:TableCodec"),
 }
 
 # "gzip5", "zstd-5"; a name that contains a dash takes its level after a slash: "lz4-frame/5"
@@ -70,10 +71,11 @@ _AUTO = "auto"
 
 
 def parse_method(method: str) -> tuple[str, int | None]:
-    """Split ``"zstd-5"`` into ``("zstd", -5)``; a bare name has level ``None``."""
+    """Split ``"zstd-5"`` into ``("zstd", -5)``; a bare name, and that of ``"palette:zstd-5"``, has level ``None``."""
+    name, colon, _ = method.partition(":")
     match = _METHOD.fullmatch(method)
-    if match is None:
-        return method, None
+    if match is None or colon:
+        return name if colon else method, None
     return match[1].removesuffix("/"), int(match[2])
 
 
@@ -97,10 +99,12 @@ def get_codec(method: str, **options: Any) -> Codec:
     """Build the codec for ``method``, or raise an error that says why that is impossible.
 
     Options are the codec's own, such as ``dictionary=16384`` for ``zstd``; ``level``, also spelled
-    ``compresslevel``, overrides the one in ``method``.
+    ``compresslevel``, overrides the one in ``method``. ``"palette:zstd1"`` is ``"palette"`` with ``inner="zstd1"``.
     """
     name, level = parse_method(method)
     codec = _load(name, method)
+    if ":" in method:
+        options.setdefault("inner", method.partition(":")[2])
     levels = [options.pop(key) for key in ("level", "compresslevel") if options.get(key) is not None]
     if len(levels) == 2 and levels[0] != levels[1]:
         raise CodecOptionError(

@@ -19,7 +19,6 @@ from sb3_extra_buffers.files.saved_parts import SavedParts
 from sb3_extra_buffers.files.saving import Save, SaveReport, locked_snapshot
 from sb3_extra_buffers.files.step_records import pack_step
 from sb3_extra_buffers.stores.file_heap import FileHeap
-from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.view import StoreView
 
@@ -180,8 +179,8 @@ class MmapFolder:
             store.run_exclusively(functools.partial(self._update_heap, number, store))
 
     def _update_heap(self, number: int, store: ObservationStore) -> None:
-        frames = store.inner
-        if not isinstance(frames, FrameStore):
+        frames = store.frames
+        if frames is None:
             return
         frames.collect_segments()
         heap = frames.heap

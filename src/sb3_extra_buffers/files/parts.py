@@ -14,10 +14,8 @@ import numpy.typing as npt
 from sb3_extra_buffers.errors import FileFormatError, NotSaveableError
 from sb3_extra_buffers.files.values import value_from_json, value_to_json
 from sb3_extra_buffers.stores import checks
-from sb3_extra_buffers.stores.arena import SLACK
-from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.observation import ObservationStore
-from sb3_extra_buffers.stores.restore import place_payloads
+from sb3_extra_buffers.stores.restore import fill_from, pack_payloads
 from sb3_extra_buffers.stores.view import StoreView
 
 __all__ = ["Cut", "LoadedParts", "Parts", "flatten", "make_view", "unflatten", "views_of"]
@@ -142,20 +140,11 @@ def flatten(parts: Parts) -> tuple[dict[str, Any], dict[str, Array]]:
             taken = store.to_parts()
             tables = {key: np.array(table) for key, table in taken.arrays.items()}
             if taken.heap is not None:
-                tables |= _pack_heap(taken.heap)
+                tables |= pack_payloads(taken.heap)
         stores[name] = {"record": record_to_json(taken.record), "arrays": list(tables)}
         arrays |= {f"stores/{number}/{key}": table for key, table in tables.items()}
     described = {"kind": parts.kind, "description": parts.description, "columns": list(parts.columns), "stores": stores}
     return described, arrays
-
-
-def _pack_heap(heap: Heap) -> dict[str, Array]:
-    payload_ids = heap.unsaved(everything=True)
-    lengths = heap.lengths[payload_ids].astype(np.int64)
-    starts = np.zeros(len(heap.lengths), np.int64)
-    starts[payload_ids] = np.cumsum(lengths) - lengths
-    payloads = [np.frombuffer(heap.read(payload_id), np.uint8) for payload_id in payload_ids.tolist()]
-    return {"starts": starts, "payload": np.concatenate([*payloads, np.zeros(SLACK, np.uint8)])}
 
 
 def unflatten(described: Any, arrays: Mapping[str, Array], target: type[Any] | None = None) -> LoadedParts:
@@ -165,12 +154,8 @@ def unflatten(described: Any, arrays: Mapping[str, Array], target: type[Any] | N
         stores = {}
         for number, (name, saved) in enumerate(checks.entry(described, "stores", kind=dict).items()):
             tables = {str(key): _plain(arrays[f"stores/{number}/{key}"]) for key in saved["arrays"]}
-
-            def fill(heap: Heap, payload_ids: npt.NDArray[np.int32], tables: dict[str, Array] = tables) -> None:
-                starts = checks.column(tables, "starts", np.int64, heap.lengths.shape)
-                place_payloads(heap, payload_ids, starts, checks.column(tables, "payload", np.uint8, (None,)))
-
-            stores[str(name)] = ObservationStore.from_parts(record_from_json(saved["record"]), tables, fill)
+            record = record_from_json(saved["record"])
+            stores[str(name)] = ObservationStore.from_parts(record, tables, fill_from(tables))
         description = checks.entry(described, "description", kind=dict)
         return LoadedParts(checks.entry(described, "kind", kind=str), description, columns, stores, target)
 

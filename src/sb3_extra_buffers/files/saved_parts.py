@@ -141,8 +141,9 @@ class SavedParts:
         if saved is not None:
             payloads[name] = saved
             path, size = self.payload_file(name)
-            if in_file and isinstance(store.inner, FrameStore) and path != self.data_path:
-                _continue_in_file(store.inner, saved, path, size)
+            frames = store.frames
+            if in_file and frames is not None and path != self.data_path:
+                _continue_in_file(frames, saved, path, size)
         return store
 
     def make_store(
@@ -163,8 +164,9 @@ class SavedParts:
         compiled = False if measured else None
         store = ObservationStore.from_parts(record, tables, fill, read_only and not measured, compiled)
         store.read_only = read_only
-        if read_only and isinstance(store.inner, FrameStore):
-            store.inner.validator = PayloadCheck(store.inner, saved[0].chunks, store.inner.heap.data, path)
+        frames = store.frames
+        if read_only and frames is not None:
+            frames.validator = PayloadCheck(frames, saved[0].chunks, frames.heap.data, path)
         return store, saved[0] if saved else None
 
     def _remember(self, loaded: Any, payloads: dict[str, SavedPayloads]) -> None:

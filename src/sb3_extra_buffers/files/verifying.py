@@ -15,14 +15,13 @@ from sb3_extra_buffers.files import disk, manifest, registry
 from sb3_extra_buffers.files.blocks import BLOCK, ArrayRecord
 from sb3_extra_buffers.files.payloads import damaged_chunks, lost_indices
 from sb3_extra_buffers.files.saved_parts import SavedParts, errors_about
-from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.observation import ObservationStore
 
 Array = npt.NDArray[Any]
 Flags = npt.NDArray[np.bool_]
 
 # tables with a row per observation: a damaged row loses one observation, not all
-_BY_OBS = ("slots", "rows", "written")
+_BY_OBS = ("slots", "rows", "written", "places")
 
 
 def verify(path: str | os.PathLike[str], deep: bool = False) -> Iterator[str]:
@@ -93,13 +92,14 @@ class DamageScan:
             lost |= bad if bad.any() else False
         store, payloads = self.saved.make_store(name, tables, read_only=True)
         path, size = self.saved.payload_file(name)
-        if payloads is not None and isinstance(store.inner, FrameStore):
+        frames = store.frames
+        if payloads is not None and frames is not None:
             bad_chunks = damaged_chunks(disk.map_file(path, size), payloads.chunks)
             if bad_chunks:
                 self.findings.append(
                     f"{path}: {len(bad_chunks)} of {len(payloads.chunks)} chunks of {name} are damaged"
                 )
-                lost |= lost_indices(store.inner, payloads.chunks, bad_chunks)
+                lost |= lost_indices(frames, payloads.chunks, bad_chunks)
         return store, lost
 
 

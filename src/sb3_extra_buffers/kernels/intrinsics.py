@@ -28,7 +28,7 @@ _HAS_BMI2 = bool(_FEATURES.get("bmi2", False))
 #: whether the processor moves 64 bytes under a mask (AVX-512 VBMI2), which the ``*_line`` operations need
 HAS_LINES = bool(_FEATURES.get("avx512vbmi2", False) and _FEATURES.get("avx512bw", False))
 
-_BYTE, _INT32, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_BYTE, _HALF, _INT32, _WORD = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _LINE = ir.VectorType(_BYTE, 64)
 _MASK = ir.VectorType(ir.IntType(1), 64)
 _NO_LINE = ir.Constant(_LINE, None)
@@ -124,6 +124,30 @@ def load_int(builder: Any, source: Any) -> Any:
 def load_quad(builder: Any, source: Any) -> Any:
     """Load four bytes of any alignment."""
     return builder.zext(_load(builder, source, _INT32), _WORD)
+
+
+@_operation(_INT, _MEMORY)
+def load_half(builder: Any, source: Any) -> Any:
+    """Load two bytes of any alignment."""
+    return builder.zext(_load(builder, source, _HALF), _WORD)
+
+
+@_operation(types.void, _MEMORY, _UINT)
+def store_quad(builder: Any, target: Any, value: Any) -> None:
+    """Store the lowest four bytes of ``value`` at any alignment."""
+    _store(builder, builder.trunc(value, _INT32), target)
+
+
+@_operation(types.void, _MEMORY, _UINT)
+def store_half(builder: Any, target: Any, value: Any) -> None:
+    """Store the lowest two bytes of ``value`` at any alignment."""
+    _store(builder, builder.trunc(value, _HALF), target)
+
+
+@_operation(types.void, _MEMORY, _UINT)
+def store_byte(builder: Any, target: Any, value: Any) -> None:
+    """Store the lowest byte of ``value``."""
+    _store(builder, builder.trunc(value, _BYTE), target)
 
 
 @_operation(_INT, _MEMORY)

@@ -6,6 +6,8 @@ The rules are plain functions of integers, so that the reference kernels, numba 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 # ---- how long a segment gets ----
 
 #: Frames per segment on a GPU, unless the codec asks for a number of its own. One program decodes each segment of a
@@ -56,3 +58,83 @@ def needs_keyframe(length: int, excess: int, frame_bytes: int) -> bool:
     does. This is the ski-rental rule: never more than about twice the optimum.
     """
     return (2 * length > frame_bytes) | (excess > frame_bytes)
+
+
+# ---- what reading and writing take, for the choice of a method ----
+
+
+class ReadWork(NamedTuple):
+    """What it takes to read an observation and its successor, one row of a batch."""
+
+    copied: float
+    """Bytes written to the batch."""
+    n_parts: float = 0.0
+    """Segments or payloads that are looked up and decoded."""
+    decoded: float = 0.0
+    """Bytes of frames that are decoded or copied before they are written to the batch."""
+    parsed: float = 0.0
+    """Encoded bytes that are parsed."""
+    unpacked: float = 0.0
+    """Those of them that were decompressed first."""
+
+
+class ReadCosts(NamedTuple):
+    """Nanoseconds of a row, and of each unit of its `ReadWork`."""
+
+    row: float
+    copied: float
+    part: float = 0.0
+    decoded: float = 0.0
+    parsed: float = 0.0
+    unpacked: float = 0.0
+
+
+class WriteCosts(NamedTuple):
+    """Nanoseconds of a new frame, of a byte of it, and of each encoded byte."""
+
+    frame: float
+    byte: float
+    encoded: float = 0.0
+
+
+#: By `Codec.codec_id`; measured and fitted by ``benchmarks/fit_read_costs.py``.
+READ_COSTS: dict[str, ReadCosts] = {
+    "none": ReadCosts(100, 0.075),
+    "delta": ReadCosts(100, 0.0313, 0, 0.0728, 0.17, 0.231),
+    "delta-zstd": ReadCosts(1000, 0.0313, 2000, 0.0728, 0.17, 0.8),
+    "scroll": ReadCosts(200, 0.05, 1000, 0.25, 1.5),
+    "gzip": ReadCosts(0, 0.491, 0, 0.0651, 5.66),
+    "zstd": ReadCosts(0, 0.227, 0, 0.073, 1.5),
+}
+WRITE_COSTS: dict[str, WriteCosts] = {
+    "none": WriteCosts(5000, 0.5),
+    "delta": WriteCosts(5680, 0.159, 8.5),
+    "delta-zstd": WriteCosts(6000, 0.914, 10),
+    "scroll": WriteCosts(6000, 2, 10),
+    "gzip": WriteCosts(2.88e4, 0, 44.7),
+    "zstd": WriteCosts(2.58e4, 1.25, 6.36),
+}
+#: For codecs that were not measured; slower than any that was.
+UNKNOWN_READ, UNKNOWN_WRITE = ReadCosts(2000, 0.2, 20_000, 5.0), WriteCosts(20_000, 20.0)
+
+
+def read_ns(codec_id: str, work: ReadWork) -> float:
+    """Modelled nanoseconds to read one row of a large batch, by one thread."""
+    costs = READ_COSTS.get(codec_id, UNKNOWN_READ)
+    return costs.row + sum(cost * amount for cost, amount in zip(costs[1:], work, strict=True))
+
+
+def write_ns(codec_id: str, frame_bytes: int, encoded_bytes: float) -> float:
+    """Modelled nanoseconds to write a new frame of ``frame_bytes``, encoded in ``encoded_bytes``."""
+    costs = WRITE_COSTS.get(codec_id, UNKNOWN_WRITE)
+    return costs.frame + costs.byte * frame_bytes + costs.encoded * encoded_bytes
+
+
+def expand_ns(nbytes: int, planar: bool) -> float:
+    """Modelled nanoseconds to write ``nbytes`` of pixels or numbers from their indices in a table."""
+    return 0.12 * nbytes if not planar else 0.4 * nbytes
+
+
+def map_ns(n_units: int) -> float:
+    """Modelled nanoseconds to find ``n_units`` of a new frame in a table."""
+    return 2000 + 1.6 * n_units

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
+from sb3_extra_buffers.kernels.policy import ReadWork, read_ns, write_ns
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 if TYPE_CHECKING:
@@ -22,6 +23,17 @@ Indices = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
 #: Fills an empty heap from saved payloads; called with the heap and the payload ids, oldest first.
 FillHeap = Callable[["Heap", npt.NDArray[np.int32]], None]
+
+
+class Trial(NamedTuple):
+    """What a store needs for the observations that it was tried on, in the long run."""
+
+    frame_bytes: float
+    """Stored bytes of a frame, on average; each distinct frame is stored once."""
+    read_ns: float
+    """Modelled nanoseconds to read an observation and its successor in a large batch."""
+    write_ns: float
+    """Modelled nanoseconds to write a new frame."""
 
 
 class Store(ABC):
@@ -43,6 +55,11 @@ class Store(ABC):
     layout: StackLayout | None = None
     #: Holds encoded observations; None if there are none.
     heap: Heap | None = None
+
+    @property
+    def frames(self) -> FrameStore | None:
+        """The frame store with the payloads of these observations; None if there is none."""
+        return None
 
     @classmethod
     @abstractmethod
@@ -114,6 +131,22 @@ class Store(ABC):
     def use_heap(self, make_heap: Callable[[], Heap]) -> None:  # noqa: B027  # a store without a heap ignores it
         """Keep encoded observations in a heap of another kind; before anything is written."""
 
+    def find_written(self) -> Indices | None:
+        """The indices that were written, in order; None if only reading can tell."""
+        return None
+
+    @classmethod
+    def trial(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> Trial:
+        """What ``rows``, of which row ``i`` continues ``streams[i]``, would need in such a store.
+
+        Times are modelled (`kernels.policy`), never measured: the same observations always lead to the same choice.
+        By default, each frame is decoded by itself.
+        """
+        nbytes = cls.trial_bytes(layout, codec, streams, rows, n_streams)
+        n_frames, size = layout.stack + 1, layout.frame_bytes
+        work = ReadWork(2 * layout.spec.nbytes, n_frames, n_frames * size, n_frames * nbytes)
+        return Trial(nbytes, read_ns(codec.codec_id, work), write_ns(codec.codec_id, size, nbytes))
+
     @classmethod
     @abstractmethod
     def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
@@ -129,6 +162,24 @@ class Store(ABC):
 
     @abstractmethod
     def __setstate__(self, state: dict[str, Any]) -> None: ...
+
+
+class FrozenStore:
+    """The copied state of a store."""
+
+    def __init__(self, store: type[Store], state: dict[str, Any]) -> None:
+        self.store, self.state = store, state
+
+    @classmethod
+    def of(cls, store: Store) -> FrozenStore:
+        """Copy the state of ``store``."""
+        return cls(type(store), store.__getstate__())
+
+    def thaw(self) -> Store:
+        """Return a store of this state."""
+        thawed = object.__new__(self.store)
+        thawed.__setstate__(dict(self.state))
+        return thawed
 
 
 class StoreParts(NamedTuple):

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sb3_extra_buffers.codecs.base import Codec
-from sb3_extra_buffers.codecs.registry import get_codec, is_available
+from sb3_extra_buffers.codecs.registry import get_codec, is_available, parse_method
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
-from sb3_extra_buffers.errors import CodecOptionError
-from sb3_extra_buffers.stores.base import Indices
+from sb3_extra_buffers.errors import CodecOptionError, ExtraBuffersError
+from sb3_extra_buffers.stores.base import Indices, Trial
+from sb3_extra_buffers.stores.frame_tables import FrameTables
 from sb3_extra_buffers.stores.layout import StackLayout, find_layout
 from sb3_extra_buffers.stores.registry import find_store
+from sb3_extra_buffers.stores.tables import TableStore
 
 # smaller observations cost more to look up than to keep
 _SMALL_BYTES = 512
 # observations to try methods on: enough to see a stack advance, few enough to hold
 _TRIAL_BYTES = 4 << 20
 _MIN_TRIAL, _MAX_TRIAL = 16, 256
-# method, and what a byte of it counts for: a slower decoder must be that much smaller
-_CANDIDATES = (("delta", 1.0), ("palette", 1.6), ("zstd1", 1.6), ("gzip1", 3.0))
-# a codec must save at least a tenth
+
+#: What ``prefer`` may be, and the exponents of memory and time in the score of a method.
+PREFERENCES: dict[str | None, tuple[float, float]] = {None: (1.0, 1.0), "memory": (3.0, 1.0), "speed": (1.0, 3.0)}
+# in order: the first of equal ones wins
+_CANDIDATES = (
+    "none", "delta", "scroll", "scroll2", "camera", "zstd1", "gzip1", "palette:none", "palette:delta", "palette:scroll",
+    "table:none", "table:delta", "table:scroll", "table:camera",
+)  # fmt: skip
+# smaller and several times slower
+_MEMORY_CANDIDATES = ("delta2", "delta3", "scroll3")
+# a method must save at least a tenth
 _WORTH = 0.9
+# transitions are read this many times for each time that they are written, for example by DQN
+_READS_PER_WRITE = 8
+# tables of a frame store: for a frame, and for each entry of a stack in an observation and its successor
+_FRAME_INDEX, _STACK_INDEX = 8, 8
+# another method must be this much better than the one in use, and is not tried further if it is that much worse
+_BETTER, _HOPELESS = 0.85, 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +68,17 @@ def choose_unseen(spec: ObsSpec) -> Choice | None:
     return None
 
 
+class Candidate(NamedTuple):
+    """A method with the result of its trial, and its score: lower is better."""
+
+    method: str
+    trial: Trial
+    score: float
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.trial.frame_bytes:.0f} ({self.trial.read_ns / 1e3:.3g} us)"
+
+
 class MethodChoice:
     """Chooses the method of one store; host and device stores use the same rules.
 
@@ -64,11 +91,7 @@ class MethodChoice:
         self.spec, self.method, self.options = spec, method, dict(options or {})
         self.choice: Choice | None
         if method == "auto":
-            if self.options:
-                raise CodecOptionError(
-                    f"compression_method='auto' takes no options, got {', '.join(map(repr, self.options))}; "
-                    "name a method to use them"
-                )
+            _check_preference(self.options)
             self.choice = choose_unseen(spec)
         else:
             # bad input is an error now, not at step 3,000,000
@@ -76,6 +99,16 @@ class MethodChoice:
             self.choice = Choice("none" if codec.codec_id == "none" else method, "")
         if spec.nbytes == 0:
             self.choice = Choice("none", "observations of no bytes")
+
+    @property
+    def prefer(self) -> str | None:
+        """Whether the user wants less memory or faster reads than `auto` would choose."""
+        return self.options.get("prefer") if self.method == "auto" else None
+
+    @property
+    def codec_options(self) -> dict[str, Any]:
+        """The options of the codec."""
+        return {} if self.method == "auto" else self.options
 
     def n_trial(self, n_obs: int, heap_bytes: int | None = None) -> int:
         """How many observations to collect first, for a store of ``n_obs`` that may hold ``heap_bytes``."""
@@ -92,11 +125,43 @@ class MethodChoice:
         layout = find_layout(self.spec, [rows[streams == stream] for stream in np.unique(streams)])
         if self.choice is not None or not len(rows):
             return layout, self.choice
-        return layout, _try_candidates(layout, streams, rows, n_streams, may_stay_dense)
+        ranked = rank(layout, streams, rows, n_streams, self.prefer, may_stay_dense)
+        return layout, Choice(ranked[0].method, explain(layout, ranked))
+
+    def decide_again(
+        self,
+        runs: Indices,
+        rows: ByteRows,
+        now: Choice,
+        layout_now: StackLayout,
+        may_stay_dense: bool = True,
+    ) -> tuple[StackLayout, Choice] | None:
+        """Return the layout and the method to change to, or None if those in use are about as good.
+
+        Row ``i`` belongs to ``runs[i]``, a few consecutive observations of one stream; runs are from anywhere.
+        """
+        layout = find_layout(self.spec, [rows[runs == run] for run in np.unique(runs)])
+        if layout.stack < layout_now.stack:
+            layout = layout_now  # pauses and cuts may hide a stack
+        n_runs = int(runs.max()) + 1
+        # few rows are enough to tell that a method is hopeless, which most are
+        few, methods = runs < max(n_runs // 4, 1), None
+        for part in (few, np.ones_like(few)):
+            arguments = runs[part], rows[part], n_runs, self.prefer, may_stay_dense
+            ranked = rank(layout, *arguments, methods)
+            same = [each for each in ranked if each.method == now.method and layout == layout_now]
+            current = (same or rank(layout_now, *arguments, (now.method,)))[0]
+            limit = _HOPELESS * min(ranked[0].score, current.score)
+            methods = tuple(each.method for each in ranked if each.score < limit)
+            if layout == layout_now and not set(methods) - {now.method}:
+                return None
+        if ranked[0].score > _BETTER * current.score:
+            return None
+        return layout, Choice(ranked[0].method, explain(layout, ranked))
 
     def make_codec(self, choice: Choice, layout: StackLayout) -> Codec:
         """The codec of ``choice`` for frames of ``layout``."""
-        return get_codec(choice.method, **self.options).bind(layout.frame_spec)
+        return get_codec(choice.method, **self.codec_options).bind(layout.frame_spec)
 
     @staticmethod
     def describe(choice: Choice | None, in_use: str) -> str:
@@ -109,22 +174,75 @@ class MethodChoice:
         return f"{self.method} (not compressed yet: {event} after {n_trial} observations, {n_collected} so far)"
 
 
-def _try_candidates(
-    layout: StackLayout, streams: Indices, rows: ByteRows, n_streams: int, may_stay_dense: bool
-) -> Choice:
-    """Try the candidates on the first observations; the smallest wins, slow ones with a handicap."""
-    spec, size = layout.frame_spec, layout.frame_bytes
-    sizes: dict[str, float] = {}
-    scores: dict[str, float] = {"none": float(size)} if may_stay_dense else {}
-    for method, weight in _CANDIDATES:
-        name = method.rstrip("0123456789")
-        if not is_available(name) or (name == "palette" and 3 not in spec.shape[:1] + spec.shape[-1:]):
+def _check_preference(options: Mapping[str, Any]) -> None:
+    """Raise unless ``prefer``, the only option of ``auto``, is valid."""
+    unknown = [name for name in options if name != "prefer"]
+    if unknown:
+        raise CodecOptionError(
+            f"compression_method='auto' has no option {', '.join(map(repr, unknown))}, only 'prefer'; "
+            "name a method to use its options"
+        )
+    prefer = options.get("prefer")
+    if not (prefer is None or isinstance(prefer, str)) or prefer not in PREFERENCES:
+        raise CodecOptionError(f"prefer must be 'memory' or 'speed', got {prefer!r}")
+
+
+def candidates(prefer: str | None = None) -> tuple[str, ...]:
+    """The methods that ``auto`` tries, those whose packages are installed."""
+    methods = _CANDIDATES + (_MEMORY_CANDIDATES if prefer == "memory" else ())
+    available = [method for method in methods if is_available(parse_method(method)[0])]
+    if "zstd1" in available:
+        available.remove("gzip1")  # larger and slower in every case
+    return tuple(available)
+
+
+def score(trial: Trial, layout: StackLayout, prefer: str | None = None) -> float:
+    """Memory of an observation times the time to read it, lower is better; ``prefer`` weights one of the two.
+
+    A frame's share of the tables counts as memory. Writing counts as time, less than reading.
+    """
+    nbytes = trial.frame_bytes + _FRAME_INDEX + _STACK_INDEX * layout.stack
+    for_memory, for_time = PREFERENCES[prefer]
+    time_ns = trial.read_ns + trial.write_ns / _READS_PER_WRITE
+    return float(nbytes**for_memory * time_ns**for_time)
+
+
+def rank(
+    layout: StackLayout,
+    streams: Indices,
+    rows: ByteRows,
+    n_streams: int,
+    prefer: str | None = None,
+    may_stay_dense: bool = True,
+    methods: Sequence[str] | None = None,
+) -> list[Candidate]:
+    """Try ``methods`` on ``rows``, by default all that `auto` considers; return the best first.
+
+    Methods that do not save a tenth come last, after ``none``. Those that do not fit observations of this kind are left
+    out.
+    """
+    size, ranked = layout.frame_bytes, []
+    for method in candidates(prefer) if methods is None else methods:
+        try:
+            codec = get_codec(method).bind(layout.frame_spec)
+        except ExtraBuffersError:
             continue
-        if name == "gzip" and "zstd1" in sizes:
-            continue
-        codec = get_codec(method).bind(spec)
-        sizes[method] = find_store(codec, layout).trial_bytes(layout, codec, streams, rows, n_streams)
-        scores[method] = max(sizes[method], 1.0) * weight / _WORTH
-    best = min(scores, key=lambda method: scores[method])
-    tried = ", ".join(f"{method} {nbytes:.0f}" for method, nbytes in sizes.items())
-    return Choice(best, f"auto: {layout}; bytes for a frame of {size}: {tried}")
+        store = find_store(codec, layout)
+        if codec.codec_id == "palette" and not issubclass(store, TableStore):
+            continue  # not images
+        if method == "none" and not (may_stay_dense or issubclass(store, FrameTables)):
+            continue  # one array for all observations, which cannot free those that are erased
+        trial = store.trial(layout, codec, streams, rows, n_streams)
+        ranked.append(Candidate(method, trial, score(trial, layout, prefer)))
+
+    def order(candidate: Candidate) -> tuple[bool, float]:
+        pays = candidate.method == "none" or candidate.trial.frame_bytes <= _WORTH * size
+        return not pays, candidate.score
+
+    return sorted(ranked, key=order)
+
+
+def explain(layout: StackLayout, ranked: Sequence[Candidate], n_shown: int = 3) -> str:
+    """Why the first of ``ranked`` was chosen."""
+    tried = ", ".join(map(str, ranked[:n_shown]))
+    return f"auto: {layout}; bytes for a frame of {layout.frame_bytes}: {tried}"

@@ -52,6 +52,10 @@ class FrameStore(FrameTables):
     #: Called with the indices of every read, to check payloads in a file that was not verified when it was opened.
     validator: Callable[[Indices], None] | None = None
 
+    @property
+    def frames(self) -> FrameStore:
+        return self
+
     # ---- writing ----
 
     def write(self, indices: Indices, streams: Indices, rows: ByteRows) -> None:
@@ -185,6 +189,9 @@ class FrameStore(FrameTables):
 
     def count_written(self) -> int:
         return int(np.count_nonzero(self.frame_ids.any(axis=1)))
+
+    def find_written(self) -> Indices:
+        return np.flatnonzero(self.frame_ids.any(axis=1))
 
     # ---- saving ----
 

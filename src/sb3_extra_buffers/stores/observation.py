@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -14,8 +16,8 @@ import numpy as np
 
 from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
-from sb3_extra_buffers.errors import FileFormatError, ReadOnlyBufferError
-from sb3_extra_buffers.stores.base import Array, FillHeap, Indices, Store, StoreParts
+from sb3_extra_buffers.errors import ExtraBuffersError, FileFormatError, ReadOnlyBufferError
+from sb3_extra_buffers.stores.base import Array, FillHeap, FrozenStore, Indices, Store, StoreParts
 from sb3_extra_buffers.stores.checks import column, only_named_errors, parse_dtype, parse_shape, require, whole, within
 from sb3_extra_buffers.stores.choice import Choice, MethodChoice, may_be_stacked
 from sb3_extra_buffers.stores.collected import CollectedRows
@@ -26,14 +28,26 @@ from sb3_extra_buffers.stores.locks import ReaderLocks, fork_safe_lock, this_thr
 from sb3_extra_buffers.stores.raw import RawStore
 from sb3_extra_buffers.stores.registry import make_store
 from sb3_extra_buffers.stores.restore import restore_frames
+from sb3_extra_buffers.stores.tables import restore_table
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_logger = logging.getLogger("sb3_extra_buffers")
+
+# observations written after which `auto` looks at its choice again: at each fourfold up to the last one
+_FIRST_LOOK, _LAST_LOOK, _NEVER = 1 << 10, 1 << 18, 1 << 62
+# consecutive observations of a run, and how much is read for a look
+_RUN, _LOOK_BYTES = 16, 6 << 20
+# observations that are copied at a time when the method changes
+_CHUNK_BYTES = 4 << 20
+
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _Method = Callable[Concatenate["ObservationStore", _Arguments], _Result]
+# its name in pickles
+_Frozen = FrozenStore
 
 
 def _exclusive(method: _Method[_Arguments, _Result]) -> _Method[_Arguments, _Result]:
@@ -64,8 +78,13 @@ class ObservationStore:
 
     #: Whether ``auto`` may leave observations uncompressed, which reserves memory for all of them.
     may_stay_dense = True
+    # of stores that were pickled before these existed
+    _allocated: tuple[int, ...] = ()
+    _n_written, _look_at = 0, _FIRST_LOOK
     #: Whether writing is an error, as for a file that was opened read-only.
     read_only = False
+    #: Bytes that the store may take together with its copy when ``auto`` changes the method; None for any number.
+    copy_limit: int | None = None
     #: Creates the heap of a new frame store, if it is not to be in memory.
     make_heap: Callable[[], Heap] | None = None
     #: Called with every change, such as ``("write", indices, streams, rows)``. If it raises, a write is undone.
@@ -98,6 +117,10 @@ class ObservationStore:
         #: Where observations are once a method was chosen.
         self.inner: Store | None = None
         self._collected = CollectedRows(spec.nbytes)
+        # observations of each `allocate`, for example those of observations and of next observations
+        self._allocated = ()
+        # observations written so far, and how many lead to the next look at the method
+        self._n_written, self._look_at = 0, _FIRST_LOOK
         # what the last write replaced, while nothing is decided
         self._before: tuple[CollectedRows, Choice | None] | None = None
 
@@ -109,7 +132,7 @@ class ObservationStore:
             self.inner.allocate(n_obs)
         elif self.choice is not None and self.choice.is_raw and not may_be_stacked(self.spec):
             self.inner = RawStore(StackLayout(self.spec), first + n_obs, heap_bytes=self.heap_bytes)
-        self.n_obs = first + n_obs
+        self.n_obs, self._allocated = first + n_obs, (*self._allocated, n_obs)
         return first
 
     # ---- writing ----
@@ -118,9 +141,13 @@ class ObservationStore:
         """Store one row per index; row ``i`` continues stream ``streams[i]``."""
         with self.lock:
             self._check_writable()
-            inner, self._before = self.inner, None
+            self._before = None
             self.readers.exclude()
             try:
+                self._n_written += len(indices)
+                if self._n_written >= self._look_at:
+                    self._look_again(int(indices[0]) if len(indices) else 0)
+                inner = self.inner
                 if inner is not None:
                     inner.write(indices, streams, rows)
                 else:
@@ -146,6 +173,10 @@ class ObservationStore:
             self._before = None
             self.readers.exclude()
             try:
+                self._n_written += 2 * len(rows)
+                if self._n_written >= self._look_at:
+                    self._look_again(index)
+                    inner = self.inner or inner
                 inner.write_step(index, next_index, rows, next_rows)
             except BaseException:
                 self._undo_failed()
@@ -227,6 +258,107 @@ class ObservationStore:
         self.inner = inner
         self.choice, self._collected = choice, CollectedRows(self.spec.nbytes)
 
+    # ---- choosing again ----
+
+    def _look_again(self, position: int) -> None:
+        """Try methods on observations of everything that is stored, and change to one that is clearly better.
+
+        ``position`` is the index that is written next. Called before a write, which commits the last one anyway. An
+        exception leaves everything as it was.
+        """
+        self._look_at = self._next_look()
+        inner, now = self.inner, self.choice
+        if inner is None or now is None or not self._may_change(inner):
+            return
+        try:
+            runs, rows = self._sample_runs(inner)
+            if not len(rows):
+                return
+            layout = inner.layout or StackLayout(self.spec)
+            decided = self._chooser.decide_again(runs, rows, now, layout, self.may_stay_dense)
+            if decided is not None:
+                self._change_method(inner, *decided, position)
+        except (ExtraBuffersError, MemoryError) as problem:
+            _logger.info("staying with %s: %s", now.method, problem)
+
+    def _next_look(self) -> int:
+        return 4 * self._look_at if self._look_at < _LAST_LOOK else _NEVER
+
+    def _may_change(self, inner: Store) -> bool:
+        """Whether ``auto`` may copy observations to another store."""
+        if self.method != "auto" or self._chooser.choice is not None or sum(self._allocated) != self.n_obs:
+            return False
+        # a limit or a file belongs to the store that is there, and a journal describes what happens to it
+        if self.heap_bytes is not None or self._path is not None or self.make_heap is not None:
+            return False
+        return self.on_change is None and (self.copy_limit is None or 2 * inner.held_bytes <= self.copy_limit)
+
+    def _sample_runs(self, inner: Store) -> tuple[Indices, ByteRows]:
+        """Short runs of consecutive observations, spread over all that are stored, and the run of each."""
+        n_streams, n_first = self.n_streams, self._allocated[0]
+        written = inner.find_written()
+        written = np.arange(n_first) if written is None else written[written < n_first]
+        steps = np.unique(written // n_streams)
+        n_rows = min(max(_LOOK_BYTES // self.spec.nbytes, 4 * _RUN), 16 * _RUN)
+        n_runs = min(n_rows // _RUN, max(len(steps) // _RUN, 1))
+        # one after the other in time, as streams are written
+        run = np.arange(n_runs)
+        begins = steps[np.linspace(0, max(len(steps) - _RUN, 0), n_runs).astype(np.int64)] if len(steps) else run[:0]
+        times = begins[None] + np.arange(_RUN)[:, None]
+        indices, runs = (
+            times * n_streams + run[: len(begins)] % n_streams,
+            np.broadcast_to(run[: len(begins)], times.shape),
+        )
+        inside = indices < n_first
+        rows = inner.read(indices[inside])
+        stored = rows.any(axis=1)
+        return runs[inside][stored], rows[stored]
+
+    def _change_method(self, inner: Store, layout: StackLayout, choice: Choice, position: int) -> None:
+        """Copy everything to a store of another method, then use that one."""
+        codec = self._chooser.make_codec(choice, layout)
+        new = make_store(layout, self.n_obs, self.n_streams, codec, compiled=self.compiled)
+        trained = False
+        for indices, streams in self._in_order(inner, position):
+            rows = inner.read(indices)
+            stored = rows.any(axis=1)  # an unwritten observation reads as zeros, and so does one of zeros
+            if not trained and stored.any():
+                new.train(rows[stored])
+                trained = True
+            new.write(indices[stored], streams[stored], rows[stored])
+        new.commit()
+        _logger.info("changed from %s to %s after %d observations", self.choice, choice, self._n_written)
+        # at once: a choice that does not match the store could not be loaded again
+        self.__dict__.update(inner=new, choice=choice)
+
+    def _in_order(self, inner: Store, position: int) -> Iterator[tuple[Indices, Indices]]:
+        """All indices and their streams in chunks, oldest first, observations with their successors.
+
+        Assumes that writes went through the indices step by step and ``position`` is the oldest; if they did not, the
+        copy takes more memory and is as correct.
+        """
+        n_streams, written = self.n_streams, inner.find_written()
+        is_written = np.ones(self.n_obs, bool) if written is None else np.zeros(self.n_obs, bool)
+        if written is not None:
+            is_written[written] = True
+        per_chunk = max(_CHUNK_BYTES // max(self.spec.nbytes, 1), n_streams)
+        first = 0
+        for n_obs, group in itertools.groupby(self._allocated):
+            # ranges of one size hold the observations and successors of the same steps
+            n_ranges = len(list(group))
+            n_steps = -(-n_obs // n_streams)
+            oldest = (position - first) % max(n_obs, 1) // n_streams
+            per_part = max(per_chunk // (n_ranges * n_streams), 1)
+            steps = np.roll(np.arange(n_steps), -oldest)
+            for part in np.split(steps, range(per_part, n_steps, per_part)):
+                shape = (len(part), n_ranges, n_streams)
+                offsets = np.broadcast_to(part[:, None, None] * n_streams + np.arange(n_streams), shape)
+                indices = offsets + first + n_obs * np.arange(n_ranges)[:, None]
+                wanted = (offsets < n_obs) & is_written[np.minimum(indices, self.n_obs - 1)]
+                if wanted.any():
+                    yield indices[wanted], np.broadcast_to(np.arange(n_streams), shape)[wanted]
+            first += n_obs * n_ranges
+
     # ---- reading ----
 
     def read(self, indices: Indices) -> ByteRows:
@@ -273,6 +405,11 @@ class ObservationStore:
     # ---- reports ----
 
     @property
+    def frames(self) -> FrameStore | None:
+        """The frame store with the payloads, once a method was chosen; None if there is none."""
+        return None if self.inner is None else self.inner.frames
+
+    @property
     def layout(self) -> StackLayout | None:
         """How observations are cut into frames, once that is known; None if they are not."""
         return None if self.inner is None else self.inner.layout
@@ -296,6 +433,11 @@ class ObservationStore:
             usage, transitions=n_written, dense=dense, dense_observations=dense, codecs={"": self.describe()},
             decided=inner is not None,
         )  # fmt: skip
+
+    @property
+    def codec_options(self) -> dict[str, Any]:
+        """The options of the codec in use; those of ``auto`` are not among them."""
+        return self._chooser.codec_options
 
     @property
     @_exclusive
@@ -323,6 +465,8 @@ class ObservationStore:
             "options": dict(self.options),
             "heap_bytes": self.heap_bytes,
             "choice": None if self.choice is None else [self.choice.method, self.choice.why],
+            "ranges": list(self._allocated),
+            "n_written": self._n_written,
         }
         inner = self.inner
         if inner is None:
@@ -330,7 +474,8 @@ class ObservationStore:
             arrays: dict[str, Array] = {"cells": indices, "streams": streams, "rows": rows}
             return StoreParts(record | {"kind": "pending"}, arrays, None, None)
         inner_record, arrays = inner.to_parts()
-        return StoreParts(record | inner_record, arrays, inner.heap, inner if isinstance(inner, FrameStore) else None)
+        frames = inner.frames
+        return StoreParts(record | inner_record, arrays, None if frames is None else frames.heap, frames)
 
     @classmethod
     def from_parts(
@@ -362,6 +507,13 @@ class ObservationStore:
         if record["choice"] is not None:
             self.choice = self._check_choice(record["choice"])
         self.n_obs = whole(record["n_cells"], "n_cells")
+        # files of earlier versions lack these two: the method then stays
+        ranges = record.get("ranges", [])
+        require(isinstance(ranges, list) and len(ranges) < 1 << 16, f"invalid ranges of observations: {ranges!r}")
+        self._allocated = tuple(whole(n, "a range of observations", stop=self.n_obs + 1) for n in ranges)
+        self._n_written = whole(record.get("n_written", 0), "n_written", stop=1 << 62)
+        while self._look_at <= self._n_written:
+            self._look_at = self._next_look()
         kind, is_raw = record["kind"], self.choice is not None and self.choice.is_raw
         if kind == "dense":
             rows = column(arrays, "rows", np.uint8, (self.n_obs, self.spec.nbytes))
@@ -376,19 +528,21 @@ class ObservationStore:
             self._collected = self._collected.add(indices, streams, rows)
         elif kind == "frames":
             self.inner = restore_frames(self, record, arrays, fill_heap, read_only)
+        elif kind == "table":
+            self.inner = restore_table(self, record, arrays, fill_heap, read_only)
         else:
             raise FileFormatError(f"unknown kind of store {kind!r}; update sb3-extra-buffers")
         if self.inner is None:
             fits = not (is_raw and self.n_obs) or may_be_stacked(self.spec)
         else:
-            fits = self.choice is not None and (is_raw or kind == "frames")
+            fits = self.choice is not None and (is_raw or kind in ("frames", "table"))
         require(fits, f"a store of kind {kind!r} does not match the method that was chosen")
 
     def _check_choice(self, saved: Any) -> Choice:
         require(isinstance(saved, list) and [*map(type, saved)] == [str, str], f"invalid choice of a method: {saved!r}")
-        chosen = get_codec(saved[0], **self.options).codec_id
+        chosen = get_codec(saved[0], **self.codec_options).codec_id
         if self.choice is not None:
-            allowed = get_codec(self.choice.method, **self.options).codec_id, "none"
+            allowed = get_codec(self.choice.method, **self.codec_options).codec_id, "none"
             require(chosen in allowed, f"{saved[0]!r} was chosen where {self.method!r} was asked for")
         return Choice(*saved)
 
@@ -411,12 +565,12 @@ class ObservationStore:
             state.pop(name, None)
         if self.inner is not None:
             # now: pickle would get to it after the lock is released
-            state["inner"] = _Frozen(type(self.inner), self.inner.__getstate__())
+            state["inner"] = FrozenStore.of(self.inner)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if isinstance(state["inner"], _Frozen):
+        if isinstance(state["inner"], FrozenStore):
             self.inner = state["inner"].thaw()
         self.lock = fork_safe_lock()
         self.readers = ReaderLocks()
@@ -427,15 +581,3 @@ class ObservationStore:
         copied.__setstate__(dict(self.__getstate__()))
         memo[id(self)] = copied
         return copied
-
-
-class _Frozen:
-    """The copied state of an inner store."""
-
-    def __init__(self, store: type[Store], state: dict[str, Any]) -> None:
-        self.store, self.state = store, state
-
-    def thaw(self) -> Store:
-        inner = object.__new__(self.store)
-        inner.__setstate__(dict(self.state))
-        return inner

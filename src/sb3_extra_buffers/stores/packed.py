@@ -11,9 +11,10 @@ import numpy as np
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.kernels import compiled_kernels
-from sb3_extra_buffers.kernels.camera import camera_geometry
+from sb3_extra_buffers.kernels.camera import camera_geometry, frames_to_decode
+from sb3_extra_buffers.kernels.policy import ReadWork, read_ns, write_ns
 from sb3_extra_buffers.kernels.state import NONE, PACKED_CAMERA, PACKED_LZ4, PACKED_ZSTD, Bytes, Ints, padded_bytes
-from sb3_extra_buffers.stores.base import Indices
+from sb3_extra_buffers.stores.base import Indices, Trial
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.segment_format import (
     header_bytes,
@@ -225,10 +226,32 @@ class PackedStore(SegmentStore):
         return inflate(payload, self._length_dtype, self.per_segment, self.layout.frame_bytes, dictionary)
 
     @classmethod
-    def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
-        store = cls(layout, len(rows), n_streams, codec)
-        store.write(np.arange(len(rows)), streams, rows)
-        return store.packed_bytes() / max(int(store.state.counts.sum()), 1)
+    def trial(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> Trial:
+        if codec.codec_id != "none":
+            return super().trial(layout, codec, streams, rows, n_streams)
+        # nothing depends on the rows
+        size, per_segment = layout.frame_bytes, cls.frames_per_segment(codec)
+        work = ReadWork(2 * layout.spec.nbytes, 1 + layout.stack / per_segment)
+        return Trial(float(size), read_ns("none", work), write_ns("none", size, size))
+
+    def trial_size(self) -> int:
+        return self.packed_bytes()
+
+    @property
+    def cost_kind(self) -> str:
+        return self.codec.codec_id + "-zstd" * bool(self._zstd_level)
+
+    def read_work(self) -> ReadWork:
+        layout, per_segment = self.layout, self.per_segment
+        n_parts = 1 + layout.stack / per_segment
+        if self._zstd_level:
+            n_frames = n_parts * per_segment  # decompressed as a whole
+        elif self.codec.codec_id == "camera":
+            n_frames = frames_to_decode(layout.stack + 1, per_segment)
+        else:
+            n_frames = (per_segment + 1) / 2 + layout.stack  # from the front to the last one needed
+        parsed = n_frames * self.packed_bytes() / max(int(self.state.counts.sum()), 1)
+        return ReadWork(2 * layout.spec.nbytes, n_parts, n_frames * layout.frame_bytes, parsed)
 
     def packed_bytes(self) -> int:
         """Bytes of all segments, with open ones as they would be packed now."""

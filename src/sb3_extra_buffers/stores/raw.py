@@ -11,8 +11,9 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import HeapFullError
+from sb3_extra_buffers.kernels.policy import ReadWork, read_ns, write_ns
 from sb3_extra_buffers.stores.arena import resident_bytes, zeros
-from sb3_extra_buffers.stores.base import Array, Indices, Store
+from sb3_extra_buffers.stores.base import Array, Indices, Store, Trial
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
@@ -137,6 +138,14 @@ class RawStore(Store):
 
     def describe(self) -> str:
         return "none"
+
+    def find_written(self) -> Indices:
+        return np.flatnonzero(self.written[: len(self.rows)])
+
+    @classmethod
+    def trial(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> Trial:
+        size, work = layout.frame_bytes, ReadWork(2 * layout.spec.nbytes)
+        return Trial(float(size), read_ns("none", work), write_ns("none", size, size))
 
     @classmethod
     def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:

@@ -40,6 +40,7 @@ _HERE = "sb3_extra_buffers.stores"
 STORES: tuple[StoreEntry, ...] = (
     StoreEntry("packed", "cpu", f"{_HERE}.packed:PackedStore"),
     StoreEntry("raw", "cpu", f"{_HERE}.raw:RawStore"),
+    StoreEntry("table", "cpu", f"{_HERE}.tables:TableStore"),
     StoreEntry("segments", "cpu", f"{_HERE}.segments:SegmentStore"),
     StoreEntry("payloads", "cpu", f"{_HERE}.payloads:PayloadStore"),
     StoreEntry("device-shared", "cuda", f"{_HERE}.device_shared:DeviceSharedStore"),
@@ -51,10 +52,13 @@ STORES: tuple[StoreEntry, ...] = (
 )
 
 
-def find_store(codec: Codec, layout: StackLayout, place: Place = "cpu") -> type[Any]:
-    """Return the class of the first store at ``place`` that accepts frames of ``layout`` encoded by ``codec``."""
+def find_store(codec: Codec, layout: StackLayout, place: Place = "cpu", of_frames: bool = False) -> type[Any]:
+    """Return the class of the first store at ``place`` that accepts frames of ``layout`` encoded by ``codec``.
+
+    ``of_frames`` leaves out the store of tables: files that are older have palettes in a frame store.
+    """
     for entry in STORES:
-        if entry.place == place:
+        if entry.place == place and not (of_frames and entry.kind == "table"):
             store = entry.load()
             if store.accepts(codec, layout):
                 return store

@@ -37,16 +37,16 @@ def restore_frames(
     read_only: bool,
 ) -> FrameStore:
     """Return the frame store that ``FrameStore.to_parts`` described, for ``store``, whose settings are known."""
-    layout = _read_layout(store.spec, record)
+    layout = read_layout(store.spec, record)
     codecs = _read_codecs(record, layout.frame_spec)
-    chosen = None if store.choice is None else get_codec(store.choice.method, **store.options).codec_id
+    chosen = None if store.choice is None else get_codec(store.choice.method, **store.codec_options).codec_id
     require(
         chosen == codecs[-1].codec_id, f"payloads of {codecs[-1].codec_id!r} do not match the method that was chosen"
     )
     # before memory is reserved for streams: each has several numbers
     n_numbers = len(arrays["streams"])
     require(n_numbers > store.n_streams, f"{n_numbers} numbers cannot describe {store.n_streams} streams")
-    frames: FrameStore = find_store(codecs[-1], layout)(
+    frames: FrameStore = find_store(codecs[-1], layout, of_frames=True)(
         layout, 0, store.n_streams, codecs[-1], store.heap_bytes, None, store.compiled
     )
     saved = _read_tables(frames, store.n_obs, record, arrays, codecs)
@@ -81,7 +81,8 @@ def _read_tables(
     )
 
 
-def _read_layout(spec: ObsSpec, record: Mapping[str, Any]) -> StackLayout:
+def read_layout(spec: ObsSpec, record: Mapping[str, Any]) -> StackLayout:
+    """The layout of a saved store for observations of ``spec``."""
     stack, axis = record["stack"], record["axis"]
     require(type(stack) is int and axis in ("first", "last"), f"invalid layout: stacks of {stack!r} along {axis!r}")
     length = (spec.shape[0] if axis == "first" else spec.shape[-1]) if spec.shape else 1
@@ -188,6 +189,26 @@ def _read_list_lengths(n_obs: int, stack: int, lengths: Any) -> tuple[int, int]:
     fits = n_fresh % stack == 0 and n_freed == (n_fresh + FREE_BATCH if n_fresh else 0)
     require(fits, f"a list of {n_freed} freed segments does not fit {n_fresh} frames")
     return n_fresh // stack, n_order
+
+
+def pack_payloads(heap: Heap) -> dict[str, Array]:
+    """The payloads of a heap as two arrays, for `place_payloads`: where each starts, and their bytes."""
+    payload_ids = heap.unsaved(everything=True)
+    lengths = heap.lengths[payload_ids].astype(np.int64)
+    starts = np.zeros(len(heap.lengths), np.int64)
+    starts[payload_ids] = np.cumsum(lengths) - lengths
+    payloads = [np.frombuffer(heap.read(payload_id), np.uint8) for payload_id in payload_ids.tolist()]
+    return {"starts": starts, "payload": np.concatenate([*payloads, np.zeros(SLACK, np.uint8)])}
+
+
+def fill_from(arrays: Mapping[str, Array]) -> FillHeap:
+    """Return a function that fills a heap from what `pack_payloads` returned."""
+
+    def fill(heap: Heap, payload_ids: npt.NDArray[np.int32]) -> None:
+        starts = column(arrays, "starts", np.int64, heap.lengths.shape)
+        place_payloads(heap, payload_ids, starts, column(arrays, "payload", np.uint8, (None,)))
+
+    return fill
 
 
 def place_payloads(

@@ -18,6 +18,7 @@ from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError
 from sb3_extra_buffers.kernels import policy
 from sb3_extra_buffers.kernels.frames import is_full
+from sb3_extra_buffers.kernels.policy import ReadWork, read_ns, write_ns
 from sb3_extra_buffers.kernels.state import (
     COMMITTED,
     N_FREED,
@@ -31,7 +32,7 @@ from sb3_extra_buffers.kernels.state import (
     FrameState,
 )
 from sb3_extra_buffers.stores.arena import SLACK, lengthen
-from sb3_extra_buffers.stores.base import Array, Indices
+from sb3_extra_buffers.stores.base import Array, Indices, Trial
 from sb3_extra_buffers.stores.checks import require, whole
 from sb3_extra_buffers.stores.frame_tables import FREE_BATCH, FrameIds
 from sb3_extra_buffers.stores.frames import FrameStore, SavedFrames
@@ -462,10 +463,32 @@ class SegmentStore(FrameStore):
         return inflate(payload, self._length_dtype, self.per_segment, self.layout.frame_bytes)
 
     @classmethod
-    def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
+    def trial(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> Trial:
         store = cls(layout, len(rows), n_streams, codec)
-        store.write(np.arange(len(rows)), streams, rows)
-        return store.difference_bytes() / max(int(store.state.counts.sum()), 1)
+        # the first frames of a stream need keyframes that those after them share: only the second half counts
+        nbytes = n_frames = 0
+        for part in np.array_split(np.arange(len(rows)), 2):
+            before = nbytes, n_frames
+            store.write(part, streams[part], rows[part])
+            nbytes, n_frames = store.trial_size(), int(store.state.counts.sum())
+        if n_frames == before[1]:
+            before = 0, 0
+        frame_bytes = max(nbytes - before[0], 0) / max(n_frames - before[1], 1)
+        kind, size = store.cost_kind, layout.frame_bytes
+        return Trial(frame_bytes, read_ns(kind, store.read_work()), write_ns(kind, size, frame_bytes))
+
+    @classmethod
+    def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
+        return cls.trial(layout, codec, streams, rows, n_streams).frame_bytes
+
+    @property
+    def cost_kind(self) -> str:
+        """The entry of `policy.READ_COSTS` for this store."""
+        return "delta-zstd" if self._zstd_level else "delta"
+
+    def trial_size(self) -> int:
+        """Bytes of everything that was written, as it will be stored."""
+        return self.difference_bytes()
 
     def difference_bytes(self) -> int:
         """Bytes of all segments, and of keyframes beyond one per stream: in the long run there are few more."""
@@ -475,9 +498,35 @@ class SegmentStore(FrameStore):
         for stream in np.flatnonzero(state.open_segments >= 0).tolist():
             lengths = self._staged_lengths(stream)
             starts_whole = bool(lengths[0] == size)
-            nbytes += int(lengths[starts_whole:].sum())
             n_keyframes += starts_whole
+            staged = int(lengths[starts_whole:].sum())
+            if self._zstd_level and staged:
+                end = stream * state.config.stage_bytes + int(state.stage_ends[stream])
+                body = state.stage[end - staged : end]
+                staged = pack_frames(body, len(lengths), self._kernels, 0, self._zstd_level)[1].size
+            nbytes += staged
         return nbytes + max(n_keyframes - self.n_streams, 0) * size
+
+    def read_work(self) -> ReadWork:
+        """What reading an observation and its successor takes, on average."""
+        layout, state, size = self.layout, self.state, self.layout.frame_bytes
+        in_use = np.flatnonzero(state.counts)
+        lengths, unpacked = [], []
+        for segment in in_use.tolist():
+            start = int(state.starts[segment])
+            source, start = (state.stage, -1 - start) if start < 0 else (state.heap, start)
+            header = source[start : start + header_bytes(int(state.counts[segment]), self._length_dtype)]
+            lengths.append(int(header[2:].view(self._length_dtype).astype(np.int64).sum()))
+            unpacked.append(lengths[-1] if header[0] or self._zstd_level else 0)
+        n_frames = max(int(state.counts.sum()), 1)
+        per_segment = n_frames / max(len(in_use), 1)
+        # consecutive frames, one more than in a stack: segments are decoded from the front to the last frame needed
+        n_parts = 1 + layout.stack / per_segment
+        n_decoded = (per_segment + 1) / 2 + layout.stack
+        if self._zstd_level:
+            n_decoded = n_parts * per_segment  # decompressed as a whole
+        parsed, packed = (n_decoded * sum(part) / n_frames for part in (lengths, unpacked))
+        return ReadWork(2 * layout.spec.nbytes, n_parts, n_parts * size, parsed, packed)
 
     # ---- saving ----
 

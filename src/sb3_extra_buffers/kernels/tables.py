@@ -1,0 +1,165 @@
+"""Units of an observation (pixels or numbers) as indices into a table of at most 256 of them, and back.
+
+A *unit* is 2, 3, 4 or 8 bytes: a number, or the channels of a pixel. Its *code* is those bytes as an integer, the first
+byte lowest. Units follow each other, unless ``plane`` is set: then the bytes of a unit are ``plane`` bytes apart, as in
+images with channels first, and a row consists of blocks of ``unit * plane`` bytes.
+
+`map_rows` looks codes up in a hash table without collisions: a code has one slot, so a lookup is one comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.kernels.dispatch import compiled_kernels, has_numba
+
+#: Entries of a table: an index is one byte.
+ENTRIES = 256
+#: Bytes of an entry in the array that `expand_rows` reads.
+ENTRY_BYTES = 8
+# bits of a slot of the hash table, and factors to try with each number of bits. With 14 bits, about every tenth factor
+# has no collisions for 256 codes
+_SLOT_BITS = range(6, 17)
+_ATTEMPTS = 64
+
+Bytes = npt.NDArray[np.uint8]
+Codes = npt.NDArray[np.uint64]
+
+
+class CodeHash(NamedTuple):
+    """Where each code of a table is. A code's slot is its product with ``factor``, shifted right by ``shift``."""
+
+    #: [slot]: the code; for units below 8 bytes above its index, which then takes the lowest byte.
+    slots: Codes
+    #: [slot]: the index, for units of 8 bytes; otherwise empty.
+    indices: Bytes
+    factor: np.uint64
+    shift: np.uint64
+
+
+class TableKernels(NamedTuple):
+    """The kernels of tables, compiled or not."""
+
+    map_rows: Callable[..., int]
+    map_step: Callable[..., bool]
+    expand_rows: Callable[..., None]
+    compiled: bool
+
+
+@cache
+def table_kernels(compiled: bool | None = None) -> TableKernels:
+    """Return the kernels: compiled, reference, or (``None``) compiled if numba is installed."""
+    if compiled is None:
+        return table_kernels(has_numba())
+    if not compiled:
+        return TableKernels(map_rows, map_step, expand_rows, False)
+    module: Any = compiled_kernels("tables")
+    return TableKernels(module.map_rows, module.map_step, module.expand_rows, True)
+
+
+def hash_codes(codes: Codes, indices: Bytes, unit: int) -> CodeHash:
+    """Build a hash table of distinct ``codes`` without collisions.
+
+    Should no factor be found, the codes that lost their slot stay unknown, and rows with them are stored otherwise.
+    """
+    factors = np.random.default_rng(0).integers(1 << 63, (1 << 64) - 1, _ATTEMPTS, dtype=np.uint64) | np.uint64(1)
+    # with fewer slots than half the pairs of codes, a collision is likely
+    least = max(2 * len(codes).bit_length() - 4, _SLOT_BITS[0])
+    for bits in range(min(least, _SLOT_BITS[-1]), _SLOT_BITS.stop):
+        shift = np.uint64(64 - bits)
+        slots = np.sort((codes * factors[:, None]) >> shift, axis=1)
+        # the slot of code 1 must not be 0, see `_fill`
+        free = (slots[:, 1:] != slots[:, :-1]).all(axis=1) & (factors >> shift > 0)
+        if free.any():
+            break
+    return _fill(codes, indices, unit, factors[int(free.argmax())], shift)
+
+
+def _fill(codes: Codes, indices: Bytes, unit: int, factor: np.uint64, shift: np.uint64) -> CodeHash:
+    n_slots = 1 << (64 - int(shift))
+    slots = ((codes * factor) >> shift).astype(np.intp)
+    if unit < 8:
+        # an empty slot has a code that no unit has
+        packed = np.full(n_slots, ~np.uint64(0))
+        packed[slots] = codes << np.uint64(8) | indices
+        return CodeHash(packed, np.zeros(0, np.uint8), factor, shift)
+    # an empty slot has a code that belongs to another slot: 0 to slot 0, and 1 to any other
+    packed = np.zeros(n_slots, np.uint64)
+    packed[0] = 1
+    packed[slots] = codes
+    found = np.zeros(n_slots, np.uint8)
+    found[slots] = indices
+    return CodeHash(packed, found, factor, shift)
+
+
+def codes_of(rows: Bytes, unit: int, plane: int) -> Codes:
+    """Return the codes of rows, ``[row, unit]``."""
+    n_rows, n_units = len(rows), rows.shape[1] // unit
+    columns = rows.reshape(n_rows, -1, unit, plane) if plane else rows.reshape(n_rows, -1, unit, 1)
+    codes = np.zeros((n_rows, columns.shape[1], columns.shape[3]), np.uint64)
+    for byte in range(unit):
+        codes |= columns[:, :, byte].astype(np.uint64) << np.uint64(8 * byte)
+    return codes.reshape(n_rows, n_units)
+
+
+def map_rows(
+    rows: Bytes, slots: Codes, indices: Bytes, factor: np.uint64, shift: np.uint64, unit: int, plane: int, first: int,
+    closed: bool, out: Bytes, outside: Bytes,
+) -> int:  # fmt: skip
+    """Set ``out`` to the indices of the units of ``rows``, from row ``first`` on.
+
+    Returns the number of the first row with an unknown unit, or the number of rows. If ``closed``, such rows are
+    flagged as ``outside`` instead, and become zeros.
+    """
+    for row in range(first, len(rows)):
+        codes = codes_of(rows[row : row + 1], unit, plane)[0]
+        at = ((codes * factor) >> shift).astype(np.intp)
+        entries = slots[at]
+        known = (entries >> np.uint64(8) if unit < 8 else entries) == codes
+        if known.all():
+            out[row] = (entries & np.uint64(0xFF)).astype(np.uint8) if unit < 8 else indices[at]
+        elif closed:
+            out[row] = 0
+            outside[row] = 1
+        else:
+            return row
+    return len(rows)
+
+
+def map_step(
+    rows: Bytes, next_rows: Bytes, slots: Codes, indices: Bytes, factor: np.uint64, shift: np.uint64, unit: int,
+    plane: int, known: Bytes, guessed: bool, out: Bytes,
+) -> bool:  # fmt: skip
+    """Set the first half of ``out`` to the indices of ``rows``, and the second to those of ``next_rows``.
+
+    Returns False if a unit is unknown; ``out`` and ``known`` then hold anything. Otherwise ``known``, unless it has no
+    rows, becomes a copy of ``next_rows``. If ``guessed``, the second half of ``out`` has the indices of ``known``, from
+    the last step, which ``rows`` are likely to repeat: a kernel may compare before it looks up.
+    """
+    n_rows, outside = len(rows), np.zeros(len(rows), np.uint8)
+    for part, half in ((rows, out[:n_rows]), (next_rows, out[n_rows:])):
+        if map_rows(part, slots, indices, factor, shift, unit, plane, 0, False, half, outside) < n_rows:
+            return False
+    if len(known):
+        known[...] = next_rows
+    return True
+
+
+def expand_rows(indices: Bytes, table: Bytes, unit: int, plane: int, first: int, stop: int, out: Bytes) -> None:
+    """Set rows ``first`` to ``stop`` of ``out`` to the units that ``indices`` name.
+
+    ``table`` has `ENTRY_BYTES` for each index.
+    """
+    entries = table.reshape(ENTRIES, ENTRY_BYTES)
+    wanted, rows = indices[first:stop], out[first:stop]
+    for byte in range(unit):
+        plain = entries[:, byte].take(wanted)
+        if plane:
+            rows.reshape(len(rows), -1, unit, plane)[:, :, byte] = plain.reshape(len(rows), -1, plane)
+        else:
+            rows.reshape(len(rows), -1, unit)[:, :, byte] = plain

@@ -1,0 +1,220 @@
+"""The kernels of tables, compiled; `kernels.tables` defines what each one does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sb3_extra_buffers.kernels.columns_numba import as_column, flat
+from sb3_extra_buffers.kernels.compiling import entry, inner
+from sb3_extra_buffers.kernels.intrinsics import (
+    clear_bytes,
+    copy_bytes,
+    equal_bytes,
+    load_byte,
+    load_half,
+    load_int,
+    load_quad,
+    load_word,
+    store_byte,
+    store_half,
+    store_quad,
+    store_word,
+)
+from sb3_extra_buffers.kernels.tables import ENTRY_BYTES
+
+_EIGHT = np.uint64(8)
+_COLOUR = np.uint64(0xFFFFFF)
+# units that are compared with a guess at a time
+_BLOCK = 64
+
+
+@inner
+def _equal_units(row: Any, at: int, other: Any, other_at: int, count: int, unit: int, plane: int) -> bool:
+    """Whether ``count`` units from byte ``at`` on are those from byte ``other_at`` of ``other`` on."""
+    if plane == 0:
+        return equal_bytes(row, at, other, other_at, count * unit)
+    equal = True
+    for byte in range(unit):
+        equal = equal and equal_bytes(row, at + byte * plane, other, other_at + byte * plane, count)
+    return equal
+
+
+@inner
+def _look_up(
+    row: Any, at: int, count: int, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int, out: Any,
+    to: int,
+) -> bool:  # fmt: skip
+    """Map ``count`` units from byte ``at`` on; return whether all are known.
+
+    Of three bytes that are together, a fourth one is read.
+    """
+    wrong = np.uint64(0)
+    # a loop for each size: the compiler unrolls no other. No shortcut for pixels that repeat the one before: in
+    # textures, that branch costs more than it saves
+    if plane > 0:
+        for i in range(count):
+            code = load_byte(row, at + i) | load_byte(row, at + i + plane) << _EIGHT
+            code |= load_byte(row, at + i + 2 * plane) << np.uint64(16)
+            if unit == 4:
+                code |= load_byte(row, at + i + 3 * plane) << np.uint64(24)
+            entry = slots[np.int64((code * factor) >> shift)]
+            wrong |= (entry >> _EIGHT) ^ code
+            store_byte(out, to + i, entry)
+    elif unit == 4:
+        for i in range(count):
+            code = np.uint64(load_quad(row, at + 4 * i))
+            entry = slots[np.int64((code * factor) >> shift)]
+            wrong |= (entry >> _EIGHT) ^ code
+            store_byte(out, to + i, entry)
+    elif unit == 3:
+        for i in range(count):
+            code = np.uint64(load_quad(row, at + 3 * i)) & _COLOUR
+            entry = slots[np.int64((code * factor) >> shift)]
+            wrong |= (entry >> _EIGHT) ^ code
+            store_byte(out, to + i, entry)
+    elif unit == 2:
+        for i in range(count):
+            code = np.uint64(load_half(row, at + 2 * i))
+            entry = slots[np.int64((code * factor) >> shift)]
+            wrong |= (entry >> _EIGHT) ^ code
+            store_byte(out, to + i, entry)
+    else:
+        for i in range(count):
+            code = load_word(row, at + 8 * i)
+            slot = np.int64((code * factor) >> shift)
+            wrong |= slots[slot] ^ code
+            out[to + i] = indices[slot]
+    return wrong == 0
+
+
+@inner
+def _map_units(
+    row: Any, start: int, count: int, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int,
+    known: Any, known_at: int, guess_at: int, out: Any, to: int,
+) -> bool:  # fmt: skip
+    """Map ``count`` units from byte ``start`` on, in blocks; return whether all are known.
+
+    Blocks that repeat those of ``known``, from byte ``known_at`` on, have the indices at ``guess_at`` of ``out``. If
+    that is negative, nothing is known.
+    """
+    width, done = 1 if plane > 0 else unit, 0
+    if unit == 3 and plane == 0:
+        # four bytes from the last pixel on would end beyond the row
+        count -= 1
+        code = load_byte(row, start + 3 * count) | load_byte(row, start + 3 * count + 1) << _EIGHT
+        code |= load_byte(row, start + 3 * count + 2) << np.uint64(16)
+        entry = slots[np.int64((code * factor) >> shift)]
+        store_byte(out, to + count, entry)
+        if entry >> _EIGHT != code:
+            return False
+    while done < count:
+        n, at = min(count - done, _BLOCK), start + done * width
+        if guess_at >= 0 and _equal_units(row, at, known, known_at + done * width, n, unit, plane):
+            copy_bytes(out, to + done, out, guess_at + done, n)
+        elif not _look_up(row, at, n, slots, indices, factor, shift, unit, plane, out, to + done):
+            return False
+        done += n
+    return True
+
+
+@inner
+def _map_row(
+    row: Any, start: int, n_units: int, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int,
+    known: Any, known_at: int, guess_at: int, out: Any, to: int,
+) -> bool:  # fmt: skip
+    count = plane if plane > 0 else n_units
+    for done in range(0, n_units, max(count, 1)):
+        at = guess_at + done if guess_at >= 0 else -1
+        if not _map_units(
+            row, start + done * unit, count, slots, indices, factor, shift, unit, plane, known, known_at + done * unit,
+            at, out, to + done,
+        ):  # fmt: skip
+            return False
+    return True
+
+
+@entry
+def map_rows(
+    rows: Any, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int, first: int, closed: bool,
+    out: Any, outside: Any,
+) -> int:  # fmt: skip
+    n_rows, nbytes, n_units = rows.shape[0], rows.shape[1], out.shape[1]
+    rows_, slots_, indices_ = flat(as_column(rows)), as_column(slots), as_column(indices)
+    out_, outside_ = flat(as_column(out)), as_column(outside)
+    for row in range(first, n_rows):
+        if not _map_row(
+            rows_, row * nbytes, n_units, slots_, indices_, factor, shift, unit, plane, rows_, 0, -1, out_,
+            row * n_units,
+        ):  # fmt: skip
+            if not closed:
+                return row
+            clear_bytes(out_, row * n_units, n_units)
+            outside_[row] = 1
+    return n_rows
+
+
+@entry
+def map_step(
+    rows: Any, next_rows: Any, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int, known: Any,
+    guessed: bool, out: Any,
+) -> bool:  # fmt: skip
+    n_rows, nbytes, n_units = rows.shape[0], rows.shape[1], out.shape[1]
+    rows_, next_rows_, known_ = flat(as_column(rows)), flat(as_column(next_rows)), flat(as_column(known))
+    slots_, indices_, out_ = as_column(slots), as_column(indices), flat(as_column(out))
+    for row in range(n_rows):
+        start, at, next_at = row * nbytes, row * n_units, (n_rows + row) * n_units
+        if not _map_row(
+            rows_, start, n_units, slots_, indices_, factor, shift, unit, plane, known_, start,
+            next_at if guessed else -1, out_, at,
+        ):  # fmt: skip
+            return False
+        if not _map_row(
+            next_rows_, start, n_units, slots_, indices_, factor, shift, unit, plane, rows_, start, at, out_, next_at
+        ):
+            return False
+        if known.shape[0] > 0:
+            copy_bytes(known_, start, next_rows_, start, nbytes)
+    return True
+
+
+@inner
+def expand_row(indices: Any, at: int, n_units: int, table: Any, unit: int, plane: int, out: Any, to: int) -> None:
+    """Write the units of the ``n_units`` indices from byte ``at`` on to byte ``to`` of ``out``."""
+    if plane > 0:
+        for block in range(n_units // plane):
+            for byte in range(unit):
+                target = to + (block * unit + byte) * plane
+                for i in range(plane):
+                    index = load_int(indices, at + block * plane + i)
+                    store_byte(out, target + i, load_byte(table, index * ENTRY_BYTES + byte))
+    elif unit == 4:
+        for i in range(n_units):
+            value = load_quad(table, load_int(indices, at + i) * ENTRY_BYTES)
+            store_quad(out, to + 4 * i, np.uint64(value))
+    elif unit == 3:
+        for i in range(n_units - 1):
+            # the fourth byte is overwritten by the next pixel
+            value = load_quad(table, load_int(indices, at + i) * ENTRY_BYTES)
+            store_quad(out, to + 3 * i, np.uint64(value))
+        value = np.uint64(load_quad(table, load_int(indices, at + n_units - 1) * ENTRY_BYTES))
+        store_half(out, to + 3 * n_units - 3, value)
+        store_byte(out, to + 3 * n_units - 1, value >> np.uint64(16))
+    elif unit == 2:
+        for i in range(n_units):
+            value = load_half(table, load_int(indices, at + i) * ENTRY_BYTES)
+            store_half(out, to + 2 * i, np.uint64(value))
+    else:
+        for i in range(n_units):
+            store_word(out, to + 8 * i, load_word(table, load_int(indices, at + i) * ENTRY_BYTES))
+
+
+@entry
+def expand_rows(indices: Any, table: Any, unit: int, plane: int, first: int, stop: int, out: Any) -> None:
+    n_units, nbytes = indices.shape[1], out.shape[1]
+    if n_units == 0:
+        return
+    indices_, table_, out_ = flat(as_column(indices)), as_column(table), flat(as_column(out))
+    for row in range(first, stop):
+        expand_row(indices_, row * n_units, n_units, table_, unit, plane, out_, row * nbytes)
