@@ -61,8 +61,8 @@ OVERREAD = 64
 
 #: values in a tile
 TILE = 64
-# every how many frames one refers to the first of the segment
-_STRIDE = 2
+#: every how many frames one refers to the first of the segment
+STRIDE = 2
 #: bytes of zeros at the start of a work space: a tile of the largest values
 ZEROS = 8 * TILE
 #: bytes after the zeros that belong to single tiles
@@ -80,7 +80,7 @@ def frames_to_decode(n_wanted: int, per_segment: int) -> float:
         decoded: set[tuple[int, int]] = set()
         for frame in range(last - n_wanted + 1, last + 1):
             segment, position = divmod(frame, per_segment)
-            decoded |= {(segment, 0)} | {(segment, at) for at in range(position // _STRIDE * _STRIDE, position + 1)}
+            decoded |= {(segment, 0)} | {(segment, at) for at in range(position // STRIDE * STRIDE, position + 1)}
         total += len(decoded)
     return total / per_segment
 
@@ -135,7 +135,7 @@ def pack_camera(
         reference, previous = FRAME_BEFORE, before
         if i == 0:
             reference = NO_FRAME
-        elif i % _STRIDE == 0:
+        elif i % STRIDE == 0:
             reference, previous = FIRST_FRAME, first
         frame = frames_at + i * size
         split_planes(frames, frame, geometry, scratch, current)
