@@ -83,9 +83,10 @@ class ReplayMixin(BudgetMixin, _Base):
         gamma: float = 0.99,
         storage: Literal["memory", "mmap"] = "memory",
         path: str | os.PathLike[str] | None = None,
+        prefer: Literal["memory", "speed"] | None = None,
     ) -> None:
         how = dtypes, normalize_images, compression_method, compression_kwargs, decompression_kwargs, output_dtype
-        self._take_options(StorageOptions(*how, max_bytes, on_max_bytes, storage, path))
+        self._take_options(StorageOptions(*how, max_bytes, on_max_bytes, storage, path, prefer))
         check_count(buffer_size, "buffer_size", 0)  # as in SB3, 0 holds one step
         check_count(n_envs, "n_envs")
         check_count(n_steps, "n_steps")

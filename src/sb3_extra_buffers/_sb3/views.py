@@ -161,7 +161,7 @@ def _make_view(
         spec,
         n_streams=lead_shape[1],
         method=method,
-        options=codec_options(method, options.compression_kwargs, options.decompression_kwargs),
+        options=codec_options(method, options.options_for(method), options.decompression_kwargs),
     )
     # a dense store cannot free what is evicted
     store.may_stay_dense = options.max_bytes is None

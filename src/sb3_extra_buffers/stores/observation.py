@@ -327,7 +327,9 @@ class ObservationStore:
                 trained = True
             new.write(indices[stored], streams[stored], rows[stored])
         new.commit()
-        _logger.info("changed from %s to %s after %d observations", self.choice, choice, self._n_written)
+        before = "none" if self.choice is None else self.choice.method
+        message = "changed from %s to %s after %d observations (%s)"
+        _logger.info(message, before, choice.method, self._n_written, choice.why)
         # at once: a choice that does not match the store could not be loaded again
         self.__dict__.update(inner=new, choice=choice)
 
