@@ -29,6 +29,15 @@ class FrameKernels(NamedTuple):
     compiled: bool
 
 
+class TimelineKernels(NamedTuple):
+    """The kernels of `stores.timeline`; `kernels.timeline` defines what each one does."""
+
+    bind_tables: Callable[..., Any]
+    write_rows: Callable[..., None]
+    read_rows: Callable[..., int]
+    compiled: bool
+
+
 def as_contiguous(array: Array) -> Array:
     """Return ``array`` as C-contiguous and writable: numba would compile the kernels again for any other kind."""
     return array if array.flags.carray else array.copy()
@@ -46,13 +55,14 @@ def has_numba() -> bool:
 
 def _drop_outdated(module: Any) -> None:
     """Delete cached kernels older than any source compiled into them; numba only checks the file that defines them."""
-    cache = module.read_frames.stats.cache_path
+    entries = [value for value in vars(module).values() if hasattr(value, "stats") and value.__module__ == module.__name__]
+    cache = next((entry.stats.cache_path for entry in entries if entry.stats.cache_path is not None), None)
     if cache is None:
         return
     package = Path(module.__file__).parents[1]
     sources = [*(package / "kernels").glob("*.py"), *(package / "codecs").glob("*.py")]
     newest = max(source.stat().st_mtime for source in sources)
-    for index in Path(cache).glob("frames_numba.*.nbi"):
+    for index in Path(cache).glob(f"{Path(module.__file__).stem}.*.nbi"):
         with suppress(OSError):
             if index.stat().st_mtime <= newest:
                 index.unlink()
@@ -68,3 +78,23 @@ def frame_kernels(compiled: bool | None = None) -> FrameKernels:
         _drop_outdated(module)
     functions = {name: getattr(module, name) for name in FrameKernels._fields if name != "compiled"}
     return FrameKernels(compiled=compiled, **functions)
+
+
+@cache
+def timeline_kernels(compiled: bool | None = None) -> TimelineKernels:
+    """Return the kernels of `stores.timeline`, chosen as by `frame_kernels`."""
+    if compiled is None:
+        return timeline_kernels(has_numba())
+    module: Any = step_kernels() if compiled else importlib.import_module("sb3_extra_buffers.kernels.timeline")
+    functions = {name: getattr(module, name) for name in TimelineKernels._fields if name != "compiled"}
+    return TimelineKernels(compiled=compiled, **functions)
+
+
+@cache
+def step_kernels() -> Any:
+    """Return the module with `write_step` and `read_batch`, which exist only compiled; None without numba."""
+    if not has_numba():
+        return None
+    module = importlib.import_module("sb3_extra_buffers.kernels.timeline_numba")
+    _drop_outdated(module)
+    return module

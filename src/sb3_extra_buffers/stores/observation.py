@@ -26,6 +26,7 @@ from sb3_extra_buffers.stores.locks import ReaderLocks, fork_safe_lock, this_thr
 from sb3_extra_buffers.stores.raw import RawStore
 from sb3_extra_buffers.stores.registry import make_store
 from sb3_extra_buffers.stores.restore import restore_frames
+from sb3_extra_buffers.stores.timeline import TimelineStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 if TYPE_CHECKING:
@@ -102,15 +103,33 @@ class ObservationStore:
         self._before: tuple[CollectedRows, Choice | None] | None = None
 
     @_exclusive
-    def allocate(self, n_obs: int) -> int:
-        """Append ``n_obs`` unwritten observations; return the index of the first."""
+    def allocate(self, n_obs: int, are_next: bool = False) -> int:
+        """Append ``n_obs`` unwritten observations; return the index of the first.
+
+        ``are_next`` if they are the next observations of those that the store has.
+        """
         first = self.n_obs
-        if self.inner is not None:
+        if are_next and n_obs == first and isinstance(self.inner, RawStore) and self._can_share():
+            rows = np.concatenate([self.inner.rows, np.zeros_like(self.inner.rows)])
+            self.inner = TimelineStore.from_rows(rows, self.n_streams, self.heap_bytes, self.compiled)
+        elif self.inner is not None:
             self.inner.allocate(n_obs)
         elif self.choice is not None and self.choice.is_raw:
             self.inner = RawStore(StackLayout(self.spec), first + n_obs, heap_bytes=self.heap_bytes)
         self.n_obs = first + n_obs
         return first
+
+    def _can_share(self) -> bool:
+        """Whether uncompressed observations can be next observations too, on one time axis."""
+        return self.n_obs > 0 and self.n_obs % self.n_streams == 0 and self.spec.nbytes > 0
+
+    @_exclusive
+    def share_next(self) -> None:
+        """Store the second half of uncompressed observations, the next ones of the first half, where they differ."""
+        raw = self.inner
+        if isinstance(raw, RawStore) and self.n_obs % (2 * self.n_streams) == 0 and self._can_share():
+            raw.commit()
+            self.inner = TimelineStore.from_rows(raw.rows, self.n_streams, self.heap_bytes, self.compiled)
 
     # ---- writing ----
 
@@ -367,6 +386,9 @@ class ObservationStore:
             rows = column(arrays, "rows", np.uint8, (self.n_obs, self.spec.nbytes))
             written = column(arrays, "written", np.bool_, (self.n_obs,))
             self.inner = RawStore.from_arrays(rows, written, self.heap_bytes)
+        elif kind == "timeline":
+            sizes = self.n_obs, self.n_streams, self.spec.nbytes
+            self.inner = TimelineStore.from_parts(record, arrays, *sizes, self.heap_bytes, self.compiled)
         elif kind == "pending":
             indices = column(arrays, "cells", np.int64, (None,))
             streams = column(arrays, "streams", np.int64, indices.shape)
@@ -381,7 +403,7 @@ class ObservationStore:
         if self.inner is None:
             fits = not (is_raw and self.n_obs)
         else:
-            fits = self.choice is not None and is_raw == (kind == "dense")
+            fits = self.choice is not None and is_raw == (kind in ("dense", "timeline"))
         require(fits, f"a store of kind {kind!r} does not match the method that was chosen")
 
     def _check_choice(self, saved: Any) -> Choice:
