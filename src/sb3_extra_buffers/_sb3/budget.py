@@ -10,6 +10,9 @@ from sb3_extra_buffers.errors import BudgetExceededError
 
 # the part of max_bytes that may go to tables, which do not shrink when observations are evicted
 _TABLE_SHARE = 1 / 3
+# the part of next observations for which memory is set aside, because the following observation is another one: enough
+# for episodes of eight steps
+_ASIDE_SHARE = 1 / 8
 # bytes of such tables for a stack of four frames and the next one
 _INDEX_BYTES = 32
 
@@ -88,13 +91,15 @@ class BudgetMixin(CompressedBuffer):
 
     def _affordable_steps(self, n_steps: int, limit: int, column_bytes: int) -> int:
         """How many of ``n_steps`` to lay out: fewer only where even tiny observations would not fit ``limit``."""
-        views = ObsViews.make(self.observation_space, self.obs_shape, (1, self.n_envs), self._options)
-        per_step = column_bytes + 2 * views.dense_bytes + len(views.stored) * self.n_envs * _INDEX_BYTES
+        views = ObsViews.make(self.observation_space, self.obs_shape, (1, self.n_envs), self._options, with_next=True)
+        n_compressed = len(views.stored) - len(views.raw)
+        per_step = column_bytes + 2 * views.dense_bytes + n_compressed * self.n_envs * _INDEX_BYTES
+        per_step += int(views.raw_bytes * (1 + _ASIDE_SHARE)) + len(views.raw) * self.n_envs
         if self._options.on_max_bytes == "raise":
             # a shorter ring would overwrite steps that were to be kept
             least, most = n_steps * per_step, n_steps
         else:
-            share = int(limit * _TABLE_SHARE) if views.stored else limit
+            share = int(limit * _TABLE_SHARE) if n_compressed else limit
             least, most = per_step * limit // max(share, 1), min(n_steps, share // per_step)
         if least > limit:
             raise BudgetExceededError(

@@ -167,26 +167,115 @@ def _update(target: Any, source: Any, size: Any) -> None:
         copy_bytes(to, 0, new, 0, size)
 
 
+@inner
+def _write_key(plan: Any, key: Any, first: Any, obs: Any, next_obs: Any) -> None:
+    """Write the observations of all environments at these addresses."""
+    n_envs = plan[PLAN_ENVS]
+    tables = _tables_at(_int64_at(plan[PLAN_KEYS + 3 * key], (14,)))
+    size = tables.rows.shape[1]
+    staged, next_staged = _rows_at(obs, (n_envs, size)), _rows_at(next_obs, (n_envs, size))
+    for env in range(n_envs):
+        _write_obs(tables, first + env, staged, env)
+    for env in range(n_envs):
+        _write_next(tables, first + env, next_staged, env)
+
+
+@inner
+def _write_columns(plan: Any, position: Any, action: Any, reward: Any) -> None:
+    n_envs, first = plan[PLAN_ENVS], position * plan[PLAN_ENVS]
+    size = n_envs * plan[PLAN_ACTION_BYTES]
+    copy_bytes(_bytes_at(plan[PLAN_ACTIONS], (0,)), position * size, _bytes_at(action, (0,)), 0, size)
+    _update(plan[PLAN_REWARDS] + 4 * first, reward, 4 * n_envs)
+    _update(plan[PLAN_DONES] + 4 * first, plan[PLAN_DONE], 4 * n_envs)
+    if plan[PLAN_TIMEOUT]:
+        _update(plan[PLAN_TIMEOUTS] + 4 * first, plan[PLAN_TIMEOUT], 4 * n_envs)
+
+
 @entry
 def write_step(plan: Any, position: int) -> None:
     """Write the values that were staged to step ``position``; twice has no further effect."""
     plan = as_column(plan)
-    n_envs, first = plan[PLAN_ENVS], position * plan[PLAN_ENVS]
     for key in range(plan[PLAN_N_KEYS]):
         at = PLAN_KEYS + 3 * key
-        tables = _tables_at(_int64_at(plan[at], (14,)))
-        size = tables.rows.shape[1]
-        staged, next_staged = _rows_at(plan[at + 1], (n_envs, size)), _rows_at(plan[at + 2], (n_envs, size))
-        for env in range(n_envs):
-            _write_obs(tables, first + env, staged, env)
-        for env in range(n_envs):
-            _write_next(tables, first + env, next_staged, env)
-    size = n_envs * plan[PLAN_ACTION_BYTES]
-    copy_bytes(_bytes_at(plan[PLAN_ACTIONS], (0,)), position * size, _bytes_at(plan[PLAN_ACTION], (0,)), 0, size)
-    _update(plan[PLAN_REWARDS] + 4 * first, plan[PLAN_REWARD], 4 * n_envs)
-    _update(plan[PLAN_DONES] + 4 * first, plan[PLAN_DONE], 4 * n_envs)
-    if plan[PLAN_TIMEOUT]:
-        _update(plan[PLAN_TIMEOUTS] + 4 * first, plan[PLAN_TIMEOUT], 4 * n_envs)
+        _write_key(plan, key, position * plan[PLAN_ENVS], plan[at + 1], plan[at + 2])
+    _write_columns(plan, position, plan[PLAN_ACTION], plan[PLAN_REWARD])
+
+
+@inner
+def _write_arrays(plan: Any, position: Any, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any) -> int:
+    n_envs = plan[PLAN_ENVS]
+    if len(reward) != n_envs or len(done) != n_envs or position < 0:
+        return 0
+    staged = _float32_at(plan[PLAN_DONE], (n_envs,))
+    for env in range(n_envs):
+        staged[env] = done[env]
+    _write_key(plan, 0, position * n_envs, address_of(obs, 0), address_of(next_obs, 0))
+    _write_columns(plan, position, address_of(action, 0), address_of(reward, 0))
+    return 1
+
+
+# The fast path of `add`: a step of a single key without truncations, from the arrays that it was given. Returns 1, or 0
+# if a shape is not that of a step; then nothing has been changed. numba tells dtypes apart faster than Python, so there
+# is a kernel for each combination of dtypes. Not one with several signatures: see `entry`.
+
+
+@inner
+def _fits(plan: Any, obs: Any, next_obs: Any, n_action_bytes: Any) -> bool:
+    size = _int64_at(plan[PLAN_KEYS], (14,))[2]
+    fits = obs.shape[0] == next_obs.shape[0] == plan[PLAN_ENVS] and obs.shape[1] * obs.itemsize == size
+    return fits and obs.shape[1] == next_obs.shape[1] and n_action_bytes == plan[PLAN_ENVS] * plan[PLAN_ACTION_BYTES]
+
+
+@entry
+def write_float32_float32(plan: Any, position: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any) -> int:
+    plan = as_column(plan)
+    if not _fits(plan, obs, next_obs, action.size * action.itemsize):
+        return 0
+    return _write_arrays(
+        plan, position, as_column(obs), as_column(next_obs), as_column(action), as_column(reward), as_column(done)
+    )
+
+
+@entry
+def write_float64_float32(plan: Any, position: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any) -> int:
+    plan = as_column(plan)
+    if not _fits(plan, obs, next_obs, action.size * action.itemsize):
+        return 0
+    return _write_arrays(
+        plan, position, as_column(obs), as_column(next_obs), as_column(action), as_column(reward), as_column(done)
+    )
+
+
+@entry
+def write_float32_int64(plan: Any, position: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any) -> int:
+    plan = as_column(plan)
+    if not _fits(plan, obs, next_obs, action.size * action.itemsize):
+        return 0
+    return _write_arrays(
+        plan, position, as_column(obs), as_column(next_obs), as_column(action), as_column(reward), as_column(done)
+    )
+
+
+@entry
+def write_float64_int64(plan: Any, position: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any) -> int:
+    plan = as_column(plan)
+    if not _fits(plan, obs, next_obs, action.size * action.itemsize):
+        return 0
+    return _write_arrays(
+        plan, position, as_column(obs), as_column(next_obs), as_column(action), as_column(reward), as_column(done)
+    )
+
+
+def direct_kernel(plan: Any, obs: Any, action: Any) -> Any:
+    """The kernel for steps of these dtypes, which raises `TypeError` for arrays of any other kind; None without one."""
+    kernel: Any = globals().get(f"write_{obs.dtype}_{action.dtype}")
+    if kernel is None or obs.ndim != 2:
+        return None
+    if not kernel.signatures:
+        # the position of no step: compile it, or load it, for these arrays only
+        kernel(plan, -1, obs, obs, action, np.zeros(len(obs), np.float32), np.zeros(len(obs), np.bool_))
+        kernel.disable_compile()
+    return kernel
 
 
 @inner

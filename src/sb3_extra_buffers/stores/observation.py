@@ -109,9 +109,16 @@ class ObservationStore:
         ``are_next`` if they are the next observations of those that the store has.
         """
         first = self.n_obs
-        if are_next and n_obs == first and isinstance(self.inner, RawStore) and self._can_share():
-            rows = np.concatenate([self.inner.rows, np.zeros_like(self.inner.rows)])
-            self.inner = TimelineStore.from_rows(rows, self.n_streams, self.heap_bytes, self.compiled)
+        raw = self.inner
+        if (
+            are_next
+            and n_obs == first
+            and isinstance(raw, RawStore)
+            and not raw.written.any()
+            and _can_share(self.spec, n_obs, self.n_streams)
+        ):
+            layout = StackLayout(self.spec)
+            self.inner = TimelineStore(layout, 2 * n_obs, self.n_streams, None, self.heap_bytes, None, self.compiled)
         elif self.inner is not None:
             self.inner.allocate(n_obs)
         elif self.choice is not None and self.choice.is_raw:
@@ -119,17 +126,29 @@ class ObservationStore:
         self.n_obs = first + n_obs
         return first
 
-    def _can_share(self) -> bool:
-        """Whether uncompressed observations can be next observations too, on one time axis."""
-        return self.n_obs > 0 and self.n_obs % self.n_streams == 0 and self.spec.nbytes > 0
-
     @_exclusive
     def share_next(self) -> None:
-        """Store the second half of uncompressed observations, the next ones of the first half, where they differ."""
-        raw = self.inner
-        if isinstance(raw, RawStore) and self.n_obs % (2 * self.n_streams) == 0 and self._can_share():
+        """Of uncompressed observations and as many next ones, store the next ones only where they do not follow."""
+        raw, n_each = self.inner, self.n_obs // 2
+        if isinstance(raw, RawStore) and self.n_obs == 2 * n_each and _can_share(self.spec, n_each, self.n_streams):
             raw.commit()
-            self.inner = TimelineStore.from_rows(raw.rows, self.n_streams, self.heap_bytes, self.compiled)
+            self._before = None
+            self.inner = TimelineStore.from_rows(
+                raw.rows[:n_each], raw.rows[n_each:], self.n_streams, self.heap_bytes, self.compiled
+            )
+
+    @_exclusive
+    def adopt_pairs(self, rows: ByteRows, next_rows: ByteRows) -> None:
+        """Hold uncompressed observations and their next ones, which are not copied if possible."""
+        self._before = None
+        self.inner = TimelineStore.from_rows(rows, next_rows, self.n_streams, self.heap_bytes, self.compiled)
+
+    @_exclusive
+    def reserve_next(self) -> None:
+        """Make sure that the next `write_step` of uncompressed observations needs no more memory for next ones."""
+        if isinstance(self.inner, TimelineStore):
+            self.inner.commit()
+            self.inner.reserve(2 * self.n_streams)
 
     # ---- writing ----
 
@@ -449,6 +468,11 @@ class ObservationStore:
         copied.__setstate__(dict(self.__getstate__()))
         memo[id(self)] = copied
         return copied
+
+
+def _can_share(spec: ObsSpec, n_each: int, n_streams: int) -> bool:
+    """Whether ``n_each`` observations and as many next ones fit a `TimelineStore`."""
+    return n_each > 0 and n_each % n_streams == 0 and spec.nbytes > 0
 
 
 class _Frozen:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 # rows for next observations that do not follow, to begin with: one for each stream is always in use
-_MIN_CAPACITY = 64
+_MIN_CAPACITY = 16
 
 
 class TimelineStore(Store):
@@ -42,8 +42,8 @@ class TimelineStore(Store):
     state: tuple[TimelineTables, Any]
     limit: int | None
     compiled: bool | None
-    # what the last write replaced, and the next observations that depended on it: indices, rows
-    _undo: tuple[Indices, ByteRows] | None
+    #: What the last write replaced, and the next observations that depended on it: indices, rows. None once committed.
+    replaced: tuple[Indices, ByteRows] | None
 
     def __init__(
         self,
@@ -61,12 +61,17 @@ class TimelineStore(Store):
     def _use(self, tables: TimelineTables, limit: int | None, compiled: bool | None) -> None:
         self.limit, self.compiled = limit, compiled
         self._kernels = timeline_kernels(compiled)
-        self._undo, self.dirty = None, False
+        self.replaced, self.dirty = None, False
         self._set_tables(tables)
 
     def _set_tables(self, tables: TimelineTables) -> None:
         # one assignment: an interrupt leaves the old tables or the new ones. Never changed, so that others can tell
         self.state = tables, self._kernels.bind_tables(tables)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the kernels are compiled, so that nothing can interrupt them."""
+        return self._kernels.compiled
 
     @property
     def tables(self) -> TimelineTables:
@@ -78,15 +83,25 @@ class TimelineStore(Store):
         return False
 
     @classmethod
-    def from_rows(cls, rows: ByteRows, n_streams: int, limit: int | None, compiled: bool | None) -> Self:
-        """Create a store of observations, then next observations; as many of each, and no others."""
-        n_each = len(rows) // 2
+    def from_rows(
+        cls, rows: ByteRows, next_rows: ByteRows, n_streams: int, limit: int | None, compiled: bool | None
+    ) -> Self:
+        """Create a store of observations and as many next observations; ``rows`` are not copied if possible."""
+        n_each, row_bytes = rows.shape
+        keys = [np.zeros(0, np.int64)]
+        for first in range(0, n_each, 1 << 14):
+            numbers = np.arange(first, min(first + (1 << 14), n_each))
+            differs = (rows[(numbers + n_streams) % n_each] != next_rows[numbers]).any(axis=1)
+            keys.append(numbers[differs])
+        is_aside = np.concatenate(keys)
+        tables = _make_tables(0, row_bytes, n_each, n_streams, is_aside, next_rows[is_aside])
+        return cls._of(tables._replace(rows=as_contiguous(rows)), limit, compiled)
+
+    @classmethod
+    def _of(cls, tables: TimelineTables, limit: int | None, compiled: bool | None) -> Self:
+        tables.counters[N_TOUCHED] = _n_written(tables.rows)
         store = object.__new__(cls)
-        store._use(_make_tables(n_each, rows.shape[1], n_each, n_streams), limit, compiled)
-        for first in range(0, len(rows), 1 << 14):
-            part = rows[first : first + (1 << 14)]
-            written = np.flatnonzero(part.any(axis=1))
-            store._write_all(written + first, as_contiguous(part[written]))
+        store._use(tables, limit, compiled)
         return store
 
     def allocate(self, n_obs: int) -> None:
@@ -121,7 +136,7 @@ class TimelineStore(Store):
         # an observation may be shared with the next observation before it
         before = n_each + (indices[indices < n_each] - n_streams) % max(n_each, 1)
         affected = np.unique(np.concatenate([indices, before]))
-        self._undo = affected, self.read(affected)
+        self.replaced = affected, self.read(affected)
         self.dirty = True
         self._kernels.write_rows(self.state[1], as_contiguous(indices), as_contiguous(rows))
         self.dirty = False
@@ -143,11 +158,6 @@ class TimelineStore(Store):
         tables.keys[:count], tables.aside[:count] = old.keys[:count], old.aside[:count]
         rebuild(tables)
         self._set_tables(tables)
-
-    def _write_all(self, indices: Indices, rows: ByteRows) -> None:
-        """Write without a way back."""
-        self.reserve(len(indices))
-        self._kernels.write_rows(self.state[1], as_contiguous(indices), rows)
 
     def _check_limit(self, limit: int, indices: Indices) -> None:
         row_bytes: int = self.tables.rows.shape[1]
@@ -189,21 +199,21 @@ class TimelineStore(Store):
 
     def recover(self) -> None:
         if self.dirty:
-            if self._undo is not None:
+            if self.replaced is not None:
                 if not self._kernels.compiled:
                     rebuild(self.tables)
-                self.reserve(len(self._undo[0]))
-                self._kernels.write_rows(self.state[1], *self._undo)
-                self._undo = None
+                self.reserve(len(self.replaced[0]))
+                self._kernels.write_rows(self.state[1], *self.replaced)
+                self.replaced = None
             self.dirty = False
 
     def commit(self) -> None:
         self.recover()
-        self._undo = None
+        self.replaced = None
 
     def undo_write(self) -> bool:
         self.recover()
-        if self._undo is None:
+        if self.replaced is None:
             return False
         self.dirty = True
         self.recover()
@@ -278,11 +288,8 @@ class TimelineStore(Store):
         aside = column(arrays, "aside", np.uint8, (len(keys), row_bytes))
         within(keys, 0, n_each, "a next observation that is aside")
         require(len(np.unique(keys)) == len(keys), "a next observation is aside twice")
-        store = object.__new__(cls)
-        tables = _make_tables(0, row_bytes, n_each, n_streams, keys, aside)._replace(rows=as_contiguous(rows))
-        tables.counters[N_TOUCHED] = _n_written(rows)
-        store._use(tables, limit, compiled)
-        return store
+        tables = _make_tables(0, row_bytes, n_each, n_streams, keys, aside)
+        return cls._of(tables._replace(rows=as_contiguous(rows)), limit, compiled)
 
     def lost_indices(self, bad_rows: npt.NDArray[np.bool_], bad_aside: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Flags of the observations that depend on damaged rows, or on damaged rows of those aside."""
