@@ -13,6 +13,8 @@ _TABLE_SHARE = 1 / 3
 # the part of next observations for which memory is set aside, because the following observation is another one: enough
 # for episodes of eight steps
 _ASIDE_SHARE = 1 / 8
+# bytes of the tables to find one of them, at most
+_KEY_BYTES = 24
 # bytes of such tables for a stack of four frames and the next one
 _INDEX_BYTES = 32
 
@@ -94,7 +96,8 @@ class BudgetMixin(CompressedBuffer):
         views = ObsViews.make(self.observation_space, self.obs_shape, (1, self.n_envs), self._options, with_next=True)
         n_compressed = len(views.stored) - len(views.raw)
         per_step = column_bytes + 2 * views.dense_bytes + n_compressed * self.n_envs * _INDEX_BYTES
-        per_step += int(views.raw_bytes * (1 + _ASIDE_SHARE)) + len(views.raw) * self.n_envs
+        n_raw = len(views.raw) * self.n_envs
+        per_step += views.raw_bytes + n_raw + int((views.raw_bytes + n_raw * _KEY_BYTES) * _ASIDE_SHARE)
         if self._options.on_max_bytes == "raise":
             # a shorter ring would overwrite steps that were to be kept
             least, most = n_steps * per_step, n_steps

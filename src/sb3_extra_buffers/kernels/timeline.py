@@ -40,7 +40,7 @@ class TimelineTables(NamedTuple):
     is_aside: Bytes
     """A bit for each next observation."""
     slots: Ints32
-    """Hash table with linear probing: a row of ``aside`` plus one, or 0. At least twice as long as ``keys``."""
+    """Hash table with linear probing: a row of ``aside`` plus one, or 0. Longer than ``keys``, and a power of two."""
     keys: Ints
     """Number of the next observation in each row of ``aside``."""
     aside: Bytes

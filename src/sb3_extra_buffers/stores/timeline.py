@@ -151,7 +151,7 @@ class TimelineStore(Store):
         old, count = self.tables, self.n_aside
         tables = old._replace(
             is_aside=np.zeros_like(old.is_aside),
-            slots=np.zeros(1 << (2 * capacity - 1).bit_length(), np.int32),
+            slots=np.zeros(_table_size(capacity), np.int32),
             keys=np.zeros(capacity, np.int64),
             aside=np.zeros((capacity, old.aside.shape[1]), np.uint8),
         )
@@ -334,7 +334,7 @@ def _make_tables(
         # as SB3 allocates observations; pages take memory once they are written
         rows=np.zeros((n_rows, row_bytes), np.uint8),
         is_aside=np.zeros(-(-n_each // 8), np.uint8),
-        slots=np.zeros(1 << (2 * capacity - 1).bit_length(), np.int32),
+        slots=np.zeros(_table_size(capacity), np.int32),
         keys=np.zeros(capacity, np.int64),
         aside=np.zeros((capacity, row_bytes), np.uint8),
         counters=counters,
@@ -343,6 +343,11 @@ def _make_tables(
         tables.keys[:count], tables.aside[:count] = keys, aside
         rebuild(tables)
     return tables
+
+
+def _table_size(capacity: int) -> int:
+    """The length of a hash table for ``capacity`` rows: a power of two, at most four fifths full."""
+    return 1 << (capacity + capacity // 4).bit_length()
 
 
 def _n_written(rows: ByteRows) -> int:
