@@ -21,7 +21,6 @@ from sb3_extra_buffers.compressed import (
     CompressedRolloutBuffer,
 )
 from sb3_extra_buffers.stores.timeline import TimelineStore
-from sb3_extra_buffers.stores.view import StoreView
 from tests.contracts.buffer import (
     ACTIONS,
     IMAGES,

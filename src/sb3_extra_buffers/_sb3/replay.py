@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +29,7 @@ from sb3_extra_buffers.errors import (
     OutOfMemoryError,
     SpecMismatchError,
 )
+from sb3_extra_buffers.stores.arena import zeros
 from sb3_extra_buffers.stores.transactions import WRITING
 
 if TYPE_CHECKING:
@@ -125,7 +127,9 @@ class ReplayMixin(BudgetMixin, _Base):
         if limit is not None:
             n_steps = self._affordable_steps(n_steps, limit, sum(column.nbytes for column in columns.values()))
         for name, column in columns.items():
-            setattr(self, name, np.zeros((n_steps, *column.shape[1:]), column.dtype))
+            # these are mostly zeros, and pages of zeros that are never written take no memory
+            is_sparse = name in ("dones", "timeouts") and n_steps * column.nbytes > mmap.PAGESIZE
+            setattr(self, name, (zeros if is_sparse else np.zeros)((n_steps, *column.shape[1:]), column.dtype))
         self.buffer_size = n_steps
         lead_shape = n_steps, self.n_envs
         views = ObsViews.make(self.observation_space, self.obs_shape, lead_shape, self._options, with_next=True)
@@ -418,11 +422,10 @@ class ReplayMixin(BudgetMixin, _Base):
         if env is None and not self._converts and self.device.type == "cpu":
             # as below, with fewer calls
             tensors = list(map(th.from_numpy, arrays))
-            actions, dones, rewards = tensors[-3:]
             if not self._views.is_dict:
-                return ReplayBufferSamples(tensors[0], actions, tensors[1], dones, rewards)
+                return ReplayBufferSamples(tensors[0], tensors[2], tensors[1], tensors[3], tensors[4])
             obs, next_obs = self._by_key(tensors)
-            return DictReplayBufferSamples(obs, actions, next_obs, dones, rewards)
+            return DictReplayBufferSamples(obs, tensors[-3], next_obs, tensors[-2], tensors[-1])
         obs, next_obs = self._by_key(arrays)
         actions, dones, rewards = arrays[-3:]
         return self._make_samples((obs, actions, next_obs, dones, self._normalize_reward(rewards, env)), env)

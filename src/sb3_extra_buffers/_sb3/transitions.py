@@ -23,7 +23,8 @@ Pair = tuple[str, StoreView, StoreView]
 Layout = tuple[int, list[tuple[Any, ...]], tuple[Indices, Indices]]
 
 _COLUMNS = ("actions", "rewards", "dones", "timeouts")
-_ARRAY = np.ndarray
+# NumPy has one object for each of these dtypes
+_ARRAY, _FLOAT32, _BOOL = np.ndarray, np.dtype(np.float32), np.dtype(np.bool_)
 # layouts of batches that are kept
 _MAX_LAYOUTS = 64
 # what SB3 draws with; a replacement is respected
@@ -57,7 +58,8 @@ class Transitions:
         # discrete actions come without their last axis
         self._flat_actions = self._action.dtype == np.int64 and self._action.ndim == 2
         self._direct: Any = None
-        if len(self._obs) == 1 and not buffer.obs_views()["observations"].is_dict:
+        self._is_dict = bool(buffer.obs_views()["observations"].is_dict)
+        if not self._is_dict:
             action = self._action.reshape(-1) if self._flat_actions else self._action
             self._direct = self._kernels.direct_kernel(self._plan, self._obs[0][1], action)
         self._layouts: dict[int, Layout] = {}
@@ -131,7 +133,10 @@ class Transitions:
                 self._has_timeout = False
         kernel = self._direct
         if kernel is None:
-            return False
+            if not self._stage(obs, next_obs, action, reward, done):
+                return False
+            self._write_staged(position)
+            return True
         if self._flat_actions and type(action) is _ARRAY and action.ndim == 2:
             action = action.reshape(-1)
         readers = self._readers
@@ -146,6 +151,36 @@ class Transitions:
             return False
         finally:
             readers.writing = False
+
+    def _stage(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any) -> bool:
+        """Take a step that needs no conversion; False for any other."""
+        if self._is_dict and (type(obs) is not dict or type(next_obs) is not dict):
+            return False
+        for key, staged, next_staged in self._obs:
+            value, next_value = (obs.get(key), next_obs.get(key)) if self._is_dict else (obs, next_obs)
+            shape, dtype = staged.shape, staged.dtype
+            if type(value) is not _ARRAY or value.dtype is not dtype or value.shape != shape:
+                return False
+            if type(next_value) is not _ARRAY or next_value.dtype is not dtype or next_value.shape != shape:
+                return False
+            staged[...] = value
+            next_staged[...] = next_value
+        staged = self._action
+        if type(action) is not _ARRAY or action.dtype is not staged.dtype:
+            return False
+        if action.shape != staged.shape:
+            if not self._flat_actions or action.size != staged.size:
+                return False
+            action = action.reshape(staged.shape)
+        shape = self._reward.shape
+        if type(reward) is not _ARRAY or reward.dtype is not _FLOAT32 or reward.shape != shape:
+            return False
+        if type(done) is not _ARRAY or done.dtype is not _BOOL or done.shape != shape:
+            return False
+        staged[...] = action
+        self._reward[...] = reward
+        self._done[...] = done
+        return True
 
     def _write_staged(self, position: int) -> None:
         """Write the values that were taken; twice has no further effect."""

@@ -19,15 +19,37 @@ from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.stores.choice import choose_unseen
 from sb3_extra_buffers.stores.observation import ObservationStore
+from sb3_extra_buffers.stores.timeline import TimelineStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.stores.view import StoreView
 
 Array = npt.NDArray[Any]
 View = Array | StoreView
 
+_INT64, _ALL = np.dtype(np.int64), slice(None)
+
 
 class BufferView(StoreView):
     """The view that SB3's own code indexes."""
+
+    def __getitem__(self, index: Any) -> Any:
+        # fast path: SB3 indexes by (steps, envs) or (steps, envs, :)
+        if type(index) is tuple and 2 <= len(index) <= 3 and type(self.store.inner) is TimelineStore:
+            steps, envs = index[:2]
+            if (
+                type(steps) is type(envs) is np.ndarray
+                and steps.dtype is envs.dtype is _INT64
+                and steps.ndim == 1
+                and steps.shape == envs.shape
+                and self.indices is None
+                and self.first_index in (0, len(self) * self.store.n_streams)
+                and self.lead_shape == (len(self), self.store.n_streams)
+                and (len(index) == 2 or (type(index[2]) is slice and index[2] == _ALL and self.ndim > 2))
+            ):
+                rows = self.store.read_pairs(steps, envs, self.first_index > 0)
+                batch: Array = rows.view(self.stored_dtype).reshape(len(steps), *self.obs_shape)
+                return self._converted(batch)
+        return super().__getitem__(index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         # floats are rounded to the precision of the space, as by SB3's arrays

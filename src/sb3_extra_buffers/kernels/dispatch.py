@@ -35,6 +35,7 @@ class TimelineKernels(NamedTuple):
     bind_tables: Callable[..., Any]
     write_rows: Callable[..., None]
     read_rows: Callable[..., int]
+    read_pairs: Callable[..., int]
     compiled: bool
 
 
@@ -55,7 +56,9 @@ def has_numba() -> bool:
 
 def _drop_outdated(module: Any) -> None:
     """Delete cached kernels older than any source compiled into them; numba only checks the file that defines them."""
-    entries = [value for value in vars(module).values() if hasattr(value, "stats") and value.__module__ == module.__name__]
+    entries = [
+        value for value in vars(module).values() if hasattr(value, "stats") and value.__module__ == module.__name__
+    ]
     cache = next((entry.stats.cache_path for entry in entries if entry.stats.cache_path is not None), None)
     if cache is None:
         return

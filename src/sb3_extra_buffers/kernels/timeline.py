@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.kernels.state import Bytes, Ints, Ints32
 
-__all__ = ["TimelineTables", "bind_tables", "read_rows", "rebuild", "write_rows"]
+__all__ = ["TimelineTables", "bind_tables", "read_pairs", "read_rows", "rebuild", "write_rows"]
 
 # positions in `counters`
 #: Rows of ``aside`` in use.
@@ -222,3 +222,15 @@ def read_rows(tables: TimelineTables, indices: Ints, out: Bytes) -> int:
     for number in numbers[is_aside != 0].tolist():
         out[number] = tables.aside[int(tables.slots[find(tables, int(at[number]))]) - 1]
     return -1
+
+
+def read_pairs(tables: TimelineTables, steps: Ints, streams: Ints, base: int, out: Bytes) -> int:
+    """`read_rows` of observations, or with ``base = N_OBS`` of next ones, by step and stream; both may be negative."""
+    n_obs, n_streams = int(tables.counters[N_OBS]), int(tables.counters[N_STREAMS])
+    n_steps = n_obs // n_streams
+    bad: npt.NDArray[np.bool_] = (
+        (steps < -n_steps) | (steps >= n_steps) | (streams < -n_streams) | (streams >= n_streams)
+    )
+    if bad.any():
+        return int(bad.argmax())
+    return read_rows(tables, base + steps % n_steps * n_streams + streams % n_streams, out)

@@ -105,9 +105,7 @@ def _is_same_row(rows: Any, row: Any, others: Any, other: Any) -> bool:
 
 
 use_reference(reference)
-_write_obs, _write_next, _write_rows = map(
-    compiled, (reference.write_obs, reference.write_next, reference.write_rows)
-)
+_write_obs, _write_next, _write_rows = map(compiled, (reference.write_obs, reference.write_next, reference.write_rows))
 _find, _is_set = compiled(reference.find), compiled(reference.is_set)
 
 
@@ -142,6 +140,27 @@ def read_rows(bound: Any, indices: Any, out: Any) -> int:
             copy_bytes(target, number * size, _bytes_at(_next_row(tables, index - n_obs), (size,)), 0, size)
         else:
             copy_bytes(target, number * size, tables.rows, (index - n_obs if index >= n_obs else index) * size, size)
+    return -1
+
+
+@entry
+def read_pairs(bound: Any, steps: Any, streams: Any, base: int, out: Any) -> int:
+    tables, steps, streams, out = _tables_at(as_column(bound)), as_column(steps), as_column(streams), as_column(out)
+    n_obs, n_streams, size = tables.counters[N_OBS], tables.counters[N_STREAMS], tables.rows.shape[1]
+    n_steps = n_obs // n_streams
+    for number in range(len(steps)):
+        step, stream = steps[number], streams[number]
+        if step < 0:
+            step += n_steps
+        if stream < 0:
+            stream += n_streams
+        if not (0 <= step < n_steps and 0 <= stream < n_streams):
+            return number
+        i = step * n_streams + stream
+        if base:
+            copy_bytes(out, number * size, _bytes_at(_next_row(tables, i), (size,)), 0, size)
+        else:
+            copy_bytes(out, number * size, tables.rows, i * size, size)
     return -1
 
 
@@ -227,7 +246,9 @@ def _fits(plan: Any, obs: Any, next_obs: Any, n_action_bytes: Any) -> bool:
 
 
 @entry
-def write_float32_float32(plan: Any, position: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any) -> int:
+def write_float32_float32(
+    plan: Any, position: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any
+) -> int:
     plan = as_column(plan)
     if not _fits(plan, obs, next_obs, action.size * action.itemsize):
         return 0
@@ -237,7 +258,9 @@ def write_float32_float32(plan: Any, position: int, obs: Any, next_obs: Any, act
 
 
 @entry
-def write_float64_float32(plan: Any, position: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any) -> int:
+def write_float64_float32(
+    plan: Any, position: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any
+) -> int:
     plan = as_column(plan)
     if not _fits(plan, obs, next_obs, action.size * action.itemsize):
         return 0
@@ -305,9 +328,11 @@ def read_batch(
     """Copy the transitions ``(steps[i], envs[i])`` to ``out``; return where they start, at a multiple of `ALIGNMENT`.
 
     ``out`` gets for each key the observations and the next observations, then actions, dones that are not timeouts,
-    and rewards; each starts at a multiple of `ALIGNMENT`. If ``function`` is not 0 the transitions are drawn first, with
-    the bit generator of this ``next_uint32`` and ``state``: a number from ``low`` to ``low + span``, plus ``shift``,
-    for each step, then an environment for each. The result is negative if one is out of range: -1 minus its number.
+    and rewards; each starts at a multiple of `ALIGNMENT`. The result is negative if a transition does not exist: -1
+    minus its number.
+
+    If ``function`` is not 0 the transitions are drawn first, with the bit generator of this ``next_uint32`` and
+    ``state``: for each step a number from ``low`` to ``low + span``, plus ``shift``, and then all environments.
     """
     plan, steps, envs, out = as_column(plan), as_column(steps), as_column(envs), as_column(out)
     n_envs, n_steps, count = plan[PLAN_ENVS], plan[PLAN_STEPS], len(steps)

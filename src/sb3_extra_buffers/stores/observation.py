@@ -278,6 +278,18 @@ class ObservationStore:
             store = self._collected if self.inner is None else self.inner
             return store.read(indices)
 
+    def read_pairs(self, steps: Indices, streams: Indices, are_next: bool) -> ByteRows:
+        """`TimelineStore.read_pairs`; the store must be one."""
+        readers = self.readers
+        with readers.stripes.get(this_thread.stripe) or readers.add_stripe():
+            inner = self.inner
+            if isinstance(inner, TimelineStore) and not (readers.writing or inner.dirty):
+                return inner.read_pairs(steps, streams, are_next)
+        with self.lock:
+            inner = self.inner
+            assert isinstance(inner, TimelineStore)
+            return inner.read_pairs(steps, streams, are_next)
+
     # ---- erasing ----
 
     @_exclusive

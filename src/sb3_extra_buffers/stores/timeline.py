@@ -177,6 +177,20 @@ class TimelineStore(Store):
             raise IndexOutOfRangeError(f"index {flat[bad]} is out of bounds for {self._n_all} observations")
         return out
 
+    def read_pairs(self, steps: Indices, streams: Indices, are_next: bool) -> ByteRows:
+        """Rows of observations, or next observations, by step and stream: arrays of one axis, as for a NumPy array."""
+        if self.dirty:
+            self.recover()
+        out: ByteRows = np.empty((len(steps), self.tables.rows.shape[1]), np.uint8)
+        base = self._n_each if are_next else 0
+        steps, streams = as_contiguous(steps), as_contiguous(streams)
+        bad = self._kernels.read_pairs(self.state[1], steps, streams, base, out)
+        if bad >= 0:
+            n_streams = int(self.tables.counters[N_STREAMS])
+            axes = self._n_each // n_streams, n_streams
+            raise IndexOutOfRangeError(f"index ({steps[bad]}, {streams[bad]}) is out of bounds for axes of {axes}")
+        return out
+
     @property
     def _n_all(self) -> int:
         return self._n_each + len(self.tables.rows)
@@ -224,7 +238,7 @@ class TimelineStore(Store):
     @property
     def held_bytes(self) -> int:
         tables = self.tables
-        return tables.rows.nbytes + self.n_aside * tables.aside.shape[1] + self._index_bytes
+        return int(tables.rows.nbytes + self.n_aside * tables.aside.shape[1] + self._index_bytes)
 
     @property
     def _index_bytes(self) -> int:
@@ -266,7 +280,11 @@ class TimelineStore(Store):
     def to_parts(self) -> tuple[dict[str, Any], dict[str, Array]]:
         self.recover()
         tables, count = self.tables, self.n_aside
-        arrays = {"rows": tables.rows, "following": tables.keys[:count], "aside": tables.aside[:count]}
+        arrays: dict[str, Array] = {
+            "rows": tables.rows,
+            "following": tables.keys[:count],
+            "aside": tables.aside[:count],
+        }
         return {"kind": "timeline", "n_each": self._n_each}, arrays
 
     @classmethod
@@ -326,7 +344,8 @@ def _make_tables(
     n_rows: int, row_bytes: int, n_each: int, n_streams: int, keys: Array | None = None, aside: Array | None = None
 ) -> TimelineTables:
     """Tables of unwritten rows, and the next observations ``keys`` aside."""
-    count = 0 if keys is None else len(keys)
+    keys = np.zeros(0, np.int64) if keys is None else keys
+    count = len(keys)
     capacity = max(_MIN_CAPACITY, 4 * n_streams, count)
     counters = np.zeros(4, np.int64)
     counters[COUNT], counters[N_OBS], counters[N_STREAMS] = count, n_each, n_streams
@@ -339,7 +358,7 @@ def _make_tables(
         aside=np.zeros((capacity, row_bytes), np.uint8),
         counters=counters,
     )
-    if count:
+    if aside is not None:
         tables.keys[:count], tables.aside[:count] = keys, aside
         rebuild(tables)
     return tables
