@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from sb3_extra_buffers.kernels.policy import JOIN_NS, SB3_ADD_NS, SB3_READ_NS, S
 from sb3_extra_buffers.stores.base import Indices, Trial
 from sb3_extra_buffers.stores.frame_tables import FrameTables
 from sb3_extra_buffers.stores.layout import StackLayout, find_layout
-from sb3_extra_buffers.stores.registry import find_store
+from sb3_extra_buffers.stores.registry import Place, find_store
 from sb3_extra_buffers.stores.tables import TableStore
 
 # smaller observations cost more to look up than to keep
@@ -122,15 +123,17 @@ class MethodChoice:
         return n_trial if heap_bytes is None else min(n_trial, heap_bytes // self.spec.nbytes + 1)
 
     def decide(
-        self, streams: Indices, rows: ByteRows, n_streams: int, may_stay_dense: bool = True
+        self, streams: Indices, rows: ByteRows, n_streams: int, may_stay_dense: bool = True, place: Place = "cpu"
     ) -> tuple[StackLayout, Choice | None]:
         """Return the layout of ``rows`` and the method for them; None if there are no rows to try methods on.
 
-        Row ``i`` belongs to ``streams[i]``. ``may_stay_dense`` is whether ``auto`` may leave rows uncompressed.
+        Row ``i`` belongs to ``streams[i]``. ``may_stay_dense`` is whether ``auto`` may leave rows uncompressed. On a
+        GPU, only methods that it can decode are tried.
         """
         if self.choice is not None or not len(rows):
             return _layout(self.spec, streams, rows), self.choice
-        layout, ranked = compare(self.spec, streams, rows, n_streams, self.prefer, may_stay_dense)
+        methods = None if place == "cpu" else _decoded_on_device
+        layout, ranked = compare(self.spec, streams, rows, n_streams, self.prefer, may_stay_dense, methods)
         return layout, Choice(ranked[0].method, explain(layout, ranked))
 
     def decide_again(
@@ -190,14 +193,27 @@ def compare(
     n_streams: int,
     prefer: str | None = None,
     may_stay_dense: bool = True,
-    methods: Sequence[str] | None = None,
+    methods: Sequence[str] | Callable[[StackLayout, str | None], Sequence[str]] | None = None,
 ) -> tuple[StackLayout, list[Candidate]]:
     """Return the layout of ``rows``, and `rank` for it, on a part of them if they are many."""
     layout = _layout(spec, streams, rows)
     if len(rows) > 2 * _MAX_TRIAL:
         streams, rows = _spread(streams, rows)
         n_streams = int(streams.max()) + 1
+    if callable(methods):
+        methods = methods(layout, prefer)
     return layout, rank(layout, streams, rows, n_streams, prefer, may_stay_dense, methods)
+
+
+def _decoded_on_device(layout: StackLayout, prefer: str | None) -> list[str]:
+    """The candidates whose store on a GPU does not decode on the host."""
+    methods = []
+    for method in candidates(layout.frame_spec, prefer):
+        with contextlib.suppress(ExtraBuffersError):
+            store = find_store(get_codec(method).bind(layout.frame_spec), layout, "cuda")
+            if not store.location:
+                methods.append(method)
+    return methods
 
 
 def _spread(streams: Indices, rows: ByteRows) -> tuple[Indices, ByteRows]:
