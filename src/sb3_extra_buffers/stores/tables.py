@@ -13,7 +13,6 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ByteRows
-from sb3_extra_buffers.codecs.table import check_inner
 from sb3_extra_buffers.errors import HeapFullError
 from sb3_extra_buffers.kernels.policy import expand_ns, map_ns
 from sb3_extra_buffers.stores.arena import resident_bytes, zeros
@@ -401,7 +400,7 @@ def restore_table(
     layout = read_layout(store.spec, record)
     inner_record, outside_record = entry(record, "inner", kind=dict), record["outside"]
     method = entry({"choice": entry(inner_record, "choice", kind=list)[0]}, "choice", kind=str)
-    check_inner("table", method)
+    require(get_codec(method).codec_id not in ("palette", "table"), f"{method!r} cannot be an inner method")
     require(store.choice is not None, "a table without a method")
     codec: Any = get_codec(store.choice.method, **store.codec_options)  # type: ignore[union-attr]
     require(TableStore.accepts(codec, layout), f"a store of {codec.codec_id!r} does not fit {layout.spec}")
