@@ -208,10 +208,11 @@ def section(rows: list[Row]) -> list[str]:
     return [
         "## Other observations\n",
         "Recordings of four environments, replayed into replay buffers that are filled and then overwritten to a "
-        "quarter: `benchmarks/streams.py` records them, `python -m benchmarks.observations` measures. *Memory* is the growth of the resident set, in percent of all arrays of SB3's "
-        "`ReplayBuffer` with `optimize_memory_usage=True`, which holds one observation per transition. *Times* are "
-        "medians relative to SB3's default buffer, in one process with calls interleaved; batches are compared with "
-        "SB3's bit for bit first. Names ending in `x4` are stacks of four frames, `last` means channels last.\n",
+        "quarter: `benchmarks/streams.py` records them, `python -m benchmarks.observations` measures. *Memory* is the "
+        "growth of the resident set, in percent of all arrays of SB3's `ReplayBuffer` with "
+        "`optimize_memory_usage=True`, which holds one observation per transition. *Times* are medians relative to "
+        "SB3's default buffer, in one process with calls interleaved; batches are compared with SB3's bit for bit "
+        "first. Names ending in `x4` are stacks of four frames, `last` means channels last.\n",
         "`auto` by kind of observation; memory is the mean, times are geometric means:\n",
         kind_table(rows),
         "![memory versus sampling time of all streams](observations.png)\n",

@@ -112,7 +112,13 @@ class CrafterSource:
     def __init__(self, seed: int) -> None:
         import crafter
 
-        self.env = crafter.Env(area=(64, 64), view=(9, 9), size=(64, 64), seed=seed)
+        class SeededEnv(crafter.Env):  # type: ignore[misc]
+            """Picks creatures in an order that the seed decides; Crafter's sets of them are ordered by address."""
+
+            def _balance_chunk(self, chunk: Any, objs: Any) -> None:
+                super()._balance_chunk(chunk, sorted(objs, key=lambda obj: tuple(obj.pos)))
+
+        self.env = SeededEnv(area=(64, 64), view=(9, 9), size=(64, 64), seed=seed)
         self.rng = np.random.default_rng(seed)
 
     def reset(self) -> Array:
@@ -393,12 +399,20 @@ def main() -> None:
     unknown = set(args.names) - set(STREAMS)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    failed = False
     for name in args.names or STREAMS:
-        folder = feed.record(name, args.steps or STREAMS[name].n_steps)
+        try:
+            folder = feed.record(name, args.steps or STREAMS[name].n_steps)
+        except (FileNotFoundError, ModuleNotFoundError) as error:
+            print(f"{name}: not recorded: {error}")
+            failed = True
+            continue
         ends = np.load(folder / "ends.npz")
         size = (folder / "frames.bin").stat().st_size / 2**20
         shape = "x".join(map(str, ends["shape"]))
         print(f"{name}: {shape} {ends['frames'].dtype}, {len(ends['dones'])} steps, {size:.0f} MiB")
+    if failed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

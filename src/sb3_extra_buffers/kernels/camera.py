@@ -19,8 +19,8 @@ units: the lowest byte of each residual, then the next one. A row of eight bytes
 the largest one needs, so ``width`` bits take ``width`` bytes. Bits are numbered from the least significant.
 
 A residual is the difference between a value and its prediction, zigzag-coded (0, -1, 1, -2, ... become 0, 1, 2, 3, ...)
-and zero outside of the frame. With ``p`` for the reference frame, ``u`` for the value above and ``l`` for the one to the
-left, the predictors are:
+and zero outside of the frame. With ``p`` for the value in the reference frame, ``u`` for the value above and ``l`` for
+the one to the left, the predictors are:
 
 ====================  ==========================================================================
 0 `GRADIENT`          ``u + l - ul``, in a tile's first column ``u``
@@ -32,8 +32,8 @@ left, the predictors are:
 Values above the first row, and those of no reference frame, are zero. Nothing refers to the tile on the left, and no
 length depends on decoded values, so a row of tiles can be decoded in parallel.
 
-A frame that coding would not make smaller is stored whole. Every fourth frame refers to the first one of its segment
-and the others to the frame before: to decode one, at most five are decoded.
+A frame that coding would not make smaller is stored whole. Every second frame refers to the first one of its segment
+and the others to the frame before: to decode one, at most three are decoded.
 
 The functions at the end of this file touch every byte of a frame; `kernels.camera_numba` replaces these and compiles
 the others as they are.
@@ -62,7 +62,7 @@ OVERREAD = 64
 #: values in a tile
 TILE = 64
 # every how many frames one refers to the first of the segment
-_STRIDE = 4
+_STRIDE = 2
 # bytes of zeros at the start of a work space: a tile of the largest values
 _ZEROS = 8 * TILE
 # bytes after the zeros that belong to single tiles
@@ -88,24 +88,25 @@ def frames_to_decode(n_wanted: int, per_segment: int) -> float:
 def camera_geometry(spec: ObsSpec) -> Ints:
     """Return ``[height, width, channels, planar, itemsize]`` of a frame, as the kernels take it."""
     shape, itemsize = spec.shape, spec.dtype.itemsize
+    if len(shape) == 3 and itemsize in (1, 2, 4, 8):
+        planar = shape[0] < shape[2]
+        height, width, channels = (shape[1], shape[2], shape[0]) if planar else shape
+        return np.array([height, width, channels, planar, itemsize], np.int64)
+    height, width = math.prod(shape[:-1]), shape[-1] if shape else 1
     if itemsize not in (1, 2, 4, 8):
-        shape, itemsize = (*shape, itemsize), 1
-    channels, planar = 1, 0
-    if len(shape) == 3:
-        planar = int(shape[0] < shape[2])
-        channels, shape = (shape[0], shape[1:]) if planar else (shape[2], shape[:2])
-    width = shape[-1] if shape else 1
-    return np.array([math.prod(shape[:-1]), width, channels, planar, itemsize], np.int64)
+        width, itemsize = width * itemsize, 1
+    return np.array([height, width, 1, 0, itemsize], np.int64)
 
 
 def plane_bytes(geometry: Ints) -> int:
     """Size of a frame's planes in a work space, with partial tiles padded."""
-    return (geometry[0] + 7) // 8 * ((geometry[1] + 7) // 8) * geometry[2] * geometry[4] * TILE
+    return int((geometry[0] + 7) // 8 * ((geometry[1] + 7) // 8) * geometry[2] * geometry[4] * TILE)
 
 
 def camera_work_bytes(size: int, geometry: Ints) -> int:
-    """Bytes of work space that `unpack_camera` needs; the first `_ZEROS` of them are cleared."""
-    return _ZEROS + _TILE_SPACE + 2 * plane_bytes(geometry) + (geometry[1] + 7) // 8 * 8 * geometry[2] * geometry[4]
+    """Bytes of work space that `unpack_camera` needs: two frames' planes, and a row."""
+    row_bytes = int((geometry[1] + 7) // 8 * 8 * geometry[2] * geometry[4])
+    return _ZEROS + _TILE_SPACE + 2 * plane_bytes(geometry) + row_bytes
 
 
 def camera_scratch_bytes(size: int, geometry: Ints) -> int:
@@ -153,8 +154,8 @@ def unpack_camera(
     """Decode ``n_wanted`` frames of a segment, whose coded frames start at ``source[body_at]``; False if it is damaged.
 
     The table at ``source[table_at]`` has ``count`` lengths of ``width`` bytes each. ``positions`` are those of the
-    frames in the segment, in ascending order; frame ``i`` of them is written to ``out[targets[i]:]``. ``source`` extends
-    `OVERREAD` bytes past ``end``.
+    frames in the segment, in ascending order; frame ``i`` of them is written to ``out[targets[i]:]``. ``source``
+    extends `OVERREAD` bytes past ``end``.
     """
     size = geometry[0] * geometry[1] * geometry[2] * geometry[4]
     first = _ZEROS + _TILE_SPACE

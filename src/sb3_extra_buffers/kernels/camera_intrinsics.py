@@ -202,32 +202,35 @@ def _set_tile(builder: Any, values: Any, current: Any, previous: Any, above: Any
     _store(builder, values, current)
 
 
-@_operation(types.void, _MEMORY, _MEMORY, _MEMORY, _MEMORY, _MEMORY, _UINT, _UINT, _UINT)
+@_operation(types.void, _MEMORY, _INT, _INT, _INT, _INT, _MEMORY, _UINT, _UINT, _UINT)
 def decode_unit(
-    builder: Any, current: Any, previous: Any, above: Any, change: Any, source: Any, widths: Any, ends: Any,
+    builder: Any, space: Any, current: Any, previous: Any, above: Any, change: Any, source: Any, widths: Any, ends: Any,
     predictor: Any,
 ) -> None:  # fmt: skip
     """`unpack_unit`, then set a tile of bytes as `_decode_tile` does."""
     values = builder.bitcast(_unpack(builder, source, widths, ends), _UNIT)
-    _set_tile(builder, values, current, previous, above, change, predictor)
+    at = [builder.gep(space, [offset]) for offset in (current, previous, above, change)]
+    _set_tile(builder, values, *at, predictor)
 
 
 def _decode_tile(itemsize: int) -> Any:
     kind = ir.VectorType(ir.IntType(8 * itemsize), TILE)
 
-    @_operation(types.void, _MEMORY, _MEMORY, _MEMORY, _MEMORY, _MEMORY, _UINT)
+    @_operation(types.void, _MEMORY, _INT, _INT, _INT, _INT, _INT, _UINT)
     def decode_tile(
-        builder: Any, current: Any, previous: Any, above: Any, change: Any, units: Any, predictor: Any
+        builder: Any, space: Any, current: Any, previous: Any, above: Any, change: Any, units: Any, predictor: Any
     ) -> None:
-        """Set a tile from its residuals; ``above`` is a row, and so is ``change``: its change from the reference.
+        """Set the tile at ``current`` from its residuals; all offsets are in ``space``.
 
+        ``above`` is the row above the tile, and ``change`` the difference of that row to the one of the reference.
         ``change`` is then set to that of the tile's last row. Has no branches, which would be hard to predict.
         """
         values = ir.Constant(kind, None)
         for unit in range(itemsize):
-            byte = builder.zext(_load(builder, _at(builder, units, TILE * unit), _UNIT), kind)
+            byte = builder.zext(_load(builder, _at(builder, builder.gep(space, [units]), TILE * unit), _UNIT), kind)
             values = builder.or_(values, builder.shl(byte, _splat(8 * unit, kind)))
-        _set_tile(builder, values, current, previous, above, change, predictor)
+        at = [builder.gep(space, [offset]) for offset in (current, previous, above, change)]
+        _set_tile(builder, values, *at, predictor)
 
     return decode_tile
 
@@ -241,15 +244,19 @@ def _find_residuals(itemsize: int) -> Any:
         first = _shuffle(builder, above, above, [*range(8), *[0] * (TILE - 8)])
         return builder.sub(tile, _shuffle(builder, first, tile, [*range(8), *range(TILE, 2 * TILE - 8)]))
 
-    @_operation(types.void, _MEMORY, _MEMORY, _MEMORY, _MEMORY, _MEMORY, _MEMORY, _MEMORY)
+    @_operation(types.void, _MEMORY, _INT, _INT, _INT, _INT, _INT, _INT, _INT)
     def find_residuals(
-        builder: Any, units: Any, found: Any, current: Any, previous: Any, above: Any, above_before: Any, inside: Any
-    ) -> None:
-        """Set ``units`` to the zigzag codes of a tile's residuals, by predictor and unit.
+        builder: Any, space: Any, units: Any, found: Any, current: Any, previous: Any, above: Any, above_before: Any,
+        inside: Any,
+    ) -> None:  # fmt: skip
+        """Set ``units`` to the zigzag codes of a tile's residuals, by predictor and unit; all offsets are in ``space``.
 
         ``found`` gets a word for each of these units; byte ``i`` has as many low bits set as row ``i`` is wide.
         ``inside`` is a mask of the tile's bytes.
         """
+        units, found, current, previous, above, above_before, inside = (
+            builder.gep(space, [offset]) for offset in (units, found, current, previous, above, above_before, inside)
+        )
         now, before = _load(builder, current, kind), _load(builder, previous, kind)
         slopes = slope(builder, now, _load(builder, above, row_kind))
         slopes_before = slope(builder, before, _load(builder, above_before, row_kind))
@@ -302,31 +309,62 @@ def subtract_unit(builder: Any, target: Any, source: Any) -> None:
     _store(builder, builder.sub(_load(builder, target, _UNIT), _load(builder, source, _UNIT)), target)
 
 
-@_operation(types.void, _MEMORY, _MEMORY, _INT, _INT)
-def split_colours(builder: Any, target: Any, source: Any, tile_step: Any, row_step: Any) -> None:
-    """Split eight rows of eight RGB pixels into three tiles, red and blue minus green, ``tile_step`` bytes apart."""
-    for row in range(8):
-        left = _load(builder, source, _HALF)
-        right = _load(builder, _at(builder, source, 16), _ROW)
-        right = _shuffle(builder, right, right, [*range(8), *[0] * 8])
-        red, green, blue = (_shuffle(builder, left, right, [3 * i + c for i in range(8)]) for c in range(3))
-        to = _at(builder, target, 8 * row)
-        for plane in (builder.sub(red, green), green, builder.sub(blue, green)):
-            _store(builder, plane, to)
-            to = builder.gep(to, [tile_step])
-        source = builder.gep(source, [row_step])
+def _split_colours(channels: int) -> Any:
+    # the rows' bytes in vectors of 16, of which a shuffle takes two
+    rest = 8 * channels - 16
+
+    @_operation(types.void, _MEMORY, _MEMORY, _INT, _INT)
+    def split_colours(builder: Any, target: Any, source: Any, tile_step: Any, row_step: Any) -> None:
+        """Split eight rows of eight pixels into tiles ``tile_step`` bytes apart, red and blue minus green."""
+        for row in range(8):
+            left = _load(builder, source, _HALF)
+            right = _load(builder, _at(builder, source, 16), ir.VectorType(_BYTE, rest))
+            right = _shuffle(builder, right, right, [*range(rest), *[0] * (16 - rest)])
+            planes = [_shuffle(builder, left, right, [channels * i + c for i in range(8)]) for c in range(channels)]
+            planes[0], planes[2] = builder.sub(planes[0], planes[1]), builder.sub(planes[2], planes[1])
+            to = _at(builder, target, 8 * row)
+            for plane in planes:
+                _store(builder, plane, to)
+                to = builder.gep(to, [tile_step])
+            source = builder.gep(source, [row_step])
+
+    return split_colours
 
 
-@_operation(types.void, _MEMORY, _MEMORY, _INT, _INT)
-def join_colours(builder: Any, target: Any, source: Any, tile_step: Any, row_step: Any) -> None:
-    """Undo `split_colours`."""
-    for row in range(8):
-        at = _at(builder, source, 8 * row)
-        red, green, blue = (_load(builder, builder.gep(at, [builder.mul(tile_step, _WORD(c))]), _ROW) for c in range(3))
-        both = _shuffle(builder, builder.add(red, green), green, list(range(16)))
-        blue = builder.add(blue, green)
-        blue = _shuffle(builder, blue, blue, [*range(8), *[0] * 8])
-        lanes = [(i % 3) * 8 + i // 3 for i in range(24)]
-        _store(builder, _shuffle(builder, both, blue, lanes[:16]), target)
-        _store(builder, _shuffle(builder, both, blue, lanes[16:]), _at(builder, target, 16))
-        target = builder.gep(target, [row_step])
+def _join_colours(channels: int) -> Any:
+    @_operation(types.void, _MEMORY, _MEMORY, _INT, _INT)
+    def join_colours(builder: Any, target: Any, source: Any, tile_step: Any, row_step: Any) -> None:
+        """Undo `_split_colours`."""
+        lanes = [i % channels * 8 + i // channels for i in range(8 * channels)]
+        for row in range(8):
+            at = _at(builder, source, 8 * row)
+            planes = []
+            for _ in range(channels):
+                planes.append(_load(builder, at, _ROW))
+                at = builder.gep(at, [tile_step])
+            planes[0], planes[2] = builder.add(planes[0], planes[1]), builder.add(planes[2], planes[1])
+            left = _shuffle(builder, planes[0], planes[1], list(range(16)))
+            right = _shuffle(builder, planes[2], planes[-1], list(range(16)))
+            _store(builder, _shuffle(builder, left, right, lanes[:16]), target)
+            _store(builder, _shuffle(builder, left, right, lanes[16:]), _at(builder, target, 16))
+            target = builder.gep(target, [row_step])
+
+    return join_colours
+
+
+split_colours_3, split_colours_4 = map(_split_colours, (3, 4))
+join_colours_3, join_colours_4 = map(_join_colours, (3, 4))
+
+
+def _move_values(itemsize: int) -> Any:
+    @_operation(types.void, _MEMORY, _MEMORY, _INT, _INT)
+    def move_values(builder: Any, target: Any, source: Any, target_step: Any, source_step: Any) -> None:
+        """Copy eight values between arrays in which they are so many bytes apart."""
+        for _ in range(8):
+            _store(builder, _load(builder, source, ir.IntType(8 * itemsize)), target)
+            target, source = builder.gep(target, [target_step]), builder.gep(source, [source_step])
+
+    return move_values
+
+
+move_values_1, move_values_2, move_values_4, move_values_8 = map(_move_values, (1, 2, 4, 8))

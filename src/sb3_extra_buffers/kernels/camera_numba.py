@@ -11,23 +11,29 @@ from sb3_extra_buffers.kernels import (
     lz4_numba,  # noqa: F401  # compiles `copy_run`
     writing_numba,  # noqa: F401  # compiles `get_length`
 )
-from sb3_extra_buffers.kernels.camera import _ZEROS, TILE
+from sb3_extra_buffers.kernels.camera import _ZEROS, ABOVE, BEFORE, BEFORE_ABOVE, GRADIENT, TILE
 from sb3_extra_buffers.kernels.camera_intrinsics import (
     add_unit,
     copy_unit,
     count_in_bytes,
-    decode_unit,
     decode_tile_2,
     decode_tile_4,
     decode_tile_8,
+    decode_unit,
     find_residuals_1,
     find_residuals_2,
     find_residuals_4,
     find_residuals_8,
-    join_colours,
+    join_colours_3,
+    join_colours_4,
     largest_bytes,
+    move_values_1,
+    move_values_2,
+    move_values_4,
+    move_values_8,
     pack_unit,
-    split_colours,
+    split_colours_3,
+    split_colours_4,
     spread_widths,
     subtract_unit,
     unpack_unit,
@@ -68,73 +74,118 @@ def _mixes(geometry: Any) -> bool:
 @replaces(reference.split_planes)
 @inner
 def split_planes(frames: Any, at: int, geometry: Any, space: Any, planes_at: int) -> None:
-    height, width, channels, planar, itemsize = geometry[0], geometry[1], geometry[2], geometry[3], geometry[4]
-    pixel = itemsize if planar else channels * itemsize
-    plane = height * width * itemsize if planar else itemsize
-    tile_bytes, across = TILE * itemsize, (width + 7) // 8
-    for y in range(0, height, 8):
-        n_rows = min(8, height - y)
+    width, channels, itemsize = geometry[1], geometry[2], geometry[4]
+    pixel, plane = _steps(geometry)
+    across = (width + 7) // 8
+    tile_step = across * TILE * itemsize
+    for y in range(0, geometry[0], 8):
+        n_rows = min(8, geometry[0] - y)
         for x in range(0, width, 8):
-            to = planes_at + (y // 8 * channels * across + x // 8) * tile_bytes
-            start = at + (y * width + x) * pixel
             n_columns = min(8, width - x)
-            if pixel == 3 and itemsize == 1 and n_rows == 8 and n_columns == 8:
-                split_colours(space, to, frames, start, across * TILE, 3 * width)
+            to = planes_at + y // 8 * channels * tile_step + x * 8 * itemsize
+            start = at + (y * width + x) * pixel
+            row_step = width * pixel
+            if _mixes(geometry) and pixel > 1:
+                source = frames
+                if n_rows < 8 or n_columns < 8:
+                    # a whole tile, because `split_colours` takes no other
+                    for row in range(n_rows):
+                        copy_bytes(
+                            space, _UNITS_AT + row * 8 * pixel, frames, start + row * row_step, n_columns * pixel
+                        )
+                    source, start, row_step = space, _UNITS_AT, 8 * pixel
+                if channels == 3:
+                    split_colours_3(space, to, source, start, tile_step, row_step)
+                else:
+                    split_colours_4(space, to, source, start, tile_step, row_step)
                 continue
             for channel in range(channels):
-                for row in range(n_rows):
-                    target, source = (
-                        to + channel * across * tile_bytes + row * 8 * itemsize,
-                        start + channel * plane + row * width * pixel,
-                    )
-                    if pixel == 1 and n_columns == 8:
-                        store_word(space, target, load_word(frames, source))
-                    elif pixel == itemsize:
-                        copy_bytes(space, target, frames, source, n_columns * itemsize)
-                    else:
-                        for i in range(n_columns):
-                            _copy_value(space, target + i * itemsize, frames, source + i * pixel, itemsize)
+                if pixel == 1 and n_rows == 8 and n_columns == 8:
+                    move_values_8(space, to + channel * tile_step, frames, start + channel * plane, 8, row_step)
+                else:
+                    _move_tile(
+                        space, to + channel * tile_step, 8 * itemsize, itemsize, frames, start + channel * plane,
+                        row_step, pixel, n_rows, n_columns, itemsize,
+                    )  # fmt: skip
             if _mixes(geometry):
-                subtract_unit(space, to, space, to + across * TILE)
-                subtract_unit(space, to + 2 * across * TILE, space, to + across * TILE)
-
-
-@inner
-def _copy_value(target: Any, to: int, source: Any, at: int, itemsize: int) -> None:
-    for byte in range(itemsize):
-        target[to + byte] = source[at + byte]
+                subtract_unit(space, to, space, to + tile_step)
+                subtract_unit(space, to + 2 * tile_step, space, to + tile_step)
 
 
 @inner
 def _join_row(space: Any, planes_at: int, y: int, geometry: Any, out: Any, at: int) -> None:
     """Undo `split_planes` for a row of tiles."""
-    height, width, channels, planar, itemsize = geometry[0], geometry[1], geometry[2], geometry[3], geometry[4]
-    pixel = itemsize if planar else channels * itemsize
-    plane = height * width * itemsize if planar else itemsize
-    tile_bytes, across = TILE * itemsize, (width + 7) // 8
-    n_rows = min(8, height - y)
+    width, channels, itemsize = geometry[1], geometry[2], geometry[4]
+    pixel, plane = _steps(geometry)
+    across = (width + 7) // 8
+    tile_step, row_step = across * TILE * itemsize, width * pixel
+    n_rows = min(8, geometry[0] - y)
     for x in range(0, width, 8):
-        begin = planes_at + (y // 8 * channels * across + x // 8) * tile_bytes
-        start = at + (y * width + x) * pixel
         n_columns = min(8, width - x)
-        if pixel == 3 and itemsize == 1 and n_rows == 8 and n_columns == 8:
-            join_colours(out, start, space, begin, across * TILE, 3 * width)
+        begin = planes_at + y // 8 * channels * tile_step + x * 8 * itemsize
+        start = at + (y * width + x) * pixel
+        if _mixes(geometry) and pixel > 1:
+            if n_rows == 8 and n_columns == 8:
+                if channels == 3:
+                    join_colours_3(out, start, space, begin, tile_step, row_step)
+                else:
+                    join_colours_4(out, start, space, begin, tile_step, row_step)
+                continue
+            if channels == 3:
+                join_colours_3(space, _UNITS_AT, space, begin, tile_step, 8 * pixel)
+            else:
+                join_colours_4(space, _UNITS_AT, space, begin, tile_step, 8 * pixel)
+            for row in range(n_rows):
+                copy_bytes(out, start + row * row_step, space, _UNITS_AT + row * 8 * pixel, n_columns * pixel)
             continue
         for channel in range(channels):
-            tile = begin + channel * across * tile_bytes
+            tile = begin + channel * tile_step
             if _mixes(geometry) and (channel == 0 or channel == 2):
-                copy_bytes(space, _UNITS_AT, space, tile, TILE)
-                add_unit(space, _UNITS_AT, space, begin + across * TILE)
+                copy_unit(space, _UNITS_AT, space, tile)
+                add_unit(space, _UNITS_AT, space, begin + tile_step)
                 tile = _UNITS_AT
-            for row in range(n_rows):
-                source, target = tile + row * 8 * itemsize, start + channel * plane + row * width * pixel
-                if pixel == 1 and n_columns == 8:
-                    store_word(out, target, load_word(space, source))
-                elif pixel == itemsize:
-                    copy_bytes(out, target, space, source, n_columns * itemsize)
-                else:
-                    for i in range(n_columns):
-                        _copy_value(out, target + i * pixel, space, source + i * itemsize, itemsize)
+            if pixel == 1 and n_rows == 8 and n_columns == 8:
+                move_values_8(out, start + channel * plane, space, tile, row_step, 8)
+            else:
+                _move_tile(
+                    out, start + channel * plane, row_step, pixel, space, tile, 8 * itemsize, itemsize, n_rows,
+                    n_columns, itemsize,
+                )  # fmt: skip
+
+
+@inner
+def _steps(geometry: Any) -> Any:
+    """Return how many bytes apart two values of a row are, and two planes."""
+    channels, itemsize = geometry[2], geometry[4]
+    if geometry[3] or channels == 1:
+        return itemsize, geometry[0] * geometry[1] * itemsize
+    return channels * itemsize, itemsize
+
+
+@inner
+def _move_tile(
+    target: Any, to: int, to_row: int, to_step: int, source: Any, at: int, at_row: int, at_step: int, n_rows: int,
+    n_columns: int, itemsize: int,
+) -> None:  # fmt: skip
+    """Copy a tile between arrays in which rows and values are so many bytes apart."""
+    for _ in range(n_rows):
+        if n_columns < 8:
+            for i in range(n_columns * itemsize):
+                step, byte = i // itemsize, i % itemsize
+                target[to + step * to_step + byte] = source[at + step * at_step + byte]
+        elif to_step == at_step:
+            for i in range(0, 8 * itemsize, 8):
+                store_word(target, to + i, load_word(source, at + i))
+        elif itemsize == 1:
+            move_values_1(target, to, source, at, to_step, at_step)
+        elif itemsize == 2:
+            move_values_2(target, to, source, at, to_step, at_step)
+        elif itemsize == 4:
+            move_values_4(target, to, source, at, to_step, at_step)
+        else:
+            move_values_8(target, to, source, at, to_step, at_step)
+        to += to_row
+        at += at_row
 
 
 # ---- coding ----
@@ -146,132 +197,73 @@ def encode_planes(
     space: Any, current: int, previous: int, sections: int, geometry: Any, reference: int, target: Any, at: int,
     size: int,
 ) -> int:  # fmt: skip
-    height, width, channels, itemsize = geometry[0], geometry[1], geometry[2], geometry[4]
-    down, across = (height + 7) // 8, (width + 7) // 8
-    n_tiles, tile_bytes, row_bytes = down * across * channels, TILE * itemsize, 8 * itemsize
-    _set_masks(space, height, width)
+    itemsize = geometry[4]
+    down, across = (geometry[0] + 7) // 8, (geometry[1] + 7) // 8
+    row_bytes, step = across * geometry[2] * TILE * itemsize, TILE * itemsize
+    n_tiles = down * across * geometry[2]
     changed = sections
     headers = changed + ((n_tiles + 7) >> 3)
     offsets = headers + n_tiles * itemsize
     rows = offsets + 3 * n_tiles * itemsize + 8
-    changed_end, headers_end, offsets_end, rows_end = changed, headers, offsets, rows
     clear_bytes(space, changed, headers - changed)
-    before = previous
-    step = tile_bytes if previous else 0
-    tile = 0
-    for y in range(down):
-        for x in range(across * channels):
-            above = 0 if y == 0 else current + (tile - across * channels) * tile_bytes + 7 * row_bytes
-            above_before = 0
-            if y > 0 and previous:
-                above_before = before - across * channels * tile_bytes + 7 * row_bytes
-            mask = _MASKS_AT + TILE * ((1 if x % across == across - 1 else 0) + (2 if y == down - 1 else 0))
-            now = current + tile * tile_bytes
-            if itemsize == 1:
-                find_residuals_1(
-                    space,
-                    _UNITS_AT,
-                    space,
-                    _FOUND_AT,
-                    space,
-                    now,
-                    space,
-                    before,
-                    space,
-                    above,
-                    space,
-                    above_before,
-                    space,
-                    mask,
-                )
-            elif itemsize == 2:
-                find_residuals_2(
-                    space,
-                    _UNITS_AT,
-                    space,
-                    _FOUND_AT,
-                    space,
-                    now,
-                    space,
-                    before,
-                    space,
-                    above,
-                    space,
-                    above_before,
-                    space,
-                    mask,
-                )
-            elif itemsize == 4:
-                find_residuals_4(
-                    space,
-                    _UNITS_AT,
-                    space,
-                    _FOUND_AT,
-                    space,
-                    now,
-                    space,
-                    before,
-                    space,
-                    above,
-                    space,
-                    above_before,
-                    space,
-                    mask,
-                )
-            else:
-                find_residuals_8(
-                    space,
-                    _UNITS_AT,
-                    space,
-                    _FOUND_AT,
-                    space,
-                    now,
-                    space,
-                    before,
-                    space,
-                    above,
-                    space,
-                    above_before,
-                    space,
-                    mask,
-                )
-            best, least = 1, _total(space, 1, itemsize)
-            if least:
-                total = _total(space, 2, itemsize)
-                if total < least:
-                    best, least = 2, total
-                total = _total(space, 3, itemsize)
-                if total < least:
-                    best, least = 3, total
-                total = _total(space, 0, itemsize)
-                if total < least:
-                    best = 0
-                space[changed + (tile >> 3)] |= 1 << (tile & 7)
-                for unit in range(itemsize):
-                    index = best * itemsize + unit
-                    widths = count_in_bytes(load_word(space, _FOUND_AT + 8 * index))
-                    bits, base, widths = _choose_widths(widths)
-                    space[headers_end] = best | bits << 2 | base << 4
-                    headers_end += 1
-                    store_word(space, offsets_end, _pack_offsets(widths, base, bits))
-                    offsets_end += bits
-                    pack_unit(space, rows_end, space, _UNITS_AT + TILE * index, widths)
-                    rows_end += np.int64((widths * _ONES) >> np.uint64(56))
-            tile += 1
-            before += step
-    length = 1 + headers - changed + headers_end - headers + offsets_end - offsets + rows_end - rows
+    _set_masks(space, geometry[0], geometry[1])
+    headers_end, offsets_end, rows_end = headers, offsets, rows
+    for tile in range(n_tiles):
+        y, x = tile // (across * geometry[2]), tile % across
+        now = current + tile * step
+        before = previous + tile * step if previous else 0
+        above = now - row_bytes + 7 * 8 * itemsize if y else 0
+        above_before = before - row_bytes + 7 * 8 * itemsize if y and previous else 0
+        mask = _MASKS_AT + TILE * ((1 if x == across - 1 else 0) + (2 if y == down - 1 else 0))
+        _find_residuals(space, now, before, above, above_before, mask, itemsize)
+        predictor = _best_predictor(space, itemsize)
+        if predictor < 0:
+            continue
+        space[changed + (tile >> 3)] |= 1 << (tile & 7)
+        for unit in range(predictor * itemsize, (predictor + 1) * itemsize):
+            bits, base, widths = _choose_widths(count_in_bytes(load_word(space, _FOUND_AT + 8 * unit)))
+            space[headers_end] = predictor | bits << 2 | base << 4
+            headers_end += 1
+            store_word(space, offsets_end, _pack_offsets(widths, base, bits))
+            offsets_end += bits
+            pack_unit(space, rows_end, space, _UNITS_AT + TILE * unit, widths)
+            rows_end += np.int64((widths * _ONES) >> np.uint64(56))
+    length = 1 + headers_end - changed + offsets_end - offsets + rows_end - rows
     if length >= size:
         return size
     target[at] = reference
     at += 1
-    copy_bytes(target, at, space, changed, headers - changed)
-    at += headers - changed
-    copy_bytes(target, at, space, headers, headers_end - headers)
-    at += headers_end - headers
+    copy_bytes(target, at, space, changed, headers_end - changed)
+    at += headers_end - changed
     copy_bytes(target, at, space, offsets, offsets_end - offsets)
     at += offsets_end - offsets
     copy_bytes(target, at, space, rows, rows_end - rows)
     return length
+
+
+@inner
+def _find_residuals(space: Any, now: int, before: int, above: int, above_before: int, mask: int, itemsize: int) -> None:
+    if itemsize == 1:
+        find_residuals_1(space, 0, _UNITS_AT, _FOUND_AT, now, before, above, above_before, mask)
+    elif itemsize == 2:
+        find_residuals_2(space, 0, _UNITS_AT, _FOUND_AT, now, before, above, above_before, mask)
+    elif itemsize == 4:
+        find_residuals_4(space, 0, _UNITS_AT, _FOUND_AT, now, before, above, above_before, mask)
+    else:
+        find_residuals_8(space, 0, _UNITS_AT, _FOUND_AT, now, before, above, above_before, mask)
+
+
+@inner
+def _best_predictor(space: Any, itemsize: int) -> int:
+    """Return the predictor with the narrowest residuals; -1 if the tile equals that of the reference frame."""
+    best, least = BEFORE, _total(space, BEFORE, itemsize)
+    if least == 0:
+        return -1
+    for other in (ABOVE, BEFORE_ABOVE, GRADIENT):
+        total = _total(space, other, itemsize)
+        if total < least:
+            best, least = other, total
+    return best
 
 
 @inner
@@ -373,12 +365,12 @@ def decode_planes(
 
 @inner
 def _decode_bytes(
-    source: Any, changed: int, tile: int, headers: int, offsets: int, rows: int, end: int, work: Any, now: int,
+    source: Any, changed: int, first: int, headers: int, offsets: int, rows: int, end: int, work: Any, now: int,
     before: int, step: int, above: int, above_step: int, change: int, count: int,
 ) -> Any:  # fmt: skip
     """Decode a row of ``count`` tiles of bytes; return how far the sections were read, past ``end`` if damaged."""
     too_wide = np.uint64(0)
-    for tile in range(tile, tile + count):
+    for tile in range(first, first + count):
         if (load_int(source, changed + (tile >> 3)) >> (tile & 7)) & 1:
             header = load_int(source, headers)
             widths = spread_widths(header, load_word(source, offsets))
@@ -388,8 +380,7 @@ def _decode_bytes(
             if rows > end:
                 return headers, offsets, end + 1
             too_wide |= widths + _ONE_LESS
-            predictor = np.uint64(header & 3)
-            decode_unit(work, now, work, before, work, above, work, change, source, start, widths, ends, predictor)
+            decode_unit(work, 0, now, before, above, change, source, start, widths, ends, np.uint64(header & 3))
             headers += 1
             offsets += (header >> 2) & 3
         else:
@@ -405,12 +396,12 @@ def _decode_bytes(
 
 @inner
 def _decode_values(
-    source: Any, changed: int, tile: int, headers: int, offsets: int, rows: int, end: int, work: Any, now: int,
+    source: Any, changed: int, first: int, headers: int, offsets: int, rows: int, end: int, work: Any, now: int,
     before: int, step: int, above: int, above_step: int, change: int, count: int, itemsize: int,
 ) -> Any:  # fmt: skip
     """`_decode_bytes` for values of several bytes."""
     too_wide = np.uint64(0)
-    for tile in range(tile, tile + count):
+    for tile in range(first, first + count):
         if (load_int(source, changed + (tile >> 3)) >> (tile & 7)) & 1:
             predictor = load_byte(source, headers) & np.uint64(3)
             for unit in range(itemsize):
@@ -426,11 +417,11 @@ def _decode_values(
                 headers += 1
                 offsets += (header >> 2) & 3
             if itemsize == 2:
-                decode_tile_2(work, now, work, before, work, above, work, change, work, _UNITS_AT, predictor)
+                decode_tile_2(work, 0, now, before, above, change, _UNITS_AT, predictor)
             elif itemsize == 4:
-                decode_tile_4(work, now, work, before, work, above, work, change, work, _UNITS_AT, predictor)
+                decode_tile_4(work, 0, now, before, above, change, _UNITS_AT, predictor)
             else:
-                decode_tile_8(work, now, work, before, work, above, work, change, work, _UNITS_AT, predictor)
+                decode_tile_8(work, 0, now, before, above, change, _UNITS_AT, predictor)
         else:
             if before != now:
                 copy_bytes(work, now, work, before, TILE * itemsize)
