@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from sb3_extra_buffers.kernels.columns_numba import as_column, flat
+from sb3_extra_buffers.kernels.columns_numba import as_column, flat, keep
 from sb3_extra_buffers.kernels.compiling import entry, inner
 from sb3_extra_buffers.kernels.intrinsics import (
+    HAS_TABLES,
     clear_bytes,
     copy_bytes,
     equal_bytes,
@@ -17,12 +18,15 @@ from sb3_extra_buffers.kernels.intrinsics import (
     load_int,
     load_quad,
     load_word,
+    look_up_fours,
+    look_up_line,
+    look_up_threes,
     store_byte,
     store_half,
     store_quad,
     store_word,
 )
-from sb3_extra_buffers.kernels.tables import ENTRY_BYTES
+from sb3_extra_buffers.kernels.tables import ENTRIES, ENTRY_BYTES
 
 _EIGHT = np.uint64(8)
 _COLOUR = np.uint64(0xFFFFFF)
@@ -180,41 +184,74 @@ def map_step(
 
 
 @inner
-def expand_row(indices: Any, at: int, n_units: int, table: Any, unit: int, plane: int, out: Any, to: int) -> None:
-    """Write the units of the ``n_units`` indices from byte ``at`` on to byte ``to`` of ``out``."""
+def expand_row(
+    indices: Any, at: int, n_units: int, table: Any, shades: Any, unit: int, plane: int, out: Any, to: int
+) -> None:
+    """Write the units of the ``n_units`` indices from byte ``at`` on to byte ``to`` of ``out``.
+
+    ``shades`` are the tables of each byte of a unit, as `split_table` makes them.
+    """
     if plane > 0:
         for block in range(n_units // plane):
             for byte in range(unit):
-                target = to + (block * unit + byte) * plane
-                for i in range(plane):
-                    index = load_int(indices, at + block * plane + i)
-                    store_byte(out, target + i, load_byte(table, index * ENTRY_BYTES + byte))
-    elif unit == 4:
-        for i in range(n_units):
-            value = load_quad(table, load_int(indices, at + i) * ENTRY_BYTES)
-            store_quad(out, to + 4 * i, np.uint64(value))
-    elif unit == 3:
-        for i in range(n_units - 1):
-            # the fourth byte is overwritten by the next pixel
-            value = load_quad(table, load_int(indices, at + i) * ENTRY_BYTES)
-            store_quad(out, to + 3 * i, np.uint64(value))
-        value = np.uint64(load_quad(table, load_int(indices, at + n_units - 1) * ENTRY_BYTES))
-        store_half(out, to + 3 * n_units - 3, value)
-        store_byte(out, to + 3 * n_units - 1, value >> np.uint64(16))
-    elif unit == 2:
-        for i in range(n_units):
-            value = load_half(table, load_int(indices, at + i) * ENTRY_BYTES)
-            store_half(out, to + 2 * i, np.uint64(value))
-    else:
-        for i in range(n_units):
+                start, target = at + block * plane, to + (block * unit + byte) * plane
+                _expand_plane(indices, start, plane, shades, ENTRIES * byte, out, target)
+        return
+    done = 0
+    if HAS_TABLES and unit == 3:
+        while done + 64 <= n_units:
+            look_up_threes(out, to + 3 * done, shades, 0, indices, at + done)
+            done += 64
+    if HAS_TABLES and unit == 4:
+        while done + 64 <= n_units:
+            look_up_fours(out, to + 4 * done, shades, 0, indices, at + done)
+            done += 64
+    if unit == 8:
+        for i in range(done, n_units):
             store_word(out, to + 8 * i, load_word(table, load_int(indices, at + i) * ENTRY_BYTES))
+    elif unit == 4:
+        for i in range(done, n_units):
+            store_quad(out, to + 4 * i, load_word(table, load_int(indices, at + i) * ENTRY_BYTES))
+    elif unit == 2:
+        for i in range(done, n_units):
+            store_half(out, to + 2 * i, load_word(table, load_int(indices, at + i) * ENTRY_BYTES))
+    else:
+        for i in range(done, n_units - 1):
+            # the fourth byte is overwritten by the next pixel
+            store_quad(out, to + 3 * i, load_word(table, load_int(indices, at + i) * ENTRY_BYTES))
+        if done < n_units:
+            last = load_word(table, load_int(indices, at + n_units - 1) * ENTRY_BYTES)
+            store_half(out, to + 3 * n_units - 3, last)
+            store_byte(out, to + 3 * n_units - 1, last >> np.uint64(16))
+
+
+@inner
+def _expand_plane(indices: Any, at: int, count: int, shades: Any, table_at: int, out: Any, to: int) -> None:
+    """Look ``count`` indices up in the table of 256 bytes at ``table_at``."""
+    done = 0
+    if HAS_TABLES:
+        while done + 64 <= count:
+            look_up_line(out, to + done, shades, table_at, indices, at + done)
+            done += 64
+    for i in range(done, count):
+        store_byte(out, to + i, load_byte(shades, table_at + load_int(indices, at + i)))
+
+
+@inner
+def split_table(table: Any, unit: int, shades: Any) -> None:
+    """Set ``shades`` to the table of each byte of a unit, for `expand_row`."""
+    for byte in range(min(unit, 4)):
+        for i in range(ENTRIES):
+            store_byte(shades, ENTRIES * byte + i, load_byte(table, i * ENTRY_BYTES + byte))
 
 
 @entry
-def expand_rows(indices: Any, table: Any, unit: int, plane: int, first: int, stop: int, out: Any) -> None:
+def expand_rows(indices: Any, table: Any, unit: int, plane: int, first: int, stop: int, out: Any) -> int:
     n_units, nbytes = indices.shape[1], out.shape[1]
-    if n_units == 0:
-        return
     indices_, table_, out_ = flat(as_column(indices)), as_column(table), flat(as_column(out))
+    space = np.empty(4 * ENTRIES, np.uint8)
+    shades = as_column(space)
+    split_table(table_, unit, shades)
     for row in range(first, stop):
-        expand_row(indices_, row * n_units, n_units, table_, unit, plane, out_, row * nbytes)
+        expand_row(indices_, row * n_units, n_units, table_, shades, unit, plane, out_, row * nbytes)
+    return keep(space, 0)

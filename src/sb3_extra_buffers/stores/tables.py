@@ -314,7 +314,7 @@ class TableStore(Store):
         n_units = geometry.inner.frame_bytes
         return Trial(
             (1 - share) * trial.frame_bytes + share * layout.frame_bytes,
-            trial.read_ns + expand_ns(2 * layout.spec.nbytes, geometry.plane > 0),
+            trial.read_ns + expand_ns(2 * layout.spec.nbytes),
             trial.write_ns + map_ns(n_units),
         )
 
