@@ -69,9 +69,8 @@ def test_an_unknown_unit_anywhere_is_noticed(unit: int, n_units: int, plane: int
         assert kernels.map_rows(rows, *known, unit, plane, 0, True, out, outside) == 3
         assert outside.tolist() == [0, 1, 0]
         assert not out.any()
-        step = np.empty((6, n_units), np.uint8)
-        none = np.empty((0, rows.shape[1]), np.uint8)
-        assert not kernels.map_step(rows, rows, *known, unit, plane, none, False, step)
+        step, none = np.empty((6, n_units), np.uint8), np.empty((0, n_units), np.uint8)
+        assert not kernels.map_step(rows, rows, *known, table, unit, plane, none, False, step)
 
 
 @pytest.mark.parametrize("compiled", KERNELS)
@@ -79,7 +78,7 @@ def test_an_unknown_unit_anywhere_is_noticed(unit: int, n_units: int, plane: int
 def test_steps_are_mapped_with_and_without_a_guess(unit: int, n_units: int, plane: int, compiled: bool) -> None:
     kernels, (codes, table), rng = table_kernels(compiled), make_table(unit, 9), np.random.default_rng(2)
     hashed = find(codes, unit)
-    out, known = np.empty((4, n_units), np.uint8), np.empty((2, n_units * unit), np.uint8)
+    out, guess = np.empty((4, n_units), np.uint8), np.empty((2, n_units), np.uint8)
     indices = rng.integers(0, 9, (2, n_units)).astype(np.uint8)
     for step in range(6):
         before, indices = indices, indices.copy()
@@ -90,10 +89,10 @@ def test_steps_are_mapped_with_and_without_a_guess(unit: int, n_units: int, plan
         rows = np.empty((4, n_units * unit), np.uint8)
         kernels.expand_rows(np.concatenate([before, indices]), table, unit, plane, 0, 4, rows)
 
-        assert kernels.map_step(rows[:2].copy(), rows[2:].copy(), *hashed, unit, plane, known, step > 0, out)
+        assert kernels.map_step(rows[:2].copy(), rows[2:].copy(), *hashed, table, unit, plane, guess, step > 0, out)
 
         np.testing.assert_array_equal(out, np.concatenate([before, indices]))
-        np.testing.assert_array_equal(known, rows[2:])
+        np.testing.assert_array_equal(guess, indices)
 
 
 @pytest.mark.skipif(not has_numba(), reason="numba is not installed")

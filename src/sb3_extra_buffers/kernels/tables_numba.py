@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from sb3_extra_buffers.kernels.columns_numba import as_column, flat, keep
+from sb3_extra_buffers.kernels.columns_numba import as_column, flat, keep, part
 from sb3_extra_buffers.kernels.compiling import entry, inner
 from sb3_extra_buffers.kernels.intrinsics import (
     HAS_TABLES,
@@ -31,7 +31,7 @@ from sb3_extra_buffers.kernels.tables import ENTRIES, ENTRY_BYTES
 _EIGHT = np.uint64(8)
 _COLOUR = np.uint64(0xFFFFFF)
 # units that are compared with a guess at a time
-_BLOCK = 64
+_BLOCK = 128
 
 
 @inner
@@ -94,14 +94,30 @@ def _look_up(
 
 
 @inner
+def _is_guess(
+    row: Any, at: int, count: int, guess: Any, guess_at: int, table: Any, shades: Any, unit: int, plane: int, space: Any
+) -> bool:
+    """Whether ``count`` units from byte ``at`` on are those that the indices at ``guess_at`` name."""
+    if plane == 0:
+        expand_row(guess, guess_at, count, table, shades, unit, 0, space, 0)
+        return equal_bytes(row, at, space, 0, count * unit)
+    equal = True
+    for byte in range(unit):
+        if equal:
+            _expand_plane(guess, guess_at, count, shades, ENTRIES * byte, space, 0)
+            equal = equal_bytes(row, at + byte * plane, space, 0, count)
+    return equal
+
+
+@inner
 def _map_units(
     row: Any, start: int, count: int, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int,
-    known: Any, known_at: int, guess_at: int, out: Any, to: int,
+    known: Any, known_at: int, guess: Any, guess_at: int, table: Any, shades: Any, space: Any, out: Any, to: int,
 ) -> bool:  # fmt: skip
     """Map ``count`` units from byte ``start`` on, in blocks; return whether all are known.
 
-    Blocks that repeat those of ``known``, from byte ``known_at`` on, have the indices at ``guess_at`` of ``out``. If
-    that is negative, nothing is known.
+    A block that repeats the one at ``known_at`` of ``known``, or, if that is negative, that the indices at ``guess_at``
+    of ``guess`` name, has these indices. If that is negative too, every unit is looked up.
     """
     width, done = 1 if plane > 0 else unit, 0
     if unit == 3 and plane == 0:
@@ -115,8 +131,13 @@ def _map_units(
             return False
     while done < count:
         n, at = min(count - done, _BLOCK), start + done * width
-        if guess_at >= 0 and _equal_units(row, at, known, known_at + done * width, n, unit, plane):
-            copy_bytes(out, to + done, out, guess_at + done, n)
+        same = False
+        if known_at >= 0:
+            same = _equal_units(row, at, known, known_at + done * width, n, unit, plane)
+        elif guess_at >= 0:
+            same = _is_guess(row, at, n, guess, guess_at + done, table, shades, unit, plane, space)
+        if same:
+            copy_bytes(out, to + done, guess, guess_at + done, n)
         elif not _look_up(row, at, n, slots, indices, factor, shift, unit, plane, out, to + done):
             return False
         done += n
@@ -126,14 +147,14 @@ def _map_units(
 @inner
 def _map_row(
     row: Any, start: int, n_units: int, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int,
-    known: Any, known_at: int, guess_at: int, out: Any, to: int,
+    known: Any, known_at: int, guess: Any, guess_at: int, table: Any, shades: Any, space: Any, out: Any, to: int,
 ) -> bool:  # fmt: skip
     count = plane if plane > 0 else n_units
     for done in range(0, n_units, max(count, 1)):
-        at = guess_at + done if guess_at >= 0 else -1
         if not _map_units(
-            row, start + done * unit, count, slots, indices, factor, shift, unit, plane, known, known_at + done * unit,
-            at, out, to + done,
+            row, start + done * unit, count, slots, indices, factor, shift, unit, plane,
+            known, known_at + done * unit if known_at >= 0 else -1,
+            guess, guess_at + done if guess_at >= 0 else -1, table, shades, space, out, to + done,
         ):  # fmt: skip
             return False
     return True
@@ -149,8 +170,8 @@ def map_rows(
     out_, outside_ = flat(as_column(out)), as_column(outside)
     for row in range(first, n_rows):
         if not _map_row(
-            rows_, row * nbytes, n_units, slots_, indices_, factor, shift, unit, plane, rows_, 0, -1, out_,
-            row * n_units,
+            rows_, row * nbytes, n_units, slots_, indices_, factor, shift, unit, plane, rows_, -1, out_, -1, out_, out_,
+            out_, out_, row * n_units,
         ):  # fmt: skip
             if not closed:
                 return row
@@ -161,26 +182,29 @@ def map_rows(
 
 @entry
 def map_step(
-    rows: Any, next_rows: Any, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int, known: Any,
-    guessed: bool, out: Any,
+    rows: Any, next_rows: Any, slots: Any, indices: Any, factor: Any, shift: Any, table: Any, unit: int, plane: int,
+    guess: Any, guessed: bool, out: Any,
 ) -> bool:  # fmt: skip
     n_rows, nbytes, n_units = rows.shape[0], rows.shape[1], out.shape[1]
-    rows_, next_rows_, known_ = flat(as_column(rows)), flat(as_column(next_rows)), flat(as_column(known))
-    slots_, indices_, out_ = as_column(slots), as_column(indices), flat(as_column(out))
+    rows_, next_rows_, guess_ = flat(as_column(rows)), flat(as_column(next_rows)), flat(as_column(guess))
+    slots_, indices_, table_, out_ = as_column(slots), as_column(indices), as_column(table), flat(as_column(out))
+    memory = np.empty(4 * ENTRIES + _BLOCK * ENTRY_BYTES, np.uint8)
+    shades, space = part(as_column(memory), 0, 4 * ENTRIES), part(as_column(memory), 4 * ENTRIES, _BLOCK * ENTRY_BYTES)
+    split_table(table_, unit, shades)
+    known = True
     for row in range(n_rows):
         start, at, next_at = row * nbytes, row * n_units, (n_rows + row) * n_units
-        if not _map_row(
-            rows_, start, n_units, slots_, indices_, factor, shift, unit, plane, known_, start,
-            next_at if guessed else -1, out_, at,
-        ):  # fmt: skip
-            return False
-        if not _map_row(
-            next_rows_, start, n_units, slots_, indices_, factor, shift, unit, plane, rows_, start, at, out_, next_at
-        ):
-            return False
-        if known.shape[0] > 0:
-            copy_bytes(known_, start, next_rows_, start, nbytes)
-    return True
+        known = known and _map_row(
+            rows_, start, n_units, slots_, indices_, factor, shift, unit, plane, rows_, -1,
+            guess_, at if guessed else -1, table_, shades, space, out_, at,
+        )  # fmt: skip
+        known = known and _map_row(
+            next_rows_, start, n_units, slots_, indices_, factor, shift, unit, plane, rows_, start,
+            out_, at, table_, shades, space, out_, next_at,
+        )  # fmt: skip
+        if known and guess.shape[0] > 0:
+            copy_bytes(guess_, at, out_, next_at, n_units)
+    return keep(memory, known)
 
 
 @inner
