@@ -20,7 +20,7 @@ from stable_baselines3.common.buffers import ReplayBuffer
 from sb3_extra_buffers.codecs import ByteRows, ObsSpec, get_codec
 from sb3_extra_buffers.compressed import CompressedArray, CompressedReplayBuffer
 from sb3_extra_buffers.errors import CodecOptionError, FileFormatError, SpecMismatchError
-from sb3_extra_buffers.files import load, open_saved, save
+from sb3_extra_buffers.files import load, open_saved, save, verify
 from sb3_extra_buffers.files.parts import flatten, unflatten
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.registry import find_store, make_store
@@ -318,3 +318,28 @@ def test_forged_parts_are_refused(name: str) -> None:
     FORGERIES[name](saved["record"], tables)
     with pytest.raises(FileFormatError):
         unflatten(described, arrays | {prefix + key: table for key, table in tables.items()})
+
+
+def test_a_buffer_in_a_folder_is_continued(tmp_path: Path) -> None:
+    walk, rng = Walk((12, 16)), np.random.default_rng(0)
+    space = spaces.Box(0, 255, (12, 16, 3), np.uint8)
+    images = np.stack([colour_image(walk.step()) for _ in range(121)])
+    images[50:70] = rng.integers(0, 256, (20, 12, 16, 3))
+    kept = CompressedReplayBuffer(
+        120, space, spaces.Discrete(3), "cpu", compression_method="palette", storage="mmap", path=tmp_path / "kept"
+    )
+    plain = ReplayBuffer(120, space, spaces.Discrete(3), "cpu")
+    for step in range(120):
+        if step == 80:
+            kept.mmap_folder.close()
+            kept = open_saved(tmp_path / "kept", mode="r+")
+        for buffer in (kept, plain):
+            buffer.add(images[step], images[step + 1], np.zeros(1), np.zeros(1), np.zeros(1), [{}])
+    np.testing.assert_array_equal(load(tmp_path / "kept").observations[:], plain.observations)
+    kept.mmap_folder.checkpoint()
+    kept.mmap_folder.close()
+    assert list(verify(tmp_path / "kept")) == []
+    for other in (load(tmp_path / "kept"), open_saved(tmp_path / "kept")):
+        np.testing.assert_array_equal(other.observations[:], plain.observations)
+        np.testing.assert_array_equal(other.next_observations[:], plain.next_observations)
+    assert "have other colours" in load(tmp_path / "kept").memory_usage().codecs[""]
