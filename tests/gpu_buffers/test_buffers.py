@@ -121,7 +121,7 @@ def replay_pair(space: spaces.Space[Any], **kwargs: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("place", DEVICES, indirect=True)
-@pytest.mark.parametrize("method", ["none", "delta", "rle", "gzip1", "auto"])
+@pytest.mark.parametrize("method", ["none", "delta", "rle", "camera", "gzip1", "auto"])
 @pytest.mark.parametrize("name", SPACES)
 def test_replay_samples_equal_sb3_at_the_same_seed(place: str, method: str, name: str) -> None:
     ours, theirs = replay_pair(SPACES[name], compression_method=method, buffer_device=place)

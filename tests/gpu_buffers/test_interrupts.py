@@ -169,6 +169,13 @@ def test_interrupted_writes_of_raw_observations(space: str, count: int) -> None:
 
 
 @pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("count", [0, 3, 5, 9, SIZE - 1, SIZE, 30])
+@pytest.mark.parametrize("space", ["vector", "image", "last", "dict"])
+def test_interrupted_writes_of_raw_observations_to_a_device_store(space: str, count: int) -> None:
+    interrupt_everywhere(replay(space, "none"), count, n_points=40)
+
+
+@pytest.mark.usefixtures("on_device")
 # empty, collecting, choosing a method, the first lap, its end, and later laps
 @pytest.mark.parametrize("count", [0, 3, 5, 9, SIZE - 1, SIZE, 30])
 @pytest.mark.parametrize("space", ["image", "last", "dict"])

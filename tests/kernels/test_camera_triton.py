@@ -15,6 +15,7 @@ import torch
 
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.kernels.camera import OVERREAD, camera_geometry, camera_scratch_bytes, pack_camera
+from sb3_extra_buffers.kernels.camera_groups import CameraGroups, CameraShape, group_frames
 from sb3_extra_buffers.kernels.state import PACKED_CAMERA
 
 pytest.importorskip("triton")
@@ -80,7 +81,7 @@ def segment(spec: ObsSpec, frames: Array, length_dtype: str) -> Array:
 @pytest.mark.parametrize("length_dtype", ["<u2", "<u4"])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_decoded_frames_equal_the_encoded_ones(spec: ObsSpec, length_dtype: str, device: str) -> None:
-    from sb3_extra_buffers.kernels.camera_triton import CAMERA_CHAIN, CameraShape, decode_camera
+    from sb3_extra_buffers.kernels.camera_triton import decode_camera
 
     shape = CameraShape(*camera_geometry(spec).tolist())
     assert shape.is_supported
@@ -91,26 +92,15 @@ def test_decoded_frames_equal_the_encoded_ones(spec: ObsSpec, length_dtype: str,
         starts.append(heap.size)
         heap = np.concatenate([heap, segment(spec, frames, length_dtype), np.full(3, 0xFF, np.uint8)])
     heap = np.concatenate([heap, np.full(64, 0xFF, np.uint8)])
-    # every frame that is not a multiple of 3, each in the group of four that it belongs to
-    groups: list[tuple[int, int, int, list[int]]] = []
-    wanted: list[Array] = []
-    for start, frames in zip(starts, videos, strict=True):
-        for first in range(0, len(frames), 4):
-            base = max(first - 1, 0)
-            targets = [-1] * CAMERA_CHAIN
-            n_frames = 0
-            for position in range(first, min(first + 4, len(frames))):
-                if position % 3 or len(frames) == 1:
-                    n_frames = position - base + 1
-                    targets[n_frames - 1 if position else 0] = len(wanted)
-                    wanted.append(frames[position])
-            groups.append((start, base, n_frames, targets))
-    columns = [np.array(column) for column in zip(*groups, strict=True)]
-    dtypes = (np.int64, np.int32, np.int32, np.int32)
-    tensors = [torch.from_numpy(column.astype(dtype)).to(device) for column, dtype in zip(columns, dtypes, strict=True)]
+    # every frame that is not a multiple of 3
+    chosen = [(i, k) for i, frames in enumerate(videos) for k in range(len(frames)) if k % 3 or len(frames) == 1]
+    wanted = np.stack([videos[i][k] for i, k in chosen])
+    rows = np.random.default_rng(0).permutation(len(chosen))
+    columns = group_frames(np.array([starts[i] for i, _ in chosen]), np.array([k for _, k in chosen]), rows)
+    groups = CameraGroups(*(torch.from_numpy(column).to(device) for column in columns))
     out = torch.full((len(wanted), spec.nbytes), 0xAA, dtype=torch.uint8, device=device)
 
     length_bytes = np.dtype(length_dtype).itemsize
-    decode_camera(torch.from_numpy(heap).to(device), tuple(tensors), out, shape, per_segment, length_bytes)
+    decode_camera(torch.from_numpy(heap).to(device), groups, out, shape, per_segment, length_bytes)
 
-    np.testing.assert_array_equal(out.cpu().numpy(), np.stack(wanted))
+    np.testing.assert_array_equal(out.cpu().numpy()[rows], wanted)

@@ -30,6 +30,7 @@ METHODS = {
     "device-timeline": "none",
     "device-delta": "delta",
     "device-rle": "rle",
+    "device-camera": "camera",
     "device-host": "gzip1",
 }
 KINDS = [entry.kind for entry in STORES if entry.place == "cuda"]

@@ -325,7 +325,7 @@ def test_a_buffer_in_a_folder_is_continued(tmp_path: Path) -> None:
     space = spaces.Box(0, 255, (12, 16, 3), np.uint8)
     images = np.stack([colour_image(walk.step()) for _ in range(121)])
     images[50:70] = rng.integers(0, 256, (20, 12, 16, 3))
-    kept = CompressedReplayBuffer(
+    kept: Any = CompressedReplayBuffer(
         120, space, spaces.Discrete(3), "cpu", compression_method="palette", storage="mmap", path=tmp_path / "kept"
     )
     plain = ReplayBuffer(120, space, spaces.Discrete(3), "cpu")

@@ -2,52 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from sb3_extra_buffers.kernels.bits_triton import load_word, low_bits, popcount
+from sb3_extra_buffers.kernels.camera_groups import CHAIN, CameraGroups, CameraShape
 
-__all__ = ["CAMERA_CHAIN", "CameraShape", "decode_camera"]
+__all__ = ["decode_camera"]
 
-#: Frames that are decoded one after the other, at most: the first of a segment, and four that follow each other.
-CAMERA_CHAIN = 5
-# values that are written at a time, and the most that a program holds
-_BLOCK, _MAX_VALUES = 2048, 1 << 14
+# values that are written at a time
+_BLOCK = 2048
 _GRADIENT, _BEFORE, _BEFORE_ABOVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(3)
-
-
-class CameraShape(NamedTuple):
-    """Sizes of frames, as `kernels.camera.camera_geometry` returns them; the kernel is compiled for each."""
-
-    height: int
-    width: int
-    channels: int
-    planar: int
-    itemsize: int
-
-    @property
-    def columns(self) -> int:
-        """Tiles from left to right."""
-        return -(-self.width // 8)
-
-    @property
-    def rows(self) -> int:
-        """Tiles from top to bottom."""
-        return -(-self.height // 8)
-
-    @property
-    def plane_values(self) -> int:
-        """Values of all planes, with partial tiles padded."""
-        return self.rows * self.columns * self.channels * 64
-
-    @property
-    def is_supported(self) -> bool:
-        """Whether the kernel can decode such frames: a row of tiles must fit into registers."""
-        tiles = max(self.columns * self.channels, 1)
-        return self.itemsize <= 4 and 0 < self.height and triton.next_power_of_2(tiles) * 64 <= _MAX_VALUES
 
 
 @triton.jit
@@ -262,7 +230,7 @@ def _row_widths(words_ptr, at, header, changed):
 
 def decode_camera(
     heap: torch.Tensor,
-    groups: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    groups: CameraGroups,
     out: torch.Tensor,
     shape: CameraShape,
     per_segment: int,
@@ -274,23 +242,21 @@ def decode_camera(
 
     Args:
         heap: Segments: flags, number of frames, a length of ``length_bytes`` for each, coded or whole frames.
-        groups: For each group, where its segment starts (int64), its base and its number of frames (int32), and the
-            rows of ``out`` that they go to, or -1 (int32, `CAMERA_CHAIN` of them). The frames of a group are 0,
-            base + 1, base + 2 and so on; each refers to none or to the one before it in the group.
+        groups: Which frames are decoded, and which rows of ``out`` they go to.
         out: uint8 ``[row, byte]``; rows that are not in ``groups`` stay as they are.
         shape: Sizes of a frame.
         per_segment: Frames of a segment, at most.
         length_bytes: Bytes of a length.
     """
-    starts, bases, counts, targets = groups
-    if not starts.numel():
+    n_groups = groups.starts.numel()
+    if not n_groups:
         return
     dtype: Any = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[shape.itemsize]
-    scratch = torch.empty((starts.numel(), 2, shape.plane_values), dtype=dtype, device=heap.device)
+    scratch = torch.empty((n_groups, 2, shape.plane_values), dtype=dtype, device=heap.device)
     tiles = shape.columns * shape.channels
-    _decode_kernel[(starts.numel(),)](
-        heap, heap[: heap.numel() // 8 * 8].view(torch.int64), starts, bases, counts, targets, scratch, out.view(dtype),
-        CAMERA_CHAIN, length_bytes, triton.next_power_of_2(per_segment), *shape, shape.columns, shape.rows,
+    _decode_kernel[(n_groups,)](
+        heap, heap[: heap.numel() // 8 * 8].view(torch.int64), *groups, scratch, out.view(dtype),
+        CHAIN, length_bytes, triton.next_power_of_2(per_segment), *shape, shape.columns, shape.rows,
         triton.next_power_of_2(tiles), triton.next_power_of_2(-(-tiles * shape.rows // 8)), _BLOCK,
         num_warps=4 if tiles <= 32 else 8,
     )  # fmt: skip

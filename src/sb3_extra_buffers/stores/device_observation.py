@@ -14,7 +14,7 @@ from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import IndexOutOfRangeError, MissingExtraError, SpecMismatchError
 from sb3_extra_buffers.stores import device_base
-from sb3_extra_buffers.stores.choice import Choice, MethodChoice, choose_unseen
+from sb3_extra_buffers.stores.choice import Choice, MethodChoice, may_be_stacked
 from sb3_extra_buffers.stores.device_base import (
     AttributeWrite,
     DevicePlace,
@@ -63,7 +63,7 @@ class DeviceObservationStore(DeviceStore):
         self._collected: list[tuple[int, list[Array]]] = []
         self._set_sizes()
         on_host = device_base.stays_on_host(place.device)
-        if self.choice is not None and self.choice.is_raw and choose_unseen(spec) is not None:
+        if self.choice is not None and self.choice.is_raw and not may_be_stacked(spec):
             # vectors and other small observations are not cut into frames
             self.inner = self._make_store(StackLayout(spec), self.choice)
         elif on_host:

@@ -178,11 +178,16 @@ class SlotPool:
         """Free slots below `end`."""
         return self._free[: self.n_free]
 
-    def plan(self, n_taken: int, freed: Slots) -> SlotChange:
-        """Take ``n_taken`` slots and free others, which this write may not take."""
-        n_old = min(n_taken, self.n_free)
-        first, end = self.n_free - n_old, self.end + n_taken - n_old
-        taken = np.concatenate([self._free[first : self.n_free], np.arange(self.end, end, dtype=np.int32)])
+    def peek(self, count: int) -> Slots:
+        """The next ``count`` slots to take."""
+        n_old = min(count, self.n_free)
+        taken = self._free[self.n_free - n_old : self.n_free]
+        return np.concatenate([taken, np.arange(self.end, self.end + count - n_old, dtype=np.int32)])
+
+    def plan(self, taken: Slots, freed: Slots) -> SlotChange:
+        """Take slots that `peek` returned, and free others."""
+        n_old = min(len(taken), self.n_free)
+        first, end = self.n_free - n_old, self.end + len(taken) - n_old
         n_free = first + len(freed)
         if n_free > len(self._free):
             self._free = np.concatenate([self._free, np.zeros(n_free, np.int32)])

@@ -29,8 +29,8 @@ Array = npt.NDArray[Any]
 _INT64, _INT32 = np.dtype(np.int64), np.dtype(np.int32)
 # bytes of rows that wait to be read by the device, unless a step has more
 _STAGED_BYTES = 8 << 20
-# the slot of a frame of zeros
-_ZEROS = 0
+# the slot of a frame of zeros, and no id at all
+_ZEROS, _NEW = 0, -(1 << 31)
 
 
 class _SharedWrite(AttributeWrite):
@@ -43,7 +43,7 @@ class _SharedWrite(AttributeWrite):
         store: DeviceSharedStore,
         lease: Lease,
         step: int,
-        new: npt.NDArray[np.intp],
+        new: Slots,
         change: SlotChange,
         touched: Slots,
         counts: Slots,
@@ -115,6 +115,10 @@ class DeviceSharedStore(DeviceStore):
             ((1 + 2 * n_frames,), _INT64), (lead, _INT32), ((*lead, self._frames.n_words), self._word)
         )
         self._bound_kernels: Any = None
+        # [set, stream, stack]: ids of frames that have no slot yet, by their number in the staging memory
+        self._numbers = -1 - np.arange(n_frames, dtype=np.int32).reshape(lead)
+        # counts references to some slots at a time
+        self._tally = np.zeros(self._frames.max_rows, np.int32)
         # the last row of each stream, in staging memory, and the slots of its frames; None if they are unknown
         self._last: Array | None = None
         self._last_ids: Slots | None = None
@@ -137,69 +141,80 @@ class DeviceSharedStore(DeviceStore):
     # ---- writing ----
 
     def plan(self, step: int, batches: Sequence[Array]) -> _SharedWrite:
-        # unknown until this write is committed: the staging memory of the last rows may be used again
-        last, self._last = self._last, None
-        lease = self._stage(batches)
-        job, ids, frames = lease.arrays
-        last_ids = self._last_ids
-        for which, rows in enumerate(frames):
-            # a new frame has its number in the lease, as a negative id
-            first = which * ids[0].size
-            numbers = -1 - np.arange(first, first + ids[0].size, dtype=np.int32).reshape(ids[0].shape)
-            # obs usually equals the last next_obs; every other row is usually shifted
-            ids[which] = _find_frames(rows, numbers, last, last_ids, likely_shifted=which > 0 or len(frames) == 1)
-            last, last_ids = rows, ids[which]
-        is_new = ids < 0
-        new, places = np.unique(-1 - ids[is_new], return_inverse=True)
-        change = self.slots.plan(len(new), self._freed(step, ids[~is_new]))
-        if len(new):
-            ids[is_new] = change.taken[places.ravel()]
-            self._frames.reserve(int(change.taken.min()), int(change.taken.max()) + 1)
-        touched, counts = self._count(step, ids)
-        if self._triton:
-            job[0] = step
-            if len(new):
-                job[1 : 1 + 2 * len(new) : 2] = new
-                job[2 : 2 + 2 * len(new) : 2] = [self._frames.address(slot) for slot in change.taken.tolist()]
-            _ = self._kernels  # this can fail; the launch cannot
-        return _SharedWrite(self, lease, step, new, change, touched, counts)
-
-    def _count(self, step: int, ids: Slots) -> tuple[Slots, Slots]:
-        """The slots whose number of references changes when ``step`` is replaced, and their new numbers."""
-        slots, inverse = np.unique(np.concatenate([ids.ravel(), self.ids[:, step].ravel()]), return_inverse=True)
-        inverse = inverse.ravel()
-        added = np.bincount(inverse[: ids.size], minlength=len(slots))
-        dropped = np.bincount(inverse[ids.size :], minlength=len(slots))
-        return slots, (self.refs[slots] + added - dropped).astype(np.int32)
-
-    def _freed(self, step: int, kept: Slots) -> Slots:
-        """The slots that nothing refers to once ``step`` is replaced by a step that refers to ``kept``."""
-        slots, counts = self._count(step, kept)
-        freed: Slots = slots[(counts == 0) & (slots != _ZEROS)]
-        return freed
-
-    def _stage(self, batches: Sequence[Array]) -> Lease:
-        """Copy ``batches``, cut into frames, to memory that the device can read."""
-        spec, ring, layout = self.ring.spec, self.ring, self.layout
+        ring = self.ring
         if len(batches) != ring.n_sets:
             raise SpecMismatchError(f"expected {ring.n_sets} batches, one per set, got {len(batches)}")
+        # unknown until this write is committed: the staging memory of the last rows may be used again
+        last, self._last = self._last, None
         lease = self._staging.acquire(self._staging_layout)
-        shape = (ring.n_streams, *spec.shape)
-        for target, batch in zip(lease.arrays[2], batches, strict=True):
-            if batch.shape != shape or batch.dtype != spec.dtype:
-                batch = spec.to_batch(batch)
-                if len(batch) != ring.n_streams:
-                    raise SpecMismatchError(
-                        f"expected an observation for each of {ring.n_streams} streams, got {len(batch)}"
-                    )
-            frames = target.view(spec.dtype)
-            if layout.axis == "first":
-                frames.reshape(shape)[...] = batch
-            else:
-                depth = spec.shape[-1] // layout.stack
-                pixels = batch.reshape(ring.n_streams, -1, layout.stack, depth)
-                frames.reshape(ring.n_streams, layout.stack, -1, depth)[...] = pixels.swapaxes(1, 2)
-        return lease
+        job, ids, frames = lease.arrays
+        last_ids = self._last_ids
+        for which, batch in enumerate(batches):
+            batch = self._checked(batch)
+            is_last = which == ring.n_sets - 1
+            # fast path: obs usually equals the last next_obs, and need not be staged then
+            if not is_last and last is not None and self._equals(batch, last):
+                ids[which] = last_ids
+                continue
+            rows = frames[which]
+            self._stage(batch, rows)
+            ids[which] = _find_frames(rows, self._numbers[which], last, last_ids, likely_shifted=is_last)
+            last, last_ids = rows, ids[which]
+        write = self._plan_slots(lease, step)
+        if self._triton:
+            job[0] = step
+            n_new = len(write.new)
+            if n_new:
+                job[1 : 1 + 2 * n_new : 2] = write.new
+                job[2 : 2 + 2 * n_new : 2] = [self._frames.address(slot) for slot in write.change.taken.tolist()]
+            _ = self._kernels  # this can fail; the launch cannot
+        return write
+
+    def _checked(self, batch: Array) -> Array:
+        """``batch`` in the dtype and shape of the ring, or an error."""
+        spec, n_streams = self.ring.spec, self.ring.n_streams
+        if batch.shape != (n_streams, *spec.shape) or batch.dtype != spec.dtype:
+            batch = spec.to_batch(batch)
+            if len(batch) != n_streams:
+                raise SpecMismatchError(f"expected an observation for each of {n_streams} streams, got {len(batch)}")
+        return batch
+
+    def _equals(self, batch: Array, last: Array) -> bool:
+        """Whether ``batch`` equals the last rows; False if finding out would take long."""
+        if self.layout.axis == "last" or not batch.flags.c_contiguous or not batch.flags.aligned:
+            return False
+        return bool((batch.reshape(-1).view(self._word) == last.reshape(-1)).all())
+
+    def _stage(self, batch: Array, rows: Array) -> None:
+        """Copy ``batch``, cut into frames, to memory that the device can read."""
+        layout, n_streams = self.layout, self.ring.n_streams
+        frames = rows.view(layout.spec.dtype)
+        if layout.axis == "first":
+            frames.reshape(batch.shape)[...] = batch
+        else:
+            depth = layout.spec.shape[-1] // layout.stack
+            pixels = batch.reshape(n_streams, -1, layout.stack, depth)
+            frames.reshape(n_streams, layout.stack, -1, depth)[...] = pixels.swapaxes(1, 2)
+
+    def _plan_slots(self, lease: Lease, step: int) -> _SharedWrite:
+        """Give new frames slots, and free those that are not needed any more."""
+        flat = lease.arrays[1].reshape(-1)
+        where = np.flatnonzero(flat < 0)
+        new = -1 - flat[where]
+        # a new frame may occur several times
+        distinct = new if len(set(new.tolist())) == len(new) else np.unique(new)
+        taken = self.slots.peek(len(distinct))
+        if len(new):
+            flat[where] = taken if distinct is new else taken[np.searchsorted(distinct, new)]
+            self._frames.reserve(int(taken.min()), int(taken.max()) + 1)
+        old = self.ids[:, step].reshape(-1)
+        touched, tally = np.concatenate([flat, old]), self._tally
+        tally[touched] = self.refs[touched]
+        np.add.at(tally, flat, 1)
+        np.subtract.at(tally, old, 1)
+        freed = old[(tally[old] == 0) & (old != _ZEROS)]
+        change = self.slots.plan(taken, np.unique(freed) if len(freed) > 1 else freed)
+        return _SharedWrite(self, lease, step, distinct, change, touched, tally[touched])
 
     def launch(self, write: _SharedWrite) -> None:
         """Write a step to the device; with Triton, by a single launch."""
@@ -307,35 +322,49 @@ def _find_frames(
     likely_shifted: bool,
 ) -> Slots:
     """The ids of the frames of ``rows``: those of equal frames in ``last``, or new ones."""
-    ids = numbers.copy()
-    unknown = np.ones(len(rows), np.bool_)
-    if last is not None and last_ids is not None:
-        flat, flat_last, size = rows.reshape(len(rows), -1), last.reshape(len(rows), -1), rows.shape[2]
-        for shifted in (likely_shifted, not likely_shifted):
-            if not shifted:
-                found = unknown & (flat == flat_last).all(axis=1)
-                ids[found] = last_ids[found]
-            else:
-                found = unknown & (flat[:, :-size] == flat_last[:, size:]).all(axis=1)
-                ids[found, :-1] = last_ids[found, 1:]
-                ids[found, -1] = np.where(rows[found, -1].any(axis=1), numbers[found, -1], _ZEROS)
-                repeated = found & (rows[:, -1] == last[:, -1]).all(axis=1)
-                ids[repeated, -1] = last_ids[repeated, -1]
-            unknown &= ~found
-            if not unknown.any():
-                return ids
-    for stream in np.flatnonzero(unknown).tolist():
-        known = (
-            [] if last is None or last_ids is None else list(zip(last_ids[stream].tolist(), last[stream], strict=True))
-        )
+    if last is None or last_ids is None:
+        unknown = list(range(len(rows)))
+        ids = numbers.copy()
+    else:
+        ids, found = _match_rows(rows, numbers, last, last_ids, likely_shifted)
+        if found is None:
+            return ids
+        unknown = np.flatnonzero(~found).tolist()
+    for stream in unknown:
+        known: list[tuple[int, Array]] = []
+        if last is not None and last_ids is not None:
+            known += zip(last_ids[stream].tolist(), last[stream], strict=True)
         for nth, frame in enumerate(rows[stream]):
-            if not frame.any():
-                ids[stream, nth] = _ZEROS
-                continue
-            for number, other in known:
-                if np.array_equal(frame, other):
-                    ids[stream, nth] = number
-                    break
-            else:
+            number = _ZEROS
+            if frame.any():
+                number = next((other for other, shown in known if np.array_equal(frame, shown)), _NEW)
+            if number == _NEW:
                 known.append((int(numbers[stream, nth]), frame))
+            else:
+                ids[stream, nth] = number
     return ids
+
+
+def _match_rows(
+    rows: Array, numbers: Slots, last: Array, last_ids: Slots, likely_shifted: bool
+) -> tuple[Slots, npt.NDArray[np.bool_] | None]:
+    """The ids of rows that equal the last one or are that one moved on by a frame; and which are, None for all."""
+    flat, flat_last, size = rows.reshape(len(rows), -1), last.reshape(len(rows), -1), rows.shape[2]
+    ids, found = numbers.copy(), np.zeros(len(rows), np.bool_)
+    for shifted in (likely_shifted, not likely_shifted):
+        equal = flat[:, :-size] == flat_last[:, size:] if shifted else flat == flat_last
+        is_all = bool(equal.all())
+        where: Any = slice(None) if is_all and not found.any() else equal.all(axis=1) & ~found
+        if shifted:
+            ids[where, :-1] = last_ids[where, 1:]
+            newest = rows[where, -1]
+            # a frame of zeros, or one that repeats the last one, is not new
+            newest_ids = np.where(newest.any(axis=1), numbers[where, -1], _ZEROS)
+            is_repeated = (newest == last[where, -1]).all(axis=1)
+            ids[where, -1] = np.where(is_repeated, last_ids[where, -1], newest_ids)
+        else:
+            ids[where] = last_ids[where]
+        found[where] = True
+        if is_all or found.all():
+            return ids, None
+    return ids, found

@@ -145,7 +145,7 @@ class DeviceTimelineStore(DeviceStore):
             moved = np.arange(n_streams)
         else:
             moved = np.flatnonzero((last != lease.arrays[1][0]).any(axis=1))
-        change = self.slots.plan(len(moved), self.side_of.get(step, _NOTHING))
+        change = self.slots.plan(self.slots.peek(len(moved)), self.side_of.get(step, _NOTHING))
         if len(moved):
             self._side.reserve(int(change.taken.min()), int(change.taken.max()) + 1)
         write = _TimelineWrite(self, lease, step, before, moved, change)
@@ -198,7 +198,7 @@ class DeviceTimelineStore(DeviceStore):
             return
         indices = IndexBatch((ring.n_obs + first + streams.cpu().numpy())[None])
         kept = self._gather(indices)[0]
-        change = self.slots.plan(len(streams), _NOTHING)
+        change = self.slots.plan(self.slots.peek(len(streams)), _NOTHING)
         self._side.reserve(int(change.taken.min()), int(change.taken.max()) + 1)
         for row, slot in zip(kept, change.taken.tolist(), strict=True):
             self._side.row(slot).copy_(row)

@@ -47,6 +47,7 @@ STORES: tuple[StoreEntry, ...] = (
     StoreEntry("device-timeline", "cuda", f"{_HERE}.device_timeline:DeviceTimelineStore"),
     StoreEntry("device-delta", "cuda", f"{_HERE}.device_frames:DeviceFrameStore"),
     StoreEntry("device-rle", "cuda", f"{_HERE}.device_host:DeviceRleStore"),
+    StoreEntry("device-camera", "cuda", f"{_HERE}.device_camera:DeviceCameraStore"),
     StoreEntry("device-host", "cuda", f"{_HERE}.device_host:HostDecodedStore"),
 )
 

@@ -1,0 +1,118 @@
+"""Frames of ``camera`` segments in a host store that is mirrored on a GPU, which decodes them there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sb3_extra_buffers.codecs.base import Codec
+from sb3_extra_buffers.kernels.camera import camera_geometry
+from sb3_extra_buffers.kernels.camera_groups import CameraGroups, CameraShape, group_frames
+from sb3_extra_buffers.kernels.state import PACKED_CAMERA
+from sb3_extra_buffers.stores import device_base
+from sb3_extra_buffers.stores.device_base import DeviceRing, IndexBatch
+from sb3_extra_buffers.stores.device_host import HostDecodedStore
+from sb3_extra_buffers.stores.device_layout import join_frames
+from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.mirror import HeapMirror
+from sb3_extra_buffers.stores.packed import PackedStore
+from sb3_extra_buffers.stores.usage import MemoryUsage
+
+__all__ = ["DeviceCameraStore"]
+
+Array = npt.NDArray[Any]
+
+
+class _Batch:
+    """Distinct frames of a batch, and which of them each frame of an observation is."""
+
+    def __init__(self, inner: PackedStore, indices: npt.NDArray[np.int64]) -> None:
+        ids = inner.frame_ids[indices] - 1
+        distinct, inverse = np.unique(ids, return_inverse=True)
+        self.n_frames, self.order = len(distinct), inverse.reshape(-1)
+        segments, positions = np.divmod(distinct, inner.per_segment)
+        # a frame of zeros has the id -1, and is the first then
+        self.has_zeros = bool(self.n_frames and distinct[0] < 0)
+        starts = inner.state.starts[np.maximum(segments, 0)]
+        flags = inner.heap.data[np.maximum(starts, 0)]
+        is_sealed = (starts >= 0) & ((flags == PACKED_CAMERA) | (flags == 0)) & (distinct >= 0)
+        rows = np.flatnonzero(is_sealed)
+        self.groups = group_frames(starts[rows], positions[rows], rows)
+        # open segments, which the device does not have
+        self.others = np.flatnonzero(~is_sealed & (distinct >= 0))
+        self.other_frames = inner._decode_ids(distinct[self.others]) if len(self.others) else None
+
+
+class DeviceCameraStore(HostDecodedStore):
+    """``camera`` segments in a host heap that is mirrored on the GPU, which decodes the distinct frames of a batch.
+
+    Frames of open segments are not in the heap yet and are sent with the batch.
+    """
+
+    location = ""
+    _mirror: HeapMirror | None = None
+
+    def __init__(
+        self,
+        ring: DeviceRing,
+        layout: StackLayout | None,
+        codec: Codec | None,
+        method: str,
+        options: Mapping[str, Any],
+    ) -> None:
+        super().__init__(ring, layout, codec, method, options)
+        self._triton = ring.place.device.type == "cuda"
+
+    @staticmethod
+    def accepts(codec: Codec, layout: StackLayout) -> bool:
+        if codec.codec_id != "camera" or not device_base.has_triton():
+            return False
+        return CameraShape(*camera_geometry(layout.frame_spec).tolist()).is_supported
+
+    def read(self, indices: IndexBatch) -> torch.Tensor:
+        inner = self.store.inner
+        if self._triton and isinstance(inner, PackedStore) and indices.host.size and self._can_decode(inner):
+            return self._read_segments(inner, indices.host)
+        return super().read(indices)
+
+    @staticmethod
+    def _can_decode(inner: PackedStore) -> bool:
+        # segments from a file: the host checks them first
+        return inner.codec.codec_id == "camera" and inner.validator is None
+
+    def _read_segments(self, inner: PackedStore, indices: npt.NDArray[np.int64]) -> torch.Tensor:
+        from sb3_extra_buffers.kernels.camera_triton import decode_camera  # optional: needs Triton
+
+        layout, staging = inner.layout, self._staging
+        with self.store.lock:
+            inner.recover()
+            if self._mirror is None:
+                self._mirror = HeapMirror(staging)
+            batch = _Batch(inner, indices)
+            heap = self._mirror.follow(inner.heap)
+            order, *groups = staging.upload([batch.order, *batch.groups])
+        frames = torch.empty((batch.n_frames, layout.frame_bytes), dtype=torch.uint8, device=staging.device)
+        if batch.has_zeros:
+            frames[0].zero_()
+        shape = CameraShape(*inner.state.geometry.tolist())
+        decode_camera(heap, CameraGroups(*groups), frames, shape, inner.per_segment, inner.state.config.length_bytes)
+        if batch.other_frames is not None:
+            rows, others = self._frame_staging.upload([batch.other_frames, batch.others])
+            frames.index_copy_(0, others, rows)
+        return join_frames(frames[order].view(*indices.shape, layout.stack, -1), layout)
+
+    def memory_usage(self) -> MemoryUsage:
+        usage = super().memory_usage()
+        return usage if self._mirror is None else replace(usage, other=usage.other + self._mirror.nbytes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mirror": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._triton &= self.ring.place.device.type == "cuda"
