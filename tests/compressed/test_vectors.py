@@ -21,7 +21,7 @@ from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from sb3_extra_buffers import files
-from sb3_extra_buffers._sb3 import replay, transitions
+from sb3_extra_buffers._sb3 import transitions, views
 from sb3_extra_buffers.compressed import (
     CompressedDictReplayBuffer,
     CompressedNStepReplayBuffer,
@@ -111,7 +111,7 @@ def test_normalised_samples_are_those_of_sb3(compiled: bool) -> None:
     ours, theirs = pair(BOX, 60, 2)
     add_all((ours, theirs), BOX, 50, 2)
     env = VecNormalize(DummyVecEnv([Env] * 2))
-    env.obs_rms.update(theirs.observations[:20].reshape(-1, 17))  # type: ignore[union-attr]
+    env.obs_rms.update(theirs.observations[:20].reshape(-1, 17))
     env.ret_rms.update(theirs.rewards.reshape(-1))
     assert_same_samples(ours, theirs, env=env)
 
@@ -480,10 +480,10 @@ def test_saved_buffers_are_loaded_with_their_next_observations(tmp_path: Path, c
 
 
 def test_arrays_of_earlier_versions_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = replay.ObsViews.make
+    make = views.ObsViews.make
     ours, theirs = pair(TWO, 60, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(replay.ObsViews, "make", lambda *args, with_next=False: make(*args))
+        patch.setattr(views.ObsViews, "make", lambda *args, with_next=False: make(*args))
         old, _ = pair(TWO, 60, 2)
     assert all(type(array) is np.ndarray for array in old.observations.values())
     add_all((ours, theirs, old), TWO, 50, 2)

@@ -214,7 +214,7 @@ class Sb3(Subject):
                 for image, vector in zip((step.image, step.next_image), step.vectors, strict=True)
             )
         if self.space is VECTOR:
-            return tuple(step.vectors)  # type: ignore[return-value]  # of two
+            return tuple(step.vectors)
         goal = step.vectors[0, :, 1:]
         return tuple(  # type: ignore[return-value]  # of two
             {"observation": image, "achieved_goal": vector[:, :2], "desired_goal": goal}
