@@ -9,8 +9,9 @@ from pathlib import Path
 from benchmarks.observations import FLOAT_PAIRS, OPTIMIZED, Row
 from benchmarks.results import factor, percent, quantity
 
-# times in the tables, and the columns of the measurements
-TIMES = {"add": "add_us_p50", "sample 32": "sample32_us_p50", "sample 256": "sample256_us_p50"}
+# times in the tables, and the columns of the measurements; add to a full buffer, because while SB3's is filled, its add
+# mostly waits for memory to be mapped
+TIMES = {"add": "overwrite_us_p50", "sample 32": "sample32_us_p50", "sample 256": "sample256_us_p50"}
 
 # kinds of streams in the order of the tables, with their titles
 KINDS = {
@@ -97,7 +98,7 @@ def report(rows: list[Row]) -> str:
 
 
 def _times(row: Row) -> str:
-    columns = {"add": "add_us_p50", "overwrite": "overwrite_us_p50", "fill": "fill_s", **TIMES}
+    columns = {**TIMES, "add, filling": "add_us_p50", "fill": "fill_s"}
     return "  ".join(f"{title} {factor(ratio(row, column)):>6}" for title, column in columns.items())
 
 
@@ -135,14 +136,15 @@ def _targets(rows: list[Row]) -> list[tuple[str, dict[str, float], Callable[[lis
         ("sample(32), worst", ratios(auto, "sample32_us_p50"), max, 2.0),
         ("sample(256), worst", ratios(auto, "sample256_us_p50"), max, 2.0),
         ("sample(256), geometric mean", ratios(auto, "sample256_us_p50"), geometric, 0.9),
-        ("add, worst", ratios(auto, "add_us_p50"), max, 4.0),
-        ("add, median", ratios(auto, "add_us_p50"), median, 4.0),
         ("add to a full buffer, worst", ratios(auto, "overwrite_us_p50"), max, 4.0),
-        ("filling, worst", ratios(auto, "fill_s"), max, 4.0),
+        ("add to a full buffer, median", ratios(auto, "overwrite_us_p50"), median, 4.0),
+        ("add while filling, worst", ratios(auto, "add_us_p50"), max, 4.0),
+        ("add while filling, median", ratios(auto, "add_us_p50"), median, 4.0),
+        ("filling, total, worst", ratios(auto, "fill_s"), max, 4.0),
         ("memory x sample(256), auto to best method", regrets(rows), max, 1.5),
         ("vectors: sample(32), worst", ratios(vectors, "sample32_us_p50"), max, 0.4),
         ("vectors: sample(256), worst", ratios(vectors, "sample256_us_p50"), max, 0.4),
-        ("vectors: add, worst", ratios(vectors, "add_us_p50"), max, 0.9),
+        ("vectors: add, worst", ratios(vectors, "overwrite_us_p50"), max, 0.9),
     ]
 
 
@@ -212,7 +214,8 @@ def section(rows: list[Row]) -> list[str]:
         "growth of the resident set, in percent of all arrays of SB3's `ReplayBuffer` with "
         "`optimize_memory_usage=True`, which holds one observation per transition. *Times* are medians relative to "
         "SB3's default buffer, in one process with calls interleaved; batches are compared with SB3's bit for bit "
-        "first. Names ending in `x4` are stacks of four frames, `last` means channels last.\n",
+        "first. `add` is measured on full buffers, *fill* is the total until they are full. Names ending in `x4` are "
+        "stacks of four frames, `last` means channels last.\n",
         "`auto` by kind of observation; memory is the mean, times are geometric means:\n",
         kind_table(rows),
         "![memory versus sampling time of all streams](observations.png)\n",
@@ -231,7 +234,7 @@ def summary(rows: list[Row]) -> str:
         return ""
     note = (
         "Memory is relative to SB3's buffer with `optimize_memory_usage=True`, times to its default; both are means "
-        "over recorded streams, with the worst in parentheses.\n"
+        "over recorded streams, with the worst in parentheses. `add` is measured on full buffers.\n"
     )
     return f"{kind_table(rows)}\n{note}\n{provenance(rows)}\n"
 

@@ -20,7 +20,7 @@ from sb3_extra_buffers.compressed import (
     CompressedReplayBuffer,
     CompressedRolloutBuffer,
 )
-from sb3_extra_buffers.stores.view import StoreView
+from sb3_extra_buffers.stores.timeline import TimelineStore
 from tests.contracts.buffer import (
     ACTIONS,
     IMAGES,
@@ -387,15 +387,16 @@ def test_output_dtypes(method: str, n_steps: int) -> None:
     is_same(got.actions, want.actions)
 
 
-def test_images_are_in_stores_and_vectors_are_not() -> None:
+def test_vectors_are_on_a_time_axis() -> None:
     ours = pair(SPACES["dict"], 40, 2)[0]
-    assert {key: isinstance(leaf, StoreView) for key, leaf in ours.observations.items()} == {
-        "frames_first": True,
-        "vector": False,
-        "discrete": False,
-        "multi_binary": False,
+    assert {key: isinstance(leaf.store.inner, TimelineStore) for key, leaf in ours.observations.items()} == {
+        "frames_first": False,
+        "vector": True,
+        "discrete": True,
+        "multi_binary": True,
     }
-    assert not isinstance(pair(SPACES["discrete"], 40, 2)[0].observations, StoreView)
+    for key, view in ours.observations.items():
+        assert view.store is ours.next_observations[key].store
 
 
 def test_a_method_for_each_key() -> None:

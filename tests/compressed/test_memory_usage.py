@@ -111,7 +111,7 @@ def test_stores_of_a_gpu(n_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("n_steps", [40, 130])
 @pytest.mark.parametrize("name", REPLAYS)
 @pytest.mark.parametrize("space", ["vector", "discrete", "double"])
-def test_what_is_kept_uncompressed_takes_as_much_as_in_sb3(name: str, space: str, n_steps: int) -> None:
+def test_uncompressed_observations_are_stored_once(name: str, space: str, n_steps: int) -> None:
     ours, theirs = pair(name, SPACES[space], 100)
     for step in play(SPACES[space], N_ENVS, n_steps, actions=ACTION):
         ours.add(*step)
@@ -119,14 +119,17 @@ def test_what_is_kept_uncompressed_takes_as_much_as_in_sb3(name: str, space: str
     usage, n_held = ours.memory_usage(), min(n_steps, 100)
     assert_true(ours, theirs, n_held, f"SB3's {type(theirs).__name__}")
     if name == "prioritised":
-        # plus a sum for each transition, and a few more
-        assert usage.dense + 8 * usage.transitions <= usage.total <= usage.dense + 30 * usage.transitions
+        # a sum for each transition, and a few more
+        assert usage.observation_ratio < (0.85 if space == "discrete" else 0.65)
+        assert usage.total <= usage.dense - 0.15 * usage.dense_observations + 30 * usage.transitions
     elif name == "GPU":
         # a tensor is allocated as a whole
         observations = 2 * theirs.observations.nbytes
         assert usage.total == usage.dense - usage.dense_observations + observations
     else:
-        assert usage.ratio == usage.observation_ratio == 1
+        # episodes are short here, and tables take a few hundred bytes, which shows if observations have 8
+        assert usage.ratio < 1
+        assert 0.5 < usage.observation_ratio < (0.85 if space == "discrete" else 0.65)
 
 
 @pytest.mark.parametrize("cls", [CompressedReplayBuffer, GpuReplayBuffer])
@@ -170,7 +173,8 @@ def test_hindsight_replay(n_steps: int) -> None:
         for buffer in (ours, theirs):
             buffer.add(*step)
     assert_true(ours, theirs, min(n_steps, 40), "SB3's HerReplayBuffer")
-    assert ours.memory_usage().ratio == 1
+    # each key has tables of a few hundred bytes, and observations have 6
+    assert ours.memory_usage().total < ours.memory_usage().dense + (3 * 350 if n_steps == 4 else 0)
 
 
 def add_to_rollout(buffers: Any, space: Any, n_steps: int, **more: Any) -> None:
@@ -476,5 +480,6 @@ def test_a_partly_filled_buffer_agrees_with_the_resident_set() -> None:
     """Within 2 %, and half a megabyte for what Python itself took meanwhile."""
     lines = [[float(number) for number in line.split()] for line in run_fresh(GROWTH).splitlines()]
     assert all(abs(grown - total) < 0.02 * total + (1 << 19) for grown, total, _ in lines), lines
-    # noise and vectors are kept as they are
-    assert [ratio for _, _, ratio in lines] == [pytest.approx(1, rel=0.02), 1, pytest.approx(0.02, abs=0.01)]
+    # noise is kept as it is, and vectors are stored once
+    expected = [pytest.approx(1, rel=0.02), pytest.approx(0.5, rel=0.02), pytest.approx(0.02, abs=0.01)]
+    assert [ratio for _, _, ratio in lines] == expected

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.kernels import camera, has_numba
 from tests.contracts.store import KERNELS, UNWRITTEN, examples
+from tests.kernels.wrapping import callable_from_python
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -215,6 +216,44 @@ def test_damaged_segments_are_refused_or_give_other_bytes(shape: tuple[int, ...]
                 decoded, expected = unpack(damaged, positions, True), unpack(damaged, positions, False)
                 assert (decoded is None) == (expected is None)
                 np.testing.assert_array_equal(decoded, expected)
+
+
+@pytest.mark.skipif(not has_numba(), reason="numba is not installed")
+@pytest.mark.parametrize("missing", [(), ("_HAS_VBMI",), ("_HAS_VBMI", "_HAS_BMI2")], ids=str)
+def test_processors_with_fewer_instructions_pack_the_same(
+    missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sb3_extra_buffers.kernels import camera_intrinsics
+
+    for feature in missing:
+        monkeypatch.setattr(camera_intrinsics, feature, False)
+    # compiled here, with these features
+    pack_unit = callable_from_python(camera_intrinsics.pack_unit, "target, at, source, start, widths")
+    unpack_unit = callable_from_python(camera_intrinsics.unpack_unit, "target, at, source, start, widths, ends")
+    gather_values = callable_from_python(camera_intrinsics.gather_values, "values, width")
+    spread_widths = callable_from_python(camera_intrinsics.spread_widths, "header, offsets")
+    rng = np.random.default_rng(0)
+    for i in range(50):
+        widths = rng.integers(0, 9, 8) if i > 8 else np.full(8, i)
+        values = rng.integers(0, 1 << widths[:, None], (8, 8)).astype(np.uint8)
+        bits = "".join(
+            format(v, f"0{w}b")[::-1] if w else "" for row, w in zip(values, widths, strict=True) for v in row
+        )
+        expected = np.packbits(np.array(list(bits), np.uint8), bitorder="little")
+        packed, word = np.full(96, UNWRITTEN, np.uint8), widths.astype(np.uint8).view(np.uint64)[0]
+        pack_unit(packed, 3, values, 0, word)
+        np.testing.assert_array_equal(packed[3 : 3 + widths.sum()], expected)
+        source = np.concatenate([expected, np.full(camera.OVERREAD, UNWRITTEN, np.uint8)])
+        unpacked = np.full(80, UNWRITTEN, np.uint8)
+        unpack_unit(unpacked, 5, source, 0, word, np.cumsum(widths).astype(np.uint8).view(np.uint64)[0])
+        np.testing.assert_array_equal(unpacked[5:69].reshape(8, 8), values)
+        assert (unpacked[:5] == UNWRITTEN).all()
+        assert (unpacked[69:] == UNWRITTEN).all()
+        n_bits = i % 4
+        offsets = rng.integers(0, 1 << n_bits, 8).astype(np.uint8)
+        row = gather_values(offsets.view(np.uint64)[0], np.uint64(n_bits))
+        spread = spread_widths(1 << 4 | n_bits << 2 | 3, np.uint64(row))
+        np.testing.assert_array_equal(np.array([spread], np.uint64).view(np.uint8), offsets + 1)
 
 
 @pytest.mark.parametrize("compiled", KERNELS)

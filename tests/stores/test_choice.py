@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from gymnasium import spaces
 
 from sb3_extra_buffers.codecs import ObsSpec, is_available
-from sb3_extra_buffers.compressed import CompressedArray
+from sb3_extra_buffers.compressed import (
+    CompressedArray,
+    CompressedDictReplayBuffer,
+    CompressedReplayBuffer,
+    CompressedRolloutBuffer,
+)
+from sb3_extra_buffers.errors import CodecOptionError
+from sb3_extra_buffers.files import load, save
 from sb3_extra_buffers.stores.layout import StackLayout, find_layout
-from tests.contracts.store import needs
 
 
 def play(n_steps: int, shape: tuple[int, ...], seed: int = 0) -> npt.NDArray[np.uint8]:
@@ -118,11 +127,63 @@ def test_rgb_frames_of_few_colours_use_a_palette() -> None:
     assert (array.memory_usage().ratio or 1) < 0.4
 
 
-@needs("zstd")
-def test_images_that_only_a_byte_codec_compresses() -> None:
+def test_prefer_shifts_the_choice_between_memory_and_speed() -> None:
+    """Noise of few bits: compression halves it and takes several times as long to read."""
+    noise = np.random.default_rng(0).normal(100, 2, (120, 40, 40)).astype(np.uint8)
+    by_default, small, fast = (store_all(noise, prefer=prefer) for prefer in (None, "memory", "speed"))
+    assert (small.memory_usage().ratio or 1) < 0.7
+    assert small.memory_usage().total <= by_default.memory_usage().total <= 1.03 * fast.memory_usage().total
+    assert fast.memory_usage().codecs[""].startswith("none")
+    game = stacked(play(320, (42, 40)), 4, 0)
+    assert store_all(game, prefer="speed").memory_usage().codecs[""].startswith("delta")  # also the fastest
+
+
+def test_prefer_is_an_option_of_auto() -> None:
+    kwargs: dict[str, Any] = {"compression_kwargs": {"prefer": "memory"}}
+    assert CompressedArray(9, (40, 40), np.uint8, **kwargs).store.options == {"prefer": "memory"}
+    with pytest.raises(CodecOptionError, match="'memory' or 'speed', got 'size'"):
+        CompressedArray(9, (40, 40), np.uint8, compression_kwargs={"prefer": "size"})
+    with pytest.raises(CodecOptionError, match="is for compression_method='auto', got 'delta'"):
+        CompressedArray(9, (40, 40), np.uint8, compression_method="delta", prefer="memory")
+    with pytest.raises(CodecOptionError, match="has no option 'level', only 'prefer'"):
+        CompressedArray(9, (40, 40), np.uint8, compression_kwargs={"level": 3})
+
+
+@pytest.mark.parametrize("kind", [CompressedReplayBuffer, CompressedRolloutBuffer])
+def test_buffers_take_a_preference_and_keep_it_in_files(kind: Any, tmp_path: Path) -> None:
+    image, actions = spaces.Box(0, 255, (40, 40), np.uint8), spaces.Discrete(3)
+    buffer = kind(40, image, actions, "cpu", prefer="speed")
+    save(buffer, tmp_path / "saved")
+    for made in (buffer, load(tmp_path / "saved"), pickle.loads(pickle.dumps(buffer))):
+        assert made.storage_options.compression_kwargs == {"prefer": "speed"}
+        assert made.observations.store.options == {"prefer": "speed"}
+    with pytest.raises(CodecOptionError, match="is for compression_method='auto', got 'zstd'"):
+        kind(40, image, actions, "cpu", compression_method="zstd", prefer="speed")
+
+
+def test_prefer_applies_to_the_keys_that_are_left_to_auto() -> None:
+    space = spaces.Dict(
+        a=spaces.Box(0, 255, (40, 40), np.uint8), b=spaces.Box(0, 255, (40, 40), np.uint8), c=spaces.Box(-1, 1, (3,))
+    )
+    buffer = CompressedDictReplayBuffer(
+        40, space, spaces.Discrete(3), "cpu", compression_method={"a": "gzip1"}, prefer="memory"
+    )
+    assert {key: buffer.observations[key].store.options for key in "ab"} == {"a": {}, "b": {"prefer": "memory"}}
+    CompressedDictReplayBuffer(40, space, spaces.Discrete(3), "cpu", prefer="memory")
+
+
+@pytest.mark.parametrize("n_envs", [1, 4])
+def test_keyframes_of_an_opening_do_not_count_for_ever(n_envs: int) -> None:
+    """The first scenes differ completely, then little changes: the differences decide, not the keyframes."""
     rng = np.random.default_rng(0)
-    array = store_all(rng.normal(100, 2, (120, 40, 40)).astype(np.uint8))
-    assert array.memory_usage().codecs[""].startswith("zstd1")
+    scenes = np.kron(rng.integers(0, 256, (12, 12, 12)), np.ones((1, 7, 7))).astype(np.uint8)
+    game = play(60, (84, 84), 1)
+    frames = np.concatenate([np.repeat(scenes, 2, axis=0), game, game[::-1]])
+    observations = stacked(frames, 4, 0)
+    array = CompressedArray((len(observations), n_envs), observations.shape[1:], np.uint8)
+    for step, observation in enumerate(observations):
+        array[step] = observation
+    assert array.memory_usage().codecs[""].startswith("delta (auto")
 
 
 def test_a_named_method_is_used_even_if_it_saves_nothing() -> None:

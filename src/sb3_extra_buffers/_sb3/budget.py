@@ -10,6 +10,11 @@ from sb3_extra_buffers.errors import BudgetExceededError
 
 # the part of max_bytes that may go to tables, which do not shrink when observations are evicted
 _TABLE_SHARE = 1 / 3
+# the part of next observations for which memory is set aside, because the following observation is another one: enough
+# for episodes of eight steps
+_ASIDE_SHARE = 1 / 8
+# bytes of the tables to find one of them, at most
+_KEY_BYTES = 24
 # bytes of such tables for a stack of four frames and the next one
 _INDEX_BYTES = 32
 
@@ -88,13 +93,16 @@ class BudgetMixin(CompressedBuffer):
 
     def _affordable_steps(self, n_steps: int, limit: int, column_bytes: int) -> int:
         """How many of ``n_steps`` to lay out: fewer only where even tiny observations would not fit ``limit``."""
-        views = ObsViews.make(self.observation_space, self.obs_shape, (1, self.n_envs), self._options)
-        per_step = column_bytes + 2 * views.dense_bytes + len(views.stored) * self.n_envs * _INDEX_BYTES
+        views = ObsViews.make(self.observation_space, self.obs_shape, (1, self.n_envs), self._options, with_next=True)
+        n_compressed = len(views.stored) - len(views.raw)
+        per_step = column_bytes + 2 * views.dense_bytes + n_compressed * self.n_envs * _INDEX_BYTES
+        n_raw = len(views.raw) * self.n_envs
+        per_step += views.raw_bytes + n_raw + int((views.raw_bytes + n_raw * _KEY_BYTES) * _ASIDE_SHARE)
         if self._options.on_max_bytes == "raise":
             # a shorter ring would overwrite steps that were to be kept
             least, most = n_steps * per_step, n_steps
         else:
-            share = int(limit * _TABLE_SHARE) if views.stored else limit
+            share = int(limit * _TABLE_SHARE) if n_compressed else limit
             least, most = per_step * limit // max(share, 1), min(n_steps, share // per_step)
         if least > limit:
             raise BudgetExceededError(

@@ -13,7 +13,7 @@ import torch as th
 from sb3_extra_buffers.arguments import parse_bytes
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import SpecMismatchError
-from sb3_extra_buffers.stores.choice import choose_unseen
+from sb3_extra_buffers.stores.choice import add_preference, choose_unseen
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class StorageOptions:
         on_max_bytes: At the limit, ``"evict"`` drops the oldest transitions and ``"raise"`` refuses new ones.
         storage: ``"mmap"`` to keep the buffer in a folder, where every completed step survives the end of the process.
         path: The folder for ``"mmap"``, new or empty.
+        prefer: ``"memory"`` or ``"speed"``, to let ``"auto"`` choose a smaller or a faster method than it would.
 
     Examples:
         >>> from stable_baselines3 import DQN
@@ -58,6 +59,7 @@ class StorageOptions:
     on_max_bytes: Literal["evict", "raise"] = "evict"
     storage: Literal["memory", "mmap"] = "memory"
     path: str | os.PathLike[str] | None = None
+    prefer: Literal["memory", "speed"] | None = None
     # max_bytes for one of the two reactions, so that `add` looks at one attribute only
     evict_above: int | None = field(init=False, repr=False, default=None)
     raise_above: int | None = field(init=False, repr=False, default=None)
@@ -75,6 +77,10 @@ class StorageOptions:
             )
         if self.path is not None:
             object.__setattr__(self, "path", os.fspath(self.path))
+        if self.prefer is not None:
+            # an option of "auto", which is saved with the others
+            options = add_preference(self.prefer, self.compression_kwargs, self.compression_method)
+            object.__setattr__(self, "compression_kwargs", options)
         object.__setattr__(self, f"{self.on_max_bytes}_above", self.max_bytes)
 
     def method_for(self, key: str, spec: ObsSpec) -> str:
@@ -82,6 +88,13 @@ class StorageOptions:
         if not isinstance(self.compression_method, str):
             return self.compression_method.get(key, "auto")
         return "none" if key and choose_unseen(spec) is not None else self.compression_method
+
+    def options_for(self, method: str) -> Mapping[str, Any] | None:
+        """The options of ``method``; ``prefer`` applies to those keys of a Dict that are left to ``"auto"``."""
+        options = self.compression_kwargs
+        if options is None or "prefer" not in options or method in ("auto", self.compression_method):
+            return options
+        return {name: value for name, value in options.items() if name != "prefer"}
 
     def stored_dtype(self, key: str, spec: ObsSpec) -> np.dtype[Any]:
         """The dtype to store observations of ``spec`` in: ``elem_type`` if it is smaller, else that of the space."""

@@ -353,9 +353,17 @@ def _restore_observations(buffer: Any, parts: LoadedParts, lead: tuple[int, int]
     for name, view in _observations(buffer):
         attribute, _, key = name.partition(".")
         store = parts.stores.get(name.removeprefix("next_"))
-        if store is None:
+        if store is None and isinstance(view, StoreView):
+            # a file of an earlier version, with an array for each
+            if attribute == "observations":
+                both = (parts.column(_join_key(each, key), view.dtype, view.shape) for each in _OBSERVATIONS)
+                view.store.adopt_pairs(*(view.store.spec.to_rows(array.reshape(-1, *view.obs_shape)) for array in both))
+            restored.setdefault(attribute, {})[key] = view
+        elif store is None:
             restored.setdefault(attribute, {})[key] = parts.column(name, view.dtype, view.shape)
         else:
+            if len(buffer.obs_views()) == 2:
+                store.share_next()
             base = math.prod(lead) * name.startswith("next_")
             restored.setdefault(attribute, {})[key] = make_view(BufferView, store, lead, base, dtype=view.dtype)
             store.may_stay_dense = buffer.storage_options.max_bytes is None

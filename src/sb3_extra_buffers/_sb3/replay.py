@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from sb3_extra_buffers._sb3.base import NO_MEMORY
 from sb3_extra_buffers._sb3.budget import BudgetMixin
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers._sb3.steps import fit_actions, fit_column, fit_truncations
+from sb3_extra_buffers._sb3.transitions import Transitions
 from sb3_extra_buffers._sb3.views import Array, ObsViews
 from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.errors import (
@@ -27,6 +29,7 @@ from sb3_extra_buffers.errors import (
     OutOfMemoryError,
     SpecMismatchError,
 )
+from sb3_extra_buffers.stores.arena import zeros
 from sb3_extra_buffers.stores.transactions import WRITING
 
 if TYPE_CHECKING:
@@ -42,6 +45,10 @@ _FLOAT32, _BOOL = np.dtype(np.float32), np.dtype(np.bool_)
 # What is left to do for a step whose observations are stored: position, n_added, n_evicted, obs, next_obs, action,
 # reward, done, truncated, extra. A plain tuple: a named one would make `add` of vectors 4 % slower.
 Step = tuple[int, int, int, dict[str, Array], dict[str, Array], Array, Array, Array, Any, Any]
+
+# methods that make a step or a batch; a subclass may replace them
+_ADDING = ("_fit_step", "_write_stores", "_finish_step", "_advance")
+_SAMPLING = ("_draw", "_range", "_read", "_get_samples", "_samples_at", "_make_samples")
 
 
 class ReplayMixin(BudgetMixin, _Base):
@@ -83,9 +90,10 @@ class ReplayMixin(BudgetMixin, _Base):
         gamma: float = 0.99,
         storage: Literal["memory", "mmap"] = "memory",
         path: str | os.PathLike[str] | None = None,
+        prefer: Literal["memory", "speed"] | None = None,
     ) -> None:
         how = dtypes, normalize_images, compression_method, compression_kwargs, decompression_kwargs, output_dtype
-        self._take_options(StorageOptions(*how, max_bytes, on_max_bytes, storage, path))
+        self._take_options(StorageOptions(*how, max_bytes, on_max_bytes, storage, path, prefer))
         check_count(buffer_size, "buffer_size", 0)  # as in SB3, 0 holds one step
         check_count(n_envs, "n_envs")
         check_count(n_steps, "n_steps")
@@ -120,9 +128,12 @@ class ReplayMixin(BudgetMixin, _Base):
         if limit is not None:
             n_steps = self._affordable_steps(n_steps, limit, sum(column.nbytes for column in columns.values()))
         for name, column in columns.items():
-            setattr(self, name, np.zeros((n_steps, *column.shape[1:]), column.dtype))
+            # these are mostly zeros, and pages of zeros that are never written take no memory
+            is_sparse = name in ("dones", "timeouts") and n_steps * column.nbytes > mmap.PAGESIZE
+            setattr(self, name, (zeros if is_sparse else np.zeros)((n_steps, *column.shape[1:]), column.dtype))
         self.buffer_size = n_steps
-        views = ObsViews.make(self.observation_space, self.obs_shape, (n_steps, self.n_envs), self._options)
+        lead_shape = n_steps, self.n_envs
+        views = ObsViews.make(self.observation_space, self.obs_shape, lead_shape, self._options, with_next=True)
         self._use_views(views, views.make_next())
         self._per_env = (self.n_envs,)
         self._action_shape = (self.n_envs, self.action_dim)
@@ -136,8 +147,25 @@ class ReplayMixin(BudgetMixin, _Base):
 
     def _cache_views(self) -> None:
         views, next_views = self._views, self._next_views
-        self._stored = [(key, view, next_views.stored[key]) for key, view in views.stored.items()]
+        pairs = [(key, view, next_views.stored[key]) for key, view in views.stored.items()]
+        #: Compressed observations, which are written as a transaction.
+        self._stored = [pair for pair in pairs if pair[0] not in views.raw]
+        #: Observations on a time axis: like plain arrays, they are written when a step is finished.
+        self._raw = [pair for pair in pairs if pair[0] in views.raw]
         self._dense = [(key, array, next_views.dense[key]) for key, array in views.dense.items()]
+        for position, (_, view, _) in enumerate(self._raw):
+            # one lock for all of them, and for the columns
+            view.store.lock = self._lock
+            if position:
+                view.store.readers = self._raw[0][1].store.readers
+        self._transitions = Transitions.of(self, self._raw)
+        # whether subclasses leave it to this class, and nothing is to be encoded or decoded
+        all_raw = not (self._stored or self._dense)
+        self._adds_directly = all_raw and _inherits(type(self), _ADDING)
+        is_n_step = self.n_steps > 1 or self._is_n_step_class
+        self._draws_and_reads = all_raw and not is_n_step and _inherits(type(self), _SAMPLING)
+        options = self._options
+        self._converts = options.output_dtype != "raw" or options.normalize_images
         # the fast path for observations of a Box, if they are stored in the dtype of the space
         self._box_shape = None if views.is_dict or views.narrowed else views.by_key[""].shape[1:]
 
@@ -154,6 +182,34 @@ class ReplayMixin(BudgetMixin, _Base):
             from sb3_extra_buffers.files.mmap_buffer import check_new, create_folder
 
             self.mmap_folder = create_folder(self, check_new(self._options.path))
+
+    def _written_stores(self) -> Iterable[Any]:
+        return [view.store for _, view, _ in self._stored]
+
+    def _prepare_raw(self) -> Transitions | None:
+        """Reserve space for another step of observations on a time axis, before anything is changed."""
+        transitions = self._transitions
+        if transitions is None or not transitions.is_current(self):
+            for _, view, _ in self._raw:
+                view.store.reserve_next()
+            if transitions is None or not transitions.is_current(self):
+                self._transitions = transitions = Transitions.of(self, self._raw)
+        return transitions
+
+    def _recover(self) -> None:
+        unfinished = self._unfinished
+        if unfinished is not None and self._raw:
+            self._prepare_raw()
+            if type(unfinished) is tuple and isinstance(unfinished[0], Transitions):
+                _, position, n_added, *arguments = unfinished
+                try:
+                    step = self._fit_step(*arguments)
+                except ExtraBuffersError:
+                    # `add` was about to refuse it
+                    self._unfinished = None
+                else:
+                    self._unfinished = (position, n_added + 1, *step[2:])
+        super()._recover()
 
     # ---- adding ----
 
@@ -181,6 +237,22 @@ class ReplayMixin(BudgetMixin, _Base):
             try:
                 if self._unfinished is not None:
                     self._recover()
+                if self._raw:
+                    transitions = self._prepare_raw()
+                    if (
+                        transitions is not None
+                        and self._adds_directly
+                        and not self.read_only
+                        and self.mmap_folder is None
+                        and self._options.max_bytes is None
+                        and not self.n_evicted
+                    ):
+                        position = self.pos
+                        self._unfinished = transitions, position, n_added, obs, next_obs, action, reward, done, infos
+                        if transitions.put(position, obs, next_obs, action, reward, done, infos):
+                            self._advance(position, n_added + 1, None)
+                            return
+                        self._unfinished = None
                 step = self._fit_step(obs, next_obs, action, reward, done, infos)
                 folder = self.mmap_folder
                 if folder is not None:
@@ -214,12 +286,21 @@ class ReplayMixin(BudgetMixin, _Base):
         for key, array, next_array in self._dense:
             array[position] = obs[key]
             next_array[position] = next_obs[key]
-        self.actions[position] = action
-        self.rewards[position] = reward
-        self.dones[position] = done
-        if truncated is not None:
-            self.timeouts[position] = truncated
+        if self._transitions is not None:
+            self._transitions.write(position, obs, next_obs, action, reward, done, truncated)
+        else:
+            for key, view, next_view in self._raw:
+                view.write_fitted(next_view, position, obs[key], next_obs[key])
+            self.actions[position] = action
+            self.rewards[position] = reward
+            self.dones[position] = done
+            if truncated is not None:
+                self.timeouts[position] = truncated
         self.n_evicted = n_evicted
+        self._advance(position, n_added, extra)
+
+    def _advance(self, position: int, n_added: int, extra: Any) -> None:
+        """Count the step at ``position``, which has been written."""
         self.n_added = n_added
         if self._step_added is not None:
             self._step_added(position, extra)
@@ -297,6 +378,10 @@ class ReplayMixin(BudgetMixin, _Base):
             with self._lock:
                 if self._unfinished is not None:
                     self._recover()
+                if self._draws_and_reads:
+                    arrays = self._draw_raw(batch_size)
+                    if arrays is not None:
+                        return self._raw_samples(arrays, env)
                 drawn = self._draw(batch_size)
                 n_added, pos = self.n_added, self.pos
             batch = self._read(drawn, env)
@@ -312,17 +397,43 @@ class ReplayMixin(BudgetMixin, _Base):
 
     def _draw(self, batch_size: int) -> tuple[Any, ...]:
         """What `_read` makes a batch of; the steps come first."""
+        low, high, shift = self._range()
+        steps = np.random.randint(low, high, size=batch_size)
+        return ((steps + shift) % self.buffer_size if shift else steps,)
+
+    def _range(self) -> tuple[int, int, int]:
+        """The range to draw from, and what to add to get a step."""
         count = self.size()
         if count == 0:
             raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
         if self.n_evicted:
             oldest = self.pos if self.full else 0
-            steps = (np.random.randint(0, count, size=batch_size) + oldest + self.n_evicted) % self.buffer_size
-        elif self.optimize_memory_usage and self.full and self.buffer_size > 1:
-            steps = (np.random.randint(1, self.buffer_size, size=batch_size) + self.pos) % self.buffer_size
-        else:
-            steps = np.random.randint(0, count, size=batch_size)
-        return (steps,)
+            return 0, count, oldest + self.n_evicted
+        if self.optimize_memory_usage and self.full and self.buffer_size > 1:
+            return 1, self.buffer_size, self.pos
+        return 0, count, 0
+
+    def _draw_raw(self, batch_size: int) -> list[Array] | None:
+        """A batch of observations on a time axis; None if it must be drawn and read separately."""
+        transitions = self._prepare_raw()
+        return None if transitions is None else transitions.draw(batch_size, *self._range())
+
+    def _raw_samples(self, arrays: list[Array], env: VecNormalize | None) -> Any:
+        """SB3's samples from what `Transitions` has read."""
+        if env is None and not self._converts and self.device.type == "cpu":
+            # as below, with fewer calls
+            tensors = list(map(th.from_numpy, arrays))
+            if not self._views.is_dict:
+                return ReplayBufferSamples(tensors[0], tensors[2], tensors[1], tensors[3], tensors[4])
+            obs, next_obs = self._by_key(tensors)
+            return DictReplayBufferSamples(obs, tensors[-3], next_obs, tensors[-2], tensors[-1])
+        obs, next_obs = self._by_key(arrays)
+        actions, dones, rewards = arrays[-3:]
+        return self._make_samples((obs, actions, next_obs, dones, self._normalize_reward(rewards, env)), env)
+
+    def _by_key(self, values: list[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        keys = [key for key, _, _ in self._raw]
+        return dict(zip(keys, values[:-3:2], strict=True)), dict(zip(keys, values[1:-3:2], strict=True))
 
     def _read(self, drawn: tuple[Any, ...], env: VecNormalize | None) -> Any:
         return self._get_samples(drawn[0], env=env)
@@ -345,17 +456,25 @@ class ReplayMixin(BudgetMixin, _Base):
         """The transitions at ``(steps[i], envs[i])`` as tensors, n-step ones where ``n_steps`` says so."""
         if self.n_steps > 1 or self._is_n_step_class:
             return self._n_step_samples_at(steps, envs, env)
-        obs, next_obs = {}, {}
-        for key, view, next_view in self._stored:
+        with self._lock:
+            transitions = self._prepare_raw() if self._raw else None
+            arrays = None if transitions is None else transitions.read(steps, envs)
+        if arrays is not None and not (self._stored or self._dense):
+            return self._raw_samples(arrays, env)
+        obs, next_obs = ({}, {}) if arrays is None else self._by_key(arrays)
+        for key, view, next_view in self._stored if transitions is not None else (*self._stored, *self._raw):
             # frames that both share are decoded once
             obs[key], next_obs[key] = view.read_with([next_view], (steps, envs))
         for key, array, next_array in self._dense:
             obs[key], next_obs[key] = array[steps, envs], next_array[steps, envs]
-        # dones that are due to timeouts do not count; take() is faster than an index for each axis
-        flat = (steps * self.n_envs + envs).reshape(-1, 1)
-        dones = self.dones.take(flat) * (1 - self.timeouts.take(flat))
-        rewards = self._normalize_reward(self.rewards.take(flat), env)
-        return self._make_samples((obs, self.actions[steps, envs], next_obs, dones, rewards), env)
+        if arrays is not None:
+            actions, dones, rewards = arrays[-3:]
+        else:
+            # dones that are due to timeouts do not count; take() is faster than an index for each axis
+            flat = (steps * self.n_envs + envs).reshape(-1, 1)
+            dones = self.dones.take(flat) * (1 - self.timeouts.take(flat))
+            actions, rewards = self.actions[steps, envs], self.rewards.take(flat)
+        return self._make_samples((obs, actions, next_obs, dones, self._normalize_reward(rewards, env)), env)
 
     def _n_step_samples_at(self, steps: Indices, envs: Indices, env: VecNormalize | None) -> Any:
         """What SB3's `NStepReplayBuffer` returns, which changes ``timeouts`` for a moment and draws ``envs`` itself."""
@@ -394,3 +513,8 @@ class ReplayMixin(BudgetMixin, _Base):
             self._recover()
             self.n_evicted = 0
             super().reset()
+
+
+def _inherits(cls: type[Any], names: tuple[str, ...]) -> bool:
+    """Whether ``cls`` has the methods of `ReplayMixin` of these names."""
+    return all(getattr(cls, name) is getattr(ReplayMixin, name) for name in names)

@@ -63,9 +63,10 @@ class RolloutMixin(CompressedBuffer, _Base):
         compression_kwargs: Mapping[str, Any] | None = None,
         decompression_kwargs: Mapping[str, Any] | None = None,
         output_dtype: Literal["raw", "float"] = "raw",
+        prefer: Literal["memory", "speed"] | None = None,
     ) -> None:
         how = dtypes, normalize_images, compression_method, compression_kwargs, decompression_kwargs, output_dtype
-        self._take_options(StorageOptions(*how))
+        self._take_options(StorageOptions(*how, prefer=prefer))
         if self._options.max_bytes is not None:
             raise ValueError("max_bytes is for replay buffers: no step of a rollout can be dropped")
         if self._options.storage != "memory":

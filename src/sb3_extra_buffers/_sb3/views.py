@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,15 +19,38 @@ from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.stores.choice import choose_unseen
 from sb3_extra_buffers.stores.observation import ObservationStore
+from sb3_extra_buffers.stores.raw import RawStore
+from sb3_extra_buffers.stores.timeline import TimelineStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.stores.view import StoreView
 
 Array = npt.NDArray[Any]
 View = Array | StoreView
 
+_INT64, _ALL = np.dtype(np.int64), slice(None)
+
 
 class BufferView(StoreView):
     """The view that SB3's own code indexes."""
+
+    def __getitem__(self, index: Any) -> Any:
+        # fast path: SB3 indexes by (steps, envs) or (steps, envs, :)
+        if type(index) is tuple and 2 <= len(index) <= 3 and type(self.store.inner) is TimelineStore:
+            steps, envs = index[:2]
+            if (
+                type(steps) is type(envs) is np.ndarray
+                and steps.dtype is envs.dtype is _INT64
+                and steps.ndim == 1
+                and steps.shape == envs.shape
+                and self.indices is None
+                and self.first_index in (0, len(self) * self.store.n_streams)
+                and self.lead_shape == (len(self), self.store.n_streams)
+                and (len(index) == 2 or (type(index[2]) is slice and index[2] == _ALL and self.ndim > 2))
+            ):
+                rows = self.store.read_pairs(steps, envs, self.first_index > 0)
+                batch: Array = rows.view(self.stored_dtype).reshape(len(steps), *self.obs_shape)
+                return self._converted(batch)
+        return super().__getitem__(index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         # floats are rounded to the precision of the space, as by SB3's arrays
@@ -36,33 +60,44 @@ class BufferView(StoreView):
 
 
 class ObsViews:
-    """Where the observations of a buffer are: by key, in a `BufferView` or, for vectors, in a plain array.
+    """Where the observations of a buffer are: by key, in a `BufferView` or, for vectors of a rollout, a plain array.
 
     Inside a buffer every observation is a dict; that of a Box has the key ``""``. `as_sb3` is the way out.
 
     Attributes:
         by_key: All views and arrays.
-        stored: Those in compressed stores.
+        stored: Those in stores.
         dense: Those in plain arrays.
+        raw: Those in stores that do not compress them, such as vectors.
     """
 
     def __init__(self, by_key: Mapping[str, View], is_dict: bool) -> None:
         self.by_key, self.is_dict = dict(by_key), is_dict
         self.stored = {key: view for key, view in by_key.items() if isinstance(view, StoreView)}
         self.dense = {key: view for key, view in by_key.items() if isinstance(view, np.ndarray)}
+        self.raw = {key: view for key, view in self.stored.items() if _is_raw(view)}
         self._steps = {key: (view.shape[1:], view.dtype) for key, view in by_key.items()}
         #: The dtypes of observations that are stored in a smaller dtype than that of the space.
         self.narrowed = {key: view.stored_dtype for key, view in self.stored.items() if view.stored_dtype != view.dtype}
 
     @classmethod
     def make(
-        cls, space: spaces.Space[Any], obs_shape: Any, lead_shape: tuple[int, int], options: StorageOptions
+        cls,
+        space: spaces.Space[Any],
+        obs_shape: Any,
+        lead_shape: tuple[int, int],
+        options: StorageOptions,
+        with_next: bool = False,
     ) -> ObsViews:
-        """Storage for ``lead_shape = (n_steps, n_envs)`` observations of ``space``; unwritten ones read as zeros."""
+        """Storage for ``lead_shape = (n_steps, n_envs)`` observations of ``space``; unwritten ones read as zeros.
+
+        ``with_next`` if there will be next observations (`make_next`).
+        """
+        how = lead_shape, options, with_next
         if isinstance(space, spaces.Dict):
-            views = {key: _make_view(key, space[key], obs_shape[key], lead_shape, options) for key in obs_shape}
+            views = {key: _make_view(key, space[key], obs_shape[key], *how) for key in obs_shape}
             return cls(views, is_dict=True)
-        return cls({"": _make_view("", space, obs_shape, lead_shape, options)}, is_dict=False)
+        return cls({"": _make_view("", space, obs_shape, *how)}, is_dict=False)
 
     def make_next(self) -> ObsViews:
         """Storage for the next observations, which shares frames with this one."""
@@ -128,6 +163,11 @@ class ObsViews:
         """Bytes of the plain arrays."""
         return sum(array.nbytes for array in self.dense.values())
 
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the rows of stores that do not compress them; next observations are not counted."""
+        return sum(view.store.spec.nbytes * math.prod(view.lead_shape) for view in self.raw.values())
+
     def memory_usage(self, n_copies: int, n_steps: int) -> MemoryUsage:
         """What observations take; ``n_copies`` is 2 with next observations, ``n_steps`` how many steps were written."""
         total = MemoryUsage()
@@ -144,24 +184,31 @@ class ObsViews:
         return {key: ObsSpec(view.shape[2:], view.dtype) for key, view in self.by_key.items()}
 
 
+def _is_raw(view: StoreView) -> bool:
+    # images that stay uncompressed are first collected, to see how they are stacked
+    return isinstance(view.store.inner, RawStore | TimelineStore)
+
+
 def _make_view(
     key: str,
     space: spaces.Space[Any],
     obs_shape: tuple[int, ...],
     lead_shape: tuple[int, int],
     options: StorageOptions,
+    with_next: bool,
 ) -> View:
     dtype: np.dtype[Any] = np.dtype(space.dtype)
     spec = ObsSpec(tuple(obs_shape), options.stored_dtype(key, ObsSpec(tuple(obs_shape), dtype)))
     method = options.method_for(key, spec)
-    if spec.dtype == dtype and (method == "none" or (method == "auto" and choose_unseen(spec) is not None)):
-        # vectors: nothing is faster than SB3's own array
+    is_raw = method == "none" or (method == "auto" and choose_unseen(spec) is not None)
+    if is_raw and spec.dtype == dtype and (not with_next or not spec.nbytes):
+        # vectors of a rollout: nothing is faster than SB3's own array
         return np.zeros((*lead_shape, *spec.shape), dtype)
     store = ObservationStore(
         spec,
         n_streams=lead_shape[1],
         method=method,
-        options=codec_options(method, options.compression_kwargs, options.decompression_kwargs),
+        options=codec_options(method, options.options_for(method), options.decompression_kwargs),
     )
     # a dense store cannot free what is evicted
     store.may_stay_dense = options.max_bytes is None

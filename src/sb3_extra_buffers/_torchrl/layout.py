@@ -51,6 +51,11 @@ def join_keys(keys: Sequence[Key], traits: Mapping[Key, Any]) -> list[list[Key]]
     return joined
 
 
+def options_for(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of ``method``: ``prefer`` is for ``"auto"`` only."""
+    return {name: value for name, value in options.items() if name != "prefer" or method == "auto"}
+
+
 def check_methods(methods: Any, options: Any) -> None:
     """Raise unless ``methods`` is a compression method or a mapping of keys to methods that take ``options``."""
     if options is not None and not (isinstance(options, Mapping) and all(isinstance(name, str) for name in options)):
@@ -61,4 +66,4 @@ def check_methods(methods: Any, options: Any) -> None:
         if not isinstance(method, str):
             raise ArgumentError(f"a compression method must be a string, got {method!r}")
         if method != "auto":
-            get_codec(method, **dict(options or {}))
+            get_codec(method, **(dict(options or {}) if method is methods else options_for(method, options or {})))

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers.storages import TensorStorage
 from sb3_extra_buffers._torchrl.env_probe import EnvProbe
 from sb3_extra_buffers._torchrl.groups import GroupConfig, HostGroup
 from sb3_extra_buffers._torchrl.indexing import Positions, wrap_indices
-from sb3_extra_buffers._torchrl.layout import KeyLayout, check_methods, lay_out
+from sb3_extra_buffers._torchrl.layout import KeyLayout, check_methods, lay_out, options_for
 from sb3_extra_buffers._torchrl.schema import Key, check_items, first_item, key_names, specs_of, stack_items
 from sb3_extra_buffers._torchrl.table import ItemTable, example_item
 from sb3_extra_buffers._torchrl.tensors import CPU, tensor_spec
@@ -31,6 +31,7 @@ from sb3_extra_buffers.errors import (
     UnknownFieldError,
 )
 from sb3_extra_buffers.stores import device_base
+from sb3_extra_buffers.stores.choice import add_preference
 from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
@@ -67,12 +68,15 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
         n_envs: int | None = None,
         compression_method: str | Mapping[Key, str] = "auto",
         compression_kwargs: Mapping[str, Any] | None = None,
+        prefer: Literal["memory", "speed"] | None = None,
     ) -> None:
         max_size, ndim = check_count(max_size, "max_size"), check_count(ndim, "ndim")
         if n_envs is not None:
             n_envs = check_count(n_envs, "n_envs")
             if ndim > 1:
                 raise ArgumentError(f"n_envs={n_envs} needs ndim=1; with ndim={ndim} it follows from the data")
+        if prefer is not None:
+            compression_kwargs = add_preference(prefer, compression_kwargs, compression_method)
         check_methods(compression_method, compression_kwargs)
         try:
             device = device if device == "auto" else torch.device(device)
@@ -147,8 +151,9 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
 
     def compression(self, key: Key) -> tuple[str, dict[str, Any]]:
         """Return the method and the options for ``key``."""
-        method = self.compression_method
-        return method if isinstance(method, str) else method.get(key, "auto"), self.compression_kwargs
+        methods = self.compression_method
+        method = methods if isinstance(methods, str) else methods.get(key, "auto")
+        return method, options_for(method, self.compression_kwargs)
 
     def use_table(self, table: ItemTable, item: Any, device: torch.device, probe: EnvProbe | None = None) -> None:
         """Hold ``table`` from now on, whose items are structured like ``item``."""

@@ -15,6 +15,7 @@ from sb3_extra_buffers.compressed.dtypes import element_dtype
 from sb3_extra_buffers.errors import DamagedFileError, FileFormatError
 from sb3_extra_buffers.files.folders import SavedAsFolder
 from sb3_extra_buffers.files.parts import Cut, LoadedParts, Parts, make_view
+from sb3_extra_buffers.stores.choice import add_preference
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.view import StoreView
 
@@ -45,6 +46,7 @@ class CompressedArray(StoreView, SavedAsFolder):
         heap_bytes: Upper limit for the payloads; beyond it, writing raises `HeapFullError`.
         path: A file for the payloads, instead of memory; with ``storage="mmap"``, a folder.
         storage: ``"mmap"`` to keep the array in the folder ``path``, where everything written survives the process.
+        prefer: ``"memory"`` or ``"speed"``, to let ``"auto"`` choose a smaller or a faster method than it would.
 
     Examples:
         >>> import numpy as np
@@ -69,17 +71,19 @@ class CompressedArray(StoreView, SavedAsFolder):
         heap_bytes: int | None = None,
         path: str | os.PathLike[str] | None = None,
         storage: Literal["memory", "mmap"] = "memory",
+        prefer: Literal["memory", "speed"] | None = None,
     ) -> None:
         if storage not in ("memory", "mmap") or (storage == "mmap" and path is None):
             raise ValueError(f"storage must be 'memory', or 'mmap' with the path of a folder; got {storage!r}")
         lead = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
         per_obs = (obs_shape,) if isinstance(obs_shape, (int, np.integer)) else tuple(obs_shape)
         spec = ObsSpec(per_obs, element_dtype(dtype, dtypes))
+        options = add_preference(prefer, compression_kwargs, compression_method)
         store = ObservationStore(
             spec,
             n_streams=max(int(np.prod(lead[1:], dtype=np.int64)), 1),
             method=compression_method,
-            options=codec_options(compression_method, compression_kwargs, decompression_kwargs),
+            options=codec_options(compression_method, options, decompression_kwargs),
             heap_bytes=heap_bytes,
             path=path if storage == "memory" else None,
         )

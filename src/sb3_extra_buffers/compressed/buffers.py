@@ -222,8 +222,9 @@ class CompressedHerReplayBuffer(OptionsFirst, HerReplayBuffer, CompressedDictRep
                 )
             return super().sample(batch_size, env)
 
-    def _get_real_samples(self, *args: Any, **kwargs: Any) -> Any:
-        return self._sb3_samples(super()._get_real_samples, *args, **kwargs)
+    def _get_real_samples(self, batch_indices: Any, env_indices: Any, env: Any = None) -> Any:
+        # SB3's reads each key and column by itself
+        return self._samples_at(batch_indices, env_indices, env)
 
     def _get_virtual_samples(self, *args: Any, **kwargs: Any) -> Any:
         return self._sb3_samples(super()._get_virtual_samples, *args, **kwargs)

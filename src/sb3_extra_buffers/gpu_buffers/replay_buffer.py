@@ -19,6 +19,7 @@ from sb3_extra_buffers._sb3.steps import fit_actions, fit_column, fit_truncation
 from sb3_extra_buffers.arguments import check_count, check_index
 from sb3_extra_buffers.errors import EmptyBufferError, SpecMismatchError
 from sb3_extra_buffers.gpu_buffers.base import BaseGpuBuffer, Step, heap_limit
+from sb3_extra_buffers.stores.choice import add_preference
 from sb3_extra_buffers.stores.device_base import IndexBatch
 from sb3_extra_buffers.stores.staging import Staging, StagingLayout
 
@@ -59,6 +60,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
             within, except with ``"delta"``, which frees several frames at a time. By default there is no limit: the
             heap grows with what it holds.
         max_slot_bytes: Deprecated: the same limit, divided by the number of observations.
+        prefer: ``"memory"`` or ``"speed"``, to let ``"auto"`` choose a smaller or a faster method than it would.
 
     Examples:
         >>> from stable_baselines3 import DQN
@@ -91,7 +93,10 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         buffer_device: th.device | str | None = None,
         heap_bytes: int | None = None,
         max_slot_bytes: int | None = None,
+        prefer: Literal["memory", "speed"] | None = None,
     ) -> None:
+        if prefer is not None:
+            compression_kwargs = add_preference(prefer, compression_kwargs, compression_method)
         check_count(buffer_size, "buffer_size")
         check_count(n_envs, "n_envs")
         self._make_lock()

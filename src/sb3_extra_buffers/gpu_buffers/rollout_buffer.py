@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from sb3_extra_buffers._sb3.steps import fit_actions, fit_column
 from sb3_extra_buffers.arguments import as_array, check_count, check_index
 from sb3_extra_buffers.errors import AlgorithmMismatchError, EmptyBufferError, IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.gpu_buffers.base import BaseGpuBuffer, Step, heap_limit
+from sb3_extra_buffers.stores.choice import add_preference
 from sb3_extra_buffers.stores.device_base import IndexBatch
 from sb3_extra_buffers.stores.staging import Staging
 
@@ -74,7 +75,10 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         buffer_device: th.device | str | None = None,
         heap_bytes: int | None = None,
         max_slot_bytes: int | None = None,
+        prefer: Literal["memory", "speed"] | None = None,
     ) -> None:
+        if prefer is not None:
+            compression_kwargs = add_preference(prefer, compression_kwargs, compression_method)
         check_count(buffer_size, "buffer_size")
         check_count(n_envs, "n_envs")
         self.obs_stores = {}  # RolloutBuffer.__init__ calls reset()

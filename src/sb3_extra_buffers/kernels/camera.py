@@ -63,10 +63,10 @@ OVERREAD = 64
 TILE = 64
 #: every how many frames one refers to the first of the segment
 STRIDE = 2
-# bytes of zeros at the start of a work space: a tile of the largest values
-_ZEROS = 8 * TILE
-# bytes after the zeros that belong to single tiles
-_TILE_SPACE = 4 * 8 * TILE + 4 * 64 + 4 * TILE
+#: bytes of zeros at the start of a work space: a tile of the largest values
+ZEROS = 8 * TILE
+#: bytes after the zeros that belong to single tiles
+TILE_SPACE = 4 * 8 * TILE + 4 * 64 + 4 * TILE
 
 _BIT_LENGTHS = np.array([value.bit_length() for value in range(256)], np.uint8)
 # the order in which predictors are tried; the first of those with the fewest bytes is used
@@ -106,14 +106,14 @@ def plane_bytes(geometry: Ints) -> int:
 def camera_work_bytes(size: int, geometry: Ints) -> int:
     """Bytes of work space that `unpack_camera` needs: two frames' planes, and a row."""
     row_bytes = int((geometry[1] + 7) // 8 * 8 * geometry[2] * geometry[4])
-    return _ZEROS + _TILE_SPACE + 2 * plane_bytes(geometry) + row_bytes
+    return ZEROS + TILE_SPACE + 2 * plane_bytes(geometry) + row_bytes
 
 
 def camera_scratch_bytes(size: int, geometry: Ints) -> int:
     """Bytes of work space that `pack_camera` needs: three frames' planes, and the longest possible sections."""
     planes = plane_bytes(geometry)
     n_units = planes // TILE
-    return _ZEROS + _TILE_SPACE + 4 * planes + 4 * n_units + n_units // 8 + 64
+    return ZEROS + TILE_SPACE + 4 * planes + 4 * n_units + n_units // 8 + 64
 
 
 def pack_camera(
@@ -125,8 +125,8 @@ def pack_camera(
     ``lengths`` gets the length of each coded frame; it is never above ``size``.
     """
     planes = plane_bytes(geometry)
-    first = _ZEROS + _TILE_SPACE
-    clear(scratch, 0, _ZEROS)
+    first = ZEROS + TILE_SPACE
+    clear(scratch, 0, ZEROS)
     current = previous = 0
     at = target_at
     for i in range(count):
@@ -158,11 +158,11 @@ def unpack_camera(
     extends `OVERREAD` bytes past ``end``.
     """
     size = geometry[0] * geometry[1] * geometry[2] * geometry[4]
-    first = _ZEROS + _TILE_SPACE
+    first = ZEROS + TILE_SPACE
     second = first + plane_bytes(geometry)
     has_first = False
     decoded = 0  # position of the frame in the second planes; the first planes are those of frame 0
-    clear(work, 0, _ZEROS)
+    clear(work, 0, ZEROS)
     for i in range(n_wanted):
         position = positions[i]
         if position < 0 or position >= count:

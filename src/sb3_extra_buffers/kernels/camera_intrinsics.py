@@ -45,7 +45,7 @@ def _splat(value: int, kind: Any) -> Any:
     return ir.Constant(kind, [value] * kind.count)
 
 
-def _spread(builder: Any, value: Any, kind: Any) -> Any:
+def _repeat(builder: Any, value: Any, kind: Any) -> Any:
     """Return a vector of which every lane is ``value``."""
     single = builder.insert_element(ir.Constant(kind, ir.Undefined), value, _INT32(0))
     return _shuffle(builder, single, single, [0] * kind.count)
@@ -59,7 +59,7 @@ def _only_if(builder: Any, condition: Any, vector: Any) -> Any:
         lanes = builder.sext(condition, ir.IntType(kind.count))
         mask = builder.bitcast(lanes, ir.VectorType(ir.IntType(1), kind.count))
         return builder.select(mask, vector, ir.Constant(kind, None))
-    return builder.and_(vector, _spread(builder, builder.sext(condition, kind.element), kind))
+    return builder.and_(vector, _repeat(builder, builder.sext(condition, kind.element), kind))
 
 
 def _at(builder: Any, pointer: Any, offset: int) -> Any:
@@ -94,11 +94,7 @@ def _unpack_words(builder: Any, source: Any, widths: Any, ends: Any) -> Any:
         width = builder.and_(builder.lshr(widths, shift), _WORD(15))
         packed = _load(builder, builder.gep(source, [start]), _WORD)
         start = builder.and_(builder.lshr(ends, shift), _WORD(255))
-        if _HAS_BMI2:
-            mask = builder.sub(builder.shl(_ONES, width), _ONES)
-            values = _call(builder, "llvm.x86.bmi.pdep.64", _WORD, packed, mask)
-        else:
-            values = _spread_values(builder, packed, width)
+        values = _spread(builder, packed, width)
         unit = builder.insert_element(unit, values, _INT32(row))
     return unit
 
@@ -126,16 +122,39 @@ def pack_unit(builder: Any, target: Any, source: Any, widths: Any) -> None:
     for row in range(8):
         width = builder.and_(builder.lshr(widths, _WORD(8 * row)), _WORD(15))
         values = _load(builder, _at(builder, source, 8 * row), _WORD)
-        if _HAS_BMI2:
-            mask = builder.sub(builder.shl(_ONES, width), _ONES)
-            packed = _call(builder, "llvm.x86.bmi.pext.64", _WORD, values, mask)
-        else:
-            packed = _WORD(0)
-            for byte in reversed(range(8)):
-                value = builder.and_(builder.lshr(values, _WORD(8 * byte)), _WORD(255))
-                packed = builder.or_(builder.shl(packed, width), value)
+        packed = _gather(builder, values, width)
         _store(builder, packed, target)
         target = builder.gep(target, [width])
+
+
+@_operation(_UINT, _UINT, _UINT)
+def gather_values(builder: Any, values: Any, width: Any) -> Any:
+    """Return the lowest ``width`` bits of each byte, one after the other."""
+    return _gather(builder, values, width)
+
+
+def _gather(builder: Any, values: Any, width: Any) -> Any:
+    if _HAS_BMI2:
+        mask = builder.sub(builder.shl(_ONES, width), _ONES)
+        return _call(builder, "llvm.x86.bmi.pext.64", _WORD, values, mask)
+    packed = _WORD(0)
+    for byte in reversed(range(8)):
+        value = builder.and_(builder.lshr(values, _WORD(8 * byte)), _WORD(255))
+        packed = builder.or_(builder.shl(packed, width), value)
+    return packed
+
+
+def _spread(builder: Any, packed: Any, width: Any) -> Any:
+    """Undo `_gather`."""
+    if _HAS_BMI2:
+        mask = builder.sub(builder.shl(_ONES, width), _ONES)
+        return _call(builder, "llvm.x86.bmi.pdep.64", _WORD, packed, mask)
+    low = builder.sub(builder.shl(_WORD(1), width), _WORD(1))
+    values = _WORD(0)
+    for byte in range(8):
+        values = builder.or_(values, builder.shl(builder.and_(packed, low), _WORD(8 * byte)))
+        packed = builder.lshr(packed, width)
+    return values
 
 
 @_operation(_UINT, _INT, _UINT)
@@ -143,20 +162,7 @@ def spread_widths(builder: Any, header: Any, offsets: Any) -> Any:
     """Return the width of each row, from a unit's header and the bytes that start with its offsets."""
     bits = builder.and_(builder.lshr(header, _WORD(2)), _WORD(3))
     base = builder.mul(builder.lshr(header, _WORD(4)), _ONES)
-    if _HAS_BMI2:
-        mask = builder.sub(builder.shl(_ONES, bits), _ONES)
-        return builder.add(base, _call(builder, "llvm.x86.bmi.pdep.64", _WORD, offsets, mask))
-    return builder.add(base, _spread_values(builder, offsets, bits))
-
-
-def _spread_values(builder: Any, packed: Any, width: Any) -> Any:
-    """Move eight values of ``width`` bits to the bytes of a word."""
-    low = builder.sub(builder.shl(_WORD(1), width), _WORD(1))
-    values = _WORD(0)
-    for byte in range(8):
-        values = builder.or_(values, builder.shl(builder.and_(packed, low), _WORD(8 * byte)))
-        packed = builder.lshr(packed, width)
-    return values
+    return builder.add(base, _spread(builder, offsets, bits))
 
 
 @_operation(_UINT, _UINT, _UINT)

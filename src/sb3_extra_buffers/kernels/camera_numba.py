@@ -11,7 +11,7 @@ from sb3_extra_buffers.kernels import (
     lz4_numba,  # noqa: F401  # compiles `copy_run`
     writing_numba,  # noqa: F401  # compiles `get_length`
 )
-from sb3_extra_buffers.kernels.camera import _ZEROS, ABOVE, BEFORE, BEFORE_ABOVE, GRADIENT, TILE
+from sb3_extra_buffers.kernels.camera import ABOVE, BEFORE, BEFORE_ABOVE, GRADIENT, TILE, ZEROS
 from sb3_extra_buffers.kernels.camera_intrinsics import (
     add_unit,
     copy_unit,
@@ -24,6 +24,7 @@ from sb3_extra_buffers.kernels.camera_intrinsics import (
     find_residuals_2,
     find_residuals_4,
     find_residuals_8,
+    gather_values,
     join_colours_3,
     join_colours_4,
     largest_bytes,
@@ -54,7 +55,7 @@ from sb3_extra_buffers.kernels.intrinsics import (
 
 _ONES = np.uint64(0x0101010101010101)
 # where single tiles are in a work space: candidates of residuals, their widths, masks of partial tiles
-_UNITS_AT = _ZEROS
+_UNITS_AT = ZEROS
 _FOUND_AT = _UNITS_AT + 4 * 8 * TILE
 _MASKS_AT = _FOUND_AT + 4 * 64
 # what makes the top bit of a byte show that its value is above 8
@@ -208,26 +209,29 @@ def encode_planes(
     clear_bytes(space, changed, headers - changed)
     _set_masks(space, geometry[0], geometry[1])
     headers_end, offsets_end, rows_end = headers, offsets, rows
-    for tile in range(n_tiles):
-        y, x = tile // (across * geometry[2]), tile % across
-        now = current + tile * step
-        before = previous + tile * step if previous else 0
-        above = now - row_bytes + 7 * 8 * itemsize if y else 0
-        above_before = before - row_bytes + 7 * 8 * itemsize if y and previous else 0
-        mask = _MASKS_AT + TILE * ((1 if x == across - 1 else 0) + (2 if y == down - 1 else 0))
-        _find_residuals(space, now, before, above, above_before, mask, itemsize)
-        predictor = _best_predictor(space, itemsize)
-        if predictor < 0:
-            continue
-        space[changed + (tile >> 3)] |= 1 << (tile & 7)
-        for unit in range(predictor * itemsize, (predictor + 1) * itemsize):
-            bits, base, widths = _choose_widths(count_in_bytes(load_word(space, _FOUND_AT + 8 * unit)))
-            space[headers_end] = predictor | bits << 2 | base << 4
-            headers_end += 1
-            store_word(space, offsets_end, _pack_offsets(widths, base, bits))
-            offsets_end += bits
-            pack_unit(space, rows_end, space, _UNITS_AT + TILE * unit, widths)
-            rows_end += np.int64((widths * _ONES) >> np.uint64(56))
+    tile, x = 0, 0
+    for y in range(down):
+        for _ in range(across * geometry[2]):
+            now = current + tile * step
+            before = previous + tile * step if previous else 0
+            above = now - row_bytes + 7 * 8 * itemsize if y else 0
+            above_before = before - row_bytes + 7 * 8 * itemsize if y and previous else 0
+            x = x + 1 if x < across else 1
+            mask = _MASKS_AT + TILE * ((1 if x == across else 0) + (2 if y == down - 1 else 0))
+            _find_residuals(space, now, before, above, above_before, mask, itemsize)
+            predictor = _best_predictor(space, itemsize)
+            if predictor >= 0:
+                space[changed + (tile >> 3)] |= 1 << (tile & 7)
+                for unit in range(predictor * itemsize, (predictor + 1) * itemsize):
+                    bits, base, widths = _choose_widths(count_in_bytes(load_word(space, _FOUND_AT + 8 * unit)))
+                    space[headers_end] = predictor | bits << 2 | base << 4
+                    headers_end += 1
+                    packed = gather_values(widths - np.uint64(base) * _ONES, np.uint64(bits))
+                    store_word(space, offsets_end, packed)
+                    offsets_end += bits
+                    pack_unit(space, rows_end, space, _UNITS_AT + TILE * unit, widths)
+                    rows_end += _sum_bytes(widths)
+            tile += 1
     length = 1 + headers_end - changed + offsets_end - offsets + rows_end - rows
     if length >= size:
         return size
@@ -256,14 +260,14 @@ def _find_residuals(space: Any, now: int, before: int, above: int, above_before:
 @inner
 def _best_predictor(space: Any, itemsize: int) -> int:
     """Return the predictor with the narrowest residuals; -1 if the tile equals that of the reference frame."""
-    best, least = BEFORE, _total(space, BEFORE, itemsize)
-    if least == 0:
+    # the total and then the order in which they are tried, in one number: branches would be hard to predict
+    best = _total(space, BEFORE, itemsize) << 2
+    if best == 0:
         return -1
-    for other in (ABOVE, BEFORE_ABOVE, GRADIENT):
-        total = _total(space, other, itemsize)
-        if total < least:
-            best, least = other, total
-    return best
+    best = min(best, _total(space, ABOVE, itemsize) << 2 | 1)
+    best = min(best, _total(space, BEFORE_ABOVE, itemsize) << 2 | 2)
+    best = min(best, _total(space, GRADIENT, itemsize) << 2 | 3)
+    return ((best & 3) + BEFORE) & 3
 
 
 @inner
@@ -282,23 +286,18 @@ def _choose_widths(widths: Any) -> Any:
     for shift in (np.uint64(32), np.uint64(16), np.uint64(8)):
         largest = largest_bytes(largest, largest >> shift)
     top = np.int64(largest & np.uint64(255))
-    best_bits, best_base, best, least = 0, top, np.uint64(top) * _ONES, 8 * top
+    best = top << 5
     for bits in range(1, 4):
-        base = max(top + 1 - (1 << bits), 0)
-        raised = largest_bytes(widths, np.uint64(base) * _ONES)
-        total = bits + np.int64((raised * _ONES) >> np.uint64(56))
-        if total < least:
-            best_bits, best_base, best, least = bits, base, raised, total
-    return best_bits, best_base, best
+        total = bits + _sum_bytes(largest_bytes(widths, np.uint64(max(top + 1 - (1 << bits), 0)) * _ONES))
+        best = min(best, total << 2 | bits)
+    bits = best & 3
+    base = max(top + 1 - (1 << bits), 0)
+    return bits, base, largest_bytes(widths, np.uint64(base) * _ONES)
 
 
 @inner
-def _pack_offsets(widths: Any, base: int, bits: int) -> Any:
-    offsets = widths - np.uint64(base) * _ONES
-    packed = np.uint64(0)
-    for i in range(8):
-        packed |= ((offsets >> np.uint64(8 * i)) & np.uint64(255)) << np.uint64(bits * i)
-    return packed
+def _sum_bytes(word: Any) -> int:
+    return np.int64((word * _ONES) >> np.uint64(56))
 
 
 @inner
@@ -452,7 +451,7 @@ def _offset_bytes(source: Any, begin: int, end: int) -> int:
 
 use_reference(reference)
 plane_bytes = compiled(reference.plane_bytes)
-_first_planes = _ZEROS + reference._TILE_SPACE
+_first_planes = ZEROS + reference.TILE_SPACE
 pack_camera, unpack_camera = compiled(reference.pack_camera), compiled(reference.unpack_camera)
 camera_work_bytes, camera_scratch_bytes = (
     compiled(reference.camera_work_bytes),

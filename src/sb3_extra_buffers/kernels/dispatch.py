@@ -29,6 +29,16 @@ class FrameKernels(NamedTuple):
     compiled: bool
 
 
+class TimelineKernels(NamedTuple):
+    """The kernels of `stores.timeline`; `kernels.timeline` defines what each one does."""
+
+    bind_tables: Callable[..., Any]
+    write_rows: Callable[..., None]
+    read_rows: Callable[..., int]
+    read_pairs: Callable[..., int]
+    compiled: bool
+
+
 def as_contiguous(array: Array) -> Array:
     """Return ``array`` as C-contiguous and writable: numba would compile the kernels again for any other kind."""
     return array if array.flags.carray else array.copy()
@@ -75,3 +85,21 @@ def frame_kernels(compiled: bool | None = None) -> FrameKernels:
     module: Any = compiled_kernels("frames") if compiled else importlib.import_module(f"{__package__}.frames")
     functions = {name: getattr(module, name) for name in FrameKernels._fields if name != "compiled"}
     return FrameKernels(compiled=compiled, **functions)
+
+
+@cache
+def timeline_kernels(compiled: bool | None = None) -> TimelineKernels:
+    """Return the kernels of `stores.timeline`, chosen as by `frame_kernels`."""
+    if compiled is None:
+        return timeline_kernels(has_numba())
+    module: Any = step_kernels() if compiled else importlib.import_module("sb3_extra_buffers.kernels.timeline")
+    functions = {name: getattr(module, name) for name in TimelineKernels._fields if name != "compiled"}
+    return TimelineKernels(compiled=compiled, **functions)
+
+
+@cache
+def step_kernels() -> Any:
+    """Return the module with `write_step` and `read_batch`, which exist only compiled; None without numba."""
+    if not has_numba():
+        return None
+    return compiled_kernels("timeline")

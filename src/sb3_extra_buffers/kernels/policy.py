@@ -95,25 +95,35 @@ class WriteCosts(NamedTuple):
     frame: float
     byte: float
     encoded: float = 0.0
+    #: The share of these in every write; the rest is done when a segment is complete.
+    every: float = 1.0
 
 
 #: By `Codec.codec_id`; measured and fitted by ``benchmarks/fit_read_costs.py``.
 READ_COSTS: dict[str, ReadCosts] = {
-    "none": ReadCosts(100, 0.075),
-    "delta": ReadCosts(100, 0.0313, 0, 0.0728, 0.17, 0.231),
-    "delta-zstd": ReadCosts(1000, 0.0313, 2000, 0.0728, 0.17, 0.8),
-    "scroll": ReadCosts(200, 0.05, 1000, 0.25, 1.5),
-    "gzip": ReadCosts(0, 0.491, 0, 0.0651, 5.66),
-    "zstd": ReadCosts(0, 0.227, 0, 0.073, 1.5),
+    "none": ReadCosts(140, 0.0586),
+    "delta": ReadCosts(100, 0.0217, 0, 0.0748, 0.405),
+    "delta-zstd": ReadCosts(3050, 0.0628, 0, 0.34, 0.56, 0.56),
+    "scroll": ReadCosts(100, 0.0876, 0, 0.0235, 1.0),
+    "scroll-zstd": ReadCosts(100, 0.000885, 0, 0.184, 1.12),
+    "camera": ReadCosts(100, 0.203, 0, 0, 0.337),
+    "zstd": ReadCosts(100, 0.268, 0, 0.0403, 1.21),
+    "gzip": ReadCosts(100, 0.491, 0, 0.0651, 5.66),
 }
 WRITE_COSTS: dict[str, WriteCosts] = {
-    "none": WriteCosts(5000, 0.5),
-    "delta": WriteCosts(5680, 0.159, 8.5),
-    "delta-zstd": WriteCosts(6000, 0.914, 10),
-    "scroll": WriteCosts(6000, 2, 10),
-    "gzip": WriteCosts(2.88e4, 0, 44.7),
-    "zstd": WriteCosts(2.58e4, 1.25, 6.36),
+    "none": WriteCosts(4400, 1.29),
+    "delta": WriteCosts(5640, 0, 8.85),
+    "delta-zstd": WriteCosts(6540, 0, 8.81, 0.7),
+    "scroll": WriteCosts(16_400, 0, 34, 0.15),
+    "scroll-zstd": WriteCosts(6200, 0.828, 3.16, 0.3),
+    "camera": WriteCosts(11_900, 0, 4.04, 0.3),
+    "zstd": WriteCosts(22_300, 1.66, 2.42),
+    "gzip": WriteCosts(28_800, 0, 44.7),
 }
+#: For each byte of a batch whose frames are interleaved, because they are stacked along the last axis.
+JOIN_NS = 0.33
+#: What SB3's own buffer takes: for each byte of an observation and its successor, and for an `add`.
+SB3_READ_NS, SB3_WRITE_NS, SB3_ADD_NS = 0.2, 0.15, 2000.0
 #: For codecs that were not measured; slower than any that was.
 UNKNOWN_READ, UNKNOWN_WRITE = ReadCosts(2000, 0.2, 20_000, 5.0), WriteCosts(20_000, 20.0)
 
@@ -124,10 +134,11 @@ def read_ns(codec_id: str, work: ReadWork) -> float:
     return costs.row + sum(cost * amount for cost, amount in zip(costs[1:], work, strict=True))
 
 
-def write_ns(codec_id: str, frame_bytes: int, encoded_bytes: float) -> float:
-    """Modelled nanoseconds to write a new frame of ``frame_bytes``, encoded in ``encoded_bytes``."""
+def write_ns(codec_id: str, frame_bytes: int, encoded_bytes: float) -> tuple[float, float]:
+    """Modelled nanoseconds to write a new frame of ``frame_bytes``, and how many of them are in every write."""
     costs = WRITE_COSTS.get(codec_id, UNKNOWN_WRITE)
-    return costs.frame + costs.byte * frame_bytes + costs.encoded * encoded_bytes
+    total = costs.frame + costs.byte * frame_bytes + costs.encoded * encoded_bytes
+    return total, costs.every * total
 
 
 def expand_ns(nbytes: int, planar: bool) -> float:

@@ -33,7 +33,9 @@ class Trial(NamedTuple):
     read_ns: float
     """Modelled nanoseconds to read an observation and its successor in a large batch."""
     write_ns: float
-    """Modelled nanoseconds to write a new frame."""
+    """Modelled nanoseconds to write a new frame, on average."""
+    step_ns: float
+    """The part of `write_ns` that every write takes; the rest is left to the one that completes a segment."""
 
 
 class Store(ABC):
@@ -145,7 +147,7 @@ class Store(ABC):
         nbytes = cls.trial_bytes(layout, codec, streams, rows, n_streams)
         n_frames, size = layout.stack + 1, layout.frame_bytes
         work = ReadWork(2 * layout.spec.nbytes, n_frames, n_frames * size, n_frames * nbytes)
-        return Trial(nbytes, read_ns(codec.codec_id, work), write_ns(codec.codec_id, size, nbytes))
+        return Trial(nbytes, read_ns(codec.codec_id, work), *write_ns(codec.codec_id, size, nbytes))
 
     @classmethod
     @abstractmethod

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sb3_extra_buffers.codecs.base import Codec
-from sb3_extra_buffers.codecs.registry import get_codec, is_available, parse_method
+from sb3_extra_buffers.codecs.registry import get_codec, is_available
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
+from sb3_extra_buffers.codecs.table import find_unit
 from sb3_extra_buffers.errors import CodecOptionError, ExtraBuffersError
+from sb3_extra_buffers.kernels.policy import JOIN_NS, SB3_ADD_NS, SB3_READ_NS, SB3_WRITE_NS
 from sb3_extra_buffers.stores.base import Indices, Trial
 from sb3_extra_buffers.stores.frame_tables import FrameTables
 from sb3_extra_buffers.stores.layout import StackLayout, find_layout
@@ -23,20 +25,24 @@ _SMALL_BYTES = 512
 # observations to try methods on: enough to see a stack advance, few enough to hold
 _TRIAL_BYTES = 4 << 20
 _MIN_TRIAL, _MAX_TRIAL = 16, 256
+# consecutive observations in a run
+_RUN = 16
 
 #: What ``prefer`` may be, and the exponents of memory and time in the score of a method.
 PREFERENCES: dict[str | None, tuple[float, float]] = {None: (1.0, 1.0), "memory": (3.0, 1.0), "speed": (1.0, 3.0)}
 # in order: the first of equal ones wins
-_CANDIDATES = (
-    "none", "delta", "scroll", "scroll2", "camera", "zstd1", "gzip1", "palette:none", "palette:delta", "palette:scroll",
-    "table:none", "table:delta", "table:scroll", "table:camera",
-)  # fmt: skip
+_CANDIDATES = ("none", "delta", "scroll", "scroll2", "camera", "zstd1", "gzip1")
+# for pixels of few colours, and for numbers of few values
+_PALETTES = tuple(f"palette:{inner}" for inner in ("none", "delta", "scroll", "scroll2"))
+_TABLES = tuple(f"table:{inner}" for inner in ("none", "delta", "scroll", "scroll2", "camera"))
 # smaller and several times slower
 _MEMORY_CANDIDATES = ("delta2", "delta3", "scroll3")
 # a method must save at least a tenth
 _WORTH = 0.9
 # transitions are read this many times for each time that they are written, for example by DQN
 _READS_PER_WRITE = 8
+# `add` may take this many times as long as SB3's before that counts in full
+_MAX_ADD = 4
 # tables of a frame store: for a frame, and for each entry of a stack in an observation and its successor
 _FRAME_INDEX, _STACK_INDEX = 8, 8
 # another method must be this much better than the one in use, and is not tried further if it is that much worse
@@ -125,6 +131,9 @@ class MethodChoice:
         layout = find_layout(self.spec, [rows[streams == stream] for stream in np.unique(streams)])
         if self.choice is not None or not len(rows):
             return layout, self.choice
+        if len(rows) > 2 * _MAX_TRIAL:  # a large write
+            streams, rows = _spread(streams, rows)
+            n_streams = int(streams.max()) + 1
         ranked = rank(layout, streams, rows, n_streams, self.prefer, may_stay_dense)
         return layout, Choice(ranked[0].method, explain(layout, ranked))
 
@@ -145,8 +154,8 @@ class MethodChoice:
             layout = layout_now  # pauses and cuts may hide a stack
         n_runs = int(runs.max()) + 1
         # few rows are enough to tell that a method is hopeless, which most are
-        few, methods = runs < max(n_runs // 4, 1), None
-        for part in (few, np.ones_like(few)):
+        few, methods = runs % 4 == min(2, n_runs - 1), None
+        for part in (few, np.ones_like(few)) if few.any() else (~few,):
             arguments = runs[part], rows[part], n_runs, self.prefer, may_stay_dense
             ranked = rank(layout, *arguments, methods)
             same = [each for each in ranked if each.method == now.method and layout == layout_now]
@@ -174,6 +183,38 @@ class MethodChoice:
         return f"{self.method} (not compressed yet: {event} after {n_trial} observations, {n_collected} so far)"
 
 
+def _spread(streams: Indices, rows: ByteRows) -> tuple[Indices, ByteRows]:
+    """Runs of consecutive rows of a stream, spread over all ``rows``, and the run of each."""
+    present = np.unique(streams)
+    per_stream = max(_MAX_TRIAL // _RUN // len(present), 1)
+    runs = []
+    for stream in present[:: max(len(present) * _RUN // _MAX_TRIAL, 1)]:
+        of_stream = np.flatnonzero(streams == stream)
+        begins = np.linspace(0, max(len(of_stream) - _RUN, 0), per_stream).astype(np.int64)
+        runs += [of_stream[begin : begin + _RUN] for begin in begins]
+    chosen = np.concatenate(runs)
+    numbers = np.repeat(np.arange(len(runs)), [len(run) for run in runs])
+    # in the order in which they were written
+    times = np.concatenate([np.arange(len(run)) for run in runs])
+    order = np.argsort(times, kind="stable")
+    return numbers[order], rows[chosen[order]]
+
+
+def add_preference(
+    prefer: str | None, options: Mapping[str, Any] | None, methods: str | Mapping[Any, str] | None
+) -> dict[str, Any]:
+    """Return ``options`` together with ``prefer``, which is an error if ``methods`` names a method."""
+    if prefer is None:
+        return dict(options or {})
+    if isinstance(methods, str | None) and methods != "auto":
+        raise CodecOptionError(
+            f"prefer={prefer!r} is for compression_method='auto', got {methods!r}; leave one of them out"
+        )
+    added = {**(options or {}), "prefer": prefer}
+    _check_preference({"prefer": prefer})
+    return added
+
+
 def _check_preference(options: Mapping[str, Any]) -> None:
     """Raise unless ``prefer``, the only option of ``auto``, is valid."""
     unknown = [name for name in options if name != "prefer"]
@@ -187,23 +228,31 @@ def _check_preference(options: Mapping[str, Any]) -> None:
         raise CodecOptionError(f"prefer must be 'memory' or 'speed', got {prefer!r}")
 
 
-def candidates(prefer: str | None = None) -> tuple[str, ...]:
-    """The methods that ``auto`` tries, those whose packages are installed."""
-    methods = _CANDIDATES + (_MEMORY_CANDIDATES if prefer == "memory" else ())
-    available = [method for method in methods if is_available(parse_method(method)[0])]
-    if "zstd1" in available:
-        available.remove("gzip1")  # larger and slower in every case
-    return tuple(available)
+def candidates(spec: ObsSpec, prefer: str | None = None) -> tuple[str, ...]:
+    """The methods that ``auto`` tries for frames of ``spec``, those whose packages are installed."""
+    methods = list(_CANDIDATES)
+    if is_available("zstd"):
+        methods.remove("gzip1")  # larger and slower in every case
+    if find_unit(spec) is not None:
+        methods += _PALETTES if spec.dtype.itemsize == 1 else _TABLES
+    if prefer == "memory":
+        methods += _MEMORY_CANDIDATES
+    return tuple(methods)
 
 
 def score(trial: Trial, layout: StackLayout, prefer: str | None = None) -> float:
     """Memory of an observation times the time to read it, lower is better; ``prefer`` weights one of the two.
 
-    A frame's share of the tables counts as memory. Writing counts as time, less than reading.
+    A frame's share of the tables counts as memory. Writing counts as time, less than reading, unless every write takes
+    several times as long as SB3's. Reads that are faster than SB3's count as SB3's, except with ``prefer="speed"``:
+    they do not justify more memory.
     """
+    copied = 2 * layout.spec.nbytes
     nbytes = trial.frame_bytes + _FRAME_INDEX + _STACK_INDEX * layout.stack
+    time_ns = trial.read_ns if prefer == "speed" else max(trial.read_ns, SB3_READ_NS * copied)
+    time_ns += trial.write_ns / _READS_PER_WRITE
+    time_ns *= max(trial.step_ns / (_MAX_ADD * (SB3_ADD_NS + SB3_WRITE_NS * copied)), 1.0)
     for_memory, for_time = PREFERENCES[prefer]
-    time_ns = trial.read_ns + trial.write_ns / _READS_PER_WRITE
     return float(nbytes**for_memory * time_ns**for_time)
 
 
@@ -222,7 +271,7 @@ def rank(
     out.
     """
     size, ranked = layout.frame_bytes, []
-    for method in candidates(prefer) if methods is None else methods:
+    for method in candidates(layout.frame_spec, prefer) if methods is None else methods:
         try:
             codec = get_codec(method).bind(layout.frame_spec)
         except ExtraBuffersError:
@@ -233,6 +282,8 @@ def rank(
         if method == "none" and not (may_stay_dense or issubclass(store, FrameTables)):
             continue  # one array for all observations, which cannot free those that are erased
         trial = store.trial(layout, codec, streams, rows, n_streams)
+        if layout.pixel_bytes:  # stacked along the last axis
+            trial = trial._replace(read_ns=trial.read_ns + JOIN_NS * 2 * layout.spec.nbytes)
         ranked.append(Candidate(method, trial, score(trial, layout, prefer)))
 
     def order(candidate: Candidate) -> tuple[bool, float]:

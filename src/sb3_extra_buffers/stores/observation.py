@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
+from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.errors import ExtraBuffersError, FileFormatError, ReadOnlyBufferError
@@ -29,6 +30,7 @@ from sb3_extra_buffers.stores.raw import RawStore
 from sb3_extra_buffers.stores.registry import make_store
 from sb3_extra_buffers.stores.restore import restore_frames
 from sb3_extra_buffers.stores.tables import restore_table
+from sb3_extra_buffers.stores.timeline import TimelineStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 if TYPE_CHECKING:
@@ -125,15 +127,52 @@ class ObservationStore:
         self._before: tuple[CollectedRows, Choice | None] | None = None
 
     @_exclusive
-    def allocate(self, n_obs: int) -> int:
-        """Append ``n_obs`` unwritten observations; return the index of the first."""
+    def allocate(self, n_obs: int, are_next: bool = False) -> int:
+        """Append ``n_obs`` unwritten observations; return the index of the first.
+
+        ``are_next`` if they are the next observations of those that the store has.
+        """
         first = self.n_obs
-        if self.inner is not None:
+        raw = self.inner
+        if (
+            are_next
+            and n_obs == first
+            and isinstance(raw, RawStore)
+            and not raw.written.any()
+            and _can_share(self.spec, n_obs, self.n_streams)
+        ):
+            layout = StackLayout(self.spec)
+            self.inner = TimelineStore(layout, 2 * n_obs, self.n_streams, None, self.heap_bytes, None, self.compiled)
+        elif self.inner is not None:
             self.inner.allocate(n_obs)
         elif self.choice is not None and self.choice.is_raw and not may_be_stacked(self.spec):
             self.inner = RawStore(StackLayout(self.spec), first + n_obs, heap_bytes=self.heap_bytes)
         self.n_obs, self._allocated = first + n_obs, (*self._allocated, n_obs)
         return first
+
+    @_exclusive
+    def share_next(self) -> None:
+        """Of uncompressed observations and as many next ones, store the next ones only where they do not follow."""
+        raw, n_each = self.inner, self.n_obs // 2
+        if isinstance(raw, RawStore) and self.n_obs == 2 * n_each and _can_share(self.spec, n_each, self.n_streams):
+            raw.commit()
+            self._before = None
+            self.inner = TimelineStore.from_rows(
+                raw.rows[:n_each], raw.rows[n_each:], self.n_streams, self.heap_bytes, self.compiled
+            )
+
+    @_exclusive
+    def adopt_pairs(self, rows: ByteRows, next_rows: ByteRows) -> None:
+        """Hold uncompressed observations and their next ones, which are not copied if possible."""
+        self._before = None
+        self.inner = TimelineStore.from_rows(rows, next_rows, self.n_streams, self.heap_bytes, self.compiled)
+
+    @_exclusive
+    def reserve_next(self) -> None:
+        """Make sure that the next `write_step` of uncompressed observations needs no more memory for next ones."""
+        if isinstance(self.inner, TimelineStore):
+            self.inner.commit()
+            self.inner.reserve(2 * self.n_streams)
 
     # ---- writing ----
 
@@ -247,7 +286,7 @@ class ObservationStore:
         if choice is None:
             return
         codec = self._chooser.make_codec(choice, layout)
-        inner = make_store(layout, self.n_obs, self.n_streams, codec, self.heap_bytes, self._path, self.compiled)
+        inner = self._make_inner(layout, codec)
         if self.make_heap is not None:
             inner.use_heap(self.make_heap)
         inner.train(rows)
@@ -259,6 +298,15 @@ class ObservationStore:
         self.choice, self._collected = choice, CollectedRows(self.spec.nbytes)
 
     # ---- choosing again ----
+
+    def _make_inner(self, layout: StackLayout, codec: Codec) -> Store:
+        """A store for all observations; uncompressed ones and their successors share rows, or frames of stacks."""
+        n_each = self.n_obs // 2
+        shares = self._allocated == (n_each, n_each) and _can_share(self.spec, n_each, self.n_streams)
+        how = self.n_obs, self.n_streams, codec, self.heap_bytes, self._path, self.compiled
+        if codec.codec_id == "none" and layout.stack == 1 and shares:
+            return TimelineStore(layout, *how)
+        return make_store(layout, *how)
 
     def _look_again(self, position: int) -> None:
         """Try methods on observations of everything that is stored, and change to one that is clearly better.
@@ -317,7 +365,7 @@ class ObservationStore:
     def _change_method(self, inner: Store, layout: StackLayout, choice: Choice, position: int) -> None:
         """Copy everything to a store of another method, then use that one."""
         codec = self._chooser.make_codec(choice, layout)
-        new = make_store(layout, self.n_obs, self.n_streams, codec, compiled=self.compiled)
+        new = self._make_inner(layout, codec)
         trained = False
         for indices, streams in self._in_order(inner, position):
             rows = inner.read(indices)
@@ -327,7 +375,9 @@ class ObservationStore:
                 trained = True
             new.write(indices[stored], streams[stored], rows[stored])
         new.commit()
-        _logger.info("changed from %s to %s after %d observations", self.choice, choice, self._n_written)
+        before = "none" if self.choice is None else self.choice.method
+        message = "changed from %s to %s after %d observations (%s)"
+        _logger.info(message, before, choice.method, self._n_written, choice.why)
         # at once: a choice that does not match the store could not be loaded again
         self.__dict__.update(inner=new, choice=choice)
 
@@ -371,6 +421,18 @@ class ObservationStore:
         with self.lock:
             store = self._collected if self.inner is None else self.inner
             return store.read(indices)
+
+    def read_pairs(self, steps: Indices, streams: Indices, are_next: bool) -> ByteRows:
+        """`TimelineStore.read_pairs`; the store must be one."""
+        readers = self.readers
+        with readers.stripes.get(this_thread.stripe) or readers.add_stripe():
+            inner = self.inner
+            if isinstance(inner, TimelineStore) and not (readers.writing or inner.dirty):
+                return inner.read_pairs(steps, streams, are_next)
+        with self.lock:
+            inner = self.inner
+            assert isinstance(inner, TimelineStore)
+            return inner.read_pairs(steps, streams, are_next)
 
     # ---- erasing ----
 
@@ -519,6 +581,9 @@ class ObservationStore:
             rows = column(arrays, "rows", np.uint8, (self.n_obs, self.spec.nbytes))
             written = column(arrays, "written", np.bool_, (self.n_obs,))
             self.inner = RawStore.from_arrays(rows, written, self.heap_bytes)
+        elif kind == "timeline":
+            sizes = self.n_obs, self.n_streams, self.spec.nbytes
+            self.inner = TimelineStore.from_parts(record, arrays, *sizes, self.heap_bytes, self.compiled)
         elif kind == "pending":
             indices = column(arrays, "cells", np.int64, (None,))
             streams = column(arrays, "streams", np.int64, indices.shape)
@@ -535,7 +600,8 @@ class ObservationStore:
         if self.inner is None:
             fits = not (is_raw and self.n_obs) or may_be_stacked(self.spec)
         else:
-            fits = self.choice is not None and (is_raw or kind in ("frames", "table"))
+            raw_kinds, other_kinds = ("dense", "timeline", "frames"), ("frames", "table")
+            fits = self.choice is not None and kind in (raw_kinds if is_raw else other_kinds)
         require(fits, f"a store of kind {kind!r} does not match the method that was chosen")
 
     def _check_choice(self, saved: Any) -> Choice:
@@ -581,3 +647,8 @@ class ObservationStore:
         copied.__setstate__(dict(self.__getstate__()))
         memo[id(self)] = copied
         return copied
+
+
+def _can_share(spec: ObsSpec, n_each: int, n_streams: int) -> bool:
+    """Whether ``n_each`` observations and as many next ones fit a `TimelineStore`."""
+    return n_each > 0 and n_each % n_streams == 0 and spec.nbytes > 0

@@ -232,7 +232,7 @@ class PackedStore(SegmentStore):
         # nothing depends on the rows
         size, per_segment = layout.frame_bytes, cls.frames_per_segment(codec)
         work = ReadWork(2 * layout.spec.nbytes, 1 + layout.stack / per_segment)
-        return Trial(float(size), read_ns("none", work), write_ns("none", size, size))
+        return Trial(float(size), read_ns("none", work), *write_ns("none", size, size))
 
     def trial_size(self) -> int:
         return self.packed_bytes()

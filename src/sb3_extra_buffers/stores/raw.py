@@ -145,7 +145,7 @@ class RawStore(Store):
     @classmethod
     def trial(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> Trial:
         size, work = layout.frame_bytes, ReadWork(2 * layout.spec.nbytes)
-        return Trial(float(size), read_ns("none", work), write_ns("none", size, size))
+        return Trial(float(size), read_ns("none", work), *write_ns("none", size, size))
 
     @classmethod
     def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:

@@ -475,7 +475,7 @@ class SegmentStore(FrameStore):
             before = 0, 0
         frame_bytes = max(nbytes - before[0], 0) / max(n_frames - before[1], 1)
         kind, size = store.cost_kind, layout.frame_bytes
-        return Trial(frame_bytes, read_ns(kind, store.read_work()), write_ns(kind, size, frame_bytes))
+        return Trial(frame_bytes, read_ns(kind, store.read_work()), *write_ns(kind, size, frame_bytes))
 
     @classmethod
     def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:

@@ -41,6 +41,8 @@ _DEFAULT_INNER = "delta"
 _CHUNK_BYTES = 1 << 19
 # share of the first observations that may be outside, for `auto`
 _MAX_OUTSIDE = 0.05
+# and how many colours they may have: others will follow
+_MAX_FIRST_COLOURS = 200
 # indices that a store has for each byte that a copy of the last step takes, at least
 _COPY_SHARE = 512
 _OUTSIDE_PREFIX = "outside."
@@ -304,8 +306,11 @@ class TableStore(Store):
         table.learn(rows)
         mapped = np.empty((len(rows), geometry.inner.spec.nbytes), np.uint8)
         is_outside = table.map(rows, mapped)
+        hopeless = Trial(float(layout.frame_bytes), np.inf, np.inf, np.inf)
         if is_outside is not None and is_outside.mean() > _MAX_OUTSIDE:
-            return Trial(float(layout.frame_bytes), np.inf, np.inf)
+            return hopeless
+        if table.is_palette and table.n_used > _MAX_FIRST_COLOURS:
+            return hopeless
         inside = slice(None) if is_outside is None else ~is_outside
         inner_codec = get_codec(_inner_method(codec)).bind(geometry.inner.frame_spec)
         store = find_store(inner_codec, geometry.inner)
@@ -317,6 +322,7 @@ class TableStore(Store):
             (1 - share) * trial.frame_bytes + share * layout.frame_bytes,
             trial.read_ns + expand_ns(2 * layout.spec.nbytes, geometry.plane > 0),
             trial.write_ns + map_ns(n_units),
+            trial.step_ns + map_ns(n_units),
         )
 
     @classmethod

@@ -335,8 +335,9 @@ class StoreView(ArrayMethods, np.lib.mixins.NDArrayOperatorsMixin):
         """
         if self.indices is not None:
             raise ValueError("a reshaped array cannot have a sibling; call sibling() on the whole array")
+        first_index = self.store.allocate(math.prod(self.lead_shape), are_next=True)
         view = object.__new__(type(self))
-        StoreView.__init__(view, self.store, self.lead_shape, dtype=self.dtype)
+        StoreView.__init__(view, self.store, self.lead_shape, first_index=first_index, dtype=self.dtype)
         return view
 
     # ---- indices ----
