@@ -19,6 +19,7 @@ from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.stores.choice import choose_unseen
 from sb3_extra_buffers.stores.observation import ObservationStore
+from sb3_extra_buffers.stores.raw import RawStore
 from sb3_extra_buffers.stores.timeline import TimelineStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.stores.view import StoreView
@@ -47,8 +48,9 @@ class BufferView(StoreView):
                 and (len(index) == 2 or (type(index[2]) is slice and index[2] == _ALL and self.ndim > 2))
             ):
                 rows = self.store.read_pairs(steps, envs, self.first_index > 0)
-                batch: Array = rows.view(self.stored_dtype).reshape(len(steps), *self.obs_shape)
-                return self._converted(batch)
+                if rows is not None:
+                    batch: Array = rows.view(self.stored_dtype).reshape(len(steps), *self.obs_shape)
+                    return self._converted(batch)
         return super().__getitem__(index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -184,8 +186,8 @@ class ObsViews:
 
 
 def _is_raw(view: StoreView) -> bool:
-    choice = view.store.choice
-    return choice is not None and choice.is_raw
+    # images that stay uncompressed are first collected, to see how they are stacked
+    return isinstance(view.store.inner, RawStore | TimelineStore)
 
 
 def _make_view(
