@@ -297,23 +297,34 @@ def test_columns_of_another_kind_are_written_and_read(compiled: bool) -> None:
     assert_same_samples(ours, theirs)
 
 
-def test_a_subclass_may_read_batches_itself(compiled: bool) -> None:
-    class Scaled(CompressedReplayBuffer):
-        def _get_samples(self, batch_inds: Any, env: Any = None) -> Any:
-            samples = super()._get_samples(batch_inds, env)
-            return samples._replace(rewards=samples.rewards * 10)
+class TenTimes(CompressedReplayBuffer):
+    def _get_samples(self, batch_inds: Any, env: Any = None) -> Any:
+        samples = super()._get_samples(batch_inds, env)
+        return samples._replace(rewards=samples.rewards * 10)
 
+
+def test_a_subclass_may_read_batches_itself(compiled: bool) -> None:
     class Doubled(CompressedReplayBuffer):
         def _fit_step(self, *args: Any) -> Any:
             step = super()._fit_step(*args)
             return (*step[:6], step[6] * 2, *step[7:])
 
     theirs = ReplayBuffer(40, BOX, ACTIONS["box"], "cpu", 2)
-    scaled, doubled = (cls(40, BOX, ACTIONS["box"], "cpu", 2) for cls in (Scaled, Doubled))
+    scaled, doubled = (cls(40, BOX, ACTIONS["box"], "cpu", 2) for cls in (TenTimes, Doubled))
     add_all((theirs, scaled, doubled), BOX, 30, 2)
     want = sample(theirs, 16, 0)[0]
     is_same(sample(scaled, 16, 0)[0], want._replace(rewards=want.rewards * 10))
     is_same(sample(doubled, 16, 0)[0], want._replace(rewards=want.rewards * 2))
+
+
+def test_a_subclass_that_is_loaded_reads_batches_itself(tmp_path: Path) -> None:
+    ours, theirs = pair(BOX, 40, 2)
+    add_all((ours, theirs), BOX, 30, 2)
+    files.save(ours, tmp_path / "saved")
+    loaded = files.load(tmp_path / "saved", TenTimes)
+    assert type(loaded) is TenTimes
+    want = sample(theirs, 16, 0)[0]
+    is_same(sample(loaded, 16, 0)[0], want._replace(rewards=want.rewards * 10))
 
 
 def test_indices_count_from_the_end_as_in_numpy(compiled: bool) -> None:

@@ -386,6 +386,9 @@ def _finish(buffer: Any, parts: LoadedParts) -> Any:
         # without its constructor, whose work was done when the buffer was first made
         built, buffer = buffer, object.__new__(target)
         vars(buffer).update(vars(built))
+        if _is_replay(parts.kind) and not parts.kind.startswith("gpu-"):
+            # what it remembers of its views depends on the methods that a class replaces
+            buffer.restore_obs_views({name: views.by_key for name, views in built.obs_views().items()})
     added = value_from_json(parts.entry("extra", kind=dict))
     added |= {name.removeprefix("extra/"): column for name, column in parts.columns.items() if name[:6] == "extra/"}
     for name, value in added.items():
