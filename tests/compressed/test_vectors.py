@@ -491,10 +491,9 @@ def test_saved_buffers_are_loaded_with_their_next_observations(tmp_path: Path, c
 
 
 def test_arrays_of_earlier_versions_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = views.ObsViews.make
     ours, theirs = pair(TWO, 60, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(views.ObsViews, "make", lambda *args, with_next=False: make(*args))
+        patch.setattr(views, "has_numba", lambda: False)
         old, _ = pair(TWO, 60, 2)
     assert all(type(array) is np.ndarray for array in old.observations.values())
     add_all((ours, theirs, old), TWO, 50, 2)
@@ -503,6 +502,20 @@ def test_arrays_of_earlier_versions_are_loaded(tmp_path: Path, monkeypatch: pyte
     assert_same_contents(contents(theirs), contents(loaded))
     assert all(isinstance(view.store.inner, TimelineStore) for view in loaded.observations.values())
     add_all((loaded, theirs), TWO, 20, 2, seed=3)
+    assert_same_samples(loaded, theirs)
+
+
+def test_without_numba_vectors_are_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pair(TWO, 60, 2)
+    add_all((ours, theirs), TWO, 50, 2)
+    files.save(ours, tmp_path / "saved")
+    without_numba(monkeypatch)
+    monkeypatch.setattr(views, "has_numba", lambda: False)
+    loaded = files.load(tmp_path / "saved")
+    assert all(type(array) is np.ndarray for array in loaded.observations.values())
+    assert_same_contents(contents(theirs), contents(loaded))
+    add_all((loaded, theirs), TWO, 20, 2, seed=3)
+    assert_same_contents(contents(theirs), contents(loaded))
     assert_same_samples(loaded, theirs)
 
 
