@@ -28,7 +28,7 @@ from sb3_extra_buffers.compressed import (
     CompressedReplayBuffer,
 )
 from sb3_extra_buffers.errors import SpecMismatchError
-from sb3_extra_buffers.kernels import timeline_kernels
+from sb3_extra_buffers.kernels import has_numba, timeline_kernels
 from sb3_extra_buffers.stores import timeline
 from sb3_extra_buffers.stores.timeline import TimelineStore
 from tests.contracts.buffer import (
@@ -42,6 +42,9 @@ from tests.contracts.buffer import (
     sample,
 )
 from tests.contracts.store import KERNELS, examples
+
+# without it vectors are plain arrays, which the tests of all spaces cover
+pytestmark = pytest.mark.skipif(not has_numba(), reason="numba is not installed")
 
 VECTORS = ["vector", "double", "discrete", "multi discrete", "multi binary"]
 BOX = SPACES["vector"]
@@ -117,7 +120,6 @@ def test_normalised_samples_are_those_of_sb3(compiled: bool) -> None:
 
 
 def test_a_batch_is_one_allocation_of_aligned_tensors() -> None:
-    pytest.importorskip("numba")
     ours, _ = pair(TWO, 60, 2)
     add_all((ours,), TWO, 50, 2)
     batch = ours.sample(33)
@@ -140,7 +142,6 @@ def test_a_batch_is_one_allocation_of_aligned_tensors() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 255, 256, 257, 1000])
 def test_the_global_generator_is_used_as_by_numpy(size: int) -> None:
-    pytest.importorskip("numba")
     ours, theirs = pair(BOX, size, 1)
     add_all((ours, theirs), BOX, size, 1)
     for seed in range(5):
