@@ -18,6 +18,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 import sb3_extra_buffers.compressed as compressed
 from sb3_extra_buffers.compressed import CompressedArray, CompressedReplayBuffer, CompressedRolloutBuffer
 from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
+from sb3_extra_buffers.kernels import has_numba
 from sb3_extra_buffers.recording import FramelessRecordBuffer, RecordBuffer
 from sb3_extra_buffers.stores import device_base
 from sb3_extra_buffers.stores.device_frames import DeviceFrameStore
@@ -118,7 +119,9 @@ def test_uncompressed_observations_are_stored_once(name: str, space: str, n_step
         theirs.add(*step)
     usage, n_held = ours.memory_usage(), min(n_steps, 100)
     assert_true(ours, theirs, n_held, f"SB3's {type(theirs).__name__}")
-    if name == "prioritised":
+    if name != "GPU" and not has_numba():
+        assert usage.observation_ratio == 1
+    elif name == "prioritised":
         # a sum for each transition, and a few more
         assert usage.observation_ratio < (0.85 if space == "discrete" else 0.65)
         assert usage.total <= usage.dense - 0.15 * usage.dense_observations + 30 * usage.transitions
@@ -481,6 +484,12 @@ def test_a_partly_filled_buffer_agrees_with_the_resident_set() -> None:
     """Within 2 %, and half a megabyte for what Python itself took meanwhile."""
     lines = [[float(number) for number in line.split()] for line in run_fresh(GROWTH).splitlines()]
     assert all(abs(grown - total) < 0.02 * total + (1 << 19) for grown, total, _ in lines), lines
+<<<<<<< HEAD
     # noise is kept as it is, but once, and so are vectors
     expected = [pytest.approx(0.5, rel=0.02), pytest.approx(0.5, rel=0.02), pytest.approx(0.02, abs=0.01)]
+=======
+    # noise is kept as it is, and vectors are stored once
+    vectors = pytest.approx(0.5 if has_numba() else 1, rel=0.02)
+    expected = [pytest.approx(1, rel=0.02), vectors, pytest.approx(0.02, abs=0.01)]
+>>>>>>> w-vec
     assert [ratio for _, _, ratio in lines] == expected
