@@ -484,12 +484,7 @@ def test_a_partly_filled_buffer_agrees_with_the_resident_set() -> None:
     """Within 2 %, and half a megabyte for what Python itself took meanwhile."""
     lines = [[float(number) for number in line.split()] for line in run_fresh(GROWTH).splitlines()]
     assert all(abs(grown - total) < 0.02 * total + (1 << 19) for grown, total, _ in lines), lines
-<<<<<<< HEAD
     # noise is kept as it is, but once, and so are vectors
-    expected = [pytest.approx(0.5, rel=0.02), pytest.approx(0.5, rel=0.02), pytest.approx(0.02, abs=0.01)]
-=======
-    # noise is kept as it is, and vectors are stored once
     vectors = pytest.approx(0.5 if has_numba() else 1, rel=0.02)
-    expected = [pytest.approx(1, rel=0.02), vectors, pytest.approx(0.02, abs=0.01)]
->>>>>>> w-vec
+    expected = [pytest.approx(0.5, rel=0.02), vectors, pytest.approx(0.02, abs=0.01)]
     assert [ratio for _, _, ratio in lines] == expected
