@@ -149,9 +149,9 @@ def write_ns(codec_id: str, frame_bytes: int, encoded_bytes: float) -> tuple[flo
     return total, costs.every * total
 
 
-def expand_ns(nbytes: int, planar: bool) -> float:
+def expand_ns(nbytes: int) -> float:
     """Modelled nanoseconds to write ``nbytes`` of pixels or numbers from their indices in a table."""
-    return 0.12 * nbytes if not planar else 0.4 * nbytes
+    return 0.05 * nbytes
 
 
 def map_ns(n_units: int) -> float:
