@@ -16,9 +16,12 @@ import torch
 
 from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.kernels import camera
+from sb3_extra_buffers.stores import packed
 from sb3_extra_buffers.stores.device_base import DevicePlace, DeviceRing, IndexBatch
 from sb3_extra_buffers.stores.device_camera import DeviceCameraStore
 from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.segment_format import pack_camera_frames as pack
 
 Array = npt.NDArray[Any]
 
@@ -102,3 +105,23 @@ def test_the_device_decodes_what_was_written(name: str, device: str) -> None:
     np.testing.assert_array_equal(again.read(IndexBatch(indices)).cpu().numpy(), flat[indices])
     if device == "cuda":
         np.testing.assert_array_equal(store.read(IndexBatch(indices)).cpu().numpy(), flat[indices])
+
+
+@pytest.mark.parametrize("written_with", [2, 3, 4])
+def test_segments_of_another_version_are_decoded_by_the_host(
+    written_with: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = LAYOUTS["RGB"]
+    ring = DeviceRing(layout.spec, N_STEPS, N_STREAMS, 2, DevicePlace(torch.device("cpu")))
+    store = DeviceCameraStore(ring, layout, get_codec("camera"), "camera", {})
+    known = camera.STRIDE
+    monkeypatch.setattr(camera, "STRIDE", written_with)
+    monkeypatch.setattr(packed, "pack_camera_frames", lambda body, geometry, compiled: pack(body, geometry, False))
+    cameras = Cameras(layout)
+    for i in range(N_STEPS):
+        store.write(i, cameras.step())
+    copied = pickle.loads(pickle.dumps(store))
+    copied._triton = True
+    inner = copied.store.inner
+
+    assert copied._can_decode(inner) == (written_with == known)

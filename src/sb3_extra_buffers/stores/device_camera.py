@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from sb3_extra_buffers.codecs.base import Codec
-from sb3_extra_buffers.kernels.camera import camera_geometry
+from sb3_extra_buffers.kernels.camera import FIRST_FRAME, FRAME_BEFORE, STRIDE, camera_geometry
 from sb3_extra_buffers.kernels.camera_groups import CameraGroups, CameraShape, group_frames
 from sb3_extra_buffers.kernels.state import PACKED_CAMERA
 from sb3_extra_buffers.stores import device_base
@@ -20,6 +20,7 @@ from sb3_extra_buffers.stores.device_host import HostDecodedStore
 from sb3_extra_buffers.stores.device_layout import join_frames
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.mirror import HeapMirror
+from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.packed import PackedStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
@@ -56,6 +57,8 @@ class DeviceCameraStore(HostDecodedStore):
 
     location = ""
     _mirror: HeapMirror | None = None
+    # whether segments may be from another version, whose frames refer to others than this one's do
+    _is_foreign = False
 
     def __init__(
         self,
@@ -76,14 +79,21 @@ class DeviceCameraStore(HostDecodedStore):
 
     def read(self, indices: IndexBatch) -> torch.Tensor:
         inner = self.store.inner
-        if self._triton and isinstance(inner, PackedStore) and indices.host.size and self._can_decode(inner):
+        if self._triton and indices.host.size and isinstance(inner, PackedStore) and self._can_decode(inner):
             return self._read_segments(inner, indices.host)
         return super().read(indices)
 
-    @staticmethod
-    def _can_decode(inner: PackedStore) -> bool:
-        # segments from a file: the host checks them first
-        return inner.codec.codec_id == "camera" and inner.validator is None
+    def _can_decode(self, inner: PackedStore) -> bool:
+        if self._is_foreign:
+            with self.store.lock:
+                self._triton &= _has_known_references(inner)
+            self._is_foreign = False
+        # segments from a file that was not verified: the host checks them first
+        return self._triton and inner.codec.codec_id == "camera" and inner.validator is None
+
+    def adopt(self, store: ObservationStore) -> bool:
+        self._is_foreign |= super().adopt(store)
+        return self._is_foreign
 
     def _read_segments(self, inner: PackedStore, indices: npt.NDArray[np.int64]) -> torch.Tensor:
         from sb3_extra_buffers.kernels.camera_triton import decode_camera  # optional: needs Triton
@@ -111,8 +121,28 @@ class DeviceCameraStore(HostDecodedStore):
         return usage if self._mirror is None else replace(usage, other=usage.other + self._mirror.nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mirror": None}
+        return {**self.__dict__, "_mirror": None, "_is_foreign": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._triton &= self.ring.place.device.type == "cuda"
+
+
+def _has_known_references(inner: PackedStore) -> bool:
+    """Whether the frames of all sealed segments refer to those that `group_frames` expects."""
+    heap, width = inner.heap, inner.state.config.length_bytes
+    sealed = np.flatnonzero(heap.lengths)
+    sealed = sealed[heap.data[heap.starts[sealed]] == PACKED_CAMERA]
+    position = np.arange(inner.per_segment)
+    starts_group = position % STRIDE == 0
+    for segments in np.array_split(sealed, max(len(sealed) >> 12, 1)):
+        starts, counts = heap.starts[segments][:, None], inner.state.counts[segments][:, None]
+        exists = position < counts
+        table = (starts + 2 + np.where(exists, position, 0) * width)[..., None] + np.arange(width)
+        lengths = heap.data[table].reshape(-1, width).view(f"<u{width}").reshape(exists.shape).astype(np.int64)
+        at = starts + 2 + counts * width + np.cumsum(np.where(exists, lengths, 0), axis=1) - lengths
+        is_coded = exists & (lengths < inner.layout.frame_bytes) & (position > 1)
+        references = np.where(is_coded, heap.data[np.where(is_coded, at, 0)], 0)
+        if ((references == FRAME_BEFORE) & starts_group).any() or ((references == FIRST_FRAME) & ~starts_group).any():
+            return False
+    return True
