@@ -47,6 +47,7 @@ MAKERS: dict[str, Golden] = {
     "replay-gzip": buffer("replay-gzip", 40),
     "replay-undecided": buffer("replay", 3),
     "dict-replay": buffer("dict"),
+    "dict-replay-timeline": buffer("dict", 40),
     "n-step-replay": buffer("n-step"),
     "dict-n-step-replay": buffer("dict-n-step"),
     "her-replay": buffer("her-infos"),
