@@ -313,6 +313,8 @@ def rank(
             codec = get_codec(method).bind(layout.frame_spec)
         except ExtraBuffersError:
             continue
+        if method.endswith(":none") and layout.stack == 1:
+            continue  # observations and next observations would not share rows of indices
         store = find_store(codec, layout)
         if codec.codec_id == "palette" and not issubclass(store, TableStore):
             continue  # not images
