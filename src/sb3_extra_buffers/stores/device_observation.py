@@ -131,6 +131,7 @@ class DeviceObservationStore(DeviceStore):
         layout, choice = self.chooser.decide(streams, rows, self.n_streams)
         assert choice is not None  # there are rows to decide by
         inner = self._make_store(layout, choice)
+        inner.train(rows)
         for step, sets in collected:
             inner.plan(step, [self.spec.from_rows(part) for part in sets]).commit()
         return {"choice": choice, "inner": inner, "_collected": []}
