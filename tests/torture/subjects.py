@@ -213,6 +213,8 @@ class Sb3(Subject):
                 {"pixels": image, "speed": vector}
                 for image, vector in zip((step.image, step.next_image), step.vectors, strict=True)
             )
+        if self.space is VECTOR:
+            return tuple(step.vectors)
         goal = step.vectors[0, :, 1:]
         return tuple(  # type: ignore[return-value]  # of two
             {"observation": image, "achieved_goal": vector[:, :2], "desired_goal": goal}
@@ -497,6 +499,8 @@ def _subjects() -> Iterator[Subject]:
     for method in ("auto", "delta", "delta2", "zstd", "gzip", "rle", "palette", "none"):
         if is_available({"delta2": "zstd"}.get(method, method)) or method == "auto":
             yield Sb3(method, _replay(replay, compression_method=method), plain)
+    yield Sb3("vector", _replay(replay, VECTOR), _plain(ReplayBuffer, VECTOR), VECTOR)
+    yield Sb3("mmap-vector", _replay(replay, VECTOR, storage="mmap"), _plain(ReplayBuffer, VECTOR), VECTOR)
     yield Sb3("mmap", _replay(replay, compression_method="delta", storage="mmap"), plain)
     yield Sb3("mmap-auto", _replay(replay, storage="mmap"), plain)
     yield Sb3("evict", _replay(replay, compression_method="delta", max_bytes=60_000), plain)
@@ -560,6 +564,8 @@ def use_reference_kernels() -> None:
 
     dispatch.has_numba = lambda: False
     dispatch.frame_kernels.cache_clear()
+    dispatch.timeline_kernels.cache_clear()
+    dispatch.step_kernels.cache_clear()
 
 
 def difference(found: Contents, expected: Contents) -> str | None:

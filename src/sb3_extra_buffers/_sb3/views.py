@@ -48,8 +48,9 @@ class BufferView(StoreView):
                 and (len(index) == 2 or (type(index[2]) is slice and index[2] == _ALL and self.ndim > 2))
             ):
                 rows = self.store.read_pairs(steps, envs, self.first_index > 0)
-                batch: Array = rows.view(self.stored_dtype).reshape(len(steps), *self.obs_shape)
-                return self._converted(batch)
+                if rows is not None:
+                    batch: Array = rows.view(self.stored_dtype).reshape(len(steps), *self.obs_shape)
+                    return self._converted(batch)
         return super().__getitem__(index)
 
     def __setitem__(self, index: Any, value: Any) -> None:

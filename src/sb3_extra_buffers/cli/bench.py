@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import dataclass
@@ -14,14 +15,21 @@ import numpy.typing as npt
 from sb3_extra_buffers._extras import import_extra
 from sb3_extra_buffers.cli.convert import check_method
 from sb3_extra_buffers.cli.reader import BufferReader, obs_shape, open_buffer, with_progress
-from sb3_extra_buffers.codecs.registry import is_available, parse_method
-from sb3_extra_buffers.errors import ArgumentError, CorruptPayloadError, EmptyBufferError, UnknownEnvironmentError
+from sb3_extra_buffers.codecs.registry import get_codec
+from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.errors import (
+    ArgumentError,
+    CorruptPayloadError,
+    EmptyBufferError,
+    ExtraBuffersError,
+    UnknownEnvironmentError,
+)
+from sb3_extra_buffers.stores.choice import candidates, compare
 
 Array = npt.NDArray[Any]
 
-METHODS = (
-    "none", "delta", "delta2", "delta3", "palette", "zstd1", "zstd-5", "lz4-frame/1", "igzip1", "gzip1", "rle-jit",
-)  # fmt: skip
+# besides those that `auto` tries
+METHODS = ("zstd-5", "lz4-frame/1", "igzip1", "gzip1", "rle-jit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +40,18 @@ class MethodResult:
     percent: float  # of dense memory
     write_us: float
     read_us: float
-
-    @property
-    def score(self) -> float:
-        """Lower is better: memory counts most, reading time decides where memory is about equal."""
-        return float(np.log(max(self.percent, 1e-3)) + 0.35 * np.log(max(self.read_us, 0.1)))
+    score: float = math.inf
+    """How `auto` rates the method, by a model of memory and time; lower is better."""
 
 
-def available_methods() -> list[str]:
-    """Return the methods whose packages are installed."""
-    codecs = {"delta2": "zstd", "delta3": "zstd"}
-    return [method for method in METHODS if is_available(codecs.get(method, parse_method(method)[0]))]
+def available_methods(observations: Array) -> list[str]:
+    """Return the methods that fit ``observations``, those whose packages are installed."""
+    spec, methods = ObsSpec(observations.shape[2:], observations.dtype), []
+    for method in dict.fromkeys([*candidates(spec, "memory"), *METHODS]):
+        with contextlib.suppress(ExtraBuffersError):
+            get_codec(method).bind(spec)
+            methods.append(method)
+    return methods
 
 
 def parse_methods(text: str) -> list[str]:
@@ -102,7 +111,9 @@ def _play_randomly(env_id: str, n_steps: int, seed: int) -> Array:
     return np.stack(observations)
 
 
-def run_benchmark(observations: Array, methods: list[str], batch: int = 32) -> list[MethodResult]:
+def run_benchmark(
+    observations: Array, methods: list[str], batch: int = 32, prefer: str | None = None
+) -> list[MethodResult]:
     """Write and read ``observations`` with each method; raise if a method does not return them unchanged."""
     from sb3_extra_buffers.compressed.array import CompressedArray
     from sb3_extra_buffers.compressed.dtypes import init_jit
@@ -110,6 +121,11 @@ def run_benchmark(observations: Array, methods: list[str], batch: int = 32) -> l
     n_steps, n_envs, *shape = observations.shape
     rng = np.random.default_rng(0)
     batches = [(rng.integers(0, n_steps, batch), rng.integers(0, n_envs, batch)) for _ in range(40)]
+    spec = ObsSpec(tuple(shape), observations.dtype)
+    rows = spec.to_rows(observations.reshape(-1, *shape))
+    ranked = compare(spec, np.tile(np.arange(n_envs), n_steps), rows, n_envs, prefer, methods=methods)[1]
+    # in the order of `auto`, in which methods that do not pay come last
+    scores = {each.method: max(each.score, ranked[0].score) for each in ranked}
     results = []
     for method in with_progress(methods, "methods"):
         init_jit(method, tuple(shape), observations.dtype)
@@ -129,21 +145,25 @@ def run_benchmark(observations: Array, methods: list[str], batch: int = 32) -> l
             read_seconds.append(time.perf_counter() - start)
         percent = 100 * array.memory_usage().total / observations.nbytes
         write_us = 1e6 * write_seconds / (n_steps * n_envs)
-        results.append(MethodResult(method, percent, write_us, 1e6 * float(np.median(read_seconds)) / batch))
+        read_us = 1e6 * float(np.median(read_seconds)) / batch
+        results.append(MethodResult(method, percent, write_us, read_us, scores.get(method, math.inf)))
     return results
 
 
 def format_table(results: list[MethodResult]) -> str:
     """Format results as a table, one line per method."""
-    lines = [f"{'method':<14}{'memory':>10}{'write':>14}{'read':>14}"]
+    best = min((each.score for each in results if 0 < each.score < math.inf), default=1.0)
+    lines = [f"{'method':<14}{'memory':>10}{'write':>14}{'read':>14}{'score':>9}"]
     lines += [
-        f"{each.method:<14}{each.percent:>8.2f} %{each.write_us:>11.1f} us{each.read_us:>11.1f} us" for each in results
+        f"{each.method:<14}{each.percent:>8.2f} %{each.write_us:>11.1f} us{each.read_us:>11.1f} us"
+        f"{f'{each.score / best:.2f}' if each.score < math.inf else '-':>9}"
+        for each in results
     ]
     return "\n".join(lines)
 
 
 def recommend(results: list[MethodResult]) -> MethodResult:
-    """Return the best compromise between memory and reading time."""
+    """Return the method that `auto` would choose among these: the best of memory times modelled time."""
     return min(results, key=lambda result: result.score)
 
 

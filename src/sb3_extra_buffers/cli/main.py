@@ -184,6 +184,9 @@ def _parser() -> argparse.ArgumentParser:
             "--methods", metavar="NAME,NAME", help="methods to compare (default: all that are installed)"
         )
         trial.add_argument("--key", help="key of the observations to use, if they are a Dict")
+        trial.add_argument(
+            "--prefer", choices=["memory", "speed"], help="score methods by less memory, or faster reads"
+        )
         _add_output(trial, None, _PLOTS, "plot the results to this file")
     return parser
 
@@ -422,10 +425,11 @@ def _bench(args: argparse.Namespace) -> int:
     from sb3_extra_buffers.cli import bench
 
     output = None if args.output is None else _checked_output(args.output)
-    methods = bench.parse_methods(args.methods) if args.methods is not None else bench.available_methods()
+    methods = None if args.methods is None else bench.parse_methods(args.methods)
     observations = bench.load_observations(args.path, args.steps, args.key)
-    results = sorted(bench.run_benchmark(observations, methods), key=lambda result: result.percent)
     n_steps, n_envs, *shape = observations.shape
+    methods = methods or bench.available_methods(observations)
+    results = sorted(bench.run_benchmark(observations, methods, prefer=args.prefer), key=lambda result: result.percent)
     print(f"observations: {n_steps * n_envs} of {'x'.join(map(str, shape))} {observations.dtype}")
     print(bench.format_table(results))
     if args.command == "recommend":

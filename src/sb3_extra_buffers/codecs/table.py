@@ -21,7 +21,7 @@ _MAX_CHANNELS = 64
 
 def check_inner(name: str, method: str) -> None:
     """Raise unless ``method`` can store indices for the method ``name``."""
-    if get_codec(method).codec_id in ("palette", "table"):
+    if not isinstance(method, str) or get_codec(method).codec_id in ("palette", "table"):
         raise CodecOptionError(f"{name} needs a byte codec or 'delta' as its inner method, got {method!r}")
 
 
@@ -42,10 +42,9 @@ def find_unit(spec: ObsSpec) -> tuple[int, bool] | None:
         return None
     if first in (3, 4):
         return first, True
-    for channels, planar in ((last, False), (first, True)):
-        if channels <= _MAX_CHANNELS and channels % 3 == 0:
-            return 3, planar
-    return None
+    # several images: channels are the shorter axis
+    channels, planar = min((last, False), (first, True))
+    return (3, planar) if channels <= _MAX_CHANNELS and channels % 3 == 0 else None
 
 
 @dataclass(frozen=True, slots=True)

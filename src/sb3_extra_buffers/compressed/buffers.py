@@ -64,7 +64,7 @@ class CompressedDictReplayBuffer(ReplayMixin, DictReplayBuffer):
     """SB3's `DictReplayBuffer` with compressed observations; each key is stored in its own way.
 
     Takes the arguments of `CompressedReplayBuffer`. ``compression_method`` may be a mapping with a method for each key.
-    A single method applies to the images; vectors are kept in plain arrays.
+    A single method applies to the images; vectors are not compressed.
 
     Examples:
         >>> from gymnasium import spaces

@@ -16,6 +16,7 @@ from sb3_extra_buffers.files.blocks import BLOCK, ArrayRecord
 from sb3_extra_buffers.files.payloads import damaged_chunks, lost_indices
 from sb3_extra_buffers.files.saved_parts import SavedParts, errors_about
 from sb3_extra_buffers.stores.observation import ObservationStore
+from sb3_extra_buffers.stores.timeline import TimelineStore
 
 Array = npt.NDArray[Any]
 Flags = npt.NDArray[np.bool_]
@@ -85,12 +86,18 @@ class DamageScan:
     def _read_store(self, name: str) -> tuple[ObservationStore, Flags]:
         entry = self.saved.stores[name]
         tables, lost = {}, np.zeros(int(entry["record"]["n_cells"]), np.bool_)
+        is_timeline, bad_of = entry["record"].get("kind") == "timeline", {}
         for key in entry["arrays"]:
             tables[key], bad = self._read(f"stores/{name}/{key}")
+            if is_timeline and key in ("rows", "aside"):
+                bad_of[key] = bad
+                continue
             if bad.any() and (key not in _BY_OBS or len(bad) != len(lost)):
                 raise DamagedFileError(f"the table {key!r} of {name} is damaged, and every observation depends on it")
             lost |= bad if bad.any() else False
         store, payloads = self.saved.make_store(name, tables, read_only=True)
+        if isinstance(store.inner, TimelineStore):
+            lost |= store.inner.lost_indices(bad_of["rows"], bad_of["aside"])
         path, size = self.saved.payload_file(name)
         frames = store.frames
         if payloads is not None and frames is not None:

@@ -104,9 +104,9 @@ def plane_bytes(geometry: Ints) -> int:
 
 
 def camera_work_bytes(size: int, geometry: Ints) -> int:
-    """Bytes of work space that `unpack_camera` needs: two frames' planes, and a row."""
+    """Bytes of work space that `unpack_camera` needs: two frames' planes, and nine rows of pixels."""
     row_bytes = int((geometry[1] + 7) // 8 * 8 * geometry[2] * geometry[4])
-    return ZEROS + TILE_SPACE + 2 * plane_bytes(geometry) + row_bytes
+    return ZEROS + TILE_SPACE + 2 * plane_bytes(geometry) + 9 * row_bytes
 
 
 def camera_scratch_bytes(size: int, geometry: Ints) -> int:
@@ -149,13 +149,13 @@ def pack_camera(
 
 def unpack_camera(
     source: Bytes, body_at: int, end: int, table_at: int, width: int, count: int, positions: Ints, targets: Ints,
-    n_wanted: int, out: Bytes, geometry: Ints, work: Bytes,
+    n_wanted: int, out: Bytes, geometry: Ints, work: Bytes, streaming: bool = False,
 ) -> bool:  # fmt: skip
     """Decode ``n_wanted`` frames of a segment, whose coded frames start at ``source[body_at]``; False if it is damaged.
 
     The table at ``source[table_at]`` has ``count`` lengths of ``width`` bytes each. ``positions`` are those of the
     frames in the segment, in ascending order; frame ``i`` of them is written to ``out[targets[i]:]``. ``source``
-    extends `OVERREAD` bytes past ``end``.
+    extends `OVERREAD` bytes past ``end``. With ``streaming``, frames are written past the caches.
     """
     size = geometry[0] * geometry[1] * geometry[2] * geometry[4]
     first = ZEROS + TILE_SPACE
@@ -185,13 +185,17 @@ def unpack_camera(
             if not has_first and (start == 0 or (length < size and source[at] != NO_FRAME)):
                 stop = body_at + get_length(source, table_at, width)
                 out_at = targets[i] if position == 0 else -1
-                if stop > end or not decode_frame(source, body_at, stop, size, work, first, 0, geometry, out, out_at):
+                if stop > end or not decode_frame(
+                    source, body_at, stop, size, work, first, 0, geometry, out, out_at, streaming
+                ):
                     return False
                 has_first = True
             if start > 0:
                 previous = first if start == 1 or source[at] == FIRST_FRAME else second
                 out_at = targets[i] if start == position else -1
-                if not decode_frame(source, at, at + length, size, work, second, previous, geometry, out, out_at):
+                if not decode_frame(
+                    source, at, at + length, size, work, second, previous, geometry, out, out_at, streaming
+                ):
                     return False
                 decoded = start
             at += length
@@ -207,7 +211,7 @@ def needs_frame_before(source: Bytes, at: int, end: int, size: int, table_at: in
 
 def decode_frame(
     source: Bytes, at: int, end: int, size: int, work: Bytes, current: int, previous: int, geometry: Ints, out: Bytes,
-    out_at: int,
+    out_at: int, streaming: bool,
 ) -> bool:  # fmt: skip
     """Decode a frame to planes, as `decode_planes` does, or take it over as it is if it is stored whole."""
     if end - at == size:
@@ -219,7 +223,7 @@ def decode_frame(
         return False
     if source[at] == NO_FRAME:
         previous = 0
-    return decode_planes(source, at, end, work, current, previous, geometry, out, out_at)
+    return decode_planes(source, at, end, work, current, previous, geometry, out, out_at, streaming)
 
 
 # ---- functions that touch every byte; `camera_numba` replaces these ----
@@ -343,8 +347,9 @@ def _unpack_bits(packed: Bytes, widths: npt.NDArray[np.int64]) -> Bytes:
 
 
 def decode_planes(
-    source: Bytes, at: int, end: int, work: Bytes, current: int, previous: int, geometry: Ints, out: Bytes, out_at: int
-) -> bool:
+    source: Bytes, at: int, end: int, work: Bytes, current: int, previous: int, geometry: Ints, out: Bytes, out_at: int,
+    streaming: bool,
+) -> bool:  # fmt: skip
     """Decode the frame ``source[at:end]`` to the planes at ``work[current]``; return False if it is damaged.
 
     The planes at ``previous`` (0: zeros) are those of its reference, and may be the same. Unless ``out_at`` is

@@ -43,6 +43,7 @@ from sb3_extra_buffers.kernels.columns_numba import as_column, keep
 from sb3_extra_buffers.kernels.compiling import compiled, entry, inner, replaces, use_reference
 from sb3_extra_buffers.kernels.delta_numba import _ones_between
 from sb3_extra_buffers.kernels.intrinsics import (
+    address_of,
     clear_bytes,
     copy_bytes,
     count_ones,
@@ -51,6 +52,7 @@ from sb3_extra_buffers.kernels.intrinsics import (
     load_word,
     lowest_bits,
     store_word,
+    stream_bytes,
 )
 
 _ONES = np.uint64(0x0101010101010101)
@@ -114,17 +116,16 @@ def split_planes(frames: Any, at: int, geometry: Any, space: Any, planes_at: int
 
 
 @inner
-def _join_row(space: Any, planes_at: int, y: int, geometry: Any, out: Any, at: int) -> None:
-    """Undo `split_planes` for a row of tiles."""
+def _join_row(space: Any, planes_at: int, n_rows: int, geometry: Any, out: Any, at: int, plane: int) -> None:
+    """Undo `split_planes` for the row of tiles at ``planes_at``; channels are ``plane`` bytes apart in ``out``."""
     width, channels, itemsize = geometry[1], geometry[2], geometry[4]
-    pixel, plane = _steps(geometry)
+    pixel = _steps(geometry)[0]
     across = (width + 7) // 8
     tile_step, row_step = across * TILE * itemsize, width * pixel
-    n_rows = min(8, geometry[0] - y)
     for x in range(0, width, 8):
         n_columns = min(8, width - x)
-        begin = planes_at + y // 8 * channels * tile_step + x * 8 * itemsize
-        start = at + (y * width + x) * pixel
+        begin = planes_at + x * 8 * itemsize
+        start = at + x * pixel
         if _mixes(geometry) and pixel > 1:
             if n_rows == 8 and n_columns == 8:
                 if channels == 3:
@@ -152,6 +153,26 @@ def _join_row(space: Any, planes_at: int, y: int, geometry: Any, out: Any, at: i
                     out, start + channel * plane, row_step, pixel, space, tile, 8 * itemsize, itemsize, n_rows,
                     n_columns, itemsize,
                 )  # fmt: skip
+
+
+@inner
+def _write_row(
+    work: Any, planes_at: int, y: int, geometry: Any, out: Any, out_at: int, streaming: bool, changes: int
+) -> None:
+    """Write a row of tiles to the frame at ``out[out_at:]``."""
+    pixel, plane = _steps(geometry)
+    n_rows = min(8, geometry[0] - y)
+    at = out_at + y * geometry[1] * pixel
+    n_parts = geometry[2] if geometry[3] else 1
+    n_bytes = n_rows * geometry[1] * pixel
+    if not streaming or n_bytes % 16 or (n_parts > 1 and plane % 16) or address_of(out, at) % 16:
+        _join_row(work, planes_at, n_rows, geometry, out, at, plane)
+        return
+    # collect whole rows of pixels first: parts of a cache line cannot be written past the caches
+    rows = changes + (geometry[1] + 7) // 8 * 8 * geometry[2] * geometry[4]
+    _join_row(work, planes_at, n_rows, geometry, work, rows, n_bytes if n_parts > 1 else plane)
+    for i in range(n_parts):
+        stream_bytes(out, at + i * plane, work, rows + i * n_bytes, n_bytes)
 
 
 @inner
@@ -320,8 +341,9 @@ def _set_masks(space: Any, height: int, width: int) -> None:
 @replaces(reference.decode_planes)
 @inner
 def decode_planes(
-    source: Any, at: int, end: int, work: Any, current: int, previous: int, geometry: Any, out: Any, out_at: int
-) -> bool:
+    source: Any, at: int, end: int, work: Any, current: int, previous: int, geometry: Any, out: Any, out_at: int,
+    streaming: bool,
+) -> bool:  # fmt: skip
     channels, itemsize = geometry[2], geometry[4]
     down, across = (geometry[0] + 7) // 8, (geometry[1] + 7) // 8 * channels
     changed = at + 1
@@ -358,7 +380,7 @@ def decode_planes(
             return False
         tile += across
         if out_at >= 0:
-            _join_row(work, current, 8 * y, geometry, out, out_at)
+            _write_row(work, current + y * row_bytes, 8 * y, geometry, out, out_at, streaming, changes)
     return headers == headers_end and offsets == offsets_end and rows == end
 
 
@@ -473,13 +495,13 @@ def pack_segment(frames: Any, count: int, size: int, geometry: Any, target: Any,
 @entry
 def unpack_segment(
     source: Any, body_at: int, end: int, table_at: int, width: int, count: int, positions: Any, targets: Any, out: Any,
-    geometry: Any,
+    geometry: Any, streaming: bool,
 ) -> bool:  # fmt: skip
     """Decode the frames at ``positions`` of a segment; False if it is damaged."""
     shape = as_column(geometry)
     work = np.empty(camera_work_bytes(0, shape), np.uint8)
     good = unpack_camera(
         as_column(source), body_at, end, table_at, width, count, as_column(positions), as_column(targets),
-        len(positions), as_column(out), shape, as_column(work),
+        len(positions), as_column(out), shape, as_column(work), streaming,
     )  # fmt: skip
     return keep(work, good)

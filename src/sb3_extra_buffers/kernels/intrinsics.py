@@ -27,6 +27,8 @@ _FEATURES = {} if config.CPU_NAME or config.CPU_FEATURES else llvm.get_host_cpu_
 _HAS_BMI2 = bool(_FEATURES.get("bmi2", False))
 #: whether the processor moves 64 bytes under a mask (AVX-512 VBMI2), which the ``*_line`` operations need
 HAS_LINES = bool(_FEATURES.get("avx512vbmi2", False) and _FEATURES.get("avx512bw", False))
+#: whether the processor looks 64 bytes up in a table at once (AVX-512 VBMI), which the ``look_up_*`` operations need
+HAS_TABLES = bool(_FEATURES.get("avx512vbmi", False) and _FEATURES.get("avx512bw", False))
 
 _BYTE, _HALF, _INT32, _WORD = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _LINE = ir.VectorType(_BYTE, 64)
@@ -312,3 +314,55 @@ def fill_line(builder: Any, target: Any, source: Any, mask: Any, before: Any) ->
 def merge_line(builder: Any, target: Any, source: Any, mask: Any) -> None:
     """Overwrite those of 64 bytes that ``mask`` selects with the bytes of ``source``, in order."""
     _store(builder, _expand(builder, source, mask, _load(builder, target, _LINE)), target)
+
+
+# ---- tables, only where `HAS_TABLES` ----
+
+
+def _look_up(builder: Any, table: Any, indices: Any) -> Any:
+    """The entries of a table of 256 bytes that a line of indices names."""
+    name = "llvm.x86.avx512.vpermi2var.qi.512"
+    parts = [_load(builder, builder.gep(table, [_WORD(64 * part)]), _LINE) for part in range(4)]
+    # the instruction uses seven bits of an index
+    low, high = (_call(builder, name, _LINE, first, indices, second) for first, second in (parts[:2], parts[2:]))
+    return builder.select(builder.icmp_signed("<", indices, _NO_LINE), high, low)
+
+
+def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INT32, 64), lanes))
+
+
+def _look_up_planes(builder: Any, tables: Any, source: Any, count: int) -> list[Any]:
+    indices = _load(builder, source, _LINE)
+    return [_look_up(builder, builder.gep(tables, [_WORD(256 * plane)]), indices) for plane in range(count)]
+
+
+@_operation(types.void, _MEMORY, _MEMORY, _MEMORY)
+def look_up_line(builder: Any, target: Any, table: Any, source: Any) -> None:
+    """Set 64 bytes to the entries of a table of 256 bytes that those of ``source`` name."""
+    _store(builder, _look_up(builder, table, _load(builder, source, _LINE)), target)
+
+
+@_operation(types.void, _MEMORY, _MEMORY, _MEMORY)
+def look_up_threes(builder: Any, target: Any, tables: Any, source: Any) -> None:
+    """Set 64 times three bytes to the entries of three tables of 256 bytes, one for each of the three."""
+    a, b, c = _look_up_planes(builder, tables, source, 3)
+    for line in range(3):
+        places = [divmod(64 * line + byte, 3) for byte in range(64)]
+        joined = _shuffle(builder, a, b, [unit + 64 * (plane % 2) for unit, plane in places])
+        lanes = [64 + unit if plane == 2 else byte for byte, (unit, plane) in enumerate(places)]
+        _store(builder, _shuffle(builder, joined, c, lanes), builder.gep(target, [_WORD(64 * line)]))
+
+
+@_operation(types.void, _MEMORY, _MEMORY, _MEMORY)
+def look_up_fours(builder: Any, target: Any, tables: Any, source: Any) -> None:
+    """Set 64 times four bytes to the entries of four tables of 256 bytes, one for each of the four."""
+    a, b, c, d = _look_up_planes(builder, tables, source, 4)
+    for half in range(2):
+        # bytes 0, 64, 1, 65, ... of two lines, then pairs of those
+        lanes = [32 * half + byte // 2 + 64 * (byte % 2) for byte in range(64)]
+        first, second = _shuffle(builder, a, b, lanes), _shuffle(builder, c, d, lanes)
+        for part in range(2):
+            lanes = [32 * part + byte // 4 * 2 + byte % 2 + 64 * (byte // 2 % 2) for byte in range(64)]
+            at = builder.gep(target, [_WORD(64 * (2 * half + part))])
+            _store(builder, _shuffle(builder, first, second, lanes), at)

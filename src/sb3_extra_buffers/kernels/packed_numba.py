@@ -108,8 +108,9 @@ def _read_segment(
         return False
     if flags == PACKED_CAMERA and len(state.geometry):
         return unpack_camera(
-            source, at, end, start + 2, width, count, positions, targets, len(positions), target, state.geometry, work
-        )
+            source, at, end, start + 2, width, count, positions, targets, len(positions), target, state.geometry, work,
+            streaming,
+        )  # fmt: skip
     if flags == PACKED_ZSTD:
         keyframe, stride = state.keyframes[segment], state.config.keyframe_bytes
         n_dictionary = stride if keyframe >= 0 else 0

@@ -108,7 +108,11 @@ READ_COSTS: dict[str, ReadCosts] = {
     "scroll-zstd": ReadCosts(100, 0.000885, 0, 0.184, 1.12),
     "camera": ReadCosts(100, 0.203, 0, 0, 0.337),
     "zstd": ReadCosts(100, 0.268, 0, 0.0403, 1.21),
-    "gzip": ReadCosts(100, 0.491, 0, 0.0651, 5.66),
+    "gzip": ReadCosts(100, 0.294, 0, 0, 10.3),
+    "igzip": ReadCosts(100, 0.292, 0, 0, 5.87),
+    "lz4-frame": ReadCosts(100, 0.32, 0, 0, 0.831),
+    "lz4-block": ReadCosts(100, 0.32, 0, 0, 0.831),
+    "rle": ReadCosts(100, 0.386, 0, 0, 0.236),
 }
 WRITE_COSTS: dict[str, WriteCosts] = {
     "none": WriteCosts(4400, 1.29),
@@ -118,7 +122,11 @@ WRITE_COSTS: dict[str, WriteCosts] = {
     "scroll-zstd": WriteCosts(6200, 0.828, 3.16, 0.3),
     "camera": WriteCosts(11_900, 0, 4.04, 0.3),
     "zstd": WriteCosts(22_300, 1.66, 2.42),
-    "gzip": WriteCosts(28_800, 0, 44.7),
+    "gzip": WriteCosts(29_800, 0, 43),
+    "igzip": WriteCosts(33_700, 0, 13.1),
+    "lz4-frame": WriteCosts(25_200, 0.203, 5.52),
+    "lz4-block": WriteCosts(25_200, 0.203, 5.52),
+    "rle": WriteCosts(32_800, 0),
 }
 #: For each byte of a batch whose frames are interleaved, because they are stacked along the last axis.
 JOIN_NS = 0.33
@@ -141,9 +149,9 @@ def write_ns(codec_id: str, frame_bytes: int, encoded_bytes: float) -> tuple[flo
     return total, costs.every * total
 
 
-def expand_ns(nbytes: int, planar: bool) -> float:
+def expand_ns(nbytes: int) -> float:
     """Modelled nanoseconds to write ``nbytes`` of pixels or numbers from their indices in a table."""
-    return 0.12 * nbytes if not planar else 0.4 * nbytes
+    return 0.05 * nbytes
 
 
 def map_ns(n_units: int) -> float:

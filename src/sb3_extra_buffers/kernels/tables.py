@@ -132,21 +132,21 @@ def map_rows(
 
 
 def map_step(
-    rows: Bytes, next_rows: Bytes, slots: Codes, indices: Bytes, factor: np.uint64, shift: np.uint64, unit: int,
-    plane: int, known: Bytes, guessed: bool, out: Bytes,
+    rows: Bytes, next_rows: Bytes, slots: Codes, indices: Bytes, factor: np.uint64, shift: np.uint64, table: Bytes,
+    unit: int, plane: int, guess: Bytes, guessed: bool, out: Bytes,
 ) -> bool:  # fmt: skip
     """Set the first half of ``out`` to the indices of ``rows``, and the second to those of ``next_rows``.
 
-    Returns False if a unit is unknown; ``out`` and ``known`` then hold anything. Otherwise ``known``, unless it has no
-    rows, becomes a copy of ``next_rows``. If ``guessed``, the second half of ``out`` has the indices of ``known``, from
-    the last step, which ``rows`` are likely to repeat: a kernel may compare before it looks up.
+    Returns False if a unit is unknown; ``out`` and ``guess`` then hold anything. Otherwise ``guess``, unless it has no
+    rows, becomes a copy of the second half. If ``guessed``, it holds that of the last step, which ``rows`` are likely
+    to repeat: a kernel may compare before it looks up.
     """
     n_rows, outside = len(rows), np.zeros(len(rows), np.uint8)
     for part, half in ((rows, out[:n_rows]), (next_rows, out[n_rows:])):
         if map_rows(part, slots, indices, factor, shift, unit, plane, 0, False, half, outside) < n_rows:
             return False
-    if len(known):
-        known[...] = next_rows
+    if len(guess):
+        guess[...] = out[n_rows:]
     return True
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from sb3_extra_buffers.kernels.columns_numba import as_column, flat
+from sb3_extra_buffers.kernels.columns_numba import as_column, flat, keep, part
 from sb3_extra_buffers.kernels.compiling import entry, inner
 from sb3_extra_buffers.kernels.intrinsics import (
+    HAS_TABLES,
     clear_bytes,
     copy_bytes,
     equal_bytes,
@@ -17,17 +18,20 @@ from sb3_extra_buffers.kernels.intrinsics import (
     load_int,
     load_quad,
     load_word,
+    look_up_fours,
+    look_up_line,
+    look_up_threes,
     store_byte,
     store_half,
     store_quad,
     store_word,
 )
-from sb3_extra_buffers.kernels.tables import ENTRY_BYTES
+from sb3_extra_buffers.kernels.tables import ENTRIES, ENTRY_BYTES
 
 _EIGHT = np.uint64(8)
 _COLOUR = np.uint64(0xFFFFFF)
 # units that are compared with a guess at a time
-_BLOCK = 64
+_BLOCK = 128
 
 
 @inner
@@ -90,14 +94,30 @@ def _look_up(
 
 
 @inner
+def _is_guess(
+    row: Any, at: int, count: int, guess: Any, guess_at: int, table: Any, shades: Any, unit: int, plane: int, space: Any
+) -> bool:
+    """Whether ``count`` units from byte ``at`` on are those that the indices at ``guess_at`` name."""
+    if plane == 0:
+        expand_row(guess, guess_at, count, table, shades, unit, 0, space, 0)
+        return equal_bytes(row, at, space, 0, count * unit)
+    equal = True
+    for byte in range(unit):
+        if equal:
+            _expand_plane(guess, guess_at, count, shades, ENTRIES * byte, space, 0)
+            equal = equal_bytes(row, at + byte * plane, space, 0, count)
+    return equal
+
+
+@inner
 def _map_units(
     row: Any, start: int, count: int, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int,
-    known: Any, known_at: int, guess_at: int, out: Any, to: int,
+    known: Any, known_at: int, guess: Any, guess_at: int, table: Any, shades: Any, space: Any, out: Any, to: int,
 ) -> bool:  # fmt: skip
     """Map ``count`` units from byte ``start`` on, in blocks; return whether all are known.
 
-    Blocks that repeat those of ``known``, from byte ``known_at`` on, have the indices at ``guess_at`` of ``out``. If
-    that is negative, nothing is known.
+    A block that repeats the one at ``known_at`` of ``known``, or, if that is negative, that the indices at ``guess_at``
+    of ``guess`` name, has these indices. If that is negative too, every unit is looked up.
     """
     width, done = 1 if plane > 0 else unit, 0
     if unit == 3 and plane == 0:
@@ -111,8 +131,13 @@ def _map_units(
             return False
     while done < count:
         n, at = min(count - done, _BLOCK), start + done * width
-        if guess_at >= 0 and _equal_units(row, at, known, known_at + done * width, n, unit, plane):
-            copy_bytes(out, to + done, out, guess_at + done, n)
+        same = False
+        if known_at >= 0:
+            same = _equal_units(row, at, known, known_at + done * width, n, unit, plane)
+        elif guess_at >= 0:
+            same = _is_guess(row, at, n, guess, guess_at + done, table, shades, unit, plane, space)
+        if same:
+            copy_bytes(out, to + done, guess, guess_at + done, n)
         elif not _look_up(row, at, n, slots, indices, factor, shift, unit, plane, out, to + done):
             return False
         done += n
@@ -122,14 +147,14 @@ def _map_units(
 @inner
 def _map_row(
     row: Any, start: int, n_units: int, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int,
-    known: Any, known_at: int, guess_at: int, out: Any, to: int,
+    known: Any, known_at: int, guess: Any, guess_at: int, table: Any, shades: Any, space: Any, out: Any, to: int,
 ) -> bool:  # fmt: skip
     count = plane if plane > 0 else n_units
     for done in range(0, n_units, max(count, 1)):
-        at = guess_at + done if guess_at >= 0 else -1
         if not _map_units(
-            row, start + done * unit, count, slots, indices, factor, shift, unit, plane, known, known_at + done * unit,
-            at, out, to + done,
+            row, start + done * unit, count, slots, indices, factor, shift, unit, plane,
+            known, known_at + done * unit if known_at >= 0 else -1,
+            guess, guess_at + done if guess_at >= 0 else -1, table, shades, space, out, to + done,
         ):  # fmt: skip
             return False
     return True
@@ -145,8 +170,8 @@ def map_rows(
     out_, outside_ = flat(as_column(out)), as_column(outside)
     for row in range(first, n_rows):
         if not _map_row(
-            rows_, row * nbytes, n_units, slots_, indices_, factor, shift, unit, plane, rows_, 0, -1, out_,
-            row * n_units,
+            rows_, row * nbytes, n_units, slots_, indices_, factor, shift, unit, plane, rows_, -1, out_, -1, out_, out_,
+            out_, out_, row * n_units,
         ):  # fmt: skip
             if not closed:
                 return row
@@ -157,64 +182,100 @@ def map_rows(
 
 @entry
 def map_step(
-    rows: Any, next_rows: Any, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int, known: Any,
-    guessed: bool, out: Any,
+    rows: Any, next_rows: Any, slots: Any, indices: Any, factor: Any, shift: Any, table: Any, unit: int, plane: int,
+    guess: Any, guessed: bool, out: Any,
 ) -> bool:  # fmt: skip
     n_rows, nbytes, n_units = rows.shape[0], rows.shape[1], out.shape[1]
-    rows_, next_rows_, known_ = flat(as_column(rows)), flat(as_column(next_rows)), flat(as_column(known))
-    slots_, indices_, out_ = as_column(slots), as_column(indices), flat(as_column(out))
+    rows_, next_rows_, guess_ = flat(as_column(rows)), flat(as_column(next_rows)), flat(as_column(guess))
+    slots_, indices_, table_, out_ = as_column(slots), as_column(indices), as_column(table), flat(as_column(out))
+    memory = np.empty(4 * ENTRIES + _BLOCK * ENTRY_BYTES, np.uint8)
+    shades, space = part(as_column(memory), 0, 4 * ENTRIES), part(as_column(memory), 4 * ENTRIES, _BLOCK * ENTRY_BYTES)
+    split_table(table_, unit, shades)
+    known = True
     for row in range(n_rows):
         start, at, next_at = row * nbytes, row * n_units, (n_rows + row) * n_units
-        if not _map_row(
-            rows_, start, n_units, slots_, indices_, factor, shift, unit, plane, known_, start,
-            next_at if guessed else -1, out_, at,
-        ):  # fmt: skip
-            return False
-        if not _map_row(
-            next_rows_, start, n_units, slots_, indices_, factor, shift, unit, plane, rows_, start, at, out_, next_at
-        ):
-            return False
-        if known.shape[0] > 0:
-            copy_bytes(known_, start, next_rows_, start, nbytes)
-    return True
+        known = known and _map_row(
+            rows_, start, n_units, slots_, indices_, factor, shift, unit, plane, rows_, -1,
+            guess_, at if guessed else -1, table_, shades, space, out_, at,
+        )  # fmt: skip
+        known = known and _map_row(
+            next_rows_, start, n_units, slots_, indices_, factor, shift, unit, plane, rows_, start,
+            out_, at, table_, shades, space, out_, next_at,
+        )  # fmt: skip
+        if known and guess.shape[0] > 0:
+            copy_bytes(guess_, at, out_, next_at, n_units)
+    return keep(memory, known)
 
 
 @inner
-def expand_row(indices: Any, at: int, n_units: int, table: Any, unit: int, plane: int, out: Any, to: int) -> None:
-    """Write the units of the ``n_units`` indices from byte ``at`` on to byte ``to`` of ``out``."""
+def expand_row(
+    indices: Any, at: int, n_units: int, table: Any, shades: Any, unit: int, plane: int, out: Any, to: int
+) -> None:
+    """Write the units of the ``n_units`` indices from byte ``at`` on to byte ``to`` of ``out``.
+
+    ``shades`` are the tables of each byte of a unit, as `split_table` makes them.
+    """
     if plane > 0:
         for block in range(n_units // plane):
             for byte in range(unit):
-                target = to + (block * unit + byte) * plane
-                for i in range(plane):
-                    index = load_int(indices, at + block * plane + i)
-                    store_byte(out, target + i, load_byte(table, index * ENTRY_BYTES + byte))
-    elif unit == 4:
-        for i in range(n_units):
-            value = load_quad(table, load_int(indices, at + i) * ENTRY_BYTES)
-            store_quad(out, to + 4 * i, np.uint64(value))
-    elif unit == 3:
-        for i in range(n_units - 1):
-            # the fourth byte is overwritten by the next pixel
-            value = load_quad(table, load_int(indices, at + i) * ENTRY_BYTES)
-            store_quad(out, to + 3 * i, np.uint64(value))
-        value = np.uint64(load_quad(table, load_int(indices, at + n_units - 1) * ENTRY_BYTES))
-        store_half(out, to + 3 * n_units - 3, value)
-        store_byte(out, to + 3 * n_units - 1, value >> np.uint64(16))
-    elif unit == 2:
-        for i in range(n_units):
-            value = load_half(table, load_int(indices, at + i) * ENTRY_BYTES)
-            store_half(out, to + 2 * i, np.uint64(value))
-    else:
-        for i in range(n_units):
+                start, target = at + block * plane, to + (block * unit + byte) * plane
+                _expand_plane(indices, start, plane, shades, ENTRIES * byte, out, target)
+        return
+    done = 0
+    if HAS_TABLES and unit == 3:
+        while done + 64 <= n_units:
+            look_up_threes(out, to + 3 * done, shades, 0, indices, at + done)
+            done += 64
+    if HAS_TABLES and unit == 4:
+        while done + 64 <= n_units:
+            look_up_fours(out, to + 4 * done, shades, 0, indices, at + done)
+            done += 64
+    if unit == 8:
+        for i in range(done, n_units):
             store_word(out, to + 8 * i, load_word(table, load_int(indices, at + i) * ENTRY_BYTES))
+    elif unit == 4:
+        for i in range(done, n_units):
+            store_quad(out, to + 4 * i, load_word(table, load_int(indices, at + i) * ENTRY_BYTES))
+    elif unit == 2:
+        for i in range(done, n_units):
+            store_half(out, to + 2 * i, load_word(table, load_int(indices, at + i) * ENTRY_BYTES))
+    else:
+        for i in range(done, n_units - 1):
+            # the fourth byte is overwritten by the next pixel
+            store_quad(out, to + 3 * i, load_word(table, load_int(indices, at + i) * ENTRY_BYTES))
+        if done < n_units:
+            last = load_word(table, load_int(indices, at + n_units - 1) * ENTRY_BYTES)
+            store_half(out, to + 3 * n_units - 3, last)
+            store_byte(out, to + 3 * n_units - 1, last >> np.uint64(16))
+
+
+@inner
+def _expand_plane(indices: Any, at: int, count: int, shades: Any, table_at: int, out: Any, to: int) -> None:
+    """Look ``count`` indices up in the table of 256 bytes at ``table_at``."""
+    done = 0
+    if HAS_TABLES:
+        while done + 64 <= count:
+            look_up_line(out, to + done, shades, table_at, indices, at + done)
+            done += 64
+    for i in range(done, count):
+        store_byte(out, to + i, load_byte(shades, table_at + load_int(indices, at + i)))
+
+
+@inner
+def split_table(table: Any, unit: int, shades: Any) -> None:
+    """Set ``shades`` to the table of each byte of a unit, for `expand_row`."""
+    for byte in range(min(unit, 4)):
+        for i in range(ENTRIES):
+            store_byte(shades, ENTRIES * byte + i, load_byte(table, i * ENTRY_BYTES + byte))
 
 
 @entry
-def expand_rows(indices: Any, table: Any, unit: int, plane: int, first: int, stop: int, out: Any) -> None:
+def expand_rows(indices: Any, table: Any, unit: int, plane: int, first: int, stop: int, out: Any) -> int:
     n_units, nbytes = indices.shape[1], out.shape[1]
-    if n_units == 0:
-        return
     indices_, table_, out_ = flat(as_column(indices)), as_column(table), flat(as_column(out))
+    space = np.empty(4 * ENTRIES, np.uint8)
+    shades = as_column(space)
+    split_table(table_, unit, shades)
     for row in range(first, stop):
-        expand_row(indices_, row * n_units, n_units, table_, unit, plane, out_, row * nbytes)
+        expand_row(indices_, row * n_units, n_units, table_, shades, unit, plane, out_, row * nbytes)
+    return keep(space, 0)

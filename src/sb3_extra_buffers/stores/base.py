@@ -134,7 +134,7 @@ class Store(ABC):
         """Keep encoded observations in a heap of another kind; before anything is written."""
 
     def find_written(self) -> Indices | None:
-        """The indices that were written, in order; None if only reading can tell."""
+        """The indices that were written, in order, and maybe some that read as zeros; None for all of them."""
         return None
 
     @classmethod

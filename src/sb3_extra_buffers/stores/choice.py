@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from sb3_extra_buffers.kernels.policy import JOIN_NS, SB3_ADD_NS, SB3_READ_NS, S
 from sb3_extra_buffers.stores.base import Indices, Trial
 from sb3_extra_buffers.stores.frame_tables import FrameTables
 from sb3_extra_buffers.stores.layout import StackLayout, find_layout
-from sb3_extra_buffers.stores.registry import find_store
+from sb3_extra_buffers.stores.registry import Place, find_store
 from sb3_extra_buffers.stores.tables import TableStore
 
 # smaller observations cost more to look up than to keep
@@ -122,19 +123,17 @@ class MethodChoice:
         return n_trial if heap_bytes is None else min(n_trial, heap_bytes // self.spec.nbytes + 1)
 
     def decide(
-        self, streams: Indices, rows: ByteRows, n_streams: int, may_stay_dense: bool = True
+        self, streams: Indices, rows: ByteRows, n_streams: int, may_stay_dense: bool = True, place: Place = "cpu"
     ) -> tuple[StackLayout, Choice | None]:
         """Return the layout of ``rows`` and the method for them; None if there are no rows to try methods on.
 
-        Row ``i`` belongs to ``streams[i]``. ``may_stay_dense`` is whether ``auto`` may leave rows uncompressed.
+        Row ``i`` belongs to ``streams[i]``. ``may_stay_dense`` is whether ``auto`` may leave rows uncompressed. On a
+        GPU, only methods that it can decode are tried.
         """
-        layout = find_layout(self.spec, [rows[streams == stream] for stream in np.unique(streams)])
         if self.choice is not None or not len(rows):
-            return layout, self.choice
-        if len(rows) > 2 * _MAX_TRIAL:  # a large write
-            streams, rows = _spread(streams, rows)
-            n_streams = int(streams.max()) + 1
-        ranked = rank(layout, streams, rows, n_streams, self.prefer, may_stay_dense)
+            return _layout(self.spec, streams, rows), self.choice
+        methods = None if place == "cpu" else _decoded_on_device
+        layout, ranked = compare(self.spec, streams, rows, n_streams, self.prefer, may_stay_dense, methods)
         return layout, Choice(ranked[0].method, explain(layout, ranked))
 
     def decide_again(
@@ -149,7 +148,7 @@ class MethodChoice:
 
         Row ``i`` belongs to ``runs[i]``, a few consecutive observations of one stream; runs are from anywhere.
         """
-        layout = find_layout(self.spec, [rows[runs == run] for run in np.unique(runs)])
+        layout = _layout(self.spec, runs, rows)
         if layout.stack < layout_now.stack:
             layout = layout_now  # pauses and cuts may hide a stack
         n_runs = int(runs.max()) + 1
@@ -181,6 +180,40 @@ class MethodChoice:
         """The user's method, while ``n_collected`` observations are held for `decide`."""
         event = "the method is chosen" if self.choice is None else "compression starts"
         return f"{self.method} (not compressed yet: {event} after {n_trial} observations, {n_collected} so far)"
+
+
+def _layout(spec: ObsSpec, streams: Indices, rows: ByteRows) -> StackLayout:
+    return find_layout(spec, [rows[streams == stream] for stream in np.unique(streams)])
+
+
+def compare(
+    spec: ObsSpec,
+    streams: Indices,
+    rows: ByteRows,
+    n_streams: int,
+    prefer: str | None = None,
+    may_stay_dense: bool = True,
+    methods: Sequence[str] | Callable[[StackLayout, str | None], Sequence[str]] | None = None,
+) -> tuple[StackLayout, list[Candidate]]:
+    """Return the layout of ``rows``, and `rank` for it, on a part of them if they are many."""
+    layout = _layout(spec, streams, rows)
+    if len(rows) > 2 * _MAX_TRIAL:
+        streams, rows = _spread(streams, rows)
+        n_streams = int(streams.max()) + 1
+    if callable(methods):
+        methods = methods(layout, prefer)
+    return layout, rank(layout, streams, rows, n_streams, prefer, may_stay_dense, methods)
+
+
+def _decoded_on_device(layout: StackLayout, prefer: str | None) -> list[str]:
+    """The candidates whose store on a GPU does not decode on the host."""
+    methods = []
+    for method in candidates(layout.frame_spec, prefer):
+        with contextlib.suppress(ExtraBuffersError):
+            store = find_store(get_codec(method).bind(layout.frame_spec), layout, "cuda")
+            if not store.location:
+                methods.append(method)
+    return methods
 
 
 def _spread(streams: Indices, rows: ByteRows) -> tuple[Indices, ByteRows]:

@@ -422,8 +422,8 @@ class ObservationStore:
             store = self._collected if self.inner is None else self.inner
             return store.read(indices)
 
-    def read_pairs(self, steps: Indices, streams: Indices, are_next: bool) -> ByteRows:
-        """`TimelineStore.read_pairs`; the store must be one."""
+    def read_pairs(self, steps: Indices, streams: Indices, are_next: bool) -> ByteRows | None:
+        """`TimelineStore.read_pairs`; None if the inner store is of another kind."""
         readers = self.readers
         with readers.stripes.get(this_thread.stripe) or readers.add_stripe():
             inner = self.inner
@@ -431,8 +431,7 @@ class ObservationStore:
                 return inner.read_pairs(steps, streams, are_next)
         with self.lock:
             inner = self.inner
-            assert isinstance(inner, TimelineStore)
-            return inner.read_pairs(steps, streams, are_next)
+            return inner.read_pairs(steps, streams, are_next) if isinstance(inner, TimelineStore) else None
 
     # ---- erasing ----
 

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ByteRows
-from sb3_extra_buffers.codecs.table import check_inner
 from sb3_extra_buffers.errors import HeapFullError
 from sb3_extra_buffers.kernels.policy import expand_ns, map_ns
 from sb3_extra_buffers.stores.arena import resident_bytes, zeros
@@ -24,7 +23,7 @@ from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.registry import find_store, make_store
 from sb3_extra_buffers.stores.restore import fill_from, pack_payloads, read_layout
-from sb3_extra_buffers.stores.unit_table import Geometry, MappedStep, UnitTable, find_geometry
+from sb3_extra_buffers.stores.unit_table import Geometry, UnitTable, find_geometry
 from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.stores.workers import run_split
 
@@ -43,8 +42,8 @@ _CHUNK_BYTES = 1 << 19
 _MAX_OUTSIDE = 0.05
 # and how many colours they may have: others will follow
 _MAX_FIRST_COLOURS = 200
-# indices that a store has for each byte that a copy of the last step takes, at least
-_COPY_SHARE = 512
+# the last step's indices are kept where a store has this many observations for each
+_GUESS_SHARE = 512
 _OUTSIDE_PREFIX = "outside."
 
 
@@ -78,7 +77,8 @@ class TableStore(Store):
         self.outside: Store | None = None
         self.places: npt.NDArray[np.uint8] = zeros(n_obs, np.uint8)  # [observation]
         self._n_units = geometry.inner.spec.nbytes
-        self._step: MappedStep | None = None  # the last one
+        # the indices of the last step's next observations
+        self._guess: npt.NDArray[np.uint8] | None = None
         self._undo: list[tuple[Any, npt.NDArray[np.uint8]]] | None = None
         self.dirty = False
 
@@ -127,29 +127,22 @@ class TableStore(Store):
     def write_step(self, index: int, next_index: int, rows: ByteRows, next_rows: ByteRows) -> None:
         if self.dirty:
             self.recover()
-        n_rows, step = len(rows), self._step
-        guessed = step is not None and len(step.next_rows) == n_rows
-        if step is None or not guessed:
-            step = self._new_step(rows)
-        self._step = None  # until all of it is known again
-        if self.outside is not None or not self.table.map_step(rows, next_rows, step, guessed):
+        n_rows, guess = len(rows), self._guess
+        guessed = guess is not None and len(guess) == n_rows
+        if guess is None or not guessed:
+            guess = np.empty((n_rows if _GUESS_SHARE * n_rows <= len(self.places) else 0, self._n_units), np.uint8)
+        self._guess = None  # until all of it is known again
+        mapped = None if self.outside is not None else self.table.map_step(rows, next_rows, guess, guessed)
+        if mapped is None:
             super().write_step(index, next_index, rows, next_rows)
             return
-        if len(step.next_rows):
-            self._step = step
+        self._guess = guess
         here, there = slice(index, index + n_rows), slice(next_index, next_index + n_rows)
         self._begin_write([(here, self.places[here].copy()), (there, self.places[there].copy())])
-        self.inner.write_step(index, next_index, step.indices[:n_rows], step.indices[n_rows:])
+        self.inner.write_step(index, next_index, mapped[:n_rows], mapped[n_rows:])
         self.places[here] = _INSIDE
         self.places[there] = _INSIDE
         self._end_write()
-
-    def _new_step(self, rows: ByteRows) -> MappedStep:
-        """Memory to map a step; with a copy of its rows where that takes little of what all observations do."""
-        n_rows = len(rows)
-        keeps = _COPY_SHARE * n_rows * (2 + self.table.unit) <= len(self.places)
-        copied: ByteRows = np.empty_like(rows) if keeps else np.empty((0, rows.shape[1]), np.uint8)
-        return MappedStep(np.empty((2 * n_rows, self._n_units), np.uint8), copied)
 
     def _map(self, rows: ByteRows) -> tuple[ByteRows, npt.NDArray[np.bool_] | None]:
         """The indices of ``rows``, and flags of those that go outside."""
@@ -253,7 +246,7 @@ class TableStore(Store):
 
     @property
     def held_bytes(self) -> int:
-        own = self.places.nbytes + self.table.nbytes + (0 if self._step is None else self._step.nbytes)
+        own = self.places.nbytes + self.table.nbytes + (0 if self._guess is None else self._guess.nbytes)
         return sum(store.held_bytes for store in self._stores()) + own
 
     def memory_usage(self) -> MemoryUsage:
@@ -261,9 +254,9 @@ class TableStore(Store):
         usage = self.inner.memory_usage()
         if self.outside is not None:
             usage += self.outside.memory_usage()
-        step_bytes = 0 if self._step is None else self._step.nbytes
+        guess_bytes = 0 if self._guess is None else self._guess.nbytes
         index_bytes = usage.index + resident_bytes(self.places) + self.table.nbytes
-        return replace(usage, index=index_bytes, keyframes=usage.keyframes + step_bytes)
+        return replace(usage, index=index_bytes, keyframes=usage.keyframes + guess_bytes)
 
     def count_written(self) -> int:
         return int(np.count_nonzero(self.places))
@@ -320,7 +313,7 @@ class TableStore(Store):
         n_units = geometry.inner.frame_bytes
         return Trial(
             (1 - share) * trial.frame_bytes + share * layout.frame_bytes,
-            trial.read_ns + expand_ns(2 * layout.spec.nbytes, geometry.plane > 0),
+            trial.read_ns + expand_ns(2 * layout.spec.nbytes),
             trial.write_ns + map_ns(n_units),
             trial.step_ns + map_ns(n_units),
         )
@@ -360,7 +353,7 @@ class TableStore(Store):
     def __getstate__(self) -> dict[str, Any]:
         self.commit()
         state = self.__dict__.copy()
-        del state["_undo"], state["_step"], state["dirty"]
+        del state["_undo"], state["_guess"], state["dirty"]
         state["places"] = np.array(self.places)
         state["table"] = self.table.copy()
         state["inner"] = FrozenStore.of(self.inner)
@@ -372,7 +365,7 @@ class TableStore(Store):
         self.inner = state["inner"].thaw()
         self.outside = None if state["outside"] is None else state["outside"].thaw()
         self.table = state["table"].copy()
-        self._undo = self._step = None
+        self._undo = self._guess = None
         self.dirty = False
 
 
@@ -407,7 +400,7 @@ def restore_table(
     layout = read_layout(store.spec, record)
     inner_record, outside_record = entry(record, "inner", kind=dict), record["outside"]
     method = entry({"choice": entry(inner_record, "choice", kind=list)[0]}, "choice", kind=str)
-    check_inner("table", method)
+    require(get_codec(method).codec_id not in ("palette", "table"), f"{method!r} cannot be an inner method")
     require(store.choice is not None, "a table without a method")
     codec: Any = get_codec(store.choice.method, **store.codec_options)  # type: ignore[union-attr]
     require(TableStore.accepts(codec, layout), f"a store of {codec.codec_id!r} does not fit {layout.spec}")

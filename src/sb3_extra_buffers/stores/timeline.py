@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # rows for next observations that do not follow, to begin with: one for each stream is always in use
 _MIN_CAPACITY = 16
+# observations that are read at a time to count them
+_CHUNK_BYTES = 1 << 24
 
 
 class TimelineStore(Store):
@@ -252,9 +254,20 @@ class TimelineStore(Store):
 
     def count_written(self) -> int:
         # observations of zeros count as unwritten
-        chunk = 1 << 16
-        parts = (np.arange(first, min(first + chunk, self._n_all)) for first in range(0, self._n_all, chunk))
+        indices = self.find_written()
+        chunk = max(_CHUNK_BYTES // max(self.tables.rows.shape[1], 1), 1)
+        parts = (indices[first : first + chunk] for first in range(0, len(indices), chunk))
         return sum(int(np.count_nonzero(self.read(part).any(axis=1))) for part in parts)
+
+    def find_written(self) -> Indices:
+        self.recover()
+        tables, n_each = self.tables, self._n_each
+        n_rows = int(tables.counters[N_TOUCHED])
+        touched = np.arange(min(n_rows, n_each))
+        # the last next observation of a ring follows from the first observation
+        follows = (touched - int(tables.counters[N_STREAMS])) % max(n_each, 1)
+        others = np.arange(n_each, n_rows) + n_each
+        return np.unique(np.concatenate([touched, n_each + follows, n_each + tables.keys[: self.n_aside], others]))
 
     def check(self) -> None:
         self.recover()

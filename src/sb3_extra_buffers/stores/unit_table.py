@@ -53,18 +53,6 @@ class _Entries(NamedTuple):
     hashed: CodeHash
 
 
-class MappedStep(NamedTuple):
-    """The indices of a step and its successors, and a copy of the latter, which the next step is likely to repeat."""
-
-    indices: npt.NDArray[np.uint8]  # [row and next row, unit]
-    next_rows: ByteRows  # without rows: no copy
-
-    @property
-    def nbytes(self) -> int:
-        """The memory of both arrays."""
-        return self.indices.nbytes + self.next_rows.nbytes
-
-
 class UnitTable:
     """Colours or numbers behind indices of one byte. Entries are added, and never changed or removed.
 
@@ -226,15 +214,21 @@ class UnitTable:
                 done += 1
             closed = self.is_closed
 
-    def map_step(self, rows: ByteRows, next_rows: ByteRows, step: MappedStep, guessed: bool) -> bool:
-        """`map` the rows of a step and their successors to ``step``; return False if a unit is unknown.
+    def map_step(
+        self, rows: ByteRows, next_rows: ByteRows, guess: npt.NDArray[np.uint8], guessed: bool
+    ) -> npt.NDArray[np.uint8] | None:
+        """`map` the rows of a step, then their successors; None if a unit is unknown.
 
-        ``guessed`` is whether ``step`` holds the one before.
+        ``guess`` gets the indices of the successors, unless it has no rows; ``guessed`` is whether it has those of the
+        last step, which the rows of this one are likely to repeat.
         """
-        return self._kernels.map_step(
-            as_contiguous(rows), as_contiguous(next_rows), *self._entries.hashed, self.unit, self.plane, step.next_rows,
-            guessed, step.indices,
+        out = np.empty((2 * len(rows), rows.shape[1] // self.unit), np.uint8)
+        entries = self._entries
+        known = self._kernels.map_step(
+            as_contiguous(rows), as_contiguous(next_rows), *entries.hashed, entries.expanded, self.unit, self.plane,
+            guess, guessed, out,
         )  # fmt: skip
+        return out if known else None
 
     def expand(self, indices: npt.NDArray[np.uint8], out: ByteRows, first: int, stop: int) -> None:
         """Set rows ``first`` to ``stop`` of ``out`` to the units of ``indices``, ``[row, unit]``."""
