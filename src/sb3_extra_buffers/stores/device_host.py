@@ -102,7 +102,7 @@ class HostDecodedStore(DeviceStore):
         on_gpu = self._staging.device.type == "cuda"
         if on_gpu and isinstance(self.store.inner, PayloadStore) and wanted.size:
             return self._read_payloads(self.store.inner, wanted)
-        rows = self.store.read(wanted).reshape(-1, spec.nbytes)
+        rows = self.store.read(wanted).reshape(wanted.size, spec.nbytes)
         observations = spec.from_rows(rows).reshape(*wanted.shape, *spec.shape)
         return self._staging.upload([observations])[0] if on_gpu else torch.from_numpy(observations)
 
