@@ -148,6 +148,7 @@ BUFFERS: dict[str, Callable[[], Any]] = {
     "replay-rle": replay("CompressedReplayBuffer", compression_method="rle"),
     "replay-palette": replay("CompressedReplayBuffer", compression_method="palette"),
     "replay-dense": replay("CompressedReplayBuffer", compression_method="none"),
+    "replay-camera": replay("CompressedReplayBuffer", compression_method="camera"),
     "replay-limit": replay("CompressedReplayBuffer", compression_method="delta", max_bytes=40_000),
     "n-step": replay("CompressedNStepReplayBuffer", n_steps=3, gamma=0.9),
     "dict": replay("CompressedDictReplayBuffer", DICT),
@@ -167,6 +168,10 @@ BUFFERS: dict[str, Callable[[], Any]] = {
     "gpu-frames-rollout": device("GpuRolloutBuffer", DICT, reference=True),
 }
 
+if importlib.util.find_spec("lz4") is not None:
+    BUFFERS["replay-scroll"] = replay("CompressedReplayBuffer", compression_method="scroll")
+if importlib.util.find_spec("zstandard") is not None and importlib.util.find_spec("lz4") is not None:
+    BUFFERS["replay-scroll2"] = replay("CompressedReplayBuffer", compression_method="scroll2")
 if importlib.util.find_spec("sb3_contrib") is not None:
     BUFFERS |= {
         "maskable-rollout": rollout("CompressedMaskableRolloutBuffer"),

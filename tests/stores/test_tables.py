@@ -249,22 +249,29 @@ def test_float_images_take_as_much_as_their_bytes() -> None:
     assert sizes[1] <= 1.02 * sizes[0]
 
 
+def test_next_observations_take_no_memory_without_compression() -> None:
+    ours, theirs = fill_beside_sb3(colour_image, "palette:none", 400)
+    usage = ours.memory_usage()
+    assert usage.payload <= 0.34 * theirs.observations.nbytes
+
+
 # ---- saving ----
 
 
-def filled_array(n_outside: int = 5) -> tuple[CompressedArray, npt.NDArray[np.uint8]]:
+def filled_array(n_outside: int = 5, method: str = "palette") -> tuple[CompressedArray, npt.NDArray[np.uint8]]:
     rng, walk = np.random.default_rng(0), Walk((12, 16))
     truth = np.stack([colour_image(walk.step()) for _ in range(60)])
     truth[20 : 20 + n_outside] = rng.integers(0, 256, (n_outside, 12, 16, 3))
-    array = CompressedArray(60, (12, 16, 3), np.uint8, compression_method="palette")
+    array = CompressedArray(60, (12, 16, 3), np.uint8, compression_method=method)
     for step in range(60):
         array[step] = truth[step]
     return array, truth
 
 
+@pytest.mark.parametrize("method", ["palette", "palette:none", "palette:camera", "palette:gzip1"])
 @pytest.mark.parametrize("n_outside", [0, 5])
-def test_saved_and_copied_arrays_hold_the_same(n_outside: int, tmp_path: Path) -> None:
-    array, truth = filled_array(n_outside)
+def test_saved_and_copied_arrays_hold_the_same(n_outside: int, method: str, tmp_path: Path) -> None:
+    array, truth = filled_array(n_outside, method)
     assert isinstance(array.store.inner, TableStore)
     assert (array.store.inner.outside is not None) == (n_outside > 0)
     save(array, tmp_path / "saved")

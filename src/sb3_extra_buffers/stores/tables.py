@@ -73,7 +73,9 @@ class TableStore(Store):
         geometry = _geometry(layout)
         inner_codec = get_codec(self.inner_method).bind(geometry.inner.frame_spec)
         self.table = UnitTable(layout.spec.dtype, geometry.unit, geometry.plane, compiled)
-        self.inner = make_store(geometry.inner, n_obs, n_streams, inner_codec, heap_bytes, path, compiled)
+        # a frame store also where indices stay uncompressed: next observations repeat observations
+        make_inner = find_store(inner_codec, geometry.inner, of_frames=True)
+        self.inner: Store = make_inner(geometry.inner, n_obs, n_streams, inner_codec, heap_bytes, path, compiled)
         self.outside: Store | None = None
         self.places: npt.NDArray[np.uint8] = zeros(n_obs, np.uint8)  # [observation]
         self._n_units = geometry.inner.spec.nbytes
@@ -306,7 +308,7 @@ class TableStore(Store):
             return hopeless
         inside = slice(None) if is_outside is None else ~is_outside
         inner_codec = get_codec(_inner_method(codec)).bind(geometry.inner.frame_spec)
-        store = find_store(inner_codec, geometry.inner)
+        store = find_store(inner_codec, geometry.inner, of_frames=True)
         trial: Trial = store.trial(geometry.inner, inner_codec, streams[inside], mapped[inside], n_streams)
         # frames that are outside count as uncompressed
         share = 0.0 if is_outside is None else float(is_outside.mean())
