@@ -80,7 +80,8 @@ class HostDecodedStore(DeviceStore):
         method = "rle-jit" if method == "rle" and is_available("rle-jit") else method
         self.ring = ring
         self.store = ObservationStore(ring.spec, ring.n_streams, method, options, ring.heap_bytes)
-        self.store.allocate(ring.n_obs * ring.n_sets)
+        for i in range(ring.n_sets):
+            self.store.allocate(ring.n_obs, are_next=i == 1)
         self._staging = Staging(ring.place.device)
         # whole frames take so much memory that two blocks must do
         self._frame_staging = Staging(ring.place.device, 2)

@@ -300,13 +300,6 @@ class DeviceTimelineStore(DeviceStore):
         if not np.array_equal(np.sort(side_ids[is_kept] - 1), np.sort(used)):
             raise AssertionError("side rows and the steps that refer to them disagree")
 
-    def to_host(self) -> list[Array]:
-        ring = self.ring
-        lead = (ring.n_steps, ring.n_streams)
-        n_obs = ring.n_obs
-        sets = [self.read(IndexBatch(np.arange(i * n_obs, (i + 1) * n_obs)[None])) for i in range(ring.n_sets)]
-        return [part.cpu().numpy().reshape(*lead, *ring.spec.shape) for part in sets]
-
     def frozen(self) -> DeviceTimelineStore:
         copied = object.__new__(DeviceTimelineStore)
         copied.__dict__.update(
