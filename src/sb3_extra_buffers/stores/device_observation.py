@@ -127,7 +127,8 @@ class DeviceObservationStore(DeviceStore):
         # obs and next_obs of a stream follow each other
         rows = np.stack([np.stack(sets) for _, sets in collected]).reshape(-1, self.spec.nbytes)
         streams = np.tile(np.arange(self.n_streams), len(rows) // self.n_streams)
-        layout, choice = self.chooser.decide(streams, rows, self.n_streams, place="cuda")
+        may_stay_dense = self.ring.heap_bytes is None
+        layout, choice = self.chooser.decide(streams, rows, self.n_streams, may_stay_dense, "cuda")
         assert choice is not None  # there are rows to decide by
         inner = self._make_store(layout, choice)
         inner.train(rows)

@@ -42,8 +42,8 @@ _CHUNK_BYTES = 1 << 19
 _MAX_OUTSIDE = 0.05
 # and how many colours they may have: others will follow
 _MAX_FIRST_COLOURS = 200
-# the last step's indices are kept where a store has this many observations for each
-_GUESS_SHARE = 512
+# the last step's indices are kept where a store has this many observations for each frame of them
+_GUESS_SHARE = 1024
 _OUTSIDE_PREFIX = "outside."
 
 
@@ -132,7 +132,8 @@ class TableStore(Store):
         n_rows, guess = len(rows), self._guess
         guessed = guess is not None and len(guess) == n_rows
         if guess is None or not guessed:
-            guess = np.empty((n_rows if _GUESS_SHARE * n_rows <= len(self.places) else 0, self._n_units), np.uint8)
+            is_kept = _GUESS_SHARE * n_rows * self.layout.stack <= len(self.places)
+            guess = np.empty((n_rows if is_kept else 0, self._n_units), np.uint8)
         self._guess = None  # until all of it is known again
         mapped = None if self.outside is not None else self.table.map_step(rows, next_rows, guess, guessed)
         if mapped is None:
