@@ -249,11 +249,12 @@ class TableStore(Store):
 
     @property
     def held_bytes(self) -> int:
+        self.commit()  # here and below: a store that reports commits its part of the last write
         own = self.places.nbytes + self.table.nbytes + (0 if self._guess is None else self._guess.nbytes)
         return sum(store.held_bytes for store in self._stores()) + own
 
     def memory_usage(self) -> MemoryUsage:
-        self.recover()
+        self.commit()
         usage = self.inner.memory_usage()
         if self.outside is not None:
             usage += self.outside.memory_usage()
@@ -269,7 +270,7 @@ class TableStore(Store):
         return np.flatnonzero(self.places)
 
     def check(self) -> None:
-        self.recover()
+        self.commit()
         self.table.check()
         for store in self._stores():
             store.check()
@@ -328,7 +329,7 @@ class TableStore(Store):
     # ---- saving ----
 
     def to_parts(self) -> tuple[dict[str, Any], dict[str, Array]]:
-        self.recover()
+        self.commit()
         table_record, arrays = self.table.to_parts()
         inner_record, inner_arrays = self._nested_parts(self.inner, self.inner_method)
         record = {
