@@ -194,6 +194,21 @@ def make_array(n_steps: int = 40, method: str = "auto") -> tuple[CompressedArray
     return array, truth
 
 
+def make_table_array(method: str) -> CompressedArray:
+    """Images of few colours, with some of many among them (``palette``), or as floats (``table``)."""
+    walk, rng = Walk((9, 14), 5), np.random.default_rng(6)
+    images = np.stack([walk.step() for _ in range(40)])
+    if method == "table":
+        images = images.astype(np.float32) / np.float32(255)
+    else:
+        images = np.stack([images, images // 2, 255 - images], axis=-1)
+        images[20:33] = rng.integers(0, 256, images[20:33].shape)
+    array = CompressedArray(40, images.shape[1:], images.dtype, compression_method=method)
+    for step, image in enumerate(images):
+        array[step] = image
+    return array
+
+
 def finish(buffer: Any) -> None:
     """Set the env of a HER buffer, as users do after loading."""
     if hasattr(buffer, "env") and buffer.env is None:

@@ -22,6 +22,7 @@ from sb3_extra_buffers.compressed import CompressedArray, CompressedReplayBuffer
 from sb3_extra_buffers.errors import CodecOptionError, FileFormatError, SpecMismatchError
 from sb3_extra_buffers.files import load, open_saved, save, verify
 from sb3_extra_buffers.files.parts import flatten, unflatten
+from sb3_extra_buffers.stores import tables
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.registry import find_store, make_store
 from sb3_extra_buffers.stores.tables import TableStore
@@ -226,7 +227,11 @@ def fill_beside_sb3(convert: Callable[[Any], Any], method: str, n_steps: int = 1
         (colour_image, "auto"),
     ],
 )
-def test_samples_equal_those_of_sb3(convert: Any, method: str) -> None:
+@pytest.mark.parametrize("keeps_guess", [True, False])
+def test_samples_equal_those_of_sb3(
+    convert: Any, method: str, keeps_guess: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "_GUESS_SHARE", 0 if keeps_guess else 1 << 40)
     ours, theirs = fill_beside_sb3(convert, method)
     for seed in range(3):
         batches = []
@@ -321,10 +326,10 @@ def test_forged_parts_are_refused(name: str) -> None:
     described, arrays = flatten(array.to_parts())
     prefix = "stores/0/"
     (saved,) = described["stores"].values()
-    tables = {key.removeprefix(prefix): np.array(table) for key, table in arrays.items() if key.startswith(prefix)}
-    FORGERIES[name](saved["record"], tables)
+    forged = {key.removeprefix(prefix): np.array(table) for key, table in arrays.items() if key.startswith(prefix)}
+    FORGERIES[name](saved["record"], forged)
     with pytest.raises(FileFormatError):
-        unflatten(described, arrays | {prefix + key: table for key, table in tables.items()})
+        unflatten(described, arrays | {prefix + key: table for key, table in forged.items()})
 
 
 def test_a_buffer_in_a_folder_is_continued(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ STORES: tuple[StoreEntry, ...] = (
     StoreEntry("device-delta", "cuda", f"{_HERE}.device_frames:DeviceFrameStore"),
     StoreEntry("device-rle", "cuda", f"{_HERE}.device_host:DeviceRleStore"),
     StoreEntry("device-camera", "cuda", f"{_HERE}.device_camera:DeviceCameraStore"),
+    StoreEntry("device-table", "cuda", f"{_HERE}.device_table:DeviceTableStore"),
     StoreEntry("device-host", "cuda", f"{_HERE}.device_host:HostDecodedStore"),
 )
 

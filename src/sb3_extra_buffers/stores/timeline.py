@@ -134,6 +134,9 @@ class TimelineStore(Store):
         self.recover()
         if self.limit is not None:
             self._check_limit(self.limit, indices)
+        self._write(indices, rows)
+
+    def _write(self, indices: Indices, rows: ByteRows) -> None:
         n_each, n_streams = self._n_each, int(self.tables.counters[N_STREAMS])
         self.reserve(len(indices))
         # an observation may be shared with the next observation before it
@@ -202,7 +205,7 @@ class TimelineStore(Store):
         self.commit()
         # next observations first, so that no value that is erased as well is put aside
         ordered = np.sort(np.unique(indices))[::-1]
-        self.write(ordered, ordered, np.zeros((len(ordered), self.tables.rows.shape[1]), np.uint8))
+        self._write(ordered, np.zeros((len(ordered), self.tables.rows.shape[1]), np.uint8))
         self.commit()
         if len(self.tables.keys) > max(4 * self.n_aside, _MIN_CAPACITY):
             self._resize(max(2 * self.n_aside, _MIN_CAPACITY))
