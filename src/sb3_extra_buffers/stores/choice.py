@@ -309,7 +309,8 @@ def rank(
     Methods that do not save a tenth come last, after ``none``. Those that do not fit observations of this kind are left
     out.
     """
-    size, ranked = layout.frame_bytes, []
+    size = layout.frame_bytes
+    ranked: list[Candidate] = []
     for method in candidates(layout.frame_spec, prefer) if methods is None else methods:
         if method == "camera" and any(_CAMERA_SHARE * each.trial.frame_bytes < size for each in ranked):
             continue
