@@ -95,6 +95,39 @@ def test_a_write_can_be_undone_before_and_while_a_method_is_chosen() -> None:
     np.testing.assert_array_equal(contents(store), rows)
 
 
+@pytest.mark.parametrize("report", ["memory_usage", "held_bytes", "check", "to_parts"])
+@pytest.mark.parametrize("method", ["table", "delta", "none"])
+def test_a_write_is_undone_after_a_report_as_a_whole_or_not_at_all(method: str, report: str) -> None:
+    store = ObservationStore(ObsSpec((4, 12, 12), np.dtype(np.float32)), 1, method)
+    store.allocate(80)
+    before, after = ((stacks(40, seed) / np.float32(255)).astype(np.float32).view(np.uint8) for seed in (0, 1))
+    store.write(np.arange(40), np.zeros(40, np.int64), before)
+    store.write(np.arange(20, 60), np.zeros(40, np.int64), after)
+
+    value = getattr(store, report)
+    if callable(value):
+        value()
+    undone = store.undo_write()
+
+    expected = np.zeros((80, store.spec.nbytes), np.uint8)
+    expected[:40] = before
+    if not undone:
+        expected[20:60] = after
+    np.testing.assert_array_equal(contents(store), expected)
+
+
+def test_choosing_a_method_leaves_nothing_to_undo() -> None:
+    store = ObservationStore(SPEC, 1, "auto")
+    store.allocate(40)
+    for index, row in enumerate(stacks(5, 0)):
+        store.write(np.array([index]), np.array([0]), row[None])
+
+    store.choose_method()
+
+    assert not store.undo_write()
+    np.testing.assert_array_equal(contents(store)[:5], stacks(5, 0))
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_change_that_its_listener_refuses_is_undone(method: str) -> None:
     store, rows = filled(method)

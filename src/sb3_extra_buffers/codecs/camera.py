@@ -13,7 +13,7 @@ from sb3_extra_buffers.codecs.identity import IdentityCodec
 class CameraCodec(Codec):
     """Tiles predicted from neighbouring pixels and from the previous frame, with the rest in as few bits as it needs.
 
-    ``frames`` is the number of frames in a segment; at most five of them are decoded to read one.
+    ``frames`` is the number of frames in a segment; at most three of them are decoded to read one.
 
     Alone, this codec leaves rows as they are. The frame store encodes segments (`kernels.camera` has the format).
     """

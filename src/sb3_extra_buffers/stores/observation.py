@@ -293,6 +293,7 @@ class ObservationStore:
         # only the newest row of each index
         newest = np.sort(len(indices) - 1 - np.unique(indices[::-1], return_index=True)[1])
         inner.write(indices[newest], streams[newest], rows[newest])
+        inner.commit()  # or undoing one write would undo all of these
         # last, the store first: an error before leaves the rows where they were
         self.inner = inner
         self.choice, self._collected = choice, CollectedRows(self.spec.nbytes)

@@ -14,6 +14,7 @@ from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import HeapFullError, IndexOutOfRangeError
 from sb3_extra_buffers.kernels import as_contiguous, timeline_kernels
 from sb3_extra_buffers.kernels.timeline import COUNT, N_OBS, N_STREAMS, N_TOUCHED, TimelineTables, rebuild
+from sb3_extra_buffers.stores.arena import resident_bytes
 from sb3_extra_buffers.stores.base import Array, Indices, Store
 from sb3_extra_buffers.stores.checks import column, require, whole, within
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -133,6 +134,9 @@ class TimelineStore(Store):
         self.recover()
         if self.limit is not None:
             self._check_limit(self.limit, indices)
+        self._write(indices, rows)
+
+    def _write(self, indices: Indices, rows: ByteRows) -> None:
         n_each, n_streams = self._n_each, int(self.tables.counters[N_STREAMS])
         self.reserve(len(indices))
         # an observation may be shared with the next observation before it
@@ -201,7 +205,7 @@ class TimelineStore(Store):
         self.commit()
         # next observations first, so that no value that is erased as well is put aside
         ordered = np.sort(np.unique(indices))[::-1]
-        self.write(ordered, ordered, np.zeros((len(ordered), self.tables.rows.shape[1]), np.uint8))
+        self._write(ordered, np.zeros((len(ordered), self.tables.rows.shape[1]), np.uint8))
         self.commit()
         if len(self.tables.keys) > max(4 * self.n_aside, _MIN_CAPACITY):
             self._resize(max(2 * self.n_aside, _MIN_CAPACITY))
@@ -245,7 +249,7 @@ class TimelineStore(Store):
     @property
     def _index_bytes(self) -> int:
         tables = self.tables
-        return int(tables.is_aside.nbytes + tables.slots.nbytes + tables.keys.nbytes + tables.counters.nbytes)
+        return int(resident_bytes(tables.is_aside) + tables.slots.nbytes + tables.keys.nbytes + tables.counters.nbytes)
 
     def memory_usage(self) -> MemoryUsage:
         # pages that were never written take no memory
