@@ -99,6 +99,7 @@ class ObsViews:
         """
         how = lead_shape, options, with_next
         if isinstance(space, spaces.Dict):
+            options.check_keys(obs_shape)
             views = {key: _make_view(key, space[key], obs_shape[key], *how) for key in obs_shape}
             return cls(views, is_dict=True)
         return cls({"": _make_view("", space, obs_shape, *how)}, is_dict=False)

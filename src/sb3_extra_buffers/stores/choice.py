@@ -245,6 +245,8 @@ def add_preference(
         raise CodecOptionError(
             f"prefer={prefer!r} is for compression_method='auto', got {methods!r}; leave one of them out"
         )
+    if (options or {}).get("prefer", prefer) != prefer:
+        raise CodecOptionError(f"prefer={prefer!r}, but compression_kwargs has {options!r}; leave one of them out")
     added = {**(options or {}), "prefer": prefer}
     _check_preference({"prefer": prefer})
     return added
