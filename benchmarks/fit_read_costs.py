@@ -68,6 +68,10 @@ STREAMS = (
     Stream("video", 500),
     Stream("video-noise", 500),
     Stream("noise", 500),
+    Stream("dmc-cheetah", 1000),
+    Stream("metaworld", 500),
+    Stream("miniworld", 1000),
+    Stream("depth", 500),
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import csv
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from stable_baselines3.common.vec_env import VecFrameStack
 from benchmarks import feed
 from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
 from sb3_extra_buffers.stores.device_frames import DeviceFrameStore
+from sb3_extra_buffers.stores.device_shared import DeviceSharedStore
 
 DATA = Path(__file__).parent / "data" / "gpu.csv"
 SPACE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
@@ -170,15 +171,86 @@ def measure(game: str, n_steps: int, report: Report) -> None:
     indices = torch.cat([indices, indices + n_transitions])
     for name, buffer in ours.items():
         store = buffer.obs_stores[""].inner
-        if isinstance(store, DeviceFrameStore):
-            out = torch.empty((2, 256, 4, 7056), dtype=torch.uint8, device="cuda")
-            kernels = store.kernels(store.state)
+        out = torch.empty((2, 256, 4, 7056), dtype=torch.uint8, device="cuda")
+        if isinstance(store, DeviceFrameStore | DeviceSharedStore):
+            kernels = store.kernels(store.state) if isinstance(store, DeviceFrameStore) else store.kernels
             report.add(name, "decode kernels, 256", "us", graph_us(lambda k=kernels, o=out: k.read(indices, o)))
-    dense = ours["none"].obs_stores[""].inner.rows
+    dense = torch.zeros((2 * n_transitions, *SPACE.shape), dtype=torch.uint8, device="cuda")
     report.add("none", "dense gather, 256", "us", graph_us(lambda: dense[indices.flatten()]))
-    dense_bytes = ours["none"].memory_usage().total
     for name, buffer in ours.items():
-        report.add(name, "memory of none", "%", [100 * buffer.memory_usage().total / dense_bytes])
+        report.add(name, "memory of dense", "%", [100 * buffer.memory_usage().total / dense.nbytes])
+
+
+#: Observations that are not Atari's, and the methods to measure on them.
+OTHERS: dict[str, tuple[spaces.Box, tuple[str, ...]]] = {
+    "vector": (spaces.Box(-np.inf, np.inf, (17,), np.float32), ("none",)),
+    "camera": (spaces.Box(0, 255, (64, 64, 3), np.uint8), ("none", "camera", "auto")),
+    "float camera": (spaces.Box(0, 1, (64, 64, 3), np.float32), ("none", "camera", "table:none", "auto")),
+}
+
+
+def synthetic(space: spaces.Box, n_steps: int) -> Iterator[tuple[Any, Any, Any]]:
+    """Steps of four streams, in episodes of 200: numbers that drift, or a picture that moves under a little noise."""
+    random = np.random.default_rng(0)
+    shape = (feed.N_ENVS, *space.shape)
+
+    def first() -> Any:
+        if len(space.shape) == 1:
+            return random.standard_normal(shape)
+        return random.integers(-3, 4, shape).cumsum(axis=1).cumsum(axis=2) % 256
+
+    def shown(state: Any) -> Any:
+        if len(space.shape) == 1:
+            return state.astype(np.float32)
+        pixels = (state + random.integers(0, 3, shape)).astype(np.uint8)
+        return pixels if space.dtype == np.uint8 else pixels.astype(np.float32) / np.float32(255)
+
+    state = first()
+    obs = shown(state)
+    for step in range(n_steps):
+        is_end = step % 200 == 199
+        drifts = len(space.shape) == 1
+        state = state + 0.01 * random.standard_normal(shape) if drifts else np.roll(state, 1, axis=2)
+        next_obs = shown(state)
+        yield obs, next_obs, np.full(feed.N_ENVS, is_end, np.float32)
+        if is_end:
+            state = first()
+        obs = shown(state) if is_end else next_obs
+
+
+def measure_others(n_steps: int, report: Report) -> None:
+    """Times of add and sample, and the memory relative to observations and next observations in dense tensors."""
+    actions = spaces.Discrete(9)
+    n_transitions = n_steps * feed.N_ENVS
+    columns = np.zeros(feed.N_ENVS, np.int64), np.zeros(feed.N_ENVS, np.float32)
+    for kind, (space, methods) in OTHERS.items():
+        buffers: dict[str, Any] = {"sb3": ReplayBuffer(n_transitions, space, actions, "cuda", n_envs=feed.N_ENVS)}
+        for method in methods:
+            kwargs: dict[str, Any] = {"compression_method": method, "buffer_device": "cuda"}
+            buffers[method] = GpuReplayBuffer(n_transitions, space, actions, "cuda", n_envs=feed.N_ENVS, **kwargs)
+        taken: dict[str, list[float]] = {name: [] for name in buffers}
+        for obs, next_obs, dones in synthetic(space, n_steps):
+            for name, buffer in buffers.items():
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                buffer.add(obs, next_obs, *columns, dones, [{}] * feed.N_ENVS)
+                torch.cuda.synchronize()
+                taken[name].append(1e6 * (time.perf_counter() - start))
+        for name, buffer in buffers.items():
+            report.add(f"{kind}: {name}", "add of 4 envs", "us", taken[name][n_steps // 2 :])
+            set_random_seed(0)
+            expected = buffers["sb3"].sample(512)
+            set_random_seed(0)
+            batch = buffer.sample(512)
+            if not all(torch.equal(a, b) for a, b in zip(batch[:5], expected[:5], strict=True)):
+                raise SystemExit(f"{kind}: {name} returns other batches than SB3; it is not timed")
+            for size in (32, 256):
+                report.add(f"{kind}: {name}", f"sample({size})", "us", times_us(lambda b=buffer, n=size: b.sample(n)))
+            if name != "sb3":
+                dense = 2 * n_transitions * int(np.prod(space.shape)) * space.dtype.itemsize
+                print(buffer.memory_usage())
+                share = 100 * buffer.memory_usage().observations / dense
+                report.add(f"{kind}: {name}", "memory of dense", "%", [share])
 
 
 def train_all(report: Report, names: tuple[str, ...]) -> None:
@@ -233,12 +305,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--game", default="MsPacman")
     parser.add_argument("--steps", type=int, default=25_000, help="steps of each of the four environments")
-    parser.add_argument("--only", choices=["buffers", *ALGORITHMS])
+    parser.add_argument("--only", choices=["buffers", "others", *ALGORITHMS])
     parser.add_argument("--append", action="store_true", help="keep the rows of earlier runs")
     options = parser.parse_args()
     report = Report(options.game, options.steps * feed.N_ENVS, options.append)
     if options.only in (None, "buffers"):
         measure(options.game, options.steps, report)
+        report.write()
+    if options.only in (None, "others"):
+        measure_others(min(options.steps, 5000), report)
         report.write()
     train_all(report, ALGORITHMS if options.only is None else tuple({options.only} & set(ALGORITHMS)))
 

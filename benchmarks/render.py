@@ -99,7 +99,7 @@ FIGURES = {
     "everything, an iteration": "total per iteration",
     "held": "observations",
     "add of 4 envs": "add (4 environments)",
-    "memory of none": "memory, relative to `none`",
+    "memory of dense": "memory, relative to dense observations",
 }
 FORMATS = {
     "byte runs": "byte runs",

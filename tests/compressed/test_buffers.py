@@ -388,6 +388,7 @@ def test_output_dtypes(method: str, n_steps: int) -> None:
 
 
 def test_vectors_are_on_a_time_axis() -> None:
+    pytest.importorskip("numba")
     ours = pair(SPACES["dict"], 40, 2)[0]
     assert {key: isinstance(leaf.store.inner, TimelineStore) for key, leaf in ours.observations.items()} == {
         "frames_first": False,

@@ -263,3 +263,13 @@ class TestContrib:
         ours = self.pair(kind, SPACES["frames first"], DISCRETE, 2)[0]
         with pytest.raises(EmptyBufferError, match=r"0 of 17 steps"):
             next(ours.get(4))
+
+
+def test_values_in_double_precision() -> None:
+    # of a policy in float64: SB3 computes returns with the last values as they are
+    buffers = pair(SPACES["vector"], 3)
+    fill(buffers, list(play(SPACES["vector"], 3, N_STEPS)))
+    last, dones = th.as_tensor(np.random.default_rng(0).normal(size=(3, 1))), np.array([True, False, False])
+    for buffer in buffers:
+        buffer.compute_returns_and_advantage(last, dones)
+    np.testing.assert_array_equal(buffers[0].advantages, buffers[1].advantages)

@@ -18,6 +18,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 import sb3_extra_buffers.compressed as compressed
 from sb3_extra_buffers.compressed import CompressedArray, CompressedReplayBuffer, CompressedRolloutBuffer
 from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
+from sb3_extra_buffers.kernels import has_numba
 from sb3_extra_buffers.recording import FramelessRecordBuffer, RecordBuffer
 from sb3_extra_buffers.stores import device_base
 from sb3_extra_buffers.stores.device_frames import DeviceFrameStore
@@ -118,14 +119,15 @@ def test_uncompressed_observations_are_stored_once(name: str, space: str, n_step
         theirs.add(*step)
     usage, n_held = ours.memory_usage(), min(n_steps, 100)
     assert_true(ours, theirs, n_held, f"SB3's {type(theirs).__name__}")
-    if name == "prioritised":
+    if name != "GPU" and not has_numba():
+        assert usage.observation_ratio == 1
+    elif name == "prioritised":
         # a sum for each transition, and a few more
         assert usage.observation_ratio < (0.85 if space == "discrete" else 0.65)
         assert usage.total <= usage.dense - 0.15 * usage.dense_observations + 30 * usage.transitions
     elif name == "GPU":
-        # a tensor is allocated as a whole
-        observations = 2 * theirs.observations.nbytes
-        assert usage.total == usage.dense - usage.dense_observations + observations
+        # allocated in pieces of 64 KiB: one for observations, one for next observations that do not follow
+        assert usage.total < usage.dense + 2 * 65536 + 4096
     else:
         # episodes are short here, and tables take a few hundred bytes, which shows if observations have 8
         assert usage.ratio < 1
@@ -255,7 +257,7 @@ def test_evicted_transitions_do_not_count() -> None:
 # ---- what a reader sees ----
 
 
-def test_a_large_buffer_with_a_few_frames_of_noise_takes_all_of_it() -> None:
+def test_a_large_buffer_with_a_few_frames_of_noise_takes_what_one_copy_of_them_does() -> None:
     """Divided by the capacity, this was 0.10 %."""
     space = spaces.Box(0, 255, (40, 40), np.uint8)
     buffer = CompressedReplayBuffer(1_000_000, space, DISCRETE, "cpu")
@@ -267,7 +269,7 @@ def test_a_large_buffer_with_a_few_frames_of_noise_takes_all_of_it() -> None:
         obs = after
     usage = buffer.memory_usage()
     assert usage.decided
-    assert printed_percents(usage)[0] == pytest.approx(100, rel=0.02)
+    assert printed_percents(usage)[0] == pytest.approx(50, rel=0.03)
 
 
 def test_nothing_has_no_ratio() -> None:
@@ -387,7 +389,8 @@ def test_arrays(method: str, n_written: int) -> None:
     assert usage.baseline == "a NumPy array"
     assert printed_percents(usage) == [pytest.approx(100 * usage.total / dense, rel=0.02)]
     if method == "none":
-        assert usage.total == pytest.approx(dense, rel=0.02)
+        # stacks of four share frames
+        assert dense / 4 < usage.total < dense / 2.5
     assert f"for {usage.transitions:,} observations: " in str(usage)
 
 
@@ -449,8 +452,7 @@ def observe(kind, obs):
         return rng.normal(size=(1, 2000)).astype(np.float32)
     new = obs[:, -1:].copy()
     if kind == "noise":
-        new[...] = rng.integers(0, 256, new.shape)
-        return np.concatenate([new, new + 1, new + 2, new + 3], axis=1)
+        return np.frombuffer(rng.bytes(4 * 84 * 84), np.uint8).reshape(1, 4, 84, 84)
     y, x = rng.integers(0, 64, 2)
     new[:, :, y : y + 20, x : x + 20] = rng.integers(0, 256, (20, 20))
     return np.concatenate([obs[:, 1:], new], axis=1)
@@ -466,7 +468,8 @@ def fill(kind, size, n_steps):
     return buffer
 
 for kind, n_steps in (("noise", 700), ("vector", 2000), ("game", 6000)):
-    fill(kind, 400, 300)
+    # everything once, so that kernels are loaded and contexts of codecs are allocated
+    fill(kind, 20_000, n_steps)
     before = resident()
     buffer = fill(kind, 20_000, n_steps)
     print(resident() - before, buffer.memory_usage().total, buffer.memory_usage().ratio)
@@ -480,6 +483,7 @@ def test_a_partly_filled_buffer_agrees_with_the_resident_set() -> None:
     """Within 2 %, and half a megabyte for what Python itself took meanwhile."""
     lines = [[float(number) for number in line.split()] for line in run_fresh(GROWTH).splitlines()]
     assert all(abs(grown - total) < 0.02 * total + (1 << 19) for grown, total, _ in lines), lines
-    # noise is kept as it is, and vectors are stored once
-    expected = [pytest.approx(1, rel=0.02), pytest.approx(0.5, rel=0.02), pytest.approx(0.02, abs=0.01)]
+    # noise is kept as it is, but once, and so are vectors
+    vectors = pytest.approx(0.5 if has_numba() else 1, rel=0.02)
+    expected = [pytest.approx(0.5, rel=0.02), vectors, pytest.approx(0.02, abs=0.01)]
     assert [ratio for _, _, ratio in lines] == expected

@@ -12,7 +12,13 @@ from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer
 
 import sb3_extra_buffers.compressed as module
 from sb3_extra_buffers.compressed import compressed
-from sb3_extra_buffers.errors import AlgorithmMismatchError, ArgumentError, IndexOutOfRangeError, LayoutError
+from sb3_extra_buffers.errors import (
+    AlgorithmMismatchError,
+    ArgumentError,
+    CodecOptionError,
+    IndexOutOfRangeError,
+    LayoutError,
+)
 from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
 from tests.contracts.buffer import ACTIONS, SPACES
 from tests.contracts.vec_env import make_envs
@@ -139,3 +145,24 @@ def test_a_position_outside_the_buffer_is_not_written_to(space: Any, pos: int) -
     buffer.pos = 3
     buffer.add(*step)
     assert (buffer.pos, buffer.rewards.sum()) == (4, 4)
+
+
+DICT_CLASSES = ["CompressedDictReplayBuffer", "CompressedDictRolloutBuffer"]
+IMAGE_AND_VECTOR = spaces.Dict({"image": spaces.Box(0, 255, (24, 24, 3), np.uint8), "speed": spaces.Box(0, 1, (3,))})
+
+
+@pytest.mark.parametrize("name", DICT_CLASSES)
+@pytest.mark.parametrize("method", ["delta", {"image": "delta"}, {"image": "delta", "speed": "none"}])
+def test_options_of_a_method_are_not_for_vectors(name: str, method: Any) -> None:
+    options = {"compression_method": method, "compression_kwargs": {"frames": 4}}
+    getattr(module, name)(10, IMAGE_AND_VECTOR, ACTIONS["discrete"], device="cpu", **options)
+    options["compression_kwargs"] = {"farmes": 4}
+    with pytest.raises(CodecOptionError, match="farmes"):
+        getattr(module, name)(10, IMAGE_AND_VECTOR, ACTIONS["discrete"], device="cpu", **options)
+
+
+@pytest.mark.parametrize("name", DICT_CLASSES)
+@pytest.mark.parametrize(("method", "match"), [({"imgae": "delta"}, "'imgae'.*'image'"), (None, "None")])
+def test_methods_are_for_keys_that_exist(name: str, method: Any, match: str) -> None:
+    with pytest.raises(ArgumentError, match=match):
+        getattr(module, name)(10, IMAGE_AND_VECTOR, ACTIONS["discrete"], device="cpu", compression_method=method)

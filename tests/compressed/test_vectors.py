@@ -28,7 +28,7 @@ from sb3_extra_buffers.compressed import (
     CompressedReplayBuffer,
 )
 from sb3_extra_buffers.errors import SpecMismatchError
-from sb3_extra_buffers.kernels import timeline_kernels
+from sb3_extra_buffers.kernels import has_numba, timeline_kernels
 from sb3_extra_buffers.stores import timeline
 from sb3_extra_buffers.stores.timeline import TimelineStore
 from tests.contracts.buffer import (
@@ -42,6 +42,9 @@ from tests.contracts.buffer import (
     sample,
 )
 from tests.contracts.store import KERNELS, examples
+
+# without it vectors are plain arrays, which the tests of all spaces cover
+pytestmark = pytest.mark.skipif(not has_numba(), reason="numba is not installed")
 
 VECTORS = ["vector", "double", "discrete", "multi discrete", "multi binary"]
 BOX = SPACES["vector"]
@@ -117,7 +120,6 @@ def test_normalised_samples_are_those_of_sb3(compiled: bool) -> None:
 
 
 def test_a_batch_is_one_allocation_of_aligned_tensors() -> None:
-    pytest.importorskip("numba")
     ours, _ = pair(TWO, 60, 2)
     add_all((ours,), TWO, 50, 2)
     batch = ours.sample(33)
@@ -140,7 +142,6 @@ def test_a_batch_is_one_allocation_of_aligned_tensors() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 255, 256, 257, 1000])
 def test_the_global_generator_is_used_as_by_numpy(size: int) -> None:
-    pytest.importorskip("numba")
     ours, theirs = pair(BOX, size, 1)
     add_all((ours, theirs), BOX, size, 1)
     for seed in range(5):
@@ -297,23 +298,34 @@ def test_columns_of_another_kind_are_written_and_read(compiled: bool) -> None:
     assert_same_samples(ours, theirs)
 
 
-def test_a_subclass_may_read_batches_itself(compiled: bool) -> None:
-    class Scaled(CompressedReplayBuffer):
-        def _get_samples(self, batch_inds: Any, env: Any = None) -> Any:
-            samples = super()._get_samples(batch_inds, env)
-            return samples._replace(rewards=samples.rewards * 10)
+class TenTimes(CompressedReplayBuffer):
+    def _get_samples(self, batch_inds: Any, env: Any = None) -> Any:
+        samples = super()._get_samples(batch_inds, env)
+        return samples._replace(rewards=samples.rewards * 10)
 
+
+def test_a_subclass_may_read_batches_itself(compiled: bool) -> None:
     class Doubled(CompressedReplayBuffer):
         def _fit_step(self, *args: Any) -> Any:
             step = super()._fit_step(*args)
             return (*step[:6], step[6] * 2, *step[7:])
 
     theirs = ReplayBuffer(40, BOX, ACTIONS["box"], "cpu", 2)
-    scaled, doubled = (cls(40, BOX, ACTIONS["box"], "cpu", 2) for cls in (Scaled, Doubled))
+    scaled, doubled = (cls(40, BOX, ACTIONS["box"], "cpu", 2) for cls in (TenTimes, Doubled))
     add_all((theirs, scaled, doubled), BOX, 30, 2)
     want = sample(theirs, 16, 0)[0]
     is_same(sample(scaled, 16, 0)[0], want._replace(rewards=want.rewards * 10))
     is_same(sample(doubled, 16, 0)[0], want._replace(rewards=want.rewards * 2))
+
+
+def test_a_subclass_that_is_loaded_reads_batches_itself(tmp_path: Path) -> None:
+    ours, theirs = pair(BOX, 40, 2)
+    add_all((ours, theirs), BOX, 30, 2)
+    files.save(ours, tmp_path / "saved")
+    loaded = files.load(tmp_path / "saved", TenTimes)
+    assert type(loaded) is TenTimes
+    want = sample(theirs, 16, 0)[0]
+    is_same(sample(loaded, 16, 0)[0], want._replace(rewards=want.rewards * 10))
 
 
 def test_indices_count_from_the_end_as_in_numpy(compiled: bool) -> None:
@@ -480,10 +492,9 @@ def test_saved_buffers_are_loaded_with_their_next_observations(tmp_path: Path, c
 
 
 def test_arrays_of_earlier_versions_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = views.ObsViews.make
     ours, theirs = pair(TWO, 60, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(views.ObsViews, "make", lambda *args, with_next=False: make(*args))
+        patch.setattr(views, "has_numba", lambda: False)
         old, _ = pair(TWO, 60, 2)
     assert all(type(array) is np.ndarray for array in old.observations.values())
     add_all((ours, theirs, old), TWO, 50, 2)
@@ -492,6 +503,20 @@ def test_arrays_of_earlier_versions_are_loaded(tmp_path: Path, monkeypatch: pyte
     assert_same_contents(contents(theirs), contents(loaded))
     assert all(isinstance(view.store.inner, TimelineStore) for view in loaded.observations.values())
     add_all((loaded, theirs), TWO, 20, 2, seed=3)
+    assert_same_samples(loaded, theirs)
+
+
+def test_without_numba_vectors_are_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pair(TWO, 60, 2)
+    add_all((ours, theirs), TWO, 50, 2)
+    files.save(ours, tmp_path / "saved")
+    without_numba(monkeypatch)
+    monkeypatch.setattr(views, "has_numba", lambda: False)
+    loaded = files.load(tmp_path / "saved")
+    assert all(type(array) is np.ndarray for array in loaded.observations.values())
+    assert_same_contents(contents(theirs), contents(loaded))
+    add_all((loaded, theirs), TWO, 20, 2, seed=3)
+    assert_same_contents(contents(theirs), contents(loaded))
     assert_same_samples(loaded, theirs)
 
 

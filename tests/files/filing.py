@@ -148,6 +148,7 @@ BUFFERS: dict[str, Callable[[], Any]] = {
     "replay-rle": replay("CompressedReplayBuffer", compression_method="rle"),
     "replay-palette": replay("CompressedReplayBuffer", compression_method="palette"),
     "replay-dense": replay("CompressedReplayBuffer", compression_method="none"),
+    "replay-camera": replay("CompressedReplayBuffer", compression_method="camera"),
     "replay-limit": replay("CompressedReplayBuffer", compression_method="delta", max_bytes=40_000),
     "n-step": replay("CompressedNStepReplayBuffer", n_steps=3, gamma=0.9),
     "dict": replay("CompressedDictReplayBuffer", DICT),
@@ -167,6 +168,10 @@ BUFFERS: dict[str, Callable[[], Any]] = {
     "gpu-frames-rollout": device("GpuRolloutBuffer", DICT, reference=True),
 }
 
+if importlib.util.find_spec("lz4") is not None:
+    BUFFERS["replay-scroll"] = replay("CompressedReplayBuffer", compression_method="scroll")
+if importlib.util.find_spec("zstandard") is not None and importlib.util.find_spec("lz4") is not None:
+    BUFFERS["replay-scroll2"] = replay("CompressedReplayBuffer", compression_method="scroll2")
 if importlib.util.find_spec("sb3_contrib") is not None:
     BUFFERS |= {
         "maskable-rollout": rollout("CompressedMaskableRolloutBuffer"),
@@ -187,6 +192,21 @@ def make_array(n_steps: int = 40, method: str = "auto") -> tuple[CompressedArray
         truth[step] = feed.images()[0]
         array[step] = truth[step]
     return array, truth
+
+
+def make_table_array(method: str) -> CompressedArray:
+    """Images of few colours, with some of many among them (``palette``), or as floats (``table``)."""
+    walk, rng = Walk((9, 14), 5), np.random.default_rng(6)
+    images = np.stack([walk.step() for _ in range(40)])
+    if method == "table":
+        images = images.astype(np.float32) / np.float32(255)
+    else:
+        images = np.stack([images, images // 2, 255 - images], axis=-1)
+        images[20:33] = rng.integers(0, 256, images[20:33].shape)
+    array = CompressedArray(40, images.shape[1:], images.dtype, compression_method=method)
+    for step, image in enumerate(images):
+        array[step] = image
+    return array
 
 
 def finish(buffer: Any) -> None:

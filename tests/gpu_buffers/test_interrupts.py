@@ -197,6 +197,15 @@ def test_interrupted_writes_of_rollouts(method: str, count: int) -> None:
     interrupt_everywhere(rollout("image", method), count)
 
 
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("method", ["palette:none", "palette:delta"])
+@pytest.mark.parametrize("count", [0, 5, SIZE - 1, SIZE, 30])
+def test_interrupted_writes_of_indices(method: str, count: int) -> None:
+    interrupt_everywhere(replay("last", method), count, n_points=40)
+    # more colours than a palette has
+    interrupt_everywhere(replay("last", method), count, n_points=20, noise=True)
+
+
 class OneLaunch:
     """A GPU kernel as the host sees it: launched by one call that nothing interrupts."""
 

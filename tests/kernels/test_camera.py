@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.kernels import camera, has_numba
+from sb3_extra_buffers.kernels import camera, compiled_kernels, has_numba
 from tests.contracts.store import KERNELS, UNWRITTEN, examples
 from tests.kernels.wrapping import callable_from_python
 
@@ -67,9 +67,7 @@ def pack(frames: npt.NDArray[Any], compiled: bool) -> Segment:
     rows = spec.to_rows(frames).reshape(-1).copy()
     target, lengths = np.full(count * size + 64, UNWRITTEN, np.uint8), np.zeros(count, np.int64)
     if compiled:
-        from sb3_extra_buffers.kernels import camera_numba
-
-        total = camera_numba.pack_segment(rows, count, size, geometry, target, lengths)
+        total = compiled_kernels("camera").pack_segment(rows, count, size, geometry, target, lengths)
     else:
         scratch = np.full(camera.camera_scratch_bytes(size, geometry), UNWRITTEN, np.uint8)
         total = camera.pack_camera(rows, 0, count, size, geometry, target, 0, lengths, scratch)
@@ -90,9 +88,7 @@ def unpack(segment: Segment, positions: list[int], compiled: bool, streaming: bo
     out = np.full(len(wanted) * (size + gap) + gap, UNWRITTEN, np.uint8)
     arguments = (segment.data, segment.body, segment.end, 0, WIDTH, segment.n_frames, wanted, targets)
     if compiled:
-        from sb3_extra_buffers.kernels import camera_numba
-
-        good = camera_numba.unpack_segment(*arguments, out, segment.geometry, streaming)
+        good = compiled_kernels("camera").unpack_segment(*arguments, out, segment.geometry, streaming)
     else:
         work = np.full(camera.camera_work_bytes(size, segment.geometry), UNWRITTEN, np.uint8)
         good = camera.unpack_camera(*arguments, len(wanted), out, segment.geometry, work)

@@ -31,6 +31,7 @@ METHODS = {
     "device-delta": "delta",
     "device-rle": "rle",
     "device-camera": "camera",
+    "device-table": "palette:delta",
     "device-host": "gzip1",
 }
 KINDS = [entry.kind for entry in STORES if entry.place == "cuda"]
@@ -39,7 +40,8 @@ on_gpu = pytest.param(
 )
 N_STEPS, N_STREAMS, N_SETS = 7, 3, 2
 SPEC = ObsSpec((4, 12, 12), np.dtype(np.uint8))
-LAYOUTS = {"device-timeline": StackLayout(SPEC)}  # whole observations; others are stacks
+# whole observations, of four channels for a palette; others are stacks
+LAYOUTS = {"device-timeline": StackLayout(SPEC), "device-table": StackLayout(SPEC)}
 STACKED = StackLayout(SPEC, 4, "first")
 Step = list[npt.NDArray[Any]]
 

@@ -22,6 +22,7 @@ from sb3_extra_buffers.compressed import CompressedArray, CompressedReplayBuffer
 from sb3_extra_buffers.errors import CodecOptionError, FileFormatError, MissingExtraError, SpecMismatchError
 from sb3_extra_buffers.files import load, open_saved, save, verify
 from sb3_extra_buffers.files.parts import flatten, unflatten
+from sb3_extra_buffers.stores import tables
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.registry import find_store, make_store
 from sb3_extra_buffers.stores.tables import TableStore
@@ -226,7 +227,11 @@ def fill_beside_sb3(convert: Callable[[Any], Any], method: str, n_steps: int = 1
         (colour_image, "auto"),
     ],
 )
-def test_samples_equal_those_of_sb3(convert: Any, method: str) -> None:
+@pytest.mark.parametrize("keeps_guess", [True, False])
+def test_samples_equal_those_of_sb3(
+    convert: Any, method: str, keeps_guess: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "_GUESS_SHARE", 0 if keeps_guess else 1 << 40)
     ours, theirs = fill_beside_sb3(convert, method)
     for seed in range(3):
         batches = []
@@ -249,22 +254,29 @@ def test_float_images_take_as_much_as_their_bytes() -> None:
     assert sizes[1] <= 1.02 * sizes[0]
 
 
+def test_next_observations_take_no_memory_without_compression() -> None:
+    ours, theirs = fill_beside_sb3(colour_image, "palette:none", 400)
+    usage = ours.memory_usage()
+    assert usage.payload <= 0.34 * theirs.observations.nbytes
+
+
 # ---- saving ----
 
 
-def filled_array(n_outside: int = 5) -> tuple[CompressedArray, npt.NDArray[np.uint8]]:
+def filled_array(n_outside: int = 5, method: str = "palette") -> tuple[CompressedArray, npt.NDArray[np.uint8]]:
     rng, walk = np.random.default_rng(0), Walk((12, 16))
     truth = np.stack([colour_image(walk.step()) for _ in range(60)])
     truth[20 : 20 + n_outside] = rng.integers(0, 256, (n_outside, 12, 16, 3))
-    array = CompressedArray(60, (12, 16, 3), np.uint8, compression_method="palette")
+    array = CompressedArray(60, (12, 16, 3), np.uint8, compression_method=method)
     for step in range(60):
         array[step] = truth[step]
     return array, truth
 
 
+@pytest.mark.parametrize("method", ["palette", "palette:none", "palette:camera", "palette:gzip1"])
 @pytest.mark.parametrize("n_outside", [0, 5])
-def test_saved_and_copied_arrays_hold_the_same(n_outside: int, tmp_path: Path) -> None:
-    array, truth = filled_array(n_outside)
+def test_saved_and_copied_arrays_hold_the_same(n_outside: int, method: str, tmp_path: Path) -> None:
+    array, truth = filled_array(n_outside, method)
     assert isinstance(array.store.inner, TableStore)
     assert (array.store.inner.outside is not None) == (n_outside > 0)
     save(array, tmp_path / "saved")
@@ -314,10 +326,10 @@ def test_forged_parts_are_refused(name: str) -> None:
     described, arrays = flatten(array.to_parts())
     prefix = "stores/0/"
     (saved,) = described["stores"].values()
-    tables = {key.removeprefix(prefix): np.array(table) for key, table in arrays.items() if key.startswith(prefix)}
-    FORGERIES[name](saved["record"], tables)
+    forged = {key.removeprefix(prefix): np.array(table) for key, table in arrays.items() if key.startswith(prefix)}
+    FORGERIES[name](saved["record"], forged)
     with pytest.raises(FileFormatError):
-        unflatten(described, arrays | {prefix + key: table for key, table in tables.items()})
+        unflatten(described, arrays | {prefix + key: table for key, table in forged.items()})
 
 
 def test_a_buffer_in_a_folder_is_continued(tmp_path: Path) -> None:

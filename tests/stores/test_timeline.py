@@ -187,7 +187,7 @@ def test_a_saved_store_is_restored() -> None:
         {"following": lambda keys: keys.astype(np.int32)},
         {"aside": lambda rows: rows[1:]},
         {"aside": lambda rows: rows[:, 1:]},
-        {"choice": lambda choice: ["zstd1", ""]},
+        {"choice": lambda choice: ["gzip1", ""]},
     ],
 )
 def test_files_are_not_trusted(changes: Any) -> None:

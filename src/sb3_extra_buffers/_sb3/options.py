@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import torch as th
 
 from sb3_extra_buffers.arguments import parse_bytes
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.errors import SpecMismatchError
+from sb3_extra_buffers.errors import ArgumentError, SpecMismatchError
 from sb3_extra_buffers.stores.choice import add_preference, choose_unseen
 
 
@@ -77,11 +77,25 @@ class StorageOptions:
             )
         if self.path is not None:
             object.__setattr__(self, "path", os.fspath(self.path))
+        if not isinstance(self.compression_method, (str, Mapping)):
+            raise ArgumentError(
+                f"compression_method must be a method, or a dict with a method per key; got {self.compression_method!r}"
+            )
         if self.prefer is not None:
             # an option of "auto", which is saved with the others
             options = add_preference(self.prefer, self.compression_kwargs, self.compression_method)
             object.__setattr__(self, "compression_kwargs", options)
         object.__setattr__(self, f"{self.on_max_bytes}_above", self.max_bytes)
+
+    def check_keys(self, keys: Collection[str]) -> None:
+        """Raise if a method is for a key that observations do not have."""
+        methods = self.compression_method
+        unknown = [] if isinstance(methods, str) else [key for key in methods if key not in keys]
+        if unknown:
+            raise ArgumentError(
+                f"compression_method has a method for {', '.join(map(repr, unknown))}, "
+                f"but the keys of the observations are {', '.join(map(repr, keys))}"
+            )
 
     def method_for(self, key: str, spec: ObsSpec) -> str:
         """The method for one key, ``""`` for a Box; a single method for a Dict applies to its images."""
@@ -90,11 +104,18 @@ class StorageOptions:
         return "none" if key and choose_unseen(spec) is not None else self.compression_method
 
     def options_for(self, method: str) -> Mapping[str, Any] | None:
-        """The options of ``method``; ``prefer`` applies to those keys of a Dict that are left to ``"auto"``."""
-        options = self.compression_kwargs
-        if options is None or "prefer" not in options or method in ("auto", self.compression_method):
+        """The options of ``method``; ``prefer`` is for keys of a Dict left to ``"auto"``, the others for the rest.
+
+        Keys that are not compressed have none.
+        """
+        options, methods = self.compression_kwargs, self.compression_method
+        if options is None or method == methods:
             return options
-        return {name: value for name, value in options.items() if name != "prefer"}
+        if isinstance(methods, str) or method == "none":
+            return None
+        if set(methods.values()) <= {"auto"}:
+            return options
+        return {name: value for name, value in options.items() if (name == "prefer") == (method == "auto")}
 
     def stored_dtype(self, key: str, spec: ObsSpec) -> np.dtype[Any]:
         """The dtype to store observations of ``spec`` in: ``elem_type`` if it is smaller, else that of the space."""

@@ -22,9 +22,11 @@ from sb3_extra_buffers.files.parts import Cut, LoadedParts, Parts, make_view
 from sb3_extra_buffers.files.registry import class_of
 from sb3_extra_buffers.files.spaces import space_from_json, space_to_json
 from sb3_extra_buffers.files.values import value_from_json, value_to_json
+from sb3_extra_buffers.kernels import has_numba
 from sb3_extra_buffers.stores.checks import require, whole, within
 from sb3_extra_buffers.stores.device_snapshot import from_host, to_host
 from sb3_extra_buffers.stores.observation import ObservationStore
+from sb3_extra_buffers.stores.timeline import TimelineStore
 from sb3_extra_buffers.stores.view import StoreView
 
 Array = npt.NDArray[Any]
@@ -361,8 +363,14 @@ def _restore_observations(buffer: Any, parts: LoadedParts, lead: tuple[int, int]
             restored.setdefault(attribute, {})[key] = view
         elif store is None:
             restored.setdefault(attribute, {})[key] = parts.column(name, view.dtype, view.shape)
+        elif isinstance(view, np.ndarray) and isinstance(store.inner, TimelineStore):
+            # this buffer keeps vectors in arrays
+            base = math.prod(lead) * name.startswith("next_")
+            require(base + math.prod(lead) <= store.n_obs, f"the store {name!r} does not hold {lead} observations")
+            rows = store.spec.from_rows(store.read(base + np.arange(math.prod(lead))))
+            restored.setdefault(attribute, {})[key] = rows.reshape(view.shape)
         else:
-            if len(buffer.obs_views()) == 2:
+            if len(buffer.obs_views()) == 2 and has_numba():
                 store.share_next()
             base = math.prod(lead) * name.startswith("next_")
             restored.setdefault(attribute, {})[key] = make_view(BufferView, store, lead, base, dtype=view.dtype)
@@ -386,6 +394,9 @@ def _finish(buffer: Any, parts: LoadedParts) -> Any:
         # without its constructor, whose work was done when the buffer was first made
         built, buffer = buffer, object.__new__(target)
         vars(buffer).update(vars(built))
+        if _is_replay(parts.kind) and not parts.kind.startswith("gpu-"):
+            # what it remembers of its views depends on the methods that a class replaces
+            buffer.restore_obs_views({name: views.by_key for name, views in built.obs_views().items()})
     added = value_from_json(parts.entry("extra", kind=dict))
     added |= {name.removeprefix("extra/"): column for name, column in parts.columns.items() if name[:6] == "extra/"}
     for name, value in added.items():

@@ -460,13 +460,15 @@ class ReplayMixin(BudgetMixin, _Base):
         """The transitions at ``(steps[i], envs[i])`` as tensors, n-step ones where ``n_steps`` says so."""
         if self.n_steps > 1 or self._is_n_step_class:
             return self._n_step_samples_at(steps, envs, env)
-        with self._lock:
-            transitions = self._prepare_raw() if self._raw else None
-            arrays = None if transitions is None else transitions.read(steps, envs)
+        arrays = None
+        if self._raw:
+            with self._lock:
+                transitions = self._prepare_raw()
+                arrays = None if transitions is None else transitions.read(steps, envs)
         if arrays is not None and not (self._stored or self._dense):
             return self._raw_samples(arrays, env)
         obs, next_obs = ({}, {}) if arrays is None else self._by_key(arrays)
-        for key, view, next_view in self._stored if transitions is not None else (*self._stored, *self._raw):
+        for key, view, next_view in self._stored if arrays is not None else (*self._stored, *self._raw):
             # frames that both share are decoded once
             obs[key], next_obs[key] = view.read_with([next_view], (steps, envs))
         for key, array, next_array in self._dense:

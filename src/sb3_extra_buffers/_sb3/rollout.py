@@ -167,7 +167,8 @@ class RolloutMixin(CompressedBuffer, _Base):
             last_values: Values of the observations after the last step.
             dones: Whether each episode ended with the last step.
         """
-        values = _fit_tensor(last_values, self.n_envs, "last_values")
+        # in their own dtype, as SB3 computes with them
+        values = _fit_tensor(last_values, self.n_envs, "last_values", None)
         super().compute_returns_and_advantage(th.from_numpy(np.array(values)), fit_column(dones, self.n_envs, "dones"))
 
     def sample(self, batch_size: int, env: Any = None) -> Any:
@@ -242,10 +243,10 @@ class ContribRollout(OptionsFirst):
         return self._sb3_samples(super()._get_samples, *args, **kwargs)
 
 
-def _fit_tensor(values: Any, n_envs: int, name: str) -> Array:
+def _fit_tensor(values: Any, n_envs: int, name: str, dtype: Any = np.float32) -> Array:
     # numpy() is several times faster than np.asarray() of a tensor
     array = values.detach().cpu().numpy() if isinstance(values, th.Tensor) else as_array(values, name)
-    return fit_column(array.reshape(-1), n_envs, name)
+    return fit_column(array.reshape(-1), n_envs, name, array.dtype if dtype is None else dtype)
 
 
 def prefetch(batches: Iterator[T]) -> Iterator[T]:

@@ -44,8 +44,7 @@ class Transitions:
         self.keys = [key for key, _, _ in pairs]
         # with each store, its tables, and how many rows may be aside before a step
         self._stores = [_watch(view.store) for _, view, _ in pairs]
-        self._columns = [getattr(buffer, name) for name in _COLUMNS]
-        self._actions, self._rewards, self._dones, self._timeouts = self._columns
+        self._actions, self._rewards, self._dones, self._timeouts = (getattr(buffer, name) for name in _COLUMNS)
         self._readers = pairs[0][1].store.readers
         self._n_envs, self._n_steps = int(buffer.n_envs), int(buffer.buffer_size)
         # the values of the next step, for compiled code to copy: NumPy casts and copes with strides
@@ -105,7 +104,7 @@ class Transitions:
             or buffer.rewards is not self._rewards
             or buffer.dones is not self._dones
             or buffer.timeouts is not self._timeouts
-            or buffer.handle_timeout_termination is not self._with_timeouts
+            or buffer.handle_timeout_termination != self._with_timeouts
         ):
             return False
         for store, inner, state, counters, most in self._stores:

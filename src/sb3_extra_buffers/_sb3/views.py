@@ -17,6 +17,7 @@ from sb3_extra_buffers.arguments import cast, narrow
 from sb3_extra_buffers.codecs.registry import codec_options
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import SpecMismatchError
+from sb3_extra_buffers.kernels import has_numba
 from sb3_extra_buffers.stores.choice import choose_unseen
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.raw import RawStore
@@ -61,7 +62,9 @@ class BufferView(StoreView):
 
 
 class ObsViews:
-    """Where the observations of a buffer are: by key, in a `BufferView` or, for vectors of a rollout, a plain array.
+    """Where the observations of a buffer are: by key, in a `BufferView` or a plain array.
+
+    Plain arrays are for vectors of rollouts, and without numba of all buffers.
 
     Inside a buffer every observation is a dict; that of a Box has the key ``""``. `as_sb3` is the way out.
 
@@ -96,6 +99,7 @@ class ObsViews:
         """
         how = lead_shape, options, with_next
         if isinstance(space, spaces.Dict):
+            options.check_keys(obs_shape)
             views = {key: _make_view(key, space[key], obs_shape[key], *how) for key in obs_shape}
             return cls(views, is_dict=True)
         return cls({"": _make_view("", space, obs_shape, *how)}, is_dict=False)
@@ -202,8 +206,8 @@ def _make_view(
     spec = ObsSpec(tuple(obs_shape), options.stored_dtype(key, ObsSpec(tuple(obs_shape), dtype)))
     method = options.method_for(key, spec)
     is_raw = method == "none" or (method == "auto" and choose_unseen(spec) is not None)
-    if is_raw and spec.dtype == dtype and (not with_next or not spec.nbytes):
-        # vectors of a rollout: nothing is faster than SB3's own array
+    if is_raw and spec.dtype == dtype and not (with_next and spec.nbytes and has_numba()):
+        # vectors of a rollout: nothing is faster than SB3's own array. Without compiled code a `TimelineStore` is slow
         return np.zeros((*lead_shape, *spec.shape), dtype)
     store = ObservationStore(
         spec,

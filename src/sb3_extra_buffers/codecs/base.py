@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
-from sb3_extra_buffers.errors import CodecLevelError, CorruptPayloadError
+from sb3_extra_buffers.errors import CodecLevelError, CodecOptionError, CorruptPayloadError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Bytes", "Codec", "Ints", "check_level", "check_payloads", "decompress_into", "read_only"]
+__all__ = ["Bytes", "Codec", "Ints", "check_frames", "check_level", "check_payloads", "decompress_into", "read_only"]
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -169,3 +169,14 @@ def check_level(name: str, level: object, allowed: Sequence[range], described: s
         number = None
     if isinstance(level, bool) or number is None or not any(number in levels for levels in allowed):
         raise CodecLevelError(f"{name} level must be {described}, got {level!r}")
+
+
+def check_frames(name: str, frames: Any) -> int:
+    """Return the number of frames in a segment, which is stored in a byte."""
+    try:
+        count = 0 if isinstance(frames, (bool, np.bool_)) else operator.index(frames)
+    except TypeError:
+        count = 0
+    if not 1 <= count <= 255:
+        raise CodecOptionError(f"{name} frames (per segment) must be 1..255, got {frames!r}")
+    return count

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sb3_extra_buffers.codecs.base import Codec
+from sb3_extra_buffers.codecs.base import Codec, check_frames
 from sb3_extra_buffers.codecs.identity import IdentityCodec
-from sb3_extra_buffers.errors import CodecOptionError
 
 
 @dataclass(frozen=True, slots=True)
 class CameraCodec(Codec):
     """Tiles predicted from neighbouring pixels and from the previous frame, with the rest in as few bits as it needs.
 
-    ``frames`` is the number of frames in a segment; at most five of them are decoded to read one.
+    ``frames`` is the number of frames in a segment; at most three of them are decoded to read one.
 
     Alone, this codec leaves rows as they are. The frame store encodes segments (`kernels.camera` has the format).
     """
@@ -24,8 +23,7 @@ class CameraCodec(Codec):
     frames: int = 8
 
     def __post_init__(self) -> None:
-        if isinstance(self.frames, bool) or not isinstance(self.frames, int) or not 1 <= self.frames <= 255:
-            raise CodecOptionError(f"camera frames (per segment) must be 1..255, got {self.frames!r}")
+        object.__setattr__(self, "frames", check_frames("camera", self.frames))
 
     def bound(self, nbytes: int) -> int:
         return nbytes

@@ -26,9 +26,9 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.codecs.base import Bytes, Codec
+from sb3_extra_buffers.codecs.base import Bytes, Codec, check_frames
 from sb3_extra_buffers.codecs.registry import get_codec
-from sb3_extra_buffers.errors import CodecLevelError, CodecOptionError, CorruptPayloadError
+from sb3_extra_buffers.errors import CodecLevelError, CorruptPayloadError
 
 #: bytes of a row that one byte of ``top`` covers
 BLOCK = 4096
@@ -61,15 +61,13 @@ class DeltaCodec(Codec):
     codec_id: ClassVar[str] = "delta"
     options: ClassVar[tuple[str, ...] | None] = ("level", "frames")
     level: int = 1
-    frames: int = 0
+    frames: int = 0  # 0: that of the level
 
     def __post_init__(self) -> None:
         if self.level not in _LEVELS:
             raise CodecLevelError(f"delta level must be 1..3, got {self.level!r}")
-        if self.frames == 0:
-            object.__setattr__(self, "frames", _LEVELS[self.level][0])
-        if not 1 <= self.frames <= 255:
-            raise CodecOptionError(f"delta frames (per segment) must be 1..255, got {self.frames!r}")
+        frames = _LEVELS[self.level][0] if self.frames == 0 else self.frames
+        object.__setattr__(self, "frames", check_frames("delta", frames))
         if self.level > 1:
             get_codec("zstd")  # raises, and says what to install, where it is missing
 

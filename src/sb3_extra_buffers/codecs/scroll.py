@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sb3_extra_buffers.codecs.base import Codec
+from sb3_extra_buffers.codecs.base import Codec, check_frames
 from sb3_extra_buffers.codecs.registry import get_codec
-from sb3_extra_buffers.errors import CodecLevelError, CodecOptionError
+from sb3_extra_buffers.errors import CodecLevelError
 
 # level: (frames per segment, zstd level; 0 for LZ4)
 _LEVELS = {1: (8, 0), 2: (8, 1), 3: (32, 9)}
@@ -27,15 +27,13 @@ class ScrollCodec(Codec):
     codec_id: ClassVar[str] = "scroll"
     options: ClassVar[tuple[str, ...] | None] = ("level", "frames")
     level: int = 1
-    frames: int = 0
+    frames: int = 0  # 0: that of the level
 
     def __post_init__(self) -> None:
         if self.level not in _LEVELS:
             raise CodecLevelError(f"scroll level must be 1..3, got {self.level!r}")
-        if self.frames == 0:
-            object.__setattr__(self, "frames", _LEVELS[self.level][0])
-        if not 1 <= self.frames <= 255:
-            raise CodecOptionError(f"scroll frames (per segment) must be 1..255, got {self.frames!r}")
+        frames = _LEVELS[self.level][0] if self.frames == 0 else self.frames
+        object.__setattr__(self, "frames", check_frames("scroll", frames))
         self._row_codec()  # raises, and says what to install, where zstd is missing
 
     @property

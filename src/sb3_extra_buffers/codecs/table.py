@@ -21,7 +21,7 @@ _MAX_CHANNELS = 64
 
 def check_inner(name: str, method: str) -> None:
     """Raise unless ``method`` can store indices for the method ``name``."""
-    if not isinstance(method, str) or get_codec(method).codec_id in ("palette", "table"):
+    if not isinstance(method, str) or method == "auto" or get_codec(method).codec_id in ("palette", "table"):
         raise CodecOptionError(f"{name} needs a byte codec or 'delta' as its inner method, got {method!r}")
 
 

@@ -184,14 +184,27 @@ def count_in_bytes(builder: Any, word: Any) -> Any:
 # ---- prediction ----
 
 
+def _add_across(builder: Any, values: Any, condition: Any) -> Any:
+    """Return the running sum of each row of a tile if ``condition`` is true, otherwise ``values``."""
+    before = builder.block
+    with builder.if_then(condition):
+        sums = values
+        for by in (1, 2, 4):
+            sums = builder.add(sums, _moved(builder, sums, by, 8))
+        after = builder.block
+    result = builder.phi(values.type)
+    result.add_incoming(values, before)
+    result.add_incoming(sums, after)
+    return result
+
+
 def _set_tile(builder: Any, values: Any, current: Any, previous: Any, above: Any, change: Any, predictor: Any) -> None:
     """Set a tile from the codes of its residuals; see `_decode_tile`."""
     kind, row_kind = values.type, ir.VectorType(values.type.element, 8)
     one = _splat(1, kind)
     values = builder.xor(builder.lshr(values, one), builder.neg(builder.and_(values, one)))
     gradient = builder.icmp_unsigned("==", predictor, _WORD(0))
-    for by in (1, 2, 4):
-        values = builder.add(values, _only_if(builder, gradient, _moved(builder, values, by, 8)))
+    values = _add_across(builder, values, gradient)
     vertical = builder.icmp_unsigned("!=", predictor, _WORD(1))
     for by in (8, 16, 32):
         values = builder.add(values, _only_if(builder, vertical, _moved(builder, values, by, TILE)))
@@ -229,7 +242,8 @@ def _decode_tile(itemsize: int) -> Any:
         """Set the tile at ``current`` from its residuals; all offsets are in ``space``.
 
         ``above`` is the row above the tile, and ``change`` the difference of that row to the one of the reference.
-        ``change`` is then set to that of the tile's last row. Has no branches, which would be hard to predict.
+        ``change`` is then set to that of the tile's last row. Only `GRADIENT`, the rarest predictor, takes a branch:
+        others would be hard to predict.
         """
         values = ir.Constant(kind, None)
         for unit in range(itemsize):

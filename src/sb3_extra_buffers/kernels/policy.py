@@ -101,12 +101,12 @@ class WriteCosts(NamedTuple):
 
 #: By `Codec.codec_id`; measured and fitted by ``benchmarks/fit_read_costs.py``.
 READ_COSTS: dict[str, ReadCosts] = {
-    "none": ReadCosts(140, 0.0586),
-    "delta": ReadCosts(100, 0.0217, 0, 0.0748, 0.405),
+    "none": ReadCosts(100, 0.06),
+    "delta": ReadCosts(0, 0.0213, 0, 0.0754, 0.296, 0.0994),
     "delta-zstd": ReadCosts(3050, 0.0628, 0, 0.34, 0.56, 0.56),
-    "scroll": ReadCosts(100, 0.0876, 0, 0.0235, 1.0),
+    "scroll": ReadCosts(0, 0.1, 0, 0.025, 1.2),
     "scroll-zstd": ReadCosts(100, 0.000885, 0, 0.184, 1.12),
-    "camera": ReadCosts(100, 0.203, 0, 0, 0.337),
+    "camera": ReadCosts(0, 0.193, 0, 0, 0.3),
     "zstd": ReadCosts(100, 0.268, 0, 0.0403, 1.21),
     "gzip": ReadCosts(100, 0.294, 0, 0, 10.3),
     "igzip": ReadCosts(100, 0.292, 0, 0, 5.87),
@@ -115,7 +115,7 @@ READ_COSTS: dict[str, ReadCosts] = {
     "rle": ReadCosts(100, 0.386, 0, 0, 0.236),
 }
 WRITE_COSTS: dict[str, WriteCosts] = {
-    "none": WriteCosts(4400, 1.29),
+    "none": WriteCosts(5000, 0.6),
     "delta": WriteCosts(5640, 0, 8.85),
     "delta-zstd": WriteCosts(6540, 0, 8.81, 0.7),
     "scroll": WriteCosts(16_400, 0, 34, 0.15),

@@ -32,12 +32,12 @@ Codes = npt.NDArray[np.uint64]
 
 
 class CodeHash(NamedTuple):
-    """Where each code of a table is. A code's slot is its product with ``factor``, shifted right by ``shift``."""
+    """Where each code of a table may be: a code's slot is its product with ``factor``, shifted right by ``shift``.
 
-    #: [slot]: the code; for units below 8 bytes above its index, which then takes the lowest byte.
-    slots: Codes
-    #: [slot]: the index, for units of 8 bytes; otherwise empty.
-    indices: Bytes
+    Every slot leads to an entry that is in use; whether that is the one, its code tells.
+    """
+
+    indices: Bytes  # [slot]
     factor: np.uint64
     shift: np.uint64
 
@@ -62,8 +62,8 @@ def table_kernels(compiled: bool | None = None) -> TableKernels:
     return TableKernels(module.map_rows, module.map_step, module.expand_rows, True)
 
 
-def hash_codes(codes: Codes, indices: Bytes, unit: int) -> CodeHash:
-    """Build a hash table of distinct ``codes`` without collisions.
+def hash_codes(codes: Codes, indices: Bytes) -> CodeHash:
+    """Build a hash table of distinct ``codes``, at least one, without collisions.
 
     Should no factor be found, the codes that lost their slot stay unknown, and rows with them are stored otherwise.
     """
@@ -73,28 +73,13 @@ def hash_codes(codes: Codes, indices: Bytes, unit: int) -> CodeHash:
     for bits in range(min(least, _SLOT_BITS[-1]), _SLOT_BITS.stop):
         shift = np.uint64(64 - bits)
         slots = np.sort((codes * factors[:, None]) >> shift, axis=1)
-        # the slot of code 1 must not be 0, see `_fill`
-        free = (slots[:, 1:] != slots[:, :-1]).all(axis=1) & (factors >> shift > 0)
+        free = (slots[:, 1:] != slots[:, :-1]).all(axis=1)
         if free.any():
             break
-    return _fill(codes, indices, unit, factors[int(free.argmax())], shift)
-
-
-def _fill(codes: Codes, indices: Bytes, unit: int, factor: np.uint64, shift: np.uint64) -> CodeHash:
-    n_slots = 1 << (64 - int(shift))
-    slots = ((codes * factor) >> shift).astype(np.intp)
-    if unit < 8:
-        # an empty slot has a code that no unit has
-        packed = np.full(n_slots, ~np.uint64(0))
-        packed[slots] = codes << np.uint64(8) | indices
-        return CodeHash(packed, np.zeros(0, np.uint8), factor, shift)
-    # an empty slot has a code that belongs to another slot: 0 to slot 0, and 1 to any other
-    packed = np.zeros(n_slots, np.uint64)
-    packed[0] = 1
-    packed[slots] = codes
-    found = np.zeros(n_slots, np.uint8)
-    found[slots] = indices
-    return CodeHash(packed, found, factor, shift)
+    factor = factors[int(free.argmax())]
+    found = np.full(1 << bits, indices[0], np.uint8)
+    found[((codes * factor) >> shift).astype(np.intp)] = indices
+    return CodeHash(found, factor, shift)
 
 
 def codes_of(rows: Bytes, unit: int, plane: int) -> Codes:
@@ -108,21 +93,22 @@ def codes_of(rows: Bytes, unit: int, plane: int) -> Codes:
 
 
 def map_rows(
-    rows: Bytes, slots: Codes, indices: Bytes, factor: np.uint64, shift: np.uint64, unit: int, plane: int, first: int,
+    rows: Bytes, found: Bytes, factor: np.uint64, shift: np.uint64, table: Bytes, unit: int, plane: int, first: int,
     closed: bool, out: Bytes, outside: Bytes,
 ) -> int:  # fmt: skip
     """Set ``out`` to the indices of the units of ``rows``, from row ``first`` on.
 
+    ``found``, ``factor`` and ``shift`` are a `CodeHash`; ``table`` has `ENTRY_BYTES` for each index.
+
     Returns the number of the first row with an unknown unit, or the number of rows. If ``closed``, such rows are
     flagged as ``outside`` instead, and become zeros.
     """
+    entries = table.view("<u8")
     for row in range(first, len(rows)):
         codes = codes_of(rows[row : row + 1], unit, plane)[0]
-        at = ((codes * factor) >> shift).astype(np.intp)
-        entries = slots[at]
-        known = (entries >> np.uint64(8) if unit < 8 else entries) == codes
-        if known.all():
-            out[row] = (entries & np.uint64(0xFF)).astype(np.uint8) if unit < 8 else indices[at]
+        indices = found[((codes * factor) >> shift).astype(np.intp)]
+        if np.array_equal(entries[indices], codes):
+            out[row] = indices
         elif closed:
             out[row] = 0
             outside[row] = 1
@@ -132,8 +118,8 @@ def map_rows(
 
 
 def map_step(
-    rows: Bytes, next_rows: Bytes, slots: Codes, indices: Bytes, factor: np.uint64, shift: np.uint64, table: Bytes,
-    unit: int, plane: int, guess: Bytes, guessed: bool, out: Bytes,
+    rows: Bytes, next_rows: Bytes, found: Bytes, factor: np.uint64, shift: np.uint64, table: Bytes, unit: int,
+    plane: int, guess: Bytes, guessed: bool, out: Bytes,
 ) -> bool:  # fmt: skip
     """Set the first half of ``out`` to the indices of ``rows``, and the second to those of ``next_rows``.
 
@@ -143,7 +129,7 @@ def map_step(
     """
     n_rows, outside = len(rows), np.zeros(len(rows), np.uint8)
     for part, half in ((rows, out[:n_rows]), (next_rows, out[n_rows:])):
-        if map_rows(part, slots, indices, factor, shift, unit, plane, 0, False, half, outside) < n_rows:
+        if map_rows(part, found, factor, shift, table, unit, plane, 0, False, half, outside) < n_rows:
             return False
     if len(guess):
         guess[...] = out[n_rows:]

@@ -47,7 +47,7 @@ def _equal_units(row: Any, at: int, other: Any, other_at: int, count: int, unit:
 
 @inner
 def _look_up(
-    row: Any, at: int, count: int, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int, out: Any,
+    row: Any, at: int, count: int, found: Any, factor: Any, shift: Any, table: Any, unit: int, plane: int, out: Any,
     to: int,
 ) -> bool:  # fmt: skip
     """Map ``count`` units from byte ``at`` on; return whether all are known.
@@ -63,33 +63,33 @@ def _look_up(
             code |= load_byte(row, at + i + 2 * plane) << np.uint64(16)
             if unit == 4:
                 code |= load_byte(row, at + i + 3 * plane) << np.uint64(24)
-            entry = slots[np.int64((code * factor) >> shift)]
-            wrong |= (entry >> _EIGHT) ^ code
-            store_byte(out, to + i, entry)
+            index = found[np.int64((code * factor) >> shift)]
+            wrong |= load_word(table, np.int64(index) * ENTRY_BYTES) ^ code
+            out[to + i] = index
     elif unit == 4:
         for i in range(count):
             code = np.uint64(load_quad(row, at + 4 * i))
-            entry = slots[np.int64((code * factor) >> shift)]
-            wrong |= (entry >> _EIGHT) ^ code
-            store_byte(out, to + i, entry)
+            index = found[np.int64((code * factor) >> shift)]
+            wrong |= load_word(table, np.int64(index) * ENTRY_BYTES) ^ code
+            out[to + i] = index
     elif unit == 3:
         for i in range(count):
             code = np.uint64(load_quad(row, at + 3 * i)) & _COLOUR
-            entry = slots[np.int64((code * factor) >> shift)]
-            wrong |= (entry >> _EIGHT) ^ code
-            store_byte(out, to + i, entry)
+            index = found[np.int64((code * factor) >> shift)]
+            wrong |= load_word(table, np.int64(index) * ENTRY_BYTES) ^ code
+            out[to + i] = index
     elif unit == 2:
         for i in range(count):
             code = np.uint64(load_half(row, at + 2 * i))
-            entry = slots[np.int64((code * factor) >> shift)]
-            wrong |= (entry >> _EIGHT) ^ code
-            store_byte(out, to + i, entry)
+            index = found[np.int64((code * factor) >> shift)]
+            wrong |= load_word(table, np.int64(index) * ENTRY_BYTES) ^ code
+            out[to + i] = index
     else:
         for i in range(count):
             code = load_word(row, at + 8 * i)
-            slot = np.int64((code * factor) >> shift)
-            wrong |= slots[slot] ^ code
-            out[to + i] = indices[slot]
+            index = found[np.int64((code * factor) >> shift)]
+            wrong |= load_word(table, np.int64(index) * ENTRY_BYTES) ^ code
+            out[to + i] = index
     return wrong == 0
 
 
@@ -111,8 +111,8 @@ def _is_guess(
 
 @inner
 def _map_units(
-    row: Any, start: int, count: int, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int,
-    known: Any, known_at: int, guess: Any, guess_at: int, table: Any, shades: Any, space: Any, out: Any, to: int,
+    row: Any, start: int, count: int, found: Any, factor: Any, shift: Any, table: Any, unit: int, plane: int,
+    known: Any, known_at: int, guess: Any, guess_at: int, shades: Any, space: Any, out: Any, to: int,
 ) -> bool:  # fmt: skip
     """Map ``count`` units from byte ``start`` on, in blocks; return whether all are known.
 
@@ -125,9 +125,9 @@ def _map_units(
         count -= 1
         code = load_byte(row, start + 3 * count) | load_byte(row, start + 3 * count + 1) << _EIGHT
         code |= load_byte(row, start + 3 * count + 2) << np.uint64(16)
-        entry = slots[np.int64((code * factor) >> shift)]
-        store_byte(out, to + count, entry)
-        if entry >> _EIGHT != code:
+        index = found[np.int64((code * factor) >> shift)]
+        out[to + count] = index
+        if load_word(table, np.int64(index) * ENTRY_BYTES) != code:
             return False
     while done < count:
         n, at = min(count - done, _BLOCK), start + done * width
@@ -138,7 +138,7 @@ def _map_units(
             same = _is_guess(row, at, n, guess, guess_at + done, table, shades, unit, plane, space)
         if same:
             copy_bytes(out, to + done, guess, guess_at + done, n)
-        elif not _look_up(row, at, n, slots, indices, factor, shift, unit, plane, out, to + done):
+        elif not _look_up(row, at, n, found, factor, shift, table, unit, plane, out, to + done):
             return False
         done += n
     return True
@@ -146,15 +146,15 @@ def _map_units(
 
 @inner
 def _map_row(
-    row: Any, start: int, n_units: int, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int,
-    known: Any, known_at: int, guess: Any, guess_at: int, table: Any, shades: Any, space: Any, out: Any, to: int,
+    row: Any, start: int, n_units: int, found: Any, factor: Any, shift: Any, table: Any, unit: int, plane: int,
+    known: Any, known_at: int, guess: Any, guess_at: int, shades: Any, space: Any, out: Any, to: int,
 ) -> bool:  # fmt: skip
     count = plane if plane > 0 else n_units
     for done in range(0, n_units, max(count, 1)):
         if not _map_units(
-            row, start + done * unit, count, slots, indices, factor, shift, unit, plane,
+            row, start + done * unit, count, found, factor, shift, table, unit, plane,
             known, known_at + done * unit if known_at >= 0 else -1,
-            guess, guess_at + done if guess_at >= 0 else -1, table, shades, space, out, to + done,
+            guess, guess_at + done if guess_at >= 0 else -1, shades, space, out, to + done,
         ):  # fmt: skip
             return False
     return True
@@ -162,16 +162,16 @@ def _map_row(
 
 @entry
 def map_rows(
-    rows: Any, slots: Any, indices: Any, factor: Any, shift: Any, unit: int, plane: int, first: int, closed: bool,
+    rows: Any, found: Any, factor: Any, shift: Any, table: Any, unit: int, plane: int, first: int, closed: bool,
     out: Any, outside: Any,
 ) -> int:  # fmt: skip
     n_rows, nbytes, n_units = rows.shape[0], rows.shape[1], out.shape[1]
-    rows_, slots_, indices_ = flat(as_column(rows)), as_column(slots), as_column(indices)
+    rows_, found_, table_ = flat(as_column(rows)), as_column(found), as_column(table)
     out_, outside_ = flat(as_column(out)), as_column(outside)
     for row in range(first, n_rows):
         if not _map_row(
-            rows_, row * nbytes, n_units, slots_, indices_, factor, shift, unit, plane, rows_, -1, out_, -1, out_, out_,
-            out_, out_, row * n_units,
+            rows_, row * nbytes, n_units, found_, factor, shift, table_, unit, plane, rows_, -1, out_, -1, out_, out_,
+            out_, row * n_units,
         ):  # fmt: skip
             if not closed:
                 return row
@@ -182,12 +182,12 @@ def map_rows(
 
 @entry
 def map_step(
-    rows: Any, next_rows: Any, slots: Any, indices: Any, factor: Any, shift: Any, table: Any, unit: int, plane: int,
-    guess: Any, guessed: bool, out: Any,
+    rows: Any, next_rows: Any, found: Any, factor: Any, shift: Any, table: Any, unit: int, plane: int, guess: Any,
+    guessed: bool, out: Any,
 ) -> bool:  # fmt: skip
     n_rows, nbytes, n_units = rows.shape[0], rows.shape[1], out.shape[1]
     rows_, next_rows_, guess_ = flat(as_column(rows)), flat(as_column(next_rows)), flat(as_column(guess))
-    slots_, indices_, table_, out_ = as_column(slots), as_column(indices), as_column(table), flat(as_column(out))
+    found_, table_, out_ = as_column(found), as_column(table), flat(as_column(out))
     memory = np.empty(4 * ENTRIES + _BLOCK * ENTRY_BYTES, np.uint8)
     shades, space = part(as_column(memory), 0, 4 * ENTRIES), part(as_column(memory), 4 * ENTRIES, _BLOCK * ENTRY_BYTES)
     split_table(table_, unit, shades)
@@ -195,12 +195,12 @@ def map_step(
     for row in range(n_rows):
         start, at, next_at = row * nbytes, row * n_units, (n_rows + row) * n_units
         known = known and _map_row(
-            rows_, start, n_units, slots_, indices_, factor, shift, unit, plane, rows_, -1,
-            guess_, at if guessed else -1, table_, shades, space, out_, at,
+            rows_, start, n_units, found_, factor, shift, table_, unit, plane, rows_, -1,
+            guess_, at if guessed else -1, shades, space, out_, at,
         )  # fmt: skip
         known = known and _map_row(
-            next_rows_, start, n_units, slots_, indices_, factor, shift, unit, plane, rows_, start,
-            out_, at, table_, shades, space, out_, next_at,
+            next_rows_, start, n_units, found_, factor, shift, table_, unit, plane, rows_, start,
+            out_, at, shades, space, out_, next_at,
         )  # fmt: skip
         if known and guess.shape[0] > 0:
             copy_bytes(guess_, at, out_, next_at, n_units)

@@ -32,18 +32,20 @@ _RUN = 16
 #: What ``prefer`` may be, and the exponents of memory and time in the score of a method.
 PREFERENCES: dict[str | None, tuple[float, float]] = {None: (1.0, 1.0), "memory": (3.0, 1.0), "speed": (1.0, 3.0)}
 # in order: the first of equal ones wins
-_CANDIDATES = ("none", "delta", "scroll", "scroll2", "camera", "zstd1", "gzip1")
+_CANDIDATES = ("none", "delta", "scroll", "camera", "zstd1", "gzip1")
 # for pixels of few colours, and for numbers of few values
-_PALETTES = tuple(f"palette:{inner}" for inner in ("none", "delta", "scroll", "scroll2"))
-_TABLES = tuple(f"table:{inner}" for inner in ("none", "delta", "scroll", "scroll2", "camera"))
+_PALETTES = tuple(f"palette:{inner}" for inner in ("none", "delta", "scroll"))
+_TABLES = tuple(f"table:{inner}" for inner in ("none", "delta", "scroll", "camera"))
 # smaller and several times slower
-_MEMORY_CANDIDATES = ("delta2", "delta3", "scroll3")
+_MEMORY_CANDIDATES = ("delta2", "delta3", "scroll2", "scroll3")
+# camera is not tried where another method takes less than a frame divided by this: its kernels take seconds to compile
+_CAMERA_SHARE = 8
 # a method must save at least a tenth
 _WORTH = 0.9
 # transitions are read this many times for each time that they are written, for example by DQN
 _READS_PER_WRITE = 8
-# `add` may take this many times as long as SB3's before that counts in full
-_MAX_ADD = 4
+# sampling and adding may take this many times as long as SB3's; beyond, the excess counts once more
+_MAX_SAMPLE, _MAX_ADD = 2, 4
 # tables of a frame store: for a frame, and for each entry of a stack in an observation and its successor
 _FRAME_INDEX, _STACK_INDEX = 8, 8
 # another method must be this much better than the one in use, and is not tried further if it is that much worse
@@ -243,6 +245,8 @@ def add_preference(
         raise CodecOptionError(
             f"prefer={prefer!r} is for compression_method='auto', got {methods!r}; leave one of them out"
         )
+    if (options or {}).get("prefer", prefer) != prefer:
+        raise CodecOptionError(f"prefer={prefer!r}, but compression_kwargs has {options!r}; leave one of them out")
     added = {**(options or {}), "prefer": prefer}
     _check_preference({"prefer": prefer})
     return added
@@ -276,15 +280,19 @@ def candidates(spec: ObsSpec, prefer: str | None = None) -> tuple[str, ...]:
 def score(trial: Trial, layout: StackLayout, prefer: str | None = None) -> float:
     """Memory of an observation times the time to read it, lower is better; ``prefer`` weights one of the two.
 
-    A frame's share of the tables counts as memory. Writing counts as time, less than reading, unless every write takes
-    several times as long as SB3's. Reads that are faster than SB3's count as SB3's, except with ``prefer="speed"``:
-    they do not justify more memory.
+    A frame's share of the tables counts as memory. Writing counts as time, less than reading. What takes more than
+    twice as long as SB3's `sample`, or four times as long as its `add`, counts once more.
+
+    Uncompressed frames count as read at the slowest speed that is acceptable, although they are read much faster: speed
+    beyond SB3's does not justify several times the memory. ``prefer="speed"`` counts it.
     """
     copied = 2 * layout.spec.nbytes
+    max_read, max_add = _MAX_SAMPLE * SB3_READ_NS * copied, _MAX_ADD * (SB3_ADD_NS + SB3_WRITE_NS * copied)
     nbytes = trial.frame_bytes + _FRAME_INDEX + _STACK_INDEX * layout.stack
-    time_ns = trial.read_ns if prefer == "speed" else max(trial.read_ns, SB3_READ_NS * copied)
+    is_raw = trial.frame_bytes >= layout.frame_bytes
+    time_ns = max(trial.read_ns, max_read) if is_raw and prefer != "speed" else trial.read_ns
     time_ns += trial.write_ns / _READS_PER_WRITE
-    time_ns *= max(trial.step_ns / (_MAX_ADD * (SB3_ADD_NS + SB3_WRITE_NS * copied)), 1.0)
+    time_ns *= max(trial.read_ns / max_read, 1.0) * max(trial.step_ns / max_add, 1.0)
     for_memory, for_time = PREFERENCES[prefer]
     return float(nbytes**for_memory * time_ns**for_time)
 
@@ -303,12 +311,17 @@ def rank(
     Methods that do not save a tenth come last, after ``none``. Those that do not fit observations of this kind are left
     out.
     """
-    size, ranked = layout.frame_bytes, []
+    size = layout.frame_bytes
+    ranked: list[Candidate] = []
     for method in candidates(layout.frame_spec, prefer) if methods is None else methods:
+        if method == "camera" and any(_CAMERA_SHARE * each.trial.frame_bytes < size for each in ranked):
+            continue
         try:
             codec = get_codec(method).bind(layout.frame_spec)
         except ExtraBuffersError:
             continue
+        if method.endswith(":none") and layout.stack == 1:
+            continue  # observations and next observations would not share rows of indices
         store = find_store(codec, layout)
         if codec.codec_id == "palette" and not issubclass(store, TableStore):
             continue  # not images

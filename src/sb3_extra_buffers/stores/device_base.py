@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from sb3_extra_buffers.codecs.base import Codec
-from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.stores.choice import Choice
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.usage import MemoryUsage
@@ -208,6 +208,9 @@ class DeviceStore(ABC):
     def accepts(codec: Codec, layout: StackLayout) -> bool:
         """Whether such a store can hold frames of ``layout`` encoded by ``codec``."""
         return True
+
+    def train(self, rows: ByteRows) -> None:  # noqa: B027  # most stores have nothing to learn
+        """Learn from the first observations, before any is written."""
 
     @abstractmethod
     def plan(self, step: int, batches: Sequence[Array]) -> PlannedWrite:

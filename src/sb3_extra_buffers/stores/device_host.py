@@ -80,7 +80,8 @@ class HostDecodedStore(DeviceStore):
         method = "rle-jit" if method == "rle" and is_available("rle-jit") else method
         self.ring = ring
         self.store = ObservationStore(ring.spec, ring.n_streams, method, options, ring.heap_bytes)
-        self.store.allocate(ring.n_obs * ring.n_sets)
+        for i in range(ring.n_sets):
+            self.store.allocate(ring.n_obs, are_next=i == 1)
         self._staging = Staging(ring.place.device)
         # whole frames take so much memory that two blocks must do
         self._frame_staging = Staging(ring.place.device, 2)
@@ -102,7 +103,7 @@ class HostDecodedStore(DeviceStore):
         on_gpu = self._staging.device.type == "cuda"
         if on_gpu and isinstance(self.store.inner, PayloadStore) and wanted.size:
             return self._read_payloads(self.store.inner, wanted)
-        rows = self.store.read(wanted).reshape(-1, spec.nbytes)
+        rows = self.store.read(wanted).reshape(wanted.size, spec.nbytes)
         observations = spec.from_rows(rows).reshape(*wanted.shape, *spec.shape)
         return self._staging.upload([observations])[0] if on_gpu else torch.from_numpy(observations)
 

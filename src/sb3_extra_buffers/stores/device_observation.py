@@ -62,12 +62,11 @@ class DeviceObservationStore(DeviceStore):
         self.inner: DeviceStore | None = None
         self._collected: list[tuple[int, list[Array]]] = []
         self._set_sizes()
-        on_host = device_base.stays_on_host(place.device)
-        if self.choice is not None and self.choice.is_raw and not may_be_stacked(spec):
+        if device_base.stays_on_host(place.device):
+            self.inner = HostDecodedStore(self.ring, None, None, method, self.chooser.options)
+        elif self.choice is not None and self.choice.is_raw and not may_be_stacked(spec):
             # vectors and other small observations are not cut into frames
             self.inner = self._make_store(StackLayout(spec), self.choice)
-        elif on_host:
-            self.inner = HostDecodedStore(self.ring, None, None, method, self.chooser.options)
         elif self.choice is not None:
             self._check_triton(place.device, self.choice)
 
@@ -128,9 +127,11 @@ class DeviceObservationStore(DeviceStore):
         # obs and next_obs of a stream follow each other
         rows = np.stack([np.stack(sets) for _, sets in collected]).reshape(-1, self.spec.nbytes)
         streams = np.tile(np.arange(self.n_streams), len(rows) // self.n_streams)
-        layout, choice = self.chooser.decide(streams, rows, self.n_streams, place="cuda")
+        may_stay_dense = self.ring.heap_bytes is None
+        layout, choice = self.chooser.decide(streams, rows, self.n_streams, may_stay_dense, "cuda")
         assert choice is not None  # there are rows to decide by
         inner = self._make_store(layout, choice)
+        inner.train(rows)
         for step, sets in collected:
             inner.plan(step, [self.spec.from_rows(part) for part in sets]).commit()
         return {"choice": choice, "inner": inner, "_collected": []}

@@ -124,7 +124,8 @@ class DeviceSharedStore(DeviceStore):
         self._last_ids: Slots | None = None
 
     @property
-    def _kernels(self) -> Any:
+    def kernels(self) -> Any:
+        """The Triton kernels, bound to the tables."""
         if self._bound_kernels is None:
             from sb3_extra_buffers.kernels.gather_triton import FrameGather  # optional: needs Triton
 
@@ -167,7 +168,7 @@ class DeviceSharedStore(DeviceStore):
             if n_new:
                 job[1 : 1 + 2 * n_new : 2] = write.new
                 job[2 : 2 + 2 * n_new : 2] = [self._frames.address(slot) for slot in write.change.taken.tolist()]
-            _ = self._kernels  # this can fail; the launch cannot
+            _ = self.kernels  # this can fail; the launch cannot
         return write
 
     def _checked(self, batch: Array) -> Array:
@@ -219,7 +220,7 @@ class DeviceSharedStore(DeviceStore):
     def launch(self, write: _SharedWrite) -> None:
         """Write a step to the device; with Triton, by a single launch."""
         if self._triton:
-            self._kernels.write(*write.lease.tensors, len(write.new))
+            self.kernels.write(*write.lease.tensors, len(write.new))
             self._staging.release(write.lease)
             return
         frames = self._frames.whole
@@ -238,7 +239,7 @@ class DeviceSharedStore(DeviceStore):
         if self._triton:
             out = self._empty(wanted.shape)
             if wanted.numel():
-                self._kernels.read(wanted.contiguous(), out)
+                self.kernels.read(wanted.contiguous(), out)
             return out
         frames = self._frames.whole
         # pinned frames are in host memory
@@ -259,7 +260,7 @@ class DeviceSharedStore(DeviceStore):
         observations = self._empty(indices.shape)
         floats = torch.empty(floats_from.shape, dtype=torch.float32, device=self.device)
         actions = torch.empty(actions_from.shape, dtype=actions_from.dtype, device=self.device)
-        self._kernels.read(indices, observations, Columns(floats, floats_from, actions, actions_from))
+        self.kernels.read(indices, observations, Columns(floats, floats_from, actions, actions_from))
         return observations, floats, actions
 
     # ---- the rest ----

@@ -26,12 +26,18 @@ def to_host(store: DeviceObservationStore, steps: Sequence[int]) -> ObservationS
     if on_host is not None:
         return on_host
     copied = ObservationStore(store.spec, store.n_streams, store.method, store.chooser.options)
-    copied.allocate(store.n_obs * store.n_sets)
+    for i in range(store.n_sets):
+        copied.allocate(store.n_obs, are_next=i == 1)
     streams = np.arange(store.n_streams)
 
     def write(step: int, sets: Array) -> None:
-        for i, batch in enumerate(sets):
-            copied.write(i * store.n_obs + step * store.n_streams + streams, streams, store.spec.to_rows(batch))
+        rows = [store.spec.to_rows(batch) for batch in sets]
+        first = step * store.n_streams
+        if len(rows) == 2:
+            copied.write_step(first, store.n_obs + first, *rows)
+        else:
+            for i, batch in enumerate(rows):
+                copied.write(i * store.n_obs + first + streams, streams, batch)
 
     _copy(store, steps, lambda indices: store.read(IndexBatch(indices)).cpu().numpy(), write)
     return copied

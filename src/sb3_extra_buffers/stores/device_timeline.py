@@ -116,7 +116,8 @@ class DeviceTimelineStore(DeviceStore):
         self._last: Array | None = None
 
     @property
-    def _kernels(self) -> Any:
+    def kernels(self) -> Any:
+        """The Triton kernels, bound to the tables."""
         if self._bound_kernels is None:
             from sb3_extra_buffers.kernels.gather_triton import TimelineGather  # optional: needs Triton
 
@@ -151,7 +152,7 @@ class DeviceTimelineStore(DeviceStore):
         write = _TimelineWrite(self, lease, step, before, moved, change)
         if self._triton:
             self._pack_job(write)
-            _ = self._kernels  # this can fail; the launch cannot
+            _ = self.kernels  # this can fail; the launch cannot
         return write
 
     def _pack_job(self, write: _TimelineWrite) -> None:
@@ -210,7 +211,7 @@ class DeviceTimelineStore(DeviceStore):
     def launch(self, write: _TimelineWrite) -> None:
         """Write a step to the device; with Triton, by a single launch."""
         if self._triton:
-            self._kernels.write(*write.lease.tensors)
+            self.kernels.write(*write.lease.tensors)
             self._staging.release(write.lease)
         else:
             self._write_reference(write)
@@ -260,7 +261,7 @@ class DeviceTimelineStore(DeviceStore):
             return found.to(self.device)
         out = torch.empty((*wanted.shape, self._rows.n_words), dtype=self._rows.dtype, device=self.device)
         if wanted.numel():
-            self._kernels.read(wanted.contiguous(), out)
+            self.kernels.read(wanted.contiguous(), out)
         return out
 
     @property
@@ -273,7 +274,7 @@ class DeviceTimelineStore(DeviceStore):
         observations = self._empty(indices.shape)
         floats = torch.empty(floats_from.shape, dtype=torch.float32, device=self.device)
         actions = torch.empty(actions_from.shape, dtype=actions_from.dtype, device=self.device)
-        self._kernels.read(indices, observations, Columns(floats, floats_from, actions, actions_from))
+        self.kernels.read(indices, observations, Columns(floats, floats_from, actions, actions_from))
         return observations, floats, actions
 
     # ---- the rest ----
@@ -298,13 +299,6 @@ class DeviceTimelineStore(DeviceStore):
         is_kept = (side_ids > 0) & (np.arange(self.ring.n_steps) != self.newest)[:, None]
         if not np.array_equal(np.sort(side_ids[is_kept] - 1), np.sort(used)):
             raise AssertionError("side rows and the steps that refer to them disagree")
-
-    def to_host(self) -> list[Array]:
-        ring = self.ring
-        lead = (ring.n_steps, ring.n_streams)
-        n_obs = ring.n_obs
-        sets = [self.read(IndexBatch(np.arange(i * n_obs, (i + 1) * n_obs)[None])) for i in range(ring.n_sets)]
-        return [part.cpu().numpy().reshape(*lead, *ring.spec.shape) for part in sets]
 
     def frozen(self) -> DeviceTimelineStore:
         copied = object.__new__(DeviceTimelineStore)

@@ -64,8 +64,7 @@ class PackedStore(SegmentStore):
 
     @classmethod
     def accepts(cls, codec: Codec, layout: StackLayout) -> bool:
-        # an observation that is a single frame needs no frame ids
-        return codec.codec_id in ("camera", "scroll") or (codec.codec_id == "none" and layout.stack > 1)
+        return codec.codec_id in ("none", "camera", "scroll")
 
     @staticmethod
     def frames_per_segment(codec: Codec) -> int:

@@ -45,7 +45,8 @@ class RawStore(Store):
 
     @classmethod
     def accepts(cls, codec: Codec, layout: StackLayout) -> bool:
-        return codec.codec_id == "none"
+        # stacks share frames: those are for `PackedStore`
+        return codec.codec_id == "none" and layout.stack == 1
 
     @classmethod
     def from_arrays(cls, rows: ByteRows, written: npt.NDArray[np.bool_], limit: int | None) -> Self:

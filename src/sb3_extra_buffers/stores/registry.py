@@ -38,8 +38,8 @@ _HERE = "sb3_extra_buffers.stores"
 
 #: Stores in order of preference: the first one that accepts a codec is used.
 STORES: tuple[StoreEntry, ...] = (
-    StoreEntry("packed", "cpu", f"{_HERE}.packed:PackedStore"),
     StoreEntry("raw", "cpu", f"{_HERE}.raw:RawStore"),
+    StoreEntry("packed", "cpu", f"{_HERE}.packed:PackedStore"),
     StoreEntry("table", "cpu", f"{_HERE}.tables:TableStore"),
     StoreEntry("segments", "cpu", f"{_HERE}.segments:SegmentStore"),
     StoreEntry("payloads", "cpu", f"{_HERE}.payloads:PayloadStore"),
@@ -48,6 +48,7 @@ STORES: tuple[StoreEntry, ...] = (
     StoreEntry("device-delta", "cuda", f"{_HERE}.device_frames:DeviceFrameStore"),
     StoreEntry("device-rle", "cuda", f"{_HERE}.device_host:DeviceRleStore"),
     StoreEntry("device-camera", "cuda", f"{_HERE}.device_camera:DeviceCameraStore"),
+    StoreEntry("device-table", "cuda", f"{_HERE}.device_table:DeviceTableStore"),
     StoreEntry("device-host", "cuda", f"{_HERE}.device_host:HostDecodedStore"),
 )
 
@@ -55,10 +56,10 @@ STORES: tuple[StoreEntry, ...] = (
 def find_store(codec: Codec, layout: StackLayout, place: Place = "cpu", of_frames: bool = False) -> type[Any]:
     """Return the class of the first store at ``place`` that accepts frames of ``layout`` encoded by ``codec``.
 
-    ``of_frames`` leaves out the store of tables: files that are older have palettes in a frame store.
+    ``of_frames`` leaves out stores that do not share frames: files that are older have palettes in a frame store.
     """
     for entry in STORES:
-        if entry.place == place and not (of_frames and entry.kind == "table"):
+        if entry.place == place and not (of_frames and entry.kind in ("raw", "table")):
             store = entry.load()
             if store.accepts(codec, layout):
                 return store

@@ -42,8 +42,8 @@ _CHUNK_BYTES = 1 << 19
 _MAX_OUTSIDE = 0.05
 # and how many colours they may have: others will follow
 _MAX_FIRST_COLOURS = 200
-# the last step's indices are kept where a store has this many observations for each
-_GUESS_SHARE = 512
+# the last step's indices are kept where a store has this many observations for each frame of them
+_GUESS_SHARE = 1024
 _OUTSIDE_PREFIX = "outside."
 
 
@@ -73,7 +73,9 @@ class TableStore(Store):
         geometry = _geometry(layout)
         inner_codec = get_codec(self.inner_method).bind(geometry.inner.frame_spec)
         self.table = UnitTable(layout.spec.dtype, geometry.unit, geometry.plane, compiled)
-        self.inner = make_store(geometry.inner, n_obs, n_streams, inner_codec, heap_bytes, path, compiled)
+        # a frame store also where indices stay uncompressed: next observations repeat observations
+        make_inner = find_store(inner_codec, geometry.inner, of_frames=True)
+        self.inner: Store = make_inner(geometry.inner, n_obs, n_streams, inner_codec, heap_bytes, path, compiled)
         self.outside: Store | None = None
         self.places: npt.NDArray[np.uint8] = zeros(n_obs, np.uint8)  # [observation]
         self._n_units = geometry.inner.spec.nbytes
@@ -130,7 +132,8 @@ class TableStore(Store):
         n_rows, guess = len(rows), self._guess
         guessed = guess is not None and len(guess) == n_rows
         if guess is None or not guessed:
-            guess = np.empty((n_rows if _GUESS_SHARE * n_rows <= len(self.places) else 0, self._n_units), np.uint8)
+            is_kept = _GUESS_SHARE * n_rows * self.layout.stack <= len(self.places)
+            guess = np.empty((n_rows if is_kept else 0, self._n_units), np.uint8)
         self._guess = None  # until all of it is known again
         mapped = None if self.outside is not None else self.table.map_step(rows, next_rows, guess, guessed)
         if mapped is None:
@@ -307,7 +310,7 @@ class TableStore(Store):
             return hopeless
         inside = slice(None) if is_outside is None else ~is_outside
         inner_codec = get_codec(_inner_method(codec)).bind(geometry.inner.frame_spec)
-        store = find_store(inner_codec, geometry.inner)
+        store = find_store(inner_codec, geometry.inner, of_frames=True)
         trial: Trial = store.trial(geometry.inner, inner_codec, streams[inside], mapped[inside], n_streams)
         # frames that are outside count as uncompressed
         share = 0.0 if is_outside is None else float(is_outside.mean())

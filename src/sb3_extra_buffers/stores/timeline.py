@@ -14,6 +14,7 @@ from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import HeapFullError, IndexOutOfRangeError
 from sb3_extra_buffers.kernels import as_contiguous, timeline_kernels
 from sb3_extra_buffers.kernels.timeline import COUNT, N_OBS, N_STREAMS, N_TOUCHED, TimelineTables, rebuild
+from sb3_extra_buffers.stores.arena import resident_bytes
 from sb3_extra_buffers.stores.base import Array, Indices, Store
 from sb3_extra_buffers.stores.checks import column, require, whole, within
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -248,7 +249,7 @@ class TimelineStore(Store):
     @property
     def _index_bytes(self) -> int:
         tables = self.tables
-        return int(tables.is_aside.nbytes + tables.slots.nbytes + tables.keys.nbytes + tables.counters.nbytes)
+        return int(resident_bytes(tables.is_aside) + tables.slots.nbytes + tables.keys.nbytes + tables.counters.nbytes)
 
     def memory_usage(self) -> MemoryUsage:
         # pages that were never written take no memory

@@ -50,7 +50,7 @@ class _Entries(NamedTuple):
     codes: Codes  # [entry]
     used: Flags  # [entry]
     expanded: npt.NDArray[np.uint8]  # [entry * ENTRY_BYTES]: what `expand_rows` reads
-    hashed: CodeHash
+    hashed: CodeHash | None  # None if there are none
 
 
 class UnitTable:
@@ -91,16 +91,17 @@ class UnitTable:
     def nbytes(self) -> int:
         """The memory of the table, and of what finds entries in it."""
         codes, used, expanded, hashed = self._entries
-        return codes.nbytes + used.nbytes + expanded.nbytes + hashed.slots.nbytes + hashed.indices.nbytes
+        return codes.nbytes + used.nbytes + expanded.nbytes + (0 if hashed is None else hashed.indices.nbytes)
 
     @property
     def is_closed(self) -> bool:
         """Whether no more entries are added."""
         return self.n_misfits >= _MAX_MISFITS or bool(self._entries.used.all())
 
-    def _build(self, codes: Codes, used: Flags) -> _Entries:
+    @staticmethod
+    def _build(codes: Codes, used: Flags) -> _Entries:
         indices = np.flatnonzero(used)
-        hashed = hash_codes(codes[indices], indices.astype(np.uint8), self.unit)
+        hashed = hash_codes(codes[indices], indices.astype(np.uint8)) if len(indices) else None
         return _Entries(codes, used, codes.astype("<u8").view(np.uint8).copy(), hashed)
 
     def _add(self, codes: Codes) -> bool:
@@ -201,8 +202,9 @@ class UnitTable:
         outside: npt.NDArray[np.uint8] = np.zeros(len(rows), np.uint8)
         done, closed = 0, self.is_closed
         while True:
-            hashed = self._entries.hashed
-            done = self._kernels.map_rows(rows, *hashed, self.unit, self.plane, done, closed, out, outside)
+            hashed, table = self._entries.hashed, self._entries.expanded
+            if hashed is not None:
+                done = self._kernels.map_rows(rows, *hashed, table, self.unit, self.plane, done, closed, out, outside)
             if done == len(rows):
                 return outside.view(np.bool_) if outside.any() else None
             codes = np.unique(codes_of(rows[done : done + 1], self.unit, self.plane))
@@ -222,8 +224,10 @@ class UnitTable:
         ``guess`` gets the indices of the successors, unless it has no rows; ``guessed`` is whether it has those of the
         last step, which the rows of this one are likely to repeat.
         """
-        out = np.empty((2 * len(rows), rows.shape[1] // self.unit), np.uint8)
         entries = self._entries
+        if entries.hashed is None:
+            return None
+        out = np.empty((2 * len(rows), rows.shape[1] // self.unit), np.uint8)
         known = self._kernels.map_step(
             as_contiguous(rows), as_contiguous(next_rows), *entries.hashed, entries.expanded, self.unit, self.plane,
             guess, guessed, out,
@@ -240,9 +244,10 @@ class UnitTable:
         """Raise `AssertionError` if entries are not found."""
         codes, used, expanded, hashed = self._entries
         rows = codes[used].astype("<u8").view(np.uint8).reshape(-1, ENTRY_BYTES)[:, : self.unit]
-        if len(rows):
+        if hashed is not None:
             out, outside = np.empty((len(rows), 1), np.uint8), np.zeros(len(rows), np.uint8)
-            self._kernels.map_rows(np.ascontiguousarray(rows), *hashed, self.unit, 0, 0, True, out, outside)
+            rows = np.ascontiguousarray(rows)
+            self._kernels.map_rows(rows, *hashed, expanded, self.unit, 0, 0, True, out, outside)
             if outside.any() or not np.array_equal(out[:, 0], np.flatnonzero(used)):
                 raise AssertionError("an entry of the table is not found")
         if not np.array_equal(expanded.view("<u8"), codes):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sb3_extra_buffers import files
-from tests.files.filing import BUFFERS, Feed, assert_same, finish, make_array
+from tests.files.filing import BUFFERS, Feed, assert_same, finish, make_array, make_table_array
 
 HERE = Path(__file__).parent
 N_STEPS = 20
@@ -43,10 +43,18 @@ def same_array(ours: Any, theirs: Any) -> None:
 #: by tag
 MAKERS: dict[str, Golden] = {
     "array": Golden(lambda: make_array(20)[0], same_array),
+    "array-palette": Golden(lambda: make_table_array("palette"), same_array),
+    "array-table": Golden(lambda: make_table_array("table"), same_array),
     "replay": buffer("replay-delta", 40),
     "replay-gzip": buffer("replay-gzip", 40),
+    "replay-camera": buffer("replay-camera", 40),
+    "replay-scroll": buffer("replay-scroll", 40),
+    "replay-scroll2": buffer("replay-scroll2", 40),
+    "replay-shared-frames": buffer("replay-dense", 40),
+    "replay-palette-table": buffer("replay-palette", 40),
     "replay-undecided": buffer("replay", 3),
     "dict-replay": buffer("dict"),
+    "dict-replay-timeline": buffer("dict", 40),
     "n-step-replay": buffer("n-step"),
     "dict-n-step-replay": buffer("dict-n-step"),
     "her-replay": buffer("her-infos"),
