@@ -299,6 +299,7 @@ FORGERIES: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "grid": lambda record, arrays: record["table"].update(grid=[0.0, 1.0]),
     "misfits": lambda record, arrays: record["table"].update(n_misfits=-1),
     "flag": lambda record, arrays: record["table"].update(is_empty=3),
+    "empty": lambda record, arrays: record["table"].update(is_empty=True),
     "no table": lambda record, arrays: record.pop("table"),
     "inner method": lambda record, arrays: record["inner"].update(choice=["palette", ""]),
     "inner layout": lambda record, arrays: record["inner"].update(stack=2),
