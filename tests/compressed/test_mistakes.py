@@ -134,7 +134,7 @@ def test_a_position_outside_the_buffer_is_not_written_to(space: Any, pos: int) -
     obs = (
         {key: np.asarray(part.sample())[None] for key, part in space.items()} if space is DICT else space.sample()[None]
     )
-    step = obs, obs, np.zeros((1, 1), np.int64), np.ones(1, np.float32), np.zeros(1, bool), [{}]
+    step: Any = obs, obs, np.zeros((1, 1), np.int64), np.ones(1, np.float32), np.zeros(1, bool), [{}]
     for _ in range(3):
         buffer.add(*step)
 
