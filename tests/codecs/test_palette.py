@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from sb3_extra_buffers.codecs import ObsSpec, get_codec, palette
+from sb3_extra_buffers.codecs.registry import codec_from_config, is_available
 from sb3_extra_buffers.errors import CorruptPayloadError
 from tests.contracts.codec import check_round_trip, decode
 
@@ -105,3 +107,15 @@ def test_payload_of_a_learnt_palette_needs_that_palette() -> None:
 
     with pytest.raises(CorruptPayloadError, match="kind 2"):
         decode(codec, codec.train(rows).encode(rows[0].data), rows.shape[1])
+
+
+def test_payloads_are_read_where_other_packages_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = get_codec("palette").bind(ObsSpec((8, 8, 3), np.dtype(np.uint8))).settled()
+    row = np.arange(192, dtype=np.uint8)
+    payload, config, pickled = codec.encode(row.data), codec.config(), pickle.dumps(codec)
+    monkeypatch.setattr(palette, "is_available", lambda name: not is_available(name))
+
+    for restored in (codec_from_config("palette", config), pickle.loads(pickled)):
+        out = np.zeros_like(row)
+        restored.decode_into(memoryview(payload), out.data)
+        np.testing.assert_array_equal(out, row)

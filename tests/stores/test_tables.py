@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stable_baselines3.common.buffers import ReplayBuffer
 
-from sb3_extra_buffers.codecs import ByteRows, ObsSpec, get_codec
+from sb3_extra_buffers.codecs import ByteRows, ObsSpec, get_codec, is_available, registry
 from sb3_extra_buffers.compressed import CompressedArray, CompressedReplayBuffer
-from sb3_extra_buffers.errors import CodecOptionError, FileFormatError, SpecMismatchError
+from sb3_extra_buffers.errors import CodecOptionError, FileFormatError, MissingExtraError, SpecMismatchError
 from sb3_extra_buffers.files import load, open_saved, save, verify
 from sb3_extra_buffers.files.parts import flatten, unflatten
 from sb3_extra_buffers.stores import tables
@@ -299,6 +299,7 @@ FORGERIES: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "grid": lambda record, arrays: record["table"].update(grid=[0.0, 1.0]),
     "misfits": lambda record, arrays: record["table"].update(n_misfits=-1),
     "flag": lambda record, arrays: record["table"].update(is_empty=3),
+    "empty": lambda record, arrays: record["table"].update(is_empty=True),
     "no table": lambda record, arrays: record.pop("table"),
     "inner method": lambda record, arrays: record["inner"].update(choice=["palette", ""]),
     "inner layout": lambda record, arrays: record["inner"].update(stack=2),
@@ -355,3 +356,27 @@ def test_a_buffer_in_a_folder_is_continued(tmp_path: Path) -> None:
         np.testing.assert_array_equal(other.observations[:], plain.observations)
         np.testing.assert_array_equal(other.next_observations[:], plain.next_observations)
     assert "have other colours" in load(tmp_path / "kept").memory_usage().codecs[""]
+
+
+def test_a_palette_of_bytes_names_its_inner_method() -> None:
+    # no images: payloads of a byte codec, which depends on what is installed where they are written
+    array = CompressedArray(4, (50,), np.uint8, compression_method="palette")
+    array[:] = np.arange(200, dtype=np.uint8).reshape(4, 50)
+    array.store.choose_method()
+
+    record = array.store.to_parts().record
+
+    assert [config["inner"] for _, _, config in record["codecs"]] == ["zstd1" if is_available("zstd") else "gzip1"]
+
+
+@needs("zstd")
+@pytest.mark.parametrize("method", ["scroll2", "delta2"])
+def test_a_copy_needs_the_packages_of_its_method(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = CompressedArray(4, (12, 16), np.uint8, compression_method=method)
+    array[:] = np.arange(4 * 12 * 16, dtype=np.uint8).reshape(4, 12, 16)
+    array.store.choose_method()
+    pickled = pickle.dumps(array)
+    monkeypatch.setitem(registry._ENTRIES, "zstd", replace(registry._ENTRIES["zstd"], requires="not_installed"))
+
+    with pytest.raises(MissingExtraError, match="codec 'zstd' needs the package"):
+        pickle.loads(pickled)

@@ -34,6 +34,8 @@ N_ENVS = 2
 SIZE = 20  # steps that a buffer holds: the ring wraps every 20 steps
 IMAGE = (4, 36, 36)
 BOX = spaces.Box(0, 255, IMAGE, np.uint8)
+FLOATS = spaces.Box(0, 1, IMAGE, np.float32)
+COLOURS = spaces.Box(0, 255, (*IMAGE[1:], 3), np.uint8)
 VECTOR = spaces.Box(-np.inf, np.inf, (3,), np.float32)
 DICT = spaces.Dict({"pixels": BOX, "speed": VECTOR})
 GOAL = spaces.Box(-1, 1, (2,), np.float32)
@@ -208,6 +210,12 @@ class Sb3(Subject):
         """Observation and next observation, as the space has them."""
         if self.space is BOX:
             return step.image, step.next_image
+        if self.space is FLOATS:
+            return step.image / np.float32(255), step.next_image / np.float32(255)
+        if self.space is COLOURS:
+            # the background has few colours, noise has many: some images are outside the palette
+            greys = step.image[:, -1], step.next_image[:, -1]
+            return tuple(np.stack([grey, grey // 2, np.roll(grey // 40, 1, 2)], axis=-1) for grey in greys)  # type: ignore[return-value]  # of two
         if self.space is DICT:
             return tuple(  # type: ignore[return-value]  # of two
                 {"pixels": image, "speed": vector}
@@ -496,9 +504,11 @@ def _her(kind: Any, **options: Any) -> Callable[..., Any]:
 
 def _subjects() -> Iterator[Subject]:
     replay, plain = "CompressedReplayBuffer", _plain(ReplayBuffer)
-    for method in ("auto", "delta", "delta2", "zstd", "gzip", "rle", "palette", "none"):
-        if is_available({"delta2": "zstd"}.get(method, method)) or method == "auto":
+    for method in ("auto", "delta", "delta2", "zstd", "gzip", "rle", "palette", "none", "camera", "scroll", "scroll2"):
+        if is_available({"delta2": "zstd", "scroll2": "zstd"}.get(method, method)) or method == "auto":
             yield Sb3(method, _replay(replay, compression_method=method), plain)
+    for method, space in (("table:camera", FLOATS), ("palette:camera", COLOURS)):
+        yield Sb3(method, _replay(replay, space, compression_method=method), _plain(ReplayBuffer, space), space)
     yield Sb3("vector", _replay(replay, VECTOR), _plain(ReplayBuffer, VECTOR), VECTOR)
     yield Sb3("mmap-vector", _replay(replay, VECTOR, storage="mmap"), _plain(ReplayBuffer, VECTOR), VECTOR)
     yield Sb3("mmap", _replay(replay, compression_method="delta", storage="mmap"), plain)
@@ -560,9 +570,10 @@ def warm_up() -> None:
 
 def use_reference_kernels() -> None:
     """Let this process, a child as a rule, find no compiled kernels."""
-    from sb3_extra_buffers.kernels import dispatch
+    from sb3_extra_buffers.kernels import dispatch, tables
 
-    dispatch.has_numba = lambda: False
+    dispatch.has_numba = tables.has_numba = lambda: False  # type: ignore[attr-defined]  # imported there
+    tables.table_kernels.cache_clear()
     dispatch.frame_kernels.cache_clear()
     dispatch.timeline_kernels.cache_clear()
     dispatch.step_kernels.cache_clear()

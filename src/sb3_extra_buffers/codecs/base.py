@@ -60,6 +60,10 @@ class Codec(ABC):
             }
         )
 
+    def settled(self) -> Self:
+        """Return a codec for payloads that outlive this process: none of it depends on which packages are installed."""
+        return self
+
     def describe(self) -> str:
         """Return the method string a user would write for this codec, such as ``"zstd-5"``."""
         name, level = self.name or self.codec_id, getattr(self, "level", None)

@@ -57,6 +57,9 @@ class PaletteCodec(Codec):
         """The inner method of payloads."""
         return self.inner or ("zstd1" if is_available("zstd") else "gzip1")
 
+    def settled(self) -> Self:
+        return replace(self, inner=self.byte_method)
+
     def describe(self) -> str:
         return f"palette over {self.byte_method}"
 

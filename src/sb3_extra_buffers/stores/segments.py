@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.delta import BLOCK
-from sb3_extra_buffers.codecs.registry import is_available
+from sb3_extra_buffers.codecs.registry import get_codec, is_available
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError
 from sb3_extra_buffers.kernels import policy
@@ -549,5 +549,7 @@ class SegmentStore(FrameStore):
 
     def __setstate__(self, stored: dict[str, Any]) -> None:
         super().__setstate__(stored)
+        if self._zstd_level:
+            get_codec("zstd")  # raises, and says what to install, where zstd is missing
         # the kernels may be of the other kind than when the store was pickled
         self._follow_kernels()

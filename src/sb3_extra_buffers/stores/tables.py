@@ -415,6 +415,7 @@ def restore_table(
     places = column(arrays, "places", np.uint8, (store.n_obs,))
     within(places, _UNWRITTEN, _OUTSIDE + 1, "where an observation is")
     restored.table.restore(entry(record, "table", kind=dict), arrays)
+    require(not restored.table.is_empty or places != _INSIDE, "an observation refers to a table that is still empty")
     restored.inner = _restore_nested(store, geometry.inner, method, inner_record, arrays, fill_heap, read_only)
     if outside_record is None:
         require(places != _OUTSIDE, "an observation is outside the table, but there is no store for it")
