@@ -12,7 +12,13 @@ from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer
 
 import sb3_extra_buffers.compressed as module
 from sb3_extra_buffers.compressed import compressed
-from sb3_extra_buffers.errors import AlgorithmMismatchError, ArgumentError, CodecOptionError, LayoutError
+from sb3_extra_buffers.errors import (
+    AlgorithmMismatchError,
+    ArgumentError,
+    CodecOptionError,
+    IndexOutOfRangeError,
+    LayoutError,
+)
 from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
 from tests.contracts.buffer import ACTIONS, SPACES
 from tests.contracts.vec_env import make_envs
@@ -119,6 +125,26 @@ def test_an_algorithm_is_no_buffer() -> None:
         LayoutError, match="PPO is an algorithm; pass replay_buffer_class or rollout_buffer_class to it"
     ):
         compressed(PPO)
+
+
+@pytest.mark.parametrize("pos", [20, 1000, -1])
+@pytest.mark.parametrize("space", [VECTOR, DICT, SPACES["frames first"]], ids=["vector", "dict", "images"])
+def test_a_position_outside_the_buffer_is_not_written_to(space: Any, pos: int) -> None:
+    buffer = make("CompressedDictReplayBuffer" if space is DICT else "CompressedReplayBuffer", space)
+    obs = (
+        {key: np.asarray(part.sample())[None] for key, part in space.items()} if space is DICT else space.sample()[None]
+    )
+    step: Any = obs, obs, np.zeros((1, 1), np.int64), np.ones(1, np.float32), np.zeros(1, bool), [{}]
+    for _ in range(3):
+        buffer.add(*step)
+
+    buffer.pos = pos
+    with pytest.raises(IndexOutOfRangeError, match=f"pos is {pos}, but the buffer has steps 0 to 19"):
+        buffer.add(*step)
+
+    buffer.pos = 3
+    buffer.add(*step)
+    assert (buffer.pos, buffer.rewards.sum()) == (4, 4)
 
 
 DICT_CLASSES = ["CompressedDictReplayBuffer", "CompressedDictRolloutBuffer"]

@@ -35,6 +35,7 @@ from torchrl.data import (
 
 from sb3_extra_buffers._torchrl.tensors import to_numpy
 from sb3_extra_buffers.errors import (
+    CodecOptionError,
     DamagedFileError,
     IndexOutOfRangeError,
     SharingError,
@@ -660,3 +661,11 @@ def test_a_real_game_takes_less_than_a_fiftieth_of_the_memory() -> None:
     usage = ours.storage.memory_usage()
     assert ours.storage.table.groups[0].store.n_streams == 4
     assert usage.total < 0.02 * usage.dense
+
+
+def test_prefer_is_for_keys_that_are_left_to_auto() -> None:
+    storage = CompressedStorage(100, compression_method={"a": "gzip1"}, prefer="memory")
+    assert storage.compression("a") == ("gzip1", {})
+    assert storage.compression("b") == ("auto", {"prefer": "memory"})
+    with pytest.raises(CodecOptionError, match="is for compression_method='auto', got 'gzip1'"):
+        CompressedStorage(100, compression_method="gzip1", prefer="memory")

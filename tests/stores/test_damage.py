@@ -98,6 +98,11 @@ print(refused, changed, same)
             ("delta", 90, 1, 1500, ""),
             ("delta", 260, 1, 300, ""),  # lengths take four bytes
             ("delta2", 16, 4, 3000, "zstd"),
+            ("none", 16, 4, 1500, ""),
+            ("scroll", 16, 4, 1500, ""),
+            ("scroll2", 16, 4, 1500, "zstd"),
+            ("camera", 16, 4, 1500, ""),
+            ("camera", 90, 1, 600, ""),
             ("gzip", 16, 4, 600, ""),
             ("zstd", 16, 4, 600, "zstd"),
         )

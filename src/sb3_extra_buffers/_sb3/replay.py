@@ -26,6 +26,7 @@ from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.errors import (
     EmptyBufferError,
     ExtraBuffersError,
+    IndexOutOfRangeError,
     OutOfMemoryError,
     SpecMismatchError,
 )
@@ -315,6 +316,9 @@ class ReplayMixin(BudgetMixin, _Base):
         """Check what `add` was given and return it as it will be written; nothing is changed."""
         if self.read_only:
             self._check_writable()
+        if not 0 <= self.pos < self.buffer_size:
+            # kernels trust it
+            raise IndexOutOfRangeError(f"pos is {self.pos}, but the buffer has steps 0 to {self.buffer_size - 1}")
         # fast path: skip validation where shape and dtype already match
         views, shape = self._views, self._box_shape
         if shape is None:

@@ -132,7 +132,7 @@ class Transitions:
                 self._has_timeout = False
         kernel = self._direct
         if kernel is None:
-            if not self._stage(obs, next_obs, action, reward, done):
+            if not (0 <= position < self._n_steps and self._stage(obs, next_obs, action, reward, done)):
                 return False
             self._write_staged(position)
             return True

@@ -223,7 +223,7 @@ def write_step(plan: Any, position: int) -> None:
 @inner
 def _write_arrays(plan: Any, position: Any, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any) -> int:
     n_envs = plan[PLAN_ENVS]
-    if len(reward) != n_envs or len(done) != n_envs or position < 0:
+    if len(reward) != n_envs or len(done) != n_envs or not 0 <= position < plan[PLAN_STEPS]:
         return 0
     staged = _float32_at(plan[PLAN_DONE], (n_envs,))
     for env in range(n_envs):

@@ -38,6 +38,8 @@ _PALETTES = tuple(f"palette:{inner}" for inner in ("none", "delta", "scroll"))
 _TABLES = tuple(f"table:{inner}" for inner in ("none", "delta", "scroll", "camera"))
 # smaller and several times slower
 _MEMORY_CANDIDATES = ("delta2", "delta3", "scroll2", "scroll3")
+# camera is not tried where another method takes less than a frame divided by this: its kernels take seconds to compile
+_CAMERA_SHARE = 8
 # a method must save at least a tenth
 _WORTH = 0.9
 # transitions are read this many times for each time that they are written, for example by DQN
@@ -309,8 +311,11 @@ def rank(
     Methods that do not save a tenth come last, after ``none``. Those that do not fit observations of this kind are left
     out.
     """
-    size, ranked = layout.frame_bytes, []
+    size = layout.frame_bytes
+    ranked: list[Candidate] = []
     for method in candidates(layout.frame_spec, prefer) if methods is None else methods:
+        if method == "camera" and any(_CAMERA_SHARE * each.trial.frame_bytes < size for each in ranked):
+            continue
         try:
             codec = get_codec(method).bind(layout.frame_spec)
         except ExtraBuffersError:

@@ -10,6 +10,7 @@ import numpy as np
 
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
+from sb3_extra_buffers.errors import CorruptPayloadError
 from sb3_extra_buffers.kernels import compiled_kernels
 from sb3_extra_buffers.kernels.camera import camera_geometry, frames_to_decode
 from sb3_extra_buffers.kernels.policy import ReadWork, read_ns, write_ns
@@ -211,11 +212,15 @@ class PackedStore(SegmentStore):
 
     def _inflate(self, payload: Bytes, segment: int) -> Bytes:
         if payload[0] == PACKED_CAMERA:
+            if not len(self.state.geometry):
+                raise CorruptPayloadError(f"a segment of 'camera' among those of {self.codec.codec_id!r}")
             return unpack_camera_frames(payload, self._length_dtype, self.per_segment, self.state.geometry)
-        if payload[0] == PACKED_LZ4 and len(payload) > 1 and 0 < payload[1] <= self.per_segment:
+        count = int(payload[1]) if len(payload) > 1 else 0
+        header = header_bytes(count, self._length_dtype)
+        is_lz4 = payload[0] == PACKED_LZ4 and self.codec.codec_id == "scroll" and not self._zstd_level
+        if is_lz4 and 0 < count <= self.per_segment and header <= len(payload):
             # faster than the reference function that `inflate` has
-            size, header = self.layout.frame_bytes, header_bytes(int(payload[1]), self._length_dtype)
-            plain = np.empty(header + int(payload[1]) * size, np.uint8)
+            plain = np.empty(header + count * self.layout.frame_bytes, np.uint8)
             plain[:header] = payload[:header]
             plain[0] = 0
             self.codec.decode_into(payload[header:].data, plain[header:].data)
