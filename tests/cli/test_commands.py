@@ -18,6 +18,7 @@ from stable_baselines3.common.save_util import save_to_pkl
 from sb3_extra_buffers.cli.images import read_images
 from sb3_extra_buffers.cli.main import main
 from sb3_extra_buffers.cli.reader import BufferReader, open_buffer
+from sb3_extra_buffers.compressed import CompressedArray
 from sb3_extra_buffers.files import load
 from sb3_extra_buffers.recording import RecordBuffer
 from sb3_extra_buffers.stores.usage import format_bytes
@@ -454,3 +455,14 @@ def test_bench_on_an_environment(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bench", "CartPole-v1", "--steps", 20, "--methods", "none,rle") == 0
 
     assert "observations: 20 of 4 float32" in capsys.readouterr().out
+
+
+def test_recommend_for_vectors_with_nan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # as `auto`, which leaves vectors as they are
+    vectors = CompressedArray((40, 2), (6,), np.float32)
+    vectors[:] = np.where(np.arange(480).reshape(40, 2, 6) % 7, 1, np.nan)
+    vectors.save(tmp_path / "vectors")
+
+    assert run("recommend", tmp_path / "vectors", "--methods", "none,delta,table") == 0
+
+    assert "recommended: none" in capsys.readouterr().out

@@ -291,5 +291,5 @@ def _check_minari(dataset: Any, reader: BufferReader) -> None:
         pairs = (
             [(expected[key], actual[key]) for key in expected] if isinstance(expected, dict) else [(expected, actual)]
         )
-        if not all(np.array_equal(left, right) for left, right in pairs):
+        if not all(np.array_equal(left, right, equal_nan=left.dtype.kind == "f") for left, right in pairs):
             raise FileFormatError("Minari changed the observations; this version may only support lossy images")
