@@ -60,8 +60,8 @@ class Codec(ABC):
             }
         )
 
-    def settled(self) -> Self:
-        """Return a codec for payloads that outlive this process: none of it depends on which packages are installed."""
+    def resolved(self) -> Self:
+        """Return this codec with defaults that depend on installed packages made explicit, for payloads to be saved."""
         return self
 
     def describe(self) -> str:
@@ -172,7 +172,7 @@ def check_level(name: str, level: object, allowed: Sequence[range], described: s
 
 
 def check_frames(name: str, frames: Any) -> int:
-    """Return the number of frames in a segment, which is stored in a byte."""
+    """Return the number of frames per segment as an int; raise unless it fits the byte that it is stored in."""
     try:
         count = 0 if isinstance(frames, (bool, np.bool_)) else operator.index(frames)
     except TypeError:

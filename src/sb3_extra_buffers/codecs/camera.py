@@ -1,4 +1,4 @@
-"""``camera``: images in which most pixels change a little: those of cameras, depth and other images of floats."""
+"""``camera``: for images in which most pixels change a little, such as camera and depth images."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from sb3_extra_buffers.codecs.identity import IdentityCodec
 
 @dataclass(frozen=True, slots=True)
 class CameraCodec(Codec):
-    """Tiles predicted from neighbouring pixels and from the previous frame, with the rest in as few bits as it needs.
+    """Predicts tiles from neighbouring pixels and earlier frames, and packs the residuals into as few bits as possible.
 
     ``frames`` is the number of frames in a segment; at most three of them are decoded to read one.
 
-    Alone, this codec leaves rows as they are. The frame store encodes segments (`kernels.camera` has the format).
+    For single rows, this codec does nothing. The frame store encodes whole segments; `kernels.camera` documents the
+    format.
     """
 
     codec_id: ClassVar[str] = "camera"

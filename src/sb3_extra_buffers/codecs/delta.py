@@ -61,7 +61,7 @@ class DeltaCodec(Codec):
     codec_id: ClassVar[str] = "delta"
     options: ClassVar[tuple[str, ...] | None] = ("level", "frames")
     level: int = 1
-    frames: int = 0  # 0: that of the level
+    frames: int = 0  # 0: the default of the level
 
     def __post_init__(self) -> None:
         if self.level not in _LEVELS:

@@ -33,8 +33,8 @@ _FACTORS = tuple(np.uint32(factor) for factor in (0x9E3779B1, 0x85EBCA6B, 0xC2B2
 class PaletteCodec(Codec):
     """Pixels of 3 or 4 bytes as indices into a palette, compressed by the ``inner`` method.
 
-    Images are kept by a `TableStore`, with one palette for all of them. What follows is for rows that are not images,
-    and for files written before there was such a store.
+    Images are stored by a `TableStore`, with one palette for all of them. The format described here is for rows that
+    are not images, and for files of earlier versions.
 
     The first byte of a payload says which palette: the one that `train` learnt, if it has all colours of the image; or
     one of the image's own, of at most 256 colours. Images with more colours, and rows that are not images, go to
@@ -43,7 +43,7 @@ class PaletteCodec(Codec):
 
     codec_id: ClassVar[str] = "palette"
     options: ClassVar[tuple[str, ...]] = ("inner",)
-    inner: str = ""  # empty: the method that suits the store
+    inner: str = ""  # empty: the store's default
     channels: int = 0  # bytes per pixel; 0 for rows that are not images
     planar: bool = False  # channels first
     learnt: bytes = field(default=b"", repr=False)  # the palette, sorted
@@ -57,7 +57,7 @@ class PaletteCodec(Codec):
         """The inner method of payloads."""
         return self.inner or ("zstd1" if is_available("zstd") else "gzip1")
 
-    def settled(self) -> Self:
+    def resolved(self) -> Self:
         return replace(self, inner=self.byte_method)
 
     def describe(self) -> str:

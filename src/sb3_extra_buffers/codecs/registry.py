@@ -71,7 +71,7 @@ _AUTO = "auto"
 
 
 def parse_method(method: str) -> tuple[str, int | None]:
-    """Split ``"zstd-5"`` into ``("zstd", -5)``; a bare name, and that of ``"palette:zstd-5"``, has level ``None``."""
+    """Split ``"zstd-5"`` into ``("zstd", -5)``; for ``"zstd"`` and ``"palette:zstd-5"``, the level is ``None``."""
     name, colon, _ = method.partition(":")
     match = _METHOD.fullmatch(method)
     if match is None or colon:

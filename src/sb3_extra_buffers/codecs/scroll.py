@@ -1,4 +1,4 @@
-"""``scroll``: consecutive frames compressed together, so that what has moved is found where it was before."""
+"""``scroll``: consecutive frames compressed together, so that content that has moved is found in earlier frames."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ _LEVELS = {1: (8, 0), 2: (8, 1), 3: (32, 9)}
 
 @dataclass(frozen=True, slots=True)
 class ScrollCodec(Codec):
-    """Consecutive frames compressed together, for views that scroll and scenery that returns.
+    """Consecutive frames compressed together, for scrolling views and returning scenery.
 
     Level 1 compresses 8 frames with LZ4, which decompresses fastest. Level 2 uses zstd, with a dictionary of earlier
-    frames where that saves memory: smaller, and several times slower to read. Level 3 is for archives: 32 frames, and a
-    slower search. ``frames`` sets the number of frames in a segment.
+    frames if that saves memory: smaller, and several times slower to read. Level 3 is for archives: 32 frames, and a
+    higher level of zstd. ``frames`` sets the number of frames in a segment.
 
-    Alone, this codec encodes single rows with LZ4 or zstd. The frame store compresses segments.
+    Single rows are encoded with LZ4 or zstd. The frame store compresses whole segments.
     """
 
     codec_id: ClassVar[str] = "scroll"
     options: ClassVar[tuple[str, ...] | None] = ("level", "frames")
     level: int = 1
-    frames: int = 0  # 0: that of the level
+    frames: int = 0  # 0: the default of the level
 
     def __post_init__(self) -> None:
         if self.level not in _LEVELS:
             raise CodecLevelError(f"scroll level must be 1..3, got {self.level!r}")
         frames = _LEVELS[self.level][0] if self.frames == 0 else self.frames
         object.__setattr__(self, "frames", check_frames("scroll", frames))
-        self._row_codec()  # raises, and says what to install, where zstd is missing
+        self._row_codec()  # if zstd is missing, raises an error that says what to install
 
     @property
     def pack_level(self) -> int:
-        """zstd level for segments; 0: LZ4."""
+        """zstd level for segments; 0 for LZ4."""
         return _LEVELS[self.level][1]
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""``table``: numbers of few distinct values as one table index each, then another method."""
+"""``table``: numbers with few distinct values, as one-byte table indices that another method stores."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ if TYPE_CHECKING:
 
 #: Sizes of numbers that a table can hold.
 NUMBER_BYTES = (2, 4, 8)
-# channels of all images of a stack
+# an axis longer than this is not taken for the channels of stacked images
 _MAX_CHANNELS = 64
 
 
 def check_inner(name: str, method: str) -> None:
     """Raise unless ``method`` can store indices for the method ``name``."""
     if not isinstance(method, str) or method == "auto" or get_codec(method).codec_id in ("palette", "table"):
-        raise CodecOptionError(f"{name} needs a byte codec or 'delta' as its inner method, got {method!r}")
+        raise CodecOptionError(
+            f"the inner method of {name} must be a byte codec, 'none', 'delta', 'scroll' or 'camera', got {method!r}"
+        )
 
 
 def find_unit(spec: ObsSpec) -> tuple[int, bool] | None:
-    """How observations (or frames) consist of units for a table: bytes per unit, and whether channels come first.
+    """Return the bytes per unit (number or pixel) of observations or frames, and whether channels come first.
 
-    Numbers of several bytes are units. Otherwise, so are the pixels of images with three or four channels, or with
-    a multiple of three. None if there are no units.
+    Numbers of 2, 4 or 8 bytes are units. With dtypes of one byte, the pixels of images are: those with three or four
+    channels, or of stacked images with three channels each. Returns None if there are no units.
     """
     if spec.dtype.itemsize > 1:
         return (spec.dtype.itemsize, False) if spec.dtype.itemsize in NUMBER_BYTES and spec.nbytes else None
@@ -42,7 +44,7 @@ def find_unit(spec: ObsSpec) -> tuple[int, bool] | None:
         return None
     if first in (3, 4):
         return first, True
-    # several images: channels are the shorter axis
+    # stacked images: the channels are the shorter axis
     channels, planar = min((last, False), (first, True))
     return (3, planar) if channels <= _MAX_CHANNELS and channels % 3 == 0 else None
 
@@ -52,7 +54,7 @@ class TableCodec(Codec):
     """Indices into a table of at most 256 numbers of 2, 4 or 8 bytes, stored by the ``inner`` method.
 
     The table belongs to the store, and indices follow the order of the numbers: observations such as ``image / 255`` as
-    float32 take as much memory as the image. Alone, this codec leaves rows as they are.
+    float32 take as much memory as the image. For single rows, this codec does nothing.
     """
 
     codec_id: ClassVar[str] = "table"

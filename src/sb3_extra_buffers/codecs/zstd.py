@@ -128,7 +128,7 @@ class ZstdCodec(Codec):
 
 
 def compress_bytes(data: Any, level: int, dictionary: RawDictionary | None = None) -> bytes:
-    """Compress bytes of any length, which the caller must remember, with a dictionary that it must keep."""
+    """Compress bytes of any length; `decompress_bytes` needs that length and the same dictionary."""
     if dictionary is not None:
         return dictionary.compress(data)
     compressed: bytes = _context(_bytes_compressor, level).compress(data)
@@ -136,10 +136,10 @@ def compress_bytes(data: Any, level: int, dictionary: RawDictionary | None = Non
 
 
 class RawDictionary:
-    """Bytes that others are likely to repeat, prepared for compressing them; not thread-safe."""
+    """A dictionary of raw content, prepared for compression; not thread-safe."""
 
     def __init__(self, content: Bytes, level: int, nbytes: int) -> None:
-        """``nbytes`` is how long the bytes to be compressed are."""
+        """``nbytes`` is the length of the data to be compressed."""
         prepared = zstandard.ZstdCompressionDict(content.tobytes(), dict_type=zstandard.DICT_TYPE_RAWCONTENT)
         params = zstandard.ZstdCompressionParameters.from_level(
             level, source_size=nbytes, dict_size=content.size, write_content_size=False, write_dict_id=False
@@ -154,7 +154,7 @@ class RawDictionary:
 
 
 def direct_addresses() -> Ints:
-    """What compiled code needs to call zstd in this thread; empty where it cannot."""
+    """Return the addresses that compiled code needs to call zstd in this thread; empty if it cannot."""
     addresses: Ints = _context(DirectContext).addresses if is_direct() else _NO_ADDRESSES
     return addresses
 

@@ -26,16 +26,16 @@ FillHeap = Callable[["Heap", npt.NDArray[np.int32]], None]
 
 
 class Trial(NamedTuple):
-    """What a store needs for the observations that it was tried on, in the long run."""
+    """Estimated memory and times of a store, from a trial on some observations."""
 
     frame_bytes: float
-    """Stored bytes of a frame, on average; each distinct frame is stored once."""
+    """Average bytes per stored frame; each distinct frame is stored once."""
     read_ns: float
     """Modelled nanoseconds to read an observation and its successor in a large batch."""
     write_ns: float
     """Modelled nanoseconds to write a new frame, on average."""
     step_ns: float
-    """The part of `write_ns` that every write takes; the rest is left to the one that completes a segment."""
+    """The part of `write_ns` that is spent in every write; the rest is spent in the write that completes a segment."""
 
 
 class Store(ABC):
@@ -60,7 +60,7 @@ class Store(ABC):
 
     @property
     def frames(self) -> FrameStore | None:
-        """The frame store with the payloads of these observations; None if there is none."""
+        """The frame store that holds the payloads; None if there is none."""
         return None
 
     @classmethod
@@ -134,15 +134,15 @@ class Store(ABC):
         """Keep encoded observations in a heap of another kind; before anything is written."""
 
     def find_written(self) -> Indices | None:
-        """The indices that were written, in order, and maybe some that read as zeros; None for all of them."""
+        """The written indices in ascending order, possibly with some that read as zeros; None means all indices."""
         return None
 
     @classmethod
     def trial(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> Trial:
-        """What ``rows``, of which row ``i`` continues ``streams[i]``, would need in such a store.
+        """Estimate what ``rows`` would need in a store of this class; row ``i`` continues stream ``streams[i]``.
 
         Times are modelled (`kernels.policy`), never measured: the same observations always lead to the same choice.
-        By default, each frame is decoded by itself.
+        This default assumes that each frame is decoded by itself.
         """
         nbytes = cls.trial_bytes(layout, codec, streams, rows, n_streams)
         n_frames, size = layout.stack + 1, layout.frame_bytes
@@ -178,7 +178,7 @@ class FrozenStore:
         return cls(type(store), store.__getstate__())
 
     def thaw(self) -> Store:
-        """Return a store of this state."""
+        """Return a store with this state."""
         thawed = object.__new__(self.store)
         thawed.__setstate__(dict(self.state))
         return thawed

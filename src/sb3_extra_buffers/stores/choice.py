@@ -38,18 +38,19 @@ _PALETTES = tuple(f"palette:{inner}" for inner in ("none", "delta", "scroll"))
 _TABLES = tuple(f"table:{inner}" for inner in ("none", "delta", "scroll", "camera"))
 # smaller and several times slower
 _MEMORY_CANDIDATES = ("delta2", "delta3", "scroll2", "scroll3")
-# camera is not tried where another method takes less than a frame divided by this: its kernels take seconds to compile
+# camera, whose kernels take seconds to compile, is not tried if another method takes less than 1/8 of a frame
 _CAMERA_SHARE = 8
 # a method must save at least a tenth
 _WORTH = 0.9
 # transitions are read this many times for each time that they are written, for example by DQN
 _READS_PER_WRITE = 8
-# sampling and adding may take this many times as long as SB3's; beyond, the excess counts once more
+# sampling and adding may take this many times as long as SB3's; the factor beyond that counts twice
 _MAX_SAMPLE, _MAX_ADD = 2, 4
-# tables of a frame store: for a frame, and for each entry of a stack in an observation and its successor
+# bytes of a frame store's tables: per frame, and per frame of a stack for an observation and its successor
 _FRAME_INDEX, _STACK_INDEX = 8, 8
-# another method must be this much better than the one in use, and is not tried further if it is that much worse
-_BETTER, _HOPELESS = 0.85, 3.0
+# a method replaces the one in use if its score is below this share of that score, and is ruled out early if its score
+# is above this multiple of the best
+_BETTER, _RULED_OUT = 0.85, 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Choice:
 
 
 def may_be_stacked(spec: ObsSpec) -> bool:
-    """Whether observations may consist of frames that are worth sharing; vectors and small observations are not."""
+    """Whether observations may consist of frames worth sharing; vectors and small observations do not."""
     return len(spec.shape) >= 2 and spec.nbytes >= _SMALL_BYTES
 
 
@@ -103,7 +104,7 @@ class MethodChoice:
             _check_preference(self.options)
             self.choice = choose_unseen(spec)
         else:
-            # bad input is an error now, not at step 3,000,000
+            # fail now, not at step 3,000,000
             codec = get_codec(method, **self.options).bind(spec)
             self.choice = Choice("none" if codec.codec_id == "none" else method, "")
         if spec.nbytes == 0:
@@ -111,7 +112,7 @@ class MethodChoice:
 
     @property
     def prefer(self) -> str | None:
-        """Whether the user wants less memory or faster reads than `auto` would choose."""
+        """``"memory"`` or ``"speed"`` if the user prefers one of them, else None."""
         return self.options.get("prefer") if self.method == "auto" else None
 
     @property
@@ -129,8 +130,8 @@ class MethodChoice:
     ) -> tuple[StackLayout, Choice | None]:
         """Return the layout of ``rows`` and the method for them; None if there are no rows to try methods on.
 
-        Row ``i`` belongs to ``streams[i]``. ``may_stay_dense`` is whether ``auto`` may leave rows uncompressed. On a
-        GPU, only methods that it can decode are tried.
+        Row ``i`` belongs to ``streams[i]``. ``may_stay_dense`` is whether ``auto`` may leave rows uncompressed. With
+        ``place="cuda"``, only methods that the GPU can decode are tried.
         """
         if self.choice is not None or not len(rows):
             return _layout(self.spec, streams, rows), self.choice
@@ -148,20 +149,20 @@ class MethodChoice:
     ) -> tuple[StackLayout, Choice] | None:
         """Return the layout and the method to change to, or None if those in use are about as good.
 
-        Row ``i`` belongs to ``runs[i]``, a few consecutive observations of one stream; runs are from anywhere.
+        Row ``i`` belongs to run ``runs[i]``: a few consecutive observations of one stream, from any part of the store.
         """
         layout = _layout(self.spec, runs, rows)
         if layout.stack < layout_now.stack:
-            layout = layout_now  # pauses and cuts may hide a stack
+            layout = layout_now  # short runs may not show that observations are stacked
         n_runs = int(runs.max()) + 1
-        # few rows are enough to tell that a method is hopeless, which most are
+        # a quarter of the runs is enough to rule out most methods
         few, methods = runs % 4 == min(2, n_runs - 1), None
         for part in (few, np.ones_like(few)) if few.any() else (~few,):
             arguments = runs[part], rows[part], n_runs, self.prefer, may_stay_dense
             ranked = rank(layout, *arguments, methods)
             same = [each for each in ranked if each.method == now.method and layout == layout_now]
             current = (same or rank(layout_now, *arguments, (now.method,)))[0]
-            limit = _HOPELESS * min(ranked[0].score, current.score)
+            limit = _RULED_OUT * min(ranked[0].score, current.score)
             methods = tuple(each.method for each in ranked if each.score < limit)
             if layout == layout_now and not set(methods) - {now.method}:
                 return None
@@ -197,7 +198,7 @@ def compare(
     may_stay_dense: bool = True,
     methods: Sequence[str] | Callable[[StackLayout, str | None], Sequence[str]] | None = None,
 ) -> tuple[StackLayout, list[Candidate]]:
-    """Return the layout of ``rows``, and `rank` for it, on a part of them if they are many."""
+    """Return the layout of ``rows``, and the methods as `rank` orders them; if there are many rows, some are tried."""
     layout = _layout(spec, streams, rows)
     if len(rows) > 2 * _MAX_TRIAL:
         streams, rows = _spread(streams, rows)
@@ -208,7 +209,7 @@ def compare(
 
 
 def _decoded_on_device(layout: StackLayout, prefer: str | None) -> list[str]:
-    """The candidates whose store on a GPU does not decode on the host."""
+    """The candidates that are decoded by the GPU, not on the host."""
     methods = []
     for method in candidates(layout.frame_spec, prefer):
         with contextlib.suppress(ExtraBuffersError):
@@ -219,7 +220,7 @@ def _decoded_on_device(layout: StackLayout, prefer: str | None) -> list[str]:
 
 
 def _spread(streams: Indices, rows: ByteRows) -> tuple[Indices, ByteRows]:
-    """Runs of consecutive rows of a stream, spread over all ``rows``, and the run of each."""
+    """Select runs of consecutive rows of a stream, spread over all ``rows``; return the run of each, and the rows."""
     present = np.unique(streams)
     per_stream = max(_MAX_TRIAL // _RUN // len(present), 1)
     runs = []
@@ -243,10 +244,10 @@ def add_preference(
         return dict(options or {})
     if isinstance(methods, str | None) and methods != "auto":
         raise CodecOptionError(
-            f"prefer={prefer!r} is for compression_method='auto', got {methods!r}; leave one of them out"
+            f"prefer={prefer!r} is for compression_method='auto', got {methods!r}; pass only one of the two"
         )
     if (options or {}).get("prefer", prefer) != prefer:
-        raise CodecOptionError(f"prefer={prefer!r}, but compression_kwargs has {options!r}; leave one of them out")
+        raise CodecOptionError(f"prefer={prefer!r} contradicts compression_kwargs={options!r}; pass only one of them")
     added = {**(options or {}), "prefer": prefer}
     _check_preference({"prefer": prefer})
     return added
@@ -266,7 +267,7 @@ def _check_preference(options: Mapping[str, Any]) -> None:
 
 
 def candidates(spec: ObsSpec, prefer: str | None = None) -> tuple[str, ...]:
-    """The methods that ``auto`` tries for frames of ``spec``, those whose packages are installed."""
+    """The methods that ``auto`` considers for frames of ``spec``; `rank` leaves out those that cannot be used."""
     methods = list(_CANDIDATES)
     if is_available("zstd"):
         methods.remove("gzip1")  # larger and slower in every case
@@ -278,13 +279,14 @@ def candidates(spec: ObsSpec, prefer: str | None = None) -> tuple[str, ...]:
 
 
 def score(trial: Trial, layout: StackLayout, prefer: str | None = None) -> float:
-    """Memory of an observation times the time to read it, lower is better; ``prefer`` weights one of the two.
+    """Memory times time of a method, lower is better; ``prefer`` gives one of the two more weight.
 
-    A frame's share of the tables counts as memory. Writing counts as time, less than reading. What takes more than
-    twice as long as SB3's `sample`, or four times as long as its `add`, counts once more.
+    Memory includes a frame's share of the tables. Time is that of reading, plus a part of that of writing. If `sample`
+    takes more than twice as long as SB3's, or `add` more than four times as long, the time is multiplied by the factor
+    beyond that limit.
 
-    Uncompressed frames count as read at the slowest speed that is acceptable, although they are read much faster: speed
-    beyond SB3's does not justify several times the memory. ``prefer="speed"`` counts it.
+    Uncompressed frames count as if they were read at the slowest acceptable speed, although they are read much faster:
+    speed beyond SB3's does not justify several times the memory. ``prefer="speed"`` counts their actual speed.
     """
     copied = 2 * layout.spec.nbytes
     max_read, max_add = _MAX_SAMPLE * SB3_READ_NS * copied, _MAX_ADD * (SB3_ADD_NS + SB3_WRITE_NS * copied)
@@ -308,8 +310,8 @@ def rank(
 ) -> list[Candidate]:
     """Try ``methods`` on ``rows``, by default all that `auto` considers; return the best first.
 
-    Methods that do not save a tenth come last, after ``none``. Those that do not fit observations of this kind are left
-    out.
+    Methods that do not save a tenth come last, after ``none``. Methods that do not fit these observations, or whose
+    package is missing, are left out.
     """
     size = layout.frame_bytes
     ranked: list[Candidate] = []
@@ -321,12 +323,12 @@ def rank(
         except ExtraBuffersError:
             continue
         if method.endswith(":none") and layout.stack == 1:
-            continue  # observations and next observations would not share rows of indices
+            continue  # next observations would not share their rows of indices with observations
         store = find_store(codec, layout)
         if codec.codec_id == "palette" and not issubclass(store, TableStore):
             continue  # not images
         if method == "none" and not (may_stay_dense or issubclass(store, FrameTables)):
-            continue  # one array for all observations, which cannot free those that are erased
+            continue  # a single array cannot free the memory of erased observations
         trial = store.trial(layout, codec, streams, rows, n_streams)
         if layout.pixel_bytes:  # stacked along the last axis
             trial = trial._replace(read_ns=trial.read_ns + JOIN_NS * 2 * layout.spec.nbytes)

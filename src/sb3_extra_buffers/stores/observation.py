@@ -38,17 +38,18 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("sb3_extra_buffers")
 
-# observations written after which `auto` looks at its choice again: at each fourfold up to the last one
-_FIRST_LOOK, _LAST_LOOK, _NEVER = 1 << 10, 1 << 18, 1 << 62
-# consecutive observations of a run, and how much is read for a look
-_RUN, _LOOK_BYTES = 16, 6 << 20
-# observations that are copied at a time when the method changes
+# numbers of written observations at which `auto` compares methods again: from the first to the last, each four times
+# the one before
+_FIRST_COMPARISON, _LAST_COMPARISON, _NEVER = 1 << 10, 1 << 18, 1 << 62
+# consecutive observations of a run, and how many bytes of observations are read to compare methods
+_RUN, _SAMPLE_BYTES = 16, 6 << 20
+# bytes of observations that are copied at a time when the method changes
 _CHUNK_BYTES = 4 << 20
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _Method = Callable[Concatenate["ObservationStore", _Arguments], _Result]
-# its name in pickles
+# older pickles refer to it by this name
 _Frozen = FrozenStore
 
 
@@ -80,12 +81,12 @@ class ObservationStore:
 
     #: Whether ``auto`` may leave observations uncompressed, which reserves memory for all of them.
     may_stay_dense = True
-    # of stores that were pickled before these existed
+    # defaults for stores that were pickled before these attributes existed
     _allocated: tuple[int, ...] = ()
-    _n_written, _look_at = 0, _FIRST_LOOK
+    _n_written, _compare_at = 0, _FIRST_COMPARISON
     #: Whether writing is an error, as for a file that was opened read-only.
     read_only = False
-    #: Bytes that the store may take together with its copy when ``auto`` changes the method; None for any number.
+    #: Bytes that the store and its copy may take together when ``auto`` changes the method; None for no limit.
     copy_limit: int | None = None
     #: Creates the heap of a new frame store, if it is not to be in memory.
     make_heap: Callable[[], Heap] | None = None
@@ -119,10 +120,10 @@ class ObservationStore:
         #: Where observations are once a method was chosen.
         self.inner: Store | None = None
         self._collected = CollectedRows(spec.nbytes)
-        # observations of each `allocate`, for example those of observations and of next observations
+        # the size of each range that was allocated: usually observations, then next observations
         self._allocated = ()
-        # observations written so far, and how many lead to the next look at the method
-        self._n_written, self._look_at = 0, _FIRST_LOOK
+        # observations written so far, and the number at which methods are compared again
+        self._n_written, self._compare_at = 0, _FIRST_COMPARISON
         # what the last write replaced, while nothing is decided
         self._before: tuple[CollectedRows, Choice | None] | None = None
 
@@ -130,7 +131,7 @@ class ObservationStore:
     def allocate(self, n_obs: int, are_next: bool = False) -> int:
         """Append ``n_obs`` unwritten observations; return the index of the first.
 
-        ``are_next`` if they are the next observations of those that the store has.
+        ``are_next`` says that they are the next observations of those that the store already has.
         """
         first = self.n_obs
         raw = self.inner
@@ -152,7 +153,7 @@ class ObservationStore:
 
     @_exclusive
     def share_next(self) -> None:
-        """Of uncompressed observations and as many next ones, store the next ones only where they do not follow."""
+        """Store uncompressed next observations only where they differ from the following observation."""
         raw, n_each = self.inner, self.n_obs // 2
         if isinstance(raw, RawStore) and self.n_obs == 2 * n_each and _can_share(self.spec, n_each, self.n_streams):
             raw.commit()
@@ -163,13 +164,13 @@ class ObservationStore:
 
     @_exclusive
     def adopt_pairs(self, rows: ByteRows, next_rows: ByteRows) -> None:
-        """Hold uncompressed observations and their next ones, which are not copied if possible."""
+        """Hold uncompressed observations and their next observations; ``rows`` are not copied if possible."""
         self._before = None
         self.inner = TimelineStore.from_rows(rows, next_rows, self.n_streams, self.heap_bytes, self.compiled)
 
     @_exclusive
     def reserve_next(self) -> None:
-        """Make sure that the next `write_step` of uncompressed observations needs no more memory for next ones."""
+        """Reserve memory for the next observations of the next `write_step`, if observations are on a time axis."""
         if isinstance(self.inner, TimelineStore):
             self.inner.commit()
             self.inner.reserve(2 * self.n_streams)
@@ -184,8 +185,8 @@ class ObservationStore:
             self.readers.exclude()
             try:
                 self._n_written += len(indices)
-                if self._n_written >= self._look_at:
-                    self._look_again(int(indices[0]) if len(indices) else 0)
+                if self._n_written >= self._compare_at:
+                    self._compare_again(int(indices[0]) if len(indices) else 0)
                 inner = self.inner
                 if inner is not None:
                     inner.write(indices, streams, rows)
@@ -213,8 +214,8 @@ class ObservationStore:
             self.readers.exclude()
             try:
                 self._n_written += 2 * len(rows)
-                if self._n_written >= self._look_at:
-                    self._look_again(index)
+                if self._n_written >= self._compare_at:
+                    self._compare_again(index)
                     inner = self.inner or inner
                 inner.write_step(index, next_index, rows, next_rows)
             except BaseException:
@@ -301,7 +302,7 @@ class ObservationStore:
     # ---- choosing again ----
 
     def _make_inner(self, layout: StackLayout, codec: Codec) -> Store:
-        """A store for all observations; uncompressed ones and their successors share rows, or frames of stacks."""
+        """Create a store for all observations; uncompressed ones share rows, or frames, with their successors."""
         n_each = self.n_obs // 2
         shares = self._allocated == (n_each, n_each) and _can_share(self.spec, n_each, self.n_streams)
         how = self.n_obs, self.n_streams, codec, self.heap_bytes, self._path, self.compiled
@@ -309,13 +310,13 @@ class ObservationStore:
             return TimelineStore(layout, *how)
         return make_store(layout, *how)
 
-    def _look_again(self, position: int) -> None:
-        """Try methods on observations of everything that is stored, and change to one that is clearly better.
+    def _compare_again(self, position: int) -> None:
+        """Compare methods on a sample of everything that is stored, and change to one that is clearly better.
 
-        ``position`` is the index that is written next. Called before a write, which commits the last one anyway. An
-        exception leaves everything as it was.
+        ``position`` is the index that is written next. Called before a write, which makes the last one permanent
+        anyway. An exception leaves everything as it was.
         """
-        self._look_at = self._next_look()
+        self._compare_at = self._next_comparison()
         inner, now = self.inner, self.choice
         if inner is None or now is None or not self._may_change(inner):
             return
@@ -328,29 +329,29 @@ class ObservationStore:
             if decided is not None:
                 self._change_method(inner, *decided, position)
         except (ExtraBuffersError, MemoryError) as problem:
-            _logger.info("staying with %s: %s", now.method, problem)
+            _logger.info("auto: keeping %s, because changing the method failed: %s", now.method, problem)
 
-    def _next_look(self) -> int:
-        return 4 * self._look_at if self._look_at < _LAST_LOOK else _NEVER
+    def _next_comparison(self) -> int:
+        return 4 * self._compare_at if self._compare_at < _LAST_COMPARISON else _NEVER
 
     def _may_change(self, inner: Store) -> bool:
         """Whether ``auto`` may copy observations to another store."""
         if self.method != "auto" or self._chooser.choice is not None or sum(self._allocated) != self.n_obs:
             return False
-        # a limit or a file belongs to the store that is there, and a journal describes what happens to it
+        # heap_bytes, a file and a journal are tied to the store that is in use
         if self.heap_bytes is not None or self._path is not None or self.make_heap is not None:
             return False
         return self.on_change is None and (self.copy_limit is None or 2 * inner.held_bytes <= self.copy_limit)
 
     def _sample_runs(self, inner: Store) -> tuple[Indices, ByteRows]:
-        """Short runs of consecutive observations, spread over all that are stored, and the run of each."""
+        """Read short runs of consecutive observations from the whole store; return the run of each, and the rows."""
         n_streams, n_first = self.n_streams, self._allocated[0]
         written = inner.find_written()
         written = np.arange(n_first) if written is None else written[written < n_first]
         steps = np.unique(written // n_streams)
-        n_rows = min(max(_LOOK_BYTES // self.spec.nbytes, 4 * _RUN), 16 * _RUN)
+        n_rows = min(max(_SAMPLE_BYTES // self.spec.nbytes, 4 * _RUN), 16 * _RUN)
         n_runs = min(n_rows // _RUN, max(len(steps) // _RUN, 1))
-        # one after the other in time, as streams are written
+        # ordered by time: all runs advance together, as streams do
         run = np.arange(n_runs)
         begins = steps[np.linspace(0, max(len(steps) - _RUN, 0), n_runs).astype(np.int64)] if len(steps) else run[:0]
         times = begins[None] + np.arange(_RUN)[:, None]
@@ -370,23 +371,23 @@ class ObservationStore:
         trained = False
         for indices, streams in self._in_order(inner, position):
             rows = inner.read(indices)
-            stored = rows.any(axis=1)  # an unwritten observation reads as zeros, and so does one of zeros
+            stored = rows.any(axis=1)  # zeros need not be written: unwritten observations read as zeros
             if not trained and stored.any():
                 new.train(rows[stored])
                 trained = True
             new.write(indices[stored], streams[stored], rows[stored])
         new.commit()
         before = "none" if self.choice is None else self.choice.method
-        message = "changed from %s to %s after %d observations (%s)"
+        message = "auto: changed from %s to %s after %d observations (%s)"
         _logger.info(message, before, choice.method, self._n_written, choice.why)
-        # at once: a choice that does not match the store could not be loaded again
+        # in one call: if the choice did not match the store, a saved copy could not be loaded
         self.__dict__.update(inner=new, choice=choice)
 
     def _in_order(self, inner: Store, position: int) -> Iterator[tuple[Indices, Indices]]:
         """All indices and their streams in chunks, oldest first, observations with their successors.
 
-        Assumes that writes went through the indices step by step and ``position`` is the oldest; if they did not, the
-        copy takes more memory and is as correct.
+        Assumes that steps were written in order and that the one at ``position`` is the oldest. Otherwise the copy
+        takes more memory, but is correct too.
         """
         n_streams, written = self.n_streams, inner.find_written()
         is_written = np.ones(self.n_obs, bool) if written is None else np.zeros(self.n_obs, bool)
@@ -395,7 +396,7 @@ class ObservationStore:
         per_chunk = max(_CHUNK_BYTES // max(self.spec.nbytes, 1), n_streams)
         first = 0
         for n_obs, group in itertools.groupby(self._allocated):
-            # ranges of one size hold the observations and successors of the same steps
+            # ranges of equal size are observations and next observations of the same steps
             n_ranges = len(list(group))
             n_steps = -(-n_obs // n_streams)
             oldest = (position - first) % max(n_obs, 1) // n_streams
@@ -569,13 +570,13 @@ class ObservationStore:
         if record["choice"] is not None:
             self.choice = self._check_choice(record["choice"])
         self.n_obs = whole(record["n_cells"], "n_cells")
-        # files of earlier versions lack these two: the method then stays
+        # files of earlier versions have neither of these: the method then never changes
         ranges = record.get("ranges", [])
         require(isinstance(ranges, list) and len(ranges) < 1 << 16, f"invalid ranges of observations: {ranges!r}")
         self._allocated = tuple(whole(n, "a range of observations", stop=self.n_obs + 1) for n in ranges)
         self._n_written = whole(record.get("n_written", 0), "n_written", stop=1 << 62)
-        while self._look_at <= self._n_written:
-            self._look_at = self._next_look()
+        while self._compare_at <= self._n_written:
+            self._compare_at = self._next_comparison()
         kind, is_raw = record["kind"], self.choice is not None and self.choice.is_raw
         if kind == "dense":
             rows = column(arrays, "rows", np.uint8, (self.n_obs, self.spec.nbytes))

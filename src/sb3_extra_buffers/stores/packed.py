@@ -1,4 +1,4 @@
-"""Segments of whole frames, packed when they are full: the store of ``none``, ``scroll`` and ``camera``."""
+"""Segments of whole frames that are packed when they are full: the store of ``none``, ``scroll`` and ``camera``."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from sb3_extra_buffers.stores.segment_format import (
 from sb3_extra_buffers.stores.segments import SegmentStore
 from sb3_extra_buffers.stores.workers import run_split
 
-#: flags of a segment, its bytes, the dictionary that they need or NONE, and the lengths of frames that are encoded
+#: flags of a segment, its bytes, the number of their dictionary or NONE, and the lengths of coded frames or None
 Packed = tuple[int, Bytes, int, Ints | None]
 
-# frames of a raw segment: enough that its table entries take little
+# frames of an uncompressed segment: enough that its table entries take little memory in comparison
 _RAW_FRAMES = 8
-# what a dictionary holds, at most
+# maximum size of a dictionary
 _DICTIONARY_FRAMES = 16
 _DICTIONARY_BYTES = 1 << 18
-# zeros before its frames: content that starts with zstd's magic number would be taken for a trained dictionary
+# zeros before the frames of a dictionary: zstd takes content that starts with its magic number for a trained one
 _DICTIONARY_START = 64
-# segments from one look at the dictionary to the next
-_LOOK_EVERY = 32
-# more than any frame takes: the kernel then seals segments without compressing them
+# segments sealed between two checks of the dictionary
+_CHECK_EVERY = 32
+# larger than any frame or segment; as `compress_above`, the kernel seals segments without compressing them
 _NEVER = 1 << 40
 
 
@@ -48,18 +48,20 @@ class PackedStore(SegmentStore):
     With ``none`` segments stay as they are, and reading is a gather: each frame is stored once, however many
     observations contain it.
 
-    With ``scroll`` segments are compressed with LZ4, or with zstd and a dictionary. The table of keyframes holds the
-    dictionaries, each made of frames of several segments: scenery that returns is found there. ``state.pool[0]`` is the
-    one that new segments use. As for keyframes, the ski-rental rule decides when a new one is stored: when the lack of
-    it has cost as many bytes.
+    With ``scroll`` segments are compressed with LZ4, or with zstd and a dictionary. Dictionaries are in the table of
+    keyframes. Each consists of frames of several segments, so that returning scenery is found there. New segments use
+    the dictionary ``state.pool[0]``. As for keyframes, the ski-rental rule decides when to store a new one: when not
+    having it has cost as many bytes as it takes.
+
+    With ``camera`` the frames of a segment are coded as `kernels.camera` describes.
     """
 
-    # frames for the next dictionary, and segments sealed since the last look at the present one
+    # frames for the next dictionary, and the number of segments sealed since the last check
     _samples: deque[Bytes]
     _n_sealed = 0
     # bytes that a newer dictionary would have saved
     _excess = 0
-    # the present dictionary, prepared for compressing, and its number
+    # number of the current dictionary, and the dictionary prepared for compression
     _prepared: tuple[int, Any] = (NONE, None)
 
     @classmethod
@@ -96,7 +98,7 @@ class PackedStore(SegmentStore):
 
     def _seal_streams(self, streams: list[int]) -> None:
         packed: dict[int, Packed] = {}
-        if not self._zstd_level and len(streams) > 1:  # zstd's contexts are not for several threads
+        if not self._zstd_level and len(streams) > 1:  # a zstd context must not be used by several threads
 
             def work(first: int, stop: int) -> None:
                 for stream in streams[first:stop]:
@@ -113,7 +115,7 @@ class PackedStore(SegmentStore):
         return self.state.stage[begin + header : begin + int(self.state.stage_ends[stream])]
 
     def _seal(self, stream: int, packed: Packed | None = None) -> None:
-        """Move a stream's open segment, which `_pack` may have packed before, to the heap."""
+        """Move a stream's open segment to the heap; ``packed`` is the result of `_pack`, if it was called before."""
         state, dtype = self.state, self._length_dtype
         segment, begin = int(state.open_segments[stream]), stream * self.state.config.stage_bytes
         count, body = int(state.counts[segment]), self._body(stream)
@@ -125,7 +127,7 @@ class PackedStore(SegmentStore):
         payload = np.concatenate([header, content])
         self.heap.check_limit(segment, payload.size)
         if dictionary >= 0:
-            # before the payload that needs it exists; until then the segment is open and refers to none
+            # before the payload is put: an open segment needs no dictionary, a sealed one must find it
             self.state.keyframe_refs[dictionary] += 1
             self.state.keyframes[segment] = dictionary
         self.heap.put(segment, payload)
@@ -133,10 +135,10 @@ class PackedStore(SegmentStore):
         state.open_segments[stream] = NONE
         self._note_sealed(np.array([segment]))
         if self._zstd_level:
-            self._look_at_dictionary(body)
+            self._update_dictionary(body)
 
     def _pack(self, body: Bytes) -> Packed:
-        """Compress the frames of a segment."""
+        """Pack the frames of a segment, or return them as they are if that does not make them smaller."""
         as_is: Packed = 0, body, NONE, None
         if self.codec.codec_id == "none":
             return as_is
@@ -172,12 +174,12 @@ class PackedStore(SegmentStore):
         width = self.state.config.keyframe_bytes
         return self.state.keyframe_rows[number * width : (number + 1) * width]
 
-    def _look_at_dictionary(self, body: Bytes) -> None:
-        """Store a new dictionary once the lack of it has cost as much as it takes; drop one that does not help."""
+    def _update_dictionary(self, body: Bytes) -> None:
+        """Store a new dictionary when not having it has cost as many bytes as it takes; drop one that does not help."""
         size = self.layout.frame_bytes
         self._samples.append(body[:size].copy())
         self._n_sealed += 1
-        if self._n_sealed < _LOOK_EVERY or len(self._samples) < self._n_dictionary:
+        if self._n_sealed < _CHECK_EVERY or len(self._samples) < self._n_dictionary:
             return
         self._n_sealed = 0
         content = np.zeros(self.state.config.keyframe_bytes, np.uint8)
@@ -186,12 +188,12 @@ class PackedStore(SegmentStore):
         plain = self._compress(body, None).size
         number, present = self._dictionary(int(self.state.pool[0]), body.size)
         current = self._compress(body, present).size
-        # the segment itself must not be in the dictionary that it is tried with
+        # for a fair comparison, leave out this segment's own frame, which is the last one
         content[_DICTIONARY_START + frames.size - size : _DICTIONARY_START + frames.size] = 0
         newer = self._compress(body, self._prepare(content, body.size)).size
         if number >= 0 and plain <= current:
             self.state.pool[0] = NONE
-        self._excess = max(self._excess + (min(plain, current) - newer) * _LOOK_EVERY, 0)
+        self._excess = max(self._excess + (min(plain, current) - newer) * _CHECK_EVERY, 0)
         if self._excess > self._keyframe_size:
             self._excess = 0
             content[_DICTIONARY_START + frames.size - size : _DICTIONARY_START + frames.size] = body[:size]
@@ -213,13 +215,13 @@ class PackedStore(SegmentStore):
     def _inflate(self, payload: Bytes, segment: int) -> Bytes:
         if payload[0] == PACKED_CAMERA:
             if not len(self.state.geometry):
-                raise CorruptPayloadError(f"a segment of 'camera' among those of {self.codec.codec_id!r}")
+                raise CorruptPayloadError(f"a segment of {self.codec.codec_id!r} is flagged as one of 'camera'")
             return unpack_camera_frames(payload, self._length_dtype, self.per_segment, self.state.geometry)
         count = int(payload[1]) if len(payload) > 1 else 0
         header = header_bytes(count, self._length_dtype)
         is_lz4 = payload[0] == PACKED_LZ4 and self.codec.codec_id == "scroll" and not self._zstd_level
         if is_lz4 and 0 < count <= self.per_segment and header <= len(payload):
-            # faster than the reference function that `inflate` has
+            # faster than the reference decoder that `inflate` uses
             plain = np.empty(header + count * self.layout.frame_bytes, np.uint8)
             plain[:header] = payload[:header]
             plain[0] = 0
@@ -233,7 +235,7 @@ class PackedStore(SegmentStore):
     def trial(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> Trial:
         if codec.codec_id != "none":
             return super().trial(layout, codec, streams, rows, n_streams)
-        # nothing depends on the rows
+        # does not depend on the contents of the rows
         size, per_segment = layout.frame_bytes, cls.frames_per_segment(codec)
         work = ReadWork(2 * layout.spec.nbytes, 1 + layout.stack / per_segment)
         return Trial(float(size), read_ns("none", work), *write_ns("none", size, size))
@@ -253,7 +255,7 @@ class PackedStore(SegmentStore):
         elif self.codec.codec_id == "camera":
             n_frames = frames_to_decode(layout.stack + 1, per_segment)
         else:
-            n_frames = (per_segment + 1) / 2 + layout.stack  # from the front to the last one needed
+            n_frames = (per_segment + 1) / 2 + layout.stack  # from the first one to the last one needed
         parsed = n_frames * self.packed_bytes() / max(int(self.state.counts.sum()), 1)
         return ReadWork(2 * layout.spec.nbytes, n_parts, n_frames * layout.frame_bytes, parsed)
 

@@ -45,7 +45,7 @@ class PayloadStore(FrameStore):
         path: Path | None = None,
         compiled: bool | None = None,
     ) -> None:
-        codec = codec.settled()
+        codec = codec.resolved()
         super().__init__(layout, n_obs, n_streams, codec, heap_bytes, path, compiled)
         self.codecs = [codec]
         self._generation = np.zeros(0, np.uint8)  # [segment]: position in codecs

@@ -56,7 +56,8 @@ STORES: tuple[StoreEntry, ...] = (
 def find_store(codec: Codec, layout: StackLayout, place: Place = "cpu", of_frames: bool = False) -> type[Any]:
     """Return the class of the first store at ``place`` that accepts frames of ``layout`` encoded by ``codec``.
 
-    ``of_frames`` leaves out stores that do not share frames: files that are older have palettes in a frame store.
+    ``of_frames`` leaves out ``raw`` and ``table``, so that the result is a frame store, as for palettes in files of
+    earlier versions.
     """
     for entry in STORES:
         if entry.place == place and not (of_frames and entry.kind in ("raw", "table")):

@@ -49,7 +49,7 @@ _NO_ADDRESSES = np.zeros(0, np.int64)
 
 
 def _zstd_addresses() -> npt.NDArray[np.int64]:
-    """What compiled code needs to call zstd in this thread; empty where it cannot."""
+    """Return the addresses that compiled code needs to call zstd in this thread; empty if it cannot."""
     if not is_available("zstd"):
         return _NO_ADDRESSES
     from sb3_extra_buffers.codecs.zstd import direct_addresses  # needs zstandard
@@ -270,7 +270,7 @@ class SegmentStore(FrameStore):
         return keyframe
 
     def _add_row(self, row: Bytes, in_use: set[int]) -> int:
-        """Add a row to the table of keyframes, not at a number ``in_use``; return its number."""
+        """Add a row to the table of keyframes, at a number that is not ``in_use``; return that number."""
         state, size = self.state, self.state.config.keyframe_bytes
         unused = (number for number in np.flatnonzero(state.keyframe_refs == 0).tolist() if number not in in_use)
         keyframe: int = next(unused, NONE)
@@ -465,7 +465,7 @@ class SegmentStore(FrameStore):
     @classmethod
     def trial(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> Trial:
         store = cls(layout, len(rows), n_streams, codec)
-        # the first frames of a stream need keyframes that those after them share: only the second half counts
+        # only the second half counts: the first frames of a stream need keyframes that later ones share
         nbytes = n_frames = 0
         for part in np.array_split(np.arange(len(rows)), 2):
             before = nbytes, n_frames
@@ -487,7 +487,7 @@ class SegmentStore(FrameStore):
         return "delta-zstd" if self._zstd_level else "delta"
 
     def trial_size(self) -> int:
-        """Bytes of everything that was written, as it will be stored."""
+        """The bytes that everything written will take once it is stored."""
         return self.difference_bytes()
 
     def difference_bytes(self) -> int:
@@ -508,7 +508,7 @@ class SegmentStore(FrameStore):
         return nbytes + max(n_keyframes - self.n_streams, 0) * size
 
     def read_work(self) -> ReadWork:
-        """What reading an observation and its successor takes, on average."""
+        """The average work of reading an observation and its successor."""
         layout, state, size = self.layout, self.state, self.layout.frame_bytes
         in_use = np.flatnonzero(state.counts)
         lengths, unpacked = [], []
@@ -550,6 +550,6 @@ class SegmentStore(FrameStore):
     def __setstate__(self, stored: dict[str, Any]) -> None:
         super().__setstate__(stored)
         if self._zstd_level:
-            get_codec("zstd")  # raises, and says what to install, where zstd is missing
+            get_codec("zstd")  # if zstd is missing, raises an error that says what to install
         # the kernels may be of the other kind than when the store was pickled
         self._follow_kernels()
