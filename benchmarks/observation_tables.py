@@ -200,7 +200,7 @@ def stream_table(rows: list[Row]) -> str:
             ]
         )
     header = ["stream", "observation", "transitions", "`auto` chose", "resident", "% of SB3's", "% of one array"]
-    return table([*header, *TIMES, "fill", "best method, `auto` to it"], lines)
+    return table([*header, *TIMES, "fill", "best method, `auto` relative to it"], lines)
 
 
 def section(rows: list[Row]) -> list[str]:
@@ -209,13 +209,13 @@ def section(rows: list[Row]) -> list[str]:
 
     return [
         "## Other observations\n",
-        "Recordings of four environments, replayed into replay buffers that are filled and then overwritten to a "
-        "quarter: `benchmarks/streams.py` records them, `python -m benchmarks.observations` measures. *Memory* is the "
+        "Recordings of four environments are replayed into replay buffers until these are full, and a quarter further. "
+        "`make streams` records them, `python -m benchmarks.observations` measures. *Memory* is the "
         "growth of the resident set, in percent of all arrays of SB3's `ReplayBuffer` with "
         "`optimize_memory_usage=True`, which holds one observation per transition. *Times* are medians relative to "
-        "SB3's default buffer, in one process with calls interleaved; batches are compared with SB3's bit for bit "
-        "first. `add` is measured on full buffers, *fill* is the total until they are full. Names ending in `x4` are "
-        "stacks of four frames, `last` means channels last.\n",
+        "SB3's default buffer, in one process with calls interleaved, after checking that batches equal SB3's bit for "
+        "bit. `add` is measured on full buffers; *fill* is the total time until they are full. Names ending in `x4` are "
+        "stacks of four frames; `last` means channels last.\n",
         "`auto` by kind of observation; memory is the mean, times are geometric means:\n",
         kind_table(rows),
         "![memory versus sampling time of all streams](observations.png)\n",
@@ -233,8 +233,8 @@ def summary(rows: list[Row]) -> str:
     if not rows:
         return ""
     note = (
-        "Memory is relative to SB3's buffer with `optimize_memory_usage=True`, times to its default; both are means "
-        "over recorded streams, with the worst in parentheses. `add` is measured on full buffers.\n"
+        "Memory is relative to SB3's buffer with `optimize_memory_usage=True`, times are relative to SB3's default "
+        "buffer: means over recorded streams, with the worst in parentheses. `add` is measured on full buffers.\n"
     )
     return f"{kind_table(rows)}\n{note}\n{provenance(rows)}\n"
 

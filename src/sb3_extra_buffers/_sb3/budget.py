@@ -10,10 +10,10 @@ from sb3_extra_buffers.errors import BudgetExceededError
 
 # the part of max_bytes that may go to tables, which do not shrink when observations are evicted
 _TABLE_SHARE = 1 / 3
-# the part of next observations for which memory is set aside, because the following observation is another one: enough
-# for episodes of eight steps
+# the share of next observations for which memory is reserved, because they differ from the following observation:
+# enough for episodes of eight steps
 _ASIDE_SHARE = 1 / 8
-# bytes of the tables to find one of them, at most
+# maximum bytes of the tables that locate one of them
 _KEY_BYTES = 24
 # bytes of such tables for a stack of four frames and the next one
 _INDEX_BYTES = 32

@@ -36,7 +36,7 @@ class StorageOptions:
         on_max_bytes: At the limit, ``"evict"`` drops the oldest transitions and ``"raise"`` refuses new ones.
         storage: ``"mmap"`` to keep the buffer in a folder, where every completed step survives the end of the process.
         path: The folder for ``"mmap"``, new or empty.
-        prefer: ``"memory"`` or ``"speed"``, to let ``"auto"`` choose a smaller or a faster method than it would.
+        prefer: ``"memory"`` or ``"speed"``: lets ``"auto"`` choose a smaller or a faster method than by default.
 
     Examples:
         >>> from stable_baselines3 import DQN
@@ -79,16 +79,16 @@ class StorageOptions:
             object.__setattr__(self, "path", os.fspath(self.path))
         if not isinstance(self.compression_method, (str, Mapping)):
             raise ArgumentError(
-                f"compression_method must be a method, or a dict with a method per key; got {self.compression_method!r}"
+                f"compression_method must be a string, or a dict with one per key; got {self.compression_method!r}"
             )
         if self.prefer is not None:
-            # an option of "auto", which is saved with the others
+            # stored as an option of "auto", so that it is saved with the others
             options = add_preference(self.prefer, self.compression_kwargs, self.compression_method)
             object.__setattr__(self, "compression_kwargs", options)
         object.__setattr__(self, f"{self.on_max_bytes}_above", self.max_bytes)
 
     def check_keys(self, keys: Collection[str]) -> None:
-        """Raise if a method is for a key that observations do not have."""
+        """Raise if `compression_method` has a key that the observations do not have."""
         methods = self.compression_method
         unknown = [] if isinstance(methods, str) else [key for key in methods if key not in keys]
         if unknown:
@@ -104,9 +104,9 @@ class StorageOptions:
         return "none" if key and choose_unseen(spec) is not None else self.compression_method
 
     def options_for(self, method: str) -> Mapping[str, Any] | None:
-        """The options of ``method``; ``prefer`` is for keys of a Dict left to ``"auto"``, the others for the rest.
+        """The options that apply to ``method``, which may be that of one key of a Dict.
 
-        Keys that are not compressed have none.
+        ``prefer`` applies to ``"auto"``, all other options to other methods. Uncompressed keys have no options.
         """
         options, methods = self.compression_kwargs, self.compression_method
         if options is None or method == methods:

@@ -356,7 +356,7 @@ def _restore_observations(buffer: Any, parts: LoadedParts, lead: tuple[int, int]
         attribute, _, key = name.partition(".")
         store = parts.stores.get(name.removeprefix("next_"))
         if store is None and isinstance(view, StoreView):
-            # a file of an earlier version, with an array for each
+            # files of earlier versions have observations and next observations as arrays
             if attribute == "observations":
                 both = (parts.column(_join_key(each, key), view.dtype, view.shape) for each in _OBSERVATIONS)
                 view.store.adopt_pairs(*(view.store.spec.to_rows(array.reshape(-1, *view.obs_shape)) for array in both))
@@ -395,7 +395,7 @@ def _finish(buffer: Any, parts: LoadedParts) -> Any:
         built, buffer = buffer, object.__new__(target)
         vars(buffer).update(vars(built))
         if _is_replay(parts.kind) and not parts.kind.startswith("gpu-"):
-            # what it remembers of its views depends on the methods that a class replaces
+            # the cached views depend on which methods the class overrides
             buffer.restore_obs_views({name: views.by_key for name, views in built.obs_views().items()})
     added = value_from_json(parts.entry("extra", kind=dict))
     added |= {name.removeprefix("extra/"): column for name, column in parts.columns.items() if name[:6] == "extra/"}

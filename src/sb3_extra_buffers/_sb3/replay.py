@@ -47,7 +47,7 @@ _FLOAT32, _BOOL = np.dtype(np.float32), np.dtype(np.bool_)
 # reward, done, truncated, extra. A plain tuple: a named one would make `add` of vectors 4 % slower.
 Step = tuple[int, int, int, dict[str, Array], dict[str, Array], Array, Array, Array, Any, Any]
 
-# methods that make a step or a batch; a subclass may replace them
+# the fast paths of `add` and `sample` bypass these methods, so they are taken only if no subclass overrides them
 _ADDING = ("_fit_step", "_write_stores", "_finish_step", "_advance")
 _SAMPLING = ("_draw", "_range", "_read", "_get_samples", "_samples_at", "_make_samples")
 
@@ -129,7 +129,7 @@ class ReplayMixin(BudgetMixin, _Base):
         if limit is not None:
             n_steps = self._affordable_steps(n_steps, limit, sum(column.nbytes for column in columns.values()))
         for name, column in columns.items():
-            # these are mostly zeros, and pages of zeros that are never written take no memory
+            # mostly zeros: with `zeros`, pages that are never written take no memory
             is_sparse = name in ("dones", "timeouts") and n_steps * column.nbytes > mmap.PAGESIZE
             setattr(self, name, (zeros if is_sparse else np.zeros)((n_steps, *column.shape[1:]), column.dtype))
         self.buffer_size = n_steps
@@ -151,16 +151,16 @@ class ReplayMixin(BudgetMixin, _Base):
         pairs = [(key, view, next_views.stored[key]) for key, view in views.stored.items()]
         #: Compressed observations, which are written as a transaction.
         self._stored = [pair for pair in pairs if pair[0] not in views.raw]
-        #: Observations on a time axis: like plain arrays, they are written when a step is finished.
+        #: Observations on a time axis; like plain arrays, they are written in `_finish_step`.
         self._raw = [pair for pair in pairs if pair[0] in views.raw]
         self._dense = [(key, array, next_views.dense[key]) for key, array in views.dense.items()]
         for position, (_, view, _) in enumerate(self._raw):
-            # one lock for all of them, and for the columns
+            # these stores share the buffer's lock, and their readers' locks
             view.store.lock = self._lock
             if position:
                 view.store.readers = self._raw[0][1].store.readers
         self._transitions = Transitions.of(self, self._raw)
-        # whether subclasses leave it to this class, and nothing is to be encoded or decoded
+        # whether the fast paths apply: nothing is encoded, and no subclass overrides the methods that they bypass
         all_raw = not (self._stored or self._dense)
         self._adds_directly = all_raw and _inherits(type(self), _ADDING)
         is_n_step = self.n_steps > 1 or self._is_n_step_class
@@ -206,7 +206,7 @@ class ReplayMixin(BudgetMixin, _Base):
                 try:
                     step = self._fit_step(*arguments)
                 except ExtraBuffersError:
-                    # `add` was about to refuse it
+                    # invalid arguments: `add` would have raised this error
                     self._unfinished = None
                 else:
                     self._unfinished = (position, n_added + 1, *step[2:])
@@ -317,7 +317,7 @@ class ReplayMixin(BudgetMixin, _Base):
         if self.read_only:
             self._check_writable()
         if not 0 <= self.pos < self.buffer_size:
-            # kernels trust it
+            # kernels do not check it
             raise IndexOutOfRangeError(f"pos is {self.pos}, but the buffer has steps 0 to {self.buffer_size - 1}")
         # fast path: skip validation where shape and dtype already match
         views, shape = self._views, self._box_shape
@@ -406,7 +406,7 @@ class ReplayMixin(BudgetMixin, _Base):
         return ((steps + shift) % self.buffer_size if shift else steps,)
 
     def _range(self) -> tuple[int, int, int]:
-        """The range to draw from, and what to add to get a step."""
+        """Return the range to draw from, and the offset to add, modulo ``buffer_size``, to get a step."""
         count = self.size()
         if count == 0:
             raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
@@ -418,14 +418,14 @@ class ReplayMixin(BudgetMixin, _Base):
         return 0, count, 0
 
     def _draw_raw(self, batch_size: int) -> list[Array] | None:
-        """A batch of observations on a time axis; None if it must be drawn and read separately."""
+        """Draw and read a batch in one compiled call; None if that is not possible."""
         transitions = self._prepare_raw()
         return None if transitions is None else transitions.draw(batch_size, *self._range())
 
     def _raw_samples(self, arrays: list[Array], env: VecNormalize | None) -> Any:
-        """SB3's samples from what `Transitions` has read."""
+        """Convert arrays from `Transitions` to SB3's samples."""
         if env is None and not self._converts and self.device.type == "cpu":
-            # as below, with fewer calls
+            # fast path: the same result with fewer calls
             tensors = list(map(th.from_numpy, arrays))
             if not self._views.is_dict:
                 return ReplayBufferSamples(tensors[0], tensors[2], tensors[1], tensors[3], tensors[4])
@@ -522,5 +522,5 @@ class ReplayMixin(BudgetMixin, _Base):
 
 
 def _inherits(cls: type[Any], names: tuple[str, ...]) -> bool:
-    """Whether ``cls`` has the methods of `ReplayMixin` of these names."""
+    """Whether ``cls`` inherits these methods from `ReplayMixin` unchanged."""
     return all(getattr(cls, name) is getattr(ReplayMixin, name) for name in names)

@@ -23,38 +23,38 @@ Pair = tuple[str, StoreView, StoreView]
 Layout = tuple[int, list[tuple[Any, ...]], tuple[Indices, Indices]]
 
 _COLUMNS = ("actions", "rewards", "dones", "timeouts")
-# NumPy has one object for each of these dtypes
+# NumPy has a single object for each of these dtypes, so they can be compared with `is`
 _ARRAY, _FLOAT32, _BOOL = np.ndarray, np.dtype(np.float32), np.dtype(np.bool_)
-# layouts of batches that are kept
+# maximum number of cached batch layouts
 _MAX_LAYOUTS = 64
-# what SB3 draws with; a replacement is respected
+# SB3 draws with this function; if it has been replaced, for example by a test, the replacement is called
 _RANDINT = np.random.randint
 
 
 class Transitions:
-    """The columns of a replay buffer and its observations in `TimelineStore`s, as compiled code sees them.
+    """The columns of a replay buffer and its observations in `TimelineStore`s, by their addresses, for compiled code.
 
-    Holds addresses: `is_current` says whether the buffer still has the same arrays. The caller holds the lock of the
-    buffer, which is that of the stores as well.
+    `is_current` says whether the buffer still has the same arrays. The caller holds the lock of the buffer, which the
+    stores share.
     """
 
     def __init__(self, buffer: Any, pairs: list[Pair]) -> None:
         self._kernels: Any = step_kernels()
         self._write_step, self._read_batch = self._kernels.write_step, self._kernels.read_batch
         self.keys = [key for key, _, _ in pairs]
-        # with each store, its tables, and how many rows may be aside before a step
+        # each store with its tables, and the largest number of rows aside that leaves space for a step
         self._stores = [_watch(view.store) for _, view, _ in pairs]
         self._actions, self._rewards, self._dones, self._timeouts = (getattr(buffer, name) for name in _COLUMNS)
         self._readers = pairs[0][1].store.readers
         self._n_envs, self._n_steps = int(buffer.n_envs), int(buffer.buffer_size)
-        # the values of the next step, for compiled code to copy: NumPy casts and copes with strides
+        # staged values of a step, which compiled code copies; NumPy handles casts and strides when they are assigned
         self._obs = [(key, np.zeros(v.shape[1:], v.dtype), np.zeros(v.shape[1:], v.dtype)) for key, v, _ in pairs]
         self._action = np.zeros(self._actions.shape[1:], self._actions.dtype)
         self._reward, self._done, self._timeout = (np.zeros(self._n_envs, np.float32) for _ in range(3))
         self._has_timeout = False
         self._with_timeouts = bool(buffer.handle_timeout_termination)
         self._plan = self._make_plan(self._with_timeouts)
-        # discrete actions come without their last axis
+        # SB3 passes discrete actions without their last axis
         self._flat_actions = self._action.dtype == np.int64 and self._action.ndim == 2
         self._direct: Any = None
         self._is_dict = bool(buffer.obs_views()["observations"].is_dict)
@@ -67,7 +67,7 @@ class Transitions:
 
     @classmethod
     def of(cls, buffer: Any, pairs: list[Pair]) -> Transitions | None:
-        """Those of ``buffer``, or None if there is no compiled code for it."""
+        """Return the transitions of ``buffer``, or None if there is no compiled code for it."""
         if not pairs or step_kernels() is None:
             return None
         lead = int(buffer.buffer_size), int(buffer.n_envs)
@@ -119,7 +119,7 @@ class Transitions:
     def put(self, position: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> bool:
         """The fast path of `ReplayMixin.add`: write a step that needs no conversion and was not truncated.
 
-        False for any other step; then nothing has been changed.
+        Returns False for any other step, and changes nothing.
         """
         if self._with_timeouts:
             if type(infos) is not list or len(infos) != self._n_envs:
@@ -146,13 +146,13 @@ class Transitions:
             written: int = kernel(self._plan, position, obs, next_obs, action, reward, done)
             return written == 1
         except TypeError:
-            # not an array, or not of the dtype that is stored
+            # an argument is not an array, or not of the stored dtype
             return False
         finally:
             readers.writing = False
 
     def _stage(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any) -> bool:
-        """Take a step that needs no conversion; False for any other."""
+        """Stage a step that needs no conversion; return False for any other."""
         if self._is_dict and (type(obs) is not dict or type(next_obs) is not dict):
             return False
         for key, staged, next_staged in self._obs:
@@ -182,7 +182,7 @@ class Transitions:
         return True
 
     def _write_staged(self, position: int) -> None:
-        """Write the values that were taken; twice has no further effect."""
+        """Write the staged values; idempotent."""
         readers = self._readers
         try:
             readers.writing = True
@@ -196,7 +196,7 @@ class Transitions:
         self, position: int, obs: dict[str, Array], next_obs: dict[str, Array], action: Array, reward: Array,
         done: Array, truncated: Any,
     ) -> None:  # fmt: skip
-        """Write a step; arguments as `ReplayMixin._fit_step` returns them. Twice has no further effect."""
+        """Write a step, with arguments as `ReplayMixin._fit_step` returns them; idempotent."""
         for key, staged, next_staged in self._obs:
             staged[...] = obs[key]
             next_staged[...] = next_obs[key]
@@ -211,9 +211,9 @@ class Transitions:
     # ---- reading ----
 
     def read(self, steps: Indices, envs: Indices) -> list[Array]:
-        """The transitions ``(steps[i], envs[i])``, in one allocation.
+        """Return the transitions ``(steps[i], envs[i])`` as arrays that share one allocation.
 
-        For each key the observations and the next ones, then actions, dones that are not timeouts, and rewards.
+        For each key the observations and the next observations, then actions, dones that are not timeouts, and rewards.
         """
         steps, envs = as_contiguous(np.asarray(steps, np.int64)), as_contiguous(np.asarray(envs, np.int64))
         nbytes, layout, _ = self._layout(len(steps))
@@ -224,10 +224,10 @@ class Transitions:
         return [np.ndarray(shape, dtype, out, start + offset) for shape, dtype, offset in layout]
 
     def draw(self, count: int, low: int, high: int, shift: int) -> list[Array] | None:
-        """`read` of random steps and environments; None if NumPy's global generator cannot be called.
+        """`read` random steps and environments; None if `np.random.randint` has been replaced.
 
-        Draws as ``(np.random.randint(low, high, count) + shift) % n_steps`` and then ``np.random.randint(0, n_envs,
-        count)`` do.
+        Steps are those of ``(np.random.randint(low, high, count) + shift) % n_steps``; environments, drawn afterwards,
+        those of ``np.random.randint(0, n_envs, count)``.
         """
         if np.random.randint is not _RANDINT:
             return None
@@ -243,7 +243,7 @@ class Transitions:
         return [np.ndarray(shape, dtype, out, start + offset) for shape, dtype, offset in layout]
 
     def _layout(self, count: int) -> Layout:
-        """Bytes of a batch of ``count``; shape, dtype and offset of each of its arrays; arrays to draw into."""
+        """For a batch of ``count``: total bytes; shape, dtype and offset of each array; arrays for drawn indices."""
         if count in self._layouts:
             return self._layouts[count]
         alignment = self._kernels.ALIGNMENT
@@ -265,7 +265,7 @@ class Transitions:
 
 
 def _watch(store: Any) -> tuple[Any, Any, Any, Indices, int]:
-    """A store, its tables, and how many next observations may be aside before a step is written."""
+    """Return a store, its tables, and how many rows may be aside so that another step still fits."""
     inner: TimelineStore = store.inner
     inner.commit()
     inner.reserve(2 * store.n_streams)

@@ -64,7 +64,7 @@ class BufferView(StoreView):
 class ObsViews:
     """Where the observations of a buffer are: by key, in a `BufferView` or a plain array.
 
-    Plain arrays are for vectors of rollouts, and without numba of all buffers.
+    Vectors are in plain arrays in rollout buffers, and without numba in all buffers.
 
     Inside a buffer every observation is a dict; that of a Box has the key ``""``. `as_sb3` is the way out.
 
@@ -95,7 +95,7 @@ class ObsViews:
     ) -> ObsViews:
         """Storage for ``lead_shape = (n_steps, n_envs)`` observations of ``space``; unwritten ones read as zeros.
 
-        ``with_next`` if there will be next observations (`make_next`).
+        ``with_next`` says that `make_next` will be called.
         """
         how = lead_shape, options, with_next
         if isinstance(space, spaces.Dict):
@@ -190,7 +190,7 @@ class ObsViews:
 
 
 def _is_raw(view: StoreView) -> bool:
-    # images that stay uncompressed are first collected, to see how they are stacked
+    # not images: those are collected first, to find out how they are stacked
     return isinstance(view.store.inner, RawStore | TimelineStore)
 
 
@@ -207,7 +207,7 @@ def _make_view(
     method = options.method_for(key, spec)
     is_raw = method == "none" or (method == "auto" and choose_unseen(spec) is not None)
     if is_raw and spec.dtype == dtype and not (with_next and spec.nbytes and has_numba()):
-        # vectors of a rollout: nothing is faster than SB3's own array. Without compiled code a `TimelineStore` is slow
+        # a plain array is fastest for rollouts, and faster than a `TimelineStore` without compiled kernels
         return np.zeros((*lead_shape, *spec.shape), dtype)
     store = ObservationStore(
         spec,

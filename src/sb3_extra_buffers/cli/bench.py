@@ -28,7 +28,7 @@ from sb3_extra_buffers.stores.choice import candidates, choose_unseen, compare
 
 Array = npt.NDArray[Any]
 
-# besides those that `auto` tries
+# methods to compare besides those that `auto` considers
 METHODS = ("zstd-5", "lz4-frame/1", "igzip1", "gzip1", "rle-jit")
 
 
@@ -41,11 +41,11 @@ class MethodResult:
     write_us: float
     read_us: float
     score: float = math.inf
-    """How `auto` rates the method, by a model of memory and time; lower is better."""
+    """The score by which `auto` compares methods, lower is better; infinite if the method was not rated."""
 
 
 def available_methods(observations: Array) -> list[str]:
-    """Return the methods that fit ``observations``, those whose packages are installed."""
+    """Return the methods that fit ``observations`` and whose packages are installed."""
     spec, methods = ObsSpec(observations.shape[2:], observations.dtype), []
     for method in dict.fromkeys([*candidates(spec, "memory"), *METHODS]):
         with contextlib.suppress(ExtraBuffersError):
@@ -124,7 +124,7 @@ def run_benchmark(
     spec = ObsSpec(tuple(shape), observations.dtype)
     rows = spec.to_rows(observations.reshape(-1, *shape))
     ranked = compare(spec, np.tile(np.arange(n_envs), n_steps), rows, n_envs, prefer, methods=methods)[1]
-    # in the order of `auto`, in which methods that do not pay come last
+    # `rank` puts methods that save too little last, whatever their score: they must not get the best score here
     scores = {each.method: max(each.score, ranked[0].score) for each in ranked}
     unseen = choose_unseen(spec)
     if unseen is not None:
@@ -139,7 +139,7 @@ def run_benchmark(
         array.store.choose_method()
         write_seconds = time.perf_counter() - start
         for index in (slice(64), batches[0]):
-            # their bytes: NaN differs from itself
+            # compare bytes, because NaN is not equal to itself
             if array[index].tobytes() != observations[index].tobytes():
                 raise CorruptPayloadError(f"{method} changed the observations; please report this bug")
         read_seconds = []
@@ -167,7 +167,7 @@ def format_table(results: list[MethodResult]) -> str:
 
 
 def recommend(results: list[MethodResult]) -> MethodResult:
-    """Return the method that `auto` would choose among these: the best of memory times modelled time."""
+    """Return the method that `auto` would choose among these, by memory times modelled time."""
     return min(results, key=lambda result: result.score)
 
 

@@ -185,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         trial.add_argument("--key", help="key of the observations to use, if they are a Dict")
         trial.add_argument(
-            "--prefer", choices=["memory", "speed"], help="score methods by less memory, or faster reads"
+            "--prefer", choices=["memory", "speed"], help="give memory or speed more weight in the score"
         )
         _add_output(trial, None, _PLOTS, "plot the results to this file")
     return parser

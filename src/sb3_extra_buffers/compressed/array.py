@@ -46,7 +46,7 @@ class CompressedArray(StoreView, SavedAsFolder):
         heap_bytes: Upper limit for the payloads; beyond it, writing raises `HeapFullError`.
         path: A file for the payloads, instead of memory; with ``storage="mmap"``, a folder.
         storage: ``"mmap"`` to keep the array in the folder ``path``, where everything written survives the process.
-        prefer: ``"memory"`` or ``"speed"``, to let ``"auto"`` choose a smaller or a faster method than it would.
+        prefer: ``"memory"`` or ``"speed"``: lets ``"auto"`` choose a smaller or a faster method than by default.
 
     Examples:
         >>> import numpy as np

@@ -60,7 +60,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
             within, except with ``"delta"``, which frees several frames at a time. By default there is no limit: the
             heap grows with what it holds.
         max_slot_bytes: Deprecated: the same limit, divided by the number of observations.
-        prefer: ``"memory"`` or ``"speed"``, to let ``"auto"`` choose a smaller or a faster method than it would.
+        prefer: ``"memory"`` or ``"speed"``: lets ``"auto"`` choose a smaller or a faster method than by default.
 
     Examples:
         >>> from stable_baselines3 import DQN

@@ -1,22 +1,24 @@
 """The ``camera`` format, for images in which most pixels change a little: predicted tiles, bit-packed residuals.
 
-A frame consists of planes, one per channel; channels 0 and 2 of images with three or four channels of bytes are stored
-minus channel 1 (green). A plane is cut into tiles of 8 x 8 values, those at the right and bottom edges are partial.
+A frame consists of planes, one per channel. In images with three or four channels of bytes, channels 0 and 2 are stored
+minus channel 1 (green). A plane is cut into tiles of 8 x 8 values; those at the right and bottom edges may be partial.
 Values are unsigned integers of the dtype's size, and all differences are modulo ``2 ** bits``.
 
-Frames are coded one after the other. A coded frame has five sections:
+Coded frames follow each other. A coded frame has five sections:
 
 ====================  ==========================================================================
 ``reference``         a byte: the frame it refers to (`NO_FRAME`, `FRAME_BEFORE`, `FIRST_FRAME`)
 ``changed``           one bit per tile: 0 if it equals the same tile of the reference frame
-``headers``           one byte per unit of a changed tile: predictor, width of the offsets, smallest width
+``headers``           one byte per unit of a changed tile: predictor (bits 0 and 1), bits per offset (bits 2
+                      and 3), smallest width (bits 4 to 7)
 ``offsets``           eight offsets per unit, each of 0 to 3 bits
 ``rows``              eight rows per unit, each of ``smallest width + offset`` bytes
 ====================  ==========================================================================
 
-Tiles are ordered by their tile row, then by plane, then from left to right. A tile of values of ``n`` bytes has ``n``
-units: the lowest byte of each residual, then the next one. A row of eight bytes is stored with as many bits per byte as
-the largest one needs, so ``width`` bits take ``width`` bytes. Bits are numbered from the least significant.
+Tiles are ordered by their tile row, then by plane, then from left to right. A tile with values of ``n`` bytes has ``n``
+units of 8 x 8 bytes: the lowest byte of each residual, then the next one, and so on. The *width* of a row of a unit is
+the number of bits stored for each of its eight bytes, at least as many as the largest one needs; such a row takes
+``width`` bytes. Bits are numbered from the least significant.
 
 A residual is the difference between a value and its prediction, zigzag-coded (0, -1, 1, -2, ... become 0, 1, 2, 3, ...)
 and zero outside of the frame. With ``p`` for the value in the reference frame, ``u`` for the value above and ``l`` for
@@ -32,10 +34,10 @@ the one to the left, the predictors are:
 Values above the first row, and those of no reference frame, are zero. Nothing refers to the tile on the left, and no
 length depends on decoded values, so a row of tiles can be decoded in parallel.
 
-A frame that coding would not make smaller is stored whole. Every second frame refers to the first one of its segment
-and the others to the frame before: to decode one, at most three are decoded.
+A frame that coding would not make smaller is stored whole. Every second frame refers to the first one of its segment,
+the others refer to the frame before: to read one frame, at most three are decoded.
 
-The functions at the end of this file touch every byte of a frame; `kernels.camera_numba` replaces these and compiles
+The functions at the end of this file process every byte of a frame; `kernels.camera_numba` replaces them, and compiles
 the others as they are.
 """
 
@@ -61,7 +63,7 @@ OVERREAD = 64
 
 #: values in a tile
 TILE = 64
-#: every how many frames one refers to the first of the segment
+#: every so many frames, one refers to the first of the segment
 STRIDE = 2
 #: bytes of zeros at the start of a work space: a tile of the largest values
 ZEROS = 8 * TILE
@@ -173,7 +175,7 @@ def unpack_camera(
         at = body_at
         for j in range(position):
             at += get_length(source, table_at + j * width, width)
-        # go back to a frame whose reference is at hand, or is frame 0, or that has none
+        # go back to a frame that has no reference, or whose reference is frame 0 or was just decoded
         start = position
         while needs_frame_before(source, at, end, size, table_at, width, start) and start - 1 != decoded:
             start -= 1
@@ -213,7 +215,7 @@ def decode_frame(
     source: Bytes, at: int, end: int, size: int, work: Bytes, current: int, previous: int, geometry: Ints, out: Bytes,
     out_at: int, streaming: bool,
 ) -> bool:  # fmt: skip
-    """Decode a frame to planes, as `decode_planes` does, or take it over as it is if it is stored whole."""
+    """Decode a frame to planes, as `decode_planes` does, or copy it if it is stored whole."""
     if end - at == size:
         if out_at >= 0:
             copy_run(out, out_at, source, at, size)
@@ -226,7 +228,7 @@ def decode_frame(
     return decode_planes(source, at, end, work, current, previous, geometry, out, out_at, streaming)
 
 
-# ---- functions that touch every byte; `camera_numba` replaces these ----
+# ---- functions that process every byte; `camera_numba` replaces these ----
 
 
 def clear(work: Bytes, at: int, count: int) -> None:
@@ -289,8 +291,8 @@ def encode_planes(
 ) -> int:  # fmt: skip
     """Code the planes at ``space[current]`` against those at ``previous`` (0: zeros); return the length.
 
-    Writes nothing and returns ``size`` if the length would not be below ``size``. ``sections`` is where `scratch` has
-    space for the sections.
+    Writes nothing and returns ``size`` if the length would not be below ``size``. The compiled kernel builds the
+    sections at ``space[sections]``.
     """
     height, width, _, _, itemsize = map(int, geometry)
     now, before = _tiles(space, current, geometry), _tiles(space, previous, geometry)

@@ -11,9 +11,9 @@ from sb3_extra_buffers.kernels.camera import STRIDE
 
 __all__ = ["CHAIN", "CameraGroups", "CameraShape", "group_frames"]
 
-#: Frames of a group, at most: the first one of the segment, and those up to the next one that refers to it.
+#: Maximum number of frames in a group: the first one of the segment, one that refers to it, and those that follow.
 CHAIN = 1 + STRIDE
-# values that a program of the kernel holds, at most
+# maximum number of values that a program of the kernel holds in registers
 _MAX_VALUES = 1 << 14
 
 
@@ -61,7 +61,7 @@ class CameraGroups(NamedTuple):
 
 
 def group_frames(starts: npt.NDArray[np.int64], positions: npt.NDArray[Any], rows: npt.NDArray[Any]) -> CameraGroups:
-    """Group frames, which are ordered by segment and position, by the frames that must be decoded for them.
+    """Group frames that are decoded from the same reference; frames must be ordered by segment and position.
 
     Args:
         starts: Where the segment of each frame starts.

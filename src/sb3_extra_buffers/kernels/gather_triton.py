@@ -183,7 +183,7 @@ def _write_frames_kernel(
 
 
 class _Tile(NamedTuple):
-    """How rows are dealt to programs."""
+    """How rows are divided among programs."""
 
     rows: int
     chunk: int

@@ -1,7 +1,7 @@
 """Reading segments of whole frames, compiled. Imports numba.
 
-These segments are packed as a whole when they are sealed, each by the method that its first byte names. Without numba,
-the store unpacks segments in Python and reads them with the reference kernel of `kernels.reading`.
+Such a segment is packed as a whole when it is sealed; its first byte names the packing. Without numba, the store
+unpacks segments in Python and reads them with the reference kernel of `kernels.reading`.
 """
 
 from __future__ import annotations

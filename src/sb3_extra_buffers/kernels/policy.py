@@ -1,5 +1,7 @@
 """When a segment ends, when it is compressed, which keyframe it starts from: the tuned constants of all frame stores.
 
+Also the costs of reading and writing by which ``auto`` compares methods.
+
 The rules are plain functions of integers, so that the reference kernels, numba (`register_jitable`) and Triton
 (`triton.jit`) can all compile this one definition. `docs/architecture.md` has the measurements behind the numbers.
 """
@@ -60,11 +62,11 @@ def needs_keyframe(length: int, excess: int, frame_bytes: int) -> bool:
     return (2 * length > frame_bytes) | (excess > frame_bytes)
 
 
-# ---- what reading and writing take, for the choice of a method ----
+# ---- costs of reading and writing, for the choice of a method ----
 
 
 class ReadWork(NamedTuple):
-    """What it takes to read an observation and its successor, one row of a batch."""
+    """The work of reading an observation and its successor: one row of a batch."""
 
     copied: float
     """Bytes written to the batch."""
@@ -75,11 +77,11 @@ class ReadWork(NamedTuple):
     parsed: float = 0.0
     """Encoded bytes that are parsed."""
     unpacked: float = 0.0
-    """Those of them that were decompressed first."""
+    """Those of the parsed bytes that are decompressed first."""
 
 
 class ReadCosts(NamedTuple):
-    """Nanoseconds of a row, and of each unit of its `ReadWork`."""
+    """Nanoseconds per row, and per unit of each field of its `ReadWork`."""
 
     row: float
     copied: float
@@ -90,16 +92,16 @@ class ReadCosts(NamedTuple):
 
 
 class WriteCosts(NamedTuple):
-    """Nanoseconds of a new frame, of a byte of it, and of each encoded byte."""
+    """Nanoseconds per new frame, per byte of it, and per encoded byte."""
 
     frame: float
     byte: float
     encoded: float = 0.0
-    #: The share of these in every write; the rest is done when a segment is complete.
+    #: The share of the time that is spent in every write; the rest is spent when a segment is complete.
     every: float = 1.0
 
 
-#: By `Codec.codec_id`; measured and fitted by ``benchmarks/fit_read_costs.py``.
+#: By `Codec.codec_id`, or by a store's `cost_kind`; fitted to measurements by ``benchmarks/fit_read_costs.py``.
 READ_COSTS: dict[str, ReadCosts] = {
     "none": ReadCosts(100, 0.06),
     "delta": ReadCosts(0, 0.0213, 0, 0.0754, 0.296, 0.0994),
@@ -128,9 +130,9 @@ WRITE_COSTS: dict[str, WriteCosts] = {
     "lz4-block": WriteCosts(25_200, 0.203, 5.52),
     "rle": WriteCosts(32_800, 0),
 }
-#: For each byte of a batch whose frames are interleaved, because they are stacked along the last axis.
+#: Per byte of a batch whose frames must be interleaved, because they are stacked along the last axis.
 JOIN_NS = 0.33
-#: What SB3's own buffer takes: for each byte of an observation and its successor, and for an `add`.
+#: Times of SB3's own buffer: per byte of an observation and its successor read and written, and per `add`.
 SB3_READ_NS, SB3_WRITE_NS, SB3_ADD_NS = 0.2, 0.15, 2000.0
 #: For codecs that were not measured; slower than any that was.
 UNKNOWN_READ, UNKNOWN_WRITE = ReadCosts(2000, 0.2, 20_000, 5.0), WriteCosts(20_000, 20.0)
@@ -143,17 +145,17 @@ def read_ns(codec_id: str, work: ReadWork) -> float:
 
 
 def write_ns(codec_id: str, frame_bytes: int, encoded_bytes: float) -> tuple[float, float]:
-    """Modelled nanoseconds to write a new frame of ``frame_bytes``, and how many of them are in every write."""
+    """Modelled nanoseconds to write a new frame of ``frame_bytes``, and the part that is spent in every write."""
     costs = WRITE_COSTS.get(codec_id, UNKNOWN_WRITE)
     total = costs.frame + costs.byte * frame_bytes + costs.encoded * encoded_bytes
     return total, costs.every * total
 
 
 def expand_ns(nbytes: int) -> float:
-    """Modelled nanoseconds to write ``nbytes`` of pixels or numbers from their indices in a table."""
+    """Modelled nanoseconds to expand table indices to ``nbytes`` of pixels or numbers."""
     return 0.05 * nbytes
 
 
 def map_ns(n_units: int) -> float:
-    """Modelled nanoseconds to find ``n_units`` of a new frame in a table."""
+    """Modelled nanoseconds to look up the ``n_units`` pixels or numbers of a new frame in a table."""
     return 2000 + 1.6 * n_units

@@ -153,7 +153,7 @@ def read_rows(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop:
 
 @inner
 def is_streaming(n_bytes: int, size: int, out: Any) -> bool:
-    """Whether a batch of ``n_bytes`` is written past the caches."""
+    """Whether to write a batch of ``n_bytes`` with non-temporal stores, past the caches."""
     return n_bytes >= _STREAMING_BYTES and size % 16 == 0 and address_of(out, 0) % 16 == 0
 
 
@@ -172,7 +172,7 @@ def join_row(state: Any, frame_ids: Any, sets: Any, row: int, frames: Any, out: 
                 out[to + 4 * pixel + 2] = frames[at + 2 * size + pixel]
                 out[to + 4 * pixel + 3] = frames[at + 3 * size + pixel]
             continue
-        # whole words, each of which overwrites what is too much of the one before; bytes at the end of the row
+        # whole words, each of which overwrites the excess bytes of the one before; single bytes at the end of the row
         n_fast = pixels - 8 // (stack * unit) - 1 if unit <= 8 else 0
         for pixel in range(n_fast):
             for j in range(stack):
@@ -238,7 +238,7 @@ def inflate_zstd(
 ) -> bool:  # fmt: skip
     """Decompress ``source[at:end]`` with zstd's C function, to exactly ``size`` bytes; return False if that fails.
 
-    ``zstd`` holds the address of ``ZSTD_decompress_usingDict`` and a context; it is empty where there is none.
+    ``zstd`` holds the addresses of ``ZSTD_decompress_usingDict`` and of a context; empty if zstd cannot be called.
     """
     if len(zstd) < 2:
         return False

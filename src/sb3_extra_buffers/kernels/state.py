@@ -42,8 +42,8 @@ class FrameConfig(NamedTuple):
     max_chain_bytes: int = 0  # a segment with more bytes of differences is full
     compress_above: int = -1  # compress a segment with more bytes per frame; -1: the caller seals segments
     whole: bool = False  # keep the frames of open segments as they are, instead of their differences
-    keyframe_bytes: int = 0  # distance of two keyframes in ``keyframe_rows``
-    pixel_bytes: int = 0  # of a frame, where observations are stacked along the last axis; otherwise 0
+    keyframe_bytes: int = 0  # bytes of an entry of ``keyframe_rows``, with padding
+    pixel_bytes: int = 0  # bytes of a frame's pixel if observations are stacked along the last axis, otherwise 0
 
 
 class FrameState(NamedTuple):

@@ -22,8 +22,8 @@ from sb3_extra_buffers.kernels.dispatch import compiled_kernels, has_numba
 ENTRIES = 256
 #: Bytes of an entry in the array that `expand_rows` reads.
 ENTRY_BYTES = 8
-# bits of a slot of the hash table, and factors to try with each number of bits. With 14 bits, about every tenth factor
-# has no collisions for 256 codes
+# bits of a slot number, and how many factors to try with each number of bits. With 14 bits, about one factor in ten has
+# no collisions among 256 codes
 _SLOT_BITS = range(6, 17)
 _ATTEMPTS = 64
 
@@ -32,9 +32,9 @@ Codes = npt.NDArray[np.uint64]
 
 
 class CodeHash(NamedTuple):
-    """Where each code of a table may be: a code's slot is its product with ``factor``, shifted right by ``shift``.
+    """A hash table of codes: the slot of a code is its product with ``factor``, shifted right by ``shift``.
 
-    Every slot leads to an entry that is in use; whether that is the one, its code tells.
+    Every slot holds the index of some entry in use; a code is known if it equals the code of that entry.
     """
 
     indices: Bytes  # [slot]
@@ -65,7 +65,7 @@ def table_kernels(compiled: bool | None = None) -> TableKernels:
 def hash_codes(codes: Codes, indices: Bytes) -> CodeHash:
     """Build a hash table of distinct ``codes``, at least one, without collisions.
 
-    Should no factor be found, the codes that lost their slot stay unknown, and rows with them are stored otherwise.
+    If every factor has collisions, the codes that lost their slot stay unknown, and rows with them are stored outside.
     """
     factors = np.random.default_rng(0).integers(1 << 63, (1 << 64) - 1, _ATTEMPTS, dtype=np.uint64) | np.uint64(1)
     # with fewer slots than half the pairs of codes, a collision is likely
@@ -101,7 +101,7 @@ def map_rows(
     ``found``, ``factor`` and ``shift`` are a `CodeHash`; ``table`` has `ENTRY_BYTES` for each index.
 
     Returns the number of the first row with an unknown unit, or the number of rows. If ``closed``, such rows are
-    flagged as ``outside`` instead, and become zeros.
+    flagged in ``outside`` instead, and their indices are set to zeros.
     """
     entries = table.view("<u8")
     for row in range(first, len(rows)):
@@ -123,9 +123,9 @@ def map_step(
 ) -> bool:  # fmt: skip
     """Set the first half of ``out`` to the indices of ``rows``, and the second to those of ``next_rows``.
 
-    Returns False if a unit is unknown; ``out`` and ``guess`` then hold anything. Otherwise ``guess``, unless it has no
-    rows, becomes a copy of the second half. If ``guessed``, it holds that of the last step, which ``rows`` are likely
-    to repeat: a kernel may compare before it looks up.
+    Returns False if a unit is unknown; the contents of ``out`` and ``guess`` are then undefined. Otherwise ``guess``,
+    unless it has no rows, is set to the second half. If ``guessed``, it holds that of the last step, which ``rows`` are
+    likely to repeat: kernels may compare before they look up.
     """
     n_rows, outside = len(rows), np.zeros(len(rows), np.uint8)
     for part, half in ((rows, out[:n_rows]), (next_rows, out[n_rows:])):

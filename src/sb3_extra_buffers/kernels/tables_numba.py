@@ -30,7 +30,7 @@ from sb3_extra_buffers.kernels.tables import ENTRIES, ENTRY_BYTES
 
 _EIGHT = np.uint64(8)
 _COLOUR = np.uint64(0xFFFFFF)
-# units that are compared with a guess at a time
+# number of units that are compared with a guess at a time
 _BLOCK = 128
 
 
@@ -52,7 +52,7 @@ def _look_up(
 ) -> bool:  # fmt: skip
     """Map ``count`` units from byte ``at`` on; return whether all are known.
 
-    Of three bytes that are together, a fourth one is read.
+    With three adjacent bytes per unit, one byte past the last unit is read.
     """
     wrong = np.uint64(0)
     # a loop for each size: the compiler unrolls no other. No shortcut for pixels that repeat the one before: in
@@ -116,12 +116,13 @@ def _map_units(
 ) -> bool:  # fmt: skip
     """Map ``count`` units from byte ``start`` on, in blocks; return whether all are known.
 
-    A block that repeats the one at ``known_at`` of ``known``, or, if that is negative, that the indices at ``guess_at``
-    of ``guess`` name, has these indices. If that is negative too, every unit is looked up.
+    ``guess`` has likely indices from ``guess_at`` on. A block takes them if it equals the block of ``known`` from
+    ``known_at`` on, or, if ``known_at`` is negative, the units that these indices stand for. If ``guess_at`` is also
+    negative, every unit is looked up.
     """
     width, done = 1 if plane > 0 else unit, 0
     if unit == 3 and plane == 0:
-        # four bytes from the last pixel on would end beyond the row
+        # the last pixel separately: reading four bytes there would exceed the row
         count -= 1
         code = load_byte(row, start + 3 * count) | load_byte(row, start + 3 * count + 1) << _EIGHT
         code |= load_byte(row, start + 3 * count + 2) << np.uint64(16)

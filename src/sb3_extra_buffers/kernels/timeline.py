@@ -1,6 +1,6 @@
-"""Observations on one time axis: a next observation is stored only where it is not the observation that follows.
+"""Observations on one time axis: a next observation is stored only if it differs from the following observation.
 
-Reference kernels, which define what the compiled ones do. `stores.timeline` owns the tables.
+These reference kernels define what the compiled ones do. `stores.timeline` owns the tables.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ __all__ = ["TimelineTables", "bind_tables", "read_pairs", "read_rows", "rebuild"
 # positions in `counters`
 #: Rows of ``aside`` in use.
 COUNT = 0
-#: Observations, and next observations: those of step t and stream s have number ``t * n_streams + s``.
+#: Number of observations, and of next observations; those of step t and stream s have number ``t * n_streams + s``.
 N_OBS = 1
 N_STREAMS = 2
 #: One more than the last row of ``rows`` that was written.
 N_TOUCHED = 3
 
-# of a multiplicative hash: 2**32 divided by the golden ratio. Products of it and 31 bits fit an int64
+# factor of a multiplicative hash: 2**32 divided by the golden ratio. Its product with 31 bits fits an int64
 _GOLDEN = 0x9E3779B1
 _LOW_BITS = 0x7FFFFFFF
 
 
 class TimelineTables(NamedTuple):
-    """Indices count observations first, then as many next observations, then rows that belong to neither.
+    """Indices are those of observations, then of as many next observations, then of independent rows.
 
     Next observation ``i`` is observation ``i + n_streams``, in a ring, unless bit ``i`` of ``is_aside`` is set. Then it
     is the row of ``aside`` whose entry of ``keys`` is ``i``.
     """
 
     rows: Bytes
-    """``[row, byte]``: observations, then the rows that are neither observations nor next observations."""
+    """``[row, byte]``: observations, then independent rows."""
     is_aside: Bytes
-    """A bit for each next observation."""
+    """One bit per next observation: whether it is a row of ``aside``."""
     slots: Ints32
-    """Hash table with linear probing: a row of ``aside`` plus one, or 0. Longer than ``keys``, and a power of two."""
+    """Hash table with linear probing: a row of ``aside`` plus one, or 0. Longer than ``keys``; a power of two."""
     keys: Ints
     """Number of the next observation in each row of ``aside``."""
     aside: Bytes
-    """``[row, byte]``: next observations that are not the observation that follows; the first ones are in use."""
+    """``[row, byte]``: next observations that differ from the following observation; the first rows are in use."""
     counters: Ints
 
 

@@ -166,21 +166,21 @@ def read_pairs(bound: Any, steps: Any, streams: Any, base: int, out: Any) -> int
 
 # ---- steps and batches of a replay buffer ----
 
-# positions in a plan: how many environments and steps, addresses of columns and of the next step's values, and from
-# KEYS on three entries for each key: addresses of its bound tables, of the next step's observations and next ones
+# positions in a plan: numbers of environments, steps and keys, addresses of the columns and of the staged values of a
+# step, and from PLAN_KEYS on three addresses per key: its bound tables, its staged observations and next observations
 PLAN_ENVS, PLAN_STEPS, PLAN_N_KEYS = 0, 1, 2
 PLAN_ACTIONS, PLAN_ACTION_BYTES, PLAN_REWARDS, PLAN_DONES, PLAN_TIMEOUTS = 3, 4, 5, 6, 7
 PLAN_ACTION, PLAN_REWARD, PLAN_DONE, PLAN_TIMEOUT = 8, 9, 10, 11
 PLAN_KEYS = 12
 # tensors of a batch start at multiples of this
 ALIGNMENT = 64
-# transitions ahead of the one that is copied, whose memory is requested
+# how many transitions ahead memory is prefetched
 _AHEAD = 6
 
 
 @inner
 def _update(target: Any, source: Any, size: Any) -> None:
-    """Copy ``size`` bytes between addresses, unless they are equal: pages of zeros stay out of memory."""
+    """Copy ``size`` bytes between addresses, unless they are equal: zeros that are never written take no memory."""
     to, new = _bytes_at(target, (size,)), _bytes_at(source, (size,))
     if not equal_bytes(to, 0, new, 0, size):
         copy_bytes(to, 0, new, 0, size)
@@ -188,7 +188,7 @@ def _update(target: Any, source: Any, size: Any) -> None:
 
 @inner
 def _write_key(plan: Any, key: Any, first: Any, obs: Any, next_obs: Any) -> None:
-    """Write the observations of all environments at these addresses."""
+    """Write the observations and next observations of all environments, given by their addresses."""
     n_envs = plan[PLAN_ENVS]
     tables = _tables_at(_int64_at(plan[PLAN_KEYS + 3 * key], (14,)))
     size = tables.rows.shape[1]
@@ -212,7 +212,7 @@ def _write_columns(plan: Any, position: Any, action: Any, reward: Any) -> None:
 
 @entry
 def write_step(plan: Any, position: int) -> None:
-    """Write the values that were staged to step ``position``; twice has no further effect."""
+    """Write the staged values to step ``position``; idempotent."""
     plan = as_column(plan)
     for key in range(plan[PLAN_N_KEYS]):
         at = PLAN_KEYS + 3 * key
@@ -233,9 +233,9 @@ def _write_arrays(plan: Any, position: Any, obs: Any, next_obs: Any, action: Any
     return 1
 
 
-# The fast path of `add`: a step of a single key without truncations, from the arrays that it was given. Returns 1, or 0
-# if a shape is not that of a step; then nothing has been changed. numba tells dtypes apart faster than Python, so there
-# is a kernel for each combination of dtypes. Not one with several signatures: see `entry`.
+# The fast path of `add`: write a step of a single key, without truncations, from the arrays passed to `add`. Returns 1,
+# or 0 if an array does not have the shape of a step; then nothing has been changed. numba checks dtypes faster than
+# Python does, so there is a kernel for each combination of dtypes, not one with several signatures: see `entry`.
 
 
 @inner
@@ -295,7 +295,7 @@ def direct_kernel(plan: Any, obs: Any, action: Any) -> Any:
     if kernel is None or obs.ndim != 2:
         return None
     if not kernel.signatures:
-        # the position of no step: compile it, or load it, for these arrays only
+        # position -1 writes nothing: compile the kernel, or load it, for these dtypes only
         kernel(plan, -1, obs, obs, action, np.zeros(len(obs), np.float32), np.zeros(len(obs), np.bool_))
         kernel.disable_compile()
     return kernel
@@ -328,8 +328,7 @@ def read_batch(
     """Copy the transitions ``(steps[i], envs[i])`` to ``out``; return where they start, at a multiple of `ALIGNMENT`.
 
     ``out`` gets for each key the observations and the next observations, then actions, dones that are not timeouts,
-    and rewards; each starts at a multiple of `ALIGNMENT`. The result is negative if a transition does not exist: -1
-    minus its number.
+    and rewards; each starts at a multiple of `ALIGNMENT`. If transition ``i`` does not exist, returns ``-1 - i``.
 
     If ``function`` is not 0 the transitions are drawn first, with the bit generator of this ``next_uint32`` and
     ``state``: for each step a number from ``low`` to ``low + span``, plus ``shift``, and then all environments.

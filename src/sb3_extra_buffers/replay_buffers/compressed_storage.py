@@ -34,7 +34,7 @@ class CompressedStorage(PortableStorage):
         n_envs: The number of environments that take turns; detected from the first items by default.
         compression_method: ``"auto"``, another method for all large leaves, or a mapping of keys to methods.
         compression_kwargs: Options of the method.
-        prefer: ``"memory"`` or ``"speed"``, to let ``"auto"`` choose a smaller or a faster method than it would.
+        prefer: ``"memory"`` or ``"speed"``: lets ``"auto"`` choose a smaller or a faster method than by default.
 
     Examples:
         >>> import torch

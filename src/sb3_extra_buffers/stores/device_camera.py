@@ -1,4 +1,4 @@
-"""Frames of ``camera`` segments in a host store that is mirrored on a GPU, which decodes them there."""
+"""``camera`` segments in a host store, mirrored to a GPU that decodes them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Array = npt.NDArray[Any]
 
 
 class _Batch:
-    """Distinct frames of a batch, and which of them each frame of an observation is."""
+    """The distinct frames of a batch, and for each frame of an observation which of them it is."""
 
     def __init__(self, inner: PackedStore, indices: npt.NDArray[np.int64]) -> None:
         ids = inner.frame_ids[indices] - 1
         distinct, inverse = np.unique(ids, return_inverse=True)
         self.n_frames, self.order = len(distinct), inverse.reshape(-1)
         segments, positions = np.divmod(distinct, inner.per_segment)
-        # a frame of zeros has the id -1, and is the first then
+        # a frame of zeros has the id -1, so it comes first
         self.has_zeros = bool(self.n_frames and distinct[0] < 0)
         starts = inner.state.starts[np.maximum(segments, 0)]
         flags = inner.heap.data[np.maximum(starts, 0)]
@@ -57,7 +57,7 @@ class DeviceCameraStore(HostDecodedStore):
 
     location = ""
     _mirror: HeapMirror | None = None
-    # whether segments may be from another version, whose frames refer to others than this one's do
+    # whether segments may come from another version, whose frames may have other references
     _is_foreign = False
 
     def __init__(

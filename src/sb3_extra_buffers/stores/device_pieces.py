@@ -161,7 +161,7 @@ class SlotChange(NamedTuple):
 class SlotPool:
     """Which slots, numbered from ``first``, are free; kept on the host.
 
-    A change is planned and then committed; committing it twice is the same as once.
+    A change is planned and then committed; committing is idempotent.
     """
 
     def __init__(self, first: int = 0) -> None:
@@ -205,7 +205,7 @@ class SlotPool:
         """Raise unless every slot below `end` is either free or in ``used``, once."""
         everything = np.sort(np.concatenate([self.free, used]))
         if not np.array_equal(everything, np.arange(self.first, self.end)):
-            raise AssertionError("a row is used twice, used while it is free, or lost")
+            raise AssertionError("a slot is used twice, used while it is free, or lost")
 
     def copy(self) -> SlotPool:
         copied = SlotPool(self.first)

@@ -1,4 +1,4 @@
-"""Uncompressed frames on a device; observations that show the same frame share it."""
+"""Uncompressed frames on a device; observations that contain the same frame share it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = ["DeviceSharedStore"]
 Array = npt.NDArray[Any]
 
 _INT64, _INT32 = np.dtype(np.int64), np.dtype(np.int32)
-# bytes of rows that wait to be read by the device, unless a step has more
+# bytes of staged rows that the device may not have read yet; a single step may have more
 _STAGED_BYTES = 8 << 20
-# the slot of a frame of zeros, and no id at all
+# the slot of the frame of zeros, and a marker for frames without a slot
 _ZEROS, _NEW = 0, -(1 << 31)
 
 
 class _SharedWrite(AttributeWrite):
-    """A staged step; committing it twice is the same as once."""
+    """A staged step; committing it is idempotent."""
 
     __slots__ = ("change", "counts", "ids", "lease", "new", "step", "touched")
 
@@ -49,7 +49,7 @@ class _SharedWrite(AttributeWrite):
         counts: Slots,
     ) -> None:
         self.lease, self.step, self.new, self.change = lease, step, new, change
-        # slots whose references change, and how many they have then
+        # slots whose reference counts change, and their new counts
         self.touched, self.counts = touched, counts
         _, ids, frames = lease.arrays
         super().__init__(store, {"_last": frames[-1], "_last_ids": ids[-1].copy()})
@@ -64,11 +64,10 @@ class _SharedWrite(AttributeWrite):
 
 
 class DeviceSharedStore(DeviceStore):
-    """Frames as they are, each stored once; ``place.pinned`` keeps them in host memory.
+    """Uncompressed frames, each stored once; ``place.pinned`` keeps them in pinned host memory.
 
-    An observation is ``stack`` numbers of slots. The host compares each row with the previous one of its stream, and
-    the device gets the frames that are new. The host also counts the references to each slot; slots are used again, in
-    any order, when there are none.
+    An observation is ``stack`` slot numbers. The host compares each row with the previous one of its stream and sends
+    only new frames to the device. It also counts the references to each slot; a slot without references is reused.
     """
 
     layout: StackLayout
@@ -82,7 +81,7 @@ class DeviceSharedStore(DeviceStore):
         self.device = place.device
         self._triton = self.device.type == "cuda" and device_base.has_triton() if triton is None else triton
         dtype = _frame_word(layout)
-        # every frame of every row new, while those of the step that is overwritten are still in use
+        # the worst case: every frame is new, and those of the overwritten step are still in use
         max_slots = 1 + (ring.n_steps + 1) * n_streams * ring.n_sets * stack
         expected = (ring.n_steps + stack) * n_streams
         n_words = layout.frame_bytes // dtype.itemsize
@@ -93,7 +92,7 @@ class DeviceSharedStore(DeviceStore):
         #: int32 [obs_index, stack]: slots, on the device and on the host.
         self.frame_ids = torch.zeros((math.prod(lead), stack), dtype=torch.int32, device=self.device)
         self.ids = np.zeros((*lead, stack), np.int32)
-        #: int32 [slot]: how often it occurs in ``ids``. The system allocates what is used of it.
+        #: int32 [slot]: how often it occurs in ``ids``. Pages take memory once they are written.
         self.refs = np.zeros(max_slots, np.int32)
         self.slots = SlotPool(1)
         self._start_staging()
@@ -181,7 +180,7 @@ class DeviceSharedStore(DeviceStore):
         return batch
 
     def _equals(self, batch: Array, last: Array) -> bool:
-        """Whether ``batch`` equals the last rows; False if finding out would take long."""
+        """Whether ``batch`` equals the last rows; False if comparing would be slow."""
         if self.layout.axis == "last" or not batch.flags.c_contiguous or not batch.flags.aligned:
             return False
         return bool((batch.reshape(-1).view(self._word) == last.reshape(-1)).all())
@@ -309,7 +308,7 @@ class DeviceSharedStore(DeviceStore):
 
 
 def _frame_word(layout: StackLayout) -> np.dtype[Any]:
-    """The words of a frame; where frames take turns, the words of the bytes that stay together."""
+    """The word dtype of a frame, or of a pixel of it if frames are interleaved along the last axis."""
     if layout.axis == "last" and layout.stack > 1:
         return word_dtype(layout.spec.shape[-1] // layout.stack * layout.spec.dtype.itemsize)
     return word_dtype(layout.frame_bytes)
@@ -349,7 +348,7 @@ def _find_frames(
 def _match_rows(
     rows: Array, numbers: Slots, last: Array, last_ids: Slots, likely_shifted: bool
 ) -> tuple[Slots, npt.NDArray[np.bool_] | None]:
-    """The ids of rows that equal the last one or are that one moved on by a frame; and which are, None for all."""
+    """Ids of rows that equal the last row or are shifted by one frame; and flags of those rows, None if all are."""
     flat, flat_last, size = rows.reshape(len(rows), -1), last.reshape(len(rows), -1), rows.shape[2]
     ids, found = numbers.copy(), np.zeros(len(rows), np.bool_)
     for shifted in (likely_shifted, not likely_shifted):

@@ -59,7 +59,7 @@ class _TableWrite(PlannedWrite):
         self._commit_rest()
 
     def _commit_rest(self) -> None:
-        """May be repeated."""
+        """Commit everything but the inner store's write; idempotent."""
         self.store.put(self.step, self.places, self.outside, self.change.taken)
         self.store.slots.commit(self.change)
 
@@ -67,8 +67,8 @@ class _TableWrite(PlannedWrite):
 class DeviceTableStore(DeviceStore):
     """A device store of rows of indices, and the table that they refer to.
 
-    The host looks the units of new rows up; ``inner`` stores one byte for each. Rows with a colour or number for which
-    the table has no space are kept whole; ``places`` says where each observation is.
+    The host looks up the units of new rows; ``inner`` stores one byte for each. Rows with a colour or number for which
+    the table has no space are stored uncompressed; ``places`` says where each observation is.
     """
 
     layout: StackLayout
@@ -93,7 +93,7 @@ class DeviceTableStore(DeviceStore):
         self.inner: DeviceStore = make(inner_ring, geometry.inner, inner_codec, inner_method, {})
         n_rows, dtype = ring.n_obs * ring.n_sets, word_dtype(ring.spec.nbytes)
         n_words = ring.spec.nbytes // dtype.itemsize
-        # outside of the table; those of a step that is overwritten are in use until the next one is there
+        # rows outside of the table; those of an overwritten step stay in use until the new step is committed
         n_outside = n_rows + ring.n_sets * ring.n_streams
         self._outside = Pieces(n_outside, n_outside // 4, 1, n_words, dtype, ring.place, self._triton)
         self.slots = SlotPool()
@@ -104,7 +104,7 @@ class DeviceTableStore(DeviceStore):
 
     @staticmethod
     def accepts(codec: Codec, layout: StackLayout) -> bool:
-        # a store on the host expands indices there
+        # if the inner store decodes on the host, the indices are expanded there too
         return TableStore.accepts(codec, layout) and not issubclass(_find_inner(codec, layout)[2], HostDecodedStore)
 
     def train(self, rows: ByteRows) -> None:
@@ -127,7 +127,7 @@ class DeviceTableStore(DeviceStore):
         rows = np.concatenate([ring.spec.to_rows(ring.spec.to_batch(batch)) for batch in batches])
         self.train(rows)
         mapped = np.empty((len(rows), self._index_spec.nbytes), np.uint8)
-        # entries that this adds do no harm if the step is not written
+        # entries that this adds stay if the step is not written, which does no harm
         is_outside = self.table.map(rows, mapped)
         by_set = self._index_spec.from_rows(mapped).reshape(len(batches), -1, *self._index_spec.shape)
         inner = self.inner.plan(step, list(by_set))
@@ -143,7 +143,7 @@ class DeviceTableStore(DeviceStore):
         return _TableWrite(self, step, inner, places.reshape(self.places[:, step].shape), outside, change)
 
     def put(self, step: int, places: npt.NDArray[np.int32], outside: ByteRows, slots: Array) -> None:
-        """Store the rows that are outside of the table, and where those of a step are. May be repeated."""
+        """Store the rows of a step that are outside of the table, and where each row of it is; idempotent."""
         for row, slot in zip(outside, slots.tolist(), strict=True):
             target = self._outside.row(slot)
             target.view(torch.uint8).copy_(torch.from_numpy(np.array(row)))

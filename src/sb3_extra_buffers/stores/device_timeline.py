@@ -27,14 +27,14 @@ Array = npt.NDArray[Any]
 
 _INT64 = np.dtype(np.int64)
 _NOTHING: Slots = np.zeros(0, np.int32)
-# bytes of rows that wait to be read by the device, unless a step has more
+# bytes of staged rows that the device may not have read yet; a single step may have more
 _STAGED_BYTES = 8 << 20
 # entries of a job before the address and the id of a side row for each stream; `kernels.gather_triton` reads them
 _N_NUMBERS = 6
 
 
 class _TimelineWrite(AttributeWrite):
-    """A staged step; committing it twice is the same as once."""
+    """A staged step; committing it is idempotent."""
 
     __slots__ = ("before", "change", "lease", "moved", "parity", "step")
 
@@ -64,10 +64,10 @@ class _TimelineWrite(AttributeWrite):
 
 
 class DeviceTimelineStore(DeviceStore):
-    """Observations as they are, each stored once; ``place.pinned`` keeps them in host memory.
+    """Uncompressed observations, each stored once; ``place.pinned`` keeps them in pinned host memory.
 
     ``obs`` of a step is a row of the time axis. The next observation is the row of the following step if the two are
-    equal byte for byte, which the host finds out when that step is written; else it is kept in a side row. Next
+    equal byte for byte, which the host checks when that step is written; else it is kept in a side row. Next
     observations of the newest step are always in side rows: two for each stream, used in turn, so that a write
     overwrites nothing that it may have to read again.
     """

@@ -38,21 +38,21 @@ _OUTSIDE_METHOD = "delta"
 _DEFAULT_INNER = "delta"
 # bytes of output that a thread expands at a time
 _CHUNK_BYTES = 1 << 19
-# share of the first observations that may be outside, for `auto`
+# `auto` does not choose a table if more than this share of the first observations would be outside
 _MAX_OUTSIDE = 0.05
-# and how many colours they may have: others will follow
+# nor a palette if they have more colours than this: later observations would add others
 _MAX_FIRST_COLOURS = 200
-# the last step's indices are kept where a store has this many observations for each frame of them
+# the indices of the last step are kept if the store has at least this many observations for each frame in them
 _GUESS_SHARE = 1024
 _OUTSIDE_PREFIX = "outside."
 
 
 class TableStore(Store):
-    """A store of rows of indices, one byte for each pixel or number, and the table that they refer to.
+    """Observations as rows of indices, one byte per pixel or number, and the table that the indices refer to.
 
     The ``inner`` store holds the indices. Observations with a colour or number for which the table has no space are in
-    the ``outside`` store, which is made when the first one comes; ``places`` says where each observation is. An index
-    that is in one of the stores, or in neither, holds zeros in the other.
+    the ``outside`` store, which is created for the first of them. ``places`` says which store holds an observation; the
+    other one holds zeros.
     """
 
     layout: StackLayout
@@ -73,13 +73,13 @@ class TableStore(Store):
         geometry = _geometry(layout)
         inner_codec = get_codec(self.inner_method).bind(geometry.inner.frame_spec)
         self.table = UnitTable(layout.spec.dtype, geometry.unit, geometry.plane, compiled)
-        # a frame store also where indices stay uncompressed: next observations repeat observations
+        # a frame store even if indices stay uncompressed, so that next observations share rows with observations
         make_inner = find_store(inner_codec, geometry.inner, of_frames=True)
         self.inner: Store = make_inner(geometry.inner, n_obs, n_streams, inner_codec, heap_bytes, path, compiled)
         self.outside: Store | None = None
         self.places: npt.NDArray[np.uint8] = zeros(n_obs, np.uint8)  # [observation]
         self._n_units = geometry.inner.spec.nbytes
-        # the indices of the last step's next observations
+        # indices of the last step's next observations, which the observations of the next step usually repeat
         self._guess: npt.NDArray[np.uint8] | None = None
         self._undo: list[tuple[Any, npt.NDArray[np.uint8]]] | None = None
         self.dirty = False
@@ -100,7 +100,7 @@ class TableStore(Store):
         self.commit()
         places: npt.NDArray[np.uint8] = zeros(len(self.places) + n_obs, np.uint8)
         places[: len(self.places)] = self.places
-        # an interrupt in between leaves some longer than others, which does no harm
+        # after an interrupt, some stores may be longer than others, which does no harm
         self.dirty = True
         self.places = places
         for store in self._stores():
@@ -134,7 +134,7 @@ class TableStore(Store):
         if guess is None or not guessed:
             is_kept = _GUESS_SHARE * n_rows * self.layout.stack <= len(self.places)
             guess = np.empty((n_rows if is_kept else 0, self._n_units), np.uint8)
-        self._guess = None  # until all of it is known again
+        self._guess = None  # until this step has been mapped
         mapped = None if self.outside is not None else self.table.map_step(rows, next_rows, guess, guessed)
         if mapped is None:
             super().write_step(index, next_index, rows, next_rows)
@@ -148,7 +148,7 @@ class TableStore(Store):
         self._end_write()
 
     def _map(self, rows: ByteRows) -> tuple[ByteRows, npt.NDArray[np.bool_] | None]:
-        """The indices of ``rows``, and flags of those that go outside."""
+        """Return the indices of ``rows``, and flags of the rows to store outside, or None."""
         if self.table.is_empty and len(rows):
             self.table.learn(rows)
         mapped = np.empty((len(rows), self._n_units), np.uint8)
@@ -157,13 +157,13 @@ class TableStore(Store):
     def _moves(
         self, indices: Indices, streams: Indices, rows: ByteRows, before: Array, after: Array
     ) -> tuple[Indices, Indices, ByteRows]:
-        """What to write outside: rows that go there, and zeros where one is no longer there."""
+        """Return what to write to ``outside``: its new rows, and zeros for rows that it no longer holds."""
         if self.outside is None:
             codec = get_codec(_OUTSIDE_METHOD).bind(self.layout.frame_spec)
             self.outside = make_store(
                 self.layout, len(self.places), self.n_streams, codec, self.heap_bytes, None, self._compiled
             )
-        # an index may be written twice
+        # the same index may occur twice in a write
         at = np.isin(indices, indices[(before == _OUTSIDE) | (after == _OUTSIDE)])
         moved = rows[at]
         moved[after[at] == _INSIDE] = 0
@@ -249,7 +249,7 @@ class TableStore(Store):
 
     @property
     def held_bytes(self) -> int:
-        self.commit()  # here and below: a store that reports commits its part of the last write
+        self.commit()  # the nested stores commit when they report; here and below
         own = self.places.nbytes + self.table.nbytes + (0 if self._guess is None else self._guess.nbytes)
         return sum(store.held_bytes for store in self._stores()) + own
 
@@ -303,11 +303,11 @@ class TableStore(Store):
         table.learn(rows)
         mapped = np.empty((len(rows), geometry.inner.spec.nbytes), np.uint8)
         is_outside = table.map(rows, mapped)
-        hopeless = Trial(float(layout.frame_bytes), np.inf, np.inf, np.inf)
+        rejected = Trial(float(layout.frame_bytes), np.inf, np.inf, np.inf)
         if is_outside is not None and is_outside.mean() > _MAX_OUTSIDE:
-            return hopeless
+            return rejected
         if table.is_palette and table.n_used > _MAX_FIRST_COLOURS:
-            return hopeless
+            return rejected
         inside = slice(None) if is_outside is None else ~is_outside
         inner_codec = get_codec(_inner_method(codec)).bind(geometry.inner.frame_spec)
         store = find_store(inner_codec, geometry.inner, of_frames=True)
@@ -345,7 +345,7 @@ class TableStore(Store):
             record["outside"], tables = self._nested_parts(self.outside, _OUTSIDE_METHOD)
             frames = self.outside.frames
             if frames is not None:
-                # not in the file of the inner store's payloads: there are few of these
+                # as arrays, because the payload file belongs to the inner store; there are few of these
                 tables |= pack_payloads(frames.heap)
             arrays |= {f"{_OUTSIDE_PREFIX}{name}": array for name, array in tables.items()}
         return record, arrays
@@ -376,7 +376,7 @@ class TableStore(Store):
 def _geometry(layout: StackLayout) -> Geometry:
     geometry = find_geometry(layout)
     if geometry is None:
-        raise LookupError(f"observations of {layout.spec} have no units for a table")
+        raise LookupError(f"observations of {layout.spec} consist of neither pixels nor numbers for a table")
     return geometry
 
 
@@ -386,7 +386,7 @@ def _inner_method(codec: Codec) -> str:
 
 
 def _payload_bytes(store: Store) -> int:
-    """The bytes that a limit on memory counts."""
+    """The bytes of a store that count towards ``heap_bytes``."""
     held: int | None = getattr(store, "payload_bytes", None)
     if held is None:
         held = store.memory_usage().payload if store.heap is None else store.heap.live_bytes
@@ -405,11 +405,11 @@ def restore_table(
     inner_record, outside_record = entry(record, "inner", kind=dict), record["outside"]
     method = entry({"choice": entry(inner_record, "choice", kind=list)[0]}, "choice", kind=str)
     require(get_codec(method).codec_id not in ("palette", "table"), f"{method!r} cannot be an inner method")
-    require(store.choice is not None, "a table without a method")
+    require(store.choice is not None, "a saved table has no method")
     codec: Any = get_codec(store.choice.method, **store.codec_options)  # type: ignore[union-attr]
     require(TableStore.accepts(codec, layout), f"a store of {codec.codec_id!r} does not fit {layout.spec}")
     codec = replace(codec, inner=method)
-    # none of this takes memory before the nested parts are checked
+    # of length 0, so that nothing large is allocated before the nested parts are checked
     restored = TableStore(layout, 0, store.n_streams, codec, store.heap_bytes, None, store.compiled)
     geometry = _geometry(layout)
     places = column(arrays, "places", np.uint8, (store.n_obs,))

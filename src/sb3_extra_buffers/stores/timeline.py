@@ -23,29 +23,30 @@ from sb3_extra_buffers.stores.usage import MemoryUsage
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# rows for next observations that do not follow, to begin with: one for each stream is always in use
+# initial number of rows aside; one for each stream is always in use
 _MIN_CAPACITY = 16
-# observations that are read at a time to count them
+# bytes of observations that are read at a time to count them
 _CHUNK_BYTES = 1 << 24
 
 
 class TimelineStore(Store):
-    """Stores a next observation only where it is not the observation that follows in its stream.
+    """Stores a next observation only if it differs from the following observation of its stream.
 
     The first half of the indices are observations, ``n_streams`` for each step; the second half are the next
-    observations of the same steps. Next observation ``i`` is observation ``i + n_streams``, and the last step is
-    followed by the first. Where that does not hold, such as at the end of an episode, it is kept aside; so is that of
-    the newest step until its successor is written. Writes in any order are allowed: what a write would change besides
-    is put aside first. Indices that are allocated later are plain rows.
+    observations of the same steps. Next observation ``i`` is normally observation ``i + n_streams``; the first step
+    follows the last one. If the two differ, as at the end of an episode, the next observation is kept *aside*, in a
+    table of its own; so is that of the newest step until its successor is written. Observations may be written in any
+    order: a next observation that relies on an overwritten observation is first copied aside. Indices that are
+    allocated later are independent rows.
 
     `kernels.timeline` describes the tables.
     """
 
-    #: The tables, and what the kernels take for them; replaced when memory is.
+    #: The tables, and the form in which the kernels take them; replaced whenever a table is reallocated.
     state: tuple[TimelineTables, Any]
     limit: int | None
     compiled: bool | None
-    #: What the last write replaced, and the next observations that depended on it: indices, rows. None once committed.
+    #: Indices and previous rows of what the last write changed, to undo it; None once it is committed.
     replaced: tuple[Indices, ByteRows] | None
 
     def __init__(
@@ -68,7 +69,8 @@ class TimelineStore(Store):
         self._set_tables(tables)
 
     def _set_tables(self, tables: TimelineTables) -> None:
-        # one assignment: an interrupt leaves the old tables or the new ones. Never changed, so that others can tell
+        # one assignment: an interrupt leaves the old tables or the new ones. The tuple is never modified, so that its
+        # identity tells whether tables were replaced
         self.state = tables, self._kernels.bind_tables(tables)
 
     @property
@@ -82,7 +84,7 @@ class TimelineStore(Store):
 
     @classmethod
     def accepts(cls, codec: Codec, layout: StackLayout) -> bool:
-        # created by `ObservationStore`, which knows that next observations follow
+        # not through the registry: only `ObservationStore` knows which indices are next observations
         return False
 
     @classmethod
@@ -139,7 +141,7 @@ class TimelineStore(Store):
     def _write(self, indices: Indices, rows: ByteRows) -> None:
         n_each, n_streams = self._n_each, int(self.tables.counters[N_STREAMS])
         self.reserve(len(indices))
-        # an observation may be shared with the next observation before it
+        # the next observation of the step before may be stored as this observation
         before = n_each + (indices[indices < n_each] - n_streams) % max(n_each, 1)
         affected = np.unique(np.concatenate([indices, before]))
         self.replaced = affected, self.read(affected)
@@ -148,7 +150,7 @@ class TimelineStore(Store):
         self.dirty = False
 
     def reserve(self, n_rows: int) -> None:
-        """Make space for ``n_rows`` more next observations aside."""
+        """Reserve space for ``n_rows`` more next observations aside."""
         needed, capacity = self.n_aside + n_rows, len(self.tables.keys)
         if needed > capacity:
             self._resize(max(capacity + capacity // 2, needed))
@@ -203,7 +205,7 @@ class TimelineStore(Store):
 
     def erase(self, indices: Indices) -> None:
         self.commit()
-        # next observations first, so that no value that is erased as well is put aside
+        # next observations first: otherwise erasing an observation would copy aside what is erased next
         ordered = np.sort(np.unique(indices))[::-1]
         self._write(ordered, np.zeros((len(ordered), self.tables.rows.shape[1]), np.uint8))
         self.commit()
@@ -268,7 +270,7 @@ class TimelineStore(Store):
         tables, n_each = self.tables, self._n_each
         n_rows = int(tables.counters[N_TOUCHED])
         touched = np.arange(min(n_rows, n_each))
-        # the last next observation of a ring follows from the first observation
+        # in a ring, the next observation of the last step is the observation of the first
         follows = (touched - int(tables.counters[N_STREAMS])) % max(n_each, 1)
         others = np.arange(n_each, n_rows) + n_each
         return np.unique(np.concatenate([touched, n_each + follows, n_each + tables.keys[: self.n_aside], others]))
@@ -279,7 +281,7 @@ class TimelineStore(Store):
         keys = tables.keys[:count]
         bits = np.unpackbits(tables.is_aside, bitorder="little")
         if len(np.unique(keys)) < count or not np.array_equal(np.flatnonzero(bits), np.sort(keys)):
-            raise AssertionError("next observations are aside without a bit, twice, or not at all")
+            raise AssertionError("the bits of next observations that are aside do not match the keys")
         if not np.array_equal(np.sort(tables.slots[tables.slots > 0]), np.arange(1, count + 1)):
             raise AssertionError("the hash table does not list every row once")
         if tables.rows[self._n_touched :].any():
@@ -327,7 +329,7 @@ class TimelineStore(Store):
         return cls._of(tables._replace(rows=as_contiguous(rows)), limit, compiled)
 
     def lost_indices(self, bad_rows: npt.NDArray[np.bool_], bad_aside: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Flags of the observations that depend on damaged rows, or on damaged rows of those aside."""
+        """Flags of the indices whose row, or row aside, is damaged."""
         n_each, n_streams = self._n_each, int(self.tables.counters[N_STREAMS])
         following = np.roll(bad_rows[:n_each], -n_streams)
         following[self.tables.keys[: self.n_aside]] = bad_aside
@@ -360,14 +362,14 @@ class TimelineStore(Store):
 def _make_tables(
     n_rows: int, row_bytes: int, n_each: int, n_streams: int, keys: Array | None = None, aside: Array | None = None
 ) -> TimelineTables:
-    """Tables of unwritten rows, and the next observations ``keys`` aside."""
+    """Create tables of unwritten rows; ``aside`` are the next observations ``keys``."""
     keys = np.zeros(0, np.int64) if keys is None else keys
     count = len(keys)
     capacity = max(_MIN_CAPACITY, 4 * n_streams, count)
     counters = np.zeros(4, np.int64)
     counters[COUNT], counters[N_OBS], counters[N_STREAMS] = count, n_each, n_streams
     tables = TimelineTables(
-        # as SB3 allocates observations; pages take memory once they are written
+        # like SB3's arrays: pages take memory once they are written
         rows=np.zeros((n_rows, row_bytes), np.uint8),
         is_aside=np.zeros(-(-n_each // 8), np.uint8),
         slots=np.zeros(_table_size(capacity), np.int32),
@@ -387,7 +389,7 @@ def _table_size(capacity: int) -> int:
 
 
 def _n_written(rows: ByteRows) -> int:
-    """One more than the last row that is not all zeros."""
+    """One more than the index of the last row that is not all zeros."""
     for first in reversed(range(0, len(rows), 1 << 14)):
         written = np.flatnonzero(rows[first : first + (1 << 14)].any(axis=1))
         if len(written):

@@ -1,4 +1,4 @@
-"""The table of a `TableStore`: at most 256 colours or numbers, found by their bits."""
+"""The table of a `TableStore`: at most 256 colours or numbers, compared bit by bit."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from sb3_extra_buffers.stores.layout import StackLayout
 
 Flags = npt.NDArray[np.bool_]
 
-# rows whose unknown units do not fit before no more are added: each costs as much as a hundred that are known
+# after this many rows with unknown units that did not fit, no more entries are added: such a row takes a hundred times
+# as long as others
 _MAX_MISFITS = 16
-# images as numbers: the lowest value and the distance between two, the likeliest first
+# usual grids of images as numbers, likeliest first: the lowest number and the spacing
 _GRIDS = (
     (0.0, 1 / 255), (0.0, 1.0), (-1.0, 1 / 127.5), (-1.0, 1 / 128), (0.0, 1 / 256), (-0.5, 1 / 255), (-0.5, 1 / 256),
     (-128.0, 1.0),
@@ -45,7 +46,7 @@ class Grid(NamedTuple):
 
 
 class _Entries(NamedTuple):
-    """All that depends on the entries, replaced as a whole: an interrupt leaves the old or the new ones."""
+    """The entries and everything derived from them; replaced as a whole, so an interrupt leaves the old or the new."""
 
     codes: Codes  # [entry]
     used: Flags  # [entry]
@@ -56,9 +57,10 @@ class _Entries(NamedTuple):
 class UnitTable:
     """Colours or numbers behind indices of one byte. Entries are added, and never changed or removed.
 
-    Numbers are ordered: those on an evenly spaced grid, such as the multiples of 1/255, have their position on the grid
-    as index, whichever of them was seen first; others the order of the first observations. So the differences between
-    indices are as small as those between the numbers. Entry 0 of a palette is black, so that frames of zeros stay so.
+    Numbers that are close have indices that are close, so that indices compress as well as the numbers. If those of
+    the first observations are on an evenly spaced grid, such as the multiples of 1/255, the index of a number is its
+    position on the grid. Otherwise they are sorted, and later numbers are appended. Entry 0 of a palette is black, so
+    that frames of zeros have indices of zeros.
     """
 
     def __init__(self, dtype: np.dtype[Any], unit: int, plane: int = 0, compiled: bool | None = None) -> None:
@@ -67,7 +69,7 @@ class UnitTable:
         self._kernels: TableKernels = table_kernels(compiled)
         self.is_palette = dtype.itemsize == 1
         self.grid: Grid | None = None
-        #: How many rows had unknown units that did not fit.
+        #: Number of rows with unknown units that did not fit into the table.
         self.n_misfits = 0
         #: Whether `learn` is still to be called.
         self.is_empty = True
@@ -89,7 +91,7 @@ class UnitTable:
 
     @property
     def nbytes(self) -> int:
-        """The memory of the table, and of what finds entries in it."""
+        """The memory of the table and its hash table."""
         codes, used, expanded, hashed = self._entries
         return codes.nbytes + used.nbytes + expanded.nbytes + (0 if hashed is None else hashed.indices.nbytes)
 
@@ -115,7 +117,7 @@ class UnitTable:
             positions = self._positions(codes, self.grid)
             fits = positions >= 0
             fits[fits] = ~used[positions[fits]]
-            # of two numbers at one position, the first gets it
+            # if two numbers have the same position, the first one takes it
             first = np.zeros(len(codes), np.bool_)
             first[np.unique(positions, return_index=True)[1]] = True
             fits &= first
@@ -123,7 +125,7 @@ class UnitTable:
             used[positions[fits]] = True
             rest = codes[~fits]
         free = np.flatnonzero(~used)
-        # off the grid: from the other end, where fewer numbers are missing
+        # numbers that are not on the grid take free entries from the end
         free = free[: len(rest)] if self.grid is None else free[::-1][: len(rest)]
         new_codes[free] = rest
         used[free] = True
@@ -143,7 +145,7 @@ class UnitTable:
 
     @property
     def _tolerance(self) -> float:
-        # in steps: a float16 near 1 is off by an eighth of 1/255
+        # in steps of the grid: near 1, a float16 is off by up to an eighth of 1/255
         return 0.25 if self.unit == 2 and self.dtype.kind == "f" else 0.02
 
     def _numbers(self, codes: Codes) -> Array:
@@ -152,7 +154,7 @@ class UnitTable:
     # ---- learning ----
 
     def learn(self, rows: ByteRows) -> None:
-        """Add the units of ``rows`` and arrange the entries; before anything is mapped."""
+        """Add the units of ``rows`` and sort the entries; to be called before anything is mapped."""
         out = np.empty((len(rows), rows.shape[1] // self.unit), np.uint8)
         self.map(rows, out)
         known = self._entries.codes[self._entries.used]
@@ -167,7 +169,7 @@ class UnitTable:
             learnt.grid = self._find_grid(known)
             ordered = known[np.argsort(self._numbers(known), kind="stable")]
         if learnt._add(ordered):
-            # the entries last: the grid alone changes nothing that is stored
+            # the entries last: until they are replaced, the table maps as before
             self.grid, self.n_misfits = learnt.grid, 0
             self._entries = learnt._entries
         self.is_empty = False
@@ -193,10 +195,10 @@ class UnitTable:
     # ---- rows ----
 
     def map(self, rows: ByteRows, out: npt.NDArray[np.uint8]) -> Flags | None:
-        """Set ``out`` to the indices of the units of ``rows``, ``[row, unit]``, and add the units that are unknown.
+        """Set ``out`` to the indices of the units of ``rows``, ``[row, unit]``, and add unknown units to the table.
 
-        Returns flags of the rows that have units for which there is no space, which become zeros; None if there are
-        none.
+        Returns flags of the rows with units that do not fit into the table, whose indices are set to zeros; None if all
+        fit.
         """
         rows = as_contiguous(rows)
         outside: npt.NDArray[np.uint8] = np.zeros(len(rows), np.uint8)
@@ -221,8 +223,8 @@ class UnitTable:
     ) -> npt.NDArray[np.uint8] | None:
         """`map` the rows of a step, then their successors; None if a unit is unknown.
 
-        ``guess`` gets the indices of the successors, unless it has no rows; ``guessed`` is whether it has those of the
-        last step, which the rows of this one are likely to repeat.
+        ``guess`` is set to the indices of the successors, unless it has no rows. ``guessed`` says that it holds those
+        of the last step, which the rows of this step are likely to repeat.
         """
         entries = self._entries
         if entries.hashed is None:
@@ -241,7 +243,7 @@ class UnitTable:
     # ---- saving ----
 
     def check(self) -> None:
-        """Raise `AssertionError` if entries are not found."""
+        """Raise `AssertionError` if the hash table does not find every entry."""
         codes, used, expanded, hashed = self._entries
         rows = codes[used].astype("<u8").view(np.uint8).reshape(-1, ENTRY_BYTES)[:, : self.unit]
         if hashed is not None:
@@ -251,7 +253,7 @@ class UnitTable:
             if outside.any() or not np.array_equal(out[:, 0], np.flatnonzero(used)):
                 raise AssertionError("an entry of the table is not found")
         if not np.array_equal(expanded.view("<u8"), codes):
-            raise AssertionError("the table to read from differs from the one to write with")
+            raise AssertionError("the table for reading differs from the one for writing")
 
     def to_parts(self) -> tuple[dict[str, Any], dict[str, Array]]:
         """Return a JSON-ready record and the arrays to save."""
