@@ -214,8 +214,8 @@ def section(rows: list[Row]) -> list[str]:
         "growth of the resident set, in percent of all arrays of SB3's `ReplayBuffer` with "
         "`optimize_memory_usage=True`, which holds one observation per transition. *Times* are medians relative to "
         "SB3's default buffer, in one process with calls interleaved, after checking that batches equal SB3's bit for "
-        "bit. `add` is measured on full buffers; *fill* is the total time until they are full. Names ending in `x4` are "
-        "stacks of four frames; `last` means channels last.\n",
+        "bit. `add` is measured on full buffers; *fill* is the total time until they are full. Names ending in `x4` "
+        "are stacks of four frames; `last` means channels last.\n",
         "`auto` by kind of observation; memory is the mean, times are geometric means:\n",
         kind_table(rows),
         "![memory versus sampling time of all streams](observations.png)\n",

@@ -1,9 +1,9 @@
-"""All kinds of observations in replay buffers, compared with SB3's; writes ``benchmarks/data/observations.csv``.
+"""Compares replay buffers with SB3's on many kinds of observations; writes ``benchmarks/data/observations.csv``.
 
-Replays recorded streams of four environments into SB3's `ReplayBuffer`, the same with ``optimize_memory_usage=True``,
-and a `CompressedReplayBuffer` with ``auto`` and with every method that applies. The growth of the resident set is
-measured in a process for each buffer; then ``add`` of all buffers, and ``sample`` of each and SB3's, are interleaved in
-one process. A batch that differs from SB3's ends it before anything is timed.
+Replays recorded streams of four environments into SB3's `ReplayBuffer`, with and without ``optimize_memory_usage``,
+and into a `CompressedReplayBuffer` with ``auto`` and with every method that applies. The growth of the resident set is
+measured in a separate process for each buffer. Times are measured in one process: ``add`` of all buffers interleaved,
+and ``sample`` of each buffer interleaved with SB3's. If a batch differs from SB3's, nothing is timed.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def test_payload_of_a_learnt_palette_needs_that_palette() -> None:
 
 
 def test_payloads_are_read_where_other_packages_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    codec = get_codec("palette").bind(ObsSpec((8, 8, 3), np.dtype(np.uint8))).settled()
+    codec = get_codec("palette").bind(ObsSpec((8, 8, 3), np.dtype(np.uint8))).resolved()
     row = np.arange(192, dtype=np.uint8)
     payload, config, pickled = codec.encode(row.data), codec.config(), pickle.dumps(codec)
     monkeypatch.setattr(palette, "is_available", lambda name: not is_available(name))
