@@ -101,6 +101,8 @@ FIGURES = {
     "add of 4 envs": "add (4 environments)",
     "memory of dense": "memory, relative to dense observations",
 }
+# paragraphs before the table of a method
+NOTES = {"delta3": ["`delta3` is for archives: it takes the least memory, and is several times slower to read.\n"]}
 FORMATS = {
     "byte runs": "byte runs",
     "mask tree": "mask tree",
@@ -246,7 +248,7 @@ def benchmarks_page() -> str:
         ]
     for method in sorted({row["method"] for row in rows("games")}):
         some = [row for row in rows("games") if row["method"] == method]
-        parts += [f"## `{method}` on {len(some)} games\n", game_table(some), provenance(some)]
+        parts += [f"## `{method}` on {len(some)} games\n", *NOTES.get(method, []), game_table(some), provenance(some)]
     for name, title in (("million", "One million transitions"), ("doom", "ViZDoom"), ("plain", "Without numba")):
         some = rows(name)
         if some:
