@@ -41,8 +41,8 @@ from sb3_extra_buffers.stores.segment_format import check_headers, header_bytes,
 from sb3_extra_buffers.stores.workers import run_split
 
 # seconds of decoding from which on other threads help, and what each one takes at a time
-_SPLIT_SECONDS = 1e-3
-_CHUNK_SECONDS = 300e-6
+_SPLIT_SECONDS = 500e-6
+_CHUNK_SECONDS = 150e-6
 
 
 _NO_ADDRESSES = np.zeros(0, np.int64)
