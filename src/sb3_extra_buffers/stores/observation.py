@@ -40,7 +40,7 @@ _logger = logging.getLogger("sb3_extra_buffers")
 
 # observations written after which `auto` looks at its choice again: at each fourfold up to the last one
 _FIRST_LOOK, _LAST_LOOK, _NEVER = 1 << 10, 1 << 18, 1 << 62
-# a method that takes less than this share of the observations is kept without another trial
+# `delta` is kept without another trial where it takes less than this share of the observations
 _SMALL_SHARE = 0.05
 # consecutive observations of a run, and how much is read for a look
 _RUN, _LOOK_BYTES = 16, 6 << 20
@@ -322,8 +322,8 @@ class ObservationStore:
         if inner is None or now is None or not self._may_change(inner):
             return
         n_held = min(self._n_written, self.n_obs)
-        if inner.held_bytes < _SMALL_SHARE * n_held * self.spec.nbytes:
-            return
+        if now.method.endswith("delta") and inner.held_bytes < _SMALL_SHARE * n_held * self.spec.nbytes:
+            return  # no other method is as small and as fast
         try:
             runs, rows = self._sample_runs(inner)
             if not len(rows):
