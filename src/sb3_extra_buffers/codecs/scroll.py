@@ -10,14 +10,14 @@ from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.errors import CodecLevelError
 
 # level: (frames per segment, zstd level; 0 for LZ4)
-_LEVELS = {1: (8, 0), 2: (8, 1), 3: (32, 9)}
+_LEVELS = {1: (4, 0), 2: (8, 1), 3: (32, 9)}
 
 
 @dataclass(frozen=True, slots=True)
 class ScrollCodec(Codec):
     """Consecutive frames compressed together, for scrolling views and returning scenery.
 
-    Level 1 compresses 8 frames with LZ4, which decompresses fastest. Level 2 uses zstd, with a dictionary of earlier
+    Level 1 compresses 4 frames with LZ4, which decompresses fastest. Level 2 uses zstd, with a dictionary of earlier
     frames if that saves memory: smaller, and several times slower to read. Level 3 is for archives: 32 frames, and a
     higher level of zstd. ``frames`` sets the number of frames in a segment.
 

@@ -22,6 +22,7 @@ from sb3_extra_buffers.kernels.columns_numba import (
     tables_at,
 )
 from sb3_extra_buffers.kernels.compiling import compiled, entry, slow_entry
+from sb3_extra_buffers.kernels.intrinsics import load_word, store_word
 from sb3_extra_buffers.kernels.reading_numba import read_rows, work_bytes
 from sb3_extra_buffers.kernels.state import COMMITTED
 
@@ -109,9 +110,13 @@ def split_stack(observations: Any, frames: Any) -> None:
                 c[pixel] = flat[4 * pixel + 2]
                 d[pixel] = flat[4 * pixel + 3]
         else:
+            # whole words, each of which overwrites what is too much of the one before; bytes at the end of a frame
+            n_fast = pixels - 8 // unit - 1 if unit <= 8 else 0
             for j in range(stack):
                 frame = frames[r, j]
-                for pixel in range(pixels):
+                for pixel in range(n_fast):
+                    store_word(frame, pixel * unit, load_word(flat, (pixel * stack + j) * unit))
+                for pixel in range(max(n_fast, 0), pixels):
                     for byte in range(unit):
                         frame[pixel * unit + byte] = flat[(pixel * stack + j) * unit + byte]
 

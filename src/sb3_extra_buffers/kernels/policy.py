@@ -106,7 +106,7 @@ READ_COSTS: dict[str, ReadCosts] = {
     "none": ReadCosts(100, 0.06),
     "delta": ReadCosts(0, 0.0213, 0, 0.0754, 0.296, 0.0994),
     "delta-zstd": ReadCosts(3050, 0.0628, 0, 0.34, 0.56, 0.56),
-    "scroll": ReadCosts(0, 0.1, 0, 0.025, 1.2),
+    "scroll": ReadCosts(0, 0.1, 0, 0.05, 0.85),
     "scroll-zstd": ReadCosts(100, 0.000885, 0, 0.184, 1.12),
     "camera": ReadCosts(0, 0.193, 0, 0, 0.3),
     "zstd": ReadCosts(100, 0.268, 0, 0.0403, 1.21),
@@ -133,7 +133,7 @@ WRITE_COSTS: dict[str, WriteCosts] = {
 #: Per byte of a batch whose frames must be interleaved, because they are stacked along the last axis.
 JOIN_NS = 0.33
 #: Times of SB3's own buffer: per byte of an observation and its successor read and written, and per `add`.
-SB3_READ_NS, SB3_WRITE_NS, SB3_ADD_NS = 0.2, 0.15, 2000.0
+SB3_READ_NS, SB3_WRITE_NS, SB3_ADD_NS = 0.25, 0.15, 2000.0
 #: For codecs that were not measured; slower than any that was.
 UNKNOWN_READ, UNKNOWN_WRITE = ReadCosts(2000, 0.2, 20_000, 5.0), WriteCosts(20_000, 20.0)
 

@@ -41,7 +41,7 @@ _logger = logging.getLogger("sb3_extra_buffers")
 # numbers of written observations at which `auto` compares methods again: from the first to the last, each four times
 # the one before
 _FIRST_COMPARISON, _LAST_COMPARISON, _NEVER = 1 << 10, 1 << 18, 1 << 62
-# a method that takes less than this share of the uncompressed observations is kept without comparing again
+# `delta` is kept without comparing again where it takes less than this share of the uncompressed observations
 _SMALL_SHARE = 0.05
 # consecutive observations of a run, and how many bytes of observations are read to compare methods
 _RUN, _SAMPLE_BYTES = 16, 6 << 20
@@ -323,8 +323,8 @@ class ObservationStore:
         if inner is None or now is None or not self._may_change(inner):
             return
         n_held = min(self._n_written, self.n_obs)
-        if inner.held_bytes < _SMALL_SHARE * n_held * self.spec.nbytes:
-            return
+        if now.method.endswith("delta") and inner.held_bytes < _SMALL_SHARE * n_held * self.spec.nbytes:
+            return  # no other method is as small and as fast
         try:
             runs, rows = self._sample_runs(inner)
             if not len(rows):
