@@ -106,7 +106,7 @@ READ_COSTS: dict[str, ReadCosts] = {
     "none": ReadCosts(100, 0.06),
     "delta": ReadCosts(0, 0.0213, 0, 0.0754, 0.296, 0.0994),
     "delta-zstd": ReadCosts(3050, 0.0628, 0, 0.34, 0.56, 0.56),
-    "scroll": ReadCosts(0, 0.1, 0, 0.05, 0.85),
+    "scroll": ReadCosts(0, 0.06, 0, 0.12, 0.6),
     "scroll-zstd": ReadCosts(100, 0.000885, 0, 0.184, 1.12),
     "camera": ReadCosts(0, 0.193, 0, 0, 0.3),
     "zstd": ReadCosts(100, 0.268, 0, 0.0403, 1.21),
