@@ -93,3 +93,15 @@ def test_kernels_of_both_kinds_write_the_same_segments(method: str, compiled: bo
     write(other, frames)
     for segment in np.flatnonzero(store.heap.lengths).tolist():
         assert bytes(store.heap.read(segment)) == bytes(other.heap.read(segment))
+
+
+@pytest.mark.parametrize("stack", [2, 3, 4, 5])
+@pytest.mark.parametrize("shape", [(1, 1, 3), (1, 2, 3), (3, 5, 3), (9, 7, 3), (2, 3, 2), (4, 4, 8), (3, 3, 9)])
+def test_stacks_along_the_last_axis_are_joined(shape: tuple[int, ...], stack: int) -> None:
+    frames = np.random.default_rng(0).integers(0, 256, (40 + stack, *shape), np.uint8)
+    rows = np.stack([np.concatenate(list(frames[i : i + stack]), axis=-1) for i in range(40)])
+    layout = StackLayout(ObsSpec(rows.shape[1:], np.dtype(np.uint8)), stack, "last")
+    for method in ("none", "delta"):
+        store = make_store(layout, 40, 1, get_codec(method))
+        store.write(np.arange(40), np.zeros(40, np.int64), rows.reshape(40, -1))
+        np.testing.assert_array_equal(store.read(np.arange(40)), rows.reshape(40, -1))

@@ -176,16 +176,16 @@ def join_row(state: Any, frame_ids: Any, sets: Any, row: int, frames: Any, out: 
                 out[to + 4 * pixel + 3] = frames[at + 3 * size + pixel]
             continue
         # whole words, each of which overwrites the excess bytes of the one before; single bytes at the end of the row
-        n_fast = pixels - 8 // (stack * unit) - 1 if unit <= 8 else 0
-        if unit == 3 and stack == 4:
-            _join_colours(frames, at, size, out, to, n_fast)
-            to += 12 * n_fast
+        n_fast = max(pixels - 16 // (stack * unit) - 1, 0) if unit <= 8 else 0
+        if unit == 3 and stack <= 4:
+            _join_colours(frames, at, size, stack, out, to, n_fast)
+            to += 3 * stack * n_fast
         else:
             for pixel in range(n_fast):
                 for j in range(stack):
                     store_word(out, to, load_word(frames, at + j * size + pixel * unit))
                     to += unit
-        for pixel in range(max(n_fast, 0), pixels):
+        for pixel in range(n_fast, pixels):
             for j in range(stack):
                 for byte in range(unit):
                     out[to] = frames[at + j * size + pixel * unit + byte]
@@ -193,14 +193,22 @@ def join_row(state: Any, frame_ids: Any, sets: Any, row: int, frames: Any, out: 
 
 
 @inner
-def _join_colours(frames: Any, at: int, size: int, out: Any, to: int, n_pixels: int) -> None:
-    """Interleave pixels of four frames of three channels; writes up to four bytes more."""
+def _join_colours(frames: Any, at: int, size: int, stack: int, out: Any, to: int, n_pixels: int) -> None:
+    """Interleave pixels of two to four frames of three channels; writes up to seven bytes more."""
     for pixel in range(n_pixels):
-        a, b = load_word(frames, at + 3 * pixel), load_word(frames, at + size + 3 * pixel)
-        c, d = load_word(frames, at + 2 * size + 3 * pixel), load_word(frames, at + 3 * size + 3 * pixel)
-        c &= _COLOUR
-        store_word(out, to + 12 * pixel, a & _COLOUR | (b & _COLOUR) << _BITS_24 | c << _BITS_48)
-        store_word(out, to + 12 * pixel + 8, c >> _BITS_16 | d << _BITS_8)
+        source = at + 3 * pixel
+        word = load_word(frames, source) & _COLOUR | (load_word(frames, source + size) & _COLOUR) << _BITS_24
+        if stack > 2:
+            third = load_word(frames, source + 2 * size) & _COLOUR
+            word |= third << _BITS_48
+            third >>= _BITS_16
+            if stack > 3:
+                third |= load_word(frames, source + 3 * size) << _BITS_8
+            store_word(out, to, word)
+            store_word(out, to + 8, third)
+        else:
+            store_word(out, to, word)
+        to += 3 * stack
 
 
 @inner
