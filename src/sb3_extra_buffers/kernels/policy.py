@@ -120,7 +120,7 @@ WRITE_COSTS: dict[str, WriteCosts] = {
     "none": WriteCosts(5000, 0.6),
     "delta": WriteCosts(5640, 0, 8.85),
     "delta-zstd": WriteCosts(6540, 0, 8.81, 0.7),
-    "scroll": WriteCosts(16_400, 0, 34, 0.15),
+    "scroll": WriteCosts(10_000, 2.0, 10, 0.15),
     "scroll-zstd": WriteCosts(6200, 0.828, 3.16, 0.3),
     "camera": WriteCosts(11_900, 0, 4.04, 0.3),
     "zstd": WriteCosts(22_300, 1.66, 2.42),
