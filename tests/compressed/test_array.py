@@ -320,7 +320,7 @@ def test_other_shapes_are_refused_and_change_nothing(shape: tuple[int, ...]) -> 
         ({"compression_method": "delta", "compression_kwargs": {"frames": 2.5}}, CodecOptionError, "2.5"),
         ({"compression_method": "camera", "compression_kwargs": {"frames": "8"}}, CodecOptionError, "'8'"),
         ({"compression_method": "palette:auto"}, CodecOptionError, "auto"),
-        ({"prefer": "memory", "compression_kwargs": {"prefer": "speed"}}, CodecOptionError, "leave one"),
+        ({"prefer": "memory", "compression_kwargs": {"prefer": "speed"}}, CodecOptionError, "pass only one"),
         ({"compression_method": "auto", "compression_kwargs": {"level": 3}}, CodecOptionError, "auto"),
         (
             {"compression_method": "gzip", "decompression_kwargs": {"level": 3}},

@@ -166,6 +166,8 @@ def test_an_interrupt_leaves_no_lock_held(method: str) -> None:
 
 def test_an_interrupted_thread_waits_for_those_that_help_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """They decode from tables that the next write changes."""
+    # a shell starts background processes with SIGINT ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(workers, "n_workers", lambda: 2)
     here = threading.get_ident()
     helping, finished = threading.Event(), threading.Event()
