@@ -176,7 +176,7 @@ def test_hindsight_replay(n_steps: int) -> None:
             buffer.add(*step)
     assert_true(ours, theirs, min(n_steps, 40), "SB3's HerReplayBuffer")
     # each key has tables of a few hundred bytes, and observations have 6
-    assert ours.memory_usage().total < ours.memory_usage().dense + (3 * 350 if n_steps == 4 else 0)
+    assert ours.memory_usage().total <= ours.memory_usage().dense + (3 * 350 if n_steps == 4 else 0)
 
 
 def add_to_rollout(buffers: Any, space: Any, n_steps: int, **more: Any) -> None:

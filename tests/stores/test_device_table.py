@@ -21,6 +21,7 @@ from sb3_extra_buffers.stores.device_host import HostDecodedStore
 from sb3_extra_buffers.stores.device_table import DeviceTableStore
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.registry import find_store
+from tests.contracts.store import needs
 from tests.stores.test_device_raw import PLACES, Model
 
 Array = npt.NDArray[Any]
@@ -122,7 +123,7 @@ def test_indices_may_be_stored_as_differences(name: str) -> None:
         model.check()
 
 
-@pytest.mark.parametrize("inner", ["camera", "scroll"])
+@pytest.mark.parametrize("inner", ["camera", pytest.param("scroll", marks=needs("lz4"))])
 def test_a_host_store_expands_its_indices_itself(inner: str) -> None:
     layout = LAYOUTS["floats"]
     codec = get_codec(f"table:{inner}").bind(layout.frame_spec)

@@ -18,7 +18,7 @@ Frames = npt.NDArray[np.uint8]
 FRAME = ObsSpec((32, 32), np.dtype(np.uint8))
 
 
-def make(method: str, n_obs: int, compiled: bool = True, **options: Any) -> Any:
+def make(method: str, n_obs: int, compiled: bool | None = None, **options: Any) -> Any:
     codec = get_codec(method, **options).bind(FRAME)
     return make_store(StackLayout(FRAME), n_obs, 1, codec, compiled=compiled)
 
@@ -87,6 +87,7 @@ def test_noise_takes_no_more_than_it_is(method: str) -> None:
 @pytest.mark.parametrize("compiled", KERNELS)
 @pytest.mark.parametrize("method", [pytest.param("scroll", marks=needs("lz4")), "camera"])
 def test_kernels_of_both_kinds_write_the_same_segments(method: str, compiled: bool) -> None:
+    pytest.importorskip("numba")
     frames = np.cumsum(np.random.default_rng(0).integers(0, 2, (100, 32, 32), np.uint8), axis=0, dtype=np.uint8)
     store, other = make(method, 100, compiled), make(method, 100, not compiled)
     write(store, frames)

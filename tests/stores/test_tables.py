@@ -109,6 +109,7 @@ def test_tables_of_bytes_are_refused() -> None:
         get_codec("table:palette")
 
 
+@needs("zstd")
 def test_the_inner_method_is_part_of_the_method() -> None:
     assert get_codec("palette:zstd1") == get_codec("palette", inner="zstd1")
     array = CompressedArray(40, (9, 9), np.float32, compression_method="table:gzip1")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sb3_extra_buffers.codecs.registry import is_available
 from sb3_extra_buffers.errors import CorruptPayloadError
 from sb3_extra_buffers.kernels import FrameKernels, as_contiguous, camera, compiled_kernels
 from sb3_extra_buffers.kernels.camera import OVERREAD
@@ -65,6 +66,8 @@ def inflate(
     plain[:body_at] = payload[:body_at]
     plain[0] = 0
     if payload[0] == PACKED_ZSTD:
+        if not is_available("zstd"):
+            raise CorruptPayloadError("a segment says that it is compressed with zstd, but its store does not use zstd")
         from sb3_extra_buffers.codecs.zstd import decompress_bytes  # needs zstandard
 
         plain[body_at:] = np.frombuffer(decompress_bytes(payload[body_at:], size, dictionary), np.uint8)

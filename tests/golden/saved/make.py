@@ -51,7 +51,6 @@ MAKERS: dict[str, Golden] = {
     "replay-scroll": buffer("replay-scroll", 40),
     "replay-scroll2": buffer("replay-scroll2", 40),
     "replay-shared-frames": buffer("replay-dense", 40),
-    "replay-palette-table": buffer("replay-palette", 40),
     "replay-undecided": buffer("replay", 3),
     "dict-replay": buffer("dict"),
     "dict-replay-timeline": buffer("dict", 40),
