@@ -81,7 +81,7 @@ class Case:
         return f"{self.method}-{size}-{self.stack}{self.axis}{kind}"
 
 
-_PACKAGES = {"zstd": "zstd", "delta2": "zstd", "delta3": "zstd", "scroll": "lz4", "scroll2": "zstd"}
+_PACKAGES = {"zstd": "zstd", "delta2": "zstd", "delta3": "zstd", "scroll": "scroll", "scroll2": "zstd"}
 CASES = [
     pytest.param(case, id=str(case), marks=needs(_PACKAGES[case.method]) if case.method in _PACKAGES else ())
     for case in (

@@ -99,7 +99,7 @@ print(refused, changed, same)
             ("delta", 260, 1, 300, ""),  # lengths take four bytes
             ("delta2", 16, 4, 3000, "zstd"),
             ("none", 16, 4, 1500, ""),
-            ("scroll", 16, 4, 1500, "lz4"),
+            ("scroll", 16, 4, 1500, "scroll"),
             ("scroll2", 16, 4, 1500, "zstd"),
             ("camera", 16, 4, 1500, ""),
             ("camera", 90, 1, 600, ""),

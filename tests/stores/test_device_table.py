@@ -123,7 +123,7 @@ def test_indices_may_be_stored_as_differences(name: str) -> None:
         model.check()
 
 
-@pytest.mark.parametrize("inner", ["camera", pytest.param("scroll", marks=needs("lz4"))])
+@pytest.mark.parametrize("inner", ["camera", pytest.param("scroll", marks=needs("scroll"))])
 def test_a_host_store_expands_its_indices_itself(inner: str) -> None:
     layout = LAYOUTS["floats"]
     codec = get_codec(f"table:{inner}").bind(layout.frame_spec)

@@ -76,7 +76,7 @@ def test_dictionaries_are_dropped_when_nothing_refers_to_them() -> None:
     assert n_dictionaries * store.state.config.keyframe_bytes < 6 * 17 * size
 
 
-@pytest.mark.parametrize("method", [pytest.param("scroll", marks=needs("lz4")), "camera", "none"])
+@pytest.mark.parametrize("method", [pytest.param("scroll", marks=needs("scroll")), "camera", "none"])
 def test_noise_takes_no_more_than_it_is(method: str) -> None:
     frames = np.random.default_rng(0).integers(0, 256, (2000, 32, 32), np.uint8)
     store = make(method, len(frames))
@@ -85,7 +85,7 @@ def test_noise_takes_no_more_than_it_is(method: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", KERNELS)
-@pytest.mark.parametrize("method", [pytest.param("scroll", marks=needs("lz4")), "camera"])
+@pytest.mark.parametrize("method", [pytest.param("scroll", marks=needs("scroll")), "camera"])
 def test_kernels_of_both_kinds_write_the_same_segments(method: str, compiled: bool) -> None:
     pytest.importorskip("numba")
     frames = np.cumsum(np.random.default_rng(0).integers(0, 2, (100, 32, 32), np.uint8), axis=0, dtype=np.uint8)
