@@ -6,14 +6,12 @@ import contextlib
 import random
 import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from sb3_extra_buffers.stores import workers
 from sb3_extra_buffers.stores.observation import ObservationStore
 from tests.contracts.store import method_params
 from tests.stores.test_transactions import SPEC, contents, filled, stacks
@@ -162,26 +160,3 @@ def test_an_interrupt_leaves_no_lock_held(method: str) -> None:
         signal.signal(signal.SIGALRM, before)
     assert n_interrupted > 30
     store.check()
-
-
-def test_an_interrupted_thread_waits_for_those_that_help_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They decode from tables that the next write changes."""
-    # a shell starts background processes with SIGINT ignored
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(workers, "n_workers", lambda: 2)
-    here = threading.get_ident()
-    helping, finished = threading.Event(), threading.Event()
-
-    def work(first: int, stop: int) -> None:
-        if threading.get_ident() == here:
-            assert helping.wait(10)
-            return
-        helping.set()
-        time.sleep(0.05)  # until the other thread waits for this one
-        signal.pthread_kill(here, signal.SIGINT)
-        time.sleep(0.05)
-        finished.set()
-
-    with pytest.raises(KeyboardInterrupt):
-        workers.run_split(work, 2, 1)
-    assert finished.is_set()

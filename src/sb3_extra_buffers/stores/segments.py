@@ -38,12 +38,7 @@ from sb3_extra_buffers.stores.frame_tables import FREE_BATCH, FrameIds
 from sb3_extra_buffers.stores.frames import FrameStore, SavedFrames
 from sb3_extra_buffers.stores.layout import Frames, StackLayout
 from sb3_extra_buffers.stores.segment_format import check_headers, header_bytes, inflate, length_dtype, pack_frames
-from sb3_extra_buffers.stores.workers import run_split
-
-# seconds of decoding from which on other threads help, and what each one takes at a time
-_SPLIT_SECONDS = 500e-6
-_CHUNK_SECONDS = 150e-6
-
+from sb3_extra_buffers.stores.workers import run_split, split_seconds
 
 _NO_ADDRESSES = np.zeros(0, np.int64)
 
@@ -416,10 +411,11 @@ class SegmentStore(FrameStore):
             return damaged
 
         # how long a row takes depends on the machine and on what is stored; previous reads tell
-        if n_rows * self._row_seconds < _SPLIT_SECONDS or not self._kernels.compiled:
+        least, chunk = split_seconds()
+        if n_rows * self._row_seconds < least or not self._kernels.compiled:
             damaged = work(0, n_rows) if n_rows else -1
         else:
-            damaged = max(run_split(work, n_rows, max(int(_CHUNK_SECONDS / self._row_seconds), 1)))
+            damaged = max(run_split(work, n_rows, max(int(chunk / self._row_seconds), 1)))
         if damaged >= 0:
             raise CorruptPayloadError(f"segment {damaged} of the heap is damaged and cannot be decoded")
         return out

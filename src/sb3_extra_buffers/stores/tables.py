@@ -37,7 +37,7 @@ _OUTSIDE_METHOD = "delta"
 # the inner method of a palette, unless the user named one
 _DEFAULT_INNER = "delta"
 # bytes of output that a thread expands at a time
-_CHUNK_BYTES = 1 << 19
+_CHUNK_BYTES = 1 << 20
 # `auto` does not choose a table if more than this share of the first observations would be outside
 _MAX_OUTSIDE = 0.05
 # nor a palette if they have more colours than this: later observations would add others

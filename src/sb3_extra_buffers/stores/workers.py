@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+# GOMP_parallel(function, argument, number of threads, flags) of OpenMP calls a function in all threads of a team
+_Team = Callable[[Any, None, int, int], None]
+_TeamFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+# A team ends when its last thread does, even one that found nothing left to do because its core was busy. After a wait
+# of so many seconds for such a thread, the team is left alone for so many times as long: waiting then costs 2 %
+_LONG_WAIT = 200e-6
+_PAUSE_FACTOR = 50
 
 _pools: dict[int, ThreadPoolExecutor] = {}
+_teams: dict[str, _Team | None] = {}
+_pauses: dict[str, float] = {"torch": 0.0}  # when the team may be asked again
 
 
 def n_workers() -> int:
@@ -19,26 +35,125 @@ def n_workers() -> int:
     return max(min(os.cpu_count() or 1, 8), 1)
 
 
+def split_seconds() -> tuple[float, float]:
+    """Seconds of work from which on other threads help, and how much of it each one should take at a time."""
+    # torch's threads are often still awake
+    return (150e-6, 60e-6) if torch_team() else (500e-6, 150e-6)
+
+
 def run_split(work: Callable[[int, int], Result], n_rows: int, chunk: int) -> list[Result]:
     """Call ``work(first, stop)`` for every ``chunk`` of ``range(n_rows)``, in this thread and in others.
 
-    Each thread takes the next chunk when it has finished one. If the other cores are busy, as they are while torch's
-    threads spin, this thread does nearly everything itself and loses nothing.
+    Each thread takes the next chunk when it has finished one. The threads are torch's, if it has several. They wait
+    actively for some milliseconds after each calculation, during which any other threads would have to share cores
+    with them. Otherwise the threads are our own; if other cores are busy, this thread does nearly everything itself.
     """
     starts = iter(range(0, n_rows, chunk))  # next() is atomic
 
     def drain() -> list[Result]:
         return [work(first, min(first + chunk, n_rows)) for first in starts]
 
-    n_others = min(n_workers(), -(-n_rows // chunk)) - 1
-    if n_others <= 0:
+    n_chunks = -(-n_rows // chunk)
+    n_threads = min(n_workers(), n_chunks)
+    if n_threads <= 1:
         return drain()
+    team = torch_team()
+    if team is None:
+        return _run_in_pool(starts, n_threads, drain)
+    n_threads = min(n_threads, sys.modules["torch"].get_num_threads())
+    return _run_in_team(team, n_threads, starts, n_chunks, drain)
+
+
+# ---- torch's threads ----
+
+
+class _Kept(threading.local):
+    is_kept = False
+
+
+_kept = _Kept()
+
+
+def torch_team() -> _Team | None:
+    """GOMP_parallel of the OpenMP library that torch uses.
+
+    None if torch has a single thread or threads of another kind, if its threads were found to be busy, and outside the
+    main thread, since OpenMP has separate threads for each thread that asks.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "get_num_threads") or torch.get_num_threads() < 2:
+        return None
+    if perf_counter() < _pauses["torch"] or threading.get_ident() != threading.main_thread().ident:
+        return None
+    if "torch" not in _teams:
+        # finds symbols of the libraries that this one depends on as well
+        library = Path(torch.__path__[0]) / "lib" / "libtorch_cpu.so"
+        _teams["torch"] = getattr(ctypes.CDLL(str(library)), "GOMP_parallel", None) if library.exists() else None
+    return _teams["torch"]
+
+
+def _leave_team() -> None:
+    _teams["torch"] = None
+
+
+if hasattr(os, "register_at_fork"):
+    # threads do not survive a fork, but OpenMP would wait for them
+    os.register_at_fork(after_in_child=_leave_team)
+
+
+def _run_in_team(
+    team: _Team, n_threads: int, starts: Iterator[int], n_chunks: int, drain: Callable[[], list[Result]]
+) -> list[Result]:
+    results: list[Result] = []
+    problems: list[BaseException] = []
+    finished: list[float] = []
+
+    def in_thread() -> Iterator[None]:
+        try:
+            yield
+            if not _kept.is_kept:
+                # lets the interpreter keep what belongs to the thread, such as its contexts of zstd
+                ctypes.pythonapi.PyGILState_Ensure()
+                _kept.is_kept = True
+            done = drain()
+            results.extend(done)
+            if done:
+                finished.append(perf_counter())
+        except GeneratorExit:  # there were fewer threads
+            return
+        except BaseException as problem:
+            problems.append(problem)
+            for _ in starts:  # leave nothing to the other threads
+                pass
+        yield
+
+    # An interrupt must not be raised in a function that OpenMP calls, where it would be lost. A generator that is
+    # resumed within its `try` catches everything, and no other Python code runs
+    calls = [in_thread() for _ in range(n_threads)]
+    for call in calls:
+        next(call)
+    team(_TeamFunction(partial(next, map(next, calls))), None, n_threads, 0)
+    now = perf_counter()
+    waited = now - max(finished, default=now)
+    if waited > _LONG_WAIT:
+        _pauses["torch"] = now + _PAUSE_FACTOR * waited
+    if problems:
+        raise problems[0]
+    if len(results) < n_chunks:
+        raise KeyboardInterrupt  # was followed by another one before it was caught
+    return results
+
+
+# ---- threads of our own ----
+
+
+def _run_in_pool(starts: Iterator[int], n_threads: int, drain: Callable[[], list[Result]]) -> list[Result]:
     # threads do not survive a fork: a child process starts its own
     pool = _pools.get(os.getpid())
     if pool is None:
         _pools.clear()
         pool = _pools.setdefault(os.getpid(), ThreadPoolExecutor(n_workers(), "sb3-extra-buffers"))
-    others = [pool.submit(drain) for _ in range(n_others)]
+    others = [pool.submit(drain) for _ in range(n_threads - 1)]
     try:
         results = drain()
     finally:
