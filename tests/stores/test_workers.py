@@ -96,7 +96,7 @@ def test_no_interrupt_of_torch_threads_is_lost(threads: str) -> None:
     before = signal.signal(signal.SIGALRM, interrupt)
     n_interrupted = 0
     try:
-        for number in range(400):
+        for number in range(200):
             workers._pauses["torch"] = 0.0
             signal.setitimer(signal.ITIMER_REAL, 1e-5 + number % 40 * 5e-6)
             try:

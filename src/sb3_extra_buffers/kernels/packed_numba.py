@@ -35,13 +35,13 @@ unpack_camera, camera_work_bytes = compiled(camera.unpack_camera), compiled(came
 def read_packed(bound: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, zstd: Any) -> int:
     """`read_frames` for a store of whole frames."""
     state, ids, sets_, out_ = tables_at(bound), as_column(frame_ids), as_column(sets), as_column(out)
-    space = np.empty(_work_bytes(state, ids, sets_), np.uint8)
-    damaged = _read_rows(state, ids, sets_, out_, first, stop, as_column(space), as_column(zstd))
+    space = np.empty(packed_work_bytes(state, ids, sets_), np.uint8)
+    damaged = read_packed_rows(state, ids, sets_, out_, first, stop, as_column(space), as_column(zstd))
     return keep(space, damaged)
 
 
 @inner
-def _work_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
+def packed_work_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
     n_frames = sets.shape[0] * frame_ids.shape[1]
     unpacked = state.config.per_segment * state.config.frame_bytes + OVERRUN
     return 24 * n_frames + max(unpacked, _camera_bytes(state)) + joined_bytes(state, frame_ids, sets)
@@ -53,7 +53,9 @@ def _camera_bytes(state: Any) -> int:
 
 
 @inner
-def _read_rows(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, space: Any, zstd: Any) -> Any:
+def read_packed_rows(
+    state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, space: Any, zstd: Any
+) -> Any:
     """Decode rows ``first`` to ``stop``, each segment of a row once; return -1, or a damaged segment."""
     size, per_segment = state.config.frame_bytes, state.config.per_segment
     n_frames = sets.shape[0] * frame_ids.shape[1]

@@ -42,6 +42,14 @@ class CodeHash(NamedTuple):
     shift: np.uint64
 
 
+class Lookup(NamedTuple):
+    """How to expand bytes: to entries of ``table`` of ``unit`` bytes each, as `expand_rows` does."""
+
+    table: Bytes
+    unit: int
+    plane: int
+
+
 class TableKernels(NamedTuple):
     """The kernels of tables, compiled or not."""
 

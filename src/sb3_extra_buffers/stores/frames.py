@@ -125,16 +125,19 @@ class FrameStore(FrameTables):
 
     def read(self, indices: Indices) -> ByteRows:
         layout = self.layout
-        if self.dirty:
-            self.recover()
-        if self.validator is not None:
-            self.validator(indices)
-        sets = as_contiguous(indices if indices.ndim == 2 else indices.reshape(1, -1))
-        frames = self._decode(self.frame_ids, sets)
+        frames = self._decode(self.frame_ids, self._begin_read(indices))
         if layout.axis == "first" or self.joins_frames:
             return frames.reshape(*indices.shape, layout.spec.nbytes)
         rows = layout.join(frames.reshape(indices.size, layout.stack, layout.frame_bytes), self._kernels)
         return rows.reshape(*indices.shape, layout.spec.nbytes)
+
+    def _begin_read(self, indices: Indices) -> Indices:
+        """Return ``indices`` as `_decode` takes them, once all that they refer to may be read."""
+        if self.dirty:
+            self.recover()
+        if self.validator is not None:
+            self.validator(indices)
+        return as_contiguous(indices if indices.ndim == 2 else indices.reshape(1, -1))
 
     @property
     def joins_frames(self) -> bool:

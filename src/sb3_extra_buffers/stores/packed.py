@@ -206,10 +206,10 @@ class PackedStore(SegmentStore):
 
     # ---- reading ----
 
-    def _read_kernel(self) -> Callable[..., int]:
+    def _read_kernel(self, expands: bool) -> Callable[..., int]:
         if not self._kernels.compiled:
             return self._kernels.read_frames
-        read: Callable[..., int] = compiled_kernels("packed").read_packed
+        read: Callable[..., int] = compiled_kernels("expanded" if expands else "packed").read_packed
         return read
 
     def _inflate(self, payload: Bytes, segment: int) -> Bytes:

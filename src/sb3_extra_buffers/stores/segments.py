@@ -17,6 +17,7 @@ from sb3_extra_buffers.codecs.registry import get_codec, is_available
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError
 from sb3_extra_buffers.kernels import policy
+from sb3_extra_buffers.kernels.dispatch import compiled_kernels
 from sb3_extra_buffers.kernels.frames import is_full
 from sb3_extra_buffers.kernels.policy import ReadWork, read_ns, write_ns
 from sb3_extra_buffers.kernels.state import (
@@ -31,6 +32,7 @@ from sb3_extra_buffers.kernels.state import (
     Bytes,
     FrameState,
 )
+from sb3_extra_buffers.kernels.tables import Lookup
 from sb3_extra_buffers.stores.arena import SLACK, lengthen
 from sb3_extra_buffers.stores.base import Array, Indices, Trial
 from sb3_extra_buffers.stores.checks import require, whole
@@ -395,18 +397,25 @@ class SegmentStore(FrameStore):
 
     # ---- reading ----
 
-    def _decode(self, frame_ids: FrameIds, sets: Indices) -> Bytes:
-        out = np.empty(sets.size * frame_ids.shape[1] * self.layout.frame_bytes, np.uint8)
+    def read_units(self, indices: Indices, lookup: Lookup) -> ByteRows:
+        """`read`, with each byte replaced by the entry of a table. Needs compiled kernels."""
+        units = self._decode(self.frame_ids, self._begin_read(indices), lookup)
+        return units.reshape(indices.size, self.layout.spec.nbytes * lookup.unit)
+
+    def _decode(self, frame_ids: FrameIds, sets: Indices, lookup: Lookup | None = None) -> Bytes:
+        n_bytes = sets.size * frame_ids.shape[1] * self.layout.frame_bytes
+        out = np.empty(n_bytes if lookup is None else n_bytes * lookup.unit, np.uint8)
         tables = self._tables() if self._bound is None else self._bound
         if self._n_packed:
             local, frame_ids, sets = self._unpacked(frame_ids, sets)
             tables = self._kernels.bind_state(local, {})
-        read, zstd = self._read_kernel(), self._zstd_level
-        n_rows = sets.shape[1]
+        read, zstd = self._read_kernel(lookup is not None), self._zstd_level
+        n_rows, options = sets.shape[1], () if lookup is None else lookup
 
         def work(first: int, stop: int) -> int:
             began = perf_counter()
-            damaged: int = read(tables, frame_ids, sets, out, first, stop, _zstd_addresses() if zstd else _NO_ADDRESSES)
+            addresses = _zstd_addresses() if zstd else _NO_ADDRESSES
+            damaged: int = read(tables, frame_ids, sets, out, first, stop, addresses, *options)
             self._row_seconds = min(1.05 * self._row_seconds, (perf_counter() - began) / (stop - first))
             return damaged
 
@@ -424,8 +433,10 @@ class SegmentStore(FrameStore):
     def joins_frames(self) -> bool:
         return self._kernels.compiled
 
-    def _read_kernel(self) -> Callable[..., int]:
-        return self._kernels.read_frames
+    def _read_kernel(self, expands: bool) -> Callable[..., int]:
+        """The kernel that reads frames, and looks up their bytes in a table if it ``expands`` them."""
+        read: Callable[..., int] = compiled_kernels("expanded").read_frames if expands else self._kernels.read_frames
+        return read
 
     def _unpacked(self, frame_ids: FrameIds, sets: Indices) -> tuple[FrameState, FrameIds, Indices]:
         """Tables, frame ids and indices of the same frames, in which every segment is decompressed."""

@@ -23,6 +23,7 @@ from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.registry import find_store, make_store
 from sb3_extra_buffers.stores.restore import fill_from, pack_payloads, read_layout
+from sb3_extra_buffers.stores.segments import SegmentStore
 from sb3_extra_buffers.stores.unit_table import Geometry, UnitTable, find_geometry
 from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.stores.workers import run_split
@@ -230,13 +231,10 @@ class TableStore(Store):
         if self.dirty:
             self.recover()
         nbytes = self.layout.spec.nbytes
-        mapped = self.inner.read(indices).reshape(-1, self._n_units)
-        out = np.empty((indices.size, nbytes), np.uint8)
-
-        def work(first: int, stop: int) -> None:
-            self.table.expand(mapped, out, first, stop)
-
-        run_split(work, len(out), max(_CHUNK_BYTES // nbytes, 1))
+        if isinstance(self.inner, SegmentStore) and self.inner.joins_frames:
+            out = self.inner.read_units(indices, self.table.lookup)
+        else:
+            out = self._expand(self.inner.read(indices).reshape(-1, self._n_units))
         places = self.places[indices.reshape(-1)]
         if places.size and (places.min() == _UNWRITTEN or places.max() == _OUTSIDE):
             out[places == _UNWRITTEN] = 0
@@ -244,6 +242,16 @@ class TableStore(Store):
             if self.outside is not None and is_outside.any():
                 out[is_outside] = self.outside.read(indices.reshape(-1)[is_outside])
         return out.reshape(*indices.shape, nbytes)
+
+    def _expand(self, mapped: ByteRows) -> ByteRows:
+        nbytes = self.layout.spec.nbytes
+        out = np.empty((len(mapped), nbytes), np.uint8)
+
+        def work(first: int, stop: int) -> None:
+            self.table.expand(mapped, out, first, stop)
+
+        run_split(work, len(out), max(_CHUNK_BYTES // nbytes, 1))
+        return out
 
     # ---- reports ----
 

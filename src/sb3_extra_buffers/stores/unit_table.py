@@ -17,6 +17,7 @@ from sb3_extra_buffers.kernels.tables import (
     ENTRY_BYTES,
     CodeHash,
     Codes,
+    Lookup,
     TableKernels,
     codes_of,
     hash_codes,
@@ -238,7 +239,12 @@ class UnitTable:
 
     def expand(self, indices: npt.NDArray[np.uint8], out: ByteRows, first: int, stop: int) -> None:
         """Set rows ``first`` to ``stop`` of ``out`` to the units of ``indices``, ``[row, unit]``."""
-        self._kernels.expand_rows(indices, self._entries.expanded, self.unit, self.plane, first, stop, out)
+        self._kernels.expand_rows(indices, *self.lookup, first, stop, out)
+
+    @property
+    def lookup(self) -> Lookup:
+        """What kernels need to expand indices."""
+        return Lookup(self._entries.expanded, self.unit, self.plane)
 
     # ---- saving ----
 
