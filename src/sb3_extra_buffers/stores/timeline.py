@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import HeapFullError, IndexOutOfRangeError
 from sb3_extra_buffers.kernels import as_contiguous, timeline_kernels
 from sb3_extra_buffers.kernels.timeline import COUNT, N_OBS, N_STREAMS, N_TOUCHED, TimelineTables, rebuild
-from sb3_extra_buffers.stores.arena import resident_bytes
+from sb3_extra_buffers.stores.arena import resident_bytes, zeros
 from sb3_extra_buffers.stores.base import Array, Indices, Store
 from sb3_extra_buffers.stores.checks import column, require, whole, within
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -161,7 +162,7 @@ class TimelineStore(Store):
             is_aside=np.zeros_like(old.is_aside),
             slots=np.zeros(_table_size(capacity), np.int32),
             keys=np.zeros(capacity, np.int64),
-            aside=np.zeros((capacity, old.aside.shape[1]), np.uint8),
+            aside=_new_aside(capacity, old.aside.shape[1]),
         )
         tables.keys[:count], tables.aside[:count] = old.keys[:count], old.aside[:count]
         rebuild(tables)
@@ -374,13 +375,19 @@ def _make_tables(
         is_aside=np.zeros(-(-n_each // 8), np.uint8),
         slots=np.zeros(_table_size(capacity), np.int32),
         keys=np.zeros(capacity, np.int64),
-        aside=np.zeros((capacity, row_bytes), np.uint8),
+        aside=_new_aside(capacity, row_bytes),
         counters=counters,
     )
     if aside is not None:
         tables.keys[:count], tables.aside[:count] = keys, aside
         rebuild(tables)
     return tables
+
+
+def _new_aside(capacity: int, row_bytes: int) -> ByteRows:
+    """Space for rows aside. Not from ``malloc``, which would write zeros to memory that it uses again."""
+    shape = capacity, row_bytes
+    return zeros(shape, np.uint8) if capacity * row_bytes >= mmap.PAGESIZE else np.zeros(shape, np.uint8)
 
 
 def _table_size(capacity: int) -> int:
