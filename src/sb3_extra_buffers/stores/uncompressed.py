@@ -1,4 +1,4 @@
-"""What stores of uncompressed observations have in common: undoing a write, and a limit of their bytes."""
+"""The common part of stores of uncompressed observations: undoing a write, and a limit of their bytes."""
 
 from __future__ import annotations
 
