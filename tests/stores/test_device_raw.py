@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.stores.device_base import DevicePlace, DeviceRing, IndexBatch
 from sb3_extra_buffers.stores.device_shared import DeviceSharedStore
 from sb3_extra_buffers.stores.device_timeline import DeviceTimelineStore
@@ -176,6 +177,28 @@ def test_a_plan_that_is_dropped_leaves_no_trace(name: str, place: tuple[str, boo
             model.store.plan(i % 7, Episodes(LAYOUTS[name], 2, seed=i).step())
         model.write(i % 7, episodes.step())
         model.check()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["camera", "stack"])
+def test_a_refused_step_costs_no_memory(name: str, place: tuple[str, bool, bool]) -> None:
+    layout = LAYOUTS[name]
+    model, undisturbed = (Model(make(layout, 40, 2, 2, place)) for _ in range(2))
+    episodes = Episodes(layout, 2, p_end=0.0)
+    for i in range(40):
+        batches = episodes.step()
+        for wrong, message in (
+            (batches[:1], "expected 2 batches, one per set, got 1"),
+            ([batches[0], batches[1][:1]], "each of 2 streams, got 1"),
+            ([batches[0], batches[1][:, 1:]], "expected a batch of"),
+        ):
+            with pytest.raises(SpecMismatchError, match=message):
+                model.store.plan(i, wrong)
+        model.write(i, batches)
+        undisturbed.write(i, batches)
+    model.check()
+    # obs is still known to equal the next_obs of the step before, and is not stored twice
+    assert model.store.memory_usage().payload == undisturbed.store.memory_usage().payload
 
 
 @pytest.mark.parametrize("place", PLACES)

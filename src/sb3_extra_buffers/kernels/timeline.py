@@ -88,6 +88,11 @@ def find(tables: TimelineTables, key: int) -> int:
     return at
 
 
+def row_aside(tables: TimelineTables, key: int) -> int:
+    """The row of ``aside`` with ``key``, which must be aside."""
+    return int(tables.slots[find(tables, key)]) - 1
+
+
 def link(tables: TimelineTables, key: int, row: int) -> None:
     """Enter row ``row`` of ``aside`` into the hash table."""
     at = home(tables.slots, key)
@@ -113,7 +118,7 @@ def unlink(tables: TimelineTables, at: int) -> None:
 def put_aside(tables: TimelineTables, key: int, source: Bytes, row: int) -> None:
     """Keep ``source[row]`` as next observation ``key``; there must be space for it."""
     if is_set(tables.is_aside, key):
-        copy_row(tables.aside, int(tables.slots[find(tables, key)]) - 1, source, row)
+        copy_row(tables.aside, row_aside(tables, key), source, row)
         return
     count = int(tables.counters[COUNT])
     copy_row(tables.aside, count, source, row)
@@ -138,6 +143,12 @@ def drop_aside(tables: TimelineTables, key: int) -> None:
     tables.counters[COUNT] = last
 
 
+def following(tables: TimelineTables, i: int) -> int:
+    """The observation that follows observation ``i`` in its stream: next observation ``i``, unless that is aside."""
+    after = i + int(tables.counters[N_STREAMS])
+    return after - int(tables.counters[N_OBS]) if after >= int(tables.counters[N_OBS]) else after
+
+
 # ---- writing ----
 
 
@@ -148,8 +159,7 @@ def write_obs(tables: TimelineTables, i: int, source: Bytes, row: int) -> None:
     if before < 0:
         before += int(counters[N_OBS])
     if is_set(tables.is_aside, before):
-        kept = int(tables.slots[find(tables, before)]) - 1
-        is_shared = is_same_row(tables.aside, kept, source, row)
+        is_shared = is_same_row(tables.aside, row_aside(tables, before), source, row)
         copy_row(tables.rows, i, source, row)
         if is_shared:
             drop_aside(tables, before)
@@ -162,10 +172,7 @@ def write_obs(tables: TimelineTables, i: int, source: Bytes, row: int) -> None:
 
 def write_next(tables: TimelineTables, i: int, source: Bytes, row: int) -> None:
     """Set next observation ``i``."""
-    after = i + int(tables.counters[N_STREAMS])
-    if after >= int(tables.counters[N_OBS]):
-        after -= int(tables.counters[N_OBS])
-    if not is_same_row(tables.rows, after, source, row):
+    if not is_same_row(tables.rows, following(tables, i), source, row):
         put_aside(tables, i, source, row)
     elif is_set(tables.is_aside, i):
         drop_aside(tables, i)
@@ -220,7 +227,7 @@ def read_rows(tables: TimelineTables, indices: Ints, out: Bytes) -> int:
     keys = at[numbers]
     is_aside = (tables.is_aside[keys >> 3] >> (keys & 7).astype(np.uint8)) & 1
     for number in numbers[is_aside != 0].tolist():
-        out[number] = tables.aside[int(tables.slots[find(tables, int(at[number]))]) - 1]
+        out[number] = tables.aside[row_aside(tables, int(at[number]))]
     return -1
 
 

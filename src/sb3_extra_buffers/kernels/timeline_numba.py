@@ -5,6 +5,7 @@ Everything that Python calls is defined in this file, so that `kernels.dispatch`
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -106,20 +107,18 @@ def _is_same_row(rows: Any, row: Any, others: Any, other: Any) -> bool:
 
 use_reference(reference)
 _write_obs, _write_next, _write_rows = map(compiled, (reference.write_obs, reference.write_next, reference.write_rows))
-_find, _is_set = compiled(reference.find), compiled(reference.is_set)
+_is_set, _row_aside, _following = map(compiled, (reference.is_set, reference.row_aside, reference.following))
 
 
 @inner
-def _next_row(tables: Any, i: Any) -> int:
-    """The address of next observation ``i``."""
+def _copy_next(target: Any, begin: Any, tables: Any, i: Any) -> None:
+    """Copy next observation ``i`` to ``target``, from byte ``begin`` on."""
     size = tables.rows.shape[1]
     if _is_set(tables.is_aside, i):
-        row = np.int64(tables.slots[_find(tables, i)]) - 1
-        return address_of(tables.aside, row * size)
-    after = i + tables.counters[N_STREAMS]
-    if after >= tables.counters[N_OBS]:
-        after -= tables.counters[N_OBS]
-    return address_of(tables.rows, after * size)
+        address = address_of(tables.aside, _row_aside(tables, i) * size)
+    else:
+        address = address_of(tables.rows, _following(tables, i) * size)
+    copy_bytes(target, begin, _bytes_at(address, (size,)), 0, size)
 
 
 @entry
@@ -137,7 +136,7 @@ def read_rows(bound: Any, indices: Any, out: Any) -> int:
         if index < 0 or index >= n_all:
             return number
         if n_obs <= index < 2 * n_obs:
-            copy_bytes(target, number * size, _bytes_at(_next_row(tables, index - n_obs), (size,)), 0, size)
+            _copy_next(target, number * size, tables, index - n_obs)
         else:
             copy_bytes(target, number * size, tables.rows, (index - n_obs if index >= n_obs else index) * size, size)
     return -1
@@ -158,7 +157,7 @@ def read_pairs(bound: Any, steps: Any, streams: Any, base: int, out: Any) -> int
             return number
         i = step * n_streams + stream
         if base:
-            copy_bytes(out, number * size, _bytes_at(_next_row(tables, i), (size,)), 0, size)
+            _copy_next(out, number * size, tables, i)
         else:
             copy_bytes(out, number * size, tables.rows, i * size, size)
     return -1
@@ -233,11 +232,6 @@ def _write_arrays(plan: Any, position: Any, obs: Any, next_obs: Any, action: Any
     return 1
 
 
-# The fast path of `add`: write a step of a single key, without truncations, from the arrays passed to `add`. Returns 1,
-# or 0 if an array does not have the shape of a step; then nothing has been changed. numba checks dtypes faster than
-# Python does, so there is a kernel for each combination of dtypes, not one with several signatures: see `entry`.
-
-
 @inner
 def _fits(plan: Any, obs: Any, next_obs: Any, n_action_bytes: Any) -> bool:
     size = _int64_at(plan[PLAN_KEYS], (14,))[2]
@@ -245,10 +239,11 @@ def _fits(plan: Any, obs: Any, next_obs: Any, n_action_bytes: Any) -> bool:
     return fits and obs.shape[1] == next_obs.shape[1] and n_action_bytes == plan[PLAN_ENVS] * plan[PLAN_ACTION_BYTES]
 
 
-@entry
-def write_float32_float32(
-    plan: Any, position: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any
-) -> int:
+def _write_direct(plan: Any, position: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any) -> int:
+    """The fast path of `add`: write a step of a single key, without truncations, from the arrays passed to `add`.
+
+    Returns 1, or 0 if an array does not have the shape of a step; then nothing has been changed.
+    """
     plan = as_column(plan)
     if not _fits(plan, obs, next_obs, action.size * action.itemsize):
         return 0
@@ -257,41 +252,23 @@ def write_float32_float32(
     )
 
 
-@entry
-def write_float64_float32(
-    plan: Any, position: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any
-) -> int:
-    plan = as_column(plan)
-    if not _fits(plan, obs, next_obs, action.size * action.itemsize):
-        return 0
-    return _write_arrays(
-        plan, position, as_column(obs), as_column(next_obs), as_column(action), as_column(reward), as_column(done)
-    )
+def _direct_entry(obs_dtype: str, action_dtype: str) -> Any:
+    """`_write_direct` under a name of its own, by which numba caches it: `entry` allows one signature for each."""
+    name = f"write_{obs_dtype}_{action_dtype}"
+    copy = FunctionType(_write_direct.__code__, globals(), name)
+    copy.__qualname__ = name
+    return entry(copy)
 
 
-@entry
-def write_float32_int64(plan: Any, position: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any) -> int:
-    plan = as_column(plan)
-    if not _fits(plan, obs, next_obs, action.size * action.itemsize):
-        return 0
-    return _write_arrays(
-        plan, position, as_column(obs), as_column(next_obs), as_column(action), as_column(reward), as_column(done)
-    )
-
-
-@entry
-def write_float64_int64(plan: Any, position: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any) -> int:
-    plan = as_column(plan)
-    if not _fits(plan, obs, next_obs, action.size * action.itemsize):
-        return 0
-    return _write_arrays(
-        plan, position, as_column(obs), as_column(next_obs), as_column(action), as_column(reward), as_column(done)
-    )
+# a kernel for each combination of dtypes: numba checks dtypes faster than Python does
+_DIRECT = {
+    (obs, action): _direct_entry(obs, action) for obs in ("float32", "float64") for action in ("float32", "int64")
+}
 
 
 def direct_kernel(plan: Any, obs: Any, action: Any) -> Any:
     """The kernel for steps of these dtypes, which raises `TypeError` for arrays of any other kind; None without one."""
-    kernel: Any = globals().get(f"write_{obs.dtype}_{action.dtype}")
+    kernel = _DIRECT.get((str(obs.dtype), str(action.dtype)))
     if kernel is None or obs.ndim != 2:
         return None
     if not kernel.signatures:
@@ -357,7 +334,7 @@ def read_batch(
                 _prefetch(address_of(tables.rows, (ahead + n_envs) * size))
             i = steps[number] * n_envs + envs[number]
             copy_bytes(out, begin + number * size, tables.rows, i * size, size)
-            copy_bytes(out, next_begin + number * size, _bytes_at(_next_row(tables, i), (size,)), 0, size)
+            _copy_next(out, next_begin + number * size, tables, i)
         begin = next_begin + _aligned(count * size)
     n_all = n_steps * n_envs
     size = plan[PLAN_ACTION_BYTES]

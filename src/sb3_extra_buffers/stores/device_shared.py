@@ -11,15 +11,13 @@ import numpy.typing as npt
 import torch
 
 from sb3_extra_buffers.codecs.base import Codec
-from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.kernels.gather_torch import read_frames_reference
-from sb3_extra_buffers.kernels.launcher import Columns
-from sb3_extra_buffers.stores import device_base
-from sb3_extra_buffers.stores.device_base import AttributeWrite, DeviceRing, DeviceStore, IndexBatch
+from sb3_extra_buffers.stores.device_base import DeviceRing, IndexBatch
 from sb3_extra_buffers.stores.device_layout import join_frames
 from sb3_extra_buffers.stores.device_pieces import Pieces, SlotChange, SlotPool, Slots, word_dtype
+from sb3_extra_buffers.stores.device_uncompressed import StagedWrite, UncompressedDeviceStore
 from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.staging import Lease, Staging, StagingLayout, torch_dtype
+from sb3_extra_buffers.stores.staging import Lease
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 __all__ = ["DeviceSharedStore"]
@@ -27,16 +25,12 @@ __all__ = ["DeviceSharedStore"]
 Array = npt.NDArray[Any]
 
 _INT64, _INT32 = np.dtype(np.int64), np.dtype(np.int32)
-# bytes of staged rows that the device may not have read yet; a single step may have more
-_STAGED_BYTES = 8 << 20
 # the slot of the frame of zeros, and a marker for frames without a slot
 _ZEROS, _NEW = 0, -(1 << 31)
 
 
-class _SharedWrite(AttributeWrite):
-    """A staged step; committing it is idempotent."""
-
-    __slots__ = ("change", "counts", "ids", "lease", "new", "step", "touched")
+class _SharedWrite(StagedWrite):
+    __slots__ = ("counts", "new", "touched")
 
     def __init__(
         self,
@@ -48,11 +42,11 @@ class _SharedWrite(AttributeWrite):
         touched: Slots,
         counts: Slots,
     ) -> None:
-        self.lease, self.step, self.new, self.change = lease, step, new, change
+        self.new = new
         # slots whose reference counts change, and their new counts
         self.touched, self.counts = touched, counts
         _, ids, frames = lease.arrays
-        super().__init__(store, {"_last": frames[-1], "_last_ids": ids[-1].copy()})
+        super().__init__(store, lease, step, change, {"_last": frames[-1], "_last_ids": ids[-1].copy()})
 
     def commit(self) -> None:
         store: DeviceSharedStore = self.owner
@@ -63,7 +57,7 @@ class _SharedWrite(AttributeWrite):
         super().commit()
 
 
-class DeviceSharedStore(DeviceStore):
+class DeviceSharedStore(UncompressedDeviceStore):
     """Uncompressed frames, each stored once; ``place.pinned`` keeps them in pinned host memory.
 
     An observation is ``stack`` slot numbers. The host compares each row with the previous one of its stream and sends
@@ -76,16 +70,15 @@ class DeviceSharedStore(DeviceStore):
         self, ring: DeviceRing, layout: StackLayout, codec: Codec | None = None, *unused: Any,
         triton: bool | None = None,
     ) -> None:  # fmt: skip
-        self.ring, self.layout = ring, layout
-        place, n_streams, stack = ring.place, ring.n_streams, layout.stack
-        self.device = place.device
-        self._triton = self.device.type == "cuda" and device_base.has_triton() if triton is None else triton
+        self._use_ring(ring, triton)
+        self.layout = layout
+        n_streams, stack = ring.n_streams, layout.stack
         dtype = _frame_word(layout)
         # the worst case: every frame is new, and those of the overwritten step are still in use
         max_slots = 1 + (ring.n_steps + 1) * n_streams * ring.n_sets * stack
         expected = (ring.n_steps + stack) * n_streams
         n_words = layout.frame_bytes // dtype.itemsize
-        self._frames = Pieces(max_slots, expected, 1, n_words, dtype, place, self._triton)
+        self._frames = Pieces(max_slots, expected, 1, n_words, dtype, ring.place, self._triton)
         self._frames.reserve(0, 1)
         self._frames.row(_ZEROS).zero_()
         lead = (ring.n_sets, ring.n_steps, n_streams)
@@ -107,51 +100,34 @@ class DeviceSharedStore(DeviceStore):
         self._word = _frame_word(self.layout)
         lead = (ring.n_sets, ring.n_streams, stack)
         n_frames = math.prod(lead)
-        # the last rows must stay as they are while the next step is staged
-        depth = min(max(_STAGED_BYTES // max(ring.n_sets * ring.n_streams * ring.spec.nbytes, 1), 3), 8)
-        self._staging = Staging(self.device, depth)
-        self._staging_layout = StagingLayout(
-            ((1 + 2 * n_frames,), _INT64), (lead, _INT32), ((*lead, self._frames.n_words), self._word)
-        )
-        self._bound_kernels: Any = None
+        parts = ((1 + 2 * n_frames,), _INT64), (lead, _INT32), ((*lead, self._frames.n_words), self._word)
+        self._set_up_staging(ring.n_sets * ring.n_streams * ring.spec.nbytes, *parts)
         # [set, stream, stack]: ids of frames that have no slot yet, by their number in the staging memory
         self._numbers = -1 - np.arange(n_frames, dtype=np.int32).reshape(lead)
         # counts references to some slots at a time
         self._tally = np.zeros(self._frames.max_rows, np.int32)
-        # the last row of each stream, in staging memory, and the slots of its frames; None if they are unknown
-        self._last: Array | None = None
+        # the slots of the frames of the last rows
         self._last_ids: Slots | None = None
 
-    @property
-    def kernels(self) -> Any:
-        """The Triton kernels, bound to the tables."""
-        if self._bound_kernels is None:
-            from sb3_extra_buffers.kernels.gather_triton import FrameGather  # optional: needs Triton
+    def _bind_kernels(self) -> Any:
+        from sb3_extra_buffers.kernels.gather_triton import FrameGather  # optional: needs Triton
 
-            ring, frames, layout = self.ring, self._frames, self.layout
-            unit = frames.n_words
-            if layout.axis == "last":
-                unit = layout.spec.nbytes // math.prod(layout.spec.shape[:-1]) // layout.stack // frames.itemsize
-            self._bound_kernels = FrameGather(
-                frames.addresses, self.frame_ids, frames.dtype, frames.n_words, unit, ring.n_steps, ring.n_streams,
-                ring.n_sets, frames.per_piece,
-            )  # fmt: skip
-        return self._bound_kernels
+        ring, frames, layout = self.ring, self._frames, self.layout
+        unit = frames.n_words
+        if layout.axis == "last":
+            unit = layout.spec.nbytes // math.prod(layout.spec.shape[:-1]) // layout.stack // frames.itemsize
+        return FrameGather(
+            frames.addresses, self.frame_ids, frames.dtype, frames.n_words, unit, ring.n_steps, ring.n_streams,
+            ring.n_sets, frames.per_piece,
+        )  # fmt: skip
 
     # ---- writing ----
 
-    def plan(self, step: int, batches: Sequence[Array]) -> _SharedWrite:
-        ring = self.ring
-        if len(batches) != ring.n_sets:
-            raise SpecMismatchError(f"expected {ring.n_sets} batches, one per set, got {len(batches)}")
-        # unknown until this write is committed: the staging memory of the last rows may be used again
-        last, self._last = self._last, None
-        lease = self._staging.acquire(self._staging_layout)
-        job, ids, frames = lease.arrays
+    def _plan_rows(self, step: int, batches: Sequence[Array], last: Array | None, lease: Lease) -> _SharedWrite:
+        _, ids, frames = lease.arrays
         last_ids = self._last_ids
         for which, batch in enumerate(batches):
-            batch = self._checked(batch)
-            is_last = which == ring.n_sets - 1
+            is_last = which == len(batches) - 1
             # fast path: obs usually equals the last next_obs, and need not be staged then
             if not is_last and last is not None and self._equals(batch, last):
                 ids[which] = last_ids
@@ -160,24 +136,7 @@ class DeviceSharedStore(DeviceStore):
             self._stage(batch, rows)
             ids[which] = _find_frames(rows, self._numbers[which], last, last_ids, likely_shifted=is_last)
             last, last_ids = rows, ids[which]
-        write = self._plan_slots(lease, step)
-        if self._triton:
-            job[0] = step
-            n_new = len(write.new)
-            if n_new:
-                job[1 : 1 + 2 * n_new : 2] = write.new
-                job[2 : 2 + 2 * n_new : 2] = [self._frames.address(slot) for slot in write.change.taken.tolist()]
-            _ = self.kernels  # this can fail; the launch cannot
-        return write
-
-    def _checked(self, batch: Array) -> Array:
-        """``batch`` in the dtype and shape of the ring, or an error."""
-        spec, n_streams = self.ring.spec, self.ring.n_streams
-        if batch.shape != (n_streams, *spec.shape) or batch.dtype != spec.dtype:
-            batch = spec.to_batch(batch)
-            if len(batch) != n_streams:
-                raise SpecMismatchError(f"expected an observation for each of {n_streams} streams, got {len(batch)}")
-        return batch
+        return self._plan_slots(lease, step)
 
     def _equals(self, batch: Array, last: Array) -> bool:
         """Whether ``batch`` equals the last rows; False if comparing would be slow."""
@@ -216,12 +175,17 @@ class DeviceSharedStore(DeviceStore):
         change = self.slots.plan(taken, np.unique(freed) if len(freed) > 1 else freed)
         return _SharedWrite(self, lease, step, distinct, change, touched, tally[touched])
 
-    def launch(self, write: _SharedWrite) -> None:
-        """Write a step to the device; with Triton, by a single launch."""
-        if self._triton:
-            self.kernels.write(*write.lease.tensors, len(write.new))
-            self._staging.release(write.lease)
-            return
+    def _pack_job(self, write: _SharedWrite) -> None:
+        job, n_new = write.lease.arrays[0], len(write.new)
+        job[0] = write.step
+        if n_new:
+            job[1 : 1 + 2 * n_new : 2] = write.new
+            job[2 : 2 + 2 * n_new : 2] = [self._frames.address(slot) for slot in write.change.taken.tolist()]
+
+    def _launch_kernel(self, write: _SharedWrite) -> None:
+        self.kernels.write(*write.lease.tensors, len(write.new))
+
+    def _write_reference(self, write: _SharedWrite) -> None:
         frames = self._frames.whole
         _, ids, staged = write.lease.arrays
         if len(write.new):
@@ -244,23 +208,6 @@ class DeviceSharedStore(DeviceStore):
         # pinned frames are in host memory
         found = read_frames_reference(frames, self.frame_ids.to(frames.device), wanted.to(frames.device))
         return join_frames(found.view(torch.uint8).to(self.device), layout)
-
-    def _empty(self, lead: tuple[int, ...]) -> torch.Tensor:
-        spec = self.ring.spec
-        return torch.empty((*lead, *spec.shape), dtype=torch_dtype(spec.dtype), device=self.device)
-
-    @property
-    def can_read_batch(self) -> bool:
-        return self._triton
-
-    def read_batch(self, lease: Lease) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Copy observations and the columns that belong to them in one launch, see `DeviceFrameStore.read_batch`."""
-        indices, floats_from, actions_from = lease.tensors
-        observations = self._empty(indices.shape)
-        floats = torch.empty(floats_from.shape, dtype=torch.float32, device=self.device)
-        actions = torch.empty(actions_from.shape, dtype=actions_from.dtype, device=self.device)
-        self.kernels.read(indices, observations, Columns(floats, floats_from, actions, actions_from))
-        return observations, floats, actions
 
     # ---- the rest ----
 

@@ -13,12 +13,11 @@ import torch
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.kernels.gather_torch import FOLLOWS, UNWRITTEN, read_timeline_reference
-from sb3_extra_buffers.kernels.launcher import Columns
-from sb3_extra_buffers.stores import device_base
-from sb3_extra_buffers.stores.device_base import AttributeWrite, DeviceRing, DeviceStore, IndexBatch
+from sb3_extra_buffers.stores.device_base import DeviceRing, IndexBatch
 from sb3_extra_buffers.stores.device_pieces import Pieces, SlotChange, SlotPool, Slots, word_dtype
+from sb3_extra_buffers.stores.device_uncompressed import StagedWrite, UncompressedDeviceStore
 from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.staging import Lease, Staging, StagingLayout, torch_dtype
+from sb3_extra_buffers.stores.staging import Lease, torch_dtype
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 __all__ = ["DeviceTimelineStore"]
@@ -27,16 +26,12 @@ Array = npt.NDArray[Any]
 
 _INT64 = np.dtype(np.int64)
 _NOTHING: Slots = np.zeros(0, np.int32)
-# bytes of staged rows that the device may not have read yet; a single step may have more
-_STAGED_BYTES = 8 << 20
 # entries of a job before the address and the id of a side row for each stream; `kernels.gather_triton` reads them
 _N_NUMBERS = 6
 
 
-class _TimelineWrite(AttributeWrite):
-    """A staged step; committing it is idempotent."""
-
-    __slots__ = ("before", "change", "lease", "moved", "parity", "step")
+class _TimelineWrite(StagedWrite):
+    __slots__ = ("before", "moved", "parity")
 
     def __init__(
         self,
@@ -47,11 +42,12 @@ class _TimelineWrite(AttributeWrite):
         moved: npt.NDArray[np.intp],
         change: SlotChange,
     ) -> None:
-        self.lease, self.step, self.parity = lease, step, store.parity
+        self.parity = store.parity
         # the step before, unless it is overwritten, and which of its next observations go to which side rows
-        self.before, self.moved, self.change = before, moved, change
+        self.before, self.moved = before, moved
         last = lease.arrays[1][1] if len(lease.arrays[1]) == 2 else None
-        super().__init__(store, {"newest": step, "parity": 1 - self.parity, "_last": last})
+        after = {"newest": step, "parity": 1 - self.parity, "_last": last}
+        super().__init__(store, lease, step, change, after)
 
     def commit(self) -> None:
         store: DeviceTimelineStore = self.owner
@@ -63,7 +59,7 @@ class _TimelineWrite(AttributeWrite):
         super().commit()
 
 
-class DeviceTimelineStore(DeviceStore):
+class DeviceTimelineStore(UncompressedDeviceStore):
     """Uncompressed observations, each stored once; ``place.pinned`` keeps them in pinned host memory.
 
     ``obs`` of a step is a row of the time axis. The next observation is the row of the following step if the two are
@@ -78,10 +74,8 @@ class DeviceTimelineStore(DeviceStore):
     ) -> None:  # fmt: skip
         if ring.n_sets > 2:
             raise SpecMismatchError(f"a time axis holds observations and next observations, got {ring.n_sets} sets")
-        self.ring = ring
+        self._use_ring(ring, triton)
         place, n_streams = ring.place, ring.n_streams
-        self.device = place.device
-        self._triton = self.device.type == "cuda" and device_base.has_triton() if triton is None else triton
         dtype = word_dtype(ring.spec.nbytes)
         n_words = max(ring.spec.nbytes // dtype.itemsize, 1)
         self._rows = Pieces(ring.n_obs, ring.n_obs, n_streams, n_words, dtype, place, self._triton)
@@ -107,34 +101,23 @@ class DeviceTimelineStore(DeviceStore):
         ring = self.ring
         self._word = word_dtype(ring.spec.nbytes)
         rows = (ring.n_sets, ring.n_streams, self._rows.n_words)
-        # the last rows must stay as they are while the next step is staged
-        depth = min(max(_STAGED_BYTES // max(math.prod(rows) * self._word.itemsize, 1), 3), 8)
-        self._staging = Staging(self.device, depth)
-        self._staging_layout = StagingLayout(((_N_NUMBERS + 2 * ring.n_streams,), _INT64), (rows, self._word))
-        self._bound_kernels: Any = None
-        # next observations of the newest step, in staging memory; None if they are unknown
-        self._last: Array | None = None
+        parts = ((_N_NUMBERS + 2 * ring.n_streams,), _INT64), (rows, self._word)
+        self._set_up_staging(math.prod(rows) * self._word.itemsize, *parts)
 
-    @property
-    def kernels(self) -> Any:
-        """The Triton kernels, bound to the tables."""
-        if self._bound_kernels is None:
-            from sb3_extra_buffers.kernels.gather_triton import TimelineGather  # optional: needs Triton
+    def _bind_kernels(self) -> Any:
+        from sb3_extra_buffers.kernels.gather_triton import TimelineGather  # optional: needs Triton
 
-            ring, rows, side = self.ring, self._rows, self._side
-            self._bound_kernels = TimelineGather(
-                rows.addresses, side.addresses, self.side_ids, rows.dtype, rows.n_words, ring.n_streams, ring.n_sets,
-                rows.per_piece, side.per_piece,
-            )  # fmt: skip
-        return self._bound_kernels
+        ring, rows, side = self.ring, self._rows, self._side
+        return TimelineGather(
+            rows.addresses, side.addresses, self.side_ids, rows.dtype, rows.n_words, ring.n_streams, ring.n_sets,
+            rows.per_piece, side.per_piece,
+        )  # fmt: skip
 
     # ---- writing ----
 
-    def plan(self, step: int, batches: Sequence[Array]) -> _TimelineWrite:
+    def _plan_rows(self, step: int, batches: Sequence[Array], last: Array | None, lease: Lease) -> _TimelineWrite:
         ring, n_streams = self.ring, self.ring.n_streams
-        # unknown until this write is committed: the staging memory of the last rows may be used again
-        last, self._last = self._last, None
-        lease = self._stage(batches)
+        self._stage(batches, lease.arrays[1])
         self._rows.reserve(step * n_streams, (step + 1) * n_streams)
         before = self.newest if self.newest != step and ring.n_sets == 2 else None
         in_order = self.newest is not None and step == (self.newest + 1) % ring.n_steps
@@ -149,14 +132,9 @@ class DeviceTimelineStore(DeviceStore):
         change = self.slots.plan(self.slots.peek(len(moved)), self.side_of.get(step, _NOTHING))
         if len(moved):
             self._side.reserve(int(change.taken.min()), int(change.taken.max()) + 1)
-        write = _TimelineWrite(self, lease, step, before, moved, change)
-        if self._triton:
-            self._pack_job(write)
-            _ = self.kernels  # this can fail; the launch cannot
-        return write
+        return _TimelineWrite(self, lease, step, before, moved, change)
 
     def _pack_job(self, write: _TimelineWrite) -> None:
-        """Tell the kernel where everything goes."""
         job, address, n_streams = write.lease.arrays[0], self._side.address, self.ring.n_streams
         newest = write.parity * n_streams
         both = (address(newest), address(n_streams - newest)) if self.ring.n_sets == 2 else (0, 0)
@@ -167,25 +145,15 @@ class DeviceTimelineStore(DeviceStore):
         for stream, slot in zip(write.moved.tolist(), write.change.taken.tolist(), strict=True):
             job[_N_NUMBERS + 2 * stream : _N_NUMBERS + 2 * stream + 2] = address(slot), slot + 1
 
-    def _stage(self, batches: Sequence[Array]) -> Lease:
+    def _stage(self, batches: Sequence[Array], rows: Array) -> None:
         """Copy ``batches`` to memory that the device can read."""
-        spec, ring = self.ring.spec, self.ring
-        if len(batches) != ring.n_sets:
-            raise SpecMismatchError(f"expected {ring.n_sets} batches, one per set, got {len(batches)}")
-        lease = self._staging.acquire(self._staging_layout)
+        spec = self.ring.spec
         if not spec.nbytes:
-            lease.arrays[1][...] = 0
-            return lease
-        targets = lease.arrays[1].view(spec.dtype).reshape(-1, ring.n_streams, *spec.shape)
+            rows[...] = 0
+            return
+        targets = rows.view(spec.dtype).reshape(-1, self.ring.n_streams, *spec.shape)
         for target, batch in zip(targets, batches, strict=True):
-            if batch.shape != target.shape or batch.dtype != spec.dtype:
-                batch = spec.to_batch(batch)
-                if len(batch) != ring.n_streams:
-                    raise SpecMismatchError(
-                        f"expected an observation for each of {ring.n_streams} streams, got {len(batch)}"
-                    )
             target[...] = batch
-        return lease
 
     def _detach(self, step: int) -> None:
         """Keep the next observations of ``step`` in side rows: the step after it is about to be written out of order.
@@ -208,13 +176,8 @@ class DeviceTimelineStore(DeviceStore):
         ids = torch.from_numpy(change.taken + np.int32(1)).to(self.device)
         self.side_ids[first + streams] = ids
 
-    def launch(self, write: _TimelineWrite) -> None:
-        """Write a step to the device; with Triton, by a single launch."""
-        if self._triton:
-            self.kernels.write(*write.lease.tensors)
-            self._staging.release(write.lease)
-        else:
-            self._write_reference(write)
+    def _launch_kernel(self, write: _TimelineWrite) -> None:
+        self.kernels.write(*write.lease.tensors)
 
     def _write_reference(self, write: _TimelineWrite) -> None:
         rows, side, side_ids = self._rows.whole, self._side.whole, self.side_ids
@@ -245,10 +208,6 @@ class DeviceTimelineStore(DeviceStore):
         shape = (*indices.host.shape, *spec.shape)
         return found.view(torch_dtype(spec.dtype)).reshape(shape) if spec.nbytes else self._empty(indices.host.shape)
 
-    def _empty(self, lead: tuple[int, ...]) -> torch.Tensor:
-        spec = self.ring.spec
-        return torch.empty((*lead, *spec.shape), dtype=torch_dtype(spec.dtype), device=self.device)
-
     def _gather(self, indices: IndexBatch) -> torch.Tensor:
         """Words ``[*indices.shape, word]`` on the device."""
         wanted = indices.on(self.device)
@@ -263,19 +222,6 @@ class DeviceTimelineStore(DeviceStore):
         if wanted.numel():
             self.kernels.read(wanted.contiguous(), out)
         return out
-
-    @property
-    def can_read_batch(self) -> bool:
-        return self._triton and self.ring.spec.nbytes > 0
-
-    def read_batch(self, lease: Lease) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Copy observations and the columns that belong to them in one launch, see `DeviceFrameStore.read_batch`."""
-        indices, floats_from, actions_from = lease.tensors
-        observations = self._empty(indices.shape)
-        floats = torch.empty(floats_from.shape, dtype=torch.float32, device=self.device)
-        actions = torch.empty(actions_from.shape, dtype=actions_from.dtype, device=self.device)
-        self.kernels.read(indices, observations, Columns(floats, floats_from, actions, actions_from))
-        return observations, floats, actions
 
     # ---- the rest ----
 

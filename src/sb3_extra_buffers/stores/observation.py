@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -17,19 +16,25 @@ import numpy as np
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
-from sb3_extra_buffers.errors import ExtraBuffersError, FileFormatError, ReadOnlyBufferError
+from sb3_extra_buffers.errors import ExtraBuffersError, ReadOnlyBufferError
 from sb3_extra_buffers.stores.base import Array, FillHeap, FrozenStore, Indices, Store, StoreParts
-from sb3_extra_buffers.stores.checks import column, only_named_errors, parse_dtype, parse_shape, require, whole, within
+from sb3_extra_buffers.stores.checks import only_named_errors, parse_dtype, parse_shape, require, whole
 from sb3_extra_buffers.stores.choice import Choice, MethodChoice, may_be_stacked
 from sb3_extra_buffers.stores.collected import CollectedRows
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.locks import ReaderLocks, fork_safe_lock, this_thread
+from sb3_extra_buffers.stores.method_change import (
+    FIRST_COMPARISON,
+    copy_observations,
+    is_small_enough,
+    next_comparison,
+    sample_runs,
+)
 from sb3_extra_buffers.stores.raw import RawStore
 from sb3_extra_buffers.stores.registry import make_store
-from sb3_extra_buffers.stores.restore import restore_frames
-from sb3_extra_buffers.stores.tables import restore_table
+from sb3_extra_buffers.stores.restore_inner import restore_inner
 from sb3_extra_buffers.stores.timeline import TimelineStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
@@ -37,16 +42,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _logger = logging.getLogger("sb3_extra_buffers")
-
-# numbers of written observations at which `auto` compares methods again: from the first to the last, each four times
-# the one before
-_FIRST_COMPARISON, _LAST_COMPARISON, _NEVER = 1 << 10, 1 << 18, 1 << 62
-# `delta` is kept without comparing again where it takes less than this share of the uncompressed observations
-_SMALL_SHARE = 0.05
-# consecutive observations of a run, and how many bytes of observations are read to compare methods
-_RUN, _SAMPLE_BYTES = 16, 6 << 20
-# bytes of observations that are copied at a time when the method changes
-_CHUNK_BYTES = 4 << 20
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -85,7 +80,7 @@ class ObservationStore:
     may_stay_dense = True
     # defaults for stores that were pickled before these attributes existed
     _allocated: tuple[int, ...] = ()
-    _n_written, _compare_at = 0, _FIRST_COMPARISON
+    _n_written, _compare_at = 0, FIRST_COMPARISON
     #: Whether writing is an error, as for a file that was opened read-only.
     read_only = False
     #: Bytes that the store and its copy may take together when ``auto`` changes the method; None for no limit.
@@ -125,7 +120,7 @@ class ObservationStore:
         # the size of each range that was allocated: usually observations, then next observations
         self._allocated = ()
         # observations written so far, and the number at which methods are compared again
-        self._n_written, self._compare_at = 0, _FIRST_COMPARISON
+        self._n_written, self._compare_at = 0, FIRST_COMPARISON
         # what the last write replaced, while nothing is decided
         self._before: tuple[CollectedRows, Choice | None] | None = None
 
@@ -318,15 +313,15 @@ class ObservationStore:
         ``position`` is the index that is written next. Called before a write, which makes the last one permanent
         anyway. An exception leaves everything as it was.
         """
-        self._compare_at = self._next_comparison()
+        self._compare_at = next_comparison(self._compare_at)
         inner, now = self.inner, self.choice
         if inner is None or now is None or not self._may_change(inner):
             return
         n_held = min(self._n_written, self.n_obs)
-        if now.method.endswith("delta") and inner.held_bytes < _SMALL_SHARE * n_held * self.spec.nbytes:
-            return  # no other method is as small and as fast
+        if is_small_enough(now, inner.held_bytes, n_held * self.spec.nbytes):
+            return
         try:
-            runs, rows = self._sample_runs(inner)
+            runs, rows = sample_runs(inner, self.spec.nbytes, self._allocated[0], self.n_streams)
             if not len(rows):
                 return
             layout = inner.layout or StackLayout(self.spec)
@@ -335,9 +330,6 @@ class ObservationStore:
                 self._change_method(inner, *decided, position)
         except (ExtraBuffersError, MemoryError) as problem:
             _logger.info("auto: keeping %s, because changing the method failed: %s", now.method, problem)
-
-    def _next_comparison(self) -> int:
-        return 4 * self._compare_at if self._compare_at < _LAST_COMPARISON else _NEVER
 
     def _may_change(self, inner: Store) -> bool:
         """Whether ``auto`` may copy observations to another store."""
@@ -348,73 +340,15 @@ class ObservationStore:
             return False
         return self.on_change is None and (self.copy_limit is None or 2 * inner.held_bytes <= self.copy_limit)
 
-    def _sample_runs(self, inner: Store) -> tuple[Indices, ByteRows]:
-        """Read short runs of consecutive observations from the whole store; return the run of each, and the rows."""
-        n_streams, n_first = self.n_streams, self._allocated[0]
-        written = inner.find_written()
-        written = np.arange(n_first) if written is None else written[written < n_first]
-        steps = np.unique(written // n_streams)
-        n_rows = min(max(_SAMPLE_BYTES // self.spec.nbytes, 4 * _RUN), 16 * _RUN)
-        n_runs = min(n_rows // _RUN, max(len(steps) // _RUN, 1))
-        # ordered by time: all runs advance together, as streams do
-        run = np.arange(n_runs)
-        begins = steps[np.linspace(0, max(len(steps) - _RUN, 0), n_runs).astype(np.int64)] if len(steps) else run[:0]
-        times = begins[None] + np.arange(_RUN)[:, None]
-        indices, runs = (
-            times * n_streams + run[: len(begins)] % n_streams,
-            np.broadcast_to(run[: len(begins)], times.shape),
-        )
-        inside = indices < n_first
-        rows = inner.read(indices[inside])
-        stored = rows.any(axis=1)
-        return runs[inside][stored], rows[stored]
-
     def _change_method(self, inner: Store, layout: StackLayout, choice: Choice, position: int) -> None:
         """Copy everything to a store of another method, then use that one."""
-        codec = self._chooser.make_codec(choice, layout)
-        new = self._make_inner(layout, codec)
-        trained = False
-        for indices, streams in self._in_order(inner, position):
-            rows = inner.read(indices)
-            stored = rows.any(axis=1)  # zeros need not be written: unwritten observations read as zeros
-            if not trained and stored.any():
-                new.train(rows[stored])
-                trained = True
-            new.write(indices[stored], streams[stored], rows[stored])
-        new.commit()
+        new = self._make_inner(layout, self._chooser.make_codec(choice, layout))
+        copy_observations(inner, new, self.spec.nbytes, self._allocated, self.n_streams, position)
         before = "none" if self.choice is None else self.choice.method
         message = "auto: changed from %s to %s after %d observations (%s)"
         _logger.info(message, before, choice.method, self._n_written, choice.why)
         # in one call: if the choice did not match the store, a saved copy could not be loaded
         self.__dict__.update(inner=new, choice=choice)
-
-    def _in_order(self, inner: Store, position: int) -> Iterator[tuple[Indices, Indices]]:
-        """All indices and their streams in chunks, oldest first, observations with their successors.
-
-        Assumes that steps were written in order and that the one at ``position`` is the oldest. Otherwise the copy
-        takes more memory, but is correct too.
-        """
-        n_streams, written = self.n_streams, inner.find_written()
-        is_written = np.ones(self.n_obs, bool) if written is None else np.zeros(self.n_obs, bool)
-        if written is not None:
-            is_written[written] = True
-        per_chunk = max(_CHUNK_BYTES // max(self.spec.nbytes, 1), n_streams)
-        first = 0
-        for n_obs, group in itertools.groupby(self._allocated):
-            # ranges of equal size are observations and next observations of the same steps
-            n_ranges = len(list(group))
-            n_steps = -(-n_obs // n_streams)
-            oldest = (position - first) % max(n_obs, 1) // n_streams
-            per_part = max(per_chunk // (n_ranges * n_streams), 1)
-            steps = np.roll(np.arange(n_steps), -oldest)
-            for part in np.split(steps, range(per_part, n_steps, per_part)):
-                shape = (len(part), n_ranges, n_streams)
-                offsets = np.broadcast_to(part[:, None, None] * n_streams + np.arange(n_streams), shape)
-                indices = offsets + first + n_obs * np.arange(n_ranges)[:, None]
-                wanted = (offsets < n_obs) & is_written[np.minimum(indices, self.n_obs - 1)]
-                if wanted.any():
-                    yield indices[wanted], np.broadcast_to(np.arange(n_streams), shape)[wanted]
-            first += n_obs * n_ranges
 
     # ---- reading ----
 
@@ -581,34 +515,12 @@ class ObservationStore:
         self._allocated = tuple(whole(n, "a range of observations", stop=self.n_obs + 1) for n in ranges)
         self._n_written = whole(record.get("n_written", 0), "n_written", stop=1 << 62)
         while self._compare_at <= self._n_written:
-            self._compare_at = self._next_comparison()
-        kind, is_raw = record["kind"], self.choice is not None and self.choice.is_raw
-        if kind == "dense":
-            rows = column(arrays, "rows", np.uint8, (self.n_obs, self.spec.nbytes))
-            written = column(arrays, "written", np.bool_, (self.n_obs,))
-            self.inner = RawStore.from_arrays(rows, written, self.heap_bytes)
-        elif kind == "timeline":
-            sizes = self.n_obs, self.n_streams, self.spec.nbytes
-            self.inner = TimelineStore.from_parts(record, arrays, *sizes, self.heap_bytes, self.compiled)
-        elif kind == "pending":
-            indices = column(arrays, "cells", np.int64, (None,))
-            streams = column(arrays, "streams", np.int64, indices.shape)
-            rows = column(arrays, "rows", np.uint8, (len(indices), self.spec.nbytes))
-            within(indices, 0, self.n_obs, "an index")
-            within(streams, 0, self.n_streams, "a stream")
-            self._collected = self._collected.add(indices, streams, rows)
-        elif kind == "frames":
-            self.inner = restore_frames(self, record, arrays, fill_heap, read_only)
-        elif kind == "table":
-            self.inner = restore_table(self, record, arrays, fill_heap, read_only)
+            self._compare_at = next_comparison(self._compare_at)
+        restored = restore_inner(self, record, arrays, fill_heap, read_only)
+        if isinstance(restored, CollectedRows):
+            self._collected = restored
         else:
-            raise FileFormatError(f"unknown kind of store {kind!r}; update sb3-extra-buffers")
-        if self.inner is None:
-            fits = not (is_raw and self.n_obs) or may_be_stacked(self.spec)
-        else:
-            raw_kinds, other_kinds = ("dense", "timeline", "frames"), ("frames", "table")
-            fits = self.choice is not None and kind in (raw_kinds if is_raw else other_kinds)
-        require(fits, f"a store of kind {kind!r} does not match the method that was chosen")
+            self.inner = restored
 
     def _check_choice(self, saved: Any) -> Choice:
         require(isinstance(saved, list) and [*map(type, saved)] == [str, str], f"invalid choice of a method: {saved!r}")

@@ -10,25 +10,24 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
-from sb3_extra_buffers.errors import HeapFullError
 from sb3_extra_buffers.kernels.policy import ReadWork, read_ns, write_ns
 from sb3_extra_buffers.stores.arena import resident_bytes, zeros
-from sb3_extra_buffers.stores.base import Array, Indices, Store, Trial
+from sb3_extra_buffers.stores.base import Array, Indices, Trial
 from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.uncompressed import UncompressedStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class RawStore(Store):
+class RawStore(UncompressedStore):
     """One row per index in a single array. Pages take memory once they are written."""
 
     rows: ByteRows
     written: npt.NDArray[np.bool_]
-    limit: int | None
-    # what the last write replaced: indices, rows (none if all were unwritten) and whether they were written
-    _undo: tuple[Indices, ByteRows, npt.NDArray[np.bool_]] | None
+    #: Indices, previous rows (none if all were unwritten) and whether they were written.
+    replaced: tuple[Indices, ByteRows, npt.NDArray[np.bool_]] | None
 
     def __init__(
         self,
@@ -66,24 +65,26 @@ class RawStore(Store):
         self.written = written
         self.rows = rows
 
-    def write(self, indices: Indices, streams: Indices, rows: ByteRows) -> None:
-        self.recover()
-        if self.limit is not None:
-            self._check_limit(self.limit, indices)
+    @property
+    def row_bytes(self) -> int:
+        return int(self.rows.shape[1])
+
+    def _write(self, indices: Indices, rows: ByteRows) -> None:
         before = self.written[indices]
         # most rows are written for the first time, until a ring is full
-        self._undo = indices.copy(), self.rows[indices] if before.any() else np.zeros((0, 0), np.uint8), before
+        self.replaced = indices.copy(), self.rows[indices] if before.any() else np.zeros((0, 0), np.uint8), before
         self.dirty = True
         self.rows[indices] = rows
         self.written[indices] = True
         self.dirty = False
 
-    def _check_limit(self, limit: int, indices: Indices) -> None:
-        row_bytes: int = self.rows.shape[1]
-        live = self.count_written() * row_bytes
-        needed = int(np.count_nonzero(~self.written[np.unique(indices)])) * row_bytes
-        if live + needed > limit:
-            raise HeapFullError(needed, live, limit)
+    def _count_new(self, indices: Indices) -> int:
+        return int(np.count_nonzero(~self.written[indices]))
+
+    def _put_back(self, replaced: tuple[Indices, ByteRows, npt.NDArray[np.bool_]]) -> None:
+        indices, rows, written = replaced
+        self.rows[indices] = rows if len(rows) else 0
+        self.written[indices] = written
 
     def read(self, indices: Indices) -> ByteRows:
         if self.dirty:
@@ -99,35 +100,13 @@ class RawStore(Store):
         self.commit()
         self.rows, self.written = zeros(self.rows.shape, np.uint8), zeros(len(self.rows), bool)
 
-    def recover(self) -> None:
-        if self.dirty:
-            if self._undo is not None:
-                indices, rows, written = self._undo
-                self.rows[indices] = rows if len(rows) else 0
-                self.written[indices] = written
-                self._undo = None
-            self.dirty = False
-
-    def commit(self) -> None:
-        self.recover()
-        self._undo = None
-
-    def undo_write(self) -> bool:
-        self.recover()
-        if self._undo is None:
-            return False
-        self.dirty = True
-        self.recover()
-        return True
-
     @property
     def held_bytes(self) -> int:
         return self.rows.nbytes + self.written.nbytes
 
     def memory_usage(self) -> MemoryUsage:
         # pages that were never written take no memory
-        row_bytes: int = self.rows.shape[1]
-        return MemoryUsage(payload=self.count_written() * row_bytes + resident_bytes(self.written))
+        return MemoryUsage(payload=self.count_written() * self.row_bytes + resident_bytes(self.written))
 
     def count_written(self) -> int:
         return int(np.count_nonzero(self.written))
@@ -137,9 +116,6 @@ class RawStore(Store):
         if len(self.written) < len(self.rows):
             raise AssertionError(f"{len(self.rows)} rows, but flags for {len(self.written)} only")
 
-    def describe(self) -> str:
-        return "none"
-
     def find_written(self) -> Indices:
         return np.flatnonzero(self.written[: len(self.rows)])
 
@@ -147,10 +123,6 @@ class RawStore(Store):
     def trial(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> Trial:
         size, work = layout.frame_bytes, ReadWork(2 * layout.spec.nbytes)
         return Trial(float(size), read_ns("none", work), *write_ns("none", size, size))
-
-    @classmethod
-    def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
-        return float(layout.frame_bytes)
 
     def to_parts(self) -> tuple[dict[str, Any], dict[str, Array]]:
         self.recover()
@@ -162,4 +134,4 @@ class RawStore(Store):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.rows, self.written, self.limit = state["rows"], state["written"], state["limit"]
-        self._undo, self.dirty = None, False
+        self.replaced, self.dirty = None, False

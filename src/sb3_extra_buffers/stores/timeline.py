@@ -12,13 +12,14 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
-from sb3_extra_buffers.errors import HeapFullError, IndexOutOfRangeError
+from sb3_extra_buffers.errors import IndexOutOfRangeError
 from sb3_extra_buffers.kernels import as_contiguous, timeline_kernels
 from sb3_extra_buffers.kernels.timeline import COUNT, N_OBS, N_STREAMS, N_TOUCHED, TimelineTables, rebuild
 from sb3_extra_buffers.stores.arena import resident_bytes, zeros
-from sb3_extra_buffers.stores.base import Array, Indices, Store
+from sb3_extra_buffers.stores.base import Array, Indices
 from sb3_extra_buffers.stores.checks import column, require, whole, within
 from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.uncompressed import UncompressedStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _MIN_CAPACITY = 16
 _CHUNK_BYTES = 1 << 24
 
 
-class TimelineStore(Store):
+class TimelineStore(UncompressedStore):
     """Stores a next observation only if it differs from the following observation of its stream.
 
     The first half of the indices are observations, ``n_streams`` for each step; the second half are the next
@@ -45,9 +46,8 @@ class TimelineStore(Store):
 
     #: The tables, and the form in which the kernels take them; replaced whenever a table is reallocated.
     state: tuple[TimelineTables, Any]
-    limit: int | None
     compiled: bool | None
-    #: Indices and previous rows of what the last write changed, to undo it; None once it is committed.
+    #: Indices and previous rows of what the last write changed.
     replaced: tuple[Indices, ByteRows] | None
 
     def __init__(
@@ -112,11 +112,15 @@ class TimelineStore(Store):
 
     def allocate(self, n_obs: int) -> None:
         self.recover()
-        rows = np.zeros((len(self.tables.rows) + n_obs, self.tables.rows.shape[1]), np.uint8)
+        rows = np.zeros((len(self.tables.rows) + n_obs, self.row_bytes), np.uint8)
         rows[: self._n_touched] = self.tables.rows[: self._n_touched]
         self._set_tables(self.tables._replace(rows=rows))
 
     # ---- counters ----
+
+    @property
+    def row_bytes(self) -> int:
+        return int(self.tables.rows.shape[1])
 
     @property
     def n_aside(self) -> int:
@@ -132,12 +136,6 @@ class TimelineStore(Store):
         return int(self.tables.counters[N_TOUCHED])
 
     # ---- writing ----
-
-    def write(self, indices: Indices, streams: Indices, rows: ByteRows) -> None:
-        self.recover()
-        if self.limit is not None:
-            self._check_limit(self.limit, indices)
-        self._write(indices, rows)
 
     def _write(self, indices: Indices, rows: ByteRows) -> None:
         n_each, n_streams = self._n_each, int(self.tables.counters[N_STREAMS])
@@ -168,13 +166,8 @@ class TimelineStore(Store):
         rebuild(tables)
         self._set_tables(tables)
 
-    def _check_limit(self, limit: int, indices: Indices) -> None:
-        row_bytes: int = self.tables.rows.shape[1]
-        live = self.count_written() * row_bytes
-        distinct = np.unique(indices)
-        needed = int(np.count_nonzero(~self.read(distinct).any(axis=1))) * row_bytes
-        if live + needed > limit:
-            raise HeapFullError(needed, live, limit)
+    def _count_new(self, indices: Indices) -> int:
+        return int(np.count_nonzero(~self.read(indices).any(axis=1)))
 
     def read(self, indices: Indices) -> ByteRows:
         if self.dirty:
@@ -208,7 +201,7 @@ class TimelineStore(Store):
         self.commit()
         # next observations first: otherwise erasing an observation would copy aside what is erased next
         ordered = np.sort(np.unique(indices))[::-1]
-        self._write(ordered, np.zeros((len(ordered), self.tables.rows.shape[1]), np.uint8))
+        self._write(ordered, np.zeros((len(ordered), self.row_bytes), np.uint8))
         self.commit()
         if len(self.tables.keys) > max(4 * self.n_aside, _MIN_CAPACITY):
             self._resize(max(2 * self.n_aside, _MIN_CAPACITY))
@@ -218,29 +211,11 @@ class TimelineStore(Store):
         n_rows, row_bytes = self.tables.rows.shape
         self._set_tables(_make_tables(n_rows, row_bytes, self._n_each, int(self.tables.counters[N_STREAMS])))
 
-    # ---- transactions ----
-
-    def recover(self) -> None:
-        if self.dirty:
-            if self.replaced is not None:
-                if not self._kernels.compiled:
-                    rebuild(self.tables)
-                self.reserve(len(self.replaced[0]))
-                self._kernels.write_rows(self.state[1], *self.replaced)
-                self.replaced = None
-            self.dirty = False
-
-    def commit(self) -> None:
-        self.recover()
-        self.replaced = None
-
-    def undo_write(self) -> bool:
-        self.recover()
-        if self.replaced is None:
-            return False
-        self.dirty = True
-        self.recover()
-        return True
+    def _put_back(self, replaced: tuple[Indices, ByteRows]) -> None:
+        if not self._kernels.compiled:
+            rebuild(self.tables)
+        self.reserve(len(replaced[0]))
+        self._kernels.write_rows(self.state[1], *replaced)
 
     # ---- reports ----
 
@@ -256,13 +231,12 @@ class TimelineStore(Store):
 
     def memory_usage(self) -> MemoryUsage:
         # pages that were never written take no memory
-        row_bytes: int = self.tables.rows.shape[1]
-        return MemoryUsage(payload=(self._n_touched + self.n_aside) * row_bytes, index=self._index_bytes)
+        return MemoryUsage(payload=(self._n_touched + self.n_aside) * self.row_bytes, index=self._index_bytes)
 
     def count_written(self) -> int:
         # observations of zeros count as unwritten
         indices = self.find_written()
-        chunk = max(_CHUNK_BYTES // max(self.tables.rows.shape[1], 1), 1)
+        chunk = max(_CHUNK_BYTES // max(self.row_bytes, 1), 1)
         parts = (indices[first : first + chunk] for first in range(0, len(indices), chunk))
         return sum(int(np.count_nonzero(self.read(part).any(axis=1))) for part in parts)
 
@@ -287,13 +261,6 @@ class TimelineStore(Store):
             raise AssertionError("the hash table does not list every row once")
         if tables.rows[self._n_touched :].any():
             raise AssertionError("a row was written that counts as unwritten")
-
-    def describe(self) -> str:
-        return "none"
-
-    @classmethod
-    def trial_bytes(cls, layout: StackLayout, codec: Codec, streams: Indices, rows: ByteRows, n_streams: int) -> float:
-        return float(layout.frame_bytes)
 
     # ---- saving and copies ----
 
