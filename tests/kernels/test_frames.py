@@ -229,19 +229,101 @@ def test_read_writes_all_of_the_target_and_nothing_else(compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", KERNELS)
-@pytest.mark.parametrize(("pixels", "stack", "unit"), [(35, 4, 1), (35, 3, 1), (20, 4, 3), (9, 2, 8), (1, 5, 1)])
-def test_split_and_join(pixels: int, stack: int, unit: int, compiled: bool) -> None:
+@pytest.mark.parametrize("unit", [1, 2, 3, 4, 5, 8, 12])
+@pytest.mark.parametrize("stack", [1, 2, 3, 4, 5, 20])
+def test_split_and_join(stack: int, unit: int, compiled: bool) -> None:
     kernels = frame_kernels(compiled)
     rng = np.random.default_rng(0)
-    observations = rng.integers(0, 256, (3, pixels, stack, unit)).astype(np.uint8)
-    frames = np.full((3, stack, pixels * unit), UNWRITTEN, np.uint8)
+    for pixels in (1, 2, 3, 9, 20, 31, 32, 33, 35, 63, 64, 65, 95, 127, 128, 129, 441):
+        observations = rng.integers(0, 256, (3, pixels, stack, unit)).astype(np.uint8)
+        # bytes after the rows that are split or joined must stay as they are
+        frames = np.full((4, stack, pixels * unit), UNWRITTEN, np.uint8)
 
-    kernels.split_stack(observations, frames)
+        kernels.split_stack(observations, frames[:3])
 
-    np.testing.assert_array_equal(frames.reshape(3, stack, pixels, unit), observations.transpose(0, 2, 1, 3))
-    joined = np.full_like(observations, UNWRITTEN)
-    kernels.join_stack(frames, joined)
-    np.testing.assert_array_equal(joined, observations)
+        np.testing.assert_array_equal(frames[:3].reshape(3, stack, pixels, unit), observations.transpose(0, 2, 1, 3))
+        assert (frames[3] == UNWRITTEN).all()
+        joined = np.full((4, pixels, stack, unit), UNWRITTEN, np.uint8)
+        kernels.join_stack(frames[:3], joined[:3])
+        np.testing.assert_array_equal(joined[:3], observations)
+        assert (joined[3] == UNWRITTEN).all()
+
+
+@pytest.mark.parametrize("pixels", [32, 64])
+@pytest.mark.parametrize(("unit", "stack"), [(1, 2), (1, 3), (3, 2), (3, 3), (3, 4)])
+def test_blocks_of_a_stack(unit: int, stack: int, pixels: int) -> None:
+    """Those of this processor and those of others."""
+    intrinsics = pytest.importorskip("sb3_extra_buffers.kernels.intrinsics")
+    names = "target, to, source, at, size, unit, stack"
+    join = callable_from_python(getattr(intrinsics, f"join_block_{pixels}"), f"{names}, streaming")
+    split = callable_from_python(getattr(intrinsics, f"split_block_{pixels}"), names)
+    rng = np.random.default_rng(0)
+    # the block is in the middle of larger frames
+    size = (pixels + 9) * unit
+    source = rng.integers(0, 256, stack * size).astype(np.uint8)
+    wanted = source.reshape(stack, -1, unit)[:, 4 : 4 + pixels].swapaxes(0, 1).reshape(-1)
+    for streaming in (0, 1):
+        target = np.full(wanted.size + 256, UNWRITTEN, np.uint8)
+        at = 64 - target.ctypes.data % 64 + (0 if streaming else 5)
+
+        join(target, at, source, 4 * unit, size, unit, stack, streaming)
+
+        np.testing.assert_array_equal(target[at : at + wanted.size], wanted)
+        assert (target[:at] == UNWRITTEN).all()
+        assert (target[at + wanted.size :] == UNWRITTEN).all()
+    frames = np.full_like(source, UNWRITTEN)
+    split(frames, 4 * unit, target, at, size, unit, stack)
+    inside = np.zeros((stack, pixels + 9, unit), bool)
+    inside[:, 4 : 4 + pixels] = True
+    np.testing.assert_array_equal(frames, np.where(inside.reshape(-1), source, UNWRITTEN))
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+@pytest.mark.parametrize("frame", [(5, 7, 3), (60, 61, 3), (60, 61, 1), (60, 61, 2)])
+@pytest.mark.parametrize("stack", [2, 3, 4])
+@pytest.mark.parametrize("method", ["delta", "none"])
+def test_stacks_along_the_last_axis_are_read_as_written(
+    method: str, stack: int, frame: tuple[int, ...], compiled: bool
+) -> None:
+    layout = StackLayout(ObsSpec((*frame[:2], stack * frame[2]), UINT8), stack, "last")
+    store: Any = make_store(layout, 200, 2, get_codec(method).bind(layout.frame_spec), compiled=compiled)
+    rng = np.random.default_rng(0)
+    frames = rng.integers(0, 256, (2, 8 + stack, *frame)).astype(np.uint8)
+    rows = [
+        np.stack([np.concatenate(list(part[step : step + stack]), axis=-1).reshape(-1) for step in range(8)])
+        for part in frames
+    ]
+    write_all(store, rows)
+    wanted = np.stack(rows, axis=1).reshape(16, -1)
+    # the larger batch is one that is written past the caches
+    for n_rows in (1, 5, (4 << 20) // wanted.shape[1] + 1 if compiled else 7):
+        sets = rng.integers(0, 16, (2, n_rows))
+        np.testing.assert_array_equal(store.read(sets).reshape(2, n_rows, -1), wanted[sets])
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4, 16])
+@pytest.mark.parametrize("stack", [2, 3, 4])
+def test_stacks_are_joined_at_any_address(stack: int, offset: int) -> None:
+    pytest.importorskip("numba")
+    layout = StackLayout(ObsSpec((61, 60, 3 * stack), UINT8), stack, "last")
+    store: Any = make_store(layout, 200, 2, get_codec("delta").bind(layout.frame_spec), compiled=True)
+    rows = [np.random.default_rng(seed).integers(0, 256, (8, layout.spec.nbytes)).astype(np.uint8) for seed in (0, 1)]
+    write_all(store, rows)
+    wanted = np.stack(rows, axis=1).reshape(16, -1)
+    for n_rows in (4, (8 << 20) // layout.spec.nbytes + 1):
+        sets = np.arange(n_rows)[None] % 16
+        nbytes = n_rows * layout.spec.nbytes
+        guarded = np.full(nbytes + 192, UNWRITTEN, np.uint8)
+        start = 64 - guarded.ctypes.data % 64 + offset
+        out = guarded[start : start + nbytes]
+
+        tables = store._tables()
+        code = frame_kernels(True).read_frames(tables, store.frame_ids, sets, out, 0, n_rows, np.zeros(0, np.int64))
+
+        assert code == -1
+        np.testing.assert_array_equal(out.reshape(n_rows, -1), wanted[sets[0]])
+        assert (guarded[:start] == UNWRITTEN).all()
+        assert (guarded[start + nbytes :] == UNWRITTEN).all()
 
 
 @pytest.mark.parametrize("compiled", KERNELS)

@@ -17,13 +17,13 @@ from sb3_extra_buffers.kernels import (
 from sb3_extra_buffers.kernels.columns_numba import (
     as_column,
     bind_state,  # noqa: F401  # one of the kernels
+    flat,
     keep,
     stack_int64,
     tables_at,
 )
 from sb3_extra_buffers.kernels.compiling import compiled, entry, slow_entry
-from sb3_extra_buffers.kernels.intrinsics import load_word, store_word
-from sb3_extra_buffers.kernels.reading_numba import read_rows, work_bytes
+from sb3_extra_buffers.kernels.reading_numba import join_frames, read_rows, split_frames, work_bytes
 from sb3_extra_buffers.kernels.state import COMMITTED
 
 _write_row, _release_rows = compiled(frames.write_row), compiled(frames.release_rows)
@@ -98,43 +98,17 @@ def pack_block(source: Any, size: int, target: Any) -> int:
 
 @entry
 def split_stack(observations: Any, frames: Any) -> None:
-    n_rows, pixels, stack, unit = observations.shape
-    for r in range(n_rows):
-        flat = observations[r].reshape(-1)
-        if stack == 4 and unit == 1:
-            # the common case, spelled out so that the compiler vectorises it
-            a, b, c, d = frames[r, 0], frames[r, 1], frames[r, 2], frames[r, 3]
-            for pixel in range(pixels):
-                a[pixel] = flat[4 * pixel]
-                b[pixel] = flat[4 * pixel + 1]
-                c[pixel] = flat[4 * pixel + 2]
-                d[pixel] = flat[4 * pixel + 3]
-        else:
-            # whole words, each of which overwrites what is too much of the one before; bytes at the end of a frame
-            n_fast = pixels - 8 // unit - 1 if unit <= 8 else 0
-            for j in range(stack):
-                frame = frames[r, j]
-                for pixel in range(n_fast):
-                    store_word(frame, pixel * unit, load_word(flat, (pixel * stack + j) * unit))
-                for pixel in range(max(n_fast, 0), pixels):
-                    for byte in range(unit):
-                        frame[pixel * unit + byte] = flat[(pixel * stack + j) * unit + byte]
+    n_rows, stack, size = frames.shape
+    unit, source, target = observations.shape[3], flat(as_column(observations)), flat(as_column(frames))
+    for row in range(n_rows):
+        at = row * stack * size
+        split_frames(source, at, size, unit, stack, target, at)
 
 
 @entry
 def join_stack(frames: Any, observations: Any) -> None:
-    n_rows, pixels, stack, unit = observations.shape
-    for r in range(n_rows):
-        flat = observations[r].reshape(-1)
-        if stack == 4 and unit == 1:
-            a, b, c, d = frames[r, 0], frames[r, 1], frames[r, 2], frames[r, 3]
-            for pixel in range(pixels):
-                flat[4 * pixel] = a[pixel]
-                flat[4 * pixel + 1] = b[pixel]
-                flat[4 * pixel + 2] = c[pixel]
-                flat[4 * pixel + 3] = d[pixel]
-        else:
-            for pixel in range(pixels):
-                for j in range(stack):
-                    for byte in range(unit):
-                        flat[(pixel * stack + j) * unit + byte] = frames[r, j, pixel * unit + byte]
+    n_rows, stack, size = frames.shape
+    unit, source, target = observations.shape[3], flat(as_column(frames)), flat(as_column(observations))
+    for row in range(n_rows):
+        at = row * stack * size
+        join_frames(source, at, size, unit, stack, target, at, False)

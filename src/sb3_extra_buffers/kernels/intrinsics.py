@@ -10,7 +10,9 @@ array, offset, count)``. Offsets are not checked, and arrays must be contiguous.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -29,6 +31,10 @@ _HAS_BMI2 = bool(_FEATURES.get("bmi2", False))
 HAS_LINES = bool(_FEATURES.get("avx512vbmi2", False) and _FEATURES.get("avx512bw", False))
 #: whether the processor looks 64 bytes up in a table at once (AVX-512 VBMI), which the ``look_up_*`` operations need
 HAS_TABLES = bool(_FEATURES.get("avx512vbmi", False) and _FEATURES.get("avx512bw", False))
+#: whether one instruction shuffles bytes, at least 16 (SSSE3); otherwise `join_block` and `split_block` are slow
+HAS_SHUFFLES = HAS_TABLES or bool(_FEATURES.get("ssse3", False))
+#: pixels that `join_block` and `split_block` move; also the bytes that they store at once
+BLOCK_PIXELS = 64 if HAS_TABLES else 32
 
 _BYTE, _HALF, _INT32, _WORD = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _LINE = ir.VectorType(_BYTE, 64)
@@ -329,7 +335,7 @@ def _look_up(builder: Any, table: Any, indices: Any) -> Any:
 
 
 def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INT32, 64), lanes))
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INT32, len(lanes)), lanes))
 
 
 def _look_up_planes(builder: Any, tables: Any, source: Any, count: int) -> list[Any]:
@@ -366,3 +372,142 @@ def look_up_fours(builder: Any, target: Any, tables: Any, source: Any) -> None:
             lanes = [32 * part + byte // 4 * 2 + byte % 2 + 64 * (byte // 2 % 2) for byte in range(64)]
             at = builder.gep(target, [_WORD(64 * (2 * half + part))])
             _store(builder, _shuffle(builder, first, second, lanes), at)
+
+
+# ---- stacks along the last axis: ``[pixel, stack, unit]``, made of frames ``[pixel, unit]`` ----
+
+# units and stacks that blocks are defined for
+_KINDS = [(1, 2), (1, 3), (3, 2), (3, 3), (3, 4)]
+
+
+def _vector(count: int) -> Any:
+    return ir.VectorType(_BYTE, count)
+
+
+def _concatenate(builder: Any, a: Any, b: Any) -> Any:
+    return _shuffle(builder, a, b, list(range(2 * a.type.count)))
+
+
+def _at(builder: Any, pointer: Any, offset: int) -> Any:
+    return builder.gep(pointer, [_WORD(offset)])
+
+
+def _gather_line(builder: Any, sources: list[Any], size: int, places: list[tuple[int, int]]) -> Any:
+    """Return 64 bytes, each from its ``(source, offset)``; reads none from offset ``size`` on.
+
+    Loads vectors of 32 or 64 bytes, two registers full of them if possible: a shuffle takes two.
+    """
+    width = 64 if len(sources) <= 2 else 32
+    parts, lanes = _load_parts(builder, sources, size, places, width)
+    if width == 32:
+        pairs = [(parts[i], parts[min(i + 1, len(parts) - 1)]) for i in range(0, len(parts), 2)]
+        parts = [_concatenate(builder, *pair) for pair in pairs]
+    line = _shuffle(builder, parts[0], parts[min(1, len(parts) - 1)], [lane if lane < 128 else 0 for lane in lanes])
+    for number, part in enumerate(parts[2:], 2):
+        moved = [64 + lane % 64 if lane // 64 == number else i for i, lane in enumerate(lanes)]
+        line = _shuffle(builder, line, part, moved)
+    return line
+
+
+def _load_parts(
+    builder: Any, sources: list[Any], size: int, places: list[tuple[int, int]], width: int
+) -> tuple[list[Any], list[int]]:
+    """Load vectors that contain the bytes at ``places``; return the vectors, and each byte's lane in all of them."""
+    parts: list[Any] = []
+    lanes = [-1] * len(places)
+    while -1 in lanes:
+        number, first = min(place for place, lane in zip(places, lanes, strict=True) if lane < 0)
+        first = min(first, size - width)
+        for i, (source, offset) in enumerate(places):
+            if lanes[i] < 0 and source == number and offset < first + width:
+                lanes[i] = len(parts) * width + offset - first
+        parts.append(_load(builder, _at(builder, sources[number], first), _vector(width)))
+    return parts, lanes
+
+
+def _gather_halves(builder: Any, sources: list[Any], size: int, places: list[tuple[int, int]]) -> Any:
+    """`_gather_line` for 32 bytes, with shuffles that stay inside of 16 bytes."""
+    zeros, none = ir.Constant(_vector(32), None), ir.Constant(_vector(16), None)
+    low, low_lanes = _load_parts(builder, sources, size, places[:16], 16)
+    high, high_lanes = _load_parts(builder, sources, size, places[16:], 16)
+    result = zeros
+    for number, halves in enumerate(zip_longest(low, high, fillvalue=none)):
+        start = 16 * number
+        lanes = [lane - start if start <= lane < start + 16 else 32 for lane in low_lanes]
+        lanes += [16 + lane - start if start <= lane < start + 16 else 32 for lane in high_lanes]
+        moved = _shuffle(builder, _concatenate(builder, *halves), zeros, lanes)
+        result = builder.or_(result, moved)
+    return result
+
+
+@contextmanager
+def _cases(builder: Any, value: Any) -> Iterator[Callable[[int], Any]]:
+    """Build a switch; its cases are the blocks of ``with case(number):``."""
+    end = builder.append_basic_block("end")
+    switch = builder.switch(value, end)
+
+    @contextmanager
+    def case(number: int) -> Iterator[None]:
+        block = builder.append_basic_block("case")
+        switch.add_case(_WORD(number), block)
+        with builder.goto_block(block):
+            yield
+            builder.branch(end)
+
+    yield case
+    builder.position_at_end(end)
+
+
+def _join_block(gather: Callable[..., Any], pixels: int) -> Any:
+    @_operation(types.void, _MEMORY, _MEMORY, _INT, _INT, _INT, _INT)
+    def join_block(builder: Any, target: Any, source: Any, size: Any, unit: Any, stack: Any, streaming: Any) -> None:
+        """Interleave a block of frames that are ``size`` bytes apart; for the units and stacks of `_KINDS`.
+
+        With ``streaming``, writes past the caches; ``target`` must then be aligned to `BLOCK_PIXELS` bytes.
+        """
+        hint = builder.module.add_metadata([ir.Constant(_INT32, 1)])
+        key = builder.add(builder.mul(builder.add(builder.mul(unit, _WORD(8)), stack), _WORD(2)), streaming)
+        with _cases(builder, key) as case:
+            for (n_bytes, n_frames), streams in ((kind, streams) for kind in _KINDS for streams in (0, 1)):
+                with case(2 * (8 * n_bytes + n_frames) + streams):
+                    frames = [builder.gep(source, [builder.mul(size, _WORD(j))]) for j in range(n_frames)]
+                    places = [
+                        (j, pixel * n_bytes + byte)
+                        for pixel in range(pixels)
+                        for j in range(n_frames)
+                        for byte in range(n_bytes)
+                    ]
+                    for at in range(0, len(places), pixels):
+                        line = gather(builder, frames, pixels * n_bytes, places[at : at + pixels])
+                        stored = _store(builder, line, _at(builder, target, at), align=pixels if streams else 1)
+                        if streams:
+                            stored.set_metadata("nontemporal", hint)
+
+    return join_block
+
+
+def _split_block(gather: Callable[..., Any], pixels: int) -> Any:
+    @_operation(types.void, _MEMORY, _MEMORY, _INT, _INT, _INT)
+    def split_block(builder: Any, target: Any, source: Any, size: Any, unit: Any, stack: Any) -> None:
+        """Undo `join_block`."""
+        with _cases(builder, builder.add(builder.mul(unit, _WORD(8)), stack)) as case:
+            for n_bytes, n_frames in _KINDS:
+                with case(8 * n_bytes + n_frames):
+                    for j in range(n_frames):
+                        frame = builder.gep(target, [builder.mul(size, _WORD(j))])
+                        places = [
+                            (0, (pixel * n_frames + j) * n_bytes + byte)
+                            for pixel in range(pixels)
+                            for byte in range(n_bytes)
+                        ]
+                        for at in range(0, len(places), pixels):
+                            line = gather(builder, [source], pixels * n_frames * n_bytes, places[at : at + pixels])
+                            _store(builder, line, _at(builder, frame, at))
+
+    return split_block
+
+
+# lines are as long as a block has pixels, so that a block is a whole number of them
+join_block_64, split_block_64 = _join_block(_gather_line, 64), _split_block(_gather_line, 64)
+join_block_32, split_block_32 = _join_block(_gather_halves, 32), _split_block(_gather_halves, 32)
+join_block, split_block = (join_block_64, split_block_64) if HAS_TABLES else (join_block_32, split_block_32)

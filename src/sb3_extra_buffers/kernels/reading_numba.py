@@ -17,10 +17,14 @@ from sb3_extra_buffers.kernels.columns_numba import flat, int64_part, part
 from sb3_extra_buffers.kernels.compiling import compiled, inner
 from sb3_extra_buffers.kernels.delta_numba import apply
 from sb3_extra_buffers.kernels.intrinsics import (
+    BLOCK_PIXELS,
+    HAS_SHUFFLES,
     address_of,
     clear_bytes,
     copy_bytes,
+    join_block,
     load_word,
+    split_block,
     store_word,
     stream_bytes,
 )
@@ -164,51 +168,122 @@ def is_streaming(n_bytes: int, size: int, out: Any) -> bool:
 def join_row(state: Any, frame_ids: Any, sets: Any, row: int, frames: Any, out: Any) -> None:
     """Interleave the decoded frames of a row's observations, which are stacked along their last axis."""
     stack, unit, size = frame_ids.shape[1], state.config.pixel_bytes, state.config.frame_bytes
-    pixels = size // unit
+    streaming = sets.shape[0] * sets.shape[1] * stack * size >= _STREAMING_BYTES
     for number in range(sets.shape[0]):
-        at, to = number * stack * size, (number * sets.shape[1] + row) * stack * size
-        if unit == 1 and stack == 4:
-            # the common case, spelled out so that the compiler vectorises it
-            for pixel in range(pixels):
-                out[to + 4 * pixel] = frames[at + pixel]
-                out[to + 4 * pixel + 1] = frames[at + size + pixel]
-                out[to + 4 * pixel + 2] = frames[at + 2 * size + pixel]
-                out[to + 4 * pixel + 3] = frames[at + 3 * size + pixel]
-            continue
-        # whole words, each of which overwrites the excess bytes of the one before; single bytes at the end of the row
-        n_fast = max(pixels - 16 // (stack * unit) - 1, 0) if unit <= 8 else 0
-        if unit == 3 and stack <= 4:
-            _join_colours(frames, at, size, stack, out, to, n_fast)
-            to += 3 * stack * n_fast
-        else:
-            for pixel in range(n_fast):
-                for j in range(stack):
-                    store_word(out, to, load_word(frames, at + j * size + pixel * unit))
-                    to += unit
-        for pixel in range(n_fast, pixels):
-            for j in range(stack):
-                for byte in range(unit):
-                    out[to] = frames[at + j * size + pixel * unit + byte]
-                    to += 1
+        to = (number * sets.shape[1] + row) * stack * size
+        join_frames(frames, number * stack * size, size, unit, stack, out, to, streaming)
 
 
 @inner
-def _join_colours(frames: Any, at: int, size: int, stack: int, out: Any, to: int, n_pixels: int) -> None:
-    """Interleave pixels of two to four frames of three channels; writes up to seven bytes more."""
+def _has_blocks(size: int, unit: int, stack: int) -> bool:
+    """Whether to move blocks with `join_block` and `split_block`: one fits, and shuffles are the fastest way."""
+    return HAS_SHUFFLES and size >= BLOCK_PIXELS * unit and 1 < stack < 5 and (unit == 3 or (unit == 1 and stack < 4))
+
+
+@inner
+def join_frames(source: Any, at: int, size: int, unit: int, stack: int, target: Any, to: int, streaming: bool) -> None:
+    """Interleave the ``stack`` frames of ``size`` bytes at ``source[at:]``; with ``streaming``, past the caches."""
+    if unit == 1 and stack == 4:
+        # spelled out so that the compiler vectorises it, with faster instructions than shuffles
+        for pixel in range(size):
+            target[to + 4 * pixel] = source[at + pixel]
+            target[to + 4 * pixel + 1] = source[at + size + pixel]
+            target[to + 4 * pixel + 2] = source[at + 2 * size + pixel]
+            target[to + 4 * pixel + 3] = source[at + 3 * size + pixel]
+    elif _has_blocks(size, unit, stack):
+        _join_blocks(source, at, size, unit, stack, target, to, streaming)
+    else:
+        _join_words(source, at, size, unit, stack, target, to)
+
+
+@inner
+def _join_blocks(source: Any, at: int, size: int, unit: int, stack: int, target: Any, to: int, streaming: bool) -> None:
+    """Interleave blocks of pixels; the last one ends with the frames and overlaps the one before."""
+    width = unit * stack
+    last = size // unit - BLOCK_PIXELS
+    # the second block starts where the lines of the target are aligned, if there is such a pixel
+    following = 0
+    while following < BLOCK_PIXELS and address_of(target, to + following * width) % BLOCK_PIXELS:
+        following += 1
+    if following == 0:
+        following = BLOCK_PIXELS
+    pixel = 0
+    while True:
+        pixel_to = to + pixel * width
+        aligned = streaming and address_of(target, pixel_to) % BLOCK_PIXELS == 0
+        join_block(target, pixel_to, source, at + pixel * unit, size, unit, stack, np.int64(aligned))
+        if pixel == last:
+            break
+        pixel = min(following, last)
+        following += BLOCK_PIXELS
+
+
+@inner
+def _join_words(source: Any, at: int, size: int, unit: int, stack: int, target: Any, to: int) -> None:
+    """Interleave whole words, each of which overwrites the excess bytes of the one before, and bytes at the end."""
+    pixels = size // unit
+    n_fast = max(pixels - 8 // unit - 1, 0) if unit <= 8 else 0
+    if unit == 3 and stack <= 4:
+        _join_colours(source, at, size, stack, target, to, n_fast)
+        to += 3 * stack * n_fast
+    else:
+        for pixel in range(n_fast):
+            for j in range(stack):
+                store_word(target, to, load_word(source, at + j * size + pixel * unit))
+                to += unit
+    for pixel in range(n_fast, pixels):
+        for j in range(stack):
+            for byte in range(unit):
+                target[to] = source[at + j * size + pixel * unit + byte]
+                to += 1
+
+
+@inner
+def _join_colours(source: Any, at: int, size: int, stack: int, target: Any, to: int, n_pixels: int) -> None:
+    """Interleave pixels of two to four frames of three channels; reads and writes up to seven bytes more."""
     for pixel in range(n_pixels):
-        source = at + 3 * pixel
-        word = load_word(frames, source) & _COLOUR | (load_word(frames, source + size) & _COLOUR) << _BITS_24
+        here = at + 3 * pixel
+        word = load_word(source, here) & _COLOUR | (load_word(source, here + size) & _COLOUR) << _BITS_24
         if stack > 2:
-            third = load_word(frames, source + 2 * size) & _COLOUR
+            third = load_word(source, here + 2 * size) & _COLOUR
             word |= third << _BITS_48
             third >>= _BITS_16
             if stack > 3:
-                third |= load_word(frames, source + 3 * size) << _BITS_8
-            store_word(out, to, word)
-            store_word(out, to + 8, third)
+                third |= load_word(source, here + 3 * size) << _BITS_8
+            store_word(target, to, word)
+            store_word(target, to + 8, third)
         else:
-            store_word(out, to, word)
+            store_word(target, to, word)
         to += 3 * stack
+
+
+@inner
+def split_frames(source: Any, at: int, size: int, unit: int, stack: int, target: Any, to: int) -> None:
+    """Undo `join_frames`."""
+    pixels, width = size // unit, unit * stack
+    if unit == 1 and stack == 4:
+        # spelled out so that the compiler vectorises it
+        for pixel in range(pixels):
+            target[to + pixel] = source[at + 4 * pixel]
+            target[to + size + pixel] = source[at + 4 * pixel + 1]
+            target[to + 2 * size + pixel] = source[at + 4 * pixel + 2]
+            target[to + 3 * size + pixel] = source[at + 4 * pixel + 3]
+    elif _has_blocks(size, unit, stack):
+        pixel, last = 0, pixels - BLOCK_PIXELS
+        while True:
+            split_block(target, to + pixel * unit, source, at + pixel * width, size, unit, stack)
+            if pixel == last:
+                break
+            pixel = min(pixel + BLOCK_PIXELS, last)
+    else:
+        # whole words, each of which overwrites the excess bytes of the one before; bytes at the end of a frame
+        n_fast = max(pixels - 8 // unit - 1, 0) if unit <= 8 else 0
+        for j in range(stack):
+            for pixel in range(n_fast):
+                store_word(target, to + j * size + pixel * unit, load_word(source, at + (pixel * stack + j) * unit))
+            for pixel in range(n_fast, pixels):
+                for byte in range(unit):
+                    target[to + j * size + pixel * unit + byte] = source[at + (pixel * stack + j) * unit + byte]
 
 
 @inner
