@@ -176,6 +176,7 @@ def join_row(state: Any, frame_ids: Any, sets: Any, row: int, frames: Any, out: 
 
 @inner
 def _has_blocks(size: int, unit: int, stack: int) -> bool:
+    """Whether to move blocks with `join_block` and `split_block`: one fits, and shuffles are the fastest way."""
     return HAS_SHUFFLES and size >= BLOCK_PIXELS * unit and 1 < stack < 5 and (unit == 3 or (unit == 1 and stack < 4))
 
 
@@ -197,6 +198,7 @@ def join_frames(source: Any, at: int, size: int, unit: int, stack: int, target: 
 
 @inner
 def _join_blocks(source: Any, at: int, size: int, unit: int, stack: int, target: Any, to: int, streaming: bool) -> None:
+    """Interleave blocks of pixels; the last one ends with the frames and overlaps the one before."""
     width = unit * stack
     last = size // unit - BLOCK_PIXELS
     # the second block starts where the lines of the target are aligned, if there is such a pixel
