@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 
 from sb3_extra_buffers.errors import ExtraBuffersError, HeapFullError
 from sb3_extra_buffers.stores import heap as heap_module
+from sb3_extra_buffers.stores.arena import resident_bytes
 from sb3_extra_buffers.stores.heap import Heap
 from tests.contracts.store import RESIDENT, examples, needs_proc, run_fresh
 
@@ -138,6 +139,46 @@ def test_fifo_overwrite_never_repacks(in_file: bool, tmp_path: Path) -> None:
     assert heap.capacity == capacity
     for payload_id in range(100):
         assert bytes(heap.read(payload_id)) == payload_of(900 + payload_id, 777)
+
+
+@pytest.mark.parametrize("by_kernel", [False, True], ids=["written", "adopted"])
+def test_a_ring_takes_little_more_memory_than_its_payloads(by_kernel: bool) -> None:
+    heap, size = Heap(200), 20_000
+    for step in range(700):
+        payload_id, payload = step % 200, np.frombuffer(payload_of(step, size), np.uint8)
+        heap.free([payload_id])
+        begin, end = heap.gap()
+        if by_kernel and size <= end - begin:
+            heap.data[begin : begin + size] = payload
+            heap.starts[payload_id], heap.lengths[payload_id] = begin, size
+            heap.adopt(np.array([payload_id], np.int32))
+        else:
+            heap.put(payload_id, payload)
+    heap.check()
+
+    assert heap.n_repacks == 0
+    assert heap.live_bytes == 200 * size
+    # up to an eighth is reserved, but not written to
+    assert heap.capacity > 1.05 * heap.live_bytes
+    assert resident_bytes(heap.data) < 1.05 * heap.live_bytes
+    for payload_id in range(200):
+        newest = 600 + payload_id if payload_id < 100 else 400 + payload_id
+        assert bytes(heap.read(payload_id)) == payload_of(newest, size)
+
+
+def test_a_ring_of_varying_payloads_seldom_repacks() -> None:
+    rng = np.random.default_rng(0)
+    heap, sizes = Heap(300), {}
+    for step in range(6000):
+        # the average varies by a fifth from round to round
+        size = int(rng.integers(500, 1500) * (1 + 0.2 * np.sin(step / 250)))
+        heap.put(step % 300, np.full(size, step % 251, np.uint8))
+        sizes[step % 300] = size
+    heap.check()
+
+    assert heap.live_bytes == sum(sizes.values())
+    assert heap.n_repacks < 10
+    assert all(bytes(heap.read(i)) == bytes([(5700 + i) % 251]) * size for i, size in sizes.items())
 
 
 def test_random_overwrite_stays_bounded() -> None:

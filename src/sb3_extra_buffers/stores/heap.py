@@ -14,6 +14,11 @@ from sb3_extra_buffers.stores.arena import SLACK, lengthen, map_bytes
 
 # bytes that a new arena has to spare, at least
 _MIN_SPARE = 1 << 14
+# a ring turns back to its start, rather than write to pages that were never written, once 1/32 of the live bytes is
+# free there; if that is too little and causes repacks, 1/16, then 1/8, which is all that there is to spare
+_FIRST_MARGIN, _LAST_MARGIN = 32, 8
+# larger heaps use all that they have to spare first: a repack takes as much memory again
+_EASY_REPACK = 1 << 28
 _MAX_NUMBER = 0xFFFFFFFF
 
 
@@ -34,6 +39,9 @@ class Heap:
     yet, the arena is extended in place. So the arena never exceeds 9/8 of the most bytes that were ever live, plus
     `_MIN_SPARE` and one payload, and it shrinks when less than half of it is live.
 
+    In a heap that is not large, most of the spare eighth never takes memory: the ring turns back as soon as there is
+    enough free space at its start.
+
     ``starts``, ``lengths`` and the bytes define everything else; `rebuild` derives it after a change was interrupted.
 
     ``limit`` bounds the live bytes. ``path`` puts the arena into a file.
@@ -48,6 +56,10 @@ class Heap:
         area = map_bytes(0, path)
         self._arena = Arena(area, np.frombuffer(area, np.uint8), np.zeros(n_payloads, np.int64))
         self._head = 0
+        # end of the bytes that were ever written
+        self._touched = 0
+        # the ring turns back there once 1/_margin of the live bytes is free at its start
+        self._margin = _FIRST_MARGIN
         # payload ids in write order, a ring. Each write has a number, modulo 2**32; an entry is stale once its payload
         # was freed or written under another number
         self._order = np.zeros(64, np.int32)
@@ -122,13 +134,14 @@ class Heap:
         """Begin and end of the free bytes that a kernel may fill with payloads, one after the other, for `adopt`."""
         tail = self._tail()
         head = 0 if tail is None else self._head
-        end = self.capacity if tail is None or head > tail else tail - 1
+        end = self.capacity if tail is None else self._turn(tail) if head > tail else tail - 1
         return head, end if self.limit is None else min(end, head + self.limit - self.live_bytes)
 
     def adopt(self, payload_ids: npt.NDArray[np.int32]) -> None:
         """Register payloads that were written into the gap in this order, with ``starts`` and ``lengths`` set."""
         self._append(payload_ids)
         self._head = int(self.starts[payload_ids[-1]]) + int(self.lengths[payload_ids[-1]])
+        self._touched = max(self._touched, self._head)
         self.live_bytes += int(self.lengths[payload_ids].sum())
 
     def free(self, payload_ids: Sequence[int]) -> None:
@@ -145,7 +158,7 @@ class Heap:
     def clear(self) -> None:
         """Release everything, and return the memory."""
         self._release_all()
-        self._head = 0
+        self._head = self._touched = 0
         area = map_bytes(0, self.path)
         self._arena = Arena(area, np.frombuffer(area, np.uint8), self.starts)
 
@@ -167,6 +180,7 @@ class Heap:
         self._first = self._n_order = self._first_number = 0
         self._append(live)
         self._head = self._end_of(live)
+        self._touched = min(max(self._touched, int((starts + lengths).max(initial=0))), self.capacity)
         self.live_bytes = int(lengths.sum())
 
     def _end_of(self, payload_ids: npt.NDArray[np.int32]) -> int:
@@ -238,7 +252,7 @@ class Heap:
 
     def _number_all(self, payload_ids: npt.NDArray[np.int32], starts: npt.NDArray[np.int64], size: int) -> None:
         self.starts[payload_ids] = starts
-        self.live_bytes = self._head = size
+        self.live_bytes = self._head = self._touched = size
         self._append(payload_ids)
 
     def _release(self, payload_ids: Sequence[int]) -> None:
@@ -261,6 +275,7 @@ class Heap:
             if start is None:
                 raise AssertionError(f"no space for {nbytes} bytes after repacking")
         self._head = start + nbytes
+        self._touched = max(self._touched, self._head)
         return start
 
     def _extend(self, nbytes: int) -> bool:
@@ -289,10 +304,20 @@ class Heap:
         if tail is None:
             return 0 if nbytes <= self.capacity else None
         if self._head > tail:
-            if nbytes <= self.capacity - self._head:
+            if nbytes <= self._turn(tail) - self._head:
                 return self._head
-            return 0 if nbytes < tail else None
+            if nbytes < tail:
+                return 0
+            return self._head if nbytes <= self.capacity - self._head else None
         return self._head if nbytes < tail - self._head else None
+
+    def _turn(self, tail: int) -> int:
+        """Where the ring turns back to its start, which is free up to ``tail``: before unwritten pages."""
+        if tail == 0 or self.live_bytes > _EASY_REPACK:
+            return self.capacity
+        margin = self.live_bytes // self._margin + _MIN_SPARE
+        written = max(self._touched, self._head)
+        return min(self.capacity, written if tail > margin else written + margin)
 
     def _tail(self) -> int | None:
         """Start of the oldest live payload; drops stale entries before it."""
@@ -331,6 +356,9 @@ class Heap:
     def _repack(self, extra: int) -> None:
         """Move the live payloads, in write order, to the front of a new arena that fits them."""
         size = self.live_bytes + extra
+        if extra and self.n_repacks and self._first_number < self._n_order:
+            # less than one round after the last repack
+            self._margin = max(self._margin // 2, _LAST_MARGIN)
         new_file = None if self.path is None else self.path.with_name(self.path.name + ".new")
         area = map_bytes(size + size // 8 + _MIN_SPARE, new_file)
         self._move_to(Arena(area, np.frombuffer(area, np.uint8), self.starts), new_file)
@@ -346,7 +374,7 @@ class Heap:
         self._order = lengthen(payload_ids, len(payload_ids) + len(payload_ids) // 8 + 64)
         self._numbers[payload_ids] = np.arange(len(payload_ids), dtype=np.uint32)
         self._first, self._n_order, self._first_number = 0, len(payload_ids), 0
-        self._head = self.live_bytes
+        self._head = self._touched = self.live_bytes
         self.n_repacks += 1
 
     def check(self) -> None:
