@@ -1,7 +1,8 @@
 """Fits the costs of reading and writing in ``kernels/policy.py``, by which ``auto`` compares methods.
 
 Stores of recorded streams are written and read with each method. ``--save`` keeps the measurements in a file,
-``--load`` fits those of a file again. The result is printed as the tables of ``kernels/policy.py``.
+``--load`` fits those of a file again. The result is printed as the tables of ``kernels/policy.py``. Costs are those of
+one thread: run it with ``OMP_NUM_THREADS=1 taskset -c 0``.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ METHODS = (
     "delta",
     "delta2",
     "delta3",
+    "scroll",
+    "scroll2",
+    "camera",
     "zstd1",
     "zstd3",
     "gzip1",

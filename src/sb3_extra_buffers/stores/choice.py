@@ -27,7 +27,7 @@ _SMALL_BYTES = 512
 _TRIAL_BYTES = 4 << 20
 _MIN_TRIAL, _MAX_TRIAL = 16, 256
 # consecutive observations in a run
-_RUN = 16
+_RUN = 32
 
 #: What ``prefer`` may be, and the exponents of memory and time in the score of a method.
 PREFERENCES: dict[str | None, tuple[float, float]] = {None: (1.0, 1.0), "memory": (3.0, 1.0), "speed": (1.0, 3.0)}

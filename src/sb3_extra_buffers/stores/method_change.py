@@ -17,7 +17,7 @@ FIRST_COMPARISON, _LAST_COMPARISON, _NEVER = 1 << 10, 1 << 18, 1 << 62
 # `delta` is kept without comparing again where it takes less than this share of the uncompressed observations
 _SMALL_SHARE = 0.05
 # consecutive observations of a run, and how many bytes of observations are read to compare methods
-_RUN, _SAMPLE_BYTES = 16, 6 << 20
+_RUN, _SAMPLE_BYTES = 32, 6 << 20
 # bytes of observations that are copied at a time when the method changes
 _CHUNK_BYTES = 4 << 20
 
@@ -40,7 +40,7 @@ def sample_runs(store: Store, row_bytes: int, n_first: int, n_streams: int) -> t
     written = store.find_written()
     written = np.arange(n_first) if written is None else written[written < n_first]
     steps = np.unique(written // n_streams)
-    n_rows = min(max(_SAMPLE_BYTES // row_bytes, 4 * _RUN), 16 * _RUN)
+    n_rows = min(max(_SAMPLE_BYTES // row_bytes, 2 * _RUN), 8 * _RUN)
     n_runs = min(n_rows // _RUN, max(len(steps) // _RUN, 1))
     # ordered by time: all runs advance together, as streams do
     run = np.arange(n_runs)
