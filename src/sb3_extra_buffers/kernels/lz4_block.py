@@ -131,6 +131,22 @@ def unpack_block(source: Bytes, start: int, stop: int, target: Bytes, size: int,
     return False
 
 
+def count_sequences(source: Bytes, start: int, stop: int) -> int:
+    """The number of literals and matches in a block: decoding takes a step for each pair of them."""
+    count = 0
+    while start < stop:
+        token = load(source, start)
+        start += 1
+        n_literals = token >> 4
+        if n_literals == 15:
+            start, n_literals = get_length(source, start, stop)
+        start += n_literals + 2
+        if token & 15 == 15:
+            start, _ = get_length(source, start, stop)
+        count += 1
+    return count
+
+
 def get_length(source: Bytes, start: int, stop: int) -> tuple[int, int]:
     """Undo `put_length`: return the new start and the whole length; one that is cut off becomes too large to fit."""
     length = 15

@@ -13,9 +13,10 @@ import numpy as np
 from sb3_extra_buffers.kernels import (
     camera,
     camera_numba,  # noqa: F401  # compiles the functions of `camera`
+    lz4_block,
 )
 from sb3_extra_buffers.kernels.columns_numba import as_column, flat, int64_part, keep, part, tables_at
-from sb3_extra_buffers.kernels.compiling import compiled, inner, slow_entry
+from sb3_extra_buffers.kernels.compiling import compiled, entry, inner, slow_entry
 from sb3_extra_buffers.kernels.intrinsics import clear_bytes, copy_bytes, stream_bytes
 from sb3_extra_buffers.kernels.lz4_block import OVERRUN
 from sb3_extra_buffers.kernels.reading_numba import (
@@ -29,6 +30,16 @@ from sb3_extra_buffers.kernels.reading_numba import (
 from sb3_extra_buffers.kernels.state import PACKED_CAMERA, PACKED_LZ4, PACKED_ZSTD
 
 unpack_camera, camera_work_bytes = compiled(camera.unpack_camera), compiled(camera.camera_work_bytes)
+_count_sequences = compiled(lz4_block.count_sequences)
+
+
+@entry
+def count_sequences(heap: Any, starts: Any, stops: Any) -> int:
+    """The sequences of all LZ4 blocks from ``starts`` to ``stops``."""
+    count = 0
+    for i in range(len(starts)):
+        count += _count_sequences(as_column(heap), starts[i], stops[i])
+    return count
 
 
 @slow_entry

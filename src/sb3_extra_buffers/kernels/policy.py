@@ -78,6 +78,8 @@ class ReadWork(NamedTuple):
     """Encoded bytes that are parsed."""
     unpacked: float = 0.0
     """Those of the parsed bytes that are decompressed first."""
+    sequences: float = 0.0
+    """Sequences of LZ4, each of them literals and a match."""
 
 
 class ReadCosts(NamedTuple):
@@ -89,6 +91,7 @@ class ReadCosts(NamedTuple):
     decoded: float = 0.0
     parsed: float = 0.0
     unpacked: float = 0.0
+    sequence: float = 0.0
 
 
 class WriteCosts(NamedTuple):
@@ -104,12 +107,12 @@ class WriteCosts(NamedTuple):
 #: By `Codec.codec_id`, or by a store's `cost_kind`; fitted to measurements by ``benchmarks/fit_read_costs.py``.
 READ_COSTS: dict[str, ReadCosts] = {
     "none": ReadCosts(100, 0.06),
-    "delta": ReadCosts(0, 0.0213, 0, 0.0754, 0.296, 0.0994),
-    "delta-zstd": ReadCosts(3050, 0.0628, 0, 0.34, 0.56, 0.56),
-    "scroll": ReadCosts(0, 0.06, 0, 0.12, 0.6),
-    "scroll-zstd": ReadCosts(100, 0.000885, 0, 0.184, 1.12),
-    "camera": ReadCosts(0, 0.193, 0, 0, 0.3),
-    "zstd": ReadCosts(100, 0.268, 0, 0.0403, 1.21),
+    "delta": ReadCosts(0, 0.0258, 0, 0.102, 0.249, 0, 5.39),
+    "delta-zstd": ReadCosts(4890, 0.0174, 0, 0.266, 0.576, 0.576),
+    "scroll": ReadCosts(0, 0.058, 0, 0, 0.259, 0, 6.75),
+    "scroll-zstd": ReadCosts(0, 0.0653, 0, 0.147, 1.2),
+    "camera": ReadCosts(0, 0.201, 0, 0, 0.224),
+    "zstd": ReadCosts(0, 0.272, 0, 0.0402, 1.35),
     "gzip": ReadCosts(100, 0.294, 0, 0, 10.3),
     "igzip": ReadCosts(100, 0.292, 0, 0, 5.87),
     "lz4-frame": ReadCosts(100, 0.32, 0, 0, 0.831),
@@ -118,11 +121,11 @@ READ_COSTS: dict[str, ReadCosts] = {
 }
 WRITE_COSTS: dict[str, WriteCosts] = {
     "none": WriteCosts(5000, 0.6),
-    "delta": WriteCosts(5640, 0, 8.85),
-    "delta-zstd": WriteCosts(6540, 0, 8.81, 0.7),
-    "scroll": WriteCosts(10_000, 2.0, 10, 0.15),
-    "scroll-zstd": WriteCosts(6200, 0.828, 3.16, 0.3),
-    "camera": WriteCosts(11_900, 0, 4.04, 0.3),
+    "delta": WriteCosts(6340, 0, 7.56),
+    "delta-zstd": WriteCosts(8400, 0.106, 7.49, 0.7),
+    "scroll": WriteCosts(19_400, 0, 27.1, 0.15),
+    "scroll-zstd": WriteCosts(7890, 0.851, 3.04, 0.3),
+    "camera": WriteCosts(8680, 0.252, 3.32, 0.3),
     "zstd": WriteCosts(22_300, 1.66, 2.42),
     "gzip": WriteCosts(29_800, 0, 43),
     "igzip": WriteCosts(33_700, 0, 13.1),
@@ -131,7 +134,7 @@ WRITE_COSTS: dict[str, WriteCosts] = {
     "rle": WriteCosts(32_800, 0),
 }
 #: Per byte of a batch whose frames must be interleaved, because they are stacked along the last axis.
-JOIN_NS = 0.33
+JOIN_NS = 0.05
 #: Times of SB3's own buffer: per byte of an observation and its successor read and written, and per `add`.
 SB3_READ_NS, SB3_WRITE_NS, SB3_ADD_NS = 0.25, 0.15, 2000.0
 #: For codecs that were not measured; slower than any that was.

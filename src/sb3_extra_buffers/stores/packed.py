@@ -257,7 +257,8 @@ class PackedStore(SegmentStore):
         else:
             n_frames = (per_segment + 1) / 2 + layout.stack  # from the first one to the last one needed
         parsed = n_frames * self.packed_bytes() / max(int(self.state.counts.sum()), 1)
-        return ReadWork(2 * layout.spec.nbytes, n_parts, n_frames * layout.frame_bytes, parsed)
+        sequences = n_frames * self.sequences_per_frame()
+        return ReadWork(2 * layout.spec.nbytes, n_parts, n_frames * layout.frame_bytes, parsed, 0.0, sequences)
 
     def packed_bytes(self) -> int:
         """Bytes of all segments, with open ones as they would be packed now."""

@@ -43,6 +43,8 @@ from sb3_extra_buffers.stores.segment_format import check_headers, header_bytes,
 from sb3_extra_buffers.stores.workers import run_split, split_seconds
 
 _NO_ADDRESSES = np.zeros(0, np.int64)
+# segments in which `SegmentStore.sequences_per_frame` counts
+_N_COUNTED = 32
 
 
 def _zstd_addresses() -> npt.NDArray[np.int64]:
@@ -533,7 +535,23 @@ class SegmentStore(FrameStore):
         if self._zstd_level:
             n_decoded = n_parts * per_segment  # decompressed as a whole
         parsed, packed = (n_decoded * sum(part) / n_frames for part in (lengths, unpacked))
-        return ReadWork(2 * layout.spec.nbytes, n_parts, n_parts * size, parsed, packed)
+        sequences = n_decoded * self.sequences_per_frame()
+        return ReadWork(2 * layout.spec.nbytes, n_parts, n_parts * size, parsed, packed, sequences)
+
+    def sequences_per_frame(self) -> float:
+        """Sequences of LZ4 that a frame takes, in the first segments; 0 without compiled kernels, which count them."""
+        self.collect_segments()
+        heap, counts = self.heap, self.state.counts
+        sealed = np.flatnonzero(heap.lengths[: len(counts)])[:_N_COUNTED]
+        if not sealed.size or not self._kernels.compiled:
+            return 0.0
+        n_frames = int(counts[sealed].sum())
+        sealed = sealed[heap.data[heap.starts[sealed]] == PACKED_LZ4]
+        begins = heap.starts[sealed] + 2 + counts[sealed] * self._length_dtype.itemsize
+        n_sequences: int = compiled_kernels("packed").count_sequences(
+            heap.data, begins.astype(np.int64), (heap.starts[sealed] + heap.lengths[sealed]).astype(np.int64)
+        )
+        return n_sequences / n_frames
 
     # ---- saving ----
 
