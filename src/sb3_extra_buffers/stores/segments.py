@@ -195,6 +195,9 @@ class SegmentStore(FrameStore):
         super()._free_listed()
         opened = np.flatnonzero(self.state.open_segments >= 0).tolist()
         full = [stream for stream in opened if is_full(self.state, stream)]
+        if full:
+            # together with those that are nearly full, so that most writes seal none, and threads share the work
+            full = [stream for stream in opened if self._is_nearly_full(stream)]
         self._drop_view()
         try:
             self._seal_streams(full)
@@ -202,6 +205,11 @@ class SegmentStore(FrameStore):
             self._sync()
         if self.state.counters[N_UNUSED] < stack:
             self._grow()
+
+    def _is_nearly_full(self, stream: int) -> bool:
+        state = self.state
+        count, chain = int(state.counts[state.open_segments[stream]]), int(state.chain_bytes[stream])
+        return 4 * count >= 3 * self.per_segment or 4 * chain >= 3 * state.config.max_chain_bytes
 
     def _seal_streams(self, streams: list[int]) -> None:
         for stream in streams:
