@@ -57,10 +57,16 @@ class Transitions:
         # SB3 passes discrete actions without their last axis
         self._flat_actions = self._action.dtype == np.int64 and self._action.ndim == 2
         self._direct: Any = None
+        # of the observations of a step that have several axes
+        self._matrix_shape: tuple[int, ...] | None = None
         self._is_dict = bool(buffer.obs_views()["observations"].is_dict)
         if not self._is_dict:
             action = self._action.reshape(-1) if self._flat_actions else self._action
-            self._direct = self._kernels.direct_kernel(self._plan, self._obs[0][1], action)
+            row = self._obs[0][1]
+            if row.ndim > 2:
+                self._matrix_shape = row.shape
+                row = row.reshape(len(row), -1)
+            self._direct = self._kernels.direct_kernel(self._plan, row, action)
         self._layouts: dict[int, Layout] = {}
         self._generator: Any = None
         self._generator_words = 0, 0
@@ -138,6 +144,11 @@ class Transitions:
             return True
         if self._flat_actions and type(action) is _ARRAY and action.ndim == 2:
             action = action.reshape(-1)
+        shape = self._matrix_shape
+        if shape is not None:
+            if type(obs) is not _ARRAY or type(next_obs) is not _ARRAY or not obs.shape == next_obs.shape == shape:
+                return False
+            obs, next_obs = obs.reshape(shape[0], -1), next_obs.reshape(shape[0], -1)
         readers = self._readers
         try:
             readers.writing = True
