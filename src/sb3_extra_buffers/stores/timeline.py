@@ -21,6 +21,7 @@ from sb3_extra_buffers.stores.checks import column, require, whole, within
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.uncompressed import UncompressedStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
+from sb3_extra_buffers.stores.workers import run_split
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 _MIN_CAPACITY = 16
 # bytes of observations that are read at a time to count them
 _CHUNK_BYTES = 1 << 24
+# bytes of a batch from which on threads share it, and how many each takes at a time
+_SPLIT_BYTES, _PART_BYTES = 1 << 20, 1 << 19
 
 
 class TimelineStore(UncompressedStore):
@@ -174,7 +177,16 @@ class TimelineStore(UncompressedStore):
             self.recover()
         out: ByteRows = np.empty((*indices.shape, self.tables.rows.shape[1]), np.uint8)
         flat = as_contiguous(indices).reshape(-1)
-        bad = self._kernels.read_rows(self.state[1], flat, out.reshape(-1, out.shape[-1]))
+        rows, bound = out.reshape(-1, out.shape[-1]), self.state[1]
+        if rows.nbytes < _SPLIT_BYTES or not self._kernels.compiled:
+            bad = self._kernels.read_rows(bound, flat, rows)
+        else:
+
+            def work(first: int, stop: int) -> int:
+                wrong: int = self._kernels.read_rows(bound, flat[first:stop], rows[first:stop])
+                return first + wrong if wrong >= 0 else -1
+
+            bad = max(run_split(work, len(rows), max(_PART_BYTES // rows.shape[1], 1)))
         if bad >= 0:
             raise IndexOutOfRangeError(f"index {flat[bad]} is out of bounds for {self._n_all} observations")
         return out

@@ -60,8 +60,8 @@ def run_split(work: Callable[[int, int], Result], n_rows: int, chunk: int) -> li
     team = torch_team()
     if team is None:
         return _run_in_pool(starts, n_threads, drain)
-    n_threads = min(n_threads, sys.modules["torch"].get_num_threads())
-    return _run_in_team(team, n_threads, starts, n_chunks, drain)
+    # all of them, even if there are fewer chunks: OpenMP would end the others, and start them again for torch
+    return _run_in_team(team, sys.modules["torch"].get_num_threads(), starts, n_chunks, drain)
 
 
 # ---- torch's threads ----
@@ -77,11 +77,11 @@ _kept = _Kept()
 def torch_team() -> _Team | None:
     """GOMP_parallel of the OpenMP library that torch uses.
 
-    None if torch has a single thread or threads of another kind, if its threads were found to be busy, and outside the
-    main thread, since OpenMP has separate threads for each thread that asks.
+    None if torch has one thread, more than may share a batch, or threads of another kind; if its threads were found to
+    be busy; and outside the main thread, since OpenMP has separate threads for each thread that asks.
     """
     torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "get_num_threads") or torch.get_num_threads() < 2:
+    if torch is None or not hasattr(torch, "get_num_threads") or not 2 <= torch.get_num_threads() <= n_workers():
         return None
     if perf_counter() < _pauses["torch"] or threading.get_ident() != threading.main_thread().ident:
         return None
