@@ -278,20 +278,21 @@ def candidates(spec: ObsSpec, prefer: str | None = None) -> tuple[str, ...]:
     return tuple(methods)
 
 
-def score(trial: Trial, layout: StackLayout, prefer: str | None = None) -> float:
+def score(trial: Trial, layout: StackLayout, prefer: str | None = None, method: str = "") -> float:
     """Memory times time of a method, lower is better; ``prefer`` gives one of the two more weight.
 
     Memory includes a frame's share of the tables. Time is that of reading, plus a part of that of writing. If `sample`
     takes more than twice as long as SB3's, or `add` more than four times as long, the time is multiplied by the factor
     beyond that limit.
 
-    Uncompressed frames count as if they were read at the slowest acceptable speed, although they are read much faster:
-    speed beyond SB3's does not justify several times the memory. ``prefer="speed"`` counts their actual speed.
+    Uncompressed frames, or indices of a palette or table, count as if they were read at the slowest acceptable speed,
+    although they are read much faster: speed beyond SB3's does not justify several times the memory.
+    ``prefer="speed"`` counts their actual speed.
     """
     copied = 2 * layout.spec.nbytes
     max_read, max_add = _MAX_SAMPLE * SB3_READ_NS * copied, _MAX_ADD * (SB3_ADD_NS + SB3_WRITE_NS * copied)
     nbytes = trial.frame_bytes + _FRAME_INDEX + _STACK_INDEX * layout.stack
-    is_raw = trial.frame_bytes >= layout.frame_bytes
+    is_raw = trial.frame_bytes >= layout.frame_bytes or method.endswith(":none")
     time_ns = max(trial.read_ns, max_read) if is_raw and prefer != "speed" else trial.read_ns
     time_ns += trial.write_ns / _READS_PER_WRITE
     time_ns *= max(trial.read_ns / max_read, 1.0) * max(trial.step_ns / max_add, 1.0)
@@ -332,7 +333,7 @@ def rank(
         trial = store.trial(layout, codec, streams, rows, n_streams)
         if layout.pixel_bytes:  # stacked along the last axis
             trial = trial._replace(read_ns=trial.read_ns + JOIN_NS * 2 * layout.spec.nbytes)
-        ranked.append(Candidate(method, trial, score(trial, layout, prefer)))
+        ranked.append(Candidate(method, trial, score(trial, layout, prefer, method)))
 
     def order(candidate: Candidate) -> tuple[bool, float]:
         pays = candidate.method == "none" or candidate.trial.frame_bytes <= _WORTH * size
