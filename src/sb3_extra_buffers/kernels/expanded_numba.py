@@ -1,6 +1,6 @@
-"""Reading segments of indices, each looked up in a table when its row has been decoded. Compiled; imports numba.
+"""Reading observations stored as table indices: decodes a row and expands it while it is in the cache. Imports numba.
 
-`kernels.reading` and `kernels.tables` define what reading and looking up do.
+`kernels.reading` and `kernels.tables` define what decoding and expanding do.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from sb3_extra_buffers.kernels.reading_numba import read_rows, work_bytes
 from sb3_extra_buffers.kernels.tables import ENTRIES
 from sb3_extra_buffers.kernels.tables_numba import expand_row, split_table
 
-_SHADES = 4 * ENTRIES
+# bytes of the tables that `split_table` makes: one for each of the first four bytes of a unit
+_TABLES = 4 * ENTRIES
 
 
 @inner
 def _row_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
-    """Bytes for tables and the indices of a row, aligned."""
-    return (_SHADES + sets.shape[0] * frame_ids.shape[1] * state.config.frame_bytes + 127) // 64 * 64
+    """Bytes of work space for the tables of `split_table` and the indices of a row, aligned."""
+    return (_TABLES + sets.shape[0] * frame_ids.shape[1] * state.config.frame_bytes + 127) // 64 * 64
 
 
 @inner
@@ -35,23 +36,23 @@ def _take_row(sets: Any, row: int, one: Any) -> None:
 def _expand(
     state: Any, frame_ids: Any, sets: Any, row: int, space: Any, table: Any, unit: int, plane: int, out: Any
 ) -> None:
-    """Look up the indices of a row's observations, which are in ``space`` after the tables of `split_table`."""
+    """Expand the indices of a row's observations, which follow the tables of `split_table` in ``space``."""
     n_units = frame_ids.shape[1] * state.config.frame_bytes
     for number in range(sets.shape[0]):
         to = (number * sets.shape[1] + row) * n_units * unit
-        expand_row(space, _SHADES + number * n_units, n_units, table, space, unit, plane, out, to)
+        expand_row(space, _TABLES + number * n_units, n_units, table, space, unit, plane, out, to)
 
 
 @slow_entry
 def read_frames(
     bound: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, zstd: Any, table: Any, unit: int, plane: int
 ) -> int:
-    """`read_frames` of `kernels.reading`; ``out`` receives the entries of ``table`` that the frames' bytes name."""
+    """`read_frames` of `kernels.reading`, with each byte of the frames replaced by its entry in ``table``."""
     state, ids, sets_, table_ = tables_at(bound), as_column(frame_ids), as_column(sets), as_column(table)
     single = np.empty((sets.shape[0], 1), np.int64)
     one, n_row = as_column(single), _row_bytes(state, ids, sets_)
     memory = np.empty(n_row + work_bytes(state, ids, one), np.uint8)
-    space, indices, work = as_column(memory), part(as_column(memory), _SHADES, n_row), part(as_column(memory), n_row, 0)
+    space, indices, work = as_column(memory), part(as_column(memory), _TABLES, n_row), part(as_column(memory), n_row, 0)
     split_table(table_, unit, space)
     damaged = -1
     for row in range(first, stop):
@@ -67,12 +68,12 @@ def read_frames(
 def read_packed(
     bound: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, zstd: Any, table: Any, unit: int, plane: int
 ) -> int:
-    """`read_frames` for a store of whole frames."""
+    """`read_frames` for segments of whole frames."""
     state, ids, sets_, table_ = tables_at(bound), as_column(frame_ids), as_column(sets), as_column(table)
     single = np.empty((sets.shape[0], 1), np.int64)
     one, n_row = as_column(single), _row_bytes(state, ids, sets_)
     memory = np.empty(n_row + packed_work_bytes(state, ids, one), np.uint8)
-    space, indices, work = as_column(memory), part(as_column(memory), _SHADES, n_row), part(as_column(memory), n_row, 0)
+    space, indices, work = as_column(memory), part(as_column(memory), _TABLES, n_row), part(as_column(memory), n_row, 0)
     split_table(table_, unit, space)
     damaged = -1
     for row in range(first, stop):

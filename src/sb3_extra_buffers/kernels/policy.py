@@ -1,6 +1,6 @@
-"""When a segment ends, when it is compressed, which keyframe it starts from: the tuned constants of all frame stores.
+"""Tuned constants: when a segment ends, when it is compressed, which keyframe it starts from, and what methods cost.
 
-Also the costs of reading and writing by which ``auto`` compares methods.
+``auto`` compares methods by the costs of reading and writing.
 
 The rules are plain functions of integers, so that the reference kernels, numba (`register_jitable`) and Triton
 (`triton.jit`) can all compile this one definition. `docs/architecture.md` has the measurements behind the numbers.
@@ -13,7 +13,7 @@ from typing import NamedTuple
 # ---- how long a segment gets ----
 
 #: Frames per segment on a GPU, unless the codec asks for a number of its own. One program decodes each segment of a
-#: row, so short segments are read sooner. On the host the codec's level decides: 8, 32 or 64 (`codecs.delta`).
+#: row, so short segments are read faster. On the host the codec's level decides: 8, 32 or 64 (`codecs.delta`).
 DEVICE_FRAMES_PER_SEGMENT = 4
 #: Frames that a segment on a GPU has at least before its chain may end it; bounds how many segments a stream can need.
 DEVICE_MIN_FRAMES = 4
@@ -26,7 +26,7 @@ MAX_CHAIN_FRAMES_DEVICE = 0.75
 
 # ---- when a segment is compressed with LZ4 ----
 
-#: A segment is worth compressing when a frame of it takes more than this share of an observation. (Not of a frame: a
+#: A segment is compressed when its frames take more than this share of an observation on average. (Not of a frame: a
 #: stacked observation shares its frames with its neighbours, so it is small already.)
 COMPRESS_ABOVE = 0.015
 #: The compressed form is kept when it takes less than this many tenths of the original.
@@ -77,9 +77,9 @@ class ReadWork(NamedTuple):
     parsed: float = 0.0
     """Encoded bytes that are parsed."""
     unpacked: float = 0.0
-    """Those of the parsed bytes that are decompressed first."""
+    """How many of the parsed bytes have to be decompressed first."""
     sequences: float = 0.0
-    """Sequences of LZ4, each of them literals and a match."""
+    """LZ4 sequences to decode; each is a run of literals and a match."""
 
 
 class ReadCosts(NamedTuple):
@@ -133,11 +133,11 @@ WRITE_COSTS: dict[str, WriteCosts] = {
     "lz4-block": WriteCosts(25_200, 0.203, 5.52),
     "rle": WriteCosts(32_800, 0),
 }
-#: Per byte of a batch whose frames must be interleaved, because they are stacked along the last axis.
+#: Nanoseconds per byte of a batch to interleave frames that are stacked along the last axis.
 JOIN_NS = 0.05
-#: Times of SB3's own buffer: per byte of an observation and its successor read and written, and per `add`.
+#: Nanoseconds of SB3's own buffer: per byte of an observation and its successor that is read or written, and per `add`.
 SB3_READ_NS, SB3_WRITE_NS, SB3_ADD_NS = 0.25, 0.15, 2000.0
-#: For codecs that were not measured; slower than any that was.
+#: For codecs that were not measured: slower than all that were.
 UNKNOWN_READ, UNKNOWN_WRITE = ReadCosts(2000, 0.2, 20_000, 5.0), WriteCosts(20_000, 20.0)
 
 

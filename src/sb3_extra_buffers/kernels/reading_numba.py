@@ -1,4 +1,4 @@
-"""Decoding segments, compiled; `kernels.reading` defines what it does."""
+"""Compiled decoding of segments; `kernels.reading` defines the result."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _STREAMING_BYTES = 8 << 20
 
 @inner
 def _block_bytes(size: int) -> int:
-    """A row's length, padded so that every position that a difference can encode is inside."""
+    """A frame's length, padded so that every position that a difference can encode is inside."""
     return (size + BLOCK - 1) // BLOCK * BLOCK
 
 
@@ -68,9 +68,9 @@ def joined_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
 
 @inner
 def read_rows(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, space: Any, zstd: Any) -> Any:
-    """Decode rows ``first`` to ``stop``, each segment of a row once; return -1, or a damaged segment.
+    """Decode rows ``first`` to ``stop``, each segment of a row once; return -1, or the number of a damaged segment.
 
-    ``zstd`` has the addresses that `inflate_zstd` needs.
+    ``zstd`` holds the addresses that `inflate_zstd` needs.
 
     One function for the whole loop: a helper that takes the state would cost reads 3 to 5 %.
     """
@@ -176,7 +176,7 @@ def join_row(state: Any, frame_ids: Any, sets: Any, row: int, frames: Any, out: 
 
 @inner
 def _has_blocks(size: int, unit: int, stack: int) -> bool:
-    """Whether to move blocks with `join_block` and `split_block`: one fits, and shuffles are the fastest way."""
+    """Whether to use `join_block` and `split_block`: a frame has at least one block, and shuffles are fastest."""
     return HAS_SHUFFLES and size >= BLOCK_PIXELS * unit and 1 < stack < 5 and (unit == 3 or (unit == 1 and stack < 4))
 
 
@@ -310,7 +310,7 @@ def sort_row(frame_ids: Any, sets: Any, row: int, size: int, joined: bool, ids: 
 
 @inner
 def _unpack(source: Any, table: int, at: int, end: int, count: Any, last: int, width: int, unpacked: Any) -> int:
-    """Decompress the frames of a segment up to frame ``last``; return their total length, -1 if it is damaged."""
+    """Decompress the frames of a segment up to frame ``last``; return their total length, or -1 if it is damaged."""
     total = needed = 0
     for i in range(count):
         total += get_length(source, table + i * width, width)

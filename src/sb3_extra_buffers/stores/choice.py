@@ -21,19 +21,20 @@ from sb3_extra_buffers.stores.layout import StackLayout, find_layout
 from sb3_extra_buffers.stores.registry import Place, find_store
 from sb3_extra_buffers.stores.tables import TableStore
 
-# smaller observations cost more to look up than to keep
+# smaller observations stay uncompressed: looking them up costs more than compression saves
 _SMALL_BYTES = 512
-# observations to try methods on: enough to see a stack advance, few enough to hold
+# observations to try methods on: enough to see a stack advance, few enough to hold uncompressed
 _TRIAL_BYTES = 4 << 20
 _MIN_TRIAL, _MAX_TRIAL = 16, 256
-# consecutive observations in a run
+# consecutive observations of a stream that are tried together. In shorter runs the first frames, which take more bytes
+# than those that follow, would count too much
 _RUN = 32
 
 #: What ``prefer`` may be, and the exponents of memory and time in the score of a method.
 PREFERENCES: dict[str | None, tuple[float, float]] = {None: (1.0, 1.0), "memory": (3.0, 1.0), "speed": (1.0, 3.0)}
-# in order: the first of equal ones wins
+# of methods with equal scores, the first wins
 _CANDIDATES = ("none", "delta", "scroll", "camera", "zstd1", "gzip1")
-# for pixels of few colours, and for numbers of few values
+# for images with few colours, and for numbers with few distinct values
 _PALETTES = tuple(f"palette:{inner}" for inner in ("none", "delta", "scroll"))
 _TABLES = tuple(f"table:{inner}" for inner in ("none", "delta", "scroll", "camera"))
 # smaller and several times slower
@@ -44,12 +45,12 @@ _CAMERA_SHARE = 8
 _WORTH = 0.9
 # transitions are read this many times for each time that they are written, for example by DQN
 _READS_PER_WRITE = 8
-# sampling and adding may take this many times as long as SB3's; the factor beyond that counts twice
+# limits of `sample` and `add`, relative to SB3; the score multiplies the time by the factor beyond a limit
 _MAX_SAMPLE, _MAX_ADD = 2, 4
-# bytes of a frame store's tables: per frame, and per frame of a stack for an observation and its successor
+# bytes in the tables of a frame store: per frame, and per frame of a stack (4 for an observation, 4 for its successor)
 _FRAME_INDEX, _STACK_INDEX = 8, 8
-# a method replaces the one in use if its score is below this share of that score, and is ruled out early if its score
-# is above this multiple of the best
+# a method replaces the one in use if its score is less than _BETTER times that of the one in use; a method is ruled out
+# early if its score is more than _RULED_OUT times the best
 _BETTER, _RULED_OUT = 0.85, 3.0
 
 
@@ -67,7 +68,7 @@ class Choice:
 
 
 def may_be_stacked(spec: ObsSpec) -> bool:
-    """Whether observations may consist of frames worth sharing; vectors and small observations do not."""
+    """Whether observations may be stacks of frames; vectors and small observations are not treated as such."""
     return len(spec.shape) >= 2 and spec.nbytes >= _SMALL_BYTES
 
 
@@ -108,7 +109,7 @@ class MethodChoice:
             codec = get_codec(method, **self.options).bind(spec)
             self.choice = Choice("none" if codec.codec_id == "none" else method, "")
         if spec.nbytes == 0:
-            self.choice = Choice("none", "observations of no bytes")
+            self.choice = Choice("none", "observations are empty")
 
     @property
     def prefer(self) -> str | None:
@@ -198,7 +199,7 @@ def compare(
     may_stay_dense: bool = True,
     methods: Sequence[str] | Callable[[StackLayout, str | None], Sequence[str]] | None = None,
 ) -> tuple[StackLayout, list[Candidate]]:
-    """Return the layout of ``rows``, and the methods as `rank` orders them; if there are many rows, some are tried."""
+    """Return the layout of ``rows``, and the methods as `rank` orders them. Of many rows, only some runs are tried."""
     layout = _layout(spec, streams, rows)
     if len(rows) > 2 * _MAX_TRIAL:
         streams, rows = _spread(streams, rows)
@@ -209,7 +210,7 @@ def compare(
 
 
 def _decoded_on_device(layout: StackLayout, prefer: str | None) -> list[str]:
-    """The candidates that are decoded by the GPU, not on the host."""
+    """The candidates that a GPU can decode."""
     methods = []
     for method in candidates(layout.frame_spec, prefer):
         with contextlib.suppress(ExtraBuffersError):
@@ -220,7 +221,7 @@ def _decoded_on_device(layout: StackLayout, prefer: str | None) -> list[str]:
 
 
 def _spread(streams: Indices, rows: ByteRows) -> tuple[Indices, ByteRows]:
-    """Select runs of consecutive rows of a stream, spread over all ``rows``; return the run of each, and the rows."""
+    """Select runs of consecutive rows of a stream, spread over all ``rows``; return each one's run, and the rows."""
     present = np.unique(streams)
     per_stream = max(_MAX_TRIAL // _RUN // len(present), 1)
     runs = []
@@ -283,7 +284,7 @@ def score(trial: Trial, layout: StackLayout, prefer: str | None = None, method: 
 
     Memory includes a frame's share of the tables. Time is that of reading, plus a part of that of writing. If `sample`
     takes more than twice as long as SB3's, or `add` more than four times as long, the time is multiplied by the factor
-    beyond that limit.
+    by which the limit is exceeded.
 
     Uncompressed frames, or indices of a palette or table, count as if they were read at the slowest acceptable speed,
     although they are read much faster: speed beyond SB3's does not justify several times the memory.
@@ -324,12 +325,12 @@ def rank(
         except ExtraBuffersError:
             continue
         if method.endswith(":none") and layout.stack == 1:
-            continue  # next observations would not share their rows of indices with observations
+            continue  # only for stacks
         store = find_store(codec, layout)
         if codec.codec_id == "palette" and not issubclass(store, TableStore):
             continue  # not images
         if method == "none" and not (may_stay_dense or issubclass(store, FrameTables)):
-            continue  # a single array cannot free the memory of erased observations
+            continue  # only frame stores free the memory of erased observations
         trial = store.trial(layout, codec, streams, rows, n_streams)
         if layout.pixel_bytes:  # stacked along the last axis
             trial = trial._replace(read_ns=trial.read_ns + JOIN_NS * 2 * layout.spec.nbytes)

@@ -1,4 +1,4 @@
-"""Changing the method of observations that are already stored: when to compare again, on what, and how to copy."""
+"""Changing the method of stored observations: when to compare methods again, on which observations, and the copy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.stores.base import Indices, Store
 from sb3_extra_buffers.stores.choice import Choice
 
-# numbers of written observations at which `auto` compares methods again: from the first to the last, each four times
-# the one before
+# `auto` compares methods again when this many observations have been written, and each time their number has grown
+# fourfold, up to the last comparison
 FIRST_COMPARISON, _LAST_COMPARISON, _NEVER = 1 << 10, 1 << 18, 1 << 62
 # `delta` is kept without comparing again where it takes less than this share of the uncompressed observations
 _SMALL_SHARE = 0.05
-# consecutive observations of a run, and how many bytes of observations are read to compare methods
+# consecutive observations of a run, and how many bytes of observations are read to compare methods: at least two runs,
+# at most eight
 _RUN, _SAMPLE_BYTES = 32, 6 << 20
 # bytes of observations that are copied at a time when the method changes
 _CHUNK_BYTES = 4 << 20
@@ -28,21 +29,21 @@ def next_comparison(last: int) -> int:
 
 
 def is_small_enough(now: Choice, held_bytes: int, dense_bytes: int) -> bool:
-    """Whether no other method can be as small and as fast as the one in use."""
+    """Whether ``now``, the choice in use, is `delta` and so small that there is nothing to gain by comparing again."""
     return now.method.endswith("delta") and held_bytes < _SMALL_SHARE * dense_bytes
 
 
 def sample_runs(store: Store, row_bytes: int, n_first: int, n_streams: int) -> tuple[Indices, ByteRows]:
-    """Read short runs of consecutive observations from all over a store; return the run of each, and the rows.
+    """Read short runs of consecutive observations from all parts of a store; return the run of each row, and the rows.
 
-    Only the first ``n_first`` indices are sampled: the others are usually next observations of the same steps.
+    Only the first ``n_first`` indices are read: the others are usually next observations of the same steps.
     """
     written = store.find_written()
     written = np.arange(n_first) if written is None else written[written < n_first]
     steps = np.unique(written // n_streams)
     n_rows = min(max(_SAMPLE_BYTES // row_bytes, 2 * _RUN), 8 * _RUN)
     n_runs = min(n_rows // _RUN, max(len(steps) // _RUN, 1))
-    # ordered by time: all runs advance together, as streams do
+    # ordered by time: runs alternate, as streams do
     run = np.arange(n_runs)
     begins = steps[np.linspace(0, max(len(steps) - _RUN, 0), n_runs).astype(np.int64)] if len(steps) else run[:0]
     times = begins[None] + np.arange(_RUN)[:, None]
@@ -80,7 +81,7 @@ def _in_order(
     """All indices and their streams in chunks, oldest first, observations with their successors.
 
     Assumes that steps were written in order and that the one at ``position`` is the oldest. Otherwise the copy
-    takes more memory, but is correct too.
+    is still correct, but takes more memory.
     """
     n_all, written = sum(ranges), store.find_written()
     is_written = np.ones(n_all, bool) if written is None else np.zeros(n_all, bool)

@@ -26,7 +26,7 @@ from sb3_extra_buffers.stores.segment_format import (
 from sb3_extra_buffers.stores.segments import SegmentStore
 from sb3_extra_buffers.stores.workers import run_split
 
-#: flags of a segment, its bytes, the number of their dictionary or NONE, and the lengths of coded frames or None
+#: flags of a segment, its bytes, the number of its dictionary or NONE, and the lengths of coded frames or None
 Packed = tuple[int, Bytes, int, Ints | None]
 
 # frames of an uncompressed segment: enough that its table entries take little memory in comparison
@@ -34,7 +34,7 @@ _RAW_FRAMES = 8
 # maximum size of a dictionary
 _DICTIONARY_FRAMES = 16
 _DICTIONARY_BYTES = 1 << 18
-# zeros before the frames of a dictionary: zstd takes content that starts with its magic number for a trained one
+# zeros before the frames of a dictionary: zstd takes content that starts with its magic number for a trained dictionary
 _DICTIONARY_START = 64
 # segments sealed between two checks of the dictionary
 _CHECK_EVERY = 32
@@ -50,8 +50,8 @@ class PackedStore(SegmentStore):
 
     With ``scroll`` segments are compressed with LZ4, or with zstd and a dictionary. Dictionaries are in the table of
     keyframes. Each consists of frames of several segments, so that returning scenery is found there. New segments use
-    the dictionary ``state.pool[0]``. As for keyframes, the ski-rental rule decides when to store a new one: when not
-    having it has cost as many bytes as it takes.
+    the dictionary ``state.pool[0]``. As for keyframes, a new one is stored when the lack of it has cost as many bytes
+    as it takes (the ski-rental rule).
 
     With ``camera`` the frames of a segment are coded as `kernels.camera` describes.
     """
@@ -127,7 +127,7 @@ class PackedStore(SegmentStore):
         payload = np.concatenate([header, content])
         self.heap.check_limit(segment, payload.size)
         if dictionary >= 0:
-            # before the payload is put: an open segment needs no dictionary, a sealed one must find it
+            # before the payload is stored: an open segment needs no dictionary, a sealed one does
             self.state.keyframe_refs[dictionary] += 1
             self.state.keyframes[segment] = dictionary
         self.heap.put(segment, payload)
@@ -175,7 +175,7 @@ class PackedStore(SegmentStore):
         return self.state.keyframe_rows[number * width : (number + 1) * width]
 
     def _update_dictionary(self, body: Bytes) -> None:
-        """Store a new dictionary when not having it has cost as many bytes as it takes; drop one that does not help."""
+        """Store a new dictionary if the lack of it has cost as many bytes as it takes; drop one that does not help."""
         size = self.layout.frame_bytes
         self._samples.append(body[:size].copy())
         self._n_sealed += 1

@@ -1,4 +1,4 @@
-"""The store inside an `ObservationStore`, from what was saved: one branch for each kind of store in a file."""
+"""Restoring the store inside an `ObservationStore` from a file, with one branch for each kind of store."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def restore_inner(
 
 
 def _fits_choice(store: ObservationStore, kind: str) -> bool:
-    """Whether a store with the choice of ``store`` can be of this kind."""
+    """Whether the method that ``store`` has chosen can be stored by this kind of inner store."""
     is_raw = store.choice is not None and store.choice.is_raw
     if kind == "pending":
         return not (is_raw and store.n_obs) or may_be_stacked(store.spec)

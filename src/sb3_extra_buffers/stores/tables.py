@@ -37,13 +37,14 @@ _UNWRITTEN, _INSIDE, _OUTSIDE = 0, 1, 2
 _OUTSIDE_METHOD = "delta"
 # the inner method of a palette, unless the user named one
 _DEFAULT_INNER = "delta"
-# bytes of output that a thread expands at a time
+# bytes of pixels or numbers that a thread expands at a time, where the read kernel cannot
 _CHUNK_BYTES = 1 << 20
 # `auto` does not choose a table if more than this share of the first observations would be outside
 _MAX_OUTSIDE = 0.05
-# nor a palette if they have more colours than this: later observations would add others
+# nor a palette if the first observations have more colours than this: later ones would add more than fit
 _MAX_FIRST_COLOURS = 200
-# the indices of the last step are kept if the store has at least this many observations for each frame in them
+# the indices of the last step are kept only if the capacity is at least this many times the number of frames in a step:
+# they then take little memory in comparison
 _GUESS_SHARE = 1024
 _OUTSIDE_PREFIX = "outside."
 
@@ -74,7 +75,7 @@ class TableStore(Store):
         geometry = _geometry(layout)
         inner_codec = get_codec(self.inner_method).bind(geometry.inner.frame_spec)
         self.table = UnitTable(layout.spec.dtype, geometry.unit, geometry.plane, compiled)
-        # a frame store even if indices stay uncompressed, so that next observations share rows with observations
+        # a frame store even if indices stay uncompressed, so that observations and next observations share rows
         make_inner = find_store(inner_codec, geometry.inner, of_frames=True)
         self.inner: Store = make_inner(geometry.inner, n_obs, n_streams, inner_codec, heap_bytes, path, compiled)
         self.outside: Store | None = None
@@ -149,7 +150,7 @@ class TableStore(Store):
         self._end_write()
 
     def _map(self, rows: ByteRows) -> tuple[ByteRows, npt.NDArray[np.bool_] | None]:
-        """Return the indices of ``rows``, and flags of the rows to store outside, or None."""
+        """Return the table indices of ``rows``, and flags of the rows to store outside; None if there are none."""
         if self.table.is_empty and len(rows):
             self.table.learn(rows)
         mapped = np.empty((len(rows), self._n_units), np.uint8)
@@ -384,7 +385,7 @@ class TableStore(Store):
 def _geometry(layout: StackLayout) -> Geometry:
     geometry = find_geometry(layout)
     if geometry is None:
-        raise LookupError(f"observations of {layout.spec} consist of neither pixels nor numbers for a table")
+        raise LookupError(f"observations of {layout.spec} have neither pixels nor numbers that a table can hold")
     return geometry
 
 
@@ -417,7 +418,7 @@ def restore_table(
     codec: Any = get_codec(store.choice.method, **store.codec_options)  # type: ignore[union-attr]
     require(TableStore.accepts(codec, layout), f"a store of {codec.codec_id!r} does not fit {layout.spec}")
     codec = replace(codec, inner=method)
-    # of length 0, so that nothing large is allocated before the nested parts are checked
+    # of length 0, so that nothing large is allocated before the nested stores are checked
     restored = TableStore(layout, 0, store.n_streams, codec, store.heap_bytes, None, store.compiled)
     geometry = _geometry(layout)
     places = column(arrays, "places", np.uint8, (store.n_obs,))
@@ -452,10 +453,10 @@ def _restore_nested(
     read_only: bool,
 ) -> Store:
     nested = type(store)(layout.spec, store.n_streams, method, None, store.heap_bytes, None, store.compiled)
-    require(record["n_cells"] == store.n_obs, "the parts of a table differ in length")
+    require(record["n_cells"] == store.n_obs, "a store inside a table has another length")
     nested.restore(record, arrays, fill_heap, read_only)
     restored = nested.inner
-    require(restored is not None, "a part of a table has no method")
+    require(restored is not None, "a store inside a table has no method")
     assert restored is not None
-    require(restored.layout in (layout, None), "a part of a table has another layout")
+    require(restored.layout in (layout, None), "a store inside a table has another layout")
     return restored

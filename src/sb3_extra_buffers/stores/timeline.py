@@ -26,11 +26,11 @@ from sb3_extra_buffers.stores.workers import run_split
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# initial number of rows aside; one for each stream is always in use
+# least capacity for next observations aside; the newest one of each stream is always there
 _MIN_CAPACITY = 16
 # bytes of observations that are read at a time to count them
 _CHUNK_BYTES = 1 << 24
-# bytes of a batch from which on threads share it, and how many each takes at a time
+# size from which on a batch is read by several threads, and how many bytes each of them takes at a time
 _SPLIT_BYTES, _PART_BYTES = 1 << 20, 1 << 19
 
 
@@ -192,7 +192,7 @@ class TimelineStore(UncompressedStore):
         return out
 
     def read_pairs(self, steps: Indices, streams: Indices, are_next: bool) -> ByteRows:
-        """Rows of observations, or next observations, by step and stream: arrays of one axis, as for a NumPy array."""
+        """Return observations, or next observations, by step and stream; negative numbers count from the end."""
         if self.dirty:
             self.recover()
         out: ByteRows = np.empty((len(steps), self.tables.rows.shape[1]), np.uint8)
@@ -272,7 +272,7 @@ class TimelineStore(UncompressedStore):
         if not np.array_equal(np.sort(tables.slots[tables.slots > 0]), np.arange(1, count + 1)):
             raise AssertionError("the hash table does not list every row once")
         if tables.rows[self._n_touched :].any():
-            raise AssertionError("a row was written that counts as unwritten")
+            raise AssertionError("a row that counts as unwritten is not zero")
 
     # ---- saving and copies ----
 
@@ -364,7 +364,7 @@ def _make_tables(
 
 
 def _new_aside(capacity: int, row_bytes: int) -> ByteRows:
-    """Space for rows aside. Not from ``malloc``, which would write zeros to memory that it uses again."""
+    """Space for rows aside. Not from ``malloc``, which fills reused memory with zeros and so makes it resident."""
     shape = capacity, row_bytes
     return zeros(shape, np.uint8) if capacity * row_bytes >= mmap.PAGESIZE else np.zeros(shape, np.uint8)
 

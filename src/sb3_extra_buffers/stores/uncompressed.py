@@ -1,4 +1,4 @@
-"""The common part of stores of uncompressed observations: undoing a write, and a limit of their bytes."""
+"""Base class of stores of uncompressed observations: undoes writes, and limits the bytes held."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sb3_extra_buffers.stores.layout import StackLayout
 
 
 class UncompressedStore(Store):
-    """A store of whole rows that keeps what its last write replaced.
+    """A store of uncompressed rows that remembers what its last write replaced, to undo it.
 
     A write sets ``replaced``, then ``dirty``, and clears ``dirty`` when it is complete.
     """
@@ -46,13 +46,13 @@ class UncompressedStore(Store):
 
     @abstractmethod
     def _count_new(self, indices: Indices) -> int:
-        """How many of these distinct indices `count_written` does not count."""
+        """How many of ``indices``, which are distinct, are still unwritten."""
 
     # ---- transactions ----
 
     @abstractmethod
     def _put_back(self, replaced: Any) -> None:
-        """Restore what the last write replaced. Can be interrupted and run again."""
+        """Restore what the last write replaced. If interrupted, it is run again."""
 
     def recover(self) -> None:
         if self.dirty:

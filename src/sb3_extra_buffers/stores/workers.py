@@ -1,4 +1,4 @@
-"""Threads that decode large batches, shared by all stores of a process."""
+"""Threads that decode large batches and pack segments, shared by all stores of a process."""
 
 from __future__ import annotations
 
@@ -14,39 +14,40 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
-# GOMP_parallel(function, argument, number of threads, flags) of OpenMP calls a function in all threads of a team
+# OpenMP's GOMP_parallel(function, argument, number of threads, flags) calls a function in all threads of a team
 _Team = Callable[[Any, None, int, int], None]
 _TeamFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
-# A team ends when its last thread does, even one that found nothing left to do because its core was busy. After a wait
-# of so many seconds for such a thread, the team is left alone for so many times as long: waiting then costs 2 %
+# A call of a team returns when its last thread has finished, even if that thread was late, because its core was busy,
+# and found nothing left to do. After waiting more than _LONG_WAIT seconds for such a thread, torch's team is not used
+# for _PAUSE_FACTOR times as long: waiting then takes at most 2 % of the time
 _LONG_WAIT = 200e-6
 _PAUSE_FACTOR = 50
 
 _pools: dict[int, ThreadPoolExecutor] = {}
 _teams: dict[str, _Team | None] = {}
-_pauses: dict[str, float] = {"torch": 0.0}  # when the team may be asked again
+_pauses: dict[str, float] = {"torch": 0.0}  # the time at which the team may be used again
 
 
 def n_workers() -> int:
-    """How many threads may share a batch."""
+    """The most threads that may share a batch: one for each available core, up to 8."""
     if hasattr(os, "sched_getaffinity"):
         return max(min(len(os.sched_getaffinity(0)), 8), 1)
     return max(min(os.cpu_count() or 1, 8), 1)
 
 
 def split_seconds() -> tuple[float, float]:
-    """Seconds of work from which on other threads help, and how much of it each one should take at a time."""
-    # torch's threads are often still awake
+    """How many seconds of work are worth splitting among threads, and how many each thread should take at a time."""
+    # torch's threads are often still awake, and start sooner than those of a pool
     return (150e-6, 60e-6) if torch_team() else (500e-6, 150e-6)
 
 
 def run_split(work: Callable[[int, int], Result], n_rows: int, chunk: int) -> list[Result]:
     """Call ``work(first, stop)`` for every ``chunk`` of ``range(n_rows)``, in this thread and in others.
 
-    Each thread takes the next chunk when it has finished one. The threads are torch's, if it has several. They wait
-    actively for some milliseconds after each calculation, during which any other threads would have to share cores
-    with them. Otherwise the threads are our own; if other cores are busy, this thread does nearly everything itself.
+    Each thread takes the next chunk when it has finished one, so if the other cores are busy, this thread does nearly
+    everything itself. The threads are torch's if `torch_team` finds them, else those of a pool. torch's threads keep
+    spinning for some milliseconds after each calculation, and a pool would compete with them for the cores.
     """
     starts = iter(range(0, n_rows, chunk))  # next() is atomic
 
@@ -60,25 +61,25 @@ def run_split(work: Callable[[int, int], Result], n_rows: int, chunk: int) -> li
     team = torch_team()
     if team is None:
         return _run_in_pool(starts, n_threads, drain)
-    # all of them, even if there are fewer chunks: OpenMP would end the others, and start them again for torch
+    # all of torch's threads, even for fewer chunks: OpenMP would end the others, and start them again for torch
     return _run_in_team(team, sys.modules["torch"].get_num_threads(), starts, n_chunks, drain)
 
 
 # ---- torch's threads ----
 
 
-class _Kept(threading.local):
+class _ThreadState(threading.local):
     is_kept = False
 
 
-_kept = _Kept()
+_thread_state = _ThreadState()
 
 
 def torch_team() -> _Team | None:
-    """GOMP_parallel of the OpenMP library that torch uses.
+    """Return ``GOMP_parallel`` of the OpenMP library that torch uses, or None if torch's threads cannot be used.
 
-    None if torch has one thread, more than may share a batch, or threads of another kind; if its threads were found to
-    be busy; and outside the main thread, since OpenMP has separate threads for each thread that asks.
+    They cannot if torch has a single thread, more threads than may share a batch, or no such library; for a while after
+    they were found busy; and outside the main thread, because OpenMP has separate threads for each calling thread.
     """
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "get_num_threads") or not 2 <= torch.get_num_threads() <= n_workers():
@@ -86,7 +87,7 @@ def torch_team() -> _Team | None:
     if perf_counter() < _pauses["torch"] or threading.get_ident() != threading.main_thread().ident:
         return None
     if "torch" not in _teams:
-        # finds symbols of the libraries that this one depends on as well
+        # a lookup also finds the symbols of the libraries that this one depends on
         library = Path(torch.__path__[0]) / "lib" / "libtorch_cpu.so"
         _teams["torch"] = getattr(ctypes.CDLL(str(library)), "GOMP_parallel", None) if library.exists() else None
     return _teams["torch"]
@@ -111,19 +112,20 @@ def _run_in_team(
     def in_thread() -> Iterator[None]:
         try:
             yield
-            if not _kept.is_kept:
-                # lets the interpreter keep what belongs to the thread, such as its contexts of zstd
+            if not _thread_state.is_kept:
+                # keeps the interpreter's state of this thread, and thread-local objects such as zstd contexts, after
+                # the call
                 ctypes.pythonapi.PyGILState_Ensure()
-                _kept.is_kept = True
+                _thread_state.is_kept = True
             done = drain()
             results.extend(done)
             if done:
                 finished.append(perf_counter())
-        except GeneratorExit:  # there were fewer threads
+        except GeneratorExit:  # OpenMP used fewer threads
             return
         except BaseException as problem:
             problems.append(problem)
-            for _ in starts:  # leave nothing to the other threads
+            for _ in starts:  # leave nothing to do for the other threads
                 pass
         yield
 
@@ -140,11 +142,11 @@ def _run_in_team(
     if problems:
         raise problems[0]
     if len(results) < n_chunks:
-        raise KeyboardInterrupt  # was followed by another one before it was caught
+        raise KeyboardInterrupt  # a second interrupt replaced the first before it was recorded
     return results
 
 
-# ---- threads of our own ----
+# ---- a pool of threads ----
 
 
 def _run_in_pool(starts: Iterator[int], n_threads: int, drain: Callable[[], list[Result]]) -> list[Result]:
@@ -159,7 +161,7 @@ def _run_in_pool(starts: Iterator[int], n_threads: int, drain: Callable[[], list
     finally:
         for _ in starts:  # none are left, unless this thread was interrupted
             pass
-        # cancel those that have not started; the others use the caller's arrays, until their last chunk is done
+        # cancel the calls that have not started; wait for the others, which use the caller's arrays
         running = [other for other in others if not other.cancel()]
         try:
             wait(running)
