@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from types import FrameType
 
 import pytest
@@ -127,6 +129,105 @@ def test_a_forked_process_has_threads_of_its_own(threads: str) -> None:
         process.kill()
         raise AssertionError("the child waits for threads that it does not have")
     assert sorted(queue.get()) == [0, 1, 2, 3]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_torch_works_in_a_forked_process_of_one_that_shared_a_batch() -> None:
+    child = """
+pid = os.fork()
+if not pid:
+    (torch.ones(1_000_000) + 1).sum()
+    os._exit(0)
+deadline = time.time() + 20
+while not os.waitpid(pid, os.WNOHANG)[0]:
+    if time.time() > deadline:
+        os.kill(pid, 9)
+        raise SystemExit("the child waits for threads that it does not have")
+    time.sleep(0.01)
+print("finished")
+"""
+    assert run_script("torch", "assert sorted(share()) == [0, 1, 2, 3]" + child) == "finished"
+
+
+def run_script(threads: str, script: str) -> str:
+    """Run a script that can ``share()`` four chunks with torch's threads or our own; return what it prints."""
+    begin = f"""
+import atexit, os, sys, threading, time
+import torch
+from sb3_extra_buffers.stores import workers
+
+workers.n_workers = lambda: 2
+torch.set_num_threads(2 if "{threads}" == "torch" else 1)
+
+def share():
+    return workers.run_split(lambda first, stop: first, 4, 1)
+
+"""
+    command = [sys.executable, "-W", "ignore", "-c", begin + script]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout.strip()
+
+
+@pytest.mark.parametrize("threads", ["torch", "own"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "atexit.register(lambda: print(sum(share())))",
+        """
+def late():
+    threading.main_thread().join()
+    time.sleep(0.1)
+    print(sum(share()))
+
+threading.Thread(target=late).start()
+""",
+        """
+class Late:
+    def __del__(self):
+        print(sum(share()))
+
+sys.last_value = Late()  # deleted when threads cannot run Python any more
+""",
+    ],
+    ids=["atexit", "thread", "finalizer"],
+)
+def test_batches_are_shared_while_the_interpreter_exits(threads: str, script: str) -> None:
+    assert run_script(threads, "share()\n" + script) == "6"
+
+
+def test_interrupts_leave_no_lock_acquired(threads: str) -> None:
+    if threads == "torch":
+        pytest.skip("two interrupts of a function that C calls are reported as unraisable")
+    left = 0
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal left
+        while left and frame is not None:
+            if frame.f_code.co_filename == workers.__file__:
+                left -= 1
+                raise InterruptedError
+            frame = frame.f_back
+
+    def work(first: int, stop: int) -> int:
+        return sum(range(300)) * 0 + first
+
+    gc.disable()  # what is raised in a callback of the collector is ignored
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for number in range(1500):
+            signal.setitimer(signal.ITIMER_REAL, 1e-5 + number % 40 * 5e-6, 4e-5)
+            left = 2
+            with suppress(InterruptedError):
+                assert sorted(workers.run_split(work, 8, 1)) == list(range(8))
+            left = 0
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        gc.enable()
+    assert sorted(workers.run_split(work, 8, 1)) == list(range(8))
 
 
 def test_busy_threads_of_torch_are_left_alone(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -24,8 +26,9 @@ _TeamFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _LONG_WAIT = 200e-6
 _PAUSE_FACTOR = 50
 
-_pools: dict[int, ThreadPoolExecutor] = {}
+_pools: dict[int, _Pool] = {}
 _teams: dict[str, _Team | None] = {}
+_team_users: set[int] = set()  # threads that have used the team
 _pauses: dict[str, float] = {"torch": 0.0}  # the time at which the team may be used again
 
 
@@ -86,6 +89,8 @@ def torch_team() -> _Team | None:
         return None
     if perf_counter() < _pauses["torch"] or threading.get_ident() != threading.main_thread().ident:
         return None
+    if sys.is_finalizing():  # no other thread can run Python any more
+        return None
     if "torch" not in _teams:
         # a lookup also finds the symbols of the libraries that this one depends on
         library = Path(torch.__path__[0]) / "lib" / "libtorch_cpu.so"
@@ -95,6 +100,9 @@ def torch_team() -> _Team | None:
 
 def _leave_team() -> None:
     _teams["torch"] = None
+    if threading.get_ident() in _team_users:
+        # torch would wait for them as well, even if it has not used them before the fork
+        sys.modules["torch"].set_num_threads(1)
 
 
 if hasattr(os, "register_at_fork"):
@@ -134,6 +142,7 @@ def _run_in_team(
     calls = [in_thread() for _ in range(n_threads)]
     for call in calls:
         next(call)
+    _team_users.add(threading.get_ident())
     team(_TeamFunction(partial(next, map(next, calls))), None, n_threads, 0)
     now = perf_counter()
     waited = now - max(finished, default=now)
@@ -149,26 +158,73 @@ def _run_in_team(
 # ---- a pool of threads ----
 
 
+class _Pool:
+    """Threads that call functions. They do not keep the interpreter from exiting.
+
+    An interrupt can leave locks of ThreadPoolExecutor acquired, and the next call would wait for ever. Everything here
+    is a single operation.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._threads: list[int] = []
+
+    def submit(self, call: Callable[[], None], n_threads: int) -> None:
+        """Make each of ``n_threads`` threads call a function, or fewer if no more can be started."""
+        with suppress(RuntimeError):
+            while len(self._threads) < n_threads:
+                self._threads.append(_thread.start_new_thread(self._run, ()))
+        for _ in self._threads[:n_threads]:
+            self._calls.put(call)
+
+    def _run(self) -> None:
+        while True:
+            self._calls.get()()
+
+
 def _run_in_pool(starts: Iterator[int], n_threads: int, drain: Callable[[], list[Result]]) -> list[Result]:
     # threads do not survive a fork: a child process starts its own
     pool = _pools.get(os.getpid())
     if pool is None:
         _pools.clear()
-        pool = _pools.setdefault(os.getpid(), ThreadPoolExecutor(n_workers(), "sb3-extra-buffers"))
-    others = [pool.submit(drain) for _ in range(n_threads - 1)]
-    try:
-        results = drain()
-    finally:
-        for _ in starts:  # none are left, unless this thread was interrupted
-            pass
-        # cancel the calls that have not started; wait for the others, which use the caller's arrays
-        running = [other for other in others if not other.cancel()]
+        pool = _pools.setdefault(os.getpid(), _Pool())
+    results: list[Result] = []
+    problems: list[BaseException] = []
+    began: list[None] = []
+    ended: list[None] = []
+    ending: SimpleQueue[None] = SimpleQueue()
+
+    def in_thread() -> None:
+        began.append(None)  # before it takes a chunk
         try:
-            wait(running)
-        except BaseException:
-            wait(running)
-            raise
-    for other in others:
-        if not other.cancelled():
-            results += other.result()
+            results.extend(drain())
+        except BaseException as problem:
+            problems.append(problem)
+        ended.append(None)
+        ending.put(None)
+
+    try:
+        pool.submit(in_thread, n_threads - 1)
+        results.extend(drain())
+    finally:
+        _end_threads(starts, began, ended, ending)
+    if problems:
+        raise problems[0]
     return results
+
+
+def _end_threads(starts: Iterator[int], began: list[None], ended: list[None], ending: SimpleQueue[None]) -> None:
+    """Return once no other thread uses the caller's arrays, even if this thread is interrupted meanwhile."""
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            for _ in starts:  # none are left, unless this thread was interrupted; threads that begin later do nothing
+                pass
+            while len(ended) < len(began):
+                with suppress(Empty):
+                    ending.get(timeout=0.01)  # an interrupt may have lost one
+            break
+        except BaseException as problem:
+            interrupt = problem
+    if interrupt is not None:
+        raise interrupt
