@@ -22,7 +22,7 @@ from sb3_extra_buffers.stores import workers
 @pytest.fixture(params=["torch", "own"])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Two threads of either kind."""
-    monkeypatch.setattr(workers, "n_workers", lambda: 2)
+    monkeypatch.setattr(workers, "n_cores", lambda: 2)
     monkeypatch.setitem(workers._pauses, "torch", 0.0)
     before = torch.get_num_threads()
     torch.set_num_threads(2 if request.param == "torch" else 1)
@@ -157,7 +157,7 @@ import atexit, os, sys, threading, time
 import torch
 from sb3_extra_buffers.stores import workers
 
-workers.n_workers = lambda: 2
+workers.n_cores = lambda: 2
 torch.set_num_threads(2 if "{threads}" == "torch" else 1)
 
 def share():

@@ -32,11 +32,14 @@ _team_users: set[int] = set()  # threads that have used the team
 _pauses: dict[str, float] = {"torch": 0.0}  # the time at which the team may be used again
 
 
+def n_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def n_workers() -> int:
     """The most threads that may share a batch: one for each available core, up to 8."""
-    if hasattr(os, "sched_getaffinity"):
-        return max(min(len(os.sched_getaffinity(0)), 8), 1)
-    return max(min(os.cpu_count() or 1, 8), 1)
+    return max(min(n_cores(), 8), 1)
 
 
 def split_seconds() -> tuple[float, float]:
@@ -82,10 +85,14 @@ def torch_team() -> _Team | None:
     """Return ``GOMP_parallel`` of the OpenMP library that torch uses, or None if torch's threads cannot be used.
 
     They cannot if torch has a single thread, more threads than may share a batch, or no such library; for a while after
-    they were found busy; and outside the main thread, because OpenMP has separate threads for each calling thread.
+    they were found busy; and outside the main thread, because OpenMP has separate threads for each calling thread. They
+    need not if they leave half of the cores to others.
     """
     torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "get_num_threads") or not 2 <= torch.get_num_threads() <= n_workers():
+    if torch is None or not hasattr(torch, "get_num_threads"):
+        return None
+    n_threads = torch.get_num_threads()
+    if not 2 <= n_threads <= n_workers() or 2 * n_threads <= n_cores():
         return None
     if perf_counter() < _pauses["torch"] or threading.get_ident() != threading.main_thread().ident:
         return None
