@@ -134,6 +134,7 @@ def _kill_once(
         return "as it was found", "", state
     if found not in announced:
         if least == 0:
+            shutil.rmtree(place)  # an empty buffer, saved when it was created: the next turn creates one again
             return "nothing was saved yet", "", (0, "")
         return "wrong", f"state {least} was saved, something else is there", (0, "")
     number = announced[found]
