@@ -196,7 +196,7 @@ class SegmentStore(FrameStore):
         opened = np.flatnonzero(self.state.open_segments >= 0).tolist()
         full = [stream for stream in opened if is_full(self.state, stream)]
         if full:
-            # together with those that are nearly full, so that most writes seal none, and threads share the work
+            # and those that are nearly full, so that most writes seal none; `PackedStore` packs them in threads
             full = [stream for stream in opened if self._is_nearly_full(stream)]
         self._drop_view()
         try:
