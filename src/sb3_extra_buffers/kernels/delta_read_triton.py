@@ -14,6 +14,7 @@ from sb3_extra_buffers.kernels.bits_triton import (
     spread_bits,
     sum_pair,
 )
+from sb3_extra_buffers.kernels.columns_triton import gather_columns
 
 __all__ = ["read_kernel"]
 
@@ -34,10 +35,11 @@ def read_kernel(
     frame_ids_ptr,  # int32 [obs_index, stack]
     # the batch
     indices_ptr,  # int64 [set, row]
-    floats_ptr,  # float32 [2, row]
-    floats_from_ptr,
-    actions_ptr,  # uint8 [row, ACTION]
-    actions_from_ptr,
+    # `columns_triton.gather_columns`
+    floats_ptr,
+    actions_ptr,
+    numbers_ptr,
+    records_ptr,
     n_rows,
     capacity,
     N_SETS: tl.constexpr,
@@ -51,14 +53,16 @@ def read_kernel(
     KEYFRAME_WORDS: tl.constexpr,
     PARTS: tl.constexpr,
     OWN: tl.constexpr,
-    ACTION: tl.constexpr,
-    ACTION2: tl.constexpr,  # ACTION, and the next power of two
+    ACTION: tl.constexpr,  # 0: no columns
+    ACTION2: tl.constexpr,
+    ACTION_AT: tl.constexpr,
+    RECORD: tl.constexpr,
 ):
     """Decode ``OWN`` lines (of 64 bytes) of a row's frames; the grid is ``[row, PARTS, chunk of lines]``.
 
     The segments of a row are dealt to its ``PARTS`` programs, so that a row with frames in two segments is read in
     parallel. A program keeps its lines in registers, decodes a segment from the front and stores each frame that the
-    row needs. Indices and columns may be in pinned host memory: reading them from here is faster than a copy.
+    row needs. Indices may be in pinned host memory: reading them from here is faster than a copy.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -73,7 +77,12 @@ def read_kernel(
         # nested, since ACTION is known at compile time
         if ACTION > 0:  # noqa: SIM102
             if chunk == 0:
-                _copy_columns(floats_ptr, floats_from_ptr, actions_ptr, actions_from_ptr, row, n_rows, ACTION, ACTION2)
+                one = tl.arange(0, 1)
+                gather_columns(
+                    floats_ptr, actions_ptr, numbers_ptr, records_ptr,
+                    tl.sum(tl.where(target == 0, index, 0), axis=0) + one, row + one, one == 0, n_rows,
+                    ACTION, ACTION2, ACTION_AT, RECORD,
+                )  # fmt: skip
         is_zero = tl.sum(tl.where(ids < 0, 1 << target, 0), axis=0)
         zeros = tl.zeros([OWN, 8], tl.uint64)
         _store_frame(out_ptr, zeros, is_zero, row, n_rows, word, inside, N_SETS, STACK, WORDS)
@@ -121,21 +130,6 @@ def _read_segment(
         at += length
         is_wanted = tl.sum(tl.where(positions == position, 1 << target, 0), axis=0)
         _store_frame(out_ptr, frame, is_wanted, row, n_rows, word, inside, N_SETS, STACK, WORDS)
-
-
-@triton.jit
-def _copy_columns(
-    floats_ptr, floats_from_ptr, actions_ptr, actions_from_ptr, row, n_rows,
-    ACTION: tl.constexpr, ACTION2: tl.constexpr,
-):  # fmt: skip
-    """Copy what else belongs to a row: its action and two numbers."""
-    byte = tl.arange(0, ACTION2)
-    inside = byte < ACTION
-    action = tl.load(actions_from_ptr + row * ACTION + byte, mask=inside, other=0)
-    tl.store(actions_ptr + row * ACTION + byte, action, mask=inside)
-    for i in tl.static_range(2):
-        number = tl.load(floats_from_ptr + i * n_rows.to(tl.int64) + row)
-        tl.store(floats_ptr + i * n_rows.to(tl.int64) + row, number)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from sb3_extra_buffers.codecs.delta import padded, top_bytes
 from sb3_extra_buffers.kernels.delta_read_triton import read_kernel
 from sb3_extra_buffers.kernels.delta_tables import DeviceTables, FrameShape, capacity_of
 from sb3_extra_buffers.kernels.delta_write_triton import write_kernel
-from sb3_extra_buffers.kernels.launcher import Columns, Launcher
+from sb3_extra_buffers.kernels.launcher import COLUMN_DTYPES, NO_COLUMNS, Columns, Launcher
 
 __all__ = ["DeviceKernels"]
 
@@ -25,7 +25,7 @@ class DeviceKernels:
 
     def __init__(self, tables: DeviceTables, shape: FrameShape) -> None:
         self.tables, self.shape = tables, shape
-        words, byte, number = torch.int64, torch.uint8, torch.float32
+        words = torch.int64
         keyframe_rows = tables.keyframe_rows.view(words)
         size = shape.frame_bytes
         n_tops, frame_words, keyframe_words = top_bytes(size), -(-size // 8), shape.keyframe_bytes // 8
@@ -45,23 +45,17 @@ class DeviceKernels:
         )  # fmt: skip
         write_tables = tables._replace(recent=tables.recent.view(words), keyframe_rows=keyframe_rows)
         device, key = tables.frame_ids.device, (size, shape.stack, shape.per_segment, self._capacity >> 31 > 0)
-        self._read = Launcher(
-            read_kernel, device, key, read_tables, ((words,), (words, number, number, byte, byte)), _READ_WARPS
-        )
+        self._read = Launcher(read_kernel, device, key, read_tables, ((words,), (words, *COLUMN_DTYPES)), _READ_WARPS)
         self._write = Launcher(write_kernel, device, key, tuple(write_tables), ((words, words), (words,)), _WRITE_WARPS)
 
     def read(self, indices: torch.Tensor, out: torch.Tensor, columns: Columns | None = None) -> None:
-        """`read_rows_reference`; ``out`` is ``[set, row, stack, words of 8 bytes]``. ``columns`` are copied."""
+        """`read_rows_reference`; ``out`` is ``[set, row, stack, words of 8 bytes]``. ``columns`` are gathered."""
         n_sets, n_rows = indices.shape
         stack = self.shape.stack
-        if columns is None:
-            others, action = (indices, indices, indices, indices), 0
-        else:
-            others, action = columns, columns.actions[0].numel() * columns.actions.element_size()
+        others, sizes = ((indices,) * 4, NO_COLUMNS) if columns is None else columns.arguments()
         numbers = (n_rows, self._capacity, n_sets, stack, 1 << (n_sets * stack - 1).bit_length(), *self._read_sizes)
         grid = (n_rows, _PARTS, self._n_chunks)
-        action_power = 1 << max(action - 1, 0).bit_length()
-        self._read.start((n_sets, action), grid, (out,), (indices, *others), (*numbers, action, action_power))
+        self._read.start((n_sets, sizes), grid, (out,), (indices, *others), (*numbers, *sizes))
 
     def write(self, job: torch.Tensor, frames: torch.Tensor, report: torch.Tensor) -> None:
         """`write_rows_reference`; ``job`` is packed, ``frames`` are ``[set, stream, stack, words of 8 bytes]``.

@@ -323,18 +323,24 @@ class DeviceFrameStore(DeviceStore):
     def can_read_batch(self) -> bool:
         return self._triton and self._whole and self.ring.spec.dtype == np.uint8
 
-    def read_batch(self, lease: Lease) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Decode observations and copy the columns that belong to them, in one launch.
+    def read_batch(
+        self,
+        indices: torch.Tensor,
+        floats: torch.Tensor,
+        actions: torch.Tensor,
+        records: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Decode observations and gather the columns that belong to them (`Columns`), in one launch.
 
-        ``lease`` holds indices ``[set, n]``, float32 ``[2, n, ...]`` and actions ``[n, ...]``; ``n`` is at least 1.
+        ``indices [set, n]``, of at least one row, are on the device or in pinned memory.
         """
-        indices, floats_from, actions_from = lease.tensors
-        device = self.device
-        observations = torch.empty((*indices.shape, *self.ring.spec.shape), dtype=torch.uint8, device=device)
-        floats = torch.empty(floats_from.shape, dtype=torch.float32, device=device)
-        actions = torch.empty(actions_from.shape, dtype=actions_from.dtype, device=device)
-        self.kernels(self.state).read(indices, observations, Columns(floats, floats_from, actions, actions_from))
-        return observations, floats, actions
+        if self.unfinished is not None:
+            self.recover()
+        if out is None:
+            out = torch.empty((*indices.shape, *self.ring.spec.shape), dtype=torch.uint8, device=self.device)
+        self.kernels(self.state).read(indices, out, Columns(floats, actions, records))
+        return out
 
     # ---- clearing, checking, copying ----
 
