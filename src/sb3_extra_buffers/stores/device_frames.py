@@ -19,7 +19,15 @@ from sb3_extra_buffers.kernels.delta_tables import FrameShape, WriteJob, capacit
 from sb3_extra_buffers.kernels.delta_torch import read_rows_reference, write_rows_reference
 from sb3_extra_buffers.kernels.launcher import Columns
 from sb3_extra_buffers.stores import device_base
-from sb3_extra_buffers.stores.device_base import AttributeWrite, DeviceRing, DeviceStore, IndexBatch
+from sb3_extra_buffers.stores.device_base import (
+    AttributeWrite,
+    Batch,
+    DeviceRing,
+    DeviceStore,
+    IndexBatch,
+    on_host,
+    put_in,
+)
 from sb3_extra_buffers.stores.device_layout import join_frames, split_frames
 from sb3_extra_buffers.stores.device_memory import DeviceMemory, DeviceState
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -134,7 +142,7 @@ class DeviceFrameStore(DeviceStore):
 
     # ---- writing ----
 
-    def plan(self, step: int, batches: Sequence[Array]) -> DeviceFrameWrite:
+    def plan(self, step: int, batches: Sequence[Batch]) -> DeviceFrameWrite:
         """Prepare to write ``step``, the one after the last: one batch of observations, or of their bytes, per set."""
         if self.unfinished is not None:
             self.recover()
@@ -144,7 +152,7 @@ class DeviceFrameStore(DeviceStore):
         last, self._last = self._last, None
         if self._launches and self.state.notes[0, dt.REPORT_SPARE] < self.n_streams:
             self.state = self.memory.add_keyframes(self.state)
-        lease = self._stage(batches)
+        lease = self._stage([on_host(batch) for batch in batches])
         rows = lease.arrays[1]
         first, n_obs = step * self.n_streams, self.n_steps * self.n_streams
         indices = tuple(range(first, first + self.n_sets * n_obs, n_obs))
@@ -297,16 +305,17 @@ class DeviceFrameStore(DeviceStore):
 
     # ---- reading ----
 
-    def read(self, indices: IndexBatch) -> torch.Tensor:
+    def read(self, indices: IndexBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         if self.unfinished is not None:
             self.recover()
         wanted = indices.on(self.device)
         layout, size = self.layout, self.layout.frame_bytes
         if self.can_read_batch and wanted.shape[1]:
             # nothing to rearrange: decode straight into the result
-            result = torch.empty((*wanted.shape, *layout.spec.shape), dtype=torch.uint8, device=self.device)
-            self.kernels(self.state).read(wanted.contiguous(), result)
-            return result
+            if out is None:
+                out = torch.empty((*wanted.shape, *layout.spec.shape), dtype=torch.uint8, device=self.device)
+            self.kernels(self.state).read(wanted.contiguous(), out)
+            return out
         padded_size = -(-size // 8) * 8
         frames = torch.empty((*wanted.shape, layout.stack, padded_size), dtype=torch.uint8, device=self.device)
         if wanted.shape[1] == 0:
@@ -317,7 +326,7 @@ class DeviceFrameStore(DeviceStore):
             damaged = read_rows_reference(self.state.tables, self.shape, wanted, frames)
             if damaged >= 0:
                 raise CorruptPayloadError(f"segment {damaged} of the heap is damaged and cannot be decoded")
-        return join_frames(frames if padded_size == size else frames[..., :size], layout)
+        return put_in(out, join_frames(frames if padded_size == size else frames[..., :size], layout))
 
     @property
     def can_read_batch(self) -> bool:
