@@ -14,6 +14,7 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_extra_buffers._sb3 import opening  # noqa: F401  # load_replay_buffer loads folders from here on
+from sb3_extra_buffers._sb3.drawing import IndexDraws
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers.arguments import check_count, check_index
 from sb3_extra_buffers.errors import EmptyBufferError, SpecMismatchError
@@ -79,6 +80,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
     """
 
     _table_type = DeviceColumns
+    _draws_indices = True
     actions: Any = TableColumn()
     rewards: Any = TableColumn()
     dones: Any = TableColumn()
@@ -129,6 +131,13 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         self._column_shape = (n_envs,)
         self._staging = Staging(self.device)
         self._layouts: dict[int, StagingLayout] = {}
+        self._draws = IndexDraws()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # `sample` bypasses these methods, unless a subclass overrides them
+        names = ("_get_samples", "_samples_at")
+        cls._draws_indices = all(getattr(cls, name) is getattr(GpuReplayBuffer, name) for name in names)
 
     def add(
         self,
@@ -199,13 +208,15 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         if count == 0:
             raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
         is_shifted = self.optimize_memory_usage and self.full and self.buffer_size > 1
-        if self._sampling == "device":
+        if self._sampling == "device" and self._draws_indices:
             return self._make_batch(self._draw_on_device(batch_size, count, is_shifted), None, env)
-        if is_shifted:
-            steps = (np.random.randint(1, self.buffer_size, size=batch_size) + self.pos) % self.buffer_size
-        else:
-            steps = np.random.randint(0, count, size=batch_size)
-        return self._get_samples(steps, env=env)
+        low, high, shift = (1, self.buffer_size, self.pos) if is_shifted else (0, count, 0)
+        if self._draws_indices:
+            lease = self._lease_indices(batch_size)
+            self._draws.fill(lease.arrays[0], self.buffer_size, self.n_envs, low, high, shift)
+            return self._make_batch(lease.tensors[0], lease, env)
+        steps = np.random.randint(low, high, size=batch_size)
+        return self._get_samples((steps + shift) % self.buffer_size if shift else steps, env=env)
 
     def _draw_on_device(self, batch_size: int, count: int, is_shifted: bool) -> th.Tensor:
         """Indices of observations and next observations, drawn by torch's generator of the device."""
@@ -225,10 +236,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
 
     def _samples_at(self, steps: npt.NDArray[Any], envs: npt.NDArray[Any], env: VecNormalize | None) -> Any:
         """The transitions at ``(steps[i], envs[i])``."""
-        count = len(envs)
-        if self._staging.device != self.device:
-            self._staging = Staging(self.device)  # SB3 changes the device of buffers that it loads
-        lease = self._staging.acquire(self._layouts.get(count) or self._make_layout(count))
+        lease = self._lease_indices(len(envs))
         (indices,) = lease.arrays
         obs_indices = indices[0]
         np.multiply(steps, self.n_envs, out=obs_indices)
@@ -236,34 +244,35 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         np.add(obs_indices, self.buffer_size * self.n_envs, out=indices[1])
         return self._make_batch(lease.tensors[0], lease, env)
 
+    def _batch_reader(self, key: str) -> Any:
+        """The store of ``key``, if it can read observations and columns in one launch; else None."""
+        reader = self.obs_stores[key].batch_reader
+        return reader if reader is not None and reader.device.type == self.device.type else None
+
     def _make_batch(self, indices: th.Tensor, lease: Lease | None, env: VecNormalize | None) -> Any:
         """Observations and columns at ``indices [2, n]``, on the device or, with a ``lease``, in staging memory."""
-        table, is_dict = self._current_table(), self._is_dict
-        floats, actions = table.empty(indices.shape[1])
-        # the first store that can gathers the columns too, in the same launch
-        readers = {} if not len(actions) else {
-            key: reader for key, store in self.obs_stores.items()
-            if (reader := store.batch_reader) is not None and reader.device.type == table.device.type
-        }  # fmt: skip
-        if readers and not is_dict:
-            observations = readers[""].read_batch(indices, floats, actions, table.records)
+        table, is_dict, count = self._current_table(), self._is_dict, indices.shape[1]
+        floats, actions = table.empty(count)
+        reader = None if is_dict or not count else self._batch_reader("")
+        if reader is not None:
+            by_key = {"": self._convert(reader.read_batch(indices, floats, actions, table.records))}
             if lease is not None:
                 self._staging.release(lease)
-            by_key = {"": self._convert(observations)}
         else:
             batch = IndexBatch(None, indices)
             if lease is not None:
                 (indices,) = self._staging.send(lease)
                 batch = IndexBatch(lease.arrays[0], indices)
-            gathering = next(iter(readers), None)
-            by_key = {}
+            by_key, is_gathered = {}, False
             for key, store in self.obs_stores.items():
-                if key == gathering:
-                    observations = readers[key].read_batch(indices, floats, actions, table.records)
+                # the first store that can gathers the columns too, in the same launch
+                reader = None if is_gathered or not count else self._batch_reader(key)
+                if reader is not None:
+                    observations, is_gathered = reader.read_batch(indices, floats, actions, table.records), True
                 else:
                     observations = store.read(batch)
                 by_key[key] = self._convert(observations, key)
-            if gathering is None:
+            if not is_gathered:
                 table.gather(indices[0], floats, actions)
         if env is not None:
             floats[1] = self.to_torch(self._normalize_reward(floats[1].cpu().numpy(), env))
@@ -279,17 +288,25 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
             next_observation = self._normalized({"": next_observation}, env)[""]
         return ReplayBufferSamples(observation, actions, next_observation, dones, rewards)
 
-    def _make_layout(self, count: int) -> StagingLayout:
-        """Indices of ``count`` observations and next observations."""
-        layout = self._staging.layout(((2, count), _INT64))
-        self._layouts = {count: layout}  # batches usually have one size
-        return layout
+    def _lease_indices(self, count: int) -> Lease:
+        """Memory for the indices of ``count`` observations and next observations."""
+        if self._staging.device != self.device:
+            self._staging = Staging(self.device)  # SB3 changes the device of buffers that it loads
+        layout = self._layouts.get(count)
+        if layout is None:
+            layout = self._staging.layout(((2, count), _INT64))
+            self._layouts = {count: layout}  # batches usually have one size
+        return self._staging.acquire(layout)
 
     def _normalized(self, obs: dict[str, th.Tensor], env: VecNormalize) -> dict[str, th.Tensor]:
         """`VecNormalize` works on NumPy arrays."""
         arrays: Any = env.normalize_obs(self._as_sb3({key: part.cpu().numpy() for key, part in obs.items()}))
         by_key = arrays if self._is_dict else {"": arrays}
         return {key: self.to_torch(part) for key, part in by_key.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        vars(self).setdefault("_draws", IndexDraws())  # files of earlier versions have none
 
     def reconstruct_obs(self, idx: int, env_idx: int) -> th.Tensor:
         """Return the flattened observation of step ``idx`` of environment ``env_idx``."""

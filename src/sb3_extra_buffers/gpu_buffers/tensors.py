@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from sb3_extra_buffers.gpu_buffers.utils import torch_dtype_to_numpy
 __all__ = ["fit_action_tensor", "fit_numbers", "fit_observation_tensor", "fit_timeouts"]
 
 _KEY = "TimeLimit.truncated"
+_KEYS, _FALSE = repeat(_KEY), repeat(False)
 _AS_THEY_ARE = frozenset({th.float32, th.bool})
 
 
@@ -89,6 +92,11 @@ def fit_timeouts(infos: Any, n_envs: int, device: th.device | None) -> Any:
         if _KEY not in infos:
             raise SpecMismatchError(f"infos, a dict, must have {_KEY!r}, a bool for each of {n_envs} environments")
         return fit_numbers(infos[_KEY], n_envs, f"infos[{_KEY!r}]", device)
+    if type(infos) is list:
+        # fast path: no bytecode per environment
+        with suppress(TypeError, ValueError):
+            if list(map(dict.get, infos, _KEYS, _FALSE)).count(False) == n_envs == len(infos):
+                return None
     truncated = fit_truncations(infos, n_envs)
     # a list of bools, or an array
     return None if type(truncated) is list and True not in truncated else truncated
