@@ -60,10 +60,13 @@ def find_gpu_buffer_dtypes(
 class Step:
     """A step of every environment: checked, staged, and ready to be written."""
 
-    __slots__ = ("after", "columns", "plans", "position")
+    __slots__ = ("after", "columns", "extra", "plans", "position")
 
-    def __init__(self, position: int, plans: list[PlannedWrite], columns: Any, after: dict[str, Any]) -> None:
+    def __init__(
+        self, position: int, plans: list[PlannedWrite], columns: Any, after: dict[str, Any], extra: Any = None
+    ) -> None:
         self.position, self.plans, self.columns = position, plans, columns
+        self.extra = extra  # for `_step_added`
         self.after = after  # attributes of the buffer once the step is written
 
 
@@ -108,11 +111,13 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
     _table: Any
     _table_type: type[DeviceTable]
     _sampling = "numpy"
+    # called with the position and `Step.extra` before a step counts; twice must have no further effect
+    _step_added: Any = None
 
     device: th.device
     n_envs: int
     buffer_size: int
-    observation_space: spaces.Space[Any]
+    observation_space: Any
     obs_shape: Any
 
     def __init__(
@@ -288,6 +293,8 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
             for plan in step.plans:
                 plan.commit()
             self._table.commit(step.position, step.columns)
+            if self._step_added is not None:
+                self._step_added(step.position, step.extra)
             # one call, which no signal can interrupt
             self.__dict__.update(step.after)
         except BaseException:
@@ -302,6 +309,8 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
             self.reset()
         elif finish_writes(unfinished.plans):
             self._table.commit(unfinished.position, unfinished.columns)
+            if self._step_added is not None:
+                self._step_added(unfinished.position, unfinished.extra)
             self.__dict__.update(unfinished.after)
         else:
             self._unfinished = None

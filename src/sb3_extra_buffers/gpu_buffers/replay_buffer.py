@@ -184,11 +184,16 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
                 values = values if timeouts is None else (*values, timeouts)
             columns = table.plan(values)
             plans = self._plan(position, (obs, next_obs), _NAMES)
-            if position + 1 == self.buffer_size:
-                after = {"pos": 0, "full": True, "_unfinished": None}
-            else:
-                after = {"pos": position + 1, "_unfinished": None}
-            self._commit(Step(position, plans, columns, after))
+            self._commit(Step(position, plans, columns, self._after(position), self._extra(position, done, infos)))
+
+    def _after(self, position: int) -> dict[str, Any]:
+        """Attributes once the step at ``position`` is written."""
+        if position + 1 == self.buffer_size:
+            return {"pos": 0, "full": True, "_unfinished": None}
+        return {"pos": position + 1, "_unfinished": None}
+
+    def _extra(self, position: int, done: Any, infos: Any) -> Any:
+        """What `_step_added` will need; nothing is changed."""
 
     def reset(self) -> None:
         """Remove all transitions."""

@@ -203,6 +203,11 @@ class DeviceColumns(DeviceTable):
         floats = torch.empty((2, count, 1), dtype=torch.float32, device=self.device)
         return floats, torch.empty((count, self.action_dim), dtype=self.torch_action_dtype, device=self.device)
 
+    def numbers_at(self, indices: torch.Tensor) -> torch.Tensor:
+        """Rewards, dones and timeouts at ``indices``, on the device, along a last axis; a copy."""
+        found = self.records.view(torch.float32).index_select(0, indices.reshape(-1))
+        return found.view(*indices.shape, -1)
+
     def gather(self, indices: torch.Tensor, floats: torch.Tensor, actions: torch.Tensor) -> None:
         """Fill a batch with the records at ``indices``, one for each row; on the device or in pinned memory."""
         columns = Columns(floats, actions, self.records)
