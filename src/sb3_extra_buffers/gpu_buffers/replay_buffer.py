@@ -311,7 +311,8 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        vars(self).setdefault("_draws", IndexDraws())  # files of earlier versions have none
+        # pickles of earlier versions have other layouts, and no draws
+        self._layouts, self._draws = {}, IndexDraws()
 
     def reconstruct_obs(self, idx: int, env_idx: int) -> th.Tensor:
         """Return the flattened observation of step ``idx`` of environment ``env_idx``."""
