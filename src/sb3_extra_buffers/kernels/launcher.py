@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["COLUMN_DTYPES", "NO_COLUMNS", "Columns", "Launcher"]
+__all__ = ["COLUMN_DTYPES", "NO_COLUMNS", "Columns", "Launcher", "TableLayout"]
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -32,6 +32,17 @@ class Columns(NamedTuple):
         action = actions.stride(0) * itemsize
         at = 16 if itemsize == 8 else 12
         return (floats, actions, records, records), (action, 1 << (action - 1).bit_length(), at, records.stride(0))
+
+
+class TableLayout(NamedTuple):
+    """Where the columns of a step's rows are: float32 numbers, and actions as bytes."""
+
+    numbers: torch.Tensor  # float32, of all columns
+    column: int  # elements from one number of a row to the next
+    row: int  # elements from a number to that of the next row
+    n_numbers: int  # numbers that are written with a step
+    actions: torch.Tensor  # uint8
+    action: tuple[int, int, int, int]  # bytes from row to row, before the first, of an action; the next power of two
 
 
 #: Dtypes of the pointers of `Columns.arguments`.
