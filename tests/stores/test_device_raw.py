@@ -1,4 +1,4 @@
-"""`DeviceTimelineStore` and `DeviceSharedStore`: every observation as written, each frame stored once.
+"""`DeviceTimelineStore`: every observation as written, each frame stored once.
 
 `test_delta_triton` also runs these under Triton's interpreter.
 """
@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.errors import SpecMismatchError
+from sb3_extra_buffers.errors import IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.stores.device_base import DevicePlace, DeviceRing, IndexBatch
-from sb3_extra_buffers.stores.device_shared import DeviceSharedStore
 from sb3_extra_buffers.stores.device_timeline import DeviceTimelineStore
 from sb3_extra_buffers.stores.layout import StackLayout
 from tests.stores.test_device_columns import check_columns, random_columns
@@ -56,8 +55,7 @@ LAYOUTS = {
 def make(layout: StackLayout, n_steps: int, n_streams: int, n_sets: int, place: tuple[str, bool, bool]) -> Any:
     device, triton, pinned = place
     ring = DeviceRing(layout.spec, n_steps, n_streams, n_sets, DevicePlace(torch.device(device), pinned))
-    kind = DeviceSharedStore if layout.stack > 1 else DeviceTimelineStore
-    return kind(ring, layout, triton=triton)
+    return DeviceTimelineStore(ring, layout, triton=triton)
 
 
 class Episodes:
@@ -157,14 +155,17 @@ def test_short_rings(name: str, n_steps: int, place: tuple[str, bool, bool]) -> 
         model.check()
 
 
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["vector", "stack"])
-def test_steps_may_be_written_in_any_order(name: str, place: tuple[str, bool, bool]) -> None:
-    model = Model(make(LAYOUTS[name], 6, 2, 2, place))
-    episodes = Episodes(LAYOUTS[name], 2, p_end=0.0)
-    for step in [3, 4, 5, 0, 1, 2, 3, 3, 4, 4, 1, 2, 0, 5, 5, 0, 1]:
-        model.write(step, episodes.step())
+def test_steps_are_written_in_order_from_any_step(name: str) -> None:
+    model = Model(make(LAYOUTS[name], 6, 2, 2, ("cpu", False, False)))
+    episodes = Episodes(LAYOUTS[name], 2)
+    for i in range(4, 17):
+        model.write(i % 6, episodes.step())
         model.check()
+    for wrong in (4, 0, 6, -1):
+        with pytest.raises(IndexOutOfRangeError, match=f"expected step 5, got {wrong}"):
+            model.store.plan(wrong, episodes.step())
+    model.check()
 
 
 @pytest.mark.parametrize("place", PLACES)
