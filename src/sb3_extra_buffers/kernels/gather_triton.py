@@ -109,11 +109,12 @@ def _equals_stored(
 ):  # fmt: skip
     """Whether a frame of a step equals the one at ``address``; that of zeros if it is 0."""
     equal, base = 1, 0
+    n_stored = tl.where(address != 0, WORDS, 0)
     while (equal > 0) & (base < WORDS):
         word = base + tl.arange(0, CHUNK)
         inside = word < WORDS
         ours = tl.load(_words_of(batch_ptr, stream, nth, word, STACK, WORDS, UNIT), mask=inside, other=0)
-        theirs = tl.load(address.to(batch_ptr.dtype) + word, mask=inside & (address != 0), other=0)
+        theirs = tl.load(address.to(batch_ptr.dtype) + word, mask=word < n_stored, other=0)
         equal = tl.min((ours == theirs).to(tl.int32), 0)
         base += CHUNK
     return equal
@@ -162,14 +163,17 @@ def _match_kernel(
     if _entry(codes, 0, F) == _UNKNOWN:
         # the newest frame stands for itself
         codes = tl.where(numbers == N_IDS, STACK + N_IDS, _UNKNOWN)
-        for frame in range(N_IDS):
+        zero = tl.program_id(1)  # as a tensor, which Python's numbers are not under the interpreter
+        for number in range(N_IDS):
+            frame = zero + number
             which, nth = frame // STACK, frame % STACK
             batch_ptr = tl.where(which == 0, obs_ptr, next_ptr)
             limit = tl.where(which == N_SETS - 1, STACK - 1 - nth, STACK)
-            shift = tl.where((which == 0) & (N_SETS == 2), 0, 1)
-            code = 0 * frame + _UNKNOWN
-            candidate = 0
-            while (code == _UNKNOWN) & (candidate < STACK + 3):
+            # obs usually equals the last next_obs; every other row is usually shifted
+            shift = tl.where(which == 0, 2 - N_SETS, 1)
+            code = zero + _UNKNOWN
+            candidate = zero
+            while (code == _UNKNOWN) & (candidate < STACK + 4 - N_SETS):
                 other = tl.where(candidate < STACK, (nth + shift + candidate) % STACK, 0)
                 is_last = (candidate < STACK) & (which == 0)
                 # frames of the step itself: those of the set before, the previous one, the newest one
@@ -177,7 +181,7 @@ def _match_kernel(
                 of_own = _entry(codes, own, F)
                 wanted = tl.where(is_last, other, tl.where(of_own == _NEW, STACK + own, of_own))
                 wanted = tl.where(candidate == STACK, _ZEROS, wanted)
-                exists = tl.where(candidate == STACK + 1, nth > 0, (candidate <= STACK) | (N_SETS == 1))
+                exists = (candidate != STACK + 1) | (nth > 0)
                 of_last = (wanted >= 0) & (wanted < STACK)
                 frame_id = tl.load(last_ptr + wanted, mask=exists & of_last, other=0).to(tl.int64)
                 recent = _is_recent(frame_id, limit, starts_ptr, axis_row, start_at, n_streams, n_axis_rows, capacity)
@@ -322,6 +326,7 @@ class TimelineGather:
         self._codes = torch.empty((n_streams, n_ids), dtype=small, device=device)
         self._counts = torch.empty(n_streams, dtype=small, device=device)
         self._firsts = torch.empty(n_streams + 1, dtype=small, device=device)
+        self._no_firsts = torch.zeros(n_streams + 1, dtype=small, device=device)
         key = (words, *frame)
 
         def bind(kernel: Any, before: tuple[torch.dtype, ...], after: tuple[torch.dtype, ...]) -> Launcher:
@@ -352,6 +357,8 @@ class TimelineGather:
         """Store a step, once it is known which frames are new."""
         shape = self._shape
         codes, firsts = (self._codes, self._firsts) if given is None or not is_known else given
+        if not shape.n_ids:
+            codes, firsts = self._codes, self._no_firsts
         if not is_known:
             host_codes = codes if given is None else given[0]
             known = (given is not None,)

@@ -115,8 +115,8 @@ class DeviceTimelineStore(DeviceStore):
         if n_rows + self._side.capacity >= 1 << 31:
             raise SpecMismatchError(f"a device holds at most 2**31 frames, got {n_rows + self._side.capacity}")
 
-        def new(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(size, dtype=dtype, device=self.device)
+        def new(*size: int, dtype: type = np.int32) -> torch.Tensor:
+            return _placed(np.zeros(size, dtype), self.device)
 
         self.tables = TimelineTables(
             rows=self._rows.addresses,
@@ -124,7 +124,7 @@ class DeviceTimelineStore(DeviceStore):
             ids=new(ring.n_steps, n_streams, shape.n_ids),
             last_ids=new(2, n_streams, stack),
             starts=new(shape.n_rows + 1),
-            state=new(3, dtype=torch.int64),
+            state=new(3, dtype=np.int64),
         )
         self._use = SideUse()
         self._writes = 0  # since the store was cleared
@@ -412,10 +412,16 @@ class DeviceTimelineStore(DeviceStore):
         self.__dict__.update(state)
         self.device = self.ring.place.device
         self._triton = self._rows.triton
-        placed = {name: torch.from_numpy(np.array(array)).to(self.device) for name, array in arrays.items()}
+        placed = {name: _placed(array, self.device) for name, array in arrays.items()}
         self.tables = TimelineTables(rows=self._rows.addresses, side=self._side.table, **placed)
         self._side.remember(self._use)
         self._start_staging()
+
+
+def _placed(array: Array, device: torch.device) -> torch.Tensor:
+    """``array`` on the device, never without memory: kernels need an address."""
+    placed = torch.zeros(max(array.size, 1), dtype=torch_dtype(array.dtype), device=device)[: array.size]
+    return placed.copy_(torch.from_numpy(np.array(array)).view(-1)).view(array.shape)
 
 
 def _frame_word(layout: StackLayout) -> np.dtype[Any]:
