@@ -15,6 +15,7 @@ __all__ = [
     "WriteNumbers",
     "match_frames_reference",
     "read_frames_reference",
+    "usual_codes",
     "write_frames_reference",
 ]
 
@@ -71,6 +72,11 @@ class WriteNumbers(NamedTuple):
     turn: int  # 0 or 1: which of `last_ids` it writes
     start: int  # its entry of `starts`; the next write's follows
     launch: int  # its number, for the report
+
+
+def usual_codes(shape: TimelineShape) -> list[int]:
+    """What frames are in the middle of an episode: ``obs`` is the last row, and ``next_obs`` is shifted."""
+    return [*range(shape.stack if shape.n_sets == 2 else 0), *range(1, shape.stack)]
 
 
 def _split(batch: torch.Tensor, shape: TimelineShape) -> torch.Tensor:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from sb3_extra_buffers.kernels.columns_triton import gather_columns
-from sb3_extra_buffers.kernels.gather_torch import TimelineShape, TimelineTables, WriteNumbers
+from sb3_extra_buffers.kernels.gather_torch import TimelineShape, TimelineTables, WriteNumbers, usual_codes
 from sb3_extra_buffers.kernels.launcher import COLUMN_DTYPES, NO_COLUMNS, Columns, Launcher
 
 __all__ = ["TimelineGather"]
@@ -326,7 +326,9 @@ class TimelineGather:
         self._codes = torch.empty((n_streams, n_ids), dtype=small, device=device)
         self._counts = torch.empty(n_streams, dtype=small, device=device)
         self._firsts = torch.empty(n_streams + 1, dtype=small, device=device)
-        self._no_firsts = torch.zeros(n_streams + 1, dtype=small, device=device)
+        # of a step in the middle of all episodes
+        usual = torch.tensor(usual_codes(shape) or [0], dtype=small, device=device)
+        self._usual = usual.expand(n_streams, -1).contiguous(), torch.zeros_like(self._firsts)
         key = (words, *frame)
 
         def bind(kernel: Any, before: tuple[torch.dtype, ...], after: tuple[torch.dtype, ...]) -> Launcher:
@@ -349,22 +351,20 @@ class TimelineGather:
     def write(
         self,
         batches: tuple[torch.Tensor, torch.Tensor],  # the first and the last set
-        given: tuple[torch.Tensor, torch.Tensor] | None,  # codes and numbers of new frames, as far as they are known
+        given: tuple[torch.Tensor, torch.Tensor] | None,  # what frames are, and the numbers of new ones
         is_known: bool,
         numbers: WriteNumbers,
         report: torch.Tensor,
     ) -> None:
-        """Store a step, once it is known which frames are new."""
+        """Store a step. Without ``given``, all frames are as usual if ``is_known``, else unknown."""
         shape = self._shape
-        codes, firsts = (self._codes, self._firsts) if given is None or not is_known else given
-        if not shape.n_ids:
-            codes, firsts = self._codes, self._no_firsts
+        codes, firsts = self._usual if given is None else given
         if not is_known:
-            host_codes = codes if given is None else given[0]
             known = (given is not None,)
-            others = (host_codes, self._codes, self._counts)
+            found = (codes, self._codes, self._counts)
             sizes = (*numbers[2:5], *self._write_sizes, *known)
-            self._match.start(known, (shape.n_streams, 1, 1), batches, others, sizes)
+            self._match.start(known, (shape.n_streams, 1, 1), batches, found, sizes)
             self._scan.start((), (1, 1, 1), (self._counts, self._firsts), (), (shape.n_streams, _SCANNED))
+            codes, firsts = self._codes, self._firsts
         grid = (shape.n_streams, self._tile.n_chunks, 1)
         self._write.start((), grid, batches, (codes, firsts, report), (*numbers, *self._write_sizes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from sb3_extra_buffers.kernels.gather_torch import (
     WriteNumbers,
     match_frames_reference,
     read_frames_reference,
+    usual_codes,
     write_frames_reference,
 )
 from sb3_extra_buffers.kernels.launcher import Columns
@@ -50,8 +52,9 @@ class _Staged(NamedTuple):
     """A step as the kernels take it."""
 
     batches: tuple[torch.Tensor, ...]  # one per set
-    codes: torch.Tensor | None  # int32 [stream, n_ids]: what the host knows of each frame
-    firsts: torch.Tensor | None  # int32 [stream + 1]: new frames of the streams before
+    # int32 [stream, n_ids]: what each frame is, as far as the host knows; int32 [stream + 1]: new frames of the streams
+    # before. None if all are as usual, or the host knows nothing.
+    given: tuple[torch.Tensor, ...] | None
     is_known: bool  # whether the host knows everything
     max_new: int  # frames that go to side rows at most
     lease: Lease | None  # the memory of the batches, if it is the store's
@@ -138,14 +141,18 @@ class DeviceTimelineStore(DeviceStore):
     def _start_staging(self) -> None:
         """Set up what belongs to this process."""
         ring, shape = self.ring, self._shape
-        rows = (ring.n_sets, ring.n_streams, shape.stack * shape.n_words)
         self._word = _frame_word(self.layout)
+        self._unit_bytes = shape.unit * self._word.itemsize
+        self._step_shape = (ring.n_sets, ring.n_streams, *ring.spec.shape)
+        # the host compares whole rows, in the widest words
+        row_word = word_dtype(ring.spec.nbytes)
+        rows = (ring.n_sets, ring.n_streams, ring.spec.nbytes // row_word.itemsize)
         # the last rows must stay as they are while the next step is staged
-        step_bytes = math.prod(rows) * self._word.itemsize
+        step_bytes = math.prod(rows) * row_word.itemsize
         self._staging = Staging(self.device, min(max(_STAGED_BYTES // max(step_bytes, 1), 3), 8))
         codes = (ring.n_streams, shape.n_ids)
-        self._staging_layout = StagingLayout((codes, _INT32), ((ring.n_streams + 1,), _INT32), (rows, self._word))
-        self._usual_codes = _usual_codes(shape)
+        self._staging_layout = StagingLayout((codes, _INT32), ((ring.n_streams + 1,), _INT32), (rows, row_word))
+        self._usual_codes = np.array(usual_codes(shape), np.int32)
         self._bound_kernels: Any = None
         # the last row of each stream, in staging memory; None if they are unknown
         self._last: Array | None = None
@@ -214,7 +221,7 @@ class DeviceTimelineStore(DeviceStore):
     def _take(self, batches: Sequence[Any]) -> _Staged:
         """Tensors on the device, of which the host knows nothing."""
         words = tuple(self._as_words(batch.contiguous()) for batch in batches)
-        return _Staged(words, None, None, self._max_new == 0, self._max_new, None)
+        return _Staged(words, None, self._max_new == 0, self._max_new, None)
 
     def _as_words(self, tensor: torch.Tensor) -> torch.Tensor:
         """A contiguous tensor as words, copied if it is not aligned."""
@@ -225,63 +232,64 @@ class DeviceTimelineStore(DeviceStore):
 
     def _stage(self, batches: Sequence[Any], last: Array | None) -> _Staged:
         """Copy arrays to memory that the device can read, and compare them with the last rows."""
-        shape, spec = self._shape, self.ring.spec
+        shape = self._shape
         lease = self._staging.acquire(self._staging_layout)
         codes, firsts, rows = lease.arrays
-
-        def put(which: int) -> Array:
-            rows[which].view(spec.dtype).reshape(-1, *spec.shape)[...] = batches[which]
-            row: Array = rows[which]
-            return row
-
-        is_same: Any = True
+        targets = rows.view(self.ring.spec.dtype).reshape(self._step_shape)
+        targets[-1] = batches[-1]
+        # which rows are as usual, None if all are: obs equals the last next_obs, and everything else is shifted
+        are_usual: Any = None
         before = last
         if shape.n_sets == 2:
-            before, is_same = self._stage_first(batches[0], last, put)
-        newest = put(-1)
-        if shape.n_ids:
-            codes[...] = self._usual_codes
-        firsts[...] = 0
-        is_known: Any = before is not None and last is not None
-        n_unknown = 0 if is_known or not shape.n_ids else shape.n_streams
-        if is_known and shape.stack == 1 and shape.n_ids:
-            # a row that differs from the last one is new
-            codes[:, 0] = np.where(is_same, 0, NEW)
-            np.cumsum(~np.broadcast_to(is_same, shape.n_streams), out=firsts[1:])
-        elif is_known and shape.stack > 1:
-            is_usual = is_same & self._are_shifted(before, newest)
-            n_unknown = shape.n_streams - int(np.count_nonzero(np.broadcast_to(is_usual, shape.n_streams)))
-            if n_unknown:
-                codes[~np.broadcast_to(is_usual, shape.n_streams)] = UNKNOWN
-        elif n_unknown:
+            obs = batches[0]
+            before = _as_rows(obs, rows.dtype)
+            if last is None or before is None:
+                targets[0] = obs
+                before = rows[0]
+            if last is not None:
+                equal = before == last
+                if not equal.all():
+                    # fast path: obs is not staged if nothing of it is new
+                    targets[0] = obs
+                    are_usual = equal.all(axis=1)
+        if last is not None and shape.stack > 1:
+            equal = self._are_shifted(before, rows[-1])
+            if not equal.all():
+                are_shifted = equal.reshape(len(equal), -1).all(axis=1)
+                are_usual = are_shifted if are_usual is None else are_usual & are_shifted
+        batch_words = tuple(lease.tensors[2])
+        if not shape.n_ids or (last is not None and are_usual is None):
+            return _Staged(batch_words, None, True, 0, lease)
+        if last is None:
             codes[...] = UNKNOWN
-        max_new = int(firsts[-1]) + n_unknown * shape.n_ids
-        tensors = lease.tensors
-        return _Staged(tuple(tensors[2]), tensors[0], tensors[1], n_unknown == 0, max_new, lease)
+            return _Staged(batch_words, lease.tensors[:2], False, self._max_new, lease)
+        codes[...] = self._usual_codes
+        if shape.stack > 1:
+            codes[~are_usual] = UNKNOWN
+            n_unknown = shape.n_streams - int(np.count_nonzero(are_usual))
+            return _Staged(batch_words, lease.tensors[:2], False, n_unknown * shape.n_ids, lease)
+        # a row that differs from the last one is new
+        codes[~are_usual] = NEW
+        firsts[0] = 0
+        np.cumsum(~are_usual, out=firsts[1:])
+        return _Staged(batch_words, lease.tensors[:2], True, int(firsts[-1]), lease)
 
-    def _stage_first(self, batch: Array, last: Array | None, put: Any) -> tuple[Array, Any]:
-        """Stage ``obs``, unless it equals the last ``next_obs``; return its rows, and which of them do."""
-        if last is not None and batch.flags.c_contiguous and batch.flags.aligned:
-            # fast path: not staged if nothing of it is new
-            given = batch.reshape(-1).view(np.uint8)
-            if given.ctypes.data % self._word.itemsize == 0:
-                equal = given.view(self._word).reshape(last.shape) == last
-                if equal.all():
-                    return last, True
-                return put(0), equal.all(axis=1)
-        rows = put(0)
-        return rows, False if last is None else (rows == last).all(axis=1)
-
-    def _are_shifted(self, before: Any, after: Array) -> Any:
-        """Which rows are those of ``before``, moved on by one frame; True if all are."""
-        shape = self._shape
-        if shape.unit == shape.n_words:
-            equal = before[:, shape.n_words :] == after[:, : -shape.n_words]
-        else:
-            pixels = (len(after), -1, shape.stack, shape.unit)
-            equal = before.reshape(pixels)[:, :, 1:] == after.reshape(pixels)[:, :, :-1]
-            equal = equal.reshape(len(after), -1) if not equal.all() else equal
-        return True if equal.all() else equal.all(axis=1)
+    def _are_shifted(self, before: Any, after: Array) -> Array:
+        """Where ``after`` is ``before``, moved on by one frame: ``[stream, ...]``."""
+        layout, size = self.layout, self.layout.frame_bytes
+        if layout.axis == "first":
+            before, after = before.view(self._word), after.view(self._word)
+            n_words = size // self._word.itemsize
+            equal: Array = before[:, n_words:] == after[:, :-n_words]
+            return equal
+        pixel = self.ring.spec.nbytes // size * self._unit_bytes
+        if pixel in (2, 4, 8) and sys.byteorder == "little":
+            # all frames of a pixel as one number
+            dtype, bits = np.dtype(f"u{pixel}"), 8 * self._unit_bytes
+            numbers = after.view(dtype) << dtype.type(bits) >> dtype.type(bits)
+            return before.view(dtype) >> dtype.type(bits) == numbers
+        pixels = (len(after), -1, layout.stack, self._unit_bytes)
+        return before.view(np.uint8).reshape(pixels)[:, :, 1:] == after.view(np.uint8).reshape(pixels)[:, :, :-1]
 
     def _reserve_side_rows(self, max_new: int) -> None:
         """Map side rows for a write that takes at most ``max_new``; wait if very many may be taken already."""
@@ -293,9 +301,8 @@ class DeviceTimelineStore(DeviceStore):
 
     def launch(self, staged: _Staged, numbers: WriteNumbers, use: SideUse) -> None:
         """Write a step to the device; idempotent."""
-        batches, codes, firsts, is_known, _, lease = staged
+        batches, given, is_known, _, lease = staged
         if self._triton:
-            given = None if codes is None or firsts is None else (codes, firsts)
             self.kernels.write((batches[0], batches[-1]), given, is_known, numbers, self._side.report)
             if lease is not None:
                 self._staging.release(lease)
@@ -307,14 +314,13 @@ class DeviceTimelineStore(DeviceStore):
         """What the kernels do, with torch."""
         rows, side, tables, shape, per_page = self._memory()
         # copied: the memory may be used again before the device has read it
-        batches = [batch.clone().to(self.device) for batch in staged.batches]
-        if staged.codes is None:
-            codes = match_frames_reference(rows, side, tables, shape, per_page, batches, numbers)
-        else:
-            codes = staged.codes.clone().to(self.device)
-            if not staged.is_known:
-                found = match_frames_reference(rows, side, tables, shape, per_page, batches, numbers)
-                codes = torch.where(codes[:, :1] == UNKNOWN, found, codes)
+        batches = [batch.clone().view(-1).view(rows.dtype).to(self.device) for batch in staged.batches]
+        codes = torch.from_numpy(self._usual_codes).expand(shape.n_streams, -1).contiguous().to(self.device)
+        if staged.given is not None:
+            codes = staged.given[0].clone().to(self.device)
+        if not staged.is_known:
+            found = match_frames_reference(rows, side, tables, shape, per_page, batches, numbers)
+            codes = found if staged.given is None else torch.where(codes[:, :1] == UNKNOWN, found, codes)
         write_frames_reference(rows, side, tables, shape, per_page, batches, codes, numbers, self._side.report)
 
     def _memory(self) -> tuple[torch.Tensor, torch.Tensor, TimelineTables, TimelineShape, int]:
@@ -431,7 +437,6 @@ def _frame_word(layout: StackLayout) -> np.dtype[Any]:
     return word_dtype(layout.frame_bytes)
 
 
-def _usual_codes(shape: TimelineShape) -> npt.NDArray[np.int32]:
-    """What frames are in the middle of an episode: ``obs`` is the last row, and ``next_obs`` is shifted."""
-    first = list(range(shape.stack)) if shape.n_sets == 2 else []
-    return np.array([*first, *range(1, shape.stack)], np.int32)
+def _as_rows(batch: Array, dtype: np.dtype[Any]) -> Array | None:
+    """A batch as rows of words, without a copy; None if it is not contiguous."""
+    return batch.reshape(len(batch), -1).view(dtype) if batch.flags.c_contiguous else None
