@@ -243,14 +243,12 @@ class DeviceTimelineStore(DeviceStore):
         if shape.n_sets == 2:
             obs = batches[0]
             before = _as_rows(obs, rows.dtype)
-            if last is None or before is None:
+            if before is None:
                 targets[0] = obs
                 before = rows[0]
             if last is not None:
                 equal = before == last
                 if not equal.all():
-                    # fast path: obs is not staged if nothing of it is new
-                    targets[0] = obs
                     are_usual = equal.all(axis=1)
         if last is not None and shape.stack > 1:
             equal = self._are_shifted(before, rows[-1])
@@ -259,7 +257,9 @@ class DeviceTimelineStore(DeviceStore):
                 are_usual = are_shifted if are_usual is None else are_usual & are_shifted
         batch_words = tuple(lease.tensors[2])
         if not shape.n_ids or (last is not None and are_usual is None):
+            # fast path: obs is not staged, since nothing of it is new
             return _Staged(batch_words, None, True, 0, lease)
+        targets[0] = batches[0]
         if last is None:
             codes[...] = UNKNOWN
             return _Staged(batch_words, lease.tensors[:2], False, self._max_new, lease)
@@ -274,14 +274,13 @@ class DeviceTimelineStore(DeviceStore):
         np.cumsum(~are_usual, out=firsts[1:])
         return _Staged(batch_words, lease.tensors[:2], True, int(firsts[-1]), lease)
 
-    def _are_shifted(self, before: Any, after: Array) -> Array:
+    def _are_shifted(self, before: Any, after: Any) -> Any:
         """Where ``after`` is ``before``, moved on by one frame: ``[stream, ...]``."""
         layout, size = self.layout, self.layout.frame_bytes
         if layout.axis == "first":
             before, after = before.view(self._word), after.view(self._word)
             n_words = size // self._word.itemsize
-            equal: Array = before[:, n_words:] == after[:, :-n_words]
-            return equal
+            return before[:, n_words:] == after[:, :-n_words]
         pixel = self.ring.spec.nbytes // size * self._unit_bytes
         if pixel in (2, 4, 8) and sys.byteorder == "little":
             # all frames of a pixel as one number
