@@ -37,6 +37,7 @@ from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.tensor_buffers import compiling
 from sb3_extra_buffers.tensor_buffers.batches import BatchLayout, Outputs, Scratch
 from sb3_extra_buffers.tensor_buffers.fields import Field, parse_fields
+from sb3_extra_buffers.tensor_buffers.options import check_beta, check_options, find_device
 
 __all__ = ["TensorReplayBuffer"]
 
@@ -50,9 +51,9 @@ class TensorReplayBuffer(Transactional):
     """A replay buffer of named tensors for training loops without a framework, on the CPU or a CUDA device.
 
     Observations are compressed losslessly and decoded on the device; everything else is stored as plain tensors. On a
-    CUDA device, `sample` and `update_priorities` never wait for the GPU: they can be captured in a CUDA graph and called
-    under ``torch.compile(fullgraph=True)``. Each replay of a graph draws a new batch among all transitions held by
-    then.
+    CUDA device, `sample` and `update_priorities` never wait for the GPU: they can be captured in a CUDA graph, and
+    called under ``torch.compile(fullgraph=True)``. Each replay of a graph draws a new batch among all transitions held
+    by then.
 
     A transition has the fields of ``specs``, and for each observation ``obs`` its successor ``next_obs``. The fields
     ``rewards``, ``dones`` and ``truncations`` have a meaning only if ``n_steps`` is above 1. Then a batch holds n-step
@@ -139,9 +140,9 @@ class TensorReplayBuffer(Transactional):
         self.capacity = n_ring_steps * self.n_envs
         if self.capacity > _MAX_TRANSITIONS:
             raise ArgumentError(f"capacity must be at most {_MAX_TRANSITIONS}, got {capacity}")
-        self.device = _find_device(device)
+        self.device = find_device(device)
         self._observations, self._columns = parse_fields(specs, observations)
-        _check_options(self.n_steps, self.gamma, alpha, beta, epsilon, image_dtype)
+        check_options(self.gamma, alpha, beta, epsilon, image_dtype)
         self.alpha, self._beta, self.epsilon = alpha, float(beta), float(epsilon)
         self.image_dtype, self.scale, self.channels_last = image_dtype, float(scale), bool(channels_last)
         self.random_shift = check_count(random_shift, "random_shift", 0)
@@ -158,7 +159,14 @@ class TensorReplayBuffer(Transactional):
         place = DevicePlace(self.device)
         self._stores = {
             name: DeviceObservationStore(
-                field.obs_spec(), n_ring_steps, self.n_envs, 2, place, compression_method, compression_kwargs, heap_bytes
+                field.obs_spec(),
+                n_ring_steps,
+                self.n_envs,
+                2,
+                place,
+                compression_method,
+                compression_kwargs,
+                heap_bytes,
             )
             for name, field in self._observations.items()
         }
@@ -277,13 +285,9 @@ class TensorReplayBuffer(Transactional):
             got = ", ".join(map(str, step)) if isinstance(step, Mapping) else repr(step)
             raise SpecMismatchError(f"a step must be a dict of {', '.join(wanted)}; got {got}")
 
-    def _plan(
-        self, store: DeviceObservationStore, name: str, step: Mapping[str, Any], position: int
-    ) -> PlannedWrite:
+    def _plan(self, store: DeviceObservationStore, name: str, step: Mapping[str, Any], position: int) -> PlannedWrite:
         field = self._observations[name]
-        batches = [
-            field.check_observations(step[key], key, self.n_envs, self.device) for key in (name, f"next_{name}")
-        ]
+        batches = [field.check_observations(step[key], key, self.n_envs, self.device) for key in (name, f"next_{name}")]
         on_device = [isinstance(batch, torch.Tensor) for batch in batches]
         if any(on_device) and not all(on_device):
             # one is on the device already: the other follows
@@ -479,7 +483,7 @@ class TensorReplayBuffer(Transactional):
     @beta.setter
     def beta(self, value: float) -> None:
         self._refuse_capture("setting beta")
-        _check_beta(value)
+        check_beta(value)
         self._beta = float(value)
         if self._tree is not None:
             self._tree.options[1].fill_(self._beta)
@@ -574,7 +578,9 @@ class TensorReplayBuffer(Transactional):
             for store in self._stores.values():
                 store.check()
             if self._counts.tolist() != [self.n_added, self._n_held]:
-                raise AssertionError(f"the device counts {self._counts.tolist()}, the host {self.n_added, self._n_held}")
+                raise AssertionError(
+                    f"the device counts {self._counts.tolist()}, the host {self.n_added, self._n_held}"
+                )
             if self._tree is not None:
                 self._tree.check()
                 if int((self._tree.leaves > 0).sum()) != self._n_held:
@@ -642,39 +648,6 @@ class _Step:
 
 def _cannot_fail(plan: PlannedWrite) -> bool:
     return not plan.may_fail
-
-
-def _find_device(device: str | torch.device) -> torch.device:
-    if str(device) == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
-    if found.type not in ("cpu", "cuda") or (found.type == "cuda" and not torch.cuda.is_available()):
-        has = "a CUDA device and the CPU" if torch.cuda.is_available() else "the CPU only"
-        raise ArgumentError(f"device={str(device)!r} cannot be used; torch can use {has} here")
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if found.type == "cpu" else found
-
-
-def _check_options(
-    n_steps: int, gamma: float, alpha: float | None, beta: float, epsilon: float, image_dtype: torch.dtype | None
-) -> None:
-    if not 0 <= gamma <= 1:
-        raise ArgumentError(f"gamma must be from 0 to 1, got {gamma}")
-    if alpha is not None and not 0 <= alpha <= 1:
-        raise ArgumentError(f"alpha must be from 0 (uniform) to 1 (proportional), got {alpha}")
-    _check_beta(beta)
-    if not 0 < epsilon <= MAX_ERROR:
-        raise ArgumentError(
-            f"epsilon must be above 0, or transitions whose TD error is 0 are never sampled; got {epsilon}"
-        )
-    if image_dtype is not None and not (isinstance(image_dtype, torch.dtype) and image_dtype.is_floating_point):
-        raise ArgumentError(f"image_dtype must be a floating-point dtype such as torch.float32, got {image_dtype!r}")
-
-
-def _check_beta(beta: float) -> None:
-    if not 0 <= beta < math.inf:
-        raise ArgumentError(f"beta must be 0 or more, got {beta}")
 
 
 def _as_tensor(values: Any, device: torch.device) -> torch.Tensor:
