@@ -129,11 +129,16 @@ class UncompressedDeviceStore(DeviceStore):
     def can_read_batch(self) -> bool:
         return self._triton and self.ring.spec.nbytes > 0
 
-    def read_batch(self, lease: Lease) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Copy observations and the columns that belong to them in one launch, see `DeviceFrameStore.read_batch`."""
-        indices, floats_from, actions_from = lease.tensors
-        observations = self._empty(indices.shape)
-        floats = torch.empty(floats_from.shape, dtype=torch.float32, device=self.device)
-        actions = torch.empty(actions_from.shape, dtype=actions_from.dtype, device=self.device)
-        self.kernels.read(indices, observations, Columns(floats, floats_from, actions, actions_from))
-        return observations, floats, actions
+    def read_batch(
+        self,
+        indices: torch.Tensor,
+        floats: torch.Tensor,
+        actions: torch.Tensor,
+        records: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Copy observations and gather the columns of a batch in one launch, see `DeviceFrameStore.read_batch`."""
+        if out is None:
+            out = self._empty(indices.shape)
+        self.kernels.read(indices, out, Columns(floats, actions, records))
+        return out
