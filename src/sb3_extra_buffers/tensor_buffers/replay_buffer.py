@@ -559,14 +559,16 @@ class TensorReplayBuffer(Transactional):
         usage = sum((replace(part, codecs={name: part.codecs[""]}) for name, part in usages.items()), MemoryUsage())
         if len(usages) == 1:
             usage = replace(usage, codecs={"": next(iter(usage.codecs.values()))})
-        other = sum(column.numel() * column.element_size() for column in self.columns.values())
+        column_bytes = sum(field.nbytes for field in self._columns.values())
+        # main memory is used once it is written
+        other = column_bytes * (self._n_held if self.device.type == "cpu" else self.capacity)
         other += 0 if self._tree is None else self._tree.nbytes
         dense_obs = 2 * self._n_held * sum(field.nbytes for field in self._observations.values())
         return replace(
             usage,
             other=usage.other + other,
             transitions=self._n_held,
-            dense=dense_obs + self._n_held * sum(field.nbytes for field in self._columns.values()),
+            dense=dense_obs + self._n_held * column_bytes,
             dense_observations=dense_obs,
             baseline="dense tensors",
         )
