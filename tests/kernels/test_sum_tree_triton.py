@@ -130,6 +130,19 @@ def test_an_empty_leaf_is_never_drawn_even_where_sums_are_rounded(kind: tuple[st
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_tree_is_empty_after_its_kernels_were_compiled(kind: tuple[str, str]) -> None:
+    tree = make_tree(kind, 1100, 0)
+    leaves, numbers = torch.zeros((2, 2), dtype=torch.int64, device=kind[1])
+    weights = torch.zeros(2, device=kind[1])
+    tree.compile_kernels(torch.zeros(2, dtype=torch.float64, device=kind[1]), leaves, numbers, weights)
+
+    tree.check()
+    assert not bool(tree.sums[:-1].any())
+    assert int(tree.n_skipped) == 0
+    assert float(tree.max_priority) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupted_update_is_repaired(kind: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     tree = make_tree(kind, 1100, 1100)
     with monkeypatch.context() as patched:

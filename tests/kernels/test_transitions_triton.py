@@ -31,7 +31,7 @@ def image_class(kind: tuple[str, str]) -> type[ImageTransform]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n_columns", [0, 3, 8])
-@pytest.mark.parametrize("n_added", [20, 60, 77])
+@pytest.mark.parametrize("n_added", [20, 60, 80])
 def test_transitions_are_drawn_among_those_held_and_gathered(
     kind: tuple[str, str], n_columns: int, n_added: int
 ) -> None:
@@ -43,9 +43,13 @@ def test_transitions_are_drawn_among_those_held_and_gathered(
         rng.integers(0, 200, (n_transitions, *shape)).astype(dtype)
         for shape, dtype in zip(shapes[:n_columns], dtypes, strict=False)
     ]
-    columns = [torch.as_tensor(array, device=device).view(n_transitions, -1) for array in arrays]
-    counts = torch.tensor([n_added, min(n_added, n_transitions)], device=device)
-    transitions = transitions_class(kind)(counts, 1, columns, n_transitions)
+    columns = [torch.zeros_like(torch.as_tensor(array), device=device).view(n_transitions, -1) for array in arrays]
+    counts = torch.zeros(2, dtype=torch.int64, device=device)
+    transitions = transitions_class(kind)(counts, 20, columns, n_transitions)
+    for first in range(0, n_transitions, 20):
+        values = [torch.as_tensor(array[first : first + 20], device=device) for array in arrays]
+        transitions.write(first, values, n_added, min(n_added, n_transitions))
+    assert counts.tolist() == [n_added, min(n_added, n_transitions)]
     uniform = rng.random(150)
     uniform[:2] = 0, np.nextafter(1, 0)
     indices = torch.full((2, 150), -7, device=device)

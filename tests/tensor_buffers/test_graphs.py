@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 from sb3_extra_buffers.errors import GraphCaptureError
-from sb3_extra_buffers.tensor_buffers import TensorReplayBuffer
+from sb3_extra_buffers.tensor_buffers import TensorReplayBuffer, replay_buffer
 from tests.tensor_buffers.test_replay_buffer import DEVICES, SHAPE, SPECS, assert_is_of, equal, make, on_device
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
@@ -65,6 +67,40 @@ def test_compiled_functions_write_to_given_tensors(device: str) -> None:
     expected = twin.sample(8)
     fill()
     assert equal(out, expected)
+
+
+# ---- Triton ----
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a CPU, kernels run only under Triton's interpreter")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"alpha": 0.6, "n_steps": 3, "image_dtype": torch.float32, "random_shift": 2},
+        {"n_steps": 2, "random_shift": 1},
+    ],
+)
+def test_buffers_with_triton_draw_the_same_batches(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, game = make(n_added=0, **options)
+    with monkeypatch.context() as patched:
+        patched.setattr(replay_buffer, "_use_triton", lambda _device: True)
+        buffer, _ = make(n_added=0, **options)
+    assert "Triton" in type(buffer._transitions).__name__
+    buffer.check()
+    for _ in range(30):
+        step: Any = game.step()
+        buffer.add(step)
+        plain.add(step)
+    for _ in range(3):
+        batch, expected = buffer.sample(40), plain.sample(40)
+        weights, expected_weights = (part.pop("weights", torch.ones(1)) for part in (batch, expected))
+        assert equal(batch, expected)
+        torch.testing.assert_close(weights, expected_weights)
+        if buffer.alpha is not None:
+            for each in (buffer, plain):
+                each.update_priorities(batch["indices"], batch["rewards"])
+    buffer.check()
 
 
 # ---- CUDA graphs ----

@@ -180,6 +180,20 @@ class TorchSumTree:
             return torch.where(self.sums[top] > 0, self.sums[top], torch.inf).amin()
         return self.mins[top].amin()
 
+    def compile_kernels(
+        self, uniform: torch.Tensor, leaves: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        """Use every kernel once, while the tree is empty; the arguments are those of `draw`."""
+        self.fill(0, 1)
+        self.draw(uniform, leaves, numbers, weights)
+        for count in {1, *(size // FAN_OUT for size in self.sizes)}:
+            # nothing is held, so that all updates are skipped
+            unheld = torch.full((count,), -1, dtype=torch.int64, device=leaves.device)
+            self.update(unheld, torch.zeros(count, device=leaves.device))
+        self.n_skipped.zero_()
+        self.clear()
+        leaves.zero_()
+
     # ---- reports; these wait for the device ----
 
     @property

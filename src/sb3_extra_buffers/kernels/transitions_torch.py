@@ -23,9 +23,9 @@ class Endings(NamedTuple):
 class TorchTransitions:
     """Columns of a ring of steps of ``n_envs`` environments each; transitions are drawn and gathered in batches.
 
-    ``counts`` is a tensor that the caller updates: transitions added, and transitions held. ``columns`` are flat,
-    ``[transition, value]``. With ``endings``, the columns in ``at_end`` and the next observation are those of the last
-    step of an n-step return.
+    ``counts`` is a tensor: transitions added, and transitions held. ``columns`` are flat, ``[transition, value]``. With
+    ``endings``, rewards are not among them, and the columns in ``at_end`` and the next observation are those of the
+    last step of an n-step return.
     """
 
     def __init__(
@@ -39,6 +39,19 @@ class TorchTransitions:
     ) -> None:
         self.counts, self.n_envs, self.n_transitions = counts, n_envs, n_transitions
         self.columns, self.endings, self.at_end = list(columns), endings, list(at_end) or [False] * len(columns)
+        #: The columns that are written: rewards are the last, if they are not gathered.
+        self.written = self.columns if endings is None else [*self.columns, endings.rewards.view(-1, 1)]
+        self._n_added, self._n_held = counts
+
+    def write(self, first: int, values: Sequence[torch.Tensor], n_added: int, n_held: int) -> None:
+        """Write a step: the values of each column from transition ``first`` on, and the counts.
+
+        ``values`` are contiguous; with ``endings``, rewards come last.
+        """
+        for column, value in zip(self.written, values, strict=True):
+            column[first : first + self.n_envs] = value.view(self.n_envs, -1)
+        self._n_added.fill_(n_added)
+        self._n_held.fill_(n_held)
 
     def gather(
         self,

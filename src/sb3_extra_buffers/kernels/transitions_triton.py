@@ -21,16 +21,16 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torc
 
 
 @triton.jit
-def _copy(column_ptr, out_ptr, index, row, is_row, WORDS: tl.constexpr):
-    """Copy ``WORDS`` words of each transition."""
+def _copy(from_ptr, to_ptr, source, target, is_row, WORDS: tl.constexpr):
+    """Copy ``WORDS`` words of each transition from the rows ``source`` to the rows ``target``."""
     if WORDS == 1:
-        tl.store(out_ptr + row, tl.load(column_ptr + index, mask=is_row, other=0), mask=is_row)
+        tl.store(to_ptr + target, tl.load(from_ptr + source, mask=is_row, other=0), mask=is_row)
     elif WORDS > 1:
         for base in range(0, WORDS, _CHUNK):
             word = base + tl.arange(0, _CHUNK)
             inside = is_row[:, None] & (word < WORDS)[None, :]
-            found = tl.load(column_ptr + index[:, None] * WORDS + word[None, :], mask=inside, other=0)
-            tl.store(out_ptr + row[:, None] * WORDS + word[None, :], found, mask=inside)
+            found = tl.load(from_ptr + source[:, None] * WORDS + word[None, :], mask=inside, other=0)
+            tl.store(to_ptr + target[:, None] * WORDS + word[None, :], found, mask=inside)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_envs", "n_transitions"])
@@ -96,6 +96,32 @@ def _gather_kernel(
     _copy(column5_ptr, out5_ptr, last if AT_END & 32 else first, row, is_row, WORDS5)
 
 
+@triton.jit(do_not_specialize=["first", "n_envs", "n_added", "n_held"])
+def _write_kernel(
+    value0_ptr, value1_ptr, value2_ptr, value3_ptr, value4_ptr, value5_ptr,  # word [env, WORDS]
+    counts_ptr,
+    column0_ptr, column1_ptr, column2_ptr, column3_ptr, column4_ptr, column5_ptr,  # word [transition, WORDS]
+    first, n_envs,
+    n_added,  # divided by n_envs
+    n_held,
+    WORDS0: tl.constexpr, WORDS1: tl.constexpr, WORDS2: tl.constexpr,
+    WORDS3: tl.constexpr, WORDS4: tl.constexpr, WORDS5: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write a step of ``ROWS`` environments; the grid is ``[rows]``."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    is_row, target = row < n_envs, first.to(tl.int64) + row
+    _copy(value0_ptr, column0_ptr, row, target, is_row, WORDS0)
+    _copy(value1_ptr, column1_ptr, row, target, is_row, WORDS1)
+    _copy(value2_ptr, column2_ptr, row, target, is_row, WORDS2)
+    _copy(value3_ptr, column3_ptr, row, target, is_row, WORDS3)
+    _copy(value4_ptr, column4_ptr, row, target, is_row, WORDS4)
+    _copy(value5_ptr, column5_ptr, row, target, is_row, WORDS5)
+    if tl.program_id(0) == 0:
+        tl.store(counts_ptr, n_added.to(tl.int64) * n_envs)
+        tl.store(counts_ptr + 1, n_held.to(tl.int64))
+
+
 class TritonTransitions(TorchTransitions):
     """`TorchTransitions` in one launch for every six columns."""
 
@@ -130,6 +156,26 @@ class TritonTransitions(TorchTransitions):
                 ((torch.float64, torch.int64, torch.float32, torch.float32, *dtypes), ()), _WARPS,
             )  # fmt: skip
             self._launches.append((launcher, start, (self._n_steps, ends_bits, *words, _ROWS)))
+        self._writes = []
+        for start in range(0, max(len(self.written), 1), _COLUMNS):
+            group = [_words(column) for column in self.written[start : start + _COLUMNS]]
+            n_unused = _COLUMNS - len(group)
+            words = (*(part[0].numel() for part in group), *[0] * n_unused)
+            dtypes = [part.dtype for part in group] + [torch.int64] * n_unused
+            launcher = Launcher(
+                _write_kernel, counts.device, (tuple(dtypes), words), (counts, *group, *[counts] * n_unused),
+                (tuple(dtypes), ()), _WARPS,
+            )  # fmt: skip
+            self._writes.append((launcher, start, words))
+
+    def write(self, first: int, values: Sequence[torch.Tensor], n_added: int, n_held: int) -> None:
+        grid = (-(-self.n_envs // _ROWS), 1, 1)
+        for launcher, start, words in self._writes:
+            group = tuple(values[start : start + _COLUMNS])
+            group += (self.counts,) * (_COLUMNS - len(group))
+            # a count of steps fits in 32 bits
+            numbers = (first, self.n_envs, n_added // self.n_envs, n_held, *words, _ROWS)
+            launcher.start((), grid, group, (), numbers)
 
     def gather(
         self,

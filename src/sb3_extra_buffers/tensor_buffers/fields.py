@@ -79,12 +79,12 @@ class Field:
             is_rounded = value.dtype.is_floating_point and self.dtype.is_floating_point
             if tuple(value.shape) != expected or not (value.dtype in (self.dtype, torch.bool) or is_rounded):
                 raise _mismatch(name, expected, self.dtype, tuple(value.shape), value.dtype)
-            return value.detach().to(device, self.dtype)
+            return value.detach().to(device, self.dtype).contiguous()
         array, dtype = as_array(value, name), self.numpy_dtype
         assert dtype is not None
         if array.shape != expected:
             raise _mismatch(name, expected, self.dtype, array.shape, array.dtype)
-        return array if array.dtype == dtype else cast(array, dtype, name)
+        return np.ascontiguousarray(array if array.dtype == dtype else cast(array, dtype, name))
 
 
 def _mismatch(

@@ -186,13 +186,12 @@ class TensorReplayBuffer(Transactional):
         n_ring_steps = self.capacity // self.n_envs
         # also on the device, so that a graph does not freeze them
         self._counts = torch.zeros(2, dtype=torch.int64, device=self.device)
-        self._n_added_on_device, self._n_held_on_device = self._counts
         #: The fields other than observations, ``[step, env, ...]``.
         self.columns = {
             name: torch.zeros((n_ring_steps, self.n_envs, *field.shape), dtype=field.dtype, device=self.device)
             for name, field in self._columns.items()
         }
-        use_triton = self.device.type == "cuda" and has_triton()
+        use_triton = _use_triton(self.device)
         self._tree = self._make_tree(use_triton)
         gathered = [field for name, field in self._columns.items() if self.n_steps == 1 or name != "rewards"]
         self._transitions = self._make_transitions(use_triton, gathered)
@@ -204,6 +203,22 @@ class TensorReplayBuffer(Transactional):
         self._layout = BatchLayout(list(self._observations.values()), transforms, columns, extras, self.device)
         # orders updates of priorities and samples in compiled functions
         self._order = torch.zeros(1, device=self.device)
+        if use_triton:
+            self._compile_kernels()
+
+    def _compile_kernels(self) -> None:
+        """Launch every kernel once while the buffer is empty: Triton compiles it now, rather than during training."""
+        layout = self._layout
+        outs, scratch = layout.allocate(2), layout.allocate_scratch(2)
+        scratch.uniform.zero_()
+        zeros = [torch.zeros_like(self.columns[field.name][0]) for field in layout.columns]
+        self._transitions.write(0, zeros, 0, 0)
+        if self._tree is not None:
+            self._tree.compile_kernels(scratch.uniform[:2], scratch.indices[0], *outs.extras[-2:])
+        self._gather(scratch.uniform[:2] if self._tree is None else None, scratch.indices, outs)
+        for transform, stored, pair in zip(layout.transforms, scratch.stored, outs.pairs, strict=True):
+            if transform is not None and stored is not None and pair is not None:
+                transform.apply(stored[0], torch.zeros((2, 2), dtype=torch.float64, device=self.device), pair[0])
 
     def _make_tree(self, use_triton: bool) -> TorchSumTree | None:
         if self.alpha is None:
@@ -294,17 +309,15 @@ class TensorReplayBuffer(Transactional):
             batches = [torch.as_tensor(batch, device=self.device) for batch in batches]
         return store.plan(position, batches)
 
-    def _checked_columns(self, step: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        values = {
-            name: field.check_values(step[name], self.n_envs, self.device) for name, field in self._columns.items()
-        }
-        arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
-        if self.device.type == "cuda":
-            uploaded = self._staging.upload(list(arrays.values())) if arrays else []
-            values.update(zip(arrays, uploaded, strict=True))
+    def _checked_columns(self, step: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The values of all columns, in the order of the layout."""
+        values = [field.check_values(step[field.name], self.n_envs, self.device) for field in self._layout.columns]
+        arrays = [value for value in values if isinstance(value, np.ndarray)]
+        if arrays and self.device.type == "cuda":
+            uploaded = iter(self._staging.upload(arrays))
         else:
-            values.update({name: torch.from_numpy(array) for name, array in arrays.items()})
-        return values  # type: ignore[return-value]  # no arrays are left
+            uploaded = map(torch.from_numpy, arrays)
+        return [next(uploaded) if isinstance(value, np.ndarray) else value for value in values]
 
     def _commit(self, step: _Step) -> None:
         """Write a step; after an exception, the buffer holds all of it or is unchanged."""
@@ -319,17 +332,12 @@ class TensorReplayBuffer(Transactional):
 
     def _write_rest(self, step: _Step) -> None:
         """Write everything other than observations; doing it twice has no further effect."""
-        for name, values in step.columns.items():
-            self.columns[name][step.position].copy_(values)
+        first = step.position * self.n_envs
         if self._tree is not None:
-            self._tree.fill(step.position * self.n_envs, self.n_envs)
-        self._write_counts(step.after["n_added"], step.after["_n_held"])
+            self._tree.fill(first, self.n_envs)
+        self._transitions.write(first, step.columns, step.after["n_added"], step.after["_n_held"])
         # one call, which no signal can interrupt
         self.__dict__.update(step.after)
-
-    def _write_counts(self, n_added: int, n_held: int) -> None:
-        self._n_added_on_device.fill_(n_added)
-        self._n_held_on_device.fill_(n_held)
 
     def _finish_step(self, unfinished: _Step | str) -> None:
         if not isinstance(unfinished, _Step):
@@ -354,7 +362,7 @@ class TensorReplayBuffer(Transactional):
                 self._tree.clear()
             # a multiple of the capacity, so that the next step is at index 0 and old indices stay stale
             n_added = -(-self.n_added // self.capacity) * self.capacity
-            self._write_counts(n_added, 0)
+            self._counts.copy_(torch.tensor([n_added, 0]))
             self.__dict__.update(n_added=n_added, _n_held=0, _unfinished=None)
 
     def __len__(self) -> int:
@@ -434,10 +442,7 @@ class TensorReplayBuffer(Transactional):
         if self._tree is not None:
             self._tree.draw(uniform[:count], indices[0], *outs.extras[-2:])
             draws = None
-        if self.n_steps > 1:
-            self._transitions.gather(draws, indices, outs.columns[:-1], outs.columns[-1], outs.extras[0])
-        else:
-            self._transitions.gather(draws, indices, outs.columns)
+        self._gather(draws, indices, outs)
         wanted = IndexBatch(indices.numpy() if self.device.type == "cpu" else None, indices)
         start = count
         for i, store in enumerate(self._stores.values()):
@@ -451,6 +456,12 @@ class TensorReplayBuffer(Transactional):
             shifts = uniform[start:end].view(-1, 2)
             transform.apply(stored.flatten(0, 1), shifts if transform.pad else uniform, pair.flatten(0, 1))
             start = end
+
+    def _gather(self, draws: torch.Tensor | None, indices: torch.Tensor, outs: Outputs) -> None:
+        if self.n_steps > 1:
+            self._transitions.gather(draws, indices, outs.columns[:-1], outs.columns[-1], outs.extras[0])
+        else:
+            self._transitions.gather(draws, indices, outs.columns)
 
     # ---- graphs ----
 
@@ -622,7 +633,7 @@ class TensorReplayBuffer(Transactional):
         self._make_tables()
         for name, column in state["columns"].items():
             self.columns[name].copy_(column)
-        self._write_counts(self.n_added, self._n_held)
+        self._counts.copy_(torch.tensor([self.n_added, self._n_held]))
         if self._tree is not None:
             leaves, highest = state["priorities"]
             self._tree.max_priority.copy_(highest)
@@ -642,10 +653,14 @@ class _Step:
     __slots__ = ("after", "columns", "plans", "position")
 
     def __init__(
-        self, position: int, plans: list[PlannedWrite], columns: dict[str, torch.Tensor], after: dict[str, Any]
+        self, position: int, plans: list[PlannedWrite], columns: list[torch.Tensor], after: dict[str, Any]
     ) -> None:
         self.position, self.plans, self.columns = position, plans, columns
         self.after = after  # attributes of the buffer once the step is written
+
+
+def _use_triton(device: torch.device) -> bool:
+    return device.type == "cuda" and has_triton()
 
 
 def _cannot_fail(plan: PlannedWrite) -> bool:
