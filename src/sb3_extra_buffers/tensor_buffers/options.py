@@ -20,9 +20,8 @@ def find_device(device: str | torch.device) -> torch.device:
     if found.type not in ("cpu", "cuda") or (found.type == "cuda" and not torch.cuda.is_available()):
         has = "a CUDA device and the CPU" if torch.cuda.is_available() else "the CPU only"
         raise ArgumentError(f"device={str(device)!r} cannot be used; torch can use {has} here")
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if found.type == "cpu" else found
+    # with the number of the GPU, which tensors also have
+    return torch.empty(0, device=found).device
 
 
 def check_options(gamma: float, alpha: float | None, beta: float, epsilon: float, image_dtype: Any) -> None:
