@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sb3_extra_buffers.errors import GraphCaptureError
-from sb3_extra_buffers.tensor_buffers import TensorReplayBuffer, replay_buffer
+from sb3_extra_buffers.tensor_buffers import TensorReplayBuffer, tables
 from tests.tensor_buffers.test_replay_buffer import DEVICES, SHAPE, SPECS, assert_is_of, equal, make, on_device
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -84,9 +84,9 @@ def test_compiled_functions_write_to_given_tensors(device: str) -> None:
 def test_buffers_with_triton_draw_the_same_batches(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     plain, game = make(n_added=0, **options)
     with monkeypatch.context() as patched:
-        patched.setattr(replay_buffer, "_use_triton", lambda _device: True)
+        patched.setattr(tables, "_use_triton", lambda _device: True)
         buffer, _ = make(n_added=0, **options)
-    assert "Triton" in type(buffer._transitions).__name__
+    assert "Triton" in type(buffer._tables.transitions).__name__
     buffer.check()
     for _ in range(30):
         step: Any = game.step()

@@ -496,7 +496,7 @@ def test_an_interrupted_step_is_added_completely_or_not_at_all(
 
     for owner, name in (
         (type(buffer), "_write_rest"),
-        (type(buffer._transitions), "write"),
+        (type(buffer._tables.transitions), "write"),
         (type(next(iter(buffer._stores.values()))), "plan"),
     ):
         n_added = buffer.n_added

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,30 +18,20 @@ from sb3_extra_buffers.errors import (
     SpecMismatchError,
     StaleIndexError,
 )
-from sb3_extra_buffers.kernels.images_torch import ImageTransform
 from sb3_extra_buffers.kernels.sum_tree_torch import MAX_ERROR, TorchSumTree
-from sb3_extra_buffers.kernels.transitions_torch import Endings, TorchTransitions
-from sb3_extra_buffers.stores.device_base import (
-    DevicePlace,
-    IndexBatch,
-    PlannedWrite,
-    finish_writes,
-    has_triton,
-    usable_device,
-)
+from sb3_extra_buffers.stores.device_base import DevicePlace, IndexBatch, PlannedWrite, finish_writes, usable_device
 from sb3_extra_buffers.stores.device_observation import DeviceObservationStore
 from sb3_extra_buffers.stores.staging import Staging
 from sb3_extra_buffers.stores.transactions import Transactional
 from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.tensor_buffers import compiling
-from sb3_extra_buffers.tensor_buffers.batches import BatchLayout, Outputs, Scratch
-from sb3_extra_buffers.tensor_buffers.fields import Field, parse_fields
-from sb3_extra_buffers.tensor_buffers.options import check_beta, check_options, find_device
+from sb3_extra_buffers.tensor_buffers.batches import Outputs, Scratch
+from sb3_extra_buffers.tensor_buffers.fields import parse_fields
+from sb3_extra_buffers.tensor_buffers.options import Settings, check_beta, find_device
+from sb3_extra_buffers.tensor_buffers.tables import TransitionTables
 
 __all__ = ["TensorReplayBuffer"]
 
-# transitions are numbered with 32 bits in some kernels
-_MAX_TRANSITIONS = 1 << 30
 # batch sizes whose scratch memory is kept
 _MAX_SCRATCH = 8
 
@@ -133,143 +122,58 @@ class TensorReplayBuffer(Transactional):
         generator: torch.Generator | None = None,
         seed: int | None = None,
     ) -> None:
-        self.n_envs = check_count(n_envs, "n_envs")
-        self.n_steps, self.gamma = check_count(n_steps, "n_steps"), float(gamma)
-        n_ring_steps = max(check_count(capacity, "capacity") // self.n_envs, 1)
-        #: Transitions that the buffer holds when it is full.
-        self.capacity = n_ring_steps * self.n_envs
-        if self.capacity > _MAX_TRANSITIONS:
-            raise ArgumentError(f"capacity must be at most {_MAX_TRANSITIONS}, got {capacity}")
+        n_envs = check_count(n_envs, "n_envs")
+        n_ring_steps = max(check_count(capacity, "capacity") // n_envs, 1)
         self.device = find_device(device)
-        self._observations, self._columns = parse_fields(specs, observations)
-        check_options(self.gamma, alpha, beta, epsilon, image_dtype)
-        self.alpha, self._beta, self.epsilon = alpha, float(beta), float(epsilon)
-        self.image_dtype, self.scale, self.channels_last = image_dtype, float(scale), bool(channels_last)
-        self.random_shift = check_count(random_shift, "random_shift", 0)
-        if generator is not None and seed is not None:
-            raise ArgumentError("pass a generator or a seed, not both")
-        if generator is not None and generator.device.type != self.device.type:
-            raise ArgumentError(f"the generator is on {generator.device}, the buffer on {self.device}")
-        if seed is not None:
-            generator = torch.Generator(self.device).manual_seed(seed)
+        stored, columns = parse_fields(specs, observations)
+        self._settings = Settings(
+            n_ring_steps * n_envs, n_envs, stored, columns, n_steps, float(gamma),
+            None if alpha is None else float(alpha), float(epsilon), image_dtype, float(scale), random_shift,
+            bool(channels_last),
+        )  # fmt: skip
+        self._beta = check_beta(beta)
         #: Draws batches; None for torch's default generator of the device.
-        self.generator = generator
+        self.generator = self._make_generator(generator, seed)
         if heap_bytes is not None:
             check_count(heap_bytes, "heap_bytes")
         place = DevicePlace(self.device)
         self._stores = {
             name: DeviceObservationStore(
-                field.obs_spec(),
-                n_ring_steps,
-                self.n_envs,
-                2,
-                place,
-                compression_method,
-                compression_kwargs,
-                heap_bytes,
+                field.obs_spec(), n_ring_steps, n_envs, 2, place, compression_method, compression_kwargs, heap_bytes
             )
-            for name, field in self._observations.items()
+            for name, field in stored.items()
         }
         #: Transitions added so far.
         self.n_added = 0
         self._n_held = 0
-        self._make_tables()
+        self._set_up()
 
-    def _make_tables(self) -> None:
-        """Create everything on the device other than observations, for an empty buffer."""
+    def _make_generator(self, generator: torch.Generator | None, seed: int | None) -> torch.Generator | None:
+        if generator is not None and seed is not None:
+            raise ArgumentError("pass a generator or a seed, not both")
+        if generator is not None and generator.device.type != self.device.type:
+            raise ArgumentError(f"the generator is on {generator.device}, the buffer on {self.device}")
+        return generator if seed is None else torch.Generator(self.device).manual_seed(seed)
+
+    def _set_up(self) -> None:
+        """Create everything that is not pickled."""
+        settings = self._settings
+        self.n_envs, self.n_steps, self.gamma = settings.n_envs, settings.n_steps, settings.gamma
+        #: Transitions that the buffer holds when it is full.
+        self.capacity = settings.capacity
+        self.alpha, self.epsilon = settings.alpha, settings.epsilon
         self._make_lock()
         self._number = compiling.register(self)
         self._staging = Staging(self.device)
         self._scratch: dict[int, tuple[Scratch, list[torch.Tensor | None]]] = {}
         # scratch memory that a CUDA graph refers to is kept for ever
         self._captured: list[Any] = []
-        n_ring_steps = self.capacity // self.n_envs
-        # also on the device, so that a graph does not freeze them
-        self._counts = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self._tables = TransitionTables(settings, self._beta, self.device)
+        self._layout, self._tree = self._tables.layout, self._tables.tree
         #: The fields other than observations, ``[step, env, ...]``.
-        self.columns = {
-            name: torch.zeros((n_ring_steps, self.n_envs, *field.shape), dtype=field.dtype, device=self.device)
-            for name, field in self._columns.items()
-        }
-        use_triton = _use_triton(self.device)
-        self._tree = self._make_tree(use_triton)
-        gathered = [field for name, field in self._columns.items() if self.n_steps == 1 or name != "rewards"]
-        self._transitions = self._make_transitions(use_triton, gathered)
-        extras = [Field("discounts", (), torch.float32)] if self.n_steps > 1 else []
-        if self._tree is not None:
-            extras += [Field("indices", (), torch.int64), Field("weights", (), torch.float32)]
-        transforms = [self._make_transform(use_triton, field) for field in self._observations.values()]
-        columns = gathered + [field for field in self._columns.values() if field not in gathered]
-        self._layout = BatchLayout(list(self._observations.values()), transforms, columns, extras, self.device)
+        self.columns = self._tables.columns
         # orders updates of priorities and samples in compiled functions
         self._order = torch.zeros(1, device=self.device)
-        if use_triton:
-            self._compile_kernels()
-
-    def _compile_kernels(self) -> None:
-        """Launch every kernel once while the buffer is empty: Triton compiles it now, rather than during training."""
-        layout = self._layout
-        outs, scratch = layout.allocate(2), layout.allocate_scratch(2)
-        scratch.uniform.zero_()
-        zeros = [torch.zeros_like(self.columns[field.name][0]) for field in layout.columns]
-        self._transitions.write(0, zeros, 0, 0)
-        if self._tree is not None:
-            self._tree.compile_kernels(scratch.uniform[:2], scratch.indices[0], *outs.extras[-2:])
-        self._gather(scratch.uniform[:2] if self._tree is None else None, scratch.indices, outs)
-        for transform, stored, pair in zip(layout.transforms, scratch.stored, outs.pairs, strict=True):
-            if transform is not None and stored is not None and pair is not None:
-                transform.apply(stored[0], torch.zeros((2, 2), dtype=torch.float64, device=self.device), pair[0])
-
-    def _make_tree(self, use_triton: bool) -> TorchSumTree | None:
-        if self.alpha is None:
-            return None
-        tree_class: type[TorchSumTree] = TorchSumTree
-        if use_triton:
-            from sb3_extra_buffers.kernels.sum_tree_triton import TritonSumTree  # optional: needs Triton
-
-            tree_class = TritonSumTree
-        return tree_class(self.capacity, self._counts, self.alpha, self._beta, self.epsilon)
-
-    def _make_transitions(self, use_triton: bool, gathered: list[Field]) -> TorchTransitions:
-        flat = {name: column.view(self.capacity, -1) for name, column in self.columns.items()}
-        endings = None
-        if self.n_steps > 1:
-            self._check_endings()
-            # as SB3 computes them
-            powers = self.gamma ** np.arange(self.n_steps + 1, dtype=np.float32)
-            truncations = flat["truncations"].view(-1) if "truncations" in flat else None
-            endings = Endings(
-                flat["rewards"].view(-1), flat["dones"].view(-1), truncations, torch.from_numpy(powers).to(self.device)
-            )
-        at_end = [self.n_steps > 1 and field.name in ("dones", "truncations") for field in gathered]
-        columns = [flat[field.name] for field in gathered]
-        transitions_class: type[TorchTransitions] = TorchTransitions
-        if use_triton:
-            from sb3_extra_buffers.kernels.transitions_triton import TritonTransitions  # optional: needs Triton
-
-            transitions_class = TritonTransitions
-        return transitions_class(self._counts, self.n_envs, columns, self.capacity, endings, at_end)
-
-    def _check_endings(self) -> None:
-        wanted = {"rewards": "float32", "dones": "bool"}
-        for name in wanted:
-            field = self._columns.get(name)
-            if field is None or math.prod(field.shape) != 1 or (name == "rewards" and field.dtype != torch.float32):
-                got = "none" if field is None else f"{field.dtype} {field.shape}"
-                raise ArgumentError(
-                    f"n_steps={self.n_steps} needs a field {name!r} with one {wanted[name]} per transition, got {got}"
-                )
-
-    def _make_transform(self, use_triton: bool, field: Field) -> ImageTransform | None:
-        if not field.is_image or (self.image_dtype is None and not self.random_shift):
-            return None
-        transform_class: type[ImageTransform] = ImageTransform
-        if use_triton:
-            from sb3_extra_buffers.kernels.images_triton import TritonImageTransform  # optional: needs Triton
-
-            transform_class = TritonImageTransform
-        dtype, scale = (field.dtype, None) if self.image_dtype is None else (self.image_dtype, self.scale)
-        return transform_class(field.shape, dtype, scale, self.random_shift, self.channels_last, self.device)
 
     # ---- adding ----
 
@@ -286,7 +190,7 @@ class TensorReplayBuffer(Transactional):
         with self._lock:
             self._check_writable()
             self._recover()
-            position = self.n_added // self.n_envs % (self.capacity // self.n_envs)
+            position = self.n_added // self.n_envs % self._settings.n_ring_steps
             plans = [self._plan(store, name, step, position) for name, store in self._stores.items()]
             plans.sort(key=_cannot_fail)
             values = self._checked_columns(step)
@@ -295,13 +199,13 @@ class TensorReplayBuffer(Transactional):
             self._commit(_Step(position, plans, values, after))
 
     def _check_names(self, step: Mapping[str, Any]) -> None:
-        wanted = [name for field in self._observations for name in (field, f"next_{field}")] + list(self._columns)
+        wanted = [name for key in self._stores for name in (key, f"next_{key}")] + list(self.columns)
         if not isinstance(step, Mapping) or len(step) != len(wanted) or any(name not in step for name in wanted):
             got = ", ".join(map(str, step)) if isinstance(step, Mapping) else repr(step)
             raise SpecMismatchError(f"a step must be a dict of {', '.join(wanted)}; got {got}")
 
     def _plan(self, store: DeviceObservationStore, name: str, step: Mapping[str, Any], position: int) -> PlannedWrite:
-        field = self._observations[name]
+        field = self._settings.observations[name]
         batches = [field.check_observations(step[key], key, self.n_envs, self.device) for key in (name, f"next_{name}")]
         on_device = [isinstance(batch, torch.Tensor) for batch in batches]
         if any(on_device) and not all(on_device):
@@ -332,10 +236,7 @@ class TensorReplayBuffer(Transactional):
 
     def _write_rest(self, step: _Step) -> None:
         """Write everything other than observations; doing it twice has no further effect."""
-        first = step.position * self.n_envs
-        if self._tree is not None:
-            self._tree.fill(first, self.n_envs)
-        self._transitions.write(first, step.columns, step.after["n_added"], step.after["_n_held"])
+        self._tables.write(step.position, step.columns, step.after["n_added"], step.after["_n_held"])
         # one call, which no signal can interrupt
         self.__dict__.update(step.after)
 
@@ -362,7 +263,7 @@ class TensorReplayBuffer(Transactional):
                 self._tree.clear()
             # a multiple of the capacity, so that the next step is at index 0 and old indices stay stale
             n_added = -(-self.n_added // self.capacity) * self.capacity
-            self._counts.copy_(torch.tensor([n_added, 0]))
+            self._tables.write_counts(n_added, 0)
             self.__dict__.update(n_added=n_added, _n_held=0, _unfinished=None)
 
     def __len__(self) -> int:
@@ -410,7 +311,7 @@ class TensorReplayBuffer(Transactional):
         if kept is None:
             if len(self._scratch) >= _MAX_SCRATCH:
                 self._scratch.clear()
-            kept = self._layout.allocate_scratch(count), [None] * len(self._observations)
+            kept = self._layout.allocate_scratch(count), [None] * len(self._stores)
             self._scratch[count] = kept
         if self._is_capturing():
             self._captured.append(kept)
@@ -438,11 +339,7 @@ class TensorReplayBuffer(Transactional):
         uniform, indices = scratch.uniform, scratch.indices
         count = indices.shape[1]
         uniform.uniform_(0, 1, generator=self.generator)
-        draws: torch.Tensor | None = uniform[:count]
-        if self._tree is not None:
-            self._tree.draw(uniform[:count], indices[0], *outs.extras[-2:])
-            draws = None
-        self._gather(draws, indices, outs)
+        self._tables.draw(uniform[:count], indices, outs)
         wanted = IndexBatch(indices.numpy() if self.device.type == "cpu" else None, indices)
         start = count
         for i, store in enumerate(self._stores.values()):
@@ -456,12 +353,6 @@ class TensorReplayBuffer(Transactional):
             shifts = uniform[start:end].view(-1, 2)
             transform.apply(stored.flatten(0, 1), shifts if transform.pad else uniform, pair.flatten(0, 1))
             start = end
-
-    def _gather(self, draws: torch.Tensor | None, indices: torch.Tensor, outs: Outputs) -> None:
-        if self.n_steps > 1:
-            self._transitions.gather(draws, indices, outs.columns[:-1], outs.columns[-1], outs.extras[0])
-        else:
-            self._transitions.gather(draws, indices, outs.columns)
 
     # ---- graphs ----
 
@@ -494,8 +385,7 @@ class TensorReplayBuffer(Transactional):
     @beta.setter
     def beta(self, value: float) -> None:
         self._refuse_capture("setting beta")
-        check_beta(value)
-        self._beta = float(value)
+        self._beta = check_beta(value)
         if self._tree is not None:
             self._tree.options[1].fill_(self._beta)
 
@@ -516,9 +406,7 @@ class TensorReplayBuffer(Transactional):
 
     def write_priorities(self, indices: Any, td_errors: Any) -> None:
         """`update_priorities`, for compiled functions."""
-        tree = self._tree
-        if tree is None:
-            raise PriorityError("this buffer draws without priorities; create it with alpha=0.6, for example")
+        tree = self._need_tree()
         numbers, errors = _as_tensor(indices, self.device), _as_tensor(td_errors, self.device)
         if numbers.dtype.is_floating_point or numbers.dtype == torch.bool or len(numbers) != len(errors):
             raise PriorityError(
@@ -532,6 +420,11 @@ class TensorReplayBuffer(Transactional):
             if self.device.type == "cpu":
                 self._check_updates(numbers, errors)
             tree.update(numbers, errors)
+
+    def _need_tree(self) -> TorchSumTree:
+        if self._tree is None:
+            raise PriorityError("this buffer draws without priorities; create it with alpha=0.6, for example")
+        return self._tree
 
     def _check_updates(self, numbers: torch.Tensor, errors: torch.Tensor) -> None:
         bad = ~(errors.abs() <= MAX_ERROR)
@@ -551,9 +444,7 @@ class TensorReplayBuffer(Transactional):
     @property
     def priorities(self) -> torch.Tensor:
         """The priority of each transition, ``[step, env]``, to the power of alpha; zero where there is none."""
-        if self._tree is None:
-            raise PriorityError("this buffer draws without priorities; create it with alpha=0.6, for example")
-        return self._tree.leaves.view(-1, self.n_envs).clone()
+        return self._need_tree().leaves.view(-1, self.n_envs).clone()
 
     @property
     def skipped_updates(self) -> int:
@@ -570,11 +461,11 @@ class TensorReplayBuffer(Transactional):
         usage = sum((replace(part, codecs={name: part.codecs[""]}) for name, part in usages.items()), MemoryUsage())
         if len(usages) == 1:
             usage = replace(usage, codecs={"": next(iter(usage.codecs.values()))})
-        column_bytes = sum(field.nbytes for field in self._columns.values())
+        column_bytes = self._tables.bytes_per_transition
         # main memory is used once it is written
         other = column_bytes * (self._n_held if self.device.type == "cpu" else self.capacity)
         other += 0 if self._tree is None else self._tree.nbytes
-        dense_obs = 2 * self._n_held * sum(field.nbytes for field in self._observations.values())
+        dense_obs = 2 * self._n_held * sum(store.spec.nbytes for store in self._stores.values())
         return replace(
             usage,
             other=usage.other + other,
@@ -590,14 +481,7 @@ class TensorReplayBuffer(Transactional):
             self._recover()
             for store in self._stores.values():
                 store.check()
-            if self._counts.tolist() != [self.n_added, self._n_held]:
-                raise AssertionError(
-                    f"the device counts {self._counts.tolist()}, the host {self.n_added, self._n_held}"
-                )
-            if self._tree is not None:
-                self._tree.check()
-                if int((self._tree.leaves > 0).sum()) != self._n_held:
-                    raise AssertionError("a transition has no priority, or a priority no transition")
+            self._tables.check(self.n_added, self._n_held)
 
     def __repr__(self) -> str:
         methods = ", ".join(f"{name}: {store.describe()}" for name, store in self._stores.items())
@@ -609,42 +493,24 @@ class TensorReplayBuffer(Transactional):
         # pickle and deepcopy read the state later, so it must not change with the next step
         with self._lock:
             self._recover()
-            state = {name: self.__dict__[name] for name in _PLAIN}
-            state["device"] = str(self.device)
+            state = {name: self.__dict__[name] for name in ("_settings", "_beta", "n_added", "_n_held")}
+            state["device"], state["tables"] = str(self.device), self._tables.state()
             state["stores"] = {name: store.frozen() for name, store in self._stores.items()}
-            state["columns"] = {name: _on_host(column) for name, column in self.columns.items()}
-            if self._tree is not None:
-                state["priorities"] = _on_host(self._tree.leaves), _on_host(self._tree.max_priority)
             if self.generator is not None:
                 state["generator"] = self.generator.get_state(), self.generator.initial_seed()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({name: state[name] for name in _PLAIN})
+        self.__dict__.update({name: state[name] for name in ("_settings", "_beta", "n_added", "_n_held")})
         saved = torch.device(state["device"])
-        self.device = usable_device(saved)
-        self.generator = None
+        self.device, self._stores, self.generator = usable_device(saved), state["stores"], None
         if "generator" in state:
             drawn, seed = state["generator"]
             self.generator = torch.Generator(self.device).manual_seed(seed)
             if self.device.type == saved.type:
                 self.generator.set_state(drawn)
-        self._stores = state["stores"]
-        self._make_tables()
-        for name, column in state["columns"].items():
-            self.columns[name].copy_(column)
-        self._counts.copy_(torch.tensor([self.n_added, self._n_held]))
-        if self._tree is not None:
-            leaves, highest = state["priorities"]
-            self._tree.max_priority.copy_(highest)
-            self._tree.write_leaves(leaves.to(self.device))
-
-
-# attributes that are pickled as they are
-_PLAIN = (
-    "n_envs", "n_steps", "gamma", "capacity", "alpha", "_beta", "epsilon", "image_dtype", "scale", "channels_last",
-    "random_shift", "n_added", "_n_held", "_observations", "_columns",
-)  # fmt: skip
+        self._set_up()
+        self._tables.restore(state["tables"], self.n_added, self._n_held)
 
 
 class _Step:
@@ -659,10 +525,6 @@ class _Step:
         self.after = after  # attributes of the buffer once the step is written
 
 
-def _use_triton(device: torch.device) -> bool:
-    return device.type == "cuda" and has_triton()
-
-
 def _cannot_fail(plan: PlannedWrite) -> bool:
     return not plan.may_fail
 
@@ -671,7 +533,3 @@ def _as_tensor(values: Any, device: torch.device) -> torch.Tensor:
     """``values`` as a flat tensor on ``device``."""
     tensor = values.detach() if isinstance(values, torch.Tensor) else torch.as_tensor(np.asarray(values))
     return tensor.to(device).reshape(-1)
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to("cpu", copy=True)
