@@ -36,8 +36,8 @@ class TorchSumTree:
         n_nodes = sum(sizes)
         #: Sums of all levels, from the leaves up; one more entry takes the writes that are to have no effect.
         self.sums = torch.zeros(n_nodes + 1, dtype=torch.float64, device=device)
-        #: Smallest priorities above zero, by node; the entries of the leaves are not used.
-        self.mins = torch.full((n_nodes,), torch.inf, dtype=torch.float64, device=device)
+        #: Smallest priorities above zero, of all levels above the leaves.
+        self.mins = torch.full((max(n_nodes - sizes[0], 1),), torch.inf, dtype=torch.float64, device=device)
         self.offsets = torch.tensor(self.starts, device=device)
         # which entry of which update wrote a leaf last: epoch << 32 | position
         self.claims = torch.zeros(n_leaves + 1, dtype=torch.int64, device=device)
@@ -132,8 +132,8 @@ class TorchSumTree:
             children = below + which[:, None] * FAN_OUT + self._children
             values = self.sums[children]
             self.sums[start + which] = values.sum(1)
-            minima = torch.where(values > 0, values, torch.inf) if level == 1 else self.mins[children]
-            self.mins[start + which] = minima.amin(1)
+            minima = torch.where(values > 0, values, torch.inf) if level == 1 else self.mins[children - self.sizes[0]]
+            self.mins[start - self.sizes[0] + which] = minima.amin(1)
 
     # ---- drawing ----
 
@@ -178,7 +178,7 @@ class TorchSumTree:
         top = slice(self.starts[-1], self.starts[-1] + FAN_OUT)
         if len(self.sizes) == 1:
             return torch.where(self.sums[top] > 0, self.sums[top], torch.inf).amin()
-        return self.mins[top].amin()
+        return self.mins[-FAN_OUT:].amin()
 
     def compile_kernels(
         self, uniform: torch.Tensor, leaves: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
@@ -213,10 +213,10 @@ class TorchSumTree:
             raise AssertionError("a leaf is negative or not finite, or padding is not zero")
         other = TorchSumTree(self.n_leaves, self.counts, *self.options.tolist())
         other.write_leaves(self.leaves)
-        n_nodes, n_leaves = self.mins.numel(), self.sizes[0]
+        n_nodes, n_leaves = sum(self.sizes), self.sizes[0]
         if not torch.allclose(other.sums[n_leaves:n_nodes], self.sums[n_leaves:n_nodes], rtol=1e-12, atol=0):
             raise AssertionError("a node is not the sum of its children")
-        if not torch.equal(other.mins[n_leaves:], self.mins[n_leaves:]):
+        if not torch.equal(other.mins, self.mins):
             raise AssertionError("a node is not the minimum of its children")
 
 

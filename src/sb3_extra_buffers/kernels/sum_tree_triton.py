@@ -14,21 +14,21 @@ __all__ = ["TritonSumTree"]
 _FAN = tl.constexpr(FAN_OUT)
 _MAX_ERROR = tl.constexpr(MAX_ERROR)
 # draws, updates and nodes of one program
-_DRAWS, _UPDATES, _NODES = 32, 128, 64
+_DRAWS, _UPDATES, _NODES = 128, 128, 64
 _WARPS = 4
 
 
 @triton.jit
-def _sum_nodes(sums_ptr, mins_ptr, start, below, node, is_node, LEVEL: tl.constexpr):
-    """Sum the children of the nodes ``node`` of a level above the leaves."""
+def _sum_nodes(sums_ptr, mins_ptr, start, below, n_padded, node, is_node, LEVEL: tl.constexpr):
+    """Sum the children of the nodes ``node`` of a level above the leaves, which are ``n_padded``."""
     child = below + node[:, None] * _FAN + tl.arange(0, _FAN)[None, :]
     value = tl.load(sums_ptr + child, mask=is_node[:, None], other=0)
     if LEVEL == 1:
         smallest = tl.where(value > 0, value, float("inf"))
     else:
-        smallest = tl.load(mins_ptr + child, mask=is_node[:, None], other=float("inf"))
+        smallest = tl.load(mins_ptr + child - n_padded, mask=is_node[:, None], other=float("inf"))
     tl.store(sums_ptr + start + node, tl.sum(value, axis=1), mask=is_node)
-    tl.store(mins_ptr + start + node, tl.min(smallest, axis=1), mask=is_node)
+    tl.store(mins_ptr + start - n_padded + node, tl.min(smallest, axis=1), mask=is_node)
 
 
 @triton.jit
@@ -47,14 +47,14 @@ def _fill_kernel(
     low, high = first.to(tl.int64), first.to(tl.int64) + count - 1
     for base in range(low, high + 1, NODES):
         tl.store(sums_ptr + base + lane, value, mask=base + lane <= high)
-    below = tl.load(offsets_ptr)
+    below, n_padded = tl.load(offsets_ptr), tl.load(offsets_ptr + (N_LEVELS > 1))
     for level in tl.static_range(1, N_LEVELS):
         # the children were written by other threads
         tl.debug_barrier()
         low, high = low // _FAN, high // _FAN
         start = tl.load(offsets_ptr + level)
         for base in range(low, high + 1, NODES):
-            _sum_nodes(sums_ptr, mins_ptr, start, below, base + lane, base + lane <= high, level)
+            _sum_nodes(sums_ptr, mins_ptr, start, below, n_padded, base + lane, base + lane <= high, level)
         below = start
 
 
@@ -104,9 +104,9 @@ def _write_kernel(
     tl.store(sums_ptr + leaf, _power(error + tl.load(options_ptr + 2), tl.load(options_ptr)), mask=is_last)
 
 
-@triton.jit(do_not_specialize=["n_items", "n_leaves", "start", "below", "per_node"])
+@triton.jit(do_not_specialize=["n_items", "n_leaves", "start", "below", "n_padded", "per_node"])
 def _sum_kernel(
-    numbers_ptr, epoch_ptr, sums_ptr, mins_ptr, n_items, n_leaves, start, below, per_node,
+    numbers_ptr, epoch_ptr, sums_ptr, mins_ptr, n_items, n_leaves, start, below, n_padded, per_node,
     LEVEL: tl.constexpr, IS_LAST: tl.constexpr, BY_NUMBER: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
     """Sum the nodes of a level: all of them, or those above the transitions ``numbers``."""
@@ -117,7 +117,7 @@ def _sum_kernel(
         # a sum too many does no harm
         is_node = is_node & (number >= 0)
         node = tl.where(is_node, number % n_leaves, 0) // per_node
-    _sum_nodes(sums_ptr, mins_ptr, start.to(tl.int64), below.to(tl.int64), node, is_node, LEVEL)
+    _sum_nodes(sums_ptr, mins_ptr, start.to(tl.int64), below.to(tl.int64), n_padded, node, is_node, LEVEL)
     # nested, since IS_LAST is known at compile time
     if IS_LAST:  # noqa: SIM102
         if tl.program_id(0) == 0:
@@ -136,30 +136,36 @@ def _draw_kernel(
     """Walk down from the root, for ``DRAWS`` points at a time."""
     draw = tl.program_id(0) * DRAWS + tl.arange(0, DRAWS)
     is_draw = draw < n_draws
-    child = tl.arange(0, _FAN)
+    lane = tl.arange(0, _FAN)
     top = tl.load(offsets_ptr + N_LEVELS - 1)
-    total = tl.sum(tl.load(sums_ptr + top + child), axis=0)
+    total = tl.sum(tl.load(sums_ptr + top + lane), axis=0)
     uniform = tl.load(uniform_ptr + draw, mask=is_draw, other=0)
     point = (draw.to(tl.float64) + uniform) * (total / n_draws.to(tl.float64))
     node = tl.zeros([DRAWS], tl.int64)
     priority = tl.zeros([DRAWS], tl.float64)
     for down in tl.static_range(N_LEVELS):
-        start = tl.load(offsets_ptr + N_LEVELS - 1 - down)
-        value = tl.load(sums_ptr + start + node[:, None] * _FAN + child[None, :])  # [draw, child]
-        is_taken = value > 0
-        is_hit = (tl.cumsum(value, axis=1) > point[:, None]) & is_taken
-        first = tl.min(tl.where(is_hit, child[None, :], _FAN), axis=1)
-        # rounding may move a point past the end of its node
-        last = tl.max(tl.where(is_taken, child[None, :], 0), axis=1)
-        chosen = tl.where(first < _FAN, first, last)
-        point = tl.maximum(point - tl.sum(tl.where(child[None, :] < chosen[:, None], value, 0.0), axis=1), 0.0)
-        priority = tl.sum(tl.where(child[None, :] == chosen[:, None], value, 0.0), axis=1)
+        first = tl.load(offsets_ptr + N_LEVELS - 1 - down) + node * _FAN
+        # a thread for each point looks at the children in turn, which takes fewer instructions than a parallel scan
+        end = tl.zeros([DRAWS], tl.float64)
+        before = tl.zeros([DRAWS], tl.float64)
+        chosen = tl.zeros([DRAWS], tl.int32)
+        is_found = chosen > 0
+        for child in tl.static_range(_FAN):
+            value = tl.load(sums_ptr + first + child)
+            # the last child that is not empty, if rounding has moved the point past the end of its node
+            is_candidate = (value > 0) & (is_found == 0)
+            before = tl.where(is_candidate, end, before)
+            chosen = tl.where(is_candidate, child, chosen)
+            priority = tl.where(is_candidate, value, priority)
+            end += value
+            is_found = is_found | (is_candidate & (end > point))
+        point = tl.maximum(point - before, 0.0)
         node = node * _FAN + chosen
     if N_LEVELS == 1:
-        leaf = tl.load(sums_ptr + child)
+        leaf = tl.load(sums_ptr + lane)
         smallest = tl.min(tl.where(leaf > 0, leaf, float("inf")), axis=0)
     else:
-        smallest = tl.min(tl.load(mins_ptr + top + child), axis=0)
+        smallest = tl.min(tl.load(mins_ptr + top - tl.load(offsets_ptr + 1) + lane), axis=0)
     weight = _power(smallest / tl.where(priority > 0, priority, 1.0), tl.load(options_ptr + 1))
     n_added = tl.load(counts_ptr)
     # % is negative for negative numbers
@@ -217,7 +223,7 @@ class TritonSumTree(TorchSumTree):
             n_items, is_last = min(n_updates, n_nodes), level == len(self.sizes) - 1
             variant = (level > 1, is_last, by_number)
             numbers_of_kernel = (
-                n_items, self.n_leaves, self.starts[level], self.starts[level - 1], FAN_OUT**level,
+                n_items, self.n_leaves, self.starts[level], self.starts[level - 1], self.sizes[0], FAN_OUT**level,
                 1 + (level > 1), is_last, by_number, _NODES,
             )  # fmt: skip
             self._start_sum.start(variant, (-(-n_items // _NODES), 1, 1), (numbers,), (), numbers_of_kernel)
