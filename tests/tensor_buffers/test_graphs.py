@@ -178,6 +178,7 @@ def test_nothing_waits_for_the_gpu(device: str, method: str, options: dict[str, 
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_what_cannot_be_captured_says_so(device: str) -> None:
     buffer, game = make(device, 100, capacity=3000)
     step = on_device(game.step(), device)

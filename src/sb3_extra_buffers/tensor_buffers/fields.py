@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,14 @@ from sb3_extra_buffers.errors import ArgumentError, SpecMismatchError
 __all__ = ["Field", "parse_fields"]
 
 Array = npt.NDArray[Any]
+
+
+@cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
+    try:
+        return torch.empty(0, dtype=dtype).numpy().dtype
+    except TypeError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -35,10 +44,7 @@ class Field:
     @property
     def numpy_dtype(self) -> np.dtype[Any] | None:
         """The dtype of NumPy, which has no bfloat16 nor other small floats."""
-        try:
-            return torch.empty(0, dtype=self.dtype).numpy().dtype
-        except TypeError:
-            return None
+        return _numpy_dtype(self.dtype)
 
     @property
     def is_image(self) -> bool:
