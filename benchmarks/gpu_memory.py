@@ -1,0 +1,82 @@
+"""Memory of rollouts on the device and in pinned host memory: the part ``memory`` of the GPU benchmarks."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from benchmarks import gpu_feed
+from benchmarks.gpu_timing import wait
+
+if TYPE_CHECKING:
+    from benchmarks.gpu import Report
+
+SPACE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
+ACTIONS = spaces.Discrete(6)
+GAME = "Pong"
+# environments and steps of a rollout
+SHAPES = ((512, 32), (128, 64), (8, 128))
+
+
+def rollouts(report: Report, quick: bool) -> None:
+    """What a complete rollout holds, relative to SB3's `RolloutBuffer`."""
+    report.setting = GAME
+    # each in a fresh process: pools of memory are shared by the buffers of a process
+    context = multiprocessing.get_context("spawn")
+    for n_envs, n_steps in ((8, 8),) if quick else SHAPES:
+        shares = {}
+        for method in ("none", "delta"):
+            with context.Pool(1) as pool:
+                shares[method] = [100 * pool.apply(share, (method, n_envs, n_steps, report.device))]
+        report.add(f"memory of a rollout, {n_envs} x {n_steps}", "%", shares)
+
+
+def share(method: str, n_envs: int, n_steps: int, device: str) -> float:
+    """Bytes of a `GpuRolloutBuffer` as a fraction of SB3's columns and observations for the same rollout."""
+    from stable_baselines3.common.buffers import RolloutBuffer
+
+    from sb3_extra_buffers.gpu_buffers import GpuRolloutBuffer
+
+    recording = gpu_feed.record(GAME, n_steps + 4 * n_envs)
+    before = device_and_pinned(device)
+    ours = GpuRolloutBuffer(
+        n_steps, SPACE, ACTIONS, device, n_envs=n_envs, compression_method=method, buffer_device=device
+    )
+    theirs = RolloutBuffer(n_steps, SPACE, ACTIONS, device, n_envs=n_envs)
+    for buffer in (ours, theirs):
+        for step in recording.streams(n_envs, n_steps):
+            zeros, values = np.zeros(n_envs, np.float32), torch.zeros(n_envs, device=device)
+            actions = np.zeros((n_envs, 1), np.int64)
+            buffer.add(step.obs, actions, zeros, step.dones.astype(np.float32), values, values)
+        del values
+    gc.collect()
+    wait(device)
+    usage = ours.memory_usage()
+    grown = device_and_pinned(device) - before
+    names = ("observations", "actions", "rewards", "episode_starts", "values", "log_probs", "advantages", "returns")
+    dense = sum(getattr(theirs, name).nbytes for name in names)
+    batch, expected = (next(first_batches(buffer)) for buffer in (ours, theirs))
+    if not torch.equal(batch.observations, expected.observations):
+        raise SystemExit(f"{method} returns other batches than SB3; its memory is not reported")
+    print(f"{method}, {n_envs} x {n_steps}: grown by {grown:,} bytes, reported {usage.total:,}, dense {dense:,}")
+    # memory_usage() also counts what was taken from pools, and pageable memory
+    return max(grown, usage.total) / dense
+
+
+def device_and_pinned(device: str) -> int:
+    """Bytes that torch has allocated on the device and in pinned memory."""
+    if device != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    return int(torch.cuda.memory_allocated()) + int(pinned)
+
+
+def first_batches(buffer: Any) -> Any:
+    np.random.seed(0)  # noqa: NPY002  # SB3's
+    return buffer.get(256)
