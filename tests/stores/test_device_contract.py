@@ -100,6 +100,43 @@ def test_a_ring_holds_the_steps_written_last(store: DeviceStore, count: int) -> 
     store.check()
 
 
+def test_a_batch_of_indices_is_an_array_a_tensor_or_both() -> None:
+    array = np.arange(6).reshape(2, 3)
+    device = torch.device("cpu")
+    for indices in (IndexBatch(array), IndexBatch(None, torch.from_numpy(array)), IndexBatch(array, torch.arange(6))):
+        assert indices.shape == (2, 3)
+        np.testing.assert_array_equal(indices.host, array)
+        np.testing.assert_array_equal(indices.on(device).reshape(2, 3), array)
+    with pytest.raises(ValueError, match="got neither"):
+        IndexBatch(None)
+
+
+def test_a_batch_is_read_into_given_memory_with_indices_on_the_device(store: DeviceStore) -> None:
+    ring = write(store, steps(N_STEPS + 2))
+    device = store.ring.place.device  # type: ignore[attr-defined]  # every store of a ring has one
+    for indices in (np.array([[3, 0, 20], [24, 21, 41]]), np.zeros((2, 0), np.int64)):
+        out = torch.full((*indices.shape, *SPEC.shape), 0xAA, dtype=torch.uint8, device=device)
+
+        found = store.read(IndexBatch(None, torch.from_numpy(indices).to(device)), out)
+
+        assert found is out
+        np.testing.assert_array_equal(out.cpu(), ring.reshape(-1, *SPEC.shape)[indices])
+
+
+def test_steps_are_written_as_tensors(store: DeviceStore) -> None:
+    device = store.ring.place.device  # type: ignore[attr-defined]  # every store of a ring has one
+    ring = np.zeros((N_SETS, N_STEPS, N_STREAMS, *SPEC.shape), SPEC.dtype)
+    for i, sets in enumerate(steps(2 * N_STEPS + 2)):
+        # arrays and tensors may take turns
+        tensors = [torch.from_numpy(batch.copy()).to(device) for batch in sets]
+        store.write(i % N_STEPS, tensors if i % 5 else sets)
+        ring[:, i % N_STEPS] = sets
+        for tensor in tensors:
+            tensor.fill_(7)  # the caller may use the memory again
+        np.testing.assert_array_equal(contents(store), ring)
+    store.check()
+
+
 def test_a_planned_write_is_invisible_until_it_is_committed(store: DeviceStore) -> None:
     ring = write(store, steps(5))
     sets = steps(1, seed=1)[0]

@@ -20,7 +20,7 @@ from sb3_extra_buffers.stores.device_base import DevicePlace, DeviceRing, IndexB
 from sb3_extra_buffers.stores.device_shared import DeviceSharedStore
 from sb3_extra_buffers.stores.device_timeline import DeviceTimelineStore
 from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.staging import Staging, StagingLayout
+from tests.stores.test_device_columns import check_columns, random_columns
 
 pytestmark = pytest.mark.same_without_extras
 
@@ -291,27 +291,26 @@ def test_a_part_of_the_sets_can_be_read(name: str, place: tuple[str, bool, bool]
 @pytest.mark.parametrize("place", KERNEL_PLACES)
 @pytest.mark.parametrize("name", ["vector", "odd", "number", "camera", "stack", "channels last"])
 @pytest.mark.parametrize(("n_actions", "dtype"), [(1, np.int64), (3, np.float32), (5, np.int8)])
-def test_columns_are_copied_with_a_batch(name: str, n_actions: int, dtype: type, place: tuple[str, bool, bool]) -> None:
+def test_columns_are_gathered_with_a_batch(
+    name: str, n_actions: int, dtype: type, place: tuple[str, bool, bool]
+) -> None:
     store = make(LAYOUTS[name], 7, 2, 2, place)
     episodes = Episodes(LAYOUTS[name], 2)
     for i in range(9):
         store.write(i % 7, episodes.step())
     count = 37
-    shapes = ((2, count), np.int64), ((2, count, 1), np.float32), ((count, n_actions), dtype)
-    lease = Staging(store.device).acquire(StagingLayout(*[(shape, np.dtype(kind)) for shape, kind in shapes]))
+    table, columns = random_columns(7, 2, n_actions, dtype, str(store.device))
+    floats, actions = table.empty(count)
     random = np.random.default_rng(0)
-    lease.arrays[0][:] = random.integers(0, 14, (2, count)) + np.array([[0], [14]])
-    lease.arrays[1][:] = random.standard_normal((2, count, 1))
-    lease.arrays[2][:] = random.integers(-100, 100, (count, n_actions))
+    indices = random.integers(0, 14, (2, count)) + np.array([[0], [14]])
 
     assert store.can_read_batch
-    rows, numbers, actions = store.read_batch(lease)
+    rows = store.read_batch(torch.from_numpy(indices).to(store.device), floats, actions, table.records)
 
-    expected = store.read(IndexBatch(lease.arrays[0].copy()))
+    expected = store.read(IndexBatch(indices))
     assert rows.dtype == expected.dtype
     np.testing.assert_array_equal(as_bytes(rows.cpu().numpy()), as_bytes(expected.cpu().numpy()))
-    np.testing.assert_array_equal(numbers.cpu(), lease.arrays[1])
-    np.testing.assert_array_equal(actions.cpu(), lease.arrays[2])
+    check_columns(floats, actions, columns, indices[0])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -115,7 +115,7 @@ def _join_key(name: str, key: str) -> str:
 def to_parts(buffer: Any, tag: str) -> Parts:
     """The parts of ``buffer``, which is saved under ``tag``."""
     fields = _fields_of(tag)
-    columns = {name: _by_step(buffer, name, getattr(buffer, name)) for name in fields.columns}
+    columns = {name: _by_step(buffer, name, _column(buffer, name)) for name in fields.columns}
     stores: dict[str, ObservationStore] = {}
     for name, view in _device_observations(buffer) if tag.startswith("gpu-") else _observations(buffer):
         if isinstance(view, np.ndarray):
@@ -190,6 +190,12 @@ def _written_steps(buffer: Any) -> list[int]:
     return [*range(buffer.pos, buffer.buffer_size), *newest] if buffer.full else [*newest]
 
 
+def _column(buffer: Any, name: str) -> Array:
+    """A column in host memory."""
+    column = getattr(buffer, name)
+    return np.ascontiguousarray(column.cpu().numpy() if isinstance(column, th.Tensor) else column)
+
+
 def _by_step(buffer: Any, name: str, column: Array) -> Array:
     """A column as ``[step, env, ...]``, also after ``get()`` has flattened a rollout."""
     n_steps, n_envs, is_hidden = buffer.buffer_size, buffer.n_envs, name in _HIDDEN
@@ -221,7 +227,7 @@ def buffer_from_parts(parts: LoadedParts) -> Any:
     lead = parts.number("steps", low=1), parts.number("n_envs", low=1)
     buffer = _construct(parts, fields, lead)
     for name in fields.columns:
-        empty = getattr(buffer, name)
+        empty = _column(buffer, name)
         setattr(buffer, name, parts.column(name, empty.dtype, empty.shape))
     _restore_state(buffer, parts, fields)
     if parts.kind.startswith("gpu-"):

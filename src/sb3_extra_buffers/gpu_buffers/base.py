@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch as th
 from gymnasium import spaces
 
@@ -58,15 +57,25 @@ class Step:
 
     __slots__ = ("after", "columns", "plans", "position")
 
-    def __init__(
-        self,
-        position: int,
-        plans: list[PlannedWrite],
-        columns: Sequence[tuple[npt.NDArray[Any], Any]],
-        after: dict[str, Any],
-    ) -> None:
+    def __init__(self, position: int, plans: list[PlannedWrite], columns: Any, after: dict[str, Any]) -> None:
         self.position, self.plans, self.columns = position, plans, columns
         self.after = after  # attributes of the buffer once the step is written
+
+
+class ColumnOf:
+    """A column of the table in the attribute ``table``: a NumPy array on the CPU, elsewhere a tensor."""
+
+    def __init__(self, table: str) -> None:
+        self._table = table
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._name = name
+
+    def __get__(self, buffer: Any, owner: Any = None) -> Any:
+        return self if buffer is None else buffer.__dict__[self._table].views[self._name]
+
+    def __set__(self, buffer: Any, column: Any) -> None:
+        buffer.__dict__[self._table].assign(self._name, column)
 
 
 class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
@@ -206,9 +215,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
             self._unfinished = step
             for plan in step.plans:
                 plan.commit()
-            position = step.position
-            for column, values in step.columns:
-                column[position] = values
+            self._write_columns(step.position, step.columns)
             # one call, which no signal can interrupt
             self.__dict__.update(step.after)
         except BaseException:
@@ -219,11 +226,14 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
         if not isinstance(unfinished, Step):
             self.reset()
         elif finish_writes(unfinished.plans):
-            for column, values in unfinished.columns:
-                column[unfinished.position] = values
+            self._write_columns(unfinished.position, unfinished.columns)
             self.__dict__.update(unfinished.after)
         else:
             self._unfinished = None
+
+    def _write_columns(self, position: int, columns: Any) -> None:
+        """Write what else belongs to a step; doing it twice must have no further effect."""
+        raise NotImplementedError
 
     def _prepare_write(self) -> None:
         self._check_writable()

@@ -18,9 +18,10 @@ from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers._sb3.steps import fit_actions, fit_column, fit_truncations
 from sb3_extra_buffers.arguments import check_count, check_index
 from sb3_extra_buffers.errors import EmptyBufferError, SpecMismatchError
-from sb3_extra_buffers.gpu_buffers.base import BaseGpuBuffer, Step, heap_limit
+from sb3_extra_buffers.gpu_buffers.base import BaseGpuBuffer, ColumnOf, Step, heap_limit
 from sb3_extra_buffers.stores.choice import add_preference
-from sb3_extra_buffers.stores.device_base import IndexBatch
+from sb3_extra_buffers.stores.device_base import IndexBatch, usable_device
+from sb3_extra_buffers.stores.device_columns import COLUMN_NAMES, DeviceColumns
 from sb3_extra_buffers.stores.staging import Staging, StagingLayout
 
 __all__ = ["GpuReplayBuffer"]
@@ -75,6 +76,11 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         torch.Size([32, 4, 84, 84])
     """
 
+    actions: Any = ColumnOf("_table")
+    rewards: Any = ColumnOf("_table")
+    dones: Any = ColumnOf("_table")
+    timeouts: Any = ColumnOf("_table")
+
     def __init__(
         self,
         buffer_size: int,
@@ -107,18 +113,15 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = optimize_memory_usage
         self.handle_timeout_termination = handle_timeout_termination
-        lead = (self.buffer_size, n_envs)
-        self.actions = np.zeros((*lead, self.action_dim), dtype=self._maybe_cast_dtype(action_space.dtype))
-        self.rewards = np.zeros(lead, np.float32)
-        self.dones = np.zeros(lead, np.float32)
-        self.timeouts = np.zeros(lead, np.float32)
+        action_dtype = np.dtype(self._maybe_cast_dtype(action_space.dtype))
+        self._table = DeviceColumns(self.buffer_size, n_envs, self.action_dim, action_dtype, self.device)
         self._make_stores(
             2,
             StorageOptions(dtypes, normalize_images, compression_method, output_dtype=output_dtype),
             buffer_device,
             heap_limit(max_slot_bytes, heap_bytes, 2 * self.buffer_size * n_envs),
         )
-        self._column_shape = (n_envs,)
+        self._column_shape, self._action_shape = (n_envs,), (n_envs, self.action_dim)
         self._staging = Staging(self.device)
         self._layouts: dict[int, StagingLayout] = {}
 
@@ -145,22 +148,32 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
             if self._unfinished is not None or self.read_only:
                 self._prepare_write()
             # fast path: skip validation when shape and dtype already match
-            position, actions, shape = self.pos, self.actions, self._column_shape
-            if type(action) is not np.ndarray or action.dtype != actions.dtype or action.shape != actions.shape[1:]:
-                action = fit_actions(actions, action)
+            if self._table.device != self.device:
+                self._table = self._table.to(self.device)  # SB3 changes the device of buffers that it loads
+            position, table, shape = self.pos, self._table, self._column_shape
+            if (
+                type(action) is not np.ndarray
+                or action.dtype != table.action_dtype
+                or action.shape != self._action_shape
+            ):
+                action = fit_actions(np.empty((0, *self._action_shape), table.action_dtype), action)
             if type(reward) is not np.ndarray or reward.dtype != _FLOAT32 or reward.shape != shape:
                 reward = fit_column(reward, self.n_envs, "reward")
             if type(done) is not np.ndarray or done.dtype.char not in "?f" or done.shape != shape:
                 done = fit_column(done, self.n_envs, "done")
-            columns = [(actions, action), (self.rewards, reward), (self.dones, done)]
+            values: tuple[Any, ...] = (action, reward, done)
             if self.handle_timeout_termination:
-                columns.append((self.timeouts, fit_truncations(infos, self.n_envs)))
+                values = (*values, fit_truncations(infos, self.n_envs))
+            columns = table.plan(values)
             plans = self._plan(position, (obs, next_obs), _NAMES)
             if position + 1 == self.buffer_size:
                 after = {"pos": 0, "full": True, "_unfinished": None}
             else:
                 after = {"pos": position + 1, "_unfinished": None}
             self._commit(Step(position, plans, columns, after))
+
+    def _write_columns(self, position: int, columns: Any) -> None:
+        self._table.commit(position, columns)
 
     def reset(self) -> None:
         """Remove all transitions."""
@@ -191,44 +204,41 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         if self._staging.device != self.device:
             self._staging = Staging(self.device)  # SB3 changes the device of buffers that it loads
         lease = self._staging.acquire(self._layouts.get(count) or self._make_layout(count))
-        indices, (dones, rewards), actions = lease.arrays
+        (indices,) = lease.arrays
         obs_indices = indices[0]
         np.multiply(batch_inds, self.n_envs, out=obs_indices)
         obs_indices += envs
         np.add(obs_indices, n_obs, out=indices[1])
-        # indices are in range: mode="clip" only spares NumPy a copy of its output
-        self.actions.reshape(n_obs, -1).take(obs_indices, axis=0, out=actions, mode="clip")
-        self.dones.reshape(n_obs, 1).take(obs_indices, axis=0, out=dones, mode="clip")
-        # a timeout does not count as done
-        dones *= 1 - self.timeouts.reshape(n_obs, 1).take(obs_indices, axis=0)
-        self.rewards.reshape(n_obs, 1).take(obs_indices, axis=0, out=rewards, mode="clip")
-        if env is not None:
-            rewards[...] = self._normalize_reward(rewards, env)
+        if self._table.device != self.device:
+            self._table = self._table.to(self.device)
+        table = self._table
+        floats, actions = table.empty(count)
         reader = self.obs_stores[""].batch_reader if count and not self._is_dict else None
         if reader is not None and reader.device.type == self.device.type:
-            observations, device_columns, device_actions = reader.read_batch(lease)
+            observations = reader.read_batch(lease.tensors[0], floats, actions, table.records)
             self._staging.release(lease)
             by_key = {"": self._convert(observations)}
         else:
-            device_indices, device_columns, device_actions = self._staging.send(lease)
+            (device_indices,) = self._staging.send(lease)
+            table.gather(device_indices[0], floats, actions)
             by_key = self._read(IndexBatch(indices, device_indices))
-        columns = device_columns.unbind(0)
+        if env is not None:
+            floats[1] = self.to_torch(self._normalize_reward(floats[1].cpu().numpy(), env))
+        columns = floats.unbind(0)
         if self._is_dict:
             obs, next_obs = ({key: part[i] for key, part in by_key.items()} for i in (0, 1))
             if env is not None:
                 obs, next_obs = self._normalized(obs, env), self._normalized(next_obs, env)
-            return DictReplayBufferSamples(obs, device_actions, next_obs, *columns)
+            return DictReplayBufferSamples(obs, actions, next_obs, *columns)
         observation, next_observation = by_key[""].unbind(0)
         if env is not None:
             observation = self._normalized({"": observation}, env)[""]
             next_observation = self._normalized({"": next_observation}, env)[""]
-        return ReplayBufferSamples(observation, device_actions, next_observation, *columns)
+        return ReplayBufferSamples(observation, actions, next_observation, *columns)
 
     def _make_layout(self, count: int) -> StagingLayout:
-        """Indices, two columns of numbers and actions of ``count`` transitions."""
-        layout = self._staging.layout(
-            ((2, count), _INT64), ((2, count, 1), _FLOAT32), ((count, self.action_dim), self.actions.dtype)
-        )
+        """Indices of ``count`` observations and next observations."""
+        layout = self._staging.layout(((2, count), _INT64))
         self._layouts = {count: layout}  # batches usually have one size
         return layout
 
@@ -237,6 +247,23 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         arrays: Any = env.normalize_obs(self._as_sb3({key: part.cpu().numpy() for key, part in obs.items()}))
         by_key = arrays if self._is_dict else {"": arrays}
         return {key: self.to_torch(part) for key, part in by_key.items()}
+
+    def _columns(self) -> dict[str, Any]:
+        return super()._columns() | self._table.views
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            state = super().__getstate__()
+            columns: dict[str, Any] = state.pop("_table").arrays()
+            return state | columns
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        columns = {name: state.pop(name) for name in COLUMN_NAMES}
+        n_steps, n_envs, action_dim = columns["actions"].shape
+        table = DeviceColumns(n_steps, n_envs, action_dim, columns["actions"].dtype, usable_device(state["device"]))
+        for name, column in columns.items():
+            table.assign(name, column)
+        super().__setstate__(state | {"_table": table})
 
     def reconstruct_obs(self, idx: int, env_idx: int) -> th.Tensor:
         """Return the flattened observation of step ``idx`` of environment ``env_idx``."""

@@ -146,6 +146,10 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
             after = {"pos": position + 1, "full": position + 1 == self.buffer_size, "_unfinished": None}
             self._commit(Step(position, plans, columns, after))
 
+    def _write_columns(self, position: int, columns: Any) -> None:
+        for column, values in columns:
+            column[position] = values
+
     def _fit_tensors(self, value: Any, log_prob: Any) -> Any:
         """Values and log probabilities on the host, one of each per environment."""
         n_envs = self.n_envs

@@ -1,7 +1,7 @@
 """Kernels that copy uncompressed observations to and from a GPU's tables, in one launch each: `kernels.gather_torch`.
 
-Rows are words of any integer dtype; tables hold the addresses of their pieces. Indices, columns and rows to write may
-be in pinned host memory: reading them from here is faster than a copy.
+Rows are words of any integer dtype; tables hold the addresses of their pieces. Indices and rows to write may be in
+pinned host memory: reading them from here is faster than a copy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sb3_extra_buffers.kernels.launcher import Columns, Launcher
+from sb3_extra_buffers.kernels.columns_triton import gather_columns
+from sb3_extra_buffers.kernels.launcher import COLUMN_DTYPES, NO_COLUMNS, Columns, Launcher
 
 __all__ = ["FrameGather", "TimelineGather"]
 
@@ -25,21 +26,6 @@ JOB_ROWS, JOB_NEXT, JOB_LAST, JOB_AT, JOB_BEFORE, JOB_SIDE = range(6)
 JOB_STREAMS = 6
 
 
-@triton.jit
-def _copy_columns(
-    floats_ptr, floats_from_ptr, actions_ptr, actions_from_ptr, row, is_row, n_rows,
-    ACTION: tl.constexpr, ACTION2: tl.constexpr,
-):  # fmt: skip
-    """Copy what else belongs to some rows: their actions and two numbers each."""
-    byte = tl.arange(0, ACTION2)
-    at = row[:, None] * ACTION + byte[None, :]
-    inside = is_row[:, None] & (byte < ACTION)[None, :]
-    tl.store(actions_ptr + at, tl.load(actions_from_ptr + at, mask=inside, other=0), mask=inside)
-    for i in tl.static_range(2):
-        to = row + i * n_rows.to(tl.int64)
-        tl.store(floats_ptr + to, tl.load(floats_from_ptr + to, mask=is_row, other=0), mask=is_row)
-
-
 @triton.jit(do_not_specialize=["n_rows", "n_indices", "n_obs", "n_streams", "per_piece", "per_side_piece"])
 def _read_timeline_kernel(
     out_ptr,  # word [index, WORDS]
@@ -47,9 +33,10 @@ def _read_timeline_kernel(
     side_addresses_ptr,  # int64 [piece]
     side_ids_ptr,  # int32 [obs]
     indices_ptr,  # int64 [index]
-    floats_ptr, floats_from_ptr, actions_ptr, actions_from_ptr,
+    floats_ptr, actions_ptr, numbers_ptr, records_ptr,  # `columns_triton.gather_columns`
     n_rows, n_indices, n_obs, n_streams, per_piece, per_side_piece,
-    WORDS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, ACTION: tl.constexpr, ACTION2: tl.constexpr,
+    WORDS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    ACTION: tl.constexpr, ACTION2: tl.constexpr, ACTION_AT: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
     """Copy ``CHUNK`` words of ``ROWS`` observations; the grid is ``[rows, chunk]``."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -73,9 +60,10 @@ def _read_timeline_kernel(
     # nested, since ACTION is known at compile time
     if ACTION > 0:  # noqa: SIM102
         if tl.program_id(1) == 0:
-            _copy_columns(
-                floats_ptr, floats_from_ptr, actions_ptr, actions_from_ptr, row, row < n_rows, n_rows, ACTION, ACTION2
-            )
+            gather_columns(
+                floats_ptr, actions_ptr, numbers_ptr, records_ptr, index, row, row < n_rows, n_rows,
+                ACTION, ACTION2, ACTION_AT, RECORD,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_streams"])
@@ -120,10 +108,11 @@ def _read_frames_kernel(
     addresses_ptr,  # int64 [piece]
     frame_ids_ptr,  # int32 [obs_index, STACK]
     indices_ptr,  # int64 [index]
-    floats_ptr, floats_from_ptr, actions_ptr, actions_from_ptr,
+    floats_ptr, actions_ptr, numbers_ptr, records_ptr,  # `columns_triton.gather_columns`
     n_rows, n_indices, per_piece,
     STACK: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, ACTION: tl.constexpr, ACTION2: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    ACTION: tl.constexpr, ACTION2: tl.constexpr, ACTION_AT: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
     """Copy ``CHUNK`` words of ``ROWS`` frames; the grid is ``[frames, chunk]``.
 
@@ -145,10 +134,10 @@ def _read_frames_kernel(
     # nested, since ACTION is known at compile time
     if ACTION > 0:  # noqa: SIM102
         if tl.program_id(1) == 0:
-            is_column = (row < n_rows) & (nth == 0)
-            _copy_columns(
-                floats_ptr, floats_from_ptr, actions_ptr, actions_from_ptr, row, is_column, n_rows, ACTION, ACTION2
-            )
+            gather_columns(
+                floats_ptr, actions_ptr, numbers_ptr, records_ptr, index, row, (row < n_rows) & (nth == 0), n_rows,
+                ACTION, ACTION2, ACTION_AT, RECORD,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_new", "n_streams", "n_steps"])
@@ -195,12 +184,10 @@ def _tile(n_words: int) -> _Tile:
     return _Tile(max(_TILE // chunk // 8, 1), chunk, -(-n_words // chunk))
 
 
-def _column_args(indices: torch.Tensor, columns: Columns | None) -> tuple[tuple[torch.Tensor, ...], tuple[int, int]]:
-    """Pointers to columns, and the bytes of an action with the next power of two; 0 without columns."""
+def _column_args(indices: torch.Tensor, columns: Columns | None) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
     if columns is None:
-        return (indices, indices, indices, indices), (0, 1)
-    action = columns.actions[0].numel() * columns.actions.element_size()
-    return tuple(columns), (action, triton.next_power_of_2(max(action, 1)))
+        return (indices, indices, indices, indices), NO_COLUMNS
+    return columns.arguments()
 
 
 class TimelineGather:
@@ -210,19 +197,19 @@ class TimelineGather:
         self, addresses: torch.Tensor, side_addresses: torch.Tensor, side_ids: torch.Tensor, words: torch.dtype,
         n_words: int, n_streams: int, n_sets: int, per_piece: int, per_side_piece: int,
     ) -> None:  # fmt: skip
-        device, ints, number, byte = side_ids.device, torch.int64, torch.float32, torch.uint8
+        device, ints = side_ids.device, torch.int64
         self._tile = _tile(n_words)
         self._n_words, self._n_streams, self._n_sets = n_words, n_streams, n_sets
         self._sizes = (len(side_ids), n_streams, per_piece, per_side_piece, n_words, *self._tile[:2])
         key = (words, n_words, n_sets, len(side_ids) >> 31 > 0)
         self._read = Launcher(
             _read_timeline_kernel, device, key, (addresses, side_addresses, side_ids),
-            ((words,), (ints, number, number, byte, byte)), _WARPS,
+            ((words,), (ints, *COLUMN_DTYPES)), _WARPS,
         )  # fmt: skip
         self._write = Launcher(_write_timeline_kernel, device, key, (side_ids,), ((ints, words), ()), _WARPS)
 
     def read(self, indices: torch.Tensor, out: torch.Tensor, columns: Columns | None = None) -> None:
-        """`read_timeline_reference`; ``columns`` of the first ``indices.shape[-1]`` rows are copied."""
+        """`read_timeline_reference`; ``columns`` of the first ``indices.shape[-1]`` rows are gathered."""
         others, action = _column_args(indices, columns)
         n_indices, tile = indices.numel(), self._tile
         grid = (-(-n_indices // tile.rows), tile.n_chunks, 1)
@@ -242,19 +229,18 @@ class FrameGather:
         self, addresses: torch.Tensor, frame_ids: torch.Tensor, words: torch.dtype, n_words: int, unit: int,
         n_steps: int, n_streams: int, n_sets: int, per_piece: int,
     ) -> None:  # fmt: skip
-        device, ints, ids, number, byte = frame_ids.device, torch.int64, torch.int32, torch.float32, torch.uint8
+        device, ints, ids = frame_ids.device, torch.int64, torch.int32
         self._tile, self._stack = _tile(n_words), frame_ids.shape[1]
         self._write_sizes = (n_streams, n_steps, self._stack, n_words, n_sets, self._tile.chunk)
         self._read_sizes = (per_piece, self._stack, n_words, unit, *self._tile[:2])
         key = (words, n_words, unit, self._stack, n_sets)
         self._read = Launcher(
-            _read_frames_kernel, device, key, (addresses, frame_ids), ((words,), (ints, number, number, byte, byte)),
-            _WARPS,
-        )  # fmt: skip
+            _read_frames_kernel, device, key, (addresses, frame_ids), ((words,), (ints, *COLUMN_DTYPES)), _WARPS
+        )
         self._write = Launcher(_write_frames_kernel, device, key, (frame_ids,), ((ints, ids, words), ()), _WARPS)
 
     def read(self, indices: torch.Tensor, out: torch.Tensor, columns: Columns | None = None) -> None:
-        """`read_frames_reference`, joined to observations; ``columns`` of the first rows are copied."""
+        """`read_frames_reference`, joined to observations; ``columns`` of the first rows are gathered."""
         others, action = _column_args(indices, columns)
         n_indices, tile = indices.numel(), self._tile
         grid = (-(-n_indices * self._stack // tile.rows), tile.n_chunks, 1)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Columns", "Launcher"]
+__all__ = ["COLUMN_DTYPES", "NO_COLUMNS", "Columns", "Launcher"]
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -15,12 +15,29 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 
 class Columns(NamedTuple):
-    """What else belongs to the rows of a batch: where it goes, and where it comes from."""
+    """What else belongs to the transitions of a batch: where it goes, and the table that it is gathered from.
 
-    floats: torch.Tensor  # float32 [2, row, ...]
-    floats_from: torch.Tensor
+    A record holds the reward, whether the episode ended and whether that was a timeout, as float32, then the action,
+    at a multiple of its dtype's size.
+    """
+
+    floats: torch.Tensor  # float32 [2, row, 1]: done * (1 - timeout), then the reward
     actions: torch.Tensor  # [row, ...]
-    actions_from: torch.Tensor
+    records: torch.Tensor  # uint8 [obs, record_bytes]
+
+    def arguments(self) -> tuple[Tensors, tuple[int, int, int, int]]:
+        """Pointers for a kernel (`COLUMN_DTYPES`), and its constants: see `columns_triton.gather_columns`."""
+        floats, actions, records = self
+        itemsize = actions.element_size()
+        action = actions.stride(0) * itemsize
+        at = 16 if itemsize == 8 else 12
+        return (floats, actions, records, records), (action, 1 << (action - 1).bit_length(), at, records.stride(0))
+
+
+#: Dtypes of the pointers of `Columns.arguments`.
+COLUMN_DTYPES = (torch.float32, torch.uint8, torch.float32, torch.uint8)
+#: Constants of a kernel that gathers no columns; any tensors serve as its pointers.
+NO_COLUMNS = (0, 1, 0, 0)
 
 
 class Launcher:

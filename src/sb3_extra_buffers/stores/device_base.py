@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttributeWrite",
+    "Batch",
     "DevicePlace",
     "DeviceRing",
     "DeviceStore",
@@ -31,11 +32,15 @@ __all__ = [
     "PlannedWrite",
     "finish_writes",
     "has_triton",
+    "on_host",
+    "put_in",
     "stays_on_host",
     "usable_device",
 ]
 
 Array = npt.NDArray[Any]
+#: Observations of all streams ``[n_streams, *shape]``: on the host, or on the store's device.
+Batch = npt.NDArray[Any] | torch.Tensor
 
 
 def has_triton() -> bool:
@@ -100,17 +105,51 @@ class DeviceRing:
         return self.n_steps * self.n_streams
 
 
-@dataclass
 class IndexBatch:
-    """Indices to read, ``[set, n]``, on the host and, once a store has asked for it, on the device."""
+    """Indices to read, int64 ``[set, n]``: an array on the host, a tensor on a device, or both.
 
-    host: npt.NDArray[np.int64]
-    uploaded: torch.Tensor | None = field(default=None, repr=False)
+    The one that is missing is made when a store asks for it.
+    """
+
+    __slots__ = ("_host", "_uploaded", "shape")
+
+    def __init__(self, host: npt.NDArray[np.int64] | None, uploaded: torch.Tensor | None = None) -> None:
+        self._host, self._uploaded = host, uploaded
+        if host is not None:
+            self.shape: tuple[int, ...] = host.shape
+        elif uploaded is not None:
+            self.shape = tuple(uploaded.shape)
+        else:
+            raise ValueError("indices are an array, a tensor or both, got neither")
+
+    @property
+    def host(self) -> npt.NDArray[np.int64]:
+        """The indices on the host; waits for the device if only a tensor was given."""
+        if self._host is None:
+            assert self._uploaded is not None
+            self._host = self._uploaded.cpu().numpy()
+        return self._host
 
     def on(self, device: torch.device) -> torch.Tensor:
-        if self.uploaded is None or self.uploaded.device.type != device.type:
-            self.uploaded = torch.from_numpy(self.host).to(device)
-        return self.uploaded
+        """The indices as a tensor on ``device``."""
+        if self._uploaded is None:
+            self._uploaded = torch.from_numpy(self._host).to(device)
+        elif self._uploaded.device.type != device.type:
+            self._uploaded = self._uploaded.to(device)
+        return self._uploaded
+
+
+def on_host(batch: Batch) -> Array:
+    """``batch`` as an array; waits for the device if it is there."""
+    if isinstance(batch, torch.Tensor):
+        array: Array = batch.cpu().numpy()
+        return array
+    return batch
+
+
+def put_in(out: torch.Tensor | None, observations: torch.Tensor) -> torch.Tensor:
+    """``observations``, copied to ``out`` if it is given."""
+    return observations if out is None else out.copy_(observations)
 
 
 class PlannedWrite:
@@ -213,10 +252,14 @@ class DeviceStore(ABC):
         """Learn from the first observations, before any is written."""
 
     @abstractmethod
-    def plan(self, step: int, batches: Sequence[Array]) -> PlannedWrite:
-        """Prepare to write ``step``, one checked batch of ``n_streams`` observations per set; or raise."""
+    def plan(self, step: int, batches: Sequence[Batch]) -> PlannedWrite:
+        """Prepare to write ``step``, one checked batch of ``n_streams`` observations per set; or raise.
 
-    def write(self, step: int, batches: Sequence[Array]) -> None:
+        Batches are all arrays, or all contiguous tensors on the device. The device has read tensors, in the order of
+        its stream, once the write is committed: the caller may then overwrite them.
+        """
+
+    def write(self, step: int, batches: Sequence[Batch]) -> None:
         """Plan and commit a step: afterwards all of it is stored or, if this raises, nothing."""
         plan = self.plan(step, batches)
         try:
@@ -226,8 +269,8 @@ class DeviceStore(ABC):
             raise
 
     @abstractmethod
-    def read(self, indices: IndexBatch) -> torch.Tensor:
-        """New observations ``[set, n, *shape]`` on the device."""
+    def read(self, indices: IndexBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Observations ``[set, n, *shape]`` on the device: in ``out``, which is contiguous, or in new memory."""
 
     @abstractmethod
     def clear(self) -> None:

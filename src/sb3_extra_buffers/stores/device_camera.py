@@ -15,7 +15,7 @@ from sb3_extra_buffers.kernels.camera import FIRST_FRAME, FRAME_BEFORE, STRIDE, 
 from sb3_extra_buffers.kernels.camera_groups import CameraGroups, CameraShape, group_frames
 from sb3_extra_buffers.kernels.state import PACKED_CAMERA
 from sb3_extra_buffers.stores import device_base
-from sb3_extra_buffers.stores.device_base import DeviceRing, IndexBatch
+from sb3_extra_buffers.stores.device_base import DeviceRing, IndexBatch, put_in
 from sb3_extra_buffers.stores.device_host import HostDecodedStore
 from sb3_extra_buffers.stores.device_layout import join_frames
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -77,11 +77,11 @@ class DeviceCameraStore(HostDecodedStore):
             return False
         return CameraShape(*camera_geometry(layout.frame_spec).tolist()).is_supported
 
-    def read(self, indices: IndexBatch) -> torch.Tensor:
+    def read(self, indices: IndexBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         inner = self.store.inner
-        if self._triton and indices.host.size and isinstance(inner, PackedStore) and self._can_decode(inner):
-            return self._read_segments(inner, indices.host)
-        return super().read(indices)
+        if self._triton and 0 not in indices.shape and isinstance(inner, PackedStore) and self._can_decode(inner):
+            return put_in(out, self._read_segments(inner, indices.host))
+        return super().read(indices, out)
 
     def _can_decode(self, inner: PackedStore) -> bool:
         if self._is_foreign:

@@ -16,7 +16,15 @@ from sb3_extra_buffers.codecs.registry import is_available
 from sb3_extra_buffers.codecs.rle import RleCodec
 from sb3_extra_buffers.stores import device_base
 from sb3_extra_buffers.stores.choice import Choice
-from sb3_extra_buffers.stores.device_base import CancellableWrite, DeviceRing, DeviceStore, IndexBatch
+from sb3_extra_buffers.stores.device_base import (
+    Batch,
+    CancellableWrite,
+    DeviceRing,
+    DeviceStore,
+    IndexBatch,
+    on_host,
+    put_in,
+)
 from sb3_extra_buffers.stores.device_layout import join_frames
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.mirror import HeapMirror
@@ -94,18 +102,18 @@ class HostDecodedStore(DeviceStore):
     def choice(self) -> Choice | None:  # type: ignore[override]  # likewise
         return self.store.choice
 
-    def plan(self, step: int, batches: Sequence[Array]) -> _HostWrite:
-        ring = self.ring
-        return _HostWrite(self.store, step * ring.n_streams, ring.n_steps * ring.n_streams, batches)
+    def plan(self, step: int, batches: Sequence[Batch]) -> _HostWrite:
+        n_streams, n_obs = self.ring.n_streams, self.ring.n_obs
+        return _HostWrite(self.store, step * n_streams, n_obs, [on_host(batch) for batch in batches])
 
-    def read(self, indices: IndexBatch) -> torch.Tensor:
+    def read(self, indices: IndexBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         wanted, spec = indices.host, self.store.spec
         on_gpu = self._staging.device.type == "cuda"
         if on_gpu and isinstance(self.store.inner, PayloadStore) and wanted.size:
-            return self._read_payloads(self.store.inner, wanted)
+            return put_in(out, self._read_payloads(self.store.inner, wanted))
         rows = self.store.read(wanted).reshape(wanted.size, spec.nbytes)
         observations = spec.from_rows(rows).reshape(*wanted.shape, *spec.shape)
-        return self._staging.upload([observations])[0] if on_gpu else torch.from_numpy(observations)
+        return put_in(out, self._staging.upload([observations])[0] if on_gpu else torch.from_numpy(observations))
 
     def _read_payloads(self, inner: PayloadStore, indices: npt.NDArray[np.int64]) -> torch.Tensor:
         """Decode each distinct frame into staging memory; the GPU joins them to observations."""

@@ -17,11 +17,14 @@ from sb3_extra_buffers.stores import device_base
 from sb3_extra_buffers.stores.choice import Choice, MethodChoice, may_be_stacked
 from sb3_extra_buffers.stores.device_base import (
     AttributeWrite,
+    Batch,
     DevicePlace,
     DeviceRing,
     DeviceStore,
     IndexBatch,
     PlannedWrite,
+    on_host,
+    put_in,
 )
 from sb3_extra_buffers.stores.device_host import HostDecodedStore
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -100,22 +103,22 @@ class DeviceObservationStore(DeviceStore):
 
     # ---- writing ----
 
-    def write(self, step: int, batches: Sequence[Array]) -> None:
+    def write(self, step: int, batches: Sequence[Batch]) -> None:
         """Store one batch of ``n_streams`` observations per set as step ``step``: all of it, or nothing."""
         if not 0 <= step < self.n_steps:
             raise IndexOutOfRangeError(f"step {step} is outside of a ring of {self.n_steps} steps")
-        checked = [self.spec.to_batch(batch) for batch in batches]
+        checked = [self.spec.to_batch(on_host(batch)) for batch in batches]
         if len(checked) != self.n_sets or any(len(batch) != self.n_streams for batch in checked):
             raise SpecMismatchError(
                 f"expected {self.n_sets} batches of {self.n_streams} observations, got {[len(b) for b in checked]}"
             )
         super().write(step, checked)
 
-    def plan(self, step: int, batches: Sequence[Array]) -> PlannedWrite:
+    def plan(self, step: int, batches: Sequence[Batch]) -> PlannedWrite:
         inner = self.inner
         if inner is not None:
             return inner.plan(step, batches)
-        collected = [*self._collected, (step, [self.spec.to_rows(batch).copy() for batch in batches])]
+        collected = [*self._collected, (step, [self.spec.to_rows(on_host(batch)).copy() for batch in batches])]
         n_collected = len(collected) * self.n_streams * self.n_sets
         n_trial = self.chooser.n_trial(self.n_obs * self.n_sets, self.ring.heap_bytes)
         if n_collected >= n_trial or step == self.n_steps - 1:
@@ -145,9 +148,9 @@ class DeviceObservationStore(DeviceStore):
 
     # ---- reading ----
 
-    def read(self, indices: IndexBatch) -> torch.Tensor:
+    def read(self, indices: IndexBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         if self.inner is not None:
-            return self.inner.read(indices)
+            return self.inner.read(indices, out)
         rows = np.zeros((indices.host.size, self.spec.nbytes), np.uint8)
         collected = dict(self._collected)
         for i, index in enumerate(indices.host.ravel().tolist()):
@@ -156,7 +159,7 @@ class DeviceObservationStore(DeviceStore):
             if step in collected:
                 rows[i] = collected[step][which][stream]
         observations = self.spec.from_rows(rows).reshape(*indices.host.shape, *self.spec.shape)
-        return torch.from_numpy(observations).to(self.place.device)
+        return put_in(out, torch.from_numpy(observations).to(self.place.device))
 
     # ---- the rest ----
 

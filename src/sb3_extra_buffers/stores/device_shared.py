@@ -12,7 +12,7 @@ import torch
 
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.kernels.gather_torch import read_frames_reference
-from sb3_extra_buffers.stores.device_base import DeviceRing, IndexBatch
+from sb3_extra_buffers.stores.device_base import DeviceRing, IndexBatch, put_in
 from sb3_extra_buffers.stores.device_layout import join_frames
 from sb3_extra_buffers.stores.device_pieces import Pieces, SlotChange, SlotPool, Slots, word_dtype
 from sb3_extra_buffers.stores.device_uncompressed import StagedWrite, UncompressedDeviceStore
@@ -197,17 +197,17 @@ class DeviceSharedStore(UncompressedDeviceStore):
 
     # ---- reading ----
 
-    def read(self, indices: IndexBatch) -> torch.Tensor:
+    def read(self, indices: IndexBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         wanted, layout = indices.on(self.device), self.layout
         if self._triton:
-            out = self._empty(wanted.shape)
+            out = self._empty(wanted.shape) if out is None else out
             if wanted.numel():
                 self.kernels.read(wanted.contiguous(), out)
             return out
         frames = self._frames.whole
         # pinned frames are in host memory
         found = read_frames_reference(frames, self.frame_ids.to(frames.device), wanted.to(frames.device))
-        return join_frames(found.view(torch.uint8).to(self.device), layout)
+        return put_in(out, join_frames(found.view(torch.uint8).to(self.device), layout))
 
     # ---- the rest ----
 

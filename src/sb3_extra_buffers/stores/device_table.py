@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.kernels.expand_torch import INSIDE, OUTSIDE, expand_reference
 from sb3_extra_buffers.stores import device_base
-from sb3_extra_buffers.stores.device_base import DeviceRing, DeviceStore, IndexBatch, PlannedWrite
+from sb3_extra_buffers.stores.device_base import Batch, DeviceRing, DeviceStore, IndexBatch, PlannedWrite, on_host
 from sb3_extra_buffers.stores.device_host import HostDecodedStore
 from sb3_extra_buffers.stores.device_pieces import Pieces, SlotChange, SlotPool, word_dtype
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -122,9 +123,9 @@ class DeviceTableStore(DeviceStore):
 
     # ---- writing ----
 
-    def plan(self, step: int, batches: Sequence[Array]) -> _TableWrite:
+    def plan(self, step: int, batches: Sequence[Batch]) -> _TableWrite:
         ring = self.ring
-        rows = np.concatenate([ring.spec.to_rows(ring.spec.to_batch(batch)) for batch in batches])
+        rows = np.concatenate([ring.spec.to_rows(ring.spec.to_batch(on_host(batch))) for batch in batches])
         self.train(rows)
         mapped = np.empty((len(rows), self._index_spec.nbytes), np.uint8)
         # entries that this adds stay if the step is not written, which does no harm
@@ -153,28 +154,30 @@ class DeviceTableStore(DeviceStore):
 
     # ---- reading ----
 
-    def read(self, indices: IndexBatch) -> torch.Tensor:
+    def read(self, indices: IndexBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         spec, table = self.ring.spec, self.table
-        lead = indices.host.shape
-        out = torch.empty((indices.host.size, spec.nbytes), dtype=torch.uint8, device=self.device)
-        mapped = self.inner.read(indices).reshape(indices.host.size, -1)
+        n_rows = math.prod(indices.shape)
+        if out is None:
+            out = torch.empty((*indices.shape, *spec.shape), dtype=torch_dtype(spec.dtype), device=self.device)
+        if not n_rows:
+            return out
+        rows = out.view(-1).view(torch.uint8).view(n_rows, spec.nbytes)
+        mapped = self.inner.read(indices).reshape(n_rows, -1)
         wanted = indices.on(self.device).reshape(-1)
-        if not indices.host.size:
-            pass
-        elif self._triton:
+        if self._triton:
             from sb3_extra_buffers.kernels.expand_triton import expand  # optional: needs Triton
 
             outside = self._outside
             expand(
-                mapped, self._device_table(), self.device_places, wanted, outside.addresses, outside.per_piece, out,
+                mapped, self._device_table(), self.device_places, wanted, outside.addresses, outside.per_piece, rows,
                 table.unit, table.plane,
             )  # fmt: skip
         else:
             expand_reference(
-                mapped, self._device_table(), self.device_places, wanted, self._outside.whole, out, table.unit,
+                mapped, self._device_table(), self.device_places, wanted, self._outside.whole, rows, table.unit,
                 table.plane,
             )  # fmt: skip
-        return out.view(torch_dtype(spec.dtype)).reshape(*lead, *spec.shape)
+        return out
 
     # ---- the rest ----
 

@@ -17,7 +17,7 @@ from sb3_extra_buffers.stores.device_base import DeviceRing, IndexBatch
 from sb3_extra_buffers.stores.device_pieces import Pieces, SlotChange, SlotPool, Slots, word_dtype
 from sb3_extra_buffers.stores.device_uncompressed import StagedWrite, UncompressedDeviceStore
 from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.staging import Lease, torch_dtype
+from sb3_extra_buffers.stores.staging import Lease
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 __all__ = ["DeviceTimelineStore"]
@@ -165,8 +165,8 @@ class DeviceTimelineStore(UncompressedDeviceStore):
         streams = torch.nonzero(self.side_ids[first : first + n_streams] == FOLLOWS).flatten()
         if ring.n_sets == 1 or not len(streams):
             return
-        indices = IndexBatch((ring.n_obs + first + streams.cpu().numpy())[None])
-        kept = self._gather(indices)[0]
+        kept = torch.empty((len(streams), self._rows.n_words), dtype=self._rows.dtype, device=self.device)
+        self._gather(ring.n_obs + first + streams, kept)
         change = self.slots.plan(self.slots.peek(len(streams)), _NOTHING)
         self._side.reserve(int(change.taken.min()), int(change.taken.max()) + 1)
         for row, slot in zip(kept, change.taken.tolist(), strict=True):
@@ -202,23 +202,22 @@ class DeviceTimelineStore(UncompressedDeviceStore):
 
     # ---- reading ----
 
-    def read(self, indices: IndexBatch) -> torch.Tensor:
-        spec = self.ring.spec
-        found = self._gather(indices)
-        shape = (*indices.host.shape, *spec.shape)
-        return found.view(torch_dtype(spec.dtype)).reshape(shape) if spec.nbytes else self._empty(indices.host.shape)
+    def read(self, indices: IndexBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+        out = self._empty(indices.shape) if out is None else out
+        if self.ring.spec.nbytes:
+            rows = self._rows
+            self._gather(indices.on(self.device), out.view(-1).view(rows.dtype).view(*indices.shape, rows.n_words))
+        return out
 
-    def _gather(self, indices: IndexBatch) -> torch.Tensor:
-        """Words ``[*indices.shape, word]`` on the device."""
-        wanted = indices.on(self.device)
+    def _gather(self, wanted: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Copy observations to ``out``, words ``[*wanted.shape, word]`` on the device."""
         if not self._triton:
             rows = self._rows.whole
             # pinned rows are in host memory
             found = read_timeline_reference(
                 rows, self._side.whole, self.side_ids.to(rows.device), wanted.to(rows.device), self.ring.n_streams
             )
-            return found.to(self.device)
-        out = torch.empty((*wanted.shape, self._rows.n_words), dtype=self._rows.dtype, device=self.device)
+            return out.copy_(found)
         if wanted.numel():
             self.kernels.read(wanted.contiguous(), out)
         return out

@@ -13,7 +13,7 @@ import torch
 from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.kernels.launcher import Columns
 from sb3_extra_buffers.stores import device_base
-from sb3_extra_buffers.stores.device_base import AttributeWrite, DeviceRing, DeviceStore
+from sb3_extra_buffers.stores.device_base import AttributeWrite, Batch, DeviceRing, DeviceStore, on_host
 from sb3_extra_buffers.stores.device_pieces import SlotChange
 from sb3_extra_buffers.stores.staging import Lease, Staging, StagingLayout, torch_dtype
 
@@ -73,15 +73,15 @@ class UncompressedDeviceStore(DeviceStore):
 
     # ---- writing ----
 
-    def plan(self, step: int, batches: Sequence[Array]) -> StagedWrite:
+    def plan(self, step: int, batches: Sequence[Batch]) -> StagedWrite:
         ring = self.ring
         if len(batches) != ring.n_sets:
             raise SpecMismatchError(f"expected {ring.n_sets} batches, one per set, got {len(batches)}")
-        batches = [self._checked(batch) for batch in batches]
+        arrays = [self._checked(on_host(batch)) for batch in batches]
         # unknown until this write is committed: the staging memory of the last rows may be used again
         last, self._last = self._last, None
         lease = self._staging.acquire(self._staging_layout)
-        write = self._plan_rows(step, batches, last, lease)
+        write = self._plan_rows(step, arrays, last, lease)
         if self._triton:
             self._pack_job(write)
             _ = self.kernels  # this can fail; the launch cannot
@@ -129,11 +129,16 @@ class UncompressedDeviceStore(DeviceStore):
     def can_read_batch(self) -> bool:
         return self._triton and self.ring.spec.nbytes > 0
 
-    def read_batch(self, lease: Lease) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Copy observations and the columns that belong to them in one launch, see `DeviceFrameStore.read_batch`."""
-        indices, floats_from, actions_from = lease.tensors
-        observations = self._empty(indices.shape)
-        floats = torch.empty(floats_from.shape, dtype=torch.float32, device=self.device)
-        actions = torch.empty(actions_from.shape, dtype=actions_from.dtype, device=self.device)
-        self.kernels.read(indices, observations, Columns(floats, floats_from, actions, actions_from))
-        return observations, floats, actions
+    def read_batch(
+        self,
+        indices: torch.Tensor,
+        floats: torch.Tensor,
+        actions: torch.Tensor,
+        records: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Copy observations and gather the columns of a batch in one launch, see `DeviceFrameStore.read_batch`."""
+        if out is None:
+            out = self._empty(indices.shape)
+        self.kernels.read(indices, out, Columns(floats, actions, records))
+        return out
