@@ -34,11 +34,11 @@ DEVICES = [
 @pytest.mark.skipif(not has_triton(), reason="needs Triton 3")
 @pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
 @pytest.mark.slow
-@pytest.mark.parametrize("names", ["kernels/test_*_triton", "stores/test_device_*"])
-def test_the_kernels_under_the_interpreter(names: str) -> None:
+@pytest.mark.parametrize("patterns", [("kernels/*_triton.py",), ("stores/test_device_*.py", "gpu_buffers/test_tensors.py")])
+def test_the_kernels_under_the_interpreter(patterns: tuple[str, ...]) -> None:
     """Triton decides whether to interpret when it is imported, so run these tests in other processes."""
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    files = map(str, HERE.parents[1].glob(f"{names}.py"))
+    files = [str(path) for pattern in patterns for path in HERE.parents[1].glob(pattern)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-m", "not gpu"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
