@@ -34,7 +34,9 @@ DEVICES = [
 @pytest.mark.skipif(not has_triton(), reason="needs Triton 3")
 @pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
 @pytest.mark.slow
-@pytest.mark.parametrize("patterns", [("kernels/*_triton.py",), ("stores/test_device_*.py", "gpu_buffers/test_tensors.py")])
+@pytest.mark.parametrize(
+    "patterns", [("kernels/*_triton.py",), ("stores/test_device_*.py", "gpu_buffers/test_tensors.py")]
+)
 def test_the_kernels_under_the_interpreter(patterns: tuple[str, ...]) -> None:
     """Triton decides whether to interpret when it is imported, so run these tests in other processes."""
     env = {**os.environ, "TRITON_INTERPRET": "1"}
