@@ -32,32 +32,32 @@ def prioritized(report: Report, quick: bool) -> None:
     """Draw a batch from a full buffer, with weights, and update its priorities."""
     device, repeats = report.device, 5 if quick else 300
     capacity, batch = (10_000, 512) if quick else (1_000_000, 65_536)
+    theirs = make_theirs(capacity, batch, device)
     report.setting = f"{capacity:,} priorities"
-    runs = {"ours": make_ours(capacity, batch, device)}
-    theirs, where = make_theirs(capacity, batch, device)
-    runs["torchrl"] = theirs
-    print(f"TorchRL's tree is on {where}", flush=True)
+    runs = {"buffer": make_buffer(capacity, batch, device), "tree": make_tree(capacity, batch, device)}
     if device == "cuda":
-        runs["ours, graph"] = capture(runs["ours"]).replay
-    # TorchRL's tree in main memory takes about 20 ms
-    report.add(f"prioritised sample and update of {batch:,} ({where})", "us", wall_us(runs, device, repeats))
+        runs |= {f"{name}, graph": capture(run).replay for name, run in runs.items()}
+    if theirs is not None:
+        report.setting += f"; TorchRL's tree on {theirs[1]}"
+        runs["torchrl"] = theirs[0]
+    report.add(f"prioritised sample and update of {batch:,}", "us", wall_us(runs, device, repeats))
 
 
-def make_ours(capacity: int, batch: int, device: str) -> Run:
-    """Samples one number per transition as well, because a buffer has to have a column."""
+def make_buffer(capacity: int, batch: int, device: str) -> Run:
+    """A `TensorReplayBuffer`, which also gathers the other fields of the transitions: as small as they can be."""
     from sb3_extra_buffers.tensor_buffers import TensorReplayBuffer
 
-    n_envs = capacity // 10
-    specs = {"rewards": ((), torch.float32)}
-    options: dict[str, Any] = {"alpha": ALPHA, "beta": BETA, "epsilon": EPSILON}
+    n_envs = 1000
+    options: dict[str, Any] = {"alpha": ALPHA, "beta": BETA, "epsilon": EPSILON, "compression_method": "none"}
+    specs = {"obs": ((4,), torch.uint8), "rewards": ((), torch.float32)}
     buffer = TensorReplayBuffer(capacity, specs, n_envs=n_envs, device=device, **options)
-    for step in range(capacity // n_envs):
-        buffer.add({"rewards": torch.arange(step * n_envs, (step + 1) * n_envs, device=device, dtype=torch.float32)})
-    every = torch.arange(capacity, device=device)
-    buffer.update_priorities(every, priorities_of(capacity, device))
+    obs, rewards = torch.zeros((n_envs, 4), dtype=torch.uint8, device=device), torch.zeros(n_envs, device=device)
+    for _ in range(capacity // n_envs):
+        buffer.add({"obs": obs, "next_obs": obs, "rewards": rewards})
+    buffer.update_priorities(torch.arange(capacity, device=device), errors_of(capacity, device))
     out = buffer.sample(batch)
     check(out["indices"], capacity)
-    errors = priorities_of(batch, device)
+    errors = errors_of(batch, device)
 
     def run() -> None:
         buffer.sample(batch, out=out)
@@ -66,17 +66,46 @@ def make_ours(capacity: int, batch: int, device: str) -> Run:
     return run
 
 
-def make_theirs(capacity: int, batch: int, device: str) -> tuple[Run, str]:
+def make_tree(capacity: int, batch: int, device: str) -> Run:
+    """The tree of that buffer alone, as TorchRL's sampler is."""
+    from sb3_extra_buffers.kernels.sum_tree_torch import TorchSumTree
+
+    kind: type[TorchSumTree] = TorchSumTree
+    if device == "cuda":
+        from sb3_extra_buffers.kernels.sum_tree_triton import TritonSumTree
+
+        kind = TritonSumTree
+    counts = torch.full((2,), capacity, device=device)
+    tree = kind(capacity, counts, ALPHA, BETA, EPSILON)
+    tree.fill(0, capacity)
+    tree.update(torch.arange(capacity, device=device), errors_of(capacity, device))
+    uniform = torch.empty(batch, dtype=torch.float64, device=device)
+    leaves, numbers = torch.empty((2, batch), dtype=torch.int64, device=device)
+    weights, errors = torch.empty(batch, device=device), errors_of(batch, device)
+
+    def run() -> None:
+        uniform.uniform_()
+        tree.draw(uniform, leaves, numbers, weights)
+        tree.update(numbers, errors)
+
+    tree.draw(uniform.uniform_(), leaves, numbers, weights)
+    check(numbers, capacity)
+    return run
+
+
+def make_theirs(capacity: int, batch: int, device: str) -> tuple[Run, str] | None:
     """TorchRL's sampler on the device if its tree can be had there, else in main memory; and where it is."""
     from torchrl.data.replay_buffers import samplers
 
-    place = device if device == "cpu" or has_cuda_tree() else "cpu"
+    if not has_trees(""):
+        return None
+    place = "cuda" if device == "cuda" and has_trees("Cuda") else "cpu"
     sampler: Any = samplers.PrioritizedSampler(capacity, ALPHA, BETA, EPSILON, device=place)
     storage: Any = Length(capacity, place)
     every = torch.arange(capacity, device=place)
     sampler.extend(every)
-    sampler.update_priority(every, priorities_of(capacity, place), storage=storage)
-    errors = priorities_of(batch, device)
+    sampler.update_priority(every, errors_of(capacity, place), storage=storage)
+    errors = errors_of(batch, device)
     check(sampler.sample(storage, batch)[0], capacity)
 
     def run() -> None:
@@ -86,17 +115,17 @@ def make_theirs(capacity: int, batch: int, device: str) -> tuple[Run, str]:
         torch.as_tensor(info["priority_weight"]).to(device)
         sampler.update_priority(index, errors.to(place), storage=storage)
 
-    return run, "its CUDA tree" if place == "cuda" else "its CPU tree"
+    return run, "the GPU" if place == "cuda" else "the CPU"
 
 
-def priorities_of(n: int, device: str) -> torch.Tensor:
+def errors_of(n: int, device: str) -> torch.Tensor:
     return (torch.rand(n, generator=torch.Generator().manual_seed(0)) + 0.1).to(device)
 
 
 def check(indices: Any, capacity: int) -> None:
     """End the run unless transitions are drawn about in proportion to their priorities to the power of alpha."""
     index = torch.as_tensor(indices).flatten().cpu()
-    weights = (priorities_of(capacity, "cpu") + EPSILON) ** ALPHA
+    weights = (errors_of(capacity, "cpu") + EPSILON) ** ALPHA
     expected = float((weights**2).sum() / weights.sum())  # mean weight of a drawn transition
     if index.min() < 0 or index.max() >= capacity:
         raise SystemExit("indices are out of range; nothing is timed")
@@ -104,34 +133,53 @@ def check(indices: Any, capacity: int) -> None:
         raise SystemExit("transitions are not drawn in proportion to their priorities; nothing is timed")
 
 
-def has_cuda_tree() -> bool:
-    """Whether TorchRL has its tree on the GPU: built in, or built here from the sources in its package."""
+_TREES = [f"{kind}SegmentTree{dtype}" for kind in ("Sum", "Min") for dtype in ("Fp32", "Fp64")]
+_SOURCE = """
+#include <torch/extension.h>
+#include "{header}"
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{
+  torchrl::Define{prefix}SumSegmentTree<float>("Fp32", m);
+  torchrl::Define{prefix}SumSegmentTree<double>("Fp64", m);
+  torchrl::Define{prefix}MinSegmentTree<float>("Fp32", m);
+  torchrl::Define{prefix}MinSegmentTree<double>("Fp64", m);
+}}
+"""
+
+
+def has_trees(prefix: str) -> bool:
+    """Whether TorchRL has its trees, in main memory (prefix ``""``) or on the GPU (prefix ``"Cuda"``).
+
+    Wheels that were built for another version of PyTorch have none, and most have none for the GPU. Then they are built
+    here, from the sources in the package.
+    """
     import torchrl
     from torchrl.data.replay_buffers.samplers import prioritized as module
 
-    if getattr(module, "CudaSumSegmentTreeFp32", None) is not None:
+    names = [prefix + name for name in _TREES]
+    if all(getattr(module, name, None) is not None for name in names):
         return True
     sources = Path(torchrl.__file__).parent / "csrc"
-    if not (sources / "cuda_segment_tree.cu").exists():
-        return False
+    header = f"{prefix.lower()}_segment_tree.h".lstrip("_")
     try:
         from torch.utils.cpp_extension import load
 
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "{}.{}".format(*torch.cuda.get_device_capability()))
+        folder = Path(tempfile.mkdtemp())
+        (folder / "trees.cpp").write_text(_SOURCE.format(header=header, prefix=prefix))
+        files = [folder / "trees.cpp"]
+        if prefix:
+            os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "{}.{}".format(*torch.cuda.get_device_capability()))
+            files.append(sources / "cuda_segment_tree.cu")
         built: Any = load(
-            "_torchrl",  # the name that its sources have
-            [str(sources / name) for name in ("pybind.cpp", "utils.cpp", "cuda_segment_tree.cu")],
-            extra_cflags=["-DWITH_CUDA", "-O2"],
-            extra_cuda_cflags=["-DWITH_CUDA", "-O3"],
+            f"torchrl_{prefix.lower()}_trees",
+            [str(file) for file in files],
+            extra_cflags=["-O3"],
             extra_include_paths=[str(sources)],
-            build_directory=tempfile.mkdtemp(),
-            with_cuda=True,
+            build_directory=str(folder),
+            with_cuda=bool(prefix),
         )
-    except Exception as error:
-        print(f"TorchRL's CUDA tree cannot be built: {error}", flush=True)
+    except Exception as error:  # no compiler, or another layout of the package
+        print(f"TorchRL's trees cannot be built: {error}", flush=True)
         return False
-    for kind in ("Sum", "Min"):
-        for dtype in ("Fp32", "Fp64"):
-            name = f"Cuda{kind}SegmentTree{dtype}"
-            setattr(module, name, getattr(built, name))
+    for name in names:
+        setattr(module, name, getattr(built, name))
     return True
