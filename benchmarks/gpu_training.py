@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +14,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 
 from benchmarks.gpu_timing import wait
+from benchmarks.results import ROOT
 from sb3_extra_buffers.gpu_buffers import GpuRolloutBuffer
 from sb3_extra_buffers.training_utils.atari import make_env
 
@@ -77,6 +81,35 @@ def ppo(report: Report, quick: bool) -> None:
     report.add(f"PPO, {n_envs} environments, iteration", "s", taken)
 
 
+# the example starts to train after 80,000 steps and prints its speed every 10,000; the first of these also compiles
+_DQN_STEPS, _DQN_START = 130_000, 90_000
+
+
 def dqn(report: Report, quick: bool) -> None:
-    """Seconds of a CleanRL-style DQN: the update as one CUDA graph, and the same loop with a dense NumPy buffer."""
-    raise NotImplementedError
+    """Milliseconds per 1000 steps of a CleanRL-style DQN: its update as one CUDA graph, or with dense NumPy arrays."""
+    steps = ["--buffer-size", "10000" if quick else "200000"]
+    steps += ["--quick"] if quick else ["--timesteps", str(_DQN_STEPS)]
+    report.setting = "Pong, 8 environments, 2 updates in batches of 32 every 8 steps"
+    taken = {}
+    for name, options in (
+        ("delta", ["--compression", "delta"]),
+        ("none", ["--compression", "none"]),
+        ("dense", ["--buffer", "dense-cpu"]),
+    ):
+        command = [sys.executable, "example_cleanrl_graph.py", *steps, *options]
+        begin = time.perf_counter()
+        done = subprocess.run(command, cwd=ROOT / "examples", capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
+        taken[name] = [1e3 * (time.perf_counter() - begin)] if quick else milliseconds(done.stdout)
+    report.add("CleanRL-style DQN, 1000 steps", "ms", taken)
+
+
+def milliseconds(printed: str) -> list[float]:
+    """Milliseconds per 1000 steps of each interval in which only training happened."""
+    lines = re.findall(r"^ *([\d,]+) steps, ([\d,]+) per second", printed, re.MULTILINE)
+    pairs = [tuple(int(number.replace(",", "")) for number in line) for line in lines]
+    # speeds are averages since the start
+    clock = {steps: steps / speed for steps, speed in pairs if steps >= _DQN_START}
+    intervals = zip(clock.items(), list(clock.items())[1:], strict=False)
+    return [1e6 * (end - begin) / (last - first) for (first, begin), (last, end) in intervals]
