@@ -19,21 +19,23 @@ if TYPE_CHECKING:
 SPACE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
 ACTIONS = spaces.Discrete(6)
 GAME = "Pong"
+METHODS = ("none", "delta")
 # environments and steps of a rollout
-SHAPES = ((512, 32), (128, 64), (8, 128))
+SHAPES = ((512, 32), (128, 64))
 
 
 def rollouts(report: Report, quick: bool) -> None:
     """What a complete rollout holds, relative to SB3's `RolloutBuffer`."""
     report.setting = GAME
+    shapes = ((8, 8),) if quick else SHAPES
+    cases = [(method, *shape, report.device) for shape in shapes for method in METHODS]
     # each in a fresh process: pools of memory are shared by the buffers of a process
-    context = multiprocessing.get_context("spawn")
-    for n_envs, n_steps in ((8, 8),) if quick else SHAPES:
-        shares = {}
-        for method in ("none", "delta"):
-            with context.Pool(1) as pool:
-                shares[method] = [100 * pool.apply(share, (method, n_envs, n_steps, report.device))]
-        report.add(f"memory of a rollout, {n_envs} x {n_steps}", "%", shares)
+    with multiprocessing.get_context("spawn").Pool(len(cases), maxtasksperchild=1) as pool:
+        shares = pool.starmap(share, cases, chunksize=1)
+    for i, (n_envs, n_steps) in enumerate(shapes):
+        found = shares[i * len(METHODS) : (i + 1) * len(METHODS)]
+        values = {method: [100 * value] for method, value in zip(METHODS, found, strict=True)}
+        report.add(f"memory of a rollout, {n_envs} x {n_steps}", "%", values)
 
 
 def share(method: str, n_envs: int, n_steps: int, device: str) -> float:

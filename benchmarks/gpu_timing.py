@@ -31,16 +31,20 @@ def time_us(run: Run, device: str) -> float:
     return 1e6 * (time.perf_counter() - start)
 
 
-def wall_us(runs: Mapping[str, Run], device: str, repeats: int = 300) -> dict[str, list[float]]:
-    """Microseconds of each call of each candidate, in alternating blocks."""
-    taken: dict[str, list[float]] = {name: [] for name in runs}
+def wall_us(runs: Mapping[str, Run], device: str, repeats: int = 300, seconds: float = 10.0) -> dict[str, list[float]]:
+    """Microseconds of each call of each candidate, in alternating blocks.
+
+    A candidate that takes more than ``seconds`` for all calls gets fewer of them.
+    """
+    block = min(_BLOCK, repeats)
     for run in runs.values():
-        for _ in range(min(_BLOCK, repeats)):
+        for _ in range(block):
             run()
-    while any(len(times) < repeats for times in taken.values()):
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(0, repeats, block):
         for name, run in runs.items():
-            block = [time_us(run, device) for _ in range(min(_BLOCK, repeats) + _UNCOUNTED)]
-            taken[name] += block[_UNCOUNTED:]
+            if sum(taken[name]) < 1e6 * seconds:
+                taken[name] += [time_us(run, device) for _ in range(block + _UNCOUNTED)][_UNCOUNTED:]
     return {name: times[:repeats] for name, times in taken.items()}
 
 

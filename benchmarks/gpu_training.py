@@ -47,7 +47,7 @@ class Stopwatch(BaseCallback):
 def ppo(report: Report, quick: bool) -> None:
     """Seconds of one iteration of PPO on Pong, from one seed; all runs must end with the same weights."""
     device = report.device
-    n_envs, n_steps, batch_size, iterations, rounds = (8, 8, 32, 1, 1) if quick else (512, 32, 2048, 2, 4)
+    n_envs, n_steps, batch_size, iterations, rounds = (8, 8, 32, 1, 1) if quick else (512, 32, 2048, 2, 3)
     report.setting = f"Pong, {n_envs} environments x {n_steps} steps, 4 epochs in batches of {batch_size}"
     if device == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -82,7 +82,7 @@ def ppo(report: Report, quick: bool) -> None:
 
 
 # the example starts to train after 80,000 steps and prints its speed every 10,000; the first of these also compiles
-_DQN_STEPS, _DQN_START = 130_000, 90_000
+_DQN_STEPS, _DQN_START = 115_000, 90_000
 
 
 def dqn(report: Report, quick: bool) -> None:

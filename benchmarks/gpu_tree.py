@@ -97,9 +97,10 @@ def make_theirs(capacity: int, batch: int, device: str) -> tuple[Run, str] | Non
     """TorchRL's sampler on the device if its tree can be had there, else in main memory; and where it is."""
     from torchrl.data.replay_buffers import samplers
 
-    if not has_trees(""):
+    trees = find_trees(device)
+    if "" not in trees:
         return None
-    place = "cuda" if device == "cuda" and has_trees("Cuda") else "cpu"
+    place = "cuda" if "Cuda" in trees else "cpu"
     sampler: Any = samplers.PrioritizedSampler(capacity, ALPHA, BETA, EPSILON, device=place)
     storage: Any = Length(capacity, place)
     every = torch.arange(capacity, device=place)
@@ -134,52 +135,53 @@ def check(indices: Any, capacity: int) -> None:
 
 
 _TREES = [f"{kind}SegmentTree{dtype}" for kind in ("Sum", "Min") for dtype in ("Fp32", "Fp64")]
-_SOURCE = """
-#include <torch/extension.h>
-#include "{header}"
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{
-  torchrl::Define{prefix}SumSegmentTree<float>("Fp32", m);
-  torchrl::Define{prefix}SumSegmentTree<double>("Fp64", m);
-  torchrl::Define{prefix}MinSegmentTree<float>("Fp32", m);
-  torchrl::Define{prefix}MinSegmentTree<double>("Fp64", m);
-}}
-"""
+_HEADERS = {"": "segment_tree.h", "Cuda": "cuda_segment_tree.h"}
 
 
-def has_trees(prefix: str) -> bool:
-    """Whether TorchRL has its trees, in main memory (prefix ``""``) or on the GPU (prefix ``"Cuda"``).
+def find_trees(device: str) -> set[str]:
+    """Where TorchRL has its trees: in main memory (``""``), on the GPU (``"Cuda"``), or both.
 
-    Wheels that were built for another version of PyTorch have none, and most have none for the GPU. Then they are built
-    here, from the sources in the package.
+    Wheels that were built for another version of PyTorch have none, and most have none for the GPU. What is missing is
+    built here, from the sources in the package.
     """
-    import torchrl
     from torchrl.data.replay_buffers.samplers import prioritized as module
 
-    names = [prefix + name for name in _TREES]
-    if all(getattr(module, name, None) is not None for name in names):
-        return True
-    sources = Path(torchrl.__file__).parent / "csrc"
-    header = f"{prefix.lower()}_segment_tree.h".lstrip("_")
+    wanted = {"", "Cuda"} if device == "cuda" else {""}
+    missing = {kind for kind in wanted if any(getattr(module, kind + name, None) is None for name in _TREES)}
+    if not missing:
+        return wanted
     try:
-        from torch.utils.cpp_extension import load
-
-        folder = Path(tempfile.mkdtemp())
-        (folder / "trees.cpp").write_text(_SOURCE.format(header=header, prefix=prefix))
-        files = [folder / "trees.cpp"]
-        if prefix:
-            os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "{}.{}".format(*torch.cuda.get_device_capability()))
-            files.append(sources / "cuda_segment_tree.cu")
-        built: Any = load(
-            f"torchrl_{prefix.lower()}_trees",
-            [str(file) for file in files],
-            extra_cflags=["-O3"],
-            extra_include_paths=[str(sources)],
-            build_directory=str(folder),
-            with_cuda=bool(prefix),
-        )
+        built = build_trees(missing)
     except Exception as error:  # no compiler, or another layout of the package
         print(f"TorchRL's trees cannot be built: {error}", flush=True)
-        return False
-    for name in names:
-        setattr(module, name, getattr(built, name))
-    return True
+        return wanted - missing
+    for kind in missing:
+        for name in _TREES:
+            setattr(module, kind + name, getattr(built, kind + name))
+    return wanted
+
+
+def build_trees(kinds: set[str]) -> Any:
+    import torchrl
+    from torch.utils.cpp_extension import load
+
+    sources, folder = Path(torchrl.__file__).parent / "csrc", Path(tempfile.mkdtemp())
+    lines = ["#include <torch/extension.h>", *(f'#include "{_HEADERS[kind]}"' for kind in kinds)]
+    lines.append("PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {")
+    for kind in kinds:
+        for operation in ("Sum", "Min"):
+            for dtype, name in (("float", "Fp32"), ("double", "Fp64")):
+                lines.append(f'  torchrl::Define{kind}{operation}SegmentTree<{dtype}>("{name}", m);')
+    (folder / "trees.cpp").write_text("\n".join([*lines, "}", ""]))
+    files = [folder / "trees.cpp"]
+    if "Cuda" in kinds:
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "{}.{}".format(*torch.cuda.get_device_capability()))
+        files.append(sources / "cuda_segment_tree.cu")
+    return load(
+        "torchrl_trees",
+        [str(file) for file in files],
+        extra_cflags=["-O2"],
+        extra_include_paths=[str(sources)],
+        build_directory=str(folder),
+        with_cuda="Cuda" in kinds,
+    )
