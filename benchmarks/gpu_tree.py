@@ -163,7 +163,7 @@ def find_trees(device: str) -> set[str]:
 
 def build_trees(kinds: set[str]) -> Any:
     import torchrl
-    from torch.utils.cpp_extension import load
+    from torch.utils.cpp_extension import CUDA_HOME, load
 
     sources, folder = Path(torchrl.__file__).parent / "csrc", Path(tempfile.mkdtemp())
     lines = ["#include <torch/extension.h>", *(f'#include "{_HEADERS[kind]}"' for kind in kinds)]
@@ -173,15 +173,18 @@ def build_trees(kinds: set[str]) -> Any:
             for dtype, name in (("float", "Fp32"), ("double", "Fp64")):
                 lines.append(f'  torchrl::Define{kind}{operation}SegmentTree<{dtype}>("{name}", m);')
     (folder / "trees.cpp").write_text("\n".join([*lines, "}", ""]))
-    files = [folder / "trees.cpp"]
+    files, includes = [folder / "trees.cpp"], [sources]
     if "Cuda" in kinds:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "{}.{}".format(*torch.cuda.get_device_capability()))
         files.append(sources / "cuda_segment_tree.cu")
+        if not (Path(CUDA_HOME or "") / "include" / "cusparse.h").exists():
+            # PyTorch's headers include those of CUDA's libraries, which are packages of their own
+            includes += [path.parent for path in Path(torch.__file__).parents[1].glob("nvidia/*/include/cusparse.h")]
     return load(
         "torchrl_trees",
         [str(file) for file in files],
         extra_cflags=["-O2"],
-        extra_include_paths=[str(sources)],
+        extra_include_paths=[str(path) for path in includes],
         build_directory=str(folder),
         with_cuda="Cuda" in kinds,
     )
