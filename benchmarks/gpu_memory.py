@@ -59,24 +59,26 @@ def share(method: str, n_envs: int, n_steps: int, device: str) -> float:
     gc.collect()
     wait(device)
     usage = ours.memory_usage()
-    grown = device_and_pinned(device) - before
+    on_device, pinned = (now - then for now, then in zip(device_and_pinned(device), before, strict=True))
     names = ("observations", "actions", "rewards", "episode_starts", "values", "log_probs", "advantages", "returns")
     dense = sum(getattr(theirs, name).nbytes for name in names)
     batch, expected = (next(first_batches(buffer)) for buffer in (ours, theirs))
     if not torch.equal(batch.observations, expected.observations):
         raise SystemExit(f"{method} returns other batches than SB3; its memory is not reported")
-    print(f"{method}, {n_envs} x {n_steps}: grown by {grown:,} bytes, reported {usage.total:,}, dense {dense:,}")
+    grown = f"grown by {on_device:,} bytes on the device and {pinned:,} in pinned memory"
+    print(f"{method}, {n_envs} x {n_steps}: {grown}, reported {usage.total:,}, dense {dense:,}", flush=True)
     # memory_usage() also counts what was taken from pools, and pageable memory
-    return max(grown, usage.total) / dense
+    return max(on_device + pinned, usage.total) / dense
 
 
-def device_and_pinned(device: str) -> int:
+def device_and_pinned(device: str) -> tuple[int, int]:
     """Bytes that torch has allocated on the device and in pinned memory."""
     if device != "cuda":
-        return 0
+        return 0, 0
     torch.cuda.synchronize()
+    # empty before the first allocation
     pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
-    return int(torch.cuda.memory_allocated()) + int(pinned)
+    return int(torch.cuda.memory_allocated()), int(pinned)
 
 
 def first_batches(buffer: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import subprocess
 import sys
@@ -90,6 +91,9 @@ def dqn(report: Report, quick: bool) -> None:
     steps = ["--buffer-size", "10000" if quick else "200000"]
     steps += ["--quick"] if quick else ["--timesteps", str(_DQN_STEPS)]
     report.setting = "Pong, 8 environments, 2 updates in batches of 32 every 8 steps"
+    # the examples run in their own folder
+    paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     taken = {}
     for name, options in (
         ("delta", ["--compression", "delta"]),
@@ -98,7 +102,7 @@ def dqn(report: Report, quick: bool) -> None:
     ):
         command = [sys.executable, "example_cleanrl_graph.py", *steps, *options]
         begin = time.perf_counter()
-        done = subprocess.run(command, cwd=ROOT / "examples", capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=ROOT / "examples", env=env, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
         taken[name] = [1e3 * (time.perf_counter() - begin)] if quick else milliseconds(done.stdout)
