@@ -23,6 +23,8 @@ from sb3_extra_buffers.stores.device_timeline import DeviceTimelineStore
 from sb3_extra_buffers.stores.layout import StackLayout
 from tests.stores.test_device_columns import check_columns, random_columns
 
+pytestmark = pytest.mark.same_without_extras
+
 Array = npt.NDArray[Any]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -146,7 +148,8 @@ def test_every_step_is_kept_until_it_is_overwritten(name: str, n_sets: int, plac
     model.check()
     for i in range(27):
         model.write(i % 9, episodes.step(n_sets))
-        if i % 5 == 0:
+        # the interpreter is slow
+        if i % (11 if INTERPRETED else 4) == 0:
             model.check()
     model.check()
 
@@ -184,7 +187,8 @@ def test_a_plan_that_is_dropped_leaves_no_trace(name: str, place: tuple[str, boo
         for _ in range(i % 4):
             model.store.plan(i % 7, Episodes(LAYOUTS[name], 2, seed=i).step())
         model.write(i % 7, episodes.step())
-        model.check()
+        if not INTERPRETED or i % 5 == 4:
+            model.check()
 
 
 @pytest.mark.parametrize("place", PLACES)
