@@ -235,7 +235,7 @@ class _StreamWriter:
         tables.counters[dt.HEAD] = start + length
         at = start % capacity
         tables.heap[at : at + length] = payload
-        return at << dt.LENGTH_BITS | length
+        return int(at << dt.LENGTH_BITS | length)
 
     # ---- keyframes ----
 
