@@ -57,6 +57,7 @@ class Launcher:
     Triton inspects every argument of every call to find the variant to run, and asks the driver about every pointer.
     Here the caller names the variant, and pointers are passed as numbers, which takes a fraction of the time.
     ``dtypes`` are those of the pointers before and after the tables; ``key`` is what else the kernel is compiled for.
+    With fewer registers (``max_registers``) more programs run at a time.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class Launcher:
         tables: Tensors,
         dtypes: tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]],
         n_warps: int,
+        max_registers: int | None = None,
     ) -> None:
-        self._kernel, self._device, self._key, self._n_warps = kernel, device, key, n_warps
+        self._kernel, self._device, self._key = kernel, device, key
+        self._options = {"num_warps": n_warps} | ({} if max_registers is None else {"maxnreg": max_registers})
         self._tables, self._dtypes = tables, dtypes
         self._addresses = tuple(table.data_ptr() for table in tables)
         self._variants: dict[Any, Any] = {}
@@ -111,7 +114,7 @@ class Launcher:
         with torch.cuda.device(self._device):
             compiled = _compiled.get(key)
             if compiled is None:
-                compiled = _compiled[key] = self._kernel[grid](*args, num_warps=self._n_warps)
+                compiled = _compiled[key] = self._kernel[grid](*args, **self._options)
             else:
                 compiled[grid](*args)
         self._variants[variant] = compiled.run, compiled.function, compiled.packed_metadata
