@@ -29,7 +29,7 @@ from stable_baselines3.common.vec_env import VecFrameStack
 from benchmarks import feed
 from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
 from sb3_extra_buffers.stores.device_frames import DeviceFrameStore
-from sb3_extra_buffers.stores.device_shared import DeviceSharedStore
+from sb3_extra_buffers.stores.device_timeline import DeviceTimelineStore
 
 DATA = Path(__file__).parent / "data" / "gpu.csv"
 SPACE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
@@ -172,7 +172,7 @@ def measure(game: str, n_steps: int, report: Report) -> None:
     for name, buffer in ours.items():
         store = buffer.obs_stores[""].inner
         out = torch.empty((2, 256, 4, 7056), dtype=torch.uint8, device="cuda")
-        if isinstance(store, DeviceFrameStore | DeviceSharedStore):
+        if isinstance(store, DeviceFrameStore | DeviceTimelineStore):
             kernels = store.kernels(store.state) if isinstance(store, DeviceFrameStore) else store.kernels
             report.add(name, "decode kernels, 256", "us", graph_us(lambda k=kernels, o=out: k.read(indices, o)))
     dense = torch.zeros((2 * n_transitions, *SPACE.shape), dtype=torch.uint8, device="cuda")
