@@ -63,8 +63,8 @@ class TensorReplayBuffer(Transactional):
         device: Where transitions are stored and batches are returned: ``"cpu"``, ``"cuda"`` or ``"auto"``.
         observations: The fields that are observations and have a successor ``next_<name>``.
         compression_method: How observations are compressed: ``"auto"``, ``"delta"``, ``"none"`` (the same as None) or
-            another method. A CUDA graph can include `sample` if it is ``"delta"`` or ``"none"``, or ``"auto"`` chose one
-            of them.
+            another method. A CUDA graph can include `sample` if it is ``"delta"`` or ``"none"``, or if ``"auto"`` chose
+            one of them.
         compression_kwargs: Options of that method.
         heap_bytes: The most that the encoded observations of a field may take.
         n_steps: Steps of a return.
