@@ -34,13 +34,18 @@ DEVICES = [
 @pytest.mark.skipif(not has_triton(), reason="needs Triton 3")
 @pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
 @pytest.mark.slow
-def test_the_kernels_under_the_interpreter() -> None:
-    """Triton decides whether to interpret when it is imported, so run these tests in another process."""
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        ("kernels/*_triton.py",),
+        ("stores/test_device_*.py", "gpu_buffers/test_tensors.py", "tensor_buffers/test_graphs.py"),
+    ],
+)
+def test_the_kernels_under_the_interpreter(patterns: tuple[str, ...]) -> None:
+    """Triton decides whether to interpret when it is imported, so run these tests in other processes."""
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    files = [HERE, *(HERE.with_name(f"test_{name}_triton.py") for name in ("camera", "rle", "sum_tree", "transitions"))]
-    files += (HERE.parents[1] / "stores" / f"test_device_{name}.py" for name in ("camera", "columns", "raw", "table"))
-    files.append(HERE.parents[1] / "tensor_buffers" / "test_graphs.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files), "-m", "not gpu"]
+    files = [str(path) for pattern in patterns for path in HERE.parents[1].glob(pattern)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-m", "not gpu"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert "passed" in done.stdout

@@ -37,6 +37,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
         return torch.device("cuda")
     monkeypatch.setattr(device_base, "stays_on_host", lambda device: False)
     monkeypatch.setattr(device_base, "has_triton", lambda: True)
+    # indices count as being on a GPU
+    for module in ("storage", "table", "transactions"):
+        monkeypatch.setattr(f"sb3_extra_buffers._torchrl.{module}.is_on_gpu", torch.is_tensor)
     return torch.device("cpu")
 
 
@@ -89,6 +92,57 @@ def test_samples_with_ndim_2(device: torch.device) -> None:
     same_samples(ours, theirs)
     assert ours.storage.table.groups[0].store.n_streams == 3
     assert_same(ours[:].clone(), theirs[:].clone())
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_items_are_found_by_indices_on_the_device(device: torch.device, ndim: int) -> None:
+    ours, theirs = pair(device, 60, **({"ndim": 2} if ndim == 2 else {"n_envs": 3}))
+    for data in steps(29, 3):
+        for buffer in (ours, theirs):
+            buffer.extend((data if ndim == 1 else data[:, None]).clone().to(device))
+    index: Any = torch.tensor([[3, 59, 0], [-1, 33, 34]], device=device)
+    if ndim == 2:
+        index = (index // 3, index % 3)
+    assert_same(ours.storage.get(index), theirs.storage.get(index))
+    [observation] = ours.storage.get_fields(index, ["observation"])
+    assert torch.equal(observation, theirs.storage.get(index)["observation"])
+    if ndim == 1:
+        for buffer in (ours, theirs):
+            buffer[33] = buffer[9].clone()  # stays raw
+        assert_same(ours.storage.get(index), theirs.storage.get(index))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("method", ["none", "delta"])
+def test_extending_and_reading_never_wait_for_the_gpu(method: str) -> None:
+    n_envs = 4
+    storage = CompressedStorage(60 * n_envs, device="cuda", n_envs=n_envs, compression_method=method)
+    ours = TensorDictReplayBuffer(storage=storage, batch_size=16)
+    theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(60 * n_envs, device="cuda"), batch_size=16)
+    data = [step.to("cuda") for step in steps(150, n_envs)]
+    index = torch.randint(0, 60 * n_envs, (64,), device="cuda")
+    for step in data[:70]:
+        ours.extend(step.clone())
+        theirs.extend(step.clone())
+    storage.get(index)
+    given = [step.clone() for step in data[70:]]
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+            for step in given:
+                ours.extend(step)
+            found = storage.get(index)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    names = [event.key for event in profiled.key_averages()]
+    assert names
+    assert not any("DtoH" in name or "HtoD" in name for name in names), names
+    for step in data[70:]:
+        theirs.extend(step.clone())
+    assert_same(found, theirs.storage.get(index))
 
 
 def test_single_items_and_partial_steps(device: torch.device) -> None:

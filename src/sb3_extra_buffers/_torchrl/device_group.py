@@ -12,9 +12,9 @@ import torch
 
 from sb3_extra_buffers._torchrl.groups import StoredGroup, split_steps
 from sb3_extra_buffers._torchrl.indexing import Positions, keep_last
-from sb3_extra_buffers._torchrl.tensors import as_rows, to_numpy
+from sb3_extra_buffers._torchrl.tensors import to_numpy
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
-from sb3_extra_buffers.stores.device_base import DevicePlace, IndexBatch
+from sb3_extra_buffers.stores.device_base import Batch, DevicePlace, IndexBatch
 from sb3_extra_buffers.stores.device_observation import DeviceObservationStore
 from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.staging import torch_dtype
@@ -25,7 +25,7 @@ __all__ = ["DeviceGroup"]
 # raw rows that are tolerated before everything is written again in order: 1 / 8 of all rows, but at least 256
 _RAW_SHARE = 8
 _MIN_RAW = 256
-# rows copied through the host at a time
+# rows copied at a time
 _CHUNK = 256
 
 
@@ -47,11 +47,14 @@ class DeviceGroup(StoredGroup):
     after the store has them.
     """
 
+    reads_tensors = True
+
     def _create_store(self, n_streams: int) -> None:
         # rows behind the last whole step stay raw
         self.n_steps = max(self.n_rows // n_streams, 1)
         self._ordered = _Ordered(self._new_store(n_streams, self.config.method))
         self._raw = [_RawRows(self.n_rows, self.spec, self.device) for _ in self.keys]
+        self._dtype = torch_dtype(self.spec.dtype)
         self._lock = fork_safe_lock()
 
     @property
@@ -66,12 +69,18 @@ class DeviceGroup(StoredGroup):
 
     # ---- writing ----
 
-    def write(self, positions: Positions, batches: Sequence[ByteRows]) -> None:
+    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor`` on the device, in the dtype of the store."""
+        staged = tensor.detach().to(self.device).contiguous()
+        return staged if self._dtype is staged.dtype else staged.view(self._dtype)
+
+    def write(self, positions: Positions, batches: Sequence[ByteRows | torch.Tensor]) -> None:
+        """Store rows of bytes, or tensors from `stage`, step by step."""
         n_streams = self.store.n_streams
         with self._lock:
             for first, stop in split_steps(positions, n_streams):
                 step = int(positions[first]) // n_streams
-                parts = [np.ascontiguousarray(rows[first:stop]) for rows in batches]
+                parts = [self._as_batch(rows[first:stop]) for rows in batches]
                 if stop - first == n_streams and self._is_next(step):
                     self._write_step(step, parts)
                     continue
@@ -83,17 +92,20 @@ class DeviceGroup(StoredGroup):
     def write_key(self, which: int, positions: Positions, rows: ByteRows) -> None:
         with self._lock:
             last = keep_last(positions)
-            self._raw[which].put(positions[last], rows[last])
+            self._raw[which].put(positions[last], self._as_batch(rows[last]))
             self._reorder_if_needed(0)
+
+    def _as_batch(self, rows: ByteRows | torch.Tensor) -> Batch:
+        return rows if isinstance(rows, torch.Tensor) else self.spec.from_rows(np.ascontiguousarray(rows))
 
     def _is_next(self, step: int) -> bool:
         next_step = self._ordered.next_step
         return step < self.n_steps if next_step is None else step == next_step
 
-    def _write_step(self, step: int, rows: Sequence[ByteRows]) -> None:
+    def _write_step(self, step: int, batches: Sequence[Batch]) -> None:
         store, origin, next_step = self._ordered
         origin = step if next_step is None else origin
-        store.write((step - origin) % self.n_steps, [self.spec.from_rows(part) for part in rows])
+        store.write((step - origin) % self.n_steps, batches)
         self._ordered = _Ordered(store, origin, (step + 1) % self.n_steps)
         positions = self._positions_of(step)
         for raw in self._raw:
@@ -106,7 +118,7 @@ class DeviceGroup(StoredGroup):
         """Write ``step`` if it is the next one and all of its rows have arrived."""
         positions = self._positions_of(step)
         if self._is_next(step) and all(raw.holds(positions) for raw in self._raw):
-            self._write_step(step, [as_rows(self.spec, raw.get(positions)) for raw in self._raw])
+            self._write_step(step, [raw.get(positions) for raw in self._raw])
 
     def _reorder_if_needed(self, newest: int) -> None:
         """Write everything again, starting with the step after ``newest``, if too many rows are raw."""
@@ -119,17 +131,17 @@ class DeviceGroup(StoredGroup):
         for begin in range(0, self.n_steps, per_chunk):
             steps = (first + np.arange(begin, min(begin + per_chunk, self.n_steps))) % self.n_steps
             positions = (steps[:, None] * n_streams + np.arange(n_streams)).reshape(-1)
-            rows = [as_rows(self.spec, part) for part in self._read(positions, range(len(self.keys)))]
+            batches = self._read(positions, range(len(self.keys)))
             for i in range(len(steps)):
                 part = slice(i * n_streams, (i + 1) * n_streams)
-                store.write(begin + i, [self.spec.from_rows(batch[part]) for batch in rows])
+                store.write(begin + i, [batch[part] for batch in batches])
         self._ordered = _Ordered(store, first, first)
         for raw in self._raw:
             raw.drop(np.arange(self.n_steps * n_streams))
 
     # ---- reading ----
 
-    def read(self, positions: Positions, which: Sequence[int] | None = None) -> list[torch.Tensor]:
+    def read(self, positions: Positions | torch.Tensor, which: Sequence[int] | None = None) -> list[torch.Tensor]:
         with self._lock:
             batch = self._read(positions, range(len(self.keys)) if which is None else which)
         return [part.view(self.dtype) if part.dtype is not self.dtype else part for part in batch]
@@ -137,16 +149,18 @@ class DeviceGroup(StoredGroup):
     def read_rows(self, positions: Positions, which: Sequence[int] | None = None) -> list[ByteRows]:
         return [self.as_rows(part) for part in self.read(positions, which)]
 
-    def _read(self, positions: Positions, which: Sequence[int]) -> list[torch.Tensor]:
+    def _read(self, positions: Positions | torch.Tensor, which: Sequence[int]) -> list[torch.Tensor]:
         store, origin, next_step = self._ordered
         if next_step is None or not len(positions):
             shape = (len(which), len(positions), *self.spec.shape)
-            batch = torch.zeros(shape, dtype=torch_dtype(self.spec.dtype), device=self.device)
+            batch = torch.zeros(shape, dtype=self._dtype, device=self.device)
         else:
-            steps, streams = np.divmod(positions, store.n_streams)
+            steps, streams = positions // store.n_streams, positions % store.n_streams
             # behind the last whole step this finds another row, which the raw one then replaces
             indices = (steps - origin) % self.n_steps * store.n_streams + streams
-            batch = store.read(IndexBatch(np.stack([indices + key * store.n_obs for key in which])))
+            sets: list[Any] = [indices + key * store.n_obs for key in which]
+            on_gpu = isinstance(positions, torch.Tensor)
+            batch = store.read(IndexBatch(None, torch.stack(sets)) if on_gpu else IndexBatch(np.stack(sets)))
         for part, key in zip(batch, which, strict=True):
             self._raw[key].fill(positions, part)
         return list(batch)
@@ -208,8 +222,8 @@ class _RawRows:
     def nbytes(self) -> int:
         return self._rows.nbytes + self._entries.nbytes + self._owners.nbytes
 
-    def put(self, positions: Positions, rows: ByteRows) -> None:
-        values = torch.from_numpy(np.require(self._spec.from_rows(rows), requirements="W"))
+    def put(self, positions: Positions, batch: Batch) -> None:
+        values = batch if isinstance(batch, torch.Tensor) else torch.from_numpy(np.require(batch, requirements="W"))
         entries = self._entries[positions]
         new = np.unique(positions[entries < 0])
         free = np.flatnonzero(~self._in_use())
@@ -233,9 +247,15 @@ class _RawRows:
     def get(self, positions: Positions) -> torch.Tensor:
         return self._rows[torch.from_numpy(self._entries[positions].astype(np.int64)).to(self._rows.device)]
 
-    def fill(self, positions: Positions, out: torch.Tensor) -> None:
+    def fill(self, positions: Positions | torch.Tensor, out: torch.Tensor) -> None:
         """Copy the rows that are here into ``out``, which has a row for each of ``positions``."""
-        if self.count:
+        if not self.count:
+            return
+        if isinstance(positions, torch.Tensor):
+            entries = torch.from_numpy(self._entries).to(out.device)[positions].long()
+            is_here = (entries >= 0).view(-1, *(1 for _ in self._spec.shape))
+            torch.where(is_here, self._rows[entries.clamp(min=0)], out, out=out)
+        else:
             here = np.flatnonzero(self._entries[positions] >= 0)
             if len(here):
                 out[torch.from_numpy(here).to(out.device)] = self.get(positions[here])

@@ -11,10 +11,10 @@ from sb3_extra_buffers._torchrl.indexing import Positions
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.stores.layout import find_layout
 
-__all__ = ["EnvProbe", "find_n_envs"]
+__all__ = ["PROBE_ROWS", "EnvProbe", "find_n_envs"]
 
-# rows that are enough to tell
-_PROBE_ROWS = 128
+#: Rows that are enough to tell.
+PROBE_ROWS = 128
 _MAX_ENVS = 64
 
 
@@ -28,7 +28,7 @@ class EnvProbe:
         self.spec = spec
         #: rows that were written so far
         self.count = count
-        self._n_needed = min(_PROBE_ROWS, n_rows)
+        self._n_needed = min(PROBE_ROWS, n_rows)
         self._parts = parts
 
     def extend(self, positions: Positions, batches: Sequence[ByteRows]) -> int | EnvProbe:
@@ -38,7 +38,7 @@ class EnvProbe:
         """
         if not np.array_equal(positions, np.arange(self.count, self.count + len(positions))):
             return 1
-        part = [rows[: _PROBE_ROWS - self.count].copy() for rows in batches]
+        part = [rows[: PROBE_ROWS - self.count].copy() for rows in batches]
         probe = EnvProbe(self.spec, self._n_needed, (*self._parts, part), self.count + len(positions))
         return probe.decide() if probe.count >= self._n_needed else probe
 

@@ -43,6 +43,9 @@ class Group(ABC):
     their number in ``keys``.
     """
 
+    #: Whether `read` takes positions as a tensor on the device.
+    reads_tensors = False
+
     def __init__(self, config: GroupConfig, device: torch.device) -> None:
         self.config, self.device = config, device
         self.keys, self.spec, self.dtype, self.n_rows = config[:4]
@@ -86,6 +89,10 @@ class Group(ABC):
     def as_rows(self, tensor: torch.Tensor) -> ByteRows:
         """Return a tensor of shape ``(*lead, *spec.shape)`` as rows."""
         return as_rows(self.spec, tensor)
+
+    def stage(self, tensor: torch.Tensor) -> Any:
+        """Return a tensor of shape ``(n, *spec.shape)`` as `write` takes it."""
+        return self.as_rows(tensor)
 
 
 class StoredGroup(Group):

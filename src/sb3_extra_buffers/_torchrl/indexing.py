@@ -10,9 +10,14 @@ import torch
 
 from sb3_extra_buffers.errors import IndexOutOfRangeError
 
-__all__ = ["Positions", "as_indices", "keep_last", "numpy_index", "wrap_indices"]
+__all__ = ["Positions", "as_indices", "is_on_gpu", "keep_last", "numpy_index", "wrap_indices", "wrap_on_gpu"]
 
 Positions = npt.NDArray[np.int64]
+
+
+def is_on_gpu(index: Any) -> bool:
+    """Whether ``index`` is a tensor whose values the host would have to wait for."""
+    return isinstance(index, torch.Tensor) and index.is_cuda
 
 
 def as_indices(index: Any) -> npt.NDArray[Any] | None:
@@ -60,6 +65,13 @@ def wrap_indices(indices: npt.NDArray[Any], size: int) -> Positions:
             raise IndexOutOfRangeError(f"index {outside[0]} is out of range: {size} items are stored")
         indices = np.where(indices < 0, indices + size, indices)
     return indices
+
+
+def wrap_on_gpu(indices: torch.Tensor, size: int) -> torch.Tensor:
+    """Like `wrap_indices` for a tensor, without waiting: the GPU stops with an error if one is out of range."""
+    wrapped = torch.where(indices < 0, indices + size, indices).long()
+    torch._assert_async(((wrapped >= 0) & (wrapped < size)).all(), f"an index is out of range: {size} items are stored")
+    return wrapped
 
 
 def keep_last(positions: Positions) -> npt.NDArray[np.intp]:

@@ -14,9 +14,9 @@ from tensordict import TensorDict, is_tensor_collection, is_tensorclass
 from torch.utils._pytree import tree_leaves  # torch has no public tree functions
 from torchrl.data.replay_buffers.storages import TensorStorage
 
-from sb3_extra_buffers._torchrl.env_probe import EnvProbe
+from sb3_extra_buffers._torchrl.env_probe import PROBE_ROWS, EnvProbe
 from sb3_extra_buffers._torchrl.groups import GroupConfig, HostGroup
-from sb3_extra_buffers._torchrl.indexing import Positions, wrap_indices
+from sb3_extra_buffers._torchrl.indexing import Positions, is_on_gpu, wrap_indices
 from sb3_extra_buffers._torchrl.layout import KeyLayout, check_methods, lay_out, options_for
 from sb3_extra_buffers._torchrl.schema import Key, check_items, first_item, key_names, specs_of, stack_items
 from sb3_extra_buffers._torchrl.table import ItemTable, example_item
@@ -216,7 +216,7 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
         if not self.initialized:
             self._init(data if is_single else first_item(data))
         table = self.table
-        steps = table.steps_at(cursor)
+        steps = write.steps_at(table, cursor)
         if not write.checked:
             self.check_data(data, None if steps is None else 0 if is_single else 1)
         if steps is not None:
@@ -234,13 +234,12 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
         if self._probe is not None:
             self._update_probe(self._probe, write)
         if set_cursor:
-            if not isinstance(cursor, (int, np.integer, slice, range, torch.Tensor)):
-                # in a form that TorchRL can record
+            if is_on_gpu(cursor) or not isinstance(cursor, (int, np.integer, slice, range, torch.Tensor)):
+                # in a form that TorchRL can record without waiting
                 cursor = torch.from_numpy(positions // table.width)
             write.cursor, write.length = cursor, min(length + n_items, self.max_size)
         # items behind the length cannot be read: if the write fails they are not counted, and need no repair
-        first = write.index.start if isinstance(write.index, slice) else int(write.positions.min(initial=1 << 62))
-        write.overwrites = first < length
+        write.overwrites = int(write.positions.min(initial=1 << 62)) < length
         self._apply(write)
 
     def _apply(self, write: PendingWrite) -> None:
@@ -278,9 +277,12 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
     def _update_probe(self, probe: EnvProbe, write: PendingWrite) -> None:
         """Show ``write`` to the probe; if that settles the number of environments, use as many streams."""
         table = self.table
-        rows = write.rows[_probed_group(table)]
+        number = _probed_group(table)
+        rows, group = write.rows[number], table.groups[number]
         if rows is None:
             return
+        # on the host, where only the first rows are needed
+        rows = [group.as_rows(part[:PROBE_ROWS]) if isinstance(part, torch.Tensor) else part for part in rows]
         result = probe.extend(write.positions, rows)
         if isinstance(result, EnvProbe):
             self._probe = result
@@ -332,7 +334,7 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
             tensors = self.table.read(positions, set(keys))
         return [tensors[key] for key in keys]
 
-    def _read(self, positions: Positions) -> Any:
+    def _read(self, positions: Positions | torch.Tensor) -> Any:
         tensors = self.table.read(positions)
         shape = [*positions.shape, *self._storage.shape[self.ndim :]]
         if is_tensorclass(self._storage):

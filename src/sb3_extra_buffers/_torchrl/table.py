@@ -13,7 +13,7 @@ from tensordict import is_tensor_collection
 from torch.utils._pytree import tree_map  # torch has no public tree functions
 
 from sb3_extra_buffers._torchrl.groups import Group
-from sb3_extra_buffers._torchrl.indexing import Positions, as_indices, numpy_index, wrap_indices
+from sb3_extra_buffers._torchrl.indexing import Positions, as_indices, is_on_gpu, numpy_index, wrap_indices, wrap_on_gpu
 from sb3_extra_buffers._torchrl.schema import Key, Spec, key_name
 from sb3_extra_buffers._torchrl.stored_tensor import StoredTensor
 from sb3_extra_buffers.errors import IndexOutOfRangeError
@@ -91,8 +91,14 @@ class ItemTable:
         width = self.width
         return steps if width == 1 else (steps[:, None] * width + np.arange(width)).reshape(-1)
 
-    def positions_at(self, index: Any, length: int) -> Positions | None:
-        """Return the positions among the first ``length`` that integers name, or None for slices, masks and so on."""
+    def positions_at(self, index: Any, length: int) -> Positions | torch.Tensor | None:
+        """Return the positions among the first ``length`` that integers name, or None for slices, masks and so on.
+
+        Those of indices on a GPU stay there, if all groups can read them.
+        """
+        parts = index if isinstance(index, tuple) else (index,)
+        if all(map(is_on_gpu, parts)) and all(group.reads_tensors for group in self.groups):
+            return self._positions_on_gpu(parts, length)
         if isinstance(index, tuple):
             if len(index) != len(self.lead):
                 return None
@@ -107,6 +113,16 @@ class ItemTable:
             return None
         return wrap_indices(array, length)
 
+    def _positions_on_gpu(self, parts: tuple[torch.Tensor, ...], length: int) -> torch.Tensor | None:
+        integers = all(part.ndim and not part.is_floating_point() and part.dtype != torch.bool for part in parts)
+        if len(parts) != len(self.lead) or not integers or len({part.shape for part in parts}) > 1:
+            return None
+        lengths = (-(-length // self.width), *self.lead[1:])
+        positions = torch.zeros_like(parts[0], dtype=torch.int64)
+        for part, size, n in zip(parts, lengths, self.lead, strict=True):
+            positions = positions * n + wrap_on_gpu(part, size)
+        return positions
+
     def select(self, index: Any) -> Positions:
         """Return the positions that any index selects, in the shape of the selection."""
         try:
@@ -116,7 +132,7 @@ class ItemTable:
 
     # ---- contents ----
 
-    def read(self, positions: Positions, keys: Collection[Key] | None = None) -> dict[Key, torch.Tensor]:
+    def read(self, positions: Positions | torch.Tensor, keys: Collection[Key] | None = None) -> dict[Key, torch.Tensor]:
         """Decode the items at ``positions``; all keys, or ``keys`` alone."""
         tensors: dict[Key, torch.Tensor] = {}
         flat = positions.reshape(-1)
@@ -124,7 +140,7 @@ class ItemTable:
         for key, leaf in self.dense.items():
             if keys is None or key in keys:
                 if index is None:
-                    index = torch.from_numpy(flat).to(leaf.device)
+                    index = flat if isinstance(flat, torch.Tensor) else torch.from_numpy(flat).to(leaf.device)
                 tensors[key] = leaf.index_select(0, index)
         for group in self.groups:
             wanted = group.keys if keys is None else [key for key in group.keys if key in keys]

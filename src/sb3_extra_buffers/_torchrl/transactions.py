@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from itertools import pairwise
 from multiprocessing.sharedctypes import Synchronized
 from types import FrameType
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import is_tensor_collection
+from torchrl.data.replay_buffers.writers import RoundRobinWriter, TensorDictRoundRobinWriter
 
-from sb3_extra_buffers._torchrl.indexing import Positions, keep_last
+from sb3_extra_buffers._torchrl.indexing import Positions, is_on_gpu, keep_last
 from sb3_extra_buffers._torchrl.schema import Key, leaf_items
 from sb3_extra_buffers._torchrl.table import ItemTable
 from sb3_extra_buffers.errors import SpecMismatchError
@@ -31,8 +33,8 @@ class PendingWrite:
     """
 
     __slots__ = (
-        "before", "checked", "cursor", "data", "dense", "done", "index", "length", "overwrites", "positions", "rows",
-        "thread",
+        "before", "checked", "cursor", "data", "dense", "done", "index", "length", "moved", "overwrites", "positions",
+        "rows", "thread",
     )  # fmt: skip
 
     def __init__(self, data: Any, checked: bool = False) -> None:
@@ -42,14 +44,26 @@ class PendingWrite:
         self.done = False
         self.before: tuple[dict[str, Any], int, int | None] | None = None
         self.overwrites = False
-        # what to write: rows per group (None to skip it) at `positions`, values per dense leaf at `index`
+        # the writer's cursor before and after, if it stores items one after the other
+        self.moved: tuple[int, int] | None = None
+        # what to write: rows per group (None to skip it) at `positions`; values per dense leaf at `index`, which says
+        # where, and which of them
         self.positions: Any = None
         self.rows: list[Any] = []
-        self.index: Any = None
+        self.index: list[tuple[Any, slice]] = []
         self.dense: list[tuple[torch.Tensor, torch.Tensor]] = []
         # the cursor and the length afterwards; None leaves both unchanged
         self.cursor: Any = None
         self.length: int | None = None
+
+    def steps_at(self, table: ItemTable, cursor: Any) -> Positions | None:
+        """Return `ItemTable.steps_at`, without waiting for a GPU if the writer's cursor tells the steps too."""
+        if self.moved is not None and is_on_gpu(cursor) and cursor.ndim == 1:
+            first, after = self.moved
+            n_steps = table.lead[0]
+            if (first + len(cursor)) % n_steps == after:
+                return (first + np.arange(len(cursor))) % n_steps
+        return table.steps_at(cursor)
 
     def stage(self, table: ItemTable, positions: Positions, data: Any, shape: tuple[int, ...] | None) -> None:
         """Do everything that can fail before the first row is written; ``shape`` is what values are broadcast to."""
@@ -80,9 +94,16 @@ class PendingWrite:
         for group in table.groups:
             tensors = [rows_of(key, group.spec.shape) for key in group.keys]
             complete = all(part is not None for part in tensors)
-            self.rows.append([group.as_rows(part) for part in tensors] if complete else None)
+            self.rows.append([group.stage(part) for part in tensors] if complete else None)
         self.positions = positions
-        self.index = slice(int(positions[0]), int(positions[-1]) + 1) if in_order else torch.from_numpy(positions)
+        # around the end of the ring there are two runs; slices need no copy of the positions to a GPU
+        breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+        if in_order or len(breaks) == 1:
+            ends = [0, *breaks.tolist(), len(positions)]
+            runs = [slice(*run) for run in pairwise(ends)]
+            self.index = [(slice(int(positions[run][0]), int(positions[run][-1]) + 1), run) for run in runs]
+        else:
+            self.index = [(torch.from_numpy(positions), slice(None))]
 
     def write_to(self, table: ItemTable) -> None:
         """Write what was staged; may be repeated."""
@@ -90,13 +111,16 @@ class PendingWrite:
             if rows is not None and len(self.positions):
                 group.write(self.positions, rows)
         for leaf, value in self.dense:
-            leaf[self.index if isinstance(self.index, slice) else self.index.to(leaf.device)] = value
+            for where, which in self.index:
+                leaf[where if isinstance(where, slice) else where.to(leaf.device)] = value[which]
 
     def has_begun(self, table: ItemTable) -> bool:
         """Whether anything may have been written: groups come first, and write their first row as a whole."""
         for group, rows in zip(table.groups, self.rows, strict=True):
             if rows is not None:
-                return np.array_equal(group.read_rows(self.positions[:1], [0])[0][0], rows[0][0])
+                first = rows[0][:1]
+                expected = group.as_rows(first) if isinstance(first, torch.Tensor) else first
+                return np.array_equal(group.read_rows(self.positions[:1], [0])[0], expected)
         return True
 
 
@@ -136,7 +160,10 @@ class TransactionalCursor:
         if write is None or write.done or writer is None:
             self._moved = None
         else:
-            self._moved = write, int(self._inner.value), int(writer._write_count), value
+            before = int(self._inner.value)
+            if type(writer) in (RoundRobinWriter, TensorDictRoundRobinWriter):
+                write.moved = before, value
+            self._moved = write, before, int(writer._write_count), value
         self._inner.value = value
 
     def _move_back(self, write: PendingWrite, cursor: int, count: int, moved_to: int) -> None:

@@ -185,17 +185,55 @@ def _apply_difference(heap_ptr, words_ptr, at, frame, groups):
     count = popcount64(masks)
     rank = tl.cumsum(count, axis=0) - count
     values_at = at + (tl.sum(count, axis=0) + 7) // 8
-    return _insert_values(heap_ptr, words_ptr, frame, line_masks, masks, rank, at, values_at)
+    fresh = load_word(words_ptr, at + (rank >> 3), count > 0) >> (rank & 7).to(tl.uint64)
+    n_fresh = popcount64(fresh & low_bits(count))
+    if (tl.max(count, axis=0) <= 56) & (tl.max(n_fresh, axis=0) <= 7):
+        # the fresh values of every line, and the one before them, are in one word
+        used = tl.cumsum(n_fresh, axis=0) - n_fresh
+        values = load_word(words_ptr, values_at + used - 1, count > 0)
+        frame = _insert_few(frame, line_masks, masks, fresh, values)
+    else:
+        frame = _insert_values(heap_ptr, words_ptr, frame, line_masks, masks, rank, at, values_at)
+    return frame
+
+
+@triton.jit
+def _word_masks(line_masks, masks):
+    """The mask of changed bytes of each word, and how many values of its line come before it."""
+    bit = tl.arange(0, 8)[None, :]
+    nth = popcount(line_masks[:, None] & ((1 << bit) - 1))
+    mask = ((masks[:, None] >> (8 * nth).to(tl.uint64)) & 255).to(tl.int32) * ((line_masks[:, None] >> bit) & 1)
+    return mask, popcount64(masks[:, None] & low_bits(8 * nth))
+
+
+@triton.jit
+def _pick(frame, values, mask, fresh, source):
+    """``frame`` with the changed bytes replaced by bytes of ``values``, each fresh one from the next byte."""
+    picks = tl.zeros([_LINES, 8], tl.int32)
+    for byte in tl.static_range(8):
+        has = (mask >> byte) & 1
+        source += has & fresh
+        fresh = fresh >> has
+        # source may be -1 before a word's first value; that byte is masked out below
+        picks |= (source & 7) << (4 * byte)
+    changed = spread_bits(mask)
+    return (frame & ~changed) | (pick_bytes(values, picks) & changed)
+
+
+@triton.jit
+def _insert_few(frame, line_masks, masks, fresh, values):
+    """`_insert_values` where the values of a line are given, after the one before them."""
+    mask, before = _word_masks(line_masks, masks)
+    source = popcount64(fresh[:, None] & low_bits(before))
+    of_word = (fresh[:, None] >> before.to(tl.uint64)).to(tl.int32) & ((1 << popcount(mask)) - 1)
+    return _pick(frame, values[:, None], mask, of_word, source)
 
 
 @triton.jit
 def _insert_values(heap_ptr, words_ptr, frame, line_masks, masks, rank, fresh_at, values_at):
     """``frame[line, 8]`` with the changed bytes replaced; a value that is not fresh repeats the one before it."""
-    bit = tl.arange(0, 8)[None, :]
-    word_bit = (line_masks[:, None] >> bit) & 1
-    nth = popcount(line_masks[:, None] & ((1 << bit) - 1))
-    mask = ((masks[:, None] >> (8 * nth).to(tl.uint64)) & 255).to(tl.int32) * word_bit
-    rank = rank[:, None] + popcount64(masks[:, None] & low_bits(8 * nth))
+    mask, before = _word_masks(line_masks, masks)
+    rank = rank[:, None] + before
     fresh = tl.load(heap_ptr + fresh_at + (rank >> 3), mask=mask > 0, other=0).to(tl.int32)
     # the bits of a word may continue in the next byte, which exists: values follow
     fresh |= tl.load(heap_ptr + fresh_at + (rank >> 3) + 1, mask=mask > 0, other=0).to(tl.int32) << 8
@@ -206,13 +244,4 @@ def _insert_values(heap_ptr, words_ptr, frame, line_masks, masks, rank, fresh_at
     used += tl.cumsum(n_fresh, axis=1) - n_fresh
     # if the first value repeats the one before it, the loaded values begin with that one
     values = load_word(words_ptr, values_at + used - 1 + (fresh & 1), mask > 0)
-    source = -(fresh & 1)
-    picks = tl.zeros([_LINES, 8], tl.int32)
-    for byte in tl.static_range(8):
-        has = (mask >> byte) & 1
-        source += has & fresh
-        fresh = fresh >> has
-        # source may be -1 before a word's first value; that byte is masked out below
-        picks |= (source & 7) << (4 * byte)
-    changed = spread_bits(mask)
-    return (frame & ~changed) | (pick_bytes(values, picks) & changed)
+    return _pick(frame, values, mask, fresh, -(fresh & 1))

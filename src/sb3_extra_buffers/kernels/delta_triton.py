@@ -16,9 +16,11 @@ from sb3_extra_buffers.kernels.launcher import COLUMN_DTYPES, NO_COLUMNS, Column
 __all__ = ["ReadKernel", "WriteKernel"]
 
 # measured: programs that share the segments of a row, warps of a program that reads
-_PARTS, _READ_WARPS = 2, 1
+_PARTS, _READ_WARPS = 2, 2
 # chunks that a program encodes together, its warps, and programs at most: what an H200 runs at a time
-_BLOCK_CHUNKS, _WRITE_WARPS, _WRITE_PROGRAMS = 8, 16, 264
+_BLOCK_CHUNKS, _WRITE_WARPS, _WRITE_PROGRAMS = 8, 8, 264
+# registers of a thread at most, so that more programs run at a time
+_READ_REGISTERS, _WRITE_REGISTERS = 96, 128
 
 
 class ReadKernel:
@@ -33,7 +35,13 @@ class ReadKernel:
         )  # fmt: skip
         key = (shape.frame_bytes, shape.stack, per)
         self._launcher = Launcher(
-            read_kernel, frame_ids.device, key, (addresses, frame_ids), ((words,), (words, *COLUMN_DTYPES)), _READ_WARPS
+            read_kernel,
+            frame_ids.device,
+            key,
+            (addresses, frame_ids),
+            ((words,), (words, *COLUMN_DTYPES)),
+            _READ_WARPS,
+            _READ_REGISTERS,
         )
 
     def read(self, indices: torch.Tensor, out: torch.Tensor, columns: Columns | None = None) -> None:
@@ -54,14 +62,15 @@ class WriteKernel:
         words, per, stack, recent = torch.int64, shape.per_segment, shape.stack, shape.n_recent
         block = block_chunks(shape)
         self._sizes = (
-            stack, recent, triton.next_power_of_2(recent), per, triton.next_power_of_2(per), shape.min_frames,
-            shape.max_chain_bytes, shape.n_numbers, shape.frame_bytes, shape.keyframe_bytes // 8, block,
+            stack, triton.next_power_of_2(stack), recent, triton.next_power_of_2(recent), per,
+            triton.next_power_of_2(per), shape.min_frames, shape.max_chain_bytes,
+            shape.n_numbers, shape.frame_bytes, shape.keyframe_bytes // 8, block,
             -(-shape.n_chunks // block),
         )  # fmt: skip
         bound = tables._replace(recent=tables.recent.view(words), keyframe_rows=tables.keyframe_rows.view(words))
         self._launcher = Launcher(
             write_kernel, tables.frame_ids.device, (shape.frame_bytes, stack, per), (*bound, scratch),
-            ((words, words, words), (words,)), _WRITE_WARPS,
+            ((words, words, words), (words,)), _WRITE_WARPS, _WRITE_REGISTERS,
         )  # fmt: skip
 
     def write(

@@ -46,6 +46,7 @@ _JOB_INDICES = tl.constexpr(dt.JOB_INDICES)
 _NONE = tl.constexpr(NONE)
 _ZERO = tl.constexpr(ZERO)
 _NEW = tl.constexpr(ZERO - 1)  # stands for the id of a frame that has yet to be added
+_KNOWN = tl.constexpr(ZERO - 2)  # and for one that was dealt with
 _FAR = tl.constexpr(1 << 30)  # larger than any keyframe
 _LOOK = tl.constexpr(256)  # table entries that are looked at together
 
@@ -69,7 +70,7 @@ def write_kernel(
     scratch_ptr,  # uint8 [program, C chunks]
     report_ptr,  # int64 [N_REPORT]
     n_streams,
-    N_SETS: tl.constexpr, STACK: tl.constexpr, RECENT: tl.constexpr,
+    N_SETS: tl.constexpr, STACK: tl.constexpr, STACK2: tl.constexpr, RECENT: tl.constexpr,
     RECENT2: tl.constexpr,  # RECENT, and the next power of two
     PER: tl.constexpr, PER2: tl.constexpr, MIN_FRAMES: tl.constexpr, MAX_CHAIN: tl.constexpr,
     NUMBERS: tl.constexpr,  # of segments
@@ -79,36 +80,6 @@ def write_kernel(
 ):  # fmt: skip
     """Write one step; each program takes every ``num_programs``-th stream."""
     scratch = scratch_ptr + tl.program_id(0).to(tl.int64) * (C * 2048)
-    for number in range(tl.program_id(0), n_streams, tl.num_programs(0)):
-        stream = number + tl.full([], 0, tl.int32)
-        _write_stream(
-            job_ptr, obs_ptr, next_ptr, heap_ptr, entries_ptr, starts_ptr, keyframes_ptr, frame_ids_ptr,
-            oldest_segments_ptr, streams_ptr, recent_ptr, recent_ids_ptr, last_ptr, keyframe_rows_ptr,
-            keyframe_refs_ptr, published_ptr, tails_ptr, counters_ptr, scratch, stream, n_streams,
-            N_SETS, STACK, RECENT, RECENT2, PER, PER2, MIN_FRAMES, MAX_CHAIN, NUMBERS, SIZE, KEYFRAME_WORDS, C,
-            N_BLOCKS,
-        )  # fmt: skip
-    tl.debug_barrier()
-    # the last program to finish reports
-    if tl.atomic_add(counters_ptr + _DONE, 1) == tl.num_programs(0) - 1:
-        tl.debug_barrier()
-        tl.store(counters_ptr + _DONE, 0)
-        _report(
-            report_ptr, tails_ptr, streams_ptr, counters_ptr, keyframe_refs_ptr, tl.load(job_ptr + _JOB_LAUNCH),
-            tl.load(job_ptr + _JOB_KEYFRAMES).to(tl.int32), n_streams, NUMBERS,
-        )  # fmt: skip
-
-
-@triton.jit
-def _write_stream(
-    job_ptr, obs_ptr, next_ptr, heap_ptr, entries_ptr, starts_ptr, keyframes_ptr, frame_ids_ptr, oldest_segments_ptr,
-    streams_ptr, recent_ptr, recent_ids_ptr, last_ptr, keyframe_rows_ptr, keyframe_refs_ptr, published_ptr, tails_ptr,
-    counters_ptr, scratch, stream, n_streams,
-    N_SETS: tl.constexpr, STACK: tl.constexpr, RECENT: tl.constexpr, RECENT2: tl.constexpr, PER: tl.constexpr,
-    PER2: tl.constexpr, MIN_FRAMES: tl.constexpr, MAX_CHAIN: tl.constexpr, NUMBERS: tl.constexpr, SIZE: tl.constexpr,
-    KEYFRAME_WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr,
-):  # fmt: skip
-    WORDS: tl.constexpr = (SIZE + 7) // 8
     # the job may be in pinned host memory: loads issued together take as long as one
     step = tl.load(job_ptr + _JOB_STEP)
     oldest_step = tl.load(job_ptr + _JOB_OLDEST)
@@ -117,6 +88,42 @@ def _write_stream(
     capacity = tl.load(job_ptr + _JOB_CAPACITY)
     n_keyframes = tl.load(job_ptr + _JOB_KEYFRAMES).to(tl.int32)
     n_slots = tl.load(job_ptr + _JOB_SLOTS)
+    launch = tl.load(job_ptr + _JOB_LAUNCH)
+    first_index = tl.load(job_ptr + _JOB_INDICES)
+    last_index = tl.load(job_ptr + _JOB_INDICES + N_SETS - 1)
+    for number in range(tl.program_id(0), n_streams, tl.num_programs(0)):
+        stream = number + tl.full([], 0, tl.int32)
+        _write_stream(
+            step, oldest_step, parity, tail, capacity, n_keyframes, n_slots, first_index, last_index,
+            obs_ptr, next_ptr, heap_ptr, entries_ptr, starts_ptr, keyframes_ptr, frame_ids_ptr,
+            oldest_segments_ptr, streams_ptr, recent_ptr, recent_ids_ptr, last_ptr, keyframe_rows_ptr,
+            keyframe_refs_ptr, published_ptr, tails_ptr, counters_ptr, scratch, stream, n_streams,
+            N_SETS, STACK, STACK2, RECENT, RECENT2, PER, PER2, MIN_FRAMES, MAX_CHAIN, NUMBERS, SIZE, KEYFRAME_WORDS, C,
+            N_BLOCKS,
+        )  # fmt: skip
+    tl.debug_barrier()
+    # the last program to finish reports
+    if tl.atomic_add(counters_ptr + _DONE, 1) == tl.num_programs(0) - 1:
+        tl.debug_barrier()
+        tl.store(counters_ptr + _DONE, 0)
+        _report(
+            report_ptr, tails_ptr, streams_ptr, counters_ptr, keyframe_refs_ptr, launch, n_keyframes, n_streams,
+            NUMBERS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _write_stream(
+    step, oldest_step, parity, tail, capacity, n_keyframes, n_slots, first_index, last_index,
+    obs_ptr, next_ptr, heap_ptr, entries_ptr, starts_ptr, keyframes_ptr, frame_ids_ptr, oldest_segments_ptr,
+    streams_ptr, recent_ptr, recent_ids_ptr, last_ptr, keyframe_rows_ptr, keyframe_refs_ptr, published_ptr, tails_ptr,
+    counters_ptr, scratch, stream, n_streams,
+    N_SETS: tl.constexpr, STACK: tl.constexpr, STACK2: tl.constexpr, RECENT: tl.constexpr, RECENT2: tl.constexpr,
+    PER: tl.constexpr, PER2: tl.constexpr, MIN_FRAMES: tl.constexpr, MAX_CHAIN: tl.constexpr, NUMBERS: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEYFRAME_WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    WORDS: tl.constexpr = (SIZE + 7) // 8
     published = published_ptr + parity * _N_PUBLISHED * n_streams
     row_ptr = streams_ptr + stream * _N_COLUMNS
     recent = recent_ptr + stream.to(tl.int64) * (RECENT * KEYFRAME_WORDS)
@@ -129,6 +136,7 @@ def _write_stream(
     chain_bytes = tl.load(row_ptr + _CHAIN_BYTES).to(tl.int32)
     next_recent = tl.load(row_ptr + _NEXT_RECENT).to(tl.int32)
     switched = tl.full([], 0, tl.int32)
+    n_known = tl.full([], 0, tl.int32)
 
     # the oldest segment that this step may refer to
     i = tl.arange(0, RECENT2)
@@ -144,14 +152,25 @@ def _write_stream(
         which = k // STACK
         j = k % STACK
         tl.debug_barrier()
-        frame_ptr = tl.where(which == 0, obs_ptr, next_ptr) + (stream.to(tl.int64) * STACK + j) * WORDS
-        frame = load_block(frame_ptr, 0, WORDS, C)
+        row = tl.where(which == 0, obs_ptr, next_ptr) + stream.to(tl.int64) * (STACK * WORDS)
+        index = tl.where(which == 0, first_index, last_index) + stream
         # the first of two rows usually equals the last one; every other is usually shifted by a frame
         shift = tl.where(which == N_SETS - 1, 1, 0)
-        hint = tl.maximum(tl.load(last + tl.minimum(j + shift, STACK - 1)), 0)
-        position, frame_id = _find(
-            frame, frame_ptr, recent, recent_ids, hint, RECENT, WORDS, KEYFRAME_WORDS, C, N_BLOCKS
-        )
+        if j == 0:
+            n_known = _continue_row(
+                row, recent, recent_ids, last, frame_ids_ptr + index * STACK, shift,
+                STACK, STACK2, WORDS, KEYFRAME_WORDS, C, N_BLOCKS,
+            )  # fmt: skip
+            tl.debug_barrier()
+        frame_ptr = row + j * WORDS
+        frame = load_block(frame_ptr, 0, tl.where(j < n_known, 0, WORDS), C)
+        position = tl.full([], 0, tl.int32)
+        frame_id = tl.full([], _KNOWN, tl.int32)
+        if j >= n_known:
+            hint = tl.maximum(tl.load(last + tl.minimum(j + shift, STACK - 1)), 0)
+            position, frame_id = _find(
+                frame, frame_ptr, recent, recent_ids, hint, RECENT, WORDS, KEYFRAME_WORDS, C, N_BLOCKS
+            )
         if frame_id == _NEW:
             is_full = (count >= PER) | ((count >= MIN_FRAMES) & (chain_bytes > MAX_CHAIN))
             if is_full | (opened == floor):
@@ -192,9 +211,9 @@ def _write_stream(
             next_recent = (next_recent + 1) % RECENT
             chain_bytes += tl.where(length < SIZE, length, 0)
             count += 1
-        tl.store(last + j, position)
-        index = tl.load(job_ptr + _JOB_INDICES + which) + stream
-        tl.store(frame_ids_ptr + index * STACK + j, frame_id + 1)
+        if frame_id != _KNOWN:
+            tl.store(last + j, position)
+            tl.store(frame_ids_ptr + index * STACK + j, frame_id + 1)
 
     tl.store(row_ptr + _OPENED, opened.to(tl.int64))
     tl.store(row_ptr + _COUNT, count.to(tl.int64))
@@ -210,6 +229,38 @@ def _write_stream(
 
 
 # ---- frames ----
+
+
+@triton.jit
+def _continue_row(
+    row, recent, recent_ids, last, frame_ids, shift,
+    STACK: tl.constexpr, STACK2: tl.constexpr, WORDS: tl.constexpr, KEYFRAME_WORDS: tl.constexpr, C: tl.constexpr,
+    N_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Write the ids of a row that continues the last one, ``shift`` frames later; return how many frames that are.
+
+    All of them are compared at once, or none is known.
+    """
+    j = tl.arange(0, STACK2)
+    is_known = j < STACK - shift
+    positions = tl.load(last + j + shift, mask=is_known, other=-1)
+    ids = tl.load(recent_ids + positions, mask=positions >= 0, other=_ZERO)
+    n_known = STACK - shift
+    if tl.max(tl.where(ids == _NONE, 1, 0), axis=0) > 0:
+        n_known = tl.full([], 0, tl.int32)
+    found = tl.zeros([C, 256], tl.int64)
+    for k in range(n_known):
+        position = tl.sum(tl.where(j == k, positions, 0), axis=0)
+        other_ptr = recent + tl.maximum(position, 0) * KEYFRAME_WORDS
+        for block in range(N_BLOCKS):
+            other = load_block(other_ptr, block, tl.where(position >= 0, WORDS, 0), C)
+            found |= load_block(row + k * WORDS, block, WORDS, C) ^ other
+    if tl.max(tl.max((found != 0).to(tl.int32), axis=1), axis=0) > 0:
+        n_known = tl.full([], 0, tl.int32)
+    tl.debug_barrier()
+    tl.store(last + j, positions, mask=j < n_known)
+    tl.store(frame_ids + j, ids + 1, mask=j < n_known)
+    return n_known
 
 
 @triton.jit

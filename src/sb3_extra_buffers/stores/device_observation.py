@@ -29,11 +29,16 @@ from sb3_extra_buffers.stores.device_base import (
 from sb3_extra_buffers.stores.device_host import HostDecodedStore
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.registry import find_store
+from sb3_extra_buffers.stores.staging import torch_dtype
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 __all__ = ["DeviceObservationStore"]
 
 Array = npt.NDArray[Any]
+
+# Steps to collect before a method is chosen, even if fewer would have enough observations: methods are tried on runs
+# of consecutive ones. At most this fraction of all steps.
+_MIN_STEPS, _STEPS_SHARE = 8, 16
 
 
 class DeviceObservationStore(DeviceStore):
@@ -41,7 +46,8 @@ class DeviceObservationStore(DeviceStore):
 
     Steps are written in order; the oldest is overwritten. On a CUDA device the first steps are held as they come, until
     it is clear how observations are stacked and, with ``auto``, which method suits them; then they move to a
-    `DeviceStore` of the registry. On other devices a host store does the same by itself.
+    `DeviceStore` of the registry. Tensors are held on the device, and copied to the host once, for this decision. On
+    other devices a host store does the same by itself.
 
     ``heap_bytes`` limits encoded observations, including those held before a method is chosen.
     """
@@ -63,7 +69,7 @@ class DeviceObservationStore(DeviceStore):
         self.choice: Choice | None = self.chooser.choice
         #: Where observations are once a method was chosen.
         self.inner: DeviceStore | None = None
-        self._collected: list[tuple[int, list[Array]]] = []
+        self._collected: list[tuple[int, list[Batch]]] = []
         self._set_sizes()
         if device_base.stays_on_host(place.device):
             self.inner = HostDecodedStore(self.ring, None, None, method, self.chooser.options)
@@ -107,36 +113,59 @@ class DeviceObservationStore(DeviceStore):
         """Store one batch of ``n_streams`` observations per set as step ``step``: all of it, or nothing."""
         if not 0 <= step < self.n_steps:
             raise IndexOutOfRangeError(f"step {step} is outside of a ring of {self.n_steps} steps")
-        checked = [self.spec.to_batch(on_host(batch)) for batch in batches]
+        checked = [self._checked(batch) for batch in batches]
         if len(checked) != self.n_sets or any(len(batch) != self.n_streams for batch in checked):
             raise SpecMismatchError(
                 f"expected {self.n_sets} batches of {self.n_streams} observations, got {[len(b) for b in checked]}"
             )
         super().write(step, checked)
 
+    def _checked(self, batch: Batch) -> Batch:
+        """``batch`` in the dtype of the ring; tensors on another device, or of another dtype, become arrays."""
+        if isinstance(batch, torch.Tensor):
+            is_here = batch.device.type == self.place.device.type and batch.dtype is torch_dtype(self.dtype)
+            if is_here and batch.shape == self.step_shape:
+                return batch.contiguous()
+        return self.spec.to_batch(on_host(batch))
+
     def plan(self, step: int, batches: Sequence[Batch]) -> PlannedWrite:
         inner = self.inner
         if inner is not None:
             return inner.plan(step, batches)
-        collected = [*self._collected, (step, [self.spec.to_rows(on_host(batch)).copy() for batch in batches])]
-        n_collected = len(collected) * self.n_streams * self.n_sets
-        n_trial = self.chooser.n_trial(self.n_obs * self.n_sets, self.ring.heap_bytes)
-        if n_collected >= n_trial or step == self.n_steps - 1:
+        # copied: the caller may use the memory again
+        held = [b.clone() if isinstance(b, torch.Tensor) else np.array(self.spec.to_batch(b)) for b in batches]
+        collected = [*self._collected, (step, held)]
+        if len(collected) >= self._n_trial_steps() or step == self.n_steps - 1:
             return AttributeWrite(self, self._choose_store(collected))
         return AttributeWrite(self, {"_collected": collected})
 
-    def _choose_store(self, collected: list[tuple[int, list[Array]]]) -> dict[str, Any]:
+    def _n_trial_steps(self) -> int:
+        """How many steps to collect first."""
+        ring = self.ring
+        n_trial = self.chooser.n_trial(self.n_obs * self.n_sets, ring.heap_bytes)
+        n_steps = -(-n_trial // (self.n_streams * self.n_sets))
+        return n_steps if ring.heap_bytes is not None else max(n_steps, min(_MIN_STEPS, self.n_steps // _STEPS_SHARE))
+
+    def _choose_store(self, collected: list[tuple[int, list[Batch]]]) -> dict[str, Any]:
         """Choose a method for what was collected and store it; return the new attributes."""
+        # of many streams, as many as it takes to have enough observations
+        n_trial = self.chooser.n_trial(self.n_obs * self.n_sets, self.ring.heap_bytes)
+        n_shown = min(max(-(-n_trial // (len(collected) * self.n_sets)), 1), self.n_streams)
+        every = self.n_streams // n_shown
         # obs and next_obs of a stream follow each other
-        rows = np.stack([np.stack(sets) for _, sets in collected]).reshape(-1, self.spec.nbytes)
-        streams = np.tile(np.arange(self.n_streams), len(rows) // self.n_streams)
+        batches = [batch[::every] for _, sets in collected for batch in sets]
+        if all(isinstance(batch, torch.Tensor) for batch in batches):
+            batches = list(on_host(torch.stack(batches)))  # type: ignore[arg-type]  # tensors
+        n_shown = len(batches[0])
+        rows = np.concatenate([self.spec.to_rows(on_host(batch)) for batch in batches])
+        streams = np.tile(np.arange(n_shown), len(batches))
         may_stay_dense = self.ring.heap_bytes is None
-        layout, choice = self.chooser.decide(streams, rows, self.n_streams, may_stay_dense, "cuda")
+        layout, choice = self.chooser.decide(streams, rows, n_shown, may_stay_dense, "cuda")
         assert choice is not None  # there are rows to decide by
         inner = self._make_store(layout, choice)
         inner.train(rows)
         for step, sets in collected:
-            inner.plan(step, [self.spec.from_rows(part) for part in sets]).commit()
+            inner.plan(step, sets).commit()
         return {"choice": choice, "inner": inner, "_collected": []}
 
     def _make_store(self, layout: StackLayout, choice: Choice) -> DeviceStore:
@@ -151,15 +180,26 @@ class DeviceObservationStore(DeviceStore):
     def read(self, indices: IndexBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         if self.inner is not None:
             return self.inner.read(indices, out)
-        rows = np.zeros((indices.host.size, self.spec.nbytes), np.uint8)
-        collected = dict(self._collected)
-        for i, index in enumerate(indices.host.ravel().tolist()):
-            which, rest = divmod(index, self.n_obs)
-            step, stream = divmod(rest, self.n_streams)
-            if step in collected:
-                rows[i] = collected[step][which][stream]
-        observations = self.spec.from_rows(rows).reshape(*indices.host.shape, *self.spec.shape)
-        return put_in(out, torch.from_numpy(observations).to(self.place.device))
+        return put_in(out, self._read_collected(indices))
+
+    def _read_collected(self, indices: IndexBatch) -> torch.Tensor:
+        """Observations that are held as they came, wherever that is."""
+        device, dtype = self.place.device, torch_dtype(self.dtype)
+        if not self._collected or 0 in indices.shape:
+            return torch.zeros((*indices.shape, *self.spec.shape), dtype=dtype, device=device)
+        batches = [batch for _, sets in self._collected for batch in sets]
+        if all(isinstance(batch, torch.Tensor) for batch in batches):
+            held, wanted = torch.stack(batches), indices.on(device)  # type: ignore[arg-type]  # tensors
+        else:
+            held = torch.from_numpy(np.stack([on_host(batch) for batch in batches]))
+            wanted = torch.from_numpy(indices.host)
+        at = wanted % self.n_obs
+        # steps are collected in order
+        nth = (at // self.n_streams - self._collected[0][0]) % self.n_steps
+        is_held = nth < len(self._collected)
+        nth = torch.where(is_held, nth, 0) * self.n_sets + wanted // self.n_obs
+        is_held = is_held.view(*is_held.shape, *(1 for _ in self.spec.shape))
+        return torch.where(is_held, held[nth, at % self.n_streams], held.new_zeros(())).to(device)
 
     # ---- the rest ----
 
@@ -187,8 +227,8 @@ class DeviceObservationStore(DeviceStore):
         if inner is None and choice is not None and choice.is_raw:
             return choice.method  # held as it comes, which is no different
         if inner is None or choice is None:
-            n_trial = self.chooser.n_trial(self.n_obs * self.n_sets, self.ring.heap_bytes)
-            return self.chooser.describe_pending(len(self._collected) * self.n_streams * self.n_sets, n_trial)
+            per_step = self.n_streams * self.n_sets
+            return self.chooser.describe_pending(len(self._collected) * per_step, self._n_trial_steps() * per_step)
         location = inner.location if self.place.device.type != "cpu" else ""
         return self.chooser.describe(choice, choice.method + location)
 
@@ -210,7 +250,9 @@ class DeviceObservationStore(DeviceStore):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("ring", "chooser", "choice", "inner", "_collected")}
+        collected = [(step, [on_host(batch) for batch in sets]) for step, sets in self._collected]
+        state = {name: self.__dict__[name] for name in ("ring", "chooser", "choice", "inner")}
+        return state | {"_collected": collected}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -1,72 +1,94 @@
-"""Uncompressed observations on a device, on one time axis: the next observation is the one a step later."""
+"""Uncompressed observations on a device, on one time axis; observations that contain the same frame share it."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sb3_extra_buffers.codecs.base import Codec
-from sb3_extra_buffers.errors import SpecMismatchError
-from sb3_extra_buffers.kernels.gather_torch import FOLLOWS, UNWRITTEN, read_timeline_reference
-from sb3_extra_buffers.stores.device_base import DeviceRing, IndexBatch
-from sb3_extra_buffers.stores.device_pieces import Pieces, SlotChange, SlotPool, Slots, word_dtype
-from sb3_extra_buffers.stores.device_uncompressed import StagedWrite, UncompressedDeviceStore
+from sb3_extra_buffers.errors import IndexOutOfRangeError, SpecMismatchError
+from sb3_extra_buffers.kernels.gather_torch import (
+    NEW,
+    UNKNOWN,
+    TimelineShape,
+    TimelineTables,
+    WriteNumbers,
+    match_frames_reference,
+    read_frames_reference,
+    usual_codes,
+    write_frames_reference,
+)
+from sb3_extra_buffers.kernels.launcher import Columns
+from sb3_extra_buffers.stores import device_base
+from sb3_extra_buffers.stores.device_base import AttributeWrite, Batch, DeviceRing, DeviceStore, IndexBatch
+from sb3_extra_buffers.stores.device_layout import join_frames
+from sb3_extra_buffers.stores.device_pieces import Pieces, word_dtype
+from sb3_extra_buffers.stores.device_side_rows import SideRows, SideUse
 from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.staging import Lease
+from sb3_extra_buffers.stores.staging import Lease, Staging, StagingLayout, torch_dtype
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 __all__ = ["DeviceTimelineStore"]
 
 Array = npt.NDArray[Any]
 
-_INT64 = np.dtype(np.int64)
-_NOTHING: Slots = np.zeros(0, np.int32)
-# entries of a job before the address and the id of a side row for each stream; `kernels.gather_triton` reads them
-_N_NUMBERS = 6
+_INT32 = np.dtype(np.int32)
+# bytes of staged rows that the device may not have read yet; a single step may have more
+_STAGED_BYTES = 8 << 20
+# Side rows that may be mapped for writes under way: this share of all rows, or these many steps up to these bytes,
+# whichever is more. With more writes under way, the host waits.
+_AHEAD_SHARE, _AHEAD_STEPS, _AHEAD_BYTES = 32, 8, 64 << 20
+# a page of side rows is this fraction of all rows
+_N_PAGES = 256
 
 
-class _TimelineWrite(StagedWrite):
-    __slots__ = ("before", "moved", "parity")
+class _Staged(NamedTuple):
+    """A step as the kernels take it."""
+
+    batches: tuple[torch.Tensor, ...]  # one per set
+    # int32 [stream, n_ids]: what each frame is, as far as the host knows; int32 [stream + 1]: new frames of the streams
+    # before. None if all are as usual, or the host knows nothing.
+    given: tuple[torch.Tensor, ...] | None
+    is_known: bool  # whether the host knows everything
+    max_new: int  # frames that go to side rows at most
+    lease: Lease | None  # the memory of the batches, if it is the store's
+
+
+class _TimelineWrite(AttributeWrite):
+    """A staged step; committing it is idempotent."""
+
+    __slots__ = ("numbers", "staged", "use")
 
     def __init__(
-        self,
-        store: DeviceTimelineStore,
-        lease: Lease,
-        step: int,
-        before: int | None,
-        moved: npt.NDArray[np.intp],
-        change: SlotChange,
+        self, store: DeviceTimelineStore, staged: _Staged, numbers: WriteNumbers, use: SideUse, after: dict[str, Any]
     ) -> None:
-        self.parity = store.parity
-        # the step before, unless it is overwritten, and which of its next observations go to which side rows
-        self.before, self.moved = before, moved
-        last = lease.arrays[1][1] if len(lease.arrays[1]) == 2 else None
-        after = {"newest": step, "parity": 1 - self.parity, "_last": last}
-        super().__init__(store, lease, step, change, after)
+        self.staged, self.numbers, self.use = staged, numbers, use
+        super().__init__(store, after)
 
     def commit(self) -> None:
-        store: DeviceTimelineStore = self.owner
-        store.launch(self)
-        store.slots.commit(self.change)
-        store.side_of.pop(self.step, None)
-        if len(self.moved) and self.before is not None:
-            store.side_of[self.before] = self.change.taken
+        self.owner.launch(self.staged, self.numbers, self.use)
         super().commit()
 
 
-class DeviceTimelineStore(UncompressedDeviceStore):
-    """Uncompressed observations, each stored once; ``place.pinned`` keeps them in pinned host memory.
+class DeviceTimelineStore(DeviceStore):
+    """Uncompressed frames, each stored once; ``place.pinned`` keeps them in pinned host memory.
 
-    ``obs`` of a step is a row of the time axis. The next observation is the row of the following step if the two are
-    equal byte for byte, which the host checks when that step is written; else it is kept in a side row. Next
-    observations of the newest step are always in side rows: two for each stream, used in turn, so that a write
-    overwrites nothing that it may have to read again.
+    The newest frame of the last set (``next_obs``, if there is one) of every step is a row of the time axis. All other
+    frames of a step are usually frames of the previous one, and only their ids are stored. Those that are not, such as
+    at the beginning of an episode, are stored in side rows.
+
+    The device compares frames given as tensors. The host compares those given as arrays with its copy of the last rows,
+    so that only new frames are sent, and leaves to the device what is not as usual. A frame is used by steps of a
+    limited time, so both kinds of rows are rings.
     """
+
+    layout: StackLayout
 
     def __init__(
         self, ring: DeviceRing, layout: StackLayout | None = None, codec: Codec | None = None, *unused: Any,
@@ -74,22 +96,42 @@ class DeviceTimelineStore(UncompressedDeviceStore):
     ) -> None:  # fmt: skip
         if ring.n_sets > 2:
             raise SpecMismatchError(f"a time axis holds observations and next observations, got {ring.n_sets} sets")
-        self._use_ring(ring, triton)
-        place, n_streams = ring.place, ring.n_streams
-        dtype = word_dtype(ring.spec.nbytes)
-        n_words = max(ring.spec.nbytes // dtype.itemsize, 1)
-        self._rows = Pieces(ring.n_obs, ring.n_obs, n_streams, n_words, dtype, place, self._triton)
-        n_side = (2 * n_streams + ring.n_obs + n_streams) * (ring.n_sets - 1)
-        # side rows are few: small pieces
-        self._side = Pieces(n_side, ring.n_obs // 4, n_streams, n_words, dtype, place, self._triton)
-        self._side.reserve(0, min(2 * n_streams, n_side))
-        #: int32 [obs]: where the next observation is, see `kernels.gather_torch`.
-        self.side_ids = torch.full((ring.n_obs,), UNWRITTEN, dtype=torch.int32, device=self.device)
-        # the first side rows are those of the newest step
-        self.slots = SlotPool(2 * n_streams)
-        self.side_of: dict[int, Slots] = {}  # side rows of each step that has some
-        self.newest: int | None = None  # the step written last
-        self.parity = 0  # which of the first side rows the next step uses
+        self.ring, self.device = ring, ring.place.device
+        self.layout = StackLayout(ring.spec) if layout is None or not layout.frame_bytes else layout
+        self._triton = self.device.type == "cuda" and device_base.has_triton() if triton is None else triton
+        stack, n_streams, word = self.layout.stack, ring.n_streams, _frame_word(self.layout)
+        n_words = max(self.layout.frame_bytes // word.itemsize, 1)
+        unit = n_words
+        if self.layout.axis == "last" and stack > 1:
+            unit = ring.spec.shape[-1] // stack * ring.spec.dtype.itemsize // word.itemsize
+        shape = TimelineShape(ring.n_steps, n_streams, ring.n_sets, stack, n_words, unit, 0)
+        n_rows = shape.n_rows * n_streams
+        self._rows = Pieces(n_rows, n_rows, 1, n_words, word, ring.place, self._triton)
+        # frames of a step that may be new
+        self._max_new = n_streams * shape.n_ids
+        few = min(_AHEAD_STEPS * self._max_new, _AHEAD_BYTES // (n_words * word.itemsize))
+        self._max_ahead = max(n_rows // _AHEAD_SHARE, few, self._max_new)
+        per_page = -(-n_rows // _N_PAGES)
+        n_pages = -(-(shape.n_rows * self._max_new + self._max_new + self._max_ahead) // per_page) + 2
+        self._side = SideRows(per_page, n_pages, n_words, self._rows.dtype, ring.place, self._triton)
+        self._shape = shape._replace(capacity=self._side.capacity)
+        if n_rows + self._side.capacity >= 1 << 31:
+            raise SpecMismatchError(f"a device holds at most 2**31 frames, got {n_rows + self._side.capacity}")
+
+        def new(*size: int, dtype: type = np.int32) -> torch.Tensor:
+            return _placed(np.zeros(size, dtype), self.device)
+
+        self.tables = TimelineTables(
+            rows=self._rows.addresses,
+            side=self._side.table,
+            ids=new(ring.n_steps, n_streams, shape.n_ids),
+            last_ids=new(2, n_streams, stack),
+            starts=new(shape.n_rows + 1),
+            state=new(3, dtype=np.int64),
+        )
+        self._use = SideUse()
+        self._writes = 0  # since the store was cleared
+        self._newest = -1  # the step written last
         self._start_staging()
 
     @staticmethod
@@ -98,169 +140,302 @@ class DeviceTimelineStore(UncompressedDeviceStore):
 
     def _start_staging(self) -> None:
         """Set up what belongs to this process."""
-        ring = self.ring
-        self._word = word_dtype(ring.spec.nbytes)
-        rows = (ring.n_sets, ring.n_streams, self._rows.n_words)
-        parts = ((_N_NUMBERS + 2 * ring.n_streams,), _INT64), (rows, self._word)
-        self._set_up_staging(math.prod(rows) * self._word.itemsize, *parts)
+        ring, shape = self.ring, self._shape
+        self._word = _frame_word(self.layout)
+        self._unit_bytes = shape.unit * self._word.itemsize
+        self._step_shape = (ring.n_sets, ring.n_streams, *ring.spec.shape)
+        # the host compares whole rows, in the widest words
+        row_word = word_dtype(ring.spec.nbytes)
+        rows = (ring.n_sets, ring.n_streams, ring.spec.nbytes // row_word.itemsize)
+        # the last rows must stay as they are while the next step is staged
+        step_bytes = math.prod(rows) * row_word.itemsize
+        self._staging = Staging(self.device, min(max(_STAGED_BYTES // max(step_bytes, 1), 3), 8))
+        codes = (ring.n_streams, shape.n_ids)
+        self._staging_layout = StagingLayout((codes, _INT32), ((ring.n_streams + 1,), _INT32), (rows, row_word))
+        self._usual_codes = np.array(usual_codes(shape), np.int32)
+        self._bound_kernels: Any = None
+        # the last row of each stream, in staging memory; None if they are unknown
+        self._last: Array | None = None
 
-    def _bind_kernels(self) -> Any:
-        from sb3_extra_buffers.kernels.gather_triton import TimelineGather  # optional: needs Triton
+    @property
+    def kernels(self) -> Any:
+        """The Triton kernels, bound to the tables."""
+        if self._bound_kernels is None:
+            from sb3_extra_buffers.kernels.gather_triton import TimelineGather  # optional: needs Triton
 
-        ring, rows, side = self.ring, self._rows, self._side
-        return TimelineGather(
-            rows.addresses, side.addresses, self.side_ids, rows.dtype, rows.n_words, ring.n_streams, ring.n_sets,
-            rows.per_piece, side.per_piece,
-        )  # fmt: skip
+            rows, side = self._rows, self._side
+            self._bound_kernels = TimelineGather(self.tables, self._shape, rows.dtype, rows.per_piece, side.per_page)
+        return self._bound_kernels
 
     # ---- writing ----
 
-    def _plan_rows(self, step: int, batches: Sequence[Array], last: Array | None, lease: Lease) -> _TimelineWrite:
-        ring, n_streams = self.ring, self.ring.n_streams
-        self._stage(batches, lease.arrays[1])
-        self._rows.reserve(step * n_streams, (step + 1) * n_streams)
-        before = self.newest if self.newest != step and ring.n_sets == 2 else None
-        in_order = self.newest is not None and step == (self.newest + 1) % ring.n_steps
-        if not in_order and self.newest is not None:
-            self._detach((step - 1) % ring.n_steps)
-        if before is None:
-            moved = np.zeros(0, np.intp)
-        elif last is None or not in_order:
-            moved = np.arange(n_streams)
+    def plan(self, step: int, batches: Sequence[Batch]) -> AttributeWrite:
+        ring, shape = self.ring, self._shape
+        self._check_step(step, batches)
+        checked = [self._checked(batch) for batch in batches]
+        if not ring.spec.nbytes:
+            return AttributeWrite(self, {"_writes": self._writes + 1, "_newest": step})
+        # unknown until this write is committed: the staging memory of the last rows may be used again
+        last, self._last = self._last, None
+        row = self._writes % shape.n_rows
+        self._rows.reserve(row * ring.n_streams, (row + 1) * ring.n_streams)
+        staged = self._take(checked) if isinstance(checked[0], torch.Tensor) else self._stage(checked, last)
+        use = SideUse(self._use.launch + 1, self._use.issued + staged.max_new)
+        self._reserve_side_rows(staged.max_new)
+        n_written = min(self._writes + 1, ring.n_steps)
+        numbers = WriteNumbers(
+            step, n_written, row, self._writes & 1, self._writes % (shape.n_rows + 1), use.launch & 0xFFFF
+        )
+        after: dict[str, Any] = {"_writes": self._writes + 1, "_newest": step, "_use": use}
+        if staged.lease is not None:
+            after["_last"] = staged.lease.arrays[2][-1]
+        if self._triton:
+            _ = self.kernels  # this can fail; the launch cannot
+        return _TimelineWrite(self, staged, numbers, use, after)
+
+    def _check_step(self, step: int, batches: Sequence[Batch]) -> None:
+        ring = self.ring
+        if len(batches) != ring.n_sets:
+            raise SpecMismatchError(f"expected {ring.n_sets} batches, one per set, got {len(batches)}")
+        expected = step if self._writes == 0 else (self._newest + 1) % ring.n_steps
+        if not 0 <= step < ring.n_steps or step != expected:
+            raise IndexOutOfRangeError(
+                f"steps of a ring of {ring.n_steps} are written in order: expected step {expected}, got {step}"
+            )
+
+    def _checked(self, batch: Batch) -> Batch:
+        """``batch`` in the dtype and shape of the ring, or an error."""
+        spec, n_streams = self.ring.spec, self.ring.n_streams
+        if isinstance(batch, torch.Tensor):
+            if batch.shape != (n_streams, *spec.shape) or batch.dtype is not torch_dtype(spec.dtype):
+                raise SpecMismatchError(
+                    f"expected a tensor of {(n_streams, *spec.shape)} {spec.dtype}, got {tuple(batch.shape)} "
+                    f"{batch.dtype}"
+                )
+        elif batch.shape != (n_streams, *spec.shape) or batch.dtype != spec.dtype:
+            batch = spec.to_batch(batch)
+            if len(batch) != n_streams:
+                raise SpecMismatchError(f"expected an observation for each of {n_streams} streams, got {len(batch)}")
+        return batch
+
+    def _take(self, batches: Sequence[Any]) -> _Staged:
+        """Tensors on the device, of which the host knows nothing."""
+        words = tuple(self._as_words(batch.contiguous()) for batch in batches)
+        return _Staged(words, None, self._max_new == 0, self._max_new, None)
+
+    def _as_words(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous tensor as words, copied if it is not aligned."""
+        flat = tensor.view(-1).view(torch.uint8)
+        if tensor.data_ptr() % self._word.itemsize:
+            flat = flat.clone()
+        return flat.view(self._rows.dtype)
+
+    def _stage(self, batches: Sequence[Any], last: Array | None) -> _Staged:
+        """Copy arrays to memory that the device can read, and compare them with the last rows."""
+        shape = self._shape
+        lease = self._staging.acquire(self._staging_layout)
+        codes, firsts, rows = lease.arrays
+        targets = rows.view(self.ring.spec.dtype).reshape(self._step_shape)
+        targets[-1] = batches[-1]
+        # which rows are as usual, None if all are: obs equals the last next_obs, and everything else is shifted
+        are_usual: Any = None
+        before = last
+        if shape.n_sets == 2:
+            obs = batches[0]
+            before = _as_rows(obs, rows.dtype)
+            if before is None:
+                targets[0] = obs
+                before = rows[0]
+            if last is not None:
+                equal = before == last
+                if not equal.all():
+                    are_usual = equal.all(axis=1)
+        if last is not None and shape.stack > 1:
+            equal = self._are_shifted(before, rows[-1])
+            if not equal.all():
+                are_shifted = equal.reshape(len(equal), -1).all(axis=1)
+                are_usual = are_shifted if are_usual is None else are_usual & are_shifted
+        batch_words = tuple(lease.tensors[2])
+        if not shape.n_ids or (last is not None and are_usual is None):
+            # fast path: obs is not staged, since nothing of it is new
+            return _Staged(batch_words, None, True, 0, lease)
+        targets[0] = batches[0]
+        if last is None:
+            codes[...] = UNKNOWN
+            return _Staged(batch_words, lease.tensors[:2], False, self._max_new, lease)
+        codes[...] = self._usual_codes
+        if shape.stack > 1:
+            codes[~are_usual] = UNKNOWN
+            n_unknown = shape.n_streams - int(np.count_nonzero(are_usual))
+            return _Staged(batch_words, lease.tensors[:2], False, n_unknown * shape.n_ids, lease)
+        # a row that differs from the last one is new
+        codes[~are_usual] = NEW
+        firsts[0] = 0
+        np.cumsum(~are_usual, out=firsts[1:])
+        return _Staged(batch_words, lease.tensors[:2], True, int(firsts[-1]), lease)
+
+    def _are_shifted(self, before: Any, after: Any) -> Any:
+        """Where ``after`` is ``before``, moved on by one frame: ``[stream, ...]``."""
+        layout, size = self.layout, self.layout.frame_bytes
+        if layout.axis == "first":
+            before, after = before.view(self._word), after.view(self._word)
+            n_words = size // self._word.itemsize
+            return before[:, n_words:] == after[:, :-n_words]
+        pixel = self.ring.spec.nbytes // size * self._unit_bytes
+        if pixel in (2, 4, 8) and sys.byteorder == "little":
+            # all frames of a pixel as one number
+            dtype, bits = np.dtype(f"u{pixel}"), 8 * self._unit_bytes
+            numbers = after.view(dtype) << dtype.type(bits) >> dtype.type(bits)
+            return before.view(dtype) >> dtype.type(bits) == numbers
+        pixels = (len(after), -1, layout.stack, self._unit_bytes)
+        return before.view(np.uint8).reshape(pixels)[:, :, 1:] == after.view(np.uint8).reshape(pixels)[:, :, :-1]
+
+    def _reserve_side_rows(self, max_new: int) -> None:
+        """Map side rows for a write that takes at most ``max_new``; wait if very many may be taken already."""
+        count, n_rows = self._side.under_way(self._use)
+        if count and n_rows + max_new > self._max_ahead and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+            n_rows = self._side.under_way(self._use)[1]
+        self._side.reserve(n_rows + max_new)
+
+    def launch(self, staged: _Staged, numbers: WriteNumbers, use: SideUse) -> None:
+        """Write a step to the device; idempotent."""
+        batches, given, is_known, _, lease = staged
+        if self._triton:
+            self.kernels.write((batches[0], batches[-1]), given, is_known, numbers, self._side.report)
+            if lease is not None:
+                self._staging.release(lease)
         else:
-            moved = np.flatnonzero((last != lease.arrays[1][0]).any(axis=1))
-        change = self.slots.plan(self.slots.peek(len(moved)), self.side_of.get(step, _NOTHING))
-        if len(moved):
-            self._side.reserve(int(change.taken.min()), int(change.taken.max()) + 1)
-        return _TimelineWrite(self, lease, step, before, moved, change)
+            self._write_reference(staged, numbers)
+        self._side.remember(use)
 
-    def _pack_job(self, write: _TimelineWrite) -> None:
-        job, address, n_streams = write.lease.arrays[0], self._side.address, self.ring.n_streams
-        newest = write.parity * n_streams
-        both = (address(newest), address(n_streams - newest)) if self.ring.n_sets == 2 else (0, 0)
-        before = -1 if write.before is None else write.before * n_streams
-        first = write.step * n_streams
-        job[:_N_NUMBERS] = (self._rows.address(first), *both, first, before, newest)
-        job[_N_NUMBERS:] = 0
-        for stream, slot in zip(write.moved.tolist(), write.change.taken.tolist(), strict=True):
-            job[_N_NUMBERS + 2 * stream : _N_NUMBERS + 2 * stream + 2] = address(slot), slot + 1
-
-    def _stage(self, batches: Sequence[Array], rows: Array) -> None:
-        """Copy ``batches`` to memory that the device can read."""
-        spec = self.ring.spec
-        if not spec.nbytes:
-            rows[...] = 0
-            return
-        targets = rows.view(spec.dtype).reshape(-1, self.ring.n_streams, *spec.shape)
-        for target, batch in zip(targets, batches, strict=True):
-            target[...] = batch
-
-    def _detach(self, step: int) -> None:
-        """Keep the next observations of ``step`` in side rows: the step after it is about to be written out of order.
-
-        What can be read stays the same, so this may be interrupted and run again.
-        """
-        ring, n_streams = self.ring, self.ring.n_streams
-        first = step * n_streams
-        streams = torch.nonzero(self.side_ids[first : first + n_streams] == FOLLOWS).flatten()
-        if ring.n_sets == 1 or not len(streams):
-            return
-        kept = torch.empty((len(streams), self._rows.n_words), dtype=self._rows.dtype, device=self.device)
-        self._gather(ring.n_obs + first + streams, kept)
-        change = self.slots.plan(self.slots.peek(len(streams)), _NOTHING)
-        self._side.reserve(int(change.taken.min()), int(change.taken.max()) + 1)
-        for row, slot in zip(kept, change.taken.tolist(), strict=True):
-            self._side.row(slot).copy_(row)
-        self.slots.commit(change)
-        self.side_of[step] = np.concatenate([self.side_of.get(step, _NOTHING), change.taken])
-        ids = torch.from_numpy(change.taken + np.int32(1)).to(self.device)
-        self.side_ids[first + streams] = ids
-
-    def _launch_kernel(self, write: _TimelineWrite) -> None:
-        self.kernels.write(*write.lease.tensors)
-
-    def _write_reference(self, write: _TimelineWrite) -> None:
-        rows, side, side_ids = self._rows.whole, self._side.whole, self.side_ids
-        n_streams = self.ring.n_streams
-        first, newest = write.step * n_streams, write.parity * n_streams
+    def _write_reference(self, staged: _Staged, numbers: WriteNumbers) -> None:
+        """What the kernels do, with torch."""
+        rows, side, tables, shape, per_page = self._memory()
         # copied: the memory may be used again before the device has read it
-        staged = torch.from_numpy(write.lease.arrays[1].copy()).to(rows.device)
-        rows[first : first + n_streams] = staged[0]
-        if self.ring.n_sets == 1:
-            side_ids[first : first + n_streams] = FOLLOWS
-            return
-        if write.before is not None:
-            following = torch.full((n_streams,), FOLLOWS, dtype=torch.int32)
-            streams, slots = torch.from_numpy(write.moved), torch.from_numpy(write.change.taken.astype(np.int64))
-            oldest = n_streams - newest
-            side[slots.to(side.device)] = side[oldest : oldest + n_streams][streams.to(side.device)]
-            following[streams] = slots.to(torch.int32) + 1
-            side_ids[write.before * n_streams : (write.before + 1) * n_streams] = following.to(self.device)
-        side[newest : newest + n_streams] = staged[1]
-        ids = torch.arange(newest + 1, newest + n_streams + 1, dtype=torch.int32, device=self.device)
-        side_ids[first : first + n_streams] = ids
+        batches = [batch.clone().view(-1).view(rows.dtype).to(self.device) for batch in staged.batches]
+        codes = torch.from_numpy(self._usual_codes).expand(shape.n_streams, -1).contiguous().to(self.device)
+        if staged.given is not None:
+            codes = staged.given[0].clone().to(self.device)
+        if not staged.is_known:
+            found = match_frames_reference(rows, side, tables, shape, per_page, batches, numbers)
+            codes = found if staged.given is None else torch.where(codes[:, :1] == UNKNOWN, found, codes)
+        write_frames_reference(rows, side, tables, shape, per_page, batches, codes, numbers, self._side.report)
+
+    def _memory(self) -> tuple[torch.Tensor, torch.Tensor, TimelineTables, TimelineShape, int]:
+        return self._rows.whole, self._side.whole, self.tables, self._shape, self._side.per_page
 
     # ---- reading ----
 
+    def _empty(self, lead: tuple[int, ...]) -> torch.Tensor:
+        spec = self.ring.spec
+        return torch.empty((*lead, *spec.shape), dtype=torch_dtype(spec.dtype), device=self.device)
+
     def read(self, indices: IndexBatch, out: torch.Tensor | None = None) -> torch.Tensor:
-        out = self._empty(indices.shape) if out is None else out
-        if self.ring.spec.nbytes:
-            rows = self._rows
-            self._gather(indices.on(self.device), out.view(-1).view(rows.dtype).view(*indices.shape, rows.n_words))
+        wanted = indices.on(self.device)
+        if out is None:
+            out = self._empty(indices.shape)
+        if not out.numel():
+            return out
+        if not self._triton:
+            frames = read_frames_reference(*self._memory(), wanted)
+            return out.copy_(join_frames(frames.view(torch.uint8), self.layout))
+        if out.data_ptr() % self._word.itemsize:
+            return out.copy_(self.read(indices))
+        self.kernels.read(wanted.contiguous(), out)
         return out
 
-    def _gather(self, wanted: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Copy observations to ``out``, words ``[*wanted.shape, word]`` on the device."""
-        if not self._triton:
-            rows = self._rows.whole
-            # pinned rows are in host memory
-            found = read_timeline_reference(
-                rows, self._side.whole, self.side_ids.to(rows.device), wanted.to(rows.device), self.ring.n_streams
-            )
-            return out.copy_(found)
-        if wanted.numel():
-            self.kernels.read(wanted.contiguous(), out)
+    @property
+    def can_read_batch(self) -> bool:
+        return self._triton and self.ring.spec.nbytes > 0
+
+    def read_batch(
+        self,
+        indices: torch.Tensor,
+        floats: torch.Tensor,
+        actions: torch.Tensor,
+        records: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Copy observations and gather the columns of a batch in one launch, see `DeviceFrameStore.read_batch`."""
+        if out is None:
+            out = self._empty(indices.shape)
+        self.kernels.read(indices, out, Columns(floats, actions, records))
         return out
 
     # ---- the rest ----
 
     def clear(self) -> None:
+        tables = self.tables
         self._last = None
-        self.side_ids.fill_(UNWRITTEN)
-        self.slots.clear()
-        self.side_of.clear()
-        self.newest = None
+        tables.state.zero_()
+        tables.last_ids.zero_()
+        # all side rows are free from here on
+        tables.starts.copy_(tables.starts[self._writes % len(tables.starts)].clone())
+        self.__dict__.update(_writes=0, _newest=-1)
 
     def memory_usage(self) -> MemoryUsage:
-        index = self.side_ids.nbytes + self.slots.nbytes
+        tables = self.tables
+        index = sum(table.nbytes for table in (tables.ids, tables.last_ids, tables.starts, tables.state))
         return MemoryUsage(self._rows.nbytes + self._side.nbytes, index, 0, self._staging.nbytes)
 
     def check(self) -> None:
-        used = np.concatenate([_NOTHING, *self.side_of.values()])
-        self.slots.check(used)
-        if self.ring.n_sets == 1:
+        shape, tables = self._shape, self.tables
+        if not self.ring.spec.nbytes:
             return
-        side_ids = self.side_ids.cpu().numpy().reshape(self.ring.n_steps, -1)
-        is_kept = (side_ids > 0) & (np.arange(self.ring.n_steps) != self.newest)[:, None]
-        if not np.array_equal(np.sort(side_ids[is_kept] - 1), np.sort(used)):
-            raise AssertionError("side rows and the steps that refer to them disagree")
+        row, newest, n_written = tables.state.tolist()
+        if n_written != min(self._writes, shape.n_steps):
+            raise AssertionError(f"{n_written} steps can be read after {self._writes} writes")
+        if not n_written:
+            return
+        if newest != self._newest or row != (self._writes - 1) % shape.n_rows:
+            raise AssertionError(f"the device was written up to step {newest}, the host expected {self._newest}")
+        n_main, n_starts = shape.n_rows * shape.n_streams, shape.n_rows + 1
+        # what the newest write must still find
+        first, head = (int(tables.starts[at % n_starts]) for at in (self._writes + 1, self._writes))
+        steps = (newest - torch.arange(n_written)) % shape.n_steps
+        ids = tables.ids.cpu()[steps].long()
+        distance = (head - (ids - 1 - n_main) - 1) % shape.capacity
+        if bool(((ids > n_main) & (distance >= (head - first) % shape.capacity)).any()):
+            raise AssertionError("an observation refers to a side row that is free")
 
     def frozen(self) -> DeviceTimelineStore:
         copied = object.__new__(DeviceTimelineStore)
-        copied.__dict__.update(
-            self.__dict__, _rows=self._rows.frozen(), _side=self._side.frozen(), slots=self.slots.copy(),
-            side_of=dict(self.side_of), side_ids=self.side_ids.to("cpu", copy=True),
-        )  # fmt: skip
+        tables = TimelineTables(*(table.to("cpu", copy=True) for table in self.tables))
+        copied.__dict__.update(self.__dict__, _rows=self._rows.frozen(), _side=self._side.frozen(), tables=tables)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("ring", "_triton", "_rows", "_side", "slots", "side_of", "newest", "parity")
-        return {name: self.__dict__[name] for name in names} | {"side_ids": self.side_ids.cpu().numpy()}
+        names = (
+            "ring", "layout", "_rows", "_side", "_shape", "_max_new", "_max_ahead", "_use", "_writes", "_newest",
+        )  # fmt: skip
+        tables = {name: getattr(self.tables, name).cpu().numpy() for name in ("ids", "last_ids", "starts", "state")}
+        return {name: self.__dict__[name] for name in names} | {"tables": tables}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        side_ids = state.pop("side_ids")
+        arrays = state.pop("tables")
         self.__dict__.update(state)
         self.device = self.ring.place.device
         self._triton = self._rows.triton
-        self.side_ids = torch.from_numpy(np.array(side_ids)).to(self.device)
+        placed = {name: _placed(array, self.device) for name, array in arrays.items()}
+        self.tables = TimelineTables(rows=self._rows.addresses, side=self._side.table, **placed)
+        self._side.remember(self._use)
         self._start_staging()
+
+
+def _placed(array: Array, device: torch.device) -> torch.Tensor:
+    """``array`` on the device, never without memory: kernels need an address."""
+    placed = torch.zeros(max(array.size, 1), dtype=torch_dtype(array.dtype), device=device)[: array.size]
+    return placed.copy_(torch.from_numpy(np.array(array)).view(-1)).view(array.shape)
+
+
+def _frame_word(layout: StackLayout) -> np.dtype[Any]:
+    """The word dtype of a frame, or of a pixel of it if frames are interleaved along the last axis."""
+    if layout.axis == "last" and layout.stack > 1:
+        return word_dtype(layout.spec.shape[-1] // layout.stack * layout.spec.dtype.itemsize)
+    return word_dtype(layout.frame_bytes)
+
+
+def _as_rows(batch: Array, dtype: np.dtype[Any]) -> Array | None:
+    """A batch as rows of words, without a copy; None if it is not contiguous."""
+    return batch.reshape(len(batch), -1).view(dtype) if batch.flags.c_contiguous else None

@@ -43,7 +43,6 @@ STORES: tuple[StoreEntry, ...] = (
     StoreEntry("table", "cpu", f"{_HERE}.tables:TableStore"),
     StoreEntry("segments", "cpu", f"{_HERE}.segments:SegmentStore"),
     StoreEntry("payloads", "cpu", f"{_HERE}.payloads:PayloadStore"),
-    StoreEntry("device-shared", "cuda", f"{_HERE}.device_shared:DeviceSharedStore"),
     StoreEntry("device-timeline", "cuda", f"{_HERE}.device_timeline:DeviceTimelineStore"),
     StoreEntry("device-delta", "cuda", f"{_HERE}.device_frames:DeviceFrameStore"),
     StoreEntry("device-rle", "cuda", f"{_HERE}.device_host:DeviceRleStore"),
