@@ -366,11 +366,10 @@ class TensorReplayBuffer(Transactional):
 
     def _check_capturable(self) -> None:
         from sb3_extra_buffers.stores.device_frames import DeviceFrameStore
-        from sb3_extra_buffers.stores.device_shared import DeviceSharedStore
         from sb3_extra_buffers.stores.device_timeline import DeviceTimelineStore
 
         for name, store in self._stores.items():
-            if not isinstance(store.inner, DeviceFrameStore | DeviceSharedStore | DeviceTimelineStore):
+            if not isinstance(store.inner, DeviceFrameStore | DeviceTimelineStore):
                 reason = "no method is chosen yet; add more steps before the capture"
                 if store.inner is not None:
                     reason = f"{store.describe()} is not decoded by the GPU alone; pass compression_method='delta'"
