@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pickle
@@ -22,6 +23,7 @@ from sb3_extra_buffers.stores.device_base import DevicePlace, DeviceRing, IndexB
 from sb3_extra_buffers.stores.device_timeline import DeviceTimelineStore
 from sb3_extra_buffers.stores.layout import StackLayout
 from tests.stores.test_device_columns import check_columns, random_columns
+from tests.torture.interrupts import Injector
 
 Array = npt.NDArray[Any]
 
@@ -251,6 +253,43 @@ def test_a_cleared_store_is_empty_and_can_be_filled_again(name: str, place: tupl
         model.store.clear()
         model.arrays[...] = 0
         model.check()
+
+
+@pytest.mark.parametrize("as_tensors", [False, True])
+@pytest.mark.parametrize("name", ["vector", "stack"])
+def test_an_interrupted_step_is_stored_as_a_whole_or_not_at_all(name: str, as_tensors: bool) -> None:
+    layout = LAYOUTS[name]
+    store = make(layout, 5, 2, 2, ("cpu", False, False))
+    episodes = Episodes(layout, 2, p_end=0.4)
+    for i in range(8):
+        store.write(i % 5, episodes.step())
+    saved, before = pickle.dumps(store), contents(store)
+    given: list[list[Any]] = [episodes.step() for _ in range(2)]
+    if as_tensors:
+        given = [[torch.from_numpy(batch) for batch in sets] for sets in given]
+    with Injector() as counter:
+        store.write(3, given[0])
+    after = contents(store)
+    store.write(4, given[1])
+    later, seen = contents(store), set()
+    for point in range(1, counter.count, max(counter.count // 150, 1)):
+        again = pickle.loads(saved)
+        injector = Injector(point, KeyboardInterrupt())
+        with contextlib.suppress(KeyboardInterrupt), injector:
+            again.write(3, given[0])
+        if not injector.where:
+            break
+        found = contents(again)
+        is_whole = np.array_equal(as_bytes(found), as_bytes(after))
+        assert is_whole or np.array_equal(as_bytes(found), as_bytes(before)), injector.where
+        seen.add(is_whole)
+        again.check()
+        if not is_whole:
+            again.write(3, given[0])
+        again.write(4, given[1])
+        again.check()
+        np.testing.assert_array_equal(as_bytes(contents(again)), as_bytes(later), injector.where)
+    assert seen == {False, True}
 
 
 def odd_steps(layout: StackLayout, n_streams: int, kind: str, seed: int = 0) -> Iterator[list[Array]]:

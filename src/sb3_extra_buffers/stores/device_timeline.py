@@ -292,6 +292,8 @@ class DeviceTimelineStore(DeviceStore):
 
     def _reserve_side_rows(self, max_new: int) -> None:
         """Map side rows for a write that takes at most ``max_new``; wait if very many may be taken already."""
+        if not self._max_new:
+            return
         count, n_rows = self._side.under_way(self._use)
         if count and n_rows + max_new > self._max_ahead and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
