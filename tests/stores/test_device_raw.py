@@ -46,6 +46,7 @@ LAYOUTS = {
     "number": StackLayout(ObsSpec((), np.dtype(np.int64))),
     "odd": StackLayout(ObsSpec((7,), BYTE)),
     "doubles": StackLayout(ObsSpec((5,), np.dtype(np.float64))),
+    "flags": StackLayout(ObsSpec((4, 6), np.dtype(np.bool_)), 4, "first"),
     "camera": StackLayout(ObsSpec((3, 40, 37), BYTE)),
     "stack": StackLayout(ObsSpec((4, 12, 12), BYTE), 4, "first"),
     "odd stack": StackLayout(ObsSpec((3, 5, 7), BYTE), 3, "first"),
@@ -71,7 +72,8 @@ class Episodes:
         self.stacks = [self._first() for _ in range(n_streams)]
 
     def _frame(self) -> Array:
-        return self.random.integers(0, 256, self.layout.frame_bytes).astype(np.uint8)
+        limit = 2 if self.layout.spec.dtype == np.bool_ else 256
+        return self.random.integers(0, limit, self.layout.frame_bytes).astype(np.uint8)
 
     def _first(self) -> list[Array]:
         frame, stack = self._frame(), self.layout.stack
