@@ -71,7 +71,8 @@ def same_samples(ours: Any, theirs: Any, seed: int, size: int = 32, env: Any = N
 @pytest.mark.parametrize("name", ["image", "vector", "dict"])
 @pytest.mark.parametrize("n_steps", [1, 3, 11, 19])
 def test_n_step_batches_equal_sb3(place: str, method: str, name: str, n_steps: int) -> None:
-    space, options = SPACES[name], {"n_steps": n_steps, "gamma": 0.97}
+    space = SPACES[name]
+    options: dict[str, Any] = {"n_steps": n_steps, "gamma": 0.97}
     kind: Any = CompressedDictNStepReplayBuffer if name == "dict" else NStepReplayBuffer
     if name == "dict" and n_steps == 1:
         pytest.skip("SB3 has no such class, and ours samples no discounts then")
@@ -90,7 +91,7 @@ def test_n_step_rewards_are_normalised_one_by_one() -> None:
     from stable_baselines3.common.envs import IdentityEnvBox
     from stable_baselines3.common.vec_env import DummyVecEnv
 
-    env = VecNormalize(DummyVecEnv([lambda: IdentityEnvBox()] * N_ENVS))
+    env: Any = VecNormalize(DummyVecEnv([lambda: IdentityEnvBox()] * N_ENVS))
     env.ret_rms.var = np.array(3.0)
     env.obs_rms.mean, env.obs_rms.var = np.full(1, 0.3), np.full(1, 2.0)
     space, actions = env.observation_space, env.action_space
@@ -100,10 +101,10 @@ def test_n_step_rewards_are_normalised_one_by_one() -> None:
     random = np.random.default_rng(0)
     for _ in range(30):
         obs, next_obs, action = (random.standard_normal((N_ENVS, 1)).astype(np.float32) for _ in range(3))
-        step = obs, next_obs, action, random.standard_normal(N_ENVS), random.random(N_ENVS) < 0.2, [{}] * N_ENVS
+        step: Any = obs, next_obs, action, random.standard_normal(N_ENVS), random.random(N_ENVS) < 0.2, [{}] * N_ENVS
         for buffer in both:
             buffer.add(*copy.deepcopy(step))
-    same_samples(*both, seed=3, env=env)
+    same_samples(both[0], both[1], 3, env=env)
 
 
 @pytest.mark.parametrize("sampling", ["numpy", "device"])
@@ -145,7 +146,7 @@ def test_an_algorithm_with_other_n_steps_is_refused() -> None:
 @pytest.mark.parametrize("n_steps", [1, 3])
 def test_prioritised_batches_equal_those_of_the_cpu_buffer(place: str, method: str, name: str, n_steps: int) -> None:
     space: Any = SPACES[name]
-    options = {"alpha": 0.7, "beta": 0.5, "n_steps": n_steps, "gamma": 0.95}
+    options: dict[str, Any] = {"alpha": 0.7, "beta": 0.5, "n_steps": n_steps, "gamma": 0.95}
     kind: Any = CompressedDictPrioritizedReplayBuffer if name == "dict" else CompressedPrioritizedReplayBuffer
     theirs = kind(20 * N_ENVS, space, ACTIONS, "cpu", N_ENVS, **options)
     ours: Any = GpuPrioritizedReplayBuffer(

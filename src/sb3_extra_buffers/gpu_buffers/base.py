@@ -233,7 +233,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
     ) -> list[th.Tensor] | None:
         """``batch`` as tensors on the device of ``store``; None if it is better checked and stored as arrays."""
         place = store.place.device
-        has_tensors = any(isinstance(observations, th.Tensor) for observations in batch)
+        has_tensors = any(isinstance(obs, th.Tensor) and obs.device.type == place.type for obs in batch)
         if not has_tensors or key in self._dtypes or device_base.stays_on_host(place):
             return None
         shape, dtype = store.step_shape, torch_dtype(store.dtype)
@@ -269,8 +269,8 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
     def _fit_action(self, action: Any) -> Any:
         """Actions of a step for the table: an array or, if they are on its device, a tensor."""
         table = self._table
-        if table.takes_tensors and isinstance(action, th.Tensor):
-            fitted = fit_action_tensor(action, table.action_shape, table.torch_action_dtype, table.device)
+        if table.takes_tensors and isinstance(action, th.Tensor) and action.device.type == table.device.type:
+            fitted = fit_action_tensor(action, table.action_shape, table.torch_action_dtype)
             if fitted is not None:
                 return fitted
         return fit_actions(np.empty((0, *table.action_shape), table.action_dtype), action)

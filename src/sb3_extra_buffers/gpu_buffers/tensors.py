@@ -22,9 +22,12 @@ _AS_THEY_ARE = frozenset({th.float32, th.bool})
 
 
 def fit_numbers(values: Any, n_envs: int, name: str, device: th.device | None) -> Any:
-    """One number for each environment: an array or, for a tensor if ``device`` is given, a tensor there."""
-    if device is None or not isinstance(values, th.Tensor):
+    """One number for each environment: an array or, for a tensor on ``device``, a contiguous tensor."""
+    if device is None or not isinstance(values, th.Tensor) or values.device.type != device.type:
         return fit_column(values, n_envs, name)
+    # fast path: skip validation when everything already matches
+    if values.dtype in _AS_THEY_ARE and values.shape == (n_envs,) and values.is_contiguous():
+        return values.detach() if values.requires_grad else values
     if values.dtype.is_complex:
         raise SpecMismatchError(f"{name} has dtype {values.dtype}; pass a number for each of {n_envs} environments")
     if values.shape not in ((n_envs,), (1, n_envs)) and values.numel() != 1:
@@ -32,13 +35,10 @@ def fit_numbers(values: Any, n_envs: int, name: str, device: th.device | None) -
             f"{name} has shape {tuple(values.shape)}, but there are {n_envs} environments; check n_envs"
         )
     dtype = values.dtype if values.dtype in _AS_THEY_ARE else th.float32
-    values = values.detach().to(device, dtype, non_blocking=True).reshape(-1)
-    return values.expand(n_envs).contiguous()
+    return values.detach().to(dtype).reshape(-1).expand(n_envs).contiguous()
 
 
-def fit_action_tensor(
-    actions: th.Tensor, shape: tuple[int, ...], dtype: th.dtype, device: th.device
-) -> th.Tensor | None:
+def fit_action_tensor(actions: th.Tensor, shape: tuple[int, ...], dtype: th.dtype) -> th.Tensor | None:
     """Actions in ``shape`` and ``dtype``; None if that could change values other than by rounding floats."""
     if actions.dtype != dtype:
         is_float = actions.dtype.is_floating_point, dtype.is_floating_point
@@ -52,7 +52,7 @@ def fit_action_tensor(
             f"action has shape {tuple(actions.shape)}, expected {shape}: (n_envs, numbers per action); check n_envs "
             "and the action space"
         ) from None
-    return actions.to(device, dtype, non_blocking=True).contiguous()
+    return actions.to(dtype).contiguous()
 
 
 def fit_observation_tensor(
@@ -77,7 +77,8 @@ def fit_observation_tensor(
                 f"{name} has shape {tuple(observations.shape)}, expected {shape}: (n_envs, *observation shape); check "
                 "n_envs and the observation space"
             ) from None
-    return observations.to(device, dtype, non_blocking=True).contiguous()
+    # waits for a copy from the host, whose memory the caller may overwrite
+    return observations.to(device, dtype).contiguous()
 
 
 def fit_timeouts(infos: Any, n_envs: int, device: th.device | None) -> Any:

@@ -192,7 +192,7 @@ class _ReachedGoals:
     def __getitem__(self, where: Any) -> Any:
         if isinstance(where, str):
             return _ReachedGoals(self._buffer, where)
-        return self._buffer.read_next(self._key, *where[:2])
+        return self._buffer._read_next(self._key, *where[:2])
 
 
 class GpuHerReplayBuffer(HerEpisodes, HerReplayBuffer, _WithOptions):
@@ -223,7 +223,7 @@ class GpuHerReplayBuffer(HerEpisodes, HerReplayBuffer, _WithOptions):
         """What SB3 reads goals from."""
         return _ReachedGoals(self)
 
-    def read_next(self, key: str, steps: npt.NDArray[Any], envs: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def _read_next(self, key: str, steps: npt.NDArray[Any], envs: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Next observations of ``key`` at ``(steps[i], envs[i])``, on the host and as they were added."""
         store = self.obs_stores[key]
         indices = (self.buffer_size + np.asarray(steps, np.int64)) * self.n_envs + envs
@@ -259,7 +259,7 @@ class GpuHerReplayBuffer(HerEpisodes, HerReplayBuffer, _WithOptions):
         if self.copy_info_dict:
             infos = np.array([dict(info) for info in self.infos[batch_indices, env_indices]], dtype=object)
         goals = self._sample_goals(batch_indices, env_indices)
-        reached = self.read_next("achieved_goal", batch_indices, env_indices)
+        reached = self._read_next("achieved_goal", batch_indices, env_indices)
         assert self.env is not None, "a HerReplayBuffer needs an env to compute rewards: call set_env()"
         rewards = self.env.env_method("compute_reward", reached, goals, infos, indices=[0])[0].astype(np.float32)
         on_device = self._convert(self.to_torch(goals))

@@ -67,7 +67,7 @@ def _store_number(to, from_ptr, row, is_row, NUMBER: tl.constexpr, N_NUMBERS: tl
         if NUMBER < N_GIVEN:
             tl.store(to, tl.load(from_ptr + row, mask=is_row, other=0).to(tl.float32), mask=is_row)
         else:
-            tl.store(to, tl.zeros(to.shape, tl.float32), mask=is_row)
+            tl.store(to, tl.zeros_like(row).to(tl.float32), mask=is_row)
 
 
 @triton.jit(do_not_specialize=["step", "n_rows", "column"])
@@ -168,7 +168,7 @@ def compute_gae(
     n_steps, n_envs = numbers.shape[1:]
     grid: Any = (-(-n_envs // _GAE_ROWS),)
     # multiplying and adding in one instruction would round once, where SB3 rounds twice
-    args = numbers, last_values, dones, n_steps, n_envs, gamma, gamma * gae_lambda, _GAE_ROWS
+    args = numbers, last_values, dones, n_steps, n_envs, float(gamma), float(gamma * gae_lambda), _GAE_ROWS
     if numbers.device.type == "cuda":
         with torch.cuda.device(numbers.device):
             _gae_kernel[grid](*args, num_warps=1, enable_fp_fusion=False)

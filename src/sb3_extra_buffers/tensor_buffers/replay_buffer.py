@@ -371,11 +371,8 @@ class TensorReplayBuffer(Transactional):
             raise GraphCaptureError(f"{what}() cannot be part of a CUDA graph; call it between replays")
 
     def _check_capturable(self) -> None:
-        from sb3_extra_buffers.stores.device_frames import DeviceFrameStore
-        from sb3_extra_buffers.stores.device_timeline import DeviceTimelineStore
-
         for name, store in self._stores.items():
-            if not isinstance(store.inner, DeviceFrameStore | DeviceTimelineStore):
+            if store.inner is None or not store.inner.can_be_captured:
                 reason = "no method is chosen yet; add more steps before the capture"
                 if store.inner is not None:
                     reason = f"{store.describe()} is not decoded by the GPU alone; pass compression_method='delta'"
