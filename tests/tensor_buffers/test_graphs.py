@@ -122,6 +122,7 @@ def capture(function: Any) -> Any:
 
 @pytest.mark.usefixtures("on_device")
 def test_captures_are_allowed_where_the_gpu_decodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
     monkeypatch.setattr(TensorReplayBuffer, "_is_capturing", lambda _buffer: False)
     buffers = {method: make(compression_method=method)[0] for method in ("delta", "none", "gzip")}
     early = make(n_added=1)[0]
