@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sb3_extra_buffers.kernels.columns_torch import gather_columns_reference
+from sb3_extra_buffers.kernels.columns_torch import NStepReturns, gather_columns_reference, n_step_reference
 from sb3_extra_buffers.kernels.launcher import Columns, TableLayout
 from sb3_extra_buffers.stores import device_base
 from sb3_extra_buffers.stores.staging import Lease, Staging, StagingLayout, torch_dtype
@@ -203,10 +203,25 @@ class DeviceColumns(DeviceTable):
         floats = torch.empty((2, count, 1), dtype=torch.float32, device=self.device)
         return floats, torch.empty((count, self.action_dim), dtype=self.torch_action_dtype, device=self.device)
 
-    def numbers_at(self, indices: torch.Tensor) -> torch.Tensor:
-        """Rewards, dones and timeouts at ``indices``, on the device, along a last axis; a copy."""
-        found = self.records.view(torch.float32).index_select(0, indices.reshape(-1))
-        return found.view(*indices.shape, -1)
+    def n_step(
+        self,
+        indices: torch.Tensor,
+        powers: torch.Tensor,
+        newest: int,
+        normalize: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> NStepReturns:
+        """n-step returns of the transitions at ``indices``, on the device or in pinned memory.
+
+        ``powers`` of gamma, one more than steps, are on the device; ``normalize`` is called with rewards.
+        """
+        count, n_streams = len(indices), self.lead[1]
+        # NumPy adds eight and more numbers in another order
+        if not self._triton or normalize is not None or len(powers) > 8 or not count:
+            return n_step_reference(indices.to(self.device), self.records, powers, newest, n_streams, normalize)
+        numbers = [torch.empty((count, 1), dtype=torch.float32, device=self.device) for _ in range(3)]
+        out = NStepReturns(torch.empty((2, count), dtype=torch.int64, device=self.device), *numbers)
+        self.kernels.n_step(indices, powers, newest, len(self.records), out)
+        return out
 
     def gather(self, indices: torch.Tensor, floats: torch.Tensor, actions: torch.Tensor) -> None:
         """Fill a batch with the records at ``indices``, one for each row; on the device or in pinned memory."""
