@@ -17,6 +17,7 @@ HELP = {
     "batch_size": "transitions in a batch",
     "batches": "batches to sample",
     "buffer": "tensor, or dense-cpu for NumPy arrays in main memory (default: tensor)",
+    "learning_starts": "steps before the first update",
     "scenario": "scenario of ViZDoom, or the path of a configuration file",
     "observation": "rgb, labels or classes",
     "picture": "file to write in the output folder, .gif or .mp4",

@@ -15,14 +15,14 @@ from torch import nn
 
 from sb3_extra_buffers.tensor_buffers import TensorReplayBuffer
 
-SPECS = {"obs": ((4, 84, 84), torch.uint8), "actions": ((), torch.int64), "rewards": ((), torch.float32)}
-SPECS |= {"dones": ((), torch.float32)}
+SPECS = {"obs": ((4, 84, 84), "uint8"), "actions": ((), "int64"), "rewards": ((), "float32"), "dones": ((), "float32")}
 
 
 def main() -> None:
-    options = parse(__doc__, timesteps=10_000_000, n_envs=8, buffer_size=1_000_000, buffer="tensor")
+    sizes = {"buffer_size": 1_000_000, "learning_starts": 80_000, "batch_size": 32}
+    options = parse(__doc__, timesteps=10_000_000, n_envs=8, buffer="tensor", **sizes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    start, batch_size = (400, 16) if options.quick else (80_000, 32)
+    start, batch_size = (400, 16) if options.quick else (options.learning_starts, options.batch_size)
     random.seed(options.seed)
     torch.manual_seed(options.seed)
     envs = AtariVectorEnv(GAME[options.game], num_envs=options.n_envs, autoreset_mode="SameStep")
@@ -30,11 +30,11 @@ def main() -> None:
     network, target = make_network(n_actions).to(device), make_network(n_actions).to(device)
     target.load_state_dict(network.state_dict())
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-4, capturable=device.type == "cuda")
-    size, method = (options.buffer_size, SPECS, options.n_envs, device), options.compression
+    size = options.buffer_size, SPECS, options.n_envs, device
     if options.buffer == "dense-cpu":  # for comparison, without a graph
         buffer = DenseBuffer(*size)
     else:
-        buffer = TensorReplayBuffer(*size, compression_method=method, image_dtype=torch.float32)
+        buffer = TensorReplayBuffer(*size, compression_method=options.compression, image_dtype=torch.float32)
 
     def update() -> None:
         data = buffer.sample(batch_size)

@@ -33,10 +33,7 @@ class DenseBuffer:
         self.n_steps, self.n_envs, self.device, self.n_added = capacity // n_envs, n_envs, device, 0
         self.rng = np.random.default_rng(0)
         specs = {**specs, "next_obs": specs["obs"]}
-        self.columns = {
-            name: np.zeros((self.n_steps, n_envs, *shape), torch.empty(0, dtype=dtype).numpy().dtype)
-            for name, (shape, dtype) in specs.items()
-        }
+        self.columns = {name: np.zeros((self.n_steps, n_envs, *shape), dtype) for name, (shape, dtype) in specs.items()}
 
     def add(self, step: dict[str, Any]) -> None:
         for name, column in self.columns.items():

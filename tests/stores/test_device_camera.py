@@ -17,10 +17,12 @@ import torch
 from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.kernels import camera
-from sb3_extra_buffers.stores import packed
+from sb3_extra_buffers.stores import device_base, packed
 from sb3_extra_buffers.stores.device_base import DevicePlace, DeviceRing, IndexBatch
 from sb3_extra_buffers.stores.device_camera import DeviceCameraStore
+from sb3_extra_buffers.stores.device_host import HostDecodedStore
 from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.registry import find_store
 from sb3_extra_buffers.stores.segment_format import pack_camera_frames as pack
 
 Array = npt.NDArray[Any]
@@ -39,6 +41,12 @@ LAYOUTS = {
     "stack": StackLayout(ObsSpec((2, 16, 16), np.dtype(np.uint8)), 2, "first"),
     "channels last": StackLayout(ObsSpec((16, 16, 6), np.dtype(np.uint8)), 2, "last"),
     "depth": StackLayout(ObsSpec((18, 17), np.dtype(np.float32))),
+}
+# frames of 192 KiB
+LARGE = {
+    "RGB": StackLayout(ObsSpec((256, 256, 3), np.dtype(np.uint8))),
+    "channels last": StackLayout(ObsSpec((256, 256, 6), np.dtype(np.uint8)), 2, "last"),
+    "planar": StackLayout(ObsSpec((6, 256, 256), np.dtype(np.uint8)), 2, "first"),
 }
 N_STEPS, N_STREAMS = 24, 2
 
@@ -105,6 +113,29 @@ def test_the_device_decodes_what_was_written(name: str, device: str) -> None:
     np.testing.assert_array_equal(again.read(IndexBatch(indices)).cpu().numpy(), flat[indices])
     if device == "cuda":
         np.testing.assert_array_equal(store.read(IndexBatch(indices)).cpu().numpy(), flat[indices])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", LARGE)
+def test_large_frames_are_decoded_by_the_device(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu" and name != "channels last":
+        pytest.skip("the interpreter is slow")
+    monkeypatch.setattr(device_base, "has_triton", lambda: True)
+    layout = LARGE[name]
+    codec = get_codec("camera").bind(layout.frame_spec)
+    assert find_store(codec, layout, "cuda") is DeviceCameraStore
+    ring = DeviceRing(layout.spec, 16, N_STREAMS, 2, DevicePlace(torch.device(device)))
+    store = DeviceCameraStore(ring, layout, codec, "camera", {})
+    store._triton = True
+    indices = np.array([[34]]) if device == "cpu" else np.arange(64).reshape(2, -1)
+    monkeypatch.setattr(HostDecodedStore, "read", None)
+    cameras, arrays = Cameras(layout), np.zeros((2, 16, N_STREAMS, *layout.spec.shape), np.uint8)
+    for i in range(16):
+        batches = cameras.step()
+        store.write(i, [torch.from_numpy(batch).to(device) for batch in batches])
+        arrays[:, i] = batches
+    found = store.read(IndexBatch(None, torch.from_numpy(indices).to(device)))
+    np.testing.assert_array_equal(found.cpu(), arrays.reshape(-1, *layout.spec.shape)[indices])
 
 
 @pytest.mark.parametrize("written_with", [2, 3, 4])

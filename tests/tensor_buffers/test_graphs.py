@@ -11,6 +11,7 @@ import torch
 
 from sb3_extra_buffers.errors import GraphCaptureError
 from sb3_extra_buffers.tensor_buffers import TensorReplayBuffer, tables
+from tests.gpu import never_waits
 from tests.tensor_buffers.test_replay_buffer import DEVICES, SHAPE, SPECS, assert_is_of, equal, make, on_device
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -120,6 +121,24 @@ def capture(function: Any) -> Any:
     return graph
 
 
+@pytest.mark.usefixtures("on_device")
+def test_captures_are_allowed_where_the_gpu_decodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TensorReplayBuffer, "_is_capturing", lambda _buffer: False)
+    buffers = {method: make(compression_method=method)[0] for method in ("delta", "none", "gzip")}
+    early = make(n_added=1)[0]
+    monkeypatch.setattr(TensorReplayBuffer, "_is_capturing", lambda _buffer: True)
+
+    for method in ("delta", "none"):
+        out = buffers[method].sample(8)
+        buffers[method].sample(8, out=out)
+    with pytest.raises(GraphCaptureError, match=r"gzip.* is not decoded by the GPU alone"):
+        buffers["gzip"].sample(8)
+    with pytest.raises(GraphCaptureError, match="no method is chosen yet"):
+        early.sample(8)
+    with pytest.raises(GraphCaptureError, match="cannot be part of a CUDA graph; call it between replays"):
+        buffers["delta"].reset()
+
+
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
 @pytest.mark.parametrize("method", ["delta", "none"])
 @pytest.mark.parametrize(
@@ -165,16 +184,13 @@ def test_nothing_waits_for_the_gpu(device: str, method: str, options: dict[str, 
     if buffer.alpha is not None:
         buffer.update_priorities(out["indices"], out["rewards"])
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waits():
         for step in steps[10:]:
             buffer.add(step)
             buffer.sample(64, out=out)
             buffer.sample(64)
             if buffer.alpha is not None:
                 buffer.update_priorities(out["indices"], out["rewards"])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])

@@ -10,18 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from sb3_extra_buffers.stores import device_base
 from sb3_extra_buffers.stores.device_base import IndexBatch
 from sb3_extra_buffers.tensor_buffers import TensorReplayBuffer
 from tests.tensor_buffers.test_replay_buffer import assert_is_of, make
 from tests.torture.interrupts import Injector
-
-
-@pytest.fixture
-def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Store observations as on a GPU, with reference kernels."""
-    monkeypatch.setattr(device_base, "stays_on_host", lambda device: False)
-    monkeypatch.setattr(device_base, "has_triton", lambda: True)
 
 
 def contents(buffer: TensorReplayBuffer) -> dict[str, Any]:

@@ -14,7 +14,9 @@ import torch
 
 from sb3_extra_buffers.errors import (
     ArgumentError,
+    CodecOptionError,
     EmptyBufferError,
+    HeapFullError,
     PriorityError,
     SpecMismatchError,
     StaleIndexError,
@@ -161,6 +163,11 @@ def test_a_batch_is_written_to_given_tensors(device: str, options: dict[str, Any
     assert {name: tensor.data_ptr() for name, tensor in filled.items()} == addresses
     twin.sample(16)
     assert equal(filled, twin.sample(16))
+    for _ in range(2):
+        assert equal(buffer.sample(16, out=apart), twin.sample(16))
+    assert equal(buffer.sample(16, out=out), twin.sample(16))
+    with pytest.raises(SpecMismatchError, match=r"\(15, 4, 12, 10\)"):
+        buffer.sample(15, out=out)
     assert equal(buffer.sample(16, out=apart), twin.sample(16))
     assert_is_of(apart, game, ["rewards", "dones", "logits"])
 
@@ -289,6 +296,22 @@ def test_n_step_batches_are_those_of_sb3(
     assert torch.equal(batch["dones"].float(), expected.dones[:, 0])
     assert expected.discounts is not None
     assert torch.equal(batch["discounts"], expected.discounts[:, 0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rewards_and_dones_may_have_an_axis_of_length_1_and_any_dtype(device: str) -> None:
+    specs: dict[str, Any] = {"obs": (2, "f4"), "rewards": ((1,), "f4"), "dones": ((1,), "f4")}
+    buffer = TensorReplayBuffer(10, specs, device=device, n_steps=3, gamma=0.5)
+    for reward, done in ((1.0, -0.0), (2.0, 1.0), (4.0, 0.0), (8.0, 0.0)):
+        obs = np.full((1, 2), reward, np.float32)
+        buffer.add({"obs": obs, "next_obs": obs + 1, "rewards": [[reward]], "dones": [[done]]})
+    batch = {name: tensor.cpu() for name, tensor in buffer.sample(100).items()}
+
+    expected = {1.0: (2.0, 0.25, 3.0), 2.0: (2.0, 0.5, 3.0), 4.0: (8.0, 0.25, 9.0), 8.0: (8.0, 0.5, 9.0)}
+    assert batch["rewards"].shape == batch["dones"].shape == (100, 1)
+    columns = [batch["obs"][:, 0], batch["rewards"], batch["discounts"], batch["next_obs"][:, 0]]
+    rows = torch.stack([column.flatten() for column in columns], 1).tolist()
+    assert {first: tuple(rest) for first, *rest in rows} == expected
 
 
 # ---- priorities ----
@@ -431,6 +454,12 @@ def test_images_are_shifted_at_random_and_frames_of_a_stack_together(device: str
         ({"image_dtype": torch.int32}, "image_dtype must be a floating-point dtype"),
         ({"random_shift": -1}, "random_shift must be an integer of at least 0"),
         ({"seed": 1, "generator": torch.Generator()}, "a generator or a seed, not both"),
+        ({"observations": ("obs", "next_obs")}, "observations must name some of"),
+        (
+            {"alpha": 0.5, "specs": {"obs": ((3,), "u1"), "weights": ((), "f4")}},
+            "have weights; give your field another",
+        ),
+        ({"random_shift": 2, "specs": {"obs": ((3,), torch.uint8)}}, "no observation is one"),
         ({"n_steps": 3, "specs": {"obs": ((3,), torch.uint8)}}, "needs a field 'rewards' with one float32 per"),
     ],
 )
@@ -438,6 +467,28 @@ def test_invalid_arguments_are_named(options: dict[str, Any], message: str) -> N
     arguments: dict[str, Any] = {"capacity": 60, "specs": SPECS, "device": "cpu"} | options
     with pytest.raises(ArgumentError, match=message):
         TensorReplayBuffer(**arguments)
+
+
+def test_a_heap_that_is_full_refuses_a_step() -> None:
+    rng = np.random.default_rng(0)
+    buffer = TensorReplayBuffer(
+        1000, {"obs": (SHAPE, "u1")}, device="cpu", compression_method="delta", heap_bytes=20_000, alpha=0.5
+    )
+
+    def fill() -> None:
+        for _ in range(1000):
+            obs = rng.integers(0, 256, (2, 1, *SHAPE), np.uint8)
+            buffer.add({"obs": obs[0], "next_obs": obs[1]})
+
+    with pytest.raises(HeapFullError, match="heap_bytes"):
+        fill()
+    buffer.check()
+    assert len(buffer) == buffer.n_added > 10
+
+
+def test_unknown_options_of_a_method_are_named() -> None:
+    with pytest.raises(CodecOptionError, match="nosuch"):
+        make(compression_kwargs={"nosuch": 1})
 
 
 def test_an_unknown_method_is_named() -> None:

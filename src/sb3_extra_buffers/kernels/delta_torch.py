@@ -66,7 +66,7 @@ def encoded_bound(frame: Bytes, reference: Bytes) -> int:
         part = frame[first : first + CHUNK]
         changed = part != reference[first : first + CHUNK]
         n_values = int(changed.sum())
-        sections = sum(np.count_nonzero(masks) for masks in _masks(changed)[:3])
+        sections = sum(int(np.count_nonzero(masks)) for masks in _masks(changed)[:3])
         total += 2 + min(sections + -(-n_values // 8) + n_values, len(part))
     return total
 
@@ -91,7 +91,7 @@ def decode_frame(payload: Bytes, frame: Bytes) -> None:
         for _ in range(3):
             is_set = np.unpackbits(masks, bitorder="little")[:n_masks] != 0
             inner = np.zeros(n_masks, np.uint8)
-            count = np.count_nonzero(is_set)
+            count = int(np.count_nonzero(is_set))
             inner[is_set] = encoded[end : end + count]
             end, masks, n_masks = end + count, inner, 8 * n_masks
         where = np.flatnonzero(np.unpackbits(masks, bitorder="little"))
@@ -144,10 +144,10 @@ class _StreamWriter:
 
     def _since(self, number: int) -> int:
         """Segments opened since that of ``number`` was the next."""
-        return (int(self.row[dt.OPENED]) - number) % self.shape.n_numbers
+        return int((int(self.row[dt.OPENED]) - number) % self.shape.n_numbers)
 
     def _slot(self, number: int) -> int:
-        return number % self.tables.entries.shape[1]
+        return int(number % self.tables.entries.shape[1])
 
     def write(self, sets: npt.NDArray[np.uint8]) -> None:
         tables, row, stream, job, shape = self.tables, self.row, self.stream, self.job, self.shape
@@ -235,7 +235,7 @@ class _StreamWriter:
         tables.counters[dt.HEAD] = start + length
         at = start % capacity
         tables.heap[at : at + length] = payload
-        return at << dt.LENGTH_BITS | length
+        return int(at << dt.LENGTH_BITS | length)
 
     # ---- keyframes ----
 

@@ -27,8 +27,9 @@ class ImageTransform:
         device: torch.device,
     ) -> None:
         self.dtype, self.pad = dtype, pad
-        n_inner = shape[-1] if channels_last and len(shape) > 2 else 1
-        height, width = shape[-3:-1] if n_inner > 1 or (channels_last and len(shape) > 2) else shape[-2:]
+        channels_last = channels_last and len(shape) > 2
+        n_inner = shape[-1] if channels_last else 1
+        height, width = shape[-3:-1] if channels_last else shape[-2:]
         #: channels before the height, height, width, channels after the width
         self.sizes = (math.prod(shape) // (height * width * n_inner), height, width, n_inner)
         self.scale = torch.ones(1, device=device) if scale is None else torch.tensor([scale], device=device)

@@ -126,14 +126,20 @@ class TorchSumTree:
         """Sum the children of ``nodes[level]`` (None: of all) of each level above the leaves."""
         for level in range(1, len(self.sizes)):
             start, below, size_below = self.starts[level], self.starts[level - 1], self.sizes[level - 1]
-            which = nodes[level]
-            if which is None:
-                which = torch.arange(size_below // FAN_OUT, device=self.sums.device)
-            children = below + which[:, None] * FAN_OUT + self._children
-            values = self.sums[children]
-            self.sums[start + which] = values.sum(1)
-            minima = torch.where(values > 0, values, torch.inf) if level == 1 else self.mins[children - self.sizes[0]]
-            self.mins[start - self.sizes[0] + which] = minima.amin(1)
+            which, is_all = nodes[level], nodes[level] is None
+            values = self.sums[below : below + size_below].view(-1, FAN_OUT)
+            values = values if is_all else values.index_select(0, which)
+            if level == 1:
+                minima = torch.where(values > 0, values, torch.inf)
+            else:
+                minima = self.mins[below - self.sizes[0] : start - self.sizes[0]].view(-1, FAN_OUT)
+                minima = minima if is_all else minima.index_select(0, which)
+            where = slice(start, start + len(values)) if is_all else start + which
+            self.sums[where] = values.sum(1)
+            where = (
+                slice(start - self.sizes[0], start - self.sizes[0] + len(values)) if is_all else where - self.sizes[0]
+            )
+            self.mins[where] = minima.amin(1)
 
     # ---- drawing ----
 
@@ -155,15 +161,9 @@ class TorchSumTree:
         parts = torch.arange(n_draws, device=uniform.device) + uniform
         points = parts * (top.sum() / n_draws)
         nodes = torch.zeros_like(leaves)
-        for start in reversed(self.starts):
-            values = self.sums[start + nodes[:, None] * FAN_OUT + self._children]  # [n, FAN_OUT]
-            is_taken = values > 0
-            is_hit = (values.cumsum(1) > points[:, None]) & is_taken
-            first = torch.where(is_hit, self._children, FAN_OUT).amin(1)
-            # rounding may move a point past the end of its node
-            last = torch.where(is_taken, self._children, 0).amax(1)
-            chosen = torch.where(first < FAN_OUT, first, last)
-            before = torch.where(self._children < chosen[:, None], values, 0.0).sum(1)
+        for start, size in zip(reversed(self.starts), reversed(self.sizes), strict=True):
+            values = self.sums[start : start + size].view(-1, FAN_OUT).index_select(0, nodes)  # [n, FAN_OUT]
+            chosen, before = self._find_children(values, points)
             points = (points - before).clamp(min=0)
             nodes = nodes * FAN_OUT + chosen
         leaves.copy_(nodes)
@@ -172,6 +172,22 @@ class TorchSumTree:
         priorities = self.sums[nodes]
         # (N p / total) ** -beta divided by its maximum: N and total cancel
         weights.copy_((self._minimum() / priorities) ** self.options[1])
+
+    def _find_children(self, values: torch.Tensor, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The child at each point on the line of ``values [n, FAN_OUT]``, never an empty one, and where it begins."""
+        ends = values.cumsum(1)
+        if values.device.type == "cpu":
+            # summed in order, so that an empty child ends where the one before it does
+            first = torch.searchsorted(ends, points[:, None], right=True)
+            # rounding may move a point past the end of its node
+            chosen = torch.minimum(first, torch.searchsorted(ends, ends[:, -1:].contiguous()))
+            before = torch.where(chosen > 0, ends.gather(1, (chosen - 1).clamp(min=0)), 0.0)
+            return chosen[:, 0], before[:, 0]
+        is_taken = values > 0
+        first = torch.where((ends > points[:, None]) & is_taken, self._children, FAN_OUT).amin(1)
+        last = torch.where(is_taken, self._children, 0).amax(1)
+        chosen = torch.where(first < FAN_OUT, first, last)
+        return chosen, torch.where(self._children < chosen[:, None], values, 0.0).sum(1)
 
     def _minimum(self) -> torch.Tensor:
         """The smallest priority above zero."""

@@ -139,7 +139,7 @@ class TritonTransitions(TorchTransitions):
         self._n_steps = 0
         if endings is not None:
             truncations = endings.dones if endings.truncations is None else endings.truncations
-            ends = (endings.rewards, _words(endings.dones), _words(truncations), endings.discounts)
+            ends = (endings.rewards, _flags(endings.dones), _flags(truncations), endings.discounts)
             self._n_steps = len(endings.discounts) - 1
         # a launch for each group of columns: the launcher, and its compile-time constants
         self._launches = []
@@ -204,3 +204,8 @@ class TritonTransitions(TorchTransitions):
 def _words(column: torch.Tensor) -> torch.Tensor:
     """The bits of ``column`` as integers, ``[transition, word]``."""
     return column.view(len(column), -1).view(_BITS[column.element_size()])
+
+
+def _flags(column: torch.Tensor) -> torch.Tensor:
+    """``column`` as a kernel compares it with zero: the bits of a negative zero are not all zero."""
+    return column if column.dtype.is_floating_point else _words(column)

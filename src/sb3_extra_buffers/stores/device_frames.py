@@ -405,6 +405,10 @@ class DeviceFrameStore(DeviceStore):
         return put_in(out, join_frames(frames if padded_size == size else frames[..., :size], layout))
 
     @property
+    def can_be_captured(self) -> bool:
+        return self._triton
+
+    @property
     def can_read_batch(self) -> bool:
         return self._triton and self._whole and self.ring.spec.dtype == np.uint8
 

@@ -23,7 +23,7 @@ Array = npt.NDArray[Any]
 @cache
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
     try:
-        return torch.empty(0, dtype=dtype).numpy().dtype
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     except TypeError:
         return None
 
@@ -110,8 +110,8 @@ def parse_fields(specs: Any, observations: Sequence[str]) -> tuple[dict[str, Fie
         raise ArgumentError(f"specs must be a dict of name: (shape, dtype), got {specs!r}")
     fields = {name: _parse(name, spec) for name, spec in specs.items()}
     names = (observations,) if isinstance(observations, str) else tuple(observations)
-    missing = [name for name in names if name not in fields]
-    if missing or not names or len(set(names)) < len(names):
+    is_known = all(name in fields and f"next_{name}" not in names for name in names)
+    if not is_known or not names or len(set(names)) < len(names):
         raise ArgumentError(
             f"observations must name some of {', '.join(map(repr, fields))}, each once; got {observations!r}"
         )

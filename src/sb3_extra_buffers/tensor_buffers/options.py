@@ -55,6 +55,22 @@ class Settings:
             raise ArgumentError(f"image_dtype must be a floating-point dtype such as torch.float32, got {dtype!r}")
         if self.n_steps > 1:
             self._check_endings()
+        if (dtype is not None or self.random_shift) and not any(field.is_image for field in self.observations.values()):
+            raise ArgumentError(
+                "image_dtype and random_shift are for images, uint8 with two axes or more, and no observation is one"
+            )
+        taken = {field.name for field in self.extras()} & set(self.columns)
+        if taken:
+            raise ArgumentError(
+                f"the batches of this buffer have {', '.join(sorted(taken))}; give your field another name"
+            )
+
+    def extras(self) -> list[Field]:
+        """What batches have in addition to the fields."""
+        extras = [Field("discounts", (), torch.float32)] if self.n_steps > 1 else []
+        if self.alpha is not None:
+            extras += [Field("indices", (), torch.int64), Field("weights", (), torch.float32)]
+        return extras
 
     def _check_endings(self) -> None:
         for name, dtype in (("rewards", "float32"), ("dones", "bool")):

@@ -34,11 +34,10 @@ class TransitionTables:
         last = [settings.columns["rewards"]] if settings.n_steps > 1 else []
         gathered = [field for field in settings.columns.values() if field not in last]
         self.transitions = self._make_transitions(gathered, triton)
-        extras = [Field("discounts", (), torch.float32)] if last else []
-        if self.tree is not None:
-            extras += [Field("indices", (), torch.int64), Field("weights", (), torch.float32)]
         transforms = [_make_transform(settings, field, device, triton) for field in settings.observations.values()]
-        self.layout = BatchLayout(list(settings.observations.values()), transforms, gathered + last, extras, device)
+        self.layout = BatchLayout(
+            list(settings.observations.values()), transforms, gathered + last, settings.extras(), device
+        )
         if triton:
             self._compile_kernels()
 
@@ -99,7 +98,7 @@ class TransitionTables:
 
     def gather(self, uniform: torch.Tensor | None, indices: torch.Tensor, outs: Outputs) -> None:
         if self.settings.n_steps > 1:
-            self.transitions.gather(uniform, indices, outs.columns[:-1], outs.columns[-1], outs.extras[0])
+            self.transitions.gather(uniform, indices, outs.columns[:-1], outs.columns[-1].view(-1), outs.extras[0])
         else:
             self.transitions.gather(uniform, indices, outs.columns)
 
