@@ -91,9 +91,9 @@ class DeviceTable:
         return self._bound_kernels
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of host memory that steps are staged in."""
-        return self._staging.nbytes
+    def padding(self) -> int:
+        """Bytes of the table that belong to no column."""
+        return 0
 
     # ---- writing ----
 
@@ -195,6 +195,11 @@ class DeviceColumns(DeviceTable):
         actions = self.records.view(self.torch_action_dtype).view(n_steps, n_streams, -1)
         self.views = {"actions": actions[..., first : first + self.action_dim]}
         self.views |= {name: by_step[..., i] for i, name in enumerate(self.names[1:])}
+
+    @property
+    def padding(self) -> int:
+        """Bytes of records that belong to no column."""
+        return self.records.numel() - sum(int(view.nbytes) for view in self.views.values())
 
     # ---- reading ----
 
