@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sb3_extra_buffers.kernels.launcher import Columns
 
 __all__ = ["NStepReturns", "gather_columns_reference", "n_step_reference"]
+
+Array = npt.NDArray[Any]
 
 
 class NStepReturns(NamedTuple):
@@ -25,11 +29,24 @@ def gather_columns_reference(indices: torch.Tensor, columns: Columns) -> None:
     """Fill ``columns`` with the records at ``indices [row]``."""
     floats, actions, records = columns
     _, (action, _, at, _) = columns.arguments()
+    if records.device.type == "cpu":
+        _gather_arrays(indices.numpy(), floats.numpy(), actions.numpy(), records.numpy(), at)
+        return
     found = records.index_select(0, indices)
     numbers = found.view(torch.float32)
     torch.mul(numbers[:, 1:2], 1 - numbers[:, 2:3], out=floats[0])
     floats[1] = numbers[:, :1]
     actions.copy_(found[:, at : at + action].contiguous().view(actions.dtype).view(actions.shape))
+
+
+def _gather_arrays(indices: Array, floats: Array, actions: Array, records: Array, at: int) -> None:
+    """The same with NumPy, whose calls cost a fraction of torch's."""
+    found = records.take(indices, axis=0)
+    rewards, dones, timeouts = found.view(np.float32)[:, :3].T
+    np.multiply(dones, 1 - timeouts, out=floats[0, :, 0])
+    floats[1, :, 0] = rewards
+    first = at // actions.itemsize
+    actions[...] = found.view(actions.dtype)[:, first : first + actions.shape[1]]
 
 
 def n_step_reference(

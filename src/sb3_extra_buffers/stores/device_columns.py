@@ -66,6 +66,7 @@ class DeviceTable:
         self._allocate()
         if device.type == "cpu":
             self.views = {name: view.numpy() for name, view in self.views.items()}
+        self._written = list(self.views.values())[: 1 + self.written]
         number = ((n_streams,), _FLOAT32)
         self._staging = Staging(device)
         self._staging_layout = StagingLayout((self.action_shape, action_dtype), *[number] * self.written)
@@ -104,7 +105,7 @@ class DeviceTable:
         numbers float32 or bool, a number for each stream.
         """
         if not self.takes_tensors:
-            return values
+            return tuple(values)
         lease = None
         sources = []
         for place, value in enumerate(values):
@@ -120,20 +121,21 @@ class DeviceTable:
 
     def commit(self, step: int, planned: Any) -> None:
         """Write what was planned as ``step``; doing it twice has no further effect."""
-        if not isinstance(planned, StagedColumns):
-            for view, value in zip(self.views.values(), planned, strict=False):
+        written = self._written
+        if type(planned) is tuple:
+            for view, value in zip(written, planned, strict=False):
                 view[step] = value
-            missing = range(len(planned), 1 + self.written)
-        elif self._triton:
+            for view in written[len(planned) :]:
+                view[step] = 0
+            return
+        if self._triton:
             self.kernels.write(step, planned.action, planned.numbers)
-            missing = range(0)
         else:
-            for view, value in zip(self.views.values(), (planned.action, *planned.numbers), strict=False):
+            for view, value in zip(written, (planned.action, *planned.numbers), strict=False):
                 view[step].copy_(value, non_blocking=True)
-            missing = range(1 + len(planned.numbers), 1 + self.written)
-        for place in missing:
-            self.views[self.names[place]][step] = 0
-        if isinstance(planned, StagedColumns) and planned.lease is not None:
+            for view in written[1 + len(planned.numbers) :]:
+                view[step].zero_()
+        if planned.lease is not None:
             self._staging.release(planned.lease)
 
     # ---- copies ----
