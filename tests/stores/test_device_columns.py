@@ -79,3 +79,25 @@ def test_views_show_columns_and_can_be_assigned_to(n_actions: int, dtype: Any, p
     moved.assign("rewards", np.zeros((7, 3)))
     assert not moved.views["rewards"].any()
     np.testing.assert_array_equal(moved.views["actions"], expected["actions"])
+
+
+@pytest.mark.parametrize("place", PLACES[1:3])
+@pytest.mark.parametrize("n_steps", [1, 2, 3, 7, 9])
+@pytest.mark.parametrize(("n_actions", "dtype"), ACTIONS[:3])
+def test_the_kernel_of_n_step_returns_equals_the_reference(
+    n_actions: int, dtype: Any, n_steps: int, place: tuple[str, bool]
+) -> None:
+    device, _ = place
+    both = [random_columns(50, 3, n_actions, dtype, *where)[0] for where in (place, ("cpu", False))]
+    ends = np.random.default_rng(0).random((50, 3)) < 0.2
+    for table in both:
+        table.assign("dones", ends)
+        table.assign("timeouts", ends[::-1])
+    powers = torch.from_numpy(0.97 ** np.arange(n_steps + 1, dtype=np.float32))
+    for count in (0, 1, 150):
+        indices = torch.arange(count)
+        ours = both[0].n_step(indices.to(device), powers.to(device), 20)
+        theirs = both[1].n_step(indices, powers, 20)
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.dtype == b.dtype
+            assert torch.equal(a.cpu(), b)

@@ -123,7 +123,7 @@ class Priorities:
         self._refuse_stock(calling_algorithm("_setup_model"))
 
     def _extra_bytes(self) -> int:
-        return self._tree.nbytes
+        return self._tree.nbytes + int(super()._extra_bytes())  # type: ignore[misc]  # a buffer follows
 
     def _refuse_stock(self, algorithm: Any) -> None:
         """Raise if ``algorithm`` would neither weight its loss nor update priorities."""

@@ -367,6 +367,9 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
 
     # ---- memory ----
 
+    def _extra_bytes(self) -> int:
+        return super()._extra_bytes() + int(self._table.padding)
+
     def _columns(self) -> dict[str, Any]:
         return super()._columns() | ({} if "_table" not in vars(self) else self._table.views)
 

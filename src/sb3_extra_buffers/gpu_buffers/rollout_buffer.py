@@ -166,9 +166,13 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
 
     def _flat(self, values: Any, name: str) -> Any:
         """A number for each environment, in any shape."""
-        return self._fit_numbers(
-            (values if isinstance(values, th.Tensor) else as_array(values, name)).reshape(-1), name
-        )
+        if not isinstance(values, th.Tensor):
+            flat: Any = as_array(values, name)
+        elif self._table.takes_tensors or values.dtype != th.float32:
+            flat = values
+        else:
+            flat = values.detach().cpu().numpy()
+        return self._fit_numbers(flat.reshape(-1), name)
 
     def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
         """Compute returns and advantages (GAE) as SB3 does, on the device if the buffer is on a GPU.

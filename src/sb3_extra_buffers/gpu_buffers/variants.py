@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -48,50 +48,22 @@ class NStepBatches(GpuReplayBuffer):
     def _make_batch(self, indices: th.Tensor, lease: Lease | None, env: VecNormalize | None) -> Any:
         if self.n_steps == 1 and not self._is_n_step_class:
             return super()._make_batch(indices, lease, env)
+        newest, table = (self.pos - 1) % self.buffer_size, self._current_table()
+        powers = _powers(self.gamma, self.n_steps, table.records.device)
+        found = table.n_step(indices[0], powers, newest, None if env is None else partial(self._normalize, env))
         if lease is not None:
-            (indices,) = self._staging.send(lease)
-        n_steps, n_envs, n_obs = self.n_steps, self.n_envs, self.buffer_size * self.n_envs
-        first, offsets = indices[0], th.arange(n_steps, device=indices.device)
-        ahead = (first[:, None] + offsets * n_envs) % n_obs  # (batch_size, n_steps)
-        numbers = self._current_table().numbers_at(ahead)
-        rewards, dones, timeouts = numbers[..., 0], numbers[..., 1], numbers[..., 2]
-        # the step after the newest one is the oldest one
-        newest = (self.pos - 1) % self.buffer_size
-        is_last = (dones != 0) | (timeouts != 0) | (ahead // n_envs == newest)
-        is_last[:, -1] = True
-        n_more = is_last.int().argmax(dim=1, keepdim=True)
-        if env is not None:
-            rewards = self.to_torch(self._normalize_reward(rewards.cpu().numpy(), env))
-        powers = _powers(self.gamma, n_steps, indices.device)
-        parts = rewards * powers[:-1] * (offsets <= n_more)
-        ends = ahead.gather(1, n_more)[:, 0]
-        batch = super()._make_batch(th.stack((first, ends + n_obs)), None, env)
-        ended = dones.gather(1, n_more) * (1 - timeouts.gather(1, n_more))
-        returns = _sum_as_numpy(parts)
-        return batch._replace(dones=ended, rewards=returns, discounts=powers[(n_more + 1)[:, 0]][:, None])
+            self._staging.release(lease)
+        batch = super()._make_batch(found.indices, None, env)
+        return batch._replace(dones=found.dones, rewards=found.returns, discounts=found.discounts)
+
+    def _normalize(self, env: VecNormalize, rewards: th.Tensor) -> th.Tensor:
+        return self.to_torch(self._normalize_reward(rewards.cpu().numpy(), env))
 
 
 @lru_cache
 def _powers(gamma: float, n_steps: int, device: th.device) -> th.Tensor:
     """``gamma`` to the power of 0 to ``n_steps``, as NumPy computes them."""
     return th.from_numpy(np.asarray(gamma ** np.arange(n_steps + 1, dtype=np.float32), np.float32)).to(device)
-
-
-def _sum_as_numpy(parts: th.Tensor) -> th.Tensor:
-    """The sum of each row ``[n, 1]``, added in NumPy's order: eight partial sums, if there are that many columns."""
-    columns = list(parts.unbind(1))
-    total: th.Tensor | None = None
-    if len(columns) >= 8:
-        whole = len(columns) // 8 * 8
-        sums = columns[:8]
-        for i in range(8, whole):
-            sums[i % 8] = sums[i % 8] + columns[i]
-        total = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]))
-        columns = columns[whole:]
-    for column in columns:
-        total = column if total is None else total + column
-    assert total is not None
-    return total[:, None]
 
 
 class GpuNStepReplayBuffer(NStepReplayBuffer, NStepBatches):

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sb3_extra_buffers.kernels.columns_torch import NStepReturns
 from sb3_extra_buffers.kernels.launcher import COLUMN_DTYPES, Columns, Launcher, TableLayout
 
 __all__ = ["ColumnKernels", "compute_gae", "gather_columns"]
@@ -97,12 +98,54 @@ def _write_kernel(
     tl.store(actions_ptr + (at * ACTION_ROW + ACTION_AT)[:, None] + byte[None, :], action, mask=inside)
 
 
+@triton.jit(do_not_specialize=["n_rows", "newest", "n_obs", "n_envs"])
+def _n_step_kernel(
+    indices_ptr,  # int64 [row]
+    powers_ptr,  # float32 [N_STEPS + 1]
+    out_ptr,  # int64 [2, row]
+    dones_ptr, returns_ptr, discounts_ptr,  # float32 [row]
+    numbers_ptr,  # float32 [obs, ROW], of the table
+    n_rows, newest, n_obs, n_envs,
+    ROW: tl.constexpr, N_STEPS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """`columns_torch.n_step_reference`; fewer than eight steps, which NumPy adds one after the other."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    is_row = row < n_rows
+    first = tl.load(indices_ptr + row, mask=is_row, other=0)
+    at, last, goes_on = first, first, is_row
+    total = tl.zeros([ROWS], tl.float32)
+    ended = tl.zeros([ROWS], tl.float32)
+    n_steps = tl.zeros([ROWS], tl.int32)
+    for i in tl.static_range(N_STEPS):
+        numbers = numbers_ptr + at * ROW
+        reward = tl.load(numbers, mask=is_row, other=0)
+        done = tl.load(numbers + 1, mask=is_row, other=0)
+        timeout = tl.load(numbers + 2, mask=is_row, other=0)
+        total += reward * tl.load(powers_ptr + i) * goes_on.to(tl.float32)
+        last = tl.where(goes_on, at, last)
+        ended = tl.where(goes_on, done * (1 - timeout), ended)
+        n_steps += goes_on.to(tl.int32)
+        goes_on = goes_on & (done == 0) & (timeout == 0) & (at // n_envs != newest)
+        at += n_envs
+        at = tl.where(at >= n_obs, at - n_obs, at)
+    tl.store(out_ptr + row, first, mask=is_row)
+    tl.store(out_ptr + n_rows.to(tl.int64) + row, last + n_obs, mask=is_row)
+    tl.store(dones_ptr + row, ended, mask=is_row)
+    tl.store(returns_ptr + row, total, mask=is_row)
+    tl.store(discounts_ptr + row, tl.load(powers_ptr + n_steps, mask=is_row, other=0), mask=is_row)
+
+
 class ColumnKernels:
     """The kernels bound to one table."""
 
     def __init__(self, table: TableLayout, n_rows: int) -> None:
         self._table, self._n_rows, self._device = table, n_rows, table.numbers.device
         self._gather = Launcher(_gather_kernel, self._device, (), (), ((torch.int64,), COLUMN_DTYPES), _WARPS)
+        numbers = (torch.float32,) * 3
+        self._n_step = Launcher(
+            _n_step_kernel, self._device, (table.row, table.numbers.numel() >> 31 > 0), (table.numbers,),
+            ((torch.int64, torch.float32, torch.int64, *numbers), ()), _WARPS,
+        )  # fmt: skip
         self._writers: dict[tuple[torch.dtype, ...], Launcher] = {}
         self._grid = (-(-n_rows // _ROWS), 1, 1)
 
@@ -111,6 +154,12 @@ class ColumnKernels:
         pointers, sizes = columns.arguments()
         n_rows = len(columns.actions)
         self._gather.start(sizes, (-(-n_rows // _ROWS), 1, 1), (indices,), pointers, (n_rows, *sizes, _ROWS))
+
+    def n_step(self, indices: torch.Tensor, powers: torch.Tensor, newest: int, n_obs: int, out: NStepReturns) -> None:
+        """Fill ``out`` for the first ``len(out.dones)`` of ``indices``, which may be in pinned host memory."""
+        n_rows, n_steps = len(out.dones), len(powers) - 1
+        numbers = (n_rows, newest, n_obs, self._n_rows, self._table.row, n_steps, _ROWS)
+        self._n_step.start(n_steps, (-(-n_rows // _ROWS), 1, 1), (indices, powers, *out), (), numbers)
 
     def write(self, step: int, action: torch.Tensor, numbers: tuple[torch.Tensor, ...]) -> None:
         """Store contiguous actions and numbers (float32 or bool) of all rows; numbers left out are stored as 0."""

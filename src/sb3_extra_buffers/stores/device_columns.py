@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sb3_extra_buffers.kernels.columns_torch import gather_columns_reference
+from sb3_extra_buffers.kernels.columns_torch import NStepReturns, gather_columns_reference, n_step_reference
 from sb3_extra_buffers.kernels.launcher import Columns, TableLayout
 from sb3_extra_buffers.stores import device_base
 from sb3_extra_buffers.stores.staging import Lease, Staging, StagingLayout, torch_dtype
@@ -66,6 +66,7 @@ class DeviceTable:
         self._allocate()
         if device.type == "cpu":
             self.views = {name: view.numpy() for name, view in self.views.items()}
+        self._written = list(self.views.values())[: 1 + self.written]
         number = ((n_streams,), _FLOAT32)
         self._staging = Staging(device)
         self._staging_layout = StagingLayout((self.action_shape, action_dtype), *[number] * self.written)
@@ -91,9 +92,9 @@ class DeviceTable:
         return self._bound_kernels
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of host memory that steps are staged in."""
-        return self._staging.nbytes
+    def padding(self) -> int:
+        """Bytes of the table that belong to no column."""
+        return 0
 
     # ---- writing ----
 
@@ -104,7 +105,7 @@ class DeviceTable:
         numbers float32 or bool, a number for each stream.
         """
         if not self.takes_tensors:
-            return values
+            return tuple(values)
         lease = None
         sources = []
         for place, value in enumerate(values):
@@ -120,20 +121,21 @@ class DeviceTable:
 
     def commit(self, step: int, planned: Any) -> None:
         """Write what was planned as ``step``; doing it twice has no further effect."""
-        if not isinstance(planned, StagedColumns):
-            for view, value in zip(self.views.values(), planned, strict=False):
+        written = self._written
+        if type(planned) is tuple:
+            for view, value in zip(written, planned, strict=False):
                 view[step] = value
-            missing = range(len(planned), 1 + self.written)
-        elif self._triton:
+            for view in written[len(planned) :]:
+                view[step] = 0
+            return
+        if self._triton:
             self.kernels.write(step, planned.action, planned.numbers)
-            missing = range(0)
         else:
-            for view, value in zip(self.views.values(), (planned.action, *planned.numbers), strict=False):
+            for view, value in zip(written, (planned.action, *planned.numbers), strict=False):
                 view[step].copy_(value, non_blocking=True)
-            missing = range(1 + len(planned.numbers), 1 + self.written)
-        for place in missing:
-            self.views[self.names[place]][step] = 0
-        if isinstance(planned, StagedColumns) and planned.lease is not None:
+            for view in written[1 + len(planned.numbers) :]:
+                view[step].zero_()
+        if planned.lease is not None:
             self._staging.release(planned.lease)
 
     # ---- copies ----
@@ -196,6 +198,11 @@ class DeviceColumns(DeviceTable):
         self.views = {"actions": actions[..., first : first + self.action_dim]}
         self.views |= {name: by_step[..., i] for i, name in enumerate(self.names[1:])}
 
+    @property
+    def padding(self) -> int:
+        """Bytes of records that belong to no column."""
+        return self.records.numel() - sum(int(view.nbytes) for view in self.views.values())
+
     # ---- reading ----
 
     def empty(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,10 +210,25 @@ class DeviceColumns(DeviceTable):
         floats = torch.empty((2, count, 1), dtype=torch.float32, device=self.device)
         return floats, torch.empty((count, self.action_dim), dtype=self.torch_action_dtype, device=self.device)
 
-    def numbers_at(self, indices: torch.Tensor) -> torch.Tensor:
-        """Rewards, dones and timeouts at ``indices``, on the device, along a last axis; a copy."""
-        found = self.records.view(torch.float32).index_select(0, indices.reshape(-1))
-        return found.view(*indices.shape, -1)
+    def n_step(
+        self,
+        indices: torch.Tensor,
+        powers: torch.Tensor,
+        newest: int,
+        normalize: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> NStepReturns:
+        """n-step returns of the transitions at ``indices``, on the device or in pinned memory.
+
+        ``powers`` of gamma, one more than steps, are on the device; ``normalize`` is called with rewards.
+        """
+        count, n_streams = len(indices), self.lead[1]
+        # NumPy adds eight and more numbers in another order
+        if not self._triton or normalize is not None or len(powers) > 8 or not count:
+            return n_step_reference(indices.to(self.device), self.records, powers, newest, n_streams, normalize)
+        numbers = [torch.empty((count, 1), dtype=torch.float32, device=self.device) for _ in range(3)]
+        out = NStepReturns(torch.empty((2, count), dtype=torch.int64, device=self.device), *numbers)
+        self.kernels.n_step(indices, powers, newest, len(self.records), out)
+        return out
 
     def gather(self, indices: torch.Tensor, floats: torch.Tensor, actions: torch.Tensor) -> None:
         """Fill a batch with the records at ``indices``, one for each row; on the device or in pinned memory."""
