@@ -15,10 +15,10 @@ STREAMS := .venv-streams
 MINIMAL := $(wildcard tests/codecs tests/kernels tests/stores tests/compressed tests/public_api tests/files tests/cli \
 	tests/recording tests/vec_buf tests/training_utils)
 # one thread per process: two processes already use both cores
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q -m "not long"
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-integrations check bench streams docs torture format clean
+.PHONY: help demo test test-oldest test-integrations check types bench streams docs torture format clean
 
 help:
 	@echo "make demo               train an agent on an Atari game with SB3's buffer and with a compressed one"
@@ -41,9 +41,9 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
-	$(PYTEST)
+	$(PYTEST) -m "not long"
 	# zarr installs a pytest plugin, which would import it although tests/no_extras hides it
-	PYTHONPATH=tests/no_extras $(PYTEST) -p no:zarr $(MINIMAL)
+	PYTHONPATH=tests/no_extras $(PYTEST) -m "not long and not same_without_extras" -p no:zarr $(MINIMAL)
 
 $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
 	test -x $(OLDEST)/bin/python || $(OLDEST_PYTHON) -m venv $(OLDEST)
@@ -69,8 +69,11 @@ test-integrations: $(INTEGRATIONS)/.ready
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	# mypy uses one core only
+	$(MAKE) -j 2 types test
+
+types: $(READY)
 	$(BIN)/mypy
-	$(MAKE) test
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -98,8 +98,6 @@ GAME_TITLES = {"ms_pacman": "MsPacman", "vizdoom-rgb": "ViZDoom, RGB", "vizdoom-
 FIGURES = {
     "everything, an iteration": "total per iteration",
     "held": "observations",
-    "add of 4 envs": "add (4 environments)",
-    "memory of dense": "memory, relative to dense observations",
 }
 # paragraphs before the table of a method
 NOTES = {"delta3": ["`delta3` is for archives: it takes the least memory, and is several times slower to read.\n"]}
@@ -262,7 +260,7 @@ def benchmarks_page() -> str:
 
 
 def main() -> None:
-    from benchmarks import observation_tables
+    from benchmarks import gpu_tables, observation_tables
 
     (DOCS / "benchmarks.md").write_text(benchmarks_page())
     if rows("table"):
@@ -272,7 +270,7 @@ def main() -> None:
     for page in (README, DOCS / "index.md"):
         insert(page, "figures", summary())
     insert(DOCS / "architecture.md", "formats", format_table())
-    insert(DOCS / "gpu.md", "gpu", gpu_table())
+    insert(DOCS / "gpu.md", "gpu", gpu_tables.section(rows("gpu"), DOCS / "gpu_add.png"))
     insert(DOCS / "files.md", "files", file_table())
     insert(DOCS / "faq.md", "cold start", cold_start.summary())
 
@@ -295,46 +293,6 @@ def format_table() -> str:
     sizes = {(row["format"], row["game"]): float(row["percent_of_stack"]) for row in measured}
     lines = [[title, *(f"{sizes[name, game]:.2f}" for game in games)] for name, title in FORMATS.items()]
     return f"\n{table(['format', *games], lines)}\n{provenance(measured)}\n"
-
-
-GPU_BUFFERS = {
-    "sb3": "SB3",
-    "none": "`none`",
-    "delta": "`delta`",
-    "delta, pinned": "`delta`, pinned",
-    "rle": "`rle`",
-    "zstd": "`zstd`",
-}
-
-
-def gpu_table() -> str:
-    """Medians of the GPU measurements, one column per buffer."""
-    measured = rows("gpu")
-    if not measured:
-        return ""
-    first = measured[0]
-    by_figure: dict[tuple[str, str], list[Row]] = {}
-    for row in measured:
-        by_figure.setdefault((row["figure"], row["buffer"]), []).append(row)
-    lines = []
-    for figure in dict.fromkeys(row["figure"] for row in measured):
-        if "same weights" not in figure:
-            values = [_medians(by_figure.get((figure, buffer), [])) for buffer in GPU_BUFFERS]
-            lines.append([FIGURES.get(figure, figure), *values])
-    same = [row["figure"].split(",")[0] for row in measured if "same weights" in row["figure"] and float(row["p50"])]
-    weights = f"{' and '.join(same)} ended with the same weights as with SB3's buffer.\n" if same else ""
-    head = f"{int(first['n_transitions']):,} transitions of {first['game']}, four environments, 84x84x4:\n"
-    starts = {row["time"] for row in measured if row["unit"] == "us"}
-    runs = f", in {len(starts)} runs on different machines" if len(starts) > 1 else ""
-    stamp = f"Measured {first['date']} on {first['device']}{runs}; {first['versions']}.\n"
-    return f"\n{head}\n{table(['median', *GPU_BUFFERS.values()], lines)}\n{weights}\n{stamp}\n"
-
-
-def _medians(measured: list[Row]) -> str:
-    """The median of each run, in the order of the runs."""
-    if not measured:
-        return ""
-    return ", ".join(dict.fromkeys(quantity(float(row["p50"]), row["unit"]) for row in measured))
 
 
 def file_table() -> str:

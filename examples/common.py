@@ -16,6 +16,8 @@ HELP = {
     "buffer_device": "where observations are kept: cuda, pinned or cpu (default: the device of the model)",
     "batch_size": "transitions in a batch",
     "batches": "batches to sample",
+    "buffer": "tensor, or dense-cpu for NumPy arrays in main memory (default: tensor)",
+    "learning_starts": "steps before the first update",
     "scenario": "scenario of ViZDoom, or the path of a configuration file",
     "observation": "rgb, labels or classes",
     "picture": "file to write in the output folder, .gif or .mp4",

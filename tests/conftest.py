@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import re
 from collections.abc import Callable
@@ -13,6 +15,14 @@ import pytest
 
 # the contracts assert on behalf of the tests that call them
 pytest.register_assert_rewrite("tests.contracts")
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    # Triton's interpreter looks for integer overflows, half of its time, and then drops what it found: its asserts are
+    # only active when debugging
+    with contextlib.suppress(ImportError, AttributeError, TypeError):
+        from triton.runtime.interpreter import interpreter_builder
+
+        interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ MODULES = {
     "gpu_buffers.raw_buffer": ("torch",),
     "gpu_buffers.size_estimation": ("torch",),
     "gpu_buffers.utils": ("torch",),
+    "tensor_buffers": ("torch",),
     "replay_buffers": ("torchrl", "ray"),
     "files": (),
     "recording": (),

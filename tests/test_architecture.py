@@ -41,6 +41,7 @@ LAYERS = [
     ("stores", SB3 | OPTIONAL, {"codecs", "kernels", "stores", *BASE}),
     ("files", OPTIONAL, {"codecs", "kernels", "stores", "files", *BASE}),
     ("_sb3", OPTIONAL, {"codecs", "kernels", "stores", "files", "_sb3", *BASE}),
+    ("tensor_buffers", SB3 | OPTIONAL, {"codecs", "kernels", "stores", "tensor_buffers", *BASE}),
     (
         "_torchrl",
         SB3 | OPTIONAL - {"tensordict", "torchrl"},

@@ -49,6 +49,8 @@ CASES = {
         r"CompressedStorage: extend .*\nidentical samples: True\n.*" + USAGE.format(512),
     ),
     "example_cleanrl": ("ale_py", "", REPLAY.format(512)),
+    "example_cleanrl_graph": ("ale_py", "", USAGE.format(512) + "dense tensors"),
+    "example_cleanrl_graph dense": ("ale_py", "--buffer dense-cpu --buffer-size 512", r"[\d.]+ MB in dense arrays"),
     "example_sbx": ("sbx", "", REPLAY.format(512)),
 }
 
@@ -100,6 +102,7 @@ def test_every_example_is_short_and_tested() -> None:
         "runs",
         "small_dqn",
         "comparison",
+        "graph_parts",
     }
     assert tested == {path.stem for path in EXAMPLES.glob("*.py")}
 

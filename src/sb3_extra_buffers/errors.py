@@ -153,3 +153,7 @@ class StaleIndexError(ExtraBuffersError, IndexError):
 
 class ExportError(ExtraBuffersError, ValueError):
     """A recording cannot be exported in this format."""
+
+
+class GraphCaptureError(ExtraBuffersError, RuntimeError):
+    """An operation cannot be part of a CUDA graph."""

@@ -33,6 +33,8 @@ from tests.cli.browser import CHROMIUM, Browser, start_browser
 from tests.cli.png import decode_png
 from tests.files.filing import BUFFERS, Feed
 
+pytestmark = pytest.mark.same_without_extras
+
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>@DATA@"
 
 

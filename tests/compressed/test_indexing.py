@@ -110,6 +110,7 @@ def check_read(array: CompressedArray, dense: npt.NDArray[Any], index: Any, beyo
     np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.same_without_extras
 @pytest.mark.parametrize("settled", [False, True], ids=["young", "settled"])
 @pytest.mark.parametrize("method", method_params("auto", "delta", "zstd", "none"))
 @pytest.mark.parametrize("per_obs", OBSERVATIONS, ids=str)
@@ -132,6 +133,7 @@ def test_reads_what_numpy_reads(lead: tuple[int, ...], per_obs: tuple[int, ...],
     assert array.shape == dense.shape
 
 
+@pytest.mark.same_without_extras
 @pytest.mark.parametrize("settled", [False, True], ids=["young", "settled"])
 @pytest.mark.parametrize("method", method_params("auto", "delta", "zstd", "none"))
 @pytest.mark.parametrize("per_obs", OBSERVATIONS, ids=str)

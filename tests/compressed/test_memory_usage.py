@@ -105,7 +105,7 @@ def test_stores_of_a_gpu(n_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert usage.total == usage.dense_observations + columns
     else:
         assert type(inner) is DeviceFrameStore
-        tables = sum(table.nbytes for table in inner.state.tables) + inner._staging.nbytes
+        tables = sum(table.nbytes for table in inner.state.tables) + inner.memory_usage().other
         assert usage.total == pytest.approx(tables + columns, rel=0.02)
 
 

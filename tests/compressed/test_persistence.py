@@ -369,6 +369,7 @@ def test_her_gets_its_environment_back(tmp_path: Path) -> None:
     assert type(loaded.replay_buffer) is CompressedHerReplayBuffer
 
 
+@pytest.mark.same_without_extras
 @pytest.mark.parametrize("way", ["fork", "spawn"])
 def test_environments_in_other_processes(way: str) -> None:
     envs = SubprocVecEnv([lambda seed=seed: GameEnv(IMAGE, DISCRETE, seed) for seed in range(2)], start_method=way)  # type: ignore[misc]
@@ -382,6 +383,7 @@ def test_environments_in_other_processes(way: str) -> None:
     assert_same_samples(ours.replay_buffer, theirs.replay_buffer)
 
 
+@pytest.mark.same_without_extras
 def test_a_fork_in_the_middle_of_training() -> None:
     # environments are forked after the buffer was used: its locks and threads are not for them
     run_fresh("""
@@ -428,6 +430,7 @@ class TestMade:
         assert_same_samples(loaded.replay_buffer, model.replay_buffer)
         loaded.learn(20)
 
+    @pytest.mark.same_without_extras
     def test_models_with_it_in_another_process(self, tmp_path: Path) -> None:
         model = dqn(make_envs(IMAGE, DISCRETE, 2), compressed(Noted), replay_buffer_kwargs={"note": 3})
         model.learn(40)

@@ -411,6 +411,7 @@ def parameters(model: Any) -> list[th.Tensor]:
     return [parameter.detach().clone() for parameter in model.policy.parameters()]
 
 
+@pytest.mark.same_without_extras
 @pytest.mark.parametrize("name", ["DQN", "SAC", "TD3", "DDPG", "QRDQN", "TQC"])
 def test_algorithms_learn(name: str) -> None:
     algorithm = {"DQN": DQN, "SAC": SAC, "TD3": TD3, "DDPG": DDPG}.get(name) or contrib(name)
@@ -464,6 +465,7 @@ class SameDraws(ReplayBuffer):
             return super()._get_samples(batch_inds, env)
 
 
+@pytest.mark.same_without_extras
 @pytest.mark.parametrize("name", ["DQN", "SAC", "TD3", "QRDQN", "TQC", "CrossQ"])
 def test_alpha_0_trains_like_the_stock_algorithm_bit_for_bit(name: str) -> None:
     algorithm = {"DQN": DQN, "SAC": SAC, "TD3": TD3}.get(name) or contrib(name)
@@ -544,6 +546,7 @@ def test_n_steps_reach_the_buffer(space: str) -> None:
         model_of(DQN, n_steps=3, replay_buffer_kwargs={"n_steps": 2})
 
 
+@pytest.mark.same_without_extras
 @pytest.mark.parametrize("name", ["DQN", "SAC", "QRDQN"])
 def test_a_saved_model_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
     algorithm = {"DQN": DQN, "SAC": SAC}.get(name) or contrib(name)

@@ -8,6 +8,8 @@ import pytest
 
 from tests.contracts.store import RESIDENT, needs_proc, run_fresh
 
+pytestmark = pytest.mark.same_without_extras
+
 FILL = (
     RESIDENT
     + """

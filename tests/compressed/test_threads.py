@@ -64,6 +64,7 @@ def check_batch(batch: Any) -> None:
             assert batch.discounts[index, 0] == GAMMA**n_steps
 
 
+@pytest.mark.same_without_extras
 @pytest.mark.parametrize(
     ("cls", "options"),
     [

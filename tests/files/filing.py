@@ -18,6 +18,7 @@ from sb3_extra_buffers.compressed import CompressedArray
 from sb3_extra_buffers.errors import FileWriteError
 from sb3_extra_buffers.stores import device_base
 from sb3_extra_buffers.stores.device_base import IndexBatch
+from sb3_extra_buffers.stores.device_columns import DeviceTable
 from sb3_extra_buffers.stores.device_observation import DeviceObservationStore
 from sb3_extra_buffers.stores.view import StoreView
 from tests.contracts.store import Stacked, Walk
@@ -123,7 +124,9 @@ def goals(copy_info_dict: bool = False) -> Callable[[], Any]:
     return make
 
 
-def device(name: str, space: spaces.Space[Any] = BOX, method: str = "delta", reference: bool = False) -> Any:
+def device(
+    name: str, space: spaces.Space[Any] = BOX, method: str = "delta", reference: bool = False, **options: Any
+) -> Any:
     """A buffer of `gpu_buffers` on the CPU; with ``reference``, its observations are kept as on a GPU."""
 
     def make() -> Any:
@@ -133,7 +136,7 @@ def device(name: str, space: spaces.Space[Any] = BOX, method: str = "delta", ref
             device_base.stays_on_host = lambda device: False
         try:
             kind: Any = getattr(gpu_buffers, name)
-            return kind(size, space, ACTIONS, device="cpu", n_envs=N_ENVS, compression_method=method)
+            return kind(size, space, ACTIONS, device="cpu", n_envs=N_ENVS, compression_method=method, **options)
         finally:
             device_base.stays_on_host = kept
 
@@ -164,6 +167,9 @@ BUFFERS: dict[str, Callable[[], Any]] = {
     "gpu-dict": device("GpuReplayBuffer", DICT),
     "gpu-dense": device("GpuReplayBuffer", method="none"),
     "gpu-frames": device("GpuReplayBuffer", reference=True),
+    "gpu-n-step": device("GpuNStepReplayBuffer", n_steps=2, gamma=0.9),
+    "gpu-prioritized": device("GpuPrioritizedReplayBuffer", DICT, n_steps=2, alpha=0.7, beta=0.5),
+    "gpu-her": device("GpuHerReplayBuffer", GOALS, env=GoalEnv(), copy_info_dict=True),
     "gpu-rollout": device("GpuRolloutBuffer"),
     "gpu-frames-rollout": device("GpuRolloutBuffer", DICT, reference=True),
 }
@@ -251,6 +257,8 @@ def contents(buffer: Any) -> dict[str, Any]:
         for key, part in parts.items():
             if isinstance(part, (np.ndarray, StoreView)):
                 found[f"{name}.{key}"] = np.asarray(part)
+            elif isinstance(part, DeviceTable):
+                found |= part.arrays()
             elif isinstance(part, DeviceObservationStore):
                 indices = IndexBatch(np.arange(part.n_obs * part.n_sets)[None])
                 found[f"{name}.{key}"] = part.read(indices).numpy()

@@ -73,9 +73,9 @@ BAD_OBSERVATIONS: dict[str, Any] = {
 }
 BAD_INFOS: dict[str, Any] = {
     "too many": [{}] * 3,
-    "none": [],
-    "None": None,
     "no dicts": [1, 2],
+    "a dict without truncations": {"other": 1},
+    "a dict with too many": {"TimeLimit.truncated": np.zeros(3)},
     "text in them": [{"TimeLimit.truncated": "yes"}, {}],
     "arrays in them": [{"TimeLimit.truncated": np.zeros(3)}, {}],
 }

@@ -338,3 +338,33 @@ buffer.check()
         [sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("size", [1, 7, 256])
+@pytest.mark.parametrize("optimize_memory_usage", [False, True])
+def test_the_global_generator_is_used_as_by_sb3(size: int, optimize_memory_usage: bool) -> None:
+    ours, theirs = replay_pair(
+        SPACES["vector"], optimize_memory_usage=optimize_memory_usage, handle_timeout_termination=False
+    )
+    theirs.optimize_memory_usage = optimize_memory_usage
+    for step, transition in enumerate(transitions(SPACES["vector"], 31)):
+        for buffer in (ours, theirs):
+            buffer.add(*copy.deepcopy(transition))
+        if step in (0, 10, 30):
+            after = []
+            for buffer in (ours, theirs):
+                set_random_seed(step)
+                buffer.sample(size)
+                after.append(np.random.random(3))  # noqa: NPY002  # SB3 draws from this generator
+            np.testing.assert_array_equal(after[0], after[1])
+
+
+def test_a_subclass_may_choose_indices_itself() -> None:
+    class Newest(GpuReplayBuffer):
+        def _get_samples(self, batch_inds: Any, env: Any = None) -> Any:
+            return super()._get_samples(np.full_like(batch_inds, self.pos - 1), env)
+
+    buffer = Newest(60, SPACES["vector"], spaces.Discrete(4), "cpu", N_ENVS)
+    for transition in transitions(SPACES["vector"], 12):
+        buffer.add(*transition)
+    assert set(buffer.sample(50).rewards.flatten().tolist()) == set(transition[3].tolist())

@@ -16,9 +16,10 @@ from gymnasium import spaces
 
 from sb3_extra_buffers.errors import HeapFullError
 from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
+from sb3_extra_buffers.kernels.columns_torch import gather_columns_reference
 from sb3_extra_buffers.kernels.delta_tables import JOB_INDICES, WriteJob
 from sb3_extra_buffers.kernels.delta_torch import write_rows_reference
-from sb3_extra_buffers.stores import device_base
+from sb3_extra_buffers.stores import device_base, device_columns
 from sb3_extra_buffers.stores.device_base import IndexBatch
 from sb3_extra_buffers.stores.device_frames import DeviceFrameStore, DeviceFrameWrite
 from tests.torture.interrupts import Injector
@@ -212,15 +213,15 @@ class OneLaunch:
     def __init__(self, tables: Any, shape: Any) -> None:
         self.tables, self.shape = tables, shape
 
-    def write(self, job: th.Tensor, frames: th.Tensor, report: th.Tensor) -> None:
+    def write(self, job: th.Tensor, obs: th.Tensor, next_obs: th.Tensor, n_sets: int, report: th.Tensor) -> None:
         traced = sys.gettrace()
         sys.settrace(None)
-        step, oldest, parity, tail, _, _, launch, last, *rest = job.tolist()
-        assert len(job) - len(rest) == JOB_INDICES
-        n_streams, n_sets = len(report), len(rest) // (1 + len(report))
-        unpacked = WriteJob(step, oldest, tuple(rest[:n_sets]), parity, tail, last, tuple(rest[n_sets:]))
-        rows = frames.reshape(n_sets, n_streams, -1).view(th.uint8).reshape(n_sets, n_streams, self.shape.stack, -1)
-        write_rows_reference(self.tables, self.shape, rows, unpacked, report, launch)
+        step, oldest, parity, tail, _, _, launch, _, *indices = job.tolist()
+        assert len(job) - len(indices) == JOB_INDICES
+        unpacked = WriteJob(step, oldest, tuple(indices[:n_sets]), parity, tail)
+        shape = (self.tables.tails.numel(), self.shape.stack, -1)
+        frames = [part.view(-1).view(th.uint8).view(shape) for part in (obs, next_obs)[:n_sets]]
+        write_rows_reference(self.tables, self.shape, frames, unpacked, report, launch)
         sys.settrace(traced)
 
 
@@ -242,13 +243,57 @@ def test_an_interrupted_launch_is_neither_lost_nor_repeated(
             store._triton = False
 
     monkeypatch.setattr(DeviceFrameStore, "launch", launch)
-    monkeypatch.setattr(DeviceFrameStore, "kernels", lambda store, state: OneLaunch(state.tables, store.shape))
+    monkeypatch.setattr(DeviceFrameStore, "writer", lambda store, state: OneLaunch(state.tables, store.shape))
     monkeypatch.setattr(
         DeviceFrameStore,
         "_plan_launch",
-        lambda store, lease, job, after: DeviceFrameWrite(store, after, store._launches + 1, job, lease),
+        lambda store, source, job, after: DeviceFrameWrite(store, after, store._launches + 1, job, source),
     )
     interrupt_everywhere(replay(space, "delta"), count, n_points=60)
+
+
+class ColumnsInOneLaunch:
+    """The kernels of columns as the host sees them."""
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+
+    def write(self, step: int, action: th.Tensor, numbers: tuple[th.Tensor, ...]) -> None:
+        traced = sys.gettrace()
+        sys.settrace(None)
+        views = list(self.table.views.values())[: 1 + self.table.written]
+        for view, value in zip(views, (action, *numbers, *[th.zeros(N_ENVS)] * 3), strict=False):
+            view[step] = value
+        sys.settrace(traced)
+
+    def gather(self, indices: th.Tensor, columns: Any) -> None:
+        gather_columns_reference(indices, columns)
+
+
+def add_tensors(buffer: Any, at: int, noise: bool = False) -> None:
+    """`add` as an environment on the device would call it."""
+    random, space = np.random.default_rng(at), buffer.observation_space
+    action, reward = th.from_numpy(random.integers(0, 4, (N_ENVS, 1))), th.from_numpy(random.standard_normal(N_ENVS))
+    done = th.from_numpy(random.random(N_ENVS) < 0.2)
+    obs, next_obs = (th.from_numpy(observed(space, number, noise)) for number in (at, at + 1))
+    if isinstance(buffer, GpuReplayBuffer):
+        infos = {"TimeLimit.truncated": th.full((N_ENVS,), bool(at % 2))}
+        buffer.add(obs, next_obs, action, reward.float(), done, infos)
+    else:
+        buffer.add(obs, action, reward.numpy(), done, reward.float()[:, None] + 1, reward.float() - 1)
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("write", [add, add_tensors])
+@pytest.mark.parametrize("count", [9, SIZE - 1, SIZE, 30])
+@pytest.mark.parametrize("method", ["none", "delta"])
+@pytest.mark.parametrize("kind", [replay, rollout])
+def test_columns_that_a_kernel_writes_belong_to_the_step(
+    kind: Any, method: str, count: int, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_columns, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(device_columns.DeviceTable, "kernels", property(ColumnsInOneLaunch))
+    interrupt_everywhere(kind("image", method), count, n_points=30, write=write)
 
 
 @pytest.mark.parametrize("count", [0, 3, 5, 9, SIZE - 1, SIZE, 30])

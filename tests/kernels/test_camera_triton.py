@@ -78,8 +78,12 @@ def segment(spec: ObsSpec, frames: Array, length_dtype: str) -> Array:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("length_dtype", ["<u2", "<u4"])
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize(
+    ("spec", "length_dtype"),
+    # the dtype of the lengths does not depend on the observations, so two kinds of them are enough for the other one
+    [(spec, "<u2") for spec in SPECS] + [(SPECS[1], "<u4"), (SPECS[-1], "<u4")],
+    ids=str,
+)
 def test_decoded_frames_equal_the_encoded_ones(spec: ObsSpec, length_dtype: str, device: str) -> None:
     from sb3_extra_buffers.kernels.camera_triton import decode_camera
 

@@ -6,6 +6,8 @@ import pytest
 
 from tests.contracts.store import KERNELS, needs, run_fresh
 
+pytestmark = pytest.mark.same_without_extras
+
 # runs in a process of its own: a read outside the heap may kill it
 FUZZ = """
 import ctypes, mmap, pickle, sys

@@ -18,6 +18,8 @@ from sb3_extra_buffers.stores.device_base import DevicePlace, DeviceRing, IndexB
 from sb3_extra_buffers.stores.device_frames import DeviceFrameStore
 from sb3_extra_buffers.stores.layout import StackLayout
 
+pytestmark = pytest.mark.same_without_extras
+
 Rows = npt.NDArray[np.uint8]  # [set, stream, byte]
 
 

@@ -103,7 +103,7 @@ def test_the_device_decodes_what_was_written(name: str, device: str) -> None:
         arrays[:, i % N_STEPS] = batches
         if i % 19 == 18:
             # the interpreter is slow
-            indices = random.integers(0, ring.n_obs, (2, 4)) + np.array([[0], [ring.n_obs]])
+            indices = random.integers(0, ring.n_obs, (2, 4 if device == "cuda" else 2)) + np.array([[0], [ring.n_obs]])
             found = store.read(IndexBatch(indices)).cpu().numpy()
             np.testing.assert_array_equal(found, flat[indices])
     store.check()

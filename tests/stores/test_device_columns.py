@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sb3_extra_buffers.stores.device_columns import COLUMN_NAMES, DeviceColumns
+from sb3_extra_buffers.stores.device_columns import DeviceColumns
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -40,7 +40,7 @@ def random_columns(
         "timeouts": random.integers(0, 2, lead).astype(np.float32),
     }
     for step in range(n_steps):
-        table.commit(step, table.plan(tuple(expected[name][step] for name in COLUMN_NAMES)))
+        table.commit(step, table.plan(tuple(expected[name][step] for name in table.names)))
     return table, expected
 
 

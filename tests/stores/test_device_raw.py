@@ -22,8 +22,11 @@ from sb3_extra_buffers.errors import IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.stores.device_base import DevicePlace, DeviceRing, IndexBatch
 from sb3_extra_buffers.stores.device_timeline import DeviceTimelineStore
 from sb3_extra_buffers.stores.layout import StackLayout
+from tests.gpu import never_waits, noting
 from tests.stores.test_device_columns import check_columns, random_columns
 from tests.torture.interrupts import Injector
+
+pytestmark = pytest.mark.same_without_extras
 
 Array = npt.NDArray[Any]
 
@@ -150,7 +153,8 @@ def test_every_step_is_kept_until_it_is_overwritten(name: str, n_sets: int, plac
     model.check()
     for i in range(27):
         model.write(i % 9, episodes.step(n_sets))
-        if i % 5 == 0:
+        # the interpreter is slow
+        if i % (11 if INTERPRETED else 4) == 0:
             model.check()
     model.check()
 
@@ -188,7 +192,8 @@ def test_a_plan_that_is_dropped_leaves_no_trace(name: str, place: tuple[str, boo
         for _ in range(i % 4):
             model.store.plan(i % 7, Episodes(LAYOUTS[name], 2, seed=i).step())
         model.write(i % 7, episodes.step())
-        model.check()
+        if not INTERPRETED or i % 5 == 4:
+            model.check()
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -399,16 +404,11 @@ def test_writing_and_reading_tensors_never_waits_for_the_gpu(name: str, place: t
         model.store.write(i, steps[i])  # compile
     model.store.read(IndexBatch(None, indices), out)
     torch.cuda.synchronize()
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-            for i in range(3, 60):
-                model.store.write(i % 40, steps[i])
-            model.store.read(IndexBatch(None, indices), out)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-    names = [event.key for event in profiled.key_averages()]
+    names: list[str] = []
+    with noting(names), never_waits():
+        for i in range(3, 60):
+            model.store.write(i % 40, steps[i])
+        model.store.read(IndexBatch(None, indices), out)
     assert any("write" in name for name in names)
     assert not any("DtoH" in name or "HtoD" in name for name in names), names
     for i in range(60):

@@ -18,6 +18,8 @@ import torch
 
 from sb3_extra_buffers.stores import workers
 
+pytestmark = pytest.mark.same_without_extras
+
 
 @pytest.fixture(params=["torch", "own"])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:

@@ -66,17 +66,25 @@ _ROLLOUT = BufferFields(
     state=_STATE,
     columns=("actions", "rewards", "returns", "episode_starts", "values", "log_probs", "advantages"),
 )
+_HER_COLUMNS = ("ep_start", "ep_length")
+_HER_ARGUMENTS = ("n_sampled_goal", "goal_selection_strategy", "copy_info_dict")
+_GPU_REPLAY = BufferFields((*_SB3, *_DEVICE), (*_BASIC_OPTIONS, "output_dtype"), _STATE, _REPLAY.columns)
 _FIELDS: dict[str, BufferFields] = {
     "replay": _REPLAY,
-    "her-replay": _REPLAY._replace(
-        arguments=(*_SB3, "n_sampled_goal", "goal_selection_strategy", "copy_info_dict"),
-        columns=(*_REPLAY.columns, "ep_start", "ep_length"),
-    ),
+    "her-replay": _REPLAY._replace(arguments=(*_SB3, *_HER_ARGUMENTS), columns=(*_REPLAY.columns, *_HER_COLUMNS)),
     "prioritized-replay": _REPLAY._replace(
         arguments=(*_REPLAY.arguments, "alpha", "beta", "epsilon"),
         state=(*_REPLAY.state, "max_priority", "progress_remaining"),
     ),
-    "gpu-replay": BufferFields((*_SB3, *_DEVICE), (*_BASIC_OPTIONS, "output_dtype"), _STATE, _REPLAY.columns),
+    "gpu-replay": _GPU_REPLAY,
+    "gpu-n-step-replay": _GPU_REPLAY._replace(arguments=(*_GPU_REPLAY.arguments, "n_steps", "gamma")),
+    "gpu-prioritized-replay": _GPU_REPLAY._replace(
+        arguments=(*_GPU_REPLAY.arguments, "n_steps", "gamma", "alpha", "beta", "epsilon"),
+        state=(*_STATE, "n_added", "max_priority", "progress_remaining"),
+    ),
+    "gpu-her-replay": _GPU_REPLAY._replace(
+        arguments=(*_GPU_REPLAY.arguments, *_HER_ARGUMENTS), columns=(*_REPLAY.columns, *_HER_COLUMNS)
+    ),
     "rollout": _ROLLOUT,
     "maskable-rollout": _ROLLOUT._replace(columns=(*_ROLLOUT.columns, "action_masks")),
     "recurrent-rollout": _ROLLOUT._replace(
@@ -97,7 +105,7 @@ _DERIVED = frozenset(
 
 
 def _fields_of(tag: str) -> BufferFields:
-    return _FIELDS[tag.replace("dict-", "").replace("n-step-", "")]
+    return _FIELDS.get(tag) or _FIELDS[tag.replace("dict-", "").replace("n-step-", "")]
 
 
 def _is_replay(tag: str) -> bool:
@@ -132,7 +140,7 @@ def to_parts(buffer: Any, tag: str) -> Parts:
         "arguments": _arguments(buffer, fields),
         "state": {name: value_to_json(getattr(buffer, name), name) for name in fields.state},
     }
-    if tag == "her-replay":
+    if "her-" in tag:
         columns["current_ep_start"] = buffer._current_ep_start  # SB3 has no public name for it
         if buffer.copy_info_dict:
             columns["infos"] = _infos_to_column(buffer.infos)
@@ -245,7 +253,7 @@ def _construct(parts: LoadedParts, fields: BufferFields, lead: tuple[int, int]) 
     require(set(arguments) == expected, f"a {parts.kind} takes other arguments than {', '.join(map(repr, arguments))}")
     _check_sizes(parts, fields, lead, both_spaces, arguments)
     limits = {name: arguments.pop(name) for name in _LIMITS}
-    if parts.kind == "her-replay":
+    if "her-" in parts.kind:
         arguments["env"] = None
     if "buffer_device" in arguments:
         arguments["buffer_device"] = _available_device(arguments["buffer_device"])
@@ -309,8 +317,9 @@ def _restore_state(buffer: Any, parts: LoadedParts, fields: BufferFields) -> Non
     buffer.pos, buffer.full = pos, full
     if "n_evicted" in fields.state:
         buffer.n_evicted = parts.number("state", "n_evicted", stop=(n_steps if full else pos) + 1)
+    if "n_added" in fields.state:
         buffer.n_added = parts.number("state", "n_added", stop=1 << 60)
-    if parts.kind == "her-replay":
+    if "her-" in parts.kind:
         _restore_episodes(buffer, parts)
     if "prioritized" in parts.kind:
         _restore_priorities(buffer, parts)

@@ -1,9 +1,9 @@
-"""`PrioritizedMixin`: turns a compressed replay buffer into a prioritised one."""
+"""`Priorities` of the transitions of a replay buffer, and `PrioritizedMixin` for compressed ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no type hints
 import numpy as np
@@ -13,6 +13,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_extra_buffers._sb3.algorithm import calling_algorithm
 from sb3_extra_buffers._sb3.replay import ReplayMixin
+from sb3_extra_buffers._sb3.steps import step_numbers
 from sb3_extra_buffers._sb3.sum_tree import SumTree
 from sb3_extra_buffers.arguments import as_array
 from sb3_extra_buffers.errors import (
@@ -79,14 +80,25 @@ def _load_schedule(pickled: bytes) -> Schedule:
     return Schedule(cloudpickle.loads(pickled))
 
 
-class PrioritizedMixin(ReplayMixin):
+class Priorities:
     """Draws transitions with probability proportional to ``(|TD error| + epsilon) ** alpha``.
 
     A new transition gets the highest priority seen so far, so that it is likely to be sampled soon. Evicted and
-    overwritten transitions have priority zero and are never drawn.
+    overwritten transitions have priority zero and are never drawn. A replay buffer follows in the MRO; it calls
+    `_step_added` for each step and counts the steps in ``n_added``.
     """
 
     _tree: SumTree
+
+    if TYPE_CHECKING:
+        # of the buffer
+        buffer_size: int
+        n_envs: int
+        pos: int
+        n_added: int
+        _lock: Any
+
+        def size(self) -> int: ...
 
     def __init__(
         self, *args: Any, alpha: float = 0.6, beta: Beta = (0.4, 1.0), epsilon: float = 1e-6, **kwargs: Any
@@ -109,13 +121,6 @@ class PrioritizedMixin(ReplayMixin):
         self.max_priority = 1.0
         super().__init__(*args, **kwargs)
         self._refuse_stock(calling_algorithm("_setup_model"))
-
-    def _lay_out(self, n_steps: int) -> None:
-        # a column while steps are counted, so that max_bytes includes the priorities
-        self._priorities = np.zeros((1, self.n_envs), np.float64)
-        super()._lay_out(n_steps)
-        self._tree = SumTree(self.buffer_size * self.n_envs)
-        del self._priorities
 
     def _extra_bytes(self) -> int:
         return self._tree.nbytes
@@ -151,13 +156,9 @@ class PrioritizedMixin(ReplayMixin):
         first = position * self.n_envs
         self._tree.write(slice(first, first + self.n_envs), self.max_priority**self.alpha)
 
-    def _forget_step(self, step: int) -> None:
-        super()._forget_step(step)
-        self._tree.write(slice(step * self.n_envs, (step + 1) * self.n_envs), 0.0)
-
     def reset(self) -> None:
         """Remove all transitions and their priorities."""
-        super().reset()
+        super().reset()  # type: ignore[misc]  # a buffer follows
         if "_tree" in vars(self):
             self._tree.clear()
             # the next multiple of buffer_size: old indices stay stale, and n_added % buffer_size is still the position
@@ -174,13 +175,8 @@ class PrioritizedMixin(ReplayMixin):
         steps, envs = np.divmod(leaves, self.n_envs)
         # (N p / total) ** -beta divided by its maximum: N and total cancel
         weights = (tree.minimum / tree.read(leaves)) ** self.beta_now()
-        indices = self._step_numbers(steps, self.n_added, self.pos) * self.n_envs + envs
+        indices = step_numbers(steps, self.n_added, self.pos, self.buffer_size) * self.n_envs + envs
         return steps, envs, weights.astype(np.float32).reshape(-1, 1), indices
-
-    def _read(self, drawn: tuple[Any, ...], env: VecNormalize | None) -> Any:
-        steps, envs, weights, indices = drawn
-        samples = tuple(self._samples_at(steps, envs, env))
-        return PrioritizedReplayBufferSamples._make((*samples, self._to_torch(weights), indices))
 
     # ---- priorities ----
 
@@ -192,7 +188,7 @@ class PrioritizedMixin(ReplayMixin):
     def restore_priorities(self, priorities: npt.NDArray[np.float64]) -> None:
         """Replace all `priorities`, for buffers that are loaded; they must fit the transitions."""
         self._tree.write(slice(0, self._tree.n_leaves), priorities.reshape(-1))
-        self.check()
+        Priorities.check(self)
 
     def holds(self, indices: Any) -> npt.NDArray[np.bool_]:
         """Return for each of ``indices``, from a sample, whether that transition is still in the buffer."""
@@ -237,7 +233,7 @@ class PrioritizedMixin(ReplayMixin):
     def check(self) -> None:
         """Raise if priorities and transitions disagree, for tests."""
         self._tree.check()
-        numbers = self._step_numbers(np.arange(self.buffer_size), self.n_added, self.pos)
+        numbers = step_numbers(np.arange(self.buffer_size), self.n_added, self.pos, self.buffer_size)
         is_held = self.holds(numbers[:, None] * self.n_envs + np.arange(self.n_envs))
         if self.n_added % self.buffer_size != self.pos or ((self.priorities > 0) != is_held).any():
             raise AssertionError("a transition has no priority, or a priority no transition")
@@ -247,7 +243,27 @@ class PrioritizedMixin(ReplayMixin):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.alpha = state["alpha"]
         self._refuse_stock(calling_algorithm("load_replay_buffer"))
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[misc]  # a buffer follows
+
+
+class PrioritizedMixin(Priorities, ReplayMixin):
+    """A compressed replay buffer with `Priorities`."""
+
+    def _lay_out(self, n_steps: int) -> None:
+        # a column while steps are counted, so that max_bytes includes the priorities
+        self._priorities = np.zeros((1, self.n_envs), np.float64)
+        super()._lay_out(n_steps)
+        self._tree = SumTree(self.buffer_size * self.n_envs)
+        del self._priorities
+
+    def _forget_step(self, step: int) -> None:
+        super()._forget_step(step)
+        self._tree.write(slice(step * self.n_envs, (step + 1) * self.n_envs), 0.0)
+
+    def _read(self, drawn: tuple[Any, ...], env: VecNormalize | None) -> Any:
+        steps, envs, weights, indices = drawn
+        samples = tuple(self._samples_at(steps, envs, env))
+        return PrioritizedReplayBufferSamples._make((*samples, self._to_torch(weights), indices))
 
 
 def _as_numbers(values: Any, name: str) -> npt.NDArray[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -19,7 +19,7 @@ from sb3_extra_buffers._sb3.algorithm import check_n_steps, check_space
 from sb3_extra_buffers._sb3.base import NO_MEMORY
 from sb3_extra_buffers._sb3.budget import BudgetMixin
 from sb3_extra_buffers._sb3.options import StorageOptions
-from sb3_extra_buffers._sb3.steps import fit_actions, fit_column, fit_truncations
+from sb3_extra_buffers._sb3.steps import fit_actions, fit_column, fit_truncations, step_numbers
 from sb3_extra_buffers._sb3.transitions import Transitions
 from sb3_extra_buffers._sb3.views import Array, ObsViews
 from sb3_extra_buffers.arguments import check_count
@@ -68,7 +68,7 @@ class ReplayMixin(BudgetMixin, _Base):
     #: Whether this is SB3's `NStepReplayBuffer`, whose samples have discounts even with ``n_steps=1``.
     _is_n_step_class = False
     #: Called with the position and the last field of a `Step` to complete it; twice must have no further effect.
-    _step_added: Callable[[int, Any], None] | None = None
+    _step_added: Any = None
 
     def __init__(
         self,
@@ -444,14 +444,10 @@ class ReplayMixin(BudgetMixin, _Base):
 
     def _still_held(self, steps: Indices, n_added: int, pos: int) -> bool:
         """Whether nothing has changed ``steps`` since the buffer had this ``n_added`` and ``pos``."""
-        numbers = self._step_numbers(steps, n_added, pos)
+        numbers = step_numbers(steps, n_added, pos, self.buffer_size)
         # n-step transitions also depend on the steps that follow
         is_held = (numbers >= self.n_added - self.size()) & (numbers <= n_added - self.n_steps)
         return bool(is_held.all())
-
-    def _step_numbers(self, steps: Indices, n_added: int, pos: int) -> Indices:
-        """How many steps were added before each of ``steps``, which are positions in the ring."""
-        return n_added - 1 - (pos - 1 - steps) % self.buffer_size
 
     def _get_samples(self, batch_inds: npt.NDArray[Any], env: VecNormalize | None = None) -> Any:
         return self._samples_at(batch_inds, np.random.randint(0, high=self.n_envs, size=(len(batch_inds),)), env)

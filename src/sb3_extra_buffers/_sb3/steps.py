@@ -10,11 +10,16 @@ import numpy.typing as npt
 from sb3_extra_buffers.arguments import as_array, cast
 from sb3_extra_buffers.errors import SpecMismatchError
 
-__all__ = ["fit_actions", "fit_column", "fit_observations", "fit_truncations"]
+__all__ = ["fit_actions", "fit_column", "fit_observations", "fit_truncations", "step_numbers"]
 
 Array = npt.NDArray[Any]
 
 _BOOLS = frozenset({bool, np.bool_})
+
+
+def step_numbers(steps: npt.NDArray[np.int64], n_added: int, pos: int, n_steps: int) -> npt.NDArray[np.int64]:
+    """How many steps were added before each of ``steps``, which are positions in a ring of ``n_steps``."""
+    return n_added - 1 - (pos - 1 - steps) % n_steps
 
 
 def fit_observations(observations: Any, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> Array:

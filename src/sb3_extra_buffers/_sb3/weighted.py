@@ -12,7 +12,7 @@ from gymnasium import spaces
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from torch.nn import functional
 
-from sb3_extra_buffers._sb3.prioritized import PrioritizedMixin, PrioritizedReplayBufferSamples
+from sb3_extra_buffers._sb3.prioritized import Priorities, PrioritizedReplayBufferSamples
 from sb3_extra_buffers.errors import AlgorithmMismatchError
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ class PrioritizedTraining(_Base):
     """
 
     #: Buffer classes for Box and for Dict observations, if the user names none.
-    default_buffers: tuple[type[PrioritizedMixin], type[PrioritizedMixin]]
+    default_buffers: tuple[type[Any], type[Any]]
 
     def _setup_model(self) -> None:
         chosen, kwargs = self.replay_buffer_class, self.replay_buffer_kwargs
         if chosen is None:
             self.replay_buffer_class = self.default_buffers[isinstance(self.observation_space, spaces.Dict)]
-        elif not issubclass(chosen, PrioritizedMixin):
+        elif not issubclass(chosen, Priorities):
             raise AlgorithmMismatchError(
                 f"{type(self).__name__} needs a prioritised buffer, got {chosen.__name__}; leave out "
                 "replay_buffer_class or pass CompressedPrioritizedReplayBuffer"
@@ -56,7 +56,7 @@ class PrioritizedTraining(_Base):
 
     def train(self, *args: Any, **kwargs: Any) -> None:
         buffer: Any = self.replay_buffer
-        if not isinstance(buffer, PrioritizedMixin):
+        if not issubclass(type(buffer), Priorities):
             raise AlgorithmMismatchError(
                 f"{type(self).__name__} needs a prioritised buffer, but a {type(buffer).__name__} was loaded into it"
             )
@@ -77,7 +77,7 @@ class PrioritizedTraining(_Base):
 class RecordingBuffer:
     """Stands for the buffer during ``train()``: records the TD errors of each batch and updates its priorities."""
 
-    def __init__(self, buffer: PrioritizedMixin) -> None:
+    def __init__(self, buffer: Any) -> None:
         self.buffer = buffer
         self.mean_errors: list[float] = []
         self._batch: PrioritizedReplayBufferSamples | None = None

@@ -112,7 +112,7 @@ class SavedBuffer(ReportingBuffer):
             for name, column in self.columns.items()
             if len(column) == self.buffer_size and name not in ("current_ep_start", "infos", "priorities")
         }
-        if self.kind == "her-replay":
+        if "her-" in self.kind:
             # references to infos, of which files hold the contents
             columns["infos"] = np.broadcast_to(np.intp(0), (self.buffer_size, self.n_envs))
         return columns
@@ -123,5 +123,6 @@ class SavedBuffer(ReportingBuffer):
     def _replaced_class(self) -> str:
         owner = "sb3-contrib's" if self.kind.startswith(("maskable", "recurrent")) else "SB3's"
         name = re.sub("Compressed|Gpu|Prioritized|(?<=Dict)NStep", "", registry.class_name(self.kind))
-        is_dict = self.kind.startswith("gpu") and isinstance(self.observations, dict)
+        is_dict = self.kind in ("gpu-replay", "gpu-rollout", "gpu-prioritized-replay")
+        is_dict &= isinstance(self.observations, dict)
         return f"{owner} {'Dict' if is_dict else ''}{name}"

@@ -16,10 +16,10 @@ from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from sb3_extra_buffers._sb3.algorithm import check_n_steps
 from sb3_extra_buffers._sb3.base import OptionsFirst
+from sb3_extra_buffers._sb3.her import HerEpisodes
 from sb3_extra_buffers._sb3.replay import ReplayMixin, Step
 from sb3_extra_buffers._sb3.rollout import RolloutMixin
 from sb3_extra_buffers.arguments import check_count
-from sb3_extra_buffers.errors import NoEpisodeError, SpecMismatchError
 
 __all__ = [
     "CompressedDictNStepReplayBuffer",
@@ -155,7 +155,7 @@ class CompressedDictNStepReplayBuffer(CompressedDictReplayBuffer):
         super().__init__(*args, **kwargs | {"n_steps": n_steps, "gamma": gamma})
 
 
-class CompressedHerReplayBuffer(OptionsFirst, HerReplayBuffer, CompressedDictReplayBuffer):
+class CompressedHerReplayBuffer(OptionsFirst, HerEpisodes, HerReplayBuffer, CompressedDictReplayBuffer):
     """SB3's `HerReplayBuffer` with compressed observations.
 
     Takes the arguments of `HerReplayBuffer` and of `CompressedReplayBuffer`.
@@ -182,29 +182,8 @@ class CompressedHerReplayBuffer(OptionsFirst, HerReplayBuffer, CompressedDictRep
 
     def _fit_step(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> Step:
         *step, done, truncated, _ = super()._fit_step(obs, next_obs, action, reward, done, infos)
-        if self.copy_info_dict and (not isinstance(infos, (list, tuple, np.ndarray)) or len(infos) != self.n_envs):
-            raise SpecMismatchError(f"copy_info_dict needs one dict for each of {self.n_envs} envs, got {infos!r}")
         position: Any = step[0]
-        # the rest of episodes that lose their first step can no longer be sampled
-        lost = [
-            (env, np.arange(position, self.ep_start[position, env] + length) % self.buffer_size)
-            for env, length in enumerate(self.ep_length[position])
-            if length > 0
-        ]
-        extra = lost, self._current_ep_start.copy(), np.flatnonzero(done), infos
-        return (*step, done, truncated, extra)
-
-    def _step_added(self, position: int, extra: Any) -> None:
-        lost, starts, ended, infos = extra
-        for env, steps in lost:
-            self.ep_length[steps, env] = 0
-        self.ep_start[position] = starts
-        if self.copy_info_dict:
-            self.infos[position] = infos
-        for env in ended:
-            length = (position + 1 - starts[env]) % self.buffer_size
-            self.ep_length[(starts[env] + np.arange(length)) % self.buffer_size, env] = length
-            self._current_ep_start[env] = (position + 1) % self.buffer_size
+        return (*step, done, truncated, self._plan_episodes(position, done, infos))
 
     def sample(self, batch_size: int, env: Any = None) -> Any:
         """Draw ``batch_size`` transitions of complete episodes, some of them with goals that were reached later.
@@ -215,11 +194,7 @@ class CompressedHerReplayBuffer(OptionsFirst, HerReplayBuffer, CompressedDictRep
         # goals come from whole episodes: the lock keeps other threads from overwriting them meanwhile
         with self._lock:
             self._recover()
-            if not self.ep_length.any():
-                raise NoEpisodeError(
-                    f"no episode is complete in the {self.size()} steps of the buffer; set learning_starts to more "
-                    "steps than an episode takes"
-                )
+            self._check_episodes()
             return super().sample(batch_size, env)
 
     def _get_real_samples(self, batch_indices: Any, env_indices: Any, env: Any = None) -> Any:

@@ -30,6 +30,7 @@ _TORCHRL = f"{_OURS}._torchrl"
 _STORAGE = f"{_OURS}.replay_buffers.compressed_storage"
 _EXPERIENCE = f"{_OURS}.replay_buffers.experience_memory"
 _BUFFERS = f"{_OURS}.compressed.buffers"
+_VARIANTS = f"{_OURS}.gpu_buffers.variants"
 _CONTRIB = f"{_OURS}.compressed.contrib"
 _SB3 = f"{_OURS}._sb3.parts:buffer_from_parts"
 
@@ -52,6 +53,9 @@ REGISTRY: dict[str, SavedType] = {
     "experience": SavedType(f"{_EXPERIENCE}:ReplayBuffer", f"{_EXPERIENCE}:restore_buffer"),
     "replay-service": SavedType(f"{_TORCHRL}.service_state:ServiceState", f"{_TORCHRL}.service_state:restore_state"),
     "gpu-replay": SavedType(f"{_OURS}.gpu_buffers.replay_buffer:GpuReplayBuffer", _SB3),
+    "gpu-n-step-replay": SavedType(f"{_VARIANTS}:GpuNStepReplayBuffer", _SB3),
+    "gpu-prioritized-replay": SavedType(f"{_VARIANTS}:GpuPrioritizedReplayBuffer", _SB3),
+    "gpu-her-replay": SavedType(f"{_VARIANTS}:GpuHerReplayBuffer", _SB3),
     "gpu-rollout": SavedType(f"{_OURS}.gpu_buffers.rollout_buffer:GpuRolloutBuffer", _SB3),
     "recording": SavedType(f"{_OURS}.recording.base:BaseRecordBuffer", f"{_OURS}.recording.buffers:make_recording"),
 }

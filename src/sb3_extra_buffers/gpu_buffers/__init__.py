@@ -11,11 +11,19 @@ from sb3_extra_buffers.gpu_buffers.stores import (
     RawObservationStore,
     create_observation_store,
 )
+from sb3_extra_buffers.gpu_buffers.variants import (
+    GpuHerReplayBuffer,
+    GpuNStepReplayBuffer,
+    GpuPrioritizedReplayBuffer,
+)
 
 __all__ = [
     "BaseGpuBuffer",
     "DenseObservationStore",
     "GpuCompressionMethods",
+    "GpuHerReplayBuffer",
+    "GpuNStepReplayBuffer",
+    "GpuPrioritizedReplayBuffer",
     "GpuReplayBuffer",
     "GpuRolloutBuffer",
     "RawBuffer",

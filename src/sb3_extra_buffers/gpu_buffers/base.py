@@ -8,20 +8,25 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch as th
 from gymnasium import spaces
 
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers._sb3.report import ReportingBuffer
-from sb3_extra_buffers._sb3.steps import fit_observations
+from sb3_extra_buffers._sb3.steps import fit_actions, fit_observations
 from sb3_extra_buffers.arguments import check_count, narrow
 from sb3_extra_buffers.codecs.registry import codec_options, get_codec
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.errors import CodecOptionError, SpecMismatchError, UnknownCodecError
+from sb3_extra_buffers.errors import ArgumentError, CodecOptionError, SpecMismatchError, UnknownCodecError
 from sb3_extra_buffers.files.folders import SavedAsFolder
+from sb3_extra_buffers.gpu_buffers.tensors import fit_action_tensor, fit_numbers, fit_observation_tensor
 from sb3_extra_buffers.gpu_buffers.utils import estimate_total_heap_bytes, find_smallest_dtype, numpy_dtype_to_torch
-from sb3_extra_buffers.stores.device_base import DevicePlace, IndexBatch, PlannedWrite, finish_writes
+from sb3_extra_buffers.stores import device_base
+from sb3_extra_buffers.stores.device_base import DevicePlace, IndexBatch, PlannedWrite, finish_writes, usable_device
+from sb3_extra_buffers.stores.device_columns import DeviceTable
 from sb3_extra_buffers.stores.device_observation import DeviceObservationStore
+from sb3_extra_buffers.stores.staging import torch_dtype
 from sb3_extra_buffers.stores.transactions import Transactional
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
@@ -55,27 +60,28 @@ def find_gpu_buffer_dtypes(
 class Step:
     """A step of every environment: checked, staged, and ready to be written."""
 
-    __slots__ = ("after", "columns", "plans", "position")
+    __slots__ = ("after", "columns", "extra", "plans", "position")
 
-    def __init__(self, position: int, plans: list[PlannedWrite], columns: Any, after: dict[str, Any]) -> None:
+    def __init__(
+        self, position: int, plans: list[PlannedWrite], columns: Any, after: dict[str, Any], extra: Any = None
+    ) -> None:
         self.position, self.plans, self.columns = position, plans, columns
+        self.extra = extra  # for `_step_added`
         self.after = after  # attributes of the buffer once the step is written
 
 
-class ColumnOf:
-    """A column of the table in the attribute ``table``: a NumPy array on the CPU, elsewhere a tensor."""
-
-    def __init__(self, table: str) -> None:
-        self._table = table
+class TableColumn:
+    """An attribute that is a column of the buffer's table; assigning to it replaces the values."""
 
     def __set_name__(self, owner: type[Any], name: str) -> None:
         self._name = name
 
     def __get__(self, buffer: Any, owner: Any = None) -> Any:
-        return self if buffer is None else buffer.__dict__[self._table].views[self._name]
+        return self if buffer is None else buffer._column(self._name)
 
     def __set__(self, buffer: Any, column: Any) -> None:
-        buffer.__dict__[self._table].assign(self._name, column)
+        if "_table" in vars(buffer):  # constructors of older versions of SB3 assign None
+            buffer._table.assign(self._name, column)
 
 
 class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
@@ -101,11 +107,17 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
 
     # a step or "reset", while it is under way
     _unfinished: Step | str | None = None
+    # everything of a step but its observations, on the device of the batches
+    _table: Any
+    _table_type: type[DeviceTable]
+    _sampling = "numpy"
+    # called with the position and `Step.extra` before a step counts; twice must have no further effect
+    _step_added: Any = None
 
     device: th.device
     n_envs: int
     buffer_size: int
-    observation_space: spaces.Space[Any]
+    observation_space: Any
     obs_shape: Any
 
     def __init__(
@@ -128,6 +140,26 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
         if self.compression_method != "auto":
             get_codec(self.compression_method, **self.compression_kwargs)
         self.flatten_config = dict(flatten_config or {})
+
+    @property
+    def sampling(self) -> str:
+        """Who draws indices: ``"numpy"``, in SB3's order, or ``"device"``."""
+        return self._sampling
+
+    def _set_sampling(self, sampling: str) -> None:
+        if sampling not in ("numpy", "device"):
+            raise ArgumentError(f"sampling must be 'numpy' or 'device', got {sampling!r}")
+        self._sampling = sampling
+
+    def _column(self, name: str) -> Any:
+        """The column ``name``: a NumPy array on the CPU, elsewhere a tensor."""
+        return self._table.views[name]
+
+    def _current_table(self) -> Any:
+        """The table on the device of the batches; SB3 changes the device of buffers that it loads."""
+        if self._table.device != self.device:
+            self._table = self._table.to(self.device)
+        return self._table
 
     def _make_stores(
         self,
@@ -188,19 +220,64 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
             by_key = [{"": obs} for obs in observations]
         batches = []
         for key, store in self.obs_stores.items():
-            shape, dtype = store.step_shape, self._dtypes[key][0] if key in self._dtypes else store.dtype
             batch = [obs[key] for obs in by_key]
-            for i, array in enumerate(batch):
-                name = f"{names[i]}[{key!r}]" if self._is_dict else names[i]
-                if type(array) is not np.ndarray or array.dtype != dtype or array.shape != shape:
-                    batch[i] = np.ascontiguousarray(fit_observations(array, shape, dtype, name))
-                if dtype != store.dtype:
-                    batch[i] = narrow(batch[i], store.dtype, name)
-            batches.append(batch)
+            given = [f"{name}[{key!r}]" for name in names] if self._is_dict else names
+            batches.append(self._fit_tensors(key, store, batch, given) or self._fit_arrays(key, store, batch, given))
         plans = [store.plan(step, batch) for store, batch in zip(self.obs_stores.values(), batches, strict=True)]
         if len(plans) > 1:
             plans.sort(key=_cannot_fail)
         return plans
+
+    def _fit_tensors(
+        self, key: str, store: DeviceObservationStore, batch: Sequence[Any], names: Sequence[str]
+    ) -> list[th.Tensor] | None:
+        """``batch`` as tensors on the device of ``store``; None if it is better checked and stored as arrays."""
+        place = store.place.device
+        has_tensors = any(isinstance(obs, th.Tensor) and obs.device.type == place.type for obs in batch)
+        if not has_tensors or key in self._dtypes or device_base.stays_on_host(place):
+            return None
+        shape, dtype = store.step_shape, torch_dtype(store.dtype)
+        fitted = []
+        for observations, name in zip(batch, names, strict=True):
+            if not isinstance(observations, th.Tensor):
+                array = np.ascontiguousarray(fit_observations(observations, shape, store.dtype, name))
+                observations = th.from_numpy(array if array.flags.writeable else array.copy())
+            # fast path: skip validation when everything already matches
+            if (
+                observations.dtype != dtype or observations.shape != shape or observations.device.type != place.type
+                or observations.requires_grad or not observations.is_contiguous()
+            ):  # fmt: skip
+                converted = fit_observation_tensor(observations, shape, dtype, place, name)
+                if converted is None:
+                    return None
+                observations = converted
+            fitted.append(observations)
+        return fitted
+
+    def _fit_arrays(
+        self, key: str, store: DeviceObservationStore, batch: Sequence[Any], names: Sequence[str]
+    ) -> list[npt.NDArray[Any]]:
+        """``batch`` as arrays in the shape and dtype of ``store``."""
+        shape, dtype = store.step_shape, self._dtypes[key][0] if key in self._dtypes else store.dtype
+        fitted = []
+        for array, name in zip(batch, names, strict=True):
+            if type(array) is not np.ndarray or array.dtype != dtype or array.shape != shape:
+                array = np.ascontiguousarray(fit_observations(array, shape, dtype, name))
+            fitted.append(array if dtype == store.dtype else narrow(array, store.dtype, name))
+        return fitted
+
+    def _fit_action(self, action: Any) -> Any:
+        """Actions of a step for the table: an array or, if they are on its device, a tensor."""
+        table = self._table
+        if table.takes_tensors and isinstance(action, th.Tensor) and action.device.type == table.device.type:
+            fitted = fit_action_tensor(action, table.action_shape, table.torch_action_dtype)
+            if fitted is not None:
+                return fitted
+        return fit_actions(np.empty((0, *table.action_shape), table.action_dtype), action)
+
+    def _fit_numbers(self, values: Any, name: str) -> Any:
+        """A number for each environment, likewise."""
+        return fit_numbers(values, self.n_envs, name, self._table.device if self._table.takes_tensors else None)
 
     def _check_keys(self, observations: Sequence[Any], names: Sequence[str]) -> None:
         keys = list(self.obs_stores)
@@ -215,25 +292,28 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
             self._unfinished = step
             for plan in step.plans:
                 plan.commit()
-            self._write_columns(step.position, step.columns)
+            self._table.commit(step.position, step.columns)
+            if self._step_added is not None:
+                self._step_added(step.position, step.extra)
             # one call, which no signal can interrupt
             self.__dict__.update(step.after)
         except BaseException:
             self._recover()
             raise
 
+    def _columns_by_step(self, columns: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        return columns
+
     def _finish_step(self, unfinished: Step | str) -> None:
         if not isinstance(unfinished, Step):
             self.reset()
         elif finish_writes(unfinished.plans):
-            self._write_columns(unfinished.position, unfinished.columns)
+            self._table.commit(unfinished.position, unfinished.columns)
+            if self._step_added is not None:
+                self._step_added(unfinished.position, unfinished.extra)
             self.__dict__.update(unfinished.after)
         else:
             self._unfinished = None
-
-    def _write_columns(self, position: int, columns: Any) -> None:
-        """Write what else belongs to a step; doing it twice must have no further effect."""
-        raise NotImplementedError
 
     def _prepare_write(self) -> None:
         self._check_writable()
@@ -252,10 +332,14 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
             self._unfinished = "reset"
             for store in self.obs_stores.values():
                 store.clear()
+            self._clear_columns()
             self.__dict__.update(after, _unfinished=None)
         except BaseException:
             self._recover()
             raise
+
+    def _clear_columns(self) -> None:
+        """Forget the columns, where that makes a difference. May be interrupted and run again."""
 
     # ---- reading ----
 
@@ -282,6 +366,9 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
         return th.cat([part.reshape(-1) for part in by_key.values()])
 
     # ---- memory ----
+
+    def _columns(self) -> dict[str, Any]:
+        return super()._columns() | ({} if "_table" not in vars(self) else self._table.views)
 
     def _observation_usage(self, n_written: int) -> MemoryUsage:
         usages = {key: store.memory_usage() for key, store in self.obs_stores.items()}
@@ -316,11 +403,20 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
                 for name, value in self.__dict__.items()
                 if name not in ("_lock", "_unfinished")
             }
+            state |= self._saved_columns()
+            del state["_table"]
             state["obs_stores"] = {key: store.frozen() for key, store in self.obs_stores.items()}
         return state
 
+    def _saved_columns(self) -> dict[str, npt.NDArray[Any]]:
+        """Copies of the columns, as earlier versions have pickled them."""
+        arrays: dict[str, npt.NDArray[Any]] = self._table.arrays()
+        return arrays
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        columns = {name: state.pop(name) for name in self._table_type.names}
+        self.__dict__.update(state, device=usable_device(state["device"]))
+        self._table = self._table_type.from_arrays(self._columns_by_step(columns), self.device)
         self._make_lock()
 
 

@@ -14,15 +14,16 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_extra_buffers._sb3 import opening  # noqa: F401  # load_replay_buffer loads folders from here on
+from sb3_extra_buffers._sb3.drawing import IndexDraws
 from sb3_extra_buffers._sb3.options import StorageOptions
-from sb3_extra_buffers._sb3.steps import fit_actions, fit_column, fit_truncations
 from sb3_extra_buffers.arguments import check_count, check_index
 from sb3_extra_buffers.errors import EmptyBufferError, SpecMismatchError
-from sb3_extra_buffers.gpu_buffers.base import BaseGpuBuffer, ColumnOf, Step, heap_limit
+from sb3_extra_buffers.gpu_buffers.base import BaseGpuBuffer, Step, TableColumn, heap_limit
+from sb3_extra_buffers.gpu_buffers.tensors import fit_timeouts
 from sb3_extra_buffers.stores.choice import add_preference
-from sb3_extra_buffers.stores.device_base import IndexBatch, usable_device
-from sb3_extra_buffers.stores.device_columns import COLUMN_NAMES, DeviceColumns
-from sb3_extra_buffers.stores.staging import Staging, StagingLayout
+from sb3_extra_buffers.stores.device_base import IndexBatch
+from sb3_extra_buffers.stores.device_columns import DeviceColumns
+from sb3_extra_buffers.stores.staging import Lease, Staging, StagingLayout
 
 __all__ = ["GpuReplayBuffer"]
 
@@ -62,6 +63,8 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
             heap grows with what it holds.
         max_slot_bytes: Deprecated: the same limit, divided by the number of observations.
         prefer: ``"memory"`` or ``"speed"``: lets ``"auto"`` choose a smaller or a faster method than by default.
+        sampling: ``"numpy"`` to draw the same batches as SB3's buffer at the same seed, ``"device"`` to draw indices on
+            ``device``, with torch's generator there, which takes no time on the host. Not saved with the buffer.
 
     Examples:
         >>> from stable_baselines3 import DQN
@@ -76,10 +79,12 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         torch.Size([32, 4, 84, 84])
     """
 
-    actions: Any = ColumnOf("_table")
-    rewards: Any = ColumnOf("_table")
-    dones: Any = ColumnOf("_table")
-    timeouts: Any = ColumnOf("_table")
+    _table_type = DeviceColumns
+    _draws_indices = True
+    actions: Any = TableColumn()
+    rewards: Any = TableColumn()
+    dones: Any = TableColumn()
+    timeouts: Any = TableColumn()
 
     def __init__(
         self,
@@ -100,6 +105,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         heap_bytes: int | None = None,
         max_slot_bytes: int | None = None,
         prefer: Literal["memory", "speed"] | None = None,
+        sampling: Literal["numpy", "device"] = "numpy",
     ) -> None:
         if prefer is not None:
             compression_kwargs = add_preference(prefer, compression_kwargs, compression_method)
@@ -110,6 +116,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs=n_envs)
         # after BaseBuffer.__init__, which calls this too, without arguments
         BaseGpuBuffer.__init__(self, compression_method, compression_kwargs, decompression_kwargs)
+        self._set_sampling(sampling)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = optimize_memory_usage
         self.handle_timeout_termination = handle_timeout_termination
@@ -121,20 +128,30 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
             buffer_device,
             heap_limit(max_slot_bytes, heap_bytes, 2 * self.buffer_size * n_envs),
         )
-        self._column_shape, self._action_shape = (n_envs,), (n_envs, self.action_dim)
+        self._column_shape = (n_envs,)
         self._staging = Staging(self.device)
         self._layouts: dict[int, StagingLayout] = {}
+        self._draws = IndexDraws()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # `sample` bypasses these methods, unless a subclass overrides them
+        names = ("_get_samples", "_samples_at")
+        cls._draws_indices = all(getattr(cls, name) is getattr(GpuReplayBuffer, name) for name in names)
 
     def add(
         self,
         obs: Any,
         next_obs: Any,
-        action: npt.NDArray[Any],
-        reward: npt.NDArray[Any],
-        done: npt.NDArray[Any],
-        infos: list[dict[str, Any]],
+        action: Any,
+        reward: Any,
+        done: Any,
+        infos: Any,
     ) -> None:
         """Add one step of every environment; after an exception, all of it is added or nothing is changed.
+
+        Everything may be given as NumPy arrays or as tensors. Tensors on a GPU that the buffer is on are stored without
+        copying anything to the host or waiting for the GPU.
 
         Args:
             obs: Observations, of shape ``(n_envs, ...)``; a dict of them for a Dict space.
@@ -142,38 +159,41 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
             action: Actions.
             reward: Rewards.
             done: Whether each episode ended.
-            infos: The environments' dicts; only ``"TimeLimit.truncated"`` is read.
+            infos: The environments' dicts; only ``"TimeLimit.truncated"`` is read. Alternatively, a dict with this key
+                for all environments together, a bool for each; None or an empty list if no episode was truncated.
         """
         with self._lock:
             if self._unfinished is not None or self.read_only:
                 self._prepare_write()
             # fast path: skip validation when shape and dtype already match
-            if self._table.device != self.device:
-                self._table = self._table.to(self.device)  # SB3 changes the device of buffers that it loads
-            position, table, shape = self.pos, self._table, self._column_shape
+            position, table, shape = self.pos, self._current_table(), self._column_shape
             if (
                 type(action) is not np.ndarray
                 or action.dtype != table.action_dtype
-                or action.shape != self._action_shape
+                or action.shape != table.action_shape
             ):
-                action = fit_actions(np.empty((0, *self._action_shape), table.action_dtype), action)
+                action = self._fit_action(action)
             if type(reward) is not np.ndarray or reward.dtype != _FLOAT32 or reward.shape != shape:
-                reward = fit_column(reward, self.n_envs, "reward")
+                reward = self._fit_numbers(reward, "reward")
             if type(done) is not np.ndarray or done.dtype.char not in "?f" or done.shape != shape:
-                done = fit_column(done, self.n_envs, "done")
+                done = self._fit_numbers(done, "done")
             values: tuple[Any, ...] = (action, reward, done)
+            # infos are not looked at otherwise: some callers pass a dict
             if self.handle_timeout_termination:
-                values = (*values, fit_truncations(infos, self.n_envs))
+                timeouts = fit_timeouts(infos, self.n_envs, table.device if table.takes_tensors else None)
+                values = values if timeouts is None else (*values, timeouts)
             columns = table.plan(values)
             plans = self._plan(position, (obs, next_obs), _NAMES)
-            if position + 1 == self.buffer_size:
-                after = {"pos": 0, "full": True, "_unfinished": None}
-            else:
-                after = {"pos": position + 1, "_unfinished": None}
-            self._commit(Step(position, plans, columns, after))
+            self._commit(Step(position, plans, columns, self._after(position), self._extra(position, done, infos)))
 
-    def _write_columns(self, position: int, columns: Any) -> None:
-        self._table.commit(position, columns)
+    def _after(self, position: int) -> dict[str, Any]:
+        """Attributes once the step at ``position`` is written."""
+        if position + 1 == self.buffer_size:
+            return {"pos": 0, "full": True, "_unfinished": None}
+        return {"pos": position + 1, "_unfinished": None}
+
+    def _extra(self, position: int, done: Any, infos: Any) -> Any:
+        """What `_step_added` will need; nothing is changed."""
 
     def reset(self) -> None:
         """Remove all transitions."""
@@ -192,55 +212,96 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         count = self.size()
         if count == 0:
             raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
-        if self.optimize_memory_usage and self.full and self.buffer_size > 1:
-            steps = (np.random.randint(1, self.buffer_size, size=batch_size) + self.pos) % self.buffer_size
+        is_shifted = self.optimize_memory_usage and self.full and self.buffer_size > 1
+        if self._sampling == "device" and self._draws_indices:
+            return self._make_batch(self._draw_on_device(batch_size, count, is_shifted), None, env)
+        low, high, shift = (1, self.buffer_size, self.pos) if is_shifted else (0, count, 0)
+        if self._draws_indices:
+            lease = self._lease_indices(batch_size)
+            self._draws.fill(lease.arrays[0], self.buffer_size, self.n_envs, low, high, shift)
+            return self._make_batch(lease.tensors[0], lease, env)
+        steps = np.random.randint(low, high, size=batch_size)
+        return self._get_samples((steps + shift) % self.buffer_size if shift else steps, env=env)
+
+    def _draw_on_device(self, batch_size: int, count: int, is_shifted: bool) -> th.Tensor:
+        """Indices of observations and next observations, drawn by torch's generator of the device."""
+        n_envs, n_obs = self.n_envs, self.buffer_size * self.n_envs
+        indices = th.empty((2, batch_size), dtype=th.int64, device=self.device)
+        obs_indices, next_indices = indices.unbind(0)
+        if is_shifted:
+            th.randint(n_envs, n_obs, (batch_size,), out=obs_indices)
+            obs_indices.add_(self.pos * n_envs).remainder_(n_obs)
         else:
-            steps = np.random.randint(0, count, size=batch_size)
-        return self._get_samples(steps, env=env)
+            th.randint(0, count * n_envs, (batch_size,), out=obs_indices)
+        th.add(obs_indices, n_obs, out=next_indices)
+        return indices
 
     def _get_samples(self, batch_inds: npt.NDArray[Any], env: VecNormalize | None = None) -> Any:
-        envs = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
-        n_obs, count = self.buffer_size * self.n_envs, len(envs)
-        if self._staging.device != self.device:
-            self._staging = Staging(self.device)  # SB3 changes the device of buffers that it loads
-        lease = self._staging.acquire(self._layouts.get(count) or self._make_layout(count))
+        return self._samples_at(batch_inds, np.random.randint(0, high=self.n_envs, size=(len(batch_inds),)), env)
+
+    def _samples_at(self, steps: npt.NDArray[Any], envs: npt.NDArray[Any], env: VecNormalize | None) -> Any:
+        """The transitions at ``(steps[i], envs[i])``."""
+        lease = self._lease_indices(len(envs))
         (indices,) = lease.arrays
         obs_indices = indices[0]
-        np.multiply(batch_inds, self.n_envs, out=obs_indices)
+        np.multiply(steps, self.n_envs, out=obs_indices)
         obs_indices += envs
-        np.add(obs_indices, n_obs, out=indices[1])
-        if self._table.device != self.device:
-            self._table = self._table.to(self.device)
-        table = self._table
+        np.add(obs_indices, self.buffer_size * self.n_envs, out=indices[1])
+        return self._make_batch(lease.tensors[0], lease, env)
+
+    def _batch_reader(self, key: str) -> Any:
+        """The store of ``key``, if it can read observations and columns in one launch; else None."""
+        reader = self.obs_stores[key].batch_reader
+        return reader if reader is not None and reader.device.type == self.device.type else None
+
+    def _make_batch(self, indices: th.Tensor, lease: Lease | None, env: VecNormalize | None) -> Any:
+        """Observations and columns at ``indices [2, n]``, on the device or, with a ``lease``, in staging memory."""
+        table, is_dict, count = self._current_table(), self._is_dict, indices.shape[1]
         floats, actions = table.empty(count)
-        reader = self.obs_stores[""].batch_reader if count and not self._is_dict else None
-        if reader is not None and reader.device.type == self.device.type:
-            observations = reader.read_batch(lease.tensors[0], floats, actions, table.records)
-            self._staging.release(lease)
-            by_key = {"": self._convert(observations)}
+        reader = None if is_dict or not count else self._batch_reader("")
+        if reader is not None:
+            by_key = {"": self._convert(reader.read_batch(indices, floats, actions, table.records))}
+            if lease is not None:
+                self._staging.release(lease)
         else:
-            (device_indices,) = self._staging.send(lease)
-            table.gather(device_indices[0], floats, actions)
-            by_key = self._read(IndexBatch(indices, device_indices))
+            batch = IndexBatch(None, indices)
+            if lease is not None:
+                (indices,) = self._staging.send(lease)
+                batch = IndexBatch(lease.arrays[0], indices)
+            by_key, is_gathered = {}, False
+            for key, store in self.obs_stores.items():
+                # the first store that can gathers the columns too, in the same launch
+                reader = None if is_gathered or not count else self._batch_reader(key)
+                if reader is not None:
+                    observations, is_gathered = reader.read_batch(indices, floats, actions, table.records), True
+                else:
+                    observations = store.read(batch)
+                by_key[key] = self._convert(observations, key)
+            if not is_gathered:
+                table.gather(indices[0], floats, actions)
         if env is not None:
             floats[1] = self.to_torch(self._normalize_reward(floats[1].cpu().numpy(), env))
-        columns = floats.unbind(0)
-        if self._is_dict:
+        dones, rewards = floats.unbind(0)
+        if is_dict:
             obs, next_obs = ({key: part[i] for key, part in by_key.items()} for i in (0, 1))
             if env is not None:
                 obs, next_obs = self._normalized(obs, env), self._normalized(next_obs, env)
-            return DictReplayBufferSamples(obs, actions, next_obs, *columns)
+            return DictReplayBufferSamples(obs, actions, next_obs, dones, rewards)
         observation, next_observation = by_key[""].unbind(0)
         if env is not None:
             observation = self._normalized({"": observation}, env)[""]
             next_observation = self._normalized({"": next_observation}, env)[""]
-        return ReplayBufferSamples(observation, actions, next_observation, *columns)
+        return ReplayBufferSamples(observation, actions, next_observation, dones, rewards)
 
-    def _make_layout(self, count: int) -> StagingLayout:
-        """Indices of ``count`` observations and next observations."""
-        layout = self._staging.layout(((2, count), _INT64))
-        self._layouts = {count: layout}  # batches usually have one size
-        return layout
+    def _lease_indices(self, count: int) -> Lease:
+        """Memory for the indices of ``count`` observations and next observations."""
+        if self._staging.device != self.device:
+            self._staging = Staging(self.device)  # SB3 changes the device of buffers that it loads
+        layout = self._layouts.get(count)
+        if layout is None:
+            layout = self._staging.layout(((2, count), _INT64))
+            self._layouts = {count: layout}  # batches usually have one size
+        return self._staging.acquire(layout)
 
     def _normalized(self, obs: dict[str, th.Tensor], env: VecNormalize) -> dict[str, th.Tensor]:
         """`VecNormalize` works on NumPy arrays."""
@@ -248,22 +309,10 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         by_key = arrays if self._is_dict else {"": arrays}
         return {key: self.to_torch(part) for key, part in by_key.items()}
 
-    def _columns(self) -> dict[str, Any]:
-        return super()._columns() | self._table.views
-
-    def __getstate__(self) -> dict[str, Any]:
-        with self._lock:
-            state = super().__getstate__()
-            columns: dict[str, Any] = state.pop("_table").arrays()
-            return state | columns
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        columns = {name: state.pop(name) for name in COLUMN_NAMES}
-        n_steps, n_envs, action_dim = columns["actions"].shape
-        table = DeviceColumns(n_steps, n_envs, action_dim, columns["actions"].dtype, usable_device(state["device"]))
-        for name, column in columns.items():
-            table.assign(name, column)
-        super().__setstate__(state | {"_table": table})
+        super().__setstate__(state)
+        # pickles of earlier versions have other layouts, and no draws
+        self._layouts, self._draws = {}, IndexDraws()
 
     def reconstruct_obs(self, idx: int, env_idx: int) -> th.Tensor:
         """Return the flattened observation of step ``idx`` of environment ``env_idx``."""

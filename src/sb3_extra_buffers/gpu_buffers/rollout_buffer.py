@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,17 +14,20 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.type_aliases import DictRolloutBufferSamples, RolloutBufferSamples
 
 from sb3_extra_buffers._sb3.options import StorageOptions
-from sb3_extra_buffers._sb3.steps import fit_actions, fit_column
+from sb3_extra_buffers._sb3.steps import fit_column
 from sb3_extra_buffers.arguments import as_array, check_count, check_index
 from sb3_extra_buffers.errors import AlgorithmMismatchError, EmptyBufferError, IndexOutOfRangeError, SpecMismatchError
-from sb3_extra_buffers.gpu_buffers.base import BaseGpuBuffer, Step, heap_limit
+from sb3_extra_buffers.gpu_buffers.base import BaseGpuBuffer, Step, TableColumn, heap_limit
 from sb3_extra_buffers.stores.choice import add_preference
 from sb3_extra_buffers.stores.device_base import IndexBatch
+from sb3_extra_buffers.stores.device_columns import DeviceRollout
 from sb3_extra_buffers.stores.staging import Staging
 
 __all__ = ["GpuRolloutBuffer"]
 
-_COLUMNS = ("values", "log_probs", "advantages", "returns")
+# columns that SB3 flattens when a rollout is read
+_FLATTENED = ("actions", "values", "log_probs", "advantages", "returns")
+_NUMBERS = (int, float)
 _NAMES = ("obs",)
 _FLOAT32 = np.dtype(np.float32)
 
@@ -57,6 +61,14 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
     """
 
     _obs_per_transition = 1
+    _table_type = DeviceRollout
+    actions: Any = TableColumn()
+    rewards: Any = TableColumn()
+    episode_starts: Any = TableColumn()
+    values: Any = TableColumn()
+    log_probs: Any = TableColumn()
+    advantages: Any = TableColumn()
+    returns: Any = TableColumn()
 
     def __init__(
         self,
@@ -76,6 +88,7 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         heap_bytes: int | None = None,
         max_slot_bytes: int | None = None,
         prefer: Literal["memory", "speed"] | None = None,
+        sampling: Literal["numpy", "device"] = "numpy",
     ) -> None:
         if prefer is not None:
             compression_kwargs = add_preference(prefer, compression_kwargs, compression_method)
@@ -88,30 +101,36 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         super().__init__(buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs)
         # after RolloutBuffer.__init__, which calls this too, without arguments
         BaseGpuBuffer.__init__(self, compression_method, compression_kwargs, decompression_kwargs)
+        self._set_sampling(sampling)
         self._make_stores(1, options, buffer_device, heap_bytes)
         self._staging = Staging(self.device)
 
     def reset(self) -> None:
         """Clear rollout storage and reset the write position."""
         with self._lock:
-            lead = (self.buffer_size, self.n_envs)
-            after: dict[str, Any] = {"pos": 0, "full": False, "generator_ready": False}
-            after |= {name: np.zeros(lead, np.float32) for name in ("rewards", "episode_starts", *_COLUMNS)}
-            after["actions"] = np.zeros((*lead, self.action_dim), self.action_space.dtype)
+            if "_table" not in vars(self):
+                dtype = np.dtype(self.action_space.dtype)
+                self._table = DeviceRollout(self.buffer_size, self.n_envs, self.action_dim, dtype, self.device)
             # SB3's array of observations, empty: the stores hold them
-            after["observations"] = np.zeros((*lead, 0), self.observation_space.dtype)
-            self._clear(after)
+            observations = np.zeros((self.buffer_size, self.n_envs, 0), self.observation_space.dtype)
+            self._clear({"pos": 0, "full": False, "generator_ready": False, "observations": observations})
+
+    def _clear_columns(self) -> None:
+        self._table.clear()
 
     def add(
         self,
         obs: Any,
-        action: npt.NDArray[Any],
-        reward: npt.NDArray[Any],
-        episode_start: npt.NDArray[Any],
-        value: th.Tensor,
-        log_prob: th.Tensor,
+        action: Any,
+        reward: Any,
+        episode_start: Any,
+        value: Any,
+        log_prob: Any,
     ) -> None:
         """Add one step of every environment; after an exception, all of it is added or nothing is changed.
+
+        Everything may be given as NumPy arrays or as tensors. Tensors on a GPU that the buffer is on are stored without
+        copying anything to the host or waiting for the GPU.
 
         Args:
             obs: Observations, of shape ``(n_envs, ...)``; a dict of them for a Dict space.
@@ -127,45 +146,32 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
             position = self.pos
             if position >= self.buffer_size:
                 raise IndexOutOfRangeError(f"the rollout is complete: {self.buffer_size} steps; call reset() first")
-            # download first, in one copy if possible, so as not to wait for what is uploaded
-            values, log_probs = self._fit_tensors(value, log_prob)
             # fast path: skip validation when shape and dtype already match
-            actions, shape = self.actions, (self.n_envs,)
-            if type(action) is not np.ndarray or action.dtype != actions.dtype or action.shape != actions.shape[1:]:
-                action = fit_actions(actions, action)
+            table, shape = self._current_table(), (self.n_envs,)
+            if (
+                type(action) is not np.ndarray
+                or action.dtype != table.action_dtype
+                or action.shape != table.action_shape
+            ):
+                action = self._fit_action(action)
             if type(reward) is not np.ndarray or reward.dtype != _FLOAT32 or reward.shape != shape:
-                reward = fit_column(reward, self.n_envs, "reward")
+                reward = self._fit_numbers(reward, "reward")
             starts = episode_start
             if type(starts) is not np.ndarray or starts.dtype.char not in "?f" or starts.shape != shape:
-                starts = fit_column(starts, self.n_envs, "episode_start")
-            columns = (
-                (self.values, values), (self.log_probs, log_probs), (actions, action), (self.rewards, reward),
-                (self.episode_starts, starts),
-            )  # fmt: skip
+                starts = self._fit_numbers(starts, "episode_start")
+            columns = table.plan((action, reward, starts, self._flat(value, "value"), self._flat(log_prob, "log_prob")))
             plans = self._plan(position, (obs,), _NAMES)
             after = {"pos": position + 1, "full": position + 1 == self.buffer_size, "_unfinished": None}
             self._commit(Step(position, plans, columns, after))
 
-    def _write_columns(self, position: int, columns: Any) -> None:
-        for column, values in columns:
-            column[position] = values
+    def _flat(self, values: Any, name: str) -> Any:
+        """A number for each environment, in any shape."""
+        return self._fit_numbers(
+            (values if isinstance(values, th.Tensor) else as_array(values, name)).reshape(-1), name
+        )
 
-    def _fit_tensors(self, value: Any, log_prob: Any) -> Any:
-        """Values and log probabilities on the host, one of each per environment."""
-        n_envs = self.n_envs
-        if (
-            isinstance(value, th.Tensor) and isinstance(log_prob, th.Tensor)
-            and value.numel() == log_prob.numel() == n_envs and value.device == log_prob.device
-            and value.dtype == log_prob.dtype == th.float32
-        ):  # fmt: skip
-            return th.stack((value.detach().flatten(), log_prob.detach().flatten())).cpu().numpy()
-        return [
-            fit_column(as_array(given, name).reshape(-1), self.n_envs, name)
-            for given, name in ((value, "value"), (log_prob, "log_prob"))
-        ]
-
-    def compute_returns_and_advantage(self, last_values: th.Tensor, dones: npt.NDArray[Any]) -> None:
-        """Compute returns and advantages (GAE) as SB3 does.
+    def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
+        """Compute returns and advantages (GAE) as SB3 does, on the device if the buffer is on a GPU.
 
         Args:
             last_values: Values of the observations after the last step.
@@ -173,9 +179,19 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         """
         if self.generator_ready:
             raise SpecMismatchError("the rollout was already read; call compute_returns_and_advantage() before get()")
+        table = self._current_table()
+        # SB3 computes in double precision if one of them is one of NumPy's
+        if table.computes_returns and type(self.gamma) in _NUMBERS and type(self.gae_lambda) in _NUMBERS:
+            last, ended = self._flat(last_values, "last_values"), self._fit_numbers(dones, "dones")
+            table.compute_returns(last, ended, self.gamma, self.gae_lambda)
+            return
         last = fit_column(as_array(last_values, "last_values").reshape(-1), self.n_envs, "last_values")
         ended = fit_column(dones, self.n_envs, "dones")
-        super().compute_returns_and_advantage(th.from_numpy(np.array(last)), ended)
+        host = SimpleNamespace(buffer_size=self.buffer_size, gamma=self.gamma, gae_lambda=self.gae_lambda)
+        vars(host).update(table.arrays() if table.device.type != "cpu" else table.views)
+        RolloutBuffer.compute_returns_and_advantage(host, th.from_numpy(np.array(last)), ended)  # type: ignore[arg-type]
+        for name in ("advantages", "returns"):
+            table.assign(name, getattr(host, name))
 
     def get(self, batch_size: int | None = None) -> Generator[Any, None, None]:
         """Iterate over the rollout in random batches of ``batch_size``, in SB3's order; None for one batch of all."""
@@ -188,43 +204,60 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
             raise EmptyBufferError(
                 f"the rollout is not complete: {self.pos} of {self.buffer_size} steps were added; get() needs all"
             )
-        n_obs = self.buffer_size * self.n_envs
-        order = np.random.permutation(n_obs)
-        if not self.generator_ready:
-            flat = {name: self.swap_and_flatten(self.__dict__[name]) for name in ("actions", *_COLUMNS)}
-            # one call, which no signal can interrupt: flattening twice would shuffle the columns
-            self.__dict__.update(flat, generator_ready=True)
-        if batch_size is None:
-            batch_size = n_obs
+        n_obs, table = self.buffer_size * self.n_envs, self._current_table()
         if self._staging.device != self.device:
             self._staging = Staging(self.device)
-        indices = (order % self.buffer_size * self.n_envs + order // self.buffer_size)[None]
-        actions = self.actions.astype(np.float32, copy=False)
-        columns = [self.__dict__[name].reshape(-1) for name in _COLUMNS]
-        uploaded = self._staging.upload([order, indices, actions, columns])
+        if self._sampling == "device":
+            indices = None
+            device_indices = th.randperm(n_obs, device=self.device)[None]
+        else:
+            order = np.random.permutation(n_obs)
+            indices = (order % self.buffer_size * self.n_envs + order // self.buffer_size)[None]
+            (device_indices,) = self._staging.upload([indices])
+        self.generator_ready = True
+        if batch_size is None:
+            batch_size = n_obs
+        actions = table.actions.view(n_obs, -1).to(th.float32)
         for first in range(0, n_obs, batch_size):
-            yield self._batch(slice(first, first + batch_size), indices, *uploaded)
+            part = slice(first, first + batch_size)
+            yield self._batch(None if indices is None else indices[:, part], device_indices[:, part], actions)
 
     def sample(self, batch_size: int, env: Any = None) -> Any:
         """Raise `AlgorithmMismatchError`, whatever ``batch_size`` and ``env`` are: a rollout is read with `get`."""
         raise AlgorithmMismatchError("a rollout buffer has no sample(); use get()")
 
-    def _batch(
-        self,
-        part: slice,
-        indices: npt.NDArray[np.int64],
-        order: th.Tensor,
-        device_indices: th.Tensor,
-        actions: th.Tensor,
-        columns: th.Tensor,
-    ) -> Any:
-        by_key = self._read(IndexBatch(indices[:, part], device_indices[:, part]))
+    def _batch(self, indices: npt.NDArray[np.int64] | None, device_indices: th.Tensor, actions: th.Tensor) -> Any:
+        by_key = self._read(IndexBatch(indices, device_indices))
         obs = self._as_sb3({key: _with_axis(observations[0]) for key, observations in by_key.items()})
-        here = order[part]
-        # gathered along the rows, so that each column is contiguous
-        gathered = columns.index_select(1, here)
+        taken, columns = self._table.gather(device_indices[0], actions)
         make = DictRolloutBufferSamples if self._is_dict else RolloutBufferSamples
-        return make(obs, actions[here], *gathered)
+        return make(obs, taken, *columns.unbind(0))
+
+    # ---- columns ----
+
+    def _column(self, name: str) -> Any:
+        """The column ``name`` as a NumPy array, which SB3 expects; on a GPU, it is a copy that cannot be written to.
+
+        Once `get` was called, columns of batches are flattened, as SB3's are.
+        """
+        column = self._table.views[name]
+        if isinstance(column, th.Tensor):
+            column = column.cpu().numpy()
+            column.flags.writeable = False
+        return self.swap_and_flatten(column) if self.generator_ready and name in _FLATTENED else column
+
+    def _saved_columns(self) -> dict[str, npt.NDArray[Any]]:
+        return {name: np.array(self._column(name)) for name in self._table.names}
+
+    def _columns_by_step(self, columns: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        if not self.generator_ready:
+            return columns
+        n_steps, n_envs = self.buffer_size, self.n_envs
+        by_step = dict(columns)
+        for name in _FLATTENED:
+            shape = (n_envs, n_steps, -1) if name == "actions" else (n_envs, n_steps)
+            by_step[name] = columns[name].reshape(shape).swapaxes(0, 1)
+        return by_step
 
     def reconstruct_obs(self, idx: int) -> th.Tensor:
         """Return the flattened observation at flattened index ``idx``."""

@@ -7,7 +7,7 @@ import os
 import triton
 import triton.language as tl
 
-__all__ = ["jit_rule", "load_word", "low_bits", "pick_bytes", "popcount", "popcount64", "spread_bits", "sum_pair"]
+__all__ = ["jit_rule", "load_word", "low_bits", "pick_bytes", "popcount", "popcount64", "prefetch", "spread_bits"]
 
 # inline PTX where Triton has no operation for a single instruction; its interpreter takes the portable path
 _COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") != "1")
@@ -94,7 +94,14 @@ def spread_bits(mask):
 
 
 @triton.jit
-def sum_pair(first, second):
-    """The sums of two vectors of counts in one reduction; each sum must be below 2**16."""
-    packed = tl.sum(first.to(tl.uint32) + (second.to(tl.uint32) << 16), axis=0)
-    return (packed & 0xFFFF).to(tl.int32), (packed >> 16).to(tl.int32)
+def prefetch(pointers):
+    """Ask for the cache lines at ``pointers``, without waiting for them."""
+    if _COMPILED:
+        tl.inline_asm_elementwise(
+            "{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+            "=r,l",
+            [pointers.to(tl.int64)],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )

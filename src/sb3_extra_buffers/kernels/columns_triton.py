@@ -1,17 +1,21 @@
-"""Kernels for the columns of a transition on a GPU: gathered with a batch, or by themselves; `launcher.Columns`."""
+"""Kernels for everything of a step but its observations, on a GPU: tables of `stores.device_columns`."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from sb3_extra_buffers.kernels.launcher import COLUMN_DTYPES, Columns, Launcher
+from sb3_extra_buffers.kernels.launcher import COLUMN_DTYPES, Columns, Launcher, TableLayout
 
-__all__ = ["ColumnGather", "gather_columns"]
+__all__ = ["ColumnKernels", "compute_gae", "gather_columns"]
 
 # rows of a program, and its warps
 _ROWS, _WARPS = 32, 2
+# environments of a program that computes advantages
+_GAE_ROWS = 32
 
 
 @triton.jit
@@ -56,14 +60,117 @@ def _gather_kernel(
     )  # fmt: skip
 
 
-class ColumnGather:
-    """Gathers columns in one launch; ``indices`` may be in pinned host memory."""
+@triton.jit
+def _store_number(to, from_ptr, row, is_row, NUMBER: tl.constexpr, N_NUMBERS: tl.constexpr, N_GIVEN: tl.constexpr):
+    """Store the number ``NUMBER`` of each row: 0 if there is none, nothing if the table has no such column."""
+    if NUMBER < N_NUMBERS:
+        if NUMBER < N_GIVEN:
+            tl.store(to, tl.load(from_ptr + row, mask=is_row, other=0).to(tl.float32), mask=is_row)
+        else:
+            tl.store(to, tl.zeros_like(row).to(tl.float32), mask=is_row)
 
-    def __init__(self, device: torch.device) -> None:
-        self._launcher = Launcher(_gather_kernel, device, (), (), ((torch.int64,), COLUMN_DTYPES), _WARPS)
+
+@triton.jit(do_not_specialize=["step", "n_rows", "column"])
+def _write_kernel(
+    action_ptr,  # uint8 [row, ACTION]
+    first_ptr, second_ptr, third_ptr, fourth_ptr,  # float32 or uint8 [row]
+    numbers_ptr, actions_ptr,  # of the table
+    step, n_rows,
+    column,  # from a number to the next one of the same row
+    ROW: tl.constexpr,  # from a number to that of the next row
+    ACTION_ROW: tl.constexpr, ACTION_AT: tl.constexpr, ACTION: tl.constexpr, ACTION2: tl.constexpr,
+    N_NUMBERS: tl.constexpr, N_GIVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store the rows of a step; what it reads may be in pinned host memory."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    is_row = row < n_rows
+    at = step.to(tl.int64) * n_rows + row
+    to, column = numbers_ptr + at * ROW, column.to(tl.int64)
+    _store_number(to, first_ptr, row, is_row, 0, N_NUMBERS, N_GIVEN)
+    _store_number(to + column, second_ptr, row, is_row, 1, N_NUMBERS, N_GIVEN)
+    _store_number(to + 2 * column, third_ptr, row, is_row, 2, N_NUMBERS, N_GIVEN)
+    _store_number(to + 3 * column, fourth_ptr, row, is_row, 3, N_NUMBERS, N_GIVEN)
+    byte = tl.arange(0, ACTION2)
+    inside = is_row[:, None] & (byte < ACTION)[None, :]
+    action = tl.load(action_ptr + row[:, None] * ACTION + byte[None, :], mask=inside, other=0)
+    tl.store(actions_ptr + (at * ACTION_ROW + ACTION_AT)[:, None] + byte[None, :], action, mask=inside)
+
+
+class ColumnKernels:
+    """The kernels bound to one table."""
+
+    def __init__(self, table: TableLayout, n_rows: int) -> None:
+        self._table, self._n_rows, self._device = table, n_rows, table.numbers.device
+        self._gather = Launcher(_gather_kernel, self._device, (), (), ((torch.int64,), COLUMN_DTYPES), _WARPS)
+        self._writers: dict[tuple[torch.dtype, ...], Launcher] = {}
+        self._grid = (-(-n_rows // _ROWS), 1, 1)
 
     def gather(self, indices: torch.Tensor, columns: Columns) -> None:
         """Fill ``columns`` with the records at the first ``len(columns.actions)`` of ``indices``."""
         pointers, sizes = columns.arguments()
         n_rows = len(columns.actions)
-        self._launcher.start(sizes, (-(-n_rows // _ROWS), 1, 1), (indices,), pointers, (n_rows, *sizes, _ROWS))
+        self._gather.start(sizes, (-(-n_rows // _ROWS), 1, 1), (indices,), pointers, (n_rows, *sizes, _ROWS))
+
+    def write(self, step: int, action: torch.Tensor, numbers: tuple[torch.Tensor, ...]) -> None:
+        """Store contiguous actions and numbers (float32 or bool) of all rows; numbers left out are stored as 0."""
+        dtypes = tuple([number.dtype for number in numbers])
+        writer = self._writers.get(dtypes) or self._writer(dtypes)
+        sources = (action, *numbers, *(action,) * (4 - len(numbers)))
+        table = self._table
+        sizes = (step, self._n_rows, table.column, table.row, *table.action, table.n_numbers, len(numbers), _ROWS)
+        writer.start(len(numbers), self._grid, sources, (), sizes)
+
+    def _writer(self, dtypes: tuple[torch.dtype, ...]) -> Launcher:
+        table = self._table
+        given = [torch.uint8 if dtype == torch.bool else dtype for dtype in dtypes]
+        pointers = (torch.uint8, *given, *[torch.uint8] * (4 - len(given)))
+        key = (pointers, table.row, table.action, table.n_numbers, table.column >> 31 > 0)
+        writer = Launcher(_write_kernel, self._device, key, (table.numbers, table.actions), (pointers, ()), _WARPS)
+        self._writers[dtypes] = writer
+        return writer
+
+
+@triton.jit(do_not_specialize=["n_steps", "n_envs"])
+def _gae_kernel(
+    numbers_ptr,  # float32 [rewards, episode_starts, values, log_probs, advantages, returns][step, env]
+    last_values_ptr,  # float32 [env]
+    dones_ptr,  # float32 [env]
+    n_steps,
+    n_envs,
+    gamma,
+    decay,
+    ROWS: tl.constexpr,
+):
+    """Advantages and returns of ``ROWS`` environments, from the last step to the first."""
+    env = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = env < n_envs
+    column = n_steps.to(tl.int64) * n_envs
+    next_value = tl.load(last_values_ptr + env, mask=inside, other=0)
+    continues = 1.0 - tl.load(dones_ptr + env, mask=inside, other=0)
+    advantage = tl.zeros([ROWS], tl.float32)
+    for i in range(n_steps):
+        at = numbers_ptr + (n_steps - 1 - i).to(tl.int64) * n_envs + env
+        reward, start = tl.load(at, mask=inside, other=0), tl.load(at + column, mask=inside, other=0)
+        value = tl.load(at + 2 * column, mask=inside, other=0)
+        # the order of SB3's operations
+        delta = reward + gamma * next_value * continues - value
+        advantage = delta + decay * continues * advantage
+        tl.store(at + 4 * column, advantage, mask=inside)
+        tl.store(at + 5 * column, advantage + value, mask=inside)
+        next_value, continues = value, 1.0 - start
+
+
+def compute_gae(
+    numbers: torch.Tensor, last_values: torch.Tensor, dones: torch.Tensor, gamma: float, gae_lambda: float
+) -> None:
+    """Fill advantages and returns of ``numbers [6, step, env]``; bit-identical to SB3's loop."""
+    n_steps, n_envs = numbers.shape[1:]
+    grid: Any = (-(-n_envs // _GAE_ROWS),)
+    # multiplying and adding in one instruction would round once, where SB3 rounds twice
+    args = numbers, last_values, dones, n_steps, n_envs, float(gamma), float(gamma * gae_lambda), _GAE_ROWS
+    if numbers.device.type == "cuda":
+        with torch.cuda.device(numbers.device):
+            _gae_kernel[grid](*args, num_warps=1, enable_fp_fusion=False)
+    else:
+        _gae_kernel[grid](*args)  # Triton's interpreter

@@ -1,8 +1,7 @@
 """Reference kernels for frames on a device, on tensors in main memory.
 
-`kernels.delta_triton` does the same on a GPU, one program per stream or row. Both use the segment format of
-`kernels.frames` with simpler bookkeeping: each stream frees segments in the order it wrote them, so only keyframes
-are reference-counted, and every decision is made on the device.
+`kernels.delta_triton` does the same on a GPU. Every decision is made on the device; `kernels.delta_tables` describes
+the format. Each stream frees segments in the order it wrote them, so only keyframes are reference-counted.
 """
 
 from __future__ import annotations
@@ -13,32 +12,121 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sb3_extra_buffers.codecs.delta import encode_delta, top_bytes
+from sb3_extra_buffers.errors import CorruptPayloadError
 from sb3_extra_buffers.kernels import delta_tables as dt
 from sb3_extra_buffers.kernels import policy
-from sb3_extra_buffers.kernels.delta_tables import DeviceTables, FrameShape, WriteJob, capacity_of
-from sb3_extra_buffers.kernels.dispatch import frame_kernels
-from sb3_extra_buffers.kernels.state import NONE, ZERO, FrameConfig, FrameState
+from sb3_extra_buffers.kernels.delta_tables import CHUNK, DeviceTables, FrameShape, WriteJob
+from sb3_extra_buffers.kernels.state import NONE, ZERO
 
-__all__ = ["read_rows_reference", "write_rows_reference"]
+__all__ = ["decode_frame", "encode_frame", "read_rows_reference", "write_rows_reference"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_LENGTH = (1 << dt.LENGTH_BITS) - 1
+
+
+# ---- one frame ----
+
+
+def _masks(changed: npt.NDArray[np.bool_]) -> tuple[Bytes, Bytes, Bytes, int]:
+    """Masks of the changed bytes of a chunk: of bytes in a word, words in a line, lines in a group, groups."""
+    whole = np.zeros(CHUNK, np.bool_)
+    whole[: len(changed)] = changed
+    words = np.packbits(whole, bitorder="little")
+    lines = np.packbits(words != 0, bitorder="little")
+    groups = np.packbits(lines != 0, bitorder="little")
+    return words, lines, groups, int(np.packbits(groups != 0, bitorder="little")[0])
+
+
+def encode_frame(frame: Bytes, reference: Bytes) -> Bytes:
+    """``frame`` encoded as its difference to ``reference``."""
+    if np.array_equal(frame, reference):
+        return np.zeros(0, np.uint8)
+    directory, payloads = [], []
+    for first in range(0, len(frame), CHUNK):
+        part = frame[first : first + CHUNK]
+        changed = part != reference[first : first + CHUNK]
+        words, lines, groups, top = _masks(changed)
+        values = part[changed]
+        is_fresh = np.ones(len(values), np.bool_)
+        is_fresh[1:] = values[1:] != values[:-1]
+        sections = [masks[masks != 0] for masks in (groups, lines, words)]
+        payload = np.concatenate([*sections, np.packbits(is_fresh, bitorder="little"), values[is_fresh]])
+        if len(payload) >= len(part):
+            payload, top = part, 0
+        directory += [len(payload) & 255, len(payload) >> 8 | top << 4]
+        payloads.append(payload)
+    return np.concatenate([np.array(directory, np.uint8), *payloads])
+
+
+def encoded_bound(frame: Bytes, reference: Bytes) -> int:
+    """The length of `encode_frame` if no value repeated the previous one."""
+    total = 0
+    for first in range(0, len(frame), CHUNK):
+        part = frame[first : first + CHUNK]
+        changed = part != reference[first : first + CHUNK]
+        n_values = int(changed.sum())
+        sections = sum(int(np.count_nonzero(masks)) for masks in _masks(changed)[:3])
+        total += 2 + min(sections + -(-n_values // 8) + n_values, len(part))
+    return total
+
+
+def decode_frame(payload: Bytes, frame: Bytes) -> None:
+    """Apply the difference ``payload`` to ``frame``, in place."""
+    if not len(payload):
+        return
+    n_chunks = -(-len(frame) // CHUNK)
+    at = 2 * n_chunks
+    for chunk in range(n_chunks):
+        low, high = payload[2 * chunk : 2 * chunk + 2].tolist()
+        length, top = low | (high & 15) << 8, high >> 4
+        part = frame[chunk * CHUNK : (chunk + 1) * CHUNK]
+        encoded = payload[at : at + length]
+        at += length
+        if not top:
+            part[:length] = encoded
+            continue
+        masks = np.array([top], np.uint8)
+        end, n_masks = 0, 4
+        for _ in range(3):
+            is_set = np.unpackbits(masks, bitorder="little")[:n_masks] != 0
+            inner = np.zeros(n_masks, np.uint8)
+            count = int(np.count_nonzero(is_set))
+            inner[is_set] = encoded[end : end + count]
+            end, masks, n_masks = end + count, inner, 8 * n_masks
+        where = np.flatnonzero(np.unpackbits(masks, bitorder="little"))
+        n_bits = -(-len(where) // 8)
+        is_fresh = np.unpackbits(encoded[end : end + n_bits], bitorder="little")[: len(where)]
+        values = encoded[end + n_bits :]
+        part[where] = values[np.cumsum(is_fresh) - 1]
+
+
+# ---- writing ----
 
 
 def write_rows_reference(
-    tables: DeviceTables, shape: FrameShape, frames: torch.Tensor, job: WriteJob, report: torch.Tensor, launch: int
+    tables: DeviceTables,
+    shape: FrameShape,
+    frames: list[torch.Tensor],
+    job: WriteJob,
+    report: torch.Tensor,
+    launch: int,
 ) -> None:
-    """Store ``frames[set, stream, stack, byte]`` as one step, one set after the other.
+    """Store ``frames[set][stream, stack, byte]`` as one step, one set after the other.
 
-    Frames of a row that equals its predecessor, or is it shifted by one frame, are taken from there. Any other frame is
-    shared if it equals, byte for byte, one that its stream remembers; if not, it is encoded into the stream's open
-    segment, which moves to the heap when it is full. Bytes that do not fit there are counted in ``counters[NEEDED]``,
-    and the tables must then be discarded. ``report[stream, N_REPORT]`` is what the host learns.
+    A frame is shared if it equals, byte for byte, one that its stream remembers; if not, it is encoded into the
+    stream's newest segment. Bytes that do not fit into the heap are counted in ``counters[NEEDED]``, and the tables
+    must then be discarded. ``report[N_REPORT]`` is what the host learns.
     """
-    views = DeviceTables(*(table.numpy() for table in tables))  # type: ignore[arg-type]  # the same fields as arrays
-    rows = frames.numpy()
-    for stream in range(rows.shape[1]):
-        _StreamWriter(views, shape, stream, job).write(rows[:, stream, :, : shape.frame_bytes])
-    report[:, dt.REPORT_HEAD], report[:, dt.REPORT_TAIL] = tables.counters[dt.HEAD], tables.tails
-    report[:, dt.REPORT_SPARE], report[:, dt.REPORT_LAUNCH] = tables.counters[dt.SPARE], launch
+    views: Any = DeviceTables(*(table.numpy() for table in tables))  # type: ignore[arg-type]  # the same as arrays
+    rows = np.stack([part.numpy()[..., : shape.frame_bytes] for part in frames])
+    writers = [_StreamWriter(views, shape, stream, job) for stream in range(rows.shape[1])]
+    for stream, writer in enumerate(writers):
+        writer.write(rows[:, stream])
+    report[dt.REPORT_HEAD], report[dt.REPORT_TAIL] = tables.counters[dt.HEAD], tables.tails.min()
+    report[dt.REPORT_SPARE] = torch.count_nonzero(tables.keyframe_refs == 0)
+    report[dt.REPORT_SEGMENTS] = max(writer.n_segments for writer in writers)
+    report[dt.REPORT_LAUNCH] = launch
 
 
 class _StreamWriter:
@@ -49,159 +137,152 @@ class _StreamWriter:
         self.row = tables.streams[stream]
         self.switched = False  # whether this write has changed the keyframe that the stream holds
 
+    @property
+    def n_segments(self) -> int:
+        """Segments in use."""
+        return self._since(int(self.row[dt.FLOOR]))
+
+    def _since(self, number: int) -> int:
+        """Segments opened since that of ``number`` was the next."""
+        return int((int(self.row[dt.OPENED]) - number) % self.shape.n_numbers)
+
+    def _slot(self, number: int) -> int:
+        return int(number % self.tables.entries.shape[1])
+
     def write(self, sets: npt.NDArray[np.uint8]) -> None:
-        tables, row, stream, job = self.tables, self.row, self.stream, self.job
-        relations = [dt.UNKNOWN] * len(sets)
-        if job.relations:
-            relations = list(job.relations[stream :: tables.streams.shape[0]])
-        tables.oldest_segments[job.step, stream] = self._oldest_needed(relations[0] != dt.UNKNOWN)
+        tables, row, stream, job, shape = self.tables, self.row, self.stream, self.job, self.shape
+        known = tables.recent_ids[stream]
+        since = max((self._since(number // shape.per_segment) for number in known[known >= 0].tolist()), default=0)
+        tables.oldest_segments[job.step, stream] = (int(row[dt.OPENED]) - since) % shape.n_numbers
         self._release(int(tables.oldest_segments[job.oldest, stream]))
-        previous = job.last
-        for first, stack, relation in zip(job.indices, sets, relations, strict=True):
+        for which, (first, stack) in enumerate(zip(job.indices, sets, strict=True)):
+            is_shifted = which == len(sets) - 1
+            before = tables.last[stream].copy()
             for j, frame in enumerate(stack):
-                if relation == dt.SAME:
-                    frame_id = tables.frame_ids[previous + stream, j]
-                elif relation == dt.SHIFTED and j < len(stack) - 1:
-                    frame_id = tables.frame_ids[previous + stream, j + 1]
-                else:
-                    frame_id = self._find_or_add(frame) + 1
-                tables.frame_ids[first + stream, j] = frame_id
-            previous = first
+                hint = int(before[min(j + is_shifted, shape.stack - 1)])
+                position, frame_id = self._find_or_add(frame, hint)
+                tables.last[stream, j] = position
+                tables.frame_ids[first + stream, j] = frame_id + 1
         tables.published[1 - job.parity, stream] = row[dt.HELD : dt.HELD + dt.N_PUBLISHED]
-        oldest = self._segment(int(row[dt.FLOOR]))
-        is_sealed = row[dt.FLOOR] < row[dt.OPENED] and tables.starts[oldest] >= 0
-        tables.tails[stream] = tables.starts[oldest] if is_sealed else dt.NO_TAIL
-        tables.counters[dt.SPARE] = np.count_nonzero(tables.keyframe_refs == 0)
+        tables.tails[stream] = self._tail()
 
-    def _segment(self, number: int) -> int:
-        """The index of the stream's ``number``-th segment."""
-        per_stream = self.shape.segments_per_stream
-        return self.stream * per_stream + number % per_stream
+    def _tail(self) -> int:
+        """The oldest heap position that the stream needs."""
+        start = self.tables.starts[self.stream, self._slot(int(self.row[dt.FLOOR]))]
+        return int(start) if self.n_segments else dt.NO_TAIL
 
-    def _oldest_needed(self, uses_last_row: bool) -> int:
-        """The oldest segment that this step may refer to."""
-        tables, opened = self.tables, self.row[dt.OPENED]
-        known = tables.recent_ids[self.stream] >= 0
-        oldest = int(tables.recent_segments[self.stream][known].min(initial=opened))
-        if uses_last_row:
-            # the previous row may contain frames that are no longer among the recent ones
-            ids = tables.frame_ids[self.job.last + self.stream].astype(np.int64) - 1
-            segments = ids[ids >= 0] // self.shape.per_segment
-            age = (opened - 1 - segments) % self.shape.segments_per_stream
-            oldest = int((opened - 1 - age).min(initial=oldest))
-        return oldest
-
-    def _release(self, floor: int) -> None:
-        """Free segments that no step refers to any more."""
-        for number in range(int(self.row[dt.FLOOR]), floor):
-            keyframe = self.tables.keyframes[self._segment(number)]
+    def _release(self, new_floor: int) -> None:
+        """Free the segments before ``new_floor``, unless that is no segment in use."""
+        floor = int(self.row[dt.FLOOR])
+        n_freed = (new_floor - floor) % self.shape.n_numbers
+        if n_freed > self.n_segments:
+            return
+        for number in range(floor, floor + n_freed):
+            keyframe = self.tables.keyframes[self.stream, self._slot(number)]
             if keyframe >= 0:
                 self.tables.keyframe_refs[keyframe] -= 1
-        self.row[dt.FLOOR] = floor
+        self.row[dt.FLOOR] = new_floor
 
-    def _find_or_add(self, frame: npt.NDArray[np.uint8]) -> int:
-        """The id of a recent frame with the same bytes, or of a new one."""
-        tables, size = self.tables, self.shape.frame_bytes
+    def _find_or_add(self, frame: Bytes, hint: int) -> tuple[int, int]:
+        """Where the frame is among the recent ones, and its id; a frame of zeros is nowhere."""
+        tables, stream, n_recent = self.tables, self.stream, self.shape.n_recent
         if not frame.any():
-            return ZERO
-        equal = (tables.recent[self.stream, :, :size] == frame).all(axis=1) & (tables.recent_ids[self.stream] >= 0)
-        if equal.any():
-            return int(tables.recent_ids[self.stream, int(np.argmax(equal))])
+            return -1, ZERO
+        for i in range(n_recent):
+            position = (max(hint, 0) + i) % n_recent
+            frame_id = int(tables.recent_ids[stream, position])
+            if frame_id >= 0 and np.array_equal(tables.recent[stream, position, : len(frame)], frame):
+                return position, frame_id
         return self._add(frame)
 
-    def _add(self, frame: npt.NDArray[np.uint8]) -> int:
+    def _add(self, frame: Bytes) -> tuple[int, int]:
         tables, shape, row, stream = self.tables, self.shape, self.row, self.stream
         size, n_recent = shape.frame_bytes, shape.n_recent
         count = int(row[dt.COUNT])
         is_long = count >= shape.min_frames and row[dt.CHAIN_BYTES] > shape.max_chain_bytes
-        if row[dt.OPEN] >= 0 and (count >= shape.per_segment or is_long):
-            self._seal()
-        if row[dt.OPEN] < 0:
-            segment = self._segment(int(row[dt.OPENED]))
-            row[[dt.OPEN, dt.COUNT, dt.CHAIN_BYTES, dt.END]] = segment, 0, 0, 2 + 2 * shape.per_segment
-            row[dt.OPENED] += 1
-            tables.starts[segment] = -1 - stream * shape.stage_bytes
-            tables.keyframes[segment] = NONE
-        next_recent, position, segment = int(row[dt.NEXT_RECENT]), int(row[dt.COUNT]), int(row[dt.OPEN])
-        if position == 0:
+        if count >= shape.per_segment or is_long or not self.n_segments:
+            row[dt.OPENED] = (row[dt.OPENED] + 1) % shape.n_numbers
+            row[[dt.COUNT, dt.CHAIN_BYTES]] = count = 0
+            slot = self._slot((int(row[dt.OPENED]) - 1) % shape.n_numbers)
+            tables.entries[stream, slot] = 0
+            tables.starts[stream, slot] = tables.counters[dt.HEAD]
+        number, position = (int(row[dt.OPENED]) - 1) % shape.n_numbers, int(row[dt.NEXT_RECENT])
+        if count == 0:
             payload = self._encode_first(frame)
         else:
-            previous = tables.recent[stream, (next_recent + n_recent - 1) % n_recent, :size]
-            payload = np.frombuffer(encode_delta(frame, previous), np.uint8)
-        frame_id = segment * shape.per_segment + position
-        tables.recent[stream, next_recent, :size] = frame
-        tables.recent_ids[stream, next_recent] = frame_id
-        tables.recent_segments[stream, next_recent] = row[dt.OPENED] - 1
-        stage = tables.stage[stream * shape.stage_bytes :]
-        end, length = int(row[dt.END]), len(payload)
-        stage[end : end + length] = payload
-        stage[:2] = 0, position + 1
-        stage[2 + 2 * position : 4 + 2 * position] = length & 255, length >> 8
-        row[dt.NEXT_RECENT] = (next_recent + 1) % n_recent
-        row[dt.END] += length
-        row[dt.CHAIN_BYTES] += length if length < size else 0
+            payload = encode_frame(frame, tables.recent[stream, (position + n_recent - 1) % n_recent, :size])
+        tables.entries[stream, self._slot(number), count] = self._allocate(payload)
+        frame_id = number * shape.per_segment + count
+        tables.recent[stream, position, :size] = frame
+        tables.recent_ids[stream, position] = frame_id
+        row[dt.NEXT_RECENT] = (position + 1) % n_recent
+        row[dt.CHAIN_BYTES] += len(payload) if len(payload) < size else 0
         row[dt.COUNT] += 1
-        return frame_id
+        return position, frame_id
 
-    def _seal(self) -> None:
-        """Move the open segment to the heap."""
-        tables, shape, row = self.tables, self.shape, self.row
-        stage = tables.stage[self.stream * shape.stage_bytes :]
-        body = 2 + 2 * shape.per_segment
-        header, end = 2 + 2 * int(row[dt.COUNT]), int(row[dt.END])
-        length = header + end - body
+    def _allocate(self, payload: Bytes) -> int:
+        """Store ``payload`` in the heap; return its entry."""
+        tables, length = self.tables, len(payload)
+        if not length:
+            return 0
         capacity = tables.heap.size - dt.SLACK
-        segment = int(row[dt.OPEN])
-        row[dt.OPEN] = -1
         start = int(tables.counters[dt.HEAD])
         if start % capacity + length > capacity:
-            start += length  # skip the seam: no segment is split in two
+            start += length  # skip the seam: no frame is split in two
         if start % capacity + length > capacity or start + length - self.job.tail > capacity:
             tables.counters[dt.NEEDED] += length
-            return
+            return 0
         tables.counters[dt.HEAD] = start + length
         at = start % capacity
-        tables.heap[at : at + header] = stage[:header]
-        tables.heap[at + header : at + length] = stage[body:end]
-        tables.starts[segment] = start
-        tables.lengths[segment] = length
+        tables.heap[at : at + length] = payload
+        return int(at << dt.LENGTH_BITS | length)
 
-    def _encode_first(self, frame: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    # ---- keyframes ----
+
+    def _encode_first(self, frame: Bytes) -> Bytes:
         """Encode a segment's first frame against the best keyframe, or make it a keyframe."""
-        tables, row, size = self.tables, self.row, self.shape.frame_bytes
-        segment, held = int(row[dt.OPEN]), int(row[dt.HELD])
+        tables, row, size, stream = self.tables, self.row, self.shape.frame_bytes, self.stream
+        slot, held = self._slot((int(row[dt.OPENED]) - 1) % self.shape.n_numbers), int(row[dt.HELD])
         keyframe, least = self._choose_keyframe(frame, held)
         cost, excess = (int(row[dt.COST]), int(row[dt.EXCESS])) if keyframe == held else (least, 0)
         cost = min(cost, least)
         excess += least - cost
-        if keyframe < 0 or policy.needs_keyframe(least, excess, size):
-            keyframe = -1 if self.switched else self._claim()
-            if keyframe < 0:
-                return frame
-            tables.keyframe_rows[keyframe, :size] = frame
-            self._hold(keyframe)
-            row[[dt.COST, dt.EXCESS]] = policy.initial_cost(size), 0
-            tables.keyframes[segment] = keyframe
-            return frame[:0]
+        is_leader = keyframe < 0 and stream % dt.LEADERS == 0
+        if (is_leader or policy.needs_keyframe(least, excess, size)) and not self.switched:
+            made = self._claim()
+            if made >= 0:
+                tables.keyframe_rows[made, :size] = frame
+                self._hold(made)
+                row[[dt.COST, dt.EXCESS]] = policy.initial_cost(size), 0
+                tables.keyframes[stream, slot] = made
+                return frame[:0]
         if keyframe != held and not self.switched:
             self._hold(keyframe)
             held = keyframe
         if keyframe == held:
             row[[dt.COST, dt.EXCESS]] = cost, excess
-        tables.keyframes[segment] = keyframe
-        tables.keyframe_refs[keyframe] += 1
-        return np.frombuffer(encode_delta(frame, tables.keyframe_rows[keyframe, :size]), np.uint8)
+        tables.keyframes[stream, slot] = keyframe if keyframe >= 0 else NONE
+        if keyframe >= 0:
+            tables.keyframe_refs[keyframe] += 1
+        return encode_frame(frame, self._keyframe(keyframe))
 
-    def _choose_keyframe(self, frame: npt.NDArray[np.uint8], held: int) -> tuple[int, int]:
-        """The keyframe to encode ``frame`` against, -1 if there is none, and a bound on the length."""
-        keyframe, least = held, self.shape.frame_bytes if held < 0 else self._bound(frame, held)
+    def _keyframe(self, keyframe: int) -> Bytes:
+        size = self.shape.frame_bytes
+        return self.tables.keyframe_rows[keyframe, :size] if keyframe >= 0 else np.zeros(size, np.uint8)
+
+    def _choose_keyframe(self, frame: Bytes, held: int) -> tuple[int, int]:
+        """The keyframe to encode ``frame`` against, negative if there is none, and a bound on the length."""
+        keyframe, least = held, encoded_bound(frame, self._keyframe(held))
         if held >= 0 and not policy.should_search(least, int(self.row[dt.COST])):
             return keyframe, least
         published = self.tables.published[self.job.parity].reshape(-1)
+        leader = self.stream - self.stream % dt.LEADERS
         for i in range(min(policy.POOL_SIZE, published.size)):
-            other = int(published[(self.stream * dt.N_PUBLISHED + i) % published.size])
+            # the leader's, then those of the streams from this one on
+            first = leader if i < dt.N_PUBLISHED else self.stream
+            other = int(published[(first * dt.N_PUBLISHED + i) % published.size])
             if other >= 0 and other != keyframe:
-                bound = self._bound(frame, other)
+                bound = encoded_bound(frame, self._keyframe(other))
                 if policy.should_switch(bound, least):
                     keyframe, least = other, bound
         return keyframe, least
@@ -218,7 +299,7 @@ class _StreamWriter:
         self.switched = True
 
     def _claim(self) -> int:
-        """An unused keyframe with a reference for the open segment, or -1."""
+        """An unused keyframe with a reference for the segment, or -1."""
         refs = self.tables.keyframe_refs
         unused = np.flatnonzero(refs == 0)
         if not len(unused):
@@ -227,38 +308,44 @@ class _StreamWriter:
         refs[keyframe] = 1
         return keyframe
 
-    def _bound(self, frame: npt.NDArray[np.uint8], keyframe: int) -> int:
-        """The length of the difference to ``keyframe`` if no value repeated the previous one."""
-        size = self.shape.frame_bytes
-        changed = np.flatnonzero(frame != self.tables.keyframe_rows[keyframe, :size])
-        masks = sum(len(np.unique(changed >> shift)) for shift in (3, 6, 9))
-        return int(top_bytes(size) + masks + -(-len(changed) // 8) + len(changed))
+
+# ---- reading ----
 
 
-def read_rows_reference(tables: DeviceTables, shape: FrameShape, indices: torch.Tensor, out: torch.Tensor) -> int:
-    """Decode ``indices[set, row]`` into ``out[set, row, stack, byte]``; return -1, or a damaged segment.
+def read_rows_reference(
+    tables: DeviceTables, shape: FrameShape, n_streams: int, indices: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Decode ``indices[set, row]`` into ``out[set, row, stack, byte]``.
 
-    Padding bytes of ``out`` past the end of a frame are left alone.
+    Bytes past the end of a frame are left alone.
     """
-    size = shape.frame_bytes
-    starts = tables.starts.numpy()
-    unused: Any = dict.fromkeys(FrameState._fields, np.zeros(0, np.int64))
-    state = FrameState(**unused)._replace(
-        config=FrameConfig(
-            size, shape.per_segment, 2, shape.stage_bytes, delta=True, keyframe_bytes=shape.keyframe_bytes
-        ),
-        heap=tables.heap.numpy(),
-        stage=tables.stage.numpy(),
-        keyframe_rows=tables.keyframe_rows.numpy().reshape(-1),
-        starts=np.where(starts >= 0, starts % capacity_of(tables), starts),
-        lengths=tables.lengths.numpy(),
-        keyframes=tables.keyframes.numpy(),
-        stage_ends=np.ascontiguousarray(tables.streams.numpy()[:, dt.END]),
-    )
-    sets = indices.numpy()
-    rows = np.empty(sets.size * shape.stack * size, np.uint8)
-    kernels = frame_kernels(compiled=False)
-    frame_ids, zstd = tables.frame_ids.numpy(), np.zeros(0, np.int64)
-    damaged = kernels.read_frames(kernels.bind_state(state, {}), frame_ids, sets, rows, 0, sets.shape[1], zstd)
-    out.numpy()[..., :size] = rows.reshape(*sets.shape, shape.stack, size)
-    return damaged
+    heap, entries, keyframes = tables.heap.numpy(), tables.entries.numpy(), tables.keyframes.numpy()
+    rows, size = out.numpy().reshape(-1, shape.stack, out.shape[-1]), shape.frame_bytes
+    decoded: dict[tuple[int, int], list[Bytes]] = {}
+    for row, index in zip(rows, indices.numpy().ravel().tolist(), strict=True):
+        stream = index % n_streams
+        for j, frame_id in enumerate((tables.frame_ids[index].numpy() - 1).tolist()):
+            if frame_id < 0:
+                row[j, :size] = 0
+                continue
+            number, position = divmod(frame_id, shape.per_segment)
+            slot = number % entries.shape[1]
+            frames = decoded.setdefault((stream, number), [])
+            if not frames:
+                keyframe = int(keyframes[stream, slot])
+                first = (
+                    tables.keyframe_rows[keyframe, :size].numpy().copy() if keyframe >= 0 else np.zeros(size, np.uint8)
+                )
+                frames.append(first)
+            while len(frames) < position + 2:
+                entry = int(entries[stream, slot, len(frames) - 1])
+                at, length = entry >> dt.LENGTH_BITS, entry & _LENGTH
+                frame = frames[-1].copy()
+                try:
+                    decode_frame(heap[at : at + length], frame)
+                except (IndexError, ValueError) as error:
+                    raise CorruptPayloadError(
+                        f"a frame at {at} of the heap is damaged and cannot be decoded"
+                    ) from error
+                frames.append(frame)
+            row[j, :size] = frames[position + 1]

@@ -8,60 +8,89 @@ from __future__ import annotations
 import torch
 import triton
 
-from sb3_extra_buffers.codecs.delta import padded, top_bytes
 from sb3_extra_buffers.kernels.delta_read_triton import read_kernel
-from sb3_extra_buffers.kernels.delta_tables import DeviceTables, FrameShape, capacity_of
+from sb3_extra_buffers.kernels.delta_tables import CHUNK, DeviceTables, FrameShape
 from sb3_extra_buffers.kernels.delta_write_triton import write_kernel
 from sb3_extra_buffers.kernels.launcher import COLUMN_DTYPES, NO_COLUMNS, Columns, Launcher
 
-__all__ = ["DeviceKernels"]
+__all__ = ["ReadKernel", "WriteKernel"]
 
-# measured: programs per row and chunk of lines, lines per chunk, warps per program
-_PARTS, _OWN, _READ_WARPS, _WRITE_WARPS = 2, 32, 2, 16
+# measured: programs that share the segments of a row, warps of a program that reads
+_PARTS, _READ_WARPS = 2, 2
+# chunks that a program encodes together, its warps, and programs at most: what an H200 runs at a time
+_BLOCK_CHUNKS, _WRITE_WARPS, _WRITE_PROGRAMS = 8, 8, 264
+# registers of a thread at most, so that more programs run at a time
+_READ_REGISTERS, _WRITE_REGISTERS = 96, 128
 
 
-class DeviceKernels:
-    """The kernels bound to one set of tables, which makes a call cheap."""
+class ReadKernel:
+    """The reading kernel; ``addresses`` say where the tables are, so that they may grow and move."""
 
-    def __init__(self, tables: DeviceTables, shape: FrameShape) -> None:
-        self.tables, self.shape = tables, shape
-        words = torch.int64
-        keyframe_rows = tables.keyframe_rows.view(words)
-        size = shape.frame_bytes
-        n_tops, frame_words, keyframe_words = top_bytes(size), -(-size // 8), shape.keyframe_bytes // 8
-        self._capacity = capacity_of(tables)
-        self._n_chunks = -(-frame_words // (8 * _OWN))
-        self._read_sizes = (
-            shape.per_segment, size, n_tops, triton.next_power_of_2(n_tops), frame_words, keyframe_words, _PARTS, _OWN,
+    def __init__(self, shape: FrameShape, addresses: torch.Tensor, frame_ids: torch.Tensor, n_streams: int) -> None:
+        per, n_chunks, words = shape.per_segment, shape.n_chunks, torch.int64
+        self._stack, self._n_chunks, self._n_streams = shape.stack, n_chunks, n_streams
+        self._sizes = (
+            per, triton.next_power_of_2(per), -(-shape.frame_bytes // 8), shape.keyframe_bytes // 8, n_chunks,
+            triton.next_power_of_2(n_chunks), _PARTS,
         )  # fmt: skip
-        self._write_sizes = (
-            shape.stack, shape.n_recent, triton.next_power_of_2(shape.n_recent), shape.per_segment, shape.min_frames,
-            shape.max_chain_bytes, shape.stage_bytes, size, keyframe_words, triton.next_power_of_2(padded(size) // 8),
-            tables.scratch.shape[1],
-        )  # fmt: skip
-        read_tables = (
-            tables.heap, tables.heap.view(words), tables.stage, tables.stage.view(words), tables.starts,
-            tables.keyframes, keyframe_rows, tables.frame_ids,
-        )  # fmt: skip
-        write_tables = tables._replace(recent=tables.recent.view(words), keyframe_rows=keyframe_rows)
-        device, key = tables.frame_ids.device, (size, shape.stack, shape.per_segment, self._capacity >> 31 > 0)
-        self._read = Launcher(read_kernel, device, key, read_tables, ((words,), (words, *COLUMN_DTYPES)), _READ_WARPS)
-        self._write = Launcher(write_kernel, device, key, tuple(write_tables), ((words, words), (words,)), _WRITE_WARPS)
+        key = (shape.frame_bytes, shape.stack, per)
+        self._launcher = Launcher(
+            read_kernel,
+            frame_ids.device,
+            key,
+            (addresses, frame_ids),
+            ((words,), (words, *COLUMN_DTYPES)),
+            _READ_WARPS,
+            _READ_REGISTERS,
+        )
 
     def read(self, indices: torch.Tensor, out: torch.Tensor, columns: Columns | None = None) -> None:
         """`read_rows_reference`; ``out`` is ``[set, row, stack, words of 8 bytes]``. ``columns`` are gathered."""
         n_sets, n_rows = indices.shape
-        stack = self.shape.stack
+        stack = self._stack
         others, sizes = ((indices,) * 4, NO_COLUMNS) if columns is None else columns.arguments()
-        numbers = (n_rows, self._capacity, n_sets, stack, 1 << (n_sets * stack - 1).bit_length(), *self._read_sizes)
+        numbers = (n_rows, self._n_streams, n_sets, stack, 1 << (n_sets * stack - 1).bit_length(), *self._sizes)
         grid = (n_rows, _PARTS, self._n_chunks)
-        self._read.start((n_sets, sizes), grid, (out,), (indices, *others), (*numbers, *sizes))
+        self._launcher.start((n_sets, sizes), grid, (out,), (indices, *others), (*numbers, *sizes))
 
-    def write(self, job: torch.Tensor, frames: torch.Tensor, report: torch.Tensor) -> None:
-        """`write_rows_reference`; ``job`` is packed, ``frames`` are ``[set, stream, stack, words of 8 bytes]``.
 
-        ``report`` may be in pinned host memory.
+class WriteKernel:
+    """The writing kernel, bound to one set of tables, and its work space."""
+
+    def __init__(self, shape: FrameShape, tables: DeviceTables, scratch: torch.Tensor) -> None:
+        self.tables = tables
+        words, per, stack, recent = torch.int64, shape.per_segment, shape.stack, shape.n_recent
+        block = block_chunks(shape)
+        self._sizes = (
+            stack, triton.next_power_of_2(stack), recent, triton.next_power_of_2(recent), per,
+            triton.next_power_of_2(per), shape.min_frames, shape.max_chain_bytes,
+            shape.n_numbers, shape.frame_bytes, shape.keyframe_bytes // 8, block,
+            -(-shape.n_chunks // block),
+        )  # fmt: skip
+        bound = tables._replace(recent=tables.recent.view(words), keyframe_rows=tables.keyframe_rows.view(words))
+        self._launcher = Launcher(
+            write_kernel, tables.frame_ids.device, (shape.frame_bytes, stack, per), (*bound, scratch),
+            ((words, words, words), (words,)), _WRITE_WARPS, _WRITE_REGISTERS,
+        )  # fmt: skip
+
+    def write(
+        self, job: torch.Tensor, obs: torch.Tensor, next_obs: torch.Tensor, n_sets: int, report: torch.Tensor
+    ) -> None:
+        """`write_rows_reference`; ``job`` is packed, observations are ``[stream, stack, words of 8 bytes]``.
+
+        Any of them and ``report`` may be in pinned host memory.
         """
-        n_sets, n_streams = frames.shape[:2]
-        numbers = (n_streams, self.shape.segments_per_stream, n_sets, *self._write_sizes)
-        self._write.start(n_sets, (n_streams, 1, 1), (job, frames), (report,), numbers)
+        n_streams = self.tables.tails.numel()
+        grid = (min(n_streams, _WRITE_PROGRAMS), 1, 1)
+        self._launcher.start(n_sets, grid, (job, obs, next_obs), (report,), (n_streams, n_sets, *self._sizes))
+
+
+def block_chunks(shape: FrameShape) -> int:
+    """Chunks of a frame that a program encodes together."""
+    return min(triton.next_power_of_2(shape.n_chunks), _BLOCK_CHUNKS)
+
+
+def scratch_for(shape: FrameShape, n_streams: int, device: torch.device) -> torch.Tensor:
+    """Work space of the writing kernel."""
+    n_bytes = min(n_streams, _WRITE_PROGRAMS) * block_chunks(shape) * CHUNK
+    return torch.empty(n_bytes, dtype=torch.uint8, device=device)

@@ -8,36 +8,32 @@ import triton.language as tl
 from sb3_extra_buffers.kernels import delta_tables as dt
 from sb3_extra_buffers.kernels import policy
 from sb3_extra_buffers.kernels.bits_triton import jit_rule
-from sb3_extra_buffers.kernels.delta_encode_triton import STEP, bound, copy, encode, store_whole
+from sb3_extra_buffers.kernels.delta_encode_triton import block_of, bound, encode, load_block
 from sb3_extra_buffers.kernels.state import NONE, ZERO
 
 __all__ = ["write_kernel"]
 
 # Triton reads global names only if they are constexpr
-_OPEN = tl.constexpr(dt.OPEN)
 _OPENED = tl.constexpr(dt.OPENED)
-_END = tl.constexpr(dt.END)
 _COUNT = tl.constexpr(dt.COUNT)
 _CHAIN_BYTES = tl.constexpr(dt.CHAIN_BYTES)
 _NEXT_RECENT = tl.constexpr(dt.NEXT_RECENT)
 _COST = tl.constexpr(dt.COST)
 _EXCESS = tl.constexpr(dt.EXCESS)
-_HELD = tl.constexpr(dt.HELD)
 _FLOOR = tl.constexpr(dt.FLOOR)
+_HELD = tl.constexpr(dt.HELD)
 _N_COLUMNS = tl.constexpr(dt.N_COLUMNS)
 _N_PUBLISHED = tl.constexpr(dt.N_PUBLISHED)
 _POOL_SIZE = tl.constexpr(policy.POOL_SIZE)
+_LEADERS = tl.constexpr(dt.LEADERS)
 _HEAD = tl.constexpr(dt.HEAD)
-_NEEDED = tl.constexpr(dt.NEEDED)
-_SPARE = tl.constexpr(dt.SPARE)
+_DONE = tl.constexpr(dt.DONE)
 _REPORT_HEAD = tl.constexpr(dt.REPORT_HEAD)
 _REPORT_TAIL = tl.constexpr(dt.REPORT_TAIL)
 _REPORT_SPARE = tl.constexpr(dt.REPORT_SPARE)
+_REPORT_SEGMENTS = tl.constexpr(dt.REPORT_SEGMENTS)
 _REPORT_LAUNCH = tl.constexpr(dt.REPORT_LAUNCH)
-_N_REPORT = tl.constexpr(dt.N_REPORT)
 _NO_TAIL = tl.constexpr(dt.NO_TAIL)
-_SAME = tl.constexpr(dt.SAME)
-_SHIFTED = tl.constexpr(dt.SHIFTED)
 _JOB_STEP = tl.constexpr(dt.JOB_STEP)
 _JOB_OLDEST = tl.constexpr(dt.JOB_OLDEST)
 _JOB_PARITY = tl.constexpr(dt.JOB_PARITY)
@@ -45,12 +41,14 @@ _JOB_TAIL = tl.constexpr(dt.JOB_TAIL)
 _JOB_CAPACITY = tl.constexpr(dt.JOB_CAPACITY)
 _JOB_KEYFRAMES = tl.constexpr(dt.JOB_KEYFRAMES)
 _JOB_LAUNCH = tl.constexpr(dt.JOB_LAUNCH)
-_JOB_LAST = tl.constexpr(dt.JOB_LAST)
+_JOB_SLOTS = tl.constexpr(dt.JOB_SLOTS)
 _JOB_INDICES = tl.constexpr(dt.JOB_INDICES)
 _NONE = tl.constexpr(NONE)
 _ZERO = tl.constexpr(ZERO)
 _NEW = tl.constexpr(ZERO - 1)  # stands for the id of a frame that has yet to be added
+_KNOWN = tl.constexpr(ZERO - 2)  # and for one that was dealt with
 _FAR = tl.constexpr(1 << 30)  # larger than any keyframe
+_LOOK = tl.constexpr(256)  # table entries that are looked at together
 
 _initial_cost = jit_rule(policy.initial_cost)
 _should_search = jit_rule(policy.should_search)
@@ -58,285 +56,336 @@ _should_switch = jit_rule(policy.should_switch)
 _needs_keyframe = jit_rule(policy.needs_keyframe)
 
 
-@triton.jit(do_not_specialize=["n_streams", "n_segments"])
+@triton.jit(do_not_specialize=["n_streams"])
 def write_kernel(
     job_ptr,  # int64, packed as `WriteJob.pack` says
-    frames_ptr,  # int64 [set, stream, stack, word]
+    obs_ptr,  # int64 [stream, STACK, word]: the frames of the first set
+    next_ptr,  # of the second
     # `DeviceTables`, in its order
-    heap_ptr, stage_ptr, starts_ptr, lengths_ptr, keyframes_ptr, frame_ids_ptr, oldest_segments_ptr, streams_ptr,
+    heap_ptr, entries_ptr, starts_ptr, keyframes_ptr, frame_ids_ptr, oldest_segments_ptr, streams_ptr,
     recent_ptr,  # int64 [stream, recent, word]
-    recent_ids_ptr, recent_segments_ptr,
+    recent_ids_ptr, last_ptr,
     keyframe_rows_ptr,  # int64 [keyframe, word]
-    keyframe_refs_ptr, published_ptr, counters_ptr, tails_ptr, scratch_ptr,
-    report_ptr,  # int64 [stream, N_REPORT]
+    keyframe_refs_ptr, published_ptr, tails_ptr, counters_ptr,
+    scratch_ptr,  # uint8 [program, C chunks]
+    report_ptr,  # int64 [N_REPORT]
     n_streams,
-    n_segments,  # of each stream
-    N_SETS: tl.constexpr, STACK: tl.constexpr, RECENT: tl.constexpr,
+    N_SETS: tl.constexpr, STACK: tl.constexpr, STACK2: tl.constexpr, RECENT: tl.constexpr,
     RECENT2: tl.constexpr,  # RECENT, and the next power of two
-    PER: tl.constexpr, MIN_FRAMES: tl.constexpr, MAX_CHAIN: tl.constexpr, STAGE: tl.constexpr, SIZE: tl.constexpr,
-    KEYFRAME_WORDS: tl.constexpr,
-    WORDS: tl.constexpr,  # of a padded frame, and the next power of two
-    SCRATCH: tl.constexpr,
+    PER: tl.constexpr, PER2: tl.constexpr, MIN_FRAMES: tl.constexpr, MAX_CHAIN: tl.constexpr,
+    NUMBERS: tl.constexpr,  # of segments
+    SIZE: tl.constexpr, KEYFRAME_WORDS: tl.constexpr,
+    C: tl.constexpr,  # chunks of a block
+    N_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Write one step of one stream; the grid is ``[stream]``."""
-    FRAME_WORDS: tl.constexpr = (SIZE + 7) // 8
-    stream = tl.program_id(0)
+    """Write one step; each program takes every ``num_programs``-th stream."""
+    scratch = scratch_ptr + tl.program_id(0).to(tl.int64) * (C * 2048)
     # the job may be in pinned host memory: loads issued together take as long as one
     step = tl.load(job_ptr + _JOB_STEP)
     oldest_step = tl.load(job_ptr + _JOB_OLDEST)
-    parity = tl.load(job_ptr + _JOB_PARITY).to(tl.int32)
+    parity = tl.load(job_ptr + _JOB_PARITY)
     tail = tl.load(job_ptr + _JOB_TAIL)
     capacity = tl.load(job_ptr + _JOB_CAPACITY)
     n_keyframes = tl.load(job_ptr + _JOB_KEYFRAMES).to(tl.int32)
+    n_slots = tl.load(job_ptr + _JOB_SLOTS)
     launch = tl.load(job_ptr + _JOB_LAUNCH)
-    published = published_ptr + parity * _N_PUBLISHED * n_streams
-    stage = stage_ptr + stream.to(tl.int64) * STAGE
-    scratch = scratch_ptr + stream.to(tl.int64) * SCRATCH
-    row_ptr = streams_ptr + stream * _N_COLUMNS
-    recent = recent_ptr + stream.to(tl.int64) * RECENT * KEYFRAME_WORDS
-    recent_ids = recent_ids_ptr + stream * RECENT
-    recent_segments = recent_segments_ptr + stream * RECENT
-    word = tl.arange(0, WORDS)
-    inside = word < FRAME_WORDS
+    first_index = tl.load(job_ptr + _JOB_INDICES)
+    last_index = tl.load(job_ptr + _JOB_INDICES + N_SETS - 1)
+    for number in range(tl.program_id(0), n_streams, tl.num_programs(0)):
+        stream = number + tl.full([], 0, tl.int32)
+        _write_stream(
+            step, oldest_step, parity, tail, capacity, n_keyframes, n_slots, first_index, last_index,
+            obs_ptr, next_ptr, heap_ptr, entries_ptr, starts_ptr, keyframes_ptr, frame_ids_ptr,
+            oldest_segments_ptr, streams_ptr, recent_ptr, recent_ids_ptr, last_ptr, keyframe_rows_ptr,
+            keyframe_refs_ptr, published_ptr, tails_ptr, counters_ptr, scratch, stream, n_streams,
+            N_SETS, STACK, STACK2, RECENT, RECENT2, PER, PER2, MIN_FRAMES, MAX_CHAIN, NUMBERS, SIZE, KEYFRAME_WORDS, C,
+            N_BLOCKS,
+        )  # fmt: skip
+    tl.debug_barrier()
+    # the last program to finish reports
+    if tl.atomic_add(counters_ptr + _DONE, 1) == tl.num_programs(0) - 1:
+        tl.debug_barrier()
+        tl.store(counters_ptr + _DONE, 0)
+        _report(
+            report_ptr, tails_ptr, streams_ptr, counters_ptr, keyframe_refs_ptr, launch, n_keyframes, n_streams,
+            NUMBERS,
+        )  # fmt: skip
 
-    open_segment = tl.load(row_ptr + _OPEN).to(tl.int32)
+
+@triton.jit
+def _write_stream(
+    step, oldest_step, parity, tail, capacity, n_keyframes, n_slots, first_index, last_index,
+    obs_ptr, next_ptr, heap_ptr, entries_ptr, starts_ptr, keyframes_ptr, frame_ids_ptr, oldest_segments_ptr,
+    streams_ptr, recent_ptr, recent_ids_ptr, last_ptr, keyframe_rows_ptr, keyframe_refs_ptr, published_ptr, tails_ptr,
+    counters_ptr, scratch, stream, n_streams,
+    N_SETS: tl.constexpr, STACK: tl.constexpr, STACK2: tl.constexpr, RECENT: tl.constexpr, RECENT2: tl.constexpr,
+    PER: tl.constexpr, PER2: tl.constexpr, MIN_FRAMES: tl.constexpr, MAX_CHAIN: tl.constexpr, NUMBERS: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEYFRAME_WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    WORDS: tl.constexpr = (SIZE + 7) // 8
+    published = published_ptr + parity * _N_PUBLISHED * n_streams
+    row_ptr = streams_ptr + stream * _N_COLUMNS
+    recent = recent_ptr + stream.to(tl.int64) * (RECENT * KEYFRAME_WORDS)
+    recent_ids = recent_ids_ptr + stream * RECENT
+    last = last_ptr + stream * STACK
+    first_slot = stream.to(tl.int64) * n_slots
+
     opened = tl.load(row_ptr + _OPENED).to(tl.int32)
-    end = tl.load(row_ptr + _END).to(tl.int32)
     count = tl.load(row_ptr + _COUNT).to(tl.int32)
     chain_bytes = tl.load(row_ptr + _CHAIN_BYTES).to(tl.int32)
     next_recent = tl.load(row_ptr + _NEXT_RECENT).to(tl.int32)
     switched = tl.full([], 0, tl.int32)
+    n_known = tl.full([], 0, tl.int32)
 
-    oldest = _oldest_needed(
-        job_ptr, frame_ids_ptr, recent_ids, recent_segments, opened, stream, n_segments,
-        N_SETS, STACK, RECENT, RECENT2, PER,
-    )  # fmt: skip
-    tl.store(oldest_segments_ptr + step * n_streams + stream, oldest)
+    # the oldest segment that this step may refer to
+    i = tl.arange(0, RECENT2)
+    ids = tl.load(recent_ids + i, mask=i < RECENT, other=-1)
+    since = tl.max(tl.where(ids >= 0, (opened - ids // PER) & (NUMBERS - 1), 0), axis=0)
+    tl.store(oldest_segments_ptr + step * n_streams + stream, (opened - since) & (NUMBERS - 1))
     tl.debug_barrier()
     new_floor = tl.load(oldest_segments_ptr + oldest_step * n_streams + stream)
-    floor = _release(keyframes_ptr + stream * n_segments, keyframe_refs_ptr, row_ptr, new_floor, n_segments)
+    floor = tl.load(row_ptr + _FLOOR).to(tl.int32)
+    floor = _release(keyframes_ptr + first_slot, keyframe_refs_ptr, floor, new_floor, opened, n_slots, NUMBERS)
 
     for k in range(N_SETS * STACK):
         which = k // STACK
         j = k % STACK
-        relation = tl.load(job_ptr + _JOB_INDICES + N_SETS + which * n_streams + stream).to(tl.int32)
-        is_known = (relation == _SAME) | ((relation == _SHIFTED) & (j < STACK - 1))
-        at = ((which * n_streams + stream).to(tl.int64) * STACK + j) * FRAME_WORDS
-        # frames of the previous row are not even read
-        frame = tl.load(frames_ptr + at + word, mask=word < tl.where(is_known, 0, FRAME_WORDS), other=0)
-        frame_id = tl.full([], _ZERO, tl.int32)
-        if is_known:
+        tl.debug_barrier()
+        row = tl.where(which == 0, obs_ptr, next_ptr) + stream.to(tl.int64) * (STACK * WORDS)
+        index = tl.where(which == 0, first_index, last_index) + stream
+        # the first of two rows usually equals the last one; every other is usually shifted by a frame
+        shift = tl.where(which == N_SETS - 1, 1, 0)
+        if j == 0:
+            n_known = _continue_row(
+                row, recent, recent_ids, last, frame_ids_ptr + index * STACK, shift,
+                STACK, STACK2, WORDS, KEYFRAME_WORDS, C, N_BLOCKS,
+            )  # fmt: skip
             tl.debug_barrier()
-            previous = tl.load(job_ptr + _JOB_LAST + which) + stream
-            frame_id = tl.load(frame_ids_ptr + previous * STACK + j + tl.where(relation == _SHIFTED, 1, 0)) - 1
-        if tl.max((frame != 0).to(tl.int32), axis=0) > 0:
-            frame_id = _find_recent(frame, recent, recent_ids, RECENT, FRAME_WORDS, KEYFRAME_WORDS, WORDS)
+        frame_ptr = row + j * WORDS
+        frame = load_block(frame_ptr, 0, tl.where(j < n_known, 0, WORDS), C)
+        position = tl.full([], 0, tl.int32)
+        frame_id = tl.full([], _KNOWN, tl.int32)
+        if j >= n_known:
+            hint = tl.maximum(tl.load(last + tl.minimum(j + shift, STACK - 1)), 0)
+            position, frame_id = _find(
+                frame, frame_ptr, recent, recent_ids, hint, RECENT, WORDS, KEYFRAME_WORDS, C, N_BLOCKS
+            )
         if frame_id == _NEW:
-            if (open_segment >= 0) & ((count >= PER) | ((count >= MIN_FRAMES) & (chain_bytes > MAX_CHAIN))):
-                _seal(
-                    heap_ptr, stage, starts_ptr, lengths_ptr, counters_ptr, open_segment, count, end, tail, capacity,
-                    PER,
-                )  # fmt: skip
-                open_segment = tl.full([], -1, tl.int32)
-            if open_segment < 0:
-                open_segment = (stream * n_segments + opened % n_segments).to(tl.int32)
-                opened += 1
+            is_full = (count >= PER) | ((count >= MIN_FRAMES) & (chain_bytes > MAX_CHAIN))
+            if is_full | (opened == floor):
+                slot = first_slot + (opened & (n_slots - 1))
+                entry = tl.arange(0, PER2)
+                tl.store(entries_ptr + slot * PER + entry, tl.zeros([PER2], tl.int64), mask=entry < PER)
+                tl.store(starts_ptr + slot, tl.atomic_add(counters_ptr + _HEAD, 0))
+                opened = (opened + 1) & (NUMBERS - 1)
                 count = tl.full([], 0, tl.int32)
                 chain_bytes = tl.full([], 0, tl.int32)
-                end = tl.full([], 2 + 2 * PER, tl.int32)
-                tl.store(starts_ptr + open_segment, -1 - stream.to(tl.int64) * STAGE)
-                tl.store(keyframes_ptr + open_segment, _NONE)
-            length = tl.full([], 0, tl.int32)
+                tl.debug_barrier()
+            number = (opened - 1) & (NUMBERS - 1)
+            slot = first_slot + (number & (n_slots - 1))
+            keyframe = tl.full([], 0, tl.int32)
+            is_keyframe = tl.full([], 0, tl.int32)
             if count == 0:
-                length, switched = _encode_first(
-                    stage + end, scratch, frame, keyframes_ptr + open_segment, keyframe_rows_ptr, keyframe_refs_ptr,
-                    published, row_ptr, switched, stream, n_streams, n_keyframes, SIZE, KEYFRAME_WORDS, WORDS,
+                keyframe, is_keyframe, switched = _start_segment(
+                    frame, frame_ptr, keyframes_ptr + slot, keyframe_rows_ptr, keyframe_refs_ptr, published, row_ptr,
+                    switched, stream, n_streams, n_keyframes, SIZE, WORDS, KEYFRAME_WORDS, C, N_BLOCKS,
                 )  # fmt: skip
-            else:
+            entry = tl.full([], 0, tl.int64)
+            length = tl.full([], 0, tl.int32)
+            if is_keyframe == 0:
                 before = (next_recent + RECENT - 1) % RECENT
-                reference = tl.load(recent + before * KEYFRAME_WORDS + word, mask=inside, other=0)
-                length = encode(stage + end, scratch, frame, reference, SIZE, WORDS)
-            frame_id = open_segment * PER + count
+                keyframe_ptr = keyframe_rows_ptr + tl.maximum(keyframe, 0).to(tl.int64) * KEYFRAME_WORDS
+                reference_ptr = tl.where(count == 0, keyframe_ptr, recent + before * KEYFRAME_WORDS)
+                reference_words = tl.where((count == 0) & (keyframe < 0), 0, WORDS)
+                entry, length = encode(
+                    heap_ptr, counters_ptr, scratch, frame, frame_ptr, reference_ptr, reference_words, tail, capacity,
+                    SIZE, WORDS, C, N_BLOCKS,
+                )  # fmt: skip
+            tl.store(entries_ptr + slot * PER + count, entry)
+            position = next_recent
+            frame_id = number * PER + count
             tl.debug_barrier()
-            tl.store(recent + next_recent * KEYFRAME_WORDS + word, frame, mask=inside)
-            tl.store(recent_ids + next_recent, frame_id)
-            tl.store(recent_segments + next_recent, opened - 1)
-            _note_length(stage, count, length)
-            tl.debug_barrier()
+            _keep(recent + position * KEYFRAME_WORDS, frame, frame_ptr, WORDS, C, N_BLOCKS)
+            tl.store(recent_ids + position, frame_id)
             next_recent = (next_recent + 1) % RECENT
-            end += length
             chain_bytes += tl.where(length < SIZE, length, 0)
             count += 1
-        index = tl.load(job_ptr + _JOB_INDICES + which) + stream
-        tl.store(frame_ids_ptr + index * STACK + j, frame_id + 1)
+        if frame_id != _KNOWN:
+            tl.store(last + j, position)
+            tl.store(frame_ids_ptr + index * STACK + j, frame_id + 1)
 
-    tl.store(row_ptr + _OPEN, open_segment.to(tl.int64))
     tl.store(row_ptr + _OPENED, opened.to(tl.int64))
-    tl.store(row_ptr + _END, end.to(tl.int64))
     tl.store(row_ptr + _COUNT, count.to(tl.int64))
     tl.store(row_ptr + _CHAIN_BYTES, chain_bytes.to(tl.int64))
     tl.store(row_ptr + _NEXT_RECENT, next_recent.to(tl.int64))
     tl.store(row_ptr + _FLOOR, floor.to(tl.int64))
     tl.debug_barrier()
-    _finish(
-        published_ptr + (1 - parity) * _N_PUBLISHED * n_streams, row_ptr, starts_ptr, tails_ptr, counters_ptr,
-        keyframe_refs_ptr, report_ptr, launch, floor, opened, stream, n_segments, n_keyframes,
-    )  # fmt: skip
+    following = published_ptr + ((1 - parity) * n_streams + stream) * _N_PUBLISHED
+    for nth in tl.static_range(_N_PUBLISHED):
+        tl.store(following + nth, tl.load(row_ptr + _HELD + nth).to(tl.int32))
+    oldest_start = tl.load(starts_ptr + first_slot + (floor & (n_slots - 1)))
+    tl.store(tails_ptr + stream, tl.where(floor == opened, _NO_TAIL, oldest_start))
 
 
-# ---- segments ----
+# ---- frames ----
 
 
 @triton.jit
-def _oldest_needed(
-    job_ptr, frame_ids_ptr, recent_ids, recent_segments, opened, stream, n_segments,
-    N_SETS: tl.constexpr, STACK: tl.constexpr, RECENT: tl.constexpr, RECENT2: tl.constexpr, PER: tl.constexpr,
+def _continue_row(
+    row, recent, recent_ids, last, frame_ids, shift,
+    STACK: tl.constexpr, STACK2: tl.constexpr, WORDS: tl.constexpr, KEYFRAME_WORDS: tl.constexpr, C: tl.constexpr,
+    N_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The oldest segment that this step may refer to."""
-    i = tl.arange(0, RECENT2)
-    ids = tl.load(recent_ids + i, mask=i < RECENT, other=-1)
-    segments = tl.load(recent_segments + i, mask=i < RECENT, other=0)
-    oldest = tl.min(tl.where(ids >= 0, segments, opened), axis=0)
-    if tl.load(job_ptr + _JOB_INDICES + N_SETS + stream) > 0:
-        # the previous row may contain frames that are no longer among the recent ones
-        last = tl.load(job_ptr + _JOB_LAST) + stream
-        ids = tl.load(frame_ids_ptr + last * STACK + i, mask=i < STACK, other=0) - 1
-        age = (opened - 1 - ids // PER) % n_segments
-        age = tl.where(age < 0, age + n_segments, age)
-        oldest = tl.minimum(oldest, tl.min(tl.where(ids >= 0, opened - 1 - age, opened), axis=0))
-    return oldest
+    """Write the ids of a row that continues the last one, ``shift`` frames later; return how many frames that are.
+
+    All of them are compared at once, or none is known.
+    """
+    j = tl.arange(0, STACK2)
+    is_known = j < STACK - shift
+    positions = tl.load(last + j + shift, mask=is_known, other=-1)
+    ids = tl.load(recent_ids + positions, mask=positions >= 0, other=_ZERO)
+    n_known = STACK - shift
+    if tl.max(tl.where(ids == _NONE, 1, 0), axis=0) > 0:
+        n_known = tl.full([], 0, tl.int32)
+    found = tl.zeros([C, 256], tl.int64)
+    for k in range(n_known):
+        position = tl.sum(tl.where(j == k, positions, 0), axis=0)
+        other_ptr = recent + tl.maximum(position, 0) * KEYFRAME_WORDS
+        for block in range(N_BLOCKS):
+            other = load_block(other_ptr, block, tl.where(position >= 0, WORDS, 0), C)
+            found |= load_block(row + k * WORDS, block, WORDS, C) ^ other
+    if tl.max(tl.max((found != 0).to(tl.int32), axis=1), axis=0) > 0:
+        n_known = tl.full([], 0, tl.int32)
+    tl.debug_barrier()
+    tl.store(last + j, positions, mask=j < n_known)
+    tl.store(frame_ids + j, ids + 1, mask=j < n_known)
+    return n_known
 
 
 @triton.jit
-def _release(keyframes, keyframe_refs_ptr, row_ptr, new_floor, n_segments):
-    """Free the segments before ``new_floor``; return the new floor, which is never lower than the old one."""
-    floor = tl.load(row_ptr + _FLOOR).to(tl.int32)
-    while floor < new_floor:
-        keyframe = tl.load(keyframes + floor % n_segments)
+def _find(
+    frame, frame_ptr, recent, recent_ids, hint,
+    RECENT: tl.constexpr, WORDS: tl.constexpr, KEYFRAME_WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Where a frame is among the recent ones, and its id: `_ZERO` for zeros, `_NEW` if it is not there."""
+    position = tl.full([], -1, tl.int32)
+    frame_id = tl.full([], _ZERO, tl.int32)
+    if _is_nonzero(frame, frame_ptr, WORDS, C, N_BLOCKS):
+        frame_id = tl.full([], _NEW, tl.int32)
+        i = tl.full([], 0, tl.int32)
+        while (frame_id == _NEW) & (i < RECENT):
+            at = (hint + i) % RECENT
+            other_id = tl.load(recent_ids + at)
+            other_ptr = recent + at * KEYFRAME_WORDS
+            if (other_id >= 0) & (_differs(frame, frame_ptr, other_ptr, WORDS, C, N_BLOCKS) == 0):
+                frame_id = other_id
+                position = at
+            i += 1
+    return position, frame_id
+
+
+@triton.jit
+def _is_nonzero(frame, frame_ptr, WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr):
+    found = frame
+    for block in range(1, N_BLOCKS):
+        found |= load_block(frame_ptr, block, WORDS, C)
+    return tl.max(tl.max((found != 0).to(tl.int32), axis=1), axis=0) > 0
+
+
+@triton.jit
+def _differs(frame, frame_ptr, other_ptr, WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr):
+    found = frame ^ load_block(other_ptr, 0, WORDS, C)
+    for block in range(1, N_BLOCKS):
+        found |= load_block(frame_ptr, block, WORDS, C) ^ load_block(other_ptr, block, WORDS, C)
+    return tl.max(tl.max((found != 0).to(tl.int32), axis=1), axis=0)
+
+
+@triton.jit
+def _keep(target_ptr, frame, frame_ptr, WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr):
+    """Copy a frame."""
+    for block in range(N_BLOCKS):
+        word = (block * C + tl.arange(0, C))[:, None] * 256 + tl.arange(0, 256)[None, :]
+        words = block_of(frame, frame_ptr, block, WORDS, C, N_BLOCKS)
+        tl.store(target_ptr + word, words, mask=word < WORDS)
+
+
+@triton.jit
+def _release(keyframes, keyframe_refs_ptr, floor, new_floor, opened, n_slots, NUMBERS: tl.constexpr):
+    """Free the segments before ``new_floor``, and return it; the floor stays if that is no segment in use."""
+    n_freed = (new_floor - floor) & (NUMBERS - 1)
+    n_freed = tl.where(n_freed <= ((opened - floor) & (NUMBERS - 1)), n_freed, 0)
+    for i in range(n_freed):
+        keyframe = tl.load(keyframes + ((floor + i) & (n_slots - 1)))
         if keyframe >= 0:
             tl.atomic_add(keyframe_refs_ptr + keyframe, -1)
-        floor += 1
-    return floor
+    return (floor + n_freed) & (NUMBERS - 1)
 
 
 @triton.jit
-def _find_recent(
-    frame, recent, recent_ids,
-    RECENT: tl.constexpr, FRAME_WORDS: tl.constexpr, KEYFRAME_WORDS: tl.constexpr, WORDS: tl.constexpr,
+def _report(
+    report_ptr, tails_ptr, streams_ptr, counters_ptr, keyframe_refs_ptr, launch, n_keyframes, n_streams,
+    NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """The id of a recent frame with the same bytes, or ``_NEW``."""
-    word = tl.arange(0, WORDS)
-    frame_id = tl.full([], _NEW, tl.int32)
-    for i in tl.static_range(RECENT):
-        other = tl.load(recent + i * KEYFRAME_WORDS + word, mask=word < FRAME_WORDS, other=0)
-        other_id = tl.load(recent_ids + i)
-        if (tl.max((frame != other).to(tl.int32), axis=0) == 0) & (other_id >= 0) & (frame_id == _NEW):
-            frame_id = other_id
-    return frame_id
-
-
-@triton.jit
-def _seal(
-    heap_ptr, stage, starts_ptr, lengths_ptr, counters_ptr, segment, count, end, tail, capacity, PER: tl.constexpr
-):
-    """Move the open segment to the heap, or count the bytes that do not fit."""
-    tl.debug_barrier()
-    header = 2 + 2 * count
-    length = header + end - (2 + 2 * PER)
-    start = tl.full([], 0, tl.int64)
-    fits = length <= capacity
-    if fits:
-        start = tl.atomic_add(counters_ptr + _HEAD, length.to(tl.int64))
-        # skip the seam: no segment is split in two
-        while start % capacity + length > capacity:
-            start = tl.atomic_add(counters_ptr + _HEAD, length.to(tl.int64))
-        fits = start + length - tail <= capacity
-    if fits:
-        target = heap_ptr + start % capacity
-        copy(target, stage, header, 64)
-        copy(target + header, stage + 2 + 2 * PER, length - header, STEP)
-        tl.store(starts_ptr + segment, start)
-        tl.store(lengths_ptr + segment, length)
-    else:
-        tl.atomic_add(counters_ptr + _NEEDED, length.to(tl.int64))
-    tl.debug_barrier()
-
-
-@triton.jit
-def _note_length(stage, count, length):
-    """Write the header of an open segment: its number of frames, and the length of the newest."""
-    zero = tl.full([], 0, tl.int32)
-    tl.store(stage, zero.to(tl.uint8))
-    tl.store(stage + 1, (count + 1).to(tl.uint8))
-    tl.store(stage + 2 + 2 * count, (length & 255).to(tl.uint8))
-    tl.store(stage + 3 + 2 * count, (length >> 8).to(tl.uint8))
-
-
-@triton.jit
-def _finish(
-    published, row_ptr, starts_ptr, tails_ptr, counters_ptr, keyframe_refs_ptr, report_ptr, launch,
-    floor, opened, stream, n_segments, n_keyframes,
-):  # fmt: skip
-    """Publish the stream's keyframes for the next write, and report to the host; the launch's number comes last."""
-    for i in tl.static_range(_N_PUBLISHED):
-        tl.store(published + _N_PUBLISHED * stream + i, tl.load(row_ptr + _HELD + i).to(tl.int32))
+    """Tell the host how full the tables are; the number of the write comes last."""
     tail = tl.full([], _NO_TAIL, tl.int64)
-    if floor < opened:
-        start = tl.load(starts_ptr + stream * n_segments + floor % n_segments)
-        if start >= 0:
-            tail = start
-    tl.store(tails_ptr + stream, tail)
-    spare, _nearest = _spare_keyframes(keyframe_refs_ptr, n_keyframes, stream)
-    tl.store(counters_ptr + _SPARE, spare.to(tl.int64))
-    report = report_ptr + _N_REPORT * stream
-    tl.store(report + _REPORT_HEAD, tl.atomic_add(counters_ptr + _HEAD, 0))
-    tl.store(report + _REPORT_TAIL, tail)
-    tl.store(report + _REPORT_SPARE, spare.to(tl.int64))
+    n_segments = tl.full([], 0, tl.int64)
+    for base in range(0, n_streams, _LOOK):
+        stream = base + tl.arange(0, _LOOK)
+        exists = stream < n_streams
+        tails = tl.load(tails_ptr + stream, mask=exists, other=_NO_TAIL, volatile=True)
+        tail = tl.minimum(tail, tl.min(tails, axis=0))
+        row_ptr = streams_ptr + stream * _N_COLUMNS
+        opened = tl.load(row_ptr + _OPENED, mask=exists, other=0, volatile=True)
+        floor = tl.load(row_ptr + _FLOOR, mask=exists, other=0, volatile=True)
+        n_segments = tl.maximum(n_segments, tl.max((opened - floor) & (NUMBERS - 1), axis=0))
+    spare, _nearest = _spare_keyframes(keyframe_refs_ptr, n_keyframes, 0)
+    tl.store(report_ptr + _REPORT_HEAD, tl.atomic_add(counters_ptr + _HEAD, 0))
+    tl.store(report_ptr + _REPORT_TAIL, tail)
+    tl.store(report_ptr + _REPORT_SPARE, spare.to(tl.int64))
+    tl.store(report_ptr + _REPORT_SEGMENTS, n_segments)
     tl.debug_barrier()
-    tl.store(report + _REPORT_LAUNCH, launch)
+    tl.store(report_ptr + _REPORT_LAUNCH, launch)
 
 
 # ---- keyframes ----
 
 
 @triton.jit
-def _encode_first(
-    target, scratch, frame, segment_keyframe_ptr, keyframe_rows_ptr, keyframe_refs_ptr, published, row_ptr, switched,
-    stream, n_streams, n_keyframes, SIZE: tl.constexpr, KEYFRAME_WORDS: tl.constexpr, WORDS: tl.constexpr,
+def _start_segment(
+    frame, frame_ptr, segment_keyframe_ptr, keyframe_rows_ptr, keyframe_refs_ptr, published, row_ptr, switched,
+    stream, n_streams, n_keyframes,
+    SIZE: tl.constexpr, WORDS: tl.constexpr, KEYFRAME_WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Encode a segment's first frame against the best keyframe, or make it a keyframe.
+    """Choose the keyframe of a new segment, or make its first frame one.
 
-    Return the length, and whether the stream has switched keyframes in this write.
+    Return the keyframe (negative: none), whether it is the frame, and whether the stream has switched in this write.
     """
-    word = tl.arange(0, WORDS)
-    inside = word < (SIZE + 7) // 8
-    length = tl.full([], 0, tl.int32)
     held = tl.load(row_ptr + _HELD).to(tl.int32)
     cost = tl.load(row_ptr + _COST).to(tl.int32)
     excess = tl.load(row_ptr + _EXCESS).to(tl.int32)
     keyframe, least = _choose_keyframe(
-        frame, held, cost, keyframe_rows_ptr, published, stream, n_streams, SIZE, KEYFRAME_WORDS, WORDS
-    )
+        frame, frame_ptr, held, cost, keyframe_rows_ptr, published, stream, n_streams,
+        SIZE, WORDS, KEYFRAME_WORDS, C, N_BLOCKS,
+    )  # fmt: skip
     if keyframe != held:
         cost = least
         excess = tl.full([], 0, tl.int32)
     cost = tl.minimum(cost, least)
     excess += least - cost
-    if (keyframe < 0) | _needs_keyframe(least, excess, SIZE):
-        keyframe = tl.full([], -1, tl.int32)
-        if switched == 0:
-            keyframe = _claim(keyframe_refs_ptr, n_keyframes, stream)
-        if keyframe >= 0:
-            tl.store(keyframe_rows_ptr + keyframe.to(tl.int64) * KEYFRAME_WORDS + word, frame, mask=inside)
-            _hold(row_ptr, keyframe_refs_ptr, keyframe)
+    is_leader = (keyframe < 0) & (stream % _LEADERS == 0)
+    is_frame = tl.full([], 0, tl.int32)
+    if (is_leader | _needs_keyframe(least, excess, SIZE)) & (switched == 0):
+        claimed = _claim(keyframe_refs_ptr, n_keyframes, stream)
+        if claimed >= 0:
+            keyframe = claimed
+            is_frame = tl.full([], 1, tl.int32)
+            _keep(keyframe_rows_ptr + claimed.to(tl.int64) * KEYFRAME_WORDS, frame, frame_ptr, WORDS, C, N_BLOCKS)
+            _hold(row_ptr, keyframe_refs_ptr, claimed)
             switched = tl.full([], 1, tl.int32)
             tl.store(row_ptr + _COST, _initial_cost(SIZE))
             tl.store(row_ptr + _EXCESS, 0)
-            tl.store(segment_keyframe_ptr, keyframe)
-        else:
-            store_whole(target, frame, SIZE, WORDS)
-            length = tl.full([], SIZE, tl.int32)
-    else:
+    if is_frame == 0:
         if (keyframe != held) & (switched == 0):
             _hold(row_ptr, keyframe_refs_ptr, keyframe)
             switched = tl.full([], 1, tl.int32)
@@ -344,29 +393,31 @@ def _encode_first(
         if keyframe == held:
             tl.store(row_ptr + _COST, cost.to(tl.int64))
             tl.store(row_ptr + _EXCESS, excess.to(tl.int64))
-        tl.store(segment_keyframe_ptr, keyframe)
-        tl.atomic_add(keyframe_refs_ptr + keyframe, 1)
-        reference = tl.load(keyframe_rows_ptr + keyframe.to(tl.int64) * KEYFRAME_WORDS + word, mask=inside, other=0)
-        length = encode(target, scratch, frame, reference, SIZE, WORDS)
-    return length, switched
+        if keyframe >= 0:
+            tl.atomic_add(keyframe_refs_ptr + keyframe, 1)
+    tl.store(segment_keyframe_ptr, tl.where(keyframe >= 0, keyframe, _NONE))
+    return keyframe, is_frame, switched
 
 
 @triton.jit
 def _choose_keyframe(
-    frame, held, cost, keyframe_rows_ptr, published, stream, n_streams,
-    SIZE: tl.constexpr, KEYFRAME_WORDS: tl.constexpr, WORDS: tl.constexpr,
+    frame, frame_ptr, held, cost, keyframe_rows_ptr, published, stream, n_streams,
+    SIZE: tl.constexpr, WORDS: tl.constexpr, KEYFRAME_WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The keyframe to encode ``frame`` against, -1 if there is none, and a bound on the length."""
+    """The keyframe to encode ``frame`` against, negative if there is none, and a bound on the length."""
     keyframe = held
-    least = tl.full([], SIZE, tl.int32)
-    if keyframe >= 0:
-        least = bound(frame, keyframe_rows_ptr + keyframe.to(tl.int64) * KEYFRAME_WORDS, SIZE, WORDS)
-    if (keyframe < 0) | _should_search(least, cost):
+    held_ptr = keyframe_rows_ptr + tl.maximum(held, 0).to(tl.int64) * KEYFRAME_WORDS
+    least = bound(frame, frame_ptr, held_ptr, tl.where(held >= 0, WORDS, 0), SIZE, WORDS, C, N_BLOCKS)
+    if (held < 0) | _should_search(least, cost):
         n_published = _N_PUBLISHED * n_streams
+        leader = stream - stream % _LEADERS
         for i in range(tl.minimum(_POOL_SIZE, n_published)):
-            other = tl.load(published + (_N_PUBLISHED * stream + i) % n_published)
+            # the leader's, then those of the streams from this one on
+            first = tl.where(i < _N_PUBLISHED, leader, stream)
+            other = tl.load(published + (_N_PUBLISHED * first + i) % n_published)
             if (other >= 0) & (other != keyframe):
-                other_bound = bound(frame, keyframe_rows_ptr + other.to(tl.int64) * KEYFRAME_WORDS, SIZE, WORDS)
+                other_ptr = keyframe_rows_ptr + other.to(tl.int64) * KEYFRAME_WORDS
+                other_bound = bound(frame, frame_ptr, other_ptr, WORDS, SIZE, WORDS, C, N_BLOCKS)
                 if _should_switch(other_bound, least):
                     least = other_bound
                     keyframe = other

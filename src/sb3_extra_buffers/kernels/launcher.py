@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["COLUMN_DTYPES", "NO_COLUMNS", "Columns", "Launcher"]
+__all__ = ["COLUMN_DTYPES", "NO_COLUMNS", "Columns", "Launcher", "TableLayout"]
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -34,6 +34,17 @@ class Columns(NamedTuple):
         return (floats, actions, records, records), (action, 1 << (action - 1).bit_length(), at, records.stride(0))
 
 
+class TableLayout(NamedTuple):
+    """Where the columns of a step's rows are: float32 numbers, and actions as bytes."""
+
+    numbers: torch.Tensor  # float32, of all columns
+    column: int  # elements from one number of a row to the next
+    row: int  # elements from a number to that of the next row
+    n_numbers: int  # numbers that are written with a step
+    actions: torch.Tensor  # uint8
+    action: tuple[int, int, int, int]  # bytes from row to row, before the first, of an action; the next power of two
+
+
 #: Dtypes of the pointers of `Columns.arguments`.
 COLUMN_DTYPES = (torch.float32, torch.uint8, torch.float32, torch.uint8)
 #: Constants of a kernel that gathers no columns; any tensors serve as its pointers.
@@ -46,6 +57,7 @@ class Launcher:
     Triton inspects every argument of every call to find the variant to run, and asks the driver about every pointer.
     Here the caller names the variant, and pointers are passed as numbers, which takes a fraction of the time.
     ``dtypes`` are those of the pointers before and after the tables; ``key`` is what else the kernel is compiled for.
+    With fewer registers (``max_registers``) more programs run at a time.
     """
 
     def __init__(
@@ -56,8 +68,13 @@ class Launcher:
         tables: Tensors,
         dtypes: tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]],
         n_warps: int,
+        max_registers: int | None = None,
     ) -> None:
-        self._kernel, self._device, self._key, self._n_warps = kernel, device, key, n_warps
+        self._kernel, self._device, self._key = kernel, device, key
+        # every product is rounded, as on the host
+        self._options: dict[str, Any] = {"num_warps": n_warps, "enable_fp_fusion": False}
+        if max_registers is not None:
+            self._options["maxnreg"] = max_registers
         self._tables, self._dtypes = tables, dtypes
         self._addresses = tuple(table.data_ptr() for table in tables)
         self._variants: dict[Any, Any] = {}
@@ -100,7 +117,7 @@ class Launcher:
         with torch.cuda.device(self._device):
             compiled = _compiled.get(key)
             if compiled is None:
-                compiled = _compiled[key] = self._kernel[grid](*args, num_warps=self._n_warps)
+                compiled = _compiled[key] = self._kernel[grid](*args, **self._options)
             else:
                 compiled[grid](*args)
         self._variants[variant] = compiled.run, compiled.function, compiled.packed_metadata

@@ -279,7 +279,7 @@ def direct_kernel(plan: Any, obs: Any, action: Any) -> Any:
 
 
 @inner
-def _draw(out: Any, low: Any, span: Any, function: Any, state: Any) -> None:
+def draw_numbers(out: Any, low: Any, span: Any, function: Any, state: Any) -> None:
     """Fill ``out`` as ``np.random.randint(low, low + span + 1)`` does; ``span`` is less than 2**32 - 1."""
     mask = span
     for shift in (1, 2, 4, 8, 16):
@@ -313,8 +313,8 @@ def read_batch(
     plan, steps, envs, out = as_column(plan), as_column(steps), as_column(envs), as_column(out)
     n_envs, n_steps, count = plan[PLAN_ENVS], plan[PLAN_STEPS], len(steps)
     if function:
-        _draw(steps, low, span, function, state)
-        _draw(envs, 0, n_envs - 1, function, state)
+        draw_numbers(steps, low, span, function, state)
+        draw_numbers(envs, 0, n_envs - 1, function, state)
         if shift:
             for number in range(count):
                 steps[number] = (steps[number] + shift) % n_steps

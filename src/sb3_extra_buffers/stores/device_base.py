@@ -292,6 +292,11 @@ class DeviceStore(ABC):
         """A copy in host memory, to be pickled, that later writes do not change."""
 
     @property
+    def can_be_captured(self) -> bool:
+        """Whether a CUDA graph may contain `read` with indices on the device, and stays right while writes follow."""
+        return False
+
+    @property
     def can_read_batch(self) -> bool:
         """Whether the store decodes observations and copies columns in one launch (`DeviceFrameStore.read_batch`)."""
         return False

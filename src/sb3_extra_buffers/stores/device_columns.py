@@ -1,46 +1,50 @@
-"""Actions, rewards, dones and timeouts of a ring of steps, as records on a torch device."""
+"""What a buffer keeps of a step besides its observations, on a torch device: actions, rewards and other numbers."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sb3_extra_buffers.kernels.columns_torch import gather_columns_reference
-from sb3_extra_buffers.kernels.launcher import Columns
+from sb3_extra_buffers.kernels.launcher import Columns, TableLayout
 from sb3_extra_buffers.stores import device_base
 from sb3_extra_buffers.stores.staging import Lease, Staging, StagingLayout, torch_dtype
 
-__all__ = ["COLUMN_NAMES", "DeviceColumns"]
+__all__ = ["DeviceColumns", "DeviceRollout", "DeviceTable"]
 
 Array = npt.NDArray[Any]
 
-COLUMN_NAMES = ("actions", "rewards", "dones", "timeouts")
-_BYTE = np.dtype(np.uint8)
+_FLOAT32 = np.dtype(np.float32)
 
 
-def record_dtype(action_dim: int, action_dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """A record as `launcher.Columns` describes it."""
-    itemsize = action_dtype.itemsize
-    at = 16 if itemsize == 8 else 12
-    end = at + action_dim * itemsize
-    align = max(itemsize, 4)
-    number = np.dtype(np.float32)
-    return np.dtype({
-        "names": COLUMN_NAMES,
-        "formats": [(action_dtype, (action_dim,)), number, number, number],
-        "offsets": [at, 0, 4, 8],
-        "itemsize": -(-end // align) * align,
-    })  # fmt: skip
+def runs_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels write and read tables on ``device``."""
+    return device.type == "cuda" and device_base.has_triton()
 
 
-class DeviceColumns:
-    """A table of records, one for each step and stream; `views` are its columns, to read and to assign to.
+class StagedColumns(NamedTuple):
+    """Columns of a step, where the device can read them."""
 
-    On the CPU they are NumPy arrays, elsewhere tensors.
+    action: torch.Tensor
+    numbers: tuple[torch.Tensor, ...]
+    lease: Lease | None
+
+
+class DeviceTable:
+    """Columns of ``n_steps`` steps of ``n_streams`` rows; `views` are the columns, to read and to assign to.
+
+    On the CPU they are NumPy arrays, elsewhere tensors. Nothing waits for the device.
     """
+
+    #: The columns, actions first; `written` of the others are given with a step.
+    names: tuple[str, ...]
+    written: int
+    layout: TableLayout
+    views: dict[str, Any]
 
     def __init__(
         self,
@@ -53,76 +57,84 @@ class DeviceColumns:
     ) -> None:
         self.device, self.lead = device, (n_steps, n_streams)
         self.action_dim, self.action_dtype = action_dim, action_dtype
-        self.dtype = record_dtype(action_dim, action_dtype)
-        self._triton = device.type == "cuda" and device_base.has_triton() if triton is None else triton
-        size = (n_steps * n_streams, self.dtype.itemsize)
-        #: uint8 ``[step * n_streams + stream, record_bytes]``
-        self.records: torch.Tensor
+        self.torch_action_dtype = torch_dtype(action_dtype)
+        #: Shape of the actions of a step.
+        self.action_shape = (n_streams, action_dim)
+        self._triton = runs_kernels(device) if triton is None else triton
+        #: Whether `plan` takes tensors on the device; elsewhere, it takes arrays only.
+        self.takes_tensors = device.type != "cpu" or self._triton
+        self._allocate()
         if device.type == "cpu":
-            # memory from NumPy is zero until it is written, without being touched
-            self.records = torch.from_numpy(np.zeros(size, np.uint8))
-            host = self.records.numpy().view(self.dtype).reshape(self.lead)
-            self.views: dict[str, Any] = {name: host[name] for name in COLUMN_NAMES}
-        else:
-            self.records = torch.zeros(size, dtype=torch.uint8, device=device)
-            self.views = {name: self._view(name) for name in COLUMN_NAMES}
-        self._steps = self.records.view(n_steps, -1)
-        self._action_dtype = torch_dtype(action_dtype)
+            self.views = {name: view.numpy() for name, view in self.views.items()}
+        number = ((n_streams,), _FLOAT32)
         self._staging = Staging(device)
-        self._layout = StagingLayout(((n_streams, self.dtype.itemsize), _BYTE))
-        self._kernels: Any = None
+        self._staging_layout = StagingLayout((self.action_shape, action_dtype), *[number] * self.written)
+        self._bound_kernels: Any = None
 
-    def _view(self, name: str) -> torch.Tensor:
-        """A column as a tensor."""
-        assert self.dtype.fields is not None
-        field, at = self.dtype.fields[name][:2]
-        items = self.records.view(torch_dtype(field.base)).view(*self.lead, -1)
-        first = at // field.base.itemsize
-        return items[..., first : first + self.action_dim] if field.shape else items[..., first]
+    def _allocate(self) -> None:
+        """Make the tables, their `layout` and `views` of them as tensors."""
+        raise NotImplementedError
+
+    def _zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> torch.Tensor:
+        if self.device.type == "cpu":
+            # memory from NumPy is zero without being touched
+            return torch.from_numpy(np.zeros(shape, dtype))
+        return torch.zeros(shape, dtype=torch_dtype(dtype), device=self.device)
+
+    @property
+    def kernels(self) -> Any:
+        """The Triton kernels, bound to the table."""
+        if self._bound_kernels is None:
+            from sb3_extra_buffers.kernels.columns_triton import ColumnKernels  # optional: needs Triton
+
+            self._bound_kernels = ColumnKernels(self.layout, self.lead[1])
+        return self._bound_kernels
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that steps are staged in."""
+        return self._staging.nbytes
 
     # ---- writing ----
 
-    def plan(self, values: tuple[Any, ...]) -> Any:
-        """Prepare to write one step of `COLUMN_NAMES`, the last of which may be left out; checked arrays."""
-        if self.device.type == "cpu":
+    def plan(self, values: Sequence[Any]) -> Any:
+        """Prepare to write a step: actions, then numbers, checked; those left out at the end are stored as 0.
+
+        Each is an array or, where `takes_tensors`, a contiguous tensor on the device: actions of their own dtype,
+        numbers float32 or bool, a number for each stream.
+        """
+        if not self.takes_tensors:
             return values
-        lease = self._staging.acquire(self._layout)
-        row = lease.arrays[0].view(self.dtype)[:, 0]
-        for name, value in zip(COLUMN_NAMES, values, strict=False):
-            row[name] = value
-        if len(values) < len(COLUMN_NAMES):
-            row["timeouts"] = 0
-        return lease
+        lease = None
+        sources = []
+        for place, value in enumerate(values):
+            if not isinstance(value, torch.Tensor):
+                if lease is None:
+                    lease = self._staging.acquire(self._staging_layout)
+                lease.arrays[place][...] = value
+                value = lease.tensors[place]
+            sources.append(value)
+        if self._triton:
+            _ = self.kernels  # this can fail; the launch cannot
+        return StagedColumns(sources[0], tuple(sources[1:]), lease)
 
     def commit(self, step: int, planned: Any) -> None:
         """Write what was planned as ``step``; doing it twice has no further effect."""
-        if isinstance(planned, Lease):
-            self._steps[step].copy_(planned.whole[: self._steps.shape[1]], non_blocking=True)
-            self._staging.release(planned)
-            return
-        for view, value in zip(self.views.values(), planned, strict=False):
-            view[step] = value
-
-    # ---- reading ----
-
-    def empty(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory for a batch: numbers ``[2, count, 1]`` and actions."""
-        floats = torch.empty((2, count, 1), dtype=torch.float32, device=self.device)
-        return floats, torch.empty((count, self.action_dim), dtype=self._action_dtype, device=self.device)
-
-    def gather(self, indices: torch.Tensor, floats: torch.Tensor, actions: torch.Tensor) -> None:
-        """Fill a batch with the records at ``indices``, one for each row; on the device or in pinned memory."""
-        columns = Columns(floats, actions, self.records)
-        if not len(actions):
-            return
-        if not self._triton:
-            gather_columns_reference(indices.to(self.device), columns)
-            return
-        if self._kernels is None:
-            from sb3_extra_buffers.kernels.columns_triton import ColumnGather  # optional: needs Triton
-
-            self._kernels = ColumnGather(self.records.device)
-        self._kernels.gather(indices, columns)
+        if not isinstance(planned, StagedColumns):
+            for view, value in zip(self.views.values(), planned, strict=False):
+                view[step] = value
+            missing = range(len(planned), 1 + self.written)
+        elif self._triton:
+            self.kernels.write(step, planned.action, planned.numbers)
+            missing = range(0)
+        else:
+            for view, value in zip(self.views.values(), (planned.action, *planned.numbers), strict=False):
+                view[step].copy_(value, non_blocking=True)
+            missing = range(1 + len(planned.numbers), 1 + self.written)
+        for place in missing:
+            self.views[self.names[place]][step] = 0
+        if isinstance(planned, StagedColumns) and planned.lease is not None:
+            self._staging.release(planned.lease)
 
     # ---- copies ----
 
@@ -136,10 +148,120 @@ class DeviceColumns:
     def assign(self, name: str, column: Any) -> None:
         """Replace a column."""
         view = self.views[name]
-        view[...] = torch.as_tensor(column, device=self.device) if isinstance(view, torch.Tensor) else column
+        if isinstance(view, torch.Tensor):
+            view.copy_(torch.as_tensor(column))
+        else:
+            view[...] = column.cpu() if isinstance(column, torch.Tensor) else column
 
-    def to(self, device: torch.device) -> DeviceColumns:
+    def to(self, device: torch.device) -> Any:
         """The same columns on ``device``."""
-        moved = DeviceColumns(*self.lead, self.action_dim, self.action_dtype, device)
-        moved.records.copy_(self.records)
+        moved = type(self)(*self.lead, self.action_dim, self.action_dtype, device)
+        for name, view in self.views.items():
+            moved.assign(name, view)
         return moved
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, Array], device: torch.device) -> Any:
+        """A table with these columns, as `arrays` returns them."""
+        actions = arrays["actions"]
+        n_steps, n_streams, action_dim = actions.shape
+        table = cls(n_steps, n_streams, action_dim, actions.dtype, device)
+        for name, column in arrays.items():
+            table.assign(name, column)
+        return table
+
+
+class DeviceColumns(DeviceTable):
+    """The columns of a replay buffer as `records`, from which kernels that read observations gather those of a batch.
+
+    A record is described in `kernels.launcher.Columns`.
+    """
+
+    names = ("actions", "rewards", "dones", "timeouts")
+    written = 3
+
+    def _allocate(self) -> None:
+        (n_steps, n_streams), itemsize = self.lead, self.action_dtype.itemsize
+        at = 16 if itemsize == 8 else 12
+        action, align = self.action_dim * itemsize, max(itemsize, 4)
+        size = -(-(at + action) // align) * align
+        #: uint8 ``[step * n_streams + stream, record_bytes]``
+        self.records = self._zeros((n_steps * n_streams, size), np.dtype(np.uint8))
+        numbers = self.records.view(torch.float32)
+        self.layout = TableLayout(
+            numbers, 1, size // 4, 3, self.records, (size, at, action, 1 << max(action - 1, 0).bit_length())
+        )
+        by_step, first = numbers.view(n_steps, n_streams, -1), at // itemsize
+        actions = self.records.view(self.torch_action_dtype).view(n_steps, n_streams, -1)
+        self.views = {"actions": actions[..., first : first + self.action_dim]}
+        self.views |= {name: by_step[..., i] for i, name in enumerate(self.names[1:])}
+
+    # ---- reading ----
+
+    def empty(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for a batch: numbers ``[2, count, 1]`` and actions."""
+        floats = torch.empty((2, count, 1), dtype=torch.float32, device=self.device)
+        return floats, torch.empty((count, self.action_dim), dtype=self.torch_action_dtype, device=self.device)
+
+    def numbers_at(self, indices: torch.Tensor) -> torch.Tensor:
+        """Rewards, dones and timeouts at ``indices``, on the device, along a last axis; a copy."""
+        found = self.records.view(torch.float32).index_select(0, indices.reshape(-1))
+        return found.view(*indices.shape, -1)
+
+    def gather(self, indices: torch.Tensor, floats: torch.Tensor, actions: torch.Tensor) -> None:
+        """Fill a batch with the records at ``indices``, one for each row; on the device or in pinned memory."""
+        columns = Columns(floats, actions, self.records)
+        if not len(actions):
+            return
+        if self._triton:
+            self.kernels.gather(indices, columns)
+        else:
+            gather_columns_reference(indices.to(self.device), columns)
+
+
+class DeviceRollout(DeviceTable):
+    """The columns of a rollout buffer, each contiguous."""
+
+    names = ("actions", "rewards", "episode_starts", "values", "log_probs", "advantages", "returns")
+    written = 4
+    #: Columns of a batch, which follow each other.
+    batch = slice(2, 6)
+
+    def _allocate(self) -> None:
+        n_steps, n_streams = self.lead
+        #: float32 ``[column, step, stream]``
+        self.numbers = self._zeros((6, n_steps, n_streams), _FLOAT32)
+        self.actions = self._zeros((*self.lead, self.action_dim), self.action_dtype)
+        action = self.action_dim * self.action_dtype.itemsize
+        self.layout = TableLayout(
+            self.numbers, n_steps * n_streams, 1, 4, self.actions.view(-1).view(torch.uint8),
+            (action, 0, action, 1 << max(action - 1, 0).bit_length()),
+        )  # fmt: skip
+        self.views = {"actions": self.actions} | dict(zip(self.names[1:], self.numbers.unbind(0), strict=True))
+
+    def clear(self) -> None:
+        """Make all columns zero."""
+        self.numbers.zero_()
+        self.actions.zero_()
+
+    @property
+    def computes_returns(self) -> bool:
+        """Whether `compute_returns` is possible."""
+        return self._triton
+
+    def compute_returns(self, last_values: Any, dones: Any, gamma: float, gae_lambda: float) -> None:
+        """Compute advantages and returns as SB3 does, in one launch.
+
+        ``last_values`` and ``dones`` have a number for each stream: arrays of float32, or tensors.
+        """
+        from sb3_extra_buffers.kernels.columns_triton import compute_gae  # optional: needs Triton
+
+        given = [v if isinstance(v, torch.Tensor) else self._staging.upload([v])[0] for v in (last_values, dones)]
+        last, ended = (v.to(self.numbers.device, torch.float32, non_blocking=True).contiguous() for v in given)
+        compute_gae(self.numbers, last, ended, gamma, gae_lambda)
+
+    def gather(self, indices: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``actions [obs, ...]`` at ``indices``, and the other columns of a batch ``[column, row]``."""
+        numbers = self.numbers[self.batch].view(4, -1)
+        # along the rows, so that each column is contiguous
+        return actions.index_select(0, indices), numbers.index_select(1, indices)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,22 +12,14 @@ import torch
 
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.delta import DeltaCodec
-from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError, IndexOutOfRangeError, SpecMismatchError
+from sb3_extra_buffers.errors import HeapFullError, IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.kernels import delta_tables as dt
 from sb3_extra_buffers.kernels import policy
 from sb3_extra_buffers.kernels.delta_tables import FrameShape, WriteJob, capacity_of
 from sb3_extra_buffers.kernels.delta_torch import read_rows_reference, write_rows_reference
 from sb3_extra_buffers.kernels.launcher import Columns
 from sb3_extra_buffers.stores import device_base
-from sb3_extra_buffers.stores.device_base import (
-    AttributeWrite,
-    Batch,
-    DeviceRing,
-    DeviceStore,
-    IndexBatch,
-    on_host,
-    put_in,
-)
+from sb3_extra_buffers.stores.device_base import AttributeWrite, Batch, DeviceRing, DeviceStore, IndexBatch, put_in
 from sb3_extra_buffers.stores.device_layout import join_frames, split_frames
 from sb3_extra_buffers.stores.device_memory import DeviceMemory, DeviceState
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -40,48 +32,73 @@ Array = npt.NDArray[Any]
 
 _INT64 = np.dtype(np.int64)
 _BYTE = np.dtype(np.uint8)
-# writes that may be under way before one has to wait and see how full the heap is
-_AHEAD = 16
-# bytes of rows that wait to be read by the device, unless a step has more
-_STAGED_BYTES = 8 << 20
+# bytes of a step that the device reads in place; more than that is sent in pieces, which take less pinned memory
+_IN_PLACE = 1 << 20
+_PIECE = 1 << 20
+# blocks of staging memory: pieces under way, or steps that are read in place
+_PIECES, _STEPS = 3, 4
+# seconds to watch for a report before the device is waited for
+_WATCH = 0.05
 
 
 class DeviceFrameWrite(AttributeWrite):
     """A step that is sure to fit: one launch, or a state that was written aside; then new attributes of the store."""
 
-    __slots__ = ("job", "launch", "lease")
+    __slots__ = ("aside", "job", "launch", "source")
 
     def __init__(
-        self, store: DeviceFrameStore, after: dict[str, Any], launch: int, job: WriteJob, lease: Lease | None
+        self,
+        store: DeviceFrameStore,
+        after: dict[str, Any],
+        launch: int,
+        job: WriteJob,
+        source: _Source | None,
+        aside: DeviceState | None = None,
     ) -> None:
         super().__init__(store, after)
-        self.launch, self.job, self.lease = launch, job, lease
+        self.launch, self.job, self.source, self.aside = launch, job, source, aside
 
     def commit(self) -> None:
-        store = self.owner
-        store.unfinished = self
-        if self.lease is not None:
-            store.launch(store.state, self.lease, self.job, self.launch)
-        super().commit()
+        self.owner.unfinished = self
+        if self.source is not None:
+            self.owner.launch(self.owner.state, self.source, self.job, self.launch)
+        self._apply()
 
     def finish(self) -> None:
-        if self.lease is not None and not self.owner.was_launched(self.launch):
-            self.owner.launch(self.owner.state, self.lease, self.job, self.launch)
-        super().commit()
+        if self.source is not None and not self.owner.was_launched(self.launch):
+            self.owner.launch(self.owner.state, self.source, self.job, self.launch)
+        self._apply()
+
+    def _apply(self) -> None:
+        if self.aside is not None:
+            self.owner.use_state(self.aside)
+        # one call, which no signal can interrupt
+        self.owner.__dict__.update(self.after)
+
+
+class _Source:
+    """The frames of a step, ``[stream, stack, byte]`` per set, and memory for the numbers that go with it."""
+
+    __slots__ = ("frames", "lease")
+
+    def __init__(self, lease: Lease, frames: list[torch.Tensor]) -> None:
+        self.lease, self.frames = lease, frames
 
 
 class DeviceFrameStore(DeviceStore):
     """Frames as differences, in the memory of a GPU; ``place.pinned`` keeps the heap in pinned host memory.
 
     Every stream frees its segments in the order it made them, so the heap is a ring. Writing and reading launch
-    kernels and wait for nothing. The host learns how full the heap is from a report that each write leaves in pinned
-    memory, and waits only when the writes since then could fill it.
+    kernels and wait for nothing: which frames are new, and what they are encoded against, is decided on the device. The
+    host learns how full the tables are from a report that each write leaves in pinned memory, and waits only when the
+    writes since then could fill them.
 
     The heap grows to ``heap_bytes`` at most; a step that does not fit raises `HeapFullError`. With ``triton=False``
     reference kernels run instead, in main memory.
     """
 
     layout: StackLayout
+    state: DeviceState = None  # type: ignore[assignment]  # until the tables are allocated
     # a write or "clear" while it is under way; the next call completes it after an exception
     unfinished: DeviceFrameWrite | str | None = None
 
@@ -95,50 +112,79 @@ class DeviceFrameStore(DeviceStore):
         triton: bool | None = None,
     ) -> None:
         assert isinstance(codec, DeltaCodec)
+        if ring.n_sets > 2:
+            raise SpecMismatchError(f"a step has observations and next observations, got {ring.n_sets} sets")
         self.ring, self.layout = ring, layout
-        self.n_steps, self.n_streams, self.n_sets = ring.n_steps, ring.n_streams, ring.n_sets
-        self.device = ring.place.device
-        self._triton = self.device.type == "cuda" if triton is None else triton
+        self._triton = ring.place.device.type == "cuda" if triton is None else triton
         per_segment = policy.DEVICE_FRAMES_PER_SEGMENT if codec.frames == DeltaCodec().frames else codec.frames
-        # every frame of every step new, and segments no longer than they must be
-        n_frames = ring.n_steps * ring.n_sets * layout.stack
-        n_segments = math.ceil(n_frames / min(policy.DEVICE_MIN_FRAMES, per_segment)) + 2 * layout.stack + 8
-        self.shape = FrameShape(layout.frame_bytes, layout.stack, per_segment, n_segments)
-        self.memory = DeviceMemory(self.shape, ring.n_steps, ring.n_streams, ring.n_sets, ring.place)
-        self.state = self.memory.allocate(ring.heap_bytes)
+        self.shape = FrameShape(layout.frame_bytes, layout.stack, per_segment)
         self._launches = 0
         self._wrapped = False
-        # frames are contiguous and whole words: rows are written and read without rearranging anything
-        self._whole = (layout.axis == "first" or layout.stack == 1) and layout.frame_bytes % 8 == 0
-        self._start_staging()
+        self._set_up()
+        self.use_state(self.memory.allocate(ring.heap_bytes))
 
     @staticmethod
     def accepts(codec: Codec, layout: StackLayout) -> bool:
-        # the kernels read no packed segments, and lengths of two bytes
-        fits = isinstance(codec, DeltaCodec) and codec.pack_level == 0 and 0 < layout.frame_bytes <= 0xFFFF
-        return fits and device_base.has_triton()
+        # the kernels read no packed segments; the length of a frame is stored in LENGTH_BITS
+        fits = isinstance(codec, DeltaCodec) and codec.pack_level == 0 and layout.frame_bytes > 0
+        return (
+            fits and FrameShape(layout.frame_bytes, 1, 1).max_bytes >> dt.LENGTH_BITS == 0 and device_base.has_triton()
+        )
 
-    def _start_staging(self) -> None:
-        """Set up what belongs to this process: staging memory, kernels, and the rows written last."""
-        ring = self.ring
-        rows = (ring.n_sets, ring.n_streams, ring.spec.nbytes)
-        depth = min(max(_STAGED_BYTES // max(math.prod(rows), 1), 3), _AHEAD // 2)
-        self._staging = Staging(self.device, depth)
-        words = ((*rows[:2], rows[2] // 8), _INT64) if self._whole else (rows, _BYTE)
-        n_numbers = dt.JOB_INDICES + ring.n_sets * (1 + ring.n_streams)
-        self._staging_layout = StagingLayout(((n_numbers,), _INT64), words)
-        self._bound_kernels: Any = None
-        # the last row of each stream, in staging memory, and the index of the first
-        self._last: npt.NDArray[np.int64] | None = None
-        self._last_index = 0
+    def _set_up(self) -> None:
+        """Set up what belongs to this process: sizes, staging memory, kernels."""
+        ring, layout = self.ring, self.layout
+        self.n_steps, self.n_streams, self.n_sets = ring.n_steps, ring.n_streams, ring.n_sets
+        self.device = ring.place.device
+        self.memory = DeviceMemory(self.shape, ring.n_steps, ring.n_streams, ring.n_sets, ring.place)
+        # frames are contiguous and whole words: rows are written and read without rearranging anything
+        self._whole = (layout.axis == "first" or layout.stack == 1) and layout.frame_bytes % 8 == 0
+        rows = (ring.n_sets, ring.n_streams, *ring.spec.shape)
+        # in place: read where they were staged, in host memory, by a kernel that reads every byte once
+        step_bytes = ring.n_sets * ring.n_streams * ring.spec.nbytes
+        self._in_place = self._whole and self._triton and step_bytes <= _IN_PLACE and layout.frame_bytes <= 1 << 14
+        numbers = ((dt.JOB_INDICES + ring.n_sets,), _INT64)
+        parts = (numbers, (rows, ring.spec.dtype)) if self._in_place or not self._triton else (numbers,)
+        self._job_layout = StagingLayout(*parts)
+        self._job_staging = Staging(self.device, _STEPS if len(parts) > 1 else 8)
+        self._piece_staging = Staging(self.device, _PIECES)
+        #: int64 [N_ADDRESSES], on the device: where the tables are. It never moves: graphs refer to it.
+        self._addresses = torch.zeros(dt.N_ADDRESSES, dtype=torch.int64, device=self.device)
+        self._bound_writer: Any = None
+        self._bound_reader: Any = None
+        self._scratch: torch.Tensor | None = None
 
-    def kernels(self, state: DeviceState) -> Any:
-        """The Triton kernels, bound to the tables of ``state``."""
-        if self._bound_kernels is None or self._bound_kernels.tables is not state.tables:
-            from sb3_extra_buffers.kernels.delta_triton import DeviceKernels  # optional: needs Triton
+    def use_state(self, state: DeviceState) -> None:
+        """Make ``state`` the store's own. May be interrupted and run again."""
+        tables = state.tables
+        if self.state is not None and tables.frame_ids is not self.state.tables.frame_ids:
+            # the reading kernel, and graphs that contain it, know this table by its address
+            frame_ids = self.state.tables.frame_ids.copy_(tables.frame_ids)
+            state = state._replace(tables=tables._replace(frame_ids=frame_ids))
+        addresses = torch.tensor(self.memory.addresses(tables))
+        if self.device.type == "cuda":
+            addresses = addresses.pin_memory()
+        self._addresses.copy_(addresses, non_blocking=True)
+        self.state = state
 
-            self._bound_kernels = DeviceKernels(state.tables, self.shape)
-        return self._bound_kernels
+    @property
+    def reader(self) -> Any:
+        """The Triton kernel that reads, whatever the tables are."""
+        if self._bound_reader is None:
+            from sb3_extra_buffers.kernels.delta_triton import ReadKernel  # optional: needs Triton
+
+            self._bound_reader = ReadKernel(self.shape, self._addresses, self.state.tables.frame_ids, self.n_streams)
+        return self._bound_reader
+
+    def writer(self, state: DeviceState) -> Any:
+        """The Triton kernel that writes to the tables of ``state``."""
+        if self._bound_writer is None or self._bound_writer.tables is not state.tables:
+            from sb3_extra_buffers.kernels.delta_triton import WriteKernel, scratch_for  # optional: needs Triton
+
+            if self._scratch is None:
+                self._scratch = scratch_for(self.shape, self.n_streams, self.device)
+            self._bound_writer = WriteKernel(self.shape, state.tables, self._scratch)
+        return self._bound_writer
 
     # ---- writing ----
 
@@ -148,25 +194,20 @@ class DeviceFrameStore(DeviceStore):
             self.recover()
         if not 0 <= step < self.n_steps:
             raise IndexOutOfRangeError(f"step {step} is outside of a ring of {self.n_steps} steps")
-        # unknown until this write is committed: the staging memory of the last rows may be used again
-        last, self._last = self._last, None
-        if self._launches and self.state.notes[0, dt.REPORT_SPARE] < self.n_streams:
-            self.state = self.memory.add_keyframes(self.state)
-        lease = self._stage([on_host(batch) for batch in batches])
-        rows = lease.arrays[1]
+        source = self._stage(batches)
+        if self._launches:
+            self._reserve_tables()
         first, n_obs = step * self.n_streams, self.n_steps * self.n_streams
-        indices = tuple(range(first, first + self.n_sets * n_obs, n_obs))
+        indices = (first,) if self.n_sets == 1 else (first, first + n_obs)
         oldest = (step + 1) % self.n_steps if self._wrapped else 0
-        job = WriteJob(step, oldest, indices, self._launches & 1, 0, self._last_index, self._relations(last, rows))
+        job = WriteJob(step, oldest, indices, self._launches & 1, 0)
         after: dict[str, Any] = {"_launches": self._launches + 1, "unfinished": None}
         if step == self.n_steps - 1:
             after["_wrapped"] = True
-        if self._whole:
-            after["_last"], after["_last_index"] = rows[-1], indices[-1]
         use, tail = self._heap_use()
         if use + self.memory.max_advance(1) <= capacity_of(self.state.tables):
-            return self._plan_launch(lease, job._replace(tail=tail), after)
-        return self._plan_near_limit(lease, job, after)
+            return self._plan_launch(source, job._replace(tail=tail), after)
+        return self._plan_near_limit(source, job, after)
 
     def recover(self) -> None:
         """Complete what an exception interrupted."""
@@ -175,99 +216,112 @@ class DeviceFrameStore(DeviceStore):
         elif self.unfinished is not None:
             self.clear()
 
-    def _plan_launch(self, lease: Lease, job: WriteJob, after: dict[str, Any]) -> DeviceFrameWrite:
+    def _plan_launch(self, source: _Source, job: WriteJob, after: dict[str, Any]) -> DeviceFrameWrite:
         launch = self._launches + 1
         if self._triton:
-            self.kernels(self.state)  # this can fail; the launch cannot
-            return DeviceFrameWrite(self, after, launch, job, lease)
+            self.writer(self.state)  # this can fail; the launch cannot
+            return DeviceFrameWrite(self, after, launch, job, source)
         # the reference kernel can be interrupted
-        after["state"] = self._write_aside(lease, job, launch)
-        return DeviceFrameWrite(self, after, launch, job, None)
+        return DeviceFrameWrite(self, after, launch, job, None, self._write_aside(source, job, launch))
 
-    def _plan_near_limit(self, lease: Lease, job: WriteJob, after: dict[str, Any]) -> DeviceFrameWrite:
+    def _plan_near_limit(self, source: _Source, job: WriteJob, after: dict[str, Any]) -> DeviceFrameWrite:
         """Wait, look, and reserve; if the step may still not fit, write it aside and see."""
         memory, launch = self.memory, self._launches + 1
-        memory.wait()
-        if self._launches and self._heap_use()[0] + memory.max_advance(_AHEAD) > capacity_of(self.state.tables):
+        self._wait_for_report()
+        if self._launches and self._heap_use()[0] + memory.max_advance(1) > capacity_of(self.state.tables):
             self._reserve()
         use, tail = self._heap_use()
         if use + memory.max_advance(1) <= capacity_of(self.state.tables):
-            return self._plan_launch(lease, job._replace(tail=tail), after)
-        written = self._write_aside(lease, job._replace(tail=tail), launch)
+            return self._plan_launch(source, job._replace(tail=tail), after)
+        written = self._write_aside(source, job._replace(tail=tail), launch)
         if written.tables.counters[dt.NEEDED] and self._launches:
             # it may fit once the heap is packed
             self._repack(capacity_of(self.state.tables))
-            written = self._write_aside(lease, job._replace(tail=self._heap_use()[1]), launch)
+            written = self._write_aside(source, job._replace(tail=self._heap_use()[1]), launch)
         needed = int(written.tables.counters[dt.NEEDED])
         if needed:
             tables, limit = self.state.tables, self.ring.heap_bytes
             needed += int(written.tables.counters[dt.HEAD]) - int(tables.counters[dt.HEAD])
             raise HeapFullError(needed, memory.live_bytes(tables), capacity_of(tables) if limit is None else limit)
-        after["state"] = written
-        return DeviceFrameWrite(self, after, launch, job, None)
+        return DeviceFrameWrite(self, after, launch, job, None, written)
 
-    def _write_aside(self, lease: Lease, job: WriteJob, launch: int) -> DeviceState:
+    def _write_aside(self, source: _Source, job: WriteJob, launch: int) -> DeviceState:
         """The state after a write; the store's own stays as it is."""
         state = self.memory.copy_for_write(self.state)
-        self.launch(state, lease, job, launch)
+        self.launch(state, source, job, launch)
         self.memory.wait()
         return state
 
-    def launch(self, state: DeviceState, lease: Lease, job: WriteJob, launch: int) -> None:
+    def launch(self, state: DeviceState, source: _Source, job: WriteJob, launch: int) -> None:
         """Write to the tables of ``state``; with Triton, by a single launch."""
         if not self._triton:
-            rows = torch.from_numpy(lease.arrays[1].view(np.uint8))
-            write_rows_reference(state.tables, self.shape, split_frames(rows, self.layout), job, state.report, launch)
+            frames = [f.view(-1).view(torch.uint8).view(self.n_streams, self.layout.stack, -1) for f in source.frames]
+            write_rows_reference(state.tables, self.shape, frames, job, state.report, launch)
             return
-        lease.arrays[0][:] = job.pack(state.tables, launch, self.n_streams)
-        if self._whole:
-            # read in place: so few bytes are not worth a copy
-            self.kernels(state).write(*lease.tensors, state.report)
-            self._staging.release(lease)
-        else:
-            numbers, rows = self._staging.send(lease)
-            self.kernels(state).write(numbers, split_frames(rows, self.layout), state.report)
+        source.lease.arrays[0][:] = job.pack(state.tables, launch)
+        first, last = source.frames[0], source.frames[-1]
+        self.writer(state).write(source.lease.tensors[0], first, last, self.n_sets, state.report)
+        self._job_staging.release(source.lease)
 
     def was_launched(self, launch: int) -> bool:
         """Whether the write numbered ``launch`` reached the device."""
         if self._launches >= launch:
             return True
         self.memory.wait()
-        return int(self.state.notes[:, dt.REPORT_LAUNCH].min()) >= launch
+        return int(self.state.notes[dt.REPORT_LAUNCH]) >= launch
 
-    def _stage(self, batches: Sequence[Array]) -> Lease:
-        """Copy ``batches`` to memory that the device can read."""
-        spec = self.ring.spec
+    # ---- staging ----
+
+    def _stage(self, batches: Sequence[Batch]) -> _Source:
+        """The frames of ``batches`` where the device can read them."""
         if len(batches) != self.n_sets:
             raise SpecMismatchError(f"expected {self.n_sets} batches, one per set, got {len(batches)}")
-        lease = self._staging.acquire(self._staging_layout)
-        targets = lease.arrays[1].view(spec.dtype).reshape(-1, self.n_streams, *spec.shape)
-        for target, batch in zip(targets, batches, strict=True):
+        for batch in batches:
             if len(batch) != self.n_streams:
                 raise SpecMismatchError(
                     f"expected an observation for each of {self.n_streams} streams, got {len(batch)}"
                 )
-            if batch.shape[1:] != spec.shape and batch.dtype == _BYTE:
-                batch = spec.from_rows(batch)
-            elif batch.dtype != spec.dtype or batch.shape[1:] != spec.shape:
-                batch = spec.to_batch(batch)
-            target[...] = batch
-        return lease
+        lease = self._job_staging.acquire(self._job_layout)
+        if isinstance(batches[0], torch.Tensor):
+            return _Source(lease, [self._split(batch) for batch in batches])  # type: ignore[arg-type]  # all are
+        checked = [self._checked(batch) for batch in batches]  # type: ignore[arg-type]  # none is
+        if len(lease.arrays) == 1:
+            return _Source(lease, [self._split(batch) for batch in self._send(checked)])
+        for target, array in zip(lease.arrays[1], checked, strict=True):
+            target[...] = array
+        if self._in_place:
+            return _Source(lease, list(lease.tensors[1].unbind(0)))
+        return _Source(lease, [self._split(batch) for batch in lease.tensors[1].unbind(0)])
 
-    def _relations(self, last: npt.NDArray[np.int64] | None, rows: npt.NDArray[np.int64]) -> tuple[int, ...]:
-        """The relation of each row to the previous one of its stream, so that known frames need not be sent."""
-        if not self._whole:
-            return ()
-        relations: list[int] = []
-        for number, words in enumerate(rows):
-            if last is None:
-                relations += [dt.UNKNOWN] * self.n_streams
-            else:
-                # obs usually equals the last next_obs; every other row is usually shifted
-                likely_shifted = number > 0 or self.n_sets == 1
-                relations += _relate(last, words, self.layout.stack, likely_shifted)
-            last = words
-        return tuple(relations)
+    def _checked(self, batch: Array) -> Array:
+        spec = self.ring.spec
+        if batch.shape[1:] != spec.shape and batch.dtype == _BYTE:
+            return spec.from_rows(batch)
+        return spec.to_batch(batch) if batch.dtype != spec.dtype or batch.shape[1:] != spec.shape else batch
+
+    def _split(self, batch: torch.Tensor) -> torch.Tensor:
+        """Frames ``[stream, stack, byte]`` of whole words."""
+        if self._whole and batch.data_ptr() % 8 == 0:
+            return batch
+        rows = batch.contiguous().view(-1).view(torch.uint8).view(1, self.n_streams, self.ring.spec.nbytes)
+        frames = split_frames(rows, self.layout)[0]
+        return frames.clone() if frames.data_ptr() % 8 else frames
+
+    def _send(self, batches: Sequence[Array]) -> list[torch.Tensor]:
+        """``batches`` in new memory on the device, sent in pieces."""
+        sent = []
+        for batch in batches:
+            rows = torch.from_numpy(np.ascontiguousarray(batch).reshape(-1).view(np.uint8))
+            target = torch.empty(rows.shape, dtype=torch.uint8, device=self.device)
+            for first in range(0, len(rows), _PIECE):
+                part = rows[first : first + _PIECE]
+                lease = self._piece_staging.acquire(self._piece_staging.layout(((len(part),), _BYTE)))
+                # torch copies with several threads
+                lease.tensors[0].copy_(part)
+                target[first : first + _PIECE].copy_(lease.tensors[0], non_blocking=True)
+                self._piece_staging.release(lease)
+            sent.append(target)
+        return sent
 
     # ---- the heap ----
 
@@ -275,27 +329,51 @@ class DeviceFrameStore(DeviceStore):
         """An upper bound of the bytes between the two ends of the ring after all writes so far, and its older end."""
         if self._launches == 0:
             return 0, 0
-        heads, tails, _, launches = zip(*self.state.notes.tolist(), strict=True)
-        head, tail = max(heads), min(*tails, *heads)
-        under_way = self._launches - min(launches)
-        # the entries of one launch may become visible one by one
-        return head - tail + (self.memory.max_advance(under_way + 1) if under_way else 0), tail
+        head, tail, _, _, launch = self.state.notes.tolist()
+        tail = min(tail, head)
+        under_way = self._launches - launch
+        return head - tail + (self.memory.max_advance(under_way) if under_way else 0), tail
+
+    def _wait_for_report(self) -> None:
+        """Wait until the last write is done."""
+        notes, end = self.state.notes, time.monotonic() + _WATCH
+        while notes[dt.REPORT_LAUNCH] < self._launches and time.monotonic() < end:
+            pass
+        if notes[dt.REPORT_LAUNCH] < self._launches:
+            self.memory.wait()
+
+    def _reserve_tables(self) -> None:
+        """Add keyframes and slots for segments before they run out."""
+        if self.state.notes[dt.REPORT_SPARE] < self.n_streams // 16 + 4:
+            self.use_state(self.memory.add_keyframes(self.state))
+        if self._segments_after() > self.state.tables.n_slots:
+            self._wait_for_report()
+            if self._segments_after() > self.state.tables.n_slots:
+                self.use_state(self.memory.add_slots(self.state))
+
+    def _segments_after(self) -> int:
+        """Slots that a stream may need for this write, if those under way use as many as they can."""
+        notes = self.state.notes
+        return int(notes[dt.REPORT_SEGMENTS]) + self.memory.max_segments(
+            self._launches - int(notes[dt.REPORT_LAUNCH]) + 1
+        )
 
     def _reserve(self) -> None:
         """Pack the heap if much of it is dead, else grow it, as far as ``heap_bytes`` allows."""
         use, limit = self._heap_use()[0], self.ring.heap_bytes
         capacity = capacity_of(self.state.tables)
         live = self.memory.live_bytes(self.state.tables)
-        wanted = max(capacity, live + self.memory.max_advance(_AHEAD))
+        room = self.memory.max_advance(self.memory.n_ahead)
+        wanted = max(capacity, live + room)
         if live > use // 2 or wanted > capacity:
-            wanted = max(capacity + capacity // 2, wanted)
+            wanted = max(wanted, live + live // 2 + room)
         if limit is not None:
             wanted = max(min(wanted, limit), capacity)
         if wanted > capacity or live < use:
             self._repack(wanted)
 
     def _repack(self, capacity: int) -> None:
-        self.state = self.memory.repack(self.state, capacity, self._launches)
+        self.use_state(self.memory.repack(self.state, capacity, self._launches))
 
     def compact(self) -> None:
         self.recover()
@@ -314,19 +392,21 @@ class DeviceFrameStore(DeviceStore):
             # nothing to rearrange: decode straight into the result
             if out is None:
                 out = torch.empty((*wanted.shape, *layout.spec.shape), dtype=torch.uint8, device=self.device)
-            self.kernels(self.state).read(wanted.contiguous(), out)
+            self.reader.read(wanted.contiguous(), out)
             return out
         padded_size = -(-size // 8) * 8
         frames = torch.empty((*wanted.shape, layout.stack, padded_size), dtype=torch.uint8, device=self.device)
         if wanted.shape[1] == 0:
             pass
         elif self._triton:
-            self.kernels(self.state).read(wanted.contiguous(), frames)
+            self.reader.read(wanted.contiguous(), frames)
         else:
-            damaged = read_rows_reference(self.state.tables, self.shape, wanted, frames)
-            if damaged >= 0:
-                raise CorruptPayloadError(f"segment {damaged} of the heap is damaged and cannot be decoded")
+            read_rows_reference(self.state.tables, self.shape, self.n_streams, wanted, frames)
         return put_in(out, join_frames(frames if padded_size == size else frames[..., :size], layout))
+
+    @property
+    def can_be_captured(self) -> bool:
+        return self._triton
 
     @property
     def can_read_batch(self) -> bool:
@@ -348,7 +428,7 @@ class DeviceFrameStore(DeviceStore):
             self.recover()
         if out is None:
             out = torch.empty((*indices.shape, *self.ring.spec.shape), dtype=torch.uint8, device=self.device)
-        self.kernels(self.state).read(indices, out, Columns(floats, actions, records))
+        self.reader.read(indices, out, Columns(floats, actions, records))
         return out
 
     # ---- clearing, checking, copying ----
@@ -360,15 +440,16 @@ class DeviceFrameStore(DeviceStore):
         self.memory.wait()
         self.unfinished = "clear"
         self.memory.clear(self.state, self._launches)
-        self.__dict__.update(_wrapped=False, _last=None, unfinished=None)
+        self.__dict__.update(_wrapped=False, unfinished=None)
 
     def memory_usage(self) -> MemoryUsage:
         """Bytes in use, on the device and in pinned memory."""
         tables = self.state.tables
         frames = tables.keyframe_rows.numel() + tables.recent.numel()
-        payload = tables.heap.numel() + tables.stage.numel()
-        total = sum(table.numel() * table.element_size() for table in tables)
-        return MemoryUsage(payload, total - payload - frames, frames, self._staging.nbytes)
+        total = sum(table.nbytes for table in tables)
+        staged = self._job_staging.nbytes + self._piece_staging.nbytes
+        staged += 0 if self._scratch is None else self._scratch.nbytes
+        return MemoryUsage(tables.heap.nbytes, total - tables.heap.nbytes - frames, frames, staged)
 
     def check(self) -> None:
         self.recover()
@@ -384,36 +465,13 @@ class DeviceFrameStore(DeviceStore):
         self.recover()
         self.memory.wait()
         tables = {name: table.cpu().numpy() for name, table in self.state.tables._asdict().items()}
-        names = ("ring", "layout", "shape", "_triton", "_launches", "_wrapped", "_whole")
+        names = ("ring", "layout", "shape", "_triton", "_launches", "_wrapped")
         return {name: self.__dict__[name] for name in names} | {"tables": tables, "report": self.state.notes.copy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         tables, report = state.pop("tables"), state.pop("report")
         self.__dict__.update(state)
-        ring = self.ring
-        self.n_steps, self.n_streams, self.n_sets = ring.n_steps, ring.n_streams, ring.n_sets
-        self.device = ring.place.device
-        # a store from a machine with a GPU: reference kernels read the same segments
-        self._triton &= self.device.type == "cuda"
-        self.memory = DeviceMemory(self.shape, ring.n_steps, ring.n_streams, ring.n_sets, ring.place)
-        self.state = self.memory.from_arrays(tables, report)
-        self._start_staging()
-
-
-def _relate(last: npt.NDArray[np.int64], words: npt.NDArray[np.int64], stack: int, likely_shifted: bool) -> list[int]:
-    """The relation of each row of ``words[stream]`` to ``last[stream]``; the likely one is tried first."""
-    frame_words = words.shape[1] // stack
-    relations: npt.NDArray[np.int64] | None = None
-    for relation in (dt.SHIFTED, dt.SAME) if likely_shifted else (dt.SAME, dt.SHIFTED):
-        if relation == dt.SAME:
-            equal = last == words
-        elif stack > 1:
-            equal = last[:, frame_words:] == words[:, :-frame_words]
-        else:
-            continue
-        if relations is None:
-            if equal.all():
-                return [relation] * len(words)
-            relations = np.zeros(len(words), np.int64)
-        relations[equal.all(axis=1) & (relations == dt.UNKNOWN)] = relation
-    return [dt.UNKNOWN] * len(words) if relations is None else relations.tolist()
+        # a store from a machine with a GPU: reference kernels read the same frames
+        self._triton &= self.ring.place.device.type == "cuda"
+        self._set_up()
+        self.use_state(self.memory.from_arrays(tables, report))

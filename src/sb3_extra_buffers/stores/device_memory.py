@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sb3_extra_buffers.codecs.delta import padded
 from sb3_extra_buffers.kernels import delta_tables as dt
 from sb3_extra_buffers.kernels.delta_tables import DeviceTables, FrameShape, capacity_of
 from sb3_extra_buffers.kernels.state import NONE
@@ -19,18 +18,28 @@ __all__ = ["DeviceMemory", "DeviceState"]
 
 Array = npt.NDArray[Any]
 
-# tables that a write changes only where nothing is stored
-_SHARED = ("heap", "scratch")
-# segments that are copied to another heap at a time
-_REPACK_CHUNK = 4096
+_LENGTH = (1 << dt.LENGTH_BITS) - 1
+# frames that are copied to another heap at a time
+_REPACK_CHUNK = 1 << 14
+# writes that may be under way before one has to wait and see how full the heap is: at most this many, and as few as
+# keep the heap's room for them below this share of uncompressed observations
+_MAX_AHEAD, _ROOM = 16, 0.02
 
 
 class DeviceState(NamedTuple):
     """The tables, and the report on them that each write leaves for the host. Always replaced together."""
 
     tables: DeviceTables
-    report: torch.Tensor  # int64 [stream, N_REPORT], pinned where the device is a GPU
+    report: torch.Tensor  # int64 [N_REPORT], pinned where the device is a GPU
     notes: npt.NDArray[np.int64]  # the same memory
+
+
+class _Frames(NamedTuple):
+    """The frames that a step refers to, in the order of their positions in the heap."""
+
+    indices: torch.Tensor  # in `DeviceTables.entries`, flattened
+    starts: torch.Tensor
+    lengths: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -52,14 +61,38 @@ class DeviceMemory:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    # ---- sizes ----
+
+    @property
+    def n_ahead(self) -> int:
+        """Writes that may be under way before one has to wait and see how full the heap is."""
+        return min(max(int(_ROOM * self.n_steps), 1), _MAX_AHEAD)
+
+    def max_advance(self, n_launches: int) -> int:
+        """Bytes by which ``n_launches`` writes can move the end of the heap at most."""
+        per_stream = self.n_sets * self.shape.stack * self.shape.max_bytes
+        # plus what is skipped at the seam
+        return n_launches * self.n_streams * per_stream + self.shape.max_bytes
+
+    def max_segments(self, n_launches: int) -> int:
+        """Segments that a stream can open in ``n_launches`` writes."""
+        return n_launches * (self.n_sets * self.shape.stack // self.shape.min_frames + 1)
+
+    @property
+    def _first_slots(self) -> int:
+        """Slots for the segments of a stream: enough if a step has little more than one new frame."""
+        shape, n_frames = self.shape, self.n_steps * self.n_sets * self.shape.stack
+        likely = min(n_frames, self.n_steps + self.n_steps // 4 + 2 * shape.stack)
+        n_segments = -(-likely // shape.min_frames) + self.max_segments(2 * _MAX_AHEAD)
+        return int(min(1 << (n_segments - 1).bit_length(), shape.n_numbers // 2))
+
     # ---- allocating ----
 
     def allocate(self, heap_bytes: int | None) -> DeviceState:
         """Empty tables, and a heap of at most ``heap_bytes``."""
-        shape, streams = self.shape, self.n_streams
-        n_segments = shape.segments_per_stream * streams
-        n_keyframes = 4 * streams + 8
-        capacity = max(1 << 20, self.max_advance(2))
+        shape, streams, n_slots = self.shape, self.n_streams, self._first_slots
+        n_keyframes = streams // 8 + 16
+        capacity = self.max_advance(self.n_ahead) + (1 << 16)
         if heap_bytes is not None:
             capacity = max(min(capacity, heap_bytes), 1)
 
@@ -67,30 +100,26 @@ class DeviceMemory:
             return torch.full(size, fill, dtype=dtype, device=self.device)
 
         rows = new((streams, dt.N_COLUMNS), torch.int64)
-        rows[:, dt.OPEN] = -1
         rows[:, dt.HELD : dt.HELD + dt.N_HELD] = NONE
         tables = DeviceTables(
             heap=self._new_heap(capacity),
-            stage=new((streams * shape.stage_bytes,), torch.uint8),
-            starts=new((n_segments,), torch.int64),
-            lengths=new((n_segments,), torch.int32),
-            keyframes=new((n_segments,), torch.int32, NONE),
+            entries=new((streams, n_slots, shape.per_segment), torch.int64),
+            starts=new((streams, n_slots), torch.int64),
+            keyframes=new((streams, n_slots), torch.int32, NONE),
             frame_ids=new((self.n_steps * streams * self.n_sets, shape.stack), torch.int32),
             oldest_segments=new((self.n_steps, streams), torch.int32),
             streams=rows,
             recent=new((streams, shape.n_recent, shape.keyframe_bytes), torch.uint8),
             recent_ids=new((streams, shape.n_recent), torch.int32, NONE),
-            recent_segments=new((streams, shape.n_recent), torch.int32),
+            last=new((streams, shape.stack), torch.int32),
             keyframe_rows=new((n_keyframes, shape.keyframe_bytes), torch.uint8),
             keyframe_refs=new((n_keyframes,), torch.int32),
             published=new((2, streams, dt.N_PUBLISHED), torch.int32, NONE),
-            counters=new((4,), torch.int64),
             tails=new((streams,), torch.int64, dt.NO_TAIL),
-            scratch=new((streams, padded(shape.frame_bytes) + 64), torch.uint8),
+            counters=new((4,), torch.int64),
         )
-        state = self._with_report(tables)
-        state.report[:, dt.REPORT_SPARE] = n_keyframes
-        return state
+        report = torch.tensor([0, dt.NO_TAIL, n_keyframes, 0, 0])
+        return self._with_report(tables, report)
 
     def _new_heap(self, capacity: int) -> torch.Tensor:
         nbytes = max(capacity // 8, 1) * 8 + dt.SLACK
@@ -98,17 +127,23 @@ class DeviceMemory:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def _with_report(self, tables: DeviceTables, report: torch.Tensor | None = None) -> DeviceState:
-        """``tables`` with a new report, a copy of ``report``."""
-        new = torch.zeros((self.n_streams, dt.N_REPORT), dtype=torch.int64) if report is None else report.clone()
+    def _with_report(self, tables: DeviceTables, report: torch.Tensor) -> DeviceState:
+        """``tables`` with a copy of ``report``."""
+        new = report.clone()
         if self.device.type == "cuda":
             new = new.pin_memory()
         return DeviceState(tables, new, new.numpy())
 
+    def addresses(self, tables: DeviceTables) -> list[int]:
+        """What the reading kernel looks up, in the order of the ``ADDRESS_`` constants."""
+        found = [t.data_ptr() for t in (tables.heap, tables.entries, tables.keyframes, tables.keyframe_rows)]
+        return [*found, tables.n_slots - 1]
+
     def copy_for_write(self, state: DeviceState) -> DeviceState:
         """Tables to write a step to, of which nothing is kept if it does not fit."""
-        tables = {name: table if name in _SHARED else table.clone() for name, table in state.tables._asdict().items()}
-        return self._with_report(DeviceTables(**tables))
+        # a write changes the heap only where nothing is stored
+        tables = {name: table if name == "heap" else table.clone() for name, table in state.tables._asdict().items()}
+        return self._with_report(DeviceTables(**tables), state.report)
 
     def to_host(self, state: DeviceState) -> DeviceState:
         """A copy in host memory."""
@@ -124,69 +159,7 @@ class DeviceMemory:
             placed["heap"] = placed["heap"].cpu().pin_memory()
         return self._with_report(DeviceTables(**placed), torch.from_numpy(np.array(report)))
 
-    # ---- the heap ----
-
-    def max_advance(self, n_launches: int) -> int:
-        """Bytes by which ``n_launches`` writes can move the end of the heap at most."""
-        shape = self.shape
-        per_launch = self.n_sets * shape.stack * (shape.frame_bytes + 4)
-        # plus the open segments, and what is skipped at the seam
-        return self.n_streams * (n_launches * per_launch + 3 * shape.stage_bytes)
-
-    def _segments_in_use(self, tables: DeviceTables) -> torch.Tensor:
-        """Indices of the segments that a step refers to, the open ones included."""
-        per_stream = self.shape.segments_per_stream
-        rows = tables.streams.cpu().numpy()
-        segments = [
-            stream * per_stream + np.arange(row[dt.FLOOR], row[dt.OPENED]) % per_stream
-            for stream, row in enumerate(rows)
-        ]
-        return torch.from_numpy(np.concatenate(segments)).to(tables.starts.device)
-
-    def _sealed_segments(self, tables: DeviceTables) -> torch.Tensor:
-        """Indices of the segments that a step refers to in the heap, in the order of their positions."""
-        segments = self._segments_in_use(tables)
-        segments = segments[tables.starts[segments] >= 0]
-        return segments[torch.argsort(tables.starts[segments])]
-
-    def live_bytes(self, tables: DeviceTables) -> int:
-        """Bytes of the heap that a step refers to."""
-        return int(tables.lengths[self._sealed_segments(tables)].sum())
-
-    def repack(self, state: DeviceState, capacity: int, launch: int) -> DeviceState:
-        """The state with all live segments in a row, in a new heap; ``launch`` is the number of the last write."""
-        tables = state.tables
-        segments = self._sealed_segments(tables)
-        lengths = tables.lengths[segments].to(torch.int64)
-        ends = torch.cumsum(lengths, 0)
-        begins = ends - lengths
-        old = tables.starts[segments] % capacity_of(tables)
-        heap = self._new_heap(capacity)
-        for first in range(0, len(segments), _REPACK_CHUNK):
-            part = slice(first, first + _REPACK_CHUNK)
-            shift = torch.repeat_interleave(old[part] - begins[part], lengths[part])
-            low, high = int(begins[first]), int(ends[part][-1])
-            source = torch.arange(low, high, device=self.device) + shift
-            heap[low:high] = tables.heap[source.to(tables.heap.device)]
-        head = int(ends[-1]) if len(ends) else 0
-        starts, counters = tables.starts.clone(), tables.counters.clone()
-        starts[segments] = begins
-        counters[dt.HEAD] = head
-        tails = self._tails(tables.streams, starts)
-        packed = tables._replace(heap=heap, starts=starts, counters=counters, tails=tails.to(self.device))
-        new = self._with_report(packed, state.report)
-        new.report[:, dt.REPORT_HEAD], new.report[:, dt.REPORT_TAIL] = head, tails
-        new.report[:, dt.REPORT_LAUNCH] = launch
-        return new
-
-    def _tails(self, streams: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """The oldest heap position that each stream needs."""
-        per_stream = self.shape.segments_per_stream
-        rows = streams.cpu()
-        oldest = torch.arange(self.n_streams) * per_stream + rows[:, dt.FLOOR] % per_stream
-        first_starts = starts.cpu()[oldest]
-        is_sealed = (rows[:, dt.FLOOR] < rows[:, dt.OPENED]) & (first_starts >= 0)
-        return torch.where(is_sealed, first_starts, dt.NO_TAIL)
+    # ---- growing ----
 
     def add_keyframes(self, state: DeviceState) -> DeviceState:
         """The state with half as many keyframes again; they are copied on the device, without waiting.
@@ -194,8 +167,8 @@ class DeviceMemory:
         The report, which both states share, says so until the next write.
         """
         tables = state.tables
-        n_added = max(tables.keyframe_refs.numel() // 2, 2 * self.n_streams)
-        state.report[:, dt.REPORT_SPARE] = n_added
+        n_added = max(tables.keyframe_refs.numel() // 2, self.n_streams // 8 + 16)
+        state.report[dt.REPORT_SPARE] = n_added
         pad = torch.nn.functional.pad
         return state._replace(
             tables=tables._replace(
@@ -204,22 +177,93 @@ class DeviceMemory:
             )
         )
 
+    def add_slots(self, state: DeviceState) -> DeviceState:
+        """The state with twice as many slots for segments; they are copied on the device, without waiting."""
+        tables, numbers = state.tables, self.shape.n_numbers
+        n_slots = 2 * tables.n_slots
+        # the newest segment of each new slot; where it is older than all in use, anything will do
+        slot = torch.arange(n_slots, device=self.device)
+        newest = tables.streams[:, dt.OPENED, None] - 1
+        source = (newest - (newest - slot) % n_slots) % numbers % tables.n_slots
+        return state._replace(
+            tables=tables._replace(
+                entries=tables.entries.gather(1, source[..., None].expand(-1, -1, self.shape.per_segment)),
+                starts=tables.starts.gather(1, source),
+                keyframes=tables.keyframes.gather(1, source),
+            )
+        )
+
+    # ---- the heap ----
+
+    def _segments_in_use(self, tables: DeviceTables) -> torch.Tensor:
+        """Which slots hold segments that a step refers to: ``[stream, slot]``."""
+        opened, floor = tables.streams[:, dt.OPENED, None], tables.streams[:, dt.FLOOR, None]
+        slot = torch.arange(tables.n_slots, device=tables.streams.device)
+        age = (opened - 1 - slot) % tables.n_slots
+        return age < (opened - floor) % self.shape.n_numbers
+
+    def _frames_in_use(self, tables: DeviceTables) -> _Frames:
+        entries = torch.where(self._segments_in_use(tables)[..., None], tables.entries, 0).flatten()
+        indices = torch.nonzero(entries & _LENGTH).flatten()
+        found = entries[indices]
+        # a position from an offset: less than the capacity before the end
+        before = tables.counters[dt.HEAD] - 1
+        starts = before - (before - (found >> dt.LENGTH_BITS)) % capacity_of(tables)
+        order = torch.argsort(starts)
+        return _Frames(indices[order], starts[order], found[order] & _LENGTH)
+
+    def live_bytes(self, tables: DeviceTables) -> int:
+        """Bytes of the heap that a step refers to."""
+        return int(self._frames_in_use(tables).lengths.sum())
+
+    def repack(self, state: DeviceState, capacity: int, launch: int) -> DeviceState:
+        """The state with all live frames in a row, in a new heap; ``launch`` is the number of the last write."""
+        tables = state.tables
+        frames = self._frames_in_use(tables)
+        ends = torch.cumsum(frames.lengths, 0)
+        begins = ends - frames.lengths
+        heap = self._new_heap(capacity)
+        old = frames.starts % capacity_of(tables)
+        for first in range(0, len(ends), _REPACK_CHUNK):
+            part = slice(first, first + _REPACK_CHUNK)
+            shift = torch.repeat_interleave(old[part] - begins[part], frames.lengths[part])
+            low, high = int(begins[first]), int(ends[part][-1])
+            source = torch.arange(low, high, device=self.device) + shift
+            heap[low:high] = tables.heap[source.to(tables.heap.device)]
+        head = int(ends[-1]) if len(ends) else 0
+        entries, counters = tables.entries.clone(), tables.counters.clone()
+        entries.view(-1)[frames.indices] = begins << dt.LENGTH_BITS | frames.lengths
+        counters[dt.HEAD] = head
+        starts = torch.full_like(tables.starts, head)
+        starts.view(-1).scatter_reduce_(0, frames.indices // self.shape.per_segment, begins, "amin")
+        tails = self._tails(tables, starts)
+        packed = tables._replace(heap=heap, entries=entries, starts=starts, tails=tails, counters=counters)
+        new = self._with_report(packed, state.report)
+        new.notes[[dt.REPORT_HEAD, dt.REPORT_TAIL, dt.REPORT_LAUNCH]] = head, int(tails.min()), launch
+        return new
+
+    def _tails(self, tables: DeviceTables, starts: torch.Tensor) -> torch.Tensor:
+        """The oldest heap position that each stream needs."""
+        floor = tables.streams[:, dt.FLOOR]
+        oldest = starts.gather(1, (floor % tables.n_slots)[:, None])[:, 0]
+        return torch.where(floor == tables.streams[:, dt.OPENED], dt.NO_TAIL, oldest)
+
     def clear(self, state: DeviceState, launch: int) -> None:
         """Forget every observation in place; keyframes and memory stay. May be interrupted and run again."""
-        tables, report = state.tables, state.report
+        tables = state.tables
         rows, n_keyframes = tables.streams, tables.keyframe_refs.numel()
         held = rows[:, dt.HELD : dt.HELD + dt.N_HELD].flatten()
         # the entry past the end counts what is not held
         refs = torch.zeros(n_keyframes + 1, dtype=torch.int32, device=self.device)
         refs.index_add_(0, torch.where(held >= 0, held, n_keyframes), torch.ones_like(held).int())
-        rows[:, dt.OPEN] = -1
         rows[:, dt.FLOOR] = rows[:, dt.OPENED]
         tables.frame_ids.zero_()
         tables.recent_ids.fill_(NONE)
         tables.tails.fill_(dt.NO_TAIL)
         tables.counters.zero_()
         tables.keyframe_refs.copy_(refs[:-1])
-        report[:, dt.REPORT_HEAD], report[:, dt.REPORT_TAIL], report[:, dt.REPORT_LAUNCH] = 0, dt.NO_TAIL, launch
+        spare = state.notes[dt.REPORT_SPARE]
+        state.notes[:] = 0, dt.NO_TAIL, spare, 0, launch
 
     # ---- checking ----
 
@@ -229,12 +273,13 @@ class DeviceMemory:
         tables = DeviceTables(*(table.cpu() for table in state.tables))
         self._check_heap(tables)
         shape, rows = self.shape, tables.streams
-        ids = tables.frame_ids[tables.frame_ids > 0] - 1
-        segments = torch.div(ids, shape.per_segment, rounding_mode="floor")
-        stream = torch.div(segments, shape.segments_per_stream, rounding_mode="floor")
-        age = (rows[stream, dt.OPENED] - 1 - segments % shape.segments_per_stream) % shape.segments_per_stream
-        if bool((age >= (rows[:, dt.OPENED] - rows[:, dt.FLOOR])[stream]).any()):
+        ids = tables.frame_ids.view(-1, self.n_streams, shape.stack).long() - 1
+        age = (rows[:, dt.OPENED, None] - 1 - ids // shape.per_segment) % shape.n_numbers
+        n_segments = (rows[:, dt.OPENED] - rows[:, dt.FLOOR]) % shape.n_numbers
+        if bool(((ids >= 0) & (age >= n_segments[:, None])).any()):
             raise AssertionError("an observation refers to a frame in a freed segment")
+        if int(n_segments.max()) > tables.n_slots:
+            raise AssertionError("a stream uses more segments than there are slots")
         used = tables.keyframes[self._segments_in_use(tables)]
         held = rows[:, dt.HELD : dt.HELD + dt.N_HELD].flatten().int()
         references = torch.cat([used, held])
@@ -243,15 +288,15 @@ class DeviceMemory:
             raise AssertionError("the reference counts of the keyframes are wrong")
 
     def _check_heap(self, tables: DeviceTables) -> None:
-        segments = self._sealed_segments(tables)
-        if not len(segments):
+        _, starts, lengths = self._frames_in_use(tables)
+        if not len(starts):
             return
-        starts, lengths = tables.starts[segments], tables.lengths[segments]
         ends = starts + lengths
         head, capacity = int(tables.counters[dt.HEAD]), capacity_of(tables)
         if bool((ends[:-1] > starts[1:]).any()) or int(ends[-1]) > head:
-            raise AssertionError("segments overlap, or exceed the end of the heap")
-        if head - int(starts[0]) > capacity:
-            raise AssertionError("the end of the heap has overwritten its beginning")
+            raise AssertionError("frames overlap, or exceed the end of the heap")
         if bool((starts % capacity + lengths > capacity).any()):
-            raise AssertionError("a segment crosses the end of the ring")
+            raise AssertionError("a frame crosses the end of the ring")
+        tails = self._tails(tables, tables.starts)
+        if not torch.equal(tails, tables.tails) or int(tails.min()) > int(starts[0]):
+            raise AssertionError("the oldest positions that streams need are wrong")

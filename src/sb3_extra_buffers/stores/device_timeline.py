@@ -344,6 +344,10 @@ class DeviceTimelineStore(DeviceStore):
         return out
 
     @property
+    def can_be_captured(self) -> bool:
+        return self._triton
+
+    @property
     def can_read_batch(self) -> bool:
         return self._triton and self.ring.spec.nbytes > 0
 

@@ -152,8 +152,8 @@ class Staging:
             return self._blocks[-1]
         self._turn = (self._turn + 1) % self.depth
         block = self._blocks[self._turn]
-        if pinned:
-            block.copied.synchronize()  # usually done long ago
+        if pinned and not block.copied.query():
+            block.copied.synchronize()  # rare: usually done long ago
         if block.memory.numel() < nbytes:
             block = self._blocks[self._turn] = _Block(nbytes, pinned)
         return block

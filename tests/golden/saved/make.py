@@ -67,6 +67,9 @@ MAKERS: dict[str, Golden] = {
     "recurrent-dict-rollout": buffer("recurrent-dict-rollout"),
     "gpu-replay": buffer("gpu-frames"),
     "gpu-replay-rle": buffer("gpu-rle"),
+    "gpu-n-step-replay": buffer("gpu-n-step"),
+    "gpu-prioritized-replay": buffer("gpu-prioritized"),
+    "gpu-her-replay": buffer("gpu-her"),
     "gpu-rollout": buffer("gpu-frames-rollout"),
 }
 

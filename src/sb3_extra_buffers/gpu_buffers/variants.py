@@ -1,0 +1,284 @@
+"""`GpuReplayBuffer` with n-step returns, with priorities, and with hindsight goals."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch as th
+from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer
+from stable_baselines3.common.type_aliases import DictReplayBufferSamples
+from stable_baselines3.common.vec_env import VecNormalize
+from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
+
+from sb3_extra_buffers._sb3.algorithm import check_n_steps
+from sb3_extra_buffers._sb3.her import HerEpisodes
+from sb3_extra_buffers._sb3.prioritized import Priorities, PrioritizedReplayBufferSamples
+from sb3_extra_buffers._sb3.sum_tree import SumTree
+from sb3_extra_buffers.arguments import as_array, check_count
+from sb3_extra_buffers.errors import ArgumentError
+from sb3_extra_buffers.gpu_buffers.base import BaseGpuBuffer
+from sb3_extra_buffers.gpu_buffers.replay_buffer import GpuReplayBuffer
+from sb3_extra_buffers.stores.device_base import IndexBatch
+from sb3_extra_buffers.stores.staging import Lease
+
+__all__ = ["GpuHerReplayBuffer", "GpuNStepReplayBuffer", "GpuPrioritizedReplayBuffer"]
+
+# the arguments of `GpuReplayBuffer` that SB3's HER buffer does not know
+_OPTIONS = frozenset({
+    "dtypes", "normalize_images", "compression_method", "compression_kwargs", "decompression_kwargs", "output_dtype",
+    "buffer_device", "heap_bytes", "max_slot_bytes", "prefer", "sampling",
+})  # fmt: skip
+
+
+class NStepBatches(GpuReplayBuffer):
+    """Computes n-step returns on the device, bit-identical to those of SB3's `NStepReplayBuffer`."""
+
+    #: Whether samples have discounts even with ``n_steps=1``, as those of SB3's class have.
+    _is_n_step_class = False
+    n_steps: int
+    gamma: float
+
+    def _set_n_steps(self, n_steps: int, gamma: float) -> None:
+        self.n_steps, self.gamma = check_count(n_steps, "n_steps"), gamma
+        check_n_steps(self)
+
+    def _make_batch(self, indices: th.Tensor, lease: Lease | None, env: VecNormalize | None) -> Any:
+        if self.n_steps == 1 and not self._is_n_step_class:
+            return super()._make_batch(indices, lease, env)
+        if lease is not None:
+            (indices,) = self._staging.send(lease)
+        n_steps, n_envs, n_obs = self.n_steps, self.n_envs, self.buffer_size * self.n_envs
+        first, offsets = indices[0], th.arange(n_steps, device=indices.device)
+        ahead = (first[:, None] + offsets * n_envs) % n_obs  # (batch_size, n_steps)
+        numbers = self._current_table().numbers_at(ahead)
+        rewards, dones, timeouts = numbers[..., 0], numbers[..., 1], numbers[..., 2]
+        # the step after the newest one is the oldest one
+        newest = (self.pos - 1) % self.buffer_size
+        is_last = (dones != 0) | (timeouts != 0) | (ahead // n_envs == newest)
+        is_last[:, -1] = True
+        n_more = is_last.int().argmax(dim=1, keepdim=True)
+        if env is not None:
+            rewards = self.to_torch(self._normalize_reward(rewards.cpu().numpy(), env))
+        powers = _powers(self.gamma, n_steps, indices.device)
+        parts = rewards * powers[:-1] * (offsets <= n_more)
+        ends = ahead.gather(1, n_more)[:, 0]
+        batch = super()._make_batch(th.stack((first, ends + n_obs)), None, env)
+        ended = dones.gather(1, n_more) * (1 - timeouts.gather(1, n_more))
+        returns = _sum_as_numpy(parts)
+        return batch._replace(dones=ended, rewards=returns, discounts=powers[(n_more + 1)[:, 0]][:, None])
+
+
+@lru_cache
+def _powers(gamma: float, n_steps: int, device: th.device) -> th.Tensor:
+    """``gamma`` to the power of 0 to ``n_steps``, as NumPy computes them."""
+    return th.from_numpy(np.asarray(gamma ** np.arange(n_steps + 1, dtype=np.float32), np.float32)).to(device)
+
+
+def _sum_as_numpy(parts: th.Tensor) -> th.Tensor:
+    """The sum of each row ``[n, 1]``, added in NumPy's order: eight partial sums, if there are that many columns."""
+    columns = list(parts.unbind(1))
+    total: th.Tensor | None = None
+    if len(columns) >= 8:
+        whole = len(columns) // 8 * 8
+        sums = columns[:8]
+        for i in range(8, whole):
+            sums[i % 8] = sums[i % 8] + columns[i]
+        total = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]))
+        columns = columns[whole:]
+    for column in columns:
+        total = column if total is None else total + column
+    assert total is not None
+    return total[:, None]
+
+
+class GpuNStepReplayBuffer(NStepReplayBuffer, NStepBatches):
+    """SB3's `NStepReplayBuffer`, also for Dict spaces, with everything on a Torch device.
+
+    Takes the arguments of `GpuReplayBuffer`; ``n_steps`` and ``gamma`` must be those of the algorithm.
+
+    Examples:
+        >>> from stable_baselines3 import DQN
+        >>> from sb3_extra_buffers.gpu_buffers import GpuNStepReplayBuffer
+        >>> model = DQN("MlpPolicy", "CartPole-v1", n_steps=3, replay_buffer_class=GpuNStepReplayBuffer)
+        >>> model.replay_buffer.n_steps
+        3
+    """
+
+    _is_n_step_class = True
+
+    def __init__(self, *args: Any, n_steps: int = 3, gamma: float = 0.99, **kwargs: Any) -> None:
+        super().__init__(*args, n_steps=check_count(n_steps, "n_steps"), gamma=gamma, **kwargs)
+        self._set_n_steps(n_steps, gamma)
+
+    # not NStepReplayBuffer's, which reads arrays
+    _get_samples = GpuReplayBuffer._get_samples
+
+
+class GpuPrioritizedReplayBuffer(Priorities, NStepBatches):
+    """Prioritised `GpuReplayBuffer` (Schaul et al., 2016), also for Dict spaces; priorities are on the host.
+
+    Takes the arguments of `GpuReplayBuffer` other than ``sampling``, and those of `CompressedPrioritizedReplayBuffer`:
+
+    Args:
+        alpha: How much priorities count: 0 samples uniformly, 1 in proportion to TD errors.
+        beta: How far importance weights correct that bias: a number, a pair of first and last value, or a function of
+            ``progress_remaining``, which goes from 1 to 0.
+        epsilon: Added to every TD error, so that every transition can be drawn again.
+        n_steps: Number of steps of an n-step return; 1 for ordinary transitions.
+        gamma: Discount factor of n-step returns.
+
+    Examples:
+        >>> from stable_baselines3 import DQN
+        >>> from sb3_extra_buffers.compressed import prioritized
+        >>> from sb3_extra_buffers.gpu_buffers import GpuPrioritizedReplayBuffer
+        >>> model = prioritized(DQN)(
+        ...     "MlpPolicy", "CartPole-v1", buffer_size=1000, replay_buffer_class=GpuPrioritizedReplayBuffer
+        ... )
+        >>> model.learn(50).replay_buffer.sample(32).weights.shape
+        torch.Size([32, 1])
+    """
+
+    def __init__(self, *args: Any, n_steps: int = 1, gamma: float = 0.99, **kwargs: Any) -> None:
+        if "sampling" in kwargs:
+            raise ArgumentError("a prioritised buffer draws indices by priority; leave sampling out")
+        self.n_added = 0
+        super().__init__(*args, **kwargs)
+        self._set_n_steps(n_steps, gamma)
+        self._tree = SumTree(self.buffer_size * self.n_envs)
+
+    def _after(self, position: int) -> dict[str, Any]:
+        return {**super()._after(position), "n_added": self.n_added + 1}
+
+    def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
+        """Draw ``batch_size`` transitions by their priorities, normalised by ``env`` if given."""
+        batch_size = check_count(batch_size, "batch_size", 0)
+        with self._lock:
+            self._recover()
+            steps, envs, weights, indices = self._draw(batch_size)
+            samples = tuple(self._samples_at(steps, envs, env))
+        (on_device,) = self._staging.upload([weights])
+        return PrioritizedReplayBufferSamples._make((*samples, on_device, indices))
+
+    def check(self) -> None:
+        """Raise `AssertionError` if the tables of a store, or priorities and transitions, contradict each other."""
+        BaseGpuBuffer.check(self)
+        Priorities.check(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            state = super().__getstate__()
+            state["_tree"] = self._tree.frozen()
+        return state
+
+
+class _WithOptions(GpuReplayBuffer, DictReplayBuffer):
+    """Takes the options of `GpuReplayBuffer` from an attribute, ahead of a constructor that would not pass them on."""
+
+    _options: dict[str, Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, **vars(self).pop("_options")})
+
+
+class _ReachedGoals:
+    """``next_observations`` of a HER buffer, of which SB3 reads the goals that were reached."""
+
+    def __init__(self, buffer: GpuHerReplayBuffer, key: str = "") -> None:
+        self._buffer, self._key = buffer, key
+
+    def __getitem__(self, where: Any) -> Any:
+        if isinstance(where, str):
+            return _ReachedGoals(self._buffer, where)
+        return self._buffer._read_next(self._key, *where[:2])
+
+
+class GpuHerReplayBuffer(HerEpisodes, HerReplayBuffer, _WithOptions):
+    """SB3's `HerReplayBuffer` with observations on a Torch device; new goals and rewards are computed on the host.
+
+    Takes the arguments of `HerReplayBuffer` and of `GpuReplayBuffer`, other than ``sampling``.
+
+    Examples:
+        >>> from stable_baselines3 import DQN
+        >>> from stable_baselines3.common.envs import BitFlippingEnv
+        >>> from sb3_extra_buffers.gpu_buffers import GpuHerReplayBuffer
+        >>> env = BitFlippingEnv(n_bits=4, continuous=False)
+        >>> model = DQN("MultiInputPolicy", env, replay_buffer_class=GpuHerReplayBuffer, learning_starts=20)
+        >>> model.learn(30).replay_buffer.sample(8).observations["desired_goal"].shape
+        torch.Size([8, 4])
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if "sampling" in kwargs:
+            raise ArgumentError("hindsight goals are drawn on the host; leave sampling out")
+        self._options = {name: kwargs.pop(name) for name in _OPTIONS & kwargs.keys()}
+        super().__init__(*args, **kwargs)
+        # SB3 makes a dict for each transition of the capacity, 64 bytes each
+        self.infos = np.full(self.infos.shape, {}, dtype=object)
+
+    @property
+    def next_observations(self) -> Any:  # type: ignore[override]  # SB3 only reads it
+        """What SB3 reads goals from."""
+        return _ReachedGoals(self)
+
+    def _read_next(self, key: str, steps: npt.NDArray[Any], envs: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Next observations of ``key`` at ``(steps[i], envs[i])``, on the host and as they were added."""
+        store = self.obs_stores[key]
+        indices = (self.buffer_size + np.asarray(steps, np.int64)) * self.n_envs + envs
+        array: npt.NDArray[Any] = store.read(IndexBatch(indices[None]))[0].cpu().numpy()
+        return array.astype(self._dtypes[key][0]) if key in self._dtypes else array
+
+    def add(self, *args: Any, **kwargs: Any) -> None:
+        """Add one step of every environment; after any exception, all of it was added or nothing."""
+        # not HerReplayBuffer's, which changes episodes before the step is checked: `_step_added` does the same
+        GpuReplayBuffer.add(self, *args, **kwargs)
+
+    def _extra(self, position: int, done: Any, infos: Any) -> Any:
+        return self._plan_episodes(position, as_array(done, "done"), infos)
+
+    def sample(self, batch_size: int, env: Any = None) -> Any:
+        """Draw ``batch_size`` transitions of complete episodes, some of them with goals that were reached later.
+
+        ``env`` normalises the batch if it is a `VecNormalize`.
+        """
+        batch_size = check_count(batch_size, "batch_size", 0)
+        # goals come from whole episodes: the lock keeps other threads from overwriting them meanwhile
+        with self._lock:
+            self._recover()
+            self._check_episodes()
+            return super().sample(batch_size, env)
+
+    def _get_real_samples(self, batch_indices: Any, env_indices: Any, env: Any = None) -> Any:
+        return self._samples_at(batch_indices, env_indices, env)
+
+    def _get_virtual_samples(self, batch_indices: Any, env_indices: Any, env: Any = None) -> Any:
+        batch = self._samples_at(batch_indices, env_indices, None)
+        infos: Any = [{} for _ in range(len(batch_indices))]
+        if self.copy_info_dict:
+            infos = np.array([dict(info) for info in self.infos[batch_indices, env_indices]], dtype=object)
+        goals = self._sample_goals(batch_indices, env_indices)
+        reached = self._read_next("achieved_goal", batch_indices, env_indices)
+        assert self.env is not None, "a HerReplayBuffer needs an env to compute rewards: call set_env()"
+        rewards = self.env.env_method("compute_reward", reached, goals, infos, indices=[0])[0].astype(np.float32)
+        on_device = self._convert(self.to_torch(goals))
+        obs, next_obs = ({**part, "desired_goal": on_device} for part in (batch.observations, batch.next_observations))
+        if env is not None:
+            obs, next_obs = self._normalized(obs, env), self._normalized(next_obs, env)
+        rewards = self.to_torch(self._normalize_reward(rewards.reshape(-1, 1), env))
+        return DictReplayBufferSamples(obs, batch.actions, next_obs, batch.dones, rewards)
+
+    def _clear_columns(self) -> None:
+        self.ep_length[...] = 0
+        self._current_ep_start[...] = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            state = BaseGpuBuffer.__getstate__(self)
+            del state["env"]  # as HerReplayBuffer does
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        GpuReplayBuffer.__setstate__(self, state)
+        self.env = None
