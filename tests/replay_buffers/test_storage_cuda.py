@@ -23,6 +23,7 @@ from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorag
 from sb3_extra_buffers.replay_buffers.experience_memory import ReplayBuffer
 from sb3_extra_buffers.stores import device_base
 from sb3_extra_buffers.stores.device_frames import DeviceFrameStore
+from tests.gpu import never_waits, noting
 from tests.replay_buffers.trajectories import SIDE, STACK, assert_same, steps, trajectory
 
 on_gpu = pytest.param(
@@ -129,16 +130,11 @@ def test_extending_and_reading_never_wait_for_the_gpu(method: str) -> None:
     storage.get(index)
     given = [step.clone() for step in data[70:]]
     torch.cuda.synchronize()
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-            for step in given:
-                ours.extend(step)
-            found = storage.get(index)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-    names = [event.key for event in profiled.key_averages()]
+    names: list[str] = []
+    with noting(names), never_waits():
+        for step in given:
+            ours.extend(step)
+        found = storage.get(index)
     assert names
     assert not any("DtoH" in name or "HtoD" in name for name in names), names
     for step in data[70:]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pickle
@@ -21,7 +22,9 @@ from sb3_extra_buffers.errors import IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.stores.device_base import DevicePlace, DeviceRing, IndexBatch
 from sb3_extra_buffers.stores.device_timeline import DeviceTimelineStore
 from sb3_extra_buffers.stores.layout import StackLayout
+from tests.gpu import never_waits, noting
 from tests.stores.test_device_columns import check_columns, random_columns
+from tests.torture.interrupts import Injector
 
 pytestmark = pytest.mark.same_without_extras
 
@@ -46,6 +49,7 @@ LAYOUTS = {
     "number": StackLayout(ObsSpec((), np.dtype(np.int64))),
     "odd": StackLayout(ObsSpec((7,), BYTE)),
     "doubles": StackLayout(ObsSpec((5,), np.dtype(np.float64))),
+    "flags": StackLayout(ObsSpec((4, 6), np.dtype(np.bool_)), 4, "first"),
     "camera": StackLayout(ObsSpec((3, 40, 37), BYTE)),
     "stack": StackLayout(ObsSpec((4, 12, 12), BYTE), 4, "first"),
     "odd stack": StackLayout(ObsSpec((3, 5, 7), BYTE), 3, "first"),
@@ -71,7 +75,8 @@ class Episodes:
         self.stacks = [self._first() for _ in range(n_streams)]
 
     def _frame(self) -> Array:
-        return self.random.integers(0, 256, self.layout.frame_bytes).astype(np.uint8)
+        limit = 2 if self.layout.spec.dtype == np.bool_ else 256
+        return self.random.integers(0, limit, self.layout.frame_bytes).astype(np.uint8)
 
     def _first(self) -> list[Array]:
         frame, stack = self._frame(), self.layout.stack
@@ -257,6 +262,43 @@ def test_a_cleared_store_is_empty_and_can_be_filled_again(name: str, place: tupl
         model.check()
 
 
+@pytest.mark.parametrize("as_tensors", [False, True])
+@pytest.mark.parametrize("name", ["vector", "stack"])
+def test_an_interrupted_step_is_stored_as_a_whole_or_not_at_all(name: str, as_tensors: bool) -> None:
+    layout = LAYOUTS[name]
+    store = make(layout, 5, 2, 2, ("cpu", False, False))
+    episodes = Episodes(layout, 2, p_end=0.4)
+    for i in range(8):
+        store.write(i % 5, episodes.step())
+    saved, before = pickle.dumps(store), contents(store)
+    given: list[list[Any]] = [episodes.step() for _ in range(2)]
+    if as_tensors:
+        given = [[torch.from_numpy(batch) for batch in sets] for sets in given]
+    with Injector() as counter:
+        store.write(3, given[0])
+    after = contents(store)
+    store.write(4, given[1])
+    later, seen = contents(store), set()
+    for point in range(1, counter.count, max(counter.count // 150, 1)):
+        again = pickle.loads(saved)
+        injector = Injector(point, KeyboardInterrupt())
+        with contextlib.suppress(KeyboardInterrupt), injector:
+            again.write(3, given[0])
+        if not injector.where:
+            break
+        found = contents(again)
+        is_whole = np.array_equal(as_bytes(found), as_bytes(after))
+        assert is_whole or np.array_equal(as_bytes(found), as_bytes(before)), injector.where
+        seen.add(is_whole)
+        again.check()
+        if not is_whole:
+            again.write(3, given[0])
+        again.write(4, given[1])
+        again.check()
+        np.testing.assert_array_equal(as_bytes(contents(again)), as_bytes(later), injector.where)
+    assert seen == {False, True}
+
+
 def odd_steps(layout: StackLayout, n_streams: int, kind: str, seed: int = 0) -> Iterator[list[Array]]:
     """Transitions that are not those of episodes."""
     random = np.random.default_rng(seed)
@@ -362,16 +404,11 @@ def test_writing_and_reading_tensors_never_waits_for_the_gpu(name: str, place: t
         model.store.write(i, steps[i])  # compile
     model.store.read(IndexBatch(None, indices), out)
     torch.cuda.synchronize()
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-            for i in range(3, 60):
-                model.store.write(i % 40, steps[i])
-            model.store.read(IndexBatch(None, indices), out)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-    names = [event.key for event in profiled.key_averages()]
+    names: list[str] = []
+    with noting(names), never_waits():
+        for i in range(3, 60):
+            model.store.write(i % 40, steps[i])
+        model.store.read(IndexBatch(None, indices), out)
     assert any("write" in name for name in names)
     assert not any("DtoH" in name or "HtoD" in name for name in names), names
     for i in range(60):

@@ -11,6 +11,7 @@ import torch
 
 from sb3_extra_buffers.errors import GraphCaptureError
 from sb3_extra_buffers.tensor_buffers import TensorReplayBuffer, tables
+from tests.gpu import never_waits
 from tests.tensor_buffers.test_replay_buffer import DEVICES, SHAPE, SPECS, assert_is_of, equal, make, on_device
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -183,16 +184,13 @@ def test_nothing_waits_for_the_gpu(device: str, method: str, options: dict[str, 
     if buffer.alpha is not None:
         buffer.update_priorities(out["indices"], out["rewards"])
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waits():
         for step in steps[10:]:
             buffer.add(step)
             buffer.sample(64, out=out)
             buffer.sample(64)
             if buffer.alpha is not None:
                 buffer.update_priorities(out["indices"], out["rewards"])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])

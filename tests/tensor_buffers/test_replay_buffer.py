@@ -163,6 +163,11 @@ def test_a_batch_is_written_to_given_tensors(device: str, options: dict[str, Any
     assert {name: tensor.data_ptr() for name, tensor in filled.items()} == addresses
     twin.sample(16)
     assert equal(filled, twin.sample(16))
+    for _ in range(2):
+        assert equal(buffer.sample(16, out=apart), twin.sample(16))
+    assert equal(buffer.sample(16, out=out), twin.sample(16))
+    with pytest.raises(SpecMismatchError, match=r"\(15, 4, 12, 10\)"):
+        buffer.sample(15, out=out)
     assert equal(buffer.sample(16, out=apart), twin.sample(16))
     assert_is_of(apart, game, ["rewards", "dones", "logits"])
 

@@ -147,7 +147,7 @@ class _StreamWriter:
         return int((int(self.row[dt.OPENED]) - number) % self.shape.n_numbers)
 
     def _slot(self, number: int) -> int:
-        return number % self.tables.entries.shape[1]
+        return int(number % self.tables.entries.shape[1])
 
     def write(self, sets: npt.NDArray[np.uint8]) -> None:
         tables, row, stream, job, shape = self.tables, self.row, self.stream, self.job, self.shape

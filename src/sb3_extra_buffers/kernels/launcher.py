@@ -71,7 +71,10 @@ class Launcher:
         max_registers: int | None = None,
     ) -> None:
         self._kernel, self._device, self._key = kernel, device, key
-        self._options = {"num_warps": n_warps} | ({} if max_registers is None else {"maxnreg": max_registers})
+        # every product is rounded, as on the host
+        self._options: dict[str, Any] = {"num_warps": n_warps, "enable_fp_fusion": False}
+        if max_registers is not None:
+            self._options["maxnreg"] = max_registers
         self._tables, self._dtypes = tables, dtypes
         self._addresses = tuple(table.data_ptr() for table in tables)
         self._variants: dict[Any, Any] = {}

@@ -80,11 +80,12 @@ def _claim_kernel(
     error = tl.abs(tl.load(errors_ptr + item, mask=is_item, other=0).to(tl.float64))
     is_valid = _is_held(number, is_item, counts_ptr) & (error <= _MAX_ERROR)
     stamp = (tl.load(epoch_ptr) << 32) + item
-    tl.atomic_max(claims_ptr + tl.where(is_valid, number % n_leaves, 0), stamp, mask=is_valid)
+    tl.atomic_max(claims_ptr + tl.where(is_valid, number % n_leaves, 0), stamp, mask=is_valid, sem="relaxed")
     highest = tl.max(tl.where(is_valid, error + tl.load(options_ptr + 2), 0.0), axis=0)
-    tl.atomic_max(max_ptr, highest.to(tl.int64, bitcast=True))
+    bits = highest.to(tl.int64, bitcast=True)
+    tl.atomic_max(max_ptr, bits, mask=bits > tl.load(max_ptr), sem="relaxed")
     n_skipped = tl.sum((is_item & (is_valid == 0)).to(tl.int64), axis=0)
-    tl.atomic_add(skipped_ptr, n_skipped, mask=n_skipped > 0)
+    tl.atomic_add(skipped_ptr, n_skipped, mask=n_skipped > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["n_updates", "n_leaves"])

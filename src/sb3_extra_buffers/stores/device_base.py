@@ -293,7 +293,7 @@ class DeviceStore(ABC):
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether `read` with indices on the device may be part of a CUDA graph, and stays right while writes follow."""
+        """Whether a CUDA graph may contain `read` with indices on the device, and stays right while writes follow."""
         return False
 
     @property

@@ -98,19 +98,15 @@ class Pieces:
         self.addresses[piece].fill_(tensor.data_ptr())
         self._tensors[piece] = tensor
 
-    def address(self, row: int) -> int:
-        """Where a reserved row is."""
-        piece, offset = divmod(row, self.per_piece)
-        tensor = self._tensors[piece]
-        assert tensor is not None
-        return tensor.data_ptr() + offset * self.n_words * self.itemsize
-
-    def row(self, row: int) -> torch.Tensor:
-        """A reserved row."""
-        piece, offset = divmod(row, self.per_piece)
-        tensor = self._tensors[piece]
-        assert tensor is not None
-        return tensor[offset]
+    def put(self, rows: Slots, values: Array) -> None:
+        """Copy ``values``, bytes of a row each, to reserved rows."""
+        words = torch.from_numpy(np.ascontiguousarray(values)).view(self.dtype)
+        pieces, offsets = np.divmod(rows.astype(np.int64), self.per_piece)
+        for piece in np.unique(pieces).tolist():
+            tensor, here = self._tensors[piece], torch.from_numpy(np.flatnonzero(pieces == piece))
+            assert tensor is not None
+            to = torch.from_numpy(offsets)[here].to(tensor.device)
+            tensor[to] = words[here].to(tensor.device)
 
     def frozen(self) -> Pieces:
         """A copy in host memory, to be pickled."""

@@ -145,9 +145,7 @@ class DeviceTableStore(DeviceStore):
 
     def put(self, step: int, places: npt.NDArray[np.int32], outside: ByteRows, slots: Array) -> None:
         """Store the rows of a step that are outside of the table, and where each row of it is; idempotent."""
-        for row, slot in zip(outside, slots.tolist(), strict=True):
-            target = self._outside.row(slot)
-            target.view(torch.uint8).copy_(torch.from_numpy(np.array(row)))
+        self._outside.put(slots, outside)
         if not np.array_equal(self.places[:, step], places) or len(outside):
             self.device_places.view(*self.places.shape)[:, step] = torch.from_numpy(places).to(self.device)
             self.places[:, step] = places

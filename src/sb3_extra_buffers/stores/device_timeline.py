@@ -220,15 +220,11 @@ class DeviceTimelineStore(DeviceStore):
 
     def _take(self, batches: Sequence[Any]) -> _Staged:
         """Tensors on the device, of which the host knows nothing."""
-        words = tuple(self._as_words(batch.contiguous()) for batch in batches)
-        return _Staged(words, None, self._max_new == 0, self._max_new, None)
-
-    def _as_words(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous tensor as words, copied if it is not aligned."""
-        flat = tensor.view(-1).view(torch.uint8)
-        if tensor.data_ptr() % self._word.itemsize:
-            flat = flat.clone()
-        return flat.view(self._rows.dtype)
+        size = self._word.itemsize
+        batches = tuple(batch.contiguous() for batch in batches)
+        # a kernel reads words
+        aligned = tuple(batch.clone() if batch.data_ptr() % size else batch for batch in batches)
+        return _Staged(aligned, None, self._max_new == 0, self._max_new, None)
 
     def _stage(self, batches: Sequence[Any], last: Array | None) -> _Staged:
         """Copy arrays to memory that the device can read, and compare them with the last rows."""
@@ -292,6 +288,8 @@ class DeviceTimelineStore(DeviceStore):
 
     def _reserve_side_rows(self, max_new: int) -> None:
         """Map side rows for a write that takes at most ``max_new``; wait if very many may be taken already."""
+        if not self._max_new:
+            return
         count, n_rows = self._side.under_way(self._use)
         if count and n_rows + max_new > self._max_ahead and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()

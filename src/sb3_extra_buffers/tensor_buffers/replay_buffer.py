@@ -169,6 +169,8 @@ class TensorReplayBuffer(Transactional):
         self._scratch: dict[int, tuple[Scratch, list[torch.Tensor | None]]] = {}
         # scratch memory that a CUDA graph refers to is kept for ever
         self._captured: list[Any] = []
+        # the tensors that were filled last: how many transitions, and by name and as outputs
+        self._last_out: tuple[int, dict[str, torch.Tensor], Outputs] = (0, {}, Outputs([], [], []))
         self._tables = TransitionTables(settings, self._beta, self.device)
         self._layout, self._tree = self._tables.layout, self._tables.tree
         #: The fields other than observations, ``[step, env, ...]``.
@@ -299,9 +301,13 @@ class TensorReplayBuffer(Transactional):
             outs = layout.allocate(batch_size, lazily=self.device.type == "cpu")
             self._fill(outs, layout.allocate_scratch(batch_size))
             return layout.as_dict(outs)
-        layout.check(out, batch_size)
         scratch, spare = self._kept_scratch(batch_size)
-        outs = layout.outputs_in(out, spare)
+        last_size, tensors, outs = self._last_out
+        # fast path: skip the checks of tensors that were filled before
+        if batch_size != last_size or not _are_same(out, tensors):
+            layout.check(out, batch_size)
+            outs = layout.outputs_in(out, spare)
+            self._last_out = batch_size, dict(out), outs
         self._fill(outs, scratch)
         layout.copy_pairs(outs, out)
         return dict(out)
@@ -520,6 +526,14 @@ class _Step:
     ) -> None:
         self.position, self.plans, self.columns = position, plans, columns
         self.after = after  # attributes of the buffer once the step is written
+
+
+def _are_same(out: Any, tensors: dict[str, torch.Tensor]) -> bool:
+    return (
+        isinstance(out, dict)
+        and len(out) == len(tensors)
+        and all(out.get(name) is tensor for name, tensor in tensors.items())
+    )
 
 
 def _cannot_fail(plan: PlannedWrite) -> bool:
