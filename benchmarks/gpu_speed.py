@@ -60,7 +60,7 @@ def check(buffers: Mapping[str, Any]) -> None:
 
 def sample(report: Report, quick: bool) -> None:
     """``sample`` through SB3's class and of the tensor buffer, and the decoding kernels alone."""
-    device, n_steps, repeats = report.device, 300 if quick else 12_500, 5 if quick else 300
+    device, n_steps, repeats = report.device, 300 if quick else 6_000, 5 if quick else 300
     n_transitions = n_steps * N_ENVS
     report.setting = f"{GAME}, {n_transitions:,} transitions"
     names = ("sb3", "none", "delta", "delta, pinned", "rle", "zstd")

@@ -82,14 +82,14 @@ def ppo(report: Report, quick: bool) -> None:
     report.add(f"PPO, {n_envs} environments, iteration", "s", taken)
 
 
-# the example starts to train after 80,000 steps and prints its speed every 10,000; the first of these also compiles
-_DQN_STEPS, _DQN_START = 115_000, 90_000
+# the example prints its speed every 10,000 steps; before the first of these it also fills the buffer and compiles
+_DQN_STEPS, _DQN_FILL, _DQN_START = 35_000, 4_000, 10_000
 
 
 def dqn(report: Report, quick: bool) -> None:
     """Milliseconds per 1000 steps of a CleanRL-style DQN: its update as one CUDA graph, or with dense NumPy arrays."""
     steps = ["--buffer-size", "10000" if quick else "200000"]
-    steps += ["--quick"] if quick else ["--timesteps", str(_DQN_STEPS)]
+    steps += ["--quick"] if quick else ["--timesteps", str(_DQN_STEPS), "--learning-starts", str(_DQN_FILL)]
     report.setting = "Pong, 8 environments, 2 updates in batches of 32 every 8 steps"
     # the examples run in their own folder
     paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

@@ -56,7 +56,7 @@ def make_buffer(capacity: int, batch: int, device: str) -> Run:
         buffer.add({"obs": obs, "next_obs": obs, "rewards": rewards})
     buffer.update_priorities(torch.arange(capacity, device=device), errors_of(capacity, device))
     out = buffer.sample(batch)
-    check(out["indices"], capacity)
+    check(out["indices"], capacity, "the buffer")
     errors = errors_of(batch, device)
 
     def run() -> None:
@@ -89,7 +89,7 @@ def make_tree(capacity: int, batch: int, device: str) -> Run:
         tree.update(numbers, errors)
 
     tree.draw(uniform.uniform_(), leaves, numbers, weights)
-    check(numbers, capacity)
+    check(numbers, capacity, "the tree")
     return run
 
 
@@ -107,7 +107,7 @@ def make_theirs(capacity: int, batch: int, device: str) -> tuple[Run, str] | Non
     sampler.extend(every)
     sampler.update_priority(every, errors_of(capacity, place), storage=storage)
     errors = errors_of(batch, device)
-    check(sampler.sample(storage, batch)[0], capacity)
+    check(sampler.sample(storage, batch)[0], capacity, "TorchRL")
 
     def run() -> None:
         index, info = sampler.sample(storage, batch)
@@ -123,15 +123,15 @@ def errors_of(n: int, device: str) -> torch.Tensor:
     return (torch.rand(n, generator=torch.Generator().manual_seed(0)) + 0.1).to(device)
 
 
-def check(indices: Any, capacity: int) -> None:
+def check(indices: Any, capacity: int, whose: str) -> None:
     """End the run unless transitions are drawn about in proportion to their priorities to the power of alpha."""
     index = torch.as_tensor(indices).flatten().cpu()
     weights = (errors_of(capacity, "cpu") + EPSILON) ** ALPHA
     expected = float((weights**2).sum() / weights.sum())  # mean weight of a drawn transition
     if index.min() < 0 or index.max() >= capacity:
-        raise SystemExit("indices are out of range; nothing is timed")
+        raise SystemExit(f"indices of {whose} are out of range; nothing is timed")
     if abs(float(weights[index].mean()) - expected) > 0.05 * expected:
-        raise SystemExit("transitions are not drawn in proportion to their priorities; nothing is timed")
+        raise SystemExit(f"{whose} does not draw transitions in proportion to their priorities; nothing is timed")
 
 
 _TREES = [f"{kind}SegmentTree{dtype}" for kind in ("Sum", "Min") for dtype in ("Fp32", "Fp64")]
@@ -141,13 +141,15 @@ _HEADERS = {"": "segment_tree.h", "Cuda": "cuda_segment_tree.h"}
 def find_trees(device: str) -> set[str]:
     """Where TorchRL has its trees: in main memory (``""``), on the GPU (``"Cuda"``), or both.
 
-    Wheels that were built for another version of PyTorch have none, and most have none for the GPU. What is missing is
-    built here, from the sources in the package.
+    Wheels that were built for another version of PyTorch have none; those in main memory are then built here, from the
+    sources in the package. Most wheels have none for the GPU.
     """
     from torchrl.data.replay_buffers.samplers import prioritized as module
 
     wanted = {"", "Cuda"} if device == "cuda" else {""}
     missing = {kind for kind in wanted if any(getattr(module, kind + name, None) is None for name in _TREES)}
+    wanted -= missing - {""}
+    missing &= {""}
     if not missing:
         return wanted
     try:
