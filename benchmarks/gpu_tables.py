@@ -30,6 +30,8 @@ NAMES = {
 MAIN_PARTS = ("sample", "add", "memory", "ppo")
 MAIN = ("sb3", "none", "delta")
 METHODS = ("none", "delta", "delta, pinned", "rle", "zstd")
+# beside the page
+PLOT = "gpu_add.png"
 
 
 def figures(rows: list[Row], *parts: str) -> dict[str, dict[str, Row]]:
@@ -81,16 +83,16 @@ def other_table(rows: list[Row], part: str, reference: str) -> str:
     return "\n".join(parts)
 
 
-def section(rows: list[Row], plot: Path | None = None) -> str:
-    """The text between the markers of ``docs/gpu.md``; writes the plot if enough was measured."""
+def section(rows: list[Row]) -> str:
+    """The text between the markers of ``docs/gpu.md``."""
     if not rows:
         return ""
     settings = {row["part"]: row["setting"] for row in rows}
     parts = []
     if any(row["part"] in MAIN_PARTS for row in rows):
         parts += [main_table(rows)]
-    if plot is not None and draw(rows, plot):
-        parts += [f"![time of add by the number of environments]({plot.name})\n"]
+    if series(rows):
+        parts += [f"![time of add by the number of environments]({PLOT})\n"]
     if "sample" in settings:
         parts += [f"{settings['sample']}, by method:\n", method_table(rows)]
     if "tree" in settings:
@@ -115,38 +117,37 @@ def stamps(rows: list[Row]) -> str:
     )
 
 
-def adds(rows: list[Row]) -> dict[tuple[str, str], dict[int, Row]]:
-    """Rows of ``add`` by the kind of input and the buffer, then by the number of environments."""
+def series(rows: list[Row]) -> dict[tuple[str, str], dict[int, Row]]:
+    """Rows of ``add`` by the kind of input and the buffer, then by the number of environments, if there are several."""
     found: dict[tuple[str, str], dict[int, Row]] = {}
     for row in rows:
         match = re.fullmatch(r"add of (\d+) environments, (.+)", row["figure"])
         if match:
             found.setdefault((match[2], row["buffer"]), {})[int(match[1])] = row
-    return found
+    return {key: by_count for key, by_count in found.items() if len(by_count) > 1}
 
 
-def draw(rows: list[Row], path: Path) -> bool:
-    """Plot the time of ``add`` over the number of environments; return whether there is anything to plot."""
-    series = {key: by_count for key, by_count in adds(rows).items() if len(by_count) > 1}
-    kinds = list(dict.fromkeys(kind for kind, _ in series))
+def plot(rows: list[Row], path: Path) -> None:
+    """Plot the time of ``add`` over the number of environments, if it was measured for several."""
+    found = series(rows)
+    kinds = list(dict.fromkeys(kind for kind, _ in found))
     if not kinds:
-        return False
+        return
     colors = {"sb3": BASELINE, "none": FAMILIES["none"], "delta": HIGHLIGHT}
     titles = {"NumPy": "NumPy arrays, 84x84x4", "tensors": "tensors on the GPU, 64x64x3"}
     figure, grid = plt.subplots(1, len(kinds), figsize=(8, 4), sharey=True, layout="constrained", squeeze=False)
     for axes, kind in zip(grid[0], kinds, strict=True):
         for name, color in colors.items():
-            points = sorted((count, row) for count, row in series.get((kind, name), {}).items())
+            points = sorted((count, row) for count, row in found.get((kind, name), {}).items())
             counts = [count for count, _ in points]
             low, middle, high = ([float(row[cut]) for _, row in points] for cut in ("p20", "p50", "p80"))
             axes.plot(counts, middle, color=color, marker="o", markersize=4, label=NAMES[name].strip("`"))
             axes.fill_between(counts, low, high, color=color, alpha=0.2, linewidth=0)
-        style(axes, titles.get(kind, kind), sorted({count for key in series for count in series[key]}))
+        style(axes, titles.get(kind, kind), sorted({count for key in found for count in found[key]}))
     grid[0][0].set_ylabel("time of one add", color=INK)
     grid[0][0].legend(frameon=False, labelcolor=INK, fontsize=9)
     figure.savefig(path, dpi=144, transparent=True, metadata={"Software": None})
     plt.close(figure)
-    return True
 
 
 def style(axes: Any, title: str, counts: list[int]) -> None:

@@ -270,7 +270,8 @@ def main() -> None:
     for page in (README, DOCS / "index.md"):
         insert(page, "figures", summary())
     insert(DOCS / "architecture.md", "formats", format_table())
-    insert(DOCS / "gpu.md", "gpu", gpu_tables.section(rows("gpu"), DOCS / "gpu_add.png"))
+    insert(DOCS / "gpu.md", "gpu", gpu_tables.section(rows("gpu")))
+    gpu_tables.plot(rows("gpu"), DOCS / gpu_tables.PLOT)
     insert(DOCS / "files.md", "files", file_table())
     insert(DOCS / "faq.md", "cold start", cold_start.summary())
 

@@ -176,13 +176,14 @@ def test_names_in_architecture_exist() -> None:
 def test_figures_are_rendered_from_the_measurements() -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("ale_py")
-    names = ("render", "cold_start", "envs", "doom_memory", "torchrl", "pong")
-    render, cold_start, envs, doom, torchrl, pong = (importlib.import_module(f"benchmarks.{name}") for name in names)
+    names = ("render", "cold_start", "envs", "doom_memory", "torchrl", "pong", "gpu_tables")
+    modules = [importlib.import_module(f"benchmarks.{name}") for name in names]
+    render, cold_start, envs, doom, torchrl, pong, gpu = modules
     sections = {
         ("README.md", "figures"): render.summary(),
         ("docs/index.md", "figures"): render.summary(),
         ("docs/architecture.md", "formats"): render.format_table(),
-        ("docs/gpu.md", "gpu"): render.gpu_table(),
+        ("docs/gpu.md", "gpu"): gpu.section(render.rows("gpu")),
         ("docs/files.md", "files"): render.file_table(),
         ("docs/faq.md", "cold start"): cold_start.summary(),
         ("docs/training.md", "environments"): envs.table(),
