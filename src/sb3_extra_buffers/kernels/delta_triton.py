@@ -17,10 +17,12 @@ __all__ = ["ReadKernel", "WriteKernel"]
 
 # measured: programs that share the segments of a row, warps of a program that reads
 _PARTS, _READ_WARPS = 2, 2
-# chunks that a program encodes together, its warps, and programs at most: what an H200 runs at a time
-_BLOCK_CHUNKS, _WRITE_WARPS, _WRITE_PROGRAMS = 8, 8, 264
-# registers of a thread at most, so that more programs run at a time
-_READ_REGISTERS, _WRITE_REGISTERS = 96, 128
+# registers of a thread that reads at most, so that more programs run at a time
+_READ_REGISTERS = 88
+# chunks that a program encodes together, and programs at most: what an H200 runs at a time
+_BLOCK_CHUNKS, _WRITE_PROGRAMS = 8, 264
+# warps of a program that writes, and registers of a thread: with few programs, and with so many that they take turns
+_FEW, _MANY = (8, 128), (16, 64)
 
 
 class ReadKernel:
@@ -68,9 +70,10 @@ class WriteKernel:
             -(-shape.n_chunks // block),
         )  # fmt: skip
         bound = tables._replace(recent=tables.recent.view(words), keyframe_rows=tables.keyframe_rows.view(words))
+        effort = _MANY if tables.tails.numel() > _WRITE_PROGRAMS else _FEW
         self._launcher = Launcher(
-            write_kernel, tables.frame_ids.device, (shape.frame_bytes, stack, per), (*bound, scratch),
-            ((words, words, words), (words,)), _WRITE_WARPS, _WRITE_REGISTERS,
+            write_kernel, tables.frame_ids.device, (shape.frame_bytes, stack, per, effort), (*bound, scratch),
+            ((words, words, words), (words,)), *effort,
         )  # fmt: skip
 
     def write(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,6 +41,9 @@ Array = npt.NDArray[Any]
 # Steps to collect before a method is chosen, even if fewer would have enough observations: methods are tried on runs
 # of consecutive ones. At most this fraction of all steps.
 _MIN_STEPS, _STEPS_SHARE = 8, 16
+# streams of a store that only compiles kernels: with more, writing uses other kernels
+_COMPILED_STREAMS = 512
+_logger = logging.getLogger("sb3_extra_buffers")
 
 
 class DeviceObservationStore(DeviceStore):
@@ -107,6 +112,32 @@ class DeviceObservationStore(DeviceStore):
         inner = self.inner
         return inner if inner is not None and inner.can_read_batch else None
 
+    def compile_kernels(self, columns: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None) -> None:
+        """Compile what a GPU will run, rather than in the middle of training: for the layout that the shape suggests.
+
+        Triton keeps compiled kernels on disk. ``columns`` are those of a batch, see `DeviceFrameStore.read_batch`.
+        """
+        if self.place.device.type != "cuda" or self.choice is None or not device_base.has_triton():
+            return
+        begin, inner = time.monotonic(), self.inner
+        if inner is None:
+            # a single step, in as many streams as decide which kernels are used
+            few = replace(self.ring, n_steps=1, n_streams=min(self.n_streams, _COMPILED_STREAMS), heap_bytes=None)
+            inner = self._make_store(likely_layout(self.spec), self.choice, few)
+            zeros = np.zeros((few.n_streams, *self.spec.shape), self.dtype)
+            inner.write(0, [zeros] * self.n_sets)
+        if isinstance(inner, HostDecodedStore):
+            return
+        indices = torch.zeros((self.n_sets, 1), dtype=torch.int64, device=self.place.device)
+        if columns is not None and inner.can_read_batch:
+            inner.read_batch(indices, *columns)  # type: ignore[attr-defined]  # since it can
+        else:
+            inner.read(IndexBatch(None, indices))
+        seconds = time.monotonic() - begin
+        level = logging.WARNING if seconds > 1 else logging.INFO
+        message = "compiled GPU kernels for observations of shape %s in %.1f s; Triton keeps them on disk"
+        _logger.log(level, message, self.spec.shape, seconds)
+
     # ---- writing ----
 
     def write(self, step: int, batches: Sequence[Batch]) -> None:
@@ -168,11 +199,11 @@ class DeviceObservationStore(DeviceStore):
             inner.plan(step, sets).commit()
         return {"choice": choice, "inner": inner, "_collected": []}
 
-    def _make_store(self, layout: StackLayout, choice: Choice) -> DeviceStore:
+    def _make_store(self, layout: StackLayout, choice: Choice, ring: DeviceRing | None = None) -> DeviceStore:
         """The store of the registry for ``choice``."""
         codec = self.chooser.make_codec(choice, layout)
         make = find_store(codec, layout, "cuda")
-        store: DeviceStore = make(self.ring, layout, codec, choice.method, self.chooser.codec_options)
+        store: DeviceStore = make(ring or self.ring, layout, codec, choice.method, self.chooser.codec_options)
         return store
 
     # ---- reading ----
