@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import re
 from collections.abc import Callable
@@ -17,12 +16,10 @@ import pytest
 pytest.register_assert_rewrite("tests.contracts")
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    # Triton's interpreter looks for integer overflows, half of its time, and then drops what it found: its asserts are
-    # only active when debugging
-    with contextlib.suppress(ImportError, AttributeError, TypeError):
-        from triton.runtime.interpreter import interpreter_builder
+    from tests.interpreter import speed_up
 
-        interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
+    with contextlib.suppress(ImportError, AttributeError, TypeError):
+        speed_up()
 
 
 @pytest.fixture

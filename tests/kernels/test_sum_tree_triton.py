@@ -130,6 +130,18 @@ def test_an_empty_leaf_is_never_drawn_even_where_sums_are_rounded(kind: tuple[st
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_many_transitions_are_added_at_a_time(kind: tuple[str, str]) -> None:
+    tree = make_tree(kind, 40_000, 0)
+    tree.fill(100, 35_000)
+    tree.fill(39_000, 999)
+
+    tree.check()
+    expected = np.zeros(40_000)
+    expected[100:35_100] = expected[39_000:39_999] = 1
+    np.testing.assert_array_equal(tree.leaves.cpu(), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_tree_is_empty_after_its_kernels_were_compiled(kind: tuple[str, str]) -> None:
     tree = make_tree(kind, 1100, 0)
     leaves, numbers = torch.zeros((2, 2), dtype=torch.int64, device=kind[1])

@@ -90,7 +90,7 @@ def test_an_interrupted_update_leaves_priorities_that_can_be_used() -> None:
     saved, numbers = pickle.dumps(filled), torch.arange(20, 40)
     with Injector() as counter:
         pickle.loads(saved).update_priorities(numbers, numbers.float())
-    for point in range(1, counter.count + 1, 7):
+    for point in range(1, counter.count + 1, 29):
         buffer = pickle.loads(saved)
         with contextlib.suppress(KeyboardInterrupt), Injector(point, KeyboardInterrupt()):
             buffer.update_priorities(numbers, numbers.float())

@@ -249,12 +249,14 @@ def _continue_row(
     if tl.max(tl.where(ids == _NONE, 1, 0), axis=0) > 0:
         n_known = tl.full([], 0, tl.int32)
     found = tl.zeros([C, 256], tl.int64)
-    for k in range(n_known):
-        position = tl.sum(tl.where(j == k, positions, 0), axis=0)
-        other_ptr = recent + tl.maximum(position, 0) * KEYFRAME_WORDS
-        for block in range(N_BLOCKS):
-            other = load_block(other_ptr, block, tl.where(position >= 0, WORDS, 0), C)
-            found |= load_block(row + k * WORDS, block, WORDS, C) ^ other
+    for block in range(N_BLOCKS):
+        # unrolled, so that the frames are loaded together: they may be in host memory
+        for k in tl.static_range(STACK):
+            position = tl.sum(tl.where(j == k, positions, 0), axis=0)
+            is_compared = k < n_known
+            n_words = tl.where(is_compared & (position >= 0), WORDS, 0)
+            other = load_block(recent + tl.maximum(position, 0) * KEYFRAME_WORDS, block, n_words, C)
+            found |= load_block(row + k * WORDS, block, tl.where(is_compared, WORDS, 0), C) ^ other
     if tl.max(tl.max((found != 0).to(tl.int32), axis=1), axis=0) > 0:
         n_known = tl.full([], 0, tl.int32)
     tl.debug_barrier()
@@ -270,35 +272,36 @@ def _find(
 ):  # fmt: skip
     """Where a frame is among the recent ones, and its id: `_ZERO` for zeros, `_NEW` if it is not there."""
     position = tl.full([], -1, tl.int32)
-    frame_id = tl.full([], _ZERO, tl.int32)
-    if _is_nonzero(frame, frame_ptr, WORDS, C, N_BLOCKS):
-        frame_id = tl.full([], _NEW, tl.int32)
-        i = tl.full([], 0, tl.int32)
-        while (frame_id == _NEW) & (i < RECENT):
-            at = (hint + i) % RECENT
+    frame_id = tl.full([], _NEW, tl.int32)
+    i = tl.full([], 0, tl.int32)
+    while (frame_id == _NEW) & (i < RECENT):
+        # three at a time, and whether it is zeros: a 16-bit count of different words for each, in one sum
+        counts = tl.zeros([C, 256], tl.int64)
+        for block in range(N_BLOCKS):
+            words = block_of(frame, frame_ptr, block, WORDS, C, N_BLOCKS)
+            if N_BLOCKS == 1:
+                counts += (words != 0).to(tl.int64)
+                for k in tl.static_range(3):
+                    other = load_block(recent + (hint + i + k) % RECENT * KEYFRAME_WORDS, 0, WORDS, C)
+                    counts += (words != other).to(tl.int64) << (16 * (k + 1))
+            else:
+                # marks instead of counts, which could overflow
+                counts |= (words != 0).to(tl.int64)
+                for k in tl.static_range(3):
+                    other = load_block(recent + (hint + i + k) % RECENT * KEYFRAME_WORDS, block, WORDS, C)
+                    counts |= (words != other).to(tl.int64) << (16 * (k + 1))
+        total = tl.sum(tl.sum(counts, axis=1), axis=0)
+        if (total & 0xFFFF) == 0:
+            frame_id = tl.full([], _ZERO, tl.int32)
+        for k in tl.static_range(3):
+            at = (hint + i + k) % RECENT
             other_id = tl.load(recent_ids + at)
-            other_ptr = recent + at * KEYFRAME_WORDS
-            if (other_id >= 0) & (_differs(frame, frame_ptr, other_ptr, WORDS, C, N_BLOCKS) == 0):
+            is_equal = ((total >> (16 * (k + 1))) & 0xFFFF) == 0
+            if (frame_id == _NEW) & (i + k < RECENT) & is_equal & (other_id >= 0):
                 frame_id = other_id
                 position = at
-            i += 1
+        i += 3
     return position, frame_id
-
-
-@triton.jit
-def _is_nonzero(frame, frame_ptr, WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr):
-    found = frame
-    for block in range(1, N_BLOCKS):
-        found |= load_block(frame_ptr, block, WORDS, C)
-    return tl.max(tl.max((found != 0).to(tl.int32), axis=1), axis=0) > 0
-
-
-@triton.jit
-def _differs(frame, frame_ptr, other_ptr, WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr):
-    found = frame ^ load_block(other_ptr, 0, WORDS, C)
-    for block in range(1, N_BLOCKS):
-        found |= load_block(frame_ptr, block, WORDS, C) ^ load_block(other_ptr, block, WORDS, C)
-    return tl.max(tl.max((found != 0).to(tl.int32), axis=1), axis=0)
 
 
 @triton.jit

@@ -44,28 +44,30 @@ def _read_kernel(
     is_row = row < n_indices
     index = tl.load(indices_ptr + row, mask=is_row, other=0)
     n_obs = n_steps.to(tl.int64) * n_streams
-    which, at = index // n_obs, index % n_obs
+    is_next = index >= n_obs
+    # there are fewer than 2**31 frames: 32 bits, in which division is fast
+    at = tl.where(is_next, index - n_obs, index).to(tl.int32)
     step = at // n_streams
-    newest_row, newest, n_written = tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2)
+    newest_row, newest = tl.load(state_ptr).to(tl.int32), tl.load(state_ptr + 1).to(tl.int32)
     age = newest - step
     age = tl.where(age < 0, age + n_steps, age)
     own = newest_row - age
     own = tl.where(own < 0, own + n_axis_rows, own) * n_streams + (at - step * n_streams)
-    which = which * STACK + nth
+    number = tl.where(is_next, STACK, 0) + nth
     N_IDS: tl.constexpr = N_SETS * STACK - 1
-    is_written = is_row & (age < n_written)
-    is_own = which == N_IDS
-    frame_id = tl.load(ids_ptr + at * N_IDS + which, mask=is_written & ~is_own, other=0).to(tl.int64)
+    is_written = is_row & (age < tl.load(state_ptr + 2))
+    is_own = number == N_IDS
+    frame_id = tl.load(ids_ptr + at.to(tl.int64) * N_IDS + number, mask=is_written & ~is_own, other=0)
     position = tl.where(is_own, own, frame_id - 1)
     is_written = is_written & (position >= 0)
-    n_main = n_axis_rows.to(tl.int64) * n_streams
+    n_main = n_axis_rows * n_streams
     is_side = position >= n_main
     position = tl.where(is_side, position - n_main, position)
-    per = tl.where(is_side, per_page.to(tl.int64), per_piece.to(tl.int64))
+    per = tl.where(is_side, per_page, per_piece)
     piece = position // per
     address = tl.load(tl.where(is_side, side_ptr + piece, rows_ptr + piece), mask=is_written, other=0)
     word = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    source = address.to(out_ptr.dtype) + (position - piece * per) * WORDS
+    source = address.to(out_ptr.dtype) + (position - piece * per).to(tl.int64) * WORDS
     found = tl.load(source[:, None] + word[None, :], mask=is_written[:, None] & (word < WORDS)[None, :], other=0)
     to = (word // UNIT) * (STACK * UNIT) + word % UNIT
     inside = is_row[:, None] & (word < WORDS)[None, :]

@@ -124,22 +124,18 @@ class TorchSumTree:
 
     def _sum_levels(self, nodes: list[Any]) -> None:
         """Sum the children of ``nodes[level]`` (None: of all) of each level above the leaves."""
+        n_padded = self.sizes[0]
         for level in range(1, len(self.sizes)):
-            start, below, size_below = self.starts[level], self.starts[level - 1], self.sizes[level - 1]
-            which, is_all = nodes[level], nodes[level] is None
-            values = self.sums[below : below + size_below].view(-1, FAN_OUT)
-            values = values if is_all else values.index_select(0, which)
+            start, below = self.starts[level], self.starts[level - 1]
+            which = slice(None) if nodes[level] is None else nodes[level]
+            n_nodes = (start - below) // FAN_OUT
+            values = self.sums[below:start].view(-1, FAN_OUT)[which]
             if level == 1:
                 minima = torch.where(values > 0, values, torch.inf)
             else:
-                minima = self.mins[below - self.sizes[0] : start - self.sizes[0]].view(-1, FAN_OUT)
-                minima = minima if is_all else minima.index_select(0, which)
-            where = slice(start, start + len(values)) if is_all else start + which
-            self.sums[where] = values.sum(1)
-            where = (
-                slice(start - self.sizes[0], start - self.sizes[0] + len(values)) if is_all else where - self.sizes[0]
-            )
-            self.mins[where] = minima.amin(1)
+                minima = self.mins[below - n_padded : start - n_padded].view(-1, FAN_OUT)[which]
+            self.sums[start : start + n_nodes][which] = values.sum(1)
+            self.mins[start - n_padded : start - n_padded + n_nodes][which] = minima.amin(1)
 
     # ---- drawing ----
 

@@ -15,6 +15,8 @@ _FAN = tl.constexpr(FAN_OUT)
 _MAX_ERROR = tl.constexpr(MAX_ERROR)
 # draws, updates and nodes of one program
 _DRAWS, _UPDATES, _NODES = 128, 128, 64
+# leaves that a single program fills at a time, and in all
+_LEAVES, _MAX_FILL = 512, 1 << 15
 _WARPS = 4
 
 
@@ -39,14 +41,15 @@ def _power(base, exponent):
 @triton.jit(do_not_specialize=["first", "count"])
 def _fill_kernel(
     sums_ptr, mins_ptr, offsets_ptr, max_ptr, options_ptr, first, count,
-    N_LEVELS: tl.constexpr, NODES: tl.constexpr,
+    N_LEVELS: tl.constexpr, LEAVES: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
     """Set consecutive leaves to the highest priority, and sum the nodes above them; a single program."""
-    lane = tl.arange(0, NODES)
-    value = _power(tl.load(max_ptr), tl.load(options_ptr)) + tl.zeros([NODES], tl.float64)
+    value = _power(tl.load(max_ptr), tl.load(options_ptr)) + tl.zeros([LEAVES], tl.float64)
     low, high = first.to(tl.int64), first.to(tl.int64) + count - 1
-    for base in range(low, high + 1, NODES):
-        tl.store(sums_ptr + base + lane, value, mask=base + lane <= high)
+    for base in range(low, high + 1, LEAVES):
+        leaf = base + tl.arange(0, LEAVES)
+        tl.store(sums_ptr + leaf, value, mask=leaf <= high)
+    lane = tl.arange(0, NODES)
     below, n_padded = tl.load(offsets_ptr), tl.load(offsets_ptr + (N_LEVELS > 1))
     for level in tl.static_range(1, N_LEVELS):
         # the children were written by other threads
@@ -206,7 +209,10 @@ class TritonSumTree(TorchSumTree):
         )  # fmt: skip
 
     def _fill(self, first: int, count: int) -> None:
-        self._start_fill.start((), (1, 1, 1), (), (), (first, count, len(self.sizes), _NODES))
+        if count > _MAX_FILL:
+            super()._fill(first, count)
+            return
+        self._start_fill.start((), (1, 1, 1), (), (), (first, count, len(self.sizes), _LEAVES, _NODES))
 
     def _update(self, numbers: torch.Tensor, errors: torch.Tensor) -> None:
         if errors.dtype not in self._start_claim:

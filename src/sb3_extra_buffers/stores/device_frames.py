@@ -34,7 +34,7 @@ _INT64 = np.dtype(np.int64)
 _BYTE = np.dtype(np.uint8)
 # bytes of a step that the device reads in place; more than that is sent in pieces, which take less pinned memory
 _IN_PLACE = 1 << 20
-_PIECE = 1 << 20
+_PIECE = 1 << 19
 # blocks of staging memory: pieces under way, or steps that are read in place
 _PIECES, _STEPS = 3, 4
 # seconds to watch for a report before the device is waited for

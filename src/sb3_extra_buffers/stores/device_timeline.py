@@ -43,7 +43,7 @@ _INT32 = np.dtype(np.int32)
 _STAGED_BYTES = 8 << 20
 # Side rows that may be mapped for writes under way: this share of all rows, or these many steps up to these bytes,
 # whichever is more. With more writes under way, the host waits.
-_AHEAD_SHARE, _AHEAD_STEPS, _AHEAD_BYTES = 32, 8, 64 << 20
+_AHEAD_SHARE, _AHEAD_STEPS, _AHEAD_BYTES = 64, 8, 64 << 20
 # a page of side rows is this fraction of all rows
 _N_PAGES = 256
 
@@ -251,24 +251,21 @@ class DeviceTimelineStore(DeviceStore):
             if not equal.all():
                 are_shifted = equal.reshape(len(equal), -1).all(axis=1)
                 are_usual = are_shifted if are_usual is None else are_usual & are_shifted
-        batch_words = tuple(lease.tensors[2])
         if not shape.n_ids or (last is not None and are_usual is None):
             # fast path: obs is not staged, since nothing of it is new
-            return _Staged(batch_words, None, True, 0, lease)
-        targets[0] = batches[0]
-        if last is None:
-            codes[...] = UNKNOWN
-            return _Staged(batch_words, lease.tensors[:2], False, self._max_new, lease)
+            return _Staged(tuple(lease.tensors[2]), None, True, 0, lease)
+        unusual = np.arange(shape.n_streams) if last is None else np.flatnonzero(~are_usual)
+        if shape.n_sets == 2:
+            targets[0][unusual] = batches[0][unusual]
+        # the device finds out what frames of stacks are; other rows that differ from the last one are new
+        is_known = last is not None and shape.stack == 1
         codes[...] = self._usual_codes
-        if shape.stack > 1:
-            codes[~are_usual] = UNKNOWN
-            n_unknown = shape.n_streams - int(np.count_nonzero(are_usual))
-            return _Staged(batch_words, lease.tensors[:2], False, n_unknown * shape.n_ids, lease)
-        # a row that differs from the last one is new
-        codes[~are_usual] = NEW
-        firsts[0] = 0
-        np.cumsum(~are_usual, out=firsts[1:])
-        return _Staged(batch_words, lease.tensors[:2], True, int(firsts[-1]), lease)
+        codes[unusual] = NEW if is_known else UNKNOWN
+        if is_known:
+            firsts[0] = 0
+            np.cumsum(~are_usual, out=firsts[1:])
+        max_new = len(unusual) * shape.n_ids
+        return _Staged(tuple(lease.tensors[2]), lease.tensors[:2], is_known, max_new, lease)
 
     def _are_shifted(self, before: Any, after: Any) -> Any:
         """Where ``after`` is ``before``, moved on by one frame: ``[stream, ...]``."""

@@ -375,7 +375,7 @@ class TensorReplayBuffer(Transactional):
             if store.inner is None or not store.inner.can_be_captured:
                 reason = "no method is chosen yet; add more steps before the capture"
                 if store.inner is not None:
-                    reason = f"{store.describe()} is not decoded by the GPU alone; pass compression_method='delta'"
+                    reason = f"{store.describe()} is not decoded by the GPU alone; use 'delta' or 'none'"
                 raise GraphCaptureError(f"sampling {name!r} cannot be part of a CUDA graph: {reason}")
 
     # ---- priorities ----
