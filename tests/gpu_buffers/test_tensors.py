@@ -17,9 +17,9 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.utils import set_random_seed
 
 from sb3_extra_buffers.errors import ArgumentError, SpecMismatchError
-from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
+from sb3_extra_buffers.gpu_buffers import GpuNStepReplayBuffer, GpuReplayBuffer, GpuRolloutBuffer
 from sb3_extra_buffers.stores import device_base, device_columns
-from tests.gpu import noting
+from tests.gpu import never_waits, noting
 from tests.gpu_buffers.test_buffers import IMAGE, N_ENVS, SPACES, replay_pair, same, transitions
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -334,3 +334,43 @@ def test_adding_tensors_never_touches_the_host(kind: str, method: str, name: str
             add(step)
     assert names
     assert [name for name in names if "Memcpy HtoD" in name or "Memcpy DtoH" in name or "Synchronize" in name] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not th.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("sampling", ["numpy", "device"])
+@pytest.mark.parametrize("method", ["none", "delta"])
+@pytest.mark.parametrize("name", ["image", "vector", "dict"])
+@pytest.mark.parametrize("kind", [GpuReplayBuffer, GpuNStepReplayBuffer])
+def test_sampling_never_waits(kind: Any, name: str, method: str, sampling: Any) -> None:
+    space = SPACES[name]
+    buffer = kind(300 * N_ENVS, space, spaces.Discrete(4), "cuda", N_ENVS, compression_method=method, sampling=sampling)
+    for transition in transitions(space, 50):
+        buffer.add(*transition)
+    buffer.sample(64)  # compiles kernels
+    with never_waits():
+        for _ in range(10):
+            batch = buffer.sample(64)
+    assert batch.rewards.is_cuda
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not th.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("sampling", ["numpy", "device"])
+@pytest.mark.parametrize("method", ["none", "delta"])
+def test_reading_a_rollout_never_waits(method: str, sampling: Any) -> None:
+    buffer = GpuRolloutBuffer(
+        60, IMAGE, spaces.Discrete(4), "cuda", n_envs=N_ENVS, compression_method=method, sampling=sampling
+    )
+    value, dones = th.zeros(N_ENVS, device="cuda"), th.zeros(N_ENVS, dtype=th.bool, device="cuda")
+    for rollout in range(2):
+        buffer.reset()
+        for obs, _, action, reward, done, _ in transitions(IMAGE, 60, rollout):
+            buffer.add(obs, action, reward, done, value, value)
+        if rollout == 0:
+            buffer.compute_returns_and_advantage(value, dones)
+            list(buffer.get(20))  # compiles kernels
+            continue
+        with never_waits():
+            buffer.compute_returns_and_advantage(value, dones)
+            assert len(list(buffer.get(20))) == 9

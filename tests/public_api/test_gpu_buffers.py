@@ -50,13 +50,13 @@ SIGNATURES = [
         "buffer_size observation_space action_space device=auto n_envs=1 optimize_memory_usage=False "
         "handle_timeout_termination=True dtypes=None normalize_images=False compression_method=none "
         "compression_kwargs=None decompression_kwargs=None output_dtype=raw buffer_device=None heap_bytes=None "
-        "max_slot_bytes=None prefer=None",
+        "max_slot_bytes=None prefer=None sampling=numpy",
     ),
     (
         GpuRolloutBuffer,
         "buffer_size observation_space action_space device=auto gae_lambda=1 gamma=0.99 n_envs=1 dtypes=None "
         "normalize_images=False compression_method=none compression_kwargs=None decompression_kwargs=None "
-        "buffer_device=None heap_bytes=None max_slot_bytes=None prefer=None",
+        "buffer_device=None heap_bytes=None max_slot_bytes=None prefer=None sampling=numpy",
     ),
     (GpuReplayBuffer.add, "self obs next_obs action reward done infos"),
     (GpuReplayBuffer.reconstruct_obs, "self idx env_idx"),
