@@ -25,6 +25,7 @@ from sb3_extra_buffers.gpu_buffers.utils import estimate_total_heap_bytes, find_
 from sb3_extra_buffers.stores import device_base
 from sb3_extra_buffers.stores.device_base import DevicePlace, IndexBatch, PlannedWrite, finish_writes, usable_device
 from sb3_extra_buffers.stores.device_columns import DeviceTable
+from sb3_extra_buffers.stores.device_columns import runs_kernels
 from sb3_extra_buffers.stores.device_observation import DeviceObservationStore
 from sb3_extra_buffers.stores.staging import torch_dtype
 from sb3_extra_buffers.stores.transactions import Transactional
@@ -200,6 +201,19 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
             self.obs_stores[key] = DeviceObservationStore(
                 spec, self.buffer_size, self.n_envs, n_sets, place, method, kwargs, limit
             )
+
+    def _compile_kernels(self, columns: Any = None) -> None:
+        """Let Triton compile now, rather than in the middle of training; the buffer is empty."""
+        table = self._table
+        if not runs_kernels(table.device):
+            return
+        n_envs = self.n_envs
+        numbers = [np.zeros(n_envs, np.float32)] * table.written
+        table.commit(0, table.plan([np.zeros(table.action_shape, table.action_dtype), *numbers]))
+        for store in self.obs_stores.values():
+            # the first store gathers the columns of a batch too
+            store.compile_kernels(columns)
+            columns = None
 
     # ---- writing ----
 

@@ -132,6 +132,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         self._staging = Staging(self.device)
         self._layouts: dict[int, StagingLayout] = {}
         self._draws = IndexDraws()
+        self._compile_kernels((*self._table.empty(1), self._table.records))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -104,6 +104,7 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         self._set_sampling(sampling)
         self._make_stores(1, options, buffer_device, heap_bytes)
         self._staging = Staging(self.device)
+        self._compile_kernels()
 
     def reset(self) -> None:
         """Clear rollout storage and reset the write position."""

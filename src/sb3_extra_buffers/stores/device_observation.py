@@ -29,7 +29,7 @@ from sb3_extra_buffers.stores.device_base import (
     put_in,
 )
 from sb3_extra_buffers.stores.device_host import HostDecodedStore
-from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.layout import StackLayout, likely_layout
 from sb3_extra_buffers.stores.registry import find_store
 from sb3_extra_buffers.stores.staging import torch_dtype
 from sb3_extra_buffers.stores.usage import MemoryUsage

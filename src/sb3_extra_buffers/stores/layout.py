@@ -77,6 +77,17 @@ class StackLayout:
 _PAIRS = 16
 
 
+def likely_layout(spec: ObsSpec) -> StackLayout:
+    """What the shape of images suggests: planes along the first axis, or four along the last."""
+    if len(spec.shape) == 3:
+        first, _, last = spec.shape
+        if 1 < first < last:
+            return StackLayout(spec, first // 3 if first % 3 == 0 else first, "first")
+        if last == 4:
+            return StackLayout(spec, 4, "last")
+    return StackLayout(spec)
+
+
 def find_layout(spec: ObsSpec, streams: Iterable[ByteRows]) -> StackLayout:
     """Find the layout with the most frames under which each observation repeats frames of its predecessor.
 

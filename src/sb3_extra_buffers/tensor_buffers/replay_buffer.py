@@ -148,6 +148,8 @@ class TensorReplayBuffer(Transactional):
         self.n_added = 0
         self._n_held = 0
         self._set_up()
+        for store in self._stores.values():
+            store.compile_kernels()
 
     def _make_generator(self, generator: torch.Generator | None, seed: int | None) -> torch.Generator | None:
         if generator is not None and seed is not None:
