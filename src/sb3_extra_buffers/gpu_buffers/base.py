@@ -24,8 +24,7 @@ from sb3_extra_buffers.gpu_buffers.tensors import fit_action_tensor, fit_numbers
 from sb3_extra_buffers.gpu_buffers.utils import estimate_total_heap_bytes, find_smallest_dtype, numpy_dtype_to_torch
 from sb3_extra_buffers.stores import device_base
 from sb3_extra_buffers.stores.device_base import DevicePlace, IndexBatch, PlannedWrite, finish_writes, usable_device
-from sb3_extra_buffers.stores.device_columns import DeviceTable
-from sb3_extra_buffers.stores.device_columns import runs_kernels
+from sb3_extra_buffers.stores.device_columns import DeviceTable, runs_kernels
 from sb3_extra_buffers.stores.device_observation import DeviceObservationStore
 from sb3_extra_buffers.stores.staging import torch_dtype
 from sb3_extra_buffers.stores.transactions import Transactional
