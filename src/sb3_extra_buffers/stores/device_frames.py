@@ -161,10 +161,9 @@ class DeviceFrameStore(DeviceStore):
             # the reading kernel, and graphs that contain it, know this table by its address
             frame_ids = self.state.tables.frame_ids.copy_(tables.frame_ids)
             state = state._replace(tables=tables._replace(frame_ids=frame_ids))
-        addresses = torch.tensor(self.memory.addresses(tables))
-        if self.device.type == "cuda":
-            addresses = addresses.pin_memory()
-        self._addresses.copy_(addresses, non_blocking=True)
+        # each number is an argument of a launch: nothing is copied from the host
+        for place, number in zip(self._addresses.unbind(0), self.memory.addresses(tables), strict=True):
+            place.fill_(number)
         self.state = state
 
     @property
