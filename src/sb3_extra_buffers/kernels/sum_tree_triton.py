@@ -62,9 +62,13 @@ def _fill_kernel(
 
 
 @triton.jit
-def _is_held(number, is_item, counts_ptr):
+def _load_updates(numbers_ptr, errors_ptr, counts_ptr, item, is_item):
+    """Transitions and their errors, and which of them are held and finite."""
+    number = tl.load(numbers_ptr + item, mask=is_item, other=-1)
+    error = tl.abs(tl.load(errors_ptr + item, mask=is_item, other=0).to(tl.float64))
     n_added = tl.load(counts_ptr)
-    return is_item & (number < n_added) & (number >= n_added - tl.load(counts_ptr + 1))
+    is_held = (number < n_added) & (number >= n_added - tl.load(counts_ptr + 1))
+    return number, error, is_item & is_held & (error <= _MAX_ERROR)
 
 
 @triton.jit(do_not_specialize=["n_updates", "n_leaves"])
@@ -79,9 +83,7 @@ def _claim_kernel(
     """Find the last update of each leaf, and the highest priority."""
     item = tl.program_id(0) * UPDATES + tl.arange(0, UPDATES)
     is_item = item < n_updates
-    number = tl.load(numbers_ptr + item, mask=is_item, other=-1)
-    error = tl.abs(tl.load(errors_ptr + item, mask=is_item, other=0).to(tl.float64))
-    is_valid = _is_held(number, is_item, counts_ptr) & (error <= _MAX_ERROR)
+    number, error, is_valid = _load_updates(numbers_ptr, errors_ptr, counts_ptr, item, is_item)
     stamp = (tl.load(epoch_ptr) << 32) + item
     tl.atomic_max(claims_ptr + tl.where(is_valid, number % n_leaves, 0), stamp, mask=is_valid, sem="relaxed")
     highest = tl.max(tl.where(is_valid, error + tl.load(options_ptr + 2), 0.0), axis=0)
@@ -99,9 +101,7 @@ def _write_kernel(
     """Write the leaves that `_claim_kernel` has claimed."""
     item = tl.program_id(0) * UPDATES + tl.arange(0, UPDATES)
     is_item = item < n_updates
-    number = tl.load(numbers_ptr + item, mask=is_item, other=-1)
-    error = tl.abs(tl.load(errors_ptr + item, mask=is_item, other=0).to(tl.float64))
-    is_valid = _is_held(number, is_item, counts_ptr) & (error <= _MAX_ERROR)
+    number, error, is_valid = _load_updates(numbers_ptr, errors_ptr, counts_ptr, item, is_item)
     leaf = tl.where(is_valid, number % n_leaves, 0)
     stamp = (tl.load(epoch_ptr) << 32) + item
     is_last = is_valid & (tl.load(claims_ptr + leaf, mask=is_valid, other=0) == stamp)

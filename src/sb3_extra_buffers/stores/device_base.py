@@ -74,6 +74,12 @@ class DevicePlace:
     device: torch.device
     pinned: bool = False
 
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """New memory at this place, with anything in it."""
+        if self.pinned:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore_place, (str(self.device), self.pinned)
 

@@ -122,10 +122,7 @@ class DeviceMemory:
         return self._with_report(tables, report)
 
     def _new_heap(self, capacity: int) -> torch.Tensor:
-        nbytes = max(capacity // 8, 1) * 8 + dt.SLACK
-        if self.place.pinned:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return self.place.empty((max(capacity // 8, 1) * 8 + dt.SLACK,), torch.uint8)
 
     def _with_report(self, tables: DeviceTables, report: torch.Tensor) -> DeviceState:
         """``tables`` with a copy of ``report``."""

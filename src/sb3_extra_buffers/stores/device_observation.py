@@ -119,6 +119,8 @@ class DeviceObservationStore(DeviceStore):
         """
         if self.place.device.type != "cuda" or self.choice is None or not device_base.has_triton():
             return
+        if get_codec(self.choice.method, **self.chooser.codec_options).codec_id not in ("delta", "none"):
+            return  # the host encodes
         begin, inner = time.monotonic(), self.inner
         if inner is None:
             # a single step, in as many streams as decide which kernels are used
@@ -126,8 +128,6 @@ class DeviceObservationStore(DeviceStore):
             inner = self._make_store(likely_layout(self.spec), self.choice, few)
             zeros = np.zeros((few.n_streams, *self.spec.shape), self.dtype)
             inner.write(0, [zeros] * self.n_sets)
-        if isinstance(inner, HostDecodedStore):
-            return
         indices = torch.zeros((self.n_sets, 1), dtype=torch.int64, device=self.place.device)
         if columns is not None and inner.can_read_batch:
             inner.read_batch(indices, *columns)  # type: ignore[attr-defined]  # since it can

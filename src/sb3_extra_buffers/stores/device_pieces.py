@@ -63,9 +63,7 @@ class Pieces:
             self._tensors[0] = self._new(1)
 
     def _new(self, n_rows: int) -> torch.Tensor:
-        if self.place.pinned:
-            return torch.empty((n_rows, self.n_words), dtype=self.dtype, pin_memory=True)
-        return torch.empty((n_rows, self.n_words), dtype=self.dtype, device=self.place.device)
+        return self.place.empty((n_rows, self.n_words), self.dtype)
 
     @property
     def nbytes(self) -> int:
