@@ -103,11 +103,11 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
     # columns are written, and a single call at the end advances the position. After an exception in between, the step
     # is completed or undone before the exception is raised again or, if that is interrupted too, at the next use.
     #
-    # Inside, observations are always a dict by key; a Box has the single key "". `_as_sb3` is the way out.
+    # Internally, observations are always a dict by key; a Box has the single key "". `_as_sb3` converts back.
 
     # a step or "reset", while it is under way
     _unfinished: Step | str | None = None
-    # everything of a step but its observations, on the device of the batches
+    # the columns: everything but observations, on the device of the batches
     _table: Any
     _table_type: type[DeviceTable]
     _sampling = "numpy"
@@ -202,7 +202,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
             )
 
     def _compile_kernels(self, columns: Any = None) -> None:
-        """Let Triton compile now, rather than in the middle of training; the buffer is empty."""
+        """Compile the Triton kernels now rather than in the middle of training, while the buffer is empty."""
         table = self._table
         if not runs_kernels(table.device):
             return

@@ -1,4 +1,4 @@
-"""Arguments of ``add`` that are tensors on the device, checked and converted without looking at their values."""
+"""Checks of the arguments of ``add`` that are tensors on the device; their values are not inspected."""
 
 from __future__ import annotations
 

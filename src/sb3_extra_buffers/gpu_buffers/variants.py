@@ -203,7 +203,7 @@ class GpuHerReplayBuffer(HerEpisodes, HerReplayBuffer, _WithOptions):
         return array.astype(self._dtypes[key][0]) if key in self._dtypes else array
 
     def add(self, *args: Any, **kwargs: Any) -> None:
-        """Add one step of every environment; after any exception, all of it was added or nothing."""
+        """Add one step of every environment; after an exception, all of it is added or nothing is changed."""
         # not HerReplayBuffer's, which changes episodes before the step is checked: `_step_added` does the same
         GpuReplayBuffer.add(self, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Reference kernels for the columns of transitions, in PyTorch."""
+"""Reference kernels that gather columns and compute n-step returns, in PyTorch."""
 
 from __future__ import annotations
 

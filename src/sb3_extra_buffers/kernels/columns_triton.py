@@ -1,4 +1,4 @@
-"""Kernels for everything of a step but its observations, on a GPU: tables of `stores.device_columns`."""
+"""Kernels that write and gather columns, and compute returns, on a GPU: for the tables of `stores.device_columns`."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _n_step_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < n_rows
     first = tl.load(indices_ptr + row, mask=is_row, other=0)
-    at, last, goes_on = first, first, is_row
+    at, last, is_running = first, first, is_row
     total = tl.zeros([ROWS], tl.float32)
     ended = tl.zeros([ROWS], tl.float32)
     n_steps = tl.zeros([ROWS], tl.int32)
@@ -121,11 +121,11 @@ def _n_step_kernel(
         reward = tl.load(numbers, mask=is_row, other=0)
         done = tl.load(numbers + 1, mask=is_row, other=0)
         timeout = tl.load(numbers + 2, mask=is_row, other=0)
-        total += reward * tl.load(powers_ptr + i) * goes_on.to(tl.float32)
-        last = tl.where(goes_on, at, last)
-        ended = tl.where(goes_on, done * (1 - timeout), ended)
-        n_steps += goes_on.to(tl.int32)
-        goes_on = goes_on & (done == 0) & (timeout == 0) & (at // n_envs != newest)
+        total += reward * tl.load(powers_ptr + i) * is_running.to(tl.float32)
+        last = tl.where(is_running, at, last)
+        ended = tl.where(is_running, done * (1 - timeout), ended)
+        n_steps += is_running.to(tl.int32)
+        is_running = is_running & (done == 0) & (timeout == 0) & (at // n_envs != newest)
         at += n_envs
         at = tl.where(at >= n_obs, at - n_obs, at)
     tl.store(out_ptr + row, first, mask=is_row)

@@ -1,4 +1,4 @@
-"""Jitted helpers that encode the difference of two frames, as `kernels.delta_tables` describes it.
+"""Jitted helpers that encode the difference of two frames, in the format of `kernels.delta_tables`.
 
 A block is ``C`` chunks of a frame, ``[C, 256]`` words of 8 bytes in registers. A frame of a single block is passed in
 registers; one of several blocks is loaded block by block.
@@ -41,7 +41,7 @@ def block_of(frame, frame_ptr, block, WORDS: tl.constexpr, C: tl.constexpr, N_BL
 
 @triton.jit
 def _sections(difference, C: tl.constexpr):
-    """Masks of a difference: of bytes in a word, of words in a line, of lines in a group."""
+    """What changed, as bit masks: the bytes of each word, the words of each line, the lines of each group."""
     masks = tl.zeros([C, _WORDS], tl.int32)
     for byte in tl.static_range(8):
         masks |= (((difference >> (8 * byte)) & 255) != 0).to(tl.int32) << byte
@@ -62,7 +62,7 @@ def _counts(masks, lines, groups):
 
 @triton.jit
 def _raw_bytes(block, SIZE: tl.constexpr, C: tl.constexpr):
-    """Bytes of each chunk of a block as it is."""
+    """Bytes of each chunk of a block, uncompressed."""
     first = (block * C + tl.arange(0, C)) * _CHUNK
     return tl.minimum(tl.maximum(SIZE - first, 0), _CHUNK)
 
@@ -72,7 +72,7 @@ def bound(
     frame, frame_ptr, reference_ptr, reference_words,
     SIZE: tl.constexpr, WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The length of the difference if no value repeated the previous one; the reference may be zeros, of 0 words."""
+    """The length of the difference if no value repeated the previous one; a reference of 0 words is zeros."""
     total = tl.full([], 2 * ((SIZE + _CHUNK - 1) // _CHUNK), tl.int32)
     for block in range(N_BLOCKS):
         words = block_of(frame, frame_ptr, block, WORDS, C, N_BLOCKS)
@@ -154,10 +154,13 @@ def _fresh_values(scratch, first, n_values, C: tl.constexpr):
 
 @triton.jit
 def _measure(frame, masks, lines, groups, scratch, block, SIZE: tl.constexpr, C: tl.constexpr):
-    """The length of each chunk, whether it is stored as it is, and its fresh values; leaves all values in scratch."""
+    """The length of each chunk, whether it is stored uncompressed, and how many of its values are fresh.
+
+    The values of the changed bytes are left in scratch.
+    """
     n_groups, n_lines, n_words, n_values = _counts(masks, lines, groups)
     changed = popcount(masks)
-    # every thread has read what an earlier difference left in scratch
+    # wait until every thread has read what the previous call left in scratch
     tl.debug_barrier()
     at = scratch + tl.arange(0, C)[:, None] * _CHUNK + tl.cumsum(changed, axis=1) - changed
     for byte in tl.static_range(8):

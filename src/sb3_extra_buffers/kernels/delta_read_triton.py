@@ -124,7 +124,7 @@ def _read_segment(
     in_keyframe = word < tl.where(keyframe >= 0, WORDS, 0)
     frame = tl.load(keyframe_rows_ptr + keyframe * KEYFRAME_WORDS + word, mask=in_keyframe, other=0)
     frame = frame.to(tl.uint64, bitcast=True)
-    # where the chunk is in each of the frames, from their directories
+    # find the chunk in each of the frames by their directories
     nth = tl.arange(0, PER2)
     entries = tl.load(entries_ptr + nth, mask=nth < n_frames, other=0)
     at = entries >> _LENGTH_BITS
@@ -143,7 +143,7 @@ def _read_segment(
         if entry > 0:
             begin = tl.sum(tl.where(is_this, at, 0), axis=0)
             if entry < 0x1000:
-                # as it is; beyond the end of a frame nothing is stored
+                # uncompressed; what is read past the end of the frame is not stored
                 frame = load_word(words_ptr, begin + 8 * (word - chunk * (_LINES * 8)), inside)
             else:
                 frame = _apply_difference(heap_ptr, words_ptr, begin, frame, entry >> 12)

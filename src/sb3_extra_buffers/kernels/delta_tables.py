@@ -1,16 +1,16 @@
-"""Tables of a device's frame store, the format of its frames, and what the kernels that write and read them are told.
+"""The tables of a `DeviceFrameStore`, the format of its frames, and the arguments of a write.
 
-A frame is cut into chunks of `CHUNK` bytes, which are encoded independently: a chunk that did not change takes nothing
-but its entry in the frame's directory. Encoded, a frame is
+A frame is encoded as its difference from a reference: the previous frame of its segment or, for the first frame, the
+segment's keyframe; zeros if the segment has none. A frame that equals its reference has length 0. Any other frame is
+cut into chunks of `CHUNK` bytes, which are encoded independently, and stored as
 
-- the directory: two bytes per chunk, its length in the low 12 bits and which of its groups changed in the high 4;
-- the chunks. A chunk with groups is a difference: which lines of each changed group changed (a byte per group), which
-  words of each changed line (a byte per line), which bytes of each changed word (a byte per word), for each changed
-  byte whether its value differs from the one before (a bit each), and the values that do. A chunk without groups is
-  stored as it is, or has not changed if its length is 0.
+- a directory of two bytes per chunk: its length in the low 12 bits, and which of its groups changed in the high 4;
+- the chunks. A chunk with changed groups consists of bit masks: the changed lines of each changed group (a byte per
+  group), the changed words of each changed line (a byte per line) and the changed bytes of each changed word (a byte
+  per word). A bit for each changed byte says whether its value differs from that of the changed byte before it; the
+  values that do follow. A chunk without changed groups is unchanged if its length is 0, else stored uncompressed.
 
-A word has 8 bytes, a line 8 words, a group 8 lines, a chunk 4 groups. A frame of length 0 equals its reference: the
-previous frame of its segment or, for the first one, the segment's keyframe; zeros where it has none.
+A word has 8 bytes, a line 8 words, a group 8 lines, a chunk 4 groups.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ __all__ = ["CHUNK", "DeviceTables", "FrameShape", "WriteJob"]
 
 #: Bytes of a chunk.
 CHUNK = 2048
-#: An entry of `DeviceTables.entries` is an offset in the heap, shifted by this many bits, and a length.
+#: An entry of `DeviceTables.entries` is an offset in the heap, shifted left by this many bits, plus a length.
 LENGTH_BITS = 20
 
 # columns of `DeviceTables.streams`
-OPENED = 0  # segments opened so far; their numbers start again at `FrameShape.n_numbers`
+OPENED = 0  # number of the next segment; wraps around at `FrameShape.n_numbers`
 COUNT = 1  # frames of the newest segment
-CHAIN_BYTES = 2  # bytes of its differences
+CHAIN_BYTES = 2  # bytes of the differences in it
 NEXT_RECENT = 3  # position in `DeviceTables.recent` that the next frame takes
-COST = 4  # what a first frame should cost against the first keyframe held
-EXCESS = 5  # bytes by which first frames have exceeded that cost
+COST = 4  # the fewest bytes that a first frame has taken against the first keyframe held
+EXCESS = 5  # bytes that first frames have taken beyond that
 FLOOR = 6  # the oldest segment that a step refers to; earlier ones are free
-HELD = 7  # N_HELD keyframes
+HELD = 7  # the first of N_HELD keyframes that the stream holds
 N_COLUMNS = 10
-# keyframes that a stream holds: two that other streams may use, and one that they may still be using
+# keyframes that a stream holds: those that other streams may use, and one that they may still be using
 N_HELD, N_PUBLISHED = 3, 2
 
-# entries of `DeviceTables.counters`: end of the heap, bytes that did not fit, programs that are done with this write
+# entries of `DeviceTables.counters`: end of the heap, bytes that did not fit, programs that have finished this write
 HEAD, NEEDED, DONE = 0, 1, 2
-# entries of the report that a write leaves for the host: the end of the heap and the oldest position that is needed,
-# unused keyframes, segments of the stream that uses most, and the number of the write
+# entries of the report that a write leaves for the host: the end of the heap and the oldest position in use, the number
+# of unused keyframes, the segments of the stream that uses the most, and the number of the write
 REPORT_HEAD, REPORT_TAIL, REPORT_SPARE, REPORT_SEGMENTS, REPORT_LAUNCH = range(5)
 N_REPORT = 5
 
-# addresses and sizes that the reading kernel looks up, so that it finds tables that have grown
+# what the reading kernel looks up on the device, since these tables may grow: their addresses, and n_slots - 1
 ADDRESS_HEAP, ADDRESS_ENTRIES, ADDRESS_KEYFRAMES, ADDRESS_KEYFRAME_ROWS, ADDRESS_MASK = range(5)
 N_ADDRESSES = 5
 
-# bytes past the end of the heap that a reader of whole words may touch
+# bytes past the end of the heap that a kernel may read, because it reads whole words
 SLACK = 64
 # the tail of a stream that has nothing in the heap
 NO_TAIL = (1 << 62) - 1
@@ -64,7 +64,7 @@ LEADERS = 16
 
 @dataclass(frozen=True)
 class FrameShape:
-    """Sizes that follow from how observations are cut into frames; a kernel is compiled for each."""
+    """How observations are cut into frames, and sizes that follow from it; kernels are compiled for each shape."""
 
     frame_bytes: int
     stack: int
@@ -72,7 +72,7 @@ class FrameShape:
 
     @property
     def n_recent(self) -> int:
-        """Frames that a stream remembers to find repeats; one of them is the reference of the next frame."""
+        """Recent frames of a stream, to find repeated frames in; the newest is the reference of the next frame."""
         return max(self.stack, 2)
 
     @property
@@ -85,47 +85,47 @@ class FrameShape:
 
     @property
     def max_bytes(self) -> int:
-        """Bytes of an encoded frame at most."""
+        """The most bytes that an encoded frame can take."""
         return 2 * self.n_chunks + self.frame_bytes
 
     @property
     def min_frames(self) -> int:
-        """Frames of every segment but the newest."""
+        """The fewest frames of a segment, other than the newest of its stream."""
         return min(policy.DEVICE_MIN_FRAMES, self.per_segment)
 
     @property
     def max_chain_bytes(self) -> int:
-        """Differences longer than this end a segment that has ``min_frames``."""
+        """A segment of at least ``min_frames`` ends when its differences take more than this."""
         return int(policy.MAX_CHAIN_FRAMES_DEVICE * self.frame_bytes)
 
     @property
     def n_numbers(self) -> int:
-        """Numbers of segments, a power of two: ids are below 2**30."""
+        """Where segment numbers wrap around: a power of two that keeps frame ids below 2**30."""
         return 1 << (30 - (self.per_segment - 1).bit_length())
 
 
 class DeviceTables(NamedTuple):
     """Tables of one device store.
 
-    A stream numbers its segments from 0; `FrameShape.n_numbers` is followed by 0. The segment of a number has the slot
-    ``number % n_slots``, a power of two. A frame's id is ``segment number * per_segment + position``. Heap positions
-    only ever increase; a position modulo the capacity is where its bytes are.
+    Each stream numbers its segments from 0 to ``FrameShape.n_numbers - 1``, then from 0 again. A segment is in the slot
+    ``number % n_slots``, where ``n_slots`` is a power of two. The id of a frame is ``segment number * per_segment +
+    position``. Heap positions only increase; a position modulo the capacity is an offset in the heap.
     """
 
     heap: torch.Tensor  # uint8 [capacity + SLACK]: encoded frames, a ring
     entries: torch.Tensor  # int64 [stream, slot, per_segment]: where a frame is in the heap, see LENGTH_BITS; 0: none
-    starts: torch.Tensor  # int64 [stream, slot]: end of the heap when the segment was opened; its frames are beyond
+    starts: torch.Tensor  # int64 [stream, slot]: end of the heap when the segment was opened; its frames are after it
     keyframes: torch.Tensor  # int32 [stream, slot]: the keyframe that the segment starts from, or NONE
     frame_ids: torch.Tensor  # int32 [obs_index, stack]: frame ids + 1
     oldest_segments: torch.Tensor  # int32 [step, stream]: the oldest segment that the step refers to
     streams: torch.Tensor  # int64 [stream, N_COLUMNS]
     recent: torch.Tensor  # uint8 [stream, n_recent, keyframe_bytes]: the latest frames of a stream
     recent_ids: torch.Tensor  # int32 [stream, n_recent]
-    last: torch.Tensor  # int32 [stream, stack]: where the frames of the stream's last row were among the recent ones
+    last: torch.Tensor  # int32 [stream, stack]: the positions in `recent` of the frames of the stream's last row
     keyframe_rows: torch.Tensor  # uint8 [keyframe, keyframe_bytes]
     keyframe_refs: torch.Tensor  # int32 [keyframe]: segments that start from it plus streams that hold it
-    published: torch.Tensor  # int32 [2, stream, N_PUBLISHED]: keyframes for all streams, in this write and the next
-    tails: torch.Tensor  # int64 [stream]: oldest heap position that the stream needs, or NO_TAIL
+    published: torch.Tensor  # int32 [2, stream, N_PUBLISHED]: keyframes for all streams in this write and the next
+    tails: torch.Tensor  # int64 [stream]: the oldest heap position that the stream uses, or NO_TAIL
     counters: torch.Tensor  # int64 [4]
 
     @property
@@ -138,7 +138,7 @@ def capacity_of(tables: DeviceTables) -> int:
     return tables.heap.numel() - SLACK
 
 
-# entries of a packed `WriteJob`; JOB_INDICES starts one index per set
+# entries of a packed `WriteJob`; from JOB_INDICES on, one index per set
 JOB_STEP, JOB_OLDEST, JOB_PARITY, JOB_TAIL, JOB_CAPACITY, JOB_KEYFRAMES, JOB_LAUNCH, JOB_SLOTS, JOB_INDICES = range(9)
 
 
@@ -146,10 +146,10 @@ class WriteJob(NamedTuple):
     """One step to write, apart from its frames."""
 
     step: int
-    oldest: int  # the oldest step that remains once this one is written
+    oldest: int  # the oldest step that the ring holds once this one is written
     indices: tuple[int, ...]  # obs_index of the first stream, per set
     parity: int  # which half of `DeviceTables.published` is current
-    tail: int  # oldest heap position that is needed
+    tail: int  # the oldest heap position in use
 
     def pack(self, tables: DeviceTables, launch: int) -> list[int]:
         """The job as the kernel reads it, in the order of the ``JOB_`` constants."""

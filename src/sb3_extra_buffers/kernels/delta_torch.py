@@ -1,7 +1,7 @@
 """Reference kernels for frames on a device, on tensors in main memory.
 
-`kernels.delta_triton` does the same on a GPU. Every decision is made on the device; `kernels.delta_tables` describes
-the format. Each stream frees segments in the order it wrote them, so only keyframes are reference-counted.
+`kernels.delta_triton` does the same on a GPU. `kernels.delta_tables` describes the format. Each stream frees its
+segments in the order in which it wrote them, so only keyframes are reference-counted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _masks(changed: npt.NDArray[np.bool_]) -> tuple[Bytes, Bytes, Bytes, int]:
 
 
 def encode_frame(frame: Bytes, reference: Bytes) -> Bytes:
-    """``frame`` encoded as its difference to ``reference``."""
+    """``frame`` encoded as its difference from ``reference``."""
     if np.array_equal(frame, reference):
         return np.zeros(0, np.uint8)
     directory, payloads = [], []
@@ -114,9 +114,9 @@ def write_rows_reference(
 ) -> None:
     """Store ``frames[set][stream, stack, byte]`` as one step, one set after the other.
 
-    A frame is shared if it equals, byte for byte, one that its stream remembers; if not, it is encoded into the
-    stream's newest segment. Bytes that do not fit into the heap are counted in ``counters[NEEDED]``, and the tables
-    must then be discarded. ``report[N_REPORT]`` is what the host learns.
+    A frame is shared if it equals one of its stream's recent frames, byte for byte; if not, it is added to the stream's
+    newest segment. Bytes that do not fit into the heap are counted in ``counters[NEEDED]``, and the tables must then be
+    discarded. ``report[N_REPORT]`` is filled for the host.
     """
     views: Any = DeviceTables(*(table.numpy() for table in tables))  # type: ignore[arg-type]  # the same as arrays
     rows = np.stack([part.numpy()[..., : shape.frame_bytes] for part in frames])
@@ -130,7 +130,7 @@ def write_rows_reference(
 
 
 class _StreamWriter:
-    """One stream's part of a write: one program of the Triton kernel."""
+    """One stream's part of a write."""
 
     def __init__(self, tables: Any, shape: FrameShape, stream: int, job: WriteJob) -> None:
         self.tables, self.shape, self.stream, self.job = tables, shape, stream, job
@@ -143,7 +143,7 @@ class _StreamWriter:
         return self._since(int(self.row[dt.FLOOR]))
 
     def _since(self, number: int) -> int:
-        """Segments opened since that of ``number`` was the next."""
+        """How many segments were opened from ``number`` on."""
         return int((int(self.row[dt.OPENED]) - number) % self.shape.n_numbers)
 
     def _slot(self, number: int) -> int:
@@ -167,12 +167,12 @@ class _StreamWriter:
         tables.tails[stream] = self._tail()
 
     def _tail(self) -> int:
-        """The oldest heap position that the stream needs."""
+        """The oldest heap position that the stream uses."""
         start = self.tables.starts[self.stream, self._slot(int(self.row[dt.FLOOR]))]
         return int(start) if self.n_segments else dt.NO_TAIL
 
     def _release(self, new_floor: int) -> None:
-        """Free the segments before ``new_floor``, unless that is no segment in use."""
+        """Free the segments before ``new_floor``; nothing if that is out of the range in use."""
         floor = int(self.row[dt.FLOOR])
         n_freed = (new_floor - floor) % self.shape.n_numbers
         if n_freed > self.n_segments:
@@ -184,7 +184,7 @@ class _StreamWriter:
         self.row[dt.FLOOR] = new_floor
 
     def _find_or_add(self, frame: Bytes, hint: int) -> tuple[int, int]:
-        """Where the frame is among the recent ones, and its id; a frame of zeros is nowhere."""
+        """The position of the frame in `recent`, and its id; the position of a frame of zeros is -1."""
         tables, stream, n_recent = self.tables, self.stream, self.shape.n_recent
         if not frame.any():
             return -1, ZERO
@@ -278,7 +278,7 @@ class _StreamWriter:
         published = self.tables.published[self.job.parity].reshape(-1)
         leader = self.stream - self.stream % dt.LEADERS
         for i in range(min(policy.POOL_SIZE, published.size)):
-            # the leader's, then those of the streams from this one on
+            # the leader's keyframes, then those of the following streams
             first = leader if i < dt.N_PUBLISHED else self.stream
             other = int(published[(first * dt.N_PUBLISHED + i) % published.size])
             if other >= 0 and other != keyframe:
@@ -288,7 +288,7 @@ class _StreamWriter:
         return keyframe, least
 
     def _hold(self, keyframe: int) -> None:
-        """Make ``keyframe`` the stream's own; once per write, since other streams may be reading the one dropped."""
+        """Hold ``keyframe`` and drop the oldest one held; once per write at most, since others may be reading it."""
         refs, row = self.tables.keyframe_refs, self.row
         dropped = int(row[dt.HELD + dt.N_HELD - 1])
         if dropped >= 0:
@@ -299,7 +299,7 @@ class _StreamWriter:
         self.switched = True
 
     def _claim(self) -> int:
-        """An unused keyframe with a reference for the segment, or -1."""
+        """An unused keyframe, now with one reference, that of the segment; -1 if there is none."""
         refs = self.tables.keyframe_refs
         unused = np.flatnonzero(refs == 0)
         if not len(unused):

@@ -1,6 +1,6 @@
 """The Triton kernels for frames on a GPU, bound to the tables of a store.
 
-Frames are handled as 64-bit words. Nothing is returned to the host: what it must know is left in a report.
+Frames are handled as 64-bit words. Nothing is returned to the host; each write leaves a report in pinned memory.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from sb3_extra_buffers.kernels.launcher import COLUMN_DTYPES, NO_COLUMNS, Column
 
 __all__ = ["ReadKernel", "WriteKernel"]
 
-# measured: programs that share the segments of a row, warps of a program that reads
+# tuned: programs that share the segments of a row, and warps of each
 _PARTS, _READ_WARPS = 2, 2
-# registers of a thread that reads at most, so that more programs run at a time
+# the most registers of a thread that reads, so that more programs run at a time
 _READ_REGISTERS = 88
-# chunks that a program encodes together, and programs at most: what an H200 runs at a time
+# chunks that a program encodes together, and the most programs of a write: as many as an H200 runs at a time
 _BLOCK_CHUNKS, _WRITE_PROGRAMS = 8, 264
-# warps of a program that writes, and registers of a thread: with few programs, and with so many that they take turns
+# warps of a program that writes, and registers of a thread: with a program per stream, and with several streams each
 _FEW, _MANY = (8, 128), (16, 64)
 
 
 class ReadKernel:
-    """The reading kernel; ``addresses`` say where the tables are, so that they may grow and move."""
+    """The reading kernel. It looks up the tables in ``addresses``, so that they may grow and move."""
 
     def __init__(self, shape: FrameShape, addresses: torch.Tensor, frame_ids: torch.Tensor, n_streams: int) -> None:
         per, n_chunks, words = shape.per_segment, shape.n_chunks, torch.int64
@@ -57,7 +57,7 @@ class ReadKernel:
 
 
 class WriteKernel:
-    """The writing kernel, bound to one set of tables, and its work space."""
+    """The writing kernel, bound to one set of tables and its scratch memory."""
 
     def __init__(self, shape: FrameShape, tables: DeviceTables, scratch: torch.Tensor) -> None:
         self.tables = tables
@@ -94,6 +94,6 @@ def block_chunks(shape: FrameShape) -> int:
 
 
 def scratch_for(shape: FrameShape, n_streams: int, device: torch.device) -> torch.Tensor:
-    """Work space of the writing kernel."""
+    """Scratch memory for the writing kernel."""
     n_bytes = min(n_streams, _WRITE_PROGRAMS) * block_chunks(shape) * CHUNK
     return torch.empty(n_bytes, dtype=torch.uint8, device=device)

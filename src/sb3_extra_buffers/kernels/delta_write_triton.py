@@ -45,10 +45,10 @@ _JOB_SLOTS = tl.constexpr(dt.JOB_SLOTS)
 _JOB_INDICES = tl.constexpr(dt.JOB_INDICES)
 _NONE = tl.constexpr(NONE)
 _ZERO = tl.constexpr(ZERO)
-_NEW = tl.constexpr(ZERO - 1)  # stands for the id of a frame that has yet to be added
-_KNOWN = tl.constexpr(ZERO - 2)  # and for one that was dealt with
+_NEW = tl.constexpr(ZERO - 1)  # in place of the id of a frame that has yet to be added
+_KNOWN = tl.constexpr(ZERO - 2)  # in place of the id of a frame whose id is already stored
 _FAR = tl.constexpr(1 << 30)  # larger than any keyframe
-_LOOK = tl.constexpr(256)  # table entries that are looked at together
+_LOOK = tl.constexpr(256)  # table entries that are read at a time
 
 _initial_cost = jit_rule(policy.initial_cost)
 _should_search = jit_rule(policy.should_search)
@@ -138,7 +138,7 @@ def _write_stream(
     switched = tl.full([], 0, tl.int32)
     n_known = tl.full([], 0, tl.int32)
 
-    # the oldest segment that this step may refer to
+    # a step refers to recent and new frames only: note the oldest segment of these
     i = tl.arange(0, RECENT2)
     ids = tl.load(recent_ids + i, mask=i < RECENT, other=-1)
     since = tl.max(tl.where(ids >= 0, (opened - ids // PER) & (NUMBERS - 1), 0), axis=0)
@@ -154,7 +154,7 @@ def _write_stream(
         tl.debug_barrier()
         row = tl.where(which == 0, obs_ptr, next_ptr) + stream.to(tl.int64) * (STACK * WORDS)
         index = tl.where(which == 0, first_index, last_index) + stream
-        # the first of two rows usually equals the last one; every other is usually shifted by a frame
+        # the first of two rows usually equals the stream's last row; the other is usually shifted by one frame
         shift = tl.where(which == N_SETS - 1, 1, 0)
         if j == 0:
             n_known = _continue_row(
@@ -206,7 +206,7 @@ def _write_stream(
             position = next_recent
             frame_id = number * PER + count
             tl.debug_barrier()
-            _keep(recent + position * KEYFRAME_WORDS, frame, frame_ptr, WORDS, C, N_BLOCKS)
+            _copy_frame(recent + position * KEYFRAME_WORDS, frame, frame_ptr, WORDS, C, N_BLOCKS)
             tl.store(recent_ids + position, frame_id)
             next_recent = (next_recent + 1) % RECENT
             chain_bytes += tl.where(length < SIZE, length, 0)
@@ -237,9 +237,9 @@ def _continue_row(
     STACK: tl.constexpr, STACK2: tl.constexpr, WORDS: tl.constexpr, KEYFRAME_WORDS: tl.constexpr, C: tl.constexpr,
     N_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the ids of a row that continues the last one, ``shift`` frames later; return how many frames that are.
+    """Compare a row with the stream's last row, shifted by ``shift`` frames; return how many frames they share.
 
-    All of them are compared at once, or none is known.
+    That is all frames but the last ``shift``, whose ids are then stored, or 0 if any of them differs.
     """
     j = tl.arange(0, STACK2)
     is_known = j < STACK - shift
@@ -270,12 +270,12 @@ def _find(
     frame, frame_ptr, recent, recent_ids, hint,
     RECENT: tl.constexpr, WORDS: tl.constexpr, KEYFRAME_WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Where a frame is among the recent ones, and its id: `_ZERO` for zeros, `_NEW` if it is not there."""
+    """The position of a frame in ``recent``, and its id: `_ZERO` for a frame of zeros, `_NEW` if it is not there."""
     position = tl.full([], -1, tl.int32)
     frame_id = tl.full([], _NEW, tl.int32)
     i = tl.full([], 0, tl.int32)
     while (frame_id == _NEW) & (i < RECENT):
-        # three at a time, and whether it is zeros: a 16-bit count of different words for each, in one sum
+        # compare with three frames and with zeros at a time: four 16-bit counts of different words, in one sum
         counts = tl.zeros([C, 256], tl.int64)
         for block in range(N_BLOCKS):
             words = block_of(frame, frame_ptr, block, WORDS, C, N_BLOCKS)
@@ -285,7 +285,7 @@ def _find(
                     other = load_block(recent + (hint + i + k) % RECENT * KEYFRAME_WORDS, 0, WORDS, C)
                     counts += (words != other).to(tl.int64) << (16 * (k + 1))
             else:
-                # marks instead of counts, which could overflow
+                # bits instead of counts, which could overflow
                 counts |= (words != 0).to(tl.int64)
                 for k in tl.static_range(3):
                     other = load_block(recent + (hint + i + k) % RECENT * KEYFRAME_WORDS, block, WORDS, C)
@@ -305,8 +305,8 @@ def _find(
 
 
 @triton.jit
-def _keep(target_ptr, frame, frame_ptr, WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr):
-    """Copy a frame."""
+def _copy_frame(target_ptr, frame, frame_ptr, WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr):
+    """Copy a frame to ``target_ptr``."""
     for block in range(N_BLOCKS):
         word = (block * C + tl.arange(0, C))[:, None] * 256 + tl.arange(0, 256)[None, :]
         words = block_of(frame, frame_ptr, block, WORDS, C, N_BLOCKS)
@@ -315,7 +315,7 @@ def _keep(target_ptr, frame, frame_ptr, WORDS: tl.constexpr, C: tl.constexpr, N_
 
 @triton.jit
 def _release(keyframes, keyframe_refs_ptr, floor, new_floor, opened, n_slots, NUMBERS: tl.constexpr):
-    """Free the segments before ``new_floor``, and return it; the floor stays if that is no segment in use."""
+    """Free the segments before ``new_floor`` and return the floor, which stays if that is out of the range in use."""
     n_freed = (new_floor - floor) & (NUMBERS - 1)
     n_freed = tl.where(n_freed <= ((opened - floor) & (NUMBERS - 1)), n_freed, 0)
     for i in range(n_freed):
@@ -330,7 +330,7 @@ def _report(
     report_ptr, tails_ptr, streams_ptr, counters_ptr, keyframe_refs_ptr, launch, n_keyframes, n_streams,
     NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """Tell the host how full the tables are; the number of the write comes last."""
+    """Report how full the tables are; the number of the write is stored last, when the rest is complete."""
     tail = tl.full([], _NO_TAIL, tl.int64)
     n_segments = tl.full([], 0, tl.int64)
     for base in range(0, n_streams, _LOOK):
@@ -362,7 +362,8 @@ def _start_segment(
 ):  # fmt: skip
     """Choose the keyframe of a new segment, or make its first frame one.
 
-    Return the keyframe (negative: none), whether it is the frame, and whether the stream has switched in this write.
+    Return the keyframe (negative if there is none), whether it is the frame itself, and whether the stream has changed
+    the keyframes it holds in this write.
     """
     held = tl.load(row_ptr + _HELD).to(tl.int32)
     cost = tl.load(row_ptr + _COST).to(tl.int32)
@@ -383,7 +384,7 @@ def _start_segment(
         if claimed >= 0:
             keyframe = claimed
             is_frame = tl.full([], 1, tl.int32)
-            _keep(keyframe_rows_ptr + claimed.to(tl.int64) * KEYFRAME_WORDS, frame, frame_ptr, WORDS, C, N_BLOCKS)
+            _copy_frame(keyframe_rows_ptr + claimed.to(tl.int64) * KEYFRAME_WORDS, frame, frame_ptr, WORDS, C, N_BLOCKS)
             _hold(row_ptr, keyframe_refs_ptr, claimed)
             switched = tl.full([], 1, tl.int32)
             tl.store(row_ptr + _COST, _initial_cost(SIZE))
@@ -415,7 +416,7 @@ def _choose_keyframe(
         n_published = _N_PUBLISHED * n_streams
         leader = stream - stream % _LEADERS
         for i in range(tl.minimum(_POOL_SIZE, n_published)):
-            # the leader's, then those of the streams from this one on
+            # the leader's keyframes, then those of the following streams
             first = tl.where(i < _N_PUBLISHED, leader, stream)
             other = tl.load(published + (_N_PUBLISHED * first + i) % n_published)
             if (other >= 0) & (other != keyframe):
@@ -429,7 +430,7 @@ def _choose_keyframe(
 
 @triton.jit
 def _hold(row_ptr, keyframe_refs_ptr, keyframe):
-    """Make ``keyframe`` the stream's own; once per write, since other streams may be reading the one dropped."""
+    """Hold ``keyframe`` and drop the oldest one held; once per write at most, since others may be reading it."""
     first = tl.load(row_ptr + _HELD)
     second = tl.load(row_ptr + _HELD + 1)
     dropped = tl.load(row_ptr + _HELD + 2)
@@ -445,7 +446,7 @@ def _hold(row_ptr, keyframe_refs_ptr, keyframe):
 
 @triton.jit
 def _spare_keyframes(keyframe_refs_ptr, n_keyframes, stream):
-    """How many keyframes are unused, and the distance from the stream's number to the next one that is."""
+    """How many keyframes are unused, and how far the next of them is from the stream's number."""
     nearest = tl.full([], _FAR, tl.int32)
     spare = tl.full([], 0, tl.int32)
     for base in range(0, n_keyframes, 256):
@@ -459,7 +460,7 @@ def _spare_keyframes(keyframe_refs_ptr, n_keyframes, stream):
 
 @triton.jit
 def _claim(keyframe_refs_ptr, n_keyframes, stream):
-    """An unused keyframe with a reference for the open segment, or -1."""
+    """An unused keyframe, now with one reference, that of the segment; -1 if there is none."""
     claimed = tl.full([], -1, tl.int32)
     _spare, nearest = _spare_keyframes(keyframe_refs_ptr, n_keyframes, stream)
     while (nearest < _FAR) & (claimed < 0):

@@ -19,8 +19,8 @@ __all__ = [
     "write_frames_reference",
 ]
 
-# What a frame of a new step is. From 0 on: the nth frame of the last row of its stream; from `stack` on: the nth frame
-# of the step itself, counted over all sets.
+# Codes that say what a frame of a new step equals. From 0 on: a frame of the stream's last row; from `stack` on:
+# another frame of the step itself, counted over all sets.
 NEW, ZEROS, UNKNOWN = -1, -2, -3
 # entries of `TimelineTables.state`
 NEWEST_ROW, NEWEST_STEP, N_WRITTEN = range(3)
@@ -34,7 +34,7 @@ class TimelineShape(NamedTuple):
     n_sets: int
     stack: int
     n_words: int  # of a frame
-    unit: int  # words of each frame that take turns in an observation; all words, if frames are contiguous
+    unit: int  # consecutive words of a frame in an observation: those of a pixel if frames are interleaved, else all
     capacity: int  # positions of the ring of side rows
 
     @property
@@ -52,13 +52,14 @@ class TimelineShape(NamedTuple):
 class TimelineTables(NamedTuple):
     """The tables on the device, none of which ever moves.
 
-    A frame id is 0 for a frame of zeros, then ``1 + row * n_streams + stream``, then the position of a side row.
+    A frame id is 0 for a frame of zeros, ``1 + row * n_streams + stream`` for a frame on the time axis, and 1 plus the
+    number of these frames plus a position for a side row.
     """
 
     rows: torch.Tensor  # int64 [piece]: addresses, see `Pieces`
     side: torch.Tensor  # int64 [page]: addresses, or row numbers without Triton, see `SideRows`
     ids: torch.Tensor  # int32 [step, stream, n_ids]
-    last_ids: torch.Tensor  # int32 [2, stream, stack]: frames of the last row; writes use them in turn
+    last_ids: torch.Tensor  # int32 [2, stream, stack]: frames of the last row; writes alternate between the two
     starts: torch.Tensor  # int32 [n_rows + 1]: the first side row of each of the last writes
     state: torch.Tensor  # int64 [3]
 
@@ -67,7 +68,7 @@ class WriteNumbers(NamedTuple):
     """What the host knows about a write."""
 
     step: int
-    n_written: int  # steps that can be read after it
+    n_written: int  # steps that the ring holds after it
     row: int  # of the time axis
     turn: int  # 0 or 1: which of `last_ids` it writes
     start: int  # its entry of `starts`; the next write's follows
@@ -75,7 +76,7 @@ class WriteNumbers(NamedTuple):
 
 
 def usual_codes(shape: TimelineShape) -> list[int]:
-    """What frames are in the middle of an episode: ``obs`` is the last row, and ``next_obs`` is shifted."""
+    """Codes in the middle of an episode: ``obs`` equals the last row, ``next_obs`` is shifted by one frame."""
     return [*range(shape.stack if shape.n_sets == 2 else 0), *range(1, shape.stack)]
 
 
@@ -137,7 +138,7 @@ def match_frames_reference(
     batches: list[torch.Tensor],  # words, one batch per set
     numbers: WriteNumbers,
 ) -> torch.Tensor:
-    """What each frame of a new step is, except the newest: int32 ``[stream, n_ids]``."""
+    """The code of each frame of a new step, except the newest: int32 ``[stream, n_ids]``."""
     stack, n_ids = shape.stack, shape.n_ids
     frames = torch.cat([_split(batch, shape) for batch in batches], 1)  # [stream, set * stack, word]
     last_ids = tables.last_ids[1 - numbers.turn]
@@ -146,7 +147,7 @@ def match_frames_reference(
     codes[:, n_ids] = stack + n_ids
     for frame in range(n_ids):
         which, nth = divmod(frame, stack)
-        # a frame may be used as long as if it had moved on with every step
+        # a frame may be shared only while it would still be part of a stack that moves on with every step
         limit = stack if which < shape.n_sets - 1 else stack - 1 - nth
         can_use = _is_recent(last_ids, tables, shape, numbers, limit)
         given = frames[:, frame]
@@ -162,7 +163,7 @@ def match_frames_reference(
 def _candidates(
     frames: torch.Tensor, last: torch.Tensor, codes: torch.Tensor, frame: int, shape: TimelineShape
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Frames that ``frame`` may equal, and what it is then; the likely ones first."""
+    """Frames that ``frame`` may equal, and the code for each; the most likely first."""
     stack, n_ids = shape.stack, shape.n_ids
     which, nth = divmod(frame, stack)
 
@@ -204,7 +205,7 @@ def write_frames_reference(
     numbers: WriteNumbers,
     report: torch.Tensor,  # int64 [2]
 ) -> None:
-    """Store a step. Nothing that is read here is overwritten, so that the same step may be written twice."""
+    """Store a step. It overwrites nothing that it reads, so the same step may be written twice."""
     n_streams, stack, n_ids = shape.n_streams, shape.stack, shape.n_ids
     n_main, n_starts = shape.n_rows * n_streams, shape.n_rows + 1
     frames = torch.cat([_split(batch, shape) for batch in batches], 1)

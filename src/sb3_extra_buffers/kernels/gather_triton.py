@@ -1,7 +1,7 @@
-"""Kernels that copy uncompressed frames to and from a GPU's tables: those of `kernels.gather_torch`.
+"""Kernels that compare, store and read uncompressed frames on a GPU; `kernels.gather_torch` has the references.
 
-Frames are words of any integer dtype; tables hold the addresses of their pieces. Indices and rows to write may be in
-pinned host memory: reading them from here is faster than a copy.
+Frames are words of any integer dtype. Rows are in pieces and pages, whose addresses the tables hold. Indices and rows
+to write may be in pinned host memory: reading them from there is faster than a copy.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _equals_stored(
     batch_ptr, nth, stream, address,
     STACK: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Whether a frame of a step equals the one at ``address``; that of zeros if it is 0."""
+    """Whether a frame of a step equals the frame at ``address``; address 0 stands for a frame of zeros."""
     equal, base = 1, 0
     n_stored = tl.where(address != 0, WORDS, 0)
     while (equal > 0) & (base < WORDS):
@@ -217,7 +217,7 @@ def _scan_kernel(
     n_streams,
     BLOCK: tl.constexpr,
 ):
-    """Number new frames: add up the counts of all streams before each one. A single program."""
+    """Exclusive prefix sum of the counts, and their total; a single program."""
     total = 0
     for base in range(0, n_streams, BLOCK):
         stream = base + tl.arange(0, BLOCK)
@@ -328,7 +328,7 @@ class TimelineGather:
         self._codes = torch.empty((n_streams, n_ids), dtype=small, device=device)
         self._counts = torch.empty(n_streams, dtype=small, device=device)
         self._firsts = torch.empty(n_streams + 1, dtype=small, device=device)
-        # of a step in the middle of all episodes
+        # codes of a step in which no episode begins
         usual = torch.tensor(usual_codes(shape) or [0], dtype=small, device=device)
         self._usual = usual.expand(n_streams, -1).contiguous(), torch.zeros_like(self._firsts)
         key = (words, *frame)
@@ -353,12 +353,12 @@ class TimelineGather:
     def write(
         self,
         batches: tuple[torch.Tensor, torch.Tensor],  # the first and the last set
-        given: tuple[torch.Tensor, torch.Tensor] | None,  # what frames are, and the numbers of new ones
+        given: tuple[torch.Tensor, torch.Tensor] | None,  # codes, and new frames of the streams before
         is_known: bool,
         numbers: WriteNumbers,
         report: torch.Tensor,
     ) -> None:
-        """Store a step. Without ``given``, all frames are as usual if ``is_known``, else unknown."""
+        """Store a step. Without ``given``, all codes are `usual_codes` if ``is_known``, else unknown."""
         shape = self._shape
         codes, firsts = self._usual if given is None else given
         if not is_known:

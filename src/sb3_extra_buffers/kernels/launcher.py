@@ -15,10 +15,10 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 
 class Columns(NamedTuple):
-    """What else belongs to the transitions of a batch: where it goes, and the table that it is gathered from.
+    """The columns of a batch: the tensors to fill, and the records to gather them from.
 
-    A record holds the reward, whether the episode ended and whether that was a timeout, as float32, then the action,
-    at a multiple of its dtype's size.
+    The record of a transition holds the reward, whether the episode ended and whether that was a timeout, as float32,
+    then the action, aligned to its dtype.
     """
 
     floats: torch.Tensor  # float32 [2, row, 1]: done * (1 - timeout), then the reward
@@ -42,7 +42,8 @@ class TableLayout(NamedTuple):
     row: int  # elements from a number to that of the next row
     n_numbers: int  # numbers that are written with a step
     actions: torch.Tensor  # uint8
-    action: tuple[int, int, int, int]  # bytes from row to row, before the first, of an action; the next power of two
+    # bytes from row to row, bytes before the first action, bytes of an action, the next power of two
+    action: tuple[int, int, int, int]
 
 
 #: Dtypes of the pointers of `Columns.arguments`.

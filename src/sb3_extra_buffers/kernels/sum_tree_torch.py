@@ -17,7 +17,7 @@ MAX_ERROR = float(torch.finfo(torch.float32).max)
 class TorchSumTree:
     """``n_leaves`` priorities, drawn in proportion to them. Drawing and writing never wait for the device.
 
-    A transition is known by its number: how many transitions were added before it. Its leaf is the number modulo
+    A transition is identified by its number: how many transitions were added before it. Its leaf is the number modulo
     ``n_leaves``. ``counts`` is a tensor that the caller updates: transitions added, and transitions held.
 
     A node is always the sum of its children and never adjusted by a difference, so that rounding errors do not add up.
@@ -34,7 +34,7 @@ class TorchSumTree:
         self.sizes = sizes
         self.starts = [sum(sizes[:level]) for level in range(len(sizes))]
         n_nodes = sum(sizes)
-        #: Sums of all levels, from the leaves up; one more entry takes the writes that are to have no effect.
+        #: Sums of all levels, from the leaves up; writes that should have no effect go to one more entry.
         self.sums = torch.zeros(n_nodes + 1, dtype=torch.float64, device=device)
         #: Smallest priorities above zero, of all levels above the leaves.
         self.mins = torch.full((max(n_nodes - sizes[0], 1),), torch.inf, dtype=torch.float64, device=device)

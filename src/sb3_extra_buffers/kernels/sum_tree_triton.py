@@ -118,7 +118,7 @@ def _sum_kernel(
     is_node = node < n_items
     if BY_NUMBER:
         number = tl.load(numbers_ptr + node, mask=is_node, other=-1)
-        # a sum too many does no harm
+        # nodes above skipped updates may be summed again, which does no harm
         is_node = is_node & (number >= 0)
         node = tl.where(is_node, number % n_leaves, 0) // per_node
     _sum_nodes(sums_ptr, mins_ptr, start.to(tl.int64), below.to(tl.int64), n_padded, node, is_node, LEVEL)
@@ -137,7 +137,7 @@ def _draw_kernel(
     counts_ptr, sums_ptr, mins_ptr, offsets_ptr, options_ptr, n_draws, n_leaves,
     N_LEVELS: tl.constexpr, DRAWS: tl.constexpr,
 ):  # fmt: skip
-    """Walk down from the root, for ``DRAWS`` points at a time."""
+    """Descend from the root to the leaf at each of ``DRAWS`` points."""
     draw = tl.program_id(0) * DRAWS + tl.arange(0, DRAWS)
     is_draw = draw < n_draws
     lane = tl.arange(0, _FAN)
@@ -149,7 +149,7 @@ def _draw_kernel(
     priority = tl.zeros([DRAWS], tl.float64)
     for down in tl.static_range(N_LEVELS):
         first = tl.load(offsets_ptr + N_LEVELS - 1 - down) + node * _FAN
-        # a thread for each point looks at the children in turn, which takes fewer instructions than a parallel scan
+        # one thread per point reads the children one after the other: fewer instructions than a parallel scan
         end = tl.zeros([DRAWS], tl.float64)
         before = tl.zeros([DRAWS], tl.float64)
         chosen = tl.zeros([DRAWS], tl.int32)

@@ -75,7 +75,7 @@ class DevicePlace:
     pinned: bool = False
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """New memory at this place, with anything in it."""
+        """New, uninitialised memory at this place."""
         if self.pinned:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         return torch.empty(shape, dtype=dtype, device=self.device)

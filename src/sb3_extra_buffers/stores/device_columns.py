@@ -1,4 +1,4 @@
-"""What a buffer keeps of a step besides its observations, on a torch device: actions, rewards and other numbers."""
+"""Columns of a buffer on a torch device: actions, rewards and other numbers, everything but observations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether Triton's kernels write and read tables on ``device``."""
+    """Whether Triton kernels write and read tables on ``device``."""
     return device.type == "cuda" and device_base.has_triton()
 
 
@@ -35,12 +35,12 @@ class StagedColumns(NamedTuple):
 
 
 class DeviceTable:
-    """Columns of ``n_steps`` steps of ``n_streams`` rows; `views` are the columns, to read and to assign to.
+    """Columns of ``n_steps`` steps of ``n_streams`` rows. Writing a step does not wait for the device.
 
-    On the CPU they are NumPy arrays, elsewhere tensors. Nothing waits for the device.
+    `views` has the columns by name, NumPy arrays on the CPU and tensors elsewhere; assigning to them changes the table.
     """
 
-    #: The columns, actions first; `written` of the others are given with a step.
+    #: The columns: actions, then the `written` columns that are given with a step, then computed ones.
     names: tuple[str, ...]
     written: int
     layout: TableLayout
@@ -73,12 +73,12 @@ class DeviceTable:
         self._bound_kernels: Any = None
 
     def _allocate(self) -> None:
-        """Make the tables, their `layout` and `views` of them as tensors."""
+        """Create the table: its memory, its `layout`, and `views` as tensors."""
         raise NotImplementedError
 
     def _zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> torch.Tensor:
         if self.device.type == "cpu":
-            # memory from NumPy is zero without being touched
+            # NumPy's zeros take no memory until they are written
             return torch.from_numpy(np.zeros(shape, dtype))
         return torch.zeros(shape, dtype=torch_dtype(dtype), device=self.device)
 
@@ -99,21 +99,21 @@ class DeviceTable:
     # ---- writing ----
 
     def plan(self, values: Sequence[Any]) -> Any:
-        """Prepare to write a step: actions, then numbers, checked; those left out at the end are stored as 0.
+        """Prepare to write a step of checked values: actions, then numbers; numbers left out are stored as 0.
 
-        Each is an array or, where `takes_tensors`, a contiguous tensor on the device: actions of their own dtype,
-        numbers float32 or bool, a number for each stream.
+        Each is an array or, if `takes_tensors`, a contiguous tensor on the device: actions in the dtype of the table,
+        numbers as float32 or bool, one for each stream.
         """
         if not self.takes_tensors:
             return tuple(values)
         lease = None
         sources = []
-        for place, value in enumerate(values):
+        for i, value in enumerate(values):
             if not isinstance(value, torch.Tensor):
                 if lease is None:
                     lease = self._staging.acquire(self._staging_layout)
-                lease.arrays[place][...] = value
-                value = lease.tensors[place]
+                lease.arrays[i][...] = value
+                value = lease.tensors[i]
             sources.append(value)
         if self._triton:
             _ = self.kernels  # this can fail; the launch cannot
@@ -175,9 +175,9 @@ class DeviceTable:
 
 
 class DeviceColumns(DeviceTable):
-    """The columns of a replay buffer as `records`, from which kernels that read observations gather those of a batch.
+    """The columns of a replay buffer, as one record per transition (`kernels.launcher.Columns`).
 
-    A record is described in `kernels.launcher.Columns`.
+    The kernels that read the observations of a batch also gather its records.
     """
 
     names = ("actions", "rewards", "dones", "timeouts")
@@ -218,12 +218,12 @@ class DeviceColumns(DeviceTable):
         newest: int,
         normalize: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> NStepReturns:
-        """n-step returns of the transitions at ``indices``, on the device or in pinned memory.
+        """n-step returns of the transitions at ``indices``, which are on the device or in pinned memory.
 
-        ``powers`` of gamma, one more than steps, are on the device; ``normalize`` is called with rewards.
+        ``powers`` are those of gamma from 0 to the number of steps, on the device. ``normalize`` normalises rewards.
         """
         count, n_streams = len(indices), self.lead[1]
-        # NumPy adds eight and more numbers in another order
+        # NumPy, and so SB3, adds eight or more numbers in another order than the kernel
         if not self._triton or normalize is not None or len(powers) > 8 or not count:
             return n_step_reference(indices.to(self.device), self.records, powers, newest, n_streams, normalize)
         numbers = [torch.empty((count, 1), dtype=torch.float32, device=self.device) for _ in range(3)]
@@ -232,7 +232,7 @@ class DeviceColumns(DeviceTable):
         return out
 
     def gather(self, indices: torch.Tensor, floats: torch.Tensor, actions: torch.Tensor) -> None:
-        """Fill a batch with the records at ``indices``, one for each row; on the device or in pinned memory."""
+        """Fill a batch with the records at ``indices``, which are on the device or in pinned memory."""
         columns = Columns(floats, actions, self.records)
         if not len(actions):
             return
@@ -247,7 +247,7 @@ class DeviceRollout(DeviceTable):
 
     names = ("actions", "rewards", "episode_starts", "values", "log_probs", "advantages", "returns")
     written = 4
-    #: Columns of a batch, which follow each other.
+    #: The rows of `numbers` that a batch contains.
     batch = slice(2, 6)
 
     def _allocate(self) -> None:

@@ -1,4 +1,4 @@
-"""Frames as differences in a device's memory: encoded and decoded there, freed in the order of a ring."""
+"""Frames as differences in the memory of a device, which encodes and decodes them."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ Array = npt.NDArray[Any]
 
 _INT64 = np.dtype(np.int64)
 _BYTE = np.dtype(np.uint8)
-# bytes of a step that the device reads in place; more than that is sent in pieces, which take less pinned memory
+# the most bytes of a step that the device reads in place; larger steps are sent in pieces, to need less pinned memory
 _IN_PLACE = 1 << 20
 _PIECE = 1 << 19
-# blocks of staging memory: pieces under way, or steps that are read in place
+# blocks of staging memory: pieces in flight, or steps that are read in place
 _PIECES, _STEPS = 3, 4
-# seconds to watch for a report before the device is waited for
+# seconds to poll for a report before synchronising with the device
 _WATCH = 0.05
 
 
 class DeviceFrameWrite(AttributeWrite):
-    """A step that is sure to fit: one launch, or a state that was written aside; then new attributes of the store."""
+    """A step that is sure to fit: one launch, or tables to which the step was already written; then new attributes."""
 
-    __slots__ = ("aside", "job", "launch", "source")
+    __slots__ = ("job", "launch", "source", "written")
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class DeviceFrameWrite(AttributeWrite):
         launch: int,
         job: WriteJob,
         source: _Source | None,
-        aside: DeviceState | None = None,
+        written: DeviceState | None = None,
     ) -> None:
         super().__init__(store, after)
-        self.launch, self.job, self.source, self.aside = launch, job, source, aside
+        self.launch, self.job, self.source, self.written = launch, job, source, written
 
     def commit(self) -> None:
         self.owner.unfinished = self
@@ -70,14 +70,14 @@ class DeviceFrameWrite(AttributeWrite):
         self._apply()
 
     def _apply(self) -> None:
-        if self.aside is not None:
-            self.owner.use_state(self.aside)
+        if self.written is not None:
+            self.owner.use_state(self.written)
         # one call, which no signal can interrupt
         self.owner.__dict__.update(self.after)
 
 
 class _Source:
-    """The frames of a step, ``[stream, stack, byte]`` per set, and memory for the numbers that go with it."""
+    """The frames of a step, ``[stream, stack, byte]`` per set, and staging memory for the packed `WriteJob`."""
 
     __slots__ = ("frames", "lease")
 
@@ -88,13 +88,13 @@ class _Source:
 class DeviceFrameStore(DeviceStore):
     """Frames as differences, in the memory of a GPU; ``place.pinned`` keeps the heap in pinned host memory.
 
-    Every stream frees its segments in the order it made them, so the heap is a ring. Writing and reading launch
-    kernels and wait for nothing: which frames are new, and what they are encoded against, is decided on the device. The
-    host learns how full the tables are from a report that each write leaves in pinned memory, and waits only when the
+    Every stream frees its segments in the order in which it created them, so the heap is a ring. Writing and reading
+    are one launch each and do not wait: the device decides which frames are new and what they are encoded against. The
+    host learns how full the tables are from a report that each write leaves in pinned memory, and waits only if the
     writes since then could fill them.
 
-    The heap grows to ``heap_bytes`` at most; a step that does not fit raises `HeapFullError`. With ``triton=False``
-    reference kernels run instead, in main memory.
+    The heap grows up to ``heap_bytes``; a step that does not fit raises `HeapFullError`. With ``triton=False``,
+    reference kernels run in main memory instead.
     """
 
     layout: StackLayout
@@ -125,22 +125,22 @@ class DeviceFrameStore(DeviceStore):
 
     @staticmethod
     def accepts(codec: Codec, layout: StackLayout) -> bool:
-        # the kernels read no packed segments; the length of a frame is stored in LENGTH_BITS
+        # the kernels cannot read packed segments, and the length of a frame must fit in LENGTH_BITS
         fits = isinstance(codec, DeltaCodec) and codec.pack_level == 0 and layout.frame_bytes > 0
         return (
             fits and FrameShape(layout.frame_bytes, 1, 1).max_bytes >> dt.LENGTH_BITS == 0 and device_base.has_triton()
         )
 
     def _set_up(self) -> None:
-        """Set up what belongs to this process: sizes, staging memory, kernels."""
+        """Create everything that is not pickled: sizes, staging memory, kernels."""
         ring, layout = self.ring, self.layout
         self.n_steps, self.n_streams, self.n_sets = ring.n_steps, ring.n_streams, ring.n_sets
         self.device = ring.place.device
         self.memory = DeviceMemory(self.shape, ring.n_steps, ring.n_streams, ring.n_sets, ring.place)
-        # frames are contiguous and whole words: rows are written and read without rearranging anything
+        # whether frames are contiguous and consist of whole words, so that rows need no rearranging
         self._whole = (layout.axis == "first" or layout.stack == 1) and layout.frame_bytes % 8 == 0
         rows = (ring.n_sets, ring.n_streams, *ring.spec.shape)
-        # in place: read where they were staged, in host memory, by a kernel that reads every byte once
+        # whether the kernel reads rows from staging memory: worthwhile only if it reads every byte once
         step_bytes = ring.n_sets * ring.n_streams * ring.spec.nbytes
         self._in_place = self._whole and self._triton and step_bytes <= _IN_PLACE and layout.frame_bytes <= 1 << 14
         numbers = ((dt.JOB_INDICES + ring.n_sets,), _INT64)
@@ -148,7 +148,7 @@ class DeviceFrameStore(DeviceStore):
         self._job_layout = StagingLayout(*parts)
         self._job_staging = Staging(self.device, _STEPS if len(parts) > 1 else 8)
         self._piece_staging = Staging(self.device, _PIECES)
-        #: int64 [N_ADDRESSES], on the device: where the tables are. It never moves: graphs refer to it.
+        #: int64 [N_ADDRESSES], on the device: where the tables are. It never moves, because graphs refer to it.
         self._addresses = torch.zeros(dt.N_ADDRESSES, dtype=torch.int64, device=self.device)
         self._bound_writer: Any = None
         self._bound_reader: Any = None
@@ -158,7 +158,7 @@ class DeviceFrameStore(DeviceStore):
         """Make ``state`` the store's own. May be interrupted and run again."""
         tables = state.tables
         if self.state is not None and tables.frame_ids is not self.state.tables.frame_ids:
-            # the reading kernel, and graphs that contain it, know this table by its address
+            # the reading kernel, and graphs that contain it, refer to this table by its address
             frame_ids = self.state.tables.frame_ids.copy_(tables.frame_ids)
             state = state._replace(tables=tables._replace(frame_ids=frame_ids))
         # each number is an argument of a launch: nothing is copied from the host
@@ -168,7 +168,7 @@ class DeviceFrameStore(DeviceStore):
 
     @property
     def reader(self) -> Any:
-        """The Triton kernel that reads, whatever the tables are."""
+        """The Triton kernel that reads, also after tables have grown."""
         if self._bound_reader is None:
             from sb3_extra_buffers.kernels.delta_triton import ReadKernel  # optional: needs Triton
 
@@ -221,10 +221,10 @@ class DeviceFrameStore(DeviceStore):
             self.writer(self.state)  # this can fail; the launch cannot
             return DeviceFrameWrite(self, after, launch, job, source)
         # the reference kernel can be interrupted
-        return DeviceFrameWrite(self, after, launch, job, None, self._write_aside(source, job, launch))
+        return DeviceFrameWrite(self, after, launch, job, None, self._write_to_copy(source, job, launch))
 
     def _plan_near_limit(self, source: _Source, job: WriteJob, after: dict[str, Any]) -> DeviceFrameWrite:
-        """Wait, look, and reserve; if the step may still not fit, write it aside and see."""
+        """Wait for the exact sizes and reserve space; if the step may still not fit, try it on a copy of the tables."""
         memory, launch = self.memory, self._launches + 1
         self._wait_for_report()
         if self._launches and self._heap_use()[0] + memory.max_advance(1) > capacity_of(self.state.tables):
@@ -232,11 +232,11 @@ class DeviceFrameStore(DeviceStore):
         use, tail = self._heap_use()
         if use + memory.max_advance(1) <= capacity_of(self.state.tables):
             return self._plan_launch(source, job._replace(tail=tail), after)
-        written = self._write_aside(source, job._replace(tail=tail), launch)
+        written = self._write_to_copy(source, job._replace(tail=tail), launch)
         if written.tables.counters[dt.NEEDED] and self._launches:
-            # it may fit once the heap is packed
+            # it may fit after compaction
             self._repack(capacity_of(self.state.tables))
-            written = self._write_aside(source, job._replace(tail=self._heap_use()[1]), launch)
+            written = self._write_to_copy(source, job._replace(tail=self._heap_use()[1]), launch)
         needed = int(written.tables.counters[dt.NEEDED])
         if needed:
             tables, limit = self.state.tables, self.ring.heap_bytes
@@ -244,8 +244,8 @@ class DeviceFrameStore(DeviceStore):
             raise HeapFullError(needed, memory.live_bytes(tables), capacity_of(tables) if limit is None else limit)
         return DeviceFrameWrite(self, after, launch, job, None, written)
 
-    def _write_aside(self, source: _Source, job: WriteJob, launch: int) -> DeviceState:
-        """The state after a write; the store's own stays as it is."""
+    def _write_to_copy(self, source: _Source, job: WriteJob, launch: int) -> DeviceState:
+        """A copy of the state after a write; the store's own state does not change."""
         state = self.memory.copy_for_write(self.state)
         self.launch(state, source, job, launch)
         self.memory.wait()
@@ -388,7 +388,7 @@ class DeviceFrameStore(DeviceStore):
         wanted = indices.on(self.device)
         layout, size = self.layout, self.layout.frame_bytes
         if self.can_read_batch and wanted.shape[1]:
-            # nothing to rearrange: decode straight into the result
+            # nothing to rearrange: decode directly into the result
             if out is None:
                 out = torch.empty((*wanted.shape, *layout.spec.shape), dtype=torch.uint8, device=self.device)
             self.reader.read(wanted.contiguous(), out)

@@ -19,11 +19,11 @@ __all__ = ["DeviceMemory", "DeviceState"]
 Array = npt.NDArray[Any]
 
 _LENGTH = (1 << dt.LENGTH_BITS) - 1
-# frames that are copied to another heap at a time
+# frames that are copied to a new heap at a time
 _REPACK_CHUNK = 1 << 14
-# writes that may be under way before one has to wait and see how full the heap is: at most this many, and as few as
-# keep the heap's room for them below this share of uncompressed observations
-_MAX_AHEAD, _ROOM = 16, 0.02
+# writes that may be in flight before the host waits for a report: at most this many, and so few that the space reserved
+# for them in the heap is at most this share of uncompressed observations
+_MAX_AHEAD, _AHEAD_SHARE = 16, 0.02
 
 
 class DeviceState(NamedTuple):
@@ -31,11 +31,11 @@ class DeviceState(NamedTuple):
 
     tables: DeviceTables
     report: torch.Tensor  # int64 [N_REPORT], pinned where the device is a GPU
-    notes: npt.NDArray[np.int64]  # the same memory
+    notes: npt.NDArray[np.int64]  # the report as an array, which shares its memory
 
 
 class _Frames(NamedTuple):
-    """The frames that a step refers to, in the order of their positions in the heap."""
+    """The frames that steps refer to, in the order of their positions in the heap."""
 
     indices: torch.Tensor  # in `DeviceTables.entries`, flattened
     starts: torch.Tensor
@@ -44,7 +44,7 @@ class _Frames(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Sizes and place of the tables. Methods that return a `DeviceState` leave the one they are given untouched."""
+    """Allocates and changes tables of these sizes. Methods that return a `DeviceState` do not change the one given."""
 
     shape: FrameShape
     n_steps: int
@@ -57,7 +57,7 @@ class DeviceMemory:
         return self.place.device
 
     def wait(self) -> None:
-        """Wait until the device has done everything that was started."""
+        """Wait until the device has finished everything that was launched."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -65,22 +65,22 @@ class DeviceMemory:
 
     @property
     def n_ahead(self) -> int:
-        """Writes that may be under way before one has to wait and see how full the heap is."""
-        return min(max(int(_ROOM * self.n_steps), 1), _MAX_AHEAD)
+        """Writes that may be in flight before the host waits for a report."""
+        return min(max(int(_AHEAD_SHARE * self.n_steps), 1), _MAX_AHEAD)
 
     def max_advance(self, n_launches: int) -> int:
-        """Bytes by which ``n_launches`` writes can move the end of the heap at most."""
+        """The most bytes by which ``n_launches`` writes can move the end of the heap."""
         per_stream = self.n_sets * self.shape.stack * self.shape.max_bytes
-        # plus what is skipped at the seam
+        # plus the bytes skipped where the ring starts again
         return n_launches * self.n_streams * per_stream + self.shape.max_bytes
 
     def max_segments(self, n_launches: int) -> int:
-        """Segments that a stream can open in ``n_launches`` writes."""
+        """The most segments that a stream can open in ``n_launches`` writes."""
         return n_launches * (self.n_sets * self.shape.stack // self.shape.min_frames + 1)
 
     @property
     def _first_slots(self) -> int:
-        """Slots for the segments of a stream: enough if a step has little more than one new frame."""
+        """Slots for the segments of a stream: enough if a step has little more than one new frame on average."""
         shape, n_frames = self.shape, self.n_steps * self.n_sets * self.shape.stack
         likely = min(n_frames, self.n_steps + self.n_steps // 4 + 2 * shape.stack)
         n_segments = -(-likely // shape.min_frames) + self.max_segments(2 * _MAX_AHEAD)
@@ -132,13 +132,13 @@ class DeviceMemory:
         return DeviceState(tables, new, new.numpy())
 
     def addresses(self, tables: DeviceTables) -> list[int]:
-        """What the reading kernel looks up, in the order of the ``ADDRESS_`` constants."""
+        """What the reading kernel looks up, in the order of the constants ``ADDRESS_…``."""
         found = [t.data_ptr() for t in (tables.heap, tables.entries, tables.keyframes, tables.keyframe_rows)]
         return [*found, tables.n_slots - 1]
 
     def copy_for_write(self, state: DeviceState) -> DeviceState:
-        """Tables to write a step to, of which nothing is kept if it does not fit."""
-        # a write changes the heap only where nothing is stored
+        """A copy to write a step to, which is discarded if the step does not fit."""
+        # the heap is shared: a write changes it only where nothing is stored
         tables = {name: table if name == "heap" else table.clone() for name, table in state.tables._asdict().items()}
         return self._with_report(DeviceTables(**tables), state.report)
 
@@ -159,9 +159,9 @@ class DeviceMemory:
     # ---- growing ----
 
     def add_keyframes(self, state: DeviceState) -> DeviceState:
-        """The state with half as many keyframes again; they are copied on the device, without waiting.
+        """The state with space for half as many keyframes again; tables are copied on the device, without waiting.
 
-        The report, which both states share, says so until the next write.
+        Both states share the report, in which the new keyframes are counted until the next write replaces it.
         """
         tables = state.tables
         n_added = max(tables.keyframe_refs.numel() // 2, self.n_streams // 8 + 16)
@@ -175,10 +175,10 @@ class DeviceMemory:
         )
 
     def add_slots(self, state: DeviceState) -> DeviceState:
-        """The state with twice as many slots for segments; they are copied on the device, without waiting."""
+        """The state with twice as many slots for segments; tables are copied on the device, without waiting."""
         tables, numbers = state.tables, self.shape.n_numbers
         n_slots = 2 * tables.n_slots
-        # the newest segment of each new slot; where it is older than all in use, anything will do
+        # the slot that the newest segment of each new slot is in; it does not matter for segments not in use
         slot = torch.arange(n_slots, device=self.device)
         newest = tables.streams[:, dt.OPENED, None] - 1
         source = (newest - (newest - slot) % n_slots) % numbers % tables.n_slots
@@ -203,18 +203,18 @@ class DeviceMemory:
         entries = torch.where(self._segments_in_use(tables)[..., None], tables.entries, 0).flatten()
         indices = torch.nonzero(entries & _LENGTH).flatten()
         found = entries[indices]
-        # a position from an offset: less than the capacity before the end
+        # from an offset to a position: all positions in use are less than the capacity before the end
         before = tables.counters[dt.HEAD] - 1
         starts = before - (before - (found >> dt.LENGTH_BITS)) % capacity_of(tables)
         order = torch.argsort(starts)
         return _Frames(indices[order], starts[order], found[order] & _LENGTH)
 
     def live_bytes(self, tables: DeviceTables) -> int:
-        """Bytes of the heap that a step refers to."""
+        """Bytes of the heap that steps refer to."""
         return int(self._frames_in_use(tables).lengths.sum())
 
     def repack(self, state: DeviceState, capacity: int, launch: int) -> DeviceState:
-        """The state with all live frames in a row, in a new heap; ``launch`` is the number of the last write."""
+        """The state with all live frames packed in a new heap; ``launch`` is the number of the last write."""
         tables = state.tables
         frames = self._frames_in_use(tables)
         ends = torch.cumsum(frames.lengths, 0)
@@ -240,7 +240,7 @@ class DeviceMemory:
         return new
 
     def _tails(self, tables: DeviceTables, starts: torch.Tensor) -> torch.Tensor:
-        """The oldest heap position that each stream needs."""
+        """The oldest heap position that each stream uses."""
         floor = tables.streams[:, dt.FLOOR]
         oldest = starts.gather(1, (floor % tables.n_slots)[:, None])[:, 0]
         return torch.where(floor == tables.streams[:, dt.OPENED], dt.NO_TAIL, oldest)
@@ -250,7 +250,7 @@ class DeviceMemory:
         tables = state.tables
         rows, n_keyframes = tables.streams, tables.keyframe_refs.numel()
         held = rows[:, dt.HELD : dt.HELD + dt.N_HELD].flatten()
-        # the entry past the end counts what is not held
+        # one more entry counts empty entries of `held`
         refs = torch.zeros(n_keyframes + 1, dtype=torch.int32, device=self.device)
         refs.index_add_(0, torch.where(held >= 0, held, n_keyframes), torch.ones_like(held).int())
         rows[:, dt.FLOOR] = rows[:, dt.OPENED]
@@ -296,4 +296,4 @@ class DeviceMemory:
             raise AssertionError("a frame crosses the end of the ring")
         tails = self._tails(tables, tables.starts)
         if not torch.equal(tails, tables.tails) or int(tails.min()) > int(starts[0]):
-            raise AssertionError("the oldest positions that streams need are wrong")
+            raise AssertionError("the oldest positions that streams use are wrong")

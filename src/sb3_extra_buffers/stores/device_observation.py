@@ -1,4 +1,4 @@
-"""Observations of one key behind a torch device: collected at first, then in the store that suits them."""
+"""The observations of one key on a torch device: collected until a method is chosen, then kept in a store for it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Array = npt.NDArray[Any]
 # Steps to collect before a method is chosen, even if fewer would have enough observations: methods are tried on runs
 # of consecutive ones. At most this fraction of all steps.
 _MIN_STEPS, _STEPS_SHARE = 8, 16
-# streams of a store that only compiles kernels: with more, writing uses other kernels
+# the most streams of a store that only compiles kernels: more than enough for the kernels of many streams
 _COMPILED_STREAMS = 512
 _logger = logging.getLogger("sb3_extra_buffers")
 
@@ -113,9 +113,9 @@ class DeviceObservationStore(DeviceStore):
         return inner if inner is not None and inner.can_read_batch else None
 
     def compile_kernels(self, columns: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None) -> None:
-        """Compile what a GPU will run, rather than in the middle of training: for the layout that the shape suggests.
+        """Compile the GPU kernels now rather than in the middle of training, for the layout that the shape suggests.
 
-        Triton keeps compiled kernels on disk. ``columns`` are those of a batch, see `DeviceFrameStore.read_batch`.
+        Triton caches compiled kernels on disk. ``columns`` are those of a batch, see `DeviceFrameStore.read_batch`.
         """
         if self.place.device.type != "cuda" or self.choice is None or not device_base.has_triton():
             return
@@ -135,7 +135,7 @@ class DeviceObservationStore(DeviceStore):
             inner.read(IndexBatch(None, indices))
         seconds = time.monotonic() - begin
         level = logging.WARNING if seconds > 1 else logging.INFO
-        message = "compiled GPU kernels for observations of shape %s in %.1f s; Triton keeps them on disk"
+        message = "compiled GPU kernels for observations of shape %s in %.1f s; Triton caches them on disk"
         _logger.log(level, message, self.spec.shape, seconds)
 
     # ---- writing ----

@@ -1,4 +1,4 @@
-"""Rows on a device that are allocated as they are needed, and the list of those that are free."""
+"""Rows on a device that are allocated when they are needed, and a list of free rows."""
 
 from __future__ import annotations
 

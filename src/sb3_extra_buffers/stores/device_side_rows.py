@@ -1,4 +1,4 @@
-"""A ring of rows on a device whose positions the device hands out, with memory only where it is needed."""
+"""A ring of rows that a device allocates itself, with memory only where rows are in use."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class SideUse(NamedTuple):
 class SideRows:
     """Rows of ``n_words`` words on a device (in host memory with ``place.pinned``), in a ring of positions.
 
-    The device takes positions in order. How many a write takes is not known to the host, which therefore maps pages
-    ahead, as many as writes under way may need at most. Each write reports in pinned memory how many rows were taken
-    and where the oldest row in use is: pages behind it are used again.
+    The device takes positions in order. The host does not know how many a write takes, so it maps as many pages ahead
+    as the writes in flight may need. Each write reports in pinned memory how many rows were taken and where the oldest
+    row in use is; pages before it are used again.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class SideRows:
         self.table = torch.zeros(n_pages, dtype=torch.int64, device=place.device)
         #: All pages, without Triton.
         self.whole = self._new(1)
-        # number and memory of each page that is mapped, the oldest first; numbers count up for ever
+        # number and memory of each mapped page, the oldest first; numbers only increase
         self._pages: deque[tuple[int, Any]] = deque()
         self._allocated = 0  # rows of `whole` in pages
         self._end = 0  # the first page that is not mapped
-        self._head, self._tail = 0, 0  # positions as last reported, counting up for ever
+        self._head, self._tail = 0, 0  # positions as last reported; they only increase
         self._set_up_report(np.zeros(2, np.int64))
 
     def _set_up_report(self, values: Array) -> None:
@@ -70,11 +70,11 @@ class SideRows:
         pages = sum(page.nbytes for _, page in self._pages) if self.triton else 0
         return pages + self.whole.nbytes + self.table.nbytes
 
-    def under_way(self, use: SideUse) -> tuple[int, int]:
-        """Writes that the device has not reported, and how many rows they may take."""
+    def in_flight(self, use: SideUse) -> tuple[int, int]:
+        """Writes that the device has not reported yet, and how many rows they may take."""
         packed = int(self._notes[0])
         count = (use.launch - packed) % _LAUNCHES
-        # seen after the count: never behind it
+        # from the same word as the count, so both are of the same write
         self._head += (packed // _LAUNCHES - self._head) % self.capacity
         if count >= _REMEMBERED:
             return count, self.capacity

@@ -1,4 +1,4 @@
-"""Uncompressed observations on a device, on one time axis; observations that contain the same frame share it."""
+"""Uncompressed observations on a device, on one time axis; each frame is stored once."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ Array = npt.NDArray[Any]
 _INT32 = np.dtype(np.int32)
 # bytes of staged rows that the device may not have read yet; a single step may have more
 _STAGED_BYTES = 8 << 20
-# Side rows that may be mapped for writes under way: this share of all rows, or these many steps up to these bytes,
-# whichever is more. With more writes under way, the host waits.
+# Side rows that may be mapped for writes in flight: this share of all rows, or the rows of this many steps up to this
+# many bytes, whichever is more. If more writes are in flight, the host waits.
 _AHEAD_SHARE, _AHEAD_STEPS, _AHEAD_BYTES = 64, 8, 64 << 20
 # a page of side rows is this fraction of all rows
 _N_PAGES = 256
@@ -52,12 +52,12 @@ class _Staged(NamedTuple):
     """A step as the kernels take it."""
 
     batches: tuple[torch.Tensor, ...]  # one per set
-    # int32 [stream, n_ids]: what each frame is, as far as the host knows; int32 [stream + 1]: new frames of the streams
-    # before. None if all are as usual, or the host knows nothing.
+    # int32 [stream, n_ids]: codes of the frames, as far as the host knows them; int32 [stream + 1]: new frames of the
+    # streams before. None if all codes are the usual ones, or the host knows none.
     given: tuple[torch.Tensor, ...] | None
-    is_known: bool  # whether the host knows everything
-    max_new: int  # frames that go to side rows at most
-    lease: Lease | None  # the memory of the batches, if it is the store's
+    is_known: bool  # whether the host knows all codes
+    max_new: int  # the most frames that go to side rows
+    lease: Lease | None  # the staging memory of the batches, unless they are the caller's tensors
 
 
 class _TimelineWrite(AttributeWrite):
@@ -83,9 +83,9 @@ class DeviceTimelineStore(DeviceStore):
     frames of a step are usually frames of the previous one, and only their ids are stored. Those that are not, such as
     at the beginning of an episode, are stored in side rows.
 
-    The device compares frames given as tensors. The host compares those given as arrays with its copy of the last rows,
-    so that only new frames are sent, and leaves to the device what is not as usual. A frame is used by steps of a
-    limited time, so both kinds of rows are rings.
+    The device compares frames given as tensors. The host compares arrays with its copy of the last rows, so that only
+    new frames are sent, and leaves rows that do not continue the last ones to the device. A frame is used by a few
+    consecutive steps only, so both kinds of rows are rings.
     """
 
     layout: StackLayout
@@ -139,7 +139,7 @@ class DeviceTimelineStore(DeviceStore):
         return codec.codec_id == "none"
 
     def _start_staging(self) -> None:
-        """Set up what belongs to this process."""
+        """Create everything that is not pickled: staging memory, and what depends on it."""
         ring, shape = self.ring, self._shape
         self._word = _frame_word(self.layout)
         self._unit_bytes = shape.unit * self._word.itemsize
@@ -175,7 +175,7 @@ class DeviceTimelineStore(DeviceStore):
         checked = [self._checked(batch) for batch in batches]
         if not ring.spec.nbytes:
             return AttributeWrite(self, {"_writes": self._writes + 1, "_newest": step})
-        # unknown until this write is committed: the staging memory of the last rows may be used again
+        # unknown until this write is committed, since the staging memory of the last rows may be reused
         last, self._last = self._last, None
         row = self._writes % shape.n_rows
         self._rows.reserve(row * ring.n_streams, (row + 1) * ring.n_streams)
@@ -219,10 +219,10 @@ class DeviceTimelineStore(DeviceStore):
         return batch
 
     def _take(self, batches: Sequence[Any]) -> _Staged:
-        """Tensors on the device, of which the host knows nothing."""
+        """Tensors on the device, which the host does not compare."""
         size = self._word.itemsize
         batches = tuple(batch.contiguous() for batch in batches)
-        # a kernel reads words
+        # kernels read whole words
         aligned = tuple(batch.clone() if batch.data_ptr() % size else batch for batch in batches)
         return _Staged(aligned, None, self._max_new == 0, self._max_new, None)
 
@@ -233,7 +233,7 @@ class DeviceTimelineStore(DeviceStore):
         codes, firsts, rows = lease.arrays
         targets = rows.view(self.ring.spec.dtype).reshape(self._step_shape)
         targets[-1] = batches[-1]
-        # which rows are as usual, None if all are: obs equals the last next_obs, and everything else is shifted
+        # which rows continue the last ones (obs equals the last next_obs, next_obs is shifted); None if all do
         are_usual: Any = None
         before = last
         if shape.n_sets == 2:
@@ -257,7 +257,7 @@ class DeviceTimelineStore(DeviceStore):
         unusual = np.arange(shape.n_streams) if last is None else np.flatnonzero(~are_usual)
         if shape.n_sets == 2:
             targets[0][unusual] = batches[0][unusual]
-        # the device finds out what frames of stacks are; other rows that differ from the last one are new
+        # the device finds the codes of stacked frames; a row without a stack that differs from the last one is new
         is_known = last is not None and shape.stack == 1
         codes[...] = self._usual_codes
         codes[unusual] = NEW if is_known else UNKNOWN
@@ -268,7 +268,7 @@ class DeviceTimelineStore(DeviceStore):
         return _Staged(tuple(lease.tensors[2]), lease.tensors[:2], is_known, max_new, lease)
 
     def _are_shifted(self, before: Any, after: Any) -> Any:
-        """Where ``after`` is ``before``, moved on by one frame: ``[stream, ...]``."""
+        """Where ``after`` equals ``before`` shifted by one frame: ``[stream, ...]``."""
         layout, size = self.layout, self.layout.frame_bytes
         if layout.axis == "first":
             before, after = before.view(self._word), after.view(self._word)
@@ -284,13 +284,13 @@ class DeviceTimelineStore(DeviceStore):
         return before.view(np.uint8).reshape(pixels)[:, :, 1:] == after.view(np.uint8).reshape(pixels)[:, :, :-1]
 
     def _reserve_side_rows(self, max_new: int) -> None:
-        """Map side rows for a write that takes at most ``max_new``; wait if very many may be taken already."""
+        """Map side rows for a write that takes at most ``max_new``; wait if writes in flight may take too many."""
         if not self._max_new:
             return
-        count, n_rows = self._side.under_way(self._use)
+        count, n_rows = self._side.in_flight(self._use)
         if count and n_rows + max_new > self._max_ahead and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-            n_rows = self._side.under_way(self._use)[1]
+            n_rows = self._side.in_flight(self._use)[1]
         self._side.reserve(n_rows + max_new)
 
     def launch(self, staged: _Staged, numbers: WriteNumbers, use: SideUse) -> None:
@@ -390,7 +390,7 @@ class DeviceTimelineStore(DeviceStore):
         if newest != self._newest or row != (self._writes - 1) % shape.n_rows:
             raise AssertionError(f"the device was written up to step {newest}, the host expected {self._newest}")
         n_main, n_starts = shape.n_rows * shape.n_streams, shape.n_rows + 1
-        # what the newest write must still find
+        # the oldest and the newest side row in use
         first, head = (int(tables.starts[at % n_starts]) for at in (self._writes + 1, self._writes))
         steps = (newest - torch.arange(n_written)) % shape.n_steps
         ids = tables.ids.cpu()[steps].long()

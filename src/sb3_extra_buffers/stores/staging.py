@@ -17,7 +17,7 @@ __all__ = ["Lease", "Staging", "StagingLayout", "torch_dtype"]
 
 Array = npt.NDArray[Any]
 
-# copies that may be under way at a time
+# copies that may be in flight at a time
 _DEPTH = 8
 _ALIGNMENT = 64
 # layouts to remember; batches usually come in a few sizes
@@ -49,7 +49,7 @@ class Lease(NamedTuple):
 
 
 class _Block:
-    """Pinned memory for one copy under way, and the leases of it by layout."""
+    """Pinned memory for one copy in flight, and its leases by layout."""
 
     def __init__(self, nbytes: int, pinned: bool) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)

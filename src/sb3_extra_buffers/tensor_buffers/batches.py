@@ -1,4 +1,4 @@
-"""The tensors of a batch: how they are laid out, allocated, and found in a dict that the caller passes."""
+"""The tensors of a batch: how they are laid out, allocated, and taken from a dict that the caller passes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["BatchLayout", "Outputs", "Scratch"]
 
 
 class Outputs(NamedTuple):
-    """Where a batch goes."""
+    """The tensors that a batch is written to."""
 
     #: Observations ``[2, n, ...]``, with the next observations; None where the store is to allocate them.
     pairs: list[torch.Tensor | None]
@@ -139,7 +139,7 @@ class BatchLayout:
         return Outputs(pairs, columns, [out[field.name] for field in self.extras])
 
     def copy_pairs(self, outs: Outputs, out: Mapping[str, torch.Tensor]) -> None:
-        """Copy observations to ``out`` that are not there yet."""
+        """Copy observations that were written to spare memory to ``out``."""
         for field, pair in zip(self.observations, outs.pairs, strict=True):
             assert pair is not None
             if pair.data_ptr() != out[field.name].data_ptr():

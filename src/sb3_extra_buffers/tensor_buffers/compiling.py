@@ -1,4 +1,4 @@
-"""Operators that `torch.compile` does not look into: sampling, and updating priorities."""
+"""Custom operators, which `torch.compile` does not trace into: sampling, and updating priorities."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _numbers = itertools.count()
 
 
 def register(buffer: Any) -> int:
-    """The number of ``buffer``, for the operators."""
+    """Give ``buffer`` a number to pass to the operators."""
     number = next(_numbers)
     _buffers[number] = buffer
     return number
@@ -34,10 +34,10 @@ def _update_priorities(number: int, state: torch.Tensor, indices: torch.Tensor, 
 
 
 def _no_result(*_args: Any) -> None:
-    """What the operators compute from tensors without contents."""
+    """The fake implementation of both operators: they return nothing."""
 
 
-# torch before 2.4 has no such operators, and looks into the functions
+# torch before 2.4 has no custom operators and traces into the functions
 sample_into: Any = _sample_into
 update_priorities: Any = _update_priorities
 if hasattr(torch.library, "custom_op"):

@@ -1,4 +1,4 @@
-"""The settings of a tensor buffer, checked."""
+"""The settings of a tensor buffer, and their validation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Settings:
         taken = {field.name for field in self.extras()} & set(self.columns)
         if taken:
             raise ArgumentError(
-                f"the batches of this buffer have {', '.join(sorted(taken))}; give your field another name"
+                f"batches already have {', '.join(sorted(taken))} with these options; give your field another name"
             )
 
     def extras(self) -> list[Field]:

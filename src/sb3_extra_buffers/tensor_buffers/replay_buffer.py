@@ -57,17 +57,18 @@ class TensorReplayBuffer(Transactional):
     Buffers can be pickled and deep-copied; a buffer that was pickled on a GPU loads where there is none.
 
     Args:
-        capacity: Transitions to hold, of all environments together.
-        specs: Shape (without the environment) and dtype of each field, by name; ``next_`` fields need not be named.
-        n_envs: Environments that are added together.
+        capacity: Maximum number of transitions, in all environments together.
+        specs: Shape and dtype of each field, by name, for a single environment; ``next_`` fields need not be listed.
+        n_envs: Number of parallel environments.
         device: Where transitions are stored and batches are returned: ``"cpu"``, ``"cuda"`` or ``"auto"``.
         observations: The fields that are observations and have a successor ``next_<name>``.
         compression_method: How observations are compressed: ``"auto"``, ``"delta"``, ``"none"`` (the same as None) or
             another method. A CUDA graph can include `sample` if it is ``"delta"`` or ``"none"``, or if ``"auto"`` chose
             one of them.
         compression_kwargs: Options of that method.
-        heap_bytes: The most that the encoded observations of a field may take.
-        n_steps: Steps of a return.
+        heap_bytes: Upper limit for the encoded observations of each field; a step that does not fit raises
+            `HeapFullError`, and nothing is changed. None for no limit.
+        n_steps: Number of steps of an n-step return; 1 for ordinary transitions.
         gamma: Discount factor of n-step returns.
         alpha: How strongly priorities count, from 0 (uniform) to 1 (proportional); None to draw without priorities.
         beta: How far importance weights correct the sampling bias: 0 not at all, 1 fully. Can be changed at any time.
@@ -169,9 +170,9 @@ class TensorReplayBuffer(Transactional):
         self._number = compiling.register(self)
         self._staging = Staging(self.device)
         self._scratch: dict[int, tuple[Scratch, list[torch.Tensor | None]]] = {}
-        # scratch memory that a CUDA graph refers to is kept for ever
+        # scratch memory that a CUDA graph refers to is never freed
         self._captured: list[Any] = []
-        # the tensors that were filled last: how many transitions, and by name and as outputs
+        # the batch that was filled last: its size, and its tensors by name and as outputs
         self._last_out: tuple[int, dict[str, torch.Tensor], Outputs] = (0, {}, Outputs([], [], []))
         self._tables = TransitionTables(settings, self._beta, self.device)
         self._layout, self._tree = self._tables.layout, self._tables.tree
@@ -185,7 +186,7 @@ class TensorReplayBuffer(Transactional):
     def add(self, step: Mapping[str, Any]) -> None:
         """Add one step of all environments; the oldest one is overwritten when the buffer is full.
 
-        All of it is added or, if this raises, nothing. It cannot be part of a CUDA graph.
+        After an exception, the buffer holds the whole step or what it held before. Cannot be captured in a CUDA graph.
 
         Args:
             step: Each field, and the next observations, with the environments first: tensors on any device, or arrays.

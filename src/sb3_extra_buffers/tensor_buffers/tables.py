@@ -1,4 +1,4 @@
-"""Everything of a tensor buffer on its device other than observations: columns, counts, priorities."""
+"""What a tensor buffer keeps on its device besides observations: columns, counts and priorities."""
 
 from __future__ import annotations
 
