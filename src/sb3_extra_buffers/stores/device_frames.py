@@ -114,6 +114,11 @@ class DeviceFrameStore(DeviceStore):
         assert isinstance(codec, DeltaCodec)
         if ring.n_sets > 2:
             raise SpecMismatchError(f"a step has observations and next observations, got {ring.n_sets} sets")
+        if ring.n_sets * ring.n_obs > _MAX_OBS:
+            raise SpecMismatchError(
+                f"{ring.n_sets * ring.n_obs:,} observations are more than kernels can number, {_MAX_OBS:,}; "
+                "use several buffers"
+            )
         self.ring, self.layout = ring, layout
         self._triton = ring.place.device.type == "cuda" if triton is None else triton
         per_segment = policy.DEVICE_FRAMES_PER_SEGMENT if codec.frames == DeltaCodec().frames else codec.frames
