@@ -39,6 +39,8 @@ _PIECE = 1 << 19
 _PIECES, _STEPS = 3, 4
 # seconds to poll for a report before synchronising with the device
 _WATCH = 0.05
+# kernels number observations in 32 bits
+_MAX_OBS = (1 << 31) - 1
 
 
 class DeviceFrameWrite(AttributeWrite):
