@@ -13,6 +13,7 @@ import torch
 
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.kernels.delta_tables import HEAD, DeviceTables
+from sb3_extra_buffers.stores import device_frames
 from sb3_extra_buffers.stores.device_base import IndexBatch, has_triton
 from sb3_extra_buffers.stores.layout import StackLayout
 from tests.stores.test_device import Game, follow_rows, layouts, make_store, play, read
@@ -110,6 +111,42 @@ def test_columns_are_gathered_with_a_batch(device: str, n_actions: int, dtype: t
 
     assert torch.equal(rows, store.read(IndexBatch(indices)))
     check_columns(floats, actions, expected, indices[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_large_steps_are_sent_in_pieces(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_frames, "_IN_PLACE", 0)
+    monkeypatch.setattr(device_frames, "_PIECE", 700)
+    layout = layouts()[0]
+    store = make_store(layout, 4, 2, 2, device, triton=True)
+    game = Game(layout, 2)
+    written = []
+    for step in range(4):
+        rows = game.step()
+        rows.setflags(write=step % 2 == 0)
+        store.write(step, list(rows))
+        written.append(rows)
+    found = read(store, np.arange(16).reshape(2, -1))
+    np.testing.assert_array_equal(found.reshape(2, 4, 2, -1), np.stack(written, axis=1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(4, 20, 20), (20, 20, 4), (3, 21, 7)])
+def test_tensors_are_written_like_arrays(device: str, shape: tuple[int, ...]) -> None:
+    layout = StackLayout(
+        ObsSpec(shape, np.dtype(np.uint8)), 4 if 4 in shape else 1, "last" if shape[-1] == 4 else "first"
+    )
+    ours, theirs = (make_store(layout, 5, 1, 2, device, triton=True) for _ in range(2))
+    game = Game(layout, 1)
+    for step in range(7):
+        rows = [row.reshape(1, *shape) for row in game.step()]
+        tensors = [torch.from_numpy(row.copy()).to(device) for row in rows]
+        ours.write(step % 5, tensors)
+        for tensor in tensors:
+            tensor.fill_(7)  # the caller may reuse the memory
+        theirs.write(step % 5, rows)
+    indices = np.arange(10).reshape(2, -1)
+    np.testing.assert_array_equal(read(ours, indices), read(theirs, indices))
 
 
 @pytest.mark.gpu
