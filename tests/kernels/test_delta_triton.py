@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,6 +112,33 @@ def test_columns_are_gathered_with_a_batch(device: str, n_actions: int, dtype: t
 
     assert torch.equal(rows, store.read(IndexBatch(indices)))
     check_columns(floats, actions, expected, indices[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_frames_of_several_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    delta_triton: Any = pytest.importorskip("sb3_extra_buffers.kernels.delta_triton")
+    monkeypatch.setattr(delta_triton, "_BLOCK_CHUNKS", 1)
+    layout = StackLayout(ObsSpec((2, 49, 50), np.dtype(np.uint8)), 2, "first")
+    ours = make_store(layout, 5, 1, 2, device, triton=True)
+    theirs = make_store(layout, 5, 1, 2, "cpu", triton=False)
+    game = Game(layout, 1)
+    for step in range(7):
+        rows = list(game.step())
+        ours.write(step % 5, rows)
+        theirs.write(step % 5, rows)
+    ours.check()
+    for name in ("entries", "keyframes", "frame_ids", "recent", "streams"):
+        np.testing.assert_array_equal(getattr(ours.state.tables, name).cpu(), getattr(theirs.state.tables, name), name)
+    indices = np.arange(10).reshape(2, -1)
+    np.testing.assert_array_equal(read(ours, indices), read(theirs, indices))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("shape", "stack"), [((256, 256, 3), 1), ((3, 200, 300), 3), ((640, 480, 3), 1)])
+def test_large_frames_on_the_gpu(shape: tuple[int, ...], stack: int) -> None:
+    layout = StackLayout(ObsSpec(shape, np.dtype(np.uint8)), stack, "first")
+    play(make_store(layout, 9, 3, 2, "cuda"), 25, check_every=6)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -72,7 +72,7 @@ class WriteKernel:
         bound = tables._replace(recent=tables.recent.view(words), keyframe_rows=tables.keyframe_rows.view(words))
         effort = _MANY if tables.tails.numel() > _WRITE_PROGRAMS else _FEW
         self._launcher = Launcher(
-            write_kernel, tables.frame_ids.device, (shape.frame_bytes, stack, per, effort), (*bound, scratch),
+            write_kernel, tables.frame_ids.device, (shape.frame_bytes, stack, per, block, effort), (*bound, scratch),
             ((words, words, words), (words,)), *effort,
         )  # fmt: skip
 
