@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +78,16 @@ class DeviceFrameWrite(AttributeWrite):
         self.owner.__dict__.update(self.after)
 
 
+class _Room(NamedTuple):
+    """The sizes of the tables, and what a write may use of them at most."""
+
+    capacity: int  # of the heap
+    advance: int
+    n_slots: int  # for the segments of a stream
+    segments: int
+    spare: int  # keyframes that should be unused
+
+
 class _Source:
     """The frames of a step, ``[stream, stack, byte]`` per set, and staging memory for the packed `WriteJob`."""
 
@@ -101,6 +111,7 @@ class DeviceFrameStore(DeviceStore):
 
     layout: StackLayout
     state: DeviceState = None  # type: ignore[assignment]  # until the tables are allocated
+    _room: _Room
     # a write or "clear" while it is under way; the next call completes it after an exception
     unfinished: DeviceFrameWrite | str | None = None
 
@@ -171,7 +182,12 @@ class DeviceFrameStore(DeviceStore):
         # each number is an argument of a launch: nothing is copied from the host
         for place, number in zip(self._addresses.unbind(0), self.memory.addresses(tables), strict=True):
             place.fill_(number)
-        self.state = state
+        memory = self.memory
+        # what is skipped at the seam is counted in every write, although it is skipped once per lap
+        room = _Room(
+            capacity_of(tables), memory.max_advance(1), tables.n_slots, memory.max_segments(1), self.n_streams // 16 + 4
+        )
+        self.__dict__.update(state=state, _room=room)
 
     @property
     def reader(self) -> Any:
@@ -201,19 +217,23 @@ class DeviceFrameStore(DeviceStore):
         if not 0 <= step < self.n_steps:
             raise IndexOutOfRangeError(f"step {step} is outside of a ring of {self.n_steps} steps")
         source = self._stage(batches)
-        if self._launches:
-            self._reserve_tables()
-        first, n_obs = step * self.n_streams, self.n_steps * self.n_streams
-        indices = (first,) if self.n_sets == 1 else (first, first + n_obs)
+        first, launches = step * self.n_streams, self._launches
+        indices = (first,) if self.n_sets == 1 else (first, first + self.n_steps * self.n_streams)
         oldest = (step + 1) % self.n_steps if self._wrapped else 0
-        job = WriteJob(step, oldest, indices, self._launches & 1, 0)
-        after: dict[str, Any] = {"_launches": self._launches + 1, "unfinished": None}
+        after: dict[str, Any] = {"_launches": launches + 1, "unfinished": None}
         if step == self.n_steps - 1:
             after["_wrapped"] = True
-        use, tail = self._heap_use()
-        if use + self.memory.max_advance(1) <= capacity_of(self.state.tables):
-            return self._plan_launch(source, job._replace(tail=tail), after)
-        return self._plan_near_limit(source, job, after)
+        # fast path: the last report says that there is room, whatever the writes since then have used
+        head, tail, spare, n_segments, reported = self.state.notes.tolist()
+        tail, n_writes, room = min(tail, head), launches - reported + 1, self._room
+        if (
+            head - tail + n_writes * room.advance <= room.capacity
+            and n_segments + n_writes * room.segments <= room.n_slots and spare >= room.spare
+        ):  # fmt: skip
+            return self._plan_launch(source, WriteJob(step, oldest, indices, launches & 1, tail), after)
+        if launches:
+            self._reserve_tables()
+        return self._plan_near_limit(source, WriteJob(step, oldest, indices, launches & 1, 0), after)
 
     def recover(self) -> None:
         """Complete what an exception interrupted."""
@@ -233,11 +253,12 @@ class DeviceFrameStore(DeviceStore):
     def _plan_near_limit(self, source: _Source, job: WriteJob, after: dict[str, Any]) -> DeviceFrameWrite:
         """Wait for the exact sizes and reserve space; if the step may still not fit, try it on a copy of the tables."""
         memory, launch = self.memory, self._launches + 1
-        self._wait_for_report()
-        if self._launches and self._heap_use()[0] + memory.max_advance(1) > capacity_of(self.state.tables):
-            self._reserve()
-        use, tail = self._heap_use()
-        if use + memory.max_advance(1) <= capacity_of(self.state.tables):
+        if not self._has_room():
+            self._wait_for_report()
+            if self._launches and not self._has_room():
+                self._reserve()
+        tail = self._heap_use()[1]
+        if self._has_room():
             return self._plan_launch(source, job._replace(tail=tail), after)
         written = self._write_to_copy(source, job._replace(tail=tail), launch)
         if written.tables.counters[dt.NEEDED] and self._launches:
@@ -341,6 +362,10 @@ class DeviceFrameStore(DeviceStore):
         under_way = self._launches - launch
         return head - tail + (self.memory.max_advance(under_way) if under_way else 0), tail
 
+    def _has_room(self) -> bool:
+        """Whether one more write is sure to fit into the heap."""
+        return self._heap_use()[0] + self._room.advance <= self._room.capacity
+
     def _wait_for_report(self) -> None:
         """Wait until the last write is done."""
         notes, end = self.state.notes, time.monotonic() + _WATCH
@@ -351,7 +376,7 @@ class DeviceFrameStore(DeviceStore):
 
     def _reserve_tables(self) -> None:
         """Add keyframes and slots for segments before they run out."""
-        if self.state.notes[dt.REPORT_SPARE] < self.n_streams // 16 + 4:
+        if self.state.notes[dt.REPORT_SPARE] < self._room.spare:
             self.use_state(self.memory.add_keyframes(self.state))
         if self._segments_after() > self.state.tables.n_slots:
             self._wait_for_report()
