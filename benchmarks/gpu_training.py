@@ -82,8 +82,8 @@ def ppo(report: Report, quick: bool) -> None:
     report.add(f"PPO, {n_envs} environments, iteration", "s", taken)
 
 
-# the example prints its speed every 10,000 steps; before the first of these it also fills the buffer and compiles
-_DQN_STEPS, _DQN_FILL, _DQN_START = 35_000, 4_000, 10_000
+# the example prints its speed every 5,000 steps; before the second of these it also fills the buffer and compiles
+_DQN_STEPS, _DQN_FILL, _DQN_START = 26_000, 4_000, 10_000
 
 
 def dqn(report: Report, quick: bool) -> None:

@@ -68,7 +68,7 @@ def main() -> None:
             train = train or (update if options.buffer == "dense-cpu" else capture(update, device))
             for _ in range(max(options.n_envs // 4, 1)):
                 train()
-        if step % 10_000 < options.n_envs:
+        if step % 5_000 < options.n_envs:
             speed = step / (time.perf_counter() - began)
             print(f"{step:>9,} steps, {speed:,.0f} per second, mean of 20 scores {np.mean(scores[-20:] or [0]):.1f}")
     print(buffer.memory_usage())

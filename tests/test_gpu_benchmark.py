@@ -78,10 +78,10 @@ def test_intervals_of_training_are_read_from_what_the_example_prints() -> None:
     training: Any = importlib.import_module("benchmarks.gpu_training")
     printed = """
         0 steps, 0 per second, mean of 20 scores 0.0
-   80,000 steps, 10,000 per second, mean of 20 scores 0.0
-   90,000 steps, 9,000 per second, mean of 20 scores 0.0
-  100,000 steps, 8,000 per second, mean of 20 scores 0.0
-  110,004 steps, 7,500 per second, mean of 20 scores 0.0
+    5,000 steps, 10,000 per second, mean of 20 scores 0.0
+   10,000 steps, 5,000 per second, mean of 20 scores 0.0
+   15,000 steps, 5,000 per second, mean of 20 scores 0.0
+   20,004 steps, 4,000 per second, mean of 20 scores 0.0
 """
 
-    assert training.milliseconds(printed) == pytest.approx([250, 216.7], abs=0.1)
+    assert training.milliseconds(printed) == pytest.approx([200, 399.9], abs=0.1)

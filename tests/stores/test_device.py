@@ -161,6 +161,11 @@ def follow_rows(store: DeviceFrameStore, count: int) -> None:
         np.testing.assert_array_equal(read(store, indices), ring.reshape(*indices.shape, -1))
 
 
+def test_more_observations_than_kernels_can_number_are_refused() -> None:
+    with pytest.raises(SpecMismatchError, match="2,000,000,000,000 observations are more than"):
+        make_store(layouts()[0], 10**9, 1000, 2)
+
+
 @pytest.mark.parametrize("noise", [0.001, 0.3])
 def test_a_small_heap_is_packed_as_needed(noise: float) -> None:
     layout = StackLayout(ObsSpec((4, 30, 30), np.dtype(np.uint8)), 4, "first")

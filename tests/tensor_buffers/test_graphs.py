@@ -194,8 +194,10 @@ def test_nothing_waits_for_the_gpu(device: str, method: str, options: dict[str, 
 def test_what_cannot_be_captured_says_so(device: str) -> None:
     buffer, game = make(device, 100, capacity=3000)
     step = on_device(game.step(), device)
-    early = TensorReplayBuffer(3000, SPECS, 3, device)
-    early.add(step)
+    # large enough that a method is chosen from the first steps
+    early = TensorReplayBuffer(3000, SPECS | {"obs": ((4, 40, 40), torch.uint8)}, 3, device)
+    image = torch.zeros((3, 4, 40, 40), dtype=torch.uint8, device=device)
+    early.add(step | {"obs": image, "next_obs": image})
     torch.cuda.synchronize()
     for function, message in (
         (lambda: buffer.add(step), r"add\(\) cannot be part of a CUDA graph"),

@@ -71,13 +71,14 @@ class Launcher:
         n_warps: int,
         max_registers: int | None = None,
     ) -> None:
-        self._kernel, self._device, self._key = kernel, device, key
+        self._kernel, self._device = kernel, device
         # every product is rounded, as on the host
         self._options: dict[str, Any] = {"num_warps": n_warps, "enable_fp_fusion": False}
         if max_registers is not None:
             self._options["maxnreg"] = max_registers
         self._tables, self._dtypes = tables, dtypes
         self._addresses = tuple(table.data_ptr() for table in tables)
+        self._key = (key, tuple(address & 15 > 0 for address in self._addresses))
         self._variants: dict[Any, Any] = {}
 
     def start(
@@ -90,19 +91,25 @@ class Launcher:
         first = [tensor.data_ptr() for tensor in before]
         last = [tensor.data_ptr() for tensor in after]
         # Triton compiles one kernel for addresses that are multiples of 16, and another for any address
-        unaligned = tuple(address & 15 > 0 for address in (*first, *last))
-        compiled = self._variants.get((variant, unaligned))
+        bits = 0
+        for address in first:
+            bits |= address
+        for address in last:
+            bits |= address
+        key = variant if not bits & 15 else (variant, tuple(address & 15 > 0 for address in (*first, *last)))
+        compiled = self._variants.get(key)
+        index = self._device.index
         # private functions of torch: the public ones take longer than the launch
-        if compiled is None or torch._C._cuda_getDevice() != self._device.index:
-            self._start_slowly((variant, unaligned), grid, before, after, numbers)
+        if compiled is None or torch._C._cuda_getDevice() != index:
+            self._start_slowly(key, grid, before, after, numbers)
             return
         run, function, metadata = compiled
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        stream = torch._C._cuda_getCurrentRawStream(index)
         try:
             run(*grid, stream, function, metadata, None, None, None, *first, *self._addresses, *last, *numbers)
         except TypeError:
             # a version of Triton with another launch signature
-            self._start_slowly((variant, unaligned), grid, before, after, numbers)
+            self._start_slowly(key, grid, before, after, numbers)
 
     def _start_slowly(
         self, variant: Any, grid: tuple[int, int, int], before: Tensors, after: Tensors, numbers: tuple[Any, ...]

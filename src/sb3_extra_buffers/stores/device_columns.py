@@ -151,7 +151,8 @@ class DeviceTable:
         """Replace a column."""
         view = self.views[name]
         if isinstance(view, torch.Tensor):
-            view.copy_(torch.as_tensor(column))
+            # torch takes no arrays that are reversed
+            view.copy_(column if isinstance(column, torch.Tensor) else torch.from_numpy(np.array(column)))
         else:
             view[...] = column.cpu() if isinstance(column, torch.Tensor) else column
 

@@ -39,6 +39,8 @@ _PIECE = 1 << 19
 _PIECES, _STEPS = 3, 4
 # seconds to poll for a report before synchronising with the device
 _WATCH = 0.05
+# kernels number observations in 32 bits
+_MAX_OBS = (1 << 31) - 1
 
 
 class DeviceFrameWrite(AttributeWrite):
@@ -114,6 +116,11 @@ class DeviceFrameStore(DeviceStore):
         assert isinstance(codec, DeltaCodec)
         if ring.n_sets > 2:
             raise SpecMismatchError(f"a step has observations and next observations, got {ring.n_sets} sets")
+        if ring.n_sets * ring.n_obs > _MAX_OBS:
+            raise SpecMismatchError(
+                f"{ring.n_sets * ring.n_obs:,} observations are more than kernels can number, {_MAX_OBS:,}; "
+                "use several buffers"
+            )
         self.ring, self.layout = ring, layout
         self._triton = ring.place.device.type == "cuda" if triton is None else triton
         per_segment = policy.DEVICE_FRAMES_PER_SEGMENT if codec.frames == DeltaCodec().frames else codec.frames
@@ -161,10 +168,9 @@ class DeviceFrameStore(DeviceStore):
             # the reading kernel, and graphs that contain it, refer to this table by its address
             frame_ids = self.state.tables.frame_ids.copy_(tables.frame_ids)
             state = state._replace(tables=tables._replace(frame_ids=frame_ids))
-        addresses = torch.tensor(self.memory.addresses(tables))
-        if self.device.type == "cuda":
-            addresses = addresses.pin_memory()
-        self._addresses.copy_(addresses, non_blocking=True)
+        # each number is an argument of a launch: nothing is copied from the host
+        for place, number in zip(self._addresses.unbind(0), self.memory.addresses(tables), strict=True):
+            place.fill_(number)
         self.state = state
 
     @property
