@@ -146,12 +146,12 @@ class DeviceFrameStore(DeviceStore):
         self.memory = DeviceMemory(self.shape, ring.n_steps, ring.n_streams, ring.n_sets, ring.place)
         # whether frames are contiguous and consist of whole words, so that rows need no rearranging
         self._whole = (layout.axis == "first" or layout.stack == 1) and layout.frame_bytes % 8 == 0
-        rows = (ring.n_sets, ring.n_streams, *ring.spec.shape)
+        rows = ((ring.n_streams, *ring.spec.shape), ring.spec.dtype)
         # whether the kernel reads rows from staging memory: worthwhile only if it reads every byte once
         step_bytes = ring.n_sets * ring.n_streams * ring.spec.nbytes
         self._in_place = self._whole and self._triton and step_bytes <= _IN_PLACE and layout.frame_bytes <= 1 << 14
         numbers = ((dt.JOB_INDICES + ring.n_sets,), _INT64)
-        parts = (numbers, (rows, ring.spec.dtype)) if self._in_place or not self._triton else (numbers,)
+        parts = (numbers, *[rows] * ring.n_sets) if self._in_place or not self._triton else (numbers,)
         self._job_layout = StagingLayout(*parts)
         self._job_staging = Staging(self.device, _STEPS if len(parts) > 1 else 8)
         self._piece_staging = Staging(self.device, _PIECES)
@@ -293,11 +293,9 @@ class DeviceFrameStore(DeviceStore):
         checked = [self._checked(batch) for batch in batches]  # type: ignore[arg-type]  # none is
         if len(lease.arrays) == 1:
             return _Source(lease, [self._split(batch) for batch in self._send(checked)])
-        for target, array in zip(lease.arrays[1], checked, strict=True):
+        for target, array in zip(lease.arrays[1:], checked, strict=True):
             target[...] = array
-        if self._in_place:
-            return _Source(lease, list(lease.tensors[1].unbind(0)))
-        return _Source(lease, [self._split(batch) for batch in lease.tensors[1].unbind(0)])
+        return _Source(lease, [self._split(batch) for batch in lease.tensors[1:]])
 
     def _checked(self, batch: Array) -> Array:
         spec = self.ring.spec
@@ -317,13 +315,16 @@ class DeviceFrameStore(DeviceStore):
         """``batches`` in new memory on the device, sent in pieces."""
         sent = []
         for batch in batches:
-            rows = torch.from_numpy(np.ascontiguousarray(batch).reshape(-1).view(np.uint8))
+            rows = np.ascontiguousarray(batch).reshape(-1).view(np.uint8)
             target = torch.empty(rows.shape, dtype=torch.uint8, device=self.device)
             for first in range(0, len(rows), _PIECE):
                 part = rows[first : first + _PIECE]
-                lease = self._piece_staging.acquire(self._piece_staging.layout(((len(part),), _BYTE)))
-                # torch copies with several threads
-                lease.tensors[0].copy_(part)
+                lease = self._piece_staging.acquire(self._piece_staging.layout((part.shape, _BYTE)))
+                if part.flags.writeable:
+                    # torch copies with several threads
+                    lease.tensors[0].copy_(torch.from_numpy(part))
+                else:
+                    lease.arrays[0][...] = part
                 target[first : first + _PIECE].copy_(lease.tensors[0], non_blocking=True)
                 self._piece_staging.release(lease)
             sent.append(target)
