@@ -62,7 +62,7 @@ class Settings:
         taken = {field.name for field in self.extras()} & set(self.columns)
         if taken:
             raise ArgumentError(
-                f"batches already have {', '.join(sorted(taken))} with these options; give your field another name"
+                f"with these options, batches already have {', '.join(sorted(taken))}; give your field another name"
             )
 
     def extras(self) -> list[Field]:
