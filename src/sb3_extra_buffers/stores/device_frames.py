@@ -127,6 +127,7 @@ class DeviceFrameStore(DeviceStore):
     def accepts(codec: Codec, layout: StackLayout) -> bool:
         # the kernels read no packed segments; the length of a frame is stored in LENGTH_BITS
         fits = isinstance(codec, DeltaCodec) and codec.pack_level == 0 and layout.frame_bytes > 0
+        fits &= 2 * layout.stack <= dt.MAX_TARGETS
         return (
             fits and FrameShape(layout.frame_bytes, 1, 1).max_bytes >> dt.LENGTH_BITS == 0 and device_base.has_triton()
         )
