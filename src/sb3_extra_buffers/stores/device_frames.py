@@ -99,8 +99,8 @@ class DeviceFrameStore(DeviceStore):
 
     layout: StackLayout
     state: DeviceState = None  # type: ignore[assignment]  # until the tables are allocated
-    # a write or "clear" while it is under way; the next call completes it after an exception
-    unfinished: DeviceFrameWrite | str | None = None
+    # a write, a change of tables or "clear" while it is under way; the next call completes it after an exception
+    unfinished: DeviceFrameWrite | DeviceState | str | None = None
 
     def __init__(
         self,
@@ -168,6 +168,12 @@ class DeviceFrameStore(DeviceStore):
         self._addresses.copy_(addresses, non_blocking=True)
         self.state = state
 
+    def _change_tables(self, state: DeviceState) -> None:
+        """Use ``state``, which holds the same observations in other tables."""
+        self.unfinished = state
+        self.use_state(state)
+        self.unfinished = None
+
     @property
     def reader(self) -> Any:
         """The Triton kernel that reads, whatever the tables are."""
@@ -214,6 +220,8 @@ class DeviceFrameStore(DeviceStore):
         """Complete what an exception interrupted."""
         if isinstance(self.unfinished, DeviceFrameWrite):
             self.unfinished.finish()
+        elif isinstance(self.unfinished, DeviceState):
+            self._change_tables(self.unfinished)
         elif self.unfinished is not None:
             self.clear()
 
@@ -330,9 +338,11 @@ class DeviceFrameStore(DeviceStore):
         """An upper bound of the bytes between the two ends of the ring after all writes so far, and its older end."""
         if self._launches == 0:
             return 0, 0
-        head, tail, _, _, launch = self.state.notes.tolist()
+        notes = self.state.notes
+        # the number first: a report may arrive at any time, and then the rest is no older than the number
+        under_way = self._launches - int(notes[dt.REPORT_LAUNCH])
+        head, tail = notes[: dt.REPORT_TAIL + 1].tolist()
         tail = min(tail, head)
-        under_way = self._launches - launch
         return head - tail + (self.memory.max_advance(under_way) if under_way else 0), tail
 
     def _wait_for_report(self) -> None:
@@ -346,18 +356,17 @@ class DeviceFrameStore(DeviceStore):
     def _reserve_tables(self) -> None:
         """Add keyframes and slots for segments before they run out."""
         if self.state.notes[dt.REPORT_SPARE] < self.n_streams // 16 + 4:
-            self.use_state(self.memory.add_keyframes(self.state))
+            self._change_tables(self.memory.add_keyframes(self.state))
         if self._segments_after() > self.state.tables.n_slots:
             self._wait_for_report()
             if self._segments_after() > self.state.tables.n_slots:
-                self.use_state(self.memory.add_slots(self.state))
+                self._change_tables(self.memory.add_slots(self.state))
 
     def _segments_after(self) -> int:
         """Slots that a stream may need for this write, if those under way use as many as they can."""
         notes = self.state.notes
-        return int(notes[dt.REPORT_SEGMENTS]) + self.memory.max_segments(
-            self._launches - int(notes[dt.REPORT_LAUNCH]) + 1
-        )
+        under_way = self._launches - int(notes[dt.REPORT_LAUNCH])  # first, as in `_heap_use`
+        return int(notes[dt.REPORT_SEGMENTS]) + self.memory.max_segments(under_way + 1)
 
     def _reserve(self) -> None:
         """Pack the heap if much of it is dead, else grow it, as far as ``heap_bytes`` allows."""
@@ -374,7 +383,7 @@ class DeviceFrameStore(DeviceStore):
             self._repack(wanted)
 
     def _repack(self, capacity: int) -> None:
-        self.use_state(self.memory.repack(self.state, capacity, self._launches))
+        self._change_tables(self.memory.repack(self.state, capacity, self._launches))
 
     def compact(self) -> None:
         self.recover()
@@ -436,8 +445,8 @@ class DeviceFrameStore(DeviceStore):
 
     def clear(self) -> None:
         """Make every index unwritten; keyframes and memory stay."""
-        if isinstance(self.unfinished, DeviceFrameWrite):
-            self.unfinished.finish()
+        if self.unfinished != "clear":
+            self.recover()
         self.memory.wait()
         self.unfinished = "clear"
         self.memory.clear(self.state, self._launches)
@@ -455,6 +464,8 @@ class DeviceFrameStore(DeviceStore):
     def check(self) -> None:
         self.recover()
         self.memory.check(self.state)
+        if self._addresses.tolist() != self.memory.addresses(self.state.tables):
+            raise AssertionError("the reading kernel would look up other tables")
 
     def frozen(self) -> DeviceFrameStore:
         self.recover()
