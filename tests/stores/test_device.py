@@ -101,7 +101,9 @@ def make_store(
 
 
 def read(store: DeviceFrameStore, indices: npt.NDArray[np.int64]) -> Rows:
-    found = store.read(IndexBatch(indices)).cpu().numpy()
+    observations = store.read(IndexBatch(indices))
+    assert observations.is_contiguous()
+    found = observations.cpu().numpy()
     assert found.shape == (*indices.shape, *store.layout.spec.shape)
     assert found.dtype == store.layout.spec.dtype
     return np.ascontiguousarray(found).reshape(*indices.shape, -1).view(np.uint8)

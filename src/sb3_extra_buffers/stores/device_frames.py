@@ -19,7 +19,7 @@ from sb3_extra_buffers.kernels.delta_tables import FrameShape, WriteJob, capacit
 from sb3_extra_buffers.kernels.delta_torch import read_rows_reference, write_rows_reference
 from sb3_extra_buffers.kernels.launcher import Columns
 from sb3_extra_buffers.stores import device_base
-from sb3_extra_buffers.stores.device_base import AttributeWrite, Batch, DeviceRing, DeviceStore, IndexBatch, put_in
+from sb3_extra_buffers.stores.device_base import AttributeWrite, Batch, DeviceRing, DeviceStore, IndexBatch
 from sb3_extra_buffers.stores.device_layout import join_frames, split_frames
 from sb3_extra_buffers.stores.device_memory import DeviceMemory, DeviceState
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -412,7 +412,9 @@ class DeviceFrameStore(DeviceStore):
             self.reader.read(wanted.contiguous(), frames)
         else:
             read_rows_reference(self.state.tables, self.shape, self.n_streams, wanted, frames)
-        return put_in(out, join_frames(frames if padded_size == size else frames[..., :size], layout))
+        # contiguous: frames without their padding may be a view
+        joined = join_frames(frames if padded_size == size else frames[..., :size], layout)
+        return joined.contiguous() if out is None else out.copy_(joined)
 
     @property
     def can_be_captured(self) -> bool:
