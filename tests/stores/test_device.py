@@ -297,6 +297,23 @@ def test_a_report_may_arrive_while_it_is_read(n_reads: int) -> None:
         before = after.copy()
 
 
+def test_late_reports_do_not_make_the_keyframes_grow_again_and_again() -> None:
+    layout = StackLayout(ObsSpec((80,), np.dtype(np.uint8)))
+    counts = []
+    for delay in (1, 12):
+        store = make_store(layout, 80, 2)
+        random = np.random.default_rng(0)
+        reports = [store.state.notes.copy()] * (delay - 1)
+        for step in range(100):
+            store.write(step % 80, [random.integers(0, 256, (2, 80)).astype(np.uint8)])
+            # the device is some writes behind
+            reports.append(store.state.notes.copy())
+            store.state.notes[:] = reports.pop(0)
+        store.check()
+        counts.append(store.state.tables.keyframe_refs.numel())
+    assert 40 < counts[0] <= counts[1] < 2 * counts[0]
+
+
 def test_a_cleared_store_can_be_filled_again() -> None:
     store = make_store(layouts()[0], 9, 2)
     for seed in range(3):

@@ -154,6 +154,7 @@ class DeviceFrameStore(DeviceStore):
         self._bound_writer: Any = None
         self._bound_reader: Any = None
         self._scratch: torch.Tensor | None = None
+        self._grown = 0  # the first write after keyframes were added
 
     def use_state(self, state: DeviceState) -> None:
         """Make ``state`` the store's own. May be interrupted and run again."""
@@ -355,7 +356,10 @@ class DeviceFrameStore(DeviceStore):
 
     def _reserve_tables(self) -> None:
         """Add keyframes and slots for segments before they run out."""
-        if self.state.notes[dt.REPORT_SPARE] < self.n_streams // 16 + 4:
+        notes = self.state.notes
+        # reports of writes that were under way when keyframes were added do not count those
+        if notes[dt.REPORT_LAUNCH] >= self._grown and notes[dt.REPORT_SPARE] < self.n_streams // 16 + 4:
+            self._grown = self._launches + 1
             self._change_tables(self.memory.add_keyframes(self.state))
         if self._segments_after() > self.state.tables.n_slots:
             self._wait_for_report()
