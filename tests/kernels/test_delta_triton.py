@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from sb3_extra_buffers.codecs.delta import DeltaCodec
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.kernels.delta_tables import HEAD, DeviceTables
 from sb3_extra_buffers.stores import device_frames
 from sb3_extra_buffers.stores.device_base import IndexBatch, has_triton
+from sb3_extra_buffers.stores.device_frames import DeviceFrameStore
 from sb3_extra_buffers.stores.layout import StackLayout
 from tests.stores.test_device import Game, follow_rows, layouts, make_store, play, read
 from tests.stores.test_device_columns import check_columns, random_columns
@@ -95,6 +97,25 @@ def test_reading_writes_every_byte_of_the_output(device: str) -> None:
 
     expected = np.stack(rows).transpose(1, 0, 2, 3).reshape(2, 9, 4, 400)
     np.testing.assert_array_equal(out.cpu().numpy(), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stack", [16, 17, 32])  # two sets have more frames than an int32 has bits
+def test_every_frame_of_a_large_stack_is_read(device: str, stack: int) -> None:
+    layout = StackLayout(ObsSpec((stack, 8), np.dtype(np.uint8)), stack, "first")
+    store = make_store(layout, 2, 1, 2, device, triton=True)
+    rows = np.random.default_rng(0).integers(0, 256, (2, 1, stack * 8)).astype(np.uint8)
+    rows[1, :, -8:] = 0
+
+    store.write(0, list(rows))
+
+    np.testing.assert_array_equal(read(store, np.array([[0], [2]])), rows)
+
+
+def test_larger_stacks_are_left_to_other_stores() -> None:
+    layouts = [StackLayout(ObsSpec((stack, 8), np.dtype(np.uint8)), stack, "first") for stack in (32, 33)]
+    accepted = [DeviceFrameStore.accepts(DeltaCodec(), layout) for layout in layouts]
+    assert accepted == [has_triton(), False]
 
 
 @pytest.mark.parametrize("device", DEVICES)

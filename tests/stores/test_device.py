@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +15,11 @@ import torch
 from sb3_extra_buffers.codecs.delta import DeltaCodec
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import HeapFullError, SpecMismatchError
-from sb3_extra_buffers.kernels.delta_tables import COUNT, capacity_of
+from sb3_extra_buffers.kernels.delta_tables import COUNT, REPORT_SEGMENTS, REPORT_SPARE, capacity_of
 from sb3_extra_buffers.stores.device_base import DevicePlace, DeviceRing, IndexBatch
 from sb3_extra_buffers.stores.device_frames import DeviceFrameStore
 from sb3_extra_buffers.stores.layout import StackLayout
+from tests.torture.interrupts import Injector
 
 pytestmark = pytest.mark.same_without_extras
 
@@ -90,14 +93,17 @@ def make_store(
     heap_bytes: int | None = None,
     pinned: bool = False,
     triton: bool | None = None,
+    codec: DeltaCodec | None = None,
 ) -> DeviceFrameStore:
     place = DevicePlace(torch.device(device), pinned)
     ring = DeviceRing(layout.spec, n_steps, n_streams, n_sets, place, heap_bytes)
-    return DeviceFrameStore(ring, layout, DeltaCodec(), triton=triton)
+    return DeviceFrameStore(ring, layout, codec or DeltaCodec(), triton=triton)
 
 
 def read(store: DeviceFrameStore, indices: npt.NDArray[np.int64]) -> Rows:
-    found = store.read(IndexBatch(indices)).cpu().numpy()
+    observations = store.read(IndexBatch(indices))
+    assert observations.is_contiguous()
+    found = observations.cpu().numpy()
     assert found.shape == (*indices.shape, *store.layout.spec.shape)
     assert found.dtype == store.layout.spec.dtype
     return np.ascontiguousarray(found).reshape(*indices.shape, -1).view(np.uint8)
@@ -213,6 +219,26 @@ def test_a_stream_that_stands_still_does_not_fill_the_heap() -> None:
         np.testing.assert_array_equal(read(store, np.array([[step % 8 * 2, step % 8 * 2 + 1]]))[0], rows)
 
 
+@pytest.mark.parametrize("change", [DeviceFrameStore.compact, DeviceFrameStore._reserve_tables])
+def test_an_interrupt_while_tables_are_replaced_changes_nothing(change: Any) -> None:
+    store = make_store(StackLayout(ObsSpec((80,), np.dtype(np.uint8))), 60, 2)
+    rows = np.random.default_rng(0).integers(0, 256, (14, 2, 80)).astype(np.uint8)
+    for step in range(13):
+        store.write(step, [rows[step]])
+    # as if the tables of keyframes and of segments were full
+    store.state.notes[REPORT_SPARE], store.state.notes[REPORT_SEGMENTS] = 0, store.state.tables.n_slots
+    saved = pickle.dumps(store)
+    with Injector() as counter:
+        change(pickle.loads(saved))
+    for point in range(1, counter.count + 1):
+        store = pickle.loads(saved)
+        with contextlib.suppress(KeyboardInterrupt), Injector(point, KeyboardInterrupt()):
+            change(store)
+        store.check()
+        store.write(13, [rows[13]])
+        np.testing.assert_array_equal(read(store, np.arange(28)[None])[0], rows.reshape(28, 80))
+
+
 def test_compacting_changes_nothing() -> None:
     layout = layouts()[0]
     store = make_store(layout, 20, 2, 2)
@@ -223,6 +249,74 @@ def test_compacting_changes_nothing() -> None:
 
     store.check()
     np.testing.assert_array_equal(read(store, indices), ring.reshape(2, 40, -1))
+
+
+def test_a_lone_keyframe_does_not_free_newer_frames() -> None:
+    layout = StackLayout(ObsSpec((3, 300), np.dtype(np.uint8)), 3, "first")
+    # each frame is a segment, and those that became keyframes have no bytes in the heap
+    store = make_store(layout, 8, 3, 2, heap_bytes=12_000, codec=DeltaCodec(frames=1))
+    for seed in range(4):
+        store.clear()
+        play(store, 30, noise=0.2, seed=seed)
+        store.compact()
+        store.check()
+
+
+class LateReport(np.ndarray[Any, np.dtype[np.int64]]):
+    """The report on a write that is under way until some of its entries were read."""
+
+    arrives_after: Any
+    report: Any
+
+    def __array_finalize__(self, parent: Any) -> None:
+        self.arrives_after, self.report = getattr(parent, "arrives_after", None), getattr(parent, "report", None)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            return super().__getitem__(key)
+        self.arrives_after[0] -= 1
+        value = super().__getitem__(key)
+        if self.arrives_after[0] == 0:
+            self.report[0][:] = self.report[1]
+        return value
+
+    def tolist(self) -> Any:
+        return [int(self[i]) for i in range(len(self))]
+
+
+@pytest.mark.parametrize("n_reads", range(1, 8))
+def test_a_report_may_arrive_while_it_is_read(n_reads: int) -> None:
+    layout = StackLayout(ObsSpec((400,), np.dtype(np.uint8)))
+    store = make_store(layout, 4, 8, heap_bytes=23_000)
+    random = np.random.default_rng(0)
+    ring: Rows = np.zeros((1, 4, 8, 400), np.uint8)
+    before = store.state.notes.copy()
+    for step in range(60):
+        ring[0, step % 4] = random.integers(0, 256, (8, 400))
+        store.write(step % 4, list(ring[:, step % 4]))
+        np.testing.assert_array_equal(read(store, np.arange(32)[None]), ring.reshape(1, 32, -1))
+        after = np.array(store.state.notes)
+        notes = before.view(LateReport)
+        notes.arrives_after, notes.report = [n_reads], (before, after)
+        store.state = store.state._replace(notes=notes)
+        before = after.copy()
+
+
+def test_late_reports_do_not_make_the_keyframes_grow_again_and_again() -> None:
+    layout = StackLayout(ObsSpec((80,), np.dtype(np.uint8)))
+    counts = []
+    for delay in (1, 12):
+        store = make_store(layout, 80, 2)
+        random = np.random.default_rng(0)
+        reports = [store.state.notes.copy()] * (delay - 1)
+        for step in range(100):
+            store.write(step % 80, [random.integers(0, 256, (2, 80)).astype(np.uint8)])
+            # the device is some writes behind
+            reports.append(store.state.notes.copy())
+            store.state.notes[:] = reports.pop(0)
+        store.check()
+        counts.append(store.state.tables.keyframe_refs.numel())
+    assert 40 < counts[0] <= counts[1] < 2 * counts[0]
 
 
 def test_a_cleared_store_can_be_filled_again() -> None:

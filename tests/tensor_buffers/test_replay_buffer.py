@@ -138,6 +138,18 @@ def test_arrays_and_tensors_of_other_dtypes_and_devices_may_be_added(device: str
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_arrays_that_cannot_be_written_to_may_be_added(device: str) -> None:
+    buffer, game = make(device, n_added=0)
+    step = game.step()
+    for array in step.values():
+        array.flags.writeable = False
+
+    buffer.add(step)
+
+    assert_is_of(buffer.sample(8), game)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_what_was_added_may_be_overwritten_afterwards(device: str) -> None:
     buffer, game = make(device, 5)
     step = on_device(game.step(), device)
@@ -380,6 +392,8 @@ def test_invalid_updates_raise_on_the_cpu_and_change_nothing() -> None:
         buffer.update_priorities(torch.tensor([15, 16]), torch.tensor([1.0, torch.nan]))
     with pytest.raises(PriorityError, match=r"2 indices .* and 1 TD errors"):
         buffer.update_priorities(torch.tensor([15, 16]), torch.ones(1))
+    with pytest.raises(PriorityError, match=r"1 TD errors \(torch.bool\)"):
+        buffer.update_priorities(torch.tensor([15]), torch.tensor([True]))
     with pytest.raises(PriorityError, match="create it with alpha"):
         make()[0].update_priorities(torch.tensor([15]), torch.ones(1))
 
@@ -532,6 +546,10 @@ def test_outputs_that_do_not_fit_are_refused() -> None:
         buffer.sample(9, out=out)
     with pytest.raises(SpecMismatchError, match="out must be a dict of obs, next_obs"):
         buffer.sample(8, out={"obs": out["obs"]})
+    with pytest.raises(SpecMismatchError, match=r"out\['rewards'\] must be .* without requires_grad"):
+        buffer.sample(8, out=out | {"rewards": torch.zeros(8, requires_grad=True)})
+    with pytest.raises(SpecMismatchError, match=r"out\['next_obs'\] and out\['obs'\] share memory"):
+        buffer.sample(8, out=out | {"next_obs": out["obs"]})
     with pytest.raises(ArgumentError, match="batch_size must be an integer of at least 1, got 0"):
         buffer.sample(0)
 

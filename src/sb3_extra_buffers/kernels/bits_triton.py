@@ -1,4 +1,4 @@
-"""Bit operations for Triton kernels on 64-bit words."""
+"""Bit operations for Triton kernels on 64-bit words, and what else takes an instruction of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ import os
 import triton
 import triton.language as tl
 
-__all__ = ["jit_rule", "load_word", "low_bits", "pick_bytes", "popcount", "popcount64", "prefetch", "spread_bits"]
+__all__ = [
+    "after_stores",
+    "jit_rule",
+    "load_word",
+    "low_bits",
+    "pick_bytes",
+    "popcount",
+    "popcount64",
+    "prefetch",
+    "spread_bits",
+]
 
 # inline PTX where Triton has no operation for a single instruction; its interpreter takes the portable path
 _COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") != "1")
@@ -105,3 +115,13 @@ def prefetch(pointers):
             is_pure=False,
             pack=1,
         )
+
+
+@triton.jit
+def after_stores(value):
+    """``value``, a 64-bit number: when the host sees it, it sees everything that was stored before."""
+    if _COMPILED:
+        value = tl.inline_asm_elementwise(
+            "{ fence.acq_rel.sys; mov.b64 $0, $1; }", "=l,l", [value], tl.int64, is_pure=False, pack=1
+        )
+    return value

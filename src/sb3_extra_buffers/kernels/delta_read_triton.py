@@ -90,7 +90,7 @@ def read_kernel(
                     tl.sum(tl.where(target == 0, index, 0), axis=0) + one, row + one, one == 0, n_rows,
                     ACTION, ACTION2, ACTION_AT, RECORD,
                 )  # fmt: skip
-        is_zero = tl.sum(tl.where(ids < 0, 1 << target, 0), axis=0)
+        is_zero = _target_bits(ids < 0, N_SETS, STACK, TARGETS)
         zeros = tl.zeros([_LINES, 8], tl.uint64)
         _store_frame(out_ptr, zeros, is_zero, row, n_rows, word, inside, N_SETS, STACK, WORDS)
     # in 32 bits, where it takes a fraction of the time
@@ -119,7 +119,6 @@ def _read_segment(
     KEYFRAME_WORDS: tl.constexpr, N_CHUNKS: tl.constexpr, CHUNKS2: tl.constexpr,
 ):  # fmt: skip
     """Decode a segment up to the last frame that the row needs, and store those it needs."""
-    target = tl.arange(0, TARGETS)
     n_frames = tl.max(positions, axis=0) + 1
     in_keyframe = word < tl.where(keyframe >= 0, WORDS, 0)
     frame = tl.load(keyframe_rows_ptr + keyframe * KEYFRAME_WORDS + word, mask=in_keyframe, other=0)
@@ -147,8 +146,19 @@ def _read_segment(
                 frame = load_word(words_ptr, begin + 8 * (word - chunk * (_LINES * 8)), inside)
             else:
                 frame = _apply_difference(heap_ptr, words_ptr, begin, frame, entry >> 12)
-        is_wanted = tl.sum(tl.where(positions == position, 1 << target, 0), axis=0)
+        is_wanted = _target_bits(positions == position, N_SETS, STACK, TARGETS)
         _store_frame(out_ptr, frame, is_wanted, row, n_rows, word, inside, N_SETS, STACK, WORDS)
+
+
+@triton.jit
+def _target_bits(is_set, N_SETS: tl.constexpr, STACK: tl.constexpr, TARGETS: tl.constexpr):
+    """A word with a bit for each frame of a row; of 32 bits, which are faster, if that is enough."""
+    target = tl.arange(0, TARGETS)
+    if N_SETS * STACK > 32:  # noqa: SIM108  # Triton compiles one of two dtypes
+        bits = tl.full([TARGETS], 1, tl.int64) << target.to(tl.int64)
+    else:
+        bits = 1 << target
+    return tl.sum(tl.where(is_set, bits, 0), axis=0)
 
 
 @triton.jit

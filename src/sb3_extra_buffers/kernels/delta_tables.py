@@ -58,6 +58,8 @@ N_ADDRESSES = 5
 SLACK = 64
 # the tail of a stream that has nothing in the heap
 NO_TAIL = (1 << 62) - 1
+# frames of an observation and its successor that a row of a batch may have: a bit of a word each
+MAX_TARGETS = 64
 # streams of which the first may make a keyframe that the others try, before any of them has one
 LEADERS = 16
 

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from sb3_extra_buffers.kernels import delta_tables as dt
 from sb3_extra_buffers.kernels import policy
-from sb3_extra_buffers.kernels.bits_triton import jit_rule
+from sb3_extra_buffers.kernels.bits_triton import after_stores, jit_rule
 from sb3_extra_buffers.kernels.delta_encode_triton import block_of, bound, encode, load_block
 from sb3_extra_buffers.kernels.state import NONE, ZERO
 
@@ -347,8 +347,7 @@ def _report(
     tl.store(report_ptr + _REPORT_TAIL, tail)
     tl.store(report_ptr + _REPORT_SPARE, spare.to(tl.int64))
     tl.store(report_ptr + _REPORT_SEGMENTS, n_segments)
-    tl.debug_barrier()
-    tl.store(report_ptr + _REPORT_LAUNCH, launch)
+    tl.store(report_ptr + _REPORT_LAUNCH, after_stores(launch))
 
 
 # ---- keyframes ----

@@ -19,7 +19,7 @@ from sb3_extra_buffers.kernels.delta_tables import FrameShape, WriteJob, capacit
 from sb3_extra_buffers.kernels.delta_torch import read_rows_reference, write_rows_reference
 from sb3_extra_buffers.kernels.launcher import Columns
 from sb3_extra_buffers.stores import device_base
-from sb3_extra_buffers.stores.device_base import AttributeWrite, Batch, DeviceRing, DeviceStore, IndexBatch, put_in
+from sb3_extra_buffers.stores.device_base import AttributeWrite, Batch, DeviceRing, DeviceStore, IndexBatch
 from sb3_extra_buffers.stores.device_layout import join_frames, split_frames
 from sb3_extra_buffers.stores.device_memory import DeviceMemory, DeviceState
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -112,8 +112,8 @@ class DeviceFrameStore(DeviceStore):
     layout: StackLayout
     state: DeviceState = None  # type: ignore[assignment]  # until the tables are allocated
     _room: _Room
-    # a write or "clear" while it is under way; the next call completes it after an exception
-    unfinished: DeviceFrameWrite | str | None = None
+    # a write, a change of tables or "clear" while it is under way; the next call completes it after an exception
+    unfinished: DeviceFrameWrite | DeviceState | str | None = None
 
     def __init__(
         self,
@@ -145,6 +145,7 @@ class DeviceFrameStore(DeviceStore):
     def accepts(codec: Codec, layout: StackLayout) -> bool:
         # the kernels cannot read packed segments, and the length of a frame must fit in LENGTH_BITS
         fits = isinstance(codec, DeltaCodec) and codec.pack_level == 0 and layout.frame_bytes > 0
+        fits &= 2 * layout.stack <= dt.MAX_TARGETS
         return (
             fits and FrameShape(layout.frame_bytes, 1, 1).max_bytes >> dt.LENGTH_BITS == 0 and device_base.has_triton()
         )
@@ -171,6 +172,7 @@ class DeviceFrameStore(DeviceStore):
         self._bound_writer: Any = None
         self._bound_reader: Any = None
         self._scratch: torch.Tensor | None = None
+        self._grown = 0  # the first write after keyframes were added
 
     def use_state(self, state: DeviceState) -> None:
         """Make ``state`` the store's own. May be interrupted and run again."""
@@ -188,6 +190,12 @@ class DeviceFrameStore(DeviceStore):
             capacity_of(tables), memory.max_advance(1), tables.n_slots, memory.max_segments(1), self.n_streams // 16 + 4
         )
         self.__dict__.update(state=state, _room=room)
+
+    def _change_tables(self, state: DeviceState) -> None:
+        """Use ``state``, which holds the same observations in other tables."""
+        self.unfinished = state
+        self.use_state(state)
+        self.unfinished = None
 
     @property
     def reader(self) -> Any:
@@ -224,8 +232,11 @@ class DeviceFrameStore(DeviceStore):
         if step == self.n_steps - 1:
             after["_wrapped"] = True
         # fast path: the last report says that there is room, whatever the writes since then have used
-        head, tail, spare, n_segments, reported = self.state.notes.tolist()
-        tail, n_writes, room = min(tail, head), launches - reported + 1, self._room
+        # its number first, see `_heap_use`
+        notes, room = self.state.notes, self._room
+        n_writes = launches - int(notes[dt.REPORT_LAUNCH]) + 1
+        head, tail, spare, n_segments, _ = notes.tolist()
+        tail = min(tail, head)
         if (
             head - tail + n_writes * room.advance <= room.capacity
             and n_segments + n_writes * room.segments <= room.n_slots and spare >= room.spare
@@ -239,6 +250,8 @@ class DeviceFrameStore(DeviceStore):
         """Complete what an exception interrupted."""
         if isinstance(self.unfinished, DeviceFrameWrite):
             self.unfinished.finish()
+        elif isinstance(self.unfinished, DeviceState):
+            self._change_tables(self.unfinished)
         elif self.unfinished is not None:
             self.clear()
 
@@ -357,9 +370,11 @@ class DeviceFrameStore(DeviceStore):
         """An upper bound of the bytes between the two ends of the ring after all writes so far, and its older end."""
         if self._launches == 0:
             return 0, 0
-        head, tail, _, _, launch = self.state.notes.tolist()
+        notes = self.state.notes
+        # the number first: a report may arrive at any time, and then the rest is no older than the number
+        under_way = self._launches - int(notes[dt.REPORT_LAUNCH])
+        head, tail = notes[: dt.REPORT_TAIL + 1].tolist()
         tail = min(tail, head)
-        under_way = self._launches - launch
         return head - tail + (self.memory.max_advance(under_way) if under_way else 0), tail
 
     def _has_room(self) -> bool:
@@ -376,19 +391,21 @@ class DeviceFrameStore(DeviceStore):
 
     def _reserve_tables(self) -> None:
         """Add keyframes and slots for segments before they run out."""
-        if self.state.notes[dt.REPORT_SPARE] < self._room.spare:
-            self.use_state(self.memory.add_keyframes(self.state))
+        notes = self.state.notes
+        # reports of writes that were under way when keyframes were added do not count those
+        if notes[dt.REPORT_LAUNCH] >= self._grown and notes[dt.REPORT_SPARE] < self._room.spare:
+            self._grown = self._launches + 1
+            self._change_tables(self.memory.add_keyframes(self.state))
         if self._segments_after() > self.state.tables.n_slots:
             self._wait_for_report()
             if self._segments_after() > self.state.tables.n_slots:
-                self.use_state(self.memory.add_slots(self.state))
+                self._change_tables(self.memory.add_slots(self.state))
 
     def _segments_after(self) -> int:
         """Slots that a stream may need for this write, if those under way use as many as they can."""
         notes = self.state.notes
-        return int(notes[dt.REPORT_SEGMENTS]) + self.memory.max_segments(
-            self._launches - int(notes[dt.REPORT_LAUNCH]) + 1
-        )
+        under_way = self._launches - int(notes[dt.REPORT_LAUNCH])  # first, as in `_heap_use`
+        return int(notes[dt.REPORT_SEGMENTS]) + self.memory.max_segments(under_way + 1)
 
     def _reserve(self) -> None:
         """Pack the heap if much of it is dead, else grow it, as far as ``heap_bytes`` allows."""
@@ -405,7 +422,7 @@ class DeviceFrameStore(DeviceStore):
             self._repack(wanted)
 
     def _repack(self, capacity: int) -> None:
-        self.use_state(self.memory.repack(self.state, capacity, self._launches))
+        self._change_tables(self.memory.repack(self.state, capacity, self._launches))
 
     def compact(self) -> None:
         self.recover()
@@ -434,7 +451,9 @@ class DeviceFrameStore(DeviceStore):
             self.reader.read(wanted.contiguous(), frames)
         else:
             read_rows_reference(self.state.tables, self.shape, self.n_streams, wanted, frames)
-        return put_in(out, join_frames(frames if padded_size == size else frames[..., :size], layout))
+        # contiguous: frames without their padding may be a view
+        joined = join_frames(frames if padded_size == size else frames[..., :size], layout)
+        return joined.contiguous() if out is None else out.copy_(joined)
 
     @property
     def can_be_captured(self) -> bool:
@@ -467,8 +486,8 @@ class DeviceFrameStore(DeviceStore):
 
     def clear(self) -> None:
         """Make every index unwritten; keyframes and memory stay."""
-        if isinstance(self.unfinished, DeviceFrameWrite):
-            self.unfinished.finish()
+        if self.unfinished != "clear":
+            self.recover()
         self.memory.wait()
         self.unfinished = "clear"
         self.memory.clear(self.state, self._launches)
@@ -486,6 +505,8 @@ class DeviceFrameStore(DeviceStore):
     def check(self) -> None:
         self.recover()
         self.memory.check(self.state)
+        if self._addresses.tolist() != self.memory.addresses(self.state.tables):
+            raise AssertionError("the reading kernel would look up other tables")
 
     def frozen(self) -> DeviceFrameStore:
         self.recover()

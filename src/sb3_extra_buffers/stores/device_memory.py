@@ -192,11 +192,14 @@ class DeviceMemory:
 
     # ---- the heap ----
 
+    @staticmethod
+    def _slots(tables: DeviceTables) -> torch.Tensor:
+        return torch.arange(tables.n_slots, device=tables.streams.device)
+
     def _segments_in_use(self, tables: DeviceTables) -> torch.Tensor:
         """Which slots hold segments that a step refers to: ``[stream, slot]``."""
         opened, floor = tables.streams[:, dt.OPENED, None], tables.streams[:, dt.FLOOR, None]
-        slot = torch.arange(tables.n_slots, device=tables.streams.device)
-        age = (opened - 1 - slot) % tables.n_slots
+        age = (opened - 1 - self._slots(tables)) % tables.n_slots
         return age < (opened - floor) % self.shape.n_numbers
 
     def _frames_in_use(self, tables: DeviceTables) -> _Frames:
@@ -233,6 +236,9 @@ class DeviceMemory:
         counters[dt.HEAD] = head
         starts = torch.full_like(tables.starts, head)
         starts.view(-1).scatter_reduce_(0, frames.indices // self.shape.per_segment, begins, "amin")
+        # a segment without bytes of its own, such as a lone keyframe, begins no later than newer ones
+        newest_first = (tables.streams[:, dt.OPENED, None] - 1 - self._slots(tables)) % tables.n_slots
+        starts = starts.gather(1, newest_first).cummin(1).values.gather(1, newest_first)
         tails = self._tails(tables, starts)
         packed = tables._replace(heap=heap, entries=entries, starts=starts, tails=tails, counters=counters)
         new = self._with_report(packed, state.report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -110,6 +111,7 @@ class BatchLayout:
                 not isinstance(tensor, torch.Tensor)
                 or (tuple(tensor.shape), tensor.dtype, tensor.device) != (expected, dtype, self.device)
                 or not tensor.is_contiguous()
+                or tensor.requires_grad
             ):
                 got = (
                     f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
@@ -117,8 +119,13 @@ class BatchLayout:
                     else repr(tensor)
                 )
                 raise SpecMismatchError(
-                    f"out[{name!r}] must be a contiguous tensor, {dtype} {expected} on {self.device}; got {got}"
+                    f"out[{name!r}] must be a contiguous tensor, {dtype} {expected} on {self.device}, without "
+                    f"requires_grad; got {got}"
                 )
+        ranges = sorted((out[name].data_ptr(), out[name].nbytes, name) for name in names)
+        for (begin, size, name), (following, _, other) in pairwise(ranges):
+            if begin + size > following:
+                raise SpecMismatchError(f"out[{name!r}] and out[{other!r}] share memory; pass a tensor for each")
 
     def outputs_in(self, out: Mapping[str, torch.Tensor], spare: list[torch.Tensor | None]) -> Outputs:
         """The outputs in ``out``, which was checked.

@@ -216,7 +216,9 @@ class TensorReplayBuffer(Transactional):
         on_device = [isinstance(batch, torch.Tensor) for batch in batches]
         if any(on_device) and not all(on_device):
             # one is on the device already: the other follows
-            batches = [torch.as_tensor(batch, device=self.device) for batch in batches]
+            batches = [
+                batch if isinstance(batch, torch.Tensor) else _from_numpy(batch).to(self.device) for batch in batches
+            ]
         return store.plan(position, batches)
 
     def _checked_columns(self, step: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -226,7 +228,7 @@ class TensorReplayBuffer(Transactional):
         if arrays and self.device.type == "cuda":
             uploaded = iter(self._staging.upload(arrays))
         else:
-            uploaded = map(torch.from_numpy, arrays)
+            uploaded = map(_from_numpy, arrays)
         return [next(uploaded) if isinstance(value, np.ndarray) else value for value in values]
 
     def _commit(self, step: _Step) -> None:
@@ -414,10 +416,12 @@ class TensorReplayBuffer(Transactional):
         """`update_priorities`, for compiled functions."""
         tree = self._need_tree()
         numbers, errors = _as_tensor(indices, self.device), _as_tensor(td_errors, self.device)
-        if numbers.dtype.is_floating_point or numbers.dtype == torch.bool or len(numbers) != len(errors):
+        are_numbers = errors.dtype != torch.bool and not errors.dtype.is_complex
+        are_indices = not numbers.dtype.is_floating_point and numbers.dtype != torch.bool
+        if not are_numbers or not are_indices or len(numbers) != len(errors):
             raise PriorityError(
-                f"got {len(numbers)} indices ({numbers.dtype}) and {len(errors)} TD errors; pass the indices of a "
-                "batch and one error for each"
+                f"got {len(numbers)} indices ({numbers.dtype}) and {len(errors)} TD errors ({errors.dtype}); pass the "
+                "indices of a batch and one error for each"
             )
         numbers = numbers.long()
         with self._lock:
@@ -543,7 +547,12 @@ def _cannot_fail(plan: PlannedWrite) -> bool:
     return not plan.may_fail
 
 
+def _from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    # torch warns about memory that it cannot write to, such as JAX's
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
 def _as_tensor(values: Any, device: torch.device) -> torch.Tensor:
     """``values`` as a flat tensor on ``device``."""
-    tensor = values.detach() if isinstance(values, torch.Tensor) else torch.as_tensor(np.asarray(values))
+    tensor = values.detach() if isinstance(values, torch.Tensor) else _from_numpy(np.asarray(values))
     return tensor.to(device).reshape(-1)
