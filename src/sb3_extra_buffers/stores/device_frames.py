@@ -34,9 +34,9 @@ _INT64 = np.dtype(np.int64)
 _BYTE = np.dtype(np.uint8)
 # the most bytes of a step that the device reads in place; larger steps are sent in pieces, to need less pinned memory
 _IN_PLACE = 1 << 20
-_PIECE = 1 << 19
+_PIECE = 3 << 18
 # blocks of staging memory: pieces in flight, or steps that are read in place
-_PIECES, _STEPS = 3, 4
+_PIECES, _STEPS = 2, 4
 # seconds to poll for a report before synchronising with the device
 _WATCH = 0.05
 # kernels number observations in 32 bits
