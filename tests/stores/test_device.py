@@ -378,6 +378,14 @@ def test_a_store_pickled_on_a_gpu_continues_without_one() -> None:
     np.testing.assert_array_equal(read(again, indices)[:, 6:8], rows)
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.float32])
+def test_a_single_number_may_have_any_stride(dtype: Any) -> None:
+    store = make_store(StackLayout(ObsSpec((1,), np.dtype(dtype))), 3, 1)
+    numbers = torch.from_numpy(np.arange(1, 5).astype(dtype))
+    store.write(0, [numbers.view(1, 4)[:, 1::2][:, :1]])
+    assert store.read(IndexBatch(np.array([[0]]))).tolist() == [[[2]]]
+
+
 @pytest.mark.parametrize("n_sets", [1, 2])
 @pytest.mark.parametrize("n_failures", range(1, 10))
 def test_rejected_writes_leave_no_trace(n_failures: int, n_sets: int) -> None:

@@ -339,6 +339,9 @@ class DeviceFrameStore(DeviceStore):
 
     def _split(self, batch: torch.Tensor) -> torch.Tensor:
         """Frames ``[stream, stack, byte]`` of whole words."""
+        if batch.numel() == 1:
+            # contiguous whatever its strides are, but only strides of 1 can be viewed as bytes
+            batch = batch.as_strided(batch.shape, (1,) * batch.ndim)
         if self._whole and batch.data_ptr() % 8 == 0:
             return batch
         rows = batch.contiguous().view(-1).view(torch.uint8).view(1, self.n_streams, self.ring.spec.nbytes)
