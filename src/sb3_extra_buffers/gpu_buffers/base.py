@@ -23,7 +23,14 @@ from sb3_extra_buffers.files.folders import SavedAsFolder
 from sb3_extra_buffers.gpu_buffers.tensors import fit_action_tensor, fit_numbers, fit_observation_tensor
 from sb3_extra_buffers.gpu_buffers.utils import estimate_total_heap_bytes, find_smallest_dtype, numpy_dtype_to_torch
 from sb3_extra_buffers.stores import device_base
-from sb3_extra_buffers.stores.device_base import DevicePlace, IndexBatch, PlannedWrite, finish_writes, usable_device
+from sb3_extra_buffers.stores.device_base import (
+    DevicePlace,
+    IndexBatch,
+    PlannedWrite,
+    finish_writes,
+    is_on,
+    usable_device,
+)
 from sb3_extra_buffers.stores.device_columns import DeviceTable, runs_kernels
 from sb3_extra_buffers.stores.device_observation import DeviceObservationStore
 from sb3_extra_buffers.stores.staging import torch_dtype
@@ -246,7 +253,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
     ) -> list[th.Tensor] | None:
         """``batch`` as tensors on the device of ``store``; None if it is better checked and stored as arrays."""
         place = store.place.device
-        has_tensors = any(isinstance(obs, th.Tensor) and obs.device.type == place.type for obs in batch)
+        has_tensors = any(isinstance(obs, th.Tensor) and is_on(obs, place) for obs in batch)
         if not has_tensors or key in self._dtypes or device_base.stays_on_host(place):
             return None
         shape, dtype = store.step_shape, torch_dtype(store.dtype)
@@ -257,7 +264,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
                 observations = th.from_numpy(array if array.flags.writeable else array.copy())
             # fast path: skip validation when everything already matches
             if (
-                observations.dtype != dtype or observations.shape != shape or observations.device.type != place.type
+                observations.dtype != dtype or observations.shape != shape or not is_on(observations, place)
                 or observations.requires_grad or not observations.is_contiguous()
             ):  # fmt: skip
                 converted = fit_observation_tensor(observations, shape, dtype, place, name)
@@ -282,7 +289,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
     def _fit_action(self, action: Any) -> Any:
         """Actions of a step for the table: an array or, if they are on its device, a tensor."""
         table = self._table
-        if table.takes_tensors and isinstance(action, th.Tensor) and action.device.type == table.device.type:
+        if table.takes_tensors and isinstance(action, th.Tensor) and is_on(action, table.device):
             fitted = fit_action_tensor(action, table.action_shape, table.torch_action_dtype)
             if fitted is not None:
                 return fitted

@@ -13,6 +13,7 @@ import torch as th
 from sb3_extra_buffers._sb3.steps import fit_column, fit_truncations
 from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.gpu_buffers.utils import torch_dtype_to_numpy
+from sb3_extra_buffers.stores.device_base import is_on
 
 __all__ = ["fit_action_tensor", "fit_numbers", "fit_observation_tensor", "fit_timeouts"]
 
@@ -23,7 +24,7 @@ _AS_THEY_ARE = frozenset({th.float32, th.bool})
 
 def fit_numbers(values: Any, n_envs: int, name: str, device: th.device | None) -> Any:
     """One number for each environment: an array or, for a tensor on ``device``, a contiguous tensor."""
-    if device is None or not isinstance(values, th.Tensor) or values.device.type != device.type:
+    if device is None or not isinstance(values, th.Tensor) or not is_on(values, device):
         return fit_column(values, n_envs, name)
     # fast path: skip validation when everything already matches
     if values.dtype in _AS_THEY_ARE and values.shape == (n_envs,) and values.is_contiguous():

@@ -32,6 +32,7 @@ __all__ = [
     "PlannedWrite",
     "finish_writes",
     "has_triton",
+    "is_on",
     "on_host",
     "put_in",
     "stays_on_host",
@@ -56,6 +57,12 @@ def has_triton() -> bool:
 def stays_on_host(device: torch.device) -> bool:
     """Return whether encoded observations for ``device`` are better kept by the host's stores."""
     return device.type != "cuda"
+
+
+def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether ``tensor`` is on ``device``; a device without a number is any of its type."""
+    own = tensor.device
+    return own.type == device.type and (own.index is None or device.index is None or own.index == device.index)
 
 
 def usable_device(device: str | torch.device) -> torch.device:

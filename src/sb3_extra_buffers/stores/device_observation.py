@@ -154,7 +154,7 @@ class DeviceObservationStore(DeviceStore):
     def _checked(self, batch: Batch) -> Batch:
         """``batch`` in the dtype of the ring; tensors on another device, or of another dtype, become arrays."""
         if isinstance(batch, torch.Tensor):
-            is_here = batch.device.type == self.place.device.type and batch.dtype is torch_dtype(self.dtype)
+            is_here = device_base.is_on(batch, self.place.device) and batch.dtype is torch_dtype(self.dtype)
             if is_here and batch.shape == self.step_shape:
                 return batch.contiguous()
         return self.spec.to_batch(on_host(batch))
