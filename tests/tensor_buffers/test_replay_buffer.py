@@ -461,7 +461,15 @@ def test_images_are_shifted_at_random_and_frames_of_a_stack_together(device: str
         ({"specs": {"obs": ((3,), torch.uint8), "next_obs": ((4,), torch.uint8)}}, "'next_obs' must have the shape"),
         ({"specs": {"obs": ((3,), torch.bfloat16)}}, "cannot be stored as torch.bfloat16"),
         ({"device": "meta"}, "device='meta' cannot be used"),
+        ({"device": "nosuch"}, "device='nosuch' is no device of torch"),
+        ({"compression_method": 3}, "compression_method must be a string, got 3"),
         ({"alpha": 2}, "alpha must be from 0"),
+        ({"alpha": "x"}, "alpha must be a number, got 'x'"),
+        ({"beta": "x"}, "beta must be a number, got 'x'"),
+        ({"gamma": None}, "gamma must be a number, got None"),
+        ({"scale": None}, "scale must be a number, got None"),
+        ({"seed": "x"}, "seed must be an integer of at least 0"),
+        ({"generator": 3}, "generator must be a torch.Generator, got 3"),
         ({"beta": -1}, "beta must be 0 or more, got -1"),
         ({"epsilon": 0}, "epsilon must be above 0"),
         ({"gamma": 1.5}, "gamma must be from 0 to 1"),
@@ -479,7 +487,7 @@ def test_images_are_shifted_at_random_and_frames_of_a_stack_together(device: str
 )
 def test_invalid_arguments_are_named(options: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"capacity": 60, "specs": SPECS, "device": "cpu"} | options
-    with pytest.raises(ArgumentError, match=message):
+    with pytest.raises((ArgumentError, UnknownCodecError), match=message):
         TensorReplayBuffer(**arguments)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from sb3_extra_buffers.errors import ArgumentError
 from sb3_extra_buffers.kernels.sum_tree_torch import MAX_ERROR
 from sb3_extra_buffers.tensor_buffers.fields import Field
 
-__all__ = ["Settings", "check_beta", "find_device"]
+__all__ = ["Settings", "check_beta", "check_number", "find_device", "make_generator"]
 
 # transitions are numbered with 32 bits in some kernels
 _MAX_TRANSITIONS = 1 << 30
@@ -87,18 +88,44 @@ class Settings:
         return self.capacity // self.n_envs
 
 
-def check_beta(beta: float) -> float:
+def check_number(value: Any, name: str) -> float:
+    """Return ``value`` as a float, or raise."""
+    if not isinstance(value, numbers.Real):
+        raise ArgumentError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def check_beta(beta: Any) -> float:
     """Return ``beta`` as a float, or raise."""
-    if not 0 <= beta < math.inf:
+    number = check_number(beta, "beta")
+    if not 0 <= number < math.inf:
         raise ArgumentError(f"beta must be 0 or more, got {beta}")
-    return float(beta)
+    return number
+
+
+def make_generator(generator: Any, seed: Any, device: torch.device) -> torch.Generator | None:
+    """``generator``, or a new one with ``seed``; None if neither is given."""
+    if generator is not None and seed is not None:
+        raise ArgumentError("pass a generator or a seed, not both")
+    if seed is not None:
+        return torch.Generator(device).manual_seed(check_count(seed, "seed", 0))
+    if generator is None:
+        return None
+    if not isinstance(generator, torch.Generator):
+        raise ArgumentError(f"generator must be a torch.Generator, got {generator!r}")
+    if generator.device.type != device.type:
+        raise ArgumentError(f"the generator is on {generator.device}, the buffer on {device}")
+    return generator
 
 
 def find_device(device: str | torch.device) -> torch.device:
     """The device of that name, with its number; ``"auto"`` is a GPU if there is one."""
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"device={device!r} is no device of torch: {error}") from None
     if found.type not in ("cpu", "cuda") or (found.type == "cuda" and not torch.cuda.is_available()):
         has = "a CUDA device and the CPU" if torch.cuda.is_available() else "the CPU only"
         raise ArgumentError(f"device={str(device)!r} cannot be used; torch can use {has} here")

@@ -11,12 +11,12 @@ import torch
 
 from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.errors import (
-    ArgumentError,
     EmptyBufferError,
     GraphCaptureError,
     PriorityError,
     SpecMismatchError,
     StaleIndexError,
+    UnknownCodecError,
 )
 from sb3_extra_buffers.kernels.sum_tree_torch import MAX_ERROR, TorchSumTree
 from sb3_extra_buffers.stores.device_base import DevicePlace, IndexBatch, PlannedWrite, finish_writes, usable_device
@@ -27,7 +27,7 @@ from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.tensor_buffers import compiling
 from sb3_extra_buffers.tensor_buffers.batches import Outputs, Scratch
 from sb3_extra_buffers.tensor_buffers.fields import parse_fields
-from sb3_extra_buffers.tensor_buffers.options import Settings, check_beta, find_device
+from sb3_extra_buffers.tensor_buffers.options import Settings, check_beta, check_number, find_device, make_generator
 from sb3_extra_buffers.tensor_buffers.tables import TransitionTables
 
 __all__ = ["TensorReplayBuffer"]
@@ -129,16 +129,18 @@ class TensorReplayBuffer(Transactional):
         self.device = find_device(device)
         stored, columns = parse_fields(specs, observations)
         self._settings = Settings(
-            n_ring_steps * n_envs, n_envs, stored, columns, n_steps, float(gamma),
-            None if alpha is None else float(alpha), float(epsilon), image_dtype, float(scale), random_shift,
-            bool(channels_last),
+            n_ring_steps * n_envs, n_envs, stored, columns, n_steps, check_number(gamma, "gamma"),
+            None if alpha is None else check_number(alpha, "alpha"), check_number(epsilon, "epsilon"), image_dtype,
+            check_number(scale, "scale"), random_shift, bool(channels_last),
         )  # fmt: skip
         self._beta = check_beta(beta)
         #: Draws batches; None for torch's default generator of the device.
-        self.generator = self._make_generator(generator, seed)
+        self.generator = make_generator(generator, seed, self.device)
         if heap_bytes is not None:
             check_count(heap_bytes, "heap_bytes")
         place, method = DevicePlace(self.device), "none" if compression_method is None else compression_method
+        if not isinstance(method, str):
+            raise UnknownCodecError(f"compression_method must be a string, got {method!r}")
         self._stores = {
             name: DeviceObservationStore(
                 field.obs_spec(), n_ring_steps, n_envs, 2, place, method, compression_kwargs, heap_bytes
@@ -151,13 +153,6 @@ class TensorReplayBuffer(Transactional):
         self._set_up()
         for store in self._stores.values():
             store.compile_kernels()
-
-    def _make_generator(self, generator: torch.Generator | None, seed: int | None) -> torch.Generator | None:
-        if generator is not None and seed is not None:
-            raise ArgumentError("pass a generator or a seed, not both")
-        if generator is not None and generator.device.type != self.device.type:
-            raise ArgumentError(f"the generator is on {generator.device}, the buffer on {self.device}")
-        return generator if seed is None else torch.Generator(self.device).manual_seed(seed)
 
     def _set_up(self) -> None:
         """Create everything that is not pickled."""
