@@ -167,7 +167,9 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
             if self._unfinished is not None or self.read_only:
                 self._prepare_write()
             # fast path: skip validation when shape and dtype already match
-            position, table, shape = self.pos, self._current_table(), self._column_shape
+            position, table, shape = self.pos, self._table, self._column_shape
+            if table.device != self.device:
+                table = self._current_table()
             if (
                 type(action) is not np.ndarray
                 or action.dtype != table.action_dtype
@@ -185,7 +187,8 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
                 values = values if timeouts is None else (*values, timeouts)
             columns = table.plan(values)
             plans = self._plan(position, (obs, next_obs), _NAMES)
-            self._commit(Step(position, plans, columns, self._after(position), self._extra(position, done, infos)))
+            extra = None if self._step_added is None else self._extra(position, done, infos)
+            self._commit(Step(position, plans, columns, self._after(position), extra))
 
     def _after(self, position: int) -> dict[str, Any]:
         """Attributes once the step at ``position`` is written."""

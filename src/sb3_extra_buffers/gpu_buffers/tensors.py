@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from itertools import repeat
 from typing import Any
 
@@ -96,9 +95,11 @@ def fit_timeouts(infos: Any, n_envs: int, device: th.device | None) -> Any:
         return fit_numbers(infos[_KEY], n_envs, f"infos[{_KEY!r}]", device)
     if type(infos) is list:
         # fast path: no bytecode per environment
-        with suppress(TypeError, ValueError):
+        try:
             if list(map(dict.get, infos, _KEYS, _FALSE)).count(False) == n_envs == len(infos):
                 return None
+        except (TypeError, ValueError):
+            pass  # looked at one by one below
     truncated = fit_truncations(infos, n_envs)
     # a list of bools, or an array
     return None if type(truncated) is list and True not in truncated else truncated
