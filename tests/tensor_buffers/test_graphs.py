@@ -85,7 +85,7 @@ def test_compiled_functions_write_to_given_tensors(device: str) -> None:
 def test_buffers_with_triton_draw_the_same_batches(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     plain, game = make(n_added=0, **options)
     with monkeypatch.context() as patched:
-        patched.setattr(tables, "_use_triton", lambda _device: True)
+        patched.setattr(tables, "runs_kernels", lambda _device: True)
         buffer, _ = make(n_added=0, **options)
     assert "Triton" in type(buffer._tables.transitions).__name__
     buffer.check()

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.kernels import compiled_kernels, has_numba
 
-__all__ = ["IndexDraws"]
+__all__ = ["GlobalGenerator", "IndexDraws"]
 
 Indices = npt.NDArray[np.int64]
 
@@ -18,13 +18,33 @@ Indices = npt.NDArray[np.int64]
 _RANDINT = np.random.randint
 
 
+class GlobalGenerator:
+    """NumPy's global generator, for compiled code that draws from it."""
+
+    def __init__(self) -> None:
+        self._generator: Any = None
+        self._words = 0, 0
+
+    def find(self) -> tuple[Any, int, int] | None:
+        """The bit generator, the address of its ``next_uint32`` and its state; None if `randint` has been replaced."""
+        if np.random.randint is not _RANDINT:
+            return None
+        generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in NumPy's stubs
+        if generator is not self._generator:
+            address = ctypes.cast(generator.ctypes.next_uint32, ctypes.c_void_p).value
+            self._generator, self._words = generator, (address or 0, generator.ctypes.state_address)
+        return generator, *self._words
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GlobalGenerator, ()  # addresses belong to this process
+
+
 class IndexDraws:
     """Draws indices from NumPy's global generator; one compiled call, where numba is installed."""
 
     def __init__(self) -> None:
         self._kernel: Any = None
-        self._generator: Any = None
-        self._words = 0, 0
+        self._random = GlobalGenerator()
 
     def fill(self, out: Indices, n_steps: int, n_envs: int, low: int, high: int, shift: int) -> None:
         """Fill ``out[2, count]`` with indices ``step * n_envs + env``, and the same plus ``n_steps * n_envs``.
@@ -34,14 +54,11 @@ class IndexDraws:
         """
         if self._kernel is None:
             self._kernel = compiled_kernels("draws").draw_indices if has_numba() else False
-        if not self._kernel or np.random.randint is not _RANDINT or n_steps >> 32 or n_envs >> 32:
+        found = self._random.find()
+        if not self._kernel or found is None or n_steps >> 32 or n_envs >> 32:
             _fill(out, n_steps, n_envs, low, high, shift)
             return
-        generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in NumPy's stubs
-        if generator is not self._generator:
-            address = ctypes.cast(generator.ctypes.next_uint32, ctypes.c_void_p).value
-            self._generator, self._words = generator, (address or 0, generator.ctypes.state_address)
-        function, state = self._words
+        generator, function, state = found
         with generator.lock:
             self._kernel(out, n_steps, n_envs, low, high - low - 1, shift, function, state)
 

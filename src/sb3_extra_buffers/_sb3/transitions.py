@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sb3_extra_buffers._sb3.drawing import GlobalGenerator
 from sb3_extra_buffers.errors import IndexOutOfRangeError
 from sb3_extra_buffers.kernels import as_contiguous, step_kernels
 from sb3_extra_buffers.kernels.timeline import COUNT
@@ -27,8 +27,6 @@ _COLUMNS = ("actions", "rewards", "dones", "timeouts")
 _ARRAY, _FLOAT32, _BOOL = np.ndarray, np.dtype(np.float32), np.dtype(np.bool_)
 # maximum number of cached batch layouts
 _MAX_LAYOUTS = 64
-# SB3 draws with this function; if it has been replaced, for example by a test, the replacement is called
-_RANDINT = np.random.randint
 
 
 class Transitions:
@@ -68,8 +66,7 @@ class Transitions:
                 row = row.reshape(len(row), -1)
             self._direct = self._kernels.direct_kernel(self._plan, row, action)
         self._layouts: dict[int, Layout] = {}
-        self._generator: Any = None
-        self._generator_words = 0, 0
+        self._random = GlobalGenerator()
 
     @classmethod
     def of(cls, buffer: Any, pairs: list[Pair]) -> Transitions | None:
@@ -240,13 +237,10 @@ class Transitions:
         Steps are those of ``(np.random.randint(low, high, count) + shift) % n_steps``; environments, drawn afterwards,
         those of ``np.random.randint(0, n_envs, count)``.
         """
-        if np.random.randint is not _RANDINT:
+        found = self._random.find()
+        if found is None:
             return None
-        generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in NumPy's stubs
-        if generator is not self._generator:
-            address = ctypes.cast(generator.ctypes.next_uint32, ctypes.c_void_p).value
-            self._generator, self._generator_words = generator, (address or 0, generator.ctypes.state_address)
-        function, state = self._generator_words
+        generator, function, state = found
         nbytes, layout, drawn = self._layouts.get(count) or self._layout(count)
         out = np.empty(nbytes, np.uint8)
         with generator.lock:

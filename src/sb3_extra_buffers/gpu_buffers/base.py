@@ -31,7 +31,7 @@ from sb3_extra_buffers.stores.device_base import (
     is_on,
     usable_device,
 )
-from sb3_extra_buffers.stores.device_columns import DeviceTable, runs_kernels
+from sb3_extra_buffers.stores.device_columns import DeviceTable
 from sb3_extra_buffers.stores.device_observation import DeviceObservationStore
 from sb3_extra_buffers.stores.staging import torch_dtype
 from sb3_extra_buffers.stores.transactions import Transactional
@@ -211,7 +211,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
     def _compile_kernels(self, columns: Any = None) -> None:
         """Compile the Triton kernels now rather than in the middle of training, while the buffer is empty."""
         table = self._table
-        if not runs_kernels(table.device):
+        if not device_base.runs_kernels(table.device):
             return
         n_envs = self.n_envs
         numbers = [np.zeros(n_envs, np.float32)] * table.written

@@ -60,7 +60,7 @@ class NStepBatches(GpuReplayBuffer):
         return self.to_torch(self._normalize_reward(rewards.cpu().numpy(), env))
 
 
-@lru_cache
+@lru_cache(typed=True)  # powers of NumPy's doubles differ from those of Python's floats
 def _powers(gamma: float, n_steps: int, device: th.device) -> th.Tensor:
     """``gamma`` to the power of 0 to ``n_steps``, as NumPy computes them."""
     return th.from_numpy(np.asarray(gamma ** np.arange(n_steps + 1, dtype=np.float32), np.float32)).to(device)

@@ -35,6 +35,7 @@ __all__ = [
     "is_on",
     "on_host",
     "put_in",
+    "runs_kernels",
     "stays_on_host",
     "usable_device",
 ]
@@ -52,6 +53,11 @@ def has_triton() -> bool:
         return int(importlib.metadata.version("triton").partition(".")[0]) >= 3
     except importlib.metadata.PackageNotFoundError:
         return True  # builds under another distribution name are newer
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Return whether Triton's kernels can run on ``device``."""
+    return device.type == "cuda" and has_triton()
 
 
 def stays_on_host(device: torch.device) -> bool:

@@ -21,11 +21,6 @@ Array = npt.NDArray[Any]
 _FLOAT32 = np.dtype(np.float32)
 
 
-def runs_kernels(device: torch.device) -> bool:
-    """Whether Triton kernels write and read tables on ``device``."""
-    return device.type == "cuda" and device_base.has_triton()
-
-
 class StagedColumns(NamedTuple):
     """Columns of a step, where the device can read them."""
 
@@ -60,7 +55,7 @@ class DeviceTable:
         self.torch_action_dtype = torch_dtype(action_dtype)
         #: Shape of the actions of a step.
         self.action_shape = (n_streams, action_dim)
-        self._triton = runs_kernels(device) if triton is None else triton
+        self._triton = device_base.runs_kernels(device) if triton is None else triton
         #: Whether `plan` takes tensors on the device; elsewhere, it takes arrays only.
         self.takes_tensors = device.type != "cpu" or self._triton
         self._allocate()

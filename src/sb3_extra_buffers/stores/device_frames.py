@@ -531,8 +531,3 @@ class DeviceFrameStore(DeviceStore):
         self._triton &= self.ring.place.device.type == "cuda"
         self._set_up()
         self.use_state(self.memory.from_arrays(tables, report))
-
-
-def _wait_before_freeing(device: torch.device) -> None:
-    if not torch.cuda.is_current_stream_capturing():
-        torch.cuda.synchronize(device)

@@ -117,7 +117,7 @@ class DeviceObservationStore(DeviceStore):
 
         Triton caches compiled kernels on disk. ``columns`` are those of a batch, see `DeviceFrameStore.read_batch`.
         """
-        if self.place.device.type != "cuda" or self.choice is None or not device_base.has_triton():
+        if self.choice is None or not device_base.runs_kernels(self.place.device):
             return
         if get_codec(self.choice.method, **self.chooser.codec_options).codec_id not in ("delta", "none"):
             return  # the host encodes

@@ -84,7 +84,7 @@ class DeviceTableStore(DeviceStore):
         triton: bool | None = None,
     ) -> None:
         self.ring, self.layout, self.device = ring, layout, ring.place.device
-        self._triton = self.device.type == "cuda" and device_base.has_triton() if triton is None else triton
+        self._triton = device_base.runs_kernels(self.device) if triton is None else triton
         geometry = find_geometry(layout)
         assert geometry is not None  # see `accepts`
         self._index_spec = geometry.inner.spec

@@ -98,7 +98,7 @@ class DeviceTimelineStore(DeviceStore):
             raise SpecMismatchError(f"a time axis holds observations and next observations, got {ring.n_sets} sets")
         self.ring, self.device = ring, ring.place.device
         self.layout = StackLayout(ring.spec) if layout is None or not layout.frame_bytes else layout
-        self._triton = self.device.type == "cuda" and device_base.has_triton() if triton is None else triton
+        self._triton = device_base.runs_kernels(self.device) if triton is None else triton
         stack, n_streams, word = self.layout.stack, ring.n_streams, _frame_word(self.layout)
         n_words = max(self.layout.frame_bytes // word.itemsize, 1)
         unit = n_words

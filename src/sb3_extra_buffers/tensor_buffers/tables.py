@@ -8,7 +8,7 @@ import torch
 from sb3_extra_buffers.kernels.images_torch import ImageTransform
 from sb3_extra_buffers.kernels.sum_tree_torch import TorchSumTree
 from sb3_extra_buffers.kernels.transitions_torch import Endings, TorchTransitions
-from sb3_extra_buffers.stores.device_base import has_triton
+from sb3_extra_buffers.stores.device_base import runs_kernels
 from sb3_extra_buffers.tensor_buffers.batches import BatchLayout, Outputs
 from sb3_extra_buffers.tensor_buffers.fields import Field
 from sb3_extra_buffers.tensor_buffers.options import Settings
@@ -28,7 +28,7 @@ class TransitionTables:
             name: torch.zeros((*lead, *field.shape), dtype=field.dtype, device=device)
             for name, field in settings.columns.items()
         }
-        triton = _use_triton(device)
+        triton = runs_kernels(device)
         self.tree = _make_tree(settings, self.counts, beta, triton)
         # n-step returns are computed in place of rewards, and come last
         last = [settings.columns["rewards"]] if settings.n_steps > 1 else []
@@ -139,10 +139,6 @@ class TransitionTables:
             leaves, highest = priorities
             self.tree.max_priority.copy_(highest)
             self.tree.write_leaves(leaves.to(self.device))
-
-
-def _use_triton(device: torch.device) -> bool:
-    return device.type == "cuda" and has_triton()
 
 
 def _make_tree(settings: Settings, counts: torch.Tensor, beta: float, triton: bool) -> TorchSumTree | None:
