@@ -11,7 +11,7 @@ import torch
 
 from sb3_extra_buffers.kernels.columns_torch import NStepReturns, gather_columns_reference, n_step_reference
 from sb3_extra_buffers.kernels.launcher import Columns, TableLayout
-from sb3_extra_buffers.stores import device_base
+from sb3_extra_buffers.stores.device_base import runs_kernels
 from sb3_extra_buffers.stores.staging import Lease, Staging, StagingLayout, torch_dtype
 
 __all__ = ["DeviceColumns", "DeviceRollout", "DeviceTable"]
@@ -55,7 +55,7 @@ class DeviceTable:
         self.torch_action_dtype = torch_dtype(action_dtype)
         #: Shape of the actions of a step.
         self.action_shape = (n_streams, action_dim)
-        self._triton = device_base.runs_kernels(device) if triton is None else triton
+        self._triton = runs_kernels(device) if triton is None else triton
         #: Whether `plan` takes tensors on the device; elsewhere, it takes arrays only.
         self.takes_tensors = device.type != "cpu" or self._triton
         self._allocate()
