@@ -45,7 +45,8 @@ def cut_at_ends(ends: Mask) -> Indices:
     length = ends.shape[1]
     if not length:
         return np.zeros(len(ends), np.int64)
-    return np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, length).astype(np.int64)
+    lengths: Indices = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, length)
+    return lengths
 
 
 def steps_to_end(ends: Mask, newest: int, n_valid: int | None = None) -> Indices:
