@@ -43,11 +43,11 @@ def count_sequences(heap: Any, starts: Any, stops: Any) -> int:
 
 
 @slow_entry
-def read_packed(bound: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, zstd: Any) -> int:
+def read_packed(bound: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, zstd: Any, by_row: bool) -> int:
     """`read_frames` for a store of whole frames."""
     state, ids, sets_, out_ = tables_at(bound), as_column(frame_ids), as_column(sets), as_column(out)
     space = np.empty(packed_work_bytes(state, ids, sets_), np.uint8)
-    damaged = read_packed_rows(state, ids, sets_, out_, first, stop, as_column(space), as_column(zstd))
+    damaged = read_packed_rows(state, ids, sets_, out_, first, stop, as_column(space), as_column(zstd), by_row)
     return keep(space, damaged)
 
 
@@ -65,7 +65,7 @@ def _camera_bytes(state: Any) -> int:
 
 @inner
 def read_packed_rows(
-    state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, space: Any, zstd: Any
+    state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, space: Any, zstd: Any, by_row: bool
 ) -> Any:
     """Decode rows ``first`` to ``stop``, each segment of a row once; return -1, or a damaged segment."""
     size, per_segment = state.config.frame_bytes, state.config.per_segment
@@ -80,7 +80,7 @@ def read_packed_rows(
     target = part(space, at, n_joined) if n_joined else flat(out)
     streaming = n_joined == 0 and is_streaming(sets.shape[0] * sets.shape[1] * frame_ids.shape[1] * size, size, out)
     for row in range(first, stop):
-        sort_row(frame_ids, sets, row, size, n_joined > 0, ids, targets)
+        sort_row(frame_ids, sets, row, size, n_joined > 0, by_row, ids, targets)
         i = 0
         while i < n_frames and ids[i] < 0:
             clear_bytes(target, targets[i], size)
@@ -97,7 +97,7 @@ def read_packed_rows(
                 return segment
             i = last
         if n_joined:
-            join_row(state, frame_ids, sets, row, target, out)
+            join_row(state, frame_ids, sets, row, by_row, target, out)
     return -1
 
 

@@ -67,10 +67,12 @@ def joined_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
 
 
 @inner
-def read_rows(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, space: Any, zstd: Any) -> Any:
+def read_rows(
+    state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, space: Any, zstd: Any, by_row: bool
+) -> Any:
     """Decode rows ``first`` to ``stop``, each segment of a row once; return -1, or the number of a damaged segment.
 
-    ``zstd`` holds the addresses that `inflate_zstd` needs.
+    ``zstd`` holds the addresses that `inflate_zstd` needs. The observations of a row lie together with ``by_row``.
 
     One function for the whole loop: a helper that takes the state would cost reads 3 to 5 %.
     """
@@ -96,7 +98,7 @@ def read_rows(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop:
     target = part(space, at, n_joined) if n_joined else flat(out)
     streaming = n_joined == 0 and is_streaming(sets.shape[0] * sets.shape[1] * frame_ids.shape[1] * size, size, out)
     for row in range(first, stop):
-        sort_row(frame_ids, sets, row, size, n_joined > 0, ids, targets)
+        sort_row(frame_ids, sets, row, size, n_joined > 0, by_row, ids, targets)
         i = 0
         while i < n_frames and ids[i] < 0:
             at = targets[i]
@@ -154,7 +156,7 @@ def read_rows(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop:
                     copy_bytes(target, targets[i], frame, 0, size)
                 i += 1
         if n_joined:
-            join_row(state, frame_ids, sets, row, target, out)
+            join_row(state, frame_ids, sets, row, by_row, target, out)
     return -1
 
 
@@ -165,12 +167,20 @@ def is_streaming(n_bytes: int, size: int, out: Any) -> bool:
 
 
 @inner
-def join_row(state: Any, frame_ids: Any, sets: Any, row: int, frames: Any, out: Any) -> None:
+def output_row(sets: Any, number: int, row: int, by_row: bool) -> int:
+    """Where in the output the observation ``sets[number, row]`` is, counted in observations."""
+    if by_row:
+        return row * sets.shape[0] + number
+    return number * sets.shape[1] + row
+
+
+@inner
+def join_row(state: Any, frame_ids: Any, sets: Any, row: int, by_row: bool, frames: Any, out: Any) -> None:
     """Interleave the decoded frames of a row's observations, which are stacked along their last axis."""
     stack, unit, size = frame_ids.shape[1], state.config.pixel_bytes, state.config.frame_bytes
     streaming = sets.shape[0] * sets.shape[1] * stack * size >= _STREAMING_BYTES
     for number in range(sets.shape[0]):
-        to = (number * sets.shape[1] + row) * stack * size
+        to = output_row(sets, number, row, by_row) * stack * size
         join_frames(frames, number * stack * size, size, unit, stack, out, to, streaming)
 
 
@@ -287,16 +297,18 @@ def split_frames(source: Any, at: int, size: int, unit: int, stack: int, target:
 
 
 @inner
-def sort_row(frame_ids: Any, sets: Any, row: int, size: int, joined: bool, ids: Any, targets: Any) -> None:
+def sort_row(
+    frame_ids: Any, sets: Any, row: int, size: int, joined: bool, by_row: bool, ids: Any, targets: Any
+) -> None:
     """List a row's frames and their targets, ordered by id: frames of a segment come together and in order.
 
     Targets are offsets in the batch, or in the work space of `join_row` with ``joined``.
     """
-    n_rows, stack = sets.shape[1], frame_ids.shape[1]
+    stack = frame_ids.shape[1]
     if joined:
-        n_rows, first = 1, 0
+        first, apart = 0, 1
     else:
-        first = row
+        first, apart = output_row(sets, 0, row, by_row), 1 if by_row else sets.shape[1]
     for i in range(len(ids)):
         frame_id = np.int64(frame_ids[sets[i // stack, row], i % stack]) - 1
         j = i
@@ -305,7 +317,7 @@ def sort_row(frame_ids: Any, sets: Any, row: int, size: int, joined: bool, ids: 
             targets[j] = targets[j - 1]
             j -= 1
         ids[j] = frame_id
-        targets[j] = (((i // stack) * n_rows + first) * stack + i % stack) * size
+        targets[j] = (((i // stack) * apart + first) * stack + i % stack) * size
 
 
 @inner
