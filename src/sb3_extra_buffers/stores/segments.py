@@ -43,10 +43,11 @@ from sb3_extra_buffers.stores.segment_format import check_headers, header_bytes,
 from sb3_extra_buffers.stores.workers import n_workers, run_split, split_seconds
 
 _NO_ADDRESSES = np.zeros(0, np.int64)
-# steps of the pieces that windows are cut into; the frames of a short piece stay in the cache
-_SHORT_PIECE, _LONG_PIECE = 16, 128
-# pieces for each thread
+# Windows are cut into pieces, several for each thread. Their number of steps is limited, and the bytes of their frames
+# if these are interleaved or looked up in a table after the whole piece was decoded: they should still be in the cache
 _N_PIECES = 4
+_MIN_STEPS, _MAX_STEPS = 16, 128
+_PIECE_BYTES = 1 << 19
 # segments in which `SegmentStore.sequences_per_frame` counts
 _N_COUNTED = 32
 
@@ -432,9 +433,9 @@ class SegmentStore(FrameStore):
         flat, target = windows.reshape(-1), out.reshape(-1)
         n_pieces = _N_PIECES * n_workers()
         length = windows.shape[1] if len(windows) >= n_pieces else -(-flat.size // n_pieces)
-        # frames that are interleaved or looked up afterwards should still be in the cache
         is_direct = lookup is None and (frame_ids.shape[1] == 1 or self.layout.axis == "first")
-        length = min(max(length, _SHORT_PIECE), _LONG_PIECE if is_direct else _SHORT_PIECE)
+        most = _MAX_STEPS if is_direct else max(min(_PIECE_BYTES // max(self.layout.frame_bytes, 1), _MAX_STEPS), 1)
+        length = min(max(length, _MIN_STEPS), most)
         n_whole = flat.size // length * length
         n_bytes = n_whole * (target.size // max(flat.size, 1))
         for part, to in ((flat[:n_whole], target[:n_bytes]), (flat[n_whole:], target[n_bytes:])):
