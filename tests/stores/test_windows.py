@@ -105,9 +105,9 @@ def test_batches_larger_than_the_caches_are_read_exactly(size: tuple[int, int], 
     view = StoreView(store, (60, 2))
     dense = np.stack([obs for obs, _ in transitions(size, 4, axis, 2, 60)])
     view[...] = dense
-    steps, envs = window_steps(np.arange(8) * 7, 40, 60), np.arange(8) % 2
+    steps, envs = window_steps(np.arange(16) * 7 % 60, 60, 60), np.arange(16) % 2
     expected = dense[steps, envs[:, None]]
-    assert expected.nbytes > 8 << 20
+    assert expected.nbytes > 24 << 20
     assert store.layout is not None
     assert store.layout.stack == 4
     out = np.full(expected.shape, 0xAA, np.uint8)

@@ -39,8 +39,9 @@ _BITS_8, _BITS_16, _BITS_24, _BITS_48 = np.uint64(8), np.uint64(16), np.uint64(2
 
 # size from which on a batch is written past the caches, because they could not hold it anyway
 _STREAMING_BYTES = 8 << 20
-# bytes that `_stream_fours` interleaves at a time
-_FOURS = 4096
+# size from which on four frames of bytes are interleaved past the caches, and how many bytes at a time: while memory
+# that was used before is still in the last cache, that is slower
+_STREAMING_FOURS, _FOURS = 24 << 20, 4096
 
 
 @inner
@@ -182,8 +183,9 @@ def output_row(sets: Any, number: int, row: int, by_row: bool) -> int:
 def join_row(state: Any, frame_ids: Any, sets: Any, row: int, by_row: bool, joined: Any, frames: Any, out: Any) -> None:
     """Interleave the decoded frames of a row's observations, which are stacked along their last axis."""
     stack, unit, size = frame_ids.shape[1], state.config.pixel_bytes, state.config.frame_bytes
-    streaming = sets.shape[0] * sets.shape[1] * stack * size >= _STREAMING_BYTES
-    fours = streaming and unit == 1 and stack == 4 and size % 4 == 0 and address_of(out, 0) % 16 == 0
+    n_bytes = sets.shape[0] * sets.shape[1] * stack * size
+    streaming = n_bytes >= _STREAMING_BYTES
+    fours = n_bytes >= _STREAMING_FOURS and unit == 1 and stack == 4 and size % 4 == 0 and address_of(out, 0) % 16 == 0
     for number in range(sets.shape[0]):
         to = output_row(sets, number, row, by_row) * stack * size
         if fours:
