@@ -101,6 +101,28 @@ def test_reading_writes_every_byte_of_the_output(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n_layout", [0, 1, 3])  # frames of whole words, and others
+def test_windows_are_read_whole_or_as_their_newest_frames(device: str, n_layout: int) -> None:
+    layout, n_streams = layouts()[n_layout], 2
+    store = make_store(layout, 6, n_streams, 2, device, triton=True)
+    game = Game(layout, n_streams)
+    rows = np.stack([game.step() for _ in range(6)])  # [step, set, stream, ...]
+    for step in range(6):
+        store.write(step, list(rows[step]))
+    flat = np.ascontiguousarray(np.moveaxis(rows, 1, 0)).reshape(12 * n_streams, -1).view(np.uint8)
+    windows = np.array([[1, 3, 5, 7], [6, 8, 10, 22]])  # the last is a next observation
+
+    for expected, newest_only in ((flat, False), (layout.newest(flat), True)):
+        found = store.read_windows(IndexBatch(windows), newest_only).cpu().numpy()
+        shape = layout.frame_spec.shape if newest_only else layout.spec.shape
+        assert found.shape == (2, 4, *shape)
+        np.testing.assert_array_equal(found.reshape(2, 4, -1).view(np.uint8), expected[windows])
+        out = torch.from_numpy(np.full_like(found, 1)).to(device)
+        assert store.read_windows(IndexBatch(windows), newest_only, out) is out
+        np.testing.assert_array_equal(out.cpu(), found)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stack", [16, 17, 32])  # two sets have more frames than an int32 has bits
 def test_every_frame_of_a_large_stack_is_read(device: str, stack: int) -> None:
     layout = StackLayout(ObsSpec((stack, 8), np.dtype(np.uint8)), stack, "first")

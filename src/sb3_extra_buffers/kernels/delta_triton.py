@@ -68,14 +68,17 @@ class ReadKernel:
             _READ_REGISTERS,
         )
 
-    def read(self, indices: torch.Tensor, out: torch.Tensor, columns: Columns | None = None) -> None:
+    def read(
+        self, indices: torch.Tensor, out: torch.Tensor, columns: Columns | None = None, newest_only: bool = False
+    ) -> None:
         """`read_rows_reference`; ``out`` is ``[set, row, stack, words of 8 bytes]``. ``columns`` are gathered."""
         n_sets, n_rows = indices.shape
-        stack = self._stack
+        stack = 1 if newest_only else self._stack
         others, sizes = ((indices,) * 4, NO_COLUMNS) if columns is None else columns.arguments()
-        numbers = (n_rows, self._n_streams, n_sets, stack, 1 << (n_sets * stack - 1).bit_length(), *self._sizes)
+        n_targets = 1 << (n_sets * stack - 1).bit_length()
+        numbers = (n_rows, self._n_streams, n_sets, stack, self._stack, n_targets, *self._sizes)
         grid = (n_rows, _PARTS, self._n_chunks)
-        self._launcher.start((n_sets, sizes), grid, (out,), (indices, *others), (*numbers, *sizes))
+        self._launcher.start((n_sets, stack, sizes), grid, (out,), (indices, *others), (*numbers, *sizes))
 
 
 class WriteKernel:

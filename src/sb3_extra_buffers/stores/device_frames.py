@@ -19,11 +19,11 @@ from sb3_extra_buffers.kernels.delta_tables import FrameShape, WriteJob, capacit
 from sb3_extra_buffers.kernels.delta_torch import read_rows_reference, write_rows_reference
 from sb3_extra_buffers.kernels.launcher import Columns, TableLayout
 from sb3_extra_buffers.stores import device_base
-from sb3_extra_buffers.stores.device_base import AttributeWrite, Batch, DeviceRing, DeviceStore, IndexBatch
+from sb3_extra_buffers.stores.device_base import AttributeWrite, Batch, DeviceRing, DeviceStore, IndexBatch, put_in
 from sb3_extra_buffers.stores.device_layout import join_frames, split_frames
 from sb3_extra_buffers.stores.device_memory import DeviceMemory, DeviceState
 from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.staging import LaunchDone, Lease, Staging, StagingLayout
+from sb3_extra_buffers.stores.staging import LaunchDone, Lease, Staging, StagingLayout, torch_dtype
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 __all__ = ["DeviceFrameStore", "DeviceFrameWrite"]
@@ -461,6 +461,25 @@ class DeviceFrameStore(DeviceStore):
         # contiguous: frames without their padding may be a view
         joined = join_frames(frames if padded_size == size else frames[..., :size], layout)
         return joined.contiguous() if out is None else out.copy_(joined)
+
+    def read_windows(
+        self, indices: IndexBatch, newest_only: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        layout, flat = self.layout, indices.as_one_set()
+        if not newest_only or layout.stack == 1:
+            return super().read_windows(indices, False, out)
+        if self.unfinished is not None:
+            self.recover()
+        wanted, spec, size = flat.on(self.device), layout.frame_spec, layout.frame_bytes
+        frames = torch.empty((*wanted.shape, 1, -(-size // 8) * 8), dtype=torch.uint8, device=self.device)
+        if wanted.shape[1] == 0:
+            pass
+        elif self._triton:
+            self.reader.read(wanted.contiguous(), frames, newest_only=True)
+        else:
+            read_rows_reference(self.state.tables, self.shape, self.n_streams, wanted, frames)
+        rows = frames[..., :size].reshape(-1).view(torch_dtype(spec.dtype))
+        return put_in(out, rows.view(*indices.shape, *spec.shape))
 
     @property
     def can_be_captured(self) -> bool:
