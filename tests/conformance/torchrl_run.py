@@ -48,14 +48,15 @@ def run(checkout: Path, how: str, files: list[str], more: list[str]) -> tuple[di
     folder_of_tests = checkout / "test" / "rb"
     paths = [str(path) for name in files if (path := folder_of_tests / f"{name}.py").exists()]
     # for Ray's processes, which run in other folders
-    search_path = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "CONFORMANCE_HOW": how, "PYTHONPATH": search_path}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         options = ["-q", "--tb=short", "-p", "no:cacheprovider", f"--rootdir={folder_of_tests}", "-c", "/dev/null"]
         done = subprocess.run(
             [sys.executable, "-m", "tests.conformance.torchrl_swap", how, *options, f"--junitxml={report}",
              "--basetemp", f"{folder}/tmp", *more, *paths],
-            cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "CONFORMANCE_HOW": how, **search_path},
+            cwd=ROOT, capture_output=True, text=True, check=False, env=environment,
         )  # fmt: skip
         printed = done.stdout + done.stderr
         if not report.exists():
