@@ -15,6 +15,7 @@ from gymnasium import spaces
 from stable_baselines3.common.preprocessing import get_action_dim, get_obs_shape
 
 from sb3_extra_buffers._sb3.options import StorageOptions
+from sb3_extra_buffers._sb3.sequence_states import check_shapes
 from sb3_extra_buffers._sb3.views import BufferView
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import DamagedFileError, NotSaveableError
@@ -295,6 +296,12 @@ def _check_sizes(
     for name in fields.columns:
         shape, column = shapes.get(name, lead), parts.columns.get(name)
         require(column is not None and column.shape == shape, f"the column {name!r} is missing or not of shape {shape}")
+    if "sequence" in parts.kind:
+        states, _ = check_shapes(arguments["recurrent_states"], arguments["recurrent_dtype"])
+        for name, shape in states.items():
+            column = parts.columns.get(f"states/{name}")
+            fits = column is not None and column.shape == (*lead, *shape)
+            require(fits, f"the state {name!r} is missing or not of shape {shape}")
     obs_shapes: Any = get_obs_shape(observed)
     options = StorageOptions(arguments["dtypes"])
     for key, obs_shape in obs_shapes.items() if isinstance(obs_shapes, dict) else [("", obs_shapes)]:

@@ -191,10 +191,11 @@ class EpisodeIndex:
         """Whether a window may begin at each of these steps, which are held."""
         if rules.episode_end == "continue":
             last = held.n_added - rules.length
-            return firsts <= (last if rules.strict_length else max(last, held.oldest))
+            is_early: Flags = firsts <= (last if rules.strict_length else max(last, held.oldest))
+            return is_early
         if rules.episode_end == "pad" and not rules.strict_length:
             return np.ones(len(firsts), np.bool_)
-        fits = self.run_lengths(firsts, envs, rules.length, held) == rules.length
+        fits: Flags = self.run_lengths(firsts, envs, rules.length, held) == rules.length
         if not rules.strict_length:
             fits |= self.starts[firsts % self.n_steps, envs] | (firsts == held.oldest)
         return fits

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -72,7 +70,9 @@ class WindowPriorities:
         positions, envs = np.divmod(self.tree.draw(count), self.n_envs)
         return held.n_added - 1 - (held.n_added - 1 - positions) % self.n_steps, envs
 
-    def weights(self, numbers: Indices, envs: Indices, beta: Beta, progress_remaining: float) -> npt.NDArray[np.float32]:
+    def weights(
+        self, numbers: Indices, envs: Indices, beta: Beta, progress_remaining: float
+    ) -> npt.NDArray[np.float32]:
         """Importance weights of windows that begin at these steps, at most 1."""
         drawn = self.tree.read(numbers % self.n_steps * self.n_envs + envs)
         # (N p / total) ** -beta divided by its maximum: N and total cancel
@@ -90,6 +90,6 @@ class WindowPriorities:
 
     def frozen(self) -> WindowPriorities:
         """Return a copy."""
-        copied: Any = object.__new__(WindowPriorities)
+        copied = object.__new__(WindowPriorities)
         copied.__dict__.update(vars(self), tree=self.tree.frozen())
         return copied

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +14,21 @@ from stable_baselines3.common.vec_env import VecNormalize
 from sb3_extra_buffers._sb3.base import NO_MEMORY
 from sb3_extra_buffers._sb3.prioritized import Beta, as_errors, check_errors, check_exponents
 from sb3_extra_buffers._sb3.replay import ReplayMixin, Step
-from sb3_extra_buffers._sb3.sequence_index import EpisodeIndex, Held, WindowRules
+from sb3_extra_buffers._sb3.sequence_index import EpisodeIndex, Held
 from sb3_extra_buffers._sb3.sequence_priorities import WindowPriorities, mix_errors
 from sb3_extra_buffers._sb3.sequence_states import INFO_KEY, StateColumns, StateUpdate, check_shapes
+from sb3_extra_buffers._sb3.sequence_windows import (
+    NewestFrames,
+    Request,
+    SequenceSamples,
+    Windows,
+    check_request,
+    n_step_returns,
+    plan_windows,
+)
 from sb3_extra_buffers._sb3.views import Array, BufferView
 from sb3_extra_buffers.arguments import as_array, check_count
+from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import (
     ArgumentError,
     EmptyBufferError,
@@ -27,7 +38,7 @@ from sb3_extra_buffers.errors import (
     SpecMismatchError,
 )
 from sb3_extra_buffers.stores.checks import require, within
-from sb3_extra_buffers.stores.windows import append_next, mask_of, window_indices
+from sb3_extra_buffers.stores.windows import mask_of
 
 __all__ = ["SequenceMixin", "SequenceSamples", "Sequences"]
 
@@ -36,88 +47,8 @@ Flags = npt.NDArray[np.bool_]
 
 # priority, and the nodes above it
 _PRIORITY_BYTES = 9
-
-
-class SequenceSamples(NamedTuple):
-    """A batch of windows: every field but the last four has the shape ``[batch, burn_in + length, ...]``.
-
-    `observations` and `next_observations` are usually views of the same memory. Steps after the end of an episode are
-    padding: `mask` is False there, observations repeat the last one of the episode, and numbers are zero.
-
-    Attributes:
-        observations: Observations; a dict of them for a Dict space.
-        actions: Actions.
-        next_observations: Observations ``n_steps`` later, or the last one of the episode if it ends before.
-        dones: Whether the episode ended within ``n_steps``, as float32; time limits do not count.
-        rewards: Rewards, or n-step returns.
-        discounts: What to multiply the value of `next_observations` by: gamma to the power of the number of rewards.
-        is_first: Whether each step is the first of its episode: reset the recurrent state there.
-        mask: Whether each step exists.
-        learn_mask: The same without the burn-in.
-        recurrent_states: The state before the first step of each window, ``[batch, ...]`` by name.
-        weights: Importance weights of the windows, ``[batch]``; ones unless they were drawn by priority.
-        steps: The number of each step, as a NumPy array: how many were added before it; -1 for padding.
-        envs: The environment of each window, as a NumPy array of shape ``[batch]``.
-
-    Examples:
-        >>> from gymnasium import spaces
-        >>> import numpy as np
-        >>> from sb3_extra_buffers.compressed import CompressedSequenceReplayBuffer
-        >>> buffer = CompressedSequenceReplayBuffer(100, spaces.Box(-1, 1, (3,)), spaces.Discrete(2), device="cpu")
-        >>> obs = np.zeros((1, 3), np.float32)
-        >>> for _ in range(50):
-        ...     buffer.add(obs, obs, np.array([1]), np.ones(1), np.zeros(1), [{}])
-        >>> batch = buffer.sample_sequences(4, length=8, burn_in=2)
-        >>> batch.observations.shape, batch.rewards.shape, int(batch.learn_mask.sum())
-        (torch.Size([4, 10, 3]), torch.Size([4, 10]), 32)
-    """
-
-    observations: Any
-    actions: th.Tensor
-    next_observations: Any
-    dones: th.Tensor
-    rewards: th.Tensor
-    discounts: th.Tensor
-    is_first: th.Tensor
-    mask: th.Tensor
-    learn_mask: th.Tensor
-    recurrent_states: dict[str, th.Tensor]
-    weights: th.Tensor
-    steps: Indices
-    envs: Indices
-
-
-class _Request(NamedTuple):
-    """The arguments of `sample_sequences`, checked."""
-
-    batch_size: int
-    rules: WindowRules
-    burn_in: int
-    n_steps: int
-    gamma: float
-    by: str
-    newest_only: bool
-    online: bool
-
-
-class Windows(NamedTuple):
-    """Drawn windows of ``length`` steps, and what to read for them."""
-
-    request: _Request
-    numbers: Indices
-    """Numbers of the first steps."""
-    envs: Indices
-    rows: Indices
-    """Indices of observations ``[batch, length + n_steps]``; that of a next observation is higher by ``n_obs``."""
-    lengths: Indices
-    """How many steps there are from each first step on, at most ``length + n_steps - 1``."""
-    is_first: Flags
-    n_ahead: Indices
-    """For each step, how many rewards its return consists of, ``[batch, length]``; 0 for padding."""
-    resets: tuple[Indices, Indices, Indices] | None
-    """Steps whose next observation is not in ``rows`` because the next episode is: batch, step, index."""
-    states: dict[str, Array]
-    weights: npt.NDArray[np.float32]
+# observations to look at to find out how they are stacked
+_SHOWN_STEPS = 32
 
 
 class Sequences:
@@ -129,6 +60,7 @@ class Sequences:
 
     _index: EpisodeIndex
     _states: StateColumns
+    _newest: NewestFrames
     _priorities: WindowPriorities | None = None
     # states that were passed to `add`, while it runs
     _given_states: Any = None
@@ -172,7 +104,7 @@ class Sequences:
 
     def _make_sequence_columns(self) -> None:
         n_steps, n_envs = self.buffer_size, self.n_envs
-        self._index = EpisodeIndex(n_steps, n_envs)
+        self._index, self._newest = EpisodeIndex(n_steps, n_envs), NewestFrames()
         self._states = StateColumns(self.recurrent_states, self.recurrent_dtype, n_steps, n_envs)
         if self.prioritized:
             self._priorities = WindowPriorities(self._index)
@@ -298,8 +230,12 @@ class Sequences:
             gamma: Discount factor of n-step returns; by default that of the buffer.
             env: Normalises observations and rewards.
         """
-        request = self._check_request(
-            batch_size, length, burn_in, n_steps, episode_end, strict_length, sample, frames, online, gamma
+        by = sample or ("priority" if self._priorities is not None else "steps")
+        if by == "priority" and self._priorities is None:
+            raise ArgumentError("sample='priority' needs a buffer that was created with prioritized=True")
+        gamma = self.gamma if gamma is None else gamma
+        request = check_request(
+            batch_size, length, burn_in, n_steps, episode_end, strict_length, by, frames, online, gamma
         )
         try:
             with self._lock:
@@ -319,28 +255,10 @@ class Sequences:
                 raise
             raise OutOfMemoryError(f"not enough memory for {batch_size} windows: {problem}") from problem
 
-    def _check_request(
-        self, batch_size: Any, length: Any, burn_in: Any, n_steps: Any, episode_end: Any, strict_length: Any,
-        sample: Any, frames: Any, online: Any, gamma: Any,
-    ) -> _Request:  # fmt: skip
-        if episode_end not in ("stop", "pad", "continue"):
-            raise ArgumentError(f"episode_end must be 'stop', 'pad' or 'continue', got {episode_end!r}")
-        by = sample or ("priority" if self._priorities is not None else "steps")
-        if by not in ("steps", "episodes", "priority"):
-            raise ArgumentError(f"sample must be 'steps', 'episodes' or 'priority', got {sample!r}")
-        if by == "priority" and self._priorities is None:
-            raise ArgumentError("sample='priority' needs a buffer that was created with prioritized=True")
-        if frames not in ("stacked", "newest"):
-            raise ArgumentError(f"frames must be 'stacked' or 'newest', got {frames!r}")
-        batch_size, burn_in = check_count(batch_size, "batch_size"), check_count(burn_in, "burn_in", 0)
-        rules = WindowRules(check_count(length, "length") + burn_in, episode_end, bool(strict_length))
-        n_steps, gamma = check_count(n_steps, "n_steps"), float(self.gamma if gamma is None else gamma)
-        return _Request(batch_size, rules, burn_in, n_steps, gamma, by, frames == "newest", bool(online))
-
     def _held(self) -> Held:
         return Held(self.n_added - self.size(), self.n_added)
 
-    def _draw_windows(self, request: _Request) -> Windows:
+    def _draw_windows(self, request: Request) -> Windows:
         """Draw windows, and find out what to read for them; the caller holds the lock."""
         held, rules, index = self._held(), request.rules, self._index
         if held.oldest == held.n_added:
@@ -359,29 +277,7 @@ class Sequences:
         if request.by == "priority" and self._priorities is not None:
             weights = self._priorities.weights(numbers, envs, self.beta, self.progress_remaining)
         states = self._states.read(numbers % self.buffer_size, envs)
-        return self._plan_windows(request, numbers, envs, held)._replace(states=states, weights=weights)
-
-    def _plan_windows(self, request: _Request, numbers: Indices, envs: Indices, held: Held) -> Windows:
-        length, n_steps = request.rules.length, request.n_steps
-        n_columns = length + n_steps - 1
-        if request.rules.episode_end == "continue":
-            lengths = np.minimum(held.n_added - numbers, n_columns)
-        else:
-            lengths = self._index.run_lengths(numbers, envs, n_columns, held)
-        n_obs, columns = self.buffer_size * self.n_envs, np.arange(n_columns)
-        indices = window_indices(numbers % self.buffer_size, envs, n_columns, self.buffer_size, self.n_envs)
-        is_first = self._index.starts.reshape(-1)[indices] & (columns < lengths[:, None])
-        ends, resets = lengths[:, None], None
-        if request.rules.episode_end == "continue" and is_first[:, 1:].any():
-            ends = _next_resets(is_first, lengths)[:, :length]
-            # within n_steps of the last step of an episode, which is not the last one of the window
-            at = np.nonzero((columns[:length] + n_steps >= ends) & (ends < lengths[:, None]))
-            resets = *at, indices[at[0], ends[at] - 1] + n_obs
-        n_ahead = np.clip(ends - columns[:length], 0, n_steps)
-        rows = append_next(indices, lengths, n_obs)
-        return Windows(
-            request, numbers, envs, rows, lengths, is_first[:, :length], n_ahead, resets, {}, np.ones(0, np.float32)
-        )
+        return plan_windows(request, numbers, envs, index, held)._replace(states=states, weights=weights)
 
     def _read_windows(self, windows: Windows, env: VecNormalize | None) -> SequenceSamples:
         """The batch of windows that were drawn."""
@@ -398,7 +294,8 @@ class Sequences:
                 following[key][at_batch, at_step] = last[key][:, 0]
         mask = mask_of(windows.lengths, length)
         learn_mask = mask & (np.arange(length) >= request.burn_in)
-        powers = np.float32(request.gamma) ** np.arange(n_steps + 1, dtype=np.float32)
+        # as in SB3's `NStepReplayBuffer`
+        powers = np.asarray(request.gamma ** np.arange(n_steps + 1, dtype=np.float32), np.float32)
         discounts = np.where(mask, powers[windows.n_ahead], np.float32(0))
         names, states = list(windows.states), list(windows.states.values())
         n_ahead, *tensors = self._upload(
@@ -406,7 +303,7 @@ class Sequences:
         )
         discounted, is_first, is_valid, learns, weights, *uploaded = tensors
         actions, rewards, dones = self._read_columns(windows.rows[:, :-1] % n_obs, env)
-        actions, rewards, dones = _n_step(actions, rewards, dones, n_ahead, powers, length)
+        actions, rewards, dones = n_step_returns(actions, rewards, dones, n_ahead, powers, length)
         if not mask.all():
             for numbers in (actions, rewards, dones):
                 numbers[~is_valid] = 0
@@ -416,6 +313,11 @@ class Sequences:
             as_sb3(observations), actions, as_sb3(following), dones, rewards, discounted, is_first, is_valid, learns,
             given, weights, steps, windows.envs,
         )  # fmt: skip
+
+    def _shown_rows(self) -> Indices:
+        """Indices ``[1, n]`` of the newest observations of an environment."""
+        steps = np.arange(max(self.n_added - min(self.size(), _SHOWN_STEPS), 0), self.n_added) % self.buffer_size
+        return (steps * self.n_envs)[None]
 
     def _read_observations(self, rows: Indices, newest_only: bool, env: VecNormalize | None) -> dict[str, th.Tensor]:
         """Observations ``[batch, n, ...]`` by key, on the device of the samples, for indices ``[batch, n]``."""
@@ -601,15 +503,12 @@ class SequenceMixin(Sequences, ReplayMixin):
         return self._views.as_sb3(by_key)
 
     def _read_observations(self, rows: Indices, newest_only: bool, env: VecNormalize | None) -> dict[str, th.Tensor]:
-        n_obs, by_key = self.buffer_size * self.n_envs, {}
+        by_key = {}
         for key, view in self._views.by_key.items():
-            if isinstance(view, BufferView):
-                array = view.read_windows_at(rows, newest_only)
-            else:
-                array = view.reshape(n_obs, *view.shape[2:])[rows % n_obs]
-                is_next = rows >= n_obs
-                following = self._next_views.dense[key]
-                array[is_next] = following.reshape(n_obs, *view.shape[2:])[rows[is_next] - n_obs]
+            array = self._read_key(key, rows, newest_only)
+            if newest_only:
+                spec = ObsSpec(view.shape[2:], view.dtype)
+                array = self._newest.take(array, key, spec, partial(self._show, key))
             # without the axis of steps, as normalisation and conversion expect observations
             by_key[key] = array.reshape(-1, *array.shape[2:])
         observations: Any = self._views.as_sb3(by_key)
@@ -619,33 +518,23 @@ class SequenceMixin(Sequences, ReplayMixin):
         tensors = tensors if self._views.is_dict else {"": tensors}
         return {key: tensor.view(*rows.shape, *tensor.shape[1:]) for key, tensor in tensors.items()}
 
+    def _show(self, key: str) -> Array:
+        shown: Array = self._read_key(key, self._shown_rows(), newest_only=False)[0]
+        return shown
+
+    def _read_key(self, key: str, rows: Indices, newest_only: bool) -> Array:
+        """Observations of ``key`` at ``rows [batch, n]``."""
+        view, n_obs = self._views.by_key[key], self.buffer_size * self.n_envs
+        if isinstance(view, BufferView):
+            return view.read_windows_at(rows, newest_only)
+        array: Array = view.reshape(n_obs, *view.shape[2:])[rows % n_obs]
+        is_next, following = rows >= n_obs, self._next_views.dense[key]
+        array[is_next] = following.reshape(n_obs, *view.shape[2:])[rows[is_next] - n_obs]
+        return array
+
     def _read_columns(self, indices: Indices, env: VecNormalize | None) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
         n_obs = self.buffer_size * self.n_envs
         dones = self.dones.take(indices) * (1 - self.timeouts.take(indices))
-        rewards = self._normalize_reward(self.rewards.take(indices), env)
-        actions = self.actions.reshape(n_obs, -1)[indices]
-        actions, rewards, dones = self._upload([actions, np.asarray(rewards, np.float32), dones])
-        return actions, rewards, dones
-
-
-def _next_resets(is_first: Flags, lengths: Indices) -> Indices:
-    """For each column of windows, the next one at which an episode begins, or the end of the window."""
-    n_columns = is_first.shape[1]
-    found = np.where(is_first, np.arange(n_columns), lengths[:, None])
-    found = np.append(found[:, 1:], lengths[:, None], axis=1)
-    nearest: Indices = np.minimum.accumulate(found[:, ::-1], axis=1)[:, ::-1]
-    return nearest
-
-
-def _n_step(
-    actions: th.Tensor, rewards: th.Tensor, dones: th.Tensor, n_ahead: th.Tensor, powers: Array, length: int
-) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
-    """Actions, n-step returns and dones of the first ``length`` columns; ``n_ahead`` rewards count for each."""
-    n_steps = len(powers) - 1
-    if n_steps == 1:
-        return actions, rewards, dones
-    returns = rewards[:, :length].clone()
-    for ahead in range(1, n_steps):
-        returns += rewards[:, ahead : ahead + length] * float(powers[ahead]) * (n_ahead > ahead)
-    last = th.arange(length, device=dones.device) + (n_ahead - 1).clamp(min=0)
-    return actions[:, :length].clone(), returns, dones.gather(1, last)
+        rewards = np.asarray(self._normalize_reward(self.rewards.take(indices), env), np.float32)
+        uploaded = self._upload([self.actions.reshape(n_obs, -1)[indices], rewards, dones])
+        return uploaded[0], uploaded[1], uploaded[2]

@@ -16,7 +16,7 @@ from sb3_extra_buffers._sb3.steps import fit_observations
 from sb3_extra_buffers.arguments import cast, narrow
 from sb3_extra_buffers.codecs.registry import codec_options
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.errors import EmptyBufferError, SpecMismatchError
+from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.kernels import has_numba
 from sb3_extra_buffers.stores.choice import choose_unseen
 from sb3_extra_buffers.stores.observation import ObservationStore
@@ -61,12 +61,11 @@ class BufferView(StoreView):
         super().__setitem__(index, value)
 
     def read_windows_at(self, indices: npt.NDArray[np.int64], newest_only: bool) -> Array:
-        """Observations at ``indices [batch, length]``; those of next observations continue after the last one."""
+        """Observations at ``indices [batch, length]``; those of next observations continue after the last one.
+
+        ``newest_only`` returns the newest frames of stacks, if the store has cut them into frames.
+        """
         store = self.store
-        if newest_only and store.inner is None:
-            raise EmptyBufferError(
-                "too few steps were added to know how images are stacked; add more before sampling frames='newest'"
-            )
         rows, spec = store.read_windows(indices + self.first_index, newest_only), store.spec
         if rows.shape[-1] != spec.nbytes and store.layout is not None:
             spec = store.layout.frame_spec

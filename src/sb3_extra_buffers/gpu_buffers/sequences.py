@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,9 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_extra_buffers._sb3.sequences import Sequences
 from sb3_extra_buffers.arguments import as_array
-from sb3_extra_buffers.errors import EmptyBufferError
 from sb3_extra_buffers.gpu_buffers.base import BaseGpuBuffer
 from sb3_extra_buffers.gpu_buffers.replay_buffer import GpuReplayBuffer
 from sb3_extra_buffers.stores.device_base import IndexBatch
-from sb3_extra_buffers.stores.device_host import HostDecodedStore
 from sb3_extra_buffers.stores.device_observation import DeviceObservationStore
 from sb3_extra_buffers.stores.staging import Staging
 
@@ -80,15 +79,18 @@ class GpuSequenceReplayBuffer(Sequences, GpuReplayBuffer):
     def _read_observations(self, rows: Indices, newest_only: bool, env: VecNormalize | None) -> dict[str, th.Tensor]:
         indices, by_key = IndexBatch(rows), {}
         for key, store in self.obs_stores.items():
-            if newest_only and not _knows_layout(store):
-                raise EmptyBufferError(
-                    "too few steps were added to know how images are stacked; add more before sampling frames='newest'"
-                )
-            by_key[key] = self._convert(store.read_windows(indices, newest_only), key)
+            tensor = store.read_windows(indices, newest_only)
+            if newest_only:
+                tensor = self._newest.take(tensor, key, store.spec, partial(self._show, store))
+            by_key[key] = self._convert(tensor, key)
         if env is None:
             return by_key
         flat = self._normalized({key: tensor.flatten(0, 1) for key, tensor in by_key.items()}, env)
         return {key: tensor.view(*rows.shape, *tensor.shape[1:]) for key, tensor in flat.items()}
+
+    def _show(self, store: DeviceObservationStore) -> npt.NDArray[Any]:
+        shown: npt.NDArray[Any] = store.read_windows(IndexBatch(self._shown_rows()))[0].cpu().numpy()
+        return shown
 
     def _read_columns(self, indices: Indices, env: VecNormalize | None) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
         table, shape = self._current_table(), indices.shape
@@ -115,8 +117,3 @@ class GpuSequenceReplayBuffer(Sequences, GpuReplayBuffer):
             if self._priorities is not None:
                 state["_priorities"] = self._priorities.frozen()
         return state
-
-
-def _knows_layout(store: DeviceObservationStore) -> bool:
-    inner = store.inner
-    return inner is not None and not (isinstance(inner, HostDecodedStore) and inner.store.inner is None)
