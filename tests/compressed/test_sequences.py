@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from pathlib import Path
@@ -29,6 +30,7 @@ from sb3_extra_buffers.errors import (
 from sb3_extra_buffers.files import load, open_saved, save
 from sb3_extra_buffers.gpu_buffers import GpuSequenceReplayBuffer
 from tests.contracts.sequences import IMAGES, MIXED, SPACES, STATES, VECTORS, Model, drawn_steps
+from tests.torture.interrupts import Injector
 
 ACTIONS = spaces.Discrete(5)
 
@@ -316,7 +318,7 @@ def test_wrong_states_change_nothing() -> None:
 
 
 def test_states_are_written_back_unless_the_step_is_gone() -> None:
-    buffer, model = make(VECTORS, 20, recurrent_states={"h": 2}), _Numbers()
+    buffer, model = make(VECTORS, 20, recurrent_states={"h": 2}), Numbers()
     model.add_to(buffer, 20)
     batch = buffer.sample_sequences(30, 4, burn_in=2, episode_end="pad")
     model.add_to(buffer, 7)
@@ -339,24 +341,51 @@ def test_states_are_written_back_unless_the_step_is_gone() -> None:
         assert (state == [-1, -1]) == ((n, env) in changed)
 
 
-class _Numbers:
-    """Steps whose state is their number."""
+class Numbers:
+    """Steps whose states are their number."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, states: dict[str, int] | None = None) -> None:
+        self.count, self.states = 0, states or {"h": 2}
 
     def add_to(self, buffer: Any, count: int) -> None:
         obs = np.zeros((2, 3), np.float32)
         for _ in range(count):
-            state = {"h": np.full((2, 2), self.count, np.float32)}
+            state = {name: np.full((2, size), self.count, np.float32) for name, size in self.states.items()}
             done = np.full(2, self.count % 9 == 8)
             buffer.add(obs, obs, np.zeros(2), np.zeros(2), done, [{}, {}], recurrent_state=state)
             self.count += 1
 
 
+@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
+def test_an_interrupt_leaves_the_old_states_or_the_new_ones(gpu: bool) -> None:
+    buffer = make(VECTORS, 20, recurrent_states={"h": 2, "c": 3}, gpu=gpu)
+    Numbers({"h": 2, "c": 3}).add_to(buffer, 20)
+    batch = buffer.sample_sequences(9, 4, strict_length=True)
+    outcomes = set()
+    with Injector() as counter:
+        buffer.update_recurrent_states(batch, {"h": np.zeros((9, 4, 2)), "c": np.zeros((9, 4, 3))})
+    # the states are written at the end
+    interrupts = [*range(1, counter.count, 41), *range(counter.count - 40, counter.count)]
+    for turn, at in enumerate(interrupts, 1):
+        value = turn * 100.0
+        before = {name: part.copy() for name, part in buffer.sequence_columns().items()}
+        with contextlib.suppress(KeyboardInterrupt), Injector(at, KeyboardInterrupt()):
+            buffer.update_recurrent_states(batch, {"h": np.full((9, 4, 2), value), "c": np.full((9, 4, 3), value)})
+        buffer.sample(1)  # any use recovers
+        changed = [
+            (buffer.sequence_columns()[f"states/{name}"] != before[f"states/{name}"]).any(axis=2) for name in "hc"
+        ]
+        np.testing.assert_array_equal(*changed)
+        expected = np.zeros((20, 2), np.bool_)
+        expected[batch.steps % 20, batch.envs[:, None]] = changed[0].any()
+        np.testing.assert_array_equal(changed[0], expected)
+        outcomes.add(bool(changed[0].any()))
+    assert outcomes == {False, True}
+
+
 def test_mistakes_in_states_that_are_written_back() -> None:
     buffer = make(VECTORS, 20, recurrent_states={"h": 2})
-    _Numbers().add_to(buffer, 20)
+    Numbers().add_to(buffer, 20)
     batch = buffer.sample_sequences(3, 4)
     for states, offset in (
         ({"h": np.zeros((3, 5, 2))}, 0),

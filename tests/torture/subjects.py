@@ -552,9 +552,10 @@ def _subjects() -> Iterator[Subject]:
     prioritized = _replay("CompressedPrioritizedReplayBuffer", compression_method="delta", alpha=0.7, beta=0.5)
     yield Sb3("prioritized", prioritized, _plain(PlainPrioritized, alpha=0.7))
     sequences: dict[str, Any] = {"recurrent_states": {"h": 3}, "prioritized": True}
-    for name, options in (("sequence", {}), ("sequence-mmap", {"storage": "mmap"})):
-        made = _replay("CompressedSequenceReplayBuffer", compression_method="delta", **sequences, **options)
-        yield Sb3(name, made, _plain(PlainSequences))
+    made = _replay("CompressedSequenceReplayBuffer", compression_method="delta", **sequences)
+    yield Sb3("sequence", made, _plain(PlainSequences))
+    made = _replay("CompressedSequenceReplayBuffer", compression_method="delta", storage="mmap", **sequences)
+    yield Sb3("sequence-mmap", made, _plain(PlainSequences))
     yield Sb3("dict", _replay("CompressedDictReplayBuffer", DICT), _plain(DictReplayBuffer, DICT), DICT)
     yield Sb3(
         "her", _her(compressed.CompressedHerReplayBuffer, compression_method="delta"), _her(HerReplayBuffer), GOALS

@@ -338,10 +338,22 @@ class Sequences:
 
     def holds(self, batch: SequenceSamples) -> Flags:
         """Whether each step of a batch, ``[batch, burn_in + length]``, is still in the buffer; False for padding."""
+        steps, _ = self._steps_of(batch)
         held = self._held()
-        steps = np.asarray(batch.steps)
         is_held: Flags = (steps >= max(held.oldest, 0)) & (steps < held.n_added)
         return is_held
+
+    def _steps_of(self, batch: SequenceSamples) -> tuple[Indices, Indices]:
+        """Step numbers and environments of a batch."""
+        if not isinstance(batch, SequenceSamples):
+            raise ArgumentError(f"pass the batch that sample_sequences() returned, not a {type(batch).__name__}")
+        steps, envs = as_array(batch.steps, "batch.steps"), as_array(batch.envs, "batch.envs")
+        fits = steps.dtype == envs.dtype == np.int64 and steps.ndim == 2 and envs.shape == steps.shape[:1]
+        if not fits or (envs < 0).any() or (envs >= self.n_envs).any():
+            raise ArgumentError(
+                "batch.steps and batch.envs are not those of a batch from this buffer; leave them as is"
+            )
+        return steps, envs
 
     def update_recurrent_states(self, batch: SequenceSamples, states: Mapping[str, Any], offset: int = 0) -> Flags:
         """Replace the stored states of steps of a batch, for example by those of the trained network.
@@ -357,28 +369,30 @@ class Sequences:
         Returns:
             Whether each state was stored, ``[batch, n]`` or ``[batch]``.
         """
-        length, offset = batch.steps.shape[1], check_count(offset, "offset", 0)
+        (steps, envs), offset = self._steps_of(batch), check_count(offset, "offset", 0)
         if not self._states.shapes or not isinstance(states, Mapping):
             self._states.fit_batch(states, (), "states")  # raises
         name, shape = next(iter(self._states.shapes.items()))
-        is_single = np.ndim(as_array(states[name], name) if name in states else 0) == 1 + len(shape)
-        n_states = 1 if is_single else as_array(states.get(name, [[]]), name).shape[1]
-        if offset + n_states > length:
-            raise SpecMismatchError(f"the windows have {length} steps, got states of steps {offset} to "
-                                    f"{offset + n_states - 1}")  # fmt: skip
-        lead = (len(batch.envs),) if is_single else (len(batch.envs), n_states)
+        given = as_array(states.get(name, ()), f"states[{name!r}]")
+        is_single = given.ndim == 1 + len(shape)
+        n_states = 1 if is_single or given.ndim < 2 else given.shape[1]
+        if offset + n_states > steps.shape[1]:
+            raise SpecMismatchError(
+                f"the windows have {steps.shape[1]} steps, got states of steps {offset} to {offset + n_states - 1}"
+            )
+        lead = (len(envs),) if is_single else (len(envs), n_states)
         fitted = self._states.fit_batch(states, lead, "states")
         self._check_writable()
         with self._lock:
             self._recover()
             is_held = self.holds(batch)[:, offset : offset + n_states]
             rows, columns = np.nonzero(is_held)
-            positions = batch.steps[rows, offset + columns] % self.buffer_size
+            positions = steps[rows, offset + columns] % self.buffer_size
             flat = {
                 name: array.reshape(*is_held.shape, *self._states.shapes[name])[rows, columns]
                 for name, array in fitted.items()
             }
-            self._unfinished = StateUpdate(positions, np.asarray(batch.envs)[rows], flat)
+            self._unfinished = StateUpdate(positions, envs[rows], flat)
             self._recover()
         return is_held[:, 0] if is_single else is_held
 
@@ -399,7 +413,10 @@ class Sequences:
         priorities = self._priorities
         if priorities is None:
             raise PriorityError("this buffer has no priorities: create it with prioritized=True")
-        errors, mask = as_errors(td_errors), batch.learn_mask.cpu().numpy()
+        steps, envs = self._steps_of(batch)
+        errors, mask = as_errors(td_errors), as_array(batch.learn_mask, "batch.learn_mask")
+        if mask.shape != steps.shape or mask.dtype != np.bool_:
+            raise ArgumentError("batch.learn_mask is not that of a batch from this buffer; leave it as it is")
         if errors.ndim != 2 or len(errors) != len(mask) or errors.shape[1] > mask.shape[1]:
             raise PriorityError(
                 f"td_errors has shape {errors.shape}, expected [batch, length] or [batch, burn_in + length] for "
@@ -412,7 +429,7 @@ class Sequences:
             self._recover()
             is_set: Flags = self.holds(batch)[:, 0] & mask.any(axis=1)
             self.max_priority = max(self.max_priority, float(mixed[is_set].max(initial=0)))
-            priorities.update(batch.steps[is_set, 0], np.asarray(batch.envs)[is_set], mixed[is_set] ** self.alpha)
+            priorities.update(steps[is_set, 0], envs[is_set], mixed[is_set] ** self.alpha)
         return is_set
 
     def check_sequences(self) -> None:
