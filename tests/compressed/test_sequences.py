@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -460,6 +462,54 @@ def test_priorities_where_few_windows_fit() -> None:
         buffer.add(obs, obs, np.zeros(1), np.zeros(1), np.array([step % 2 == 0 and not 100 < step < 120]), [{}])
     batch = buffer.sample_sequences(64, 18, strict_length=True)
     assert set(batch.steps[:, 0]) <= {101, 102, 103, 104}
+
+
+# ---- threads ----
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"prioritized": True}, {"max_bytes": 40_000}], ids=["", "prioritized", "evict"]
+)
+def test_windows_beside_a_writer_are_whole(options: dict[str, Any]) -> None:
+    # a short ring: drawn steps are often overwritten while they are read
+    buffer, model = make(IMAGES, 12, recurrent_states=STATES, **options), Model(IMAGES, 2)
+    model.add_to(buffer, count=20)
+    stop, errors, batches = threading.Event(), [], []
+
+    def sample() -> None:
+        try:
+            while not stop.is_set():
+                batches.append(buffer.sample_sequences(4, 3, 1, online=True))
+        except BaseException as error:
+            errors.append(error)
+            stop.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        readers = [threading.Thread(target=sample) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        for _ in range(60):
+            model.add_to(buffer)
+        while not stop.is_set() and len(batches) < 20:
+            model.add_to(buffer)
+        stop.set()
+        for reader in readers:
+            reader.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors, errors
+    for batch in batches:
+        for row, env in enumerate(batch.envs):
+            for t in np.flatnonzero(batch.mask[row]):
+                here = model.lists[env][batch.steps[row, t]]
+                np.testing.assert_array_equal(batch.observations[row, t], here.obs["image"])
+                np.testing.assert_array_equal(batch.next_observations[row, t], here.next_obs["image"])
+                assert float(batch.rewards[row, t]) == here.reward
+            np.testing.assert_array_equal(
+                batch.recurrent_states["h"][row], model.lists[env][batch.steps[row, 0]].state["h"]
+            )
 
 
 # ---- files ----

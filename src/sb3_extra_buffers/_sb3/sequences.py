@@ -287,11 +287,11 @@ class Sequences:
         observations = {key: tensor[:, :length] for key, tensor in observed.items()}
         following = {key: tensor[:, n_steps : n_steps + length] for key, tensor in observed.items()}
         if windows.resets is not None:
-            at_batch, at_step, indices = windows.resets
+            *at, indices = windows.resets
+            where = tuple(self._upload(at))
             last = self._read_observations(indices[:, None], request.newest_only, env)
             for key, tensor in following.items():
-                following[key] = tensor.clone()
-                following[key][at_batch, at_step] = last[key][:, 0]
+                following[key] = tensor.clone().index_put_(where, last[key][:, 0])
         mask = mask_of(windows.lengths, length)
         learn_mask = mask & (np.arange(length) >= request.burn_in)
         # as in SB3's `NStepReplayBuffer`
@@ -305,8 +305,11 @@ class Sequences:
         actions, rewards, dones = self._read_columns(windows.rows[:, :-1] % n_obs, env)
         actions, rewards, dones = n_step_returns(actions, rewards, dones, n_ahead, powers, length)
         if not mask.all():
-            for numbers in (actions, rewards, dones):
-                numbers[~is_valid] = 0
+            # not by index, which would wait for a GPU
+            is_padding = ~is_valid
+            actions.masked_fill_(is_padding[..., None], 0)
+            rewards.masked_fill_(is_padding, 0)
+            dones.masked_fill_(is_padding, 0)
         steps = np.where(mask, windows.numbers[:, None] + np.arange(length), -1)
         as_sb3, given = self._observations_as_sb3, dict(zip(names, uploaded, strict=True))
         return SequenceSamples(
