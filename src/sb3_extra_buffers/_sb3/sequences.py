@@ -293,7 +293,11 @@ class Sequences:
             for key, tensor in following.items():
                 following[key] = tensor.clone().index_put_(where, last[key][:, 0])
         mask = mask_of(windows.lengths, length)
-        learn_mask = mask & (np.arange(length) >= request.burn_in)
+        learn_mask = mask
+        if request.burn_in:
+            # after the first step of an episode, the state is known without a burn-in
+            learn_mask = mask & (np.arange(length) >= request.burn_in)
+            learn_mask |= mask & np.logical_or.accumulate(windows.is_first, axis=1)
         # as in SB3's `NStepReplayBuffer`
         powers = np.asarray(request.gamma ** np.arange(n_steps + 1, dtype=np.float32), np.float32)
         discounts = np.where(mask, powers[windows.n_ahead], np.float32(0))
@@ -408,7 +412,7 @@ class Sequences:
         Args:
             batch: What `sample_sequences` returned.
             td_errors: The absolute TD error of each step, ``[batch, length]``, or ``[batch, burn_in + length]``; those
-                of burn-in and padding are ignored.
+                of steps that are not in `learn_mask` are ignored.
 
         Returns:
             Whether each priority was set, ``[batch]``.
@@ -449,7 +453,7 @@ class Sequences:
         """Everything that a file has to hold, by name."""
         index = self._index
         found: dict[str, Array] = {
-            "episode_starts": index.starts, "next_is_first": index.next_is_first, "unseen_steps": index.unseen
+            "is_first": index.starts, "next_is_first": index.next_is_first, "unseen_steps": index.unseen
         }  # fmt: skip
         found |= {f"states/{name}": column for name, column in self._states.columns.items()}
         if self._priorities is not None:
@@ -462,7 +466,7 @@ class Sequences:
         require(self.n_added % self.buffer_size == self.pos, "the number of steps does not fit the position")
         require(self.n_added >= self.size(), "more steps are held than were added")
         lead, index = (self.buffer_size, self.n_envs), self._index
-        index.starts = parts.column("episode_starts", np.bool_, lead)
+        index.starts = parts.column("is_first", np.bool_, lead)
         index.next_is_first = parts.column("next_is_first", np.bool_, lead[1:])
         index.unseen = parts.column("unseen_steps", np.int64, lead[1:])
         within(index.unseen, 0, 1 << 60, "the number of an unseen step")
