@@ -240,8 +240,9 @@ def main() -> None:
         options.frames, options.repeats = 20_000, 20
     if not options.render:
         measure(options)
-    if not options.quick:
-        render.insert(render.DOCS / "sequences.md", "sequences", section(options.game))
+    page = render.DOCS / "sequences.md"
+    if not options.quick and page.exists():
+        render.insert(page, "sequences", section(options.game))
 
 
 if __name__ == "__main__":
