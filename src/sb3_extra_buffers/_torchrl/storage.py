@@ -381,7 +381,7 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
         )
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch ships no types for it
 def _get_untraced(storage: ItemStorage, index: Any) -> Any:
     return storage.get(index)
 
