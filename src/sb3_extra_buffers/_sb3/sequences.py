@@ -344,7 +344,7 @@ class Sequences:
     # ---- after training ----
 
     def holds(self, batch: SequenceSamples) -> Flags:
-        """Whether each step of a batch, ``[batch, burn_in + length]``, is still in the buffer; False for padding."""
+        """Return for each step of ``batch``, a sample, whether it is still in the buffer; False for padding."""
         steps, _ = self._steps_of(batch)
         held = self._held()
         is_held: Flags = (steps >= max(held.oldest, 0)) & (steps < held.n_added)
