@@ -433,9 +433,9 @@ def test_td_errors_of_burn_in_and_padding_do_not_count(burn_in: int) -> None:
     model.add_to(buffer, count=60)
     batch = buffer.sample_sequences(20, 6, burn_in=burn_in, episode_end="pad")
     errors = th.where(batch.learn_mask, 1.0, th.nan)
-    for given_errors in (errors, errors[:, burn_in:]):
-        written = buffer.update_priorities(batch, given_errors)
-        np.testing.assert_array_equal(written, batch.learn_mask.any(dim=1).numpy())
+    for first in (0, burn_in):
+        written = buffer.update_priorities(batch, errors[:, first:])
+        np.testing.assert_array_equal(written, batch.learn_mask[:, first:].any(dim=1).numpy())
     buffer.check()
 
 
