@@ -114,6 +114,8 @@ class StepStore:
     def erase(self, first: int, stop: int) -> None:
         """Free the images from slot ``first`` to before ``stop``; may be repeated."""
         for store in self.stores.values():
+            # the replay is full: there will not be more observations to choose a method by
+            store.choose_method()
             store.erase(np.arange(first, stop))
 
     # ---- reading ----
