@@ -10,14 +10,15 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+# steps to the end of the corridor, and steps that the light is on
 CORRIDOR, SHOWN = 20, 8
 
 
 class MemoryMaze(gym.Env[npt.NDArray[np.uint8], int]):
-    """A T-maze as images. A light at the top or the bottom is on for the first steps, while the agent walks down a
-    corridor. At the end, 20 steps later, it must turn to the side where the light was: reward 1, otherwise -1.
+    """A T-maze, as images: the agent walks down a corridor, and at its end turns up (0) or down (1).
 
-    Without memory, no agent is right more often than half of the time: at the end, all images are the same.
+    For the first steps, a light shows which turn is right: reward 1, otherwise -1. At the end, the images of all
+    episodes are the same, so that an agent without memory is right half of the time.
     """
 
     observation_space = gym.spaces.Box(0, 255, (1, 32, 32), np.uint8)
@@ -43,15 +44,14 @@ class MemoryMaze(gym.Env[npt.NDArray[np.uint8], int]):
         return image
 
 
-gym.register("MemoryMaze-v0", entry_point=MemoryMaze)
-
-
 class RecurrentQ(nn.Module):
     """Q-values of each step of a window, from images and the state before the first of them."""
 
     def __init__(self, n_actions: int, hidden: int) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(nn.Conv2d(1, 8, 8, 4), nn.ReLU(), nn.Flatten(), nn.Linear(392, 64), nn.ReLU())
+        self.encoder = nn.Sequential(
+            nn.Conv2d(1, 8, 8, 4), nn.ReLU(), nn.Flatten(), nn.Linear(392, 64), nn.LayerNorm(64)
+        )
         self.memory = nn.GRU(64, hidden, batch_first=True)
         self.values = nn.Linear(hidden, n_actions)
         with torch.no_grad():  # begin with a long memory: the update gate keeps most of the state

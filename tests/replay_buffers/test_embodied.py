@@ -115,7 +115,7 @@ def test_windows_equal_those_of_a_list_of_steps(
     reload: bool,
 ) -> None:
     folder = tmp_path_factory.mktemp("replay")
-    options: Any = dict(directory=folder, chunksize=chunksize, compression_method=method)
+    options: Any = {"directory": folder, "chunksize": chunksize, "compression_method": method}
     replay, model = CompressedEmbodiedReplay(length, capacity, **options), Model(length, capacity)
     counts: collections.Counter[Any] = collections.Counter()
     for turn, worker in enumerate(workers):
@@ -318,7 +318,7 @@ def test_logs_and_step_ids_are_not_stored() -> None:
 def test_invalid_arguments_are_named() -> None:
     for options in ({"length": 0}, {"length": 4, "capacity": 0.5}, {"length": 4, "compressed_keys": "image"}):
         with pytest.raises(ArgumentError):
-            CompressedEmbodiedReplay(**options)  # type: ignore[arg-type]
+            CompressedEmbodiedReplay(**options)
     with pytest.raises(UnknownCodecError):
         CompressedEmbodiedReplay(4, compression_method="nosuch")
     with pytest.raises(SpecMismatchError, match="compressed_keys"):
@@ -427,7 +427,7 @@ def test_forged_descriptions_are_refused(tmp_path: Path) -> None:
     replay, model = filled(100)
     described, arrays = flatten(replay.to_parts())
     assert_holds(from_parts(unflatten(described, arrays)), model)
-    forged_arrays = {
+    forged_arrays: dict[str, Any] = {
         "columns/chunks/successors": lambda a: np.where(a >= 0, 0, a),
         "columns/chunks/serials": lambda a: np.where(a > 0, 1, a),
         "columns/chunks/used": lambda a: a + 5,
@@ -444,7 +444,7 @@ def test_forged_descriptions_are_refused(tmp_path: Path) -> None:
         "compression": ["nosuch", {}], "online": 1, "compressed_keys": 3,
     }  # fmt: skip
     for name, value in entries.items():
-        with pytest.raises(ValueError):  # noqa: PT011  # all named errors here are ValueErrors
+        with pytest.raises(ValueError):  # all named errors here are ValueErrors
             from_parts(unflatten(described | {"description": described["description"] | {name: value}}, arrays))
 
 
@@ -499,7 +499,7 @@ def test_threads_add_sample_and_update() -> None:
             while running:
                 replay.add({**make_step(worker, number), "ident": threading.get_ident()}, threading.get_ident())
                 number += 1
-        except Exception as problem:  # noqa: BLE001  # reported below
+        except Exception as problem:  # reported below
             problems.append(problem)
 
     def sample() -> None:
@@ -508,10 +508,10 @@ def test_threads_add_sample_and_update() -> None:
                 batch = replay.sample(4)
                 assert (np.diff(batch["number"], axis=1) == 1).all()
                 assert (batch["ident"] == batch["ident"][:, :1]).all()
-                for image, worker, number in zip(batch["image"][0], batch["worker"][0], batch["number"][0], strict=True):
-                    assert (image == make_step(int(worker), int(number))["image"]).all()
+                for image, number in zip(batch["image"][0], batch["number"][0], strict=True):
+                    assert (image == make_step(int(batch["worker"][0, 0]), int(number))["image"]).all()
                 replay.update({"stepid": batch["stepid"], "latent": batch["latent"] + 1})
-        except Exception as problem:  # noqa: BLE001  # reported below
+        except Exception as problem:  # reported below
             problems.append(problem)
 
     threads = [threading.Thread(target=target) for target in (add, add, sample, sample)]
