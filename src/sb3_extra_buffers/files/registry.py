@@ -54,7 +54,7 @@ REGISTRY: dict[str, SavedType] = {
     "recurrent-dict-rollout": SavedType(f"{_CONTRIB}:CompressedRecurrentDictRolloutBuffer", _SB3),
     "torchrl-storage": SavedType(f"{_STORAGE}:CompressedStorage", f"{_TORCHRL}.checkpoint:restore_storage"),
     "experience": SavedType(f"{_EXPERIENCE}:ReplayBuffer", f"{_EXPERIENCE}:restore_buffer"),
-    "embodied-replay": SavedType(f"{_EMBODIED}:CompressedEmbodiedReplay", f"{_EMBODIED}:restore_replay"),
+    "embodied": SavedType(f"{_EMBODIED}:CompressedEmbodiedReplay", f"{_EMBODIED}:restore_replay"),
     "replay-service": SavedType(f"{_TORCHRL}.service_state:ServiceState", f"{_TORCHRL}.service_state:restore_state"),
     "gpu-replay": SavedType(f"{_OURS}.gpu_buffers.replay_buffer:GpuReplayBuffer", _SB3),
     "gpu-n-step-replay": SavedType(f"{_VARIANTS}:GpuNStepReplayBuffer", _SB3),

@@ -37,7 +37,7 @@ __all__ = ["CompressedEmbodiedReplay"]
 Array = npt.NDArray[Any]
 Batch = dict[str, Array]
 
-_KIND, _BASELINE = "embodied-replay", "embodied's Replay"
+_KIND, _BASELINE = "embodied", "embodied's Replay"
 _ANY_IMAGE = ObsSpec((64, 64, 3), np.dtype(np.uint8))
 _MODES = ("train", "report", "eval")
 _logger = logging.getLogger("sb3_extra_buffers")
