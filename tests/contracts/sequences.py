@@ -99,7 +99,8 @@ class Model:
         assert batch.steps.shape == (size, total)
         mask = batch.mask.numpy()
         np.testing.assert_array_equal(mask, batch.steps >= 0)
-        np.testing.assert_array_equal(batch.learn_mask.numpy(), mask & (np.arange(total) >= burn_in))
+        is_known = (np.arange(total) >= burn_in) | (batch.is_first.numpy().cumsum(axis=1) > 0)
+        np.testing.assert_array_equal(batch.learn_mask.numpy(), mask & is_known)
         for row, env in enumerate(batch.envs):
             steps, first = self.lists[env], int(batch.steps[row, 0])
             count = int(mask[row].sum())

@@ -355,19 +355,19 @@ class PlainSequences(ReplayBuffer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         lead, self.max_priority, self.recurrent_states = (self.buffer_size, self.n_envs), 1.0, {"h": (3,)}
-        self.episode_starts = np.zeros(lead, np.bool_)
+        self.is_first = np.zeros(lead, np.bool_)
         self.states, self.priorities = np.zeros((*lead, 3), np.float32), np.zeros(lead)
         self.next_is_first = np.ones(self.n_envs, np.bool_)
 
     def add(self, *args: Any, recurrent_state: Any = None, **kwargs: Any) -> None:
         at = self.pos
         super().add(*args, **kwargs)
-        self.episode_starts[at], self.states[at] = self.next_is_first, recurrent_state["h"]
+        self.is_first[at], self.states[at] = self.next_is_first, recurrent_state["h"]
         self.next_is_first, self.priorities[at] = args[4].astype(bool), 1.0
 
     def sequence_columns(self) -> Contents:
         return {
-            "episode_starts": self.episode_starts, "next_is_first": self.next_is_first, "states/h": self.states,
+            "is_first": self.is_first, "next_is_first": self.next_is_first, "states/h": self.states,
             "unseen_steps": np.zeros(self.n_envs, np.int64), "priorities": self.priorities,
         }  # fmt: skip
 

@@ -38,7 +38,8 @@ class SequenceSamples(NamedTuple):
         discounts: What to multiply the value of `next_observations` by: gamma to the power of the number of rewards.
         is_first: Whether each step is the first of its episode: reset the recurrent state there.
         mask: Whether each step exists.
-        learn_mask: The same without the burn-in.
+        learn_mask: The steps to learn from: `mask` without the burn-in. From the first step of an episode on, the
+            recurrent state is known without a burn-in, and all steps are included.
         recurrent_states: The state before the first step of each window, ``[batch, ...]`` by name.
         weights: Importance weights of the windows, ``[batch]``; ones unless they were drawn by priority.
         steps: The number of each step, as a NumPy array: how many were added before it; -1 for padding.
@@ -53,8 +54,8 @@ class SequenceSamples(NamedTuple):
         >>> for _ in range(50):
         ...     buffer.add(obs, obs, np.array([1]), np.ones(1), np.zeros(1), [{}])
         >>> batch = buffer.sample_sequences(4, length=8, burn_in=2)
-        >>> batch.observations.shape, batch.rewards.shape, int(batch.learn_mask.sum())
-        (torch.Size([4, 10, 3]), torch.Size([4, 10]), 32)
+        >>> batch.observations.shape, batch.rewards.shape, bool(batch.mask.all())
+        (torch.Size([4, 10, 3]), torch.Size([4, 10]), True)
     """
 
     observations: Any

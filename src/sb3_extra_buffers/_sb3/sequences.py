@@ -1,9 +1,8 @@
-"""`Sequences`: windows of consecutive steps from a replay buffer, and `SequenceMixin` for compressed ones."""
+"""`Sequences`: windows of consecutive steps from a replay buffer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -13,7 +12,6 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_extra_buffers._sb3.base import NO_MEMORY
 from sb3_extra_buffers._sb3.prioritized import Beta, as_errors, check_errors, check_exponents
-from sb3_extra_buffers._sb3.replay import ReplayMixin, Step
 from sb3_extra_buffers._sb3.sequence_index import EpisodeIndex, Held
 from sb3_extra_buffers._sb3.sequence_priorities import WindowPriorities, mix_errors
 from sb3_extra_buffers._sb3.sequence_states import INFO_KEY, StateColumns, StateUpdate, check_shapes
@@ -26,9 +24,8 @@ from sb3_extra_buffers._sb3.sequence_windows import (
     n_step_returns,
     plan_windows,
 )
-from sb3_extra_buffers._sb3.views import Array, BufferView
+from sb3_extra_buffers._sb3.views import Array
 from sb3_extra_buffers.arguments import as_array, check_count
-from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import (
     ArgumentError,
     EmptyBufferError,
@@ -40,13 +37,11 @@ from sb3_extra_buffers.errors import (
 from sb3_extra_buffers.stores.checks import require, within
 from sb3_extra_buffers.stores.windows import mask_of
 
-__all__ = ["SequenceMixin", "SequenceSamples", "Sequences"]
+__all__ = ["Sequences"]
 
 Indices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-# priority, and the nodes above it
-_PRIORITY_BYTES = 9
 # observations to look at to find out how they are stacked
 _SHOWN_STEPS = 32
 
@@ -287,13 +282,17 @@ class Sequences:
         observations = {key: tensor[:, :length] for key, tensor in observed.items()}
         following = {key: tensor[:, n_steps : n_steps + length] for key, tensor in observed.items()}
         if windows.resets is not None:
-            at_batch, at_step, indices = windows.resets
+            *at, indices = windows.resets
+            where = tuple(self._upload(at))
             last = self._read_observations(indices[:, None], request.newest_only, env)
             for key, tensor in following.items():
-                following[key] = tensor.clone()
-                following[key][at_batch, at_step] = last[key][:, 0]
+                following[key] = tensor.clone().index_put_(where, last[key][:, 0])
         mask = mask_of(windows.lengths, length)
-        learn_mask = mask & (np.arange(length) >= request.burn_in)
+        learn_mask = mask.copy()
+        if request.burn_in:
+            # after the first step of an episode, the state is known without a burn-in
+            learn_mask = mask & (np.arange(length) >= request.burn_in)
+            learn_mask |= mask & np.logical_or.accumulate(windows.is_first, axis=1)
         # as in SB3's `NStepReplayBuffer`
         powers = np.asarray(request.gamma ** np.arange(n_steps + 1, dtype=np.float32), np.float32)
         discounts = np.where(mask, powers[windows.n_ahead], np.float32(0))
@@ -305,8 +304,11 @@ class Sequences:
         actions, rewards, dones = self._read_columns(windows.rows[:, :-1] % n_obs, env)
         actions, rewards, dones = n_step_returns(actions, rewards, dones, n_ahead, powers, length)
         if not mask.all():
-            for numbers in (actions, rewards, dones):
-                numbers[~is_valid] = 0
+            # not by index, which would wait for a GPU
+            is_padding = ~is_valid
+            actions.masked_fill_(is_padding[..., None], 0)
+            rewards.masked_fill_(is_padding, 0)
+            dones.masked_fill_(is_padding, 0)
         steps = np.where(mask, windows.numbers[:, None] + np.arange(length), -1)
         as_sb3, given = self._observations_as_sb3, dict(zip(names, uploaded, strict=True))
         return SequenceSamples(
@@ -337,7 +339,7 @@ class Sequences:
     # ---- after training ----
 
     def holds(self, batch: SequenceSamples) -> Flags:
-        """Whether each step of a batch, ``[batch, burn_in + length]``, is still in the buffer; False for padding."""
+        """Return for each step of ``batch``, a sample, whether it is still in the buffer; False for padding."""
         steps, _ = self._steps_of(batch)
         held = self._held()
         is_held: Flags = (steps >= max(held.oldest, 0)) & (steps < held.n_added)
@@ -405,7 +407,7 @@ class Sequences:
         Args:
             batch: What `sample_sequences` returned.
             td_errors: The absolute TD error of each step, ``[batch, length]``, or ``[batch, burn_in + length]``; those
-                of burn-in and padding are ignored.
+                of steps that are not in `learn_mask` are ignored.
 
         Returns:
             Whether each priority was set, ``[batch]``.
@@ -446,7 +448,7 @@ class Sequences:
         """Everything that a file has to hold, by name."""
         index = self._index
         found: dict[str, Array] = {
-            "episode_starts": index.starts, "next_is_first": index.next_is_first, "unseen_steps": index.unseen
+            "is_first": index.starts, "next_is_first": index.next_is_first, "unseen_steps": index.unseen
         }  # fmt: skip
         found |= {f"states/{name}": column for name, column in self._states.columns.items()}
         if self._priorities is not None:
@@ -459,7 +461,7 @@ class Sequences:
         require(self.n_added % self.buffer_size == self.pos, "the number of steps does not fit the position")
         require(self.n_added >= self.size(), "more steps are held than were added")
         lead, index = (self.buffer_size, self.n_envs), self._index
-        index.starts = parts.column("episode_starts", np.bool_, lead)
+        index.starts = parts.column("is_first", np.bool_, lead)
         index.next_is_first = parts.column("next_is_first", np.bool_, lead[1:])
         index.unseen = parts.column("unseen_steps", np.int64, lead[1:])
         within(index.unseen, 0, 1 << 60, "the number of an unseen step")
@@ -478,80 +480,3 @@ class Sequences:
             self._priorities.check(self._held())
         except AssertionError as problem:
             require(False, str(problem))
-
-
-class SequenceMixin(Sequences, ReplayMixin):
-    """A compressed replay buffer with `Sequences`."""
-
-    def _lay_out(self, n_steps: int) -> None:
-        # a column while steps are counted, so that max_bytes includes what is kept for each step
-        per_row = 1 + StateColumns.row_bytes(self.recurrent_states, self.recurrent_dtype)
-        self._per_step = np.zeros((1, self.n_envs), f"V{per_row + _PRIORITY_BYTES * self.prioritized}")
-        super()._lay_out(n_steps)
-        del self._per_step
-        self._make_sequence_columns()
-
-    def _fit_step(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> Step:
-        *step, done, truncated, _ = super()._fit_step(obs, next_obs, action, reward, done, infos)
-        return (*step, done, truncated, self._plan_sequence(done, infos))
-
-    def _forget_step(self, step: int) -> None:
-        super()._forget_step(step)
-        if self._priorities is not None:
-            self._priorities.write_step(step, 0.0)
-
-    def reset(self) -> None:
-        """Remove all transitions."""
-        with self._lock:
-            super().reset()
-            if "_index" in vars(self):
-                self._clear_sequences()
-
-    def check(self) -> None:
-        """Raise `AssertionError` if episodes, priorities and steps disagree, for tests."""
-        with self._lock:
-            self._recover()
-            self.check_sequences()
-
-    def _upload(self, arrays: list[Array]) -> list[th.Tensor]:
-        return [self._to_torch(array) for array in arrays]
-
-    def _observations_as_sb3(self, by_key: dict[str, Any]) -> Any:
-        return self._views.as_sb3(by_key)
-
-    def _read_observations(self, rows: Indices, newest_only: bool, env: VecNormalize | None) -> dict[str, th.Tensor]:
-        by_key = {}
-        for key, view in self._views.by_key.items():
-            array = self._read_key(key, rows, newest_only)
-            if newest_only:
-                spec = ObsSpec(view.shape[2:], view.dtype)
-                array = self._newest.take(array, key, spec, partial(self._show, key))
-            # without the axis of steps, as normalisation and conversion expect observations
-            by_key[key] = array.reshape(-1, *array.shape[2:])
-        observations: Any = self._views.as_sb3(by_key)
-        if env is not None:
-            observations = env.normalize_obs(observations)
-        tensors = self._obs_to_torch(observations)
-        tensors = tensors if self._views.is_dict else {"": tensors}
-        return {key: tensor.view(*rows.shape, *tensor.shape[1:]) for key, tensor in tensors.items()}
-
-    def _show(self, key: str) -> Array:
-        shown: Array = self._read_key(key, self._shown_rows(), newest_only=False)[0]
-        return shown
-
-    def _read_key(self, key: str, rows: Indices, newest_only: bool) -> Array:
-        """Observations of ``key`` at ``rows [batch, n]``."""
-        view, n_obs = self._views.by_key[key], self.buffer_size * self.n_envs
-        if isinstance(view, BufferView):
-            return view.read_windows_at(rows, newest_only)
-        array: Array = view.reshape(n_obs, *view.shape[2:])[rows % n_obs]
-        is_next, following = rows >= n_obs, self._next_views.dense[key]
-        array[is_next] = following.reshape(n_obs, *view.shape[2:])[rows[is_next] - n_obs]
-        return array
-
-    def _read_columns(self, indices: Indices, env: VecNormalize | None) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
-        n_obs = self.buffer_size * self.n_envs
-        dones = self.dones.take(indices) * (1 - self.timeouts.take(indices))
-        rewards = np.asarray(self._normalize_reward(self.rewards.take(indices), env), np.float32)
-        uploaded = self._upload([self.actions.reshape(n_obs, -1)[indices], rewards, dones])
-        return uploaded[0], uploaded[1], uploaded[2]
