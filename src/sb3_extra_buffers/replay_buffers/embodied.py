@@ -199,6 +199,10 @@ class CompressedEmbodiedReplay(Transactional):
         """
         self._check_writable()
         parsed = parse_step(step)
+        try:
+            hash(worker)
+        except TypeError:
+            raise ArgumentError(f"worker must be hashable, such as a number or a name, got {worker!r}") from None
         with self._lock:
             self._recover()
             steps = self._steps
