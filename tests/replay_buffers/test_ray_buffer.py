@@ -92,7 +92,7 @@ def test_a_restarted_service_continues_where_it_stopped(tmp_path: Path, saved_af
 
 
 def test_a_long_journal_is_replaced_by_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sb3_extra_buffers.replay_buffers.ray._MIN_JOURNAL_BYTES", 5000)
+    monkeypatch.setattr("sb3_extra_buffers._torchrl.service_files._MIN_JOURNAL_BYTES", 5000)
     buffer = service(tmp_path)
     for first in range(0, 120, 10):
         buffer.extend(encode_packet(trajectory(120)[first : first + 10]))
@@ -313,7 +313,7 @@ def test_a_service_killed_at_any_moment_keeps_what_it_acknowledged(tmp_path: Pat
         import sys
         sys.path.insert(0, {str(ROOT)!r})
         from pathlib import Path
-        from sb3_extra_buffers.replay_buffers import ray as module
+        from sb3_extra_buffers._torchrl import service_files as module
         from sb3_extra_buffers._torchrl.wire import encode_packet
         from tests.replay_buffers.trajectories import trajectory
         from tests.replay_buffers.test_ray_buffer import service
