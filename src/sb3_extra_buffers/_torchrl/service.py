@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from tensordict import TensorDictBase
-from torchrl.data.replay_buffers.samplers import PrioritizedSampler, RandomSampler
+from torchrl.data.replay_buffers.samplers import (
+    PrioritizedSampler,
+    RandomSampler,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+)
 
 from sb3_extra_buffers._torchrl import service_files
 from sb3_extra_buffers._torchrl.service_limiter import RateLimiter
@@ -37,13 +42,15 @@ class Contents(NamedTuple):
     """What a client needs to know to draw from several buffers.
 
     ``mass`` is the sum of the priorities and ``lowest`` the smallest of them, as the sampler weighs them; without
-    priorities the mass is the number of items.
+    priorities the mass is the number of items. ``unit`` is the number of items that are drawn together, such as the
+    length of a slice, or 0 if batches cannot be split.
     """
 
     n_items: int
     mass: float
     lowest: float
     beta: float
+    unit: int
 
 
 class CompressedReplayService(service_files.JournaledBuffer):
@@ -65,8 +72,12 @@ class CompressedReplayService(service_files.JournaledBuffer):
 
     # ---- packets that arrive ----
 
-    def extend(self, data: Any, **kwargs: Any) -> Any:
-        """Store a packet of items and return their indices."""
+    def extend(self, data: Any, admitted: Any = None, **kwargs: Any) -> Any:
+        """Store a packet of items and return their indices.
+
+        ``admitted`` is ignored. Ray calls this when it has the value, so a client can pass the answer to another call
+        that must succeed first.
+        """
         # TorchRL's own clients send TensorDicts
         packet = data if isinstance(data, bytes) else encode_packet(as_items(data))
         client, number = _sender(packet)
@@ -83,7 +94,7 @@ class CompressedReplayService(service_files.JournaledBuffer):
         if self._index_of(client, number) is None:
             self._file(packet, decode_packet(packet), client, number)
 
-    def extend_packets(self, packets: Sequence[Any]) -> tuple[int, Exception | None]:
+    def extend_packets(self, packets: Sequence[Any], admitted: Any = None) -> tuple[int, Exception | None]:
         """Store packets in order, and return how many are stored and the error that stopped it, if any."""
         for n_stored, packet in enumerate(packets):
             try:
@@ -163,8 +174,10 @@ class CompressedReplayService(service_files.JournaledBuffer):
             batch = self._sample_items(batch_size, *args, **kwargs)
         return (encode_packet(batch[0]), batch[1]) if isinstance(batch, tuple) else encode_packet(batch)
 
-    def draw(self, batch_size: int | None = None, among: int | None = None) -> tuple[bytes, Contents]:
-        """Return a packet of sampled items, and the contents that they were drawn from.
+    def draw(
+        self, batch_size: int | None = None, among: int | None = None, admitted: Any = None
+    ) -> tuple[bytes, Contents]:
+        """Return a packet of sampled items, and the contents that they were drawn from; ``admitted`` as in `extend`.
 
         ``among`` limits a uniform draw to as many of the oldest indices: a client of several buffers decides how many
         items to draw from each by the number that each held a moment ago, and must draw from those items alone.
@@ -205,10 +218,13 @@ class CompressedReplayService(service_files.JournaledBuffer):
         """Return the number of items and what the sampler knows about them."""
         with self._replay_lock:
             n_items, sampler = len(self._storage), self._sampler
+            unit = 1 if type(sampler) in (RandomSampler, PrioritizedSampler) else 0
+            if isinstance(sampler, SliceSampler) and not isinstance(sampler, SliceSamplerWithoutReplacement):
+                unit = sampler.slice_len or 0
             if not isinstance(sampler, PrioritizedSampler) or not n_items:
-                return Contents(n_items, float(n_items), 1.0, 0.0)
+                return Contents(n_items, float(n_items), 1.0, 0.0, unit)
             mass, lowest = sampler._sum_tree.query(0, n_items), sampler._min_tree.query(0, n_items)
-            return Contents(n_items, float(mass), float(lowest), float(sampler.beta))
+            return Contents(n_items, float(mass), float(lowest), float(sampler.beta), unit)
 
     def packed(self, index: Any) -> bytes:
         """Return the items at ``index`` as a packet."""
@@ -261,7 +277,10 @@ class CompressedReplayService(service_files.JournaledBuffer):
         if not data.ndim or generation is None or self._sample_unit is not None:
             super().update_tensordict_priority(data)
             return int(data.numel())
-        return self.update_priority(data.get("index"), self._get_priority_vector(data), generation)
+        # samplers of slices give each index an axis of its own
+        return self.update_priority(
+            data.get("index").reshape(-1), self._get_priority_vector(data), generation.reshape(-1)
+        )
 
     # ---- information ----
 

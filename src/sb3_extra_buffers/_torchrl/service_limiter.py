@@ -72,15 +72,34 @@ class RateLimiter:
             self._samples, self._balance = 0, 0.0
             self._changed.notify_all()
 
-    @contextlib.contextmanager
-    def inserting(self, n_items: int) -> Iterator[None]:
-        """Wait until ``n_items`` may be stored; nothing counts if storing them raises."""
+    def admit_items(self, n_items: int) -> float:
+        """Wait until ``n_items`` may be stored, and return how many samples they allow."""
         with self._changed:
             self._wait("store", n_items, lambda: self._inserts < self.min_size or self._balance <= self.tolerance)
-            # the first `min_size` items do not count
+            # the first `min_size` items allow none
             allowed = self.samples_per_insert * max(0, self._inserts + n_items - max(self._inserts, self.min_size))
             self._inserts += n_items
             self._balance += allowed
+            return allowed
+
+    def count_stored(self, n_items: int) -> None:
+        """Count items that were admitted and are now stored."""
+        with self._changed:
+            self._stored += n_items
+            self._changed.notify_all()
+
+    def admit_samples(self, n_samples: int) -> None:
+        """Wait until ``n_samples`` may be drawn."""
+        with self._changed:
+            self._wait("draw", n_samples, lambda: self._stored >= self.min_size and self._balance >= -self.tolerance)
+            self._samples += n_samples
+            self._balance -= n_samples
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def inserting(self, n_items: int) -> Iterator[None]:
+        """Wait until ``n_items`` may be stored; nothing counts if storing them raises."""
+        allowed = self.admit_items(n_items)
         try:
             yield
         except BaseException:
@@ -89,18 +108,12 @@ class RateLimiter:
                 self._balance -= allowed
                 self._changed.notify_all()
             raise
-        with self._changed:
-            self._stored += n_items
-            self._changed.notify_all()
+        self.count_stored(n_items)
 
     @contextlib.contextmanager
     def sampling(self, n_samples: int) -> Iterator[None]:
         """Wait until ``n_samples`` may be drawn; nothing counts if drawing them raises."""
-        with self._changed:
-            self._wait("draw", n_samples, lambda: self._stored >= self.min_size and self._balance >= -self.tolerance)
-            self._samples += n_samples
-            self._balance -= n_samples
-            self._changed.notify_all()
+        self.admit_samples(n_samples)
         try:
             yield
         except BaseException:

@@ -7,7 +7,7 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,6 +16,7 @@ from sb3_extra_buffers.errors import ArgumentError
 __all__ = ["PacketSender", "Prefetcher"]
 
 Result = Callable[[], Any]
+Send = Callable[[list[Any], int], tuple[int, BaseException | None]]
 
 # packets that are sent in one call
 _MAX_PER_CALL = 16
@@ -93,12 +94,12 @@ def _work(jobs: queue.SimpleQueue[Any]) -> None:
 class PacketSender:
     """Sends packets in a thread of its own: in order, one call at a time, several packets in one call.
 
-    ``send`` takes a list of packets and returns how many of them are stored, and the error that stopped it, if any.
-    What is stored is always a beginning of what was passed to `put`: after an error, the packets behind it are dropped,
-    and the next call of `put` or `flush` raises it.
+    ``send`` takes a list of packets and the number of their items, and returns how many of the packets are stored, and
+    the error that stopped it, if any. What is stored is always a beginning of what was passed to `put`: after an error,
+    the packets behind it are dropped, and the next call of `put` or `flush` raises it.
     """
 
-    def __init__(self, send: Callable[[Sequence[Any]], tuple[int, BaseException | None]], max_pending: int) -> None:
+    def __init__(self, send: Send, max_pending: int) -> None:
         if isinstance(max_pending, bool) or not isinstance(max_pending, int) or max_pending < 1:
             raise ArgumentError(f"max_pending must be a positive integer, got {max_pending!r}")
         self._outbox = _Outbox(max_pending)
@@ -149,15 +150,15 @@ class _Outbox:
         if error is not None:
             raise error
 
-    def run(self, send: Callable[[Sequence[Any]], tuple[int, BaseException | None]]) -> None:
+    def run(self, send: Send) -> None:
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.packets or self.closed)
                 if not self.packets:
                     return
-                batch = [packet for packet, _ in list(self.packets)[:_MAX_PER_CALL]]
+                batch = list(self.packets)[:_MAX_PER_CALL]
             try:
-                n_stored, error = send(batch)
+                n_stored, error = send([packet for packet, _ in batch], sum(count for _, count in batch))
             except BaseException as raised:
                 n_stored, error = 0, raised
             with self.changed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Any
 
@@ -31,7 +31,7 @@ except ImportError as error:
 __all__ = ["CompressedRayClient", "CompressedRayReplayBuffer", "CompressedReplayService", "RateLimiter"]
 
 # threads of the actor: collectors that wait for the rate limiter must not keep learners from being answered
-_THREADS = {"collectors": 4, "learners": 4}
+THREADS = {"collectors": 4, "learners": 4}
 
 
 def _answered_by(threads: str, method: Any) -> Any:
@@ -62,11 +62,15 @@ class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torc
         has_gpu: Whether the actor has a GPU.
         prefetch: How many batches `sample` requests ahead; they are drawn that much earlier than they are returned.
         max_pending: How many packets of ``extend(wait=False)`` may be unacknowledged.
+        limiter: An actor whose ``admit_items`` must return before items are stored, for a limit over several buffers.
     """
 
-    def __init__(self, actor: Any, *, has_gpu: bool = False, prefetch: int = 2, max_pending: int = 8) -> None:
+    def __init__(
+        self, actor: Any, *, has_gpu: bool = False, prefetch: int = 2, max_pending: int = 8, limiter: Any = None
+    ) -> None:
         super().__init__(actor, has_gpu=has_gpu)
         self._options = {"prefetch": prefetch, "max_pending": max_pending}
+        self._limiter = limiter
         self._start()
 
     def _start(self) -> None:
@@ -75,21 +79,20 @@ class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torc
         self._number = 0
         self._writing = threading.Lock()
         self._batches = Prefetcher(self._options["prefetch"])
-        actor = self._actor
-
-        def send(packets: Sequence[Any]) -> tuple[int, BaseException | None]:
-            answer: tuple[int, BaseException | None] = fetch(actor.extend_packets.remote(packets))
-            return answer
-
-        self._sender = PacketSender(send, self._options["max_pending"])
+        self._sender = PacketSender(partial(_send, self._actor, self._limiter), self._options["max_pending"])
         self._priority_key: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_actor": self._actor, "has_gpu": self.has_gpu, "_options": self._options}
+        return {name: vars(self)[name] for name in ("_actor", "has_gpu", "_options", "_limiter")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
+
+    @property
+    def actor(self) -> Any:
+        """The Ray actor that holds the buffer."""
+        return self._actor
 
     # ---- collectors ----
 
@@ -109,7 +112,7 @@ class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torc
                 self._sender.put(packet, len(items))
                 return None
             self._sender.flush()
-            return self._ask("extend", packet, **kwargs)
+            return self._ask("extend", packet, _admission(self._limiter, len(items)), **kwargs)
 
     def add(self, data: TensorDictBase) -> Any:
         """Store a single item."""
@@ -176,6 +179,17 @@ class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torc
     def __getattr__(self, name: str) -> Any:
         super().__getattr__(name)
         return partial(self._ask, name)
+
+
+def _send(actor: Any, limiter: Any, packets: list[Any], n_items: int) -> tuple[int, BaseException | None]:
+    """Send packets, and return how many are stored and what stopped it."""
+    answer: tuple[int, BaseException | None] = fetch(actor.extend_packets.remote(packets, _admission(limiter, n_items)))
+    return answer
+
+
+def _admission(limiter: Any, n_items: int) -> Any:
+    """Ask ``limiter`` to admit items; Ray waits for the answer before it calls what it is passed to."""
+    return None if limiter is None else limiter.admit_items.remote(n_items)
 
 
 def fetch(reference: Any) -> Any:
@@ -248,7 +262,7 @@ class CompressedRayReplayBuffer(RayReplayBuffer):  # type: ignore[misc]  # torch
         ray_init_config: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        config: dict[str, Any] = {"num_cpus": 1, "concurrency_groups": _THREADS}
+        config: dict[str, Any] = {"num_cpus": 1, "concurrency_groups": THREADS}
         if folder is not None:
             config |= {"max_restarts": -1, "max_task_retries": -1}
         super().__init__(
@@ -266,6 +280,11 @@ class CompressedRayReplayBuffer(RayReplayBuffer):  # type: ignore[misc]  # torch
         )
         self._client_options = {"prefetch": prefetch, "max_pending": max_pending}
         self._client = self.client()
+
+    @property
+    def actor(self) -> Any:
+        """The Ray actor that holds the buffer."""
+        return self._rb
 
     def client(self) -> CompressedRayClient:
         """Return a new handle for collectors and learners."""
