@@ -17,7 +17,7 @@ from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.errors import ExtraBuffersError, ReadOnlyBufferError
-from sb3_extra_buffers.stores.base import Array, FillHeap, FrozenStore, Indices, Store, StoreParts
+from sb3_extra_buffers.stores.base import Array, FillHeap, FrozenStore, Indices, Store, StoreParts, put_rows
 from sb3_extra_buffers.stores.checks import only_named_errors, parse_dtype, parse_shape, require, whole
 from sb3_extra_buffers.stores.choice import Choice, MethodChoice, may_be_stacked
 from sb3_extra_buffers.stores.collected import CollectedRows
@@ -221,6 +221,29 @@ class ObservationStore:
             finally:
                 self.readers.writing = False
 
+    def write_encoded(self, indices: Indices, write: Callable[[Store], bool]) -> bool:
+        """Let ``write`` store encoded rows at ``indices``, as one write of the inner store; return what it returns.
+
+        False, without a call, if rows have to be decoded: before a method was chosen, or if changes are reported.
+        """
+        with self.lock:
+            self._check_writable()
+            if self.inner is None or self.on_change is not None:
+                return False
+            self._before = None
+            self.readers.exclude()
+            try:
+                if self._n_written + len(indices) >= self._compare_at:
+                    self._compare_again(int(indices[0]) if len(indices) else 0)
+                written = write(self.inner)
+                self._n_written += len(indices) * written
+            except BaseException:
+                self._undo_failed()
+                raise
+            finally:
+                self.readers.writing = False
+            return written
+
     def _report_write(self, *arguments: Array) -> None:
         if self.on_change is not None:
             try:
@@ -362,6 +385,28 @@ class ObservationStore:
         with self.lock:
             store = self._collected if self.inner is None else self.inner
             return store.read(indices)
+
+    def read_windows(self, indices: Indices, newest_only: bool = False, out: ByteRows | None = None) -> ByteRows:
+        """Read windows, consecutive observations of one stream in each row of ``indices [batch, length]``.
+
+        Args:
+            indices: Each row is a window; its last column may be a next observation.
+            newest_only: Return the newest frame of each stack, ``[batch, length, frame_bytes]``. Observations that are
+                not stacked, or whose `layout` is not known yet, are returned whole.
+            out: C-contiguous memory for the result.
+
+        Returns:
+            The bytes that `read` returns, ``[batch, length, nbytes]``; each frame is decoded once.
+        """
+        readers = self.readers
+        with readers.stripes.get(this_thread.stripe) or readers.add_stripe():
+            inner = self.inner
+            if not (readers.writing or inner is None or inner.dirty):
+                return inner.read_windows(indices, newest_only, out)
+        with self.lock:
+            if self.inner is not None:
+                return self.inner.read_windows(indices, newest_only, out)
+            return put_rows(out, self._collected.read(indices))
 
     def read_pairs(self, steps: Indices, streams: Indices, are_next: bool) -> ByteRows | None:
         """`TimelineStore.read_pairs`; None if the inner store is of another kind."""

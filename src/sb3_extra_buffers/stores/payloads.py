@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,22 @@ from sb3_extra_buffers.kernels.state import N_FREED, N_NEW
 from sb3_extra_buffers.stores.arena import lengthen
 from sb3_extra_buffers.stores.base import Array, Indices
 from sb3_extra_buffers.stores.checks import column, require, within
+from sb3_extra_buffers.stores.codec_records import codec_to_bytes, codecs_from_bytes, same_codec
 from sb3_extra_buffers.stores.frame_tables import FrameIds
 from sb3_extra_buffers.stores.frames import FrameStore, SavedFrames
 from sb3_extra_buffers.stores.layout import Frames, StackLayout
+from sb3_extra_buffers.stores.portable import EncodedFrames, Numbers, PortableFrameStore, gather
 from sb3_extra_buffers.stores.workers import run_split
 
 # bytes of output that a thread decodes at a time
 _CHUNK_BYTES = 1 << 19
 # a payload names its codec in one byte
 _MAX_CODECS = 250
+# a codec with what it has learnt, as JSON
+_MAX_CODEC_BYTES = 1 << 24
 
 
-class PayloadStore(FrameStore):
+class PayloadStore(PortableFrameStore):
     """A frame store in which each frame is a segment and a payload of its own.
 
     A codec that learns is trained again when its payloads have grown; frames remember which codec encoded them.
@@ -174,6 +178,46 @@ class PayloadStore(FrameStore):
         starts, lengths = self.heap.starts[segments], self.heap.lengths[segments].astype(np.int64)
         decode = codec.heap_decoder(self.heap.data, starts, lengths, rows)
         run_split(decode, len(segments), max(_CHUNK_BYTES // rows.shape[1], 1))
+
+    # ---- packets ----
+
+    def _encoded(
+        self, frame_ids: FrameIds, segments: npt.NDArray[np.int64], needed: npt.NDArray[np.int64]
+    ) -> tuple[EncodedFrames, list[int]]:
+        lengths = self.heap.lengths[segments]
+        data = gather(self.heap.data, self.heap.starts[segments], lengths.astype(np.int64))
+        used, owners = np.unique(self._generation[segments], return_inverse=True)
+        shared = [codec_to_bytes(self.codecs[number]) for number in used.tolist()]
+        counts = np.ones(len(segments), np.int32)
+        local: Numbers = owners.reshape(-1).astype(np.int32)
+        return EncodedFrames(frame_ids, 1, data, lengths, counts, local, shared), used.tolist()
+
+    def count_frames(self, data: npt.NDArray[np.uint8], lengths: Numbers) -> Numbers:
+        return np.ones(len(lengths), np.int32)
+
+    def check_shared(self, owners: Numbers, shared: Sequence[npt.NDArray[np.uint8]]) -> None:
+        require(len(shared) <= _MAX_CODECS and (owners >= 0).all(), "a payload without a codec")
+        require(all(part.size <= _MAX_CODEC_BYTES for part in shared), "a codec is too large")
+        if shared:
+            codec_id = codecs_from_bytes(shared, self.layout.frame_spec)[0].codec_id
+            require(codec_id == self.codec.codec_id, f"payloads of {codec_id!r} in a store of {self.codec.codec_id!r}")
+
+    def _use_shared(self, owners: Numbers, shared: Sequence[npt.NDArray[np.uint8]]) -> None:
+        self._generation = owners.astype(np.uint8)
+        self.codecs = codecs_from_bytes(shared, self.layout.frame_spec) if shared else [self.codec]
+
+    def can_import(self, reader: FrameStore) -> bool:
+        if not isinstance(reader, PayloadStore) or reader.layout != self.layout:
+            return False
+        return all(any(same_codec(codec, own) for own in self.codecs) for codec in reader.codecs)
+
+    def _file_segments(self, segments: Numbers, frames: EncodedFrames) -> None:
+        codecs = codecs_from_bytes(frames.shared, self.layout.frame_spec) if frames.shared else []
+        # `can_import` has found each of them
+        numbers = [next(i for i, own in enumerate(self.codecs) if same_codec(codec, own)) for codec in codecs]
+        self._generation[segments] = np.array(numbers, np.uint8)[frames.owners]
+        self.state.counts[segments] = frames.counts
+        self._put_payloads(segments, frames)
 
     # ---- saving ----
 

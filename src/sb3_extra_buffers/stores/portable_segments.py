@@ -1,0 +1,208 @@
+"""Segments taken out of one store and filed in another: what `SegmentStore` and `PackedStore` add to `portable`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.kernels.state import NONE, PACKED_CAMERA, Bytes
+from sb3_extra_buffers.kernels.transfer import copy_ranges
+from sb3_extra_buffers.stores.arena import SLACK
+from sb3_extra_buffers.stores.base import Array
+from sb3_extra_buffers.stores.checks import require, within
+from sb3_extra_buffers.stores.frame_tables import FrameIds
+from sb3_extra_buffers.stores.frames import FrameStore
+from sb3_extra_buffers.stores.portable import NO_OWNER, EncodedFrames, Numbers, PortableFrameStore
+from sb3_extra_buffers.stores.segment_format import header_bytes
+
+Offsets = npt.NDArray[np.int64]
+
+
+class _Pieces(NamedTuple):
+    """Where the headers and frames of some segments are, as far as they are needed."""
+
+    headers: Offsets  # [segment]
+    header_bytes: Offsets  # [segment]
+    bodies: Offsets  # [segment]
+    body_bytes: Offsets  # [segment]
+    counts: Offsets  # [segment]: frames that are kept
+
+
+class PortableSegmentStore(PortableFrameStore):
+    """Exports segments with their keyframes, and files those of others: equal keyframes are stored once."""
+
+    _length_dtype: np.dtype[Any]
+    _zstd_level: int
+    _packed_flags: tuple[int, ...]
+    _n_packed: int
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # of rows of the table of keyframes, as far as they were needed; `_add_row` drops that of a row that it replaces
+        self._fingerprints: dict[int, bytes] = {}
+
+    @abstractmethod
+    def _follow_kernels(self) -> None: ...
+
+    @abstractmethod
+    def _add_row(self, row: Bytes, in_use: set[int]) -> int: ...
+
+    @abstractmethod
+    def _note_sealed(self, segments: Array) -> None: ...
+
+    @abstractmethod
+    def _check_limit(self, limit: int) -> None: ...
+
+    @abstractmethod
+    def _seal_streams(self, streams: list[int]) -> None: ...
+
+    def seal_segments(self) -> None:
+        """Seal every open segment, however few frames it has."""
+        self._begin_change()
+        self._free_listed()
+        self._drop_view()
+        try:
+            self._seal_streams(np.flatnonzero(self.state.open_segments >= 0).tolist())
+        finally:
+            self._sync()
+        self.dirty = False
+
+    # ---- keyframes ----
+
+    def _keyframe_row(self, number: int) -> Bytes:
+        width = self.state.config.keyframe_bytes
+        return self.state.keyframe_rows[number * width : (number + 1) * width]
+
+    def keyframe_fingerprint(self, number: int) -> bytes:
+        """A hash of a keyframe, for receivers that may have the same one already."""
+        known = self._fingerprints.get(number)
+        if known is None:
+            known = self._fingerprints[number] = fingerprint(self._keyframe_row(number))
+        return known
+
+    def _file_keyframes(self, rows: Sequence[Bytes]) -> Numbers:
+        """Return the numbers of these keyframes; those that the store does not have yet are added."""
+        in_use = np.flatnonzero(self.state.keyframe_refs).tolist()
+        by_fingerprint = {self.keyframe_fingerprint(number): number for number in in_use}
+        taken = {*self.state.pool.tolist(), *self.state.stream_keyframes.tolist()}
+        numbers = []
+        for row in rows:
+            mark = fingerprint(row)
+            number = by_fingerprint.get(mark, NONE)
+            if number == NONE or not np.array_equal(self._keyframe_row(number), row):
+                number = self._add_row(row, taken)
+                by_fingerprint[mark], self._fingerprints[number] = number, mark
+            taken.add(number)
+            numbers.append(number)
+        return np.array([*numbers, NONE], np.int32)
+
+    # ---- out ----
+
+    def _encoded(self, frame_ids: FrameIds, segments: Offsets, needed: Offsets) -> tuple[EncodedFrames, list[int]]:
+        state = self.state
+        starts = state.starts[segments]
+        sealed, opened = np.flatnonzero(starts >= 0), np.flatnonzero(starts < 0)
+        begins: Offsets = np.where(starts >= 0, starts, -1 - starts)
+        ends: Offsets = begins + state.lengths[segments]
+        pieces = [self._pieces(state.heap, begins[sealed], ends[sealed], needed[sealed], None)]
+        pieces.append(self._pieces(state.stage, begins[opened], ends[opened], needed[opened], self.per_segment))
+        lengths, counts = np.empty((2, len(segments)), np.int64)
+        for which, piece in zip((sealed, opened), pieces, strict=True):
+            lengths[which], counts[which] = piece.header_bytes + piece.body_bytes, piece.counts
+        total, targets = int(lengths.sum()), np.cumsum(lengths) - lengths
+        data = np.empty(total + SLACK, np.uint8)
+        data[total:] = 0
+        for source, which, piece in zip((state.heap, state.stage), (sealed, opened), pieces, strict=True):
+            to = targets[which]
+            copy_ranges(source, piece.headers, data, to, piece.header_bytes)
+            copy_ranges(source, piece.bodies, data, to + piece.header_bytes, piece.body_bytes)
+        data[targets + 1] = counts
+        keyframes = state.keyframes[segments]
+        numbers, owners = np.unique(keyframes, return_inverse=True)
+        n_none = int(np.count_nonzero(numbers < 0))
+        shared = numbers[n_none:].tolist()
+        local: Numbers = np.maximum(owners.reshape(-1) - n_none, NO_OWNER).astype(np.int32)
+        rows = [self._keyframe_row(number).copy() for number in shared]
+        encoded = EncodedFrames(
+            frame_ids, self.per_segment, data, lengths.astype(np.int32), counts.astype(np.int32), local, rows
+        )
+        return encoded, shared
+
+    def _pieces(self, source: Bytes, begins: Offsets, ends: Offsets, needed: Offsets, table: int | None) -> _Pieces:
+        """Where segments are that begin at ``begins`` of ``source``.
+
+        ``table`` is the number of frames that their headers have space for; None for as many as there are.
+        """
+        dtype, width = self._length_dtype, self._length_dtype.itemsize
+        counts = source[begins + 1].astype(np.int64)
+        # a segment that is compressed as a whole is needed as a whole
+        is_cut = np.isin(source[begins], (0, PACKED_CAMERA))
+        kept = np.where(is_cut, needed, counts)
+        steps = np.arange(int(kept.max(initial=0)))
+        exists = steps < kept[:, None]
+        offsets = (begins[:, None] + 2 + np.where(exists, steps, 0) * width)[..., None] + np.arange(width)
+        frames = source[offsets].reshape(-1, width).view(dtype).reshape(exists.shape)
+        n_bytes = np.where(exists, frames, 0).sum(axis=1, dtype=np.int64)
+        bodies = begins + header_bytes(counts if table is None else table, dtype)
+        headers = header_bytes(kept, dtype)
+        return _Pieces(begins, headers, bodies, np.where(is_cut, n_bytes, ends - bodies), kept)
+
+    # ---- reading what was exported ----
+
+    @property
+    def length_dtype(self) -> np.dtype[Any]:
+        """How the length of a frame is stored in the header of a segment."""
+        return self._length_dtype
+
+    def count_frames(self, data: Bytes, lengths: Numbers) -> Numbers:
+        require(lengths >= 2, "a segment is too short for its header")
+        counts: Numbers = data[np.cumsum(lengths, dtype=np.int64) - lengths + 1].astype(np.int32)
+        within(counts, 1, self.per_segment + 1, "a segment's number of frames")
+        return counts
+
+    def check_shared(self, owners: Numbers, shared: Sequence[Bytes]) -> None:
+        width = self.state.config.keyframe_bytes
+        require(all(part.size == width for part in shared), f"a keyframe that does not take {width} bytes")
+
+    def _use_shared(self, owners: Numbers, shared: Sequence[Bytes]) -> None:
+        rows = np.concatenate([np.zeros(0, np.uint8), *shared])
+        self._replace(keyframes=np.where(owners < 0, NONE, owners).astype(np.int32), keyframe_rows=rows)
+        self._follow_kernels()
+
+    # ---- in ----
+
+    def can_import(self, reader: FrameStore) -> bool:
+        return (
+            type(reader) is type(self)
+            and isinstance(reader, PortableSegmentStore)
+            and reader.layout == self.layout
+            and reader.codec.codec_id == self.codec.codec_id
+            and bool(reader._zstd_level) == bool(self._zstd_level)
+            and reader.state.config.keyframe_bytes == self.state.config.keyframe_bytes
+            and int(reader.state.counts.max(initial=0)) <= self.per_segment
+        )
+
+    def _file_segments(self, segments: Numbers, frames: EncodedFrames) -> None:
+        numbers = self._file_keyframes(frames.shared)
+        keyframes = numbers[frames.owners]  # NO_OWNER finds the last entry
+        state = self.state
+        state.keyframes[segments] = keyframes
+        np.add.at(state.keyframe_refs, keyframes[keyframes >= 0], 1)
+        state.counts[segments] = frames.counts
+        self._put_payloads(segments, frames)
+        self._n_packed += int(np.isin(frames.data[frames.starts], self._packed_flags).sum())
+
+    def _end_import(self, segments: Numbers) -> None:
+        if self.heap.limit is not None:
+            self._check_limit(self.heap.limit)
+        self._note_sealed(segments)
+
+
+def fingerprint(part: Any) -> bytes:
+    """A hash by which two processes recognise bytes that both have."""
+    return blake2b(part, digest_size=16).digest()
