@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.errors import CorruptPayloadError, IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.transfer import RowPacket, export_rows, import_rows
+from sb3_extra_buffers.stores.transfer_cache import KeyframeCache, split_known
 from tests.contracts.store import KERNELS, method_params, transitions
 
 METHODS = method_params(
