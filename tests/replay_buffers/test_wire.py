@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +61,13 @@ def test_packets_round_trip(kind: str) -> None:
 def test_packets_are_small(kind: str, most: float) -> None:
     data = collected(kind)
     assert len(encode_packet(data)) < most * sum(value.nbytes for value in data.values(True, True))
+
+
+@pytest.mark.parametrize(("name", "n_steps", "n_envs"), [("items-1", 12, 1), ("items-1-three-envs", 10, 3)])
+def test_packets_of_the_first_version_can_be_read(name: str, n_steps: int, n_envs: int) -> None:
+    packet = (Path(__file__).parents[1] / "golden" / "packets" / f"{name}.bin").read_bytes()
+    assert_same(decode_packet(packet), trajectory(n_steps, n_envs))
+    assert packet_note(packet) == ({"writer": "a", "number": 3} if n_envs == 1 else {})
 
 
 def test_damaged_packets_raise() -> None:
