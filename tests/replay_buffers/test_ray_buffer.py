@@ -193,7 +193,8 @@ def test_a_packet_that_cannot_be_stored_is_removed_from_the_journal(
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(buffer._storage.table.groups[0], "write", fail)
+        for name in ("write", "file"):
+            patch.setattr(buffer._storage.table.groups[0], name, fail)
         with pytest.raises(MemoryError):
             buffer.extend(encode_packet(data[10:20], writer="a", number=2))
     for bad in (b"nothing", encode_packet(data[:3].exclude("action")), encode_packet(data[:3], writer=3, number="x")):
@@ -510,17 +511,17 @@ def test_shards_behind_one_client(cluster: None, tmp_path: Path) -> None:
     data = trajectory(100)
     collectors = [buffer.client() for _ in range(2)]
     index = torch.cat([collectors[0].extend(data[:80]), collectors[1].extend(data[80:90])])
-    assert sorted((index // 1000).unique().tolist()) == [0, 1]
+    assert set((index // 1000).tolist()) == {0, 1}
     collectors[1].extend(data[90:], wait=False)
     collectors[1].flush()
     assert len(buffer) == 100
     second = int(index[-1]) // 1000
     index = torch.cat([index, 1000 * second + torch.arange(10, 20)])
     assert_same(buffer[index].exclude("index"), data)
-    found = torch.cat([buffer.sample() for _ in range(8)])
+    found: Any = torch.cat([buffer.sample() for _ in range(8)])
     batch, index_of = found.exclude("index"), {number: row for row, number in enumerate(index.tolist())}
     assert_same(batch, data[[index_of[number] for number in found["index"].tolist()]])
-    assert len(found["index"].unique()) > 90
+    assert len(set(found["index"].tolist())) > 90
     assert buffer.rate()["samples"] == (8 + 2) * 64
     assert len(buffer.memory_usage()) == 2
     buffer.checkpoint()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,12 +19,14 @@ from torchrl.data.replay_buffers.samplers import (
 )
 
 from sb3_extra_buffers._torchrl import service_files
+from sb3_extra_buffers._torchrl.packet_group import packet_items
 from sb3_extra_buffers._torchrl.service_limiter import RateLimiter
-from sb3_extra_buffers._torchrl.wire import decode_packet, encode_packet, packet_note
+from sb3_extra_buffers._torchrl.wire import encode_packet, packet_note
 from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.errors import (
     ArgumentError,
     CorruptPayloadError,
+    EmptyBufferError,
     ExtraBuffersError,
     FileWriteError,
     IndexOutOfRangeError,
@@ -34,6 +36,8 @@ from sb3_extra_buffers.errors import (
 
 __all__ = ["CompressedReplayService", "Contents", "as_items"]
 
+#: makes a packet, given the keyframes that its receiver has
+Pack = Callable[[bytes], bytes]
 #: the key of a number that changes whenever another item is stored at the same index; TorchRL's name
 GENERATION = "index_generation"
 
@@ -84,7 +88,7 @@ class CompressedReplayService(service_files.JournaledBuffer):
         known = self._index_of(client, number)
         if known is not None:
             return known
-        items = decode_packet(packet)
+        items = packet_items(packet)
         with contextlib.nullcontext() if self._limiter is None else self._limiter.inserting(len(items)):
             return self._file(packet, items, client, number, **kwargs)
 
@@ -92,7 +96,7 @@ class CompressedReplayService(service_files.JournaledBuffer):
         """Store a packet from the journal."""
         client, number = _sender(packet)
         if self._index_of(client, number) is None:
-            self._file(packet, decode_packet(packet), client, number)
+            self._file(packet, packet_items(packet), client, number)
 
     def extend_packets(self, packets: Sequence[Any], admitted: Any = None) -> tuple[int, Exception | None]:
         """Store packets in order, and return how many are stored and the error that stopped it, if any."""
@@ -168,14 +172,28 @@ class CompressedReplayService(service_files.JournaledBuffer):
 
     # ---- packets that leave ----
 
-    def sample(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Return a packet of sampled items; with ``return_info`` also the sampler's information."""
+    def sample(
+        self, batch_size: int | None = None, return_info: bool = False, known: bytes = b"", **kwargs: Any
+    ) -> Any:
+        """Return a packet of sampled items; with ``return_info`` also the sampler's information.
+
+        ``known`` are the keyframes that the receiver has, which are left out.
+        """
         with self._drawing(batch_size):
-            batch = self._sample_items(batch_size, *args, **kwargs)
-        return (encode_packet(batch[0]), batch[1]) if isinstance(batch, tuple) else encode_packet(batch)
+            if kwargs or not self._sends_encoded:
+                pack, info = self._sample_items(batch_size, **kwargs)
+            else:
+                pack, info = self._draw(batch_size, None)
+        # not while the lock is held: this compresses
+        packet = pack(known)
+        return (packet, info) if return_info else packet
 
     def draw(
-        self, batch_size: int | None = None, among: int | None = None, admitted: Any = None
+        self,
+        batch_size: int | None = None,
+        among: int | None = None,
+        admitted: Any = None,
+        known: bytes = b"",
     ) -> tuple[bytes, Contents]:
         """Return a packet of sampled items, and the contents that they were drawn from; ``admitted`` as in `extend`.
 
@@ -186,12 +204,15 @@ class CompressedReplayService(service_files.JournaledBuffer):
         if batch_size == 0:
             return b"", self.contents()
         with self._drawing(batch_size):
-            if among is not None and type(self._sampler) is RandomSampler:
-                items = self._draw_among(check_count(among, "among"), check_count(batch_size, "batch_size"))
-            else:
-                items = self._sample_items(batch_size)
+            among = None if among is None else check_count(among, "among")
+            pack, _ = self._draw(batch_size, among) if self._sends_encoded else self._sample_items(batch_size)
             contents = self.contents()
-        return encode_packet(items), contents
+        return pack(known), contents
+
+    @property
+    def _sends_encoded(self) -> bool:
+        """Whether items are sent as they are stored: nothing may want to change them before."""
+        return not self._transform and self._sample_unit is None and not self._prefetch
 
     @contextlib.contextmanager
     def _drawing(self, batch_size: int | None) -> Iterator[None]:
@@ -201,18 +222,32 @@ class CompressedReplayService(service_files.JournaledBuffer):
         with contextlib.nullcontext() if self._limiter is None else self._limiter.sampling(count), self._replay_lock:
             yield
 
-    def _sample_items(self, batch_size: int | None, *args: Any, **kwargs: Any) -> Any:
-        batch = super().sample(batch_size, *args, **kwargs)
-        items = batch[0] if isinstance(batch, tuple) else batch
+    def _draw(self, batch_size: int | None, among: int | None) -> tuple[Pack, dict[Any, Any]]:
+        """Draw a batch, and return a function that packs it as it is stored, and the sampler's information."""
+        count = self._batch_size if batch_size is None else batch_size
+        if count is None:
+            raise ArgumentError("pass a batch_size to sample() or to the constructor")
+        if not len(self._storage):
+            raise EmptyBufferError("cannot sample from an empty buffer")
+        index: Any
+        info: dict[Any, Any]
+        if among is not None and type(self._sampler) is RandomSampler:
+            index, info = torch.randint(0, min(among, len(self._storage)), (count,)), {}
+        else:
+            index, info = self._sampler.sample(self._storage, count)
+        info = dict(info)
+        info["index"] = torch.stack(index, -1) if isinstance(index, tuple) else index
+        if isinstance(self._sampler, PrioritizedSampler):
+            info[GENERATION] = self._generations(info["index"])
+        extra = {key: torch.as_tensor(value) for key, value in info.items()}
+        return self._storage.gather(index, extra).pack, info
+
+    def _sample_items(self, batch_size: int | None, **kwargs: Any) -> tuple[Pack, dict[Any, Any]]:
+        """Like `_draw`, but decode the batch, for transforms and the like."""
+        items, info = super().sample(batch_size, return_info=True, **kwargs)
         if isinstance(self._sampler, PrioritizedSampler):
             items.set(GENERATION, self._generations(items.get("index")))
-        return batch
-
-    def _draw_among(self, among: int, batch_size: int) -> Any:
-        index = torch.randint(0, min(among, len(self._storage)), (batch_size,))
-        items = self._storage.get(index)
-        items.set("index", index)
-        return items
+        return lambda known: encode_packet(items), info
 
     def contents(self) -> Contents:
         """Return the number of items and what the sampler knows about them."""
@@ -230,6 +265,16 @@ class CompressedReplayService(service_files.JournaledBuffer):
         """Return the items at ``index`` as a packet."""
         if isinstance(index, str):
             raise IndexOutOfRangeError(f"items are indexed by position, got {index!r}")
+        if (
+            isinstance(index, torch.Tensor)
+            and index.ndim == 1
+            and not index.is_floating_point()
+            and index.dtype != torch.bool
+        ):
+            with self._replay_lock:
+                parts = self._storage.gather(index, {})
+            packet: bytes = parts.pack()
+            return packet
         return encode_packet(super().__getitem__(index).contiguous())
 
     # ---- priorities ----

@@ -22,7 +22,7 @@ try:
     from sb3_extra_buffers._torchrl.service import GENERATION, CompressedReplayService, as_items
     from sb3_extra_buffers._torchrl.service_limiter import RateLimiter
     from sb3_extra_buffers._torchrl.service_requests import PacketSender, Prefetcher
-    from sb3_extra_buffers._torchrl.wire import decode_packet, encode_packet
+    from sb3_extra_buffers._torchrl.wire import KeyframeCache, Lease, PacketEncoder, decode_packet
 except ImportError as error:
     raise MissingExtraError(
         f"CompressedRayReplayBuffer needs 'ray' and 'torchrl': {MissingExtraError.hint('ray')}"
@@ -62,14 +62,25 @@ class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torc
         has_gpu: Whether the actor has a GPU.
         prefetch: How many batches `sample` requests ahead; they are drawn that much earlier than they are returned.
         max_pending: How many packets of ``extend(wait=False)`` may be unacknowledged.
+        compression_method: How observations are encoded; the buffer files them without decoding if it uses the same.
+        n_envs: The number of environments that take turns in the items.
         limiter: An actor whose ``admit_items`` must return before items are stored, for a limit over several buffers.
     """
 
     def __init__(
-        self, actor: Any, *, has_gpu: bool = False, prefetch: int = 2, max_pending: int = 8, limiter: Any = None
+        self,
+        actor: Any,
+        *,
+        has_gpu: bool = False,
+        prefetch: int = 2,
+        max_pending: int = 8,
+        compression_method: str = "auto",
+        n_envs: int | None = None,
+        limiter: Any = None,
     ) -> None:
         super().__init__(actor, has_gpu=has_gpu)
         self._options = {"prefetch": prefetch, "max_pending": max_pending}
+        self._encoding: dict[str, Any] = {"method": compression_method, "n_envs": n_envs}
         self._limiter = limiter
         self._start()
 
@@ -78,12 +89,14 @@ class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torc
         self._writer = uuid.uuid4().hex
         self._number = 0
         self._writing = threading.Lock()
+        self._encoder = PacketEncoder(**self._encoding)
+        self._keyframes = KeyframeCache()
         self._batches = Prefetcher(self._options["prefetch"])
         self._sender = PacketSender(partial(_send, self._actor, self._limiter), self._options["max_pending"])
         self._priority_key: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: vars(self)[name] for name in ("_actor", "has_gpu", "_options", "_limiter")}
+        return {name: vars(self)[name] for name in ("_actor", "has_gpu", "_options", "_encoding", "_limiter")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -105,7 +118,7 @@ class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torc
         items = as_items(data)
         with self._writing:
             self._number += 1
-            packet = encode_packet(items.exclude("index"), writer=self._writer, number=self._number)
+            packet = self._encoder.encode(items.exclude("index"), writer=self._writer, number=self._number)
             if not wait:
                 if kwargs:
                     raise ArgumentError(f"extend(wait=False) does not take {', '.join(kwargs)}")
@@ -129,11 +142,12 @@ class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torc
 
         If drawing fails, or ``batch_size`` is another than before, batches that were requested ahead are dropped.
         """
-        actor = self._actor
+        actor, keyframes = self._actor, self._keyframes
 
         def request() -> Callable[[], Any]:
-            reference = actor.sample.remote(batch_size, return_info, **kwargs)
-            return lambda: _decode(fetch(reference))
+            lease = keyframes.lease()
+            reference = actor.sample.remote(batch_size, return_info, lease.known, **kwargs)
+            return lambda: _decode(fetch(reference), lease)
 
         return self._batches.next((batch_size, return_info, *kwargs.items()), request)
 
@@ -204,8 +218,8 @@ def fetch(reference: Any) -> Any:
         ) from error
 
 
-def _decode(batch: Any) -> Any:
-    return (decode_packet(batch[0]), batch[1]) if isinstance(batch, tuple) else decode_packet(batch)
+def _decode(batch: Any, lease: Lease) -> Any:
+    return (decode_packet(batch[0], lease), batch[1]) if isinstance(batch, tuple) else decode_packet(batch, lease)
 
 
 class CompressedRayReplayBuffer(RayReplayBuffer):  # type: ignore[misc]  # torchrl ships no types
@@ -278,7 +292,12 @@ class CompressedRayReplayBuffer(RayReplayBuffer):  # type: ignore[misc]  # torch
             transport="ray",
             **kwargs,
         )
-        self._client_options = {"prefetch": prefetch, "max_pending": max_pending}
+        self._client_options: dict[str, Any] = {
+            "prefetch": prefetch,
+            "max_pending": max_pending,
+            "compression_method": compression_method,
+            "n_envs": n_envs,
+        }
         self._client = self.client()
 
     @property
@@ -286,9 +305,9 @@ class CompressedRayReplayBuffer(RayReplayBuffer):  # type: ignore[misc]  # torch
         """The Ray actor that holds the buffer."""
         return self._rb
 
-    def client(self) -> CompressedRayClient:
-        """Return a new handle for collectors and learners."""
-        return CompressedRayClient(self._rb, has_gpu=self.has_gpu, **self._client_options)
+    def client(self, **options: Any) -> CompressedRayClient:
+        """Return a new handle for collectors and learners; ``options`` replace those of the buffer."""
+        return CompressedRayClient(self._rb, has_gpu=self.has_gpu, **self._client_options | options)
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until everything that was passed to ``extend(wait=False)`` of this object is stored."""

@@ -16,7 +16,7 @@ from sb3_extra_buffers._torchrl.service import GENERATION, Contents, as_items
 from sb3_extra_buffers._torchrl.service_limiter import RateLimiter
 from sb3_extra_buffers._torchrl.service_requests import Prefetcher
 from sb3_extra_buffers._torchrl.service_shards import merge_parts, split_batch
-from sb3_extra_buffers._torchrl.wire import decode_packet
+from sb3_extra_buffers._torchrl.wire import KeyframeCache, decode_packet
 from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.errors import ArgumentError, IndexOutOfRangeError, ServiceLostError
 from sb3_extra_buffers.replay_buffers.ray import THREADS, CompressedRayClient, CompressedRayReplayBuffer, fetch
@@ -75,6 +75,7 @@ class ShardedRayClient:
         self._home: CompressedRayClient | None = None
         self._batches = Prefetcher(self._prefetch)
         self._rng = np.random.default_rng()
+        self._keyframes = KeyframeCache()
         # what each shard held when it last answered
         self._known: list[Contents] | None = None
 
@@ -129,9 +130,11 @@ class ShardedRayClient:
         planned = self._known
         counts = split_batch(planned, batch_size, self._rng)
         seed = int(self._rng.integers(1 << 62))
+        # one for all shards: their keyframes are often the same
+        lease = self._keyframes.lease()
         # shards without a part in the batch tell what they hold, too
         references = [
-            shard.actor.draw.remote(count, max(1, contents.n_items), admitted)
+            shard.actor.draw.remote(count, max(1, contents.n_items), admitted, lease.known)
             for shard, count, contents in zip(self._shards, counts, planned, strict=True)
         ]
 
@@ -284,10 +287,7 @@ class ShardedRayReplayBuffer:
     def client(self) -> ShardedRayClient:
         """Return a new handle for collectors and learners."""
         limiter = self._coordinator
-        shards = [
-            CompressedRayClient(buffer.actor, prefetch=0, max_pending=self._max_pending, limiter=limiter)
-            for buffer in self._buffers
-        ]
+        shards = [buffer.client(prefetch=0, max_pending=self._max_pending, limiter=limiter) for buffer in self._buffers]
         return ShardedRayClient(
             shards, limiter, shard_size=self.shard_size, batch_size=self.batch_size, prefetch=self._prefetch
         )
