@@ -1,20 +1,112 @@
-"""Reference kernel that copies many ranges of bytes, such as the segments that a packet consists of."""
+"""Reference kernels for packets of segments: copying them, checking them and letting observations refer to them."""
 
 from __future__ import annotations
 
-from sb3_extra_buffers.kernels.dispatch import compiled_kernels, has_numba
-from sb3_extra_buffers.kernels.state import Bytes, Ints
+import ctypes
+import sys
+from typing import Any
+
+import numpy as np
+
+from sb3_extra_buffers.kernels.dispatch import compiled_kernels
+from sb3_extra_buffers.kernels.frames import get_length, set_row
+from sb3_extra_buffers.kernels.state import (
+    PACKED_CAMERA,
+    PACKED_LZ4,
+    PACKED_ZSTD,
+    ZERO,
+    Bytes,
+    FrameState,
+    Ints,
+    Ints32,
+)
+
+#: What `check_segments` returns, from 1 on.
+PROBLEMS = (
+    "a segment is too short for its frames",
+    "a segment has unknown flags",
+    "a segment has no frames, or too many",
+    "a segment refers to a keyframe that does not exist",
+    "an encoded frame takes more bytes than a raw one",
+    "the frames of a segment are not as long as the segment",
+    "an observation refers to a frame that does not exist",
+)
+(_SHORT, _FLAGS, _COUNT, _KEYFRAME, _LENGTH, _TOTAL, _ID) = range(1, 8)
+
+
+def transfer_kernels(compiled: bool) -> Any:
+    """Return the module with the kernels below, compiled or as they are."""
+    return compiled_kernels("transfer") if compiled else sys.modules[__name__]
 
 
 def copy_ranges(source: Bytes, starts: Ints, target: Bytes, targets: Ints, lengths: Ints) -> None:
     """Copy ``source[starts[i]:][:lengths[i]]`` to ``target[targets[i]:]`` for every i. Offsets must be valid."""
-    if has_numba():
-        compiled_kernels("transfer").copy_ranges(source, starts, target, targets, lengths)
-    else:
-        copy_each(source, starts, target, targets, lengths)
-
-
-def copy_each(source: Bytes, starts: Ints, target: Bytes, targets: Ints, lengths: Ints) -> None:
-    """`copy_ranges` in plain Python."""
     for start, to, length in zip(starts.tolist(), targets.tolist(), lengths.tolist(), strict=True):
         target[to : to + length] = source[start : start + length]
+
+
+def as_writable(array: Bytes) -> Bytes:
+    """Return ``array`` in the one form that compiled kernels take; they must not write to it if it is read-only."""
+    if array.flags.writeable:
+        return array
+    # from the address: NumPy does not make a read-only array writable
+    return np.ctypeslib.as_array((ctypes.c_uint8 * array.size).from_address(array.ctypes.data))
+
+
+def check_segments(state: FrameState, frame_ids: Ints32, n_keyframes: int) -> int:
+    """Check the headers of all segments in the heap, and what ``frame_ids`` refer to; set ``state.counts``.
+
+    Return 0, or 1 more than the position of a problem in `PROBLEMS`. ``starts`` and ``lengths`` are valid.
+    """
+    config = state.config
+    n_segments = len(state.lengths)
+    for segment in range(n_segments):
+        start, length = state.starts[segment], int(state.lengths[segment])
+        if length < 2:
+            return _SHORT
+        flags, count = state.heap[start], int(state.heap[start + 1])
+        if flags != 0 and flags != PACKED_LZ4 and flags != PACKED_ZSTD and flags != PACKED_CAMERA:
+            return _FLAGS
+        if count < 1 or count > config.per_segment:
+            return _COUNT
+        total = 2 + count * config.length_bytes
+        if total > length:
+            return _SHORT
+        if state.keyframes[segment] >= n_keyframes:
+            return _KEYFRAME
+        for position in range(count):
+            frame = get_length(state.heap, start + 2 + position * config.length_bytes, config.length_bytes)
+            if frame > config.frame_bytes:
+                return _LENGTH
+            total += frame
+        if total != length and flags != PACKED_LZ4 and flags != PACKED_ZSTD:
+            return _TOTAL
+        state.counts[segment] = count
+    for row in range(frame_ids.shape[0]):
+        for j in range(frame_ids.shape[1]):
+            frame_id = int(frame_ids[row, j]) - 1
+            if frame_id < -1 or frame_id >= n_segments * config.per_segment:
+                return _ID
+            if frame_id >= 0 and frame_id % config.per_segment >= state.counts[frame_id // config.per_segment]:
+                return _ID
+    return 0
+
+
+def refer_rows(
+    state: FrameState,
+    frame_ids: Ints32,  # [obs_index, stack]
+    indices: Ints,  # [row]: obs_index
+    local_ids: Ints32,  # [row, stack]: 1 + position + per_segment * index in ``segments``, or 0
+    segments: Ints32,
+    per_segment: int,
+    ids: Ints,  # [stack]: work space
+) -> None:
+    """Let observations consist of frames of ``segments``; log what they consisted of, as a write does."""
+    for row in range(len(indices)):
+        for j in range(local_ids.shape[1]):
+            local = int(local_ids[row, j]) - 1
+            if local < 0:
+                ids[j] = ZERO
+            else:
+                ids[j] = segments[local // per_segment] * state.config.per_segment + local % per_segment
+        set_row(state, frame_ids, indices[row], ids, True)

@@ -185,38 +185,34 @@ class PayloadStore(PortableFrameStore):
         self, frame_ids: FrameIds, segments: npt.NDArray[np.int64], needed: npt.NDArray[np.int64]
     ) -> tuple[EncodedFrames, list[int]]:
         lengths = self.heap.lengths[segments]
-        data = gather(self.heap.data, self.heap.starts[segments], lengths.astype(np.int64))
+        starts = self.heap.starts[segments]
+        data = gather(self.heap.data, starts, lengths.astype(np.int64), self._kernels.compiled)
         used, owners = np.unique(self._generation[segments], return_inverse=True)
         shared = [codec_to_bytes(self.codecs[number]) for number in used.tolist()]
-        counts = np.ones(len(segments), np.int32)
         local: Numbers = owners.reshape(-1).astype(np.int32)
-        return EncodedFrames(frame_ids, 1, data, lengths, counts, local, shared), used.tolist()
-
-    def count_frames(self, data: npt.NDArray[np.uint8], lengths: Numbers) -> Numbers:
-        return np.ones(len(lengths), np.int32)
-
-    def check_shared(self, owners: Numbers, shared: Sequence[npt.NDArray[np.uint8]]) -> None:
-        require(len(shared) <= _MAX_CODECS and (owners >= 0).all(), "a payload without a codec")
-        require(all(part.size <= _MAX_CODEC_BYTES for part in shared), "a codec is too large")
-        if shared:
-            codec_id = codecs_from_bytes(shared, self.layout.frame_spec)[0].codec_id
-            require(codec_id == self.codec.codec_id, f"payloads of {codec_id!r} in a store of {self.codec.codec_id!r}")
+        return EncodedFrames(frame_ids, data, lengths, local, shared), used.tolist()
 
     def _use_shared(self, owners: Numbers, shared: Sequence[npt.NDArray[np.uint8]]) -> None:
+        require(len(shared) <= _MAX_CODECS, f"{len(shared)} codecs")
+        require(all(part.size <= _MAX_CODEC_BYTES for part in shared), "a codec is too large")
+        within(owners, 0, max(len(shared), 1), "the codec of a payload")
+        within(self.frame_ids, 0, len(owners) + 1, "a frame id")
         self._generation = owners.astype(np.uint8)
         self.codecs = codecs_from_bytes(shared, self.layout.frame_spec) if shared else [self.codec]
+        codec_id = self.codecs[0].codec_id
+        require(codec_id == self.codec.codec_id, f"payloads of {codec_id!r} in a store of {self.codec.codec_id!r}")
 
     def can_import(self, reader: FrameStore) -> bool:
         if not isinstance(reader, PayloadStore) or reader.layout != self.layout:
             return False
         return all(any(same_codec(codec, own) for own in self.codecs) for codec in reader.codecs)
 
-    def _file_segments(self, segments: Numbers, frames: EncodedFrames) -> None:
-        codecs = codecs_from_bytes(frames.shared, self.layout.frame_spec) if frames.shared else []
+    def _file_segments(self, segments: Numbers, reader: PortableFrameStore, frames: EncodedFrames) -> None:
+        assert isinstance(reader, PayloadStore)
         # `can_import` has found each of them
-        numbers = [next(i for i, own in enumerate(self.codecs) if same_codec(codec, own)) for codec in codecs]
+        numbers = [next(i for i, own in enumerate(self.codecs) if same_codec(codec, own)) for codec in reader.codecs]
         self._generation[segments] = np.array(numbers, np.uint8)[frames.owners]
-        self.state.counts[segments] = frames.counts
+        self.state.counts[segments] = 1
         self._put_payloads(segments, frames)
 
     # ---- saving ----

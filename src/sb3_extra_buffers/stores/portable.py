@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.kernels.state import N_UNDO, N_UNUSED, NONE, Bytes
-from sb3_extra_buffers.kernels.transfer import copy_ranges
+from sb3_extra_buffers.kernels import as_contiguous
+from sb3_extra_buffers.kernels.state import N_UNUSED, NONE, Bytes
+from sb3_extra_buffers.kernels.transfer import as_writable, transfer_kernels
 from sb3_extra_buffers.stores.arena import SLACK
 from sb3_extra_buffers.stores.base import Indices
+from sb3_extra_buffers.stores.checks import require, within
 from sb3_extra_buffers.stores.frame_tables import FrameIds
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.heap import Heap
@@ -30,10 +32,8 @@ class EncodedFrames(NamedTuple):
     """Frames of some observations, encoded, and all that is needed to decode them."""
 
     frame_ids: FrameIds  # [row, stack]: segment * per_segment + position + 1, or 0 for a frame of zeros
-    per_segment: int
     data: Bytes  # the segments, one after the other, and `SLACK` more bytes
     lengths: Numbers  # [segment]: bytes in data
-    counts: Numbers  # [segment]: number of frames
     owners: Numbers  # [segment]: which of `shared` it needs, or NO_OWNER
     shared: Sequence[Bytes]  # keyframes and dictionaries; for a byte codec, the codecs
 
@@ -49,6 +49,9 @@ class PortableFrameStore(FrameStore):
 
     Nothing is decoded. A segment is exported up to the last frame that is needed; an open one as if it were sealed.
     """
+
+    # the store that made this reader
+    _template: PortableFrameStore | None = None
 
     # ---- out ----
 
@@ -77,43 +80,47 @@ class PortableFrameStore(FrameStore):
     # ---- reading what was exported ----
 
     def reader_of(self, frames: EncodedFrames) -> Self:
-        """Return a store that reads ``frames``, whose tables were checked; it cannot be written to.
+        """Return a store that reads ``frames``; it cannot be written to. This store lends its settings.
 
-        This store lends its settings and is not changed.
+        Raises `FileFormatError` unless everything but the encoded bytes is valid. Those are checked when they are
+        decoded, as everywhere.
         """
+        lengths = frames.lengths
+        within(lengths, 1, 1 << 31, "the length of a segment")
+        total = int(lengths.sum(dtype=np.int64))
+        require(total + SLACK == frames.data.size, f"{frames.data.size} bytes of segments that take {total}")
         reader = object.__new__(type(self))
         reader.__dict__.update(self.__dict__)
-        n_segments = len(frames.lengths)
-        heap = Heap(n_segments)
-        heap.lengths[:] = frames.lengths
-        heap.refer_to(np.arange(n_segments, dtype=np.int32), frames.data, frames.starts)
-        reader.heap, reader.frame_ids, reader.read_only = heap, frames.frame_ids, True
-        reader._known_columns = {}
-        reader._replace(counts=frames.counts, gap=np.zeros(2, np.int64))
-        reader._sync()
+        reader.heap = Heap.of(frames.data, frames.starts, lengths)
+        reader.frame_ids, reader.read_only, reader._template = frames.frame_ids, True, self
+        self._tables()  # fills the entries of columns that readers share
+        reader._known_columns = dict(self._known_columns)
+        reader._replace(
+            heap=frames.data, starts=reader.heap.starts, lengths=lengths, counts=np.ones(len(lengths), np.int32)
+        )
         reader._use_shared(frames.owners, frames.shared)
         return reader
 
     @abstractmethod
-    def count_frames(self, data: Bytes, lengths: Numbers) -> Numbers:
-        """How many frames each segment of ``data`` says it has; raises if one cannot have as many."""
-
-    @abstractmethod
-    def check_shared(self, owners: Numbers, shared: Sequence[Bytes]) -> None:
-        """Raise unless ``shared`` is what segments of this store can refer to."""
+    def _use_shared(self, owners: Numbers, shared: Sequence[Bytes]) -> None:
+        """Let segment i refer to ``shared[owners[i]]``, count its frames and check it, in a new reader."""
 
     def verify_frames(self) -> None:
-        """Raise `CorruptPayloadError` unless every frame can be decoded."""
-        per, counts = self.per_segment, self.state.counts
-        segments, positions = np.nonzero(np.arange(per) < counts[:, None])
-        ids = segments * per + positions
+        """Raise `CorruptPayloadError` unless every frame can be decoded; for readers."""
+        ids = self._ids_to_verify()
         for part in np.array_split(ids, max(ids.size * self.layout.frame_bytes >> 22, 1)):
             if len(part):
                 self._decode_ids(part)
+        self.share_pace()
 
-    @abstractmethod
-    def _use_shared(self, owners: Numbers, shared: Sequence[Bytes]) -> None:
-        """Let segment i refer to ``shared[owners[i]]``."""
+    def _ids_to_verify(self) -> npt.NDArray[np.int64]:
+        """Frames whose decoding decodes all of them."""
+        per, counts = self.per_segment, self.state.counts
+        segments, positions = np.nonzero(np.arange(per) < counts[:, None])
+        return segments * per + positions
+
+    def share_pace(self) -> None:
+        """Let the store that made this reader know how long it took to decode a row, for the next reader."""
 
     # ---- in ----
 
@@ -121,23 +128,19 @@ class PortableFrameStore(FrameStore):
     def can_import(self, reader: FrameStore) -> bool:
         """Whether segments of ``reader`` (`reader_of`) are segments of this store too."""
 
-    def import_frames(self, indices: Indices, frames: EncodedFrames) -> None:
-        """Let ``indices`` refer to ``frames``, which were checked; a write like any other.
-
-        If an index occurs twice, its last row counts.
-        """
-        newest = np.sort(len(indices) - 1 - np.unique(indices[::-1], return_index=True)[1])
-        indices, local = indices[newest], frames.frame_ids[newest].astype(np.int64) - 1
+    def import_frames(self, indices: Indices, reader: PortableFrameStore, frames: EncodedFrames) -> None:
+        """Let ``indices`` refer to ``frames``, which ``reader`` reads; a write like any other."""
+        indices = as_contiguous(indices)
         self._begin_change()
         if len(self.state.undo_indices) < len(indices):
             self._lengthen_lists(len(indices))
         segments = self._take_segments(len(frames.lengths))
         self._mark_dirty(indices)
-        self._file_segments(segments, frames)
-        # the last entry is for frames of zeros
-        firsts = np.append(segments.astype(np.int64) * self.per_segment, 0)
-        ids = np.where(local < 0, 0, firsts[local // frames.per_segment] + local % frames.per_segment + 1)
-        self._refer_to(indices, ids.astype(np.int32))
+        self._file_segments(segments, reader, frames)
+        transfer_kernels(self._kernels.compiled).refer_rows(
+            self._tables(), self.frame_ids, indices, frames.frame_ids, segments, reader.per_segment,
+            np.empty(self.layout.stack, np.int64),
+        )  # fmt: skip
         self._end_import(segments)
         self.dirty = False
         self._tidy()
@@ -153,11 +156,11 @@ class PortableFrameStore(FrameStore):
         state.counters[N_UNUSED] = stop - count
         state.live[segments] = 0
         state.keyframes[segments] = NONE
-        state.refs[(segments[:, None].astype(np.int64) * self.per_segment + np.arange(self.per_segment)).ravel()] = 0
+        state.refs.reshape(-1, self.per_segment)[segments] = 0
         return segments
 
     @abstractmethod
-    def _file_segments(self, segments: Numbers, frames: EncodedFrames) -> None:
+    def _file_segments(self, segments: Numbers, reader: PortableFrameStore, frames: EncodedFrames) -> None:
         """Set the tables of new ``segments``, then put them into the heap with `_put_payloads`.
 
         In this order: `recover` drops a segment that has frames but no payload, and the other way round.
@@ -179,27 +182,15 @@ class PortableFrameStore(FrameStore):
             heap.write(segments.tolist(), payloads)
         self._sync()
 
-    def _refer_to(self, indices: Indices, ids: FrameIds) -> None:
-        """Let ``indices`` consist of the frames ``ids``, to which nothing refers yet; log what they consisted of."""
-        state, n_rows = self.state, len(indices)
-        used, n_refs = np.unique(ids[ids > 0] - 1, return_counts=True)
-        state.undo_indices[:n_rows] = indices
-        state.undo_ids[:n_rows] = self.frame_ids[indices]
-        # from here on an interrupted write restores these rows
-        state.counters[N_UNDO] = n_rows
-        self.frame_ids[indices] = ids
-        state.refs[used] = n_refs
-        np.add.at(state.live, used // self.per_segment, 1)
-
     def _end_import(self, segments: Numbers) -> None:
         """Check limits, and free segments that no observation refers to."""
         self._free(segments[self.state.live[segments] == 0])
 
 
-def gather(source: Bytes, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Bytes:
+def gather(source: Bytes, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], compiled: bool) -> Bytes:
     """Return the ranges of ``source``, one after the other, and `SLACK` bytes of zeros."""
     total = int(lengths.sum())
     data = np.empty(total + SLACK, np.uint8)
     data[total:] = 0
-    copy_ranges(source, starts, data, np.cumsum(lengths) - lengths, lengths)
+    transfer_kernels(compiled).copy_ranges(as_writable(source), starts, data, np.cumsum(lengths) - lengths, lengths)
     return data

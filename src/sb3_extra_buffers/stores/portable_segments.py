@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.kernels.state import NONE, PACKED_CAMERA, Bytes
-from sb3_extra_buffers.kernels.transfer import copy_ranges
+from sb3_extra_buffers.kernels.transfer import PROBLEMS, as_writable, transfer_kernels
 from sb3_extra_buffers.stores.arena import SLACK
 from sb3_extra_buffers.stores.base import Array
-from sb3_extra_buffers.stores.checks import require, within
+from sb3_extra_buffers.stores.checks import require
 from sb3_extra_buffers.stores.frame_tables import FrameIds
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.portable import NO_OWNER, EncodedFrames, Numbers, PortableFrameStore
@@ -40,6 +40,7 @@ class PortableSegmentStore(PortableFrameStore):
     _zstd_level: int
     _packed_flags: tuple[int, ...]
     _n_packed: int
+    _row_seconds: float
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -51,6 +52,9 @@ class PortableSegmentStore(PortableFrameStore):
 
     @abstractmethod
     def _add_row(self, row: Bytes, in_use: set[int]) -> int: ...
+
+    @abstractmethod
+    def _count_packed(self, segments: Array) -> int: ...
 
     @abstractmethod
     def _note_sealed(self, segments: Array) -> None: ...
@@ -117,10 +121,12 @@ class PortableSegmentStore(PortableFrameStore):
         total, targets = int(lengths.sum()), np.cumsum(lengths) - lengths
         data = np.empty(total + SLACK, np.uint8)
         data[total:] = 0
+        copy_ranges = transfer_kernels(self._kernels.compiled).copy_ranges
         for source, which, piece in zip((state.heap, state.stage), (sealed, opened), pieces, strict=True):
-            to = targets[which]
-            copy_ranges(source, piece.headers, data, to, piece.header_bytes)
-            copy_ranges(source, piece.bodies, data, to + piece.header_bytes, piece.body_bytes)
+            if len(which):
+                memory, to = as_writable(source), targets[which]
+                copy_ranges(memory, piece.headers, data, to, piece.header_bytes)
+                copy_ranges(memory, piece.bodies, data, to + piece.header_bytes, piece.body_bytes)
         data[targets + 1] = counts
         keyframes = state.keyframes[segments]
         numbers, owners = np.unique(keyframes, return_inverse=True)
@@ -128,10 +134,7 @@ class PortableSegmentStore(PortableFrameStore):
         shared = numbers[n_none:].tolist()
         local: Numbers = np.maximum(owners.reshape(-1) - n_none, NO_OWNER).astype(np.int32)
         rows = [self._keyframe_row(number).copy() for number in shared]
-        encoded = EncodedFrames(
-            frame_ids, self.per_segment, data, lengths.astype(np.int32), counts.astype(np.int32), local, rows
-        )
-        return encoded, shared
+        return EncodedFrames(frame_ids, data, lengths.astype(np.int32), local, rows), shared
 
     def _pieces(self, source: Bytes, begins: Offsets, ends: Offsets, needed: Offsets, table: int | None) -> _Pieces:
         """Where segments are that begin at ``begins`` of ``source``.
@@ -154,25 +157,27 @@ class PortableSegmentStore(PortableFrameStore):
 
     # ---- reading what was exported ----
 
-    @property
-    def length_dtype(self) -> np.dtype[Any]:
-        """How the length of a frame is stored in the header of a segment."""
-        return self._length_dtype
-
-    def count_frames(self, data: Bytes, lengths: Numbers) -> Numbers:
-        require(lengths >= 2, "a segment is too short for its header")
-        counts: Numbers = data[np.cumsum(lengths, dtype=np.int64) - lengths + 1].astype(np.int32)
-        within(counts, 1, self.per_segment + 1, "a segment's number of frames")
-        return counts
-
-    def check_shared(self, owners: Numbers, shared: Sequence[Bytes]) -> None:
+    def _use_shared(self, owners: Numbers, shared: Sequence[Bytes]) -> None:
         width = self.state.config.keyframe_bytes
         require(all(part.size == width for part in shared), f"a keyframe that does not take {width} bytes")
-
-    def _use_shared(self, owners: Numbers, shared: Sequence[Bytes]) -> None:
         rows = np.concatenate([np.zeros(0, np.uint8), *shared])
         self._replace(keyframes=np.where(owners < 0, NONE, owners).astype(np.int32), keyframe_rows=rows)
-        self._follow_kernels()
+        kernels = transfer_kernels(self._kernels.compiled)
+        problem = kernels.check_segments(self._tables(), self.frame_ids, len(shared))
+        require(problem == 0, PROBLEMS[problem - 1])
+        flags = self._packed_flags
+        self._n_packed = int(np.isin(self.heap.data[self.heap.starts], flags).sum()) if flags else 0
+
+    def _ids_to_verify(self) -> Offsets:
+        flags = self.heap.data[self.heap.starts]
+        if (flags == PACKED_CAMERA).any():
+            return super()._ids_to_verify()
+        # each frame refers to the one before, or all are decompressed together
+        return np.arange(len(flags)) * self.per_segment + self.state.counts - 1
+
+    def share_pace(self) -> None:
+        if isinstance(self._template, PortableSegmentStore):
+            self._template._row_seconds = self._row_seconds
 
     # ---- in ----
 
@@ -187,15 +192,16 @@ class PortableSegmentStore(PortableFrameStore):
             and int(reader.state.counts.max(initial=0)) <= self.per_segment
         )
 
-    def _file_segments(self, segments: Numbers, frames: EncodedFrames) -> None:
+    def _file_segments(self, segments: Numbers, reader: PortableFrameStore, frames: EncodedFrames) -> None:
         numbers = self._file_keyframes(frames.shared)
         keyframes = numbers[frames.owners]  # NO_OWNER finds the last entry
         state = self.state
         state.keyframes[segments] = keyframes
         np.add.at(state.keyframe_refs, keyframes[keyframes >= 0], 1)
-        state.counts[segments] = frames.counts
+        state.counts[segments] = reader.state.counts
         self._put_payloads(segments, frames)
-        self._n_packed += int(np.isin(frames.data[frames.starts], self._packed_flags).sum())
+        if self._packed_flags:
+            self._n_packed += self._count_packed(segments)
 
     def _end_import(self, segments: Numbers) -> None:
         if self.heap.limit is not None:

@@ -83,12 +83,16 @@ class RowPacket:
 
     def read(self, rows: Indices | None = None) -> ByteRows:
         """Decode the packet, ``[*shape, nbytes]``, or some of its rows, counted over all axes."""
+        shape = self.shape if rows is None else rows.shape
         if rows is None:
-            rows = np.arange(self.n_rows).reshape(self.shape if 0 < len(self.shape) < 3 else -1)
-            return self.store.read(rows).reshape(*self.shape, self.spec.nbytes)
-        if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= self.n_rows):
+            rows = np.arange(self.n_rows).reshape(shape if 0 < len(shape) < 3 else -1)
+        elif rows.size and (int(rows.min()) < 0 or int(rows.max()) >= self.n_rows):
             raise IndexOutOfRangeError(f"rows {rows.min()} to {rows.max()} of a packet that has {self.n_rows}")
-        return self.store.read(rows)
+        store = self.store
+        read = store.read(rows).reshape(*shape, self.spec.nbytes)
+        if isinstance(store, PortableFrameStore):
+            store.share_pace()
+        return read
 
     def verify(self) -> None:
         """Raise `CorruptPayloadError` unless every frame can be decoded."""
@@ -248,7 +252,7 @@ def import_rows(store: ObservationStore, indices: Indices, streams: Indices, pac
         def file(inner: Store) -> bool:
             if frames is None or not isinstance(inner, PortableFrameStore) or not inner.can_import(reader):
                 return False
-            inner.import_frames(indices, frames)
+            inner.import_frames(indices, reader, frames)
             return True
 
         if store.write_encoded(indices, file):
