@@ -83,7 +83,7 @@ class RateLimiter:
             return allowed
 
     def count_stored(self, n_items: int) -> None:
-        """Count items that were admitted and are now stored."""
+        """Count ``n_items`` that were admitted and are now stored."""
         with self._changed:
             self._stored += n_items
             self._changed.notify_all()

@@ -132,7 +132,10 @@ class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torc
         return self.extend(as_items(data).unsqueeze(0))
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until everything that was passed to ``extend(wait=False)`` is stored."""
+        """Wait until everything that was passed to ``extend(wait=False)`` is stored.
+
+        Raises `TimeoutError` after ``timeout`` seconds; sending goes on.
+        """
         self._sender.flush(timeout)
 
     # ---- learners ----
@@ -163,7 +166,10 @@ class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torc
         return count
 
     def update_tensordict_priority(self, data: TensorDictBase) -> int:
-        """Set the priorities in a sampled batch; items that were overwritten since are skipped."""
+        """Set the priorities in ``data``, a sampled batch; return of how many items.
+
+        Items that were overwritten since are skipped.
+        """
         if self._priority_key is None:
             self._priority_key = self._ask("_getattr", "priority_key")
         # the observations need not travel
@@ -310,11 +316,17 @@ class CompressedRayReplayBuffer(RayReplayBuffer):  # type: ignore[misc]  # torch
         return CompressedRayClient(self._rb, has_gpu=self.has_gpu, **self._client_options | options)
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until everything that was passed to ``extend(wait=False)`` of this object is stored."""
+        """Wait until everything that was passed to ``extend(wait=False)`` of this object is stored.
+
+        Raises `TimeoutError` after ``timeout`` seconds; sending goes on.
+        """
         self._client.flush(timeout)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> int:
-        """Set the priorities in a sampled batch; items that were overwritten since are skipped."""
+        """Set the priorities in ``data``, a sampled batch; return of how many items.
+
+        Items that were overwritten since are skipped.
+        """
         count: int = self._client.update_tensordict_priority(data)
         return count
 

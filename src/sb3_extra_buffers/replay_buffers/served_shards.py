@@ -105,7 +105,7 @@ class ShardedRayClient:
         return self.extend(as_items(data).unsqueeze(0))
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until everything that was passed to ``extend(wait=False)`` is stored."""
+        """Wait until everything that was passed to ``extend(wait=False)`` is stored; see `CompressedRayClient.flush`."""
         self._own_shard().flush(timeout)
 
     # ---- learners ----
@@ -199,7 +199,10 @@ class ShardedRayClient:
         return sum(fetch(reference) for reference in references)
 
     def update_tensordict_priority(self, data: TensorDictBase, priority_key: str = "td_error") -> int:
-        """Set the priorities in a sampled batch; items that were overwritten since are skipped."""
+        """Set the priorities in ``data``, a sampled batch, from its ``priority_key``; return of how many items.
+
+        Items that were overwritten since are skipped.
+        """
         priority = as_items(data).get(priority_key)
         return self.update_priority(data.get("index"), priority.reshape(len(data)), data.get(GENERATION, None))
 
