@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.errors import CorruptPayloadError, IndexOutOfRangeError, SpecMismatchError
+from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError, IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.transfer import RowPacket, export_rows, import_rows
 from sb3_extra_buffers.stores.transfer_cache import KeyframeCache, split_known
-from tests.contracts.store import KERNELS, method_params, transitions
+from sb3_extra_buffers.stores.transfer_encoder import RowEncoder
+from tests.contracts.store import KERNELS, Stacked, Walk, examples, method_params, transitions
+from tests.torture.interrupts import Injector
 
 METHODS = method_params(
     "delta", "delta2", "none", "scroll", "scroll2", "camera", "zstd", "lz4-block", "gzip", "rle", "palette", "auto"
@@ -86,3 +93,395 @@ def test_packets_are_filed_in_other_stores(method: str, target_method: str, axis
             model[at : at + 2], model[120 + at : 122 + at] = obs.reshape(2, -1), next_obs.reshape(2, -1)
         target.check()
     np.testing.assert_array_equal(target.read(np.arange(target.n_obs)), model)
+
+
+def contents(store: ObservationStore) -> Any:
+    return store.read(np.arange(store.n_obs))
+
+
+def test_windows_share_the_segments_that_they_touch() -> None:
+    store, _ = filled("delta", 200)
+    window = np.arange(40, 120)
+
+    one_by_one = sum(export_rows(store, window[at : at + 1]).nbytes for at in range(len(window)))
+
+    assert export_rows(store, window).nbytes < one_by_one / 4
+
+
+def test_only_the_frames_that_are_needed_are_sent() -> None:
+    store, _ = filled("none", 40)
+    first_of_segment = np.arange(store.n_obs)[store.inner.frame_ids[:, -1] % store.inner.per_segment == 1][:1]  # type: ignore[union-attr]
+    packet = export_rows(store, first_of_segment)
+    assert packet.nbytes < 4 * (STACK + 1) * store.spec.nbytes // STACK
+
+
+# ---- keyframes ----
+
+
+def test_receivers_name_the_keyframes_that_they_have() -> None:
+    store, rows = filled("delta", 200)
+    cache = KeyframeCache()
+    sizes = []
+    for number in range(3):
+        lease, indices = cache.lease(), pairs(200, 100, number)
+        buffers = export_rows(store, indices).to_buffers(split_known(lease.known))
+        sizes.append(sum(map(len, buffers)))
+        np.testing.assert_array_equal(RowPacket.from_buffers(store.spec, buffers, lease).read(), rows[indices])
+    assert len(cache) > 0
+    assert max(sizes[1:]) < sizes[0]
+
+    with pytest.raises(CorruptPayloadError, match="does not have"):
+        RowPacket.from_buffers(store.spec, buffers)
+
+
+def test_a_lease_keeps_what_the_cache_drops() -> None:
+    store, rows = filled("delta", 200)
+    cache = KeyframeCache(max_entries=1)
+    RowPacket.from_buffers(store.spec, export_rows(store, np.arange(400)).to_buffers(), cache.lease())
+    assert len(cache) == 1
+    lease = cache.lease()
+    buffers = export_rows(store, np.arange(400)).to_buffers(split_known(lease.known))
+    for number in range(5):
+        cache.add(bytes([number]) * 16, np.zeros(10, np.uint8))
+
+    np.testing.assert_array_equal(RowPacket.from_buffers(store.spec, buffers, lease).read(), rows[:400])
+
+
+def test_a_cache_of_keyframes_is_bounded() -> None:
+    cache = KeyframeCache(max_entries=5, max_bytes=1000)
+    for number in range(20):
+        cache.add(bytes([number]) * 16, np.zeros(100, np.uint8))
+    assert len(cache) == 5
+    cache.touch(bytes([15]) * 16)
+    cache.add(b"large" + bytes(11), np.zeros(800, np.uint8))
+    assert len(cache) == 3
+    assert bytes([15]) * 16 in split_known(cache.lease().known)
+
+
+@pytest.mark.parametrize("method", ["delta", "scroll2"])
+def test_keyframes_that_the_store_has_are_shared(method: str) -> None:
+    source, rows = filled(method, 400)
+    target, _ = filled(method, 400, seed=3)
+    indices = np.arange(0, 400)
+    frames = target.frames
+    assert frames is not None
+    n_keyframes = []
+    for first in (0, 400, 800):
+        import_rows(target, indices + first, indices % 2, sent(export_rows(source, indices)))
+        n_keyframes.append(np.count_nonzero(frames.state.keyframe_refs))
+    target.check()
+    assert n_keyframes[1] <= n_keyframes[0]
+    np.testing.assert_array_equal(target.read(indices + 800), rows[:400])
+
+
+# ---- transactions ----
+
+
+@pytest.mark.parametrize("method", ["delta", "none", "gzip", "palette"])
+def test_an_import_can_be_undone(method: str) -> None:
+    source, rows = filled(method)
+    target, model = filled(method, seed=1)
+    packet = sent(export_rows(source, np.arange(10)))
+    target.commit()
+
+    import_rows(target, np.arange(20, 30), np.zeros(10, np.int64), packet)
+    assert target.undo_write()
+
+    target.check()
+    np.testing.assert_array_equal(contents(target), model)
+    import_rows(target, np.arange(20, 30), np.zeros(10, np.int64), packet)
+    target.commit()
+    assert not target.undo_write()
+    np.testing.assert_array_equal(contents(target)[20:30], rows[:10])
+
+
+@pytest.mark.parametrize("method", ["delta", "gzip", "auto"])
+def test_the_last_of_equal_indices_counts(method: str) -> None:
+    source, rows = filled(method)
+    target, model = filled(method, seed=1)
+    indices = np.array([5, 6, 5, 7, 5])
+    packet = sent(export_rows(source, np.arange(5)))
+
+    import_rows(target, indices, np.zeros(5, np.int64), packet)
+    assert target.undo_write()
+    np.testing.assert_array_equal(contents(target), model)
+    import_rows(target, indices, np.zeros(5, np.int64), packet)
+
+    target.check()
+    np.testing.assert_array_equal(target.read(np.array([5, 6, 7])), rows[[4, 1, 3]])
+
+
+@pytest.mark.parametrize("method", ["delta", "gzip"])
+def test_an_import_that_does_not_fit_changes_nothing(method: str) -> None:
+    source, _ = filled(method, 200)
+    target = ObservationStore(spec_of(), N_ENVS, method, heap_bytes=12_000)
+    target.allocate(400)
+    import_rows(target, np.arange(8), np.zeros(8, np.int64), sent(export_rows(source, np.arange(8))))
+    target.choose_method()
+    import_rows(target, np.arange(8, 16), np.zeros(8, np.int64), sent(export_rows(source, np.arange(8, 16))))
+    before = contents(target)
+
+    with pytest.raises(HeapFullError):
+        import_rows(target, np.arange(16, 400), np.zeros(384, np.int64), sent(export_rows(source, np.arange(16, 400))))
+
+    target.check()
+    np.testing.assert_array_equal(contents(target), before)
+
+
+@pytest.mark.parametrize("method", ["delta", "none", "gzip"])
+def test_an_interrupted_import_has_happened_as_a_whole_or_not_at_all(method: str) -> None:
+    source, rows = filled(method, 30)
+    packet = sent(export_rows(source, np.arange(24)))
+    target, model = filled(method, 30, seed=1)
+    indices, streams = np.arange(10, 34), np.zeros(24, np.int64)
+    after = model.copy()
+    after[10:34] = rows[:24]
+    with Injector() as counter:
+        import_rows(target, indices, streams, packet)
+    target.undo_write()
+    rng = np.random.default_rng(0)
+    for at in rng.integers(1, counter.count, 60).tolist():
+        with Injector(at, KeyboardInterrupt()) as injector, contextlib.suppress(KeyboardInterrupt):
+            import_rows(target, indices, streams, packet)
+        found = contents(target)
+        target.check()
+        assert np.array_equal(found, model) or np.array_equal(found, after), injector.where
+        if np.array_equal(found, after):
+            # as it was, by plain writes
+            target.write(indices, streams, model[indices])
+        np.testing.assert_array_equal(contents(target), model)
+
+
+def test_invalid_indices_change_nothing() -> None:
+    source, _ = filled("delta")
+    target, model = filled("delta", seed=1)
+    packet = sent(export_rows(source, np.arange(5)))
+    for indices, error in (
+        (np.arange(target.n_obs - 2, target.n_obs + 3), IndexOutOfRangeError),
+        (np.arange(-1, 4), IndexOutOfRangeError),
+        (np.arange(4), SpecMismatchError),
+    ):
+        with pytest.raises(error):
+            import_rows(target, indices, np.zeros(len(indices), np.int64), packet)
+    with pytest.raises(IndexOutOfRangeError):
+        export_rows(source, np.array([source.n_obs]))
+    with pytest.raises(IndexOutOfRangeError):
+        packet.read(np.array([5]))
+    np.testing.assert_array_equal(contents(target), model)
+
+
+def test_changes_are_reported_as_rows() -> None:
+    source, rows = filled("delta")
+    target, _ = filled("delta", seed=1)
+    reported = []
+    target.on_change = lambda *change: reported.append(change)
+
+    import_rows(target, np.arange(5), np.zeros(5, np.int64), sent(export_rows(source, np.arange(5))))
+
+    assert [change[0] for change in reported] == ["write"]
+    np.testing.assert_array_equal(reported[0][3], rows[:5])
+
+
+# ---- packets are not trusted ----
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_damaged_packets_raise_or_hold_other_rows(method: str) -> None:
+    source, _ = filled(method)
+    target, model = filled(method, seed=1)
+    buffers = [bytearray(part) for part in export_rows(source, pairs(60, 20)).to_buffers()]
+    to = pairs(60, 20, 5)
+    rng = np.random.default_rng(0)
+    n_refused = 0
+    for turn in range(300):
+        damaged = [bytearray(part) for part in buffers]
+        part = int(rng.integers(len(damaged)))
+        kind = turn % 4
+        if kind == 0:
+            damaged[part][int(rng.integers(len(damaged[part])))] ^= 1 << int(rng.integers(8))
+        elif kind == 1:
+            at = int(rng.integers(len(damaged[part])))
+            damaged[part][at : at + 4] = rng.integers(0, 256, 4).astype(np.uint8).tobytes()[: len(damaged[part]) - at]
+        elif kind == 2:
+            del damaged[part][int(rng.integers(len(damaged[part]))) :]
+        else:
+            other = int(rng.integers(len(damaged)))
+            damaged[part], damaged[other] = damaged[other], damaged[part]
+        try:
+            packet = RowPacket.from_buffers(source.spec, damaged)
+            import_rows(target, to, np.zeros(40, np.int64), packet)
+        except CorruptPayloadError:
+            n_refused += 1
+            np.testing.assert_array_equal(contents(target), model)
+            continue
+        target.check()
+        # whatever was filed can be read
+        contents(target)
+        target.undo_write()
+        if not np.array_equal(contents(target), model):  # decoded and collected
+            target, model = filled(method, seed=1)
+    assert n_refused > 100
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: header["record"].update(kind="pickle"),
+        lambda header: header["record"].update(stack=1 << 40),
+        lambda header: header["record"].update(stack=0),
+        lambda header: header["record"].update(axis="middle"),
+        lambda header: header["record"].update(codec=["os", "os", {}]),
+        lambda header: header["record"].update(codec=["gzip", "gzip", {"level": 6}]),
+        lambda header: header["record"]["codec"][2].update(frames=1 << 20),
+        lambda header: header["record"].update(shared=[0, 1 << 20]),
+        lambda header: header["record"].update(shared=[-1, 1]),
+        lambda header: header.update(shape=[1 << 40]),
+        lambda header: header.update(shape=[-1]),
+        lambda header: header["arrays"][0].__setitem__(1, "O"),
+        lambda header: header["arrays"][0].__setitem__(2, [1 << 40, 4]),
+        lambda header: header["shared"][0].__setitem__(1, 1 << 40),
+        lambda header: header["shared"][0].__setitem__(2, 1),
+        lambda header: header["shared"][0].__setitem__(0, "../" * 10 + "xx"),
+        lambda header: header.pop("arrays"),
+    ],
+)
+def test_forged_headers_raise(change: Any) -> None:
+    source, _ = filled("delta")
+    buffers = export_rows(source, np.arange(60)).to_buffers()
+    header = json.loads(buffers[0])
+    change(header)
+    with pytest.raises(CorruptPayloadError):
+        RowPacket.from_buffers(source.spec, [json.dumps(header).encode(), *buffers[1:]])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ids", 0x7FFF), ("ids", 0xFFFF), ("lengths", 0), ("lengths", 1), ("lengths", 7), ("lengths", -1),
+        ("lengths", 0x7FFFFFFF), ("owners", 0x7FFF), ("owners", -2), ("owners", -0x8000), ("data", 0), ("data", 0xFF),
+    ],
+)  # fmt: skip
+def test_forged_tables_raise(name: str, value: int) -> None:
+    source, _ = filled("delta")
+    buffers = export_rows(source, np.arange(60)).to_buffers()
+    header = json.loads(buffers[0])
+    number = [entry[0] for entry in header["arrays"]].index(name)
+    dtype = np.dtype(header["arrays"][number][1])
+    for where in (slice(None), slice(-1, None), slice(1)):
+        if name == "data" and where != slice(None):
+            continue
+        forged = np.frombuffer(bytearray(buffers[1 + number]), dtype)
+        forged[where] = value
+        with pytest.raises(CorruptPayloadError):
+            RowPacket.from_buffers(source.spec, [*buffers[: 1 + number], forged, *buffers[2 + number :]])
+
+
+@pytest.mark.parametrize("buffers", [[], [b""], [b"{}"], [b"null"], [b"[1]"], [b"\xff\xff"], [b"{" * 10_000]])
+def test_anything_but_a_packet_raises(buffers: list[bytes]) -> None:
+    with pytest.raises(CorruptPayloadError):
+        RowPacket.from_buffers(spec_of(), buffers)
+
+
+# ---- collectors ----
+
+
+@pytest.mark.parametrize("axis", ["first", "last"])
+@pytest.mark.parametrize("n_envs", [1, 3])
+@pytest.mark.parametrize("method", METHODS)
+def test_collectors_encode_what_they_collect(method: str, n_envs: int, axis: str) -> None:
+    encoder = RowEncoder(spec_of(axis), n_envs, method)
+    steps = list(transitions(SHAPE, STACK, axis, n_envs, 90))
+    for first, stop in ((0, 1), (1, 30), (30, 60), (60, 90)):
+        rows, next_rows = (
+            np.concatenate([step[which].reshape(n_envs, -1) for step in steps[first:stop]]) for which in range(2)
+        )
+        cut = len(rows) if stop != 60 else len(rows) - 1  # not a whole step
+        packet = sent(encoder.encode([rows[:cut], next_rows[:cut]]))
+        np.testing.assert_array_equal(packet.read(), np.stack([rows[:cut], next_rows[:cut]]))
+        packet.verify()
+    single = sent(RowEncoder(spec_of(axis), n_envs, method).encode([rows]))
+    np.testing.assert_array_equal(single.read(), rows[None])
+
+
+def test_what_collectors_send_takes_as_much_memory_as_what_is_written() -> None:
+    n_steps = 512
+    written = ObservationStore(spec_of(), 1, "delta")
+    imported = ObservationStore(spec_of(), 1, "delta")
+    for store in (written, imported):
+        store.allocate(n_steps)
+        store.allocate(n_steps)
+    steps = [
+        (obs.reshape(1, -1), after.reshape(1, -1)) for obs, after in transitions(SHAPE, STACK, "first", 1, n_steps)
+    ]
+    encoder = RowEncoder(spec_of(), 1, "delta")
+    for first in range(0, n_steps, 64):
+        rows, next_rows = (np.concatenate([step[which] for step in steps[first : first + 64]]) for which in range(2))
+        for step in range(64):
+            at = first + step
+            written.write_step(at, n_steps + at, *steps[at])
+        indices = np.arange(first, first + 64)
+        import_rows(
+            imported, np.stack([indices, indices + n_steps]), np.zeros(128, np.int64), encoder.encode([rows, next_rows])
+        )
+    np.testing.assert_array_equal(contents(written), contents(imported))
+    imported.check()
+    ours, plain = imported.memory_usage(), written.memory_usage()
+    # the first stack of a packet repeats frames of the packet before
+    assert ours.payload + ours.keyframes < 1.25 * (plain.payload + plain.keyframes)
+
+
+# ---- any order of events ----
+
+
+class TransferMachine(RuleBasedStateMachine):
+    """Two stores and their models: writes, erasures, packets from one to the other, copies."""
+
+    method = "delta"
+    compiled: bool | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stores = [ObservationStore(spec_of(), 2, self.method, compiled=self.compiled) for _ in range(2)]
+        self.models = [np.zeros((40, spec_of().nbytes), np.uint8) for _ in range(2)]
+        self.walks = [Stacked(Walk(SHAPE, seed), STACK, "first") for seed in range(2)]
+        for store in self.stores:
+            store.allocate(40)
+
+    @rule(which=st.integers(0, 1), first=st.integers(0, 39), count=st.integers(1, 12), stream=st.integers(0, 1))
+    def write(self, which: int, first: int, count: int, stream: int) -> None:
+        indices = (first + np.arange(count)) % 40
+        rows = np.stack([self.walks[stream].step()[0].reshape(-1) for _ in range(count)])
+        self.stores[which].write(indices, np.full(count, stream), rows)
+        self.models[which][indices] = rows
+
+    @rule(which=st.integers(0, 1), indices=st.lists(st.integers(0, 39), max_size=12))
+    def erase(self, which: int, indices: list[int]) -> None:
+        self.stores[which].erase(np.array(indices, np.int64))
+        self.models[which][indices] = 0
+
+    @rule(which=st.integers(0, 1), moves=st.lists(st.tuples(st.integers(0, 39), st.integers(0, 39)), max_size=16))
+    def send(self, which: int, moves: list[tuple[int, int]]) -> None:
+        source, target = (np.array([move[side] for move in moves], np.int64) for side in range(2))
+        packet = sent(export_rows(self.stores[which], source), compiled=self.compiled)
+        rows = self.models[which][source]
+        np.testing.assert_array_equal(packet.read(), rows)
+        import_rows(self.stores[1 - which], target, np.zeros(len(moves), np.int64), packet)
+        for index, row in zip(target, rows, strict=True):
+            self.models[1 - which][index] = row
+
+    @rule(which=st.integers(0, 1))
+    def copy(self, which: int) -> None:
+        self.stores[which] = pickle.loads(pickle.dumps(self.stores[which]))
+
+    @invariant()
+    def holds(self) -> None:
+        for store, model in zip(self.stores, self.models, strict=True):
+            store.check()
+            np.testing.assert_array_equal(contents(store), model)
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+@pytest.mark.parametrize("method", ["delta", "delta2", "none", "scroll", "camera", "gzip", "auto", "palette"])
+def test_stores_hold_what_was_sent_in_any_order(method: str, compiled: bool) -> None:
+    machine = type("Machine", (TransferMachine,), {"method": method, "compiled": compiled})
+    run_state_machine_as_test(machine, settings=examples(6, 25))
