@@ -86,6 +86,19 @@ class Store(ABC):
     def read(self, indices: Indices) -> ByteRows:
         """Return new rows of shape ``[*indices.shape, nbytes]``; ``indices`` has one axis, or two: ``[set, n]``."""
 
+    def read_windows(self, indices: Indices, newest_only: bool = False, out: ByteRows | None = None) -> ByteRows:
+        """Return rows of shape ``[batch, length, nbytes]``: in ``out``, which is C-contiguous, or in new memory.
+
+        ``indices [batch, length]`` may be any; decoding is fastest if each row of them is a window, consecutive
+        observations of one stream. ``newest_only`` returns the newest frame of each stack instead of observations; a
+        store without stacks ignores it.
+        """
+        rows = self.read(indices.reshape(-1))
+        rows = rows.reshape(*indices.shape, rows.shape[-1])
+        if newest_only and self.layout is not None:
+            rows = self.layout.newest(rows)
+        return put_rows(out, rows)
+
     @abstractmethod
     def erase(self, indices: Indices) -> None:
         """Make ``indices`` unwritten, and free what they took."""
@@ -164,6 +177,14 @@ class Store(ABC):
 
     @abstractmethod
     def __setstate__(self, state: dict[str, Any]) -> None: ...
+
+
+def put_rows(out: ByteRows | None, rows: ByteRows) -> ByteRows:
+    """``rows``, copied to ``out`` if it is given."""
+    if out is None:
+        return rows
+    out[...] = rows
+    return out
 
 
 class FrozenStore:

@@ -33,6 +33,7 @@ __all__ = [
     "finish_writes",
     "has_triton",
     "is_on",
+    "newest_frames",
     "on_host",
     "put_in",
     "runs_kernels",
@@ -141,6 +142,11 @@ class IndexBatch:
         else:
             raise ValueError("indices are an array, a tensor or both, got neither")
 
+    def as_one_set(self) -> IndexBatch:
+        """The same indices as ``[1, n]``."""
+        host = None if self._host is None else self._host.reshape(1, -1)
+        return IndexBatch(host, None if self._uploaded is None else self._uploaded.reshape(1, -1))
+
     @property
     def host(self) -> npt.NDArray[np.int64]:
         """The indices on the host; waits for the device if only a tensor was given."""
@@ -169,6 +175,16 @@ def on_host(batch: Batch) -> Array:
 def put_in(out: torch.Tensor | None, observations: torch.Tensor) -> torch.Tensor:
     """``observations``, copied to ``out`` if it is given."""
     return observations if out is None else out.copy_(observations)
+
+
+def newest_frames(observations: torch.Tensor, layout: StackLayout) -> torch.Tensor:
+    """The newest frame of each observation, ``[set, n, *layout.frame_spec.shape]``, of ``[set, n, *shape]``."""
+    lead, spec = observations.shape[:2], layout.frame_spec
+    if layout.axis == "first":
+        n_newest = layout.spec.shape[0] // layout.stack
+        return observations[:, :, -n_newest:].reshape(*lead, *spec.shape)
+    n_newest = layout.spec.shape[-1] // layout.stack
+    return observations[..., -n_newest:].reshape(*lead, *spec.shape)
 
 
 class PlannedWrite:
@@ -290,6 +306,24 @@ class DeviceStore(ABC):
     @abstractmethod
     def read(self, indices: IndexBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         """Observations ``[set, n, *shape]`` on the device: in ``out``, which is contiguous, or in new memory."""
+
+    def read_windows(
+        self, indices: IndexBatch, newest_only: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Observations ``[batch, length, *shape]`` on the device: in ``out``, which is contiguous, or in new memory.
+
+        Each row of ``indices [batch, length]`` is a window, consecutive observations of one stream. ``newest_only``
+        returns the newest frame of each stack, ``[batch, length, *layout.frame_spec.shape]``; a store without stacks
+        ignores it.
+        """
+        flat, layout = indices.as_one_set(), self.layout
+        if newest_only and layout is not None and layout.stack > 1:
+            return put_in(out, newest_frames(self.read(flat), layout).reshape(*indices.shape, *layout.frame_spec.shape))
+        if out is not None:
+            self.read(flat, out.view(1, -1, *out.shape[2:]))
+            return out
+        observations = self.read(flat)
+        return observations.view(*indices.shape, *observations.shape[2:])
 
     @abstractmethod
     def clear(self) -> None:

@@ -213,6 +213,13 @@ class DeviceObservationStore(DeviceStore):
             return self.inner.read(indices, out)
         return put_in(out, self._read_collected(indices))
 
+    def read_windows(
+        self, indices: IndexBatch, newest_only: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if self.inner is not None:
+            return self.inner.read_windows(indices, newest_only, out)
+        return put_in(out, self._read_collected(indices))
+
     def _read_collected(self, indices: IndexBatch) -> torch.Tensor:
         """Observations that are held as they came, wherever that is."""
         device, dtype = self.place.device, torch_dtype(self.dtype)
