@@ -13,7 +13,8 @@ from sb3_extra_buffers._torchrl.groups import Group, GroupConfig
 from sb3_extra_buffers._torchrl.indexing import Positions
 from sb3_extra_buffers._torchrl.stored_tensor import StoredTensor
 from sb3_extra_buffers._torchrl.tensors import CPU
-from sb3_extra_buffers._torchrl.wire import GroupPacket, ItemPacket, parse_packet
+from sb3_extra_buffers._torchrl.wire import GroupPacket, ItemPacket
+from sb3_extra_buffers._torchrl.wire_v1 import PacketV1
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import ReadOnlyBufferError
 from sb3_extra_buffers.stores.transfer import RowPacket
@@ -53,9 +54,8 @@ class PacketGroup(Group):
         self.packet.verify()
 
 
-def packet_items(packet: bytes) -> Any:
+def packet_items(parsed: ItemPacket | PacketV1) -> Any:
     """Return the TensorDict in a packet, or raise `CorruptPayloadError`; large tensors are decoded when used."""
-    parsed = parse_packet(packet)
     if not isinstance(parsed, ItemPacket) or len(parsed.lead) != 1:
         return parsed.decode()
     tensors: dict[Any, torch.Tensor] = parsed.dense()

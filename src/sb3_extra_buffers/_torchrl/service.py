@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from torchrl.data.replay_buffers.samplers import (
 from sb3_extra_buffers._torchrl import service_files
 from sb3_extra_buffers._torchrl.packet_group import packet_items
 from sb3_extra_buffers._torchrl.service_limiter import RateLimiter
-from sb3_extra_buffers._torchrl.wire import encode_packet, packet_note
+from sb3_extra_buffers._torchrl.wire import encode_packet, parse_packet
 from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.errors import (
     ArgumentError,
@@ -66,7 +66,6 @@ class CompressedReplayService(service_files.JournaledBuffer):
 
     def __init__(self, *args: Any, rate_limiter: RateLimiter | None = None, **kwargs: Any) -> None:
         self._limiter = rate_limiter
-        self._tickets = 0
         super().__init__(*args, **kwargs)
         if rate_limiter is not None:
             capacity = self._storage.capacity
@@ -84,22 +83,26 @@ class CompressedReplayService(service_files.JournaledBuffer):
         """
         # TorchRL's own clients send TensorDicts
         packet = data if isinstance(data, bytes) else encode_packet(as_items(data))
-        client, number = _sender(packet)
+        parsed = parse_packet(packet)
+        client, number = _sender(parsed.note)
         known = self._index_of(client, number)
         if known is not None:
             return known
-        items = packet_items(packet)
+        items = packet_items(parsed)
         with contextlib.nullcontext() if self._limiter is None else self._limiter.inserting(len(items)):
             return self._file(packet, items, client, number, **kwargs)
 
     def replay(self, packet: bytes) -> None:
         """Store a packet from the journal."""
-        client, number = _sender(packet)
+        parsed = parse_packet(packet)
+        client, number = _sender(parsed.note)
         if self._index_of(client, number) is None:
-            self._file(packet, packet_items(packet), client, number)
+            self._file(packet, packet_items(parsed), client, number)
 
     def extend_packets(self, packets: Sequence[Any], admitted: Any = None) -> tuple[int, Exception | None]:
         """Store packets in order, and return how many are stored and the error that stopped it, if any."""
+        if not isinstance(packets, (list, tuple)):
+            raise SpecMismatchError(f"expected a list of packets, got a {type(packets).__name__}")
         for n_stored, packet in enumerate(packets):
             try:
                 self.extend(packet)
@@ -290,54 +293,48 @@ class CompressedReplayService(service_files.JournaledBuffer):
 
         With the ``generation`` that was sampled along with an ``index``, items that were overwritten since are skipped.
         """
-        index = torch.stack(index, -1) if isinstance(index, tuple) else torch.as_tensor(index)
-        priority = torch.as_tensor(priority)
-        if index.is_floating_point() or priority.is_complex():
-            raise PriorityError(f"expected integers and priorities, got {index.dtype} and {priority.dtype}")
+        index, priority = _as_tensor(index, "indices", False), _as_tensor(priority, "priorities", True)
+        if priority.numel() != 1 and priority.shape != index.shape:
+            raise PriorityError(f"priorities of shape {tuple(priority.shape)} for indices of {tuple(index.shape)}")
         valid = torch.isfinite(priority) & (priority >= 0)
         if not bool(valid.all()):
             raise PriorityError(f"a priority must be a finite number of at least 0, got {priority[~valid][0].item()}")
+        index, priority = index.reshape(-1), priority.reshape(-1).expand(index.numel())
         with self._replay_lock:
             length = len(self._storage)
             if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < length:
                 raise IndexOutOfRangeError(f"an index is not among the {length} items that are stored")
             if generation is not None:
-                generation = torch.as_tensor(generation)
-                if generation.shape != index.shape:
-                    raise PriorityError(f"{tuple(generation.shape)} generations for {tuple(index.shape)} indices")
-                current = generation == self._generations(index)
-                if not bool(current.all()):
-                    priority = priority.expand(index.shape)[current] if priority.numel() <= 1 else priority[current]
-                    index = index[current]
-            if index.numel():
-                super().update_priority(index, priority)
-        return len(index.reshape(-1))
+                numbers = _as_tensor(generation, "generations", False).reshape(-1)
+                if numbers.shape != index.shape:
+                    raise PriorityError(f"{len(numbers)} generations for {len(index)} indices")
+                current = numbers == self._generations(index)
+                index, priority = index[current], priority[current]
+            if not isinstance(self._sampler, PrioritizedSampler) or not len(index):
+                return 0
+            super().update_priority(index, priority)
+        return len(index)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> int:
         """Set the priorities in ``data``, which was sampled before; see `update_priority`."""
+        data = as_items(data)
+        if data.get("index", None) is None:
+            raise SpecMismatchError('priorities need the "index" of the items, as they were sampled')
         if not isinstance(self._sampler, PrioritizedSampler):
             return 0
-        data = as_items(data)
         generation = data.get(GENERATION, None)
         if not data.ndim or generation is None or self._sample_unit is not None:
             super().update_tensordict_priority(data)
             return int(data.numel())
         # samplers of slices give each index an axis of its own
-        return self.update_priority(
-            data.get("index").reshape(-1), self._get_priority_vector(data), generation.reshape(-1)
-        )
+        index = data.get("index").reshape(-1)
+        return self.update_priority(index, self._get_priority_vector(data), generation.reshape(-1))
 
     # ---- information ----
 
     def rate(self) -> dict[str, float]:
         """Return the counters of the rate limiter."""
         return {} if self._limiter is None else self._limiter.state()
-
-    def next_ticket(self) -> int:
-        """Return a number that no other caller gets."""
-        with self._replay_lock:
-            self._tickets += 1
-            return self._tickets - 1
 
     def memory_usage(self) -> dict[str, Any]:
         """Return the memory in use, by purpose."""
@@ -353,13 +350,22 @@ class CompressedReplayService(service_files.JournaledBuffer):
         return type(self).__name__
 
 
-def _sender(packet: bytes) -> tuple[str, int]:
+def _sender(note: Mapping[str, Any]) -> tuple[str, int]:
     """Return the name of the client that sent a packet, and the packet's number."""
-    note = packet_note(packet)
     client, number = note.get("writer", ""), note.get("number", 0)
     if not isinstance(client, str) or len(client) > 256 or type(number) is not int or not 0 <= number < 1 << 62:
         raise CorruptPayloadError(f"a packet cannot be number {number!r} of client {client!r}")
     return client, number
+
+
+def _as_tensor(values: Any, what: str, is_float: bool) -> torch.Tensor:
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PriorityError(f"expected {what}, got {values!r}: {error}") from None
+    if tensor.is_complex() or tensor.dtype == torch.bool or (tensor.is_floating_point() and not is_float):
+        raise PriorityError(f"expected {what}, got a tensor of {tensor.dtype}")
+    return tensor
 
 
 def as_items(data: Any) -> TensorDictBase:

@@ -105,7 +105,7 @@ class ShardedRayClient:
         return self.extend(as_items(data).unsqueeze(0))
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until everything that was passed to ``extend(wait=False)`` is stored; see `CompressedRayClient.flush`."""
+        """Wait until everything that was passed to ``extend(wait=False)`` is stored, at most ``timeout`` s."""
         self._own_shard().flush(timeout)
 
     # ---- learners ----
