@@ -24,11 +24,13 @@ REVERB = ROOT / ".venv-reverb" / "bin" / "python"
 #: a collector sends this many steps of all environments at a time
 PACKET = 64
 BATCH = 256
+WINDOW = 16
 NAMES = {
     "in 1": "one collector, 64 steps per packet",
     "in 4": "four collectors, 64 steps per packet each",
     "out": "one learner, 256 random transitions per batch",
     "both": "one learner while a collector is sending",
+    "windows": "a learner's windows of 16 steps, 16 per batch",
 }
 
 
@@ -130,13 +132,15 @@ def wire(game: str, n_steps: int, quick: bool) -> dict[str, Any]:
     """Bytes per transition in packets, and as the tensors that they stand for."""
     from functools import partial
 
+    import torch
+
     from sb3_extra_buffers._torchrl.service import CompressedReplayService
     from sb3_extra_buffers._torchrl.wire import KeyframeCache, PacketEncoder, decode_packet
     from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
 
     storage = partial(CompressedStorage, n_steps * feed.N_ENVS, n_envs=feed.N_ENVS)
     service, encoder, cache = CompressedReplayService(storage=storage), PacketEncoder(), KeyframeCache()
-    sizes: dict[str, list[float]] = {"in": [], "out": []}
+    sizes: dict[str, list[float]] = {"in": [], "out": [], "windows": []}
     plain = 0.0
     for data in packets(game, n_steps, n_steps // PACKET):
         packet = encoder.encode(data)
@@ -148,7 +152,12 @@ def wire(game: str, n_steps: int, quick: bool) -> dict[str, Any]:
         packet = service.sample(BATCH, known=lease.known)
         decode_packet(packet, lease)
         sizes["out"].append(len(packet) / BATCH)
-    return {"in": statistics.mean(sizes["in"]), "out": statistics.median(sizes["out"]), "plain": plain}
+        # windows of one environment each
+        starts = torch.randint(0, len(service) - WINDOW * feed.N_ENVS, (BATCH // WINDOW,))
+        index = (starts[:, None] + feed.N_ENVS * torch.arange(WINDOW)).reshape(-1)
+        sizes["windows"].append(len(service.storage.gather(index, {}).pack(lease.known)) / BATCH)
+    medians = {way: statistics.median(sizes[way]) for way in ("out", "windows")}
+    return medians | {"in": statistics.mean(sizes["in"]), "plain": plain}
 
 
 def reverb(game: str, n_steps: int, quick: bool) -> dict[str, Any] | None:
@@ -180,6 +189,9 @@ def measure(game: str, n_steps: int, quick: bool) -> list[dict[str, Any]]:
             | {"what": what, "per_second": round(rates[what]), "wire_bytes": round(sizes[way], 1)}
             | {"plain_bytes": round(sizes["plain"]), "bytes_per_item": round(rates["bytes_per_item"], 1)}
         )
+    rows.append(
+        info | {"what": "windows", "wire_bytes": round(sizes["windows"], 1), "plain_bytes": round(sizes["plain"])}
+    )
     theirs = reverb(game, n_steps, quick)
     if theirs is not None:
         rows += [info | {"what": f"reverb {way}", "per_second": round(theirs[way])} for way in ("in", "out")]
@@ -200,7 +212,7 @@ def table(measured: list[dict[str, Any]]) -> str:
         lines.append(
             [
                 name,
-                f"{float(row['per_second']):,.0f}",
+                f"{float(row['per_second']):,.0f}" if row["per_second"] else "",
                 f"{float(theirs):,.0f}" if theirs else "",
                 f"{sent:,.0f}",
                 render.percent(sent / plain),

@@ -18,10 +18,11 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler, SliceSample
 from sb3_extra_buffers._torchrl.service import CompressedReplayService
 from sb3_extra_buffers._torchrl.service_limiter import RateLimiter
 from sb3_extra_buffers._torchrl.service_shards import merge_parts, split_batch
-from sb3_extra_buffers._torchrl.wire import decode_packet, encode_packet
+from sb3_extra_buffers._torchrl.wire import KeyframeCache, PacketEncoder, decode_packet, encode_packet
 from sb3_extra_buffers.errors import (
     ArgumentError,
     EmptyBufferError,
+    ExtraBuffersError,
     IndexOutOfRangeError,
     PriorityError,
     RateLimitError,
@@ -302,3 +303,57 @@ def test_batches_that_cannot_be_split_are_refused() -> None:
     slices = [service(sampler=SliceSampler(slice_len=5)).contents()]
     with pytest.raises(ArgumentError, match="not divisible by slice_len=5"):
         split_batch(slices, 32, rng)
+
+
+# ---- packets that are damaged ----
+
+
+def test_damaged_packets_are_stored_whole_or_not_at_all(tmp_path: Path) -> None:
+    buffer, data = service(2000, tmp_path), trajectory(60)
+    buffer.extend(encode_packet(data, writer="a", number=1))
+    packet = encode_packet(data[:20])
+    expected, n_refused = 60, 0
+    for place in range(8, len(packet), max(1, len(packet) // 60)):
+        damaged = bytearray(packet)
+        damaged[place] ^= 1 << place % 8
+        try:
+            buffer.extend(bytes(damaged))
+            expected += 20
+        except ExtraBuffersError:
+            n_refused += 1
+        assert len(buffer) == expected
+    assert n_refused > 10
+    buffer._storage.check()
+    stored = contents(buffer)
+    assert_same(stored[:60], data)
+    assert_same(contents(service(2000, tmp_path)), stored)
+
+
+def test_observations_are_filed_without_decoding_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the moment that the storage has chosen its method."""
+    buffer, data, encoder = service(2000), trajectory(300), PacketEncoder()
+    buffer.extend(encoder.encode(data[:200]))
+
+    def fail(*_: Any) -> Any:
+        raise AssertionError("rows were encoded again")
+
+    [group] = buffer._storage.table.groups
+    with monkeypatch.context() as patch:
+        for name in ("write", "write_step"):
+            patch.setattr(group.store, name, fail)
+        buffer.extend(encoder.encode(data[200:]))
+    assert_same(contents(buffer), data)
+
+
+def test_keyframes_that_the_learner_has_are_not_sent_again() -> None:
+    buffer, data, cache = service(2000), trajectory(400), KeyframeCache()
+    buffer.extend(encode_packet(data))
+    sizes = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        lease = cache.lease()
+        packet = buffer.sample(32, known=lease.known)
+        batch = decode_packet(packet, lease)
+        assert_same(batch.exclude("index"), data[batch["index"]])
+        sizes.append(len(packet))
+    assert sizes[1] < sizes[0]
