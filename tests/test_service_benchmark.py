@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 pytest.importorskip("torchrl")
 pytest.importorskip("matplotlib")
 
-from benchmarks import service
 from tests.replay_buffers.trajectories import trajectory
+
+service: Any = importlib.import_module("benchmarks.service")
 
 
 def test_bytes_on_the_wire_are_a_fraction_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

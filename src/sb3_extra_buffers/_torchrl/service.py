@@ -26,7 +26,6 @@ from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.errors import (
     ArgumentError,
     CorruptPayloadError,
-    EmptyBufferError,
     ExtraBuffersError,
     FileWriteError,
     IndexOutOfRangeError,
@@ -214,8 +213,9 @@ class CompressedReplayService(service_files.JournaledBuffer):
 
     @property
     def _sends_encoded(self) -> bool:
-        """Whether items are sent as they are stored: nothing may want to change them before."""
-        return not self._transform and self._sample_unit is None and not self._prefetch
+        """Whether items are sent as they are stored: in host memory, and without anything that changes them before."""
+        on_host = getattr(self._storage.device, "type", "cpu") == "cpu"
+        return on_host and not self._transform and self._sample_unit is None and not self._prefetch
 
     @contextlib.contextmanager
     def _drawing(self, batch_size: int | None) -> Iterator[None]:
@@ -230,11 +230,9 @@ class CompressedReplayService(service_files.JournaledBuffer):
         count = self._batch_size if batch_size is None else batch_size
         if count is None:
             raise ArgumentError("pass a batch_size to sample() or to the constructor")
-        if not len(self._storage):
-            raise EmptyBufferError("cannot sample from an empty buffer")
         index: Any
         info: dict[Any, Any]
-        if among is not None and type(self._sampler) is RandomSampler:
+        if among is not None and type(self._sampler) is RandomSampler and len(self._storage):
             index, info = torch.randint(0, min(among, len(self._storage)), (count,)), {}
         else:
             index, info = self._sampler.sample(self._storage, count)
@@ -242,7 +240,7 @@ class CompressedReplayService(service_files.JournaledBuffer):
         info["index"] = torch.stack(index, -1) if isinstance(index, tuple) else index
         if isinstance(self._sampler, PrioritizedSampler):
             info[GENERATION] = self._generations(info["index"])
-        extra = {key: torch.as_tensor(value) for key, value in info.items()}
+        extra = {key: _per_item(value, info["index"]) for key, value in info.items()}
         return self._storage.gather(index, extra).pack, info
 
     def _sample_items(self, batch_size: int | None, **kwargs: Any) -> tuple[Pack, dict[Any, Any]]:
@@ -356,6 +354,12 @@ def _sender(note: Mapping[str, Any]) -> tuple[str, int]:
     if not isinstance(client, str) or len(client) > 256 or type(number) is not int or not 0 <= number < 1 << 62:
         raise CorruptPayloadError(f"a packet cannot be number {number!r} of client {client!r}")
     return client, number
+
+
+def _per_item(value: Any, index: torch.Tensor) -> torch.Tensor:
+    """Return a sampler's information as a tensor with a value for each item."""
+    tensor = torch.as_tensor(value)
+    return tensor if tensor.ndim else tensor.expand(len(index))
 
 
 def _as_tensor(values: Any, what: str, is_float: bool) -> torch.Tensor:

@@ -154,6 +154,10 @@ class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torc
 
         return self._batches.next((batch_size, return_info, *kwargs.items()), request)
 
+    def next(self) -> Any:
+        """Return the next batch of an iteration."""
+        return self.sample()
+
     def __getitem__(self, index: Any) -> Any:
         return decode_packet(self._ask("packed", index))
 
