@@ -229,14 +229,15 @@ def packet_note(packet: bytes) -> dict[str, Any]:
     return parse_packet(packet).note
 
 
-def decode_packet(packet: bytes, lease: Lease | None = None) -> Any:
+def decode_packet(packet: bytes, lease: Lease | None = None, window: int | None = None) -> Any:
     """Return the TensorDict in a packet, or raise `CorruptPayloadError`.
 
     Packets are not trusted: the header is checked before anything is decoded, and decoding takes no more memory than
     the tensors, which are limited to `MAX_BYTES`. ``lease`` is the one whose `Lease.known` the packet was asked with.
+    If the items are windows of ``window`` consecutive steps, each frame of a window is decoded once.
     """
     parsed = parse_packet(packet)
-    return parsed.decode() if isinstance(parsed, wire_v1.PacketV1) else parsed.decode(lease)
+    return parsed.decode() if isinstance(parsed, wire_v1.PacketV1) else parsed.decode(lease, window)
 
 
 def parse_packet(packet: Any) -> ItemPacket | wire_v1.PacketV1:
@@ -363,13 +364,17 @@ class ItemPacket:
             first += spec.nbytes
         return tensors
 
-    def decode(self, lease: Lease | None = None) -> Any:
-        """Return the items as a TensorDict."""
+    def decode(self, lease: Lease | None = None, window: int | None = None) -> Any:
+        """Return the items as a TensorDict; ``window`` consecutive ones share frames, by default the last axis."""
+        if window is None and len(self.lead) > 1:
+            window = self.lead[-1]
         try:
             tensors = self.dense()
             for keys, dtype, packet in self.groups(lease):
                 shape = (*self.lead, *packet.spec.shape)
-                for key, rows in zip(keys, packet.read(), strict=True):
+                is_windows = window is not None and window > 1 and self.n_rows % window == 0
+                decoded = packet.read_windows(window) if window is not None and is_windows else packet.read()
+                for key, rows in zip(keys, decoded.reshape(len(keys), -1, packet.spec.nbytes), strict=True):
                     tensors[key] = as_tensor(rows.view(packet.spec.dtype).reshape(shape), dtype)
         except _CONSEQUENCES as error:
             if isinstance(error, CorruptPayloadError):
