@@ -96,6 +96,28 @@ def test_a_view_reads_windows_and_their_last_next_observation(n_steps: int, axis
         np.testing.assert_array_equal(newest, windows[:, :-1, 3] if axis == "first" else windows[:, :-1, ..., 3])
 
 
+@pytest.mark.parametrize("size", [(84, 84), (83, 85)])
+@pytest.mark.parametrize("axis", ["first", "last"])
+@pytest.mark.parametrize("method", ["delta", "none"])
+def test_batches_larger_than_the_caches_are_read_exactly(size: tuple[int, int], axis: str, method: str) -> None:
+    shape = (4, *size) if axis == "first" else (*size, 4)
+    store = ObservationStore(ObsSpec(shape, np.dtype(np.uint8)), 2, method)
+    view = StoreView(store, (60, 2))
+    dense = np.stack([obs for obs, _ in transitions(size, 4, axis, 2, 60)])
+    view[...] = dense
+    steps, envs = window_steps(np.arange(16) * 7 % 60, 60, 60), np.arange(16) % 2
+    expected = dense[steps, envs[:, None]]
+    assert expected.nbytes > 24 << 20
+    assert store.layout is not None
+    assert store.layout.stack == 4
+    out = np.full(expected.shape, 0xAA, np.uint8)
+    np.testing.assert_array_equal(view.read_windows(steps, envs, out=out), expected)
+    np.testing.assert_array_equal(view[steps, np.broadcast_to(envs[:, None], steps.shape)], expected)
+    # memory that is not aligned
+    odd = np.full(expected.size + 1, 0xAA, np.uint8)[1:].reshape(expected.shape)
+    np.testing.assert_array_equal(view.read_windows(steps, envs, out=odd), expected)
+
+
 def test_a_view_of_another_dtype_converts_windows() -> None:
     store = ObservationStore(ObsSpec((5,), np.dtype(np.uint8)), 2, "none")
     view = StoreView(store, (6, 2), dtype=np.dtype(np.float32))

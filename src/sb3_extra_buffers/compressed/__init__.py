@@ -41,6 +41,11 @@ if TYPE_CHECKING:
         PrioritizedReplayBufferSamples,
         prioritized,
     )
+    from sb3_extra_buffers.compressed.sequences import (
+        CompressedDictSequenceReplayBuffer,
+        CompressedSequenceReplayBuffer,
+        SequenceSamples,
+    )
 
 __all__ = [
     "BufferUsageCallback",
@@ -49,6 +54,7 @@ __all__ = [
     "CompressedDictPrioritizedReplayBuffer",
     "CompressedDictReplayBuffer",
     "CompressedDictRolloutBuffer",
+    "CompressedDictSequenceReplayBuffer",
     "CompressedHerReplayBuffer",
     "CompressedMaskableDictRolloutBuffer",
     "CompressedMaskableRolloutBuffer",
@@ -58,7 +64,9 @@ __all__ = [
     "CompressedRecurrentRolloutBuffer",
     "CompressedReplayBuffer",
     "CompressedRolloutBuffer",
+    "CompressedSequenceReplayBuffer",
     "PrioritizedReplayBufferSamples",
+    "SequenceSamples",
     "compressed",
     "find_buffer_dtypes",
     "find_smallest_dtype",
@@ -105,6 +113,11 @@ __getattr__, __dir__ = attach(
             "CompressedPrioritizedReplayBuffer",
             "PrioritizedReplayBufferSamples",
             "prioritized",
+        ],
+        "sequences": [
+            "CompressedDictSequenceReplayBuffer",
+            "CompressedSequenceReplayBuffer",
+            "SequenceSamples",
         ],
     },
     _check_contrib,

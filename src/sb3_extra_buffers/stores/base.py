@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
+from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.kernels.policy import ReadWork, read_ns, write_ns
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
@@ -179,11 +180,23 @@ class Store(ABC):
     def __setstate__(self, state: dict[str, Any]) -> None: ...
 
 
+def rows_for(out: ByteRows | None, shape: tuple[int, ...]) -> ByteRows:
+    """Return ``out`` if it can hold rows of ``shape``, new memory if it is None; raise otherwise."""
+    if out is None:
+        return np.empty(shape, np.uint8)
+    if out.shape != shape or out.dtype != np.uint8 or not out.flags.carray:
+        raise SpecMismatchError(
+            f"out must be a writable C-contiguous array of shape {shape} and dtype uint8, "
+            f"got shape {out.shape} and dtype {out.dtype}"
+        )
+    return out
+
+
 def put_rows(out: ByteRows | None, rows: ByteRows) -> ByteRows:
     """``rows``, copied to ``out`` if it is given."""
     if out is None:
         return rows
-    out[...] = rows
+    rows_for(out, rows.shape)[...] = rows
     return out
 
 

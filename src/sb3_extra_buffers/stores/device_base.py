@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 if TYPE_CHECKING:
+    from sb3_extra_buffers.kernels.launcher import TableLayout
     from sb3_extra_buffers.stores.observation import ObservationStore
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "runs_kernels",
     "stays_on_host",
     "usable_device",
+    "wait_before_freeing",
 ]
 
 Array = npt.NDArray[Any]
@@ -70,6 +73,18 @@ def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether ``tensor`` is on ``device``; a device without a number is any of its type."""
     own = tensor.device
     return own.type == device.type and (own.index is None or device.index is None or own.index == device.index)
+
+
+def wait_before_freeing(owner: object, device: torch.device) -> None:
+    """Let the device finish before ``owner``, whose pinned memory its kernels use, is freed."""
+    if device.type == "cuda":
+        # torch knows of copies from and to pinned memory, but not of kernels that use it
+        weakref.finalize(owner, _wait_for, device).atexit = False
+
+
+def _wait_for(device: torch.device) -> None:
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize(device)
 
 
 def usable_device(device: str | torch.device) -> torch.device:
@@ -196,6 +211,10 @@ class PlannedWrite:
     __slots__ = ()
     may_fail = False
 
+    def take_columns(self, columns: Any) -> bool:
+        """Write ``columns`` of the step (`StagedColumns`) in the same launch; return whether `commit` will do so."""
+        return False
+
     def commit(self) -> None:
         """Write the step."""
         raise NotImplementedError
@@ -282,6 +301,9 @@ class DeviceStore(ABC):
     def accepts(codec: Codec, layout: StackLayout) -> bool:
         """Whether such a store can hold frames of ``layout`` encoded by ``codec``."""
         return True
+
+    def use_columns(self, table: TableLayout | None) -> None:  # noqa: B027  # most stores write observations only
+        """Be ready to write the columns of ``table``, which is on the device, with every step."""
 
     def train(self, rows: ByteRows) -> None:  # noqa: B027  # most stores have nothing to learn
         """Learn from the first observations, before any is written."""
