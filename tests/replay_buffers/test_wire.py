@@ -91,9 +91,9 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("compress", [True, False])
+@pytest.mark.parametrize("compress", [True, False, 3])
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_items_are_sent_as_they_are_stored(settings: dict[str, Any], compress: bool) -> None:
+def test_items_are_sent_as_they_are_stored(settings: dict[str, Any], compress: bool | int) -> None:
     storage, data = stored(100, 2, **settings)
     cache = KeyframeCache()
     for seed in range(3):

@@ -161,6 +161,15 @@ class PortableSegmentStore(PortableFrameStore):
             self._check_limit(self.heap.limit)
         self._note_sealed(segments)
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.pop("_fingerprints", None)
+        return state
+
+    def __setstate__(self, stored: dict[str, Any]) -> None:
+        super().__setstate__(stored)
+        self._fingerprints = {}
+
 
 def fingerprint(part: Any) -> bytes:
     """A hash by which two processes recognise bytes that both have."""
