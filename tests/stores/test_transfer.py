@@ -14,11 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError, IndexOutOfRangeError, SpecMismatchError
+from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.observation import ObservationStore
+from sb3_extra_buffers.stores.restore import pack_payloads, place_payloads
 from sb3_extra_buffers.stores.transfer import RowPacket, export_rows, import_rows
 from sb3_extra_buffers.stores.transfer_cache import KeyframeCache, split_known
 from sb3_extra_buffers.stores.transfer_encoder import RowEncoder
-from tests.contracts.store import KERNELS, Stacked, Walk, examples, method_params, transitions
+from tests.contracts.store import KERNELS, Stacked, Walk, examples, method_params, run_fresh, transitions
 from tests.torture.interrupts import Injector
 
 METHODS = method_params(
@@ -95,8 +97,53 @@ def test_packets_are_filed_in_other_stores(method: str, target_method: str, axis
     np.testing.assert_array_equal(target.read(np.arange(target.n_obs)), model)
 
 
+@pytest.mark.parametrize(("frames", "target_frames"), [(4, 8), (8, 4), (4, 32), (32, 8)])
+def test_segments_of_any_length_are_filed(frames: int, target_frames: int) -> None:
+    source, rows = filled("delta", options={"frames": frames})
+    target, model = filled("delta", seed=1, options={"frames": target_frames})
+
+    import_rows(target, np.arange(50, 90), np.zeros(40, np.int64), sent(export_rows(source, np.arange(10, 50))))
+
+    target.check()
+    model[50:90] = rows[10:50]
+    np.testing.assert_array_equal(contents(target), model)
+
+
+@pytest.mark.parametrize("method", ["delta", "camera", "gzip"])
+def test_stores_that_were_loaded_read_only_are_exported(method: str) -> None:
+    store, model = filled(method)
+    parts = store.to_parts()
+    assert parts.heap is not None
+    payloads = pack_payloads(parts.heap)
+    arrays = {name: array.copy() for name, array in (parts.arrays | payloads).items()}
+    for array in arrays.values():
+        array.flags.writeable = False
+
+    def refer(heap: Heap, payload_ids: Any) -> None:
+        place_payloads(heap, payload_ids, arrays["starts"], arrays["payload"], copied=False)
+
+    loaded = ObservationStore.from_parts(parts.record, arrays, refer, read_only=True)
+
+    np.testing.assert_array_equal(sent(export_rows(loaded, pairs(60, 20))).read(), model[pairs(60, 20)])
+
+
 def contents(store: ObservationStore) -> Any:
     return store.read(np.arange(store.n_obs))
+
+
+@pytest.mark.parametrize("method", ["delta", "camera", "gzip", "palette", "auto"])
+def test_windows_are_read_as_they_are_stored(method: str) -> None:
+    store, model = filled(method)
+    windows = np.array([[4, 6, 8, 10], [31, 33, 35, 37], [112, 114, 116, 238]])
+    packet = sent(export_rows(store, windows))
+
+    np.testing.assert_array_equal(packet.read(), model[windows])
+    np.testing.assert_array_equal(packet.read_windows(4), model[windows])
+    if store.layout is not None and store.layout.stack > 1:
+        newest = packet.read_windows(4, newest_only=True)
+        np.testing.assert_array_equal(newest, model[windows][..., -store.layout.frame_bytes :])
+    with pytest.raises(SpecMismatchError):
+        packet.read_windows(5)
 
 
 def test_windows_share_the_segments_that_they_touch() -> None:
@@ -321,6 +368,55 @@ def test_damaged_packets_raise_or_hold_other_rows(method: str) -> None:
         if not np.array_equal(contents(target), model):  # decoded and collected
             target, model = filled(method, seed=1)
     assert n_refused > 100
+
+
+# runs in a process of its own: a read outside the packet ends it
+FUZZ = """
+import ctypes, json, mmap, sys
+import numpy as np
+from sb3_extra_buffers.errors import CorruptPayloadError
+from sb3_extra_buffers.stores.transfer import RowPacket, export_rows
+from tests.stores.test_transfer import filled
+
+method, compiled, count = sys.argv[1], sys.argv[2] == "True", int(sys.argv[3])
+store, _ = filled(method, compiled=compiled)
+buffers = [np.frombuffer(bytearray(part), np.uint8) for part in export_rows(store, np.arange(100)).to_buffers()]
+names = [entry[0] for entry in json.loads(buffers[0].tobytes())["arrays"]]
+# right before a page that must not be read
+at = 1 + names.index("data")
+pages = -(-buffers[at].size // mmap.PAGESIZE) * mmap.PAGESIZE
+area = mmap.mmap(-1, pages + mmap.PAGESIZE)
+address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+if sys.platform == "linux":
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + pages), mmap.PAGESIZE, 0) == 0
+data = np.frombuffer(area, np.uint8)[pages - buffers[at].size : pages]
+data[:] = buffers[at]
+truth, buffers[at] = buffers[at], data
+rng = np.random.default_rng(0)
+refused = read = 0
+for turn in range(count):
+    places = rng.integers(0, data.size, rng.integers(1, 4))
+    if turn % 2:
+        # the last segment, which ends where the packet does
+        places = data.size - 65 - places % 200
+    data[places] = rng.choice([0, 1, 2, 3, 255, int(rng.integers(256))], len(places))
+    try:
+        packet = RowPacket.from_buffers(store.spec, buffers, compiled=compiled)
+        packet.verify()
+        packet.read()
+        read += 1
+    except CorruptPayloadError:
+        refused += 1
+    data[:] = truth
+print(refused, read)
+"""
+
+
+@pytest.mark.parametrize("compiled", KERNELS)
+@pytest.mark.parametrize("method", method_params("delta", "delta2", "scroll", "camera"))
+def test_damaged_packets_are_not_read_past_their_end(method: str, compiled: bool) -> None:
+    refused, _ = map(int, run_fresh(FUZZ, method, str(compiled), "400").split())
+    assert refused > 20
 
 
 @pytest.mark.parametrize(

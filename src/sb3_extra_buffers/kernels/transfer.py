@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from typing import Any
 
-import numpy as np
-
 from sb3_extra_buffers.kernels.dispatch import compiled_kernels
 from sb3_extra_buffers.kernels.frames import get_length, set_row
+from sb3_extra_buffers.kernels.lz4_block import copy_run
 from sb3_extra_buffers.kernels.state import (
     PACKED_CAMERA,
     PACKED_LZ4,
@@ -39,18 +37,71 @@ def transfer_kernels(compiled: bool) -> Any:
     return compiled_kernels("transfer") if compiled else sys.modules[__name__]
 
 
-def copy_ranges(source: Bytes, starts: Ints, target: Bytes, targets: Ints, lengths: Ints) -> None:
-    """Copy ``source[starts[i]:][:lengths[i]]`` to ``target[targets[i]:]`` for every i. Offsets must be valid."""
-    for start, to, length in zip(starts.tolist(), targets.tolist(), lengths.tolist(), strict=True):
-        target[to : to + length] = source[start : start + length]
+def measure_segments(
+    state: FrameState,
+    segments: Ints,
+    needed: Ints,  # [segment]: frames that are needed, from the first one on
+    lengths: Ints32,  # [segment]: set to the bytes that these take
+) -> int:
+    """Find out how long segments are up to the last frame that is needed; return the total.
+
+    Those that are compressed as a whole are needed as a whole: ``needed`` is then set to their number of frames.
+    """
+    width = state.config.length_bytes
+    total = 0
+    for i in range(len(segments)):
+        source, start, _, end = find_segment(state, segments[i])
+        flags = source[start]
+        if flags != 0 and flags != PACKED_CAMERA:
+            needed[i] = source[start + 1]
+            length = end - start
+        else:
+            length = 2 + needed[i] * width
+            for position in range(needed[i]):
+                length += get_length(source, start + 2 + position * width, width)
+        lengths[i] = length
+        total += length
+    return total
 
 
-def as_writable(array: Bytes) -> Bytes:
-    """Return ``array`` in the one form that compiled kernels take; they must not write to it if it is read-only."""
-    if array.flags.writeable:
-        return array
-    # from the address: NumPy does not make a read-only array writable
-    return np.ctypeslib.as_array((ctypes.c_uint8 * array.size).from_address(array.ctypes.data))
+def copy_segments(
+    state: FrameState,
+    segments: Ints,
+    needed: Ints,  # as `measure_segments` has left it
+    lengths: Ints32,
+    out: Bytes,
+) -> None:
+    """Copy segments up to the last frame that is needed to ``out``, one after the other, in the form of sealed ones."""
+    to = 0
+    for i in range(len(segments)):
+        source, start, body, _ = find_segment(state, segments[i])
+        header = 2 + needed[i] * state.config.length_bytes
+        copy_run(out, to, source, start, header)
+        out[to + 1] = needed[i]
+        copy_run(out, to + header, source, body, lengths[i] - header)
+        to += lengths[i]
+
+
+def find_segment(state: FrameState, segment: int) -> tuple[Bytes, int, int, int]:
+    """Return the memory that holds a segment, and where it, its frames and its end are in there."""
+    config = state.config
+    start = state.starts[segment]
+    if start < 0:
+        source, start = state.stage, -1 - start
+        end = start + state.stage_ends[start // config.stage_bytes]
+        return source, start, start + 2 + config.per_segment * config.length_bytes, end
+    source = state.heap
+    body = start + 2 + int(source[start + 1]) * config.length_bytes
+    return source, start, body, start + state.lengths[segment]
+
+
+def copy_payloads(state: FrameState, segments: Ints, out: Bytes) -> None:
+    """Copy whole payloads to ``out``, one after the other."""
+    to = 0
+    for i in range(len(segments)):
+        length = state.lengths[segments[i]]
+        copy_run(out, to, state.heap, state.starts[segments[i]], length)
+        to += length
 
 
 def check_segments(state: FrameState, frame_ids: Ints32, n_keyframes: int) -> int:

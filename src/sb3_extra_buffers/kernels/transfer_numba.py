@@ -10,18 +10,26 @@ from sb3_extra_buffers.kernels import (
 )
 from sb3_extra_buffers.kernels.columns_numba import as_column, tables_at
 from sb3_extra_buffers.kernels.compiling import compiled, entry, use_reference
-from sb3_extra_buffers.kernels.intrinsics import copy_bytes
 
 use_reference(transfer)
-_check_segments, _refer_rows = compiled(transfer.check_segments), compiled(transfer.refer_rows)
+_measure_segments, _copy_segments = compiled(transfer.measure_segments), compiled(transfer.copy_segments)
+_copy_payloads, _check_segments = compiled(transfer.copy_payloads), compiled(transfer.check_segments)
+_refer_rows = compiled(transfer.refer_rows)
 
 
 @entry
-def copy_ranges(source: Any, starts: Any, target: Any, targets: Any, lengths: Any) -> None:
-    source_, starts_, target_ = as_column(source), as_column(starts), as_column(target)
-    targets_, lengths_ = as_column(targets), as_column(lengths)
-    for i in range(len(starts)):
-        copy_bytes(target_, targets_[i], source_, starts_[i], lengths_[i])
+def measure_segments(bound: Any, segments: Any, needed: Any, lengths: Any) -> int:
+    return _measure_segments(tables_at(bound), as_column(segments), as_column(needed), as_column(lengths))
+
+
+@entry
+def copy_segments(bound: Any, segments: Any, needed: Any, lengths: Any, out: Any) -> None:
+    _copy_segments(tables_at(bound), as_column(segments), as_column(needed), as_column(lengths), as_column(out))
+
+
+@entry
+def copy_payloads(bound: Any, segments: Any, out: Any) -> None:
+    _copy_payloads(tables_at(bound), as_column(segments), as_column(out))
 
 
 @entry

@@ -13,6 +13,7 @@ from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.kernels import frame_kernels
 from sb3_extra_buffers.kernels.state import N_FREED, N_NEW
+from sb3_extra_buffers.kernels.transfer import transfer_kernels
 from sb3_extra_buffers.stores.arena import lengthen
 from sb3_extra_buffers.stores.base import Array, Indices
 from sb3_extra_buffers.stores.checks import column, require, within
@@ -20,7 +21,7 @@ from sb3_extra_buffers.stores.codec_records import codec_to_bytes, codecs_from_b
 from sb3_extra_buffers.stores.frame_tables import FrameIds
 from sb3_extra_buffers.stores.frames import FrameStore, SavedFrames
 from sb3_extra_buffers.stores.layout import Frames, StackLayout
-from sb3_extra_buffers.stores.portable import EncodedFrames, Numbers, PortableFrameStore, gather
+from sb3_extra_buffers.stores.portable import EncodedFrames, Numbers, PortableFrameStore, empty_data
 from sb3_extra_buffers.stores.workers import run_split
 
 # bytes of output that a thread decodes at a time
@@ -207,8 +208,8 @@ class PayloadStore(PortableFrameStore):
         self, frame_ids: FrameIds, segments: npt.NDArray[np.int64], needed: npt.NDArray[np.int64]
     ) -> tuple[EncodedFrames, list[int]]:
         lengths = self.heap.lengths[segments]
-        starts = self.heap.starts[segments]
-        data = gather(self.heap.data, starts, lengths.astype(np.int64), self._kernels.compiled)
+        data = empty_data(int(lengths.sum(dtype=np.int64)))
+        transfer_kernels(self._kernels.compiled).copy_payloads(self._tables(), segments, data)
         used, owners = np.unique(self._generation[segments], return_inverse=True)
         shared = [codec_to_bytes(self.codecs[number]) for number in used.tolist()]
         local: Numbers = owners.reshape(-1).astype(np.int32)

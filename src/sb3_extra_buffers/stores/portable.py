@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.kernels import as_contiguous
 from sb3_extra_buffers.kernels.state import N_UNUSED, NONE, Bytes
-from sb3_extra_buffers.kernels.transfer import as_writable, transfer_kernels
+from sb3_extra_buffers.kernels.transfer import transfer_kernels
 from sb3_extra_buffers.stores.arena import SLACK
 from sb3_extra_buffers.stores.base import Indices
 from sb3_extra_buffers.stores.checks import require, within
@@ -187,10 +187,8 @@ class PortableFrameStore(FrameStore):
         self._free(segments[self.state.live[segments] == 0])
 
 
-def gather(source: Bytes, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], compiled: bool) -> Bytes:
-    """Return the ranges of ``source``, one after the other, and `SLACK` bytes of zeros."""
-    total = int(lengths.sum())
+def empty_data(total: int) -> Bytes:
+    """Return memory for ``total`` bytes of segments, and `SLACK` zeros after them."""
     data = np.empty(total + SLACK, np.uint8)
     data[total:] = 0
-    transfer_kernels(compiled).copy_ranges(as_writable(source), starts, data, np.cumsum(lengths) - lengths, lengths)
     return data

@@ -5,32 +5,20 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.kernels.state import NONE, PACKED_CAMERA, Bytes
-from sb3_extra_buffers.kernels.transfer import PROBLEMS, as_writable, transfer_kernels
-from sb3_extra_buffers.stores.arena import SLACK
+from sb3_extra_buffers.kernels.transfer import PROBLEMS, transfer_kernels
 from sb3_extra_buffers.stores.base import Array
 from sb3_extra_buffers.stores.checks import require
 from sb3_extra_buffers.stores.frame_tables import FrameIds
 from sb3_extra_buffers.stores.frames import FrameStore
-from sb3_extra_buffers.stores.portable import NO_OWNER, EncodedFrames, Numbers, PortableFrameStore
-from sb3_extra_buffers.stores.segment_format import header_bytes
+from sb3_extra_buffers.stores.portable import NO_OWNER, EncodedFrames, Numbers, PortableFrameStore, empty_data
 
 Offsets = npt.NDArray[np.int64]
-
-
-class _Pieces(NamedTuple):
-    """Where the headers and frames of some segments are, as far as they are needed."""
-
-    headers: Offsets  # [segment]
-    header_bytes: Offsets  # [segment]
-    bodies: Offsets  # [segment]
-    body_bytes: Offsets  # [segment]
-    counts: Offsets  # [segment]: frames that are kept
 
 
 class PortableSegmentStore(PortableFrameStore):
@@ -108,52 +96,17 @@ class PortableSegmentStore(PortableFrameStore):
     # ---- out ----
 
     def _encoded(self, frame_ids: FrameIds, segments: Offsets, needed: Offsets) -> tuple[EncodedFrames, list[int]]:
-        state = self.state
-        starts = state.starts[segments]
-        sealed, opened = np.flatnonzero(starts >= 0), np.flatnonzero(starts < 0)
-        begins: Offsets = np.where(starts >= 0, starts, -1 - starts)
-        ends: Offsets = begins + state.lengths[segments]
-        pieces = [self._pieces(state.heap, begins[sealed], ends[sealed], needed[sealed], None)]
-        pieces.append(self._pieces(state.stage, begins[opened], ends[opened], needed[opened], self.per_segment))
-        lengths, counts = np.empty((2, len(segments)), np.int64)
-        for which, piece in zip((sealed, opened), pieces, strict=True):
-            lengths[which], counts[which] = piece.header_bytes + piece.body_bytes, piece.counts
-        total, targets = int(lengths.sum()), np.cumsum(lengths) - lengths
-        data = np.empty(total + SLACK, np.uint8)
-        data[total:] = 0
-        copy_ranges = transfer_kernels(self._kernels.compiled).copy_ranges
-        for source, which, piece in zip((state.heap, state.stage), (sealed, opened), pieces, strict=True):
-            if len(which):
-                memory, to = as_writable(source), targets[which]
-                copy_ranges(memory, piece.headers, data, to, piece.header_bytes)
-                copy_ranges(memory, piece.bodies, data, to + piece.header_bytes, piece.body_bytes)
-        data[targets + 1] = counts
+        state, tables = self.state, self._tables()
+        kernels, lengths = transfer_kernels(self._kernels.compiled), np.empty(len(segments), np.int32)
+        data = empty_data(kernels.measure_segments(tables, segments, needed, lengths))
+        kernels.copy_segments(tables, segments, needed, lengths, data)
         keyframes = state.keyframes[segments]
         numbers, owners = np.unique(keyframes, return_inverse=True)
         n_none = int(np.count_nonzero(numbers < 0))
         shared = numbers[n_none:].tolist()
         local: Numbers = np.maximum(owners.reshape(-1) - n_none, NO_OWNER).astype(np.int32)
         rows = [self._keyframe_row(number).copy() for number in shared]
-        return EncodedFrames(frame_ids, data, lengths.astype(np.int32), local, rows), shared
-
-    def _pieces(self, source: Bytes, begins: Offsets, ends: Offsets, needed: Offsets, table: int | None) -> _Pieces:
-        """Where segments are that begin at ``begins`` of ``source``.
-
-        ``table`` is the number of frames that their headers have space for; None for as many as there are.
-        """
-        dtype, width = self._length_dtype, self._length_dtype.itemsize
-        counts = source[begins + 1].astype(np.int64)
-        # a segment that is compressed as a whole is needed as a whole
-        is_cut = np.isin(source[begins], (0, PACKED_CAMERA))
-        kept = np.where(is_cut, needed, counts)
-        steps = np.arange(int(kept.max(initial=0)))
-        exists = steps < kept[:, None]
-        offsets = (begins[:, None] + 2 + np.where(exists, steps, 0) * width)[..., None] + np.arange(width)
-        frames = source[offsets].reshape(-1, width).view(dtype).reshape(exists.shape)
-        n_bytes = np.where(exists, frames, 0).sum(axis=1, dtype=np.int64)
-        bodies = begins + header_bytes(counts if table is None else table, dtype)
-        headers = header_bytes(kept, dtype)
-        return _Pieces(begins, headers, bodies, np.where(is_cut, n_bytes, ends - bodies), kept)
+        return EncodedFrames(frame_ids, data, lengths, local, rows), shared
 
     # ---- reading what was exported ----
 
@@ -207,6 +160,15 @@ class PortableSegmentStore(PortableFrameStore):
         if self.heap.limit is not None:
             self._check_limit(self.heap.limit)
         self._note_sealed(segments)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.pop("_fingerprints", None)
+        return state
+
+    def __setstate__(self, stored: dict[str, Any]) -> None:
+        super().__setstate__(stored)
+        self._fingerprints = {}
 
 
 def fingerprint(part: Any) -> bytes:

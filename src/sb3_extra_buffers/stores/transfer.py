@@ -94,6 +94,19 @@ class RowPacket:
             store.share_pace()
         return read
 
+    def read_windows(self, length: int, newest_only: bool = False) -> ByteRows:
+        """Decode the packet as windows of ``length`` consecutive rows, ``[window, length, nbytes]``.
+
+        Each frame of a window is decoded once. ``newest_only`` returns the newest frame of each stack.
+        """
+        if length < 1 or self.n_rows % length:
+            raise SpecMismatchError(f"{self.n_rows} observations are not windows of {length}")
+        store = self.store
+        windows = store.read_windows(np.arange(self.n_rows).reshape(-1, length), newest_only)
+        if isinstance(store, PortableFrameStore):
+            store.share_pace()
+        return windows
+
     def verify(self) -> None:
         """Raise `CorruptPayloadError` unless every frame can be decoded."""
         store = self.store
