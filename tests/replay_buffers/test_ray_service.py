@@ -15,6 +15,7 @@ pytest.importorskip("torchrl")
 
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, SliceSampler
 
+from sb3_extra_buffers._torchrl.packet_group import decode_batch
 from sb3_extra_buffers._torchrl.service import CompressedReplayService
 from sb3_extra_buffers._torchrl.service_limiter import RateLimiter
 from sb3_extra_buffers._torchrl.service_shards import merge_parts, split_batch
@@ -209,7 +210,9 @@ def test_slices_are_sampled_through_the_service() -> None:
     buffer, data = service(sampler=make()), trajectory(90)
     buffer.extend(encode_packet(data))
     torch.manual_seed(3)
-    batch = decode_packet(buffer.sample(40))
+    packet = buffer.sample(40)
+    batch = decode_batch(packet, KeyframeCache().lease())
+    assert_same(batch, decode_packet(packet))
     batch["index"] = batch["index"].squeeze(-1)
     torch.manual_seed(3)
     [index], info = make().sample(buffer._storage, 40)

@@ -13,14 +13,14 @@ from sb3_extra_buffers._torchrl.groups import Group, GroupConfig
 from sb3_extra_buffers._torchrl.indexing import Positions
 from sb3_extra_buffers._torchrl.stored_tensor import StoredTensor
 from sb3_extra_buffers._torchrl.tensors import CPU
-from sb3_extra_buffers._torchrl.wire import GroupPacket, ItemPacket
+from sb3_extra_buffers._torchrl.wire import GroupPacket, ItemPacket, Lease, parse_packet
 from sb3_extra_buffers._torchrl.wire_v1 import PacketV1
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import ReadOnlyBufferError
 from sb3_extra_buffers.stores.transfer import RowPacket
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
-__all__ = ["PacketGroup", "packet_items", "whole_packet"]
+__all__ = ["PacketGroup", "decode_batch", "packet_items", "whole_packet"]
 
 
 class PacketGroup(Group):
@@ -64,6 +64,15 @@ def packet_items(parsed: ItemPacket | PacketV1) -> Any:
         for which, key in enumerate(part.keys):
             tensors[key] = StoredTensor(group, which, range(group.n_rows))
     return TensorDict({key: tensors[key] for key in parsed.specs}, batch_size=parsed.lead)
+
+
+def decode_batch(packet: bytes, lease: Lease) -> Any:
+    """Return the TensorDict in a packet that a service sent, or raise `CorruptPayloadError`."""
+    parsed = parse_packet(packet)
+    if not isinstance(parsed, ItemPacket):
+        return parsed.decode()
+    window = parsed.note.get("window")
+    return parsed.decode(lease, window if type(window) is int and window > 1 else None)
 
 
 def whole_packet(tensors: Sequence[torch.Tensor | None]) -> RowPacket | None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -241,7 +242,9 @@ class CompressedReplayService(service_files.JournaledBuffer):
         if isinstance(self._sampler, PrioritizedSampler):
             info[GENERATION] = self._generations(info["index"])
         extra = {key: _per_item(value, info["index"]) for key, value in info.items()}
-        return self._storage.gather(index, extra).pack, info
+        # the receiver decodes each frame of a window once
+        note = {"window": self._unit} if self._unit > 1 else {}
+        return partial(self._storage.gather(index, extra).pack, **note), info
 
     def _sample_items(self, batch_size: int | None, **kwargs: Any) -> tuple[Pack, dict[Any, Any]]:
         """Like `_draw`, but decode the batch, for transforms and the like."""
@@ -254,13 +257,19 @@ class CompressedReplayService(service_files.JournaledBuffer):
         """Return the number of items and what the sampler knows about them."""
         with self._replay_lock:
             n_items, sampler = len(self._storage), self._sampler
-            unit = 1 if type(sampler) in (RandomSampler, PrioritizedSampler) else 0
-            if isinstance(sampler, SliceSampler) and not isinstance(sampler, SliceSamplerWithoutReplacement):
-                unit = sampler.slice_len or 0
+            unit = self._unit
             if not isinstance(sampler, PrioritizedSampler) or not n_items:
                 return Contents(n_items, float(n_items), 1.0, 0.0, unit)
             mass, lowest = sampler._sum_tree.query(0, n_items), sampler._min_tree.query(0, n_items)
             return Contents(n_items, float(mass), float(lowest), float(sampler.beta), unit)
+
+    @property
+    def _unit(self) -> int:
+        """How many items are drawn together; 0 if that depends on the batch."""
+        sampler = self._sampler
+        if isinstance(sampler, SliceSampler) and not isinstance(sampler, SliceSamplerWithoutReplacement):
+            return sampler.slice_len or 0
+        return 1 if type(sampler) in (RandomSampler, PrioritizedSampler) else 0
 
     def packed(self, index: Any) -> bytes:
         """Return the items at ``index`` as a packet."""

@@ -155,7 +155,7 @@ class ItemParts(NamedTuple):
     tensors: Mapping[Key, torch.Tensor | None]
     groups: Sequence[GroupPacket]
 
-    def pack(self, known: bytes = b"", compress: bool = True, **note: Any) -> bytes:
+    def pack(self, known: bytes = b"", compress: bool | int = True, **note: Any) -> bytes:
         """Return the packet; the storage may change in the meantime."""
         return _pack(self.lead, self.tensors, self.groups, split_known(known), compress, note)
 

@@ -19,6 +19,7 @@ try:
     from torchrl.data import RayReplayBuffer
     from torchrl.data.replay_buffers.ray_buffer import _RayReplayBufferClient
 
+    from sb3_extra_buffers._torchrl.packet_group import decode_batch
     from sb3_extra_buffers._torchrl.service import GENERATION, CompressedReplayService, as_items
     from sb3_extra_buffers._torchrl.service_limiter import RateLimiter
     from sb3_extra_buffers._torchrl.service_requests import PacketSender, Prefetcher
@@ -229,7 +230,7 @@ def fetch(reference: Any) -> Any:
 
 
 def _decode(batch: Any, lease: Lease) -> Any:
-    return (decode_packet(batch[0], lease), batch[1]) if isinstance(batch, tuple) else decode_packet(batch, lease)
+    return (decode_batch(batch[0], lease), batch[1]) if isinstance(batch, tuple) else decode_batch(batch, lease)
 
 
 class CompressedRayReplayBuffer(RayReplayBuffer):  # type: ignore[misc]  # torchrl ships no types

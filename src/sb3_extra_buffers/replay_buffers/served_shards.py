@@ -12,11 +12,12 @@ import ray
 import torch
 from tensordict import TensorDictBase
 
+from sb3_extra_buffers._torchrl.packet_group import decode_batch
 from sb3_extra_buffers._torchrl.service import GENERATION, Contents, as_items
 from sb3_extra_buffers._torchrl.service_limiter import RateLimiter
 from sb3_extra_buffers._torchrl.service_requests import Prefetcher
 from sb3_extra_buffers._torchrl.service_shards import merge_parts, split_batch
-from sb3_extra_buffers._torchrl.wire import KeyframeCache, decode_packet
+from sb3_extra_buffers._torchrl.wire import KeyframeCache
 from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.errors import ArgumentError, IndexOutOfRangeError, ServiceLostError
 from sb3_extra_buffers.replay_buffers.ray import THREADS, CompressedRayClient, CompressedRayReplayBuffer, fetch
@@ -142,9 +143,7 @@ class ShardedRayClient:
             answers = [self._fetch(number, reference) for number, reference in enumerate(references)]
             drawn = [Contents(*contents) for _, contents in answers]
             self._known = drawn
-            parts = [
-                decode_packet(packet) if count else None for (packet, _), count in zip(answers, counts, strict=True)
-            ]
+            parts = [decode_batch(packet, lease) if packet else None for packet, _ in answers]
             return merge_parts(parts, planned, drawn, self.shard_size, np.random.default_rng(seed))
 
         return result
