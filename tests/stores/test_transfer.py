@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
+import threading
 from typing import Any
 
 import numpy as np
@@ -297,6 +298,31 @@ def test_an_interrupted_import_has_happened_as_a_whole_or_not_at_all(method: str
             # as it was, by plain writes
             target.write(indices, streams, model[indices])
         np.testing.assert_array_equal(contents(target), model)
+
+
+@pytest.mark.parametrize("method", ["delta", "gzip"])
+def test_packets_exported_beside_a_writer_hold_a_state_between_two_writes(method: str) -> None:
+    store, rows = filled(method, 20)
+    other = filled(method, 20, seed=1)[1]
+    indices, done = np.arange(store.n_obs), threading.Event()
+    packets = [sent(export_rows(filled(method, 20, seed=seed)[0], indices)) for seed in range(2)]
+
+    def write() -> None:
+        number = 0
+        while not done.is_set():
+            number += 1
+            import_rows(store, indices, indices % 2, packets[number % 2])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(30):
+            found = sent(export_rows(store, indices)).read()
+            assert np.array_equal(found, rows) or np.array_equal(found, other)
+    finally:
+        done.set()
+        writer.join()
+    store.check()
 
 
 def test_invalid_indices_change_nothing() -> None:
