@@ -206,7 +206,7 @@ def test_a_cache_of_keyframes_is_bounded() -> None:
     assert bytes([15]) * 16 in split_known(cache.lease().known)
 
 
-@pytest.mark.parametrize("method", ["delta", "scroll2"])
+@pytest.mark.parametrize("method", method_params("delta", "scroll2"))
 def test_keyframes_that_the_store_has_are_shared(method: str) -> None:
     source, rows = filled(method, 400)
     target, _ = filled(method, 400, seed=3)
@@ -603,7 +603,9 @@ class TransferMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("compiled", KERNELS)
-@pytest.mark.parametrize("method", ["delta", "delta2", "none", "scroll", "camera", "gzip", "auto", "palette"])
+@pytest.mark.parametrize(
+    "method", method_params("delta", "delta2", "none", "scroll", "camera", "gzip", "auto", "palette")
+)
 def test_stores_hold_what_was_sent_in_any_order(method: str, compiled: bool) -> None:
     machine = type("Machine", (TransferMachine,), {"method": method, "compiled": compiled})
     run_state_machine_as_test(machine, settings=examples(6, 25))
