@@ -35,12 +35,14 @@ __all__ = [
     "MAX_BYTES",
     "GroupPacket",
     "ItemPacket",
+    "ItemParts",
     "KeyframeCache",
     "Lease",
     "PacketEncoder",
     "decode_packet",
     "encode_packet",
     "export_items",
+    "gather_items",
     "import_items",
     "packet_note",
 ]
@@ -144,9 +146,26 @@ def export_items(
     has (`Lease.known`). Without ``compress``, the packet is larger and ready sooner; a number is the level of zstd, of
     which 3 takes half as long again as 1 and saves an eighth.
     """
+    return gather_items(table, positions, extra or {}).pack(known, compress, **note)
+
+
+class ItemParts(NamedTuple):
+    """What a packet is made of; ``tensors`` has the keys in order, and a tensor of each that is in no group."""
+
+    lead: tuple[int, ...]
+    tensors: Mapping[Key, torch.Tensor | None]
+    groups: Sequence[GroupPacket]
+
+    def pack(self, known: bytes = b"", compress: bool | int = True, **note: Any) -> bytes:
+        """Return the packet; the storage may change in the meantime."""
+        return _pack(self.lead, self.tensors, self.groups, split_known(known), compress, note)
+
+
+def gather_items(table: ItemTable, positions: Positions, extra: Mapping[Key, torch.Tensor]) -> ItemParts:
+    """Return copies of what is stored at ``positions``, as in `export_items`."""
     lead = tuple(positions.shape)
     flat = positions.reshape(-1)
-    extra = dict(extra or {})
+    extra = dict(extra)
     keys = {key for group in table.groups for key in group.keys}
     dense = table.read(flat, [key for key in table.dense if key not in extra])
     tensors: dict[Key, torch.Tensor | None] = {}
@@ -157,7 +176,7 @@ def export_items(
     if keys & extra.keys():
         raise NotSaveableError(f"{keys & extra.keys()} cannot be replaced, because they are sent as they are stored")
     groups = [GroupPacket(list(group.keys), group.dtype, _export_group(group, flat)) for group in table.groups]
-    return _pack(lead, tensors, groups, split_known(known), compress, note)
+    return ItemParts(lead, tensors, groups)
 
 
 def _export_group(group: Group, positions: Positions) -> RowPacket:
