@@ -316,7 +316,7 @@ def sections(game: str = "MsPacman") -> dict[str, str]:
     stamp = f"{game}, 4 environments, measured {info['date']} on {info['machine']}{threads}; {info['versions']}.\n"
     note = "Everything runs on one machine, with one request at a time. "
     return {
-        "torchrl": f"\n{storage_table(rows)}\n{slice_table(rows)}\n{stamp}\n",
+        "torchrl": f"\n{storage_table(rows)}\n{slice_table(rows)}{stamp}\n",
         "distributed": f"\n{wire_table(rows)}\n{note}{stamp}\n",
     }
 
@@ -366,7 +366,7 @@ def slice_table(rows: dict[str, render.Row]) -> str:
     if not lines:
         return ""
     note = f"{_N_SLICES} slices of {_SLICE} single frames; everything is relative to `LazyTensorStorage`.\n"
-    return f"{render.table(['sampler', 'resident memory', '`sample()`'], lines)}\n{note}"
+    return f"{render.table(['sampler', 'resident memory', '`sample()`'], lines)}\n{note}\n"
 
 
 def wire_table(rows: dict[str, render.Row]) -> str:
