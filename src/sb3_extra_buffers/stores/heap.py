@@ -70,6 +70,13 @@ class Heap:
         # payloads written or freed since `saved`
         self._unsaved = np.zeros(n_payloads, np.bool_)
 
+    @classmethod
+    def of(cls, data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int32]) -> Heap:
+        """Return a heap of payloads in ``data``, which is not copied; it can only be read."""
+        heap = object.__new__(Heap)
+        heap.limit, heap.path, heap.lengths, heap._arena = None, None, lengths, Arena(data, data, starts)
+        return heap
+
     @property
     def data(self) -> npt.NDArray[np.uint8]:
         """The arena's bytes."""
@@ -114,6 +121,20 @@ class Heap:
         """`write` for a single payload."""
         self.check_limit(payload_id, payload.size)
         self._put(payload_id, payload)
+
+    def put_together(
+        self, payload_ids: npt.NDArray[np.int32], data: npt.NDArray[np.uint8], lengths: npt.NDArray[np.int32]
+    ) -> None:
+        """`write` for payloads that are one after the other in ``data``; these ids hold nothing yet."""
+        total = int(lengths.sum(dtype=np.int64))
+        if self.limit is not None and self.live_bytes + total > self.limit:
+            raise HeapFullError(total, self.live_bytes, self.limit)
+        start = self._reserve(total)
+        self.data[start : start + total] = data[:total]
+        self._append(payload_ids)
+        self.starts[payload_ids] = start + np.cumsum(lengths, dtype=np.int64) - lengths
+        self.lengths[payload_ids] = lengths
+        self.live_bytes += total
 
     def check_limit(self, payload_id: int, nbytes: int) -> None:
         """Raise if replacing a payload by ``nbytes`` exceeds the limit."""
