@@ -193,9 +193,11 @@ class CompressedEmbodiedReplay(Transactional):
     # ---- adding ----
 
     def add(self, step: Mapping[str, Any], worker: Hashable = 0) -> None:
-        """Add the next step of ``worker``, a dict of arrays; keys that start with ``log/`` are left out.
+        """Add the next step of a worker.
 
-        The first step sets keys, shapes and dtypes.
+        Args:
+            step: Arrays by key; the first step sets keys, shapes and dtypes. Keys that start with ``log/`` are ignored.
+            worker: Whose step it is: a number, a name or anything else that is hashable.
         """
         self._check_writable()
         parsed = parse_step(step)
