@@ -44,16 +44,17 @@ _PLAIN = {
     "end_episode", "from_parts",
     "truncate_last_trajectory", "swap_and_flatten", "describe", "load", "open", "save", "export", "astype", "sibling",
     "process_id", "to_torch", "tolist", "copy", "close", "sample_all", "empty_copy", "share", "state_dict", "read_with",
-    "write_with", "write_fitted", "check_data", "load_state_dict", "recover", "stats",
+    "write_with", "write_fitted", "check_data", "load_state_dict", "recover", "stats", "contents", "rate", "empty",
     "all", "any", "argmax", "argmin", "flatten", "item", "max", "mean", "min", "ravel", "std", "sum", "tobytes",
     "transpose", "var",
 }  # fmt: skip
 
 #: called by other layers of the library, never by users, and with arguments that are checked before
 HOOKS = {
-    "answer", "check_layout", "compression", "load_items", "locate_whole", "new_table", "next_view", "obs_views",
-    "check_sequences", "restore_obs_views", "restore_priorities", "restore_sequences", "sequence_columns",
-    "step_states", "with_step_states", "set_length", "set_position", "stored_on", "take_over", "use_table",
+    "answer", "check_layout", "check_sequences", "compression", "gather", "load_items", "locate_whole", "new_table",
+    "next_view", "obs_views", "replay", "restore_obs_views", "restore_priorities", "restore_sequences",
+    "sequence_columns", "set_length", "set_position", "step_states", "stored_on", "take_over", "use_table",
+    "with_step_states",
 }  # fmt: skip
 
 
@@ -134,6 +135,10 @@ def calls(name: str, made: Any, step: Step, place: Path) -> Iterator[Call]:
         yield "add", [decode_packet(packet)[0].clone()], {}
         yield "packed", [th.arange(N_ENVS)], {}
         yield "sample", [4], {}
+        yield "draw", [4, 3], {}
+        yield "extend_packets", [[packet]], {}
+        yield "update_priority", [th.arange(N_ENVS), th.ones(N_ENVS)], {}
+        yield "update_tensordict_priority", [decode_packet(packet).clone()], {}
 
 
 # ---- bad values ----

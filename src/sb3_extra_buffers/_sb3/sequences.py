@@ -35,7 +35,6 @@ from sb3_extra_buffers.errors import (
     SpecMismatchError,
 )
 from sb3_extra_buffers.stores.checks import require, within
-from sb3_extra_buffers.stores.windows import mask_of
 
 __all__ = ["Sequences"]
 
@@ -44,6 +43,10 @@ Flags = npt.NDArray[np.bool_]
 
 # observations to look at to find out how they are stacked
 _SHOWN_STEPS = 32
+
+
+#: Windows, the recurrent states before them, and their weights.
+_Drawn = tuple[Windows, dict[str, Array], npt.NDArray[np.float32]]
 
 
 class Sequences:
@@ -235,14 +238,14 @@ class Sequences:
         try:
             with self._lock:
                 self._recover()
-                windows, n_added = self._draw_windows(request), self.n_added
+                drawn, n_added = self._draw_windows(request), self.n_added
                 if self._locks_reads:
-                    return self._read_windows(windows, env)
-            batch = self._read_windows(windows, env)
+                    return self._read_windows(drawn, env)
+            batch = self._read_windows(drawn, env)
             if self.n_added != n_added or self._unfinished is not None:
                 with self._lock:
                     self._recover()
-                    if int(windows.numbers.min()) < self._held().oldest:
+                    if int(drawn[0].numbers.min()) < self._held().oldest:
                         batch = self._read_windows(self._draw_windows(request), env)
             return batch
         except NO_MEMORY as problem:
@@ -253,7 +256,7 @@ class Sequences:
     def _held(self) -> Held:
         return Held(self.n_added - self.size(), self.n_added)
 
-    def _draw_windows(self, request: Request) -> Windows:
+    def _draw_windows(self, request: Request) -> _Drawn:
         """Draw windows, and find out what to read for them; the caller holds the lock."""
         held, rules, index = self._held(), request.rules, self._index
         if held.oldest == held.n_added:
@@ -267,54 +270,69 @@ class Sequences:
                 more = self._priorities.draw(n_more, rules, held, index)
             else:
                 more = index.draw(n_more, rules, held, request.by == "episodes")
-            numbers, envs = (np.append(drawn, added) for drawn, added in zip((numbers, envs), more, strict=True))
-        weights = np.ones(len(numbers), np.float32)
-        if request.by == "priority" and self._priorities is not None:
-            weights = self._priorities.weights(numbers, envs, self.beta, self.progress_remaining)
-        states = self._states.read(numbers % self.buffer_size, envs)
-        return plan_windows(request, numbers, envs, index, held)._replace(states=states, weights=weights)
+            numbers, envs = np.append(numbers, more[0]), np.append(envs, more[1])
+        windows = plan_windows(request, numbers, envs, index, held)
+        return windows, self._states.read(numbers % self.buffer_size, envs), self._weights(request, numbers, envs)
 
-    def _read_windows(self, windows: Windows, env: VecNormalize | None) -> SequenceSamples:
+    def _weights(self, request: Request, numbers: Indices, envs: Indices) -> npt.NDArray[np.float32]:
+        if request.by != "priority" or self._priorities is None:
+            return np.ones(len(numbers), np.float32)
+        return self._priorities.weights(numbers, envs, self.beta, self.progress_remaining)
+
+    def _read_windows(self, drawn: _Drawn, env: VecNormalize | None) -> SequenceSamples:
         """The batch of windows that were drawn."""
-        request, n_obs = windows.request, self.buffer_size * self.n_envs
+        windows, states, weights = drawn
+        request, mask, is_first = windows.request, windows.mask, windows.is_first
         length, n_steps = request.rules.length, request.n_steps
-        observed = self._read_observations(windows.rows, request.newest_only, env)
+        # as in SB3's `NStepReplayBuffer`
+        powers = np.asarray(request.gamma ** np.arange(n_steps + 1, dtype=np.float32), np.float32)
+        powers[0] = 0  # padding has no rewards ahead
+        n_ahead = np.broadcast_to(n_steps, mask.shape) if windows.n_ahead is None else windows.n_ahead
+        learn_mask = mask.copy()
+        if request.burn_in:
+            # after the first step of an episode, the state is known without a burn-in
+            learn_mask[:, : request.burn_in] &= np.logical_or.accumulate(is_first[:, : request.burn_in], axis=1)
+        uploaded = self._upload([powers.take(n_ahead), is_first, mask, learn_mask, weights, *states.values()])
+        observations, following = self._read_both(windows, env)
+        actions, rewards, dones = self._read_transitions(windows, powers, uploaded[2], env)
+        steps = windows.numbers[:, None] + np.arange(length)
+        return SequenceSamples(
+            observations, actions, following, dones, rewards,
+            discounts=uploaded[0], is_first=uploaded[1], mask=uploaded[2], learn_mask=uploaded[3], weights=uploaded[4],
+            recurrent_states=dict(zip(states, uploaded[5:], strict=True)),
+            steps=steps if windows.is_whole else np.where(mask, steps, -1), envs=windows.envs,
+        )  # fmt: skip
+
+    def _read_both(self, windows: Windows, env: VecNormalize | None) -> tuple[Any, Any]:
+        """Observations and next observations, usually views of the same memory."""
+        length, n_steps, newest_only = windows.mask.shape[1], windows.request.n_steps, windows.request.newest_only
+        observed = self._read_observations(windows.rows, newest_only, env)
         observations = {key: tensor[:, :length] for key, tensor in observed.items()}
         following = {key: tensor[:, n_steps : n_steps + length] for key, tensor in observed.items()}
         if windows.resets is not None:
             *at, indices = windows.resets
             where = tuple(self._upload(at))
-            last = self._read_observations(indices[:, None], request.newest_only, env)
+            last = self._read_observations(indices[:, None], newest_only, env)
             for key, tensor in following.items():
                 following[key] = tensor.clone().index_put_(where, last[key][:, 0])
-        mask = mask_of(windows.lengths, length)
-        learn_mask = mask.copy()
-        if request.burn_in:
-            # after the first step of an episode, the state is known without a burn-in
-            learn_mask = mask & (np.arange(length) >= request.burn_in)
-            learn_mask |= mask & np.logical_or.accumulate(windows.is_first, axis=1)
-        # as in SB3's `NStepReplayBuffer`
-        powers = np.asarray(request.gamma ** np.arange(n_steps + 1, dtype=np.float32), np.float32)
-        discounts = np.where(mask, powers[windows.n_ahead], np.float32(0))
-        names, states = list(windows.states), list(windows.states.values())
-        n_ahead, *tensors = self._upload(
-            [windows.n_ahead, discounts, windows.is_first, mask, learn_mask, windows.weights, *states]
-        )
-        discounted, is_first, is_valid, learns, weights, *uploaded = tensors
-        actions, rewards, dones = self._read_columns(windows.rows[:, :-1] % n_obs, env)
-        actions, rewards, dones = n_step_returns(actions, rewards, dones, n_ahead, powers, length)
-        if not mask.all():
+        return self._observations_as_sb3(observations), self._observations_as_sb3(following)
+
+    def _read_transitions(
+        self, windows: Windows, powers: Array, mask: th.Tensor, env: VecNormalize | None
+    ) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+        """Actions, n-step returns and dones."""
+        actions, rewards, dones = self._read_columns(windows.columns, env)
+        if len(powers) > 2:
+            n_ahead = None if windows.n_ahead is None else self._upload([windows.n_ahead])[0]
+            rewards, dones = n_step_returns(rewards, dones, n_ahead, powers, mask.shape[1])
+            actions = actions[:, : mask.shape[1]].clone()
+        if not windows.is_whole:
             # not by index, which would wait for a GPU
-            is_padding = ~is_valid
+            is_padding = ~mask
             actions.masked_fill_(is_padding[..., None], 0)
             rewards.masked_fill_(is_padding, 0)
             dones.masked_fill_(is_padding, 0)
-        steps = np.where(mask, windows.numbers[:, None] + np.arange(length), -1)
-        as_sb3, given = self._observations_as_sb3, dict(zip(names, uploaded, strict=True))
-        return SequenceSamples(
-            as_sb3(observations), actions, as_sb3(following), dones, rewards, discounted, is_first, is_valid, learns,
-            given, weights, steps, windows.envs,
-        )  # fmt: skip
+        return actions, rewards, dones
 
     def _shown_rows(self) -> Indices:
         """Indices ``[1, n]`` of the newest observations of an environment."""

@@ -8,9 +8,17 @@ if TYPE_CHECKING:
     from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
     from sb3_extra_buffers.replay_buffers.embodied import CompressedEmbodiedReplay
     from sb3_extra_buffers.replay_buffers.experience_memory import ReplayBuffer
-    from sb3_extra_buffers.replay_buffers.ray import CompressedRayReplayBuffer
+    from sb3_extra_buffers.replay_buffers.ray import CompressedRayReplayBuffer, RateLimiter
+    from sb3_extra_buffers.replay_buffers.served_shards import ShardedRayReplayBuffer
 
-__all__ = ["CompressedEmbodiedReplay", "CompressedRayReplayBuffer", "CompressedStorage", "ReplayBuffer"]
+__all__ = [
+    "CompressedEmbodiedReplay",
+    "CompressedRayReplayBuffer",
+    "CompressedStorage",
+    "RateLimiter",
+    "ReplayBuffer",
+    "ShardedRayReplayBuffer",
+]
 
 # importing TorchRL takes seconds, and it may not be installed
 __getattr__, __dir__ = attach(
@@ -19,6 +27,7 @@ __getattr__, __dir__ = attach(
         "compressed_storage": ["CompressedStorage"],
         "embodied": ["CompressedEmbodiedReplay"],
         "experience_memory": ["ReplayBuffer"],
-        "ray": ["CompressedRayReplayBuffer"],
+        "ray": ["CompressedRayReplayBuffer", "RateLimiter"],
+        "served_shards": ["ShardedRayReplayBuffer"],
     },
 )

@@ -223,6 +223,29 @@ class ObservationStore:
             finally:
                 self.readers.writing = False
 
+    def write_encoded(self, indices: Indices, write: Callable[[Store], bool]) -> bool:
+        """Let ``write`` store encoded rows at ``indices``, as one write of the inner store; return what it returns.
+
+        False, without a call, if rows have to be decoded: before a method was chosen, or if changes are reported.
+        """
+        with self.lock:
+            self._check_writable()
+            if self.inner is None or self.on_change is not None:
+                return False
+            self._before = None
+            self.readers.exclude()
+            try:
+                if self._n_written + len(indices) >= self._compare_at:
+                    self._compare_again(int(indices[0]) if len(indices) else 0)
+                written = write(self.inner)
+                self._n_written += len(indices) * written
+            except BaseException:
+                self._undo_failed()
+                raise
+            finally:
+                self.readers.writing = False
+            return written
+
     def _report_write(self, *arguments: Array) -> None:
         if self.on_change is not None:
             try:
