@@ -217,10 +217,13 @@ class CompressedEmbodiedReplay(WindowStore):
             else:
                 for key, values in drawn.items():
                     data[key][rows] = values
-            # windows that were evicted while they were read are drawn again
-            rows = rows[np.asarray(windows) < self._first_window]
-        with self._lock:
-            self.metrics["samples"] += batch if mode == "train" else 0
+            # with the lock: an eviction frees steps before it changes `_first_window`
+            with self._lock:
+                self._recover()
+                # windows that were evicted while they were read are drawn again
+                rows = rows[np.asarray(windows) < self._first_window]
+                if not len(rows) and mode == "train":
+                    self.metrics["samples"] += batch
         return data
 
     def _wait(self) -> None:
@@ -251,7 +254,7 @@ class CompressedEmbodiedReplay(WindowStore):
                 data["is_first"][:, 0] = True
             if "is_last" in data:
                 # episodes that were abandoned have none
-                data["is_last"][:, :-1] |= data["is_first"][:, 1:]
+                data["is_last"][:, :-1] = np.maximum(data["is_last"][:, :-1], data["is_first"][:, 1:])
         return data
 
     def dataset(
