@@ -33,7 +33,7 @@ CLASSES = {
     "CompressedMaskableRolloutBuffer": "maskable-rollout", "CompressedRecurrentRolloutBuffer": "recurrent-rollout",
     "CompressedArray": "array-delta", "GpuReplayBuffer": "gpu-delta", "GpuRolloutBuffer": "gpu-rollout-delta",
     "RecordBuffer": "recording", "CompressedStorage": "torchrl-delta", "ReplayBuffer": "experience",
-    "CompressedReplayService": "service",
+    "CompressedReplayService": "service", "CompressedEmbodiedReplay": "embodied",
 }  # fmt: skip
 
 Call = tuple[str, list[Any], dict[str, Any]]
@@ -44,7 +44,7 @@ _PLAIN = {
     "end_episode", "from_parts",
     "truncate_last_trajectory", "swap_and_flatten", "describe", "load", "open", "save", "export", "astype", "sibling",
     "process_id", "to_torch", "tolist", "copy", "close", "sample_all", "empty_copy", "share", "state_dict", "read_with",
-    "write_with", "write_fitted", "check_data", "load_state_dict", "recover", "contents", "rate", "empty",
+    "write_with", "write_fitted", "check_data", "load_state_dict", "recover", "stats", "contents", "rate", "empty",
     "all", "any", "argmax", "argmin", "flatten", "item", "max", "mean", "min", "ravel", "std", "sum", "tobytes",
     "transpose", "var",
 }  # fmt: skip
@@ -104,6 +104,13 @@ def calls(name: str, made: Any, step: Step, place: Path) -> Iterator[Call]:
         yield "add", [step.image[0], 1.0, 2, {"speed": step.vectors[0, 0]}, False], {}
         yield "__getitem__", [0], {}
         yield "recompress", ["rle"], {}
+    elif name == "embodied":
+        yield "add", [{"image": step.image[0], "speed": step.vectors[0, 0], "reward": step.reward[0]}, 0], {}
+        batch = made.sample(2)
+        yield "sample", [2, "train"], {}
+        yield "dataset", [2, 1, 1, 1], {}
+        yield "update", [{"stepid": batch["stepid"], "reward": batch["reward"]}], {}
+        yield "load", [None, None, 3], {}
     elif name == "torchrl-delta":
         data = made.get(th.arange(N_ENVS)).clone()
         yield "set", [th.arange(N_ENVS), data], {}

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from tensordict import TensorDict, is_tensor_collection, is_tensorclass
+from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves  # torch has no public tree functions
 from torchrl.data.replay_buffers.storages import TensorStorage
 
@@ -313,9 +314,13 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
 
     def get(self, index: Any) -> Any:
         """Return the items at ``index``; those of a slice are decoded when they are used, key by key."""
+        if is_compiling():
+            return _get_untraced(self, index)
         return self._get(index, _is_sampler(sys._getframe(1)))
 
     def __getitem__(self, index: Any) -> Any:
+        if is_compiling():
+            return _get_untraced(self, index)
         return self._get(index, True) if _is_sampler(sys._getframe(1)) else self.get(index)
 
     def _get(self, index: Any, for_flags: bool) -> Any:
@@ -387,6 +392,11 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
             f"{type(self).__name__}(len={self._len}, max_size={self.max_size}, ndim={self.ndim}, "
             f"keys=[{key_names(self.table.specs)}], {self.memory_usage().summary})"
         )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch ships no types for it
+def _get_untraced(storage: ItemStorage, index: Any) -> Any:
+    return storage.get(index)
 
 
 def _is_sampler(caller: FrameType) -> bool:

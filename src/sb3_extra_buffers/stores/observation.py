@@ -87,6 +87,8 @@ class ObservationStore:
     copy_limit: int | None = None
     #: Creates the heap of a new frame store, if it is not to be in memory.
     make_heap: Callable[[], Heap] | None = None
+    #: How far apart the indices of consecutive observations of a stream are; None for ``n_streams``.
+    stride: int | None = None
     #: Called with every change, such as ``("write", indices, streams, rows)``. If it raises, a write is undone.
     on_change: Callable[..., None] | None = None
 
@@ -344,7 +346,7 @@ class ObservationStore:
         if is_small_enough(now, inner.held_bytes, n_held * self.spec.nbytes):
             return
         try:
-            runs, rows = sample_runs(inner, self.spec.nbytes, self._allocated[0], self.n_streams)
+            runs, rows = sample_runs(inner, self.spec.nbytes, self._allocated[0], self.stride or self.n_streams)
             if not len(rows):
                 return
             layout = inner.layout or StackLayout(self.spec)
@@ -366,7 +368,7 @@ class ObservationStore:
     def _change_method(self, inner: Store, layout: StackLayout, choice: Choice, position: int) -> None:
         """Copy everything to a store of another method, then use that one."""
         new = self._make_inner(layout, self._chooser.make_codec(choice, layout))
-        copy_observations(inner, new, self.spec.nbytes, self._allocated, self.n_streams, position)
+        copy_observations(inner, new, self.spec.nbytes, self._allocated, self.stride or self.n_streams, position)
         before = "none" if self.choice is None else self.choice.method
         message = "auto: changed from %s to %s after %d observations (%s)"
         _logger.info(message, before, choice.method, self._n_written, choice.why)
