@@ -254,7 +254,8 @@ def sections(game: str = "MsPacman") -> dict[str, str]:
     info = next(iter(rows.values()))
     threads = f", torch on {info['threads']} thread" if info["threads"] else ""
     stamp = f"{game}, 4 environments, measured {info['date']} on {info['machine']}{threads}; {info['versions']}.\n"
-    return {"torchrl": f"\n{storage_table(rows)}\n{slice_table(rows)}{stamp}\n"}
+    tables = filter(None, (storage_table(rows), slice_table(rows)))
+    return {"torchrl": "".join(f"\n{table}" for table in tables) + f"\n{stamp}\n"}
 
 
 def number(row: render.Row, column: str) -> float | None:
