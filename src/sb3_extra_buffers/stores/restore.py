@@ -38,7 +38,7 @@ def restore_frames(
 ) -> FrameStore:
     """Return the frame store that ``FrameStore.to_parts`` described, for ``store``, whose settings are known."""
     layout = read_layout(store.spec, record)
-    codecs = _read_codecs(record, layout.frame_spec)
+    codecs = read_codecs(record, layout.frame_spec)
     chosen = None if store.choice is None else get_codec(store.choice.method, **store.codec_options).codec_id
     require(
         chosen == codecs[-1].codec_id, f"payloads of {codecs[-1].codec_id!r} do not match the method that was chosen"
@@ -91,7 +91,8 @@ def read_layout(spec: ObsSpec, record: Mapping[str, Any]) -> StackLayout:
     return StackLayout(spec, stack, axis)
 
 
-def _read_codecs(record: Mapping[str, Any], spec: ObsSpec) -> list[Codec]:
+def read_codecs(record: Mapping[str, Any], spec: ObsSpec) -> list[Codec]:
+    """The codecs of a saved store for frames of ``spec``, oldest first."""
     entries = record["codecs"]
     require(isinstance(entries, list) and 1 <= len(entries) <= 256, "the list of codecs is invalid")
     codecs = []
