@@ -65,11 +65,12 @@ class BufferSharing:
         self._buffer = weakref.ref(buffer)
         self._writer = SharedWriter(in_files)
         self._in_step = False
-        self._pid = os.getpid()
+        # whether this is the copy of a forked child
+        self._is_inherited = False
         self.handle = SharedHandle(self._writer.name)
         self._columns = SharedArrays(self._writer.place)
-        described = {"kind": parts.kind, "description": parts.description, "columns": self._share_columns(buffer, parts)}
-        self._static = described
+        columns = self._share_columns(buffer, parts)
+        self._static = {"kind": parts.kind, "description": parts.description, "columns": columns}
         self._stores = {name: StoreSharing(store, self._writer.place) for name, store in parts.stores.items()}
         for store in parts.stores.values():
             # one lock for everything, so that whoever begins a change holds it
@@ -98,7 +99,7 @@ class BufferSharing:
 
     def begin(self) -> None:
         """Begin a step: wait for the readers, and keep others out."""
-        if self._pid != os.getpid():
+        if self._is_inherited:
             raise SharingError(
                 "this buffer is shared by the parent process, and cannot be used here; open its handle to read it"
             )
@@ -111,9 +112,10 @@ class BufferSharing:
         self._end_store()
 
     def _begin_store(self) -> None:
-        if self._pid != os.getpid():
+        if self._is_inherited:
             self.begin()
-        self._writer.begin()
+        if not self._in_step:
+            self._writer.begin()
 
     def _end_store(self) -> None:
         writer = self._writer
@@ -149,9 +151,8 @@ class BufferSharing:
 
     def _leave(self) -> None:
         """In a forked child, where the buffer of the parent must not be used: it changes while it is read."""
+        self._is_inherited = True
         buffer = self._buffer()
-        if buffer is None or self._writer.is_closed is False:
-            pass
         if buffer is not None:
             lock = _ParentLock(self)
             buffer._lock = lock

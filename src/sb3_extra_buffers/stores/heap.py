@@ -112,9 +112,7 @@ class Heap:
         self._arena = self._arena._replace(starts=starts)
         self.lengths = lengths
 
-    def show(
-        self, data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int32]
-    ) -> None:
+    def show(self, data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int32]) -> None:
         """Read payloads of another heap from its memory; this one cannot be written to then."""
         self._arena = Arena(data, data, starts)
         self.lengths = lengths

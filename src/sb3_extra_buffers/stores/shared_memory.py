@@ -1,8 +1,8 @@
 """Memory that other processes of the same user can map, and the lock between one writer and many readers.
 
-The memory is anonymous (``memfd_create``), so nothing is left behind however a process ends, and the size of ``/dev/shm``
-does not matter; systems without it use files in a private folder. Locks are ``flock`` locks, which the kernel releases
-when a process ends.
+The memory is anonymous (``memfd_create``), so that nothing is left behind however a process ends, and the size of
+``/dev/shm`` does not matter; systems without it use files in a private folder. Locks are ``flock`` locks, which the
+kernel releases when a process ends.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class SharedPlace:
                 descriptor = number = os.memfd_create("sb3-extra-buffers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             else:
                 self._n_files = number = self._n_files + 1
-                descriptor = os.open(f"{self.folder}/{number}", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                descriptor = os.open(f"{self.folder}/{number}", flags, 0o600)
             try:
                 os.fchmod(descriptor, 0o400)  # other processes cannot open it to write
                 self.reserve(descriptor, size)
@@ -126,6 +127,8 @@ class SharedArea(mmap.mmap):
     place: SharedPlace
     number: int
     descriptor: int
+    #: Replaced when the size changes.
+    version: object
 
     @classmethod
     def of(cls, place: SharedPlace, size: int) -> SharedArea:
@@ -138,7 +141,7 @@ class SharedArea(mmap.mmap):
             if isinstance(problem, OSError):
                 raise _out_of_memory(problem, size) from problem
             raise
-        area.place, area.number, area.descriptor = place, number, descriptor
+        area.place, area.number, area.descriptor, area.version = place, number, descriptor, object()
         weakref.finalize(area, _drop_piece, place.folder, number, descriptor, os.getpid())
         return area
 
@@ -146,6 +149,7 @@ class SharedArea(mmap.mmap):
         """Make the piece larger."""
         self.place.reserve(self.descriptor, newsize)
         super().resize(newsize)
+        self.version = object()
 
     def describe(self, array: Array) -> list[Any]:
         """What `MappedPieces.array` needs to find ``array``, which starts where this area starts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,7 @@ class StoreSharing:
         """Share what is not shared yet; return whether the description has changed. While readers are kept out."""
         store = self.store
         seen = _parts_of(store)
-        if len(seen) == len(self._seen) and all(map(_is_same, seen, self._seen)):
+        if len(seen) == len(self._seen) and all(map(is_, seen, self._seen)):
             return False
         self._seen = ()
         before = self.description
@@ -225,10 +226,6 @@ class StoreSharing:
         }
 
 
-def _is_same(part: Any, before: Any) -> bool:
-    return part is before or (type(part) is int and part == before)
-
-
 def _parts_of(store: ObservationStore) -> tuple[Any, ...]:
     """Everything that a change replaces rather than changes in place."""
     return (store._collected,) if store.inner is None else _parts_of_inner(store.inner)
@@ -239,8 +236,9 @@ def _parts_of_inner(inner: Store | None) -> tuple[Any, ...]:
         # not the heap's bytes, which cannot be extended while anything refers to them
         state, heap = inner.state, inner.heap
         return (
-            inner, inner.codec, inner.frame_ids, heap.area, len(heap.area), state.starts, state.lengths,
-            state.keyframes, state.keyframe_rows, state.stage, state.stage_ends, getattr(inner, "_generation", None),
+            inner, inner.codec, inner.frame_ids, heap.area, getattr(heap.area, "version", None), state.starts,
+            state.lengths, state.keyframes, state.keyframe_rows, state.stage, state.stage_ends,
+            getattr(inner, "_generation", None),
         )  # fmt: skip
     if isinstance(inner, TimelineStore):
         return inner, inner.state
@@ -302,9 +300,7 @@ class SharedStore(ObservationStore):
         require(kind == "table", f"unknown kind of store {kind!r}")
         return self._show_table(described, before, present, spec, map_array)
 
-    def _show_frames(
-        self, described: Any, before: Any, present: Any, spec: ObsSpec, map_array: MapArray
-    ) -> FrameStore:
+    def _show_frames(self, described: Any, before: Any, present: Any, spec: ObsSpec, map_array: MapArray) -> FrameStore:
         frames: FrameStore
         same = all(before.get(name) == described[name] for name in ("stack", "axis", "codecs"))
         if same and present is not None:
@@ -333,7 +329,7 @@ class SharedStore(ObservationStore):
 
     def _show_table(self, described: Any, before: Any, present: Any, spec: ObsSpec, map_array: MapArray) -> TableStore:
         layout = read_layout(spec, described)
-        name, codec_id, config = described["codec"]
+        name, _, config = described["codec"]
         store = TableStore(layout, 0, self.n_streams, codec_from_config(name, config), None, None, self.compiled)
         arrays = {name: map_array(array) for name, array in described["arrays"].items()}
         store.places = arrays.pop("places")
