@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         PrioritizedReplayBufferSamples,
         prioritized,
     )
+    from sb3_extra_buffers.compressed.shared import SharedHandle, SharedReader
 
 __all__ = [
     "BufferUsageCallback",
@@ -59,6 +60,8 @@ __all__ = [
     "CompressedReplayBuffer",
     "CompressedRolloutBuffer",
     "PrioritizedReplayBufferSamples",
+    "SharedHandle",
+    "SharedReader",
     "compressed",
     "find_buffer_dtypes",
     "find_smallest_dtype",
@@ -106,6 +109,7 @@ __getattr__, __dir__ = attach(
             "PrioritizedReplayBufferSamples",
             "prioritized",
         ],
+        "shared": ["SharedHandle", "SharedReader"],
     },
     _check_contrib,
 )
