@@ -60,7 +60,13 @@ class Case:
         self.kind, self.noisy = kind, bool(options.pop("noisy", False))
         parts = {"image": (IMAGE, images), "vector": (VECTOR, vectors)}
         self.keys = {kind: parts[kind]} if kind in parts else parts
-        space = IMAGE if kind == "image" else VECTOR if kind == "vector" else spaces.Dict({"image": IMAGE, "vector": VECTOR})
+        space = (
+            IMAGE
+            if kind == "image"
+            else VECTOR
+            if kind == "vector"
+            else spaces.Dict({"image": IMAGE, "vector": VECTOR})
+        )
         make: Any = CompressedDictReplayBuffer if kind == "dict" else CompressedReplayBuffer
         options = {"compression_method": method, "n_envs": N_ENVS, "device": "cpu", **options}
         self.buffer = make(n_steps * N_ENVS, space, spaces.Discrete(5), **options)
@@ -85,7 +91,8 @@ class Case:
         """Raise unless every transition of ``batch`` is what was added under its number."""
         rewards = batch.rewards.numpy().reshape(-1)
         numbers, envs = rewards.astype(np.int64), ((rewards % 1) * 4).astype(np.int64)
-        assert (numbers >= low).all() and (numbers < high).all(), (numbers.min(), numbers.max(), low, high)
+        outside = numbers[(numbers < low) | (numbers >= high)]
+        assert not len(outside), f"{outside} are not in {low}..{high - 1}"
         for got, expected in ((batch.observations, numbers), (batch.next_observations, numbers + 1)):
             made = self.observations(expected, envs)
             for key in self.keys:
