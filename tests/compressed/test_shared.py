@@ -119,6 +119,7 @@ def test_a_reader_follows_when_auto_changes_the_method(method: str) -> None:
     store = case.buffer.observations.store
     # as `auto` does before a write, when another method has become better
     layout, index = store.layout, case.buffer.pos * N_ENVS
+    store._compare_at = 1 << 60  # and keeps to it
     store.run_exclusively(lambda: store._change_method(store.inner, layout, Choice(method, "better now"), index))
     for count in (0, 1, 20, 200):
         case.add(count)
@@ -206,12 +207,9 @@ def test_a_shared_buffer_behaves_like_one_that_is_not_shared(tmp_path: Path) -> 
     handle = shared.buffer.share()
     for case in (shared, plain):
         case.add(200)
-    for make in (
-        copy.deepcopy,
-        lambda each: pickle.loads(pickle.dumps(each)),
-        lambda each: save_and_load(each, tmp_path),
-    ):
-        copied = make(shared.buffer)
+    shared.buffer.save(tmp_path / "saved")
+    copies: list[Any] = [copy.deepcopy(shared.buffer), pickle.loads(pickle.dumps(shared.buffer))]
+    for copied in (*copies, type(shared.buffer).load(tmp_path / "saved")):
         np.random.seed(0)  # noqa: NPY002  # SB3 draws from it
         batch = copied.sample(32)
         np.random.seed(0)  # noqa: NPY002
@@ -221,11 +219,6 @@ def test_a_shared_buffer_behaves_like_one_that_is_not_shared(tmp_path: Path) -> 
         assert handle.open().n_added == 230
     shared.buffer.reset()
     assert handle.open().size() == 0
-
-
-def save_and_load(buffer: Any, folder: Path) -> Any:
-    buffer.save(folder / "saved")
-    return type(buffer).load(folder / "saved")
 
 
 def step_of(case: Case) -> tuple[Any, ...]:
@@ -238,9 +231,9 @@ def test_sharing_can_be_stopped_and_started_again() -> None:
     case = Case()
     case.add(20)
     reader = SharedReader.open(case.buffer.share())
-    assert reader.is_live
+    live = [reader.is_live]
     case.buffer.stop_sharing()
-    assert not reader.is_live
+    assert [*live, reader.is_live] == [True, False]
     with pytest.raises(OwnerEndedError, match="stopped sharing"):
         reader.sample(4)
     with pytest.raises(OwnerEndedError):
@@ -305,8 +298,8 @@ def test_buffers_that_cannot_be_shared_say_so(kind: str, tmp_path: Path) -> None
     with pytest.raises(SharingError):
         buffer.share()
     # and stay as they were
-    arguments = np.zeros((1, 1), np.int64), np.zeros(1, np.float32), np.zeros(1, bool), [{}]
-    buffer.add(*[np.zeros((1, 4, 40, 40), np.uint8)] * 2, *arguments)
+    obs, info = np.zeros((1, 4, 40, 40), np.uint8), dict[str, Any]()
+    buffer.add(obs, obs, np.zeros((1, 1), np.int64), np.zeros(1, np.float32), np.zeros(1, bool), [info])
     assert buffer.sample(1).rewards.shape == (1, 1)
 
 
@@ -331,7 +324,7 @@ def test_only_names_of_shared_buffers_can_be_opened(tmp_path: Path) -> None:
     (tmp_path / "7").write_bytes(bytes(8192))
     (tmp_path / "7").chmod(0o644)
     with pytest.raises(SharingError, match="others may read"):
-        SharedReader.open(f"{tmp_path}.7.{token}".replace(str(tmp_path), str(tmp_path)))
+        SharedReader.open(f"{tmp_path}.7.{token}")
     (tmp_path / "7").chmod(0o600)
     with pytest.raises(SharingError):
         SharedReader.open(f"{tmp_path}.7.{token}")
@@ -347,7 +340,8 @@ def test_other_processes_cannot_open_the_memory_to_write() -> None:
 
 
 def test_a_reader_stays_in_its_process_and_a_handle_travels() -> None:
-    handle = Case().buffer.share()
+    case = Case()
+    handle = case.buffer.share()
     with pytest.raises(SharingError, match="handle"):
         pickle.dumps(handle.open())
     assert pickle.loads(pickle.dumps(handle)).name == handle.name
@@ -362,23 +356,20 @@ def test_a_reader_stays_in_its_process_and_a_handle_travels() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        {"method": "delta", "n_steps": 150},
-        {"method": "auto", "noisy": True, "n_steps": 150},
-        {"method": "zstd"},
-        {"method": "none"},
-        {"kind": "vector"},
-        {"kind": "dict"},
+        {"n_steps": 100},
+        {"method": "auto", "noisy": True, "n_steps": 100},
+        {"kind": "dict", "method": "zstd", "n_steps": 100},
         {"max_bytes": 150_000, "noisy": True, "n_steps": 400},
     ],
 )
 def test_processes_read_while_the_owner_adds_and_wraps(case: dict[str, Any]) -> None:
-    counts = json.loads(run("write", "fork", case, 800).replace("'", '"'))
+    counts = json.loads(run("write", "fork", case, 300).replace("'", '"'))
     assert all(isinstance(count, int) and count > 0 for count in counts), counts
 
 
 @pytest.mark.slow
 def test_spawned_processes_can_read() -> None:
-    counts = json.loads(run("write", "spawn", {"n_steps": 150}, 3000).replace("'", '"'))
+    counts = json.loads(run("write", "spawn", {"n_steps": 100}, 2000).replace("'", '"'))
     assert all(isinstance(count, int) for count in counts), counts
 
 

@@ -101,7 +101,7 @@ class SharedPlace:
                 self.reserve(descriptor, size)
                 if self.folder is None:
                     # readers rely on what they have mapped
-                    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # type: ignore[attr-defined]
+                    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             except BaseException:
                 os.close(descriptor)
                 raise

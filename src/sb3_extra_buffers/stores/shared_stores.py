@@ -86,7 +86,7 @@ class SharedReaders(ReaderLocks):
         self._writing = False
 
     @property
-    def writing(self) -> bool:  # type: ignore[override]
+    def writing(self) -> bool:
         return self._writing
 
     @writing.setter
