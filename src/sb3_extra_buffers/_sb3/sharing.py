@@ -30,10 +30,21 @@ _STATE = ("pos", "full", "n_evicted", "n_added")
 
 
 class SharedHandle:
-    """A buffer that a process shares: pass it to other processes, which `open` it.
+    """A buffer that a process shares. Pass it, or its name, to other processes of this machine, which `open` it.
+
+    It can be pickled. It does not keep the buffer alive.
 
     Attributes:
-        name: Opens the buffer in any process of the same user on this machine, see `SharedReader.open`.
+        name: Opens the buffer in any process of the same user, see `SharedReader.open`.
+
+    Examples:
+        >>> import pickle
+        >>> from gymnasium import spaces
+        >>> from sb3_extra_buffers.compressed import CompressedReplayBuffer
+        >>> buffer = CompressedReplayBuffer(1000, spaces.Box(0, 255, (4, 84, 84), "uint8"), spaces.Discrete(6))
+        >>> handle = buffer.share()
+        >>> pickle.loads(pickle.dumps(handle)).open().size()
+        0
     """
 
     def __init__(self, name: str) -> None:
@@ -211,8 +222,9 @@ if hasattr(os, "register_at_fork"):
 class SharedReader:
     """Reads a replay buffer that another process of this machine shares; see `CompressedReplayBuffer.share`.
 
-    Batches are decoded in this process, from the owner's memory. Meanwhile the owner waits to add steps, and a reader
-    waits for a step that is being added. Several threads may use a reader.
+    Batches are decoded in this process, from the owner's memory. Several threads may use a reader. Methods that read
+    raise `OwnerEndedError` once the owner has ended or has stopped sharing, and `InterruptedChangeError` if it was
+    killed in the middle of a step.
 
     Args:
         name: The name of a `SharedHandle`.
@@ -220,8 +232,18 @@ class SharedReader:
 
     Raises:
         SharingError: There is nothing of this name, or it belongs to another user.
-        OwnerEndedError: The owner has ended, or has stopped sharing; raised by every method that reads.
-        InterruptedChangeError: The owner was killed in the middle of a step; raised by every method that reads.
+
+    Examples:
+        >>> import numpy as np
+        >>> from gymnasium import spaces
+        >>> from sb3_extra_buffers.compressed import CompressedReplayBuffer, SharedReader
+        >>> buffer = CompressedReplayBuffer(1000, spaces.Box(0, 255, (4, 84, 84), "uint8"), spaces.Discrete(6))
+        >>> name = buffer.share().name
+        >>> reader = SharedReader.open(name)  # in another process
+        >>> obs = np.zeros((1, 4, 84, 84), np.uint8)
+        >>> buffer.add(obs, obs, np.zeros((1, 1)), np.zeros(1), np.zeros(1), [{}])
+        >>> reader.sample(32).observations.shape
+        torch.Size([32, 4, 84, 84])
     """
 
     def __init__(self, name: str, seed: int | None = None) -> None:
@@ -236,7 +258,7 @@ class SharedReader:
 
     @classmethod
     def open(cls, name: str | SharedHandle, seed: int | None = None) -> SharedReader:
-        """Open what another process shares, by its name or its handle."""
+        """Open what another process shares, by its ``name`` or its handle; ``seed`` is that of the generator."""
         return cls(name.name if isinstance(name, SharedHandle) else name, seed)
 
     @property
@@ -295,7 +317,13 @@ class SharedReader:
             return buffer._samples_at(steps, self.random.integers(0, buffer.n_envs, batch_size), env)
 
     def read(self, steps: Any, envs: Any, env: VecNormalize | None = None) -> Any:
-        """Return the transitions at ``(steps[i], envs[i])``, as `sample` does; steps are positions in the ring."""
+        """Return the transitions at ``(steps[i], envs[i])``, as `sample` does.
+
+        Args:
+            steps: Positions in the owner's buffer, from 0 to its ``buffer_size``.
+            envs: The environment of each.
+            env: Normalises the batch if it is a `VecNormalize`.
+        """
         steps, envs = np.asarray(steps, np.int64).reshape(-1), np.asarray(envs, np.int64).reshape(-1)
         with self._reading() as buffer:
             for name, indices, size in (("step", steps, buffer.buffer_size), ("environment", envs, buffer.n_envs)):
@@ -307,7 +335,7 @@ class SharedReader:
             return buffer._samples_at(steps, envs, env)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the buffer that only reads, such as ``"sample_sequences"``, while the owner waits."""
+        """Call a ``method`` of the buffer that only reads, by its name, while the owner waits."""
         with self._reading() as buffer:
             return getattr(buffer, method)(*args, **kwargs)
 
