@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,14 +21,14 @@ from sb3_extra_buffers.files.parts import LoadedParts
 from sb3_extra_buffers.files.registry import class_of, from_parts, tag_of
 from sb3_extra_buffers.stores.checks import only_named_errors, require
 from sb3_extra_buffers.stores.shared_memory import SharedView, SharedWriter, check_supported
-from sb3_extra_buffers.stores.shared_stores import SharedArrays, SharedReaders, SharedStore, StoreSharing
+from sb3_extra_buffers.stores.shared_stores import SharedArrays, SharedReaders, SharedStore, StoreSharing, turns
 
 __all__ = ["BufferSharing", "SharedHandle", "SharedReader"]
 
 Array = npt.NDArray[Any]
 
-# numbers that every step changes, in the order of `SharedWriter.state`
-_STATE = ("pos", "full", "n_evicted", "n_added")
+# how many times a batch is drawn and read while steps are added, before the owner has to wait for it
+_MAX_ATTEMPTS = 3
 
 
 class SharedHandle:
@@ -219,6 +221,10 @@ if hasattr(os, "register_at_fork"):
 # ---- readers ----
 
 
+class _TablesReplacedError(Exception):
+    """Tables were replaced in the middle of a batch, which must be read again."""
+
+
 class SharedReader:
     """Reads a replay buffer that another process of this machine shares; see `CompressedReplayBuffer.share`.
 
@@ -251,6 +257,9 @@ class SharedReader:
         self._buffer: Any = None
         self._stores: dict[str, SharedStore] = {}
         self._generation = self._n_changes = -1
+        # at the last batch
+        self._n_changes_before = -1
+        self._refreshing = threading.Lock()
         #: The generator that `sample` draws from.
         self.random = np.random.default_rng(seed)
         with self._reading():
@@ -275,7 +284,9 @@ class SharedReader:
     def _reading(self) -> Iterator[Any]:
         """The buffer as it is now; it does not change meanwhile."""
         with self._shared.reading():
-            self._refresh()
+            if self._shared.n_changes != self._n_changes:
+                with self._refreshing:
+                    self._refresh()
             yield self._buffer
 
     def _refresh(self) -> None:
@@ -309,12 +320,41 @@ class SharedReader:
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw ``batch_size`` transitions; ``env`` normalises the batch if it is a `VecNormalize`."""
         batch_size = check_count(batch_size, "batch_size", 0)
+        for _ in range(_MAX_ATTEMPTS):
+            with self._reading() as buffer:
+                steps, envs = self._draw(buffer, batch_size)
+                n_added, pos, generation = buffer.n_added, buffer.pos, self._generation
+                is_idle, self._n_changes_before = self._n_changes_before == self._n_changes, self._n_changes
+                if is_idle or buffer._raw:
+                    return buffer._samples_at(steps, envs, env)
+            # Steps are being added: do not make the owner wait for the whole batch
+            turns.lock = partial(self._turn, generation)
+            try:
+                batch = buffer._samples_at(steps, envs, env)
+            except _TablesReplacedError:
+                continue
+            finally:
+                turns.lock = None
+            with self._reading():
+                if buffer.n_added == n_added or buffer._still_held(steps, n_added, pos):
+                    return batch
         with self._reading() as buffer:
-            low, high, shift = buffer._range()
-            steps = self.random.integers(low, high, batch_size)
-            if shift:
-                steps = (steps + shift) % buffer.buffer_size
-            return buffer._samples_at(steps, self.random.integers(0, buffer.n_envs, batch_size), env)
+            return buffer._samples_at(*self._draw(buffer, batch_size), env)
+
+    def _draw(self, buffer: Any, batch_size: int) -> tuple[Array, Array]:
+        low, high, shift = buffer._range()
+        steps = self.random.integers(low, high, batch_size)
+        if shift:
+            steps = (steps + shift) % buffer.buffer_size
+        return steps, self.random.integers(0, buffer.n_envs, batch_size)
+
+    @contextlib.contextmanager
+    def _turn(self, generation: int) -> Iterator[None]:
+        """Keep the owner out for a part of a batch, if tables are still where they were."""
+        with self._shared.reading():
+            if self._shared.generation != generation:
+                raise _TablesReplacedError
+            yield
 
     def read(self, steps: Any, envs: Any, env: VecNormalize | None = None) -> Any:
         """Return the transitions at ``(steps[i], envs[i])``, as `sample` does.

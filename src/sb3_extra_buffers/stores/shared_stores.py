@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from operator import is_
 from typing import Any
 
 import numpy as np
 
 from sb3_extra_buffers.codecs.registry import codec_from_config
-from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.errors import SharingError
 from sb3_extra_buffers.kernels.timeline import TimelineTables
-from sb3_extra_buffers.stores.base import Array, Store
+from sb3_extra_buffers.stores.base import Array, Indices, Store
 from sb3_extra_buffers.stores.checks import entry, parse_dtype, parse_shape, require, whole
 from sb3_extra_buffers.stores.choice import Choice
 from sb3_extra_buffers.stores.collected import CollectedRows
@@ -20,6 +22,7 @@ from sb3_extra_buffers.stores.file_heap import FileHeap
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.locks import ReaderLocks
 from sb3_extra_buffers.stores.observation import ObservationStore
+from sb3_extra_buffers.stores.packed import PackedStore
 from sb3_extra_buffers.stores.payloads import PayloadStore
 from sb3_extra_buffers.stores.raw import RawStore
 from sb3_extra_buffers.stores.registry import find_store
@@ -34,6 +37,8 @@ MapArray = Callable[[Any], Array]
 
 # columns of `FrameState` that reading needs, apart from those of the heap
 _COLUMNS = ("keyframes", "keyframe_rows", "stage", "stage_ends")
+# seconds of decoding after which a reader lets the owner pass
+_TURN = 200e-6
 
 
 class SharedArrays:
@@ -253,6 +258,46 @@ def _parts_of_inner(inner: Store | None) -> tuple[Any, ...]:
 # ---- readers ----
 
 
+class _Turns(threading.local):
+    #: Keeps the owner out while a part of a batch is read. None if the thread keeps it out for the whole batch.
+    lock: Callable[[], AbstractContextManager[None]] | None = None
+
+
+#: How this thread reads.
+turns = _Turns()
+
+
+class _InTurns(SegmentStore):
+    """A store whose batches may be decoded in parts, between which the owner may change it."""
+
+    def _read_kernel(self, expands: bool) -> Callable[..., int]:
+        read, lock = super()._read_kernel(expands), turns.lock
+        if lock is None:
+            return read
+        n_rows = max(int(_TURN / self._row_seconds), 4)
+
+        def read_in_turns(tables: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, *rest: Any) -> int:
+            for begin in range(first, stop, n_rows):
+                with lock():
+                    damaged = read(tables, frame_ids, sets, out, begin, min(begin + n_rows, stop), *rest)
+                if damaged >= 0:
+                    return damaged
+            return -1
+
+        return read_in_turns
+
+
+class _SegmentsInTurns(_InTurns):
+    """See `_InTurns`."""
+
+
+class _PackedInTurns(_InTurns, PackedStore):
+    """See `_InTurns`."""
+
+
+_IN_TURNS: dict[type[Any], type[Any]] = {SegmentStore: _SegmentsInTurns, PackedStore: _PackedInTurns}
+
+
 class SharedStore(ObservationStore):
     """An `ObservationStore` that another process owns. It is read while that process is kept out."""
 
@@ -309,6 +354,7 @@ class SharedStore(ObservationStore):
             layout = read_layout(spec, described)
             codecs = read_codecs(described, layout.frame_spec)
             make = find_store(codecs[-1], layout, of_frames=True)
+            make = _IN_TURNS.get(make, make)
             frames, known = make(layout, 0, self.n_streams, codecs[-1], None, None, self.compiled), {}
             frames.read_only = True
             if isinstance(frames, PayloadStore):
@@ -343,6 +389,22 @@ class SharedStore(ObservationStore):
                 described["outside"], before.get("outside"), old_outside, spec, map_array
             )
         return store
+
+    def read(self, indices: Indices) -> ByteRows:
+        inner, lock = self.inner, turns.lock
+        if lock is None:
+            return (self._collected if inner is None else inner).read(indices)
+        if isinstance(inner, _InTurns) and not inner._n_packed:
+            return inner.read(indices)
+        with lock():
+            turns.lock = None
+            try:
+                return self.read(indices)
+            finally:
+                turns.lock = lock
+
+    def read_pairs(self, steps: Indices, streams: Indices, are_next: bool) -> ByteRows | None:
+        return None if turns.lock is not None else super().read_pairs(steps, streams, are_next)
 
     def share_next(self) -> None:
         """The owner decides that."""
