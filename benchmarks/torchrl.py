@@ -21,18 +21,22 @@ from benchmarks.results import DATA, replace_rows, run_child, run_info
 COLUMNS = [
     "date", "machine", "versions", "game", "threads", "what", "n_transitions", "resident_bytes", "plain_bytes",
     "extend_us", "plain_extend_us", "extend64_us", "plain_extend64_us", "sample256_us", "plain_sample256_us",
-    "wire_bytes", "per_second",
+    "wire_bytes", "per_second", "slices_us", "plain_slices_us",
 ]  # fmt: skip
 # transitions for TorchRL's compressed list, which takes a millisecond or more per item
 _LIST_SIZE = 4000
+# slices of single frames: how many transitions they are drawn from, how many, and their length
+_SLICED_SIZE, _N_SLICES, _SLICE = 100_000, 16, 65
+
+_SLICE_SAMPLERS = "SliceSampler", "SliceSamplerWithoutReplacement"
 
 
-def tensordicts(game: str, n_steps: int) -> Iterator[Any]:
+def tensordicts(game: str, n_steps: int, stack: int = feed.STACK) -> Iterator[Any]:
     """The recorded game as a TorchRL collector would return it, one step of all environments at a time."""
     import torch
     from tensordict import TensorDict
 
-    for step in feed.steps(game, n_steps):
+    for step in feed.steps(game, n_steps, stack):
         count = len(step.obs)
         done = torch.from_numpy(step.dones.copy())[:, None]
         yield TensorDict(
@@ -145,6 +149,52 @@ def speed(game: str, n_steps: int, what: str) -> dict[str, Any]:
     return result
 
 
+def slices(game: str, n_steps: int, what: str) -> dict[str, Any]:
+    """Memory of single frames, and microseconds of a sample of slices, interleaved with `LazyTensorStorage`."""
+    import torch
+    from torchrl import data as torchrl_data
+
+    from benchmarks.measure import resident
+    from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
+
+    def buffer_of(storage: Any) -> Any:
+        sampler = getattr(torchrl_data, what)(slice_len=_SLICE, end_key=("next", "done"))
+        return torchrl_data.TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=_N_SLICES * _SLICE)
+
+    def play() -> Iterator[Any]:
+        """Yield 100 steps at a time as ``[environment, time]``, over and over again."""
+        for _ in range(-(-_SLICED_SIZE // (n_steps * feed.N_ENVS))):
+            steps = tensordicts(game, n_steps, stack=1)
+            for _ in range(n_steps // 100):
+                yield torch.stack([next(steps) for _ in range(100)], dim=1)
+
+    warm = buffer_of(CompressedStorage(4000, ndim=2))
+    for _, data in zip(range(10), play(), strict=False):
+        warm.extend(data)
+    warm.sample()
+    ours = buffer_of(CompressedStorage(_SLICED_SIZE, ndim=2))
+    before = resident()
+    for data in play():
+        ours.extend(data)
+    held, dense = resident() - before, ours.storage.memory_usage().dense
+    plain = buffer_of(torchrl_data.LazyTensorStorage(_SLICED_SIZE, ndim=2))
+    for data in play():
+        plain.extend(data)
+    for seed in range(3):
+        batches = []
+        for buffer in (ours, plain):
+            torch.manual_seed(seed)
+            batches.append(buffer.sample())
+        if not (batches[0] == batches[1]).all():
+            raise AssertionError(f"{what} draws other slices than from LazyTensorStorage; it is not timed")
+    times: dict[str, list[float]] = {"slices_us": [], "plain_slices_us": []}
+    for _ in range(40):
+        for name, buffer in (("slices_us", ours), ("plain_slices_us", plain)):
+            times[name].append(median_us(buffer.sample, 1))
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {"n_transitions": len(ours), "resident_bytes": held, "plain_bytes": dense, **medians}
+
+
 def wire(game: str, n_steps: int, what: str) -> dict[str, Any]:
     """Bytes per transition in a packet, and as tensors that Ray would send."""
     import torch
@@ -198,7 +248,9 @@ def cluster(game: str, n_steps: int, what: str) -> dict[str, Any]:
     return {"n_transitions": repeats * 256, "per_second": repeats * 256 / elapsed}
 
 
-JOBS: dict[str, Callable[..., dict[str, Any]]] = {"memory": memory, "speed": speed, "wire": wire, "cluster": cluster}
+JOBS: dict[str, Callable[..., dict[str, Any]]] = {
+    "memory": memory, "speed": speed, "slices": slices, "wire": wire, "cluster": cluster,
+}  # fmt: skip
 
 
 def store_row(row: dict[str, Any]) -> None:
@@ -239,6 +291,7 @@ def measure(options: argparse.Namespace) -> None:
         ("LazyMemmapStorage", ["memory"]),
         ("LazyTensorStorage", ["memory"]),
         ("CompressedListStorage", ["memory", "speed"]),
+        *((what, ["slices"]) for what in _SLICE_SAMPLERS),
         ("collected", ["wire"]),
         ("sampled", ["wire"]),
         *([("Ray extend", ["cluster"]), ("Ray sample", ["cluster"])] if options.ray else []),
@@ -263,7 +316,7 @@ def sections(game: str = "MsPacman") -> dict[str, str]:
     stamp = f"{game}, 4 environments, measured {info['date']} on {info['machine']}{threads}; {info['versions']}.\n"
     note = "Everything runs on one machine, with one request at a time. "
     return {
-        "torchrl": f"\n{storage_table(rows)}\n{stamp}\n",
+        "torchrl": f"\n{storage_table(rows)}\n{slice_table(rows)}\n{stamp}\n",
         "distributed": f"\n{wire_table(rows)}\n{note}{stamp}\n",
     }
 
@@ -298,6 +351,22 @@ def storage_table(rows: dict[str, render.Row]) -> str:
     ]
     note = "Memory is relative to `LazyMemmapStorage`, times are relative to `LazyTensorStorage`.\n"
     return f"{render.table(header, lines)}\n{note}"
+
+
+def slice_table(rows: dict[str, render.Row]) -> str:
+    """Memory and times of slices of single frames, relative to TorchRL's storage."""
+    lines = []
+    for what in _SLICE_SAMPLERS:
+        held, dense, ours, theirs = (
+            number(rows.get(what, {}), column)
+            for column in ("resident_bytes", "plain_bytes", "slices_us", "plain_slices_us")
+        )
+        if held and dense and ours and theirs:
+            lines.append([f"`{what}`", render.percent(held / dense), render.factor(ours / theirs)])
+    if not lines:
+        return ""
+    note = f"{_N_SLICES} slices of {_SLICE} single frames; everything is relative to `LazyTensorStorage`.\n"
+    return f"{render.table(['sampler', 'resident memory', '`sample()`'], lines)}\n{note}"
 
 
 def wire_table(rows: dict[str, render.Row]) -> str:

@@ -16,11 +16,11 @@ from tests.conformance import torchrl_extension
 
 
 def swap_in() -> None:
-    """Replace TorchRL's storages in the modules that tests import them from."""
+    """Replace TorchRL's storages in the modules that tests import them from, or that create them for a test."""
     from tests.conformance.torchrl_standins import STAND_INS
 
-    for name in ("torchrl.data", "torchrl.data.replay_buffers", "torchrl.data.replay_buffers.storages"):
-        module = importlib.import_module(name)
+    names = "data", "data.replay_buffers", "data.replay_buffers.storages", "data.map.tdstorage"
+    for module in [importlib.import_module(f"torchrl.{name}") for name in names]:
         for stand_in in STAND_INS:
             setattr(module, stand_in.__name__, stand_in)
 

@@ -20,7 +20,7 @@ from sb3_extra_buffers.codecs import ByteRows, ObsSpec, get_codec
 from sb3_extra_buffers.errors import HeapFullError
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.registry import make_store
-from tests.contracts.store import Walk, check_rows, examples, needs, write_rows
+from tests.contracts.store import UNWRITTEN, Walk, check_rows, examples, needs, write_rows
 
 Axis = Literal["first", "last"]
 UINT8 = np.dtype(np.uint8)
@@ -236,6 +236,17 @@ class StoreMachine(RuleBasedStateMachine):
     def read_some(self, indices: list[int]) -> None:
         check_rows(self.store, self.model, indices, self.case.spec.nbytes)
 
+    @rule(starts=st.lists(st.integers(0, 23), min_size=1, max_size=4), length=st.integers(1, 12), newest=st.booleans())
+    def read_windows(self, starts: list[int], length: int, newest: bool) -> None:
+        steps = np.arange(length) * self.case.n_streams
+        indices = (np.array(starts)[:, None] + steps) % self.n_obs
+        empty = bytes(self.case.spec.nbytes)
+        wanted = [self.model.get(index, empty) for index in indices.ravel().tolist()]
+        rows = np.frombuffer(b"".join(wanted), np.uint8).reshape(*indices.shape, -1)
+        if newest and self.store.layout is not None:
+            rows = self.case.layout.newest(rows)
+        np.testing.assert_array_equal(self.store.read_windows(indices, newest), rows)
+
     @rule(indices=st.lists(st.integers(0, 22), min_size=1, max_size=9))
     def read_together(self, indices: list[int]) -> None:
         rows = self.store.read(np.array([indices, [index + 1 for index in indices]]))
@@ -265,6 +276,39 @@ class StoreContract:
     def test_it_holds_what_a_dict_holds(self, case: Case, compiled: bool) -> None:
         body = {"case": case, "make": staticmethod(lambda n_obs: self.make(case, compiled, n_obs))}
         run_state_machine_as_test(type("Machine", (StoreMachine,), body), settings=examples(12 if compiled else 5, 25))
+
+    def test_windows_hold_what_single_reads_hold(self, case: Case, compiled: bool) -> None:
+        store, rows = self.make(case, compiled, 48), case.stacks(48)
+        n_streams, frame_bytes = case.n_streams, case.layout.frame_bytes
+        # not all of them: some are unwritten
+        for step in range(14):
+            indices = step * n_streams + np.arange(n_streams)
+            store.write(indices, np.arange(n_streams), rows[step * n_streams : (step + 1) * n_streams])
+        rows[14 * n_streams :] = 0
+        windows = {
+            "streams": np.arange(48).reshape(-1, n_streams).T,
+            "across the seam": (np.arange(24)[None] + np.array([[36], [40]])) % 48,
+            "backwards and the same twice": np.array([[9, 6, 3, 0, 0, 0, 3, 40], [0, 30, 1, 29, 2, 28, 3, 27]]),
+            "one window": np.arange(48)[None],
+            "single steps": np.arange(48)[:, None],
+            "none": np.zeros((0, 5), np.int64),
+            "no steps": np.zeros((5, 0), np.int64),
+        }
+        newest = case.layout.newest(rows)
+        assert newest.shape == (48, frame_bytes)
+        for name, indices in windows.items():
+            found = store.read_windows(indices)
+            np.testing.assert_array_equal(found, rows[indices], name)
+            out = np.full((*indices.shape, case.spec.nbytes), UNWRITTEN, np.uint8)
+            assert store.read_windows(indices, out=out) is out
+            np.testing.assert_array_equal(out, rows[indices], name)
+            # a store that keeps observations whole returns them whole
+            frames = store.read_windows(indices, newest_only=True)
+            expected = rows[indices] if store.layout is None else newest[indices]
+            np.testing.assert_array_equal(frames, expected, name)
+            out = np.full(frames.shape, UNWRITTEN, np.uint8)
+            assert store.read_windows(indices, True, out) is out
+            np.testing.assert_array_equal(out, expected, name)
 
     def test_unwritten_observations_are_zeros(self, case: Case, compiled: bool) -> None:
         store = self.make(case, compiled)

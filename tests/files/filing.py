@@ -80,7 +80,10 @@ class Feed:
                     {"observation": image, "achieved_goal": part, "desired_goal": goals[0]}
                     for image, part in zip(pair, goals, strict=True)
                 ]
-            if not hasattr(buffer, "advantages"):
+            if getattr(buffer, "recurrent_states", None):
+                states = {"h": np.repeat(reward[:, None], 4, axis=1)}
+                buffer.add(pair[0], pair[1], action, reward, done, infos, recurrent_state=states)
+            elif not hasattr(buffer, "advantages"):
                 buffer.add(pair[0], pair[1], action, reward, done, infos)
             else:
                 self._add_to_rollout(buffer, pair[0], action, reward, done)
@@ -157,6 +160,8 @@ BUFFERS: dict[str, Callable[[], Any]] = {
     "dict": replay("CompressedDictReplayBuffer", DICT),
     "dict-n-step": replay("CompressedDictNStepReplayBuffer", DICT, n_steps=2),
     "prioritized": replay("CompressedPrioritizedReplayBuffer", alpha=0.7, beta=0.5),
+    "sequence": replay("CompressedSequenceReplayBuffer", recurrent_states={"h": (4,)}, prioritized=True),
+    "dict-sequence": replay("CompressedDictSequenceReplayBuffer", DICT),
     "her": goals(),
     "her-infos": goals(copy_info_dict=True),
     "rollout": rollout("CompressedRolloutBuffer"),
@@ -169,6 +174,7 @@ BUFFERS: dict[str, Callable[[], Any]] = {
     "gpu-frames": device("GpuReplayBuffer", reference=True),
     "gpu-n-step": device("GpuNStepReplayBuffer", n_steps=2, gamma=0.9),
     "gpu-prioritized": device("GpuPrioritizedReplayBuffer", DICT, n_steps=2, alpha=0.7, beta=0.5),
+    "gpu-sequence": device("GpuSequenceReplayBuffer", recurrent_states={"h": (4,)}, prioritized=True),
     "gpu-her": device("GpuHerReplayBuffer", GOALS, env=GoalEnv(), copy_info_dict=True),
     "gpu-rollout": device("GpuRolloutBuffer"),
     "gpu-frames-rollout": device("GpuRolloutBuffer", DICT, reference=True),
@@ -231,7 +237,8 @@ def batches(buffer: Any, seed: int = 5) -> list[Any]:
 
         # get() rearranges a rollout
         return [plain(part) for part in copy.deepcopy(buffer).get(7)]
-    return [plain(buffer.sample(11)) for _ in range(3)]
+    windows = [plain(buffer.sample_sequences(5, 4, 1, 2))] if hasattr(buffer, "sample_sequences") else []
+    return [plain(buffer.sample(11)) for _ in range(3)] + windows
 
 
 def plain(samples: Any) -> list[Any]:
@@ -248,7 +255,7 @@ def plain(samples: Any) -> list[Any]:
 
 def contents(buffer: Any) -> dict[str, Any]:
     """Everything that a buffer holds, by name."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = buffer.sequence_columns() if hasattr(buffer, "sequence_columns") else {}
     for name, value in vars(buffer).items():
         # _column_bytes is computed when it is first asked for
         if name in ("_options", "storage_options", "read_only", "_column_bytes"):

@@ -210,10 +210,12 @@ def test_interrupted_writes_of_indices(method: str, count: int) -> None:
 class OneLaunch:
     """A GPU kernel as the host sees it: launched by one call that nothing interrupts."""
 
-    def __init__(self, tables: Any, shape: Any) -> None:
-        self.tables, self.shape = tables, shape
+    def __init__(self, tables: Any, shape: Any, columns: Any = None) -> None:
+        self.tables, self.shape, self.columns = tables, shape, columns
 
-    def write(self, job: th.Tensor, obs: th.Tensor, next_obs: th.Tensor, n_sets: int, report: th.Tensor) -> None:
+    def write(
+        self, job: th.Tensor, obs: th.Tensor, next_obs: th.Tensor, n_sets: int, report: th.Tensor, columns: Any
+    ) -> None:
         traced = sys.gettrace()
         sys.settrace(None)
         step, oldest, parity, tail, _, _, launch, _, *indices = job.tolist()
@@ -221,17 +223,32 @@ class OneLaunch:
         unpacked = WriteJob(step, oldest, tuple(indices[:n_sets]), parity, tail)
         shape = (self.tables.tails.numel(), self.shape.stack, -1)
         frames = [part.view(-1).view(th.uint8).view(shape) for part in (obs, next_obs)[:n_sets]]
+        if columns is not None:
+            self._write_columns(step, *columns)
         write_rows_reference(self.tables, self.shape, frames, unpacked, report, launch)
         sys.settrace(traced)
+
+    def _write_columns(self, step: int, action: th.Tensor, numbers: tuple[th.Tensor, ...]) -> None:
+        table, rows = self.columns, step * N_ENVS + th.arange(N_ENVS)
+        for i, number in enumerate((*numbers, *[th.zeros(N_ENVS)] * (table.n_numbers - len(numbers)))):
+            table.numbers.view(-1)[rows * table.row + i * table.column] = number.float()
+        size, at, n_bytes, _ = table.action
+        target = (rows * size + at)[:, None] + th.arange(n_bytes)
+        table.actions.view(-1)[target] = action.view(-1).view(th.uint8).view(N_ENVS, -1)
 
 
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("count", [9, SIZE - 1, SIZE, 30])
 @pytest.mark.parametrize("space", ["image", "last", "dict"])
+@pytest.mark.parametrize("with_columns", [False, True])
 def test_an_interrupted_launch_is_neither_lost_nor_repeated(
-    space: str, count: int, monkeypatch: pytest.MonkeyPatch
+    space: str, count: int, with_columns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
+    if with_columns:
+        monkeypatch.setattr(device_columns, "runs_kernels", lambda device: True)
+        monkeypatch.setattr(device_columns.DeviceTable, "kernels", property(ColumnsInOneLaunch))
+        monkeypatch.setattr(DeviceFrameStore, "use_columns", lambda store, table: store.__dict__.update(columns=table))
     real = DeviceFrameStore.launch
 
     def launch(store: Any, *args: Any) -> None:
@@ -243,7 +260,9 @@ def test_an_interrupted_launch_is_neither_lost_nor_repeated(
             store._triton = False
 
     monkeypatch.setattr(DeviceFrameStore, "launch", launch)
-    monkeypatch.setattr(DeviceFrameStore, "writer", lambda store, state: OneLaunch(state.tables, store.shape))
+    monkeypatch.setattr(
+        DeviceFrameStore, "writer", lambda store, state: OneLaunch(state.tables, store.shape, store.columns)
+    )
     monkeypatch.setattr(
         DeviceFrameStore,
         "_plan_launch",
@@ -258,9 +277,10 @@ class ColumnsInOneLaunch:
     def __init__(self, table: Any) -> None:
         self.table = table
 
-    def write(self, step: int, action: th.Tensor, numbers: tuple[th.Tensor, ...]) -> None:
+    def write(self, step: int, columns: Any) -> None:
         traced = sys.gettrace()
         sys.settrace(None)
+        action, numbers = columns
         views = list(self.table.views.values())[: 1 + self.table.written]
         for view, value in zip(views, (action, *numbers, *[th.zeros(N_ENVS)] * 3), strict=False):
             view[step] = value

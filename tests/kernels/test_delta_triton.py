@@ -17,6 +17,7 @@ from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.kernels.delta_tables import HEAD, DeviceTables
 from sb3_extra_buffers.stores import device_frames
 from sb3_extra_buffers.stores.device_base import IndexBatch, has_triton
+from sb3_extra_buffers.stores.device_columns import DeviceColumns
 from sb3_extra_buffers.stores.device_frames import DeviceFrameStore
 from sb3_extra_buffers.stores.layout import StackLayout
 from tests.stores.test_device import Game, follow_rows, layouts, make_store, play, read
@@ -100,6 +101,28 @@ def test_reading_writes_every_byte_of_the_output(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n_layout", [0, 1, 3])  # frames of whole words, and others
+def test_windows_are_read_whole_or_as_their_newest_frames(device: str, n_layout: int) -> None:
+    layout, n_streams = layouts()[n_layout], 2
+    store = make_store(layout, 6, n_streams, 2, device, triton=True)
+    game = Game(layout, n_streams)
+    rows = np.stack([game.step() for _ in range(6)])  # [step, set, stream, ...]
+    for step in range(6):
+        store.write(step, list(rows[step]))
+    flat = np.ascontiguousarray(np.moveaxis(rows, 1, 0)).reshape(12 * n_streams, -1).view(np.uint8)
+    windows = np.array([[1, 3, 5, 7], [6, 8, 10, 22]])  # the last is a next observation
+
+    for expected, newest_only in ((flat, False), (layout.newest(flat), True)):
+        found = store.read_windows(IndexBatch(windows), newest_only).cpu().numpy()
+        shape = layout.frame_spec.shape if newest_only else layout.spec.shape
+        assert found.shape == (2, 4, *shape)
+        np.testing.assert_array_equal(found.reshape(2, 4, -1).view(np.uint8), expected[windows])
+        out = torch.from_numpy(np.full_like(found, 1)).to(device)
+        assert store.read_windows(IndexBatch(windows), newest_only, out) is out
+        np.testing.assert_array_equal(out.cpu(), found)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stack", [16, 17, 32])  # two sets have more frames than an int32 has bits
 def test_every_frame_of_a_large_stack_is_read(device: str, stack: int) -> None:
     layout = StackLayout(ObsSpec((stack, 8), np.dtype(np.uint8)), stack, "first")
@@ -138,7 +161,7 @@ def test_columns_are_gathered_with_a_batch(device: str, n_actions: int, dtype: t
 @pytest.mark.parametrize("device", DEVICES)
 def test_frames_of_several_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     delta_triton: Any = pytest.importorskip("sb3_extra_buffers.kernels.delta_triton")
-    monkeypatch.setattr(delta_triton, "_BLOCK_CHUNKS", 1)
+    monkeypatch.setattr(delta_triton, "_FEW", delta_triton._FEW._replace(n_chunks=1))
     layout = StackLayout(ObsSpec((2, 49, 50), np.dtype(np.uint8)), 2, "first")
     ours = make_store(layout, 5, 1, 2, device, triton=True)
     theirs = make_store(layout, 5, 1, 2, "cpu", triton=False)
@@ -162,10 +185,27 @@ def test_large_frames_on_the_gpu(shape: tuple[int, ...], stack: int) -> None:
     play(make_store(layout, 9, 3, 2, "cuda"), 25, check_every=6)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_store_is_not_freed_while_it_is_written_to() -> None:
+    layout = layouts()[0]
+    game = Game(layout, 2)
+    for _ in range(5):
+        store = make_store(layout, 4, 2, 2, "cuda", triton=True)
+        store.write(0, list(game.step()))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]  # torch has no public way
+        store.write(1, list(game.step()))
+        del store
+        # torch would hand out the same pinned memory again
+        others = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for size in (40, 64, 128, 1 << 14) * 4]
+        torch.cuda.synchronize()
+        assert not any(bool(other.any()) for other in others)
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_large_steps_are_sent_in_pieces(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_steps_are_not_staged(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_frames, "_IN_PLACE", 0)
-    monkeypatch.setattr(device_frames, "_PIECE", 700)
     layout = layouts()[0]
     store = make_store(layout, 4, 2, 2, device, triton=True)
     game = Game(layout, 2)
@@ -177,6 +217,36 @@ def test_large_steps_are_sent_in_pieces(device: str, monkeypatch: pytest.MonkeyP
         written.append(rows)
     found = read(store, np.arange(16).reshape(2, -1))
     np.testing.assert_array_equal(found.reshape(2, 4, 2, -1), np.stack(written, axis=1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("effort", ["_FEW", "_MANY"])
+def test_columns_are_written_with_a_step(device: str, effort: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    delta_triton: Any = pytest.importorskip("sb3_extra_buffers.kernels.delta_triton")
+    monkeypatch.setattr(delta_triton, "_effort", lambda n_streams: getattr(delta_triton, effort)._replace(n_programs=2))
+    layout, n_streams = layouts()[0], 3
+    store = make_store(layout, 4, n_streams, 2, device, triton=True)
+    table = DeviceColumns(4, n_streams, 2, np.dtype(np.int16), torch.device(device), triton=True)
+    store.use_columns(table.layout)
+    game, rng = Game(layout, n_streams), np.random.default_rng(0)
+    expected: dict[str, list[Any]] = {name: [] for name in table.names}
+    for step in range(4):
+        actions = rng.integers(0, 99, (n_streams, 2), dtype=np.int16)
+        rewards = np.array([-0.0, rng.normal(), 2], np.float32)
+        # bytes at an odd address; the third number is missing at times
+        dones = torch.from_numpy(rng.random(n_streams + 1) < 0.5).to(device)[1:]
+        timeouts = rng.random(n_streams) < 0.5
+        values = [actions, rewards, dones, timeouts][: 3 + step % 2]
+        plan = store.plan(step, list(game.step()))
+        assert plan.take_columns(table.plan(values))
+        assert not any(table.arrays()["rewards"][step])
+        plan.commit()
+        given = [actions, rewards, dones.cpu().numpy(), timeouts * (step % 2)]
+        for name, value in zip(expected, given, strict=True):
+            expected[name].append(value)
+    for name, column in table.arrays().items():
+        np.testing.assert_array_equal(column, np.stack(expected[name]), name)
+    assert np.signbit(table.arrays()["rewards"][:, 0]).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)

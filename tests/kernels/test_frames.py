@@ -221,7 +221,9 @@ def test_read_writes_all_of_the_target_and_nothing_else(compiled: bool) -> None:
     kernels = frame_kernels(compiled)
     # in two parts, as two threads would
     for first, stop in ((0, 2), (2, 4)):
-        code = kernels.read_frames(store._tables(), store.frame_ids, sets, out, first, stop, np.zeros(0, np.int64))
+        code = kernels.read_frames(
+            store._tables(), store.frame_ids, sets, out, first, stop, np.zeros(0, np.int64), False
+        )
         assert code == -1
     assert (guarded[:64] == UNWRITTEN).all()
     assert (guarded[-64:] == UNWRITTEN).all()
@@ -318,7 +320,9 @@ def test_stacks_are_joined_at_any_address(stack: int, offset: int) -> None:
         out = guarded[start : start + nbytes]
 
         tables = store._tables()
-        code = frame_kernels(True).read_frames(tables, store.frame_ids, sets, out, 0, n_rows, np.zeros(0, np.int64))
+        code = frame_kernels(True).read_frames(
+            tables, store.frame_ids, sets, out, 0, n_rows, np.zeros(0, np.int64), False
+        )
 
         assert code == -1
         np.testing.assert_array_equal(out.reshape(n_rows, -1), wanted[sets[0]])

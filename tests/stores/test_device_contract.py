@@ -122,6 +122,24 @@ def test_a_batch_is_read_into_given_memory_with_indices_on_the_device(store: Dev
         np.testing.assert_array_equal(out.cpu(), ring.reshape(-1, *SPEC.shape)[indices])
 
 
+def test_windows_hold_what_single_reads_hold(store: DeviceStore) -> None:
+    ring = write(store, steps(N_STEPS + 2)).reshape(-1, *SPEC.shape)
+    device = store.ring.place.device  # type: ignore[attr-defined]  # every store of a ring has one
+    layout = StackLayout(SPEC) if store.layout is None else store.layout
+    newest = layout.newest(ring.reshape(len(ring), -1)).reshape(len(ring), *layout.frame_spec.shape)
+    windows = np.array([[3, 6, 9, 12], [18, 0, 3, 24], [5, 5, 5, 5]])
+    for indices in (windows, windows[:1], windows[:, :1], windows[:0], windows[:, :0]):
+        for whole, newest_only in ((ring, False), (newest, True)):
+            found = store.read_windows(IndexBatch(indices), newest_only)
+            np.testing.assert_array_equal(found.cpu(), whole[indices])
+            out = torch.full(found.shape, 0xAA, dtype=torch.uint8, device=device)
+
+            uploaded = IndexBatch(None, torch.from_numpy(indices).to(device))
+            assert store.read_windows(uploaded, newest_only, out) is out
+
+            np.testing.assert_array_equal(out.cpu(), whole[indices])
+
+
 def test_steps_are_written_as_tensors(store: DeviceStore) -> None:
     device = store.ring.place.device  # type: ignore[attr-defined]  # every store of a ring has one
     ring = np.zeros((N_SETS, N_STEPS, N_STREAMS, *SPEC.shape), SPEC.dtype)

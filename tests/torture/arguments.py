@@ -28,6 +28,7 @@ from tests.torture.subjects import N_ENVS, Contents, Sb3, Step, difference, make
 CLASSES = {
     "CompressedReplayBuffer": "delta", "CompressedDictReplayBuffer": "dict", "CompressedNStepReplayBuffer": "n-step",
     "CompressedPrioritizedReplayBuffer": "prioritized", "CompressedHerReplayBuffer": "her",
+    "CompressedSequenceReplayBuffer": "sequence", "GpuSequenceReplayBuffer": "gpu-sequence",
     "CompressedRolloutBuffer": "rollout", "CompressedDictRolloutBuffer": "dict-rollout",
     "CompressedMaskableRolloutBuffer": "maskable-rollout", "CompressedRecurrentRolloutBuffer": "recurrent-rollout",
     "CompressedArray": "array-delta", "GpuReplayBuffer": "gpu-delta", "GpuRolloutBuffer": "gpu-rollout-delta",
@@ -51,7 +52,8 @@ _PLAIN = {
 #: called by other layers of the library, never by users, and with arguments that are checked before
 HOOKS = {
     "answer", "check_layout", "compression", "load_items", "locate_whole", "new_table", "next_view", "obs_views",
-    "restore_obs_views", "restore_priorities", "set_length", "set_position", "stored_on", "take_over", "use_table",
+    "check_sequences", "restore_obs_views", "restore_priorities", "restore_sequences", "sequence_columns",
+    "step_states", "with_step_states", "set_length", "set_position", "stored_on", "take_over", "use_table",
 }  # fmt: skip
 
 
@@ -69,9 +71,17 @@ def calls(name: str, made: Any, step: Step, place: Path) -> Iterator[Call]:
             yield "get", [8], {}
             yield "compute_returns_and_advantage", [th.zeros(N_ENVS), np.zeros(N_ENVS, bool)], {}
         elif "gpu" not in name:
-            args, _ = subject.arguments(made, step)
+            args, named = subject.arguments(made, step)
+            for env, info in enumerate(args[5] if "recurrent_state" in named else []):
+                info["recurrent_state"] = {key: part[env] for key, part in named["recurrent_state"].items()}
             yield "extend", [[args[0]], [args[1]], [args[2]], [args[3]], [args[4]], [args[5]]], {}
-        if hasattr(made, "update_priorities"):
+        if hasattr(made, "sample_sequences"):
+            yield "sample_sequences", [8, 3, 1, 2], {"episode_end": "pad", "sample": "steps", "frames": "newest"}
+            batch = made.sample_sequences(4, 3)
+            yield "update_priorities", [batch, np.ones((4, 3))], {}
+            yield "update_recurrent_states", [batch, {"h": np.ones((4, 3, 3), np.float32)}], {"offset": 0}
+            yield "holds", [batch], {}
+        elif hasattr(made, "update_priorities"):
             indices = made.sample(4).indices
             yield "update_priorities", [indices, np.ones(4)], {}
             yield "holds", [indices], {}

@@ -24,8 +24,8 @@ from sb3_extra_buffers.errors import ExtraBuffersError
 from tests.torture.running import Outcome, Report, brief, exit_code, parser, run_trials
 from tests.torture.subjects import Contents, Step, Subject, difference, make_steps, subjects
 
-KINDS = ("auto", "delta", "zstd", "none", "mmap", "evict", "prioritized", "dict", "her", "rollout", "gpu-delta",
-         "gpu-none", "array-delta", "record", "torchrl-delta")  # fmt: skip
+KINDS = ("auto", "delta", "zstd", "none", "mmap", "evict", "prioritized", "sequence", "dict", "her", "rollout",
+         "gpu-delta", "gpu-none", "array-delta", "record", "torchrl-delta")  # fmt: skip
 
 _N_STEPS = 300
 _EACH = 8  # copies of one trial

@@ -181,6 +181,9 @@ def sample_all(buffer: Any) -> None:
         return
     if buffer.size() and not (isinstance(buffer, HerReplayBuffer) and not buffer.ep_length.any()):
         buffer.sample(16)
+        if hasattr(buffer, "sample_sequences"):
+            batch = buffer.sample_sequences(16, 3, 1, 2, online=True)
+            buffer.update_recurrent_states(batch, batch.recurrent_states)
 
 
 def add_samples(buffer: Any, count: int) -> None:
@@ -191,10 +194,14 @@ def add_samples(buffer: Any, count: int) -> None:
         obs, next_obs = _draw(buffer.observation_space, buffer.n_envs), _draw(buffer.observation_space, buffer.n_envs)
         action = np.asarray(_draw(buffer.action_space, buffer.n_envs))
         reward, done = np.full(buffer.n_envs, float(number), np.float32), np.full(buffer.n_envs, number % 3 == 2)
-        if not hasattr(buffer, "advantages"):
-            buffer.add(obs, next_obs, action, reward, done, [{"TimeLimit.truncated": False}] * buffer.n_envs)
-            continue
         more: dict[str, Any] = {}
+        if hasattr(buffer, "recurrent_states"):
+            states = buffer.recurrent_states.items()
+            more["recurrent_state"] = {name: np.ones((buffer.n_envs, *shape)) for name, shape in states}
+        if not hasattr(buffer, "advantages"):
+            infos = [{"TimeLimit.truncated": False}] * buffer.n_envs
+            buffer.add(obs, next_obs, action, reward, done, infos, **more)
+            continue
         if hasattr(buffer, "action_masks"):
             more["action_masks"] = np.ones((buffer.n_envs, buffer.mask_dims))
         if hasattr(buffer, "hidden_state_shape"):

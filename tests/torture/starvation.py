@@ -30,9 +30,9 @@ from tests.torture.subjects import Step, Subject, make_steps, subjects, use_refe
 STEPS = (0, 1, 5, 10, 11, 12, 19, 20, 27, 33, 41, 52)
 
 KINDS = (
-    "auto", "delta", "zstd", "none", "palette", "mmap", "evict", "n-step", "prioritized", "dict", "her", "rollout",
-    "recurrent-rollout", "gpu-none", "gpu-delta", "gpu-zstd", "gpu-rollout-delta", "array-delta", "array-zstd",
-    "record", "torchrl-delta",
+    "auto", "delta", "zstd", "none", "palette", "mmap", "evict", "n-step", "prioritized", "sequence", "dict", "her",
+    "rollout", "recurrent-rollout", "gpu-none", "gpu-delta", "gpu-zstd", "gpu-rollout-delta", "array-delta",
+    "array-zstd", "record", "torchrl-delta",
 )  # fmt: skip
 OBJECT_STEPS = (1, 11, 12, 33)
 #: those that need nothing but NumPy and the interpreter

@@ -233,7 +233,10 @@ class Sb3(Subject):
         """What `add` is called with."""
         obs, next_obs = self.observed(step)
         if not hasattr(buffer, "advantages"):
-            return [obs, next_obs, step.action, step.reward, step.done, step.infos], {}
+            named = {}
+            if hasattr(buffer, "recurrent_states"):
+                named["recurrent_state"] = {"h": np.full((N_ENVS, 3), step.number, np.float32)}
+            return [obs, next_obs, step.action, step.reward, step.done, step.infos], named
         value, log_prob = th.tensor(step.reward) + 1, th.tensor(step.reward) - 1
         more: dict[str, Any] = {}
         if hasattr(buffer, "action_masks"):
@@ -256,6 +259,8 @@ class Sb3(Subject):
             if value is not None:
                 found[name] = np.array(value)
         infos = getattr(buffer, "infos", None)
+        if hasattr(buffer, "sequence_columns"):
+            found |= {name: np.array(column) for name, column in buffer.sequence_columns().items()}
         if infos is not None and isinstance(buffer, HerReplayBuffer):
             found["infos"] = np.array(repr(np.asarray(infos).tolist()))
         for name in ("observations", "next_observations"):
@@ -279,6 +284,8 @@ class Sb3(Subject):
                 return []
             # reading a rollout rearranges it
             return [part for samples in copy.deepcopy(buffer).get(11) for part in _flat(samples)]
+        if hasattr(buffer, "sample_sequences"):
+            buffer.sample_sequences(5, 4)
         if self.evicts or hasattr(buffer, "max_priority"):
             # draws depend on more than the model knows
             if hasattr(buffer, "sample"):
@@ -315,6 +322,8 @@ class Gpu(Sb3):
                     found[name] = np.concatenate(flat, axis=2)
             return found
         found = {name: np.array(getattr(buffer, name)) for name in _COLUMNS if getattr(buffer, name, None) is not None}
+        if isinstance(buffer, gpu_buffers.GpuSequenceReplayBuffer):
+            found |= {name: np.array(column) for name, column in buffer.sequence_columns().items()}
         read: Any = buffer
         if isinstance(buffer, gpu_buffers.GpuReplayBuffer):
             for name, one in (("observations", read.reconstruct_obs), ("next_observations", read.reconstruct_nextobs)):
@@ -338,6 +347,29 @@ class PlainPrioritized(ReplayBuffer):
         at = self.pos
         super().add(*args, **kwargs)
         self.priorities[at] = self.max_priority**self.alpha
+
+
+class PlainSequences(ReplayBuffer):
+    """SB3's buffer with the columns of a buffer of sequences."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        lead, self.max_priority, self.recurrent_states = (self.buffer_size, self.n_envs), 1.0, {"h": (3,)}
+        self.is_first = np.zeros(lead, np.bool_)
+        self.states, self.priorities = np.zeros((*lead, 3), np.float32), np.zeros(lead)
+        self.next_is_first = np.ones(self.n_envs, np.bool_)
+
+    def add(self, *args: Any, recurrent_state: Any = None, **kwargs: Any) -> None:
+        at = self.pos
+        super().add(*args, **kwargs)
+        self.is_first[at], self.states[at] = self.next_is_first, recurrent_state["h"]
+        self.next_is_first, self.priorities[at] = args[4].astype(bool), 1.0
+
+    def sequence_columns(self) -> Contents:
+        return {
+            "is_first": self.is_first, "next_is_first": self.next_is_first, "states/h": self.states,
+            "unseen_steps": np.zeros(self.n_envs, np.int64), "priorities": self.priorities,
+        }  # fmt: skip
 
 
 class GoalEnv:
@@ -476,11 +508,11 @@ def _rollout(name: str, space: spaces.Space[Any] = BOX, **options: Any) -> Calla
     return make
 
 
-def _gpu(name: str, method: str, space: spaces.Space[Any] = BOX) -> Callable[[Path], Any]:
+def _gpu(name: str, method: str, space: spaces.Space[Any] = BOX, **options: Any) -> Callable[[Path], Any]:
     def make(folder: Path) -> Any:
         size = SIZE if "Rollout" in name else SIZE * N_ENVS
         kind = getattr(gpu_buffers, name)
-        return kind(size, space, ACTIONS, device="cpu", n_envs=N_ENVS, compression_method=method)
+        return kind(size, space, ACTIONS, device="cpu", n_envs=N_ENVS, compression_method=method, **options)
 
     return make
 
@@ -519,6 +551,11 @@ def _subjects() -> Iterator[Subject]:
     yield Sb3("n-step", made, _plain(NStepReplayBuffer, n_steps=3, gamma=0.9))
     prioritized = _replay("CompressedPrioritizedReplayBuffer", compression_method="delta", alpha=0.7, beta=0.5)
     yield Sb3("prioritized", prioritized, _plain(PlainPrioritized, alpha=0.7))
+    sequences: dict[str, Any] = {"recurrent_states": {"h": 3}, "prioritized": True}
+    made = _replay("CompressedSequenceReplayBuffer", compression_method="delta", **sequences)
+    yield Sb3("sequence", made, _plain(PlainSequences))
+    made = _replay("CompressedSequenceReplayBuffer", compression_method="delta", storage="mmap", **sequences)
+    yield Sb3("sequence-mmap", made, _plain(PlainSequences))
     yield Sb3("dict", _replay("CompressedDictReplayBuffer", DICT), _plain(DictReplayBuffer, DICT), DICT)
     yield Sb3(
         "her", _her(compressed.CompressedHerReplayBuffer, compression_method="delta"), _her(HerReplayBuffer), GOALS
@@ -539,6 +576,7 @@ def _subjects() -> Iterator[Subject]:
         if is_available(method):
             yield Gpu(f"gpu-{method}", _gpu("GpuReplayBuffer", method), plain)
             yield Gpu(f"gpu-rollout-{method}", _gpu("GpuRolloutBuffer", method), _plain(RolloutBuffer))
+    yield Gpu("gpu-sequence", _gpu("GpuSequenceReplayBuffer", "delta", **sequences), _plain(PlainSequences))
     yield Gpu("gpu-dict", _gpu("GpuReplayBuffer", "delta", DICT), _plain(DictReplayBuffer, DICT), DICT)
     for method in ("delta", "zstd", "none"):
         if is_available(method):

@@ -26,8 +26,8 @@ def _of(names: tuple[str, ...] | list[str], there: dict[str, object]) -> list[st
 SUBJECTS: dict[str, object] = dict(subjects())
 SAVEABLES: dict[str, object] = dict(saveables())
 #: the long form forges and damages all kinds
-FORGED = ["delta", "gzip", "none", "mmap", "prioritized", "dict", "her", "recurrent-rollout", "gpu-delta", "gpu-zstd",
-          "array-delta", "torchrl-delta", "recording", "experience", "service"]  # fmt: skip
+FORGED = ["delta", "gzip", "none", "mmap", "prioritized", "sequence", "dict", "her", "recurrent-rollout", "gpu-delta",
+          "gpu-zstd", "array-delta", "torchrl-delta", "recording", "experience", "service"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(SUBJECTS))

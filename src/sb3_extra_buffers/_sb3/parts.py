@@ -15,6 +15,7 @@ from gymnasium import spaces
 from stable_baselines3.common.preprocessing import get_action_dim, get_obs_shape
 
 from sb3_extra_buffers._sb3.options import StorageOptions
+from sb3_extra_buffers._sb3.sequence_states import check_shapes
 from sb3_extra_buffers._sb3.views import BufferView
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import DamagedFileError, NotSaveableError
@@ -69,18 +70,26 @@ _ROLLOUT = BufferFields(
 _HER_COLUMNS = ("ep_start", "ep_length")
 _HER_ARGUMENTS = ("n_sampled_goal", "goal_selection_strategy", "copy_info_dict")
 _GPU_REPLAY = BufferFields((*_SB3, *_DEVICE), (*_BASIC_OPTIONS, "output_dtype"), _STATE, _REPLAY.columns)
+_SEQUENCE = ("recurrent_states", "recurrent_dtype", "prioritized", "alpha", "beta", "epsilon", "eta")
+_PRIORITY_STATE = ("max_priority", "progress_remaining")
 _FIELDS: dict[str, BufferFields] = {
     "replay": _REPLAY,
     "her-replay": _REPLAY._replace(arguments=(*_SB3, *_HER_ARGUMENTS), columns=(*_REPLAY.columns, *_HER_COLUMNS)),
     "prioritized-replay": _REPLAY._replace(
         arguments=(*_REPLAY.arguments, "alpha", "beta", "epsilon"),
-        state=(*_REPLAY.state, "max_priority", "progress_remaining"),
+        state=(*_REPLAY.state, *_PRIORITY_STATE),
+    ),
+    "sequence-replay": _REPLAY._replace(
+        arguments=(*_REPLAY.arguments, *_SEQUENCE), state=(*_REPLAY.state, *_PRIORITY_STATE)
     ),
     "gpu-replay": _GPU_REPLAY,
     "gpu-n-step-replay": _GPU_REPLAY._replace(arguments=(*_GPU_REPLAY.arguments, "n_steps", "gamma")),
     "gpu-prioritized-replay": _GPU_REPLAY._replace(
         arguments=(*_GPU_REPLAY.arguments, "n_steps", "gamma", "alpha", "beta", "epsilon"),
-        state=(*_STATE, "n_added", "max_priority", "progress_remaining"),
+        state=(*_STATE, "n_added", *_PRIORITY_STATE),
+    ),
+    "gpu-sequence-replay": _GPU_REPLAY._replace(
+        arguments=(*_GPU_REPLAY.arguments, "gamma", *_SEQUENCE), state=(*_STATE, "n_added", *_PRIORITY_STATE)
     ),
     "gpu-her-replay": _GPU_REPLAY._replace(
         arguments=(*_GPU_REPLAY.arguments, *_HER_ARGUMENTS), columns=(*_REPLAY.columns, *_HER_COLUMNS)
@@ -146,6 +155,8 @@ def to_parts(buffer: Any, tag: str) -> Parts:
             columns["infos"] = _infos_to_column(buffer.infos)
     if "prioritized" in tag:
         columns["priorities"] = buffer.priorities
+    if "sequence" in tag:
+        columns |= buffer.sequence_columns()
     description["extra"] = {}
     for name, value in _added_attributes(buffer, fields).items():
         if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
@@ -285,6 +296,12 @@ def _check_sizes(
     for name in fields.columns:
         shape, column = shapes.get(name, lead), parts.columns.get(name)
         require(column is not None and column.shape == shape, f"the column {name!r} is missing or not of shape {shape}")
+    if "sequence" in parts.kind:
+        states, _ = check_shapes(arguments["recurrent_states"], arguments["recurrent_dtype"])
+        for name, shape in states.items():
+            column = parts.columns.get(f"states/{name}")
+            fits = column is not None and column.shape == (*lead, *shape)
+            require(fits, f"the state {name!r} is missing or not of shape {shape}")
     obs_shapes: Any = get_obs_shape(observed)
     options = StorageOptions(arguments["dtypes"])
     for key, obs_shape in obs_shapes.items() if isinstance(obs_shapes, dict) else [("", obs_shapes)]:
@@ -323,6 +340,8 @@ def _restore_state(buffer: Any, parts: LoadedParts, fields: BufferFields) -> Non
         _restore_episodes(buffer, parts)
     if "prioritized" in parts.kind:
         _restore_priorities(buffer, parts)
+    if "sequence" in parts.kind:
+        buffer.restore_sequences(parts)
 
 
 def _restore_episodes(buffer: Any, parts: LoadedParts) -> None:
@@ -456,6 +475,9 @@ def cut(parts: LoadedParts, bad_rows: dict[str, Flags], bad_indices: dict[str, F
             column[forgotten] = 0
     if parts.kind == "her-replay":
         _cut_episodes(columns, kept, count == n_held - first, end % n_steps)
+    if "sequence" in parts.kind:
+        # an episode whose next steps are lost does not go on
+        columns["next_is_first"] = columns["next_is_first"] | (count != n_held - first)
     steps = kept[:, None] * n_envs + np.arange(n_envs)
     indices = {
         name: [batch + base for batch in steps for base in range(0, store.n_obs, n_steps * n_envs)]

@@ -80,6 +80,36 @@ def _load_schedule(pickled: bytes) -> Schedule:
     return Schedule(cloudpickle.loads(pickled))
 
 
+def check_exponents(alpha: float, beta: Beta, epsilon: float) -> tuple[float, Beta, float]:
+    """The arguments of a prioritised buffer; raises now rather than at the end of the training."""
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha must be from 0 (uniform) to 1 (proportional), got {alpha}")
+    if not 0 < epsilon <= _MAX_ERROR:
+        raise ValueError(
+            f"epsilon must be above 0, or transitions whose TD error is 0 are never sampled; got {epsilon}"
+        )
+    if isinstance(beta, Sequence) and len(beta) != 2:
+        raise ValueError(f"beta as a sequence must be its first and last value, got {len(beta)} values")
+    beta = Schedule(beta) if callable(beta) else beta
+    for progress_remaining in (0.0, 1.0):
+        beta_at(beta, progress_remaining)
+    return float(alpha), beta, float(epsilon)
+
+
+def beta_at(beta: Beta, progress_remaining: float) -> float:
+    """The value of ``beta`` when this part of the training is left."""
+    if callable(beta):
+        value = float(beta(progress_remaining))
+    elif isinstance(beta, Sequence):
+        first, last = beta
+        value = last + (first - last) * progress_remaining
+    else:
+        value = float(beta)
+    if not 0 <= value < np.inf:
+        raise ValueError(f"beta must be 0 or more, got {value} at progress_remaining={progress_remaining}")
+    return value
+
+
 class Priorities:
     """Draws transitions with probability proportional to ``(|TD error| + epsilon) ** alpha``.
 
@@ -103,21 +133,9 @@ class Priorities:
     def __init__(
         self, *args: Any, alpha: float = 0.6, beta: Beta = (0.4, 1.0), epsilon: float = 1e-6, **kwargs: Any
     ) -> None:
-        if not 0 <= alpha <= 1:
-            raise ValueError(f"alpha must be from 0 (uniform) to 1 (proportional), got {alpha}")
-        if not 0 < epsilon <= _MAX_ERROR:
-            raise ValueError(
-                f"epsilon must be above 0, or transitions whose TD error is 0 are never sampled; got {epsilon}"
-            )
-        if isinstance(beta, Sequence) and len(beta) != 2:
-            raise ValueError(f"beta as a sequence must be its first and last value, got {len(beta)} values")
-        self.alpha, self.epsilon = float(alpha), float(epsilon)
-        self.beta = Schedule(beta) if callable(beta) else beta
+        self.alpha, self.beta, self.epsilon = check_exponents(alpha, beta, epsilon)
         #: Part of the training that is left, from 1 to 0: the argument of the schedule of beta.
-        self.progress_remaining = 0.0
-        self.beta_now()  # raises now rather than at the end of the training
         self.progress_remaining = 1.0
-        self.beta_now()
         self.max_priority = 1.0
         super().__init__(*args, **kwargs)
         self._refuse_stock(calling_algorithm("_setup_model"))
@@ -138,17 +156,7 @@ class Priorities:
 
     def beta_now(self) -> float:
         """How far importance weights correct the sampling bias now: 0 not at all, 1 fully."""
-        beta = self.beta
-        if callable(beta):
-            value = float(beta(self.progress_remaining))
-        elif isinstance(beta, Sequence):
-            first, last = beta
-            value = last + (first - last) * self.progress_remaining
-        else:
-            value = float(beta)
-        if not 0 <= value < np.inf:
-            raise ValueError(f"beta must be 0 or more, got {value} at progress_remaining={self.progress_remaining}")
-        return value
+        return beta_at(self.beta, self.progress_remaining)
 
     # ---- adding and removing ----
 
@@ -205,18 +213,13 @@ class Priorities:
             td_errors: An absolute TD error for each index.
         """
         indices = _as_numbers(indices, "indices").reshape(-1)
-        errors = _as_numbers(td_errors, "td_errors").reshape(-1).astype(np.float64)
+        errors = as_errors(td_errors).reshape(-1)
         if indices.dtype.kind not in "iu" or len(indices) != len(errors):
             raise PriorityError(
                 f"got {len(indices)} indices ({indices.dtype}) and {len(errors)} TD errors; pass the indices of a "
                 "sample and one error for each"
             )
-        bad = ~((errors >= 0) & (errors <= _MAX_ERROR))
-        if bad.any():
-            raise PriorityError(
-                f"{bad.sum()} of {len(errors)} TD errors are negative, NaN or infinite (the first is "
-                f"{errors[bad][0]}); pass absolute values, and check whether the training diverged"
-            )
+        check_errors(errors)
         with self._lock:
             gone = ~self.holds(indices)
             if gone.any():
@@ -264,6 +267,21 @@ class PrioritizedMixin(Priorities, ReplayMixin):
         steps, envs, weights, indices = drawn
         samples = tuple(self._samples_at(steps, envs, env))
         return PrioritizedReplayBufferSamples._make((*samples, self._to_torch(weights), indices))
+
+
+def as_errors(td_errors: Any) -> npt.NDArray[np.float64]:
+    """TD errors as an array, or raise `PriorityError`."""
+    return _as_numbers(td_errors, "td_errors").astype(np.float64)
+
+
+def check_errors(errors: npt.NDArray[np.float64]) -> None:
+    """Raise unless all of ``errors`` are absolute TD errors."""
+    bad = ~((errors >= 0) & (errors <= _MAX_ERROR))
+    if bad.any():
+        raise PriorityError(
+            f"{bad.sum()} of {errors.size} TD errors are negative, NaN or infinite (the first is "
+            f"{errors[bad][0]}); pass absolute values, and check whether the training diverged"
+        )
 
 
 def _as_numbers(values: Any, name: str) -> npt.NDArray[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -520,18 +521,15 @@ class ReplayMixin(BudgetMixin, _Base):
     def reset(self) -> None:
         """Remove all transitions."""
         self._check_writable()
-        with self._lock:
-            try:
-                if self._sharing is not None:
-                    self._sharing.begin()
-                self._recover()
-                self.n_evicted = 0
-                super().reset()
-            finally:
-                if self._sharing is not None:
-                    self._sharing.end()
+        with self._lock, self._changing():
+            self._recover()
+            self.n_evicted = 0
+            super().reset()
 
     # ---- sharing ----
+
+    def _changing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._sharing is None else self._sharing.changing()
 
     def share(self) -> SharedHandle:
         """Let other processes of this machine read the buffer through shared memory.

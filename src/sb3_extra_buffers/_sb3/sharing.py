@@ -77,7 +77,8 @@ class BufferSharing:
         _check_shareable(buffer, parts)
         self._buffer = weakref.ref(buffer)
         self._writer = SharedWriter(in_files)
-        self._in_step = False
+        # how many changes are under way, one inside the other
+        self._depth = 0
         # whether this is the copy of a forked child
         self._is_inherited = False
         self.handle = SharedHandle(self._writer.name)
@@ -97,14 +98,20 @@ class BufferSharing:
     def _share_columns(self, buffer: Any, parts: Any) -> dict[str, Any]:
         """Move columns, and observations in plain arrays, to shared memory."""
         described, observations = {}, {name: dict(views.by_key) for name, views in buffer.obs_views().items()}
+        of_sequences = {}
         for name, column in parts.columns.items():
             shared, described[name] = self._columns.share(name, column)
+            if name in _sequence_columns(buffer):
+                of_sequences[name] = shared
+                continue
             attribute, _, key = name.removeprefix("extra/").partition(".")
             if attribute in observations:
                 observations[attribute][key] = shared
             else:
                 setattr(buffer, attribute, shared)
         self._columns.end()
+        if of_sequences:
+            buffer.use_sequence_columns(of_sequences)
         buffer.restore_obs_views(observations)
         return described
 
@@ -116,23 +123,32 @@ class BufferSharing:
             raise SharingError(
                 "this buffer is shared by the parent process, and cannot be used here; open its handle to read it"
             )
-        self._in_step = True
+        self._depth += 1
         self._writer.begin()
 
     def end(self) -> None:
         """End a step: publish it, and let readers continue."""
-        self._in_step = False
+        self._depth = max(self._depth - 1, 0)
         self._end_store()
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """`begin` and `end`."""
+        try:
+            self.begin()
+            yield
+        finally:
+            self.end()
 
     def _begin_store(self) -> None:
         if self._is_inherited:
             self.begin()
-        if not self._in_step:
+        if not self._depth:
             self._writer.begin()
 
     def _end_store(self) -> None:
         writer = self._writer
-        if self._in_step or not writer.is_changing:
+        if self._depth or not writer.is_changing:
             return
         is_complete = False
         try:
@@ -195,10 +211,17 @@ def _check_shareable(buffer: Any, parts: Any) -> None:
         raise SharingError(f"this {name} is kept in a folder; open the folder read-only instead of sharing it")
     if buffer.read_only:
         raise SharingError(f"this {name} was opened read-only; share the buffer that is written to")
-    for column in parts.columns:
+    if "priorities" in parts.columns:
+        raise SharingError(f"a {name} with priorities cannot be shared: readers could not update them")
+    for column in parts.columns.keys() - _sequence_columns(buffer).keys():
         attribute = column.removeprefix("extra/").partition(".")[0]
         if not isinstance(vars(buffer).get(attribute), np.ndarray | dict):
             raise SharingError(f"a {name} cannot be shared: {column} is not an array with a row for each step")
+
+
+def _sequence_columns(buffer: Any) -> dict[str, Array]:
+    columns: dict[str, Array] = buffer.sequence_columns() if hasattr(buffer, "sequence_columns") else {}
+    return columns
 
 
 @atexit.register
@@ -374,10 +397,15 @@ class SharedReader:
                 raise IndexOutOfRangeError(f"got {len(steps)} steps, but {len(envs)} environments")
             return buffer._samples_at(steps, envs, env)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a ``method`` of the buffer that only reads, by its name, while the owner waits."""
+    def sample_sequences(self, *args: Any, **kwargs: Any) -> Any:
+        """`CompressedSequenceReplayBuffer.sample_sequences` of the shared buffer, with its arguments.
+
+        It draws from NumPy's global generator. The owner waits for the whole batch.
+        """
         with self._reading() as buffer:
-            return getattr(buffer, method)(*args, **kwargs)
+            if not hasattr(buffer, "sample_sequences"):
+                raise SharingError(f"a {type(buffer).__name__} has no sequences; use CompressedSequenceReplayBuffer")
+            return buffer.sample_sequences(*args, **kwargs)
 
     def size(self) -> int:
         """How many steps of every environment can be sampled now."""

@@ -60,6 +60,17 @@ class BufferView(StoreView):
             value = cast(np.asarray(value), self.dtype, "the observation")
         super().__setitem__(index, value)
 
+    def read_windows_at(self, indices: npt.NDArray[np.int64], newest_only: bool) -> Array:
+        """Observations at ``indices [batch, length]``; those of next observations continue after the last one.
+
+        ``newest_only`` returns the newest frames of stacks, if the store has cut them into frames.
+        """
+        store = self.store
+        rows, spec = store.read_windows(indices + self.first_index, newest_only), store.spec
+        if rows.shape[-1] != spec.nbytes and store.layout is not None:
+            spec = store.layout.frame_spec
+        return self._converted(rows.view(spec.dtype).reshape(*indices.shape, *spec.shape))
+
 
 class ObsViews:
     """Where the observations of a buffer are: by key, in a `BufferView` or a plain array.

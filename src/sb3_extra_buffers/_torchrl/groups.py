@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sb3_extra_buffers._torchrl.indexing import Positions
+from sb3_extra_buffers._torchrl.indexing import Positions, are_slices
 from sb3_extra_buffers._torchrl.tensors import as_rows, as_tensor
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.errors import FileFormatError
@@ -167,9 +167,10 @@ class HostGroup(StoredGroup):
         self._use(store, bases)
 
     def read_rows(self, positions: Positions, which: Sequence[int] | None = None) -> list[ByteRows]:
-        if which is None:
-            return list(self.store.read(positions + self._offsets))
-        return [self.store.read(positions + self.bases[number]) for number in which]
+        indices = positions + (self._offsets if which is None else self._offsets[which])
+        # slices decode each segment once; random positions decode a key and its next together
+        read = self.store.read_windows if are_slices(positions, self.n_streams) else self.store.read
+        return list(read(indices))
 
     def write_key(self, which: int, positions: Positions, rows: ByteRows) -> None:
         self.store.write(positions + self.bases[which], positions % self.store.n_streams, rows)

@@ -10,9 +10,23 @@ import torch
 
 from sb3_extra_buffers.errors import IndexOutOfRangeError
 
-__all__ = ["Positions", "as_indices", "is_on_gpu", "keep_last", "numpy_index", "wrap_indices", "wrap_on_gpu"]
+__all__ = [
+    "Positions",
+    "are_slices",
+    "as_indices",
+    "is_on_gpu",
+    "keep_last",
+    "numpy_index",
+    "wrap_indices",
+    "wrap_on_gpu",
+]
 
 Positions = npt.NDArray[np.int64]
+
+
+def are_slices(positions: Positions, n_streams: int) -> bool:
+    """Whether most ``positions`` follow the one before them in its stream, as in slices of trajectories."""
+    return bool(2 * np.count_nonzero(positions[1:] - positions[:-1] == n_streams) > len(positions))
 
 
 def is_on_gpu(index: Any) -> bool:

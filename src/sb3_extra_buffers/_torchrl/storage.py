@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any, Literal
 
 import numpy as np
@@ -39,6 +40,8 @@ __all__ = ["CONTENTS", "ItemStorage", "group_class"]
 
 #: attributes that the first write sets, that a failed write restores and that loading replaces
 CONTENTS = ("_storage", "initialized", "max_size", "table", "device", "_probe", "_last_cursor")
+
+_SAMPLERS = "torchrl.data.replay_buffers.samplers"
 
 
 def group_class(device: torch.device) -> Any:
@@ -306,6 +309,13 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
 
     def get(self, index: Any) -> Any:
         """Return the items at ``index``; those of a slice are decoded when they are used, key by key."""
+        return self._get(index, _is_sampler(sys._getframe(1)))
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._get(index, True) if _is_sampler(sys._getframe(1)) else self.get(index)
+
+    def _get(self, index: Any, for_flags: bool) -> Any:
+        """Return the items at ``index``; ``for_flags`` decodes only flags at once, and images when they are used."""
         if isinstance(index, str):
             raise IndexOutOfRangeError(f"items are indexed by position, got {index!r}; use get_fields for a field")
         with self._lock:
@@ -316,7 +326,10 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
                 wrap_indices(np.array([index]), self._len_along_dim0)
                 return super().get(index)
             positions = self.table.positions_at(index, self._len)
-            return super().get(index) if positions is None else self._read(positions)
+            if positions is None:
+                return super().get(index)
+            read = self.table.read_flags if for_flags else self.table.read
+            return self._items(positions, read(positions))
 
     def get_fields(self, index: Any, keys: Sequence[Key]) -> list[torch.Tensor]:
         """Return the tensors of ``keys`` at ``index``; nothing else is decoded."""
@@ -334,8 +347,8 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
             tensors = self.table.read(positions, set(keys))
         return [tensors[key] for key in keys]
 
-    def _read(self, positions: Positions | torch.Tensor) -> Any:
-        tensors = self.table.read(positions)
+    def _items(self, positions: Positions | torch.Tensor, tensors: Mapping[Key, torch.Tensor]) -> Any:
+        """Return ``tensors``, read at ``positions``, as items."""
         shape = [*positions.shape, *self._storage.shape[self.ndim :]]
         if is_tensorclass(self._storage):
             return self._storage[:1].named_apply(
@@ -361,6 +374,14 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
             f"{type(self).__name__}(len={self._len}, max_size={self.max_size}, ndim={self.ndim}, "
             f"keys=[{key_names(self.table.specs)}], {self.memory_usage().summary})"
         )
+
+
+def _is_sampler(caller: FrameType) -> bool:
+    """Whether ``caller`` is code of TorchRL's own samplers.
+
+    Slice samplers read the items that they draw for their flags alone; the buffer then reads the same items again.
+    """
+    return str(caller.f_globals.get("__name__")).startswith(_SAMPLERS)
 
 
 def _probed_group(table: ItemTable) -> int:

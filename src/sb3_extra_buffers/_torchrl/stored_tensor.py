@@ -13,7 +13,7 @@ from sb3_extra_buffers._torchrl.groups import Group
 from sb3_extra_buffers._torchrl.indexing import Positions, numpy_index, wrap_indices
 from sb3_extra_buffers.errors import IndexOutOfRangeError, SpecMismatchError
 
-__all__ = ["StoredTensor"]
+__all__ = ["SelectedTensor", "StoredTensor"]
 
 
 class StoredTensor(torch.Tensor):
@@ -176,6 +176,46 @@ class StoredTensor(torch.Tensor):
                     written.overwrite(decoded[id(written)][1])
                     result = written if result is decoded[id(written)][1] else result
         return result
+
+
+class SelectedTensor(StoredTensor):
+    """The rows at ``positions``: a copy, as any tensor that is indexed by integers, but decoded when it is first used.
+
+    Must be used, if at all, before the rows change.
+    """
+
+    positions: Any  # an array, or a tensor if the group reads those
+    _decoded: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, group: Group, which: int, positions: Positions | torch.Tensor) -> SelectedTensor:
+        shape = (*positions.shape, *group.spec.shape)
+        tensor: SelectedTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=group.dtype, device=group.device)
+        tensor.group, tensor.which, tensor.positions, tensor._decoded = group, which, positions, None
+        return tensor
+
+    def dense(self) -> torch.Tensor:
+        if self._decoded is None:
+            rows = self.group.read(self.positions.reshape(-1), [self.which])[0]
+            self._decoded = rows.reshape(self.shape)
+        return self._decoded
+
+    def overwrite(self, tensor: torch.Tensor) -> None:
+        self._decoded = tensor
+
+    def with_axes_swapped(self, axis: int, other: int) -> None:
+        return None
+
+    def alias(self) -> SelectedTensor:
+        tensor = SelectedTensor(self.group, self.which, self.positions)
+        tensor._decoded = self.dense()
+        return tensor
+
+    def read_at(self, index: Any) -> torch.Tensor:
+        return self.dense()[index]
+
+    def write_at(self, index: Any, value: Any) -> None:
+        self.dense()[index] = _decoded(value)
 
 
 # these access a tensor's memory without dispatching an operation

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map  # torch has no public tree functions
 from sb3_extra_buffers._torchrl.groups import Group
 from sb3_extra_buffers._torchrl.indexing import Positions, as_indices, is_on_gpu, numpy_index, wrap_indices, wrap_on_gpu
 from sb3_extra_buffers._torchrl.schema import Key, Spec, key_name
-from sb3_extra_buffers._torchrl.stored_tensor import StoredTensor
+from sb3_extra_buffers._torchrl.stored_tensor import SelectedTensor, StoredTensor
 from sb3_extra_buffers.errors import IndexOutOfRangeError
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
@@ -131,6 +131,19 @@ class ItemTable:
             raise IndexOutOfRangeError(f"cannot index items with {index!r}: {error}") from None
 
     # ---- contents ----
+
+    def read_flags(self, positions: Positions | torch.Tensor) -> dict[Key, torch.Tensor]:
+        """Like `read` for a caller that uses flags and little else: other compressed keys are decoded on first use.
+
+        The caller must drop them before the items change.
+        """
+        unread = {
+            key: SelectedTensor(group, which, positions)
+            for group in self.groups
+            if group.dtype != torch.bool
+            for which, key in enumerate(group.keys)
+        }
+        return {**self.read(positions, self.specs.keys() - unread.keys()), **unread}
 
     def read(self, positions: Positions | torch.Tensor, keys: Collection[Key] | None = None) -> dict[Key, torch.Tensor]:
         """Decode the items at ``positions``; all keys, or ``keys`` alone."""

@@ -24,6 +24,8 @@ from sb3_extra_buffers.stores.view import StoreView
 Array = npt.NDArray[Any]
 
 _OBSERVATIONS = ("observations", "next_observations")
+# columns that the class which a buffer replaces does not have
+_NOT_SB3S = frozenset({"current_ep_start", "infos", "priorities", "is_first", "next_is_first", "unseen_steps"})
 
 
 class SavedBuffer(ReportingBuffer):
@@ -110,7 +112,7 @@ class SavedBuffer(ReportingBuffer):
         columns = {
             name: column
             for name, column in self.columns.items()
-            if len(column) == self.buffer_size and name not in ("current_ep_start", "infos", "priorities")
+            if len(column) == self.buffer_size and name not in _NOT_SB3S and not name.startswith("states/")
         }
         if "her-" in self.kind:
             # references to infos, of which files hold the contents
@@ -118,11 +120,13 @@ class SavedBuffer(ReportingBuffer):
         return columns
 
     def _extra_bytes(self) -> int:
-        return SumTree(self.buffer_size * self.n_envs).nbytes if "prioritized" in self.kind else 0
+        # those of buffers of sequences
+        own = sum(part.nbytes for name, part in self.columns.items() if name.startswith(("states/", "is_first")))
+        return own + (SumTree(self.buffer_size * self.n_envs).nbytes if "priorities" in self.columns else 0)
 
     def _replaced_class(self) -> str:
         owner = "sb3-contrib's" if self.kind.startswith(("maskable", "recurrent")) else "SB3's"
-        name = re.sub("Compressed|Gpu|Prioritized|(?<=Dict)NStep", "", registry.class_name(self.kind))
-        is_dict = self.kind in ("gpu-replay", "gpu-rollout", "gpu-prioritized-replay")
+        name = re.sub("Compressed|Gpu|Prioritized|Sequence|(?<=Dict)NStep", "", registry.class_name(self.kind))
+        is_dict = self.kind in ("gpu-replay", "gpu-rollout", "gpu-prioritized-replay", "gpu-sequence-replay")
         is_dict &= isinstance(self.observations, dict)
         return f"{owner} {'Dict' if is_dict else ''}{name}"

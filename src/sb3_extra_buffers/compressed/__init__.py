@@ -41,6 +41,11 @@ if TYPE_CHECKING:
         PrioritizedReplayBufferSamples,
         prioritized,
     )
+    from sb3_extra_buffers.compressed.sequences import (
+        CompressedDictSequenceReplayBuffer,
+        CompressedSequenceReplayBuffer,
+        SequenceSamples,
+    )
     from sb3_extra_buffers.compressed.shared import SharedHandle, SharedReader
 
 __all__ = [
@@ -50,6 +55,7 @@ __all__ = [
     "CompressedDictPrioritizedReplayBuffer",
     "CompressedDictReplayBuffer",
     "CompressedDictRolloutBuffer",
+    "CompressedDictSequenceReplayBuffer",
     "CompressedHerReplayBuffer",
     "CompressedMaskableDictRolloutBuffer",
     "CompressedMaskableRolloutBuffer",
@@ -59,7 +65,9 @@ __all__ = [
     "CompressedRecurrentRolloutBuffer",
     "CompressedReplayBuffer",
     "CompressedRolloutBuffer",
+    "CompressedSequenceReplayBuffer",
     "PrioritizedReplayBufferSamples",
+    "SequenceSamples",
     "SharedHandle",
     "SharedReader",
     "compressed",
@@ -108,6 +116,11 @@ __getattr__, __dir__ = attach(
             "CompressedPrioritizedReplayBuffer",
             "PrioritizedReplayBufferSamples",
             "prioritized",
+        ],
+        "sequences": [
+            "CompressedDictSequenceReplayBuffer",
+            "CompressedSequenceReplayBuffer",
+            "SequenceSamples",
         ],
         "shared": ["SharedHandle", "SharedReader"],
     },

@@ -53,7 +53,8 @@ def pack_step(
         fields["infos"] = [value_to_json(info, "infos") for info in infos]
     elif buffer.handle_timeout_termination:
         fields["truncated"] = [bool(info.get("TimeLimit.truncated", False)) for info in infos]
-    return StepRecord(fields, [*arrays, *map(np.asarray, (action, reward, done))], next_rows)
+    states = buffer.step_states(infos) if hasattr(buffer, "step_states") else []
+    return StepRecord(fields, [*arrays, *map(np.asarray, (action, reward, done)), *states], next_rows)
 
 
 def _unpack_step(
@@ -61,9 +62,10 @@ def _unpack_step(
 ) -> tuple[Any, ...]:
     """The arguments that `pack_step` was given; ``predicted`` is updated."""
     leaves, keys = dict(_leaves(buffer)), fields["keys"]
-    fits = [key for key, _ in keys] == list(leaves) and len(arrays) == 5 * len(keys) + 3
-    require(fits, "a journal record does not belong to this buffer")
-    remaining = iter(arrays)
+    n_arrays, has_states = 5 * len(keys) + 3, hasattr(buffer, "with_step_states")
+    fits = [key for key, _ in keys] == list(leaves) and (len(arrays) == n_arrays or has_states)
+    require(fits and len(arrays) >= n_arrays, "a journal record does not belong to this buffer")
+    remaining = iter(arrays[:n_arrays])
     obs: dict[str | None, Array] = {}
     next_obs: dict[str | None, Array] = {}
     for key, width in keys:
@@ -80,6 +82,8 @@ def _unpack_step(
     infos += [{"TimeLimit.truncated": bool(truncated)} for truncated in fields.get("truncated", [])]
     fits = len(infos) in (0, 1, buffer.n_envs) and all(isinstance(info, dict) for info in infos)
     require(fits, f"a journal record has {len(infos)} infos for {buffer.n_envs} environments")
+    if has_states:
+        infos = buffer.with_step_states(infos, arrays[n_arrays:])
     return (*(part[None] if set(part) == {None} else part for part in (obs, next_obs)), *remaining, infos)
 
 

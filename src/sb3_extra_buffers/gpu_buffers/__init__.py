@@ -6,6 +6,7 @@ from sb3_extra_buffers.gpu_buffers.metadata import SlotMetadata
 from sb3_extra_buffers.gpu_buffers.raw_buffer import RawBuffer, SharedRawHeap
 from sb3_extra_buffers.gpu_buffers.replay_buffer import GpuReplayBuffer
 from sb3_extra_buffers.gpu_buffers.rollout_buffer import GpuRolloutBuffer
+from sb3_extra_buffers.gpu_buffers.sequences import GpuSequenceReplayBuffer
 from sb3_extra_buffers.gpu_buffers.stores import (
     DenseObservationStore,
     RawObservationStore,
@@ -26,6 +27,7 @@ __all__ = [
     "GpuPrioritizedReplayBuffer",
     "GpuReplayBuffer",
     "GpuRolloutBuffer",
+    "GpuSequenceReplayBuffer",
     "RawBuffer",
     "RawObservationStore",
     "SharedRawHeap",

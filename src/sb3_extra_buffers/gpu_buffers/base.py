@@ -166,7 +166,16 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
         """The table on the device of the batches; SB3 changes the device of buffers that it loads."""
         if self._table.device != self.device:
             self._table = self._table.to(self.device)
+            self._share_columns()
         return self._table
+
+    def _share_columns(self) -> None:
+        """Let the first store write columns in the same launch as observations, if it is on the same device."""
+        table = self._table
+        for store in self.obs_stores.values():
+            is_shared = table.takes_tensors and store.place.device.type == table.device.type
+            store.use_columns(table.layout if is_shared else None)
+            break
 
     def _make_stores(
         self,
@@ -211,6 +220,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
     def _compile_kernels(self, columns: Any = None) -> None:
         """Compile the Triton kernels now rather than in the middle of training, while the buffer is empty."""
         table = self._table
+        self._share_columns()
         if not device_base.runs_kernels(table.device):
             return
         n_envs = self.n_envs
@@ -289,7 +299,10 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
     def _fit_action(self, action: Any) -> Any:
         """Actions of a step for the table: an array or, if they are on its device, a tensor."""
         table = self._table
-        if table.takes_tensors and isinstance(action, th.Tensor) and is_on(action, table.device):
+        if type(action) is np.ndarray and action.dtype == table.action_dtype and action.shape == (self.n_envs,):
+            if table.action_dim == 1:
+                return action.reshape(table.action_shape)
+        elif table.takes_tensors and isinstance(action, th.Tensor) and is_on(action, table.device):
             fitted = fit_action_tensor(action, table.action_shape, table.torch_action_dtype)
             if fitted is not None:
                 return fitted
@@ -309,10 +322,14 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
     def _commit(self, step: Step) -> None:
         """Write a step; after an exception, the buffer holds all of it or is unchanged."""
         try:
+            columns_taken = False
+            for plan in step.plans:
+                columns_taken |= plan.take_columns(step.columns)
             self._unfinished = step
             for plan in step.plans:
                 plan.commit()
-            self._table.commit(step.position, step.columns)
+            if not columns_taken:
+                self._table.commit(step.position, step.columns)
             if self._step_added is not None:
                 self._step_added(step.position, step.extra)
             # one call, which no signal can interrupt
@@ -440,6 +457,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
         columns = {name: state.pop(name) for name in self._table_type.names}
         self.__dict__.update(state, device=usable_device(state["device"]))
         self._table = self._table_type.from_arrays(self._columns_by_step(columns), self.device)
+        self._share_columns()
         self._make_lock()
 
 

@@ -9,10 +9,21 @@ import triton
 import triton.language as tl
 
 from sb3_extra_buffers.kernels.columns_torch import NStepReturns
-from sb3_extra_buffers.kernels.launcher import COLUMN_DTYPES, Columns, Launcher, TableLayout
+from sb3_extra_buffers.kernels.launcher import (
+    BYTES_AT,
+    COLUMN_DTYPES,
+    COLUMN_SOURCES,
+    SOURCE_DTYPES,
+    Columns,
+    Launcher,
+    StepColumns,
+    TableLayout,
+)
 
-__all__ = ["ColumnKernels", "compute_gae", "gather_columns"]
+__all__ = ["ColumnKernels", "compute_gae", "gather_columns", "store_columns"]
 
+# Triton reads global names only if they are constexpr
+_BYTES_AT = tl.constexpr(BYTES_AT)
 # rows of a program, and its warps
 _ROWS, _WARPS = 32, 2
 # environments of a program that computes advantages
@@ -62,40 +73,62 @@ def _gather_kernel(
 
 
 @triton.jit
-def _store_number(to, from_ptr, row, is_row, NUMBER: tl.constexpr, N_NUMBERS: tl.constexpr, N_GIVEN: tl.constexpr):
-    """Store the number ``NUMBER`` of each row: 0 if there is none, nothing if the table has no such column."""
+def _store_number(to, from_ptr, row, is_row, given, NUMBER: tl.constexpr, N_NUMBERS: tl.constexpr):
+    """Store the number ``NUMBER`` of each row: 0 if it is not given, nothing if the table has no such column."""
     if NUMBER < N_NUMBERS:
-        if NUMBER < N_GIVEN:
-            tl.store(to, tl.load(from_ptr + row, mask=is_row, other=0).to(tl.float32), mask=is_row)
-        else:
-            tl.store(to, tl.zeros_like(row).to(tl.float32), mask=is_row)
+        is_given = (given >> NUMBER) & 1
+        is_byte = (given >> (NUMBER + _BYTES_AT)) & 1
+        flag = tl.load(from_ptr + row, mask=is_row & (is_given + is_byte > 1), other=0).to(tl.float32)
+        floats_ptr = from_ptr.to(tl.pointer_type(tl.float32))
+        value = tl.load(floats_ptr + row, mask=is_row & (is_given > is_byte), other=0)
+        tl.store(to, tl.where(is_byte > 0, flag, value), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["step", "n_rows", "column"])
-def _write_kernel(
+@triton.jit
+def store_columns(
     action_ptr,  # uint8 [row, ACTION]
-    first_ptr, second_ptr, third_ptr, fourth_ptr,  # float32 or uint8 [row]
+    first_ptr, second_ptr, third_ptr, fourth_ptr,  # the numbers [row], see `StepColumns.given`
     numbers_ptr, actions_ptr,  # of the table
     step, n_rows,
     column,  # from a number to the next one of the same row
+    given,
+    block,  # which rows
     ROW: tl.constexpr,  # from a number to that of the next row
     ACTION_ROW: tl.constexpr, ACTION_AT: tl.constexpr, ACTION: tl.constexpr, ACTION2: tl.constexpr,
-    N_NUMBERS: tl.constexpr, N_GIVEN: tl.constexpr,
+    N_NUMBERS: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store the rows of a step; what it reads may be in pinned host memory."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """Store some rows of a step; what it reads may be in pinned host memory."""
+    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < n_rows
     at = step.to(tl.int64) * n_rows + row
     to, column = numbers_ptr + at * ROW, column.to(tl.int64)
-    _store_number(to, first_ptr, row, is_row, 0, N_NUMBERS, N_GIVEN)
-    _store_number(to + column, second_ptr, row, is_row, 1, N_NUMBERS, N_GIVEN)
-    _store_number(to + 2 * column, third_ptr, row, is_row, 2, N_NUMBERS, N_GIVEN)
-    _store_number(to + 3 * column, fourth_ptr, row, is_row, 3, N_NUMBERS, N_GIVEN)
+    # for each row: the interpreter takes no scalars in masks
+    given = tl.zeros_like(row) + given
+    _store_number(to, first_ptr, row, is_row, given, 0, N_NUMBERS)
+    _store_number(to + column, second_ptr, row, is_row, given, 1, N_NUMBERS)
+    _store_number(to + 2 * column, third_ptr, row, is_row, given, 2, N_NUMBERS)
+    _store_number(to + 3 * column, fourth_ptr, row, is_row, given, 3, N_NUMBERS)
     byte = tl.arange(0, ACTION2)
     inside = is_row[:, None] & (byte < ACTION)[None, :]
     action = tl.load(action_ptr + row[:, None] * ACTION + byte[None, :], mask=inside, other=0)
     tl.store(actions_ptr + (at * ACTION_ROW + ACTION_AT)[:, None] + byte[None, :], action, mask=inside)
+
+
+@triton.jit(do_not_specialize=[*COLUMN_SOURCES, "step", "n_rows", "column", "given"])
+def _write_kernel(
+    action_ptr, first_ptr, second_ptr, third_ptr, fourth_ptr,
+    numbers_ptr, actions_ptr,
+    step, n_rows, column, given,
+    ROW: tl.constexpr,
+    ACTION_ROW: tl.constexpr, ACTION_AT: tl.constexpr, ACTION: tl.constexpr, ACTION2: tl.constexpr,
+    N_NUMBERS: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    store_columns(
+        action_ptr, first_ptr, second_ptr, third_ptr, fourth_ptr, numbers_ptr, actions_ptr, step, n_rows, column,
+        given, tl.program_id(0), ROW, ACTION_ROW, ACTION_AT, ACTION, ACTION2, N_NUMBERS, ROWS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_rows", "newest", "n_obs", "n_envs"])
@@ -146,7 +179,10 @@ class ColumnKernels:
             _n_step_kernel, self._device, (table.row, table.numbers.numel() >> 31 > 0), (table.numbers,),
             ((torch.int64, torch.float32, torch.int64, *numbers), ()), _WARPS,
         )  # fmt: skip
-        self._writers: dict[tuple[torch.dtype, ...], Launcher] = {}
+        self._write = Launcher(
+            _write_kernel, self._device, (table.row, table.action, table.n_numbers, table.column >> 31 > 0),
+            (table.numbers, table.actions), (SOURCE_DTYPES, ()), _WARPS,
+        )  # fmt: skip
         self._grid = (-(-n_rows // _ROWS), 1, 1)
 
     def gather(self, indices: torch.Tensor, columns: Columns) -> None:
@@ -161,23 +197,11 @@ class ColumnKernels:
         numbers = (n_rows, newest, n_obs, self._n_rows, self._table.row, n_steps, _ROWS)
         self._n_step.start(n_steps, (-(-n_rows // _ROWS), 1, 1), (indices, powers, *out), (), numbers)
 
-    def write(self, step: int, action: torch.Tensor, numbers: tuple[torch.Tensor, ...]) -> None:
-        """Store contiguous actions and numbers (float32 or bool) of all rows; numbers left out are stored as 0."""
-        dtypes = tuple([number.dtype for number in numbers])
-        writer = self._writers.get(dtypes) or self._writer(dtypes)
-        sources = (action, *numbers, *(action,) * (4 - len(numbers)))
-        table = self._table
-        sizes = (step, self._n_rows, table.column, table.row, *table.action, table.n_numbers, len(numbers), _ROWS)
-        writer.start(len(numbers), self._grid, sources, (), sizes)
-
-    def _writer(self, dtypes: tuple[torch.dtype, ...]) -> Launcher:
-        table = self._table
-        given = [torch.uint8 if dtype == torch.bool else dtype for dtype in dtypes]
-        pointers = (torch.uint8, *given, *[torch.uint8] * (4 - len(given)))
-        key = (pointers, table.row, table.action, table.n_numbers, table.column >> 31 > 0)
-        writer = Launcher(_write_kernel, self._device, key, (table.numbers, table.actions), (pointers, ()), _WARPS)
-        self._writers[dtypes] = writer
-        return writer
+    def write(self, step: int, columns: StepColumns) -> None:
+        """Store the columns of all rows of a step."""
+        sources, given = columns.arguments()
+        sizes = self._table.constants()
+        self._write.start(None, self._grid, sources, (), (step, self._n_rows, self._table.column, given, *sizes, _ROWS))
 
 
 @triton.jit(do_not_specialize=["n_steps", "n_envs"])

@@ -34,7 +34,7 @@ _MASK = tl.constexpr(dt.ADDRESS_MASK)
 def read_kernel(
     out_ptr,  # int64 [set, row, stack, word]
     addresses_ptr,  # int64 [N_ADDRESSES]: where the tables are now
-    frame_ids_ptr,  # int32 [obs_index, stack]
+    frame_ids_ptr,  # int32 [obs_index, WIDTH]
     # the batch
     indices_ptr,  # int64 [set, row]
     # `columns_triton.gather_columns`
@@ -45,7 +45,8 @@ def read_kernel(
     n_rows,
     n_streams,
     N_SETS: tl.constexpr,
-    STACK: tl.constexpr,
+    STACK: tl.constexpr,  # frames to read of each observation, the newest ones
+    WIDTH: tl.constexpr,  # frames of an observation
     TARGETS: tl.constexpr,  # N_SETS * STACK, and the next power of two
     PER: tl.constexpr,
     PER2: tl.constexpr,
@@ -77,7 +78,8 @@ def read_kernel(
     keyframes_ptr = tl.load(addresses_ptr + _KEYFRAMES).to(tl.pointer_type(tl.int32))
     keyframe_rows_ptr = tl.load(addresses_ptr + _KEYFRAME_ROWS).to(tl.pointer_type(tl.int64))
     slot_mask = tl.load(addresses_ptr + _MASK).to(tl.int32)
-    ids = tl.load(frame_ids_ptr + index * STACK + target % STACK, mask=is_target, other=0) - 1
+    nth_frame = WIDTH - STACK + target % STACK
+    ids = tl.load(frame_ids_ptr + index * WIDTH + nth_frame, mask=is_target, other=0) - 1
     word = (chunk * _LINES + tl.arange(0, _LINES))[:, None] * 8 + tl.arange(0, 8)[None, :]
     inside = word < WORDS
     if part == 0:

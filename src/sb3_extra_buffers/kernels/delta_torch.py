@@ -315,16 +315,16 @@ class _StreamWriter:
 def read_rows_reference(
     tables: DeviceTables, shape: FrameShape, n_streams: int, indices: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Decode ``indices[set, row]`` into ``out[set, row, stack, byte]``.
+    """Decode ``indices[set, row]`` into ``out[set, row, frame, byte]``: the newest frames of each stack, or all.
 
     Bytes past the end of a frame are left alone.
     """
     heap, entries, keyframes = tables.heap.numpy(), tables.entries.numpy(), tables.keyframes.numpy()
-    rows, size = out.numpy().reshape(-1, shape.stack, out.shape[-1]), shape.frame_bytes
+    rows, size = out.numpy().reshape(-1, *out.shape[2:]), shape.frame_bytes
     decoded: dict[tuple[int, int], list[Bytes]] = {}
     for row, index in zip(rows, indices.numpy().ravel().tolist(), strict=True):
         stream = index % n_streams
-        for j, frame_id in enumerate((tables.frame_ids[index].numpy() - 1).tolist()):
+        for j, frame_id in enumerate((tables.frame_ids[index, -rows.shape[1] :].numpy() - 1).tolist()):
             if frame_id < 0:
                 row[j, :size] = 0
                 continue

@@ -5,13 +5,23 @@ Frames are handled as 64-bit words. Nothing is returned to the host; each write 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 
 from sb3_extra_buffers.kernels.delta_read_triton import read_kernel
 from sb3_extra_buffers.kernels.delta_tables import CHUNK, DeviceTables, FrameShape
 from sb3_extra_buffers.kernels.delta_write_triton import write_kernel
-from sb3_extra_buffers.kernels.launcher import COLUMN_DTYPES, NO_COLUMNS, Columns, Launcher
+from sb3_extra_buffers.kernels.launcher import (
+    COLUMN_DTYPES,
+    NO_COLUMNS,
+    SOURCE_DTYPES,
+    Columns,
+    Launcher,
+    StepColumns,
+    TableLayout,
+)
 
 __all__ = ["ReadKernel", "WriteKernel"]
 
@@ -19,10 +29,22 @@ __all__ = ["ReadKernel", "WriteKernel"]
 _PARTS, _READ_WARPS = 2, 2
 # the most registers of a thread that reads, so that more programs run at a time
 _READ_REGISTERS = 88
-# chunks that a program encodes together, and the most programs of a write: as many as an H200 runs at a time
-_BLOCK_CHUNKS, _WRITE_PROGRAMS = 8, 264
-# warps of a program that writes, and registers of a thread: with a program per stream, and with several streams each
-_FEW, _MANY = (8, 128), (16, 64)
+# registers of a thread that writes
+_WRITE_REGISTERS = 128
+
+
+class _Effort(NamedTuple):
+    """How the work of a write is divided."""
+
+    n_programs: int  # at most; the streams take turns
+    n_warps: int
+    n_chunks: int  # that a program encodes together, at most
+
+
+# tuned: for as many streams as an H200 runs of such programs at a time, and for more
+_FEW, _MANY = _Effort(264, 8, 8), _Effort(528, 4, 2)
+# constants of a kernel that writes no columns (`TableLayout.constants`)
+_NO_TABLE = (0, 0, 0, 0, 1, 0)
 
 
 class ReadKernel:
@@ -46,54 +68,77 @@ class ReadKernel:
             _READ_REGISTERS,
         )
 
-    def read(self, indices: torch.Tensor, out: torch.Tensor, columns: Columns | None = None) -> None:
+    def read(
+        self, indices: torch.Tensor, out: torch.Tensor, columns: Columns | None = None, newest_only: bool = False
+    ) -> None:
         """`read_rows_reference`; ``out`` is ``[set, row, stack, words of 8 bytes]``. ``columns`` are gathered."""
         n_sets, n_rows = indices.shape
-        stack = self._stack
+        stack = 1 if newest_only else self._stack
         others, sizes = ((indices,) * 4, NO_COLUMNS) if columns is None else columns.arguments()
-        numbers = (n_rows, self._n_streams, n_sets, stack, 1 << (n_sets * stack - 1).bit_length(), *self._sizes)
+        n_targets = 1 << (n_sets * stack - 1).bit_length()
+        numbers = (n_rows, self._n_streams, n_sets, stack, self._stack, n_targets, *self._sizes)
         grid = (n_rows, _PARTS, self._n_chunks)
-        self._launcher.start((n_sets, sizes), grid, (out,), (indices, *others), (*numbers, *sizes))
+        self._launcher.start((n_sets, stack, sizes), grid, (out,), (indices, *others), (*numbers, *sizes))
 
 
 class WriteKernel:
-    """The writing kernel, bound to one set of tables and its scratch memory."""
+    """The writing kernel, bound to one set of tables, its scratch memory and the columns that it writes too."""
 
-    def __init__(self, shape: FrameShape, tables: DeviceTables, scratch: torch.Tensor) -> None:
-        self.tables = tables
+    def __init__(
+        self, shape: FrameShape, tables: DeviceTables, scratch: torch.Tensor, columns: TableLayout | None = None
+    ) -> None:
+        self.tables, self.columns = tables, columns
         words, per, stack, recent = torch.int64, shape.per_segment, shape.stack, shape.n_recent
-        block = block_chunks(shape)
+        effort = _effort(tables.tails.numel())
+        block = _block_chunks(shape, effort)
+        constants = _NO_TABLE if columns is None else columns.constants()
         self._sizes = (
             stack, triton.next_power_of_2(stack), recent, triton.next_power_of_2(recent), per,
             triton.next_power_of_2(per), shape.min_frames, shape.max_chain_bytes,
             shape.n_numbers, shape.frame_bytes, shape.keyframe_bytes // 8, block,
-            -(-shape.n_chunks // block),
+            -(-shape.n_chunks // block), *constants,
         )  # fmt: skip
         bound = tables._replace(recent=tables.recent.view(words), keyframe_rows=tables.keyframe_rows.view(words))
-        effort = _MANY if tables.tails.numel() > _WRITE_PROGRAMS else _FEW
+        is_far = columns is not None and columns.column >> 31 > 0
+        key = (shape.frame_bytes, stack, per, block, effort, constants, is_far)
+        dtypes = (words, words, words), (words, *SOURCE_DTYPES, torch.float32, torch.uint8)
         self._launcher = Launcher(
-            write_kernel, tables.frame_ids.device, (shape.frame_bytes, stack, per, block, effort), (*bound, scratch),
-            ((words, words, words), (words,)), *effort,
-        )  # fmt: skip
+            write_kernel, tables.frame_ids.device, key, (*bound, scratch), dtypes, effort.n_warps, _WRITE_REGISTERS
+        )
+        self._grid = (min(tables.tails.numel(), effort.n_programs), 1, 1)
 
     def write(
-        self, job: torch.Tensor, obs: torch.Tensor, next_obs: torch.Tensor, n_sets: int, report: torch.Tensor
+        self,
+        job: torch.Tensor,
+        obs: torch.Tensor,
+        next_obs: torch.Tensor,
+        n_sets: int,
+        report: torch.Tensor,
+        columns: StepColumns | None = None,
     ) -> None:
         """`write_rows_reference`; ``job`` is packed, observations are ``[stream, stack, words of 8 bytes]``.
 
-        Any of them and ``report`` may be in pinned host memory.
+        ``columns`` of the step are written to the table of columns in the same launch. Any of them and ``report`` may
+        be in pinned host memory.
         """
-        n_streams = self.tables.tails.numel()
-        grid = (min(n_streams, _WRITE_PROGRAMS), 1, 1)
-        self._launcher.start(n_sets, grid, (job, obs, next_obs), (report,), (n_streams, n_sets, *self._sizes))
+        n_streams, table = self.tables.tails.numel(), self.columns
+        sources, given = ((job,) * 5, -1) if columns is None else columns.arguments()
+        places = (job, job) if table is None else (table.numbers, table.actions)
+        numbers = (n_streams, 0 if table is None else table.column, given, n_sets, *self._sizes)
+        self._launcher.start(n_sets, self._grid, (job, obs, next_obs), (report, *sources, *places), numbers)
 
 
-def block_chunks(shape: FrameShape) -> int:
+def _effort(n_streams: int) -> _Effort:
+    return _FEW if n_streams <= _FEW.n_programs else _MANY
+
+
+def _block_chunks(shape: FrameShape, effort: _Effort) -> int:
     """Chunks of a frame that a program encodes together."""
-    return min(triton.next_power_of_2(shape.n_chunks), _BLOCK_CHUNKS)
+    return min(triton.next_power_of_2(shape.n_chunks), effort.n_chunks)
 
 
 def scratch_for(shape: FrameShape, n_streams: int, device: torch.device) -> torch.Tensor:
     """Scratch memory for the writing kernel."""
-    n_bytes = min(n_streams, _WRITE_PROGRAMS) * block_chunks(shape) * CHUNK
+    effort = _effort(n_streams)
+    n_bytes = min(n_streams, effort.n_programs) * _block_chunks(shape, effort) * CHUNK
     return torch.empty(n_bytes, dtype=torch.uint8, device=device)

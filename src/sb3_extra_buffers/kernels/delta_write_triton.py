@@ -8,7 +8,9 @@ import triton.language as tl
 from sb3_extra_buffers.kernels import delta_tables as dt
 from sb3_extra_buffers.kernels import policy
 from sb3_extra_buffers.kernels.bits_triton import after_stores, jit_rule
+from sb3_extra_buffers.kernels.columns_triton import store_columns
 from sb3_extra_buffers.kernels.delta_encode_triton import block_of, bound, encode, load_block
+from sb3_extra_buffers.kernels.launcher import COLUMN_SOURCES
 from sb3_extra_buffers.kernels.state import NONE, ZERO
 
 __all__ = ["write_kernel"]
@@ -49,6 +51,7 @@ _NEW = tl.constexpr(ZERO - 1)  # in place of the id of a frame that has yet to b
 _KNOWN = tl.constexpr(ZERO - 2)  # in place of the id of a frame whose id is already stored
 _FAR = tl.constexpr(1 << 30)  # larger than any keyframe
 _LOOK = tl.constexpr(256)  # table entries that are read at a time
+_ROWS = tl.constexpr(32)  # rows of columns that a program stores at a time
 
 _initial_cost = jit_rule(policy.initial_cost)
 _should_search = jit_rule(policy.should_search)
@@ -56,7 +59,7 @@ _should_switch = jit_rule(policy.should_switch)
 _needs_keyframe = jit_rule(policy.needs_keyframe)
 
 
-@triton.jit(do_not_specialize=["n_streams"])
+@triton.jit(do_not_specialize=[*COLUMN_SOURCES, "n_streams", "column", "given"])
 def write_kernel(
     job_ptr,  # int64, packed as `WriteJob.pack` says
     obs_ptr,  # int64 [stream, STACK, word]: the frames of the first set
@@ -69,7 +72,10 @@ def write_kernel(
     keyframe_refs_ptr, published_ptr, tails_ptr, counters_ptr,
     scratch_ptr,  # uint8 [program, C chunks]
     report_ptr,  # int64 [N_REPORT]
+    action_ptr, first_ptr, second_ptr, third_ptr, fourth_ptr, numbers_ptr, actions_ptr,  # see `store_columns`
     n_streams,
+    column,
+    given,  # negative: no columns
     N_SETS: tl.constexpr, STACK: tl.constexpr, STACK2: tl.constexpr, RECENT: tl.constexpr,
     RECENT2: tl.constexpr,  # RECENT, and the next power of two
     PER: tl.constexpr, PER2: tl.constexpr, MIN_FRAMES: tl.constexpr, MAX_CHAIN: tl.constexpr,
@@ -77,8 +83,10 @@ def write_kernel(
     SIZE: tl.constexpr, KEYFRAME_WORDS: tl.constexpr,
     C: tl.constexpr,  # chunks of a block
     N_BLOCKS: tl.constexpr,
+    ROW: tl.constexpr, ACTION_ROW: tl.constexpr, ACTION_AT: tl.constexpr, ACTION: tl.constexpr, ACTION2: tl.constexpr,
+    N_NUMBERS: tl.constexpr,  # columns of the table; 0: there is none
 ):  # fmt: skip
-    """Write one step; each program takes every ``num_programs``-th stream."""
+    """Write one step; each program takes every ``num_programs``-th stream, and some rows of the columns."""
     scratch = scratch_ptr + tl.program_id(0).to(tl.int64) * (C * 2048)
     # the job may be in pinned host memory: loads issued together take as long as one
     step = tl.load(job_ptr + _JOB_STEP)
@@ -91,6 +99,14 @@ def write_kernel(
     launch = tl.load(job_ptr + _JOB_LAUNCH)
     first_index = tl.load(job_ptr + _JOB_INDICES)
     last_index = tl.load(job_ptr + _JOB_INDICES + N_SETS - 1)
+    if N_NUMBERS > 0:  # noqa: SIM102  # decided when the kernel is compiled
+        if given >= 0:
+            for block in range(tl.program_id(0), tl.cdiv(n_streams, _ROWS), tl.num_programs(0)):
+                store_columns(
+                    action_ptr, first_ptr, second_ptr, third_ptr, fourth_ptr, numbers_ptr, actions_ptr, step, n_streams,
+                    column, given, block + tl.full([], 0, tl.int32), ROW, ACTION_ROW, ACTION_AT, ACTION, ACTION2,
+                    N_NUMBERS, _ROWS,
+                )  # fmt: skip
     for number in range(tl.program_id(0), n_streams, tl.num_programs(0)):
         stream = number + tl.full([], 0, tl.int32)
         _write_stream(

@@ -12,7 +12,7 @@ import numpy as np
 from sb3_extra_buffers.kernels.columns_numba import as_column, flat, keep, part, tables_at
 from sb3_extra_buffers.kernels.compiling import inner, slow_entry
 from sb3_extra_buffers.kernels.packed_numba import packed_work_bytes, read_packed_rows
-from sb3_extra_buffers.kernels.reading_numba import read_rows, work_bytes
+from sb3_extra_buffers.kernels.reading_numba import output_row, read_rows, work_bytes
 from sb3_extra_buffers.kernels.tables import ENTRIES
 from sb3_extra_buffers.kernels.tables_numba import expand_row, split_table
 
@@ -34,19 +34,21 @@ def _take_row(sets: Any, row: int, one: Any) -> None:
 
 @inner
 def _expand(
-    state: Any, frame_ids: Any, sets: Any, row: int, space: Any, table: Any, unit: int, plane: int, out: Any
-) -> None:
+    state: Any, frame_ids: Any, sets: Any, row: int, by_row: bool, space: Any, table: Any, unit: int, plane: int,
+    out: Any,
+) -> None:  # fmt: skip
     """Expand the indices of a row's observations, which follow the tables of `split_table` in ``space``."""
     n_units = frame_ids.shape[1] * state.config.frame_bytes
     for number in range(sets.shape[0]):
-        to = (number * sets.shape[1] + row) * n_units * unit
+        to = output_row(sets, number, row, by_row) * n_units * unit
         expand_row(space, _TABLES + number * n_units, n_units, table, space, unit, plane, out, to)
 
 
 @slow_entry
 def read_frames(
-    bound: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, zstd: Any, table: Any, unit: int, plane: int
-) -> int:
+    bound: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, zstd: Any, by_row: bool, table: Any,
+    unit: int, plane: int,
+) -> int:  # fmt: skip
     """`read_frames` of `kernels.reading`, with each byte of the frames replaced by its entry in ``table``."""
     state, ids, sets_, table_ = tables_at(bound), as_column(frame_ids), as_column(sets), as_column(table)
     single = np.empty((sets.shape[0], 1), np.int64)
@@ -57,17 +59,18 @@ def read_frames(
     damaged = -1
     for row in range(first, stop):
         _take_row(sets_, row, one)
-        damaged = read_rows(state, ids, one, indices, 0, 1, work, as_column(zstd))
+        damaged = read_rows(state, ids, one, indices, 0, 1, work, as_column(zstd), by_row)
         if damaged >= 0:
             break
-        _expand(state, ids, sets_, row, space, table_, unit, plane, flat(as_column(out)))
+        _expand(state, ids, sets_, row, by_row, space, table_, unit, plane, flat(as_column(out)))
     return keep(single, keep(memory, damaged))
 
 
 @slow_entry
 def read_packed(
-    bound: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, zstd: Any, table: Any, unit: int, plane: int
-) -> int:
+    bound: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, zstd: Any, by_row: bool, table: Any,
+    unit: int, plane: int,
+) -> int:  # fmt: skip
     """`read_frames` for segments of whole frames."""
     state, ids, sets_, table_ = tables_at(bound), as_column(frame_ids), as_column(sets), as_column(table)
     single = np.empty((sets.shape[0], 1), np.int64)
@@ -78,8 +81,8 @@ def read_packed(
     damaged = -1
     for row in range(first, stop):
         _take_row(sets_, row, one)
-        damaged = read_packed_rows(state, ids, one, indices, 0, 1, work, as_column(zstd))
+        damaged = read_packed_rows(state, ids, one, indices, 0, 1, work, as_column(zstd), by_row)
         if damaged >= 0:
             break
-        _expand(state, ids, sets_, row, space, table_, unit, plane, flat(as_column(out)))
+        _expand(state, ids, sets_, row, by_row, space, table_, unit, plane, flat(as_column(out)))
     return keep(single, keep(memory, damaged))

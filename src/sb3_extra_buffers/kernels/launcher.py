@@ -6,7 +6,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["COLUMN_DTYPES", "NO_COLUMNS", "Columns", "Launcher", "TableLayout"]
+__all__ = [
+    "BYTES_AT",
+    "COLUMN_DTYPES",
+    "COLUMN_SOURCES",
+    "NO_COLUMNS",
+    "SOURCE_DTYPES",
+    "Columns",
+    "Launcher",
+    "StepColumns",
+    "TableLayout",
+]
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -44,6 +54,34 @@ class TableLayout(NamedTuple):
     actions: torch.Tensor  # uint8
     # bytes from row to row, bytes before the first action, bytes of an action, the next power of two
     action: tuple[int, int, int, int]
+
+    def constants(self) -> tuple[int, ...]:
+        """The constants of a kernel that writes to the table: see `columns_triton.store_columns`."""
+        return (self.row, *self.action, self.n_numbers)
+
+
+class StepColumns(NamedTuple):
+    """The columns of a step, contiguous, where the device can read them."""
+
+    action: torch.Tensor
+    numbers: Tensors  # float32 or bool, at most 4; those left out are stored as 0
+
+    def arguments(self) -> tuple[Tensors, int]:
+        """Pointers for a kernel (`COLUMN_SOURCES`), and bits that say which numbers are given and which are bytes."""
+        action, numbers = self
+        given = (1 << len(numbers)) - 1
+        for i, number in enumerate(numbers):
+            if number.dtype == torch.bool:
+                given |= 1 << (i + BYTES_AT)
+        return (action, *numbers, *(action,) * (4 - len(numbers))), given
+
+
+#: The first bit of `StepColumns.arguments` that says which numbers are bytes.
+BYTES_AT = 8
+#: Parameters of kernels that take `StepColumns.arguments`. One kernel must do for all of them, whatever their
+#: alignment is, because another one would be compiled in the middle of training.
+COLUMN_SOURCES = ("action_ptr", "first_ptr", "second_ptr", "third_ptr", "fourth_ptr")
+SOURCE_DTYPES = (torch.uint8,) * 5
 
 
 #: Dtypes of the pointers of `Columns.arguments`.

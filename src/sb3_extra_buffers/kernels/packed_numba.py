@@ -24,7 +24,7 @@ from sb3_extra_buffers.kernels.reading_numba import (
     is_streaming,
     join_row,
     joined_bytes,
-    sort_row,
+    list_row,
     unpack_block,
 )
 from sb3_extra_buffers.kernels.state import PACKED_CAMERA, PACKED_LZ4, PACKED_ZSTD
@@ -43,11 +43,11 @@ def count_sequences(heap: Any, starts: Any, stops: Any) -> int:
 
 
 @slow_entry
-def read_packed(bound: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, zstd: Any) -> int:
+def read_packed(bound: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, zstd: Any, by_row: bool) -> int:
     """`read_frames` for a store of whole frames."""
     state, ids, sets_, out_ = tables_at(bound), as_column(frame_ids), as_column(sets), as_column(out)
     space = np.empty(packed_work_bytes(state, ids, sets_), np.uint8)
-    damaged = read_packed_rows(state, ids, sets_, out_, first, stop, as_column(space), as_column(zstd))
+    damaged = read_packed_rows(state, ids, sets_, out_, first, stop, as_column(space), as_column(zstd), by_row)
     return keep(space, damaged)
 
 
@@ -55,7 +55,9 @@ def read_packed(bound: Any, frame_ids: Any, sets: Any, out: Any, first: int, sto
 def packed_work_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
     n_frames = sets.shape[0] * frame_ids.shape[1]
     unpacked = state.config.per_segment * state.config.frame_bytes + OVERRUN
-    return 24 * n_frames + max(unpacked, _camera_bytes(state)) + joined_bytes(state, frame_ids, sets)
+    return (
+        24 * n_frames + 8 * sets.shape[0] + max(unpacked, _camera_bytes(state)) + joined_bytes(state, frame_ids, sets)
+    )
 
 
 @inner
@@ -65,7 +67,7 @@ def _camera_bytes(state: Any) -> int:
 
 @inner
 def read_packed_rows(
-    state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, space: Any, zstd: Any
+    state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, space: Any, zstd: Any, by_row: bool
 ) -> Any:
     """Decode rows ``first`` to ``stop``, each segment of a row once; return -1, or a damaged segment."""
     size, per_segment = state.config.frame_bytes, state.config.per_segment
@@ -73,6 +75,8 @@ def read_packed_rows(
     ids, targets = int64_part(space, 0, n_frames), int64_part(space, 8 * n_frames, n_frames)
     positions = int64_part(space, 16 * n_frames, n_frames)
     at = 24 * n_frames
+    joined = int64_part(space, at, sets.shape[0])  # where the frames of each observation are in target
+    at += 8 * sets.shape[0]
     work_bytes = max(per_segment * size + OVERRUN, _camera_bytes(state))
     work = part(space, at, work_bytes)
     at += work_bytes
@@ -80,7 +84,7 @@ def read_packed_rows(
     target = part(space, at, n_joined) if n_joined else flat(out)
     streaming = n_joined == 0 and is_streaming(sets.shape[0] * sets.shape[1] * frame_ids.shape[1] * size, size, out)
     for row in range(first, stop):
-        sort_row(frame_ids, sets, row, size, n_joined > 0, ids, targets)
+        n_frames = list_row(frame_ids, sets, row, size, n_joined > 0, by_row, ids, targets, joined)
         i = 0
         while i < n_frames and ids[i] < 0:
             clear_bytes(target, targets[i], size)
@@ -97,7 +101,7 @@ def read_packed_rows(
                 return segment
             i = last
         if n_joined:
-            join_row(state, frame_ids, sets, row, target, out)
+            join_row(state, frame_ids, sets, row, by_row, joined, target, out)
     return -1
 
 

@@ -32,15 +32,19 @@ def read_frames(
     state: FrameState,
     frame_ids: Ints32,  # [obs_index, stack]: frame ids + 1
     sets: Ints,  # [set, row]: obs_index; the observations of one row share frames
-    out: Bytes,  # [set, row, stack, byte], flat
+    out: Bytes,  # [set, row, stack, byte], flat; with by_row [row, set, stack, byte]
     first: int,
     stop: int,
     zstd: Ints,  # unused: segments compressed with zstd are decompressed by the caller
+    by_row: bool,  # a row is a window, and its observations lie together
 ) -> int:
     """Decode rows ``first`` to ``stop`` into ``out``; return -1, or a damaged segment."""
     size, stack = state.config.frame_bytes, frame_ids.shape[1]
     frames = out.reshape(-1, size)
-    targets = np.arange(len(frames)).reshape(*sets.shape, stack)
+    if by_row:
+        targets = np.arange(len(frames)).reshape(*sets.T.shape, stack).swapaxes(0, 1)
+    else:
+        targets = np.arange(len(frames)).reshape(*sets.shape, stack)
     n_rows = max(_CHUNK_BYTES // (sets.shape[0] * stack * size), 1)
     for begin in range(first, stop, n_rows):
         rows = slice(begin, min(begin + n_rows, stop))

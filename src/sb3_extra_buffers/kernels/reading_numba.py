@@ -13,7 +13,7 @@ from sb3_extra_buffers.kernels import (
     lz4_block,
     writing_numba,  # noqa: F401  # compiles the functions of `frames`
 )
-from sb3_extra_buffers.kernels.columns_numba import flat, int64_part, part
+from sb3_extra_buffers.kernels.columns_numba import flat, int64_part, part, stack_int64
 from sb3_extra_buffers.kernels.compiling import compiled, inner
 from sb3_extra_buffers.kernels.delta_numba import apply
 from sb3_extra_buffers.kernels.intrinsics import (
@@ -39,6 +39,9 @@ _BITS_8, _BITS_16, _BITS_24, _BITS_48 = np.uint64(8), np.uint64(16), np.uint64(2
 
 # size from which on a batch is written past the caches, because they could not hold it anyway
 _STREAMING_BYTES = 8 << 20
+# size from which on four frames of bytes are interleaved past the caches, and how many bytes at a time: while memory
+# that was used before is still in the last cache, that is slower
+_STREAMING_FOURS, _FOURS = 24 << 20, 4096
 
 
 @inner
@@ -52,7 +55,7 @@ def work_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
     """Bytes of work space that `read_rows` needs."""
     block, n_frames = _block_bytes(state.config.frame_bytes), sets.shape[0] * frame_ids.shape[1]
     return (
-        2 * block + BLOCK + block // 2 + block // 16 + 64 + 16 * n_frames
+        2 * block + BLOCK + block // 2 + block // 16 + 64 + 16 * n_frames + 8 * sets.shape[0]
         + state.config.per_segment * state.config.frame_bytes + OVERRUN
         + joined_bytes(state, frame_ids, sets)
     )  # fmt: skip
@@ -67,10 +70,12 @@ def joined_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
 
 
 @inner
-def read_rows(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, space: Any, zstd: Any) -> Any:
+def read_rows(
+    state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, space: Any, zstd: Any, by_row: bool
+) -> Any:
     """Decode rows ``first`` to ``stop``, each segment of a row once; return -1, or the number of a damaged segment.
 
-    ``zstd`` holds the addresses that `inflate_zstd` needs.
+    ``zstd`` holds the addresses that `inflate_zstd` needs. The observations of a row lie together with ``by_row``.
 
     One function for the whole loop: a helper that takes the state would cost reads 3 to 5 %.
     """
@@ -88,15 +93,17 @@ def read_rows(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop:
     at += block // 16 + 32
     ids = int64_part(space, at, n_frames)
     at += 8 * n_frames
-    targets = int64_part(space, at, n_frames)  # offsets in out
+    targets = int64_part(space, at, n_frames)  # offsets in target
     at += 8 * n_frames
+    joined = int64_part(space, at, sets.shape[0])  # where the frames of each observation are in target
+    at += 8 * sets.shape[0]
     unpacked = part(space, at, per_segment * size + OVERRUN)  # differences of a compressed segment
     at += per_segment * size + OVERRUN
     n_joined = joined_bytes(state, frame_ids, sets)
     target = part(space, at, n_joined) if n_joined else flat(out)
     streaming = n_joined == 0 and is_streaming(sets.shape[0] * sets.shape[1] * frame_ids.shape[1] * size, size, out)
     for row in range(first, stop):
-        sort_row(frame_ids, sets, row, size, n_joined > 0, ids, targets)
+        n_frames = list_row(frame_ids, sets, row, size, n_joined > 0, by_row, ids, targets, joined)
         i = 0
         while i < n_frames and ids[i] < 0:
             at = targets[i]
@@ -154,7 +161,7 @@ def read_rows(state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop:
                     copy_bytes(target, targets[i], frame, 0, size)
                 i += 1
         if n_joined:
-            join_row(state, frame_ids, sets, row, target, out)
+            join_row(state, frame_ids, sets, row, by_row, joined, target, out)
     return -1
 
 
@@ -165,13 +172,41 @@ def is_streaming(n_bytes: int, size: int, out: Any) -> bool:
 
 
 @inner
-def join_row(state: Any, frame_ids: Any, sets: Any, row: int, frames: Any, out: Any) -> None:
+def output_row(sets: Any, number: int, row: int, by_row: bool) -> int:
+    """Where in the output the observation ``sets[number, row]`` is, counted in observations."""
+    if by_row:
+        return row * sets.shape[0] + number
+    return number * sets.shape[1] + row
+
+
+@inner
+def join_row(state: Any, frame_ids: Any, sets: Any, row: int, by_row: bool, joined: Any, frames: Any, out: Any) -> None:
     """Interleave the decoded frames of a row's observations, which are stacked along their last axis."""
     stack, unit, size = frame_ids.shape[1], state.config.pixel_bytes, state.config.frame_bytes
-    streaming = sets.shape[0] * sets.shape[1] * stack * size >= _STREAMING_BYTES
+    n_bytes = sets.shape[0] * sets.shape[1] * stack * size
+    streaming = n_bytes >= _STREAMING_BYTES
+    fours = n_bytes >= _STREAMING_FOURS and unit == 1 and stack == 4 and size % 4 == 0 and address_of(out, 0) % 16 == 0
     for number in range(sets.shape[0]):
-        to = (number * sets.shape[1] + row) * stack * size
-        join_frames(frames, number * stack * size, size, unit, stack, out, to, streaming)
+        to = output_row(sets, number, row, by_row) * stack * size
+        if fours:
+            _stream_fours(frames, joined[number], size, out, to)
+        else:
+            join_frames(frames, joined[number], size, unit, stack, out, to, streaming)
+
+
+@inner
+def _stream_fours(frames: Any, at: int, size: int, out: Any, to: int) -> None:
+    """`join_frames` of four frames of bytes, past the caches."""
+    fours = part(stack_int64(_FOURS // 8), 0, _FOURS)
+    for first in range(0, size, _FOURS // 4):
+        count = min(_FOURS // 4, size - first)
+        for pixel in range(count):
+            here = at + first + pixel
+            fours[4 * pixel] = frames[here]
+            fours[4 * pixel + 1] = frames[here + size]
+            fours[4 * pixel + 2] = frames[here + 2 * size]
+            fours[4 * pixel + 3] = frames[here + 3 * size]
+        stream_bytes(out, to + 4 * first, fours, 0, 4 * count)
 
 
 @inner
@@ -287,25 +322,49 @@ def split_frames(source: Any, at: int, size: int, unit: int, stack: int, target:
 
 
 @inner
-def sort_row(frame_ids: Any, sets: Any, row: int, size: int, joined: bool, ids: Any, targets: Any) -> None:
+def list_row(
+    frame_ids: Any, sets: Any, row: int, size: int, has_joined: bool, by_row: bool, ids: Any, targets: Any, joined: Any
+) -> int:
     """List a row's frames and their targets, ordered by id: frames of a segment come together and in order.
 
-    Targets are offsets in the batch, or in the work space of `join_row` with ``joined``.
+    Targets are offsets in the batch. If observations are joined, they are offsets in the work space of `join_row`,
+    where ``joined`` says where the frames of each observation begin; an observation that repeats all frames of the one
+    before it but the oldest has only its newest frame listed. Returns the number of frames listed.
     """
-    n_rows, stack = sets.shape[1], frame_ids.shape[1]
-    if joined:
-        n_rows, first = 1, 0
-    else:
-        first = row
-    for i in range(len(ids)):
-        frame_id = np.int64(frame_ids[sets[i // stack, row], i % stack]) - 1
-        j = i
-        while j > 0 and ids[j - 1] > frame_id:
-            ids[j] = ids[j - 1]
-            targets[j] = targets[j - 1]
-            j -= 1
-        ids[j] = frame_id
-        targets[j] = (((i // stack) * n_rows + first) * stack + i % stack) * size
+    stack, count = frame_ids.shape[1], 0
+    first, apart = output_row(sets, 0, row, by_row), 1 if by_row else sets.shape[1]
+    at = 0
+    for number in range(sets.shape[0]):
+        index, begin = sets[number, row], 0
+        if has_joined:
+            if number > 0 and _follows(frame_ids, sets[number - 1, row], index):
+                begin, at = stack - 1, at + size
+            elif number > 0:
+                at += stack * size
+            joined[number] = at
+            base = at
+        else:
+            base = (number * apart + first) * stack * size
+        for j in range(begin, stack):
+            frame_id = np.int64(frame_ids[index, j]) - 1
+            k = count
+            while k > 0 and ids[k - 1] > frame_id:
+                ids[k] = ids[k - 1]
+                targets[k] = targets[k - 1]
+                k -= 1
+            ids[k] = frame_id
+            targets[k] = base + j * size
+            count += 1
+    return count
+
+
+@inner
+def _follows(frame_ids: Any, before: int, index: int) -> bool:
+    """Whether an observation's frames are those of the observation ``before`` moved on by one."""
+    j, last = 0, frame_ids.shape[1] - 1
+    while j < last and frame_ids[index, j] == frame_ids[before, j + 1]:
+        j += 1
+    return j == last
 
 
 @inner

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
+from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.kernels.policy import ReadWork, read_ns, write_ns
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
@@ -85,6 +86,19 @@ class Store(ABC):
     @abstractmethod
     def read(self, indices: Indices) -> ByteRows:
         """Return new rows of shape ``[*indices.shape, nbytes]``; ``indices`` has one axis, or two: ``[set, n]``."""
+
+    def read_windows(self, indices: Indices, newest_only: bool = False, out: ByteRows | None = None) -> ByteRows:
+        """Return rows of shape ``[batch, length, nbytes]``: in ``out``, which is C-contiguous, or in new memory.
+
+        ``indices [batch, length]`` may be any; decoding is fastest if each row of them is a window, consecutive
+        observations of one stream. ``newest_only`` returns the newest frame of each stack instead of observations; a
+        store without stacks ignores it.
+        """
+        rows = self.read(indices.reshape(-1))
+        rows = rows.reshape(*indices.shape, rows.shape[-1])
+        if newest_only and self.layout is not None:
+            rows = self.layout.newest(rows)
+        return put_rows(out, rows)
 
     @abstractmethod
     def erase(self, indices: Indices) -> None:
@@ -164,6 +178,26 @@ class Store(ABC):
 
     @abstractmethod
     def __setstate__(self, state: dict[str, Any]) -> None: ...
+
+
+def rows_for(out: ByteRows | None, shape: tuple[int, ...]) -> ByteRows:
+    """Return ``out`` if it can hold rows of ``shape``, new memory if it is None; raise otherwise."""
+    if out is None:
+        return np.empty(shape, np.uint8)
+    if out.shape != shape or out.dtype != np.uint8 or not out.flags.carray:
+        raise SpecMismatchError(
+            f"out must be a writable C-contiguous array of shape {shape} and dtype uint8, "
+            f"got shape {out.shape} and dtype {out.dtype}"
+        )
+    return out
+
+
+def put_rows(out: ByteRows | None, rows: ByteRows) -> ByteRows:
+    """``rows``, copied to ``out`` if it is given."""
+    if out is None:
+        return rows
+    rows_for(out, rows.shape)[...] = rows
+    return out
 
 
 class FrozenStore:

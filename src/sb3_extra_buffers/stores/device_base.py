@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 if TYPE_CHECKING:
+    from sb3_extra_buffers.kernels.launcher import TableLayout
     from sb3_extra_buffers.stores.observation import ObservationStore
 
 __all__ = [
@@ -33,11 +35,13 @@ __all__ = [
     "finish_writes",
     "has_triton",
     "is_on",
+    "newest_frames",
     "on_host",
     "put_in",
     "runs_kernels",
     "stays_on_host",
     "usable_device",
+    "wait_before_freeing",
 ]
 
 Array = npt.NDArray[Any]
@@ -69,6 +73,18 @@ def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether ``tensor`` is on ``device``; a device without a number is any of its type."""
     own = tensor.device
     return own.type == device.type and (own.index is None or device.index is None or own.index == device.index)
+
+
+def wait_before_freeing(owner: object, device: torch.device) -> None:
+    """Let the device finish before ``owner``, whose pinned memory its kernels use, is freed."""
+    if device.type == "cuda":
+        # torch knows of copies from and to pinned memory, but not of kernels that use it
+        weakref.finalize(owner, _wait_for, device).atexit = False
+
+
+def _wait_for(device: torch.device) -> None:
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize(device)
 
 
 def usable_device(device: str | torch.device) -> torch.device:
@@ -141,6 +157,11 @@ class IndexBatch:
         else:
             raise ValueError("indices are an array, a tensor or both, got neither")
 
+    def as_one_set(self) -> IndexBatch:
+        """The same indices as ``[1, n]``."""
+        host = None if self._host is None else self._host.reshape(1, -1)
+        return IndexBatch(host, None if self._uploaded is None else self._uploaded.reshape(1, -1))
+
     @property
     def host(self) -> npt.NDArray[np.int64]:
         """The indices on the host; waits for the device if only a tensor was given."""
@@ -171,6 +192,16 @@ def put_in(out: torch.Tensor | None, observations: torch.Tensor) -> torch.Tensor
     return observations if out is None else out.copy_(observations)
 
 
+def newest_frames(observations: torch.Tensor, layout: StackLayout) -> torch.Tensor:
+    """The newest frame of each observation, ``[set, n, *layout.frame_spec.shape]``, of ``[set, n, *shape]``."""
+    lead, spec = observations.shape[:2], layout.frame_spec
+    if layout.axis == "first":
+        n_newest = layout.spec.shape[0] // layout.stack
+        return observations[:, :, -n_newest:].reshape(*lead, *spec.shape)
+    n_newest = layout.spec.shape[-1] // layout.stack
+    return observations[..., -n_newest:].reshape(*lead, *spec.shape)
+
+
 class PlannedWrite:
     """A step that is checked, staged and sure to fit; nothing that can be read has changed yet.
 
@@ -179,6 +210,10 @@ class PlannedWrite:
 
     __slots__ = ()
     may_fail = False
+
+    def take_columns(self, columns: Any) -> bool:
+        """Write ``columns`` of the step (`StagedColumns`) in the same launch; return whether `commit` will do so."""
+        return False
 
     def commit(self) -> None:
         """Write the step."""
@@ -267,6 +302,9 @@ class DeviceStore(ABC):
         """Whether such a store can hold frames of ``layout`` encoded by ``codec``."""
         return True
 
+    def use_columns(self, table: TableLayout | None) -> None:  # noqa: B027  # most stores write observations only
+        """Be ready to write the columns of ``table``, which is on the device, with every step."""
+
     def train(self, rows: ByteRows) -> None:  # noqa: B027  # most stores have nothing to learn
         """Learn from the first observations, before any is written."""
 
@@ -290,6 +328,24 @@ class DeviceStore(ABC):
     @abstractmethod
     def read(self, indices: IndexBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         """Observations ``[set, n, *shape]`` on the device: in ``out``, which is contiguous, or in new memory."""
+
+    def read_windows(
+        self, indices: IndexBatch, newest_only: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Observations ``[batch, length, *shape]`` on the device: in ``out``, which is contiguous, or in new memory.
+
+        Each row of ``indices [batch, length]`` is a window, consecutive observations of one stream. ``newest_only``
+        returns the newest frame of each stack, ``[batch, length, *layout.frame_spec.shape]``; a store without stacks
+        ignores it.
+        """
+        flat, layout = indices.as_one_set(), self.layout
+        if newest_only and layout is not None and layout.stack > 1:
+            return put_in(out, newest_frames(self.read(flat), layout).reshape(*indices.shape, *layout.frame_spec.shape))
+        if out is not None:
+            self.read(flat, out.view(1, -1, *out.shape[2:]))
+            return out
+        observations = self.read(flat)
+        return observations.view(*indices.shape, *observations.shape[2:])
 
     @abstractmethod
     def clear(self) -> None:

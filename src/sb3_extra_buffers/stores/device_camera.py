@@ -15,7 +15,7 @@ from sb3_extra_buffers.kernels.camera import FIRST_FRAME, FRAME_BEFORE, STRIDE, 
 from sb3_extra_buffers.kernels.camera_groups import CameraGroups, CameraShape, group_frames
 from sb3_extra_buffers.kernels.state import PACKED_CAMERA
 from sb3_extra_buffers.stores import device_base
-from sb3_extra_buffers.stores.device_base import DeviceRing, IndexBatch, put_in
+from sb3_extra_buffers.stores.device_base import DeviceRing, DeviceStore, IndexBatch, put_in
 from sb3_extra_buffers.stores.device_host import HostDecodedStore
 from sb3_extra_buffers.stores.device_layout import join_frames
 from sb3_extra_buffers.stores.layout import StackLayout
@@ -82,6 +82,13 @@ class DeviceCameraStore(HostDecodedStore):
         if self._triton and 0 not in indices.shape and isinstance(inner, PackedStore) and self._can_decode(inner):
             return put_in(out, self._read_segments(inner, indices.host))
         return super().read(indices, out)
+
+    def read_windows(
+        self, indices: IndexBatch, newest_only: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if self._triton:
+            return DeviceStore.read_windows(self, indices, newest_only, out)
+        return super().read_windows(indices, newest_only, out)
 
     def _can_decode(self, inner: PackedStore) -> bool:
         if self._is_foreign:

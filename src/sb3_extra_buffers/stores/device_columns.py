@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 
 from sb3_extra_buffers.kernels.columns_torch import NStepReturns, gather_columns_reference, n_step_reference
-from sb3_extra_buffers.kernels.launcher import Columns, TableLayout
+from sb3_extra_buffers.kernels.launcher import Columns, StepColumns, TableLayout
 from sb3_extra_buffers.stores.device_base import runs_kernels
-from sb3_extra_buffers.stores.staging import Lease, Staging, StagingLayout, torch_dtype
+from sb3_extra_buffers.stores.staging import LaunchDone, Lease, Staging, StagingLayout, torch_dtype
 
 __all__ = ["DeviceColumns", "DeviceRollout", "DeviceTable"]
 
@@ -22,11 +22,16 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 class StagedColumns(NamedTuple):
-    """Columns of a step, where the device can read them."""
+    """Columns of a step, and the staging memory that they are in."""
 
-    action: torch.Tensor
-    numbers: tuple[torch.Tensor, ...]
+    columns: StepColumns
     lease: Lease | None
+    staging: Staging
+
+    def release(self, done: LaunchDone | None = None) -> None:
+        """Allow the memory to be used again when ``done`` says so, or once everything launched so far is done."""
+        if self.lease is not None:
+            self.staging.release(self.lease, done)
 
 
 class DeviceTable:
@@ -112,7 +117,7 @@ class DeviceTable:
             sources.append(value)
         if self._triton:
             _ = self.kernels  # this can fail; the launch cannot
-        return StagedColumns(sources[0], tuple(sources[1:]), lease)
+        return StagedColumns(StepColumns(sources[0], tuple(sources[1:])), lease, self._staging)
 
     def commit(self, step: int, planned: Any) -> None:
         """Write what was planned as ``step``; doing it twice has no further effect."""
@@ -124,14 +129,14 @@ class DeviceTable:
                 view[step] = 0
             return
         if self._triton:
-            self.kernels.write(step, planned.action, planned.numbers)
+            self.kernels.write(step, planned.columns)
         else:
-            for view, value in zip(written, (planned.action, *planned.numbers), strict=False):
+            action, numbers = planned.columns
+            for view, value in zip(written, (action, *numbers), strict=False):
                 view[step].copy_(value, non_blocking=True)
-            for view in written[1 + len(planned.numbers) :]:
+            for view in written[1 + len(numbers) :]:
                 view[step].zero_()
-        if planned.lease is not None:
-            self._staging.release(planned.lease)
+        planned.release()
 
     # ---- copies ----
 

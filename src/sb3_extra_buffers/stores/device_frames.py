@@ -17,13 +17,13 @@ from sb3_extra_buffers.kernels import delta_tables as dt
 from sb3_extra_buffers.kernels import policy
 from sb3_extra_buffers.kernels.delta_tables import FrameShape, WriteJob, capacity_of
 from sb3_extra_buffers.kernels.delta_torch import read_rows_reference, write_rows_reference
-from sb3_extra_buffers.kernels.launcher import Columns
+from sb3_extra_buffers.kernels.launcher import Columns, TableLayout
 from sb3_extra_buffers.stores import device_base
-from sb3_extra_buffers.stores.device_base import AttributeWrite, Batch, DeviceRing, DeviceStore, IndexBatch
+from sb3_extra_buffers.stores.device_base import AttributeWrite, Batch, DeviceRing, DeviceStore, IndexBatch, put_in
 from sb3_extra_buffers.stores.device_layout import join_frames, split_frames
 from sb3_extra_buffers.stores.device_memory import DeviceMemory, DeviceState
 from sb3_extra_buffers.stores.layout import StackLayout
-from sb3_extra_buffers.stores.staging import Lease, Staging, StagingLayout
+from sb3_extra_buffers.stores.staging import LaunchDone, Lease, Staging, StagingLayout, torch_dtype
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 __all__ = ["DeviceFrameStore", "DeviceFrameWrite"]
@@ -32,11 +32,9 @@ Array = npt.NDArray[Any]
 
 _INT64 = np.dtype(np.int64)
 _BYTE = np.dtype(np.uint8)
-# the most bytes of a step that the device reads in place; larger steps are sent in pieces, to need less pinned memory
-_IN_PLACE = 1 << 20
-_PIECE = 3 << 18
-# blocks of staging memory: pieces in flight, or steps that are read in place
-_PIECES, _STEPS = 2, 4
+# the most bytes of a step that the device reads in place, and how many such steps may be in flight. Larger ones are
+# copied from ordinary memory: that is as fast as copying them to pinned memory first
+_IN_PLACE, _STEPS = 1 << 20, 4
 # seconds to poll for a report before synchronising with the device
 _WATCH = 0.05
 # kernels number observations in 32 bits
@@ -46,7 +44,7 @@ _MAX_OBS = (1 << 31) - 1
 class DeviceFrameWrite(AttributeWrite):
     """A step that is sure to fit: one launch, or tables to which the step was already written; then new attributes."""
 
-    __slots__ = ("job", "launch", "source", "written")
+    __slots__ = ("columns", "job", "launch", "source", "written")
 
     def __init__(
         self,
@@ -59,16 +57,23 @@ class DeviceFrameWrite(AttributeWrite):
     ) -> None:
         super().__init__(store, after)
         self.launch, self.job, self.source, self.written = launch, job, source, written
+        self.columns: Any = None
+
+    def take_columns(self, columns: Any) -> bool:
+        if self.source is None or self.owner.columns is None:
+            return False
+        self.columns = columns
+        return True
 
     def commit(self) -> None:
         self.owner.unfinished = self
         if self.source is not None:
-            self.owner.launch(self.owner.state, self.source, self.job, self.launch)
+            self.owner.launch(self.owner.state, self.source, self.job, self.launch, self.columns)
         self._apply()
 
     def finish(self) -> None:
         if self.source is not None and not self.owner.was_launched(self.launch):
-            self.owner.launch(self.owner.state, self.source, self.job, self.launch)
+            self.owner.launch(self.owner.state, self.source, self.job, self.launch, self.columns)
         self._apply()
 
     def _apply(self) -> None:
@@ -112,6 +117,8 @@ class DeviceFrameStore(DeviceStore):
     layout: StackLayout
     state: DeviceState = None  # type: ignore[assignment]  # until the tables are allocated
     _room: _Room
+    #: The columns that are written in the same launch as a step.
+    columns: TableLayout | None = None
     # a write, a change of tables or "clear" while it is under way; the next call completes it after an exception
     unfinished: DeviceFrameWrite | DeviceState | str | None = None
 
@@ -166,13 +173,13 @@ class DeviceFrameStore(DeviceStore):
         parts = (numbers, *[rows] * ring.n_sets) if self._in_place or not self._triton else (numbers,)
         self._job_layout = StagingLayout(*parts)
         self._job_staging = Staging(self.device, _STEPS if len(parts) > 1 else 8)
-        self._piece_staging = Staging(self.device, _PIECES)
         #: int64 [N_ADDRESSES], on the device: where the tables are. It never moves, because graphs refer to it.
         self._addresses = torch.zeros(dt.N_ADDRESSES, dtype=torch.int64, device=self.device)
         self._bound_writer: Any = None
         self._bound_reader: Any = None
         self._scratch: torch.Tensor | None = None
         self._grown = 0  # the first write after keyframes were added
+        device_base.wait_before_freeing(self, self.device)
 
     def use_state(self, state: DeviceState) -> None:
         """Make ``state`` the store's own. May be interrupted and run again."""
@@ -208,13 +215,18 @@ class DeviceFrameStore(DeviceStore):
 
     def writer(self, state: DeviceState) -> Any:
         """The Triton kernel that writes to the tables of ``state``."""
-        if self._bound_writer is None or self._bound_writer.tables is not state.tables:
+        writer = self._bound_writer
+        if writer is None or writer.tables is not state.tables or writer.columns is not self.columns:
             from sb3_extra_buffers.kernels.delta_triton import WriteKernel, scratch_for  # optional: needs Triton
 
             if self._scratch is None:
                 self._scratch = scratch_for(self.shape, self.n_streams, self.device)
-            self._bound_writer = WriteKernel(self.shape, state.tables, self._scratch)
-        return self._bound_writer
+            writer = self._bound_writer = WriteKernel(self.shape, state.tables, self._scratch, self.columns)
+        return writer
+
+    def use_columns(self, table: TableLayout | None) -> None:
+        if self._triton:
+            self.columns = table
 
     # ---- writing ----
 
@@ -292,16 +304,21 @@ class DeviceFrameStore(DeviceStore):
         self.memory.wait()
         return state
 
-    def launch(self, state: DeviceState, source: _Source, job: WriteJob, launch: int) -> None:
-        """Write to the tables of ``state``; with Triton, by a single launch."""
+    def launch(self, state: DeviceState, source: _Source, job: WriteJob, launch: int, columns: Any = None) -> None:
+        """Write to the tables of ``state``, and ``columns`` (`StagedColumns`) if given; with Triton, in one launch."""
         if not self._triton:
             frames = [f.view(-1).view(torch.uint8).view(self.n_streams, self.layout.stack, -1) for f in source.frames]
             write_rows_reference(state.tables, self.shape, frames, job, state.report, launch)
             return
         source.lease.arrays[0][:] = job.pack(state.tables, launch)
         first, last = source.frames[0], source.frames[-1]
-        self.writer(state).write(source.lease.tensors[0], first, last, self.n_sets, state.report)
-        self._job_staging.release(source.lease)
+        given = None if columns is None else columns.columns
+        self.writer(state).write(source.lease.tensors[0], first, last, self.n_sets, state.report, given)
+        # the report, which is the last that the kernel writes, tells when the staging memory was read
+        done = LaunchDone(launch, state.notes[dt.REPORT_LAUNCH :], self.memory.wait)
+        self._job_staging.release(source.lease, done)
+        if columns is not None:
+            columns.release(done)
 
     def was_launched(self, launch: int) -> bool:
         """Whether the write numbered ``launch`` reached the device."""
@@ -326,7 +343,7 @@ class DeviceFrameStore(DeviceStore):
             return _Source(lease, [self._split(batch) for batch in batches])  # type: ignore[arg-type]  # all are
         checked = [self._checked(batch) for batch in batches]  # type: ignore[arg-type]  # none is
         if len(lease.arrays) == 1:
-            return _Source(lease, [self._split(batch) for batch in self._send(checked)])
+            return _Source(lease, [self._split(self._send(batch)) for batch in checked])
         for target, array in zip(lease.arrays[1:], checked, strict=True):
             target[...] = array
         return _Source(lease, [self._split(batch) for batch in lease.tensors[1:]])
@@ -348,24 +365,11 @@ class DeviceFrameStore(DeviceStore):
         frames = split_frames(rows, self.layout)[0]
         return frames.clone() if frames.data_ptr() % 8 else frames
 
-    def _send(self, batches: Sequence[Array]) -> list[torch.Tensor]:
-        """``batches`` in new memory on the device, sent in pieces."""
-        sent = []
-        for batch in batches:
-            rows = np.ascontiguousarray(batch).reshape(-1).view(np.uint8)
-            target = torch.empty(rows.shape, dtype=torch.uint8, device=self.device)
-            for first in range(0, len(rows), _PIECE):
-                part = rows[first : first + _PIECE]
-                lease = self._piece_staging.acquire(self._piece_staging.layout((part.shape, _BYTE)))
-                if part.flags.writeable:
-                    # torch copies with several threads
-                    lease.tensors[0].copy_(torch.from_numpy(part))
-                else:
-                    lease.arrays[0][...] = part
-                target[first : first + _PIECE].copy_(lease.tensors[0], non_blocking=True)
-                self._piece_staging.release(lease)
-            sent.append(target)
-        return sent
+    def _send(self, batch: Array) -> torch.Tensor:
+        """The bytes of ``batch`` in new memory on the device."""
+        rows = np.ascontiguousarray(batch).reshape(-1).view(np.uint8)
+        # torch takes no arrays that cannot be written to
+        return torch.from_numpy(rows if rows.flags.writeable else rows.copy()).to(self.device)
 
     # ---- the heap ----
 
@@ -458,6 +462,25 @@ class DeviceFrameStore(DeviceStore):
         joined = join_frames(frames if padded_size == size else frames[..., :size], layout)
         return joined.contiguous() if out is None else out.copy_(joined)
 
+    def read_windows(
+        self, indices: IndexBatch, newest_only: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        layout, flat = self.layout, indices.as_one_set()
+        if not newest_only or layout.stack == 1:
+            return super().read_windows(indices, False, out)
+        if self.unfinished is not None:
+            self.recover()
+        wanted, spec, size = flat.on(self.device), layout.frame_spec, layout.frame_bytes
+        frames = torch.empty((*wanted.shape, 1, -(-size // 8) * 8), dtype=torch.uint8, device=self.device)
+        if wanted.shape[1] == 0:
+            pass
+        elif self._triton:
+            self.reader.read(wanted.contiguous(), frames, newest_only=True)
+        else:
+            read_rows_reference(self.state.tables, self.shape, self.n_streams, wanted, frames)
+        rows = frames[..., :size].reshape(-1).view(torch_dtype(spec.dtype))
+        return put_in(out, rows.view(*indices.shape, *spec.shape))
+
     @property
     def can_be_captured(self) -> bool:
         return self._triton
@@ -501,7 +524,7 @@ class DeviceFrameStore(DeviceStore):
         tables = self.state.tables
         frames = tables.keyframe_rows.numel() + tables.recent.numel()
         total = sum(table.nbytes for table in tables)
-        staged = self._job_staging.nbytes + self._piece_staging.nbytes
+        staged = self._job_staging.nbytes
         staged += 0 if self._scratch is None else self._scratch.nbytes
         return MemoryUsage(tables.heap.nbytes, total - tables.heap.nbytes - frames, frames, staged)
 

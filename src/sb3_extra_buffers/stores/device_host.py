@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -113,6 +114,24 @@ class HostDecodedStore(DeviceStore):
             return put_in(out, self._read_payloads(self.store.inner, wanted))
         rows = self.store.read(wanted).reshape(wanted.size, spec.nbytes)
         observations = spec.from_rows(rows).reshape(*wanted.shape, *spec.shape)
+        return put_in(out, self._staging.upload([observations])[0] if on_gpu else torch.from_numpy(observations))
+
+    def read_windows(
+        self, indices: IndexBatch, newest_only: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        on_gpu = self._staging.device.type == "cuda"
+        if on_gpu and isinstance(self.store.inner, PayloadStore):
+            return super().read_windows(indices, newest_only, out)
+        wanted, spec = indices.host, self.store.spec
+        if out is not None and not on_gpu:
+            memory = out.numpy().reshape(*wanted.shape, math.prod(out.shape[2:])).view(np.uint8)
+            self.store.read_windows(wanted, newest_only, memory)
+            return out
+        rows = self.store.read_windows(wanted, newest_only)
+        if rows.shape[-1] != spec.nbytes:
+            assert self.layout is not None  # or there would be no stacks
+            spec = self.layout.frame_spec
+        observations = rows.view(spec.dtype).reshape(*wanted.shape, *spec.shape)
         return put_in(out, self._staging.upload([observations])[0] if on_gpu else torch.from_numpy(observations))
 
     def _read_payloads(self, inner: PayloadStore, indices: npt.NDArray[np.int64]) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import IndexOutOfRangeError, MissingExtraError, SpecMismatchError
+from sb3_extra_buffers.kernels.launcher import TableLayout
 from sb3_extra_buffers.stores import device_base
 from sb3_extra_buffers.stores.choice import Choice, MethodChoice, may_be_stacked
 from sb3_extra_buffers.stores.device_base import (
@@ -75,6 +76,7 @@ class DeviceObservationStore(DeviceStore):
         #: Where observations are once a method was chosen.
         self.inner: DeviceStore | None = None
         self._collected: list[tuple[int, list[Batch]]] = []
+        self._columns: TableLayout | None = None
         self._set_sizes()
         if device_base.stays_on_host(place.device):
             self.inner = HostDecodedStore(self.ring, None, None, method, self.chooser.options)
@@ -204,13 +206,27 @@ class DeviceObservationStore(DeviceStore):
         codec = self.chooser.make_codec(choice, layout)
         make = find_store(codec, layout, "cuda")
         store: DeviceStore = make(ring or self.ring, layout, codec, choice.method, self.chooser.codec_options)
+        if self._columns is not None:
+            store.use_columns(self._columns)
         return store
+
+    def use_columns(self, table: TableLayout | None) -> None:
+        self._columns = table
+        if self.inner is not None:
+            self.inner.use_columns(table)
 
     # ---- reading ----
 
     def read(self, indices: IndexBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         if self.inner is not None:
             return self.inner.read(indices, out)
+        return put_in(out, self._read_collected(indices))
+
+    def read_windows(
+        self, indices: IndexBatch, newest_only: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if self.inner is not None:
+            return self.inner.read_windows(indices, newest_only, out)
         return put_in(out, self._read_collected(indices))
 
     def _read_collected(self, indices: IndexBatch) -> torch.Tensor:
@@ -286,5 +302,5 @@ class DeviceObservationStore(DeviceStore):
         return state | {"_collected": collected}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(state, _columns=None)
         self._set_sizes()

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sb3_extra_buffers.stores.device_base import DevicePlace
+from sb3_extra_buffers.stores.device_base import DevicePlace, wait_before_freeing
 
 __all__ = ["SideRows", "SideUse"]
 
@@ -57,6 +57,7 @@ class SideRows:
         self.report = torch.from_numpy(values.astype(np.int64))
         if self.place.device.type == "cuda":
             self.report = self.report.pin_memory()
+            wait_before_freeing(self, self.place.device)
         self._notes = self.report.numpy()
         # the bound of the rows taken up to each of the last launches
         self._bounds = [0] * _REMEMBERED

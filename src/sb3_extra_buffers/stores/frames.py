@@ -15,7 +15,7 @@ from sb3_extra_buffers.kernels import as_contiguous
 from sb3_extra_buffers.kernels.fingerprints import PAGE
 from sb3_extra_buffers.kernels.state import COMMITTED, N_FREED, N_SEALED, NONE
 from sb3_extra_buffers.stores.arena import lengthen, resident_bytes
-from sb3_extra_buffers.stores.base import Array, FillHeap, Indices
+from sb3_extra_buffers.stores.base import Array, FillHeap, Indices, rows_for
 from sb3_extra_buffers.stores.frame_tables import FrameIds, FrameTables, n_pages
 from sb3_extra_buffers.stores.layout import Frames
 from sb3_extra_buffers.stores.usage import MemoryUsage
@@ -130,6 +130,22 @@ class FrameStore(FrameTables):
             return frames.reshape(*indices.shape, layout.spec.nbytes)
         rows = layout.join(frames.reshape(indices.size, layout.stack, layout.frame_bytes), self._kernels)
         return rows.reshape(*indices.shape, layout.spec.nbytes)
+
+    def read_windows(self, indices: Indices, newest_only: bool = False, out: ByteRows | None = None) -> ByteRows:
+        indices, frame_ids = self._begin_read(indices), self.frame_ids
+        if newest_only and self.layout.stack > 1:
+            frame_ids = frame_ids[indices.reshape(-1), -1].reshape(-1, 1)
+            indices = np.arange(indices.size, dtype=np.int64).reshape(indices.shape)
+        rows = rows_for(out, (*indices.shape, frame_ids.shape[1] * self.layout.frame_bytes))
+        self._decode_windows(frame_ids, indices, rows)
+        return rows
+
+    def _decode_windows(self, frame_ids: FrameIds, windows: Indices, out: ByteRows) -> None:
+        """Decode the observations of ``frame_ids`` at ``windows [batch, length]``; single frames stay single."""
+        n_frames, layout = frame_ids.shape[1], self.layout
+        frames = self._decode(frame_ids, windows.reshape(1, -1)).reshape(windows.size, n_frames, layout.frame_bytes)
+        rows = frames if n_frames == 1 or self.joins_frames else layout.join(frames, self._kernels)
+        out[...] = rows.reshape(out.shape)
 
     def _begin_read(self, indices: Indices) -> Indices:
         """Return ``indices`` as `_decode` takes them, once all that they refer to may be read."""

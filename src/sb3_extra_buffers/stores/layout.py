@@ -64,6 +64,15 @@ class StackLayout:
         kernels.join_stack(frames, self.pixels(rows))
         return rows
 
+    def newest(self, rows: ByteRows) -> ByteRows:
+        """Return the newest frame of each row, ``[..., frame_bytes]``, of rows ``[..., nbytes]``."""
+        if self.stack == 1:
+            return rows
+        if self.axis == "first":
+            return np.ascontiguousarray(rows[..., -self.frame_bytes :])
+        pixels = self.pixels(rows.reshape(-1, self.spec.nbytes))
+        return np.ascontiguousarray(pixels[:, :, -1]).reshape(*rows.shape[:-1], self.frame_bytes)
+
     def pixels(self, rows: ByteRows) -> npt.NDArray[np.uint8]:
         """View rows that are stacked along the last axis as ``[row, pixel, frame, byte]``."""
         unit = self.spec.shape[-1] // self.stack * self.spec.dtype.itemsize

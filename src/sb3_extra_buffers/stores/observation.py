@@ -17,7 +17,7 @@ from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.errors import ExtraBuffersError, ReadOnlyBufferError
-from sb3_extra_buffers.stores.base import Array, FillHeap, FrozenStore, Indices, Store, StoreParts
+from sb3_extra_buffers.stores.base import Array, FillHeap, FrozenStore, Indices, Store, StoreParts, put_rows
 from sb3_extra_buffers.stores.checks import only_named_errors, parse_dtype, parse_shape, require, whole
 from sb3_extra_buffers.stores.choice import Choice, MethodChoice, may_be_stacked
 from sb3_extra_buffers.stores.collected import CollectedRows
@@ -362,6 +362,28 @@ class ObservationStore:
         with self.lock:
             store = self._collected if self.inner is None else self.inner
             return store.read(indices)
+
+    def read_windows(self, indices: Indices, newest_only: bool = False, out: ByteRows | None = None) -> ByteRows:
+        """Read windows, consecutive observations of one stream in each row of ``indices [batch, length]``.
+
+        Args:
+            indices: Each row is a window; its last column may be a next observation.
+            newest_only: Return the newest frame of each stack, ``[batch, length, frame_bytes]``. Observations that are
+                not stacked, or whose `layout` is not known yet, are returned whole.
+            out: C-contiguous memory for the result.
+
+        Returns:
+            The bytes that `read` returns, ``[batch, length, nbytes]``; each frame is decoded once.
+        """
+        readers = self.readers
+        with readers.stripes.get(this_thread.stripe) or readers.add_stripe():
+            inner = self.inner
+            if not (readers.writing or inner is None or inner.dirty):
+                return inner.read_windows(indices, newest_only, out)
+        with self.lock:
+            if self.inner is not None:
+                return self.inner.read_windows(indices, newest_only, out)
+            return put_rows(out, self._collected.read(indices))
 
     def read_pairs(self, steps: Indices, streams: Indices, are_next: bool) -> ByteRows | None:
         """`TimelineStore.read_pairs`; None if the inner store is of another kind."""

@@ -131,6 +131,28 @@ class PayloadStore(FrameStore):
         frames, inverse = self._decode_distinct(frame_ids, sets, _new_rows)
         return frames.take(inverse, axis=0)
 
+    def _decode_windows(self, frame_ids: FrameIds, windows: Indices, out: ByteRows) -> None:
+        layout, size, n_frames = self.layout, self.layout.frame_bytes, frame_ids.shape[1]
+        rows = out.reshape(windows.size, n_frames * size)
+        ids = frame_ids[windows].ravel() - 1
+        if n_frames == 1 and len(self.codecs) == 1 and ids.min(initial=0) >= 0 and len(np.unique(ids)) == ids.size:
+            # nothing to share: decode directly into the result
+            self._decode_payloads(self.codec, ids, rows)
+            return
+        frames, inverse = self._decode_distinct(frame_ids, windows, _new_rows)
+        numbers = inverse.reshape(windows.size, n_frames)
+        joins = n_frames > 1 and layout.axis == "last"
+
+        def work(first: int, stop: int) -> None:
+            if joins:
+                self._kernels.join_stack(frames.take(numbers[first:stop], axis=0), layout.pixels(rows[first:stop]))
+            else:
+                # the default mode would copy twice; the numbers are in range
+                target = rows[first:stop].reshape(-1, n_frames, size)
+                frames.take(numbers[first:stop], axis=0, out=target, mode="clip")
+
+        run_split(work, windows.size, max(_CHUNK_BYTES // (n_frames * size), 1))
+
     def read_distinct(
         self, indices: Indices, make_rows: Callable[[int, int], ByteRows]
     ) -> tuple[ByteRows, npt.NDArray[np.int64]]:

@@ -16,7 +16,7 @@ from sb3_extra_buffers.codecs.delta import BLOCK
 from sb3_extra_buffers.codecs.registry import get_codec, is_available
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError
-from sb3_extra_buffers.kernels import policy
+from sb3_extra_buffers.kernels import as_contiguous, policy
 from sb3_extra_buffers.kernels.dispatch import compiled_kernels
 from sb3_extra_buffers.kernels.frames import is_full
 from sb3_extra_buffers.kernels.policy import ReadWork, read_ns, write_ns
@@ -40,9 +40,14 @@ from sb3_extra_buffers.stores.frame_tables import FREE_BATCH, FrameIds
 from sb3_extra_buffers.stores.frames import FrameStore, SavedFrames
 from sb3_extra_buffers.stores.layout import Frames, StackLayout
 from sb3_extra_buffers.stores.segment_format import check_headers, header_bytes, inflate, length_dtype, pack_frames
-from sb3_extra_buffers.stores.workers import run_split, split_seconds
+from sb3_extra_buffers.stores.workers import n_workers, run_split, split_seconds
 
 _NO_ADDRESSES = np.zeros(0, np.int64)
+# Windows are cut into pieces, several for each thread. Their number of steps is limited, and the bytes of their frames
+# if these are interleaved or looked up in a table after the whole piece was decoded: they should still be in the cache
+_N_PIECES = 4
+_MIN_STEPS, _MAX_STEPS = 16, 128
+_PIECE_BYTES = 1 << 19
 # segments in which `SegmentStore.sequences_per_frame` counts
 _N_COUNTED = 32
 
@@ -63,6 +68,9 @@ class SegmentStore(FrameStore):
     first frame of a segment refers to a keyframe, a whole frame that many segments share. The frames of mostly dead
     segments are moved to new ones, so that at most about twice the live frames are held.
     """
+
+    # how long decoding a step of a window takes
+    _window_seconds = 2e-6
 
     def __init__(
         self,
@@ -412,32 +420,67 @@ class SegmentStore(FrameStore):
         units = self._decode(self.frame_ids, self._begin_read(indices), lookup)
         return units.reshape(indices.size, self.layout.spec.nbytes * lookup.unit)
 
+    def read_unit_windows(self, indices: Indices, lookup: Lookup, out: ByteRows) -> None:
+        """`read_units` of windows, into ``out``."""
+        self._decode_windows(self.frame_ids, self._begin_read(indices), out, lookup)
+
+    def _decode_windows(
+        self, frame_ids: FrameIds, windows: Indices, out: ByteRows, lookup: Lookup | None = None
+    ) -> None:
+        if not self._kernels.compiled and frame_ids.shape[1] > 1 and self.layout.axis == "last":
+            super()._decode_windows(frame_ids, windows, out)
+            return
+        flat, target = windows.reshape(-1), out.reshape(-1)
+        n_pieces = _N_PIECES * n_workers()
+        length = windows.shape[1] if len(windows) >= n_pieces else -(-flat.size // n_pieces)
+        is_direct = lookup is None and (frame_ids.shape[1] == 1 or self.layout.axis == "first")
+        most = _MAX_STEPS if is_direct else max(min(_PIECE_BYTES // max(self.layout.frame_bytes, 1), _MAX_STEPS), 1)
+        length = min(max(length, _MIN_STEPS), most)
+        n_whole = flat.size // length * length
+        n_bytes = n_whole * (target.size // max(flat.size, 1))
+        for part, to in ((flat[:n_whole], target[:n_bytes]), (flat[n_whole:], target[n_bytes:])):
+            if part.size:
+                sets = as_contiguous(part.reshape(-1, min(length, part.size)).T)
+                self._decode_into(to, frame_ids, sets, lookup, by_row=True)
+
     def _decode(self, frame_ids: FrameIds, sets: Indices, lookup: Lookup | None = None) -> Bytes:
         n_bytes = sets.size * frame_ids.shape[1] * self.layout.frame_bytes
         out = np.empty(n_bytes if lookup is None else n_bytes * lookup.unit, np.uint8)
+        self._decode_into(out, frame_ids, sets, lookup)
+        return out
+
+    def _decode_into(
+        self, out: Bytes, frame_ids: FrameIds, sets: Indices, lookup: Lookup | None = None, by_row: bool = False
+    ) -> None:
+        """Decode ``sets`` into ``out``, which is flat; with ``by_row``, each column of ``sets`` is a window."""
         tables = self._tables() if self._bound is None else self._bound
         if self._n_packed:
             local, frame_ids, sets = self._unpacked(frame_ids, sets)
             tables = self._kernels.bind_state(local, {})
         read, zstd = self._read_kernel(lookup is not None), self._zstd_level
-        n_rows, options = sets.shape[1], () if lookup is None else lookup
+        n_rows, options, seconds = sets.shape[1], () if lookup is None else lookup, self._row_seconds
+        if by_row:
+            seconds = self._window_seconds * len(sets)
 
         def work(first: int, stop: int) -> int:
             began = perf_counter()
             addresses = _zstd_addresses() if zstd else _NO_ADDRESSES
-            damaged: int = read(tables, frame_ids, sets, out, first, stop, addresses, *options)
-            self._row_seconds = min(1.05 * self._row_seconds, (perf_counter() - began) / (stop - first))
+            damaged: int = read(tables, frame_ids, sets, out, first, stop, addresses, by_row, *options)
+            took = (perf_counter() - began) / (stop - first)
+            if by_row:
+                self._window_seconds = min(1.05 * self._window_seconds, took / len(sets))
+            else:
+                self._row_seconds = min(1.05 * self._row_seconds, took)
             return damaged
 
         # how long a row takes depends on the machine and on what is stored; previous reads tell
         least, chunk = split_seconds()
-        if n_rows * self._row_seconds < least or not self._kernels.compiled:
+        if n_rows * seconds < least or not self._kernels.compiled:
             damaged = work(0, n_rows) if n_rows else -1
         else:
-            damaged = max(run_split(work, n_rows, max(int(chunk / self._row_seconds), 1)))
+            damaged = max(run_split(work, n_rows, max(int(chunk / seconds), 1)))
         if damaged >= 0:
             raise CorruptPayloadError(f"segment {damaged} of the heap is damaged and cannot be decoded")
-        return out
 
     @property
     def joins_frames(self) -> bool:

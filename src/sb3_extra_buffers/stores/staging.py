@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sb3_extra_buffers.stores.device_base import usable_device
+from sb3_extra_buffers.stores.device_base import usable_device, wait_before_freeing
 
-__all__ = ["Lease", "Staging", "StagingLayout", "torch_dtype"]
+__all__ = ["LaunchDone", "Lease", "Staging", "StagingLayout", "torch_dtype"]
 
 Array = npt.NDArray[Any]
 
@@ -53,7 +53,9 @@ class _Block:
 
     def __init__(self, nbytes: int, pinned: bool) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        self.copied: Any = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]  # torch's own
+        self.event: Any = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]  # torch's own
+        #: says when the memory can be used again
+        self.copied: Any = self.event
         self._leases: dict[StagingLayout, Lease] = {}
 
     def acquire(self, layout: StagingLayout) -> Lease:
@@ -77,6 +79,24 @@ class _Block:
         return Lease(tuple(arrays), tensors, self.memory[: layout.nbytes], tuple(entries), self)
 
 
+class LaunchDone:
+    """Tells when a kernel is done that reports its number in pinned memory; cheaper than an event."""
+
+    __slots__ = ("_launch", "_reported", "_wait")
+
+    def __init__(self, launch: int, reported: Array, wait: Callable[[], None]) -> None:
+        # ``reported`` is an array with one number, that of the last launch that is done
+        self._launch, self._reported, self._wait = launch, reported, wait
+
+    def query(self) -> bool:
+        """Whether it is done."""
+        return bool(self._reported[0] >= self._launch)
+
+    def synchronize(self) -> None:
+        """Wait until it is done."""
+        self._wait()
+
+
 class Staging:
     """Uploads arrays to ``device``, up to ``depth`` at a time. The tensors it returns are new memory."""
 
@@ -86,6 +106,7 @@ class Staging:
         self._turn = 0
         self._layouts: dict[Any, StagingLayout] = {}
         self._streams: dict[int, Any] = {}
+        wait_before_freeing(self, device)
 
     @property
     def nbytes(self) -> int:
@@ -133,9 +154,13 @@ class Staging:
             packed.view(dtype).as_strided(shape, strides, offset) for dtype, shape, strides, offset in lease.entries
         ]
 
-    def release(self, lease: Lease) -> None:
-        """Allow the memory to be used again once everything launched so far is done."""
-        if lease.block.copied is None:
+    def release(self, lease: Lease, done: LaunchDone | None = None) -> None:
+        """Allow the memory to be used again when ``done`` says so, or once everything launched so far is done."""
+        block = lease.block
+        if block.event is None:
+            return
+        if done is not None:
+            block.copied = done
             return
         index = self.device.index
         # private: torch.cuda.current_stream() takes longer than everything else here
@@ -143,7 +168,8 @@ class Staging:
         stream = self._streams.get(number)
         if stream is None:
             stream = self._streams[number] = torch.cuda.current_stream(self.device)
-        lease.block.copied.record(stream)
+        block.event.record(stream)
+        block.copied = block.event
 
     def _next_block(self, nbytes: int) -> _Block:
         pinned = self.device.type == "cuda"

@@ -16,7 +16,7 @@ from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import HeapFullError
 from sb3_extra_buffers.kernels.policy import expand_ns, map_ns
 from sb3_extra_buffers.stores.arena import resident_bytes, zeros
-from sb3_extra_buffers.stores.base import Array, FillHeap, FrozenStore, Indices, Store, Trial
+from sb3_extra_buffers.stores.base import Array, FillHeap, FrozenStore, Indices, Store, Trial, rows_for
 from sb3_extra_buffers.stores.checks import column, entry, require, within
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.heap import Heap
@@ -236,13 +236,28 @@ class TableStore(Store):
             out = self.inner.read_units(indices, self.table.lookup)
         else:
             out = self._expand(self.inner.read(indices).reshape(-1, self._n_units))
+        self._correct(indices, out)
+        return out.reshape(*indices.shape, nbytes)
+
+    def read_windows(self, indices: Indices, newest_only: bool = False, out: ByteRows | None = None) -> ByteRows:
+        is_whole = not newest_only or self.layout.stack == 1
+        if not (is_whole and isinstance(self.inner, SegmentStore) and self.inner.joins_frames):
+            return super().read_windows(indices, newest_only, out)
+        if self.dirty:
+            self.recover()
+        rows = rows_for(out, (*indices.shape, self.layout.spec.nbytes))
+        self.inner.read_unit_windows(indices, self.table.lookup, rows)
+        self._correct(indices, rows.reshape(indices.size, self.layout.spec.nbytes))
+        return rows
+
+    def _correct(self, indices: Indices, out: ByteRows) -> None:
+        """Replace those rows of ``out`` that the inner store does not hold."""
         places = self.places[indices.reshape(-1)]
         if places.size and (places.min() == _UNWRITTEN or places.max() == _OUTSIDE):
             out[places == _UNWRITTEN] = 0
             is_outside = places == _OUTSIDE
             if self.outside is not None and is_outside.any():
                 out[is_outside] = self.outside.read(indices.reshape(-1)[is_outside])
-        return out.reshape(*indices.shape, nbytes)
 
     def _expand(self, mapped: ByteRows) -> ByteRows:
         nbytes = self.layout.spec.nbytes

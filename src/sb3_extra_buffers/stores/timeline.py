@@ -16,7 +16,7 @@ from sb3_extra_buffers.errors import IndexOutOfRangeError
 from sb3_extra_buffers.kernels import as_contiguous, timeline_kernels
 from sb3_extra_buffers.kernels.timeline import COUNT, N_OBS, N_STREAMS, N_TOUCHED, TimelineTables, rebuild
 from sb3_extra_buffers.stores.arena import resident_bytes, zeros
-from sb3_extra_buffers.stores.base import Array, Indices
+from sb3_extra_buffers.stores.base import Array, Indices, rows_for
 from sb3_extra_buffers.stores.checks import column, require, whole, within
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.uncompressed import UncompressedStore
@@ -173,9 +173,12 @@ class TimelineStore(UncompressedStore):
         return int(np.count_nonzero(~self.read(indices).any(axis=1)))
 
     def read(self, indices: Indices) -> ByteRows:
+        return self.read_windows(indices)
+
+    def read_windows(self, indices: Indices, newest_only: bool = False, out: ByteRows | None = None) -> ByteRows:
         if self.dirty:
             self.recover()
-        out: ByteRows = np.empty((*indices.shape, self.tables.rows.shape[1]), np.uint8)
+        out = rows_for(out, (*indices.shape, self.row_bytes))
         flat = as_contiguous(indices).reshape(-1)
         rows, bound = out.reshape(-1, out.shape[-1]), self.state[1]
         if rows.nbytes < _SPLIT_BYTES or not self._kernels.compiled:

@@ -164,6 +164,45 @@ class StoreView(ArrayMethods, np.lib.mixins.NDArrayOperatorsMixin):
         batches = self.store.read(sets).view(spec.dtype).reshape(len(sets), *indices.shape, *spec.shape)
         return list(self._converted(batches))
 
+    def read_windows(
+        self,
+        steps: Indices,
+        envs: Indices,
+        newest_only: bool = False,
+        out: npt.NDArray[Any] | None = None,
+        next_view: StoreView | None = None,
+    ) -> npt.NDArray[Any]:
+        """Read windows, consecutive steps of one environment each, and decode each frame once.
+
+        Args:
+            steps: Steps of each window, ``[batch, length]``; negative ones count from the end.
+            envs: The environment of each window, ``[batch]``.
+            newest_only: Return the newest frame of each stack, ``[batch, length, *layout.frame_spec.shape]``.
+                Observations that are not stacked, or whose layout is not known yet, are returned whole.
+            out: C-contiguous memory of the stored dtype for the result.
+            next_view: The view of the next observations. The result then has one more column: the next observation of
+                the last step. Within an episode the other next observations are ``result[:, 1:]``.
+        """
+        if len(self.lead_shape) != 2 or steps.ndim != 2 or envs.shape != steps.shape[:1]:
+            raise IndexOutOfRangeError(
+                f"expected steps [batch, length] and envs [batch] for axes of {self.lead_shape}, "
+                f"got shapes {steps.shape} and {envs.shape}"
+            )
+        indices = self.locate_whole((steps, np.broadcast_to(envs[:, None], steps.shape)))
+        if next_view is not None:
+            if next_view.store is not self.store:
+                raise SpecMismatchError("views of different stores cannot be read together")
+            indices = np.concatenate([indices, next_view.locate_whole((steps[:, -1:], envs[:, None]))], axis=1)
+        store = self.store
+        rows = store.read_windows(indices, newest_only, None if out is None else _as_bytes(out, indices.shape))
+        if out is not None:
+            return self._converted(out)
+        layout = store.layout
+        spec = layout.frame_spec if newest_only and layout is not None else store.spec
+        if rows.shape[-1] != spec.nbytes:  # the layout has become known since
+            spec = store.spec
+        return self._converted(rows.view(spec.dtype).reshape(*indices.shape, *spec.shape))
+
     def _converted(self, batch: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return batch if self._dtype == batch.dtype else batch.astype(self._dtype)
 
@@ -373,3 +412,10 @@ class StoreView(ArrayMethods, np.lib.mixins.NDArrayOperatorsMixin):
                 n_steps, n_envs = self.lead_shape
                 return self.first_index + wrap(steps, n_steps, 0) * n_envs + wrap(envs, n_envs, 1)
         return None
+
+
+def _as_bytes(out: npt.NDArray[Any], lead_shape: tuple[int, ...]) -> ByteRows:
+    """View contiguous memory as rows of bytes."""
+    if not out.flags.c_contiguous or out.shape[:2] != lead_shape:
+        raise SpecMismatchError(f"out must be a C-contiguous array of shape {(*lead_shape, '...')}, got {out.shape}")
+    return out.reshape(*lead_shape, math.prod(out.shape[2:])).view(np.uint8)

@@ -59,6 +59,8 @@ MAKERS: dict[str, Golden] = {
     "her-replay": buffer("her-infos"),
     "prioritized-replay": buffer("prioritized"),
     "dict-prioritized-replay": buffer("dict-prioritized"),
+    "sequence-replay": buffer("sequence", 40),
+    "dict-sequence-replay": buffer("dict-sequence"),
     "rollout": buffer("rollout"),
     "dict-rollout": buffer("dict-rollout"),
     "maskable-rollout": buffer("maskable-rollout"),
@@ -69,6 +71,7 @@ MAKERS: dict[str, Golden] = {
     "gpu-replay-rle": buffer("gpu-rle"),
     "gpu-n-step-replay": buffer("gpu-n-step"),
     "gpu-prioritized-replay": buffer("gpu-prioritized"),
+    "gpu-sequence-replay": buffer("gpu-sequence", 40),
     "gpu-her-replay": buffer("gpu-her"),
     "gpu-rollout": buffer("gpu-frames-rollout"),
 }

@@ -1,0 +1,213 @@
+"""Windows of consecutive steps: what was asked for, what was drawn, and the batch that is returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch as th
+
+from sb3_extra_buffers._sb3.sequence_index import EpisodeIndex, Held, WindowRules
+from sb3_extra_buffers.arguments import check_count
+from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.errors import ArgumentError
+from sb3_extra_buffers.stores.layout import StackLayout, find_layout
+from sb3_extra_buffers.stores.windows import append_next, window_indices
+
+__all__ = ["NewestFrames", "Request", "SequenceSamples", "Windows", "check_request", "n_step_returns", "plan_windows"]
+
+Array = npt.NDArray[Any]
+Indices = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+
+class SequenceSamples(NamedTuple):
+    """A batch of windows: every field but the last four has the shape ``[batch, burn_in + length, ...]``.
+
+    `observations` and `next_observations` are usually views of the same memory. Steps after the end of an episode are
+    padding: `mask` is False there, observations repeat the last one of the episode, and numbers are zero.
+
+    Attributes:
+        observations: Observations; a dict of them for a Dict space.
+        actions: Actions.
+        next_observations: Observations ``n_steps`` later, or the last one of the episode if it ends before.
+        dones: Whether the episode ended within ``n_steps``, as float32; time limits do not count.
+        rewards: Rewards, or n-step returns.
+        discounts: What to multiply the value of `next_observations` by: gamma to the power of the number of rewards.
+        is_first: Whether each step is the first of its episode: reset the recurrent state there.
+        mask: Whether each step exists.
+        learn_mask: The steps to learn from: `mask` without the burn-in. From the first step of an episode on, the
+            recurrent state is known without a burn-in, and all steps are included.
+        recurrent_states: The state before the first step of each window, ``[batch, ...]`` by name.
+        weights: Importance weights of the windows, ``[batch]``; ones unless they were drawn by priority.
+        steps: The number of each step, as a NumPy array: how many were added before it; -1 for padding.
+        envs: The environment of each window, as a NumPy array of shape ``[batch]``.
+
+    Examples:
+        >>> from gymnasium import spaces
+        >>> import numpy as np
+        >>> from sb3_extra_buffers.compressed import CompressedSequenceReplayBuffer
+        >>> buffer = CompressedSequenceReplayBuffer(100, spaces.Box(-1, 1, (3,)), spaces.Discrete(2), device="cpu")
+        >>> obs = np.zeros((1, 3), np.float32)
+        >>> for _ in range(50):
+        ...     buffer.add(obs, obs, np.array([1]), np.ones(1), np.zeros(1), [{}])
+        >>> batch = buffer.sample_sequences(4, length=8, burn_in=2)
+        >>> batch.observations.shape, batch.rewards.shape, bool(batch.mask.all())
+        (torch.Size([4, 10, 3]), torch.Size([4, 10]), True)
+    """
+
+    observations: Any
+    actions: th.Tensor
+    next_observations: Any
+    dones: th.Tensor
+    rewards: th.Tensor
+    discounts: th.Tensor
+    is_first: th.Tensor
+    mask: th.Tensor
+    learn_mask: th.Tensor
+    recurrent_states: dict[str, th.Tensor]
+    weights: th.Tensor
+    steps: Indices
+    envs: Indices
+
+
+class Request(NamedTuple):
+    """The arguments of `sample_sequences`, checked."""
+
+    batch_size: int
+    rules: WindowRules
+    burn_in: int
+    n_steps: int
+    gamma: float
+    by: str
+    newest_only: bool
+    online: bool
+
+
+class Windows(NamedTuple):
+    """Drawn windows of ``length`` steps, and what to read for them."""
+
+    request: Request
+    numbers: Indices
+    """Numbers of the first steps."""
+    envs: Indices
+    rows: Indices
+    """Indices of observations ``[batch, length + n_steps]``; that of a next observation is higher by ``n_obs``."""
+    lengths: Indices
+    """How many steps there are from each first step on, at most ``length + n_steps - 1``."""
+    is_first: Flags
+    n_ahead: Indices
+    """For each step, how many rewards its return consists of, ``[batch, length]``; 0 for padding."""
+    resets: tuple[Indices, Indices, Indices] | None
+    """Steps whose next observation is not in ``rows`` because the next episode is: batch, step, index."""
+    states: dict[str, Array]
+    weights: npt.NDArray[np.float32]
+
+
+def check_request(
+    batch_size: Any, length: Any, burn_in: Any, n_steps: Any, episode_end: Any, strict_length: Any, by: Any,
+    frames: Any, online: Any, gamma: Any,
+) -> Request:  # fmt: skip
+    """The arguments of `Sequences.sample_sequences`, or an error that names the one that is wrong."""
+    for name, value, allowed in (
+        ("episode_end", episode_end, ("stop", "pad", "continue")),
+        ("sample", by, ("steps", "episodes", "priority")),
+        ("frames", frames, ("stacked", "newest")),
+    ):
+        if value not in allowed:
+            raise ArgumentError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+    batch_size, burn_in = check_count(batch_size, "batch_size"), check_count(burn_in, "burn_in", 0)
+    rules = WindowRules(check_count(length, "length") + burn_in, episode_end, bool(strict_length))
+    n_steps = check_count(n_steps, "n_steps")
+    return Request(batch_size, rules, burn_in, n_steps, float(gamma), by, frames == "newest", bool(online))
+
+
+def plan_windows(request: Request, numbers: Indices, envs: Indices, index: EpisodeIndex, held: Held) -> Windows:
+    """What to read for windows that begin at these steps."""
+    length, n_steps = request.rules.length, request.n_steps
+    n_columns = length + n_steps - 1
+    if request.rules.episode_end == "continue":
+        lengths = np.minimum(held.n_added - numbers, n_columns)
+    else:
+        lengths = index.run_lengths(numbers, envs, n_columns, held)
+    n_obs, columns = index.n_steps * index.n_envs, np.arange(n_columns)
+    indices = window_indices(numbers % index.n_steps, envs, n_columns, index.n_steps, index.n_envs)
+    is_first = index.starts.reshape(-1)[indices] & (columns < lengths[:, None])
+    ends, resets = lengths[:, None], None
+    if request.rules.episode_end == "continue" and is_first[:, 1:].any():
+        ends = _next_resets(is_first, lengths)[:, :length]
+        # within n_steps of the last step of an episode, which is not the last one of the window
+        batch, steps = np.nonzero((columns[:length] + n_steps >= ends) & (ends < lengths[:, None]))
+        resets = batch, steps, indices[batch, ends[batch, steps] - 1] + n_obs
+    n_ahead = np.clip(ends - columns[:length], 0, n_steps)
+    rows = append_next(indices, lengths, n_obs)
+    return Windows(
+        request, numbers, envs, rows, lengths, is_first[:, :length], n_ahead, resets, {}, np.ones(0, np.float32)
+    )
+
+
+def _next_resets(is_first: Flags, lengths: Indices) -> Indices:
+    """For each column of windows, the next one at which an episode begins, or the end of the window."""
+    n_columns = is_first.shape[1]
+    found = np.where(is_first, np.arange(n_columns), lengths[:, None])
+    found = np.append(found[:, 1:], lengths[:, None], axis=1)
+    nearest: Indices = np.minimum.accumulate(found[:, ::-1], axis=1)[:, ::-1]
+    return nearest
+
+
+def n_step_returns(
+    actions: th.Tensor, rewards: th.Tensor, dones: th.Tensor, n_ahead: th.Tensor, powers: Array, length: int
+) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+    """Actions, n-step returns and dones of the first ``length`` columns; ``n_ahead`` rewards count for each."""
+    n_steps = len(powers) - 1
+    if n_steps == 1:
+        return actions, rewards, dones
+    returns = rewards[:, :length].clone()
+    for ahead in range(1, n_steps):
+        returns += rewards[:, ahead : ahead + length] * float(powers[ahead]) * (n_ahead > ahead)
+    last = th.arange(length, device=dones.device) + (n_ahead - 1).clamp(min=0)
+    return actions[:, :length].clone(), returns, dones.gather(1, last)
+
+
+class NewestFrames:
+    """Finds out how the images of a buffer are stacked, and returns the newest frame of each stack.
+
+    Stores that have cut images into frames read nothing else; elsewhere the layout is found by comparing a few
+    consecutive images.
+    """
+
+    def __init__(self) -> None:
+        self._layouts: dict[str, StackLayout] = {}
+
+    def take(self, observations: Any, key: str, spec: ObsSpec, show: Callable[[], Array]) -> Any:
+        """The newest frames ``[batch, n, ...]``; the axis along which they were stacked is kept.
+
+        Args:
+            observations: Arrays or tensors ``[batch, n, ...]``: whole observations, or frames of them.
+            key: Their key.
+            spec: Shape and dtype of whole observations.
+            show: Returns some consecutive ones.
+        """
+        shape = tuple(observations.shape[2:])
+        if shape != spec.shape:
+            # a frame without the axis of length one along which frames were stacked
+            first = (1, *shape) if spec.shape[1:] == shape else (*shape, 1)
+            return (
+                observations if len(shape) == len(spec.shape) else observations.reshape(*observations.shape[:2], *first)
+            )
+        if len(shape) < 2:
+            return observations
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = find_layout(spec, [spec.to_rows(show())])
+            if layout.stack == 1:
+                return observations
+            self._layouts[key] = layout
+        if layout.axis == "first":
+            return observations[:, :, -(shape[0] // layout.stack) :]
+        return observations[..., -(shape[-1] // layout.stack) :]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NewestFrames, ()

@@ -1,0 +1,573 @@
+"""`Sequences`: windows of consecutive steps from a replay buffer, and `SequenceMixin` for compressed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch as th
+from stable_baselines3.common.vec_env import VecNormalize
+
+from sb3_extra_buffers._sb3.base import NO_MEMORY
+from sb3_extra_buffers._sb3.prioritized import Beta, as_errors, check_errors, check_exponents
+from sb3_extra_buffers._sb3.replay import ReplayMixin, Step
+from sb3_extra_buffers._sb3.sequence_index import EpisodeIndex, Held
+from sb3_extra_buffers._sb3.sequence_priorities import WindowPriorities, mix_errors
+from sb3_extra_buffers._sb3.sequence_states import INFO_KEY, StateColumns, StateUpdate, check_shapes
+from sb3_extra_buffers._sb3.sequence_windows import (
+    NewestFrames,
+    Request,
+    SequenceSamples,
+    Windows,
+    check_request,
+    n_step_returns,
+    plan_windows,
+)
+from sb3_extra_buffers._sb3.views import Array, BufferView
+from sb3_extra_buffers.arguments import as_array, check_count
+from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.errors import (
+    ArgumentError,
+    EmptyBufferError,
+    ExtraBuffersError,
+    OutOfMemoryError,
+    PriorityError,
+    SpecMismatchError,
+)
+from sb3_extra_buffers.stores.checks import require, within
+from sb3_extra_buffers.stores.windows import mask_of
+
+__all__ = ["SequenceMixin", "SequenceSamples", "Sequences"]
+
+Indices = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+# priority, and the nodes above it
+_PRIORITY_BYTES = 9
+# observations to look at to find out how they are stacked
+_SHOWN_STEPS = 32
+
+
+class Sequences:
+    """Samples windows of consecutive steps; a replay buffer follows in the MRO.
+
+    The buffer calls `_step_added` for each step with what `_plan_sequence` returned, and counts the steps in
+    ``n_added``, which modulo ``buffer_size`` is always its position.
+    """
+
+    _index: EpisodeIndex
+    _states: StateColumns
+    _newest: NewestFrames
+    _priorities: WindowPriorities | None = None
+    # states that were passed to `add`, while it runs
+    _given_states: Any = None
+    #: Whether to read batches while holding the lock.
+    _locks_reads = False
+
+    if TYPE_CHECKING:
+        # of the buffer
+        buffer_size: int
+        n_envs: int
+        pos: int
+        n_added: int
+        gamma: float
+        _lock: Any
+        _unfinished: Any
+
+        def size(self) -> int: ...
+        def _check_writable(self) -> None: ...
+        def _changing(self) -> AbstractContextManager[None]: ...
+
+    def __init__(
+        self,
+        *args: Any,
+        recurrent_states: Mapping[str, int | Sequence[int]] | None = None,
+        recurrent_dtype: Any = "float32",
+        prioritized: bool = False,
+        alpha: float = 0.9,
+        beta: Beta = 0.6,
+        epsilon: float = 1e-6,
+        eta: float = 0.9,
+        **kwargs: Any,
+    ) -> None:
+        self.recurrent_states, self.recurrent_dtype = check_shapes(recurrent_states, recurrent_dtype)
+        if not 0 <= eta <= 1:
+            raise ArgumentError(f"eta must be from 0 (mean of the TD errors) to 1 (their maximum), got {eta}")
+        self.prioritized, self.eta = bool(prioritized), float(eta)
+        self.alpha, self.beta, self.epsilon = check_exponents(alpha, beta, epsilon)
+        #: Part of the training that is left, from 1 to 0: the argument of the schedule of beta.
+        self.progress_remaining = 1.0
+        self.max_priority = 1.0
+        super().__init__(*args, **kwargs)
+
+    def _make_sequence_columns(self) -> None:
+        n_steps, n_envs = self.buffer_size, self.n_envs
+        self._index, self._newest = EpisodeIndex(n_steps, n_envs), NewestFrames()
+        self._states = StateColumns(self.recurrent_states, self.recurrent_dtype, n_steps, n_envs)
+        if self.prioritized:
+            self._priorities = WindowPriorities(self._index)
+
+    def _extra_bytes(self) -> int:
+        own = self._index.nbytes + self._states.nbytes
+        own += 0 if self._priorities is None else self._priorities.tree.nbytes
+        return own + int(super()._extra_bytes())  # type: ignore[misc]  # a buffer follows
+
+    # ---- adding ----
+
+    def add(
+        self,
+        obs: Any,
+        next_obs: Any,
+        action: Any,
+        reward: Any,
+        done: Any,
+        infos: Any,
+        recurrent_state: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Add one step of every environment; after any exception, all of it was added or nothing.
+
+        Args:
+            obs: Observations, of shape ``(n_envs, ...)``; a dict of them for a Dict space.
+            next_obs: Observations after the actions.
+            action: Actions.
+            reward: Rewards.
+            done: Whether each episode ended, by a time limit too.
+            infos: The environments' dicts; ``"TimeLimit.truncated"`` is read, and ``"recurrent_state"`` unless that is
+                passed.
+            recurrent_state: The states of the agent before the step, ``(n_envs, ...)`` by name.
+        """
+        with self._lock:
+            # always assigned: an interrupt may have left that of another step
+            self._given_states = recurrent_state
+            try:
+                super().add(obs, next_obs, action, reward, done, infos)  # type: ignore[misc]  # a buffer follows
+            finally:
+                self._given_states = None
+
+    def _plan_sequence(self, done: Any, infos: Any) -> Any:
+        """What `_step_added` will need; nothing is changed."""
+        return self._index.plan(done), self._states.fit(self._given_states, infos)
+
+    def _step_added(self, position: int, extra: Any) -> None:
+        planned, states = extra
+        self._index.write(position, planned)
+        self._states.write(position, states)
+        if self._priorities is not None:
+            self._priorities.write_step(position, self.max_priority**self.alpha)
+
+    def step_states(self, infos: Any) -> list[Array]:
+        """The states of the step that is being added, for a journal."""
+        states = self._states.fit(self._given_states, infos)
+        return [] if states is None else list(states.values())
+
+    def with_step_states(self, infos: list[dict[str, Any]], states: Sequence[Array]) -> list[dict[str, Any]]:
+        """The infos of a step with the states that `step_states` returned."""
+        names = list(self._states.shapes)
+        require(len(states) == len(names), "a journal record has other recurrent states")
+        if not names:
+            return infos
+        infos = infos if len(infos) == self.n_envs else [{**(infos[0] if infos else {})} for _ in range(self.n_envs)]
+        for name, array in zip(names, states, strict=True):
+            require(array.shape == (self.n_envs, *self._states.shapes[name]), f"the state {name!r} has another shape")
+        return [
+            {**info, INFO_KEY: {name: array[env] for name, array in zip(names, states, strict=True)}}
+            for env, info in enumerate(infos)
+        ]
+
+    def _clear_sequences(self) -> None:
+        """Forget all steps; may be interrupted and run again."""
+        # the next multiple of buffer_size: old step numbers stay stale, and n_added % buffer_size is still the position
+        n_added = -(-self.n_added // self.buffer_size) * self.buffer_size
+        self._index.clear(n_added)
+        if self._priorities is not None:
+            self._priorities.tree.clear()
+        self.n_added = n_added
+
+    def _recover(self) -> None:
+        if isinstance(self._unfinished, StateUpdate):
+            self._states.apply(self._unfinished)
+            self._unfinished = None
+        else:
+            super()._recover()  # type: ignore[misc]  # a buffer follows
+
+    # ---- sampling ----
+
+    def sample_sequences(
+        self,
+        batch_size: int,
+        length: int,
+        burn_in: int = 0,
+        n_steps: int = 1,
+        *,
+        episode_end: Literal["stop", "pad", "continue"] = "stop",
+        strict_length: bool = False,
+        sample: Literal["steps", "episodes", "priority"] | None = None,
+        frames: Literal["stacked", "newest"] = "stacked",
+        online: bool = False,
+        gamma: float | None = None,
+        env: VecNormalize | None = None,
+    ) -> SequenceSamples:
+        """Draw ``batch_size`` windows of ``burn_in + length`` consecutive steps.
+
+        Threads may sample while another one adds, as with `sample`.
+
+        Args:
+            batch_size: Number of windows.
+            length: Steps of a window to learn from.
+            burn_in: Steps before those, to warm up a recurrent state.
+            n_steps: Number of steps of an n-step return; the rewards may lie after the window.
+            episode_end: ``"stop"`` for windows of one episode, padded only if the whole episode is shorter;
+                ``"pad"`` for windows that begin at any step and are padded where their episode ends; ``"continue"`` for
+                windows that run on into the next episode, whose first step `is_first`.
+            strict_length: Only draw windows without padding, as `SliceSampler` of TorchRL does with this argument.
+            sample: ``"steps"`` makes all windows equally likely, ``"episodes"`` all episodes, ``"priority"`` draws in
+                proportion to priorities. By default ``"priority"`` if the buffer is prioritised, else ``"steps"``.
+            frames: ``"newest"`` for only the newest frame of stacked images, for agents that remember the others.
+            online: Begin the batch with windows of steps that no online batch has had yet, oldest first, so that new
+                steps are learnt from soon (DreamerV3).
+            gamma: Discount factor of n-step returns; by default that of the buffer.
+            env: Normalises observations and rewards.
+        """
+        by = sample or ("priority" if self._priorities is not None else "steps")
+        if by == "priority" and self._priorities is None:
+            raise ArgumentError("sample='priority' needs a buffer that was created with prioritized=True")
+        gamma = self.gamma if gamma is None else gamma
+        request = check_request(
+            batch_size, length, burn_in, n_steps, episode_end, strict_length, by, frames, online, gamma
+        )
+        try:
+            with self._lock:
+                self._recover()
+                windows, n_added = self._draw_windows(request), self.n_added
+                if self._locks_reads:
+                    return self._read_windows(windows, env)
+            batch = self._read_windows(windows, env)
+            if self.n_added != n_added or self._unfinished is not None:
+                with self._lock:
+                    self._recover()
+                    if int(windows.numbers.min()) < self._held().oldest:
+                        batch = self._read_windows(self._draw_windows(request), env)
+            return batch
+        except NO_MEMORY as problem:
+            if isinstance(problem, ExtraBuffersError):
+                raise
+            raise OutOfMemoryError(f"not enough memory for {batch_size} windows: {problem}") from problem
+
+    def _held(self) -> Held:
+        return Held(self.n_added - self.size(), self.n_added)
+
+    def _draw_windows(self, request: Request) -> Windows:
+        """Draw windows, and find out what to read for them; the caller holds the lock."""
+        held, rules, index = self._held(), request.rules, self._index
+        if held.oldest == held.n_added:
+            raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
+        numbers = envs = np.zeros(0, np.int64)
+        if request.online:
+            numbers, envs = index.fresh(request.batch_size, rules, held)
+        n_more = request.batch_size - len(numbers)
+        if n_more:
+            if request.by == "priority" and self._priorities is not None:
+                more = self._priorities.draw(n_more, rules, held, index)
+            else:
+                more = index.draw(n_more, rules, held, request.by == "episodes")
+            numbers, envs = (np.append(drawn, added) for drawn, added in zip((numbers, envs), more, strict=True))
+        weights = np.ones(len(numbers), np.float32)
+        if request.by == "priority" and self._priorities is not None:
+            weights = self._priorities.weights(numbers, envs, self.beta, self.progress_remaining)
+        states = self._states.read(numbers % self.buffer_size, envs)
+        return plan_windows(request, numbers, envs, index, held)._replace(states=states, weights=weights)
+
+    def _read_windows(self, windows: Windows, env: VecNormalize | None) -> SequenceSamples:
+        """The batch of windows that were drawn."""
+        request, n_obs = windows.request, self.buffer_size * self.n_envs
+        length, n_steps = request.rules.length, request.n_steps
+        observed = self._read_observations(windows.rows, request.newest_only, env)
+        observations = {key: tensor[:, :length] for key, tensor in observed.items()}
+        following = {key: tensor[:, n_steps : n_steps + length] for key, tensor in observed.items()}
+        if windows.resets is not None:
+            *at, indices = windows.resets
+            where = tuple(self._upload(at))
+            last = self._read_observations(indices[:, None], request.newest_only, env)
+            for key, tensor in following.items():
+                following[key] = tensor.clone().index_put_(where, last[key][:, 0])
+        mask = mask_of(windows.lengths, length)
+        learn_mask = mask
+        if request.burn_in:
+            # after the first step of an episode, the state is known without a burn-in
+            learn_mask = mask & (np.arange(length) >= request.burn_in)
+            learn_mask |= mask & np.logical_or.accumulate(windows.is_first, axis=1)
+        # as in SB3's `NStepReplayBuffer`
+        powers = np.asarray(request.gamma ** np.arange(n_steps + 1, dtype=np.float32), np.float32)
+        discounts = np.where(mask, powers[windows.n_ahead], np.float32(0))
+        names, states = list(windows.states), list(windows.states.values())
+        n_ahead, *tensors = self._upload(
+            [windows.n_ahead, discounts, windows.is_first, mask, learn_mask, windows.weights, *states]
+        )
+        discounted, is_first, is_valid, learns, weights, *uploaded = tensors
+        actions, rewards, dones = self._read_columns(windows.rows[:, :-1] % n_obs, env)
+        actions, rewards, dones = n_step_returns(actions, rewards, dones, n_ahead, powers, length)
+        if not mask.all():
+            # not by index, which would wait for a GPU
+            is_padding = ~is_valid
+            actions.masked_fill_(is_padding[..., None], 0)
+            rewards.masked_fill_(is_padding, 0)
+            dones.masked_fill_(is_padding, 0)
+        steps = np.where(mask, windows.numbers[:, None] + np.arange(length), -1)
+        as_sb3, given = self._observations_as_sb3, dict(zip(names, uploaded, strict=True))
+        return SequenceSamples(
+            as_sb3(observations), actions, as_sb3(following), dones, rewards, discounted, is_first, is_valid, learns,
+            given, weights, steps, windows.envs,
+        )  # fmt: skip
+
+    def _shown_rows(self) -> Indices:
+        """Indices ``[1, n]`` of the newest observations of an environment."""
+        steps = np.arange(max(self.n_added - min(self.size(), _SHOWN_STEPS), 0), self.n_added) % self.buffer_size
+        return (steps * self.n_envs)[None]
+
+    def _read_observations(self, rows: Indices, newest_only: bool, env: VecNormalize | None) -> dict[str, th.Tensor]:
+        """Observations ``[batch, n, ...]`` by key, on the device of the samples, for indices ``[batch, n]``."""
+        raise NotImplementedError
+
+    def _read_columns(self, indices: Indices, env: VecNormalize | None) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+        """Actions, rewards and dones (other than time limits) of the transitions at ``indices [batch, n]``."""
+        raise NotImplementedError
+
+    def _observations_as_sb3(self, by_key: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def _upload(self, arrays: list[Array]) -> list[th.Tensor]:
+        """Fresh arrays as tensors on the device of the samples."""
+        raise NotImplementedError
+
+    # ---- after training ----
+
+    def holds(self, batch: SequenceSamples) -> Flags:
+        """Whether each step of a batch, ``[batch, burn_in + length]``, is still in the buffer; False for padding."""
+        steps, _ = self._steps_of(batch)
+        held = self._held()
+        is_held: Flags = (steps >= max(held.oldest, 0)) & (steps < held.n_added)
+        return is_held
+
+    def _steps_of(self, batch: SequenceSamples) -> tuple[Indices, Indices]:
+        """Step numbers and environments of a batch."""
+        if not isinstance(batch, SequenceSamples):
+            raise ArgumentError(f"pass the batch that sample_sequences() returned, not a {type(batch).__name__}")
+        steps, envs = as_array(batch.steps, "batch.steps"), as_array(batch.envs, "batch.envs")
+        fits = steps.dtype == envs.dtype == np.int64 and steps.ndim == 2 and envs.shape == steps.shape[:1]
+        if not fits or (envs < 0).any() or (envs >= self.n_envs).any():
+            raise ArgumentError(
+                "batch.steps and batch.envs are not those of a batch from this buffer; leave them as is"
+            )
+        return steps, envs
+
+    def update_recurrent_states(self, batch: SequenceSamples, states: Mapping[str, Any], offset: int = 0) -> Flags:
+        """Replace the stored states of steps of a batch, for example by those of the trained network.
+
+        Steps that were overwritten or evicted since the batch was drawn are skipped, and so is padding.
+
+        Args:
+            batch: What `sample_sequences` returned.
+            states: By name, the states before the steps from ``offset`` on, ``[batch, n, ...]``; or before the step
+                ``offset`` alone, ``[batch, ...]``.
+            offset: The first of those steps in each window.
+
+        Returns:
+            Whether each state was stored, ``[batch, n]`` or ``[batch]``.
+        """
+        (steps, envs), offset = self._steps_of(batch), check_count(offset, "offset", 0)
+        if not self._states.shapes or not isinstance(states, Mapping):
+            self._states.fit_batch(states, (), "states")  # raises
+        name, shape = next(iter(self._states.shapes.items()))
+        given = as_array(states.get(name, ()), f"states[{name!r}]")
+        is_single = given.ndim == 1 + len(shape)
+        n_states = 1 if is_single or given.ndim < 2 else given.shape[1]
+        if offset + n_states > steps.shape[1]:
+            raise SpecMismatchError(
+                f"the windows have {steps.shape[1]} steps, got states of steps {offset} to {offset + n_states - 1}"
+            )
+        lead = (len(envs),) if is_single else (len(envs), n_states)
+        fitted = self._states.fit_batch(states, lead, "states")
+        self._check_writable()
+        with self._lock, self._changing():
+            self._recover()
+            is_held = self.holds(batch)[:, offset : offset + n_states]
+            rows, columns = np.nonzero(is_held)
+            positions = steps[rows, offset + columns] % self.buffer_size
+            flat = {
+                name: array.reshape(*is_held.shape, *self._states.shapes[name])[rows, columns]
+                for name, array in fitted.items()
+            }
+            self._unfinished = StateUpdate(positions, envs[rows], flat)
+            self._recover()
+        return is_held[:, 0] if is_single else is_held
+
+    def update_priorities(self, batch: SequenceSamples, td_errors: Any) -> Flags:
+        """Set the priorities of the windows of a batch to ``eta * max + (1 - eta) * mean`` of their TD errors.
+
+        Windows whose first step was overwritten or evicted since the batch was drawn are skipped. If any argument is
+        wrong, no priority is changed.
+
+        Args:
+            batch: What `sample_sequences` returned.
+            td_errors: The absolute TD error of each step, ``[batch, length]``, or ``[batch, burn_in + length]``; those
+                of steps that are not in `learn_mask` are ignored.
+
+        Returns:
+            Whether each priority was set, ``[batch]``.
+        """
+        priorities = self._priorities
+        if priorities is None:
+            raise PriorityError("this buffer has no priorities: create it with prioritized=True")
+        steps, envs = self._steps_of(batch)
+        errors, mask = as_errors(td_errors), as_array(batch.learn_mask, "batch.learn_mask")
+        if mask.shape != steps.shape or mask.dtype != np.bool_:
+            raise ArgumentError("batch.learn_mask is not that of a batch from this buffer; leave it as it is")
+        if errors.ndim != 2 or len(errors) != len(mask) or errors.shape[1] > mask.shape[1]:
+            raise PriorityError(
+                f"td_errors has shape {errors.shape}, expected [batch, length] or [batch, burn_in + length] for "
+                f"{len(mask)} windows of {mask.shape[1]} steps"
+            )
+        mask = mask[:, mask.shape[1] - errors.shape[1] :]
+        check_errors(errors[mask])
+        mixed = mix_errors(errors, mask, self.eta) + self.epsilon
+        with self._lock:
+            self._recover()
+            is_set: Flags = self.holds(batch)[:, 0] & mask.any(axis=1)
+            self.max_priority = max(self.max_priority, float(mixed[is_set].max(initial=0)))
+            priorities.update(steps[is_set, 0], envs[is_set], mixed[is_set] ** self.alpha)
+        return is_set
+
+    def check_sequences(self) -> None:
+        """Raise `AssertionError` if episodes, priorities and steps disagree, for tests."""
+        held = self._held()
+        if self.n_added % self.buffer_size != self.pos or held.oldest < 0:
+            raise AssertionError(f"n_added is {self.n_added}, but the position is {self.pos}")
+        if self._priorities is not None:
+            self._priorities.check(held)
+
+    # ---- files ----
+
+    def sequence_columns(self) -> dict[str, Array]:
+        """Everything that a file has to hold, by name."""
+        index = self._index
+        found: dict[str, Array] = {
+            "is_first": index.starts, "next_is_first": index.next_is_first, "unseen_steps": index.unseen
+        }  # fmt: skip
+        found |= {f"states/{name}": column for name, column in self._states.columns.items()}
+        if self._priorities is not None:
+            tree = self._priorities.tree
+            found["priorities"] = tree.read(slice(0, tree.n_leaves)).reshape(self.buffer_size, self.n_envs).copy()
+        return found
+
+    def use_sequence_columns(self, columns: Mapping[str, Array]) -> None:
+        """Continue with copies of the columns that every step changes."""
+        index = self._index
+        index.starts, index.next_is_first = columns["is_first"], columns["next_is_first"]
+        for name in self._states.columns:
+            self._states.columns[name] = columns[f"states/{name}"]
+
+    def restore_sequences(self, parts: Any) -> None:
+        """Take over the columns of `LoadedParts`, which are not trusted."""
+        require(self.n_added % self.buffer_size == self.pos, "the number of steps does not fit the position")
+        require(self.n_added >= self.size(), "more steps are held than were added")
+        lead, index = (self.buffer_size, self.n_envs), self._index
+        index.starts = parts.column("is_first", np.bool_, lead)
+        index.next_is_first = parts.column("next_is_first", np.bool_, lead[1:])
+        index.unseen = parts.column("unseen_steps", np.int64, lead[1:])
+        within(index.unseen, 0, 1 << 60, "the number of an unseen step")
+        for name, column in self._states.columns.items():
+            self._states.columns[name] = parts.column(f"states/{name}", column.dtype, column.shape)
+        if self._priorities is None:
+            return
+        values = parts.column("priorities", np.float64, lead)
+        require(np.isfinite(values) & (values >= 0), "a priority is negative or not finite")
+        for name, low in (("max_priority", 0.0), ("progress_remaining", -1e300)):
+            value = parts.entry("state", name, kind=(int, float))
+            require(low <= value < 1e300, f"{name} is {value}")
+            setattr(self, name, float(value))
+        self._priorities.tree.write(slice(0, values.size), values.reshape(-1))
+        try:
+            self._priorities.check(self._held())
+        except AssertionError as problem:
+            require(False, str(problem))
+
+
+class SequenceMixin(Sequences, ReplayMixin):
+    """A compressed replay buffer with `Sequences`."""
+
+    def _lay_out(self, n_steps: int) -> None:
+        # a column while steps are counted, so that max_bytes includes what is kept for each step
+        per_row = 1 + StateColumns.row_bytes(self.recurrent_states, self.recurrent_dtype)
+        self._per_step = np.zeros((1, self.n_envs), f"V{per_row + _PRIORITY_BYTES * self.prioritized}")
+        super()._lay_out(n_steps)
+        del self._per_step
+        self._make_sequence_columns()
+
+    def _fit_step(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> Step:
+        *step, done, truncated, _ = super()._fit_step(obs, next_obs, action, reward, done, infos)
+        return (*step, done, truncated, self._plan_sequence(done, infos))
+
+    def _forget_step(self, step: int) -> None:
+        super()._forget_step(step)
+        if self._priorities is not None:
+            self._priorities.write_step(step, 0.0)
+
+    def reset(self) -> None:
+        """Remove all transitions."""
+        with self._lock, self._changing():
+            super().reset()
+            if "_index" in vars(self):
+                self._clear_sequences()
+
+    def check(self) -> None:
+        """Raise `AssertionError` if episodes, priorities and steps disagree, for tests."""
+        with self._lock:
+            self._recover()
+            self.check_sequences()
+
+    def _upload(self, arrays: list[Array]) -> list[th.Tensor]:
+        return [self._to_torch(array) for array in arrays]
+
+    def _observations_as_sb3(self, by_key: dict[str, Any]) -> Any:
+        return self._views.as_sb3(by_key)
+
+    def _read_observations(self, rows: Indices, newest_only: bool, env: VecNormalize | None) -> dict[str, th.Tensor]:
+        by_key = {}
+        for key, view in self._views.by_key.items():
+            array = self._read_key(key, rows, newest_only)
+            if newest_only:
+                spec = ObsSpec(view.shape[2:], view.dtype)
+                array = self._newest.take(array, key, spec, partial(self._show, key))
+            # without the axis of steps, as normalisation and conversion expect observations
+            by_key[key] = array.reshape(-1, *array.shape[2:])
+        observations: Any = self._views.as_sb3(by_key)
+        if env is not None:
+            observations = env.normalize_obs(observations)
+        tensors = self._obs_to_torch(observations)
+        tensors = tensors if self._views.is_dict else {"": tensors}
+        return {key: tensor.view(*rows.shape, *tensor.shape[1:]) for key, tensor in tensors.items()}
+
+    def _show(self, key: str) -> Array:
+        shown: Array = self._read_key(key, self._shown_rows(), newest_only=False)[0]
+        return shown
+
+    def _read_key(self, key: str, rows: Indices, newest_only: bool) -> Array:
+        """Observations of ``key`` at ``rows [batch, n]``."""
+        view, n_obs = self._views.by_key[key], self.buffer_size * self.n_envs
+        if isinstance(view, BufferView):
+            return view.read_windows_at(rows, newest_only)
+        array: Array = view.reshape(n_obs, *view.shape[2:])[rows % n_obs]
+        is_next, following = rows >= n_obs, self._next_views.dense[key]
+        array[is_next] = following.reshape(n_obs, *view.shape[2:])[rows[is_next] - n_obs]
+        return array
+
+    def _read_columns(self, indices: Indices, env: VecNormalize | None) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+        n_obs = self.buffer_size * self.n_envs
+        dones = self.dones.take(indices) * (1 - self.timeouts.take(indices))
+        rewards = np.asarray(self._normalize_reward(self.rewards.take(indices), env), np.float32)
+        uploaded = self._upload([self.actions.reshape(n_obs, -1)[indices], rewards, dones])
+        return uploaded[0], uploaded[1], uploaded[2]
