@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import json
@@ -24,18 +25,21 @@ from sb3_extra_buffers.compressed import (
     CompressedNStepReplayBuffer,
     CompressedPrioritizedReplayBuffer,
     CompressedReplayBuffer,
+    CompressedSequenceReplayBuffer,
     SharedReader,
 )
 from sb3_extra_buffers.errors import (
     EmptyBufferError,
     IndexOutOfRangeError,
+    InterruptedChangeError,
     MissingExtraError,
     OutOfMemoryError,
     OwnerEndedError,
     SharingError,
 )
 from sb3_extra_buffers.stores.choice import Choice
-from tests.compressed.shared_processes import N_ENVS, Case
+from tests.compressed.shared_processes import N_ENVS, Case, images
+from tests.torture.interrupts import Injector
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
 needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="forks")
@@ -54,7 +58,9 @@ def run(scenario: str, *arguments: Any, timeout: float = 200, code: int = 0) -> 
 
 def assert_equal(batch: Any, expected: Any) -> None:
     for one, other in zip(batch, expected, strict=True):
-        if isinstance(one, dict):
+        if isinstance(one, np.ndarray):
+            assert np.array_equal(one, other)
+        elif isinstance(one, dict):
             assert one.keys() == other.keys()
             assert all(th.equal(one[key], other[key]) for key in one)
         else:
@@ -197,6 +203,60 @@ def test_threads_can_use_one_reader() -> None:
     assert not problems
 
 
+# ---- sequences ----
+
+
+def add_to_sequences(buffer: Any, first: int, count: int) -> None:
+    envs = np.arange(N_ENVS)
+    for number in range(first, first + count):
+        numbers = np.full(N_ENVS, number)
+        state = {"h": np.full((N_ENVS, 3), number, np.float32)}
+        done, reward = numbers % 13 == 12, numbers.astype(np.float32)
+        action = (numbers % 5).reshape(-1, 1)
+        obs, next_obs = images(numbers, envs), images(numbers + 1, envs)
+        buffer.add(obs, next_obs, action, reward, done, [{}, {}], recurrent_state=state)
+
+
+def test_windows_are_those_of_the_owner() -> None:
+    space = spaces.Box(0, 255, (4, 40, 40), np.uint8), spaces.Discrete(5)
+    buffer = CompressedSequenceReplayBuffer(120, *space, "cpu", N_ENVS, recurrent_states={"h": 3})
+    add_to_sequences(buffer, 0, 10)
+    reader = SharedReader.open(buffer.share())
+    for first, count in ((10, 20), (30, 100)):
+        add_to_sequences(buffer, first, count)
+        for episode_end in ("stop", "pad", "continue"):
+            for frames in ("stacked", "newest"):
+                batches = []
+                for source in (buffer, reader):
+                    np.random.seed(3)  # noqa: NPY002  # SB3 draws from it
+                    batches.append(source.sample_sequences(8, 6, 2, episode_end=episode_end, frames=frames))
+                assert_equal(*batches)
+    batch = buffer.sample_sequences(4, 3)
+    buffer.update_recurrent_states(batch, {"h": th.full((4, 3), -1.0)})
+    np.random.seed(0)  # noqa: NPY002
+    assert_same_states(buffer, reader)
+    buffer.reset()
+    with pytest.raises(EmptyBufferError):
+        reader.sample_sequences(4, 3)
+    add_to_sequences(buffer, 0, 30)
+    assert_same_states(buffer, reader)
+
+
+def assert_same_states(buffer: Any, reader: SharedReader) -> None:
+    batches = []
+    for source in (buffer, reader):
+        np.random.seed(1)  # noqa: NPY002
+        batches.append(source.sample_sequences(16, 4, 1))
+    assert_equal(*batches)
+
+
+def test_only_buffers_with_sequences_have_windows() -> None:
+    case = Case()
+    case.add(30)
+    with pytest.raises(SharingError, match="CompressedSequenceReplayBuffer"):
+        SharedReader.open(case.buffer.share()).sample_sequences(4, 3)
+
+
 # ---- the owner ----
 
 
@@ -265,6 +325,31 @@ def test_a_step_that_fails_leaves_readers_with_the_steps_before(monkeypatch: pyt
     assert_reads_like(reader, case.buffer)
     case.add(5)
     assert_reads_like(reader, case.buffer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["image", "vector", "dict"])
+@pytest.mark.parametrize("n_before", [3, 45, 170])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # interrupts in finalizers
+def test_readers_recover_from_an_interrupt_at_any_point_of_add(kind: str, n_before: int) -> None:
+    case = Case(kind=kind, n_steps=60)
+    case.add(n_before)
+    reader = SharedReader.open(case.buffer.share())
+    case.add(2)
+    with Injector() as counter:
+        case.add()
+    random = np.random.default_rng(n_before)
+    for at in random.integers(1, counter.count + 1, 60):
+        with contextlib.suppress(KeyboardInterrupt), Injector(int(at), KeyboardInterrupt()):
+            case.add()
+        case.n_added = case.buffer.n_added
+        if not case.buffer._sharing._writer.is_changing:  # else readers wait for the next step
+            with contextlib.suppress(InterruptedChangeError):
+                case.check(reader.sample(16), case.n_added - 61, case.n_added + 1)
+        case.buffer.recover()
+        case.n_added = case.buffer.n_added
+        case.add()
+        assert_reads_like(reader, case.buffer)
 
 
 def test_a_full_disk_is_a_named_error_and_every_step_before_stays_readable(monkeypatch: pytest.MonkeyPatch) -> None:

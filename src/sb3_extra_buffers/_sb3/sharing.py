@@ -77,8 +77,8 @@ class BufferSharing:
         _check_shareable(buffer, parts)
         self._buffer = weakref.ref(buffer)
         self._writer = SharedWriter(in_files)
-        # how many changes are under way, one inside the other
-        self._depth = 0
+        # whether a change of the whole buffer is under way, of which changes of its stores are parts
+        self._in_step = False
         # whether this is the copy of a forked child
         self._is_inherited = False
         self.handle = SharedHandle(self._writer.name)
@@ -123,32 +123,34 @@ class BufferSharing:
             raise SharingError(
                 "this buffer is shared by the parent process, and cannot be used here; open its handle to read it"
             )
-        self._depth += 1
+        self._in_step = True
         self._writer.begin()
 
     def end(self) -> None:
         """End a step: publish it, and let readers continue."""
-        self._depth = max(self._depth - 1, 0)
+        self._in_step = False
         self._end_store()
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """`begin` and `end`."""
+        """`begin` and `end`; may be part of another change."""
+        is_part = self._in_step
         try:
             self.begin()
             yield
         finally:
-            self.end()
+            self._in_step = is_part
+            self._end_store()
 
     def _begin_store(self) -> None:
         if self._is_inherited:
             self.begin()
-        if not self._depth:
+        if not self._in_step:
             self._writer.begin()
 
     def _end_store(self) -> None:
         writer = self._writer
-        if self._depth or not writer.is_changing:
+        if self._in_step or not writer.is_changing:
             return
         is_complete = False
         try:
