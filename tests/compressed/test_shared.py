@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import gc
 import json
 import os
 import pickle
@@ -12,6 +13,8 @@ import re
 import subprocess
 import sys
 import threading
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +288,24 @@ def step_of(case: Case) -> tuple[Any, ...]:
     envs = np.arange(N_ENVS)
     obs = case.observations(envs, envs)
     return obs, obs, np.zeros((N_ENVS, 1), np.int64), np.zeros(N_ENVS, np.float32), np.zeros(N_ENVS, bool), [{}, {}]
+
+
+def test_memory_is_returned_when_the_buffer_is_dropped() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        case = Case()
+        case.add(100)
+        reader = SharedReader.open(case.buffer.share())
+        case.buffer.sample(4)
+        buffer = weakref.ref(case.buffer)
+        del case.buffer
+        assert buffer() is None
+        time.sleep(0.05)
+        with pytest.raises(OwnerEndedError):
+            reader.sample(4)
+    finally:
+        gc.enable()
 
 
 def test_sharing_can_be_stopped_and_started_again() -> None:

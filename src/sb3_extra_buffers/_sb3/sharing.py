@@ -167,8 +167,8 @@ class BufferSharing:
         state[0], state[1], state[2], state[3] = buffer.pos, buffer.full, buffer.n_evicted, buffer.n_added
         changed = False
         for sharing in self._stores.values():
-            inner = sharing.store.inner
-            if inner is not None and inner.dirty:
+            store = sharing.store
+            if store is not None and store.inner is not None and store.inner.dirty:
                 return False
             changed |= sharing.update()
         if changed:
@@ -187,11 +187,10 @@ class BufferSharing:
         if buffer is not None:
             lock = _ParentLock(self)
             buffer._lock = lock
-            for sharing in self._stores.values():
-                sharing.store.lock = lock
-                readers = sharing.store.readers
-                if isinstance(readers, SharedReaders):
-                    readers.exclude_threads()  # reading then needs the lock
+            for store in filter(None, (sharing.store for sharing in self._stores.values())):
+                store.lock = lock
+                if isinstance(store.readers, SharedReaders):
+                    store.readers.exclude_threads()  # reading then needs the lock
 
 
 class _ParentLock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import is_
@@ -121,15 +122,23 @@ class StoreSharing:
     """Keeps an `ObservationStore` in shared memory."""
 
     def __init__(self, store: ObservationStore, place: SharedPlace) -> None:
-        self.store = store
+        # weak: the store refers to what keeps this, and must be freed when its buffer is dropped
+        self._store = weakref.ref(store)
         self._arrays = SharedArrays(place)
         self._seen: tuple[Any, ...] = ()
         #: What readers need to know, as JSON.
         self.description: dict[str, Any] = {}
 
+    @property
+    def store(self) -> ObservationStore | None:
+        """The store, as long as it exists."""
+        return self._store()
+
     def update(self) -> bool:
         """Share what is not shared yet; return whether the description has changed. While readers are kept out."""
-        store = self.store
+        store = self._store()
+        if store is None:
+            return False
         seen = _parts_of(store)
         if len(seen) == len(self._seen) and all(map(is_, seen, self._seen)):
             return False
