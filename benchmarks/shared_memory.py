@@ -3,7 +3,7 @@
 Two processes, each on a core of its own, sample 256 MsPacman stacks in a loop. Each of them alternates between the
 owner's buffer, through shared memory, and a private copy of it, so that both meet the same load. A batch that differs
 ends the run. ``add`` is measured in the owner, for a private buffer and a shared one in turn: without readers, and
-between batches of two readers.
+while two readers sample in a loop. Those then compete with the owner for two cores.
 """
 
 from __future__ import annotations

@@ -143,11 +143,11 @@ class SharingError(ExtraBuffersError, RuntimeError):
     """An object cannot be shared with another process in this way."""
 
 
-class OwnerEndedError(SharingError):
+class OwnerEndedError(SharingError, EOFError):
     """The process that shared a buffer has ended, or has stopped sharing it."""
 
 
-class InterruptedChangeError(SharingError):
+class InterruptedChangeError(SharingError, EOFError):
     """A change of a shared buffer was interrupted, so what it holds is incomplete."""
 
 

@@ -96,7 +96,8 @@ def test_a_reader_gets_what_the_owner_has(method: str) -> None:
         case.add(count)
         assert_reads_like(reader, case.buffer)
         case.check(reader.sample(50), case.n_added - 60, case.n_added)
-    case.buffer.observations.store.check()
+    for view in case.buffer.obs_views()["observations"].stored.values():
+        view.store.check()
     assert_reads_like(SharedReader.open(case.buffer.share().name), case.buffer)
 
 
@@ -158,7 +159,8 @@ def test_n_step_returns_are_those_of_the_owner() -> None:
 
 
 def test_an_empty_buffer_can_be_shared_and_cannot_be_sampled() -> None:
-    reader = SharedReader.open(Case().buffer.share())
+    case = Case()
+    reader = SharedReader.open(case.buffer.share())
     assert len(reader) == 0
     with pytest.raises(EmptyBufferError):
         reader.sample(4)

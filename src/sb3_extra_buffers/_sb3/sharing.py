@@ -79,6 +79,8 @@ class BufferSharing:
         self._writer = SharedWriter(in_files)
         # whether a change of the whole buffer is under way, of which changes of its stores are parts
         self._in_step = False
+        # whether readers know where everything is
+        self._is_described = False
         # whether this is the copy of a forked child
         self._is_inherited = False
         self.handle = SharedHandle(self._writer.name)
@@ -165,7 +167,7 @@ class BufferSharing:
             return False
         state = self._writer.state
         state[0], state[1], state[2], state[3] = buffer.pos, buffer.full, buffer.n_evicted, buffer.n_added
-        changed = False
+        changed = not self._is_described
         for sharing in self._stores.values():
             store = sharing.store
             if store is not None and store.inner is not None and store.inner.dirty:
@@ -174,6 +176,7 @@ class BufferSharing:
         if changed:
             stores = {name: sharing.description for name, sharing in self._stores.items()}
             self._writer.describe(self._static | {"stores": stores})
+            self._is_described = True
         return True
 
     def close(self) -> None:
