@@ -463,7 +463,7 @@ class Sequences:
             found["priorities"] = tree.read(slice(0, tree.n_leaves)).reshape(self.buffer_size, self.n_envs).copy()
         return found
 
-    def use_sequence_columns(self, columns: Mapping[str, Array]) -> None:
+    def _use_sequence_columns(self, columns: Mapping[str, Array]) -> None:
         """Continue with copies of the columns that every step changes."""
         index = self._index
         index.starts, index.next_is_first = columns["is_first"], columns["next_is_first"]

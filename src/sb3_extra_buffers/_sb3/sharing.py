@@ -113,7 +113,7 @@ class BufferSharing:
                 setattr(buffer, attribute, shared)
         self._columns.end()
         if of_sequences:
-            buffer.use_sequence_columns(of_sequences)
+            buffer._use_sequence_columns(of_sequences)
         buffer.restore_obs_views(observations)
         return described
 
