@@ -11,6 +11,9 @@ OLDEST_PYTHON ?= $(PYTHON)
 INTEGRATIONS := .venv-integrations
 # and the environments whose observations benchmarks replay, which pin their own MuJoCo
 STREAMS := .venv-streams
+# and Reverb, which needs TensorFlow 2.15 and Python 3.11 or older
+REVERB := .venv-reverb
+REVERB_PYTHON ?= $(PYTHON)
 # tests that must pass without any optional package
 MINIMAL := $(wildcard tests/codecs tests/kernels tests/stores tests/compressed tests/public_api tests/files tests/cli \
 	tests/recording tests/vec_buf tests/training_utils)
@@ -18,7 +21,7 @@ MINIMAL := $(wildcard tests/codecs tests/kernels tests/stores tests/compressed t
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-integrations check types bench streams docs torture format clean
+.PHONY: help demo test test-oldest test-integrations check types bench streams reverb docs torture format clean
 
 help:
 	@echo "make demo               train an agent on an Atari game with SB3's buffer and with a compressed one"
@@ -29,6 +32,7 @@ help:
 	@echo "make torture            interrupts, failed allocations, forged and damaged files, kills: the long form"
 	@echo "make bench              run the benchmarks and render docs/ from the results"
 	@echo "make streams            record observations of other environments for the benchmarks"
+	@echo "make reverb             install Reverb, which benchmarks.service then measures too"
 	@echo "make docs               render docs/ from the committed results and build the site"
 
 $(READY): pyproject.toml constraints.txt
@@ -92,12 +96,20 @@ $(STREAMS)/.ready: pyproject.toml
 streams: $(STREAMS)/.ready
 	$(STREAMS)/bin/python -m benchmarks.streams
 
+$(REVERB)/.ready:
+	test -x $(REVERB)/bin/python || $(REVERB_PYTHON) -m venv $(REVERB)
+	$(REVERB)/bin/python -m pip install -q 'dm-reverb==0.14.*' 'tensorflow==2.15.*'
+	touch $@
+
+reverb: $(REVERB)/.ready
+
 docs: $(READY)
 	$(BIN)/python -m benchmarks.render
 	$(BIN)/python scripts/fit_heap_heuristic.py --write
 	$(BIN)/python -m benchmarks.envs --render
 	$(BIN)/python -m benchmarks.doom_memory --render
 	$(BIN)/python -m benchmarks.torchrl --render
+	$(BIN)/python -m benchmarks.service --render
 	$(BIN)/python -m benchmarks.pong --render
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
@@ -106,4 +118,4 @@ torture: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q -m long tests
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(INTEGRATIONS) $(STREAMS) site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(INTEGRATIONS) $(STREAMS) $(REVERB) site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -24,7 +24,7 @@ NAMES = {
     "buffer": "`TensorReplayBuffer`",
     "buffer, graph": "as a graph",
     "tree": "its tree alone",
-    "tree, graph": "as a graph",
+    "tree, graph": "its tree alone, as a graph",
 }
 # rows of the first table, in this order; the others of their parts follow
 MAIN_PARTS = ("sample", "add", "memory", "ppo")

@@ -1,14 +1,13 @@
 """`CompressedStorage` compared with TorchRL's storages, each in a fresh process; writes ``torchrl.csv``.
 
-``--ray`` also measures a local Ray cluster. Use ``--threads 1`` on a busy machine, where torch's threads would wait for
-each other. Storages must return the same samples before they are timed.
+Use ``--threads 1`` on a busy machine, where torch's threads would wait for each other. Storages must return the same
+samples before they are timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import pickle
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ from benchmarks.results import DATA, replace_rows, run_child, run_info
 COLUMNS = [
     "date", "machine", "versions", "game", "threads", "what", "n_transitions", "resident_bytes", "plain_bytes",
     "extend_us", "plain_extend_us", "extend64_us", "plain_extend64_us", "sample256_us", "plain_sample256_us",
-    "wire_bytes", "per_second", "slices_us", "plain_slices_us",
+    "slices_us", "plain_slices_us",
 ]  # fmt: skip
 # transitions for TorchRL's compressed list, which takes a millisecond or more per item
 _LIST_SIZE = 4000
@@ -195,62 +194,7 @@ def slices(game: str, n_steps: int, what: str) -> dict[str, Any]:
     return {"n_transitions": len(ours), "resident_bytes": held, "plain_bytes": dense, **medians}
 
 
-def wire(game: str, n_steps: int, what: str) -> dict[str, Any]:
-    """Bytes per transition in a packet, and as tensors that Ray would send."""
-    import torch
-
-    from sb3_extra_buffers._torchrl.wire import decode_packet, encode_packet
-
-    sent = []
-    if what == "sampled":
-        buffer = make("CompressedStorage", n_steps * feed.N_ENVS)
-        for data in tensordicts(game, n_steps):
-            buffer.extend(data)
-        sent = [buffer.sample(256) for _ in range(20)]
-    else:
-        steps = tensordicts(game, n_steps)
-        for _ in range(20):
-            sent.append(torch.cat([next(steps) for _ in range(64)]))
-    packets = [encode_packet(data) for data in sent]
-    if not all((decode_packet(packet) == data).all() for packet, data in zip(packets, sent, strict=True)):
-        raise AssertionError("decoding a packet does not return what was encoded")
-    count = sum(map(len, sent))
-    return {
-        "n_transitions": count,
-        "wire_bytes": sum(map(len, packets)) / count,
-        "plain_bytes": sum(len(pickle.dumps(data, 5)) for data in sent) / count,
-    }
-
-
-def cluster(game: str, n_steps: int, what: str) -> dict[str, Any]:
-    """Transitions per second through a local Ray cluster, one request at a time."""
-    import ray
-    import torch
-
-    from sb3_extra_buffers.replay_buffers.ray import CompressedRayReplayBuffer
-
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    buffer = CompressedRayReplayBuffer(100_000, batch_size=256, remote_config={"num_cpus": 0})
-    steps = tensordicts(game, n_steps)
-    batches = [torch.cat([next(steps) for _ in range(64)]) for _ in range(20)]
-    for data in batches:
-        buffer.extend(data)
-    repeats = 60
-    start = time.perf_counter()
-    for number in range(repeats):
-        if what == "Ray sample":
-            buffer.sample()
-        else:
-            buffer.extend(batches[number % len(batches)])
-    elapsed = time.perf_counter() - start
-    buffer.close()
-    ray.shutdown()
-    return {"n_transitions": repeats * 256, "per_second": repeats * 256 / elapsed}
-
-
-JOBS: dict[str, Callable[..., dict[str, Any]]] = {
-    "memory": memory, "speed": speed, "slices": slices, "wire": wire, "cluster": cluster,
-}  # fmt: skip
+JOBS: dict[str, Callable[..., dict[str, Any]]] = {"memory": memory, "speed": speed, "slices": slices}
 
 
 def store_row(row: dict[str, Any]) -> None:
@@ -264,8 +208,7 @@ def main() -> None:
     parser.add_argument("--game", default="MsPacman")
     parser.add_argument("--transitions", type=int, default=40_000)
     parser.add_argument("--threads", type=int, default=0, help="threads of torch (default: torch decides)")
-    parser.add_argument("--ray", action="store_true", help="also measure a local Ray cluster")
-    parser.add_argument("--only", nargs="+", help="measure only these, such as CompressedStorage sampled 'Ray sample'")
+    parser.add_argument("--only", nargs="+", help="measure only these, such as CompressedStorage")
     parser.add_argument("--render", action="store_true", help="only render the pages from the CSV file")
     parser.add_argument("--child", nargs=4, metavar=("JOB", "GAME", "STEPS", "WHAT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -292,9 +235,6 @@ def measure(options: argparse.Namespace) -> None:
         ("LazyTensorStorage", ["memory"]),
         ("CompressedListStorage", ["memory", "speed"]),
         *((what, ["slices"]) for what in _SLICE_SAMPLERS),
-        ("collected", ["wire"]),
-        ("sampled", ["wire"]),
-        *([("Ray extend", ["cluster"]), ("Ray sample", ["cluster"])] if options.ray else []),
     ]
     info = run_info("torchrl", "tensordict")
     for what, names in jobs:
@@ -309,16 +249,12 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def sections(game: str = "MsPacman") -> dict[str, str]:
-    """The tables of ``docs/torchrl.md`` and ``docs/distributed.md``."""
+    """The tables of ``docs/torchrl.md``."""
     rows = {row["what"]: row for row in render.rows("torchrl") if row["game"] == game}
     info = next(iter(rows.values()))
     threads = f", torch on {info['threads']} thread" if info["threads"] else ""
     stamp = f"{game}, 4 environments, measured {info['date']} on {info['machine']}{threads}; {info['versions']}.\n"
-    note = "Everything runs on one machine, with one request at a time. "
-    return {
-        "torchrl": f"\n{storage_table(rows)}\n{slice_table(rows)}\n{stamp}\n",
-        "distributed": f"\n{wire_table(rows)}\n{note}{stamp}\n",
-    }
+    return {"torchrl": f"\n{storage_table(rows)}\n{slice_table(rows)}\n{stamp}\n"}
 
 
 def number(row: render.Row, column: str) -> float | None:
@@ -367,21 +303,6 @@ def slice_table(rows: dict[str, render.Row]) -> str:
         return ""
     note = f"{_N_SLICES} slices of {_SLICE} single frames; everything is relative to `LazyTensorStorage`.\n"
     return f"{render.table(['sampler', 'resident memory', '`sample()`'], lines)}\n{note}"
-
-
-def wire_table(rows: dict[str, render.Row]) -> str:
-    """Bytes sent per transition, and transitions per second through Ray."""
-    lines = []
-    for name, sent, through in (
-        ("collectors to buffer, 64 steps per packet", "collected", "Ray extend"),
-        ("buffer to learner, 256 random transitions", "sampled", "Ray sample"),
-    ):
-        packed, tensors = number(rows[sent], "wire_bytes"), number(rows[sent], "plain_bytes")
-        if packed is None or not tensors:
-            continue
-        rate = number(rows.get(through, {}), "per_second")
-        lines.append([name, f"{packed:.0f}", render.percent(packed / tensors), "" if rate is None else f"{rate:,.0f}"])
-    return render.table(["transfer", "bytes per transition", "% of the tensors", "transitions per second"], lines)
 
 
 if __name__ == "__main__":

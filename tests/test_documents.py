@@ -176,9 +176,9 @@ def test_names_in_architecture_exist() -> None:
 def test_figures_are_rendered_from_the_measurements() -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("ale_py")
-    names = ("render", "cold_start", "envs", "doom_memory", "torchrl", "pong", "gpu_tables")
+    names = ("render", "cold_start", "envs", "doom_memory", "torchrl", "service", "pong", "gpu_tables")
     modules = [importlib.import_module(f"benchmarks.{name}") for name in names]
-    render, cold_start, envs, doom, torchrl, pong, gpu = modules
+    render, cold_start, envs, doom, torchrl, service, pong, gpu = modules
     sections = {
         ("README.md", "figures"): render.summary(),
         ("docs/index.md", "figures"): render.summary(),
@@ -189,6 +189,7 @@ def test_figures_are_rendered_from_the_measurements() -> None:
         ("docs/training.md", "environments"): envs.table(),
         ("docs/training.md", "doom memory"): doom.table(),
         ("docs/training.md", "pong"): pong.section(),
+        ("docs/distributed.md", "distributed"): service.section(),
         **{(f"docs/{name}.md", name): text for name, text in torchrl.sections().items()},
     }
     for (page, name), expected in sections.items():

@@ -51,6 +51,12 @@ CASES = {
     "example_cleanrl": ("ale_py", "", REPLAY.format(512)),
     "example_cleanrl_graph": ("ale_py", "", USAGE.format(512) + "dense tensors"),
     "example_cleanrl_graph dense": ("ale_py", "--buffer dense-cpu --buffer-size 512", r"[\d.]+ MB in dense arrays"),
+    "example_recurrent_dqn": (
+        "torch",
+        "",
+        r"(9\d|100)% of the last turns were right \(50% without memory\)\n[\d.]+ MB",
+    ),
+    "example_world_model": ("ale_py", "", r"update    40: [1-8]\d\.\d% of the error .*" + USAGE.format("3,200")),
     "example_sbx": ("sbx", "", REPLAY.format(512)),
 }
 
@@ -103,6 +109,7 @@ def test_every_example_is_short_and_tested() -> None:
         "small_dqn",
         "comparison",
         "graph_parts",
+        "memory_maze",
     }
     assert tested == {path.stem for path in EXAMPLES.glob("*.py")}
 

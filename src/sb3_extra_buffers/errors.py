@@ -165,3 +165,11 @@ class ExportError(ExtraBuffersError, ValueError):
 
 class GraphCaptureError(ExtraBuffersError, RuntimeError):
     """An operation cannot be part of a CUDA graph."""
+
+
+class RateLimitError(ExtraBuffersError, TimeoutError):
+    """A collector or learner waited too long for the other side of a rate limiter."""
+
+
+class ServiceLostError(ExtraBuffersError, ConnectionError):
+    """The process that holds a served buffer has ended or cannot be reached."""

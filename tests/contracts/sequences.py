@@ -33,8 +33,10 @@ class Transition(NamedTuple):
 class Model:
     """Steps of several environments in lists, and the buffers that are given the same steps."""
 
-    def __init__(self, space: spaces.Space[Any], n_envs: int, seed: int = 0, episode: float = 8.0) -> None:
-        self.space, self.n_envs, self.episode = space, n_envs, episode
+    def __init__(
+        self, space: spaces.Space[Any], n_envs: int, seed: int = 0, episode: float = 8.0, noise: bool = False
+    ) -> None:
+        self.space, self.n_envs, self.episode, self.noise = space, n_envs, episode, noise
         self.rng = np.random.default_rng(seed)
         self.lists: list[list[Transition]] = [[] for _ in range(n_envs)]
         self.observed = [self._observe(None) for _ in range(n_envs)]
@@ -42,6 +44,8 @@ class Model:
 
     def _observe(self, before: dict[str, Array] | None) -> dict[str, Array]:
         frame = np.zeros((1, *IMAGES.shape[1:]), np.uint8) if before is None else before["image"][-1:].copy()
+        if self.noise:
+            frame = self.rng.integers(0, 256, frame.shape, np.uint8)
         frame[0, self.rng.integers(12), self.rng.integers(10)] = self.rng.integers(1, 256)
         stack = np.repeat(frame, 4, axis=0) if before is None else np.concatenate([before["image"][1:], frame])
         return {"image": stack, "speed": self.rng.normal(size=3).astype(np.float32)}

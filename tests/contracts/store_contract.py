@@ -279,14 +279,15 @@ class StoreContract:
 
     def test_windows_hold_what_single_reads_hold(self, case: Case, compiled: bool) -> None:
         store, rows = self.make(case, compiled, 48), case.stacks(48)
-        n_streams, frame_bytes = case.n_streams, case.layout.frame_bytes
+        n_streams, n_steps, frame_bytes = case.n_streams, 48 // case.n_streams, case.layout.frame_bytes
         # not all of them: some are unwritten
-        for step in range(14):
+        n_written = max(n_steps - 2, 1)
+        for step in range(n_written):
             indices = step * n_streams + np.arange(n_streams)
             store.write(indices, np.arange(n_streams), rows[step * n_streams : (step + 1) * n_streams])
-        rows[14 * n_streams :] = 0
+        rows[n_written * n_streams :] = store.read(np.arange(n_written * n_streams, 48))
         windows = {
-            "streams": np.arange(48).reshape(-1, n_streams).T,
+            "streams": np.arange(n_steps * n_streams).reshape(n_steps, n_streams).T,
             "across the seam": (np.arange(24)[None] + np.array([[36], [40]])) % 48,
             "backwards and the same twice": np.array([[9, 6, 3, 0, 0, 0, 3, 40], [0, 30, 1, 29, 2, 28, 3, 27]]),
             "one window": np.arange(48)[None],

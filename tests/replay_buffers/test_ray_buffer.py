@@ -28,12 +28,14 @@ from sb3_extra_buffers.errors import (
     DamagedFileError,
     FileFormatError,
     FileWriteError,
+    ServiceLostError,
     SpecMismatchError,
 )
 from sb3_extra_buffers.files import disk
 from sb3_extra_buffers.files.journal import read_journal
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
-from sb3_extra_buffers.replay_buffers.ray import CompressedRayReplayBuffer, CompressedReplayService
+from sb3_extra_buffers.replay_buffers.ray import CompressedRayReplayBuffer, CompressedReplayService, RateLimiter
+from sb3_extra_buffers.replay_buffers.served_shards import ShardedRayReplayBuffer
 from tests.replay_buffers.interrupts import count_bytecodes, interrupt, points
 from tests.replay_buffers.trajectories import assert_same, trajectory
 
@@ -92,7 +94,7 @@ def test_a_restarted_service_continues_where_it_stopped(tmp_path: Path, saved_af
 
 
 def test_a_long_journal_is_replaced_by_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sb3_extra_buffers.replay_buffers.ray._MIN_JOURNAL_BYTES", 5000)
+    monkeypatch.setattr("sb3_extra_buffers._torchrl.service_files._MIN_JOURNAL_BYTES", 5000)
     buffer = service(tmp_path)
     for first in range(0, 120, 10):
         buffer.extend(encode_packet(trajectory(120)[first : first + 10]))
@@ -191,7 +193,8 @@ def test_a_packet_that_cannot_be_stored_is_removed_from_the_journal(
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(buffer._storage.table.groups[0], "write", fail)
+        for name in ("write", "file"):
+            patch.setattr(buffer._storage.table.groups[0], name, fail)
         with pytest.raises(MemoryError):
             buffer.extend(encode_packet(data[10:20], writer="a", number=2))
     for bad in (b"nothing", encode_packet(data[:3].exclude("action")), encode_packet(data[:3], writer=3, number="x")):
@@ -313,7 +316,7 @@ def test_a_service_killed_at_any_moment_keeps_what_it_acknowledged(tmp_path: Pat
         import sys
         sys.path.insert(0, {str(ROOT)!r})
         from pathlib import Path
-        from sb3_extra_buffers.replay_buffers import ray as module
+        from sb3_extra_buffers._torchrl import service_files as module
         from sb3_extra_buffers._torchrl.wire import encode_packet
         from tests.replay_buffers.trajectories import trajectory
         from tests.replay_buffers.test_ray_buffer import service
@@ -434,4 +437,93 @@ def test_killed_collectors_and_a_killed_buffer_lose_nothing(cluster: None, tmp_p
         buffer.extend(trajectory(3).exclude("action"))
     assert len(buffer) == len(stored)
     assert buffer.memory_usage()["total"] < 0.1 * len(stored) * 2 * expected[0].nbytes
+    buffer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_unacknowledged_packets_survive_a_killed_buffer_in_order_and_once(cluster: None, tmp_path: Path) -> None:
+    buffer = CompressedRayReplayBuffer(
+        100_000, batch_size=16, folder=tmp_path / "buffer", max_pending=4, remote_config={"num_cpus": 0}
+    )
+    data = trajectory(20)
+    holder = buffer.process_id()
+    for number in range(30):
+        data["action"][:] = number
+        assert buffer.extend(data, wait=False) is None
+        if number == 15:
+            os.kill(holder, signal.SIGKILL)
+    # waits for the others first
+    data["action"][:] = 30
+    index = buffer.extend(data)
+    assert index.tolist() == list(range(600, 620))
+    assert buffer[:]["action"].reshape(-1, 20)[:, 0].tolist() == list(range(31))
+    # an error does not stay, and nothing behind it is stored
+    buffer.extend(trajectory(3).exclude("action"), wait=False)
+    buffer.extend(data, wait=False)
+    with pytest.raises(SpecMismatchError, match="first item"):
+        buffer.flush(60)
+    buffer.extend(data, wait=False)
+    buffer.flush(60)
+    assert len(buffer) == 640
+    # batches of another size do not get what was requested before
+    assert [len(buffer.sample(size)) for size in (16, 16, 8, 8, 16)] == [16, 16, 8, 8, 16]
+    buffer.empty()
+    with pytest.raises(RuntimeError, match="empty"):
+        buffer.sample()
+    buffer.extend(data)
+    assert set(buffer.sample()["action"].tolist()) == {30}
+    buffer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_errors_say_that_the_buffer_is_gone(cluster: None) -> None:
+    buffer = CompressedRayReplayBuffer(1000, batch_size=16, remote_config={"num_cpus": 0})
+    client = buffer.client()
+    client.extend(trajectory(20))
+    client.sample()
+    os.kill(buffer.process_id(), signal.SIGKILL)
+
+    def sample_often() -> None:
+        # two batches were requested before
+        for _ in range(4):
+            client.sample()
+
+    client.extend(trajectory(20), wait=False)
+    calls: list[Any] = [
+        client.flush, sample_often, client.__len__, client.stats, client.memory_usage, lambda: client[0],
+        lambda: client.extend(trajectory(20)), lambda: client.update_priority([0], [1.0]), buffer.memory_usage,
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(ServiceLostError, match="the process that holds the buffer has ended"):
+            call()
+    buffer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_shards_behind_one_client(cluster: None, tmp_path: Path) -> None:
+    limiter = RateLimiter(samples_per_insert=2, min_size=60, tolerance=1000, timeout=60)
+    buffer = ShardedRayReplayBuffer(
+        2000, n_shards=2, batch_size=64, folder=tmp_path, rate_limiter=limiter, remote_config={"num_cpus": 0}
+    )
+    data = trajectory(100)
+    collectors = [buffer.client() for _ in range(2)]
+    index = torch.cat([collectors[0].extend(data[:80]), collectors[1].extend(data[80:90])])
+    assert set((index // 1000).tolist()) == {0, 1}
+    collectors[1].extend(data[90:], wait=False)
+    collectors[1].flush()
+    assert len(buffer) == 100
+    second = int(index[-1]) // 1000
+    index = torch.cat([index, 1000 * second + torch.arange(10, 20)])
+    assert_same(buffer[index].exclude("index"), data)
+    found: Any = torch.cat([buffer.sample() for _ in range(8)])
+    batch, index_of = found.exclude("index"), {number: row for row, number in enumerate(index.tolist())}
+    assert_same(batch, data[[index_of[number] for number in found["index"].tolist()]])
+    assert len(set(found["index"].tolist())) > 90
+    assert buffer.rate()["samples"] == (8 + 2) * 64
+    assert len(buffer.memory_usage()) == 2
+    buffer.checkpoint()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["shard-0", "shard-1"]
     buffer.close()

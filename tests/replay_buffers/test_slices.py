@@ -198,6 +198,20 @@ def test_images_are_decoded_only_by_the_buffer(sampler: str, monkeypatch: pytest
     assert reads == [len(batch)]
 
 
+def test_a_compiled_sampler_draws_the_same_slices_without_warnings() -> None:
+    ours, theirs = (
+        TensorDictReplayBuffer(
+            storage=storage,
+            sampler=SliceSampler(slice_len=LENGTH, end_key=END, compile={"backend": "eager"}),
+            batch_size=BATCH,
+        )
+        for storage in (CompressedStorage(100), LazyTensorStorage(100))
+    )
+    for buffer in (ours, theirs):
+        buffer.extend(torch.cat(episodes(60)))
+    same_samples(ours, theirs)
+
+
 class Bright(SliceSampler):  # type: ignore[misc]  # torchrl ships no types
     """A sampler that uses the images it has drawn, in TorchRL's own method."""
 

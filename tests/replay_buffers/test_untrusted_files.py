@@ -347,15 +347,22 @@ def header_of(packet: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(packet[8 : 8 + length]), packet[8 + length :]
 
 
-def packed(header: dict[str, Any], body: bytes) -> bytes:
+def packed(header: dict[str, Any], body: bytes, magic: bytes = b"XBT2") -> bytes:
     text = json.dumps(header).encode()
-    return b"XBT1" + len(text).to_bytes(4, "little") + text + body
+    return magic + len(text).to_bytes(4, "little") + text + body
 
 
+def old_packet() -> bytes:
+    """A packet of the first version, whose header and sections are other ones."""
+    return (Path(__file__).parents[1] / "golden" / "packets" / "items-1.bin").read_bytes()
+
+
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
-def test_forged_packets_raise_one_kind_of_error(seed: int) -> None:
+def test_forged_packets_raise_one_kind_of_error(seed: int, version: int) -> None:
     rng = random.Random(seed)
-    header, body = header_of(encode_packet(trajectory(12), writer="a", number=3))
+    packet = encode_packet(trajectory(12), writer="a", number=3) if version == 2 else old_packet()
+    header, body = header_of(packet)
     places = leaves_of(header)
     for _ in range(400):
         forged = copy.deepcopy(header)
@@ -365,11 +372,34 @@ def test_forged_packets_raise_one_kind_of_error(seed: int) -> None:
             old = old[part]
         put(forged, path, forged_values(old, rng))
         try:
-            found = decode_packet(packed(forged, body))
+            found = decode_packet(packed(forged, body, packet[:4]))
         except CorruptPayloadError:
             continue
         assert found.numel() <= 12
         assert sum(value.nbytes for value in found.values(True, True)) < 1 << 20
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: header["leaves"][0].update(dtype="load"),
+        lambda header: header["leaves"][0].update(shape=[12, 1 << 40]),
+        lambda header: header["groups"][0].update(first=1 << 40),
+        lambda header: header["groups"][0].update(first=-1),
+        lambda header: header["groups"][0].update(sections=0),
+        lambda header: header["groups"][0].update(leaves=[0, 0]),
+        lambda header: header["sections"][0].__setitem__(1, 1 << 40),
+        lambda header: header.update(codec="palette", sections=[[n, n + 1] for n, _ in header["sections"]]),
+        lambda header: header.update(codec="palette"),
+        lambda header: header.update(lead=[1 << 40]),
+        lambda header: header["sections"][-1].__setitem__(1, 1 << 40),
+    ],
+)
+def test_the_header_of_a_packet_is_checked_before_decoding(change: Any) -> None:
+    header, body = header_of(encode_packet(trajectory(12)))
+    change(header)
+    with pytest.raises(CorruptPayloadError):
+        decode_packet(packed(header, body))
 
 
 @pytest.mark.parametrize(
@@ -386,14 +416,16 @@ def test_forged_packets_raise_one_kind_of_error(seed: int) -> None:
         lambda header: header.update(small=1 << 40),
     ],
 )
-def test_the_header_of_a_packet_is_checked_before_decoding(change: Any) -> None:
-    header, body = header_of(encode_packet(trajectory(12)))
+def test_the_header_of_an_old_packet_is_checked_before_decoding(change: Any) -> None:
+    header, body = header_of(old_packet())
     change(header)
     with pytest.raises(CorruptPayloadError):
-        decode_packet(packed(header, body))
+        decode_packet(packed(header, body, b"XBT1"))
 
 
-@pytest.mark.parametrize("packet", [b"", b"XBT1", 3, None, "text", b"XBT1\xff\xff\xff\xff{}", b"x" * 100])
+@pytest.mark.parametrize(
+    "packet", [b"", b"XBT1", b"XBT2", 3, None, "text", b"XBT1\xff\xff\xff\xff{}", b"XBT2\xff\xff\xff\xff{}", b"x" * 100]
+)
 def test_anything_but_a_packet_raises(packet: Any) -> None:
     with pytest.raises(CorruptPayloadError):
         decode_packet(packet)

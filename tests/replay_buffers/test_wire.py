@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,8 +13,19 @@ pytest.importorskip("tensordict")
 
 from tensordict import TensorDict
 
-from sb3_extra_buffers._torchrl.wire import decode_packet, encode_packet, packet_note
-from sb3_extra_buffers.errors import CorruptPayloadError, NotSaveableError
+from sb3_extra_buffers._torchrl.wire import (
+    ItemPacket,
+    KeyframeCache,
+    PacketEncoder,
+    decode_packet,
+    encode_packet,
+    export_items,
+    import_items,
+    packet_note,
+    parse_packet,
+)
+from sb3_extra_buffers.errors import CorruptPayloadError, FileFormatError, NotSaveableError
+from sb3_extra_buffers.replay_buffers import CompressedStorage
 from tests.replay_buffers.trajectories import assert_same, steps, trajectory
 
 
@@ -60,6 +73,91 @@ def test_packets_round_trip(kind: str) -> None:
 def test_packets_are_small(kind: str, most: float) -> None:
     data = collected(kind)
     assert len(encode_packet(data)) < most * sum(value.nbytes for value in data.values(True, True))
+
+
+def stored(n_steps: int, n_envs: int, **settings: Any) -> tuple[CompressedStorage, TensorDict]:
+    data = trajectory(n_steps, n_envs)
+    storage = CompressedStorage(2 * len(data), n_envs=n_envs, **settings)
+    storage.set(range(len(data)), data)
+    return storage, data
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"compression_method": "delta"},
+    {"compression_method": {"observation": "gzip", ("next", "observation"): "gzip"}},
+    {"compression_method": {"observation": "delta"}},
+    {"compression_method": "none"},
+]
+
+
+@pytest.mark.parametrize("compress", [True, False, 3])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_items_are_sent_as_they_are_stored(settings: dict[str, Any], compress: bool | int) -> None:
+    storage, data = stored(100, 2, **settings)
+    cache = KeyframeCache()
+    for seed in range(3):
+        positions = np.random.default_rng(seed).integers(0, len(data), (32,))
+        lease = cache.lease()
+        extra = {"index": torch.from_numpy(positions)}
+        packet = export_items(storage.table, positions, extra, lease.known, compress, number=seed)
+
+        assert_same(decode_packet(packet, lease), data[positions].set("index", extra["index"]))
+        assert packet_note(packet) == {"number": seed}
+
+
+def test_windows_of_items_are_sent_as_they_are_stored() -> None:
+    storage, data = stored(100, 2)
+    positions = np.array([[2, 4, 6, 8], [51, 53, 55, 57]])
+    expected = data[torch.from_numpy(positions)]
+
+    assert_same(decode_packet(export_items(storage.table, positions)), expected)
+    flat = export_items(storage.table, positions.reshape(-1))
+    assert_same(decode_packet(flat, window=4), expected.reshape(-1))
+
+
+@pytest.mark.parametrize("method", ["auto", "delta", "gzip"])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_packets_are_filed_in_storages(settings: dict[str, Any], method: str) -> None:
+    storage, _ = stored(100, 2, **settings)
+    encoder = PacketEncoder(method, n_envs=2)
+    more = trajectory(64, 2, seed=1)
+    for first in (0, 64):
+        packet = parse_packet(encoder.encode(more[first : first + 64]))
+        assert isinstance(packet, ItemPacket)
+        import_items(storage.table, np.arange(200 + first, 264 + first), packet)
+
+    storage.check()
+    table = storage.table.read(np.arange(200, 328))
+    assert_same(TensorDict(table, batch_size=[128]), more)
+
+
+def test_packets_of_other_items_are_refused() -> None:
+    storage, data = stored(20, 1)
+    for other in (data.exclude("action").set("act", data["action"]), data.clone().set("action", data["action"].int())):
+        packet = parse_packet(encode_packet(other))
+        assert isinstance(packet, ItemPacket)
+        with pytest.raises(FileFormatError):
+            import_items(storage.table, np.arange(20), packet)
+    packet = parse_packet(encode_packet(data))
+    assert isinstance(packet, ItemPacket)
+    with pytest.raises(FileFormatError):
+        import_items(storage.table, np.arange(19), packet)
+    assert_same(storage.get(torch.arange(20)), data)
+
+
+def test_every_packet_of_an_encoder_can_be_decoded_by_itself() -> None:
+    encoder, data = PacketEncoder(), trajectory(300)
+    packets = [encoder.encode(data[first : first + 50]) for first in range(0, 300, 50)]
+    for number, packet in enumerate(packets):
+        assert_same(decode_packet(packet), data[50 * number : 50 * number + 50])
+
+
+@pytest.mark.parametrize(("name", "n_steps", "n_envs"), [("items-1", 12, 1), ("items-1-three-envs", 10, 3)])
+def test_packets_of_the_first_version_can_be_read(name: str, n_steps: int, n_envs: int) -> None:
+    packet = (Path(__file__).parents[1] / "golden" / "packets" / f"{name}.bin").read_bytes()
+    assert_same(decode_packet(packet), trajectory(n_steps, n_envs))
+    assert packet_note(packet) == ({"writer": "a", "number": 3} if n_envs == 1 else {})
 
 
 def test_damaged_packets_raise() -> None:

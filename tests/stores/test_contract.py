@@ -9,6 +9,7 @@ import pytest
 from sb3_extra_buffers.codecs import get_codec
 from sb3_extra_buffers.errors import MissingExtraError
 from sb3_extra_buffers.stores import (
+    base,
     frame_tables,
     frames,
     layout,
@@ -26,7 +27,9 @@ from tests.contracts.store_contract import CASES, Case, StoreContract
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_empty(monkeypatch, frame_tables, frames, layout, payloads, raw, segment_format, segments, tables, unit_table)
+    poison_empty(
+        monkeypatch, base, frame_tables, frames, layout, payloads, raw, segment_format, segments, tables, unit_table
+    )
 
 
 @pytest.mark.parametrize("compiled", KERNELS)

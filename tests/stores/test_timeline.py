@@ -10,7 +10,7 @@ import pytest
 
 from sb3_extra_buffers.codecs import ObsSpec
 from sb3_extra_buffers.errors import FileFormatError
-from sb3_extra_buffers.stores import timeline
+from sb3_extra_buffers.stores import base, timeline
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.timeline import TimelineStore
@@ -20,7 +20,7 @@ from tests.contracts.store_contract import Case, StoreContract
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_empty(monkeypatch, timeline)
+    poison_empty(monkeypatch, base, timeline)
 
 
 CASES = [

@@ -33,7 +33,7 @@ CLASSES = {
     "CompressedMaskableRolloutBuffer": "maskable-rollout", "CompressedRecurrentRolloutBuffer": "recurrent-rollout",
     "CompressedArray": "array-delta", "GpuReplayBuffer": "gpu-delta", "GpuRolloutBuffer": "gpu-rollout-delta",
     "RecordBuffer": "recording", "CompressedStorage": "torchrl-delta", "ReplayBuffer": "experience",
-    "CompressedReplayService": "service",
+    "CompressedReplayService": "service", "CompressedEmbodiedReplay": "embodied",
 }  # fmt: skip
 
 Call = tuple[str, list[Any], dict[str, Any]]
@@ -44,16 +44,17 @@ _PLAIN = {
     "end_episode", "from_parts",
     "truncate_last_trajectory", "swap_and_flatten", "describe", "load", "open", "save", "export", "astype", "sibling",
     "process_id", "to_torch", "tolist", "copy", "close", "sample_all", "empty_copy", "share", "state_dict", "read_with",
-    "write_with", "write_fitted", "check_data", "load_state_dict", "recover",
+    "write_with", "write_fitted", "check_data", "load_state_dict", "recover", "stats", "contents", "rate", "empty",
     "all", "any", "argmax", "argmin", "flatten", "item", "max", "mean", "min", "ravel", "std", "sum", "tobytes",
     "transpose", "var",
 }  # fmt: skip
 
 #: called by other layers of the library, never by users, and with arguments that are checked before
 HOOKS = {
-    "answer", "check_layout", "compression", "load_items", "locate_whole", "new_table", "next_view", "obs_views",
-    "check_sequences", "restore_obs_views", "restore_priorities", "restore_sequences", "sequence_columns",
-    "step_states", "with_step_states", "set_length", "set_position", "stored_on", "take_over", "use_table",
+    "answer", "check_layout", "check_sequences", "compression", "gather", "load_items", "locate_whole", "new_table",
+    "next_view", "obs_views", "replay", "restore_obs_views", "restore_priorities", "restore_sequences",
+    "sequence_columns", "set_length", "set_position", "step_states", "stored_on", "take_over", "use_table",
+    "with_step_states",
 }  # fmt: skip
 
 
@@ -103,6 +104,13 @@ def calls(name: str, made: Any, step: Step, place: Path) -> Iterator[Call]:
         yield "add", [step.image[0], 1.0, 2, {"speed": step.vectors[0, 0]}, False], {}
         yield "__getitem__", [0], {}
         yield "recompress", ["rle"], {}
+    elif name == "embodied":
+        yield "add", [{"image": step.image[0], "speed": step.vectors[0, 0], "reward": step.reward[0]}, 0], {}
+        batch = made.sample(2)
+        yield "sample", [2, "train"], {}
+        yield "dataset", [2, 1, 1, 1], {}
+        yield "update", [{"stepid": batch["stepid"], "reward": batch["reward"]}], {}
+        yield "load", [None, None, 3], {}
     elif name == "torchrl-delta":
         data = made.get(th.arange(N_ENVS)).clone()
         yield "set", [th.arange(N_ENVS), data], {}
@@ -127,6 +135,10 @@ def calls(name: str, made: Any, step: Step, place: Path) -> Iterator[Call]:
         yield "add", [decode_packet(packet)[0].clone()], {}
         yield "packed", [th.arange(N_ENVS)], {}
         yield "sample", [4], {}
+        yield "draw", [4, 3], {}
+        yield "extend_packets", [[packet]], {}
+        yield "update_priority", [th.arange(N_ENVS), th.ones(N_ENVS)], {}
+        yield "update_tensordict_priority", [decode_packet(packet).clone()], {}
 
 
 # ---- bad values ----

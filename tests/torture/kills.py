@@ -24,7 +24,7 @@ from tests.torture.saveables import Filed, Saveable, saveables, set_up
 from tests.torture.subjects import Step, make_steps
 
 #: kinds that are saved again and again, and kinds that live in a file
-SAVED = ("delta", "gzip", "dict", "gpu-delta", "array-delta", "recording", "torchrl-delta", "experience")
+SAVED = ("delta", "gzip", "dict", "gpu-delta", "array-delta", "recording", "embodied", "torchrl-delta", "experience")
 LIVE = ("mmap", "evict-mmap", "sequence-mmap", "service")
 
 _N_STEPS = 400

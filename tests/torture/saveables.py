@@ -400,6 +400,46 @@ class Service(Saveable):
         return [self.contents(made)]
 
 
+class Embodied(Saveable):
+    """DreamerV3's replay; each environment is a worker."""
+
+    def make(self, place: Path) -> Any:
+        from sb3_extra_buffers.replay_buffers.embodied import CompressedEmbodiedReplay
+
+        return CompressedEmbodiedReplay(3, SIZE * N_ENVS, self.path(place), 8, compression_method="delta")
+
+    def add(self, made: Any, step: Step) -> None:
+        for worker in range(N_ENVS):
+            values = {"image": step.image[worker], "speed": step.vectors[0, worker], "reward": step.reward[worker]}
+            made.add(values, worker)
+
+    def save(self, made: Any, place: Path) -> None:
+        made.save()
+
+    def load(self, place: Path) -> Any:
+        made = files.load(self.path(place))
+        made.directory = self.path(place)
+        return made
+
+    def contents(self, made: Any) -> Contents:
+        # all windows, oldest first
+        windows = range(made._first_window, made._next_window)
+        return made._steps.read(made._slots_of(windows)) if len(made) else {}
+
+    def use(self, made: Any, place: Path, steps: list[Step]) -> None:
+        self.contents(made)
+        made.memory_usage()
+        if len(made):
+            batch = made.sample(8)
+            made.update({"stepid": batch["stepid"], "reward": batch["reward"]})
+        for step in steps[:3]:
+            self.add(made, step)
+        self.contents(made)
+        for store in made._steps.stores.values():
+            store.check()
+        files.save(made, place / "out", sync=False)
+
+
 def _saveables() -> Iterator[Saveable]:
     for subject in subjects().values():
         if isinstance(subject, (Sb3, ArraySubject)):
@@ -407,6 +447,7 @@ def _saveables() -> Iterator[Saveable]:
         elif isinstance(subject, StorageSubject):
             yield Stored(subject)
     yield Recorded("recording")
+    yield Embodied("embodied")
     if importlib.util.find_spec("torchrl") is not None:
         yield Experience("experience", "compressed")
         yield Experience("experience-tensors", "auto")

@@ -27,7 +27,8 @@ SUBJECTS: dict[str, object] = dict(subjects())
 SAVEABLES: dict[str, object] = dict(saveables())
 #: the long form forges and damages all kinds
 FORGED = ["delta", "gzip", "none", "mmap", "prioritized", "sequence", "dict", "her", "recurrent-rollout", "gpu-delta",
-          "gpu-zstd", "array-delta", "torchrl-delta", "recording", "experience", "service"]  # fmt: skip
+          "gpu-zstd", "array-delta", "torchrl-delta", "recording", "embodied", "experience",
+          "service"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(SUBJECTS))

@@ -14,7 +14,7 @@ from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import ArgumentError
 from sb3_extra_buffers.stores.layout import StackLayout, find_layout
-from sb3_extra_buffers.stores.windows import append_next, window_indices
+from sb3_extra_buffers.stores.windows import append_next, mask_of, window_indices
 
 __all__ = ["NewestFrames", "Request", "SequenceSamples", "Windows", "check_request", "n_step_returns", "plan_windows"]
 
@@ -95,15 +95,16 @@ class Windows(NamedTuple):
     envs: Indices
     rows: Indices
     """Indices of observations ``[batch, length + n_steps]``; that of a next observation is higher by ``n_obs``."""
-    lengths: Indices
-    """How many steps there are from each first step on, at most ``length + n_steps - 1``."""
+    columns: Indices
+    """Indices of transitions ``[batch, length + n_steps - 1]``."""
+    mask: Flags
+    is_whole: bool
+    """Whether there is no padding, and no episode ends within ``n_steps`` of the windows."""
     is_first: Flags
-    n_ahead: Indices
-    """For each step, how many rewards its return consists of, ``[batch, length]``; 0 for padding."""
+    n_ahead: Indices | None
+    """For each step, how many rewards its return consists of, ``[batch, length]``; None if it is always ``n_steps``."""
     resets: tuple[Indices, Indices, Indices] | None
     """Steps whose next observation is not in ``rows`` because the next episode is: batch, step, index."""
-    states: dict[str, Array]
-    weights: npt.NDArray[np.float32]
 
 
 def check_request(
@@ -128,23 +129,31 @@ def plan_windows(request: Request, numbers: Indices, envs: Indices, index: Episo
     """What to read for windows that begin at these steps."""
     length, n_steps = request.rules.length, request.n_steps
     n_columns = length + n_steps - 1
-    if request.rules.episode_end == "continue":
-        lengths = np.minimum(held.n_added - numbers, n_columns)
-    else:
-        lengths = index.run_lengths(numbers, envs, n_columns, held)
     n_obs, columns = index.n_steps * index.n_envs, np.arange(n_columns)
     indices = window_indices(numbers % index.n_steps, envs, n_columns, index.n_steps, index.n_envs)
-    is_first = index.starts.reshape(-1)[indices] & (columns < lengths[:, None])
+    is_first = index.starts.take(indices)
+    lengths = np.minimum(held.n_added - numbers, n_columns)
+    has_resets = bool(is_first[:, 1:].any())
+    if has_resets and request.rules.episode_end != "continue":
+        is_next = is_first[:, 1:]
+        lengths = np.where(is_next.any(axis=1), np.minimum(is_next.argmax(axis=1) + 1, lengths), lengths)
+        has_resets = False
+    if not has_resets and int(lengths.min()) == n_columns:
+        # fast path: nothing ends here
+        rows = np.concatenate([indices, indices[:, -1:] + n_obs], axis=1)
+        mask, is_first = np.ones((len(numbers), length), np.bool_), is_first[:, :length]
+        return Windows(request, numbers, envs, rows, indices, mask, True, is_first, None, None)
+    is_first &= columns < lengths[:, None]
     ends, resets = lengths[:, None], None
-    if request.rules.episode_end == "continue" and is_first[:, 1:].any():
+    if has_resets:
         ends = _next_resets(is_first, lengths)[:, :length]
         # within n_steps of the last step of an episode, which is not the last one of the window
         batch, steps = np.nonzero((columns[:length] + n_steps >= ends) & (ends < lengths[:, None]))
         resets = batch, steps, indices[batch, ends[batch, steps] - 1] + n_obs
-    n_ahead = np.clip(ends - columns[:length], 0, n_steps)
-    rows = append_next(indices, lengths, n_obs)
+    n_ahead = np.maximum(np.minimum(ends - columns[:length], n_steps), 0)
+    rows, mask = append_next(indices, lengths, n_obs), mask_of(lengths, length)
     return Windows(
-        request, numbers, envs, rows, lengths, is_first[:, :length], n_ahead, resets, {}, np.ones(0, np.float32)
+        request, numbers, envs, rows, rows[:, :-1] % n_obs, mask, False, is_first[:, :length], n_ahead, resets
     )
 
 
@@ -158,17 +167,18 @@ def _next_resets(is_first: Flags, lengths: Indices) -> Indices:
 
 
 def n_step_returns(
-    actions: th.Tensor, rewards: th.Tensor, dones: th.Tensor, n_ahead: th.Tensor, powers: Array, length: int
-) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
-    """Actions, n-step returns and dones of the first ``length`` columns; ``n_ahead`` rewards count for each."""
+    rewards: th.Tensor, dones: th.Tensor, n_ahead: th.Tensor | None, powers: Array, length: int
+) -> tuple[th.Tensor, th.Tensor]:
+    """n-step returns and dones of the first ``length`` columns; ``n_ahead`` rewards count for each."""
     n_steps = len(powers) - 1
-    if n_steps == 1:
-        return actions, rewards, dones
     returns = rewards[:, :length].clone()
     for ahead in range(1, n_steps):
-        returns += rewards[:, ahead : ahead + length] * float(powers[ahead]) * (n_ahead > ahead)
+        later = rewards[:, ahead : ahead + length] * float(powers[ahead])
+        returns += later if n_ahead is None else later * (n_ahead > ahead)
+    if n_ahead is None:
+        return returns, dones[:, n_steps - 1 :].clone()
     last = th.arange(length, device=dones.device) + (n_ahead - 1).clamp(min=0)
-    return actions[:, :length].clone(), returns, dones.gather(1, last)
+    return returns, dones.gather(1, last)
 
 
 class NewestFrames:

@@ -1,10 +1,9 @@
-"""`Sequences`: windows of consecutive steps from a replay buffer, and `SequenceMixin` for compressed ones."""
+"""`Sequences`: windows of consecutive steps from a replay buffer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -14,7 +13,6 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_extra_buffers._sb3.base import NO_MEMORY
 from sb3_extra_buffers._sb3.prioritized import Beta, as_errors, check_errors, check_exponents
-from sb3_extra_buffers._sb3.replay import ReplayMixin, Step
 from sb3_extra_buffers._sb3.sequence_index import EpisodeIndex, Held
 from sb3_extra_buffers._sb3.sequence_priorities import WindowPriorities, mix_errors
 from sb3_extra_buffers._sb3.sequence_states import INFO_KEY, StateColumns, StateUpdate, check_shapes
@@ -27,9 +25,8 @@ from sb3_extra_buffers._sb3.sequence_windows import (
     n_step_returns,
     plan_windows,
 )
-from sb3_extra_buffers._sb3.views import Array, BufferView
+from sb3_extra_buffers._sb3.views import Array
 from sb3_extra_buffers.arguments import as_array, check_count
-from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import (
     ArgumentError,
     EmptyBufferError,
@@ -39,17 +36,18 @@ from sb3_extra_buffers.errors import (
     SpecMismatchError,
 )
 from sb3_extra_buffers.stores.checks import require, within
-from sb3_extra_buffers.stores.windows import mask_of
 
-__all__ = ["SequenceMixin", "SequenceSamples", "Sequences"]
+__all__ = ["Sequences"]
 
 Indices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-# priority, and the nodes above it
-_PRIORITY_BYTES = 9
 # observations to look at to find out how they are stacked
 _SHOWN_STEPS = 32
+
+
+#: Windows, the recurrent states before them, and their weights.
+_Drawn = tuple[Windows, dict[str, Array], npt.NDArray[np.float32]]
 
 
 class Sequences:
@@ -242,14 +240,14 @@ class Sequences:
         try:
             with self._lock:
                 self._recover()
-                windows, n_added = self._draw_windows(request), self.n_added
+                drawn, n_added = self._draw_windows(request), self.n_added
                 if self._locks_reads:
-                    return self._read_windows(windows, env)
-            batch = self._read_windows(windows, env)
+                    return self._read_windows(drawn, env)
+            batch = self._read_windows(drawn, env)
             if self.n_added != n_added or self._unfinished is not None:
                 with self._lock:
                     self._recover()
-                    if int(windows.numbers.min()) < self._held().oldest:
+                    if int(drawn[0].numbers.min()) < self._held().oldest:
                         batch = self._read_windows(self._draw_windows(request), env)
             return batch
         except NO_MEMORY as problem:
@@ -260,7 +258,7 @@ class Sequences:
     def _held(self) -> Held:
         return Held(self.n_added - self.size(), self.n_added)
 
-    def _draw_windows(self, request: Request) -> Windows:
+    def _draw_windows(self, request: Request) -> _Drawn:
         """Draw windows, and find out what to read for them; the caller holds the lock."""
         held, rules, index = self._held(), request.rules, self._index
         if held.oldest == held.n_added:
@@ -274,54 +272,69 @@ class Sequences:
                 more = self._priorities.draw(n_more, rules, held, index)
             else:
                 more = index.draw(n_more, rules, held, request.by == "episodes")
-            numbers, envs = (np.append(drawn, added) for drawn, added in zip((numbers, envs), more, strict=True))
-        weights = np.ones(len(numbers), np.float32)
-        if request.by == "priority" and self._priorities is not None:
-            weights = self._priorities.weights(numbers, envs, self.beta, self.progress_remaining)
-        states = self._states.read(numbers % self.buffer_size, envs)
-        return plan_windows(request, numbers, envs, index, held)._replace(states=states, weights=weights)
+            numbers, envs = np.append(numbers, more[0]), np.append(envs, more[1])
+        windows = plan_windows(request, numbers, envs, index, held)
+        return windows, self._states.read(numbers % self.buffer_size, envs), self._weights(request, numbers, envs)
 
-    def _read_windows(self, windows: Windows, env: VecNormalize | None) -> SequenceSamples:
+    def _weights(self, request: Request, numbers: Indices, envs: Indices) -> npt.NDArray[np.float32]:
+        if request.by != "priority" or self._priorities is None:
+            return np.ones(len(numbers), np.float32)
+        return self._priorities.weights(numbers, envs, self.beta, self.progress_remaining)
+
+    def _read_windows(self, drawn: _Drawn, env: VecNormalize | None) -> SequenceSamples:
         """The batch of windows that were drawn."""
-        request, n_obs = windows.request, self.buffer_size * self.n_envs
+        windows, states, weights = drawn
+        request, mask, is_first = windows.request, windows.mask, windows.is_first
         length, n_steps = request.rules.length, request.n_steps
-        observed = self._read_observations(windows.rows, request.newest_only, env)
+        # as in SB3's `NStepReplayBuffer`
+        powers = np.asarray(request.gamma ** np.arange(n_steps + 1, dtype=np.float32), np.float32)
+        powers[0] = 0  # padding has no rewards ahead
+        n_ahead = np.broadcast_to(n_steps, mask.shape) if windows.n_ahead is None else windows.n_ahead
+        learn_mask = mask.copy()
+        if request.burn_in:
+            # after the first step of an episode, the state is known without a burn-in
+            learn_mask[:, : request.burn_in] &= np.logical_or.accumulate(is_first[:, : request.burn_in], axis=1)
+        uploaded = self._upload([powers.take(n_ahead), is_first, mask, learn_mask, weights, *states.values()])
+        observations, following = self._read_both(windows, env)
+        actions, rewards, dones = self._read_transitions(windows, powers, uploaded[2], env)
+        steps = windows.numbers[:, None] + np.arange(length)
+        return SequenceSamples(
+            observations, actions, following, dones, rewards,
+            discounts=uploaded[0], is_first=uploaded[1], mask=uploaded[2], learn_mask=uploaded[3], weights=uploaded[4],
+            recurrent_states=dict(zip(states, uploaded[5:], strict=True)),
+            steps=steps if windows.is_whole else np.where(mask, steps, -1), envs=windows.envs,
+        )  # fmt: skip
+
+    def _read_both(self, windows: Windows, env: VecNormalize | None) -> tuple[Any, Any]:
+        """Observations and next observations, usually views of the same memory."""
+        length, n_steps, newest_only = windows.mask.shape[1], windows.request.n_steps, windows.request.newest_only
+        observed = self._read_observations(windows.rows, newest_only, env)
         observations = {key: tensor[:, :length] for key, tensor in observed.items()}
         following = {key: tensor[:, n_steps : n_steps + length] for key, tensor in observed.items()}
         if windows.resets is not None:
             *at, indices = windows.resets
             where = tuple(self._upload(at))
-            last = self._read_observations(indices[:, None], request.newest_only, env)
+            last = self._read_observations(indices[:, None], newest_only, env)
             for key, tensor in following.items():
                 following[key] = tensor.clone().index_put_(where, last[key][:, 0])
-        mask = mask_of(windows.lengths, length)
-        learn_mask = mask
-        if request.burn_in:
-            # after the first step of an episode, the state is known without a burn-in
-            learn_mask = mask & (np.arange(length) >= request.burn_in)
-            learn_mask |= mask & np.logical_or.accumulate(windows.is_first, axis=1)
-        # as in SB3's `NStepReplayBuffer`
-        powers = np.asarray(request.gamma ** np.arange(n_steps + 1, dtype=np.float32), np.float32)
-        discounts = np.where(mask, powers[windows.n_ahead], np.float32(0))
-        names, states = list(windows.states), list(windows.states.values())
-        n_ahead, *tensors = self._upload(
-            [windows.n_ahead, discounts, windows.is_first, mask, learn_mask, windows.weights, *states]
-        )
-        discounted, is_first, is_valid, learns, weights, *uploaded = tensors
-        actions, rewards, dones = self._read_columns(windows.rows[:, :-1] % n_obs, env)
-        actions, rewards, dones = n_step_returns(actions, rewards, dones, n_ahead, powers, length)
-        if not mask.all():
+        return self._observations_as_sb3(observations), self._observations_as_sb3(following)
+
+    def _read_transitions(
+        self, windows: Windows, powers: Array, mask: th.Tensor, env: VecNormalize | None
+    ) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+        """Actions, n-step returns and dones."""
+        actions, rewards, dones = self._read_columns(windows.columns, env)
+        if len(powers) > 2:
+            n_ahead = None if windows.n_ahead is None else self._upload([windows.n_ahead])[0]
+            rewards, dones = n_step_returns(rewards, dones, n_ahead, powers, mask.shape[1])
+            actions = actions[:, : mask.shape[1]].clone()
+        if not windows.is_whole:
             # not by index, which would wait for a GPU
-            is_padding = ~is_valid
+            is_padding = ~mask
             actions.masked_fill_(is_padding[..., None], 0)
             rewards.masked_fill_(is_padding, 0)
             dones.masked_fill_(is_padding, 0)
-        steps = np.where(mask, windows.numbers[:, None] + np.arange(length), -1)
-        as_sb3, given = self._observations_as_sb3, dict(zip(names, uploaded, strict=True))
-        return SequenceSamples(
-            as_sb3(observations), actions, as_sb3(following), dones, rewards, discounted, is_first, is_valid, learns,
-            given, weights, steps, windows.envs,
-        )  # fmt: skip
+        return actions, rewards, dones
 
     def _shown_rows(self) -> Indices:
         """Indices ``[1, n]`` of the newest observations of an environment."""
@@ -346,7 +359,7 @@ class Sequences:
     # ---- after training ----
 
     def holds(self, batch: SequenceSamples) -> Flags:
-        """Whether each step of a batch, ``[batch, burn_in + length]``, is still in the buffer; False for padding."""
+        """Return for each step of ``batch``, a sample, whether it is still in the buffer; False for padding."""
         steps, _ = self._steps_of(batch)
         held = self._held()
         is_held: Flags = (steps >= max(held.oldest, 0)) & (steps < held.n_added)
@@ -494,80 +507,3 @@ class Sequences:
             self._priorities.check(self._held())
         except AssertionError as problem:
             require(False, str(problem))
-
-
-class SequenceMixin(Sequences, ReplayMixin):
-    """A compressed replay buffer with `Sequences`."""
-
-    def _lay_out(self, n_steps: int) -> None:
-        # a column while steps are counted, so that max_bytes includes what is kept for each step
-        per_row = 1 + StateColumns.row_bytes(self.recurrent_states, self.recurrent_dtype)
-        self._per_step = np.zeros((1, self.n_envs), f"V{per_row + _PRIORITY_BYTES * self.prioritized}")
-        super()._lay_out(n_steps)
-        del self._per_step
-        self._make_sequence_columns()
-
-    def _fit_step(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> Step:
-        *step, done, truncated, _ = super()._fit_step(obs, next_obs, action, reward, done, infos)
-        return (*step, done, truncated, self._plan_sequence(done, infos))
-
-    def _forget_step(self, step: int) -> None:
-        super()._forget_step(step)
-        if self._priorities is not None:
-            self._priorities.write_step(step, 0.0)
-
-    def reset(self) -> None:
-        """Remove all transitions."""
-        with self._lock, self._changing():
-            super().reset()
-            if "_index" in vars(self):
-                self._clear_sequences()
-
-    def check(self) -> None:
-        """Raise `AssertionError` if episodes, priorities and steps disagree, for tests."""
-        with self._lock:
-            self._recover()
-            self.check_sequences()
-
-    def _upload(self, arrays: list[Array]) -> list[th.Tensor]:
-        return [self._to_torch(array) for array in arrays]
-
-    def _observations_as_sb3(self, by_key: dict[str, Any]) -> Any:
-        return self._views.as_sb3(by_key)
-
-    def _read_observations(self, rows: Indices, newest_only: bool, env: VecNormalize | None) -> dict[str, th.Tensor]:
-        by_key = {}
-        for key, view in self._views.by_key.items():
-            array = self._read_key(key, rows, newest_only)
-            if newest_only:
-                spec = ObsSpec(view.shape[2:], view.dtype)
-                array = self._newest.take(array, key, spec, partial(self._show, key))
-            # without the axis of steps, as normalisation and conversion expect observations
-            by_key[key] = array.reshape(-1, *array.shape[2:])
-        observations: Any = self._views.as_sb3(by_key)
-        if env is not None:
-            observations = env.normalize_obs(observations)
-        tensors = self._obs_to_torch(observations)
-        tensors = tensors if self._views.is_dict else {"": tensors}
-        return {key: tensor.view(*rows.shape, *tensor.shape[1:]) for key, tensor in tensors.items()}
-
-    def _show(self, key: str) -> Array:
-        shown: Array = self._read_key(key, self._shown_rows(), newest_only=False)[0]
-        return shown
-
-    def _read_key(self, key: str, rows: Indices, newest_only: bool) -> Array:
-        """Observations of ``key`` at ``rows [batch, n]``."""
-        view, n_obs = self._views.by_key[key], self.buffer_size * self.n_envs
-        if isinstance(view, BufferView):
-            return view.read_windows_at(rows, newest_only)
-        array: Array = view.reshape(n_obs, *view.shape[2:])[rows % n_obs]
-        is_next, following = rows >= n_obs, self._next_views.dense[key]
-        array[is_next] = following.reshape(n_obs, *view.shape[2:])[rows[is_next] - n_obs]
-        return array
-
-    def _read_columns(self, indices: Indices, env: VecNormalize | None) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
-        n_obs = self.buffer_size * self.n_envs
-        dones = self.dones.take(indices) * (1 - self.timeouts.take(indices))
-        rewards = np.asarray(self._normalize_reward(self.rewards.take(indices), env), np.float32)
-        uploaded = self._upload([self.actions.reshape(n_obs, -1)[indices], rewards, dones])
-        return uploaded[0], uploaded[1], uploaded[2]

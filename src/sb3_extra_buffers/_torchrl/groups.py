@@ -15,6 +15,7 @@ from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
 from sb3_extra_buffers.errors import FileFormatError
 from sb3_extra_buffers.stores.device_observation import DeviceObservationStore
 from sb3_extra_buffers.stores.observation import ObservationStore
+from sb3_extra_buffers.stores.transfer import RowPacket, import_rows
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 __all__ = ["Group", "GroupConfig", "HostGroup", "StoredGroup", "split_steps"]
@@ -171,6 +172,11 @@ class HostGroup(StoredGroup):
         # slices decode each segment once; random positions decode a key and its next together
         read = self.store.read_windows if are_slices(positions, self.n_streams) else self.store.read
         return list(read(indices))
+
+    def file(self, positions: Positions, packet: RowPacket) -> None:
+        """Store the rows of ``packet``, ``[key, position]``, as they are encoded."""
+        indices = positions + self._offsets
+        import_rows(self.store, indices, np.broadcast_to(positions % self.n_streams, indices.shape), packet)
 
     def write_key(self, which: int, positions: Positions, rows: ByteRows) -> None:
         self.store.write(positions + self.bases[which], positions % self.store.n_streams, rows)

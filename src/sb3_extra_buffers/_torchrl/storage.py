@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from tensordict import TensorDict, is_tensor_collection, is_tensorclass
+from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves  # torch has no public tree functions
 from torchrl.data.replay_buffers.storages import TensorStorage
 
@@ -23,6 +24,7 @@ from sb3_extra_buffers._torchrl.schema import Key, check_items, first_item, key_
 from sb3_extra_buffers._torchrl.table import ItemTable, example_item
 from sb3_extra_buffers._torchrl.tensors import CPU, tensor_spec
 from sb3_extra_buffers._torchrl.transactions import PendingWrite, track_cursor
+from sb3_extra_buffers._torchrl.wire import ItemParts, gather_items
 from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.errors import (
     ArgumentError,
@@ -34,6 +36,7 @@ from sb3_extra_buffers.errors import (
 from sb3_extra_buffers.stores import device_base
 from sb3_extra_buffers.stores.choice import add_preference
 from sb3_extra_buffers.stores.locks import fork_safe_lock
+from sb3_extra_buffers.stores.transfer import RowPacket
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 __all__ = ["CONTENTS", "ItemStorage", "group_class"]
@@ -284,6 +287,8 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
         rows, group = write.rows[number], table.groups[number]
         if rows is None:
             return
+        if isinstance(rows, RowPacket):
+            rows = list(rows.read())
         # on the host, where only the first rows are needed
         rows = [group.as_rows(part[:PROBE_ROWS]) if isinstance(part, torch.Tensor) else part for part in rows]
         result = probe.extend(write.positions, rows)
@@ -309,9 +314,13 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
 
     def get(self, index: Any) -> Any:
         """Return the items at ``index``; those of a slice are decoded when they are used, key by key."""
+        if is_compiling():
+            return _get_untraced(self, index)
         return self._get(index, _is_sampler(sys._getframe(1)))
 
     def __getitem__(self, index: Any) -> Any:
+        if is_compiling():
+            return _get_untraced(self, index)
         return self._get(index, True) if _is_sampler(sys._getframe(1)) else self.get(index)
 
     def _get(self, index: Any, for_flags: bool) -> Any:
@@ -347,6 +356,15 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
             tensors = self.table.read(positions, set(keys))
         return [tensors[key] for key in keys]
 
+    def gather(self, index: Any, extra: Mapping[Key, torch.Tensor]) -> ItemParts:
+        """Return what a packet of the items at ``index`` and ``extra`` tensors is made of; nothing is decoded."""
+        with self._lock:
+            self.recover()
+            positions = self.table.positions_at(index, self._len)
+            if not isinstance(positions, np.ndarray):
+                raise IndexOutOfRangeError(f"items are indexed by integers, got {index!r}")
+            return gather_items(self.table, positions, extra)
+
     def _items(self, positions: Positions | torch.Tensor, tensors: Mapping[Key, torch.Tensor]) -> Any:
         """Return ``tensors``, read at ``positions``, as items."""
         shape = [*positions.shape, *self._storage.shape[self.ndim :]]
@@ -374,6 +392,11 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
             f"{type(self).__name__}(len={self._len}, max_size={self.max_size}, ndim={self.ndim}, "
             f"keys=[{key_names(self.table.specs)}], {self.memory_usage().summary})"
         )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch ships no types for it
+def _get_untraced(storage: ItemStorage, index: Any) -> Any:
+    return storage.get(index)
 
 
 def _is_sampler(caller: FrameType) -> bool:

@@ -17,10 +17,13 @@ import torch
 from tensordict import is_tensor_collection
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, TensorDictRoundRobinWriter
 
+from sb3_extra_buffers._torchrl.groups import HostGroup
 from sb3_extra_buffers._torchrl.indexing import Positions, is_on_gpu, keep_last
+from sb3_extra_buffers._torchrl.packet_group import whole_packet
 from sb3_extra_buffers._torchrl.schema import Key, leaf_items
 from sb3_extra_buffers._torchrl.table import ItemTable
 from sb3_extra_buffers.errors import SpecMismatchError
+from sb3_extra_buffers.stores.transfer import RowPacket
 
 __all__ = ["PendingWrite", "TransactionalCursor", "get_cursor", "set_cursor", "track_cursor"]
 
@@ -46,8 +49,8 @@ class PendingWrite:
         self.overwrites = False
         # the writer's cursor before and after, if it stores items one after the other
         self.moved: tuple[int, int] | None = None
-        # what to write: rows per group (None to skip it) at `positions`; values per dense leaf at `index`, which says
-        # where, and which of them
+        # what to write: rows, or a packet of them, per group (None to skip it) at `positions`; values per dense leaf at
+        # `index`, which says where, and which of them
         self.positions: Any = None
         self.rows: list[Any] = []
         self.index: list[tuple[Any, slice]] = []
@@ -94,7 +97,9 @@ class PendingWrite:
         for group in table.groups:
             tensors = [rows_of(key, group.spec.shape) for key in group.keys]
             complete = all(part is not None for part in tensors)
-            self.rows.append([group.stage(part) for part in tensors] if complete else None)
+            # encoded rows are filed as they are
+            packet = whole_packet(tensors) if isinstance(group, HostGroup) else None
+            self.rows.append(packet or ([group.stage(part) for part in tensors] if complete else None))
         self.positions = positions
         # around the end of the ring there are two runs; slices need no copy of the positions to a GPU
         breaks = np.flatnonzero(np.diff(positions) != 1) + 1
@@ -108,7 +113,9 @@ class PendingWrite:
     def write_to(self, table: ItemTable) -> None:
         """Write what was staged; may be repeated."""
         for group, rows in zip(table.groups, self.rows, strict=True):
-            if rows is not None and len(self.positions):
+            if isinstance(rows, RowPacket):
+                group.file(self.positions, rows)
+            elif rows is not None and len(self.positions):
                 group.write(self.positions, rows)
         for leaf, value in self.dense:
             for where, which in self.index:
@@ -118,7 +125,7 @@ class PendingWrite:
         """Whether anything may have been written: groups come first, and write their first row as a whole."""
         for group, rows in zip(table.groups, self.rows, strict=True):
             if rows is not None:
-                first = rows[0][:1]
+                first = rows.read(np.zeros(1, np.int64)) if isinstance(rows, RowPacket) else rows[0][:1]
                 expected = group.as_rows(first) if isinstance(first, torch.Tensor) else first
                 return np.array_equal(group.read_rows(self.positions[:1], [0])[0], expected)
         return True

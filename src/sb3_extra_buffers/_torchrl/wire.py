@@ -1,4 +1,4 @@
-"""The wire format: a TensorDict as bytes, each frame once, as its difference to the frame before, compressed."""
+"""The wire format: items of a storage as bytes, their large tensors encoded as stores hold them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import struct
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,21 +14,39 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
+from sb3_extra_buffers._torchrl import wire_v1
 from sb3_extra_buffers._torchrl.env_probe import find_n_envs
+from sb3_extra_buffers._torchrl.groups import Group, HostGroup
+from sb3_extra_buffers._torchrl.indexing import Positions
 from sb3_extra_buffers._torchrl.layout import join_keys
 from sb3_extra_buffers._torchrl.schema import Key, key_from_json, key_to_json, non_tensor_keys, parse_tensor_shape
-from sb3_extra_buffers._torchrl.tensors import as_tensor, dtype_name, parse_tensor_dtype, tensor_spec, to_numpy
-from sb3_extra_buffers.codecs.base import Codec
+from sb3_extra_buffers._torchrl.table import ItemTable
+from sb3_extra_buffers._torchrl.tensors import as_rows, as_tensor, dtype_name, parse_tensor_dtype, tensor_spec, to_numpy
 from sb3_extra_buffers.codecs.registry import get_codec, is_available
-from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
-from sb3_extra_buffers.errors import CorruptPayloadError, NotSaveableError
-from sb3_extra_buffers.kernels import frame_kernels
+from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.errors import CorruptPayloadError, FileFormatError, NotSaveableError
 from sb3_extra_buffers.stores.choice import choose_unseen
-from sb3_extra_buffers.stores.layout import StackLayout, find_layout
+from sb3_extra_buffers.stores.transfer import RowPacket, export_rows, import_rows, rows_packet
+from sb3_extra_buffers.stores.transfer_cache import KeyframeCache, Lease, split_known
+from sb3_extra_buffers.stores.transfer_encoder import RowEncoder
 
-__all__ = ["MAX_BYTES", "decode_packet", "encode_packet", "packet_note"]
+__all__ = [
+    "MAX_BYTES",
+    "GroupPacket",
+    "ItemPacket",
+    "ItemParts",
+    "KeyframeCache",
+    "Lease",
+    "PacketEncoder",
+    "decode_packet",
+    "encode_packet",
+    "export_items",
+    "gather_items",
+    "import_items",
+    "packet_note",
+]
 
-_MAGIC = b"XBT1"
+_MAGIC = b"XBT2"
 # fastest first
 _METHODS = ("zstd1", "igzip1", "gzip1")
 _CODECS = tuple(method.rstrip("1") for method in _METHODS)
@@ -39,55 +58,214 @@ _MIN_COMPRESSED = 1 << 12
 MAX_BYTES = 1 << 32
 _MAX_HEADER = 1 << 22
 
+# what an invalid packet leads to where it is not named
+_CONSEQUENCES = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, MemoryError,
+    struct.error,
+)  # fmt: skip
+
+
+class GroupPacket(NamedTuple):
+    """The rows of a key, or of a key and its ``("next", key)``."""
+
+    keys: list[Key]
+    dtype: torch.dtype
+    rows: RowPacket  # [key, item]
+
+
+# ---- writing packets ----
+
+
+class PacketEncoder:
+    """Encodes items where they are collected. Keyframes are kept from packet to packet. Not thread-safe.
+
+    ``n_envs`` environments take turns in the items; found from the items if it is None. ``compress`` is as in
+    `export_items`.
+    """
+
+    def __init__(
+        self,
+        method: str = "auto",
+        options: Mapping[str, Any] | None = None,
+        n_envs: int | None = None,
+        compress: bool | int = True,
+    ) -> None:
+        self._method, self._options, self._n_envs, self._compress = method, options, n_envs, compress
+        self._encoders: dict[tuple[Any, ...], RowEncoder] = {}
+
+    def encode(self, data: Any, **note: Any) -> bytes:
+        """Encode ``data``, a TensorDict of tensors; ``note`` is JSON that is sent along."""
+        tensors = {key: data.get(key) for key in data.keys(True, True)}
+        others = non_tensor_keys(data)
+        if others:
+            raise NotSaveableError(f"only tensors can be sent, but {others} hold something else")
+        _check_size(tensors)
+        lead = tuple(data.shape)
+        n_rows = math.prod(lead)
+        specs = {key: tensor_spec(tuple(tensor.shape[len(lead) :]), tensor.dtype) for key, tensor in tensors.items()}
+        large = [key for key in tensors if n_rows and choose_unseen(specs[key]) is None]
+        groups = []
+        for keys in join_keys(large, specs):
+            rows = [as_rows(specs[keys[0]], tensors[key]) for key in keys]
+            packet = self._encoder(keys, specs[keys[0]], lead, rows).encode(rows)
+            groups.append(GroupPacket(keys, tensors[keys[0]].dtype, packet))
+        return _pack(lead, tensors, groups, (), self._compress, note)
+
+    def _encoder(self, keys: list[Key], spec: ObsSpec, lead: tuple[int, ...], rows: list[Any]) -> RowEncoder:
+        name = (*keys, spec, len(lead) > 1)
+        encoder = self._encoders.get(name)
+        if encoder is None:
+            # whole trajectories: time is the last axis in TorchRL
+            n_envs = 1 if len(lead) > 1 else self._n_envs
+            if n_envs is None:
+                n_envs = find_n_envs(spec, rows[0][:64], rows[1][:64] if len(rows) > 1 else None)
+            encoder = RowEncoder(spec, n_envs, self._method, self._options)
+            # few items do not show how many environments there are
+            if len(rows[0]) >= 2 * n_envs:
+                self._encoders[name] = encoder
+        return encoder
+
 
 def encode_packet(data: Any, **note: Any) -> bytes:
-    """Encode ``data``, a TensorDict of tensors; ``note`` is JSON that is sent along."""
-    tensors = {key: data.get(key) for key in data.keys(True, True)}
-    others = non_tensor_keys(data)
-    if others:
-        raise NotSaveableError(f"only tensors can be sent, but {others} hold something else")
+    """Encode a single packet; a `PacketEncoder` makes several smaller and faster."""
+    return PacketEncoder().encode(data, **note)
+
+
+def export_items(
+    table: ItemTable,
+    positions: Positions,
+    extra: Mapping[Key, torch.Tensor] | None = None,
+    known: bytes = b"",
+    compress: bool | int = True,
+    **note: Any,
+) -> bytes:
+    """Return the items at ``positions``, one axis or more, as they are stored.
+
+    ``extra`` tensors are sent along, in place of keys of the same name. ``known`` are the keyframes that the receiver
+    has (`Lease.known`). Without ``compress``, the packet is larger and ready sooner; a number is the level of zstd, of
+    which 3 takes half as long again as 1 and saves an eighth.
+    """
+    return gather_items(table, positions, extra or {}).pack(known, compress, **note)
+
+
+class ItemParts(NamedTuple):
+    """What a packet is made of; ``tensors`` has the keys in order, and a tensor of each that is in no group."""
+
+    lead: tuple[int, ...]
+    tensors: Mapping[Key, torch.Tensor | None]
+    groups: Sequence[GroupPacket]
+
+    def pack(self, known: bytes = b"", compress: bool | int = True, **note: Any) -> bytes:
+        """Return the packet; the storage may change in the meantime."""
+        return _pack(self.lead, self.tensors, self.groups, split_known(known), compress, note)
+
+
+def gather_items(table: ItemTable, positions: Positions, extra: Mapping[Key, torch.Tensor]) -> ItemParts:
+    """Return copies of what is stored at ``positions``, as in `export_items`."""
+    lead = tuple(positions.shape)
+    flat = positions.reshape(-1)
+    extra = dict(extra)
+    keys = {key for group in table.groups for key in group.keys}
+    dense = table.read(flat, [key for key in table.dense if key not in extra])
+    tensors: dict[Key, torch.Tensor | None] = {}
+    for key in table.specs:
+        value = dense.get(key)
+        tensors[key] = None if value is None else value.reshape(*lead, *value.shape[1:])
+    tensors.update(extra)
+    if keys & extra.keys():
+        raise NotSaveableError(f"{keys & extra.keys()} cannot be replaced, because they are sent as they are stored")
+    groups = [GroupPacket(list(group.keys), group.dtype, _export_group(group, flat)) for group in table.groups]
+    return ItemParts(lead, tensors, groups)
+
+
+def _export_group(group: Group, positions: Positions) -> RowPacket:
+    if isinstance(group, HostGroup):
+        return export_rows(group.store, positions + np.array(group.bases, np.int64)[:, None])
+    return rows_packet(group.spec, np.stack(group.read_rows(positions)))
+
+
+def _check_size(tensors: Mapping[Key, torch.Tensor]) -> None:
     n_bytes = sum(tensor.nbytes for tensor in tensors.values())
     if n_bytes > MAX_BYTES:
         raise NotSaveableError(f"{n_bytes} bytes of tensors exceed the {MAX_BYTES} of a packet; send several packets")
-    lead = tuple(data.shape)
-    n_rows, keys = math.prod(lead), list(tensors)
-    specs = {key: tensor_spec(tuple(tensor.shape[len(lead) :]), tensor.dtype) for key, tensor in tensors.items()}
-    codec = get_codec(next(method for method in _METHODS if is_available(method.rstrip("1"))))
-    large = [key for key in keys if n_rows and choose_unseen(specs[key]) is None]
-    sections: list[bytes] = []
-    groups = []
-    for group in join_keys(large, specs):
-        spec = specs[group[0]]
-        rows = [to_numpy(tensors[key]).reshape(n_rows, -1).view(np.uint8) for key in group]
-        order = _similar_order(spec, lead, rows, tensors.get("index"))
-        fields = {"leaves": [keys.index(key) for key in group], "section": len(sections)}
-        groups.append(fields | _encode_rows(spec, rows, order, codec, sections))
-    small = b"".join(to_numpy(tensors[key]).tobytes() for key in keys if key not in large)
-    sections.append(codec.encode(memoryview(small)) if len(small) >= _MIN_COMPRESSED else small)
-    leaves = [
-        {"key": key_to_json(key), "shape": tensor.shape, "dtype": dtype_name(tensor.dtype)}
-        for key, tensor in tensors.items()
-    ]
+
+
+def _pack(
+    lead: tuple[int, ...],
+    tensors: Mapping[Key, torch.Tensor | None],
+    groups: Sequence[GroupPacket],
+    known: Collection[bytes],
+    compress: bool | int,
+    note: Mapping[str, Any],
+) -> bytes:
+    """Write a packet; ``tensors`` has the keys in order, and a tensor of each that is in no group."""
+    keys = list(tensors)
+    buffers: list[Any] = []
+    records = []
+    grouped: dict[Key, tuple[tuple[int, ...], torch.dtype]] = {}
+    for group in groups:
+        parts = group.rows.to_buffers(known)
+        records.append(
+            {"leaves": [keys.index(key) for key in group.keys], "first": len(buffers), "sections": len(parts)}
+        )
+        buffers += parts
+        grouped.update(dict.fromkeys(group.keys, ((*lead, *group.rows.spec.shape), group.dtype)))
+    small = [to_numpy(value) for key, value in tensors.items() if value is not None and key not in grouped]
+    buffers.append(b"".join(value.tobytes() for value in small))
+    codec = next(name for name in _CODECS if is_available(name)) if compress else _CODECS[0]
+    sections = [_compress(codec, int(compress), buffer) if compress else buffer for buffer in buffers]
+    leaves = []
+    for key, value in tensors.items():
+        if key not in grouped and value is None:
+            raise NotSaveableError(f"no tensor of {key!r}")
+        shape, dtype = grouped[key] if value is None or key in grouped else (tuple(value.shape), value.dtype)
+        leaves.append({"key": key_to_json(key), "shape": shape, "dtype": dtype_name(dtype)})
     header = {
-        "codec": codec.codec_id, "lead": lead, "leaves": leaves, "groups": groups, "small": len(small),
-        "sections": list(map(len, sections)), "note": note,
+        "codec": codec, "lead": lead, "leaves": leaves, "groups": records,
+        "sections": [[len(section), len(buffer)] for section, buffer in zip(sections, buffers, strict=True)],
+        "note": note,
     }  # fmt: skip
     text = json.dumps(header, separators=(",", ":")).encode()
     return b"".join([_MAGIC, struct.pack("<I", len(text)), text, *sections])
 
 
+def _compress(codec: str, level: int, buffer: Any) -> Any:
+    """Return ``buffer``, compressed if that makes it smaller."""
+    if len(buffer) < _MIN_COMPRESSED:
+        return buffer
+    if codec == "zstd":
+        from sb3_extra_buffers.codecs.zstd import compress_bytes  # needs zstandard
+
+        packed = compress_bytes(buffer, level)
+    else:
+        packed = get_codec(f"{codec}1").encode(memoryview(buffer))
+    return packed if len(packed) < len(buffer) else buffer
+
+
+# ---- reading packets ----
+
+
 def packet_note(packet: bytes) -> dict[str, Any]:
     """Return the note that was sent along."""
-    return _Packet(packet).note
+    return parse_packet(packet).note
 
 
-def decode_packet(packet: bytes) -> Any:
+def decode_packet(packet: bytes, lease: Lease | None = None, window: int | None = None) -> Any:
     """Return the TensorDict in a packet, or raise `CorruptPayloadError`.
 
     Packets are not trusted: the header is checked before anything is decoded, and decoding takes no more memory than
-    the tensors, which are limited to `MAX_BYTES`.
+    the tensors, which are limited to `MAX_BYTES`. ``lease`` is the one whose `Lease.known` the packet was asked with.
+    If the items are windows of ``window`` consecutive steps, each frame of a window is decoded once.
     """
-    return _Packet(packet).decode()
+    parsed = parse_packet(packet)
+    return parsed.decode() if isinstance(parsed, wire_v1.PacketV1) else parsed.decode(lease, window)
+
+
+def parse_packet(packet: Any) -> ItemPacket | wire_v1.PacketV1:
+    """Parse and check the header of a packet, of this version or the one before."""
+    if isinstance(packet, (bytes, bytearray, memoryview)) and bytes(packet[:4]) == wire_v1.MAGIC:
+        return wire_v1.PacketV1(packet)
+    return ItemPacket(packet)
 
 
 class _Leaf(NamedTuple):
@@ -100,23 +278,27 @@ class _Leaf(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class _Group(NamedTuple):
-    """Leaves whose rows were encoded together, in ``section`` (frames) and the one after it (counts and order)."""
+class _GroupEntry(NamedTuple):
+    """Leaves whose rows are encoded together, in ``sections`` sections from ``first`` on."""
 
     leaves: list[int]
-    section: int
-    stack: int
-    axis: Any
-    frames: int
+    first: int
+    sections: int
 
 
-class _Packet:
+class ItemPacket:
     """A packet whose header was parsed and checked; its sections are not decoded yet."""
+
+    note: dict[str, Any]
+    lead: tuple[int, ...]
+    n_rows: int
 
     def __init__(self, packet: Any) -> None:
         try:
             self._parse(packet)
-        except (KeyError, TypeError, ValueError, OverflowError, RecursionError, struct.error) as error:
+        except (*_CONSEQUENCES, OverflowError, RecursionError) as error:
+            if isinstance(error, CorruptPayloadError):
+                raise
             raise CorruptPayloadError(f"not a valid packet: {error}") from error
 
     def _parse(self, packet: Any) -> None:
@@ -127,158 +309,157 @@ class _Packet:
         if magic != _MAGIC or length > min(len(body) - 8, _MAX_HEADER):
             raise ValueError(f"it begins with {magic!r} and a header of {length} bytes")
         header = json.loads(bytes(body[8 : 8 + length]))
-        lengths = header["sections"]
-        _require(isinstance(lengths, list) and all(type(n) is int and 0 <= n <= len(body) for n in lengths), "sections")
-        ends = list(itertools.accumulate(lengths, initial=8 + length))
-        _require(len(lengths) > 0 and ends[-1] == len(body), f"{len(body)} bytes instead of {ends[-1]}")
-        self.sections = [body[first:end] for first, end in itertools.pairwise(ends)]
-        self.note: dict[str, Any] = header["note"]
+        self._parse_sections(header["sections"], body, 8 + length)
+        self.note = header["note"]
         _require(isinstance(self.note, dict), f"the note {self.note!r}")
-        _require(header["codec"] in _CODECS, f"the codec {header['codec']!r}")
-        self.codec = get_codec(header["codec"])
+        self._codec = header["codec"]
+        _require(self._codec in _CODECS, f"the codec {self._codec!r}")
         self.lead = parse_tensor_shape(header["lead"])
         self.n_rows = math.prod(self.lead)
-        self.leaves = [self._parse_leaf(leaf) for leaf in header["leaves"]]
-        _require(len({leaf.key for leaf in self.leaves}) == len(self.leaves), "a key twice")
-        total = sum(leaf.nbytes for leaf in self.leaves)
+        self._leaves = [self._parse_leaf(leaf) for leaf in header["leaves"]]
+        _require(len({leaf.key for leaf in self._leaves}) == len(self._leaves), "a key twice")
+        total = sum(leaf.nbytes for leaf in self._leaves)
         _require(total <= MAX_BYTES, f"{total} bytes of tensors")
-        self.groups = [self._parse_group(group) for group in header["groups"]]
-        grouped = [number for group in self.groups for number in group.leaves]
+        self._groups = [self._parse_group(group) for group in header["groups"]]
+        grouped = [number for group in self._groups for number in group.leaves]
         _require(len(set(grouped)) == len(grouped), "a tensor twice")
-        self.small = [number for number in range(len(self.leaves)) if number not in grouped]
-        n_small = sum(self.leaves[number].nbytes for number in self.small)
-        _require(header["small"] == n_small, f"{header['small']!r} bytes of small tensors instead of {n_small}")
+        self._small = [number for number in range(len(self._leaves)) if number not in grouped]
+        n_small, n_sent = sum(self._leaves[number].nbytes for number in self._small), self._raw_bytes[-1]
+        _require(n_sent == n_small, f"{n_sent!r} bytes of small tensors instead of {n_small}")
+
+    def _parse_sections(self, lengths: Any, body: memoryview, first: int) -> None:
+        def is_pair(pair: Any) -> bool:
+            return isinstance(pair, list) and [*map(type, pair)] == [int, int] and min(pair) >= 0
+
+        _require(isinstance(lengths, list) and len(lengths) > 0 and all(map(is_pair, lengths)), "invalid sections")
+        self._raw_bytes = [raw for _, raw in lengths]
+        for stored, raw in lengths:
+            _require(raw == stored or stored < raw <= stored * _MAX_RATIO, f"{raw} bytes compressed to {stored}")
+        _require(sum(self._raw_bytes) <= MAX_BYTES, f"{sum(self._raw_bytes)} bytes of sections")
+        ends = list(itertools.accumulate((stored for stored, _ in lengths), initial=first))
+        _require(ends[-1] == len(body), f"{len(body)} bytes instead of {ends[-1]}")
+        self._sections = [body[begin:end] for begin, end in itertools.pairwise(ends)]
 
     def _parse_leaf(self, leaf: Any) -> _Leaf:
         key, shape = key_from_json(leaf["key"]), parse_tensor_shape(leaf["shape"])
         _require(not isinstance(key, int) and shape[: len(self.lead)] == self.lead, f"{key!r} of shape {shape}")
         return _Leaf(key, shape, parse_tensor_dtype(leaf["dtype"]))
 
-    def _parse_group(self, fields: Any) -> _Group:
-        group = _Group(*(fields[name] for name in _Group._fields))
-        numbers, section, stack, axis, frames = group
+    def _parse_group(self, fields: Any) -> _GroupEntry:
+        group = _GroupEntry(*(fields[name] for name in _GroupEntry._fields))
+        numbers, first, count = group
         _require(
             isinstance(numbers, list)
             and len(numbers) in (1, 2)
-            and all(type(number) is int and 0 <= number < len(self.leaves) for number in numbers),
+            and all(type(number) is int and 0 <= number < len(self._leaves) for number in numbers),
             f"a group of the tensors {numbers!r}",
         )
-        first, last = self.leaves[numbers[0]], self.leaves[numbers[-1]]
-        alike = (first.shape, first.dtype) == (last.shape, last.dtype)
-        _require(alike and first.nbytes > 0, f"a group of the tensors {numbers}, which differ or are empty")
-        # a group has two sections, and the last section is that of the small tensors
-        _require(type(section) is int and 0 <= section < len(self.sections) - 2, f"a group in section {section!r}")
-        _require(type(stack) is int and 1 <= stack <= 1 << 16 and axis in ("first", "last"), f"stacks of {stack!r}")
-        limit = self.n_rows * len(numbers) * stack
-        _require(type(frames) is int and 0 < frames <= limit, f"{frames!r} frames")
+        one, other = self._leaves[numbers[0]], self._leaves[numbers[-1]]
+        alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+        _require(alike and one.nbytes > 0, f"a group of the tensors {numbers}, which differ or are empty")
+        # the last section is that of the small tensors
+        fits = type(first) is int and type(count) is int and first >= 0 and 0 < count <= len(self._sections) - 1 - first
+        _require(fits, f"a group in {count!r} sections from {first!r} on")
         return group
 
-    def decode(self) -> Any:
-        try:
-            return self._decode()
-        except CorruptPayloadError:
-            raise
-        except (
-            ArithmeticError,
-            AssertionError,
-            LookupError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-            MemoryError,
-        ) as error:
-            raise CorruptPayloadError(f"the sections of a packet do not match its header: {error}") from error
+    # ---- contents ----
 
-    def _decode(self) -> Any:
-        tensors: dict[int, torch.Tensor] = {}
-        for group in self.groups:
-            leaf = self.leaves[group.leaves[0]]
-            spec = tensor_spec(leaf.shape[len(self.lead) :], leaf.dtype)
-            for number, rows in zip(group.leaves, self._decode_rows(spec, group), strict=True):
-                tensors[number] = as_tensor(rows.view(spec.dtype).reshape(leaf.shape), leaf.dtype)
-        small = self._decode_small()
-        first = 0
-        for number in self.small:
-            leaf = self.leaves[number]
+    @property
+    def specs(self) -> dict[Key, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape, without the axes that count items, and dtype of each key."""
+        return {leaf.key: (leaf.shape[len(self.lead) :], leaf.dtype) for leaf in self._leaves}
+
+    def groups(self, lease: Lease | None = None) -> list[GroupPacket]:
+        """Return the encoded tensors; nothing is decoded, and everything but the encoded bytes is checked."""
+        return [self._group(group, lease) for group in self._groups]
+
+    def dense(self) -> dict[Key, torch.Tensor]:
+        """Return the tensors that are not encoded, ``[*lead, ...]``."""
+        small = self._section(len(self._sections) - 1)
+        tensors, first = {}, 0
+        for number in self._small:
+            leaf = self._leaves[number]
             spec = tensor_spec(leaf.shape, leaf.dtype)
             part = small[first : first + spec.nbytes]
-            tensors[number] = as_tensor(part.copy().view(spec.dtype).reshape(spec.shape), leaf.dtype)
+            tensors[leaf.key] = as_tensor(part.copy().view(spec.dtype).reshape(spec.shape), leaf.dtype)
             first += spec.nbytes
-        named = {leaf.key: tensors[number] for number, leaf in enumerate(self.leaves)}
-        return TensorDict(named, batch_size=self.lead)
+        return tensors
 
-    def _decode_small(self) -> npt.NDArray[np.uint8]:
-        section, size = self.sections[-1], sum(self.leaves[number].nbytes for number in self.small)
-        if size >= _MIN_COMPRESSED:
-            return self._decompress(section, size)
-        _require(len(section) == size, f"{len(section)} bytes of small tensors instead of {size}")
-        return np.frombuffer(section, np.uint8)
+    def decode(self, lease: Lease | None = None, window: int | None = None) -> Any:
+        """Return the items as a TensorDict; ``window`` consecutive ones share frames, by default the last axis."""
+        if window is None and len(self.lead) > 1:
+            window = self.lead[-1]
+        try:
+            tensors = self.dense()
+            for keys, dtype, packet in self.groups(lease):
+                shape = (*self.lead, *packet.spec.shape)
+                is_windows = window is not None and window > 1 and self.n_rows % window == 0
+                decoded = packet.read_windows(window) if window is not None and is_windows else packet.read()
+                for key, rows in zip(keys, decoded.reshape(len(keys), -1, packet.spec.nbytes), strict=True):
+                    tensors[key] = as_tensor(rows.view(packet.spec.dtype).reshape(shape), dtype)
+        except _CONSEQUENCES as error:
+            if isinstance(error, CorruptPayloadError):
+                raise
+            raise CorruptPayloadError(f"the sections of a packet do not match its header: {error}") from error
+        return TensorDict({leaf.key: tensors[leaf.key] for leaf in self._leaves}, batch_size=self.lead)
 
-    def _decompress(self, section: memoryview, size: int) -> npt.NDArray[np.uint8]:
-        _require(size <= _MIN_COMPRESSED + len(section) * _MAX_RATIO, f"{size} bytes compressed to {len(section)}")
+    def _group(self, group: _GroupEntry, lease: Lease | None) -> GroupPacket:
+        leaf = self._leaves[group.leaves[0]]
+        spec = tensor_spec(leaf.shape[len(self.lead) :], leaf.dtype)
+        sections = [self._section(number) for number in range(group.first, group.first + group.sections)]
+        rows = RowPacket.from_buffers(spec, sections, lease)
+        expected = len(group.leaves), self.n_rows
+        _require(rows.shape == expected, f"encoded rows of shape {rows.shape} instead of {expected}")
+        return GroupPacket([self._leaves[number].key for number in group.leaves], leaf.dtype, rows)
+
+    def _section(self, number: int) -> npt.NDArray[np.uint8]:
+        section, size = self._sections[number], self._raw_bytes[number]
+        if len(section) == size:
+            return np.frombuffer(section, np.uint8)
+        if self._codec == "zstd":
+            get_codec("zstd")  # if zstd is missing, raises an error that says what to install
+            from sb3_extra_buffers.codecs.zstd import decompress_bytes  # needs zstandard
+
+            return np.frombuffer(decompress_bytes(section, size), np.uint8)
         out = np.empty(size, np.uint8)
-        self.codec.decode_into(section, out.data)
+        get_codec(self._codec).decode_into(section, out.data)
         return out
 
-    def _decode_rows(self, spec: ObsSpec, group: _Group) -> list[ByteRows]:
-        layout, n_rows, n_batches = StackLayout(spec, group.stack, group.axis), self.n_rows, len(group.leaves)
-        along = spec.shape[0 if layout.axis == "first" else -1] if spec.shape else 1
-        _require(along % layout.stack == 0 and n_rows < 1 << 31, f"stacks of {layout.stack} along an axis of {along}")
-        total = n_rows * n_batches
-        tables = self._decompress(self.sections[group.section + 1], total + 4 * n_rows)
-        counts, order = tables[:total], tables[total:].view("<i4").astype(np.int64)
-        ends = np.cumsum(counts, dtype=np.int64)
-        counts_fit = (counts <= layout.stack).all() and counts[0] == layout.stack and ends[-1] == group.frames
-        _require(bool(counts_fit), "rows of frames that it does not hold")
-        _require(np.array_equal(np.sort(order), np.arange(n_rows)), "an order that names rows twice")
-        frames = self._decompress(self.sections[group.section], group.frames * layout.frame_bytes)
-        frames = frames.reshape(group.frames, layout.frame_bytes)
-        np.bitwise_xor.accumulate(frames, axis=0, out=frames)
-        # a row is a stack of the newest frames at that point; then rows return to their own order
-        inverse = np.empty_like(order)
-        inverse[order] = np.arange(n_rows)
-        windows = ends[:, None] - layout.stack + np.arange(layout.stack)
-        windows = windows.reshape(n_rows, n_batches, layout.stack)[inverse]
-        return [layout.join(frames[windows[:, batch]], frame_kernels()) for batch in range(n_batches)]
+
+def import_items(table: ItemTable, positions: Positions, packet: ItemPacket) -> None:
+    """Store the items of ``packet`` at ``positions`` of a table that has its keys; may be repeated.
+
+    Observations are filed as they are encoded. Each group is a transaction; a storage makes one of them all.
+    """
+    dense, groups = packet.dense(), packet.groups()
+    if {key: table.specs.get(key) for key in packet.specs} != packet.specs:
+        raise FileFormatError(f"a packet of {packet.specs} does not fit a storage of {table.specs}")
+    if len(positions) != packet.n_rows:
+        raise FileFormatError(f"{packet.n_rows} items cannot be stored at {len(positions)} positions")
+    by_keys = {tuple(group.keys): group for group in table.groups}
+    for keys, dtype, rows in groups:
+        group = by_keys.pop(tuple(keys), None)
+        if isinstance(group, HostGroup):
+            indices = positions + np.array(group.bases, np.int64)[:, None]
+            import_rows(group.store, indices, np.broadcast_to(positions % group.n_streams, indices.shape), rows)
+        elif group is not None:
+            group.write(positions, [group.stage(_tensor(part, rows.spec, dtype)) for part in rows.read()])
+        else:
+            for key, part in zip(keys, rows.read(), strict=True):
+                dense[key] = _tensor(part, rows.spec, dtype)
+    for group in by_keys.values():
+        tensors = [dense.pop(key).reshape(-1, *group.spec.shape) for key in group.keys]
+        group.write(positions, [group.stage(tensor) for tensor in tensors])
+    index = torch.from_numpy(positions)
+    for key, value in dense.items():
+        leaf = table.dense[key]
+        leaf[index.to(leaf.device)] = value.reshape(-1, *leaf.shape[1:]).to(leaf.device)
+
+
+def _tensor(rows: npt.NDArray[np.uint8], spec: ObsSpec, dtype: torch.dtype) -> torch.Tensor:
+    return as_tensor(rows.view(spec.dtype).reshape(len(rows), *spec.shape), dtype)
 
 
 def _require(holds: bool, what: str) -> None:
     if not holds:
         raise CorruptPayloadError(f"not a valid packet: it has {what}")
-
-
-# ---- encoding rows ----
-
-
-def _similar_order(spec: ObsSpec, lead: tuple[int, ...], rows: list[ByteRows], index: Any) -> npt.NDArray[np.int64]:
-    """Return an order in which rows resemble the row before: by age, or environment by environment."""
-    n_rows = len(rows[0])
-    if index is not None and index.numel() == n_rows:
-        return np.argsort(to_numpy(index).ravel(), kind="stable")
-    if len(lead) > 1:
-        # whole trajectories: time is the last axis in TorchRL
-        return np.arange(n_rows)
-    n_envs = find_n_envs(spec, rows[0][:64], rows[1][:64] if len(rows) > 1 else None)
-    return np.concatenate([np.arange(env, n_rows, n_envs) for env in range(n_envs)])
-
-
-def _encode_rows(
-    spec: ObsSpec, batches: list[ByteRows], order: npt.NDArray[np.int64], codec: Codec, sections: list[bytes]
-) -> dict[str, Any]:
-    rows = np.stack([batch[order] for batch in batches], axis=1).reshape(-1, spec.nbytes)
-    pairs = rows.reshape(-1, 2, spec.nbytes) if len(batches) == 2 else [rows]
-    layout = find_layout(spec, list(pairs[:32]))
-    frames = layout.split(rows, frame_kernels())
-    before, after = frames[:-1], frames[1:]
-    # a row that equals the one before adds no frame, one that moved on by a frame adds one
-    counts = np.full(len(frames), layout.stack, np.uint8)
-    if layout.stack > 1:
-        counts[1:][(before[:, 1:] == after[:, :-1]).all(axis=(1, 2))] = 1
-    counts[1:][(before == after).all(axis=(1, 2))] = 0
-    is_new = np.arange(layout.stack) >= layout.stack - counts[:, None].astype(np.int64)
-    new_frames = frames[is_new]
-    differences = new_frames.copy()
-    np.bitwise_xor(new_frames[1:], new_frames[:-1], out=differences[1:])
-    sections.append(codec.encode(differences.reshape(-1).data))
-    sections.append(codec.encode(memoryview(counts.tobytes() + order.astype("<i4").tobytes())))
-    return {"stack": layout.stack, "axis": layout.axis, "frames": len(new_frames)}

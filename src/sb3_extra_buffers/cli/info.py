@@ -30,7 +30,7 @@ def describe(path: str) -> dict[str, Any]:
         "saved": saved.record.get("saved"),
         "bytes_on_disk": _bytes_on_disk(saved.path),
     }
-    if saved.kind in ("torchrl-storage", "experience", "replay-service"):
+    if saved.kind in ("torchrl-storage", "experience", "replay-service", "embodied"):
         return facts | {"memory": memory_of(registry.from_parts(saved.read_parts(measured=True)))}
     _, buffer = open_buffer(path, measured=True)
     reader = BufferReader(buffer)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer
 
-from sb3_extra_buffers._sb3.sequences import SequenceMixin, SequenceSamples
+from sb3_extra_buffers._sb3.sequence_replay import SequenceMixin
+from sb3_extra_buffers._sb3.sequence_windows import SequenceSamples
 
 __all__ = ["CompressedDictSequenceReplayBuffer", "CompressedSequenceReplayBuffer", "SequenceSamples"]
 

@@ -29,6 +29,7 @@ _OURS = "sb3_extra_buffers"
 _TORCHRL = f"{_OURS}._torchrl"
 _STORAGE = f"{_OURS}.replay_buffers.compressed_storage"
 _EXPERIENCE = f"{_OURS}.replay_buffers.experience_memory"
+_EMBODIED = f"{_OURS}.replay_buffers.embodied"
 _BUFFERS = f"{_OURS}.compressed.buffers"
 _VARIANTS = f"{_OURS}.gpu_buffers.variants"
 _CONTRIB = f"{_OURS}.compressed.contrib"
@@ -53,6 +54,7 @@ REGISTRY: dict[str, SavedType] = {
     "recurrent-dict-rollout": SavedType(f"{_CONTRIB}:CompressedRecurrentDictRolloutBuffer", _SB3),
     "torchrl-storage": SavedType(f"{_STORAGE}:CompressedStorage", f"{_TORCHRL}.checkpoint:restore_storage"),
     "experience": SavedType(f"{_EXPERIENCE}:ReplayBuffer", f"{_EXPERIENCE}:restore_buffer"),
+    "embodied": SavedType(f"{_EMBODIED}:CompressedEmbodiedReplay", f"{_EMBODIED}:restore_replay"),
     "replay-service": SavedType(f"{_TORCHRL}.service_state:ServiceState", f"{_TORCHRL}.service_state:restore_state"),
     "gpu-replay": SavedType(f"{_OURS}.gpu_buffers.replay_buffer:GpuReplayBuffer", _SB3),
     "gpu-n-step-replay": SavedType(f"{_VARIANTS}:GpuNStepReplayBuffer", _SB3),

@@ -77,7 +77,8 @@ class GpuSequenceReplayBuffer(Sequences, GpuReplayBuffer):
         return self._as_sb3(by_key)
 
     def _read_observations(self, rows: Indices, newest_only: bool, env: VecNormalize | None) -> dict[str, th.Tensor]:
-        indices, by_key = IndexBatch(rows), {}
+        # uploaded here, from pinned memory: the store would wait for the copy
+        indices, by_key = IndexBatch(rows, self._upload([rows])[0]), {}
         for key, store in self.obs_stores.items():
             tensor = store.read_windows(indices, newest_only)
             if newest_only:

@@ -2,308 +2,235 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import re
+import threading
 import uuid
-import warnings
-import zlib
 from collections.abc import Callable, Mapping
-from functools import partial
-from pathlib import Path
+from functools import partial, wraps
 from typing import Any
 
-import numpy as np
-import torch
-
-from sb3_extra_buffers import files
-from sb3_extra_buffers.arguments import check_count
-from sb3_extra_buffers.errors import (
-    CorruptPayloadError,
-    DamagedFileError,
-    ExtraBuffersError,
-    FileFormatError,
-    FileWriteError,
-    IndexOutOfRangeError,
-    MissingExtraError,
-    SpecMismatchError,
-)
-from sb3_extra_buffers.files import disk
-from sb3_extra_buffers.files.journal import Journal, read_journal
+from sb3_extra_buffers.errors import ArgumentError, MissingExtraError, ServiceLostError
 from sb3_extra_buffers.replay_buffers.compressed_storage import CompressedStorage
 
 try:
     import ray
+    from ray.exceptions import RayActorError
     from tensordict import TensorDictBase
-    from torchrl.data import RayReplayBuffer, TensorDictReplayBuffer
+    from torchrl.data import RayReplayBuffer
     from torchrl.data.replay_buffers.ray_buffer import _RayReplayBufferClient
 
-    from sb3_extra_buffers._torchrl.memmaps import read_json, remove_saved, write_json
-    from sb3_extra_buffers._torchrl.service_state import Clients, ServiceState
-    from sb3_extra_buffers._torchrl.wire import decode_packet, encode_packet, packet_note
+    from sb3_extra_buffers._torchrl.packet_group import decode_batch
+    from sb3_extra_buffers._torchrl.service import GENERATION, CompressedReplayService, as_items
+    from sb3_extra_buffers._torchrl.service_limiter import RateLimiter
+    from sb3_extra_buffers._torchrl.service_requests import PacketSender, Prefetcher
+    from sb3_extra_buffers._torchrl.wire import KeyframeCache, Lease, PacketEncoder, decode_packet
 except ImportError as error:
     raise MissingExtraError(
         f"CompressedRayReplayBuffer needs 'ray' and 'torchrl': {MissingExtraError.hint('ray')}"
     ) from error
 
-__all__ = ["CompressedRayClient", "CompressedRayReplayBuffer", "CompressedReplayService"]
+__all__ = ["CompressedRayClient", "CompressedRayReplayBuffer", "CompressedReplayService", "RateLimiter"]
 
-_CURRENT = "current.json"
-_FORMAT = "sb3-extra-buffers/ray-buffer"
-# the other entries of a buffer's folder; anything else in it is never opened or deleted
-_ENTRY = re.compile(r"(snapshot|journal)-[0-9a-f]{12}")
-# a journal that is larger than this and than the last snapshot is replaced by a new snapshot
-_MIN_JOURNAL_BYTES = 64 << 20
+# threads of the actor: collectors that wait for the rate limiter must not keep learners from being answered
+THREADS = {"collectors": 4, "learners": 4}
 
 
-class CompressedReplayService(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl ships no types
-    """The buffer inside the actor: receives and sends packets, and keeps a journal in ``folder`` if it is given one.
+def _answered_by(threads: str, method: Any) -> Any:
+    """Return ``method`` as Ray calls it: in one of ``threads``."""
 
-    A packet is checked, appended to the journal, stored and then acknowledged: all of that or nothing. A packet that
-    is sent again, because its acknowledgement was lost, is not stored twice.
-    """
+    @wraps(method)
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
 
-    def __init__(self, *args: Any, folder: str | None = None, sync: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._folder = None if folder is None else Path(folder)
-        self._sync = sync
-        self._journal: Journal | None = None
-        # in bytes; a longer journal is replaced by a snapshot
-        self._journal_limit = _MIN_JOURNAL_BYTES
-        self._snapshot: str | None = None
-        self._clients: Clients = {}
-        self._state = ServiceState(self._storage, {}, {}, {})
-        if self._folder is not None:
-            self._recover(self._folder)
-
-    # ---- packets ----
-
-    def extend(self, data: Any, **kwargs: Any) -> Any:
-        """Store a packet of items and return their indices."""
-        # TorchRL's own clients send TensorDicts
-        packet = data if isinstance(data, bytes) else encode_packet(_as_items(data))
-        with self._replay_lock:
-            client, number = _sender(packet)
-            newest, index = self._clients.get(client, (0, None))
-            if client and number <= newest:
-                return index
-            index = self._store(packet, client, number, **kwargs)
-            journal = self._journal
-            if journal is not None and journal.n_bytes > self._journal_limit:
-                try:
-                    self.checkpoint()
-                except FileWriteError as error:
-                    # the packet is safe in the journal
-                    self._journal_limit = 2 * journal.n_bytes
-                    warnings.warn(f"the journal could not be replaced by a snapshot: {error}", stacklevel=2)
-        return index
-
-    def _store(self, packet: bytes, client: str, number: int, **kwargs: Any) -> Any:
-        items = decode_packet(packet)
-        if self._storage.initialized:
-            self._storage.check_data(items, 1)
-        if self._journal is not None and self._journal.broken:
-            self.checkpoint()
-        journal, before = self._journal, self._position()
-        n_bytes, n_records = (0, 0) if journal is None else (journal.n_bytes, journal.n_records)
-        try:
-            if journal is not None:
-                journal.append({}, [np.frombuffer(packet, np.uint8)])
-            index = super().extend(items, **kwargs)
-            if client:
-                self._clients[client] = number, index
-        except BaseException:
-            if self._position() == before:
-                if journal is not None:
-                    # if this fails the journal is marked as broken, and the next packet starts a new one
-                    with contextlib.suppress(ExtraBuffersError):
-                        journal.truncate(n_bytes, n_records)
-            elif client:
-                # all items were stored: if the packet is sent again, they must not be stored twice
-                n_steps = self._storage.table.lead[0]
-                self._clients[client] = number, (torch.arange(len(items)) + before[0]) % n_steps
-            raise
-        return index
-
-    def _position(self) -> tuple[int, int, int]:
-        """Return what changes when items are stored; reading the cursor also recovers from an interrupted write."""
-        return int(self._writer._cursor), int(self._writer._write_count), len(self._storage)
-
-    def add(self, data: Any) -> Any:
-        """Store a single item."""
-        return self.extend(data if isinstance(data, bytes) else encode_packet(_as_items(data).unsqueeze(0)))
-
-    def sample(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Return a packet of sampled items; with ``return_info`` also the sampler's information."""
-        if batch_size is not None:
-            batch_size = check_count(batch_size, "batch_size")
-        batch = super().sample(batch_size, *args, **kwargs)
-        return (encode_packet(batch[0]), batch[1]) if isinstance(batch, tuple) else encode_packet(batch)
-
-    def packed(self, index: Any) -> bytes:
-        """Return the items at ``index`` as a packet."""
-        if isinstance(index, str):
-            raise IndexOutOfRangeError(f"items are indexed by position, got {index!r}")
-        return encode_packet(super().__getitem__(index).contiguous())
-
-    def memory_usage(self) -> dict[str, Any]:
-        """Return the memory in use, by purpose."""
-        usage: dict[str, Any] = self._storage.memory_usage().as_dict()
-        return usage
-
-    def process_id(self) -> int:
-        """Return the ID of the actor's process."""
-        return os.getpid()
-
-    def __repr__(self) -> str:
-        # Ray prefixes every line of the actor's log with it
-        return type(self).__name__
-
-    # ---- files ----
-
-    def checkpoint(self) -> None:
-        """Save a snapshot and start an empty journal; the file that names both is replaced last."""
-        folder = self._folder
-        if folder is None:
-            raise FileFormatError("this buffer has no folder to save to; create it with folder=...")
-        with self._replay_lock:
-            if not len(self._storage):
-                return
-            # always the same object: `files.save` writes only what changed since its last save
-            state = self._state
-            state.sampler, state.writer = self._sampler.state_dict(), self._writer.state_dict()
-            state.clients = dict(self._clients)
-            snapshot = f"snapshot-{uuid.uuid4().hex[:12]}"
-            base = None if self._snapshot is None else folder / self._snapshot
-            try:
-                report = files.save(state, folder / snapshot, base)
-                self._switch(folder, snapshot)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    remove_saved(folder / snapshot)
-                raise
-            self._journal_limit = max(_MIN_JOURNAL_BYTES, report.n_bytes)
-
-    def _switch(self, folder: Path, snapshot: str | None) -> None:
-        """Start an empty journal on top of ``snapshot``, then delete the older files."""
-        with disk.named_errors(folder, f"saving to {folder}"):
-            disk.make_folder(folder)
-            name = f"journal-{uuid.uuid4().hex[:12]}"
-            journal = Journal(folder / name, self._sync)
-            try:
-                # also without `sync`: the files that are deleted below were safe
-                disk.sync_folder(folder)
-                current = {"format": _FORMAT, "version": 2, "snapshot": snapshot, "journal": name}
-                write_json(folder / _CURRENT, current | {"crc32": _checksum(current)})
-            except BaseException:
-                journal.close()
-                with contextlib.suppress(OSError):
-                    disk.unlink(folder / name)
-                raise
-        old, self._journal, self._snapshot = self._journal, journal, snapshot
-        if old is not None:
-            old.close()
-        for entry in os.scandir(folder):
-            if entry.name in (name, snapshot) or not _ENTRY.fullmatch(entry.name):
-                continue
-            with contextlib.suppress(OSError):
-                if entry.name.startswith("snapshot-"):
-                    remove_saved(Path(entry.path))
-                else:
-                    disk.unlink(Path(entry.path))
-
-    def _recover(self, folder: Path) -> None:
-        """Load the snapshot and the journal that an earlier actor left in ``folder``."""
-        if not (folder / _CURRENT).exists():
-            self._switch(folder, None)
-            return
-        current = read_json(folder / _CURRENT)
-        snapshot: Any = current.get("snapshot")
-        journal: Any = current.get("journal")
-        if current.get("format") != _FORMAT or not _is_entry(journal, "journal-"):
-            raise FileFormatError(f"{folder / _CURRENT} was not written by a CompressedRayReplayBuffer")
-        if current.pop("crc32", None) != _checksum(current):
-            raise DamagedFileError(f"{folder / _CURRENT} is damaged: its checksum differs")
-        if snapshot is not None:
-            if not _is_entry(snapshot, "snapshot-"):
-                raise FileFormatError(f"{folder / _CURRENT}: {snapshot!r} cannot be the name of a snapshot")
-            if not (folder / snapshot).exists():
-                raise DamagedFileError(f"{folder / snapshot} is missing")
-            state = files.load(folder / snapshot, ServiceState)
-            state.apply_to(self._storage, self._sampler, self._writer)
-            self._clients = state.clients
-            self._snapshot = snapshot
-            self._journal_limit = max(
-                _MIN_JOURNAL_BYTES, sum(path.stat().st_size for path in (folder / snapshot).iterdir())
-            )
-        for _, arrays in read_journal(folder / journal):
-            if len(arrays) != 1 or arrays[0].dtype != np.uint8:
-                raise DamagedFileError(f"{folder / journal} holds a record that is not a packet")
-            self.extend(arrays[0].tobytes())
-        self._journal = Journal.reopen(folder / journal, self._sync)
+    mark: Any = ray.method(concurrency_group=threads)
+    return mark(answer)
 
 
-def _sender(packet: bytes) -> tuple[str, int]:
-    """Return the name of the client that sent a packet, and the packet's number."""
-    note = packet_note(packet)
-    client, number = note.get("writer", ""), note.get("number", 0)
-    if not isinstance(client, str) or len(client) > 256 or type(number) is not int or not 0 <= number < 1 << 62:
-        raise CorruptPayloadError(f"a packet cannot be number {number!r} of client {client!r}")
-    return client, number
+class ActorService(CompressedReplayService):
+    """The service as a Ray actor, which calls it from several threads."""
 
-
-def _is_entry(name: Any, prefix: str) -> bool:
-    return isinstance(name, str) and name.startswith(prefix) and _ENTRY.fullmatch(name) is not None
-
-
-def _checksum(content: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(dict(content), sort_keys=True).encode())
-
-
-def _as_items(data: Any) -> TensorDictBase:
-    if not isinstance(data, TensorDictBase):
-        raise SpecMismatchError(f"expected a TensorDict, got a {type(data).__name__}")
-    return data
+    extend = _answered_by("collectors", CompressedReplayService.extend)
+    extend_packets = _answered_by("collectors", CompressedReplayService.extend_packets)
+    sample = _answered_by("learners", CompressedReplayService.sample)
+    draw = _answered_by("learners", CompressedReplayService.draw)
 
 
 class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torchrl ships no types
-    """The handle for collectors and learners: encodes and decodes packets in their own process."""
+    """The handle for collectors and learners: encodes and decodes packets in their own process.
 
-    def __init__(self, actor: Any, *, has_gpu: bool = False) -> None:
+    Args:
+        actor: The Ray actor that holds the buffer.
+        has_gpu: Whether the actor has a GPU.
+        prefetch: How many batches `sample` requests ahead; they are drawn that much earlier than they are returned.
+        max_pending: How many packets of ``extend(wait=False)`` may be unacknowledged.
+        compression_method: How observations are encoded; the buffer files them without decoding if it uses the same.
+        n_envs: The number of environments that take turns in the items.
+        limiter: An actor whose ``admit_items`` must return before items are stored, for a limit over several buffers.
+    """
+
+    def __init__(
+        self,
+        actor: Any,
+        *,
+        has_gpu: bool = False,
+        prefetch: int = 2,
+        max_pending: int = 8,
+        compression_method: str = "auto",
+        n_envs: int | None = None,
+        limiter: Any = None,
+    ) -> None:
         super().__init__(actor, has_gpu=has_gpu)
-        self._start_numbering()
+        self._options = {"prefetch": prefetch, "max_pending": max_pending}
+        self._encoding: dict[str, Any] = {"method": compression_method, "n_envs": n_envs}
+        self._limiter = limiter
+        self._start()
 
-    def _start_numbering(self) -> None:
+    def _start(self) -> None:
+        # a copy numbers its packets under a name of its own
         self._writer = uuid.uuid4().hex
         self._number = 0
+        self._writing = threading.Lock()
+        self._encoder = PacketEncoder(**self._encoding)
+        self._keyframes = KeyframeCache()
+        self._batches = Prefetcher(self._options["prefetch"])
+        self._sender = PacketSender(partial(_send, self._actor, self._limiter), self._options["max_pending"])
+        self._priority_key: Any = None
 
-    def extend(self, data: TensorDictBase, **kwargs: Any) -> Any:
-        """Store ``data`` and wait until it is stored."""
-        items = _as_items(data)
-        self._number += 1
-        packet = encode_packet(items.exclude("index"), writer=self._writer, number=self._number)
-        return ray.get(self._actor.extend.remote(packet, **kwargs))
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in ("_actor", "has_gpu", "_options", "_encoding", "_limiter")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    @property
+    def actor(self) -> Any:
+        """The Ray actor that holds the buffer."""
+        return self._actor
+
+    # ---- collectors ----
+
+    def extend(self, data: TensorDictBase, *, wait: bool = True, **kwargs: Any) -> Any:
+        """Store ``data`` and return its indices.
+
+        With ``wait=False``, return before it is stored: call `flush` at the end, which raises if anything could not be
+        stored. Items of one client are always stored in order.
+        """
+        items = as_items(data)
+        with self._writing:
+            self._number += 1
+            packet = self._encoder.encode(items.exclude("index"), writer=self._writer, number=self._number)
+            if not wait:
+                if kwargs:
+                    raise ArgumentError(f"extend(wait=False) does not take {', '.join(kwargs)}")
+                self._sender.put(packet, len(items))
+                return None
+            self._sender.flush()
+            return self._ask("extend", packet, _admission(self._limiter, len(items)), **kwargs)
 
     def add(self, data: TensorDictBase) -> Any:
         """Store a single item."""
-        return self.extend(data.unsqueeze(0))
+        return self.extend(as_items(data).unsqueeze(0))
 
-    def sample(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the buffer's sampler draws."""
-        batch = ray.get(self._actor.sample.remote(*args, **kwargs))
-        return (decode_packet(batch[0]), batch[1]) if isinstance(batch, tuple) else decode_packet(batch)
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until everything that was passed to ``extend(wait=False)`` is stored.
+
+        Raises `TimeoutError` after ``timeout`` seconds; sending goes on.
+        """
+        self._sender.flush(timeout)
+
+    # ---- learners ----
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False, **kwargs: Any) -> Any:
+        """Return what the buffer's sampler draws; the next batches are requested and decoded meanwhile.
+
+        If drawing fails, or ``batch_size`` is another than before, batches that were requested ahead are dropped.
+        """
+        actor, keyframes = self._actor, self._keyframes
+
+        def request() -> Callable[[], Any]:
+            lease = keyframes.lease()
+            reference = actor.sample.remote(batch_size, return_info, lease.known, **kwargs)
+            return lambda: _decode(fetch(reference), lease)
+
+        return self._batches.next((batch_size, return_info, *kwargs.items()), request)
+
+    def next(self) -> Any:
+        """Return the next batch of an iteration."""
+        return self.sample()
 
     def __getitem__(self, index: Any) -> Any:
-        return decode_packet(ray.get(self._actor.packed.remote(index)))
+        return decode_packet(self._ask("packed", index))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_actor": self._actor, "has_gpu": self.has_gpu}
+    def update_priority(self, index: Any, priority: Any, generation: Any = None) -> int:
+        """Set priorities, and return of how many items.
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # a copy numbers its packets under a name of its own
-        self.__dict__.update(state)
-        self._start_numbering()
+        With the ``"index_generation"`` of a sampled batch, items that were overwritten since are skipped.
+        """
+        count: int = self._ask("update_priority", index, priority, generation)
+        return count
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> int:
+        """Set the priorities in ``data``, a sampled batch; return of how many items.
+
+        Items that were overwritten since are skipped.
+        """
+        if self._priority_key is None:
+            self._priority_key = self._ask("_getattr", "priority_key")
+        # the observations need not travel
+        keys = [self._priority_key, "index", GENERATION, "anchor_index", "validity_mask"]
+        count: int = self._ask("update_tensordict_priority", as_items(data).select(*keys, strict=False))
+        return count
+
+    def empty(self, *args: Any, **kwargs: Any) -> None:
+        """Remove all items."""
+        self._ask("empty", *args, **kwargs)
+        self._batches.drop()
+
+    # ---- everything else ----
+
+    def __len__(self) -> int:
+        length: int = self._ask("__len__")
+        return length
+
+    def stats(self) -> Any:
+        """Return TorchRL's statistics of the buffer."""
+        return self._ask("stats")
+
+    def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the actor and return its answer."""
+        return fetch(getattr(self._actor, method).remote(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        super().__getattr__(name)
+        return partial(self._ask, name)
+
+
+def _send(actor: Any, limiter: Any, packets: list[Any], n_items: int) -> tuple[int, BaseException | None]:
+    """Send packets, and return how many are stored and what stopped it."""
+    answer: tuple[int, BaseException | None] = fetch(actor.extend_packets.remote(packets, _admission(limiter, n_items)))
+    return answer
+
+
+def _admission(limiter: Any, n_items: int) -> Any:
+    """Ask ``limiter`` to admit items; Ray waits for the answer before it calls what it is passed to."""
+    return None if limiter is None else limiter.admit_items.remote(n_items)
+
+
+def fetch(reference: Any) -> Any:
+    """Return the answer of an actor, or raise an error that says what happened to it."""
+    try:
+        return ray.get(reference)
+    except RayActorError as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ServiceLostError(
+            f"the process that holds the buffer has ended or cannot be reached ({reason}). What it had saved to "
+            "folder=... is loaded by a new CompressedRayReplayBuffer with the same folder; without a folder it is lost"
+        ) from error
+
+
+def _decode(batch: Any, lease: Lease) -> Any:
+    return (decode_batch(batch[0], lease), batch[1]) if isinstance(batch, tuple) else decode_batch(batch, lease)
 
 
 class CompressedRayReplayBuffer(RayReplayBuffer):  # type: ignore[misc]  # torchrl ships no types
@@ -321,6 +248,9 @@ class CompressedRayReplayBuffer(RayReplayBuffer):  # type: ignore[misc]  # torch
         folder: The folder for a snapshot and a journal, on a disk of the machine that the actor runs on.
         sync: Flush every write to disk. Without it, a crash of the machine loses the last seconds; a crash of the
             process loses nothing.
+        rate_limiter: A `RateLimiter`, which makes collectors or learners wait.
+        prefetch: How many batches `sample` requests ahead.
+        max_pending: How many packets of ``extend(wait=False)`` a client may have unacknowledged.
         remote_config: Ray options of the actor, such as ``{"num_cpus": 1, "resources": {...}}``.
         ray_init_config: Options of ``ray.init``, which is called if Ray is not running yet.
         compression_method: As for `CompressedStorage`.
@@ -349,42 +279,81 @@ class CompressedRayReplayBuffer(RayReplayBuffer):  # type: ignore[misc]  # torch
         sampler: Callable[[], Any] | None = None,
         folder: str | os.PathLike[str] | None = None,
         sync: bool = False,
+        rate_limiter: RateLimiter | None = None,
+        prefetch: int = 2,
+        max_pending: int = 8,
         compression_method: str = "auto",
         remote_config: Mapping[str, Any] | None = None,
         ray_init_config: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        config: dict[str, Any] = {"num_cpus": 1}
+        config: dict[str, Any] = {"num_cpus": 1, "concurrency_groups": THREADS}
         if folder is not None:
             config |= {"max_restarts": -1, "max_task_retries": -1}
         super().__init__(
-            replay_buffer_cls=CompressedReplayService,
+            replay_buffer_cls=ActorService,
             storage=partial(CompressedStorage, max_size, n_envs=n_envs, compression_method=compression_method),
             sampler=sampler,
             batch_size=batch_size,
             folder=None if folder is None else os.path.abspath(folder),
             sync=sync,
+            rate_limiter=rate_limiter,
             remote_config=config | dict(remote_config or {}),
             ray_init_config=None if ray_init_config is None else dict(ray_init_config),
             transport="ray",
             **kwargs,
         )
-        self._client = CompressedRayClient(self._rb, has_gpu=self.has_gpu)
+        self._client_options: dict[str, Any] = {
+            "prefetch": prefetch,
+            "max_pending": max_pending,
+            "compression_method": compression_method,
+            "n_envs": n_envs,
+        }
+        self._client = self.client()
 
-    def client(self) -> CompressedRayClient:
-        """Return a new handle for collectors and learners."""
-        return CompressedRayClient(self._rb, has_gpu=self.has_gpu)
+    @property
+    def actor(self) -> Any:
+        """The Ray actor that holds the buffer."""
+        return self._rb
+
+    def client(self, **options: Any) -> CompressedRayClient:
+        """Return a new handle for collectors and learners; ``options`` replace those of the buffer."""
+        return CompressedRayClient(self._rb, has_gpu=self.has_gpu, **self._client_options | options)
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until everything that was passed to ``extend(wait=False)`` of this object is stored.
+
+        Raises `TimeoutError` after ``timeout`` seconds; sending goes on.
+        """
+        self._client.flush(timeout)
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> int:
+        """Set the priorities in ``data``, a sampled batch; return of how many items.
+
+        Items that were overwritten since are skipped.
+        """
+        count: int = self._client.update_tensordict_priority(data)
+        return count
+
+    def empty(self, *args: Any, **kwargs: Any) -> None:
+        """Remove all items."""
+        self._client.empty(*args, **kwargs)
 
     def checkpoint(self) -> None:
         """Save a snapshot to ``folder`` now; the actor also does so whenever its journal has grown."""
-        ray.get(self._rb.checkpoint.remote())
+        fetch(self._rb.checkpoint.remote())
+
+    def rate(self) -> dict[str, float]:
+        """Return the counters of the rate limiter: items stored, samples drawn and the balance."""
+        state: dict[str, float] = fetch(self._rb.rate.remote())
+        return state
 
     def memory_usage(self) -> dict[str, Any]:
         """Return the memory in use, by purpose."""
-        usage: dict[str, Any] = ray.get(self._rb.memory_usage.remote())
+        usage: dict[str, Any] = fetch(self._rb.memory_usage.remote())
         return usage
 
     def process_id(self) -> int:
         """Return the ID of the process that holds the buffer."""
-        number: int = ray.get(self._rb.process_id.remote())
+        number: int = fetch(self._rb.process_id.remote())
         return number

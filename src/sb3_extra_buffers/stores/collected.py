@@ -36,6 +36,7 @@ class CollectedRows:
         left = (
             (indices[mask], streams[mask], rows[mask])
             for (indices, streams, rows), mask in zip(self._writes, masks, strict=True)
+            if mask.any()
         )
         return CollectedRows(self._row_bytes, tuple(left))
 

@@ -73,6 +73,13 @@ class Heap:
         # payloads written or freed since `saved`
         self._unsaved = np.zeros(n_payloads, np.bool_)
 
+    @classmethod
+    def of(cls, data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int32]) -> Heap:
+        """Return a heap of payloads in ``data``, which is not copied; it can only be read."""
+        heap = object.__new__(Heap)
+        heap.limit, heap.path, heap.lengths, heap._arena = None, None, lengths, Arena(data, data, starts)
+        return heap
+
     @property
     def data(self) -> npt.NDArray[np.uint8]:
         """The arena's bytes."""

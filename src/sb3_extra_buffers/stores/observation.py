@@ -87,6 +87,8 @@ class ObservationStore:
     copy_limit: int | None = None
     #: Creates the heap of a new frame store, if it is not to be in memory.
     make_heap: Callable[[], Heap] | None = None
+    #: How far apart the indices of consecutive observations of a stream are; None for ``n_streams``.
+    stride: int | None = None
     #: Called with every change, such as ``("write", indices, streams, rows)``. If it raises, a write is undone.
     on_change: Callable[..., None] | None = None
 
@@ -221,6 +223,29 @@ class ObservationStore:
             finally:
                 self.readers.writing = False
 
+    def write_encoded(self, indices: Indices, write: Callable[[Store], bool]) -> bool:
+        """Let ``write`` store encoded rows at ``indices``, as one write of the inner store; return what it returns.
+
+        False, without a call, if rows have to be decoded: before a method was chosen, or if changes are reported.
+        """
+        with self.lock:
+            self._check_writable()
+            if self.inner is None or self.on_change is not None:
+                return False
+            self._before = None
+            self.readers.exclude()
+            try:
+                if self._n_written + len(indices) >= self._compare_at:
+                    self._compare_again(int(indices[0]) if len(indices) else 0)
+                written = write(self.inner)
+                self._n_written += len(indices) * written
+            except BaseException:
+                self._undo_failed()
+                raise
+            finally:
+                self.readers.writing = False
+            return written
+
     def _report_write(self, *arguments: Array) -> None:
         if self.on_change is not None:
             try:
@@ -321,7 +346,7 @@ class ObservationStore:
         if is_small_enough(now, inner.held_bytes, n_held * self.spec.nbytes):
             return
         try:
-            runs, rows = sample_runs(inner, self.spec.nbytes, self._allocated[0], self.n_streams)
+            runs, rows = sample_runs(inner, self.spec.nbytes, self._allocated[0], self.stride or self.n_streams)
             if not len(rows):
                 return
             layout = inner.layout or StackLayout(self.spec)
@@ -343,7 +368,7 @@ class ObservationStore:
     def _change_method(self, inner: Store, layout: StackLayout, choice: Choice, position: int) -> None:
         """Copy everything to a store of another method, then use that one."""
         new = self._make_inner(layout, self._chooser.make_codec(choice, layout))
-        copy_observations(inner, new, self.spec.nbytes, self._allocated, self.n_streams, position)
+        copy_observations(inner, new, self.spec.nbytes, self._allocated, self.stride or self.n_streams, position)
         before = "none" if self.choice is None else self.choice.method
         message = "auto: changed from %s to %s after %d observations (%s)"
         _logger.info(message, before, choice.method, self._n_written, choice.why)

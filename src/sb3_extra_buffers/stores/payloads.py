@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,26 @@ from sb3_extra_buffers.codecs.base import Codec
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.kernels import frame_kernels
 from sb3_extra_buffers.kernels.state import N_FREED, N_NEW
+from sb3_extra_buffers.kernels.transfer import transfer_kernels
 from sb3_extra_buffers.stores.arena import lengthen
 from sb3_extra_buffers.stores.base import Array, Indices
 from sb3_extra_buffers.stores.checks import column, require, within
+from sb3_extra_buffers.stores.codec_records import codec_to_bytes, codecs_from_bytes, same_codec
 from sb3_extra_buffers.stores.frame_tables import FrameIds
 from sb3_extra_buffers.stores.frames import FrameStore, SavedFrames
 from sb3_extra_buffers.stores.layout import Frames, StackLayout
+from sb3_extra_buffers.stores.portable import EncodedFrames, Numbers, PortableFrameStore, empty_data
 from sb3_extra_buffers.stores.workers import run_split
 
 # bytes of output that a thread decodes at a time
 _CHUNK_BYTES = 1 << 19
 # a payload names its codec in one byte
 _MAX_CODECS = 250
+# a codec with what it has learnt, as JSON
+_MAX_CODEC_BYTES = 1 << 24
 
 
-class PayloadStore(FrameStore):
+class PayloadStore(PortableFrameStore):
     """A frame store in which each frame is a segment and a payload of its own.
 
     A codec that learns is trained again when its payloads have grown; frames remember which codec encoded them.
@@ -196,6 +201,42 @@ class PayloadStore(FrameStore):
         starts, lengths = self.heap.starts[segments], self.heap.lengths[segments].astype(np.int64)
         decode = codec.heap_decoder(self.heap.data, starts, lengths, rows)
         run_split(decode, len(segments), max(_CHUNK_BYTES // rows.shape[1], 1))
+
+    # ---- packets ----
+
+    def _encoded(
+        self, frame_ids: FrameIds, segments: npt.NDArray[np.int64], needed: npt.NDArray[np.int64]
+    ) -> tuple[EncodedFrames, list[int]]:
+        lengths = self.heap.lengths[segments]
+        data = empty_data(int(lengths.sum(dtype=np.int64)))
+        transfer_kernels(self._kernels.compiled).copy_payloads(self._tables(), segments, data)
+        used, owners = np.unique(self._generation[segments], return_inverse=True)
+        shared = [codec_to_bytes(self.codecs[number]) for number in used.tolist()]
+        local: Numbers = owners.reshape(-1).astype(np.int32)
+        return EncodedFrames(frame_ids, data, lengths, local, shared), used.tolist()
+
+    def _use_shared(self, owners: Numbers, shared: Sequence[npt.NDArray[np.uint8]]) -> None:
+        require(len(shared) <= _MAX_CODECS, f"{len(shared)} codecs")
+        require(all(part.size <= _MAX_CODEC_BYTES for part in shared), "a codec is too large")
+        within(owners, 0, max(len(shared), 1), "the codec of a payload")
+        within(self.frame_ids, 0, len(owners) + 1, "a frame id")
+        self._generation = owners.astype(np.uint8)
+        self.codecs = codecs_from_bytes(shared, self.layout.frame_spec) if shared else [self.codec]
+        codec_id = self.codecs[0].codec_id
+        require(codec_id == self.codec.codec_id, f"payloads of {codec_id!r} in a store of {self.codec.codec_id!r}")
+
+    def can_import(self, reader: FrameStore) -> bool:
+        if not isinstance(reader, PayloadStore) or reader.layout != self.layout:
+            return False
+        return all(any(same_codec(codec, own) for own in self.codecs) for codec in reader.codecs)
+
+    def _file_segments(self, segments: Numbers, reader: PortableFrameStore, frames: EncodedFrames) -> None:
+        assert isinstance(reader, PayloadStore)
+        # `can_import` has found each of them
+        numbers = [next(i for i, own in enumerate(self.codecs) if same_codec(codec, own)) for codec in reader.codecs]
+        self._generation[segments] = np.array(numbers, np.uint8)[frames.owners]
+        self.state.counts[segments] = 1
+        self._put_payloads(segments, frames)
 
     # ---- saving ----
 

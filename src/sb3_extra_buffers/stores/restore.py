@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers.codecs.base import Codec
-from sb3_extra_buffers.codecs.registry import codec_from_config, get_codec, is_available, known_codecs
+from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.kernels.state import NONE
 from sb3_extra_buffers.stores.arena import SLACK
 from sb3_extra_buffers.stores.base import Array, FillHeap
 from sb3_extra_buffers.stores.checks import column, require, whole, within
+from sb3_extra_buffers.stores.codec_records import read_codecs
 from sb3_extra_buffers.stores.frame_tables import FREE_BATCH
 from sb3_extra_buffers.stores.frames import STREAM_COLUMNS, FrameStore, SavedFrames
 from sb3_extra_buffers.stores.heap import Heap
@@ -24,9 +25,6 @@ from sb3_extra_buffers.stores.segment_format import header_bytes, length_dtype
 
 if TYPE_CHECKING:
     from sb3_extra_buffers.stores.observation import ObservationStore
-
-# options of a codec that follow from the observations
-_FROM_SPEC = frozenset({"elem", "run", "channels", "planar"})
 
 
 def restore_frames(
@@ -38,7 +36,7 @@ def restore_frames(
 ) -> FrameStore:
     """Return the frame store that ``FrameStore.to_parts`` described, for ``store``, whose settings are known."""
     layout = read_layout(store.spec, record)
-    codecs = read_codecs(record, layout.frame_spec)
+    codecs = read_codecs(record["codecs"], layout.frame_spec)
     chosen = None if store.choice is None else get_codec(store.choice.method, **store.codec_options).codec_id
     require(
         chosen == codecs[-1].codec_id, f"payloads of {codecs[-1].codec_id!r} do not match the method that was chosen"
@@ -89,25 +87,6 @@ def read_layout(spec: ObsSpec, record: Mapping[str, Any]) -> StackLayout:
     fits = 1 <= stack <= 64 and 0 < spec.nbytes < 1 << 31 and (stack == 1 or length % stack == 0)
     require(fits, f"observations of {spec} cannot be stacks of {stack} along the {axis} axis")
     return StackLayout(spec, stack, axis)
-
-
-def read_codecs(record: Mapping[str, Any], spec: ObsSpec) -> list[Codec]:
-    """The codecs of a saved store for frames of ``spec``, oldest first."""
-    entries = record["codecs"]
-    require(isinstance(entries, list) and 1 <= len(entries) <= 256, "the list of codecs is invalid")
-    codecs = []
-    for name, codec_id, config in entries:
-        known = isinstance(name, str) and codec_id in known_codecs() and isinstance(config, dict)
-        require(known, f"unknown codec {name!r}; update sb3-extra-buffers")
-        # a codec of the same id reads the same payloads
-        codec = codec_from_config(name if is_available(name) else codec_id, config)
-        bound = codec.bind(spec).config()
-        fits = all(bound[key] == value for key, value in codec.config().items() if key in _FROM_SPEC)
-        require(fits, f"codec {name!r} with {config!r} does not fit frames of {spec}")
-        codecs.append(codec)
-    # one that learns is trained again, but stays of its kind
-    require(len({codec.codec_id for codec in codecs}) == 1, "a store has payloads of several codecs")
-    return codecs
 
 
 def _split_streams(frames: FrameStore, numbers: Array) -> dict[str, Array]:

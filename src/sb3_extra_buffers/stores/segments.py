@@ -37,8 +37,9 @@ from sb3_extra_buffers.stores.arena import SLACK, lengthen
 from sb3_extra_buffers.stores.base import Array, Indices, Trial
 from sb3_extra_buffers.stores.checks import require, whole
 from sb3_extra_buffers.stores.frame_tables import FREE_BATCH, FrameIds
-from sb3_extra_buffers.stores.frames import FrameStore, SavedFrames
+from sb3_extra_buffers.stores.frames import SavedFrames
 from sb3_extra_buffers.stores.layout import Frames, StackLayout
+from sb3_extra_buffers.stores.portable_segments import PortableSegmentStore
 from sb3_extra_buffers.stores.segment_format import check_headers, header_bytes, inflate, length_dtype, pack_frames
 from sb3_extra_buffers.stores.workers import n_workers, run_split, split_seconds
 
@@ -61,7 +62,7 @@ def _zstd_addresses() -> npt.NDArray[np.int64]:
     return direct_addresses()
 
 
-class SegmentStore(FrameStore):
+class SegmentStore(PortableSegmentStore):
     """A frame store whose segments hold consecutive frames of a stream as differences.
 
     The open segment of a stream is kept in ``state.stage``, and moves to the heap when it is full (it is *sealed*). The
@@ -297,6 +298,7 @@ class SegmentStore(FrameStore):
                 keyframe_refs=lengthen(state.keyframe_refs, n_keyframes),
             )
             state = self.state
+        self._fingerprints.pop(keyframe, None)
         state.keyframe_rows[keyframe * size :][: row.size] = row
         self.new_keyframes.append(keyframe)
         return keyframe

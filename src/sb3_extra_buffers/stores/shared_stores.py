@@ -18,6 +18,7 @@ from sb3_extra_buffers.kernels.timeline import TimelineTables
 from sb3_extra_buffers.stores.base import Array, Indices, Store
 from sb3_extra_buffers.stores.checks import entry, parse_dtype, parse_shape, require, whole
 from sb3_extra_buffers.stores.choice import Choice
+from sb3_extra_buffers.stores.codec_records import codec_to_record, read_codecs
 from sb3_extra_buffers.stores.collected import CollectedRows
 from sb3_extra_buffers.stores.file_heap import FileHeap
 from sb3_extra_buffers.stores.frames import FrameStore
@@ -27,7 +28,7 @@ from sb3_extra_buffers.stores.packed import PackedStore
 from sb3_extra_buffers.stores.payloads import PayloadStore
 from sb3_extra_buffers.stores.raw import RawStore
 from sb3_extra_buffers.stores.registry import find_store
-from sb3_extra_buffers.stores.restore import read_codecs, read_layout
+from sb3_extra_buffers.stores.restore import read_layout
 from sb3_extra_buffers.stores.segments import SegmentStore
 from sb3_extra_buffers.stores.shared_memory import SharedArea, SharedPlace, copy_sparsely
 from sb3_extra_buffers.stores.tables import TableStore
@@ -219,7 +220,7 @@ class StoreSharing:
         inner.dirty = False
         described["heap"] = heap.area.describe(heap.data[: heap.capacity])
         layout = inner.layout
-        codecs = [[codec.name or codec.codec_id, codec.codec_id, codec.config()] for codec in inner._all_codecs()]
+        codecs = [codec_to_record(codec) for codec in inner._all_codecs()]
         return {"kind": "frames", "stack": layout.stack, "axis": layout.axis, "codecs": codecs, "arrays": described}
 
     def _describe_table(self, inner: TableStore, prefix: str) -> dict[str, Any]:
@@ -227,12 +228,11 @@ class StoreSharing:
         described = {name: self._arrays.show(f"{prefix}{name}", array) for name, array in arrays.items()}
         inner.places, described["places"] = self._arrays.share(f"{prefix}places", inner.places)
         outside = inner.outside
-        codec = inner.codec
         return {
             "kind": "table",
             "stack": inner.layout.stack,
             "axis": inner.layout.axis,
-            "codec": [codec.name or codec.codec_id, codec.codec_id, codec.config()],
+            "codec": codec_to_record(inner.codec),
             "table": record,
             "arrays": described,
             "inner": self._describe_inner(inner.inner, f"{prefix}inner."),
@@ -361,7 +361,7 @@ class SharedStore(ObservationStore):
             frames, known = present, before["arrays"]
         else:
             layout = read_layout(spec, described)
-            codecs = read_codecs(described, layout.frame_spec)
+            codecs = read_codecs(described["codecs"], layout.frame_spec)
             make = find_store(codecs[-1], layout, of_frames=True)
             make = _IN_TURNS.get(make, make)
             frames, known = make(layout, 0, self.n_streams, codecs[-1], None, None, self.compiled), {}

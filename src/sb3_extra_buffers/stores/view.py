@@ -188,20 +188,27 @@ class StoreView(ArrayMethods, np.lib.mixins.NDArrayOperatorsMixin):
                 f"expected steps [batch, length] and envs [batch] for axes of {self.lead_shape}, "
                 f"got shapes {steps.shape} and {envs.shape}"
             )
-        indices = self.locate_whole((steps, np.broadcast_to(envs[:, None], steps.shape)))
+        indices = self._locate_windows(steps, envs)
         if next_view is not None:
             if next_view.store is not self.store:
                 raise SpecMismatchError("views of different stores cannot be read together")
-            indices = np.concatenate([indices, next_view.locate_whole((steps[:, -1:], envs[:, None]))], axis=1)
+            following = next_view._locate_windows(steps[:, -1:], envs)
+            indices = np.concatenate([indices, following], axis=1)
         store = self.store
         rows = store.read_windows(indices, newest_only, None if out is None else _as_bytes(out, indices.shape))
         if out is not None:
             return self._converted(out)
-        layout = store.layout
-        spec = layout.frame_spec if newest_only and layout is not None else store.spec
-        if rows.shape[-1] != spec.nbytes:  # the layout has become known since
-            spec = store.spec
+        spec = store.spec
+        if rows.shape[-1] != spec.nbytes:
+            assert store.layout is not None  # or there would be no stacks
+            spec = store.layout.frame_spec
         return self._converted(rows.view(spec.dtype).reshape(*indices.shape, *spec.shape))
+
+    def _locate_windows(self, steps: Indices, envs: Indices) -> Indices:
+        """The store's indices of windows, ``[batch, length]``."""
+        pairs = steps.reshape(-1), np.repeat(envs, steps.shape[1])
+        located = self._locate_pairs((), pairs)
+        return (self.locate_whole(pairs) if located is None else located).reshape(steps.shape)
 
     def _converted(self, batch: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return batch if self._dtype == batch.dtype else batch.astype(self._dtype)

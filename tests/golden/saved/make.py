@@ -10,7 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from sb3_extra_buffers import files
+from sb3_extra_buffers.replay_buffers.embodied import CompressedEmbodiedReplay
 from tests.files.filing import BUFFERS, Feed, assert_same, finish, make_array, make_table_array
 
 HERE = Path(__file__).parent
@@ -38,6 +41,22 @@ def buffer(name: str, n_steps: int = N_STEPS) -> Golden:
 def same_array(ours: Any, theirs: Any) -> None:
     assert (ours[...] == theirs[...]).all()
     theirs.store.check()
+
+
+def make_embodied() -> CompressedEmbodiedReplay:
+    replay, rng = CompressedEmbodiedReplay(5, 40, compression_method="delta"), np.random.default_rng(7)
+    for number in range(40):
+        for worker in range(2):
+            image = rng.integers(0, 2, (16, 16, 3), np.uint8)
+            replay.add({"image": image, "reward": np.float32(number), "is_first": number % 9 == 0}, worker)
+    return replay
+
+
+def same_embodied(ours: CompressedEmbodiedReplay, theirs: CompressedEmbodiedReplay) -> None:
+    assert len(ours) == len(theirs) == 40
+    batches = ours.sample(64), theirs.sample(64)  # both draw with the same seed
+    for key in ("image", "reward", "is_first"):
+        np.testing.assert_array_equal(batches[0][key], batches[1][key])
 
 
 #: by tag
@@ -74,6 +93,7 @@ MAKERS: dict[str, Golden] = {
     "gpu-sequence-replay": buffer("gpu-sequence", 40),
     "gpu-her-replay": buffer("gpu-her"),
     "gpu-rollout": buffer("gpu-frames-rollout"),
+    "embodied": Golden(make_embodied, same_embodied),
 }
 
 

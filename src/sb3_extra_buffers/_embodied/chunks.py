@@ -1,0 +1,263 @@
+"""Chunks of consecutive steps: which slots hold a window, which ids its steps have, and which chunks are in use."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers.stores.arena import lengthen
+from sb3_extra_buffers.stores.base import Indices
+from sb3_extra_buffers.stores.checks import require, within
+
+if TYPE_CHECKING:
+    from sb3_extra_buffers.files.parts import LoadedParts
+
+StepIds = npt.NDArray[np.uint8]  # [..., 20]
+
+#: Bytes of a step id: 8 of the replay, 8 of the chunk's serial number, 4 of the position in the chunk.
+ID_BYTES = 20
+NONE = -1
+# what files hold of each chunk
+_COLUMNS = ("serials", "starts", "used", "successors")
+
+
+@dataclass(slots=True)
+class Change:
+    """A change that was checked and has only to be made; making it twice has no further effect."""
+
+    entries: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    """Arrays or dicts, a key, and the new value."""
+    attributes: dict[str, Any] = field(default_factory=dict)
+    """New values of the owner's attributes."""
+    freed: list[int] = field(default_factory=list)
+    """Chunks that nothing refers to any more."""
+    online: int | None = None
+    """A window to append to the online queue."""
+
+    def set(self, target: Indices | MutableMapping[Any, Any], key: Any, value: Any) -> None:
+        self.entries.append((target, key, value))
+
+    def apply(self) -> None:
+        """Set all entries; None removes a key."""
+        for target, key, value in self.entries:
+            if value is None:
+                target.pop(key, None)
+            else:
+                target[key] = value
+
+
+class ChunkTable:
+    """Chunks of ``size`` slots. The steps of a stream fill one chunk after the other, each linked to its successor.
+
+    A chunk is in use while its reference count is above 0. It is referred to by every window that begins in it, by
+    every step that the next windows of a stream may begin with, by its predecessor, and by the stream that fills it.
+    A serial number is never used twice, so that ids of steps that are gone can be told from those of new ones.
+    """
+
+    def __init__(self, size: int, n_chunks: int) -> None:
+        self.size = size
+        self.serials = np.zeros(n_chunks, np.int64)  # 0: not in use
+        self.starts = np.zeros(n_chunks, np.int64)  # earlier steps have been evicted
+        self.used = np.zeros(n_chunks, np.int64)
+        self.successors = np.full(n_chunks, NONE, np.int64)
+        self.references = np.zeros(n_chunks, np.int64)
+        #: When each step was added: its number among all steps.
+        self.numbers = lengthen(np.zeros(0, np.int64), size * n_chunks)
+        self.by_serial: dict[int, int] = {}
+        self.next_serial = 1
+        #: The chunk to use next comes last.
+        self.unused = list(reversed(range(n_chunks)))
+
+    def __len__(self) -> int:
+        return len(self.serials)
+
+    @property
+    def n_slots(self) -> int:
+        return len(self) * self.size
+
+    @property
+    def in_use(self) -> Indices:
+        """Chunks in use, oldest first."""
+        chunks = np.flatnonzero(self.serials)
+        return chunks[np.argsort(self.serials[chunks])]
+
+    def count_steps(self) -> int:
+        """How many steps are held."""
+        return int((self.used - self.starts)[self.serials > 0].sum())
+
+    def grow(self, n_chunks: int) -> None:
+        """Have ``n_chunks`` chunks."""
+        n_before = len(self)
+        longer = {name: lengthen(getattr(self, name), n_chunks) for name in ("serials", "starts", "used", "references")}
+        longer["successors"] = np.concatenate([self.successors, np.full(n_chunks - n_before, NONE)])
+        longer["numbers"] = lengthen(self.numbers, n_chunks * self.size)
+        self.__dict__.update(**longer, unused=[*reversed(range(n_before, n_chunks)), *self.unused])
+
+    # ---- changes ----
+
+    def begin(self, change: Change, predecessor: int) -> tuple[int, int]:
+        """Plan to take an unused chunk for the stream that has filled ``predecessor``, or `NONE`.
+
+        Returns:
+            The chunk, and how many references it has then.
+        """
+        chunk, serial, unused = self.unused[-1], self.next_serial, self.unused[:-1]
+        for column, value in ((self.serials, serial), (self.starts, 0), (self.used, 0), (self.successors, NONE)):
+            change.set(column, chunk, value)
+        change.set(self.by_serial, serial, chunk)
+        n_references = 1
+        if predecessor != NONE:
+            unused = self._release(change, predecessor, unused)
+            if predecessor not in change.freed:
+                change.set(self.successors, predecessor, chunk)
+                n_references = 2
+        change.set(self.references, chunk, n_references)
+        change.set(self.__dict__, "next_serial", serial + 1)
+        change.set(self.__dict__, "unused", unused)
+        return chunk, n_references
+
+    def evict(self, change: Change, slot: int) -> None:
+        """Plan to remove the oldest window, which begins at ``slot``, and all chunks that nothing refers to then."""
+        chunk, offset = divmod(slot, self.size)
+        change.set(self.starts, chunk, offset + 1)
+        change.set(self.__dict__, "unused", self._release(change, chunk, self.unused))
+
+    def _release(self, change: Change, chunk: int, unused: list[int]) -> list[int]:
+        """Plan to drop a reference to ``chunk``; return the unused chunks, with those that nothing refers to then."""
+        while chunk != NONE:
+            count = int(self.references[chunk]) - 1
+            change.set(self.references, chunk, count)
+            if count:
+                break
+            change.set(self.by_serial, int(self.serials[chunk]), None)
+            change.set(self.serials, chunk, 0)
+            change.freed.append(chunk)
+            unused = [*unused, chunk]
+            chunk = int(self.successors[chunk])
+        return unused
+
+    # ---- windows ----
+
+    def window_slots(self, starts: Indices, length: int) -> Indices:
+        """Slots ``[batch, length]`` of the windows that begin at the slots ``starts [batch]``."""
+        positions = (starts % self.size)[:, None] + np.arange(length)
+        n_linked = int(positions.max(initial=0)) // self.size
+        chunks = np.empty((len(starts), n_linked + 1), np.int64)
+        chunks[:, 0] = starts // self.size
+        for number in range(n_linked):
+            # that of the last chunk is not needed; any valid one will do
+            chunks[:, number + 1] = np.maximum(self.successors[chunks[:, number]], 0)
+        rows = np.arange(len(starts))[:, None]
+        slots: Indices = chunks[rows, positions // self.size] * self.size + positions % self.size
+        return slots
+
+    def step_ids(self, slots: Indices, replay_id: bytes) -> StepIds:
+        """The ids ``[..., 20]`` of the steps at ``slots``."""
+        ids = np.empty((*slots.shape, ID_BYTES), np.uint8)
+        ids[..., :8] = np.frombuffer(replay_id, np.uint8)
+        serials = np.ascontiguousarray(self.serials[slots // self.size].astype(">i8")[..., None])
+        offsets = np.ascontiguousarray((slots % self.size).astype(">u4")[..., None])
+        ids[..., 8:16], ids[..., 16:] = serials.view(np.uint8), offsets.view(np.uint8)
+        return ids
+
+    def locate(self, ids: StepIds, replay_id: bytes) -> Indices:
+        """The slots ``[n]`` of the steps with these ids ``[n, 20]``; `NONE` for steps that are not held any more."""
+        ids = np.ascontiguousarray(ids)
+        serials = np.ascontiguousarray(ids[:, 8:16]).view(">i8")[:, 0].astype(np.int64)
+        offsets = np.ascontiguousarray(ids[:, 16:]).view(">u4")[:, 0].astype(np.int64)
+        different, which = np.unique(serials, return_inverse=True)
+        chunks = np.array([self.by_serial.get(serial, NONE) for serial in different.tolist()], np.int64)[which]
+        held = (chunks != NONE) & (offsets >= self.starts[chunks]) & (offsets < self.used[chunks])
+        held &= (ids[:, :8] == np.frombuffer(replay_id, np.uint8)).all(axis=1)
+        return np.where(held, chunks * self.size + offsets, NONE)
+
+    def chains(self) -> list[tuple[list[int], Indices]]:
+        """The chunks of each stream and the slots of all its steps, in order."""
+        follows = set(self.successors[(self.serials > 0) & (self.successors != NONE)].tolist())
+        found = []
+        for head in self.in_use.tolist():
+            if head in follows:
+                continue
+            chunks, chunk = [], head
+            while chunk != NONE:
+                chunks.append(chunk)
+                chunk = int(self.successors[chunk])
+            slots = [np.arange(self.starts[chunk], self.used[chunk]) + chunk * self.size for chunk in chunks]
+            found.append((chunks, np.concatenate(slots)))
+        return found
+
+    def close_streams(self, length: int) -> tuple[Indices, list[int]]:
+        """End all streams, and free the chunks of those that are shorter than a window.
+
+        Returns:
+            The slots that windows of ``length`` begin at, oldest window first, and the chunks that were freed.
+        """
+        self.references[:] = 0
+        windows, ends, freed = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], []
+        for chunks, slots in self.chains():
+            n_windows = max(len(slots) - length + 1, 0)
+            if not n_windows:
+                freed += chunks
+                continue
+            windows.append(slots[:n_windows])
+            ends.append(self.numbers[slots[length - 1 :]])
+            self.references[chunks[1:]] += 1
+        for chunk in freed:
+            self.by_serial.pop(int(self.serials[chunk]), None)
+            self.serials[chunk] = 0
+        self.unused = [*self.unused, *freed]
+        begins = np.concatenate(windows)
+        np.add.at(self.references, begins // self.size, 1)
+        return begins[np.argsort(np.concatenate(ends), kind="stable")], freed
+
+    # ---- files ----
+
+    @property
+    def n_saved(self) -> int:
+        """How many chunks a file holds: those up to the last one in use."""
+        return int(np.flatnonzero(self.serials).max(initial=-1)) + 1
+
+    def to_parts(self) -> tuple[dict[str, Any], dict[str, Indices]]:
+        """Return a description, and the columns to save."""
+        n = self.n_saved
+        columns = {f"chunks/{name}": getattr(self, name)[:n] for name in _COLUMNS}
+        columns["numbers"] = self.numbers[: n * self.size]
+        return {"size": self.size, "n_chunks": n, "next_serial": self.next_serial}, columns
+
+    @classmethod
+    def from_parts(cls, parts: LoadedParts, n_chunks: int) -> ChunkTable:
+        """Restore what `to_parts` returned, with at least ``n_chunks``; nothing in ``parts`` is trusted."""
+        size, n_saved = parts.number("chunks", "size", low=1, stop=1 << 31), parts.number("chunks", "n_chunks")
+        table = cls(size, n_saved)
+        for name in _COLUMNS:
+            setattr(table, name, parts.column(f"chunks/{name}", np.int64, (n_saved,)).copy())
+        table.numbers = lengthen(parts.column("numbers", np.int64, (n_saved * size,)), n_saved * size)
+        table.next_serial = parts.number("chunks", "next_serial", low=1, stop=1 << 62)
+        table._check()
+        table.by_serial = {int(table.serials[chunk]): chunk for chunk in table.in_use.tolist()}
+        table.unused = [chunk for chunk in reversed(range(n_saved)) if not table.serials[chunk]]
+        if n_chunks > n_saved:
+            table.grow(n_chunks)
+        return table
+
+    def _check(self) -> None:
+        """Raise `FileFormatError` if the columns contradict each other."""
+        in_use = self.in_use
+        serials, starts, used, successors = (getattr(self, name)[in_use] for name in _COLUMNS)
+        within(self.serials, 0, self.next_serial, "the serial number of a chunk")
+        require(len(np.unique(serials)) == len(serials), "two chunks have one serial number")
+        within(used, 0, self.size + 1, "the number of steps in a chunk")
+        within(starts, 0, self.size + 1, "the first step of a chunk")
+        require(starts <= used, "a chunk starts after its last step")
+        within(successors, NONE, len(self), "the successor of a chunk")
+        linked = successors[successors != NONE]
+        # successors are newer, so that there are no cycles
+        newer = self.serials[linked] > serials[successors != NONE]
+        require(newer & (self.starts[linked] == 0), "a chunk follows one that is newer, or has lost its beginning")
+        require(used[successors != NONE] == self.size, "a chunk has a successor before it is full")
+        require(len(np.unique(linked)) == len(linked), "two chunks have one successor")
+        within(self.numbers, 0, 1 << 62, "the number of a step")

@@ -1,0 +1,101 @@
+"""`SequenceMixin`: compressed replay buffers that sample windows of consecutive steps."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch as th
+from stable_baselines3.common.vec_env import VecNormalize
+
+from sb3_extra_buffers._sb3.replay import ReplayMixin, Step
+from sb3_extra_buffers._sb3.sequence_states import StateColumns
+from sb3_extra_buffers._sb3.sequences import Sequences
+from sb3_extra_buffers._sb3.views import Array, BufferView
+from sb3_extra_buffers.codecs.spec import ObsSpec
+
+__all__ = ["SequenceMixin"]
+
+Indices = npt.NDArray[np.int64]
+
+# of a step of one environment: its priority, and the nodes above
+_PRIORITY_BYTES = 9
+
+
+class SequenceMixin(Sequences, ReplayMixin):
+    """A compressed replay buffer with `Sequences`."""
+
+    def _lay_out(self, n_steps: int) -> None:
+        # a column while steps are counted, so that max_bytes includes what is kept for each step
+        per_row = 1 + StateColumns.row_bytes(self.recurrent_states, self.recurrent_dtype)
+        self._per_step = np.zeros((1, self.n_envs), f"V{per_row + _PRIORITY_BYTES * self.prioritized}")
+        super()._lay_out(n_steps)
+        del self._per_step
+        self._make_sequence_columns()
+
+    def _fit_step(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> Step:
+        *step, done, truncated, _ = super()._fit_step(obs, next_obs, action, reward, done, infos)
+        return (*step, done, truncated, self._plan_sequence(done, infos))
+
+    def _forget_step(self, step: int) -> None:
+        super()._forget_step(step)
+        if self._priorities is not None:
+            self._priorities.write_step(step, 0.0)
+
+    def reset(self) -> None:
+        """Remove all transitions."""
+        with self._lock, self._changing():
+            super().reset()
+            if "_index" in vars(self):
+                self._clear_sequences()
+
+    def check(self) -> None:
+        """Raise `AssertionError` if episodes, priorities and steps disagree, for tests."""
+        with self._lock:
+            self._recover()
+            self.check_sequences()
+
+    def _upload(self, arrays: list[Array]) -> list[th.Tensor]:
+        return [self._to_torch(array) for array in arrays]
+
+    def _observations_as_sb3(self, by_key: dict[str, Any]) -> Any:
+        return self._views.as_sb3(by_key)
+
+    def _read_observations(self, rows: Indices, newest_only: bool, env: VecNormalize | None) -> dict[str, th.Tensor]:
+        by_key = {}
+        for key, view in self._views.by_key.items():
+            array = self._read_key(key, rows, newest_only)
+            if newest_only:
+                spec = ObsSpec(view.shape[2:], view.dtype)
+                array = self._newest.take(array, key, spec, partial(self._show, key))
+            # without the axis of steps, as normalisation and conversion expect observations
+            by_key[key] = array.reshape(-1, *array.shape[2:])
+        observations: Any = self._views.as_sb3(by_key)
+        if env is not None:
+            observations = env.normalize_obs(observations)
+        tensors = self._obs_to_torch(observations)
+        tensors = tensors if self._views.is_dict else {"": tensors}
+        return {key: tensor.view(*rows.shape, *tensor.shape[1:]) for key, tensor in tensors.items()}
+
+    def _show(self, key: str) -> Array:
+        shown: Array = self._read_key(key, self._shown_rows(), newest_only=False)[0]
+        return shown
+
+    def _read_key(self, key: str, rows: Indices, newest_only: bool) -> Array:
+        """Observations of ``key`` at ``rows [batch, n]``."""
+        view, n_obs = self._views.by_key[key], self.buffer_size * self.n_envs
+        if isinstance(view, BufferView):
+            return view.read_windows_at(rows, newest_only)
+        array: Array = view.reshape(n_obs, *view.shape[2:])[rows % n_obs]
+        is_next, following = rows >= n_obs, self._next_views.dense[key]
+        array[is_next] = following.reshape(n_obs, *view.shape[2:])[rows[is_next] - n_obs]
+        return array
+
+    def _read_columns(self, indices: Indices, env: VecNormalize | None) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+        n_obs = self.buffer_size * self.n_envs
+        dones = self.dones.take(indices) * (1 - self.timeouts.take(indices))
+        rewards = np.asarray(self._normalize_reward(self.rewards.take(indices), env), np.float32)
+        uploaded = self._upload([self.actions.reshape(n_obs, -1)[indices], rewards, dones])
+        return uploaded[0], uploaded[1], uploaded[2]

@@ -1,0 +1,668 @@
+"""`CompressedEmbodiedReplay`: the replay of DreamerV3's ``embodied`` package, with compressed images."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_extra_buffers._embodied.chunks import ID_BYTES, NONE, Change, ChunkTable
+from sb3_extra_buffers._embodied.steps import Step, StepStore, parse_step
+from sb3_extra_buffers.arguments import as_array, cast, check_count
+from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.errors import ArgumentError, SpecMismatchError, StaleIndexError, UnknownFieldError
+from sb3_extra_buffers.replay_buffers.selectors import Selector, Uniform
+from sb3_extra_buffers.stores.arena import lengthen
+from sb3_extra_buffers.stores.base import Indices
+from sb3_extra_buffers.stores.checks import require
+from sb3_extra_buffers.stores.choice import MethodChoice
+from sb3_extra_buffers.stores.observation import ObservationStore
+from sb3_extra_buffers.stores.transactions import Transactional
+from sb3_extra_buffers.stores.usage import MemoryUsage
+
+if TYPE_CHECKING:
+    from sb3_extra_buffers.files.parts import LoadedParts, Parts
+
+__all__ = ["CompressedEmbodiedReplay"]
+
+Array = npt.NDArray[Any]
+Batch = dict[str, Array]
+
+_KIND, _BASELINE = "embodied", "embodied's Replay"
+_ANY_IMAGE = ObsSpec((64, 64, 3), np.dtype(np.uint8))
+_MODES = ("train", "report", "eval")
+_logger = logging.getLogger("sb3_extra_buffers")
+# a chunk holds at most this share of the capacity: the part of each stream's oldest chunk that was evicted is not freed
+_CHUNKS_PER_CAPACITY, _MIN_CHUNK = 64, 16
+# chunks beyond those that the capacity fills: each stream has two that are partly used
+_SPARE_CHUNKS = 128
+# steps that are copied at a time from one replay to another
+_BLOCK = 1024
+
+
+class _Stream(NamedTuple):
+    """The steps of one worker. Its next window begins at ``start`` of ``start_chunk``, followed by ``n_pending``."""
+
+    number: int
+    chunk: int = NONE
+    n_used: int = 0
+    start_chunk: int = NONE
+    start: int = 0
+    n_pending: int = 0
+    n_added: int = 0
+
+
+class CompressedEmbodiedReplay(Transactional):
+    """A replay for DreamerV3 with the interface of ``embodied.replay.Replay``: same arguments, methods and batches.
+
+    An item is a window of ``length`` consecutive steps of one worker; windows may span episodes. Once there are
+    ``capacity`` windows, each new one replaces the oldest. Images are compressed losslessly, all other keys are stored
+    as arrays. Any number of threads may add, sample and update. After an exception of any kind, a step was added
+    completely or not at all.
+
+    Args:
+        length: Steps of a window.
+        capacity: Maximum number of windows; None for no limit.
+        directory: The folder that `save` writes to, which must not hold other files.
+        chunksize: Steps that are freed together when they have been evicted.
+        online: Whether `sample` returns every step once, in windows that do not overlap, before it draws at random.
+        selector: Draws windows: one of `replay_buffers.selectors` or of ``embodied.selectors``; None for uniform.
+        save_wait: Whether `save` waits until everything is on the disk. Without it, a save survives the end of the
+            process but not a power cut.
+        name: Name in messages.
+        seed: Seed of the uniform selector.
+        compressed_keys: Keys to compress; None for all uint8 arrays of at least two axes.
+        compression_method: Method for these keys, see [Choosing a method](choosing.md).
+        compression_kwargs: Options of the method.
+
+    Examples:
+        >>> import numpy as np
+        >>> from sb3_extra_buffers.replay_buffers import CompressedEmbodiedReplay
+        >>> replay = CompressedEmbodiedReplay(length=8, capacity=1000)
+        >>> for step in range(100):
+        ...     image = np.full((64, 64, 3), step, np.uint8)
+        ...     replay.add({"image": image, "reward": np.float32(1), "is_first": step == 0}, worker=0)
+        >>> len(replay)
+        93
+        >>> batch = replay.sample(16)
+        >>> batch["image"].shape, batch["stepid"].shape
+        ((16, 8, 64, 64, 3), (16, 8, 20))
+    """
+
+    def __init__(
+        self,
+        length: int,
+        capacity: float | None = None,
+        directory: str | os.PathLike[str] | None = None,
+        chunksize: int = 1024,
+        online: bool = False,
+        selector: Selector | None = None,
+        save_wait: bool = False,
+        name: str = "unnamed",
+        seed: int = 0,
+        *,
+        compressed_keys: Sequence[str] | None = None,
+        compression_method: str = "auto",
+        compression_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._make_lock()
+        self.length = check_count(length, "length")
+        # configurations have 5e6
+        whole = isinstance(capacity, float) and capacity.is_integer()
+        self.capacity = None if capacity is None else check_count(int(capacity) if whole else capacity, "capacity")
+        self.chunksize = check_count(chunksize, "chunksize")
+        self.directory = _as_folder(directory)
+        self.online, self.save_wait, self.name = bool(online), bool(save_wait), str(name)
+        self.sampler: Any = Uniform(seed) if selector is None else selector
+        if isinstance(compressed_keys, str):
+            raise ArgumentError(f"compressed_keys must be a list of keys, got {compressed_keys!r}")
+        self.compressed_keys = None if compressed_keys is None else tuple(compressed_keys)
+        self.compression_method, self.compression_kwargs = compression_method, dict(compression_kwargs or {})
+        MethodChoice(_ANY_IMAGE, compression_method, self.compression_kwargs)  # raises if there is no such method
+        #: Tells steps of this replay from those of others; the first bytes of their ids.
+        self.replay_id = secrets.token_bytes(8)
+        self._steps: StepStore | None = None
+        size = self.chunksize
+        if self.capacity is not None:
+            size = min(size, max(self.capacity // _CHUNKS_PER_CAPACITY, _MIN_CHUNK))
+        self._table = ChunkTable(size, self._n_chunks(size))
+        self._streams: dict[Hashable, _Stream] = {}
+        self._n_streams = self._n_added = 0
+        # a ring of the slots that windows begin at; windows are numbered in the order in which they were added
+        self._ring: Indices = lengthen(np.zeros(0, np.int64), 1024 if self.capacity is None else self.capacity + 1)
+        self._first_window = self._next_window = 0
+        # windows that the selector knows
+        self._first_known = self._next_known = 0
+        self._queue: deque[int] = deque()
+        self.metrics = {"samples": 0, "inserts": 0, "updates": 0}
+
+    def _n_chunks(self, size: int) -> int:
+        if self.capacity is None:
+            return _SPARE_CHUNKS
+        return -(-(self.capacity + self.length) // size) + _SPARE_CHUNKS
+
+    # ---- size ----
+
+    def __len__(self) -> int:
+        """The number of windows."""
+        return self._next_window - self._first_window
+
+    def __bool__(self) -> bool:
+        # as without __len__: an empty replay is still a replay
+        return True
+
+    def __repr__(self) -> str:
+        limit = "" if self.capacity is None else f" of {self.capacity:,}"
+        return f"{type(self).__name__}({len(self):,}{limit} windows of {self.length} steps)"
+
+    def stats(self) -> dict[str, float]:
+        """Return sizes, and what was added, sampled and updated since the last call."""
+        with self._lock:
+            self._recover()
+            counts, self.metrics = self.metrics, dict.fromkeys(self.metrics, 0)
+            in_use, held = len(self._table.by_serial), 0
+            if self._steps is not None:
+                held = self._steps.held_bytes + in_use * self._table.size * self._steps.step_bytes(columns_only=True)
+            ratio = self.length * counts["samples"] / counts["inserts"] if counts["inserts"] else float("nan")
+            return {
+                "items": len(self), "chunks": in_use, "streams": len(self._streams), "ram_gb": held / 1024**3,
+                "inserts": counts["inserts"], "samples": counts["samples"], "updates": counts["updates"],
+                "replay_ratio": ratio,
+            }  # fmt: skip
+
+    def memory_usage(self) -> MemoryUsage:
+        """The memory that the replay holds, and what ``embodied``'s own would hold for the same steps."""
+        with self._lock:
+            self._recover()
+            if self._steps is None:
+                return MemoryUsage(baseline=_BASELINE)
+            n_steps, table = self._table.count_steps(), self._table
+            usage = self._steps.memory_usage(n_steps)
+            index = n_steps * 16 + 40 * len(table)  # numbers of steps, windows and chunks
+            return replace(usage, index=usage.index + index, baseline=_BASELINE)
+
+    # ---- adding ----
+
+    def add(self, step: Mapping[str, Any], worker: Hashable = 0) -> None:
+        """Add the next step of ``worker``, a dict of arrays; keys that start with ``log/`` are left out.
+
+        The first step sets keys, shapes and dtypes.
+        """
+        self._check_writable()
+        parsed = parse_step(step)
+        try:
+            hash(worker)
+        except TypeError:
+            raise ArgumentError(f"worker must be hashable, such as a number or a name, got {worker!r}") from None
+        with self._lock:
+            self._recover()
+            steps = self._steps
+            if steps is None:
+                how = self.compressed_keys, self.compression_method, self.compression_kwargs
+                steps = StepStore.for_step(parsed, self._table.n_slots, *how)
+            parsed = steps.check(parsed)
+            position = self._n_added
+            try:
+                self._add(steps, parsed, worker)
+            except BaseException as problem:
+                self._fail(problem, position)
+
+    def _add(self, steps: StepStore, step: Step, worker: Hashable) -> None:
+        stream = self._streams.get(worker)
+        if stream is None:
+            stream = _Stream(self._n_streams)
+            steps.add_stream(stream.number)
+        table = self._reserve(steps)
+        change = Change(attributes={"_steps": steps, "_n_added": self._n_added + 1, "_unfinished": None})
+        change.attributes["_n_streams"] = max(self._n_streams, stream.number + 1)
+        stream = self._plan_step(change, stream)
+        slot = stream.chunk * table.size + stream.n_used - 1
+        change.set(self._streams, worker, stream)
+        for key, column in steps.columns.items():
+            change.set(column, slot, step[key])
+        self._begin_step()
+        steps.write_images(slot, stream.number, step)
+        # from here on, the step is completed whatever happens
+        self._unfinished = change
+        self._finish_step(change)
+        if change.attributes.get("_next_window") is not None:
+            self.metrics["inserts"] += 1
+            self._tell_selector()
+            self._evict()
+            self._tell_selector()
+
+    def _reserve(self, steps: StepStore) -> ChunkTable:
+        """Have an unused chunk, and space for another window."""
+        table = self._table
+        if not table.unused:
+            # not twice as many: a store takes two ranges of one size for observations and next observations
+            n_chunks = len(table) + len(table) // 2 + 1
+            steps.reserve(n_chunks * table.size)
+            table.grow(n_chunks)
+        if len(self) >= len(self._ring):
+            windows = np.arange(self._first_window, self._next_window)
+            longer: Indices = lengthen(np.zeros(0, np.int64), 2 * len(self._ring))
+            longer[windows % len(longer)] = self._ring[windows % len(self._ring)]
+            self._ring = longer
+        return table
+
+    def _plan_step(self, change: Change, stream: _Stream) -> _Stream:
+        """Plan where the next step of ``stream`` goes and which window it completes; return the stream after it."""
+        table = self._table
+        chunk, n_used, start_chunk, start = stream.chunk, stream.n_used, stream.start_chunk, stream.start
+        if chunk == NONE or n_used == table.size:
+            before = chunk
+            chunk, n_references = table.begin(change, before)
+            n_used = 0
+            if start_chunk == NONE or (start_chunk == before and start == table.size):
+                start_chunk, start = chunk, 0
+        else:
+            n_references = int(table.references[chunk])
+        # the step, with which a window may begin
+        change.set(table.references, chunk, n_references + 1)
+        change.set(table.used, chunk, n_used + 1)
+        change.set(table.numbers, chunk * table.size + n_used, self._n_added)
+        n_pending, n_added = stream.n_pending + 1, stream.n_added + 1
+        if n_pending >= self.length:
+            if start == table.size:
+                start_chunk, start = int(table.successors[start_chunk]), 0
+            window = self._next_window
+            change.set(self._ring, window % len(self._ring), start_chunk * table.size + start)
+            change.attributes["_next_window"] = window + 1
+            if self.online and n_added % self.length == 0:
+                change.online = window
+            start, n_pending = start + 1, n_pending - 1
+        return _Stream(stream.number, chunk, n_used + 1, start_chunk, start, n_pending, n_added)
+
+    def _evict(self, limit: int | None = None) -> None:
+        """Remove the oldest windows until there are at most ``limit``, by default `capacity`."""
+        limit = self.capacity if limit is None else limit
+        while limit is not None and len(self) > limit:
+            change = Change(attributes={"_first_window": self._first_window + 1, "_unfinished": None})
+            self._table.evict(change, int(self._ring[self._first_window % len(self._ring)]))
+            self._unfinished = change
+            self._finish_step(change)
+
+    def _tell_selector(self) -> None:
+        """Tell the selector which windows were added and removed."""
+        while self._next_known < self._next_window:
+            window, ids = self._next_known, None
+            if getattr(self.sampler, "needs_step_ids", True):
+                ids = self._table.step_ids(self._slots_of([window])[0], self.replay_id)
+            self.sampler[window] = ids
+            self._next_known += 1
+        while self._first_known < self._first_window:
+            del self.sampler[self._first_known]
+            self._first_known += 1
+
+    def _slots_of(self, windows: Sequence[int]) -> Indices:
+        starts = self._ring[np.asarray(windows, np.int64) % len(self._ring)]
+        return self._table.window_slots(starts, self.length)
+
+    # ---- transactions ----
+
+    def _written_stores(self) -> list[ObservationStore]:
+        return [] if self._steps is None else list(self._steps.stores.values())
+
+    def _finish_step(self, unfinished: Change) -> None:
+        unfinished.apply()
+        window = unfinished.online
+        if window is not None and (not self._queue or self._queue[-1] < window):
+            self._queue.append(window)
+        if unfinished.freed and self._steps is not None:
+            size = self._table.size
+            for chunk in unfinished.freed:
+                self._steps.erase(chunk * size, (chunk + 1) * size)
+        # one call into C, which signal handlers cannot interrupt
+        self.__dict__.update(unfinished.attributes)
+
+    def _recover(self) -> None:
+        if self._unfinished is not None:
+            super()._recover()
+        if not self.read_only:
+            self._evict()
+
+    def _position(self) -> int:
+        return self._n_added
+
+    # ---- sampling ----
+
+    def sample(self, batch: int, mode: str = "train") -> Batch:
+        """Return ``batch`` windows: every key ``[batch, length, ...]``, and ``stepid`` for `update`.
+
+        Waits until there is a window. The first step of a window has ``is_first`` set, and a step before an
+        ``is_first`` has ``is_last`` set.
+
+        Args:
+            batch: Number of windows.
+            mode: ``"train"``, or ``"report"`` or ``"eval"``, which leave the online queue alone.
+        """
+        return self._annotate(self._sample(batch, mode))
+
+    def _sample(self, batch: int, mode: str) -> Batch:
+        batch = check_count(batch, "batch")
+        if mode not in _MODES:
+            raise ArgumentError(f"mode must be one of {', '.join(map(repr, _MODES))}, got {mode!r}")
+        self._wait()
+        data: Batch = {}
+        rows = np.arange(batch)
+        while len(rows):
+            with self._lock:
+                self._recover()
+                windows = self._draw(len(rows), mode)
+                slots, steps = self._slots_of(windows), self._steps
+                ids = self._table.step_ids(slots, self.replay_id)
+            assert steps is not None
+            drawn = steps.read(slots) | {"stepid": ids}
+            if not data:
+                data = drawn
+            else:
+                for key, values in drawn.items():
+                    data[key][rows] = values
+            # windows that were evicted while they were read are drawn again
+            rows = rows[np.asarray(windows) < self._first_window]
+        with self._lock:
+            self.metrics["samples"] += batch if mode == "train" else 0
+        return data
+
+    def _wait(self) -> None:
+        began = warned = time.monotonic()
+        while not len(self):
+            time.sleep(0.01)
+            if time.monotonic() - warned > 60:
+                warned = time.monotonic()
+                _logger.warning("replay %s has been empty for %.0f s", self.name, warned - began)
+
+    def _draw(self, count: int, mode: str) -> list[int]:
+        """Draw windows: from the online queue first, then by the selector."""
+        drawn: list[int] = []
+        while mode == "train" and self._queue and len(drawn) < count:
+            window = self._queue.popleft()
+            if window >= self._first_window:
+                drawn.append(window)
+        self._tell_selector()
+        drawn += [int(self.sampler()) for _ in range(count - len(drawn))]
+        if drawn and not (min(drawn) >= self._first_window and max(drawn) < self._next_window):
+            raise StaleIndexError(f"{type(self.sampler).__name__} drew a window that is not in the replay: {drawn}")
+        return drawn
+
+    @staticmethod
+    def _annotate(data: Batch, begins: bool = True) -> Batch:
+        if "is_first" in data:
+            if begins:
+                data["is_first"][:, 0] = True
+            if "is_last" in data:
+                # episodes that were abandoned have none
+                data["is_last"][:, :-1] |= data["is_first"][:, 1:]
+        return data
+
+    def dataset(
+        self, batch: int, length: int | None = None, consec: int | None = None, prefix: int = 0, report: bool = False
+    ) -> Iterator[Batch]:
+        """Yield batches for ever; each batch of windows is cut into ``consec`` consecutive parts.
+
+        Args:
+            batch: Number of windows.
+            length: Steps of a part; by default all.
+            consec: Number of parts; by default as many as fit. ``data["consec"]`` is the number of a part.
+            prefix: Steps before each part that are returned with it, as context.
+            report: Whether to leave the online queue alone.
+        """
+        prefix = check_count(prefix, "prefix", 0)
+        length = self.length - prefix if length is None else length
+        length = check_count(length, "length")
+        n_parts = (self.length - prefix) // length
+        consec = n_parts if consec is None else check_count(consec, "consec")
+        if not 1 <= consec <= n_parts:
+            raise ArgumentError(
+                f"{consec} parts of {length} steps after {prefix} do not fit into windows of {self.length} steps"
+            )
+        return self._parts(batch, length, consec, prefix, "report" if report else "train")
+
+    def _parts(self, batch: int, length: int, consec: int, prefix: int, mode: str) -> Iterator[Batch]:
+        while True:
+            data = self._sample(batch, mode)
+            for number in range(consec):
+                steps = slice(number * length, (number + 1) * length + prefix)
+                part = self._annotate({key: values[:, steps].copy() for key, values in data.items()}, number == 0)
+                part["consec"] = np.full(part["stepid"].shape[:2], number, np.int32)
+                yield part
+
+    # ---- writing back ----
+
+    def update(self, data: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
+        """Write values back to the steps that they belong to, such as latent states after training.
+
+        Args:
+            data: ``stepid [batch, n, 20]`` as sampled, new values ``[batch, n, ...]`` of any keys that are not
+                compressed, and optionally ``priority [batch, n]`` for the selector.
+
+        Returns:
+            Which steps were written, ``[batch, n]``: those that have been evicted since are skipped.
+        """
+        self._check_writable()
+        if not isinstance(data, Mapping) or "stepid" not in data:
+            raise ArgumentError("update() takes a dict with 'stepid', as sample() returned it")
+        ids = as_array(data["stepid"], "stepid")
+        if ids.dtype != np.uint8 or ids.ndim != 3 or ids.shape[2] != ID_BYTES:
+            raise SpecMismatchError(
+                f"stepid must be uint8 of shape (batch, n, {ID_BYTES}), got {ids.dtype} {ids.shape}"
+            )
+        lead, flat = ids.shape[:2], ids.reshape(-1, ID_BYTES)
+        priority = data.get("priority")
+        if priority is not None:
+            priority = cast(as_array(priority, "priority"), np.dtype(np.float64), "priority")
+            if priority.shape != lead:
+                raise SpecMismatchError(f"priority has shape {priority.shape}, expected {lead}")
+            if not hasattr(self.sampler, "prioritize"):
+                raise ArgumentError(f"{type(self.sampler).__name__} takes no priorities; pass selector=Prioritized()")
+        values = {key: value for key, value in data.items() if key not in ("stepid", "priority")}
+        with self._lock:
+            self._recover()
+            checked = self._check_values(values, lead)
+            slots = self._table.locate(flat, self.replay_id)
+            held = slots != NONE
+            change = Change(attributes={"_unfinished": None})
+            for column, rows in checked:
+                change.set(column, slots[held], rows[held])
+            try:
+                self._unfinished = change
+                self._finish_step(change)
+            except BaseException:
+                self._recover()
+                raise
+            self.metrics["updates"] += len(flat)
+            if priority is not None:
+                self._tell_selector()
+                self.sampler.prioritize(flat[held], priority.reshape(-1)[held])
+        written: npt.NDArray[np.bool_] = held.reshape(lead)
+        return written
+
+    def _check_values(self, values: Mapping[str, Any], lead: tuple[int, ...]) -> list[tuple[Array, Array]]:
+        """Return the column of each key and its new rows."""
+        checked = []
+        columns = {} if self._steps is None else self._steps.columns
+        for key, value in values.items():
+            if key not in columns:
+                is_image = self._steps is not None and key in self._steps.stores
+                raise UnknownFieldError(
+                    f"{key!r} is compressed and cannot be updated; leave it out of compressed_keys"
+                    if is_image
+                    else f"steps have no key {key!r}, only {', '.join(columns)}"
+                )
+            column, array = columns[key], as_array(value, key)
+            if array.shape != (*lead, *column.shape[1:]):
+                raise SpecMismatchError(f"{key} has shape {array.shape}, expected {(*lead, *column.shape[1:])}")
+            array = array if array.dtype == column.dtype else cast(array, column.dtype, key)
+            checked.append((column, array.reshape(-1, *column.shape[1:])))
+        return checked
+
+    # ---- files ----
+
+    def save(self) -> None:
+        """Save everything to ``directory``, only what is new since the last save; does nothing without a directory."""
+        if self.directory is not None:
+            from sb3_extra_buffers import files
+
+            files.save(self, self.directory, sync=self.save_wait)
+
+    def load(
+        self, data: Any = None, directory: str | os.PathLike[str] | None = None, amount: int | None = None
+    ) -> None:
+        """Load what was saved in ``directory``, by default that of this replay; does nothing if there is no save.
+
+        Workers begin new streams: no window spans a step from before and one from after. A replay that already has
+        windows keeps them, and the loaded ones are added as the newest.
+
+        Args:
+            data: Ignored; what ``embodied``'s checkpoint passes.
+            directory: The folder.
+            amount: Load only the newest windows, at most this many.
+        """
+        from sb3_extra_buffers import files
+        from sb3_extra_buffers.files import manifest
+        from sb3_extra_buffers.files.last_save import get_last_save, set_last_save
+
+        self._check_writable()
+        folder = _as_folder(directory) or self.directory
+        amount = None if amount is None else check_count(amount, "amount", 0)
+        if folder is None or not (folder / manifest.NAME).exists():
+            return
+        loaded = files.load(folder, CompressedEmbodiedReplay)
+        with self._lock:
+            self._recover()
+            if self._table.by_serial:
+                if loaded.replay_id != self.replay_id:  # or they are held already, or were evicted
+                    loaded._evict(amount)
+                    self._copy(loaded)
+                return
+            self._take_over(loaded, amount)
+            last = get_last_save(loaded)
+            if last is not None:
+                set_last_save(self, last)
+
+    def _take_over(self, loaded: CompressedEmbodiedReplay, amount: int | None = None) -> None:
+        """Hold the steps of ``loaded``, which must not be used afterwards."""
+        if loaded._steps is None:
+            return
+        starts = loaded._restore_windows(self.length)
+        first = self._next_window
+        n_ring = max(len(self._ring), len(starts) + 1)
+        ring: Indices = lengthen(np.zeros(0, np.int64), n_ring)
+        ring[(first + np.arange(len(starts))) % n_ring] = starts
+        self.__dict__.update(
+            _steps=loaded._steps, _table=loaded._table, replay_id=loaded.replay_id, _n_added=loaded._n_added,
+            _streams={}, _n_streams=0, _ring=ring, _first_window=first, _next_window=first + len(starts),
+            _first_known=first, _next_known=first, _queue=deque(),
+        )  # fmt: skip
+        self._evict()
+        if amount is not None:
+            self._evict(amount)
+        self._first_known = self._next_known = self._first_window
+        self._tell_selector()
+
+    def _restore_windows(self, length: int) -> Indices:
+        """End all streams; return the slots that windows begin at."""
+        assert self._steps is not None
+        starts, freed = self._table.close_streams(length)
+        size = self._table.size
+        for chunk in freed:
+            if not self.read_only:
+                self._steps.erase(chunk * size, (chunk + 1) * size)
+        return starts
+
+    def _copy(self, other: CompressedEmbodiedReplay) -> None:
+        """Add all steps of ``other``."""
+        if other._steps is None:
+            return
+        chains = [slots for _, slots in other._table.chains()]
+        slots = np.concatenate(chains) if chains else np.zeros(0, np.int64)
+        workers = np.repeat(np.arange(len(chains)), [len(chain) for chain in chains])
+        order = np.argsort(other._table.numbers[slots], kind="stable")
+        for first in range(0, len(order), _BLOCK):
+            part = order[first : first + _BLOCK]
+            block = other._steps.read(slots[part][:, None])
+            for row, worker in enumerate(workers[part].tolist()):
+                self.add({key: values[row, 0] for key, values in block.items()}, (other.replay_id, worker))
+
+    def to_parts(self) -> Parts:
+        """Return what `save` stores."""
+        from sb3_extra_buffers.files.parts import Parts
+
+        with self._lock:
+            self._recover()
+            chunks, columns = self._table.to_parts()
+            description: dict[str, Any] = {
+                "length": self.length, "capacity": self.capacity, "chunksize": self.chunksize, "online": self.online,
+                "name": self.name, "replay_id": self.replay_id.hex(), "n_added": self._n_added, "chunks": chunks,
+                "keys": None, "compression": [self.compression_method, self._saved_options()],
+                "compressed_keys": None if self.compressed_keys is None else list(self.compressed_keys),
+            }  # fmt: skip
+            stores: dict[str, ObservationStore] = {}
+            if self._steps is not None:
+                description["keys"], arrays = self._steps.to_parts(self._table.n_saved * self._table.size)
+                columns = columns | arrays
+                numbers = {key: number for number, key in enumerate(self._steps.specs)}
+                stores = {f"key-{numbers[key]}": store for key, store in self._steps.stores.items()}
+            return Parts(_KIND, description, columns, stores)
+
+    def _saved_options(self) -> Any:
+        from sb3_extra_buffers.files.values import value_to_json
+
+        return value_to_json(self.compression_kwargs, "compression_kwargs")
+
+
+def restore_replay(parts: LoadedParts) -> CompressedEmbodiedReplay:
+    """Return the replay in ``parts``, which are not trusted; all streams have ended."""
+    from sb3_extra_buffers.files.values import value_from_json
+
+    compression = parts.entry("compression", kind=list)
+    require(len(compression) == 2 and isinstance(compression[0], str), f"invalid compression: {compression!r}")
+    keys, options = parts.entry("compressed_keys"), value_from_json(compression[1])
+    require(keys is None or (isinstance(keys, list) and all(isinstance(key, str) for key in keys)), "invalid keys")
+    require(isinstance(options, dict), f"invalid options of a method: {options!r}")
+    cls = parts.target or CompressedEmbodiedReplay
+    replay: CompressedEmbodiedReplay = cls(
+        parts.number("length", low=1),
+        None if parts.entry("capacity") is None else parts.number("capacity", low=1),
+        chunksize=parts.number("chunksize", low=1, stop=1 << 31),
+        online=parts.entry("online", kind=bool),
+        name=parts.entry("name", kind=str),
+        compressed_keys=keys,
+        compression_method=compression[0],
+        compression_kwargs=options,
+    )
+    saved = CompressedEmbodiedReplay(replay.length)
+    saved.read_only = parts.read_only
+    saved.replay_id = bytes.fromhex(parts.entry("replay_id", kind=str))
+    require(len(saved.replay_id) == 8, "the id of a replay has 8 bytes")
+    saved._n_added = parts.number("n_added", stop=1 << 62)
+    replay.replay_id, replay._n_added = saved.replay_id, saved._n_added
+    size = parts.number("chunks", "size", low=1, stop=1 << 31)
+    saved._table = ChunkTable.from_parts(parts, 0 if parts.read_only else replay._n_chunks(size))
+    if parts.entry("keys") is not None:
+        saved._steps = StepStore.from_parts(parts, parts.number("chunks", "n_chunks") * size, saved._table.n_slots)
+    else:
+        require(not saved._table.by_serial, "chunks without keys")
+    replay._take_over(saved)
+    replay.read_only = parts.read_only
+    return replay
+
+
+def _as_folder(directory: Any) -> Path | None:
+    """Return a local folder; ``elements.Path`` is no ``os.PathLike``."""
+    if not directory:
+        return None
+    text = os.fspath(directory) if hasattr(directory, "__fspath__") else str(directory)
+    if "://" in text:
+        raise ArgumentError(f"directory must be a local folder, got {text!r}")
+    return Path(text)
