@@ -239,10 +239,10 @@ class ReplayMixin(BudgetMixin, _Base):
             infos: The environments' dicts; only ``"TimeLimit.truncated"`` is read.
         """
         with self._lock:
-            n_added = self.n_added
+            n_added, sharing = self.n_added, self._sharing
             try:
-                if self._sharing is not None:
-                    self._sharing.begin()
+                if sharing is not None:
+                    sharing.begin()
                 if self._unfinished is not None:
                     self._recover()
                 if self._raw:
@@ -277,8 +277,8 @@ class ReplayMixin(BudgetMixin, _Base):
             except BaseException as problem:
                 self._fail(problem, n_added)
             finally:
-                if self._sharing is not None:
-                    self._sharing.end()
+                if sharing is not None:
+                    sharing.end()
 
     def _position(self) -> int:
         return self.n_added

@@ -69,6 +69,18 @@ def check_supported() -> None:
 # ---- memory ----
 
 
+def _has_anonymous_memory() -> bool:
+    """Whether the system has anonymous memory that another process can open."""
+    try:
+        descriptor = os.memfd_create("sb3-extra-buffers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError):  # macOS; a sandbox
+        return False
+    try:
+        return os.path.exists(f"/proc/{os.getpid()}/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
 class SharedPlace:
     """Where a writer allocates memory that others can map: each piece has a number."""
 
@@ -76,7 +88,7 @@ class SharedPlace:
         check_supported()
         self.folder: str | None = None
         self._n_files = 0
-        if in_files or not hasattr(os, "memfd_create"):
+        if in_files or not _has_anonymous_memory():
             where = "/dev/shm" if os.path.isdir("/dev/shm") else None
             self.folder = tempfile.mkdtemp(prefix="sb3-extra-buffers-", dir=where)
             # not in a forked child, whose exit must not remove the files
