@@ -48,7 +48,7 @@ def needs(name: str) -> pytest.MarkDecorator:
 
 def method_params(*methods: str) -> list[Any]:
     """Methods as test parameters, each skipped where its package is missing."""
-    wanted = {"delta2": "zstd", "delta3": "zstd"}
+    wanted = {"delta2": "zstd", "delta3": "zstd", "scroll2": "zstd"}
     return [
         pytest.param(method, marks=needs(wanted.get(method, method.rstrip("0123456789-") or method)))
         if method != "auto" else pytest.param(method)

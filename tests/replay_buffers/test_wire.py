@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from sb3_extra_buffers._torchrl.wire import (
 from sb3_extra_buffers.errors import CorruptPayloadError, FileFormatError, NotSaveableError
 from sb3_extra_buffers.replay_buffers import CompressedStorage
 from tests.replay_buffers.trajectories import assert_same, steps, trajectory
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "packets"
 
 
 def collected(kind: str) -> TensorDict:
@@ -153,11 +157,32 @@ def test_every_packet_of_an_encoder_can_be_decoded_by_itself() -> None:
         assert_same(decode_packet(packet), data[50 * number : 50 * number + 50])
 
 
-@pytest.mark.parametrize(("name", "n_steps", "n_envs"), [("items-1", 12, 1), ("items-1-three-envs", 10, 3)])
-def test_packets_of_the_first_version_can_be_read(name: str, n_steps: int, n_envs: int) -> None:
-    packet = (Path(__file__).parents[1] / "golden" / "packets" / f"{name}.bin").read_bytes()
+@pytest.mark.parametrize(
+    ("name", "n_steps", "n_envs"),
+    [
+        ("items-1", 12, 1), ("items-1-three-envs", 10, 3), ("items-2", 12, 1), ("items-2-gzip", 12, 1),
+        ("items-2-scroll", 12, 1), ("items-2-palette", 12, 1),
+    ],
+)  # fmt: skip
+def test_packets_of_every_version_can_be_read(name: str, n_steps: int, n_envs: int) -> None:
+    packet = (GOLDEN / f"{name}.bin").read_bytes()
     assert_same(decode_packet(packet), trajectory(n_steps, n_envs))
     assert packet_note(packet) == ({"writer": "a", "number": 3} if n_envs == 1 else {})
+
+
+def test_a_service_loads_a_journal_of_packets_of_the_first_version(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    from sb3_extra_buffers.replay_buffers.ray import CompressedReplayService
+
+    folder = Path(shutil.copytree(GOLDEN / "service-1", tmp_path / "service"))
+    buffer = CompressedReplayService(storage=partial(CompressedStorage, 100), batch_size=8, folder=str(folder))
+    data = trajectory(50)
+    assert_same(decode_packet(buffer.packed(slice(None))).exclude("index"), data[:40])
+
+    buffer.extend(encode_packet(data[30:40], writer="a", number=3))  # is there already
+    buffer.extend(encode_packet(data[40:], writer="a", number=4))
+    again = CompressedReplayService(storage=partial(CompressedStorage, 100), batch_size=8, folder=str(folder))
+    assert_same(decode_packet(again.packed(slice(None))).exclude("index"), data)
 
 
 def test_damaged_packets_raise() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
+import threading
 from typing import Any
 
 import numpy as np
@@ -205,7 +206,7 @@ def test_a_cache_of_keyframes_is_bounded() -> None:
     assert bytes([15]) * 16 in split_known(cache.lease().known)
 
 
-@pytest.mark.parametrize("method", ["delta", "scroll2"])
+@pytest.mark.parametrize("method", method_params("delta", "scroll2"))
 def test_keyframes_that_the_store_has_are_shared(method: str) -> None:
     source, rows = filled(method, 400)
     target, _ = filled(method, 400, seed=3)
@@ -297,6 +298,31 @@ def test_an_interrupted_import_has_happened_as_a_whole_or_not_at_all(method: str
             # as it was, by plain writes
             target.write(indices, streams, model[indices])
         np.testing.assert_array_equal(contents(target), model)
+
+
+@pytest.mark.parametrize("method", ["delta", "gzip"])
+def test_packets_exported_beside_a_writer_hold_a_state_between_two_writes(method: str) -> None:
+    store, rows = filled(method, 20)
+    other = filled(method, 20, seed=1)[1]
+    indices, done = np.arange(store.n_obs), threading.Event()
+    packets = [sent(export_rows(filled(method, 20, seed=seed)[0], indices)) for seed in range(2)]
+
+    def write() -> None:
+        number = 0
+        while not done.is_set():
+            number += 1
+            import_rows(store, indices, indices % 2, packets[number % 2])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(30):
+            found = sent(export_rows(store, indices)).read()
+            assert np.array_equal(found, rows) or np.array_equal(found, other)
+    finally:
+        done.set()
+        writer.join()
+    store.check()
 
 
 def test_invalid_indices_change_nothing() -> None:
@@ -577,7 +603,9 @@ class TransferMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("compiled", KERNELS)
-@pytest.mark.parametrize("method", ["delta", "delta2", "none", "scroll", "camera", "gzip", "auto", "palette"])
+@pytest.mark.parametrize(
+    "method", method_params("delta", "delta2", "none", "scroll", "camera", "gzip", "auto", "palette")
+)
 def test_stores_hold_what_was_sent_in_any_order(method: str, compiled: bool) -> None:
     machine = type("Machine", (TransferMachine,), {"method": method, "compiled": compiled})
     run_state_machine_as_test(machine, settings=examples(6, 25))

@@ -7,6 +7,7 @@ import json
 import math
 import struct
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -212,7 +213,7 @@ def _pack(
         grouped.update(dict.fromkeys(group.keys, ((*lead, *group.rows.spec.shape), group.dtype)))
     small = [to_numpy(value) for key, value in tensors.items() if value is not None and key not in grouped]
     buffers.append(b"".join(value.tobytes() for value in small))
-    codec = next(name for name in _CODECS if is_available(name)) if compress else _CODECS[0]
+    codec = _best_codec() if compress else _CODECS[0]
     sections = [_compress(codec, int(compress), buffer) if compress else buffer for buffer in buffers]
     leaves = []
     for key, value in tensors.items():
@@ -227,6 +228,12 @@ def _pack(
     }  # fmt: skip
     text = json.dumps(header, separators=(",", ":")).encode()
     return b"".join([_MAGIC, struct.pack("<I", len(text)), text, *sections])
+
+
+@cache
+def _best_codec() -> str:
+    """The fastest codec that is installed."""
+    return next(name for name in _CODECS if is_available(name))
 
 
 def _compress(codec: str, level: int, buffer: Any) -> Any:
@@ -417,9 +424,11 @@ class ItemPacket:
         if len(section) == size:
             return np.frombuffer(section, np.uint8)
         if self._codec == "zstd":
-            get_codec("zstd")  # if zstd is missing, raises an error that says what to install
-            from sb3_extra_buffers.codecs.zstd import decompress_bytes  # needs zstandard
-
+            try:
+                from sb3_extra_buffers.codecs.zstd import decompress_bytes
+            except ImportError:
+                get_codec("zstd")  # raises an error that says what to install
+                raise
             return np.frombuffer(decompress_bytes(section, size), np.uint8)
         out = np.empty(size, np.uint8)
         get_codec(self._codec).decode_into(section, out.data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,12 @@ def codec_to_bytes(codec: Codec) -> npt.NDArray[np.uint8]:
 def codecs_from_bytes(parts: Sequence[npt.NDArray[np.uint8]], spec: ObsSpec) -> list[Codec]:
     """Undo `codec_to_bytes` for the codecs of one packet."""
     with only_named_errors("a codec"):
-        return read_codecs([json.loads(part.tobytes()) for part in parts], spec)
+        return list(_parse_codecs(tuple(part.tobytes() for part in parts), spec))
+
+
+@lru_cache(maxsize=8)
+def _parse_codecs(texts: tuple[bytes, ...], spec: ObsSpec) -> list[Codec]:
+    return read_codecs([json.loads(text) for text in texts], spec)
 
 
 def same_codec(one: Codec, other: Codec) -> bool:

@@ -167,19 +167,9 @@ class PortableFrameStore(FrameStore):
         """
 
     def _put_payloads(self, segments: Numbers, frames: EncodedFrames) -> None:
-        starts, total = frames.starts, int(frames.lengths.sum(dtype=np.int64))
         self._drop_view()
-        heap = self.heap
-        begin, end = heap.gap()
-        if total <= end - begin and total:
-            heap.data[begin : begin + total] = frames.data[:total]
-            heap.starts[segments] = begin + starts
-            heap.lengths[segments] = frames.lengths
-            heap.adopt(segments)
-        else:
-            ends = starts + frames.lengths
-            payloads = [frames.data[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
-            heap.write(segments.tolist(), payloads)
+        if len(segments):
+            self.heap.put_together(segments, frames.data, frames.lengths)
         self._sync()
 
     def _end_import(self, segments: Numbers) -> None:

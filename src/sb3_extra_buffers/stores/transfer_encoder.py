@@ -62,11 +62,12 @@ class RowEncoder:
         frames = inner.inner if isinstance(inner, TableStore) else inner
         if isinstance(frames, PortableSegmentStore):
             store.run_exclusively(frames.seal_segments)
-        firsts = np.arange(len(batches))[:, None] * self._capacity[1]
-        packet = export_rows(store, firsts + np.arange(n_rows))
+        indices = np.arange(len(batches))[:, None] * self._capacity[1] + np.arange(n_rows)
+        packet = export_rows(store, indices)
         self._n_rows += n_rows * len(batches)
         if self._n_rows >= _ENOUGH_ROWS:
-            store.clear()
+            # not `clear`, which returns the memory of the heap
+            store.erase(indices.reshape(-1))
             self._store = store
         return packet
 
