@@ -254,7 +254,8 @@ def sections(game: str = "MsPacman") -> dict[str, str]:
     info = next(iter(rows.values()))
     threads = f", torch on {info['threads']} thread" if info["threads"] else ""
     stamp = f"{game}, 4 environments, measured {info['date']} on {info['machine']}{threads}; {info['versions']}.\n"
-    return {"torchrl": f"\n{storage_table(rows)}\n{slice_table(rows)}\n{stamp}\n"}
+    tables = filter(None, (storage_table(rows), slice_table(rows)))
+    return {"torchrl": "".join(f"\n{table}" for table in tables) + f"\n{stamp}\n"}
 
 
 def number(row: render.Row, column: str) -> float | None:
@@ -302,7 +303,7 @@ def slice_table(rows: dict[str, render.Row]) -> str:
     if not lines:
         return ""
     note = f"{_N_SLICES} slices of {_SLICE} single frames; everything is relative to `LazyTensorStorage`.\n"
-    return f"{render.table(['sampler', 'resident memory', '`sample()`'], lines)}\n{note}"
+    return f"{render.table(['sampler', 'resident memory', '`sample()`'], lines)}\n{note}\n"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -478,11 +479,19 @@ def test_unacknowledged_packets_survive_a_killed_buffer_in_order_and_once(cluste
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Ray's own
-def test_errors_say_that_the_buffer_is_gone(cluster: None) -> None:
-    buffer = CompressedRayReplayBuffer(1000, batch_size=16, remote_config={"num_cpus": 0})
+def test_waiting_learners_block_nobody_and_errors_say_that_the_buffer_is_gone(cluster: None) -> None:
+    limiter = RateLimiter(samples_per_insert=100, min_size=20, tolerance=1e6, timeout=60)
+    buffer = CompressedRayReplayBuffer(1000, batch_size=16, rate_limiter=limiter, remote_config={"num_cpus": 0})
     client = buffer.client()
+    # waits in the actor for the first items, and keeps nobody else waiting
+    batches: list[Any] = []
+    learner = threading.Thread(target=lambda: batches.append(client.sample()))
+    learner.start()
+    time.sleep(0.2)
+    assert len(buffer) == 0
     client.extend(trajectory(20))
-    client.sample()
+    learner.join()
+    assert batches[0].shape == (16,)
     os.kill(buffer.process_id(), signal.SIGKILL)
 
     def sample_often() -> None:

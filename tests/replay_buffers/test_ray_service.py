@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("torchrl")
 
-from torchrl.data.replay_buffers.samplers import PrioritizedSampler, SliceSampler
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler, PrioritizedSliceSampler, SliceSampler
 
 from sb3_extra_buffers._torchrl.packet_group import decode_batch
 from sb3_extra_buffers._torchrl.service import CompressedReplayService
@@ -223,6 +223,23 @@ def test_slices_are_sampled_through_the_service() -> None:
     assert_same(batch.select(*keys), data.select(*keys)[batch["index"]])
     starts = batch["index"].reshape(-1, 5)
     assert torch.equal(starts, starts[:, :1] + torch.arange(5))
+
+
+@needs_trees
+def test_priorities_of_slices_go_back_through_the_service() -> None:
+    sampler = PrioritizedSliceSampler(100, 0.7, 0.5, slice_len=5, traj_key=("collector", "traj_ids"))
+    buffer, data = service(sampler=sampler), trajectory(90)
+    buffer.extend(encode_packet(data))
+    batch = decode_packet(buffer.sample(40))
+    index = batch["index"].reshape(-1, 5)
+    assert torch.equal(index, index[:, :1] + torch.arange(5))
+    assert torch.equal(batch["index_generation"], batch["index"])
+    before = buffer.contents()
+    batch["td_error"] = torch.full((40, 1), 5.0)
+    assert buffer.update_tensordict_priority(batch.select("td_error", "index", "index_generation")) == 40
+    after = buffer.contents()
+    assert after.mass > before.mass
+    assert after.unit == 5
 
 
 # ---- shards ----

@@ -50,7 +50,9 @@ def merge_parts(
     present = [(number, part) for number, part in enumerate(parts) if part is not None]
     # the smallest probability in all shards that could have been drawn from
     smallest = min(
-        now.lowest * before.mass / now.mass for before, now in zip(planned, drawn, strict=True) if before.n_items
+        now.lowest * before.mass / now.mass
+        for before, now in zip(planned, drawn, strict=True)
+        if before.n_items and now.n_items
     )
     for number, part in present:
         part.set("index", part.get("index") + number * shard_size)

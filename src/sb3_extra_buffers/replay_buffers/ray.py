@@ -6,7 +6,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 from sb3_extra_buffers.errors import ArgumentError, MissingExtraError, ServiceLostError
@@ -35,24 +35,26 @@ __all__ = ["CompressedRayClient", "CompressedRayReplayBuffer", "CompressedReplay
 THREADS = {"collectors": 4, "learners": 4}
 
 
-def _answered_by(threads: str, method: Any) -> Any:
-    """Return ``method`` as Ray calls it: in one of ``threads``."""
-
-    @wraps(method)
-    def answer(*args: Any, **kwargs: Any) -> Any:
-        return method(*args, **kwargs)
-
-    mark: Any = ray.method(concurrency_group=threads)
-    return mark(answer)
-
-
 class ActorService(CompressedReplayService):
     """The service as a Ray actor, which calls it from several threads."""
 
-    extend = _answered_by("collectors", CompressedReplayService.extend)
-    extend_packets = _answered_by("collectors", CompressedReplayService.extend_packets)
-    sample = _answered_by("learners", CompressedReplayService.sample)
-    draw = _answered_by("learners", CompressedReplayService.draw)
+    # Ray finds the threads by the name of the function: wrappers that take over another name do not work
+
+    @ray.method(concurrency_group="collectors")
+    def extend(self, *args: Any, **kwargs: Any) -> Any:
+        return super().extend(*args, **kwargs)
+
+    @ray.method(concurrency_group="collectors")
+    def extend_packets(self, *args: Any) -> Any:
+        return super().extend_packets(*args)
+
+    @ray.method(concurrency_group="learners")
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+        return super().sample(*args, **kwargs)
+
+    @ray.method(concurrency_group="learners")
+    def draw(self, *args: Any) -> Any:
+        return super().draw(*args)
 
 
 class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torchrl ships no types
