@@ -80,9 +80,7 @@ def assert_holds(replay: CompressedEmbodiedReplay, model: Model) -> None:
         wanted = np.array([[step[key] for step in window] for window in expected])
         np.testing.assert_array_equal(found[key], wanted, err_msg=key)
         assert found[key].dtype == wanted.dtype
-    for store in replay._steps.stores.values():  # type: ignore[union-attr]
-        if not replay.read_only:
-            store.check()
+    replay.check()
 
 
 def filled(n_steps: int, n_workers: int = 2, **options: Any) -> tuple[CompressedEmbodiedReplay, Model]:
@@ -101,7 +99,8 @@ def filled(n_steps: int, n_workers: int = 2, **options: Any) -> tuple[Compressed
     length=st.integers(1, 7),
     capacity=st.none() | st.integers(1, 60),
     chunksize=st.sampled_from([1, 2, 16, 1024]),
-    workers=st.lists(st.integers(0, 3), min_size=1, max_size=250),
+    # workers, and how many steps each adds in a row
+    runs=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([1, 1, 1, 2, 10, 40])), min_size=1, max_size=60),
     method=st.sampled_from(["auto", "delta", "none", "zstd-3"]),
     reload=st.booleans(),
 )
@@ -110,7 +109,7 @@ def test_windows_equal_those_of_a_list_of_steps(
     length: int,
     capacity: int | None,
     chunksize: int,
-    workers: list[int],
+    runs: list[tuple[int, int]],
     method: str,
     reload: bool,
 ) -> None:
@@ -118,6 +117,7 @@ def test_windows_equal_those_of_a_list_of_steps(
     options: Any = {"directory": folder, "chunksize": chunksize, "compression_method": method}
     replay, model = CompressedEmbodiedReplay(length, capacity, **options), Model(length, capacity)
     counts: collections.Counter[Any] = collections.Counter()
+    workers = [worker for worker, n_steps in runs for _ in range(n_steps)]
     for turn, worker in enumerate(workers):
         if reload and turn == len(workers) // 2:
             replay.save()
@@ -131,6 +131,18 @@ def test_windows_equal_those_of_a_list_of_steps(
         counts[worker] += 1
         replay.add(step, worker)
         model.add(step, worker)
+        replay.check()
+    assert_holds(replay, model)
+
+
+@pytest.mark.parametrize("n_steps", [19, 20, 21, 32, 36])
+def test_a_worker_goes_on_after_all_its_windows_were_evicted(n_steps: int) -> None:
+    replay, model = filled(n_steps, n_workers=1)
+    for worker, count in ((1, 200), (0, 30), (1, 20)):
+        for number in range(count):
+            step = make_step(worker, number)
+            replay.add(step, worker)
+            model.add(step, worker)
     assert_holds(replay, model)
 
 

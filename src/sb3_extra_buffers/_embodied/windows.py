@@ -140,7 +140,7 @@ class WindowStore(Transactional):
 
     def _plan_step(self, change: Change, stream: _Stream) -> _Stream:
         """Plan where the next step of ``stream`` goes and which window it completes; return the stream after it."""
-        table = self._table
+        table, before = self._table, NONE
         chunk, n_used, start_chunk, start = stream.chunk, stream.n_used, stream.start_chunk, stream.start
         if chunk == NONE or n_used == table.size:
             before = chunk
@@ -156,14 +156,16 @@ class WindowStore(Transactional):
         change.set(table.numbers, chunk * table.size + n_used, self._n_added)
         n_pending, n_added = stream.n_pending + 1, stream.n_added + 1
         if n_pending >= self.length:
-            if start == table.size:
-                start_chunk, start = int(table.successors[start_chunk]), 0
             window = self._next_window
             change.set(self._ring, window % len(self._ring), start_chunk * table.size + start)
             change.attributes["_next_window"] = window + 1
             if self.online and n_added % self.length == 0:
                 change.online = window
             start, n_pending = start + 1, n_pending - 1
+            if start == table.size and n_pending:
+                # now: the chunk may be freed, and its link be lost, before the stream goes on
+                start_chunk = chunk if start_chunk == before else int(table.successors[start_chunk])
+                start = 0
         return _Stream(stream.number, chunk, n_used + 1, start_chunk, start, n_pending, n_added)
 
     def _evict(self, limit: int | None = None) -> None:
@@ -204,6 +206,27 @@ class WindowStore(Transactional):
 
     def _position(self) -> int:
         return self._n_added
+
+    def check(self) -> None:
+        """Raise `AssertionError` if windows, streams and chunks disagree, for tests."""
+        with self._lock:
+            self._recover()
+            table = self._table
+            held = np.arange(self._first_window, self._next_window)
+            counts = np.bincount(self._ring[held % len(self._ring)] // table.size, minlength=len(table))
+            for stream in self._streams.values():
+                counts[stream.chunk] += 1
+                pending = table.window_slots(np.array([stream.start_chunk * table.size + stream.start]), self.length)
+                np.add.at(counts, pending[0, : stream.n_pending] // table.size, 1)
+            following = table.successors[table.serials > 0]
+            np.add.at(counts, following[following != NONE], 1)
+            if not np.array_equal(counts, table.references):
+                raise AssertionError("the reference count of a chunk is wrong")
+            if not np.array_equal(counts > 0, table.serials > 0) or len(table.by_serial) != (counts > 0).sum():
+                raise AssertionError("a chunk is in use that nothing refers to, or the reverse")
+            if self._steps is not None and not self.read_only:
+                for store in self._steps.stores.values():
+                    store.check()
 
     # ---- loading ----
 

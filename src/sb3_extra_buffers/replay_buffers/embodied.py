@@ -242,7 +242,11 @@ class CompressedEmbodiedReplay(WindowStore):
             if window >= self._first_window:
                 drawn.append(window)
         self._tell_selector()
-        drawn += [int(self.sampler()) for _ in range(count - len(drawn))]
+        count -= len(drawn)
+        if count and hasattr(self.sampler, "draw"):
+            drawn += self.sampler.draw(count)
+        else:
+            drawn += [int(self.sampler()) for _ in range(count)]
         if drawn and not (min(drawn) >= self._first_window and max(drawn) < self._next_window):
             raise StaleIndexError(f"{type(self.sampler).__name__} drew a window that is not in the replay: {drawn}")
         return drawn

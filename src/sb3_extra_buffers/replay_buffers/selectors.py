@@ -83,8 +83,17 @@ class Uniform(_Range):
     """
 
     def __call__(self) -> int:
+        return self.draw(1)[0]
+
+    def draw(self, count: int) -> list[int]:
+        """Draw several windows at once, which is faster.
+
+        Args:
+            count: Number of windows.
+        """
         self._check_not_empty()
-        return self.first + int(self.rng.integers(len(self)))
+        drawn: list[int] = (self.first + self.rng.integers(len(self), size=count)).tolist()
+        return drawn
 
 
 class Fifo(_Range):
