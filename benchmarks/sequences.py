@@ -98,28 +98,34 @@ def trajectories(game: str, n_steps: int) -> Iterator[Any]:
     import torch
     from tensordict import TensorDict
 
+    folder = feed.record(game, n_steps)
+    ends = dict(np.load(folder / "ends.npz"))
+    terminal = dict(zip(map(tuple, ends["where"].tolist()), ends["frames"], strict=True))
+    # mapped, so that the recording does not count as memory of the process
+    shape = (n_steps + 1, *(int(length) for length in ends["shape"]))
+    frames = np.memmap(folder / "frames.bin", ends["frames"].dtype, "r", shape=shape)
     for env in range(feed.N_ENVS):
-        steps = []
-        for number, step in enumerate(feed.steps(game, n_steps, stack=1)):
-            done = bool(step.dones[env]) or number == n_steps - 1
-            steps.append((step.obs[env, 0].copy(), step.next_obs[env, 0].copy(), done))
-            if len(steps) < 64 and number < n_steps - 1:
-                continue
-            obs, next_obs, dones = (torch.from_numpy(np.stack(part)) for part in zip(*steps, strict=True))
+        for first in range(0, n_steps, 64):
+            stop = min(first + 64, n_steps)
+            obs, next_obs = (np.array(frames[first + i : stop + i, env, ..., 0]) for i in (0, 1))
+            dones = ends["dones"][first:stop, env].copy()
+            for number in np.flatnonzero(dones):
+                next_obs[number] = terminal[first + int(number), env][..., 0]
+            dones[-1] |= stop == n_steps
+            done = torch.from_numpy(dones)[:, None]
             yield TensorDict(
                 {
-                    "observation": obs,
-                    "action": torch.zeros(len(steps), dtype=torch.int64),
+                    "observation": torch.from_numpy(obs),
+                    "action": torch.zeros(len(obs), dtype=torch.int64),
                     "next": {
-                        "observation": next_obs,
-                        "reward": torch.zeros(len(steps), 1),
-                        "done": dones[:, None],
-                        "terminated": dones[:, None].clone(),
+                        "observation": torch.from_numpy(next_obs),
+                        "reward": torch.zeros(len(obs), 1),
+                        "done": done,
+                        "terminated": done.clone(),
                     },
                 },
-                batch_size=[len(steps)],
+                batch_size=[len(obs)],
             )
-            steps = []
 
 
 def make_replay(what: str, size: int) -> Any:
@@ -240,8 +246,9 @@ def main() -> None:
         options.frames, options.repeats = 20_000, 20
     if not options.render:
         measure(options)
-    if not options.quick:
-        render.insert(render.DOCS / "sequences.md", "sequences", section(options.game))
+    page = render.DOCS / "sequences.md"
+    if not options.quick and page.exists():
+        render.insert(page, "sequences", section(options.game))
 
 
 if __name__ == "__main__":

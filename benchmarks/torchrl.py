@@ -303,7 +303,7 @@ def slice_table(rows: dict[str, render.Row]) -> str:
     if not lines:
         return ""
     note = f"{_N_SLICES} slices of {_SLICE} single frames; everything is relative to `LazyTensorStorage`.\n"
-    return f"{render.table(['sampler', 'resident memory', '`sample()`'], lines)}\n{note}"
+    return f"{render.table(['sampler', 'resident memory', '`sample()`'], lines)}\n{note}\n"
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ MODULES = {
     "gpu_buffers.utils": ("torch",),
     "tensor_buffers": ("torch",),
     "replay_buffers": ("torchrl", "ray"),
+    "replay_buffers.selectors": (),
     "files": (),
     "recording": (),
     "vec_buf": (),

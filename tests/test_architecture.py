@@ -42,6 +42,7 @@ LAYERS = [
     ("files", OPTIONAL, {"codecs", "kernels", "stores", "files", *BASE}),
     ("_sb3", OPTIONAL, {"codecs", "kernels", "stores", "files", "_sb3", *BASE}),
     ("tensor_buffers", SB3 | OPTIONAL, {"codecs", "kernels", "stores", "tensor_buffers", *BASE}),
+    ("_embodied", SB3 | OPTIONAL, {"codecs", "kernels", "stores", "files", "_embodied", *BASE}),
     (
         "_torchrl",
         SB3 | OPTIONAL - {"tensordict", "torchrl"},

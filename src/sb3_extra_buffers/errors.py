@@ -143,6 +143,14 @@ class SharingError(ExtraBuffersError, RuntimeError):
     """An object cannot be shared with another process in this way."""
 
 
+class OwnerEndedError(SharingError, EOFError):
+    """The process that shared a buffer has ended, or has stopped sharing it."""
+
+
+class InterruptedChangeError(SharingError, EOFError):
+    """A change of a shared buffer was interrupted, so what it holds is incomplete."""
+
+
 class PriorityError(ExtraBuffersError, ValueError):
     """A TD error is not a valid priority."""
 

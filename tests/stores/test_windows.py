@@ -128,6 +128,24 @@ def test_a_view_of_another_dtype_converts_windows() -> None:
     np.testing.assert_array_equal(windows, values[[[1, 2]], 1])
 
 
+@pytest.mark.parametrize("method", ["none", "delta", "gzip", "auto"])
+def test_memory_that_does_not_fit_windows_is_refused(method: str) -> None:
+    store = ObservationStore(ObsSpec((6, 7), np.dtype(np.uint8)), 1, method)
+    store.allocate(40)
+    rows = np.random.default_rng(0).integers(1, 256, (40, 42)).astype(np.uint8)
+    # auto holds the first rows as they come
+    n_written = 4 if method == "auto" else 40
+    store.write(np.arange(n_written), np.zeros(n_written, np.int64), rows[:n_written])
+    indices = np.arange(4).reshape(2, 2)
+    wide = np.zeros((2, 2, 84), np.uint8)
+    for out in (np.zeros((2, 2, 41), np.uint8), np.zeros((2, 3, 42), np.uint8), wide[..., ::2], wide.view("<u2")):
+        with pytest.raises(SpecMismatchError, match="out must be"):
+            store.read_windows(indices, out=out)
+    np.testing.assert_array_equal(
+        store.read_windows(indices, out=wide.reshape(-1)[:168].reshape(2, 2, 42)), rows[indices]
+    )
+
+
 def test_windows_that_do_not_fit_are_refused() -> None:
     store = ObservationStore(ObsSpec((5,), np.dtype(np.uint8)), 2, "none")
     view = StoreView(store, (6, 2))

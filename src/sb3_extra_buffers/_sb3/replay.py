@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -34,6 +35,8 @@ from sb3_extra_buffers.stores.arena import zeros
 from sb3_extra_buffers.stores.transactions import WRITING
 
 if TYPE_CHECKING:
+    from sb3_extra_buffers._sb3.sharing import BufferSharing, SharedHandle
+
     _Base = ReplayBuffer
 else:
     _Base = object
@@ -69,6 +72,8 @@ class ReplayMixin(BudgetMixin, _Base):
     _is_n_step_class = False
     #: Called with the position and the last field of a `Step` to complete it; twice must have no further effect.
     _step_added: Any = None
+    #: Tells other processes about every change, once the buffer is shared.
+    _sharing: BufferSharing | None = None
 
     def __init__(
         self,
@@ -234,8 +239,10 @@ class ReplayMixin(BudgetMixin, _Base):
             infos: The environments' dicts; only ``"TimeLimit.truncated"`` is read.
         """
         with self._lock:
-            n_added = self.n_added
+            n_added, sharing = self.n_added, self._sharing
             try:
+                if sharing is not None:
+                    sharing.begin()
                 if self._unfinished is not None:
                     self._recover()
                 if self._raw:
@@ -269,6 +276,9 @@ class ReplayMixin(BudgetMixin, _Base):
                     self._evict_beyond(limit)
             except BaseException as problem:
                 self._fail(problem, n_added)
+            finally:
+                if sharing is not None:
+                    sharing.end()
 
     def _position(self) -> int:
         return self.n_added
@@ -511,10 +521,36 @@ class ReplayMixin(BudgetMixin, _Base):
     def reset(self) -> None:
         """Remove all transitions."""
         self._check_writable()
-        with self._lock:
+        with self._lock, self._changing():
             self._recover()
             self.n_evicted = 0
             super().reset()
+
+    # ---- sharing ----
+
+    def _changing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._sharing is None else self._sharing.changing()
+
+    def share(self) -> SharedHandle:
+        """Let other processes of this machine read the buffer through shared memory.
+
+        Everything that is stored moves to memory that they can map, where later steps are added. They decode batches
+        themselves. Returns a handle, which can be pickled; `SharedHandle.open` returns a `SharedReader`.
+        """
+        with self._lock:
+            self._recover()
+            if self._sharing is None:
+                from sb3_extra_buffers._sb3.sharing import BufferSharing
+
+                self._sharing = BufferSharing(self)
+            return self._sharing.handle
+
+    def stop_sharing(self) -> None:
+        """End `share`: readers get an error from now on, and the buffer can be used as before."""
+        with self._lock:
+            sharing, self._sharing = self._sharing, None
+            if sharing is not None:
+                sharing.close()
 
 
 def _inherits(cls: type[Any], names: tuple[str, ...]) -> bool:

@@ -46,7 +46,7 @@ class SequenceMixin(Sequences, ReplayMixin):
 
     def reset(self) -> None:
         """Remove all transitions."""
-        with self._lock:
+        with self._lock, self._changing():
             super().reset()
             if "_index" in vars(self):
                 self._clear_sequences()

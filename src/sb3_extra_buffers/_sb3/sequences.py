@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -77,6 +78,7 @@ class Sequences:
 
         def size(self) -> int: ...
         def _check_writable(self) -> None: ...
+        def _changing(self) -> AbstractContextManager[None]: ...
 
     def __init__(
         self,
@@ -403,7 +405,7 @@ class Sequences:
         lead = (len(envs),) if is_single else (len(envs), n_states)
         fitted = self._states.fit_batch(states, lead, "states")
         self._check_writable()
-        with self._lock:
+        with self._lock, self._changing():
             self._recover()
             is_held = self.holds(batch)[:, offset : offset + n_states]
             rows, columns = np.nonzero(is_held)
@@ -473,6 +475,13 @@ class Sequences:
             tree = self._priorities.tree
             found["priorities"] = tree.read(slice(0, tree.n_leaves)).reshape(self.buffer_size, self.n_envs).copy()
         return found
+
+    def _use_sequence_columns(self, columns: Mapping[str, Array]) -> None:
+        """Continue with copies of the columns that every step changes."""
+        index = self._index
+        index.starts, index.next_is_first = columns["is_first"], columns["next_is_first"]
+        for name in self._states.columns:
+            self._states.columns[name] = columns[f"states/{name}"]
 
     def restore_sequences(self, parts: Any) -> None:
         """Take over the columns of `LoadedParts`, which are not trusted."""

@@ -171,7 +171,7 @@ class HostGroup(StoredGroup):
         self._use(store, bases)
 
     def read_rows(self, positions: Positions, which: Sequence[int] | None = None) -> list[ByteRows]:
-        indices = positions + (self._offsets if which is None else self._offsets[which])
+        indices = positions + (self._offsets if which is None else self._offsets[list(which)])
         # slices decode each segment once; random positions decode a key and its next together
         read = self.store.read_windows if are_slices(positions, self.n_streams) else self.store.read
         return list(read(indices))

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         CompressedSequenceReplayBuffer,
         SequenceSamples,
     )
+    from sb3_extra_buffers.compressed.shared import SharedHandle, SharedReader
 
 __all__ = [
     "BufferUsageCallback",
@@ -67,6 +68,8 @@ __all__ = [
     "CompressedSequenceReplayBuffer",
     "PrioritizedReplayBufferSamples",
     "SequenceSamples",
+    "SharedHandle",
+    "SharedReader",
     "compressed",
     "find_buffer_dtypes",
     "find_smallest_dtype",
@@ -119,6 +122,7 @@ __getattr__, __dir__ = attach(
             "CompressedSequenceReplayBuffer",
             "SequenceSamples",
         ],
+        "shared": ["SharedHandle", "SharedReader"],
     },
     _check_contrib,
 )

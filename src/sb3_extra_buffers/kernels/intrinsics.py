@@ -170,6 +170,12 @@ def copy_bytes(builder: Any, target: Any, source: Any, count: Any) -> None:
     cgutils.raw_memcpy(builder, target, source, count, 1)
 
 
+@_operation(types.void, _MEMORY, _MEMORY)
+def copy_line(builder: Any, target: Any, source: Any) -> None:
+    """Copy 64 bytes of any alignment."""
+    _store(builder, _load(builder, source, _LINE), target)
+
+
 @_operation(types.void, _MEMORY, _INT)
 def clear_bytes(builder: Any, target: Any, count: Any) -> None:
     """Set ``count`` bytes to zero."""

@@ -17,9 +17,10 @@ from sb3_extra_buffers.kernels import (
 )
 from sb3_extra_buffers.kernels.columns_numba import as_column, flat, int64_part, keep, part, tables_at
 from sb3_extra_buffers.kernels.compiling import compiled, entry, inner, slow_entry
-from sb3_extra_buffers.kernels.intrinsics import clear_bytes, copy_bytes, stream_bytes
+from sb3_extra_buffers.kernels.intrinsics import clear_bytes, stream_bytes
 from sb3_extra_buffers.kernels.lz4_block import OVERRUN
 from sb3_extra_buffers.kernels.reading_numba import (
+    copy_frame,
     inflate_zstd,
     is_streaming,
     join_row,
@@ -150,5 +151,5 @@ def _read_segment(
         if streaming:
             stream_bytes(target, targets[i], source, frame_at, size)
         else:
-            copy_bytes(target, targets[i], source, frame_at, size)
+            copy_frame(target, targets[i], source, frame_at, size)
     return True

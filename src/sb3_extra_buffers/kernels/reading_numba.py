@@ -22,6 +22,7 @@ from sb3_extra_buffers.kernels.intrinsics import (
     address_of,
     clear_bytes,
     copy_bytes,
+    copy_line,
     join_block,
     load_word,
     split_block,
@@ -137,7 +138,7 @@ def read_rows(
                 return segment
             keyframe = state.keyframes[segment]
             if keyframe >= 0:
-                copy_bytes(frame, 0, state.keyframe_rows, keyframe * state.config.keyframe_bytes, size)
+                copy_frame(frame, 0, state.keyframe_rows, keyframe * state.config.keyframe_bytes, size)
             else:
                 clear_bytes(frame, 0, size)
             position = 0
@@ -150,7 +151,7 @@ def read_rows(
                     if length > size or at + length > end:
                         return segment
                     if length == size:
-                        copy_bytes(frame, 0, body, at, size)
+                        copy_frame(frame, 0, body, at, size)
                     elif length > 0 and not apply(body, at, at + length, frame, size, words, lines, values):
                         return segment
                     at += length
@@ -158,11 +159,32 @@ def read_rows(
                 if streaming:
                     stream_bytes(out, targets[i], frame, 0, size)
                 else:
-                    copy_bytes(target, targets[i], frame, 0, size)
+                    copy_frame(target, targets[i], frame, 0, size)
                 i += 1
         if n_joined:
             join_row(state, frame_ids, sets, row, by_row, joined, target, out)
     return -1
+
+
+@inner
+def copy_frame(target: Any, to: int, source: Any, at: int, size: int) -> None:
+    """`copy_bytes` in lines with aligned targets, which is faster than C's ``memcpy`` for some kilobytes."""
+    last = size - 64
+    if last < 64:
+        copy_bytes(target, to, source, at, size)
+        return
+    copy_line(target, to, source, at)
+    offset = 64 - address_of(target, to) % 64
+    while offset + 192 < last:
+        copy_line(target, to + offset, source, at + offset)
+        copy_line(target, to + offset + 64, source, at + offset + 64)
+        copy_line(target, to + offset + 128, source, at + offset + 128)
+        copy_line(target, to + offset + 192, source, at + offset + 192)
+        offset += 256
+    while offset < last:
+        copy_line(target, to + offset, source, at + offset)
+        offset += 64
+    copy_line(target, to + last, source, at + last)
 
 
 @inner

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import time
-from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sb3_extra_buffers._embodied.chunks import ID_BYTES, NONE, Change, ChunkTable
-from sb3_extra_buffers._embodied.steps import Step, StepStore, parse_step
+from sb3_extra_buffers._embodied.steps import StepStore, parse_step
+from sb3_extra_buffers._embodied.windows import WindowStore
 from sb3_extra_buffers.arguments import as_array, cast, check_count
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import ArgumentError, SpecMismatchError, StaleIndexError, UnknownFieldError
 from sb3_extra_buffers.replay_buffers.selectors import Selector, Uniform
-from sb3_extra_buffers.stores.arena import lengthen
-from sb3_extra_buffers.stores.base import Indices
 from sb3_extra_buffers.stores.checks import require
 from sb3_extra_buffers.stores.choice import MethodChoice
 from sb3_extra_buffers.stores.observation import ObservationStore
-from sb3_extra_buffers.stores.transactions import Transactional
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
 if TYPE_CHECKING:
@@ -41,27 +37,9 @@ _KIND, _BASELINE = "embodied", "embodied's Replay"
 _ANY_IMAGE = ObsSpec((64, 64, 3), np.dtype(np.uint8))
 _MODES = ("train", "report", "eval")
 _logger = logging.getLogger("sb3_extra_buffers")
-# a chunk holds at most this share of the capacity: the part of each stream's oldest chunk that was evicted is not freed
-_CHUNKS_PER_CAPACITY, _MIN_CHUNK = 64, 16
-# chunks beyond those that the capacity fills: each stream has two that are partly used
-_SPARE_CHUNKS = 128
-# steps that are copied at a time from one replay to another
-_BLOCK = 1024
 
 
-class _Stream(NamedTuple):
-    """The steps of one worker. Its next window begins at ``start`` of ``start_chunk``, followed by ``n_pending``."""
-
-    number: int
-    chunk: int = NONE
-    n_used: int = 0
-    start_chunk: int = NONE
-    start: int = 0
-    n_pending: int = 0
-    n_added: int = 0
-
-
-class CompressedEmbodiedReplay(Transactional):
+class CompressedEmbodiedReplay(WindowStore):
     """A replay for DreamerV3 with the interface of ``embodied.replay.Replay``: same arguments, methods and batches.
 
     An item is a window of ``length`` consecutive steps of one worker; windows may span episodes. Once there are
@@ -114,47 +92,29 @@ class CompressedEmbodiedReplay(Transactional):
         compression_method: str = "auto",
         compression_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self._make_lock()
-        self.length = check_count(length, "length")
-        # configurations have 5e6
-        whole = isinstance(capacity, float) and capacity.is_integer()
-        self.capacity = None if capacity is None else check_count(int(capacity) if whole else capacity, "capacity")
-        self.chunksize = check_count(chunksize, "chunksize")
-        self.directory = _as_folder(directory)
-        self.online, self.save_wait, self.name = bool(online), bool(save_wait), str(name)
-        self.sampler: Any = Uniform(seed) if selector is None else selector
         if isinstance(compressed_keys, str):
             raise ArgumentError(f"compressed_keys must be a list of keys, got {compressed_keys!r}")
-        self.compressed_keys = None if compressed_keys is None else tuple(compressed_keys)
-        self.compression_method, self.compression_kwargs = compression_method, dict(compression_kwargs or {})
-        MethodChoice(_ANY_IMAGE, compression_method, self.compression_kwargs)  # raises if there is no such method
-        #: Tells steps of this replay from those of others; the first bytes of their ids.
-        self.replay_id = secrets.token_bytes(8)
-        self._steps: StepStore | None = None
-        size = self.chunksize
-        if self.capacity is not None:
-            size = min(size, max(self.capacity // _CHUNKS_PER_CAPACITY, _MIN_CHUNK))
-        self._table = ChunkTable(size, self._n_chunks(size))
-        self._streams: dict[Hashable, _Stream] = {}
-        self._n_streams = self._n_added = 0
-        # a ring of the slots that windows begin at; windows are numbered in the order in which they were added
-        self._ring: Indices = lengthen(np.zeros(0, np.int64), 1024 if self.capacity is None else self.capacity + 1)
-        self._first_window = self._next_window = 0
+        options = dict(compression_kwargs or {})
+        MethodChoice(_ANY_IMAGE, compression_method, options)  # raises if there is no such method
+        # configurations have 5e6
+        whole = isinstance(capacity, float) and capacity.is_integer()
+        super().__init__(
+            check_count(length, "length"),
+            None if capacity is None else check_count(int(capacity) if whole else capacity, "capacity"),
+            check_count(chunksize, "chunksize"),
+            bool(online),
+            compressed_keys,
+            compression_method,
+            options,
+        )
+        self.directory = _as_folder(directory)
+        self.save_wait, self.name = bool(save_wait), str(name)
+        self.sampler: Any = Uniform(seed) if selector is None else selector
         # windows that the selector knows
         self._first_known = self._next_known = 0
-        self._queue: deque[int] = deque()
         self.metrics = {"samples": 0, "inserts": 0, "updates": 0}
 
-    def _n_chunks(self, size: int) -> int:
-        if self.capacity is None:
-            return _SPARE_CHUNKS
-        return -(-(self.capacity + self.length) // size) + _SPARE_CHUNKS
-
     # ---- size ----
-
-    def __len__(self) -> int:
-        """The number of windows."""
-        return self._next_window - self._first_window
 
     def __bool__(self) -> bool:
         # as without __len__: an empty replay is still a replay
@@ -193,9 +153,11 @@ class CompressedEmbodiedReplay(Transactional):
     # ---- adding ----
 
     def add(self, step: Mapping[str, Any], worker: Hashable = 0) -> None:
-        """Add the next step of ``worker``, a dict of arrays; keys that start with ``log/`` are left out.
+        """Add the next step of a worker.
 
-        The first step sets keys, shapes and dtypes.
+        Args:
+            step: Arrays by key; the first step sets keys, shapes and dtypes. Keys that start with ``log/`` are ignored.
+            worker: Whose step it is: a number, a name or anything else that is hashable.
         """
         self._check_writable()
         parsed = parse_step(step)
@@ -203,94 +165,11 @@ class CompressedEmbodiedReplay(Transactional):
             hash(worker)
         except TypeError:
             raise ArgumentError(f"worker must be hashable, such as a number or a name, got {worker!r}") from None
-        with self._lock:
-            self._recover()
-            steps = self._steps
-            if steps is None:
-                how = self.compressed_keys, self.compression_method, self.compression_kwargs
-                steps = StepStore.for_step(parsed, self._table.n_slots, *how)
-            parsed = steps.check(parsed)
-            position = self._n_added
-            try:
-                self._add(steps, parsed, worker)
-            except BaseException as problem:
-                self._fail(problem, position)
+        self._add_step(parsed, worker)
 
-    def _add(self, steps: StepStore, step: Step, worker: Hashable) -> None:
-        stream = self._streams.get(worker)
-        if stream is None:
-            stream = _Stream(self._n_streams)
-            steps.add_stream(stream.number)
-        table = self._reserve(steps)
-        change = Change(attributes={"_steps": steps, "_n_added": self._n_added + 1, "_unfinished": None})
-        change.attributes["_n_streams"] = max(self._n_streams, stream.number + 1)
-        stream = self._plan_step(change, stream)
-        slot = stream.chunk * table.size + stream.n_used - 1
-        change.set(self._streams, worker, stream)
-        for key, column in steps.columns.items():
-            change.set(column, slot, step[key])
-        self._begin_step()
-        steps.write_images(slot, stream.number, step)
-        # from here on, the step is completed whatever happens
-        self._unfinished = change
-        self._finish_step(change)
-        if change.attributes.get("_next_window") is not None:
-            self.metrics["inserts"] += 1
-            self._tell_selector()
-            self._evict()
-            self._tell_selector()
-
-    def _reserve(self, steps: StepStore) -> ChunkTable:
-        """Have an unused chunk, and space for another window."""
-        table = self._table
-        if not table.unused:
-            # not twice as many: a store takes two ranges of one size for observations and next observations
-            n_chunks = len(table) + len(table) // 2 + 1
-            steps.reserve(n_chunks * table.size)
-            table.grow(n_chunks)
-        if len(self) >= len(self._ring):
-            windows = np.arange(self._first_window, self._next_window)
-            longer: Indices = lengthen(np.zeros(0, np.int64), 2 * len(self._ring))
-            longer[windows % len(longer)] = self._ring[windows % len(self._ring)]
-            self._ring = longer
-        return table
-
-    def _plan_step(self, change: Change, stream: _Stream) -> _Stream:
-        """Plan where the next step of ``stream`` goes and which window it completes; return the stream after it."""
-        table = self._table
-        chunk, n_used, start_chunk, start = stream.chunk, stream.n_used, stream.start_chunk, stream.start
-        if chunk == NONE or n_used == table.size:
-            before = chunk
-            chunk, n_references = table.begin(change, before)
-            n_used = 0
-            if start_chunk == NONE or (start_chunk == before and start == table.size):
-                start_chunk, start = chunk, 0
-        else:
-            n_references = int(table.references[chunk])
-        # the step, with which a window may begin
-        change.set(table.references, chunk, n_references + 1)
-        change.set(table.used, chunk, n_used + 1)
-        change.set(table.numbers, chunk * table.size + n_used, self._n_added)
-        n_pending, n_added = stream.n_pending + 1, stream.n_added + 1
-        if n_pending >= self.length:
-            if start == table.size:
-                start_chunk, start = int(table.successors[start_chunk]), 0
-            window = self._next_window
-            change.set(self._ring, window % len(self._ring), start_chunk * table.size + start)
-            change.attributes["_next_window"] = window + 1
-            if self.online and n_added % self.length == 0:
-                change.online = window
-            start, n_pending = start + 1, n_pending - 1
-        return _Stream(stream.number, chunk, n_used + 1, start_chunk, start, n_pending, n_added)
-
-    def _evict(self, limit: int | None = None) -> None:
-        """Remove the oldest windows until there are at most ``limit``, by default `capacity`."""
-        limit = self.capacity if limit is None else limit
-        while limit is not None and len(self) > limit:
-            change = Change(attributes={"_first_window": self._first_window + 1, "_unfinished": None})
-            self._table.evict(change, int(self._ring[self._first_window % len(self._ring)]))
-            self._unfinished = change
-            self._finish_step(change)
+    def _window_added(self) -> None:
+        self.metrics["inserts"] += 1
+        self._tell_selector()
 
     def _tell_selector(self) -> None:
         """Tell the selector which windows were added and removed."""
@@ -303,36 +182,6 @@ class CompressedEmbodiedReplay(Transactional):
         while self._first_known < self._first_window:
             del self.sampler[self._first_known]
             self._first_known += 1
-
-    def _slots_of(self, windows: Sequence[int]) -> Indices:
-        starts = self._ring[np.asarray(windows, np.int64) % len(self._ring)]
-        return self._table.window_slots(starts, self.length)
-
-    # ---- transactions ----
-
-    def _written_stores(self) -> list[ObservationStore]:
-        return [] if self._steps is None else list(self._steps.stores.values())
-
-    def _finish_step(self, unfinished: Change) -> None:
-        unfinished.apply()
-        window = unfinished.online
-        if window is not None and (not self._queue or self._queue[-1] < window):
-            self._queue.append(window)
-        if unfinished.freed and self._steps is not None:
-            size = self._table.size
-            for chunk in unfinished.freed:
-                self._steps.erase(chunk * size, (chunk + 1) * size)
-        # one call into C, which signal handlers cannot interrupt
-        self.__dict__.update(unfinished.attributes)
-
-    def _recover(self) -> None:
-        if self._unfinished is not None:
-            super()._recover()
-        if not self.read_only:
-            self._evict()
-
-    def _position(self) -> int:
-        return self._n_added
 
     # ---- sampling ----
 
@@ -368,10 +217,13 @@ class CompressedEmbodiedReplay(Transactional):
             else:
                 for key, values in drawn.items():
                     data[key][rows] = values
-            # windows that were evicted while they were read are drawn again
-            rows = rows[np.asarray(windows) < self._first_window]
-        with self._lock:
-            self.metrics["samples"] += batch if mode == "train" else 0
+            # with the lock: an eviction frees steps before it changes `_first_window`
+            with self._lock:
+                self._recover()
+                # windows that were evicted while they were read are drawn again
+                rows = rows[np.asarray(windows) < self._first_window]
+                if not len(rows) and mode == "train":
+                    self.metrics["samples"] += batch
         return data
 
     def _wait(self) -> None:
@@ -402,7 +254,7 @@ class CompressedEmbodiedReplay(Transactional):
                 data["is_first"][:, 0] = True
             if "is_last" in data:
                 # episodes that were abandoned have none
-                data["is_last"][:, :-1] |= data["is_first"][:, 1:]
+                data["is_last"][:, :-1] = np.maximum(data["is_last"][:, :-1], data["is_first"][:, 1:])
         return data
 
     def dataset(
@@ -550,49 +402,10 @@ class CompressedEmbodiedReplay(Transactional):
             if last is not None:
                 set_last_save(self, last)
 
-    def _take_over(self, loaded: CompressedEmbodiedReplay, amount: int | None = None) -> None:
-        """Hold the steps of ``loaded``, which must not be used afterwards."""
-        if loaded._steps is None:
-            return
-        starts = loaded._restore_windows(self.length)
-        first = self._next_window
-        n_ring = max(len(self._ring), len(starts) + 1)
-        ring: Indices = lengthen(np.zeros(0, np.int64), n_ring)
-        ring[(first + np.arange(len(starts))) % n_ring] = starts
-        self.__dict__.update(
-            _steps=loaded._steps, _table=loaded._table, replay_id=loaded.replay_id, _n_added=loaded._n_added,
-            _streams={}, _n_streams=0, _ring=ring, _first_window=first, _next_window=first + len(starts),
-            _first_known=first, _next_known=first, _queue=deque(),
-        )  # fmt: skip
-        self._evict()
-        if amount is not None:
-            self._evict(amount)
+    def _take_over(self, loaded: WindowStore, amount: int | None = None) -> None:
+        super()._take_over(loaded, amount)
         self._first_known = self._next_known = self._first_window
         self._tell_selector()
-
-    def _restore_windows(self, length: int) -> Indices:
-        """End all streams; return the slots that windows begin at."""
-        assert self._steps is not None
-        starts, freed = self._table.close_streams(length)
-        size = self._table.size
-        for chunk in freed:
-            if not self.read_only:
-                self._steps.erase(chunk * size, (chunk + 1) * size)
-        return starts
-
-    def _copy(self, other: CompressedEmbodiedReplay) -> None:
-        """Add all steps of ``other``."""
-        if other._steps is None:
-            return
-        chains = [slots for _, slots in other._table.chains()]
-        slots = np.concatenate(chains) if chains else np.zeros(0, np.int64)
-        workers = np.repeat(np.arange(len(chains)), [len(chain) for chain in chains])
-        order = np.argsort(other._table.numbers[slots], kind="stable")
-        for first in range(0, len(order), _BLOCK):
-            part = order[first : first + _BLOCK]
-            block = other._steps.read(slots[part][:, None])
-            for row, worker in enumerate(workers[part].tolist()):
-                self.add({key: values[row, 0] for key, values in block.items()}, (other.replay_id, worker))
 
     def to_parts(self) -> Parts:
         """Return what `save` stores."""

@@ -150,6 +150,7 @@ class Prioritized(_Range):
         initial: Priority of a new step; may be infinite.
         zero_on_sample: Whether the steps of a window that was drawn get priority 0 until they are prioritised again.
         maxfrac: Share of the maximum in a window's priority; the rest is the mean.
+        branching: Ignored; an argument of ``embodied``'s.
         seed: Seed of the draws.
 
     Examples:
@@ -253,7 +254,12 @@ class Prioritized(_Range):
     # ---- priorities ----
 
     def prioritize(self, step_ids: Any, priorities: Any) -> None:
-        """Set the priorities of steps ``[n, 20]``; steps that no window has are ignored."""
+        """Set the priorities of steps; those of steps that no window has are ignored.
+
+        Args:
+            step_ids: Ids of steps, ``[n, 20]``.
+            priorities: Their priorities, ``[n]``.
+        """
         values = np.asarray(priorities, np.float64).reshape(-1)
         if not (values >= 0).all():
             raise PriorityError("priorities must be at least 0, and not NaN")
@@ -344,7 +350,12 @@ class Mixture:
             del selector[window]
 
     def prioritize(self, step_ids: Any, priorities: Any) -> None:
-        """Pass priorities on to the selectors that take them."""
+        """Pass priorities on to the selectors that take them.
+
+        Args:
+            step_ids: Ids of steps, ``[n, 20]``.
+            priorities: Their priorities, ``[n]``.
+        """
         for selector in self.selectors:
             if hasattr(selector, "prioritize"):
                 selector.prioritize(step_ids, priorities)

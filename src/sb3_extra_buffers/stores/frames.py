@@ -132,13 +132,18 @@ class FrameStore(FrameTables):
         return rows.reshape(*indices.shape, layout.spec.nbytes)
 
     def read_windows(self, indices: Indices, newest_only: bool = False, out: ByteRows | None = None) -> ByteRows:
-        indices, frame_ids = self._begin_read(indices), self.frame_ids
-        if newest_only and self.layout.stack > 1:
-            frame_ids = frame_ids[indices.reshape(-1), -1].reshape(-1, 1)
-            indices = np.arange(indices.size, dtype=np.int64).reshape(indices.shape)
-        rows = rows_for(out, (*indices.shape, frame_ids.shape[1] * self.layout.frame_bytes))
-        self._decode_windows(frame_ids, indices, rows)
+        frame_ids, windows = self._locate_windows(indices, newest_only)
+        rows = rows_for(out, (*windows.shape, frame_ids.shape[1] * self.layout.frame_bytes))
+        self._decode_windows(frame_ids, windows, rows)
         return rows
+
+    def _locate_windows(self, indices: Indices, newest_only: bool) -> tuple[FrameIds, Indices]:
+        """Return a table of frame ids and the windows in it that hold the frames to read of ``indices``."""
+        indices = self._begin_read(indices)
+        if not newest_only or self.layout.stack == 1:
+            return self.frame_ids, indices
+        newest = self.frame_ids[indices.reshape(-1), -1].reshape(-1, 1)
+        return newest, np.arange(indices.size, dtype=np.int64).reshape(indices.shape)
 
     def _decode_windows(self, frame_ids: FrameIds, windows: Indices, out: ByteRows) -> None:
         """Decode the observations of ``frame_ids`` at ``windows [batch, length]``; single frames stay single."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,13 +47,16 @@ class Heap:
     ``limit`` bounds the live bytes. ``path`` puts the arena into a file.
     """
 
+    #: Allocates the arenas of this heap, if they are not in private memory or in ``path``.
+    new_area: Callable[[int], Any] | None = None
+
     def __init__(self, n_payloads: int = 0, limit: int | None = None, path: Path | None = None) -> None:
         self.limit = limit
         self.path = path
         self.lengths = np.zeros(n_payloads, np.int32)
         self.live_bytes = 0
         self.n_repacks = self._n_rebuilds = 0
-        area = map_bytes(0, path)
+        area = self._allocate(0, path)
         self._arena = Arena(area, np.frombuffer(area, np.uint8), np.zeros(n_payloads, np.int64))
         self._head = 0
         # end of the bytes that were ever written
@@ -97,6 +100,29 @@ class Heap:
         """Bytes of the tables."""
         columns = (self.starts, self.lengths, self._numbers, self._order, self._unsaved)
         return sum(column.nbytes for column in columns)
+
+    def _allocate(self, nbytes: int, path: Path | None) -> Any:
+        return map_bytes(nbytes, path) if self.new_area is None else self.new_area(nbytes)
+
+    @property
+    def area(self) -> Any:
+        """The memory of the arena."""
+        return self._arena.area
+
+    def move_to_area(self, new_area: Callable[[int], Any]) -> None:
+        """Move all payloads to memory from ``new_area``, and allocate from there in future."""
+        self.new_area = new_area
+        self._repack(0)
+
+    def use_tables(self, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int32]) -> None:
+        """Continue with copies of the tables."""
+        self._arena = self._arena._replace(starts=starts)
+        self.lengths = lengths
+
+    def show(self, data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int32]) -> None:
+        """Read payloads of another heap from its memory; this one cannot be written to then."""
+        self._arena = Arena(data, data, starts)
+        self.lengths = lengths
 
     def grow(self, n_payloads: int) -> None:
         """Have table entries for ``n_payloads``."""
@@ -180,7 +206,7 @@ class Heap:
         """Release everything, and return the memory."""
         self._release_all()
         self._head = self._touched = 0
-        area = map_bytes(0, self.path)
+        area = self._allocate(0, self.path)
         self._arena = Arena(area, np.frombuffer(area, np.uint8), self.starts)
 
     def rebuild(self) -> None:
@@ -250,7 +276,7 @@ class Heap:
         """Fill an empty heap with copies of payloads in ``data``, oldest first; ``lengths`` is set already."""
         lengths = self.lengths[payload_ids]
         size = int(lengths.sum(dtype=np.int64))
-        area = map_bytes(size + size // 8 + _MIN_SPARE, self.path)
+        area = self._allocate(size + size // 8 + _MIN_SPARE, self.path)
         self._arena = Arena(area, np.frombuffer(area, np.uint8), self.starts)
         self._number_all(payload_ids, pack_payloads(data, starts, lengths, self.data), size)
 
@@ -381,7 +407,7 @@ class Heap:
             # less than one round after the last repack
             self._margin = max(self._margin // 2, _LAST_MARGIN)
         new_file = None if self.path is None else self.path.with_name(self.path.name + ".new")
-        area = map_bytes(size + size // 8 + _MIN_SPARE, new_file)
+        area = self._allocate(size + size // 8 + _MIN_SPARE, new_file)
         self._move_to(Arena(area, np.frombuffer(area, np.uint8), self.starts), new_file)
 
     def _move_to(self, arena: Arena, new_file: Path | None = None) -> None:

@@ -422,9 +422,9 @@ class SegmentStore(PortableSegmentStore):
         units = self._decode(self.frame_ids, self._begin_read(indices), lookup)
         return units.reshape(indices.size, self.layout.spec.nbytes * lookup.unit)
 
-    def read_unit_windows(self, indices: Indices, lookup: Lookup, out: ByteRows) -> None:
-        """`read_units` of windows, into ``out``."""
-        self._decode_windows(self.frame_ids, self._begin_read(indices), out, lookup)
+    def read_unit_windows(self, indices: Indices, newest_only: bool, lookup: Lookup, out: ByteRows) -> None:
+        """`read_windows` into ``out``, with each byte replaced by the entry of a table. Needs compiled kernels."""
+        self._decode_windows(*self._locate_windows(indices, newest_only), out, lookup)
 
     def _decode_windows(
         self, frame_ids: FrameIds, windows: Indices, out: ByteRows, lookup: Lookup | None = None

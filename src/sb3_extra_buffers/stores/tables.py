@@ -240,24 +240,25 @@ class TableStore(Store):
         return out.reshape(*indices.shape, nbytes)
 
     def read_windows(self, indices: Indices, newest_only: bool = False, out: ByteRows | None = None) -> ByteRows:
-        is_whole = not newest_only or self.layout.stack == 1
-        if not (is_whole and isinstance(self.inner, SegmentStore) and self.inner.joins_frames):
+        if not (isinstance(self.inner, SegmentStore) and self.inner.joins_frames):
             return super().read_windows(indices, newest_only, out)
         if self.dirty:
             self.recover()
-        rows = rows_for(out, (*indices.shape, self.layout.spec.nbytes))
-        self.inner.read_unit_windows(indices, self.table.lookup, rows)
-        self._correct(indices, rows.reshape(indices.size, self.layout.spec.nbytes))
+        nbytes = self.layout.frame_bytes if newest_only else self.layout.spec.nbytes
+        rows = rows_for(out, (*indices.shape, nbytes))
+        self.inner.read_unit_windows(indices, newest_only, self.table.lookup, rows)
+        self._correct(indices, rows.reshape(indices.size, nbytes), newest_only)
         return rows
 
-    def _correct(self, indices: Indices, out: ByteRows) -> None:
+    def _correct(self, indices: Indices, out: ByteRows, newest_only: bool = False) -> None:
         """Replace those rows of ``out`` that the inner store does not hold."""
         places = self.places[indices.reshape(-1)]
         if places.size and (places.min() == _UNWRITTEN or places.max() == _OUTSIDE):
             out[places == _UNWRITTEN] = 0
             is_outside = places == _OUTSIDE
             if self.outside is not None and is_outside.any():
-                out[is_outside] = self.outside.read(indices.reshape(-1)[is_outside])
+                rows = self.outside.read(indices.reshape(-1)[is_outside])
+                out[is_outside] = self.layout.newest(rows) if newest_only else rows
 
     def _expand(self, mapped: ByteRows) -> ByteRows:
         nbytes = self.layout.spec.nbytes

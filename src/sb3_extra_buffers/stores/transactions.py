@@ -41,6 +41,10 @@ class Transactional:
         """Held while a step is added and while a copy is taken; reentrant."""
         return self._lock
 
+    def _changing(self) -> contextlib.AbstractContextManager[None]:
+        """To be entered by every change of anything that readers in other processes see, with the lock held."""
+        return contextlib.nullcontext()
+
     def recover(self) -> None:
         """Complete or undo a write that was interrupted."""
         with self._lock:

@@ -1,0 +1,250 @@
+"""Windows of consecutive steps of several streams: the store behind `CompressedEmbodiedReplay`."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sb3_extra_buffers._embodied.chunks import NONE, Change, ChunkTable
+from sb3_extra_buffers._embodied.steps import Step, StepStore
+from sb3_extra_buffers.stores.arena import lengthen
+from sb3_extra_buffers.stores.base import Indices
+from sb3_extra_buffers.stores.observation import ObservationStore
+from sb3_extra_buffers.stores.transactions import Transactional
+
+# a chunk holds at most this share of the capacity: the part of each stream's oldest chunk that was evicted is not freed
+_CHUNKS_PER_CAPACITY, _MIN_CHUNK = 64, 16
+# chunks beyond those that the capacity fills: each stream has two that are partly used
+_SPARE_CHUNKS = 128
+# steps that are copied at a time from one replay to another
+_BLOCK = 1024
+
+
+class _Stream(NamedTuple):
+    """The steps of one worker. Its next window begins at ``start`` of ``start_chunk``, followed by ``n_pending``."""
+
+    number: int
+    chunk: int = NONE
+    n_used: int = 0
+    start_chunk: int = NONE
+    start: int = 0
+    n_pending: int = 0
+    n_added: int = 0
+
+
+class WindowStore(Transactional):
+    """The last ``capacity`` windows of ``length`` consecutive steps of a stream; None for no limit.
+
+    Windows are numbered in the order in which their last steps were added. Those that are held have the numbers from
+    ``_first_window`` to before ``_next_window``.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        capacity: int | None,
+        chunksize: int,
+        online: bool,
+        compressed_keys: Sequence[str] | None,
+        compression_method: str,
+        compression_kwargs: Mapping[str, Any],
+    ) -> None:
+        self._make_lock()
+        self.length, self.capacity, self.chunksize, self.online = length, capacity, chunksize, online
+        self.compressed_keys = None if compressed_keys is None else tuple(compressed_keys)
+        self.compression_method, self.compression_kwargs = compression_method, dict(compression_kwargs)
+        #: Tells steps of this replay from those of others; the first bytes of their ids.
+        self.replay_id = secrets.token_bytes(8)
+        self._steps: StepStore | None = None
+        size = chunksize
+        if capacity is not None:
+            size = min(size, max(capacity // _CHUNKS_PER_CAPACITY, _MIN_CHUNK))
+        self._table = ChunkTable(size, self._n_chunks(size))
+        self._streams: dict[Hashable, _Stream] = {}
+        self._n_streams = self._n_added = 0
+        # a ring of the slots that windows begin at
+        self._ring: Indices = lengthen(np.zeros(0, np.int64), 1024 if capacity is None else capacity + 1)
+        self._first_window = self._next_window = 0
+        # windows that `sample` returns next
+        self._queue: deque[int] = deque()
+
+    def _n_chunks(self, size: int) -> int:
+        if self.capacity is None:
+            return _SPARE_CHUNKS
+        return -(-(self.capacity + self.length) // size) + _SPARE_CHUNKS
+
+    def __len__(self) -> int:
+        """The number of windows."""
+        return self._next_window - self._first_window
+
+    # ---- adding ----
+
+    def _add_step(self, step: Step, worker: Hashable) -> None:
+        """Add a step, of the keys, shapes and dtypes of the first one, to the stream of ``worker``."""
+        with self._lock:
+            self._recover()
+            steps = self._steps
+            if steps is None:
+                how = self.compressed_keys, self.compression_method, self.compression_kwargs
+                steps = StepStore.for_step(step, self._table.n_slots, *how)
+            step = steps.check(step)
+            position = self._n_added
+            try:
+                self._add(steps, step, worker)
+            except BaseException as problem:
+                self._fail(problem, position)
+
+    def _add(self, steps: StepStore, step: Step, worker: Hashable) -> None:
+        stream = self._streams.get(worker)
+        if stream is None:
+            stream = _Stream(self._n_streams)
+            steps.add_stream(stream.number)
+        table = self._reserve(steps)
+        change = Change(attributes={"_steps": steps, "_n_added": self._n_added + 1, "_unfinished": None})
+        change.attributes["_n_streams"] = max(self._n_streams, stream.number + 1)
+        stream = self._plan_step(change, stream)
+        slot = stream.chunk * table.size + stream.n_used - 1
+        change.set(self._streams, worker, stream)
+        for key, column in steps.columns.items():
+            change.set(column, slot, step[key])
+        self._begin_step()
+        steps.write_images(slot, stream.number, step)
+        # from here on, the step is completed whatever happens
+        self._unfinished = change
+        self._finish_step(change)
+        if change.attributes.get("_next_window") is not None:
+            self._window_added()
+            self._evict()
+
+    def _window_added(self) -> None:
+        """Called when there is a new window, before the oldest is evicted."""
+
+    def _reserve(self, steps: StepStore) -> ChunkTable:
+        """Have an unused chunk, and space for another window."""
+        table = self._table
+        if not table.unused:
+            # not twice as many: a store takes two ranges of one size for observations and next observations
+            n_chunks = len(table) + len(table) // 2 + 1
+            steps.reserve(n_chunks * table.size)
+            table.grow(n_chunks)
+        if len(self) >= len(self._ring):
+            windows = np.arange(self._first_window, self._next_window)
+            longer: Indices = lengthen(np.zeros(0, np.int64), 2 * len(self._ring))
+            longer[windows % len(longer)] = self._ring[windows % len(self._ring)]
+            self._ring = longer
+        return table
+
+    def _plan_step(self, change: Change, stream: _Stream) -> _Stream:
+        """Plan where the next step of ``stream`` goes and which window it completes; return the stream after it."""
+        table = self._table
+        chunk, n_used, start_chunk, start = stream.chunk, stream.n_used, stream.start_chunk, stream.start
+        if chunk == NONE or n_used == table.size:
+            before = chunk
+            chunk, n_references = table.begin(change, before)
+            n_used = 0
+            if start_chunk == NONE or (start_chunk == before and start == table.size):
+                start_chunk, start = chunk, 0
+        else:
+            n_references = int(table.references[chunk])
+        # the step, with which a window may begin
+        change.set(table.references, chunk, n_references + 1)
+        change.set(table.used, chunk, n_used + 1)
+        change.set(table.numbers, chunk * table.size + n_used, self._n_added)
+        n_pending, n_added = stream.n_pending + 1, stream.n_added + 1
+        if n_pending >= self.length:
+            if start == table.size:
+                start_chunk, start = int(table.successors[start_chunk]), 0
+            window = self._next_window
+            change.set(self._ring, window % len(self._ring), start_chunk * table.size + start)
+            change.attributes["_next_window"] = window + 1
+            if self.online and n_added % self.length == 0:
+                change.online = window
+            start, n_pending = start + 1, n_pending - 1
+        return _Stream(stream.number, chunk, n_used + 1, start_chunk, start, n_pending, n_added)
+
+    def _evict(self, limit: int | None = None) -> None:
+        """Remove the oldest windows until there are at most ``limit``, by default `capacity`."""
+        limit = self.capacity if limit is None else limit
+        while limit is not None and len(self) > limit:
+            change = Change(attributes={"_first_window": self._first_window + 1, "_unfinished": None})
+            self._table.evict(change, int(self._ring[self._first_window % len(self._ring)]))
+            self._unfinished = change
+            self._finish_step(change)
+
+    def _slots_of(self, windows: Sequence[int]) -> Indices:
+        starts = self._ring[np.asarray(windows, np.int64) % len(self._ring)]
+        return self._table.window_slots(starts, self.length)
+
+    # ---- transactions ----
+
+    def _written_stores(self) -> list[ObservationStore]:
+        return [] if self._steps is None else list(self._steps.stores.values())
+
+    def _finish_step(self, unfinished: Change) -> None:
+        unfinished.apply()
+        window = unfinished.online
+        if window is not None and (not self._queue or self._queue[-1] < window):
+            self._queue.append(window)
+        if unfinished.freed and self._steps is not None:
+            size = self._table.size
+            for chunk in unfinished.freed:
+                self._steps.erase(chunk * size, (chunk + 1) * size)
+        # one call into C, which signal handlers cannot interrupt
+        self.__dict__.update(unfinished.attributes)
+
+    def _recover(self) -> None:
+        if self._unfinished is not None:
+            super()._recover()
+        if not self.read_only:
+            self._evict()
+
+    def _position(self) -> int:
+        return self._n_added
+
+    # ---- loading ----
+
+    def _take_over(self, loaded: WindowStore, amount: int | None = None) -> None:
+        """Hold the steps of ``loaded``, which must not be used afterwards."""
+        if loaded._steps is None:
+            return
+        starts = loaded._restore_windows(self.length)
+        first = self._next_window
+        n_ring = max(len(self._ring), len(starts) + 1)
+        ring: Indices = lengthen(np.zeros(0, np.int64), n_ring)
+        ring[(first + np.arange(len(starts))) % n_ring] = starts
+        self.__dict__.update(
+            _steps=loaded._steps, _table=loaded._table, replay_id=loaded.replay_id, _n_added=loaded._n_added,
+            _streams={}, _n_streams=0, _ring=ring, _first_window=first, _next_window=first + len(starts),
+            _queue=deque(),
+        )  # fmt: skip
+        self._evict()
+        if amount is not None:
+            self._evict(amount)
+
+    def _restore_windows(self, length: int) -> Indices:
+        """End all streams; return the slots that windows begin at."""
+        assert self._steps is not None
+        starts, freed = self._table.close_streams(length)
+        size = self._table.size
+        for chunk in freed:
+            if not self.read_only:
+                self._steps.erase(chunk * size, (chunk + 1) * size)
+        return starts
+
+    def _copy(self, other: WindowStore) -> None:
+        """Add all steps of ``other``."""
+        if other._steps is None:
+            return
+        chains = [slots for _, slots in other._table.chains()]
+        slots = np.concatenate(chains) if chains else np.zeros(0, np.int64)
+        workers = np.repeat(np.arange(len(chains)), [len(chain) for chain in chains])
+        order = np.argsort(other._table.numbers[slots], kind="stable")
+        for first in range(0, len(order), _BLOCK):
+            part = order[first : first + _BLOCK]
+            block = other._steps.read(slots[part][:, None])
+            for row, worker in enumerate(workers[part].tolist()):
+                self._add_step({key: values[row, 0] for key, values in block.items()}, (other.replay_id, worker))

@@ -1,0 +1,434 @@
+"""Replay buffers that other processes of the machine read through shared memory."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from stable_baselines3.common.vec_env import VecNormalize
+
+from sb3_extra_buffers.arguments import check_count
+from sb3_extra_buffers.errors import IndexOutOfRangeError, SharingError
+from sb3_extra_buffers.files.parts import LoadedParts
+from sb3_extra_buffers.files.registry import class_of, from_parts, tag_of
+from sb3_extra_buffers.stores.checks import only_named_errors, require
+from sb3_extra_buffers.stores.shared_memory import SharedView, SharedWriter, check_supported
+from sb3_extra_buffers.stores.shared_stores import SharedArrays, SharedReaders, SharedStore, StoreSharing, turns
+
+__all__ = ["BufferSharing", "SharedHandle", "SharedReader"]
+
+Array = npt.NDArray[Any]
+
+# how many times a batch is drawn and read while steps are added, before the owner has to wait for it
+_MAX_ATTEMPTS = 3
+
+
+class SharedHandle:
+    """A buffer that a process shares. Pass it, or its name, to other processes of this machine, which `open` it.
+
+    It can be pickled. It does not keep the buffer alive.
+
+    Attributes:
+        name: Opens the buffer in any process of the same user, see `SharedReader.open`.
+
+    Examples:
+        >>> import pickle
+        >>> from gymnasium import spaces
+        >>> from sb3_extra_buffers.compressed import CompressedReplayBuffer
+        >>> buffer = CompressedReplayBuffer(1000, spaces.Box(0, 255, (4, 84, 84), "uint8"), spaces.Discrete(6))
+        >>> handle = buffer.share()
+        >>> pickle.loads(pickle.dumps(handle)).open().size()
+        0
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def open(self, seed: int | None = None) -> SharedReader:
+        """Return a reader; ``seed`` is that of its random generator."""
+        return SharedReader(self.name, seed)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SharedHandle, (self.name,)
+
+    def __repr__(self) -> str:
+        return f"SharedHandle({self.name!r})"
+
+
+# ---- the owner ----
+
+_sharings: weakref.WeakSet[BufferSharing] = weakref.WeakSet()
+
+
+class BufferSharing:
+    """Keeps a replay buffer in shared memory. Every step is a change that keeps readers out."""
+
+    def __init__(self, buffer: Any, in_files: bool = False) -> None:
+        check_supported()
+        parts = buffer.to_parts()
+        _check_shareable(buffer, parts)
+        self._buffer = weakref.ref(buffer)
+        self._writer = SharedWriter(in_files)
+        # whether a change of the whole buffer is under way, of which changes of its stores are parts
+        self._in_step = False
+        # whether readers know where everything is
+        self._is_described = False
+        # whether this is the copy of a forked child
+        self._is_inherited = False
+        self.handle = SharedHandle(self._writer.name)
+        self._columns = SharedArrays(self._writer.place)
+        columns = self._share_columns(buffer, parts)
+        self._static = {"kind": parts.kind, "description": parts.description, "columns": columns}
+        self._stores = {name: StoreSharing(store, self._writer.place) for name, store in parts.stores.items()}
+        for store in parts.stores.values():
+            # one lock for everything, so that whoever begins a change holds it
+            store.lock = buffer.lock
+            store.readers = SharedReaders(self._begin_store, self._end_store)
+        buffer._cache_views()
+        _sharings.add(self)
+        self.begin()
+        self.end()
+
+    def _share_columns(self, buffer: Any, parts: Any) -> dict[str, Any]:
+        """Move columns, and observations in plain arrays, to shared memory."""
+        described, observations = {}, {name: dict(views.by_key) for name, views in buffer.obs_views().items()}
+        of_sequences = {}
+        for name, column in parts.columns.items():
+            shared, described[name] = self._columns.share(name, column)
+            if name in _sequence_columns(buffer):
+                of_sequences[name] = shared
+                continue
+            attribute, _, key = name.removeprefix("extra/").partition(".")
+            if attribute in observations:
+                observations[attribute][key] = shared
+            else:
+                setattr(buffer, attribute, shared)
+        self._columns.end()
+        if of_sequences:
+            buffer._use_sequence_columns(of_sequences)
+        buffer.restore_obs_views(observations)
+        return described
+
+    # ---- changes ----
+
+    def begin(self) -> None:
+        """Begin a step: wait for the readers, and keep others out."""
+        if self._is_inherited:
+            raise SharingError(
+                "this buffer is shared by the parent process, and cannot be used here; open its handle to read it"
+            )
+        self._in_step = True
+        self._writer.begin()
+
+    def end(self) -> None:
+        """End a step: publish it, and let readers continue."""
+        self._in_step = False
+        self._end_store()
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """`begin` and `end`; may be part of another change."""
+        is_part = self._in_step
+        try:
+            self.begin()
+            yield
+        finally:
+            self._in_step = is_part
+            self._end_store()
+
+    def _begin_store(self) -> None:
+        if self._is_inherited:
+            self.begin()
+        if not self._in_step:
+            self._writer.begin()
+
+    def _end_store(self) -> None:
+        writer = self._writer
+        if self._in_step or not writer.is_changing:
+            return
+        is_complete = False
+        try:
+            is_complete = self._publish()
+        finally:
+            writer.end(is_complete)
+
+    def _publish(self) -> bool:
+        """Share what is new; return whether readers may read it."""
+        buffer = self._buffer()
+        if buffer is None or buffer._unfinished is not None:
+            return False
+        state = self._writer.state
+        state[0], state[1], state[2], state[3] = buffer.pos, buffer.full, buffer.n_evicted, buffer.n_added
+        changed = not self._is_described
+        for sharing in self._stores.values():
+            store = sharing.store
+            if store is not None and store.inner is not None and store.inner.dirty:
+                return False
+            changed |= sharing.update()
+        if changed:
+            stores = {name: sharing.description for name, sharing in self._stores.items()}
+            self._writer.describe(self._static | {"stores": stores})
+            self._is_described = True
+        return True
+
+    def close(self) -> None:
+        """Stop sharing; the buffer can be used as before."""
+        self._writer.close()
+
+    def _leave(self) -> None:
+        """In a forked child, where the buffer of the parent must not be used: it changes while it is read."""
+        self._is_inherited = True
+        buffer = self._buffer()
+        if buffer is not None:
+            lock = _ParentLock(self)
+            buffer._lock = lock
+            for store in filter(None, (sharing.store for sharing in self._stores.values())):
+                store.lock = lock
+                if isinstance(store.readers, SharedReaders):
+                    store.readers.exclude_threads()  # reading then needs the lock
+
+
+class _ParentLock:
+    """Stands for the lock of a buffer that the parent process shares."""
+
+    def __init__(self, sharing: BufferSharing) -> None:
+        self._sharing = sharing
+
+    def __enter__(self) -> None:
+        self._sharing.begin()
+
+    def __exit__(self, *exc: object) -> None:
+        """Never called, because entering raises."""
+
+
+def _check_shareable(buffer: Any, parts: Any) -> None:
+    name = type(buffer).__name__
+    if getattr(buffer, "mmap_folder", None) is not None:
+        raise SharingError(f"this {name} is kept in a folder; open the folder read-only instead of sharing it")
+    if buffer.read_only:
+        raise SharingError(f"this {name} was opened read-only; share the buffer that is written to")
+    if "priorities" in parts.columns:
+        raise SharingError(f"a {name} with priorities cannot be shared: readers could not update them")
+    for column in parts.columns.keys() - _sequence_columns(buffer).keys():
+        attribute = column.removeprefix("extra/").partition(".")[0]
+        if not isinstance(vars(buffer).get(attribute), np.ndarray | dict):
+            raise SharingError(f"a {name} cannot be shared: {column} is not an array with a row for each step")
+
+
+def _sequence_columns(buffer: Any) -> dict[str, Array]:
+    columns: dict[str, Array] = buffer.sequence_columns() if hasattr(buffer, "sequence_columns") else {}
+    return columns
+
+
+@atexit.register
+def _close_all() -> None:
+    for sharing in list(_sharings):
+        with contextlib.suppress(Exception):
+            sharing.close()
+
+
+def _leave_all() -> None:
+    for sharing in list(_sharings):
+        sharing._leave()
+    _sharings.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_all)
+
+
+# ---- readers ----
+
+
+class _TablesReplacedError(Exception):
+    """Tables were replaced in the middle of a batch, which must be read again."""
+
+
+class SharedReader:
+    """Reads a replay buffer that another process of this machine shares; see `CompressedReplayBuffer.share`.
+
+    Batches are decoded in this process, from the owner's memory. Several threads may use a reader. Methods that read
+    raise `OwnerEndedError` once the owner has ended or has stopped sharing, and `InterruptedChangeError` if it was
+    killed in the middle of a step.
+
+    Args:
+        name: The name of a `SharedHandle`.
+        seed: Seed of the generator that `sample` draws from.
+
+    Raises:
+        SharingError: There is nothing of this name, or it belongs to another user.
+
+    Examples:
+        >>> import numpy as np
+        >>> from gymnasium import spaces
+        >>> from sb3_extra_buffers.compressed import CompressedReplayBuffer, SharedReader
+        >>> buffer = CompressedReplayBuffer(1000, spaces.Box(0, 255, (4, 84, 84), "uint8"), spaces.Discrete(6))
+        >>> name = buffer.share().name
+        >>> reader = SharedReader.open(name)  # in another process
+        >>> obs = np.zeros((1, 4, 84, 84), np.uint8)
+        >>> buffer.add(obs, obs, np.zeros((1, 1)), np.zeros(1), np.zeros(1), [{}])
+        >>> reader.sample(32).observations.shape
+        torch.Size([32, 4, 84, 84])
+    """
+
+    def __init__(self, name: str, seed: int | None = None) -> None:
+        self._shared = SharedView(name)
+        self._buffer: Any = None
+        self._stores: dict[str, SharedStore] = {}
+        self._generation = self._n_changes = -1
+        # at the last batch
+        self._n_changes_before = -1
+        self._refreshing = threading.Lock()
+        #: The generator that `sample` draws from.
+        self.random = np.random.default_rng(seed)
+        with self._reading():
+            pass
+
+    @classmethod
+    def open(cls, name: str | SharedHandle, seed: int | None = None) -> SharedReader:
+        """Open what another process shares, by its ``name`` or its handle; ``seed`` is that of the generator."""
+        return cls(name.name if isinstance(name, SharedHandle) else name, seed)
+
+    @property
+    def name(self) -> str:
+        """The name of the shared buffer."""
+        return self._shared.name
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the owner is running and still shares the buffer."""
+        return self._shared.is_live
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[Any]:
+        """The buffer as it is now; it does not change meanwhile."""
+        with self._shared.reading():
+            if self._shared.n_changes != self._n_changes:
+                with self._refreshing:
+                    self._refresh()
+            yield self._buffer
+
+    def _refresh(self) -> None:
+        shared = self._shared
+        if shared.n_changes == self._n_changes:
+            return
+        if shared.generation != self._generation:
+            with only_named_errors(f"the description of {self.name!r}"):
+                self._show(shared.description())
+            self._generation = shared.generation
+        buffer, state = self._buffer, shared.state
+        buffer.pos, buffer.full, buffer.n_evicted, buffer.n_added = state[0], bool(state[1]), state[2], state[3]
+        self._n_changes = shared.n_changes
+
+    def _show(self, described: Any) -> None:
+        map_array = self._shared.map_array
+        for name, store in described["stores"].items():
+            if name in self._stores:
+                self._stores[name].show(store, map_array)
+            else:
+                self._stores[name] = SharedStore(store, map_array)
+        if self._buffer is None:
+            columns = {name: map_array(column) for name, column in described["columns"].items()}
+            kind = described["kind"]
+            require(tag_of(class_of(kind)) == kind, f"unknown kind {kind!r}")
+            parts = LoadedParts(kind, described["description"], columns, dict(self._stores), read_only=True)
+            self._buffer = from_parts(parts)
+
+    # ---- reading ----
+
+    def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
+        """Draw ``batch_size`` transitions; ``env`` normalises the batch if it is a `VecNormalize`."""
+        batch_size = check_count(batch_size, "batch_size", 0)
+        for _ in range(_MAX_ATTEMPTS):
+            with self._reading() as buffer:
+                steps, envs = self._draw(buffer, batch_size)
+                n_added, pos, generation = buffer.n_added, buffer.pos, self._generation
+                is_idle, self._n_changes_before = self._n_changes_before == self._n_changes, self._n_changes
+                if is_idle or buffer._raw:
+                    return buffer._samples_at(steps, envs, env)
+            # Steps are being added: do not make the owner wait for the whole batch
+            turns.lock = partial(self._turn, generation)
+            try:
+                batch = buffer._samples_at(steps, envs, env)
+            except _TablesReplacedError:
+                continue
+            finally:
+                turns.lock = None
+            with self._reading():
+                if buffer.n_added == n_added or buffer._still_held(steps, n_added, pos):
+                    return batch
+        with self._reading() as buffer:
+            return buffer._samples_at(*self._draw(buffer, batch_size), env)
+
+    def _draw(self, buffer: Any, batch_size: int) -> tuple[Array, Array]:
+        low, high, shift = buffer._range()
+        steps = self.random.integers(low, high, batch_size)
+        if shift:
+            steps = (steps + shift) % buffer.buffer_size
+        return steps, self.random.integers(0, buffer.n_envs, batch_size)
+
+    @contextlib.contextmanager
+    def _turn(self, generation: int) -> Iterator[None]:
+        """Keep the owner out for a part of a batch, if tables are still where they were."""
+        with self._shared.reading():
+            if self._shared.generation != generation:
+                raise _TablesReplacedError
+            yield
+
+    def read(self, steps: Any, envs: Any, env: VecNormalize | None = None) -> Any:
+        """Return the transitions at ``(steps[i], envs[i])``, as `sample` does.
+
+        Args:
+            steps: Positions in the owner's buffer, from 0 to its ``buffer_size``.
+            envs: The environment of each.
+            env: Normalises the batch if it is a `VecNormalize`.
+        """
+        steps, envs = np.asarray(steps, np.int64).reshape(-1), np.asarray(envs, np.int64).reshape(-1)
+        with self._reading() as buffer:
+            for name, indices, size in (("step", steps, buffer.buffer_size), ("environment", envs, buffer.n_envs)):
+                outside = indices[(indices < 0) | (indices >= size)]
+                if len(outside):
+                    raise IndexOutOfRangeError(f"there is no {name} {outside[0]}: there are {size}")
+            if len(steps) != len(envs):
+                raise IndexOutOfRangeError(f"got {len(steps)} steps, but {len(envs)} environments")
+            return buffer._samples_at(steps, envs, env)
+
+    def sample_sequences(self, *args: Any, **kwargs: Any) -> Any:
+        """`CompressedSequenceReplayBuffer.sample_sequences` of the shared buffer, with its arguments.
+
+        It draws from NumPy's global generator. The owner waits for the whole batch.
+        """
+        with self._reading() as buffer:
+            if not hasattr(buffer, "sample_sequences"):
+                raise SharingError(f"a {type(buffer).__name__} has no sequences; use CompressedSequenceReplayBuffer")
+            return buffer.sample_sequences(*args, **kwargs)
+
+    def size(self) -> int:
+        """How many steps of every environment can be sampled now."""
+        with self._reading() as buffer:
+            return int(buffer.size())
+
+    @property
+    def n_added(self) -> int:
+        """Steps added so far."""
+        with self._reading() as buffer:
+            return int(buffer.n_added)
+
+    def __len__(self) -> int:
+        """How many transitions can be sampled now, of all environments."""
+        with self._reading() as buffer:
+            return len(buffer)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise SharingError("a reader belongs to its process; pass the handle to others, and open it there")

@@ -1,0 +1,5 @@
+"""Readers of replay buffers that another process of the machine shares."""
+
+from sb3_extra_buffers._sb3.sharing import SharedHandle, SharedReader
+
+__all__ = ["SharedHandle", "SharedReader"]
