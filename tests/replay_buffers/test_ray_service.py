@@ -365,6 +365,18 @@ def test_observations_are_filed_without_decoding_them(monkeypatch: pytest.Monkey
     assert_same(contents(buffer), data)
 
 
+def test_many_small_packets_take_no_more_memory_than_local_writes() -> None:
+    """Filed as they are, they would take ten times as much: each of them begins with complete frames."""
+    buffer, local, data = service(1000), CompressedStorage(1000), trajectory(800)
+    encoder = PacketEncoder()
+    for first in range(0, 800, 2):
+        items = data[first : first + 2]
+        buffer.extend(encoder.encode(items))
+        local.set(torch.arange(first, first + 2), items)
+    assert_same(contents(buffer), data)
+    assert buffer._storage.memory_usage().total < 1.2 * local.memory_usage().total
+
+
 def test_keyframes_that_the_learner_has_are_not_sent_again() -> None:
     buffer, data, cache = service(2000), trajectory(400), KeyframeCache()
     buffer.extend(encode_packet(data))

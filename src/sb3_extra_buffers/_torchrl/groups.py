@@ -22,6 +22,9 @@ __all__ = ["Group", "GroupConfig", "HostGroup", "StoredGroup", "split_steps"]
 
 # rows copied from group to group at a time
 _CHUNK = 256
+# encoded rows are filed as they are if there are this many of each stream: every packet begins with complete frames, so
+# that packets of one step would take 20 times the memory, and packets of 16 steps take a fifth more
+_MIN_FILED_STEPS = 16
 
 Key = Any  # a nested key of a TensorDict: a string or a tuple of strings
 
@@ -172,6 +175,10 @@ class HostGroup(StoredGroup):
         # slices decode each segment once; random positions decode a key and its next together
         read = self.store.read_windows if are_slices(positions, self.n_streams) else self.store.read
         return list(read(indices))
+
+    def files(self, packet: RowPacket | None) -> bool:
+        """Whether ``packet`` is long enough to be stored as it is encoded."""
+        return packet is not None and packet.shape[-1] >= _MIN_FILED_STEPS * self.n_streams
 
     def file(self, positions: Positions, packet: RowPacket) -> None:
         """Store the rows of ``packet``, ``[key, position]``, as they are encoded."""

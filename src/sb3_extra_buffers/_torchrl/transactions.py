@@ -97,9 +97,11 @@ class PendingWrite:
         for group in table.groups:
             tensors = [rows_of(key, group.spec.shape) for key in group.keys]
             complete = all(part is not None for part in tensors)
-            # encoded rows are filed as they are
             packet = whole_packet(tensors) if isinstance(group, HostGroup) else None
-            self.rows.append(packet or ([group.stage(part) for part in tensors] if complete else None))
+            if isinstance(group, HostGroup) and group.files(packet):
+                self.rows.append(packet)
+            else:
+                self.rows.append([group.stage(part) for part in tensors] if complete else None)
         self.positions = positions
         # around the end of the ring there are two runs; slices need no copy of the positions to a GPU
         breaks = np.flatnonzero(np.diff(positions) != 1) + 1
