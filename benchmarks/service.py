@@ -2,7 +2,7 @@
 
 Collectors send packets of 64 steps of 4 environments without waiting for each acknowledgement; a learner draws batches
 of 256 transitions at random. Batches must be right before anything is timed. Figures are medians of several rounds,
-which alternate between all ways of using the buffer.
+which alternate between all ways of using the buffer. Reverb runs afterwards: compare the two on an idle machine only.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def section(game: str = "MsPacman") -> str:
     rows = [row for row in render.rows("service") if row["game"] == game]
     note = (
         "Buffer, collectors and learner are processes of one machine. The learner requests two batches ahead, and the "
-        "time includes decoding. Reverb's server and client share one process."
+        "time includes decoding. Reverb runs afterwards, with server and client in one process."
     )
     stamp = f"{game}, 4 environments, measured {rows[0]['date']} on {rows[0]['machine']}; {rows[0]['versions']}."
     return f"\n{table(rows)}\n{note} {stamp}\n\n"
