@@ -45,14 +45,14 @@ _PLAIN = {
     "truncate_last_trajectory", "swap_and_flatten", "describe", "load", "open", "save", "export", "astype", "sibling",
     "process_id", "to_torch", "tolist", "copy", "close", "sample_all", "empty_copy", "share", "state_dict", "read_with",
     "write_with", "write_fitted", "check_data", "load_state_dict", "recover", "stats", "contents", "rate", "empty",
-    "all", "any", "argmax", "argmin", "flatten", "item", "max", "mean", "min", "ravel", "std", "sum", "tobytes",
+    "replay", "all", "any", "argmax", "argmin", "flatten", "item", "max", "mean", "min", "ravel", "std", "sum", "tobytes",
     "transpose", "var",
 }  # fmt: skip
 
 #: called by other layers of the library, never by users, and with arguments that are checked before
 HOOKS = {
     "answer", "check_layout", "check_sequences", "compression", "gather", "load_items", "locate_whole", "new_table",
-    "next_view", "obs_views", "replay", "restore_obs_views", "restore_priorities", "restore_sequences",
+    "next_view", "obs_views", "restore_obs_views", "restore_priorities", "restore_sequences",
     "sequence_columns", "set_length", "set_position", "step_states", "stored_on", "take_over", "use_table",
     "with_step_states",
 }  # fmt: skip

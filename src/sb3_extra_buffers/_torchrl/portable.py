@@ -202,7 +202,7 @@ class PortableStorage(ItemStorage):
         if any(isinstance(group, RemoteGroup) for group in self.table.groups):
             raise SharingError("only the process that created a shared CompressedStorage can copy or save it")
 
-    def share(self) -> None:
+    def _share(self) -> None:
         """Let processes that are started from now on use this storage; this process answers their requests."""
         if not self.initialized:
             raise SharingError(
@@ -238,7 +238,7 @@ class PortableStorage(ItemStorage):
         """Return a state that later writes do not change, or for a process that is being spawned a shared one."""
         spawning = get_spawning_popen() is not None
         if spawning:
-            self.share()
+            self._share()
         else:
             self._check_local()
         state: dict[str, Any] = Storage.__getstate__(self)
