@@ -100,7 +100,7 @@ def test_requests_raise_after_the_storage_is_gone() -> None:
     data = trajectory(10)
     storage = CompressedStorage(20)
     storage.set(range(10), data)
-    storage.share()
+    storage._share()
     assert storage._server is not None
     remote = RemoteGroup(storage._server.address, 0, storage.table.groups[0])
     with pytest.raises(AuthenticationError):

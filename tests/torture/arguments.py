@@ -45,8 +45,8 @@ _PLAIN = {
     "truncate_last_trajectory", "swap_and_flatten", "describe", "load", "open", "save", "export", "astype", "sibling",
     "process_id", "to_torch", "tolist", "copy", "close", "sample_all", "empty_copy", "share", "state_dict", "read_with",
     "write_with", "write_fitted", "check_data", "load_state_dict", "recover", "stats", "contents", "rate", "empty",
-    "replay", "all", "any", "argmax", "argmin", "flatten", "item", "max", "mean", "min", "ravel", "std", "sum", "tobytes",
-    "transpose", "var",
+    "all", "any", "argmax", "argmin", "flatten", "item", "max", "mean", "min", "ravel", "std", "sum", "tobytes",
+    "transpose", "var", "replay",
 }  # fmt: skip
 
 #: called by other layers of the library, never by users, and with arguments that are checked before
