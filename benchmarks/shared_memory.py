@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import feed
+from benchmarks import feed, render
 from benchmarks.results import DATA, factor, quantity, replace_rows, run_info
 
 GAME = "MsPacman"
@@ -102,11 +102,32 @@ def row(figure: str, unit: str, shared: list[float], own: list[float]) -> dict[s
     return result
 
 
+def section() -> str:
+    """The measurements as ``docs/shared_memory.md`` shows them."""
+    rows = [row for row in render.rows("shared_memory") if row["game"] == GAME]
+    lines = []
+    for each in rows:
+        shared, own = float(each["shared_p50"]), float(each["own_p50"])
+        figures = [quantity(value, each["unit"]) for value in (shared, own)]
+        lines.append([each["figure"], *figures, factor(shared / own)])
+    text = render.table(["median", "shared", "a buffer of its own", "relative"], lines)
+    stamp = f"{GAME}, measured {rows[0]['date']} on {rows[0]['machine']}; {rows[0]['versions']}."
+    return f"\n{text}\n{stamp}\n\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2500, help="steps of each of four environments")
     parser.add_argument("--seconds", type=float, default=5, help="how long the readers run")
+    parser.add_argument("--render", action="store_true", help="only render the page from the CSV file")
     arguments = parser.parse_args()
+    if not arguments.render:
+        measure(arguments)
+    render.insert(render.DOCS / "shared_memory.md", "shared memory", section())
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Measure everything and write the CSV file."""
     context: Any = mp.get_context("fork")
     steps = transitions(arguments.steps)
     private, shared = make_buffer(arguments.steps), make_buffer(arguments.steps)

@@ -177,8 +177,8 @@ def test_figures_are_rendered_from_the_measurements() -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("ale_py")
     names = ("render", "cold_start", "envs", "doom_memory", "torchrl", "service", "pong", "gpu_tables")
-    modules = [importlib.import_module(f"benchmarks.{name}") for name in names]
-    render, cold_start, envs, doom, torchrl, service, pong, gpu = modules
+    modules = [importlib.import_module(f"benchmarks.{name}") for name in (*names, "sequences", "shared_memory")]
+    render, cold_start, envs, doom, torchrl, service, pong, gpu, sequences, shared_memory = modules
     sections = {
         ("README.md", "figures"): render.summary(),
         ("docs/index.md", "figures"): render.summary(),
@@ -190,6 +190,8 @@ def test_figures_are_rendered_from_the_measurements() -> None:
         ("docs/training.md", "doom memory"): doom.table(),
         ("docs/training.md", "pong"): pong.section(),
         ("docs/distributed.md", "distributed"): service.section(),
+        ("docs/sequences.md", "sequences"): sequences.section(),
+        ("docs/shared_memory.md", "shared memory"): shared_memory.section(),
         **{(f"docs/{name}.md", name): text for name, text in torchrl.sections().items()},
     }
     for (page, name), expected in sections.items():
