@@ -44,12 +44,8 @@ class SequenceMixin(Sequences, ReplayMixin):
         if self._priorities is not None:
             self._priorities.write_step(step, 0.0)
 
-    def reset(self) -> None:
-        """Remove all transitions."""
-        with self._lock:
-            super().reset()
-            if "_index" in vars(self):
-                self._clear_sequences()
+    def _clear_columns(self) -> None:
+        self._clear_sequences()
 
     def check(self) -> None:
         """Raise `AssertionError` if episodes, priorities and steps disagree, for tests."""
