@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from sb3_extra_buffers.errors import (
 )
 from sb3_extra_buffers.replay_buffers.embodied import CompressedEmbodiedReplay
 from sb3_extra_buffers.replay_buffers.selectors import Fifo, Prioritized
+from tests.torture.interrupts import Injector
 
 Step = dict[str, Any]
 
@@ -489,6 +491,30 @@ def test_an_interrupted_add_is_complete_or_undone() -> None:
         n_lines = n_lines + 1 if interrupted else 0
 
 
+def test_an_interrupted_selector_draws_only_windows_that_it_has() -> None:
+    """A KeyboardInterrupt at every bytecode of every change; a replay repeats a change that was interrupted."""
+    selector = Prioritized(maxfrac=0.5, zero_on_sample=True)
+    ids = np.zeros((4000, 20), np.uint8)
+    ids[:, :4] = np.arange(4000, dtype=np.int32)[:, None].view(np.uint8)
+    interrupted, window = True, 0
+    while interrupted:
+        interrupted, steps = False, ids[window : window + 3]
+        for change in (
+            lambda: selector.__setitem__(window, steps),  # noqa: B023  # called in this turn
+            lambda: selector.__delitem__(window - 4),  # noqa: B023
+            lambda: selector.prioritize(steps, [1, 2, 3]),  # noqa: B023
+            selector,
+        ):
+            with contextlib.suppress(KeyboardInterrupt), Injector(window + 1, KeyboardInterrupt()) as injector:
+                change()
+            interrupted |= injector.count > window
+            change()
+            assert {selector() for _ in range(20)} <= set(range(selector.first, window + 1))
+        window += 1
+    # steps of windows that are gone are forgotten
+    assert len(selector._row_of) == len(selector) + 2 == 6
+
+
 def test_threads_add_sample_and_update() -> None:
     replay = CompressedEmbodiedReplay(5, 128, chunksize=32, online=True)
     running, problems = True, []
@@ -524,6 +550,41 @@ def test_threads_add_sample_and_update() -> None:
 
     assert problems == []
     assert len(replay) == 128
+
+
+def test_a_window_whose_images_are_being_erased_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = CompressedEmbodiedReplay(2, 32, chunksize=2, selector=Fifo(), compression_method="delta")
+    for number in range(34):
+        replay.add(make_step(0, number))
+    drawn, erased, read = threading.Event(), threading.Event(), threading.Event()
+    steps: Any = replay._steps
+    erase_slots, read_slots = steps.erase, steps.read
+
+    def erase(*slots: Any) -> None:
+        erase_slots(*slots)
+        erased.set()
+        read.wait(10)
+
+    def read_late(slots: Any) -> Any:
+        drawn.set()
+        erased.wait(10)
+        batch = read_slots(slots)
+        read.set()
+        return batch
+
+    monkeypatch.setattr(steps, "erase", erase)
+    monkeypatch.setattr(steps, "read", read_late)
+    batches: list[Any] = []
+    thread = threading.Thread(target=lambda: batches.append(replay.sample(1)))
+    thread.start()
+    drawn.wait(10)
+    while not erased.is_set():
+        number += 1
+        replay.add(make_step(0, number))
+    thread.join(10)
+
+    for image, number in zip(batches[0]["image"][0], batches[0]["number"][0], strict=True):
+        np.testing.assert_array_equal(image, make_step(0, int(number))["image"])
 
 
 def test_sample_waits_for_the_first_window() -> None:

@@ -368,10 +368,13 @@ class CompressedEmbodiedReplay(Transactional):
             else:
                 for key, values in drawn.items():
                     data[key][rows] = values
-            # windows that were evicted while they were read are drawn again
-            rows = rows[np.asarray(windows) < self._first_window]
-        with self._lock:
-            self.metrics["samples"] += batch if mode == "train" else 0
+            with self._lock:
+                # images are erased before a window counts as evicted
+                self._recover()
+                # windows that were evicted while they were read are drawn again
+                rows = rows[np.asarray(windows) < self._first_window]
+                if not len(rows) and mode == "train":
+                    self.metrics["samples"] += batch
         return data
 
     def _wait(self) -> None:
