@@ -334,6 +334,8 @@ def test_wrong_states_change_nothing() -> None:
     ):
         with pytest.raises(SpecMismatchError, match=message):
             buffer.add(*step, recurrent_state=bad)
+    with pytest.raises(SpecMismatchError, match="pass recurrent_state= to add"):
+        buffer.add(*step[:5], [{"recurrent_state": np.zeros(3)}] * 2)
     assert buffer.size() == 5
     model.check(buffer.sample_sequences(9, 3), 0, 3)
     with pytest.raises(SpecMismatchError, match="pass recurrent_states to the constructor"):
@@ -596,6 +598,29 @@ def test_steps_from_before_a_reset_are_gone() -> None:
     assert (after.steps[after.steps >= 0] >= 33).all()
 
 
+@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
+def test_an_interrupted_reset_is_complete_or_has_not_begun(gpu: bool) -> None:
+    outcomes = set()
+    for at in range(1, 3000, 7):
+        buffer = make(VECTORS, 20, gpu=gpu, prioritized=True)
+        Model(VECTORS, 2).add_to(buffer, count=27)
+        with contextlib.suppress(KeyboardInterrupt), Injector(at, KeyboardInterrupt()) as injector:
+            buffer.reset()
+        buffer.check()  # recovers first, as any use does
+        n_held = buffer.size()
+        outcomes.add(n_held)
+        assert n_held in (0, 20)
+        model = Model(VECTORS, 2, seed=1)
+        model.add_to(buffer, count=5)
+        assert buffer.size() == (20 if n_held else 5)
+        if not n_held:
+            batch = buffer.sample_sequences(8, 3)
+            model.check(batch._replace(steps=np.where(batch.steps >= 0, batch.steps - (buffer.n_added - 5), -1)), 0, 3)
+        if injector.count < at:
+            break
+    assert outcomes == {0, 20}
+
+
 def test_an_empty_buffer_and_wrong_arguments() -> None:
     buffer = make(VECTORS)
     with pytest.raises(EmptyBufferError, match="the buffer is empty"):
@@ -604,11 +629,14 @@ def test_an_empty_buffer_and_wrong_arguments() -> None:
     wrong: dict[str, Any]
     for wrong in (
         {"batch_size": 0}, {"length": 0}, {"burn_in": -1}, {"n_steps": 0}, {"episode_end": "wrap"}, {"sample": "x"},
-        {"sample": "priority"}, {"frames": "all"}, {"length": 2.5},
+        {"sample": "priority"}, {"frames": "all"}, {"length": 2.5}, {"gamma": "high"}, {"gamma": float("nan")},
     ):  # fmt: skip
         with pytest.raises(ArgumentError):
             buffer.sample_sequences(**({"batch_size": 2, "length": 2} | wrong))
-    for wrong in ({"recurrent_states": [3]}, {"recurrent_states": {"h": 0}}, {"recurrent_dtype": "int8"}, {"eta": 2}):
+    for wrong in (
+        {"recurrent_states": [3]}, {"recurrent_states": {"h": 0}}, {"recurrent_states": {"h": 1 << 40}},
+        {"recurrent_dtype": "int8"}, {"recurrent_dtype": {"h": 2}}, {"eta": 2}, {"eta": None},
+    ):  # fmt: skip
         with pytest.raises(ArgumentError):
             make(VECTORS, **wrong)
 

@@ -91,7 +91,7 @@ class Sequences:
         **kwargs: Any,
     ) -> None:
         self.recurrent_states, self.recurrent_dtype = check_shapes(recurrent_states, recurrent_dtype)
-        if not 0 <= eta <= 1:
+        if not isinstance(eta, (int, float, np.number)) or not 0 <= eta <= 1:
             raise ArgumentError(f"eta must be from 0 (mean of the TD errors) to 1 (their maximum), got {eta}")
         self.prioritized, self.eta = bool(prioritized), float(eta)
         self.alpha, self.beta, self.epsilon = check_exponents(alpha, beta, epsilon)
