@@ -19,6 +19,7 @@ from sb3_extra_buffers import files
 from sb3_extra_buffers.errors import (
     ArgumentError,
     FileFormatError,
+    PriorityError,
     ReadOnlyBufferError,
     SpecMismatchError,
     UnknownCodecError,
@@ -165,6 +166,16 @@ def test_episodes_that_were_abandoned_get_a_last_step() -> None:
     expected = batch["number"] % 7 == 6
     expected[:, -1] = False
     assert (batch["is_last"] == expected).all()
+
+
+@pytest.mark.parametrize(("first", "last"), [("u1", "?"), ("?", "u1"), ("f4", "f4"), ("f4", "?")])
+def test_flags_may_be_numbers(first: str, last: str) -> None:
+    replay = CompressedEmbodiedReplay(6)
+    for number in range(6):
+        replay.add({"is_first": np.array(number == 3, first), "is_last": np.array(number == 5, last)})
+    batch = replay.sample(1)
+    assert batch["is_first"].tolist() == [[1, 0, 0, 1, 0, 0]]
+    assert batch["is_last"].tolist() == [[0, 0, 1, 0, 0, 1]]
 
 
 def test_every_window_is_drawn_about_equally_often() -> None:
@@ -318,7 +329,10 @@ def test_logs_and_step_ids_are_not_stored() -> None:
 
 
 def test_invalid_arguments_are_named() -> None:
-    for options in ({"length": 0}, {"length": 4, "capacity": 0.5}, {"length": 4, "compressed_keys": "image"}):
+    for options in (
+        {"length": 0}, {"length": 4, "capacity": 0.5}, {"length": 4, "compressed_keys": "image"},
+        {"length": 4, "compressed_keys": 1}, {"length": 4, "selector": "uniform"}, {"length": 4, "selector": {}},
+    ):  # fmt: skip
         with pytest.raises(ArgumentError):
             CompressedEmbodiedReplay(**options)
     with pytest.raises(UnknownCodecError):
@@ -639,6 +653,28 @@ def test_priorities_decide_which_windows_are_drawn() -> None:
 
     assert (drawn == 80).any(axis=1).all()
     assert set(drawn[:, 0]) == {78, 79, 80}
+
+
+def test_a_wrong_priority_changes_nothing() -> None:
+    replay, _ = filled(20, selector=Prioritized())
+    batch = replay.sample(2)
+    for bad in (-1.0, np.nan):
+        priority = np.full(batch["reward"].shape, bad)
+        with pytest.raises(PriorityError):
+            replay.update({"stepid": batch["stepid"], "latent": batch["latent"] + 7, "priority": priority})
+    for latent, step in zip(all_windows(replay)["latent"], all_windows(replay)["number"], strict=True):
+        np.testing.assert_array_equal(latent, np.stack([make_step(0, int(number))["latent"] for number in step]))
+
+
+@pytest.mark.parametrize("exponent", [1.0, 3.0])
+def test_huge_priorities_are_drawn_first(exponent: float) -> None:
+    replay = CompressedEmbodiedReplay(1, selector=Prioritized(exponent, maxfrac=0.5))
+    for number in range(100):
+        replay.add({"number": number})
+    ids = replay._table.step_ids(replay._slots_of([0, 1, 2]), replay.replay_id)
+    replay.update({"stepid": ids, "priority": np.full((3, 1), 1e308)})
+
+    assert set(replay.sample(100)["number"].ravel()) == {0, 1, 2}
 
 
 def test_importing_it_loads_no_framework() -> None:

@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +19,13 @@ from sb3_extra_buffers._embodied.chunks import ID_BYTES, NONE, Change, ChunkTabl
 from sb3_extra_buffers._embodied.steps import Step, StepStore, parse_step
 from sb3_extra_buffers.arguments import as_array, cast, check_count
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.errors import ArgumentError, SpecMismatchError, StaleIndexError, UnknownFieldError
+from sb3_extra_buffers.errors import (
+    ArgumentError,
+    PriorityError,
+    SpecMismatchError,
+    StaleIndexError,
+    UnknownFieldError,
+)
 from sb3_extra_buffers.replay_buffers.selectors import Selector, Uniform
 from sb3_extra_buffers.stores.arena import lengthen
 from sb3_extra_buffers.stores.base import Indices
@@ -123,7 +129,12 @@ class CompressedEmbodiedReplay(Transactional):
         self.directory = _as_folder(directory)
         self.online, self.save_wait, self.name = bool(online), bool(save_wait), str(name)
         self.sampler: Any = Uniform(seed) if selector is None else selector
-        if isinstance(compressed_keys, str):
+        has_items = all(hasattr(self.sampler, name) for name in ("__setitem__", "__delitem__"))
+        if not callable(self.sampler) or not has_items:
+            raise ArgumentError(
+                f"selector must draw windows, as those of replay_buffers.selectors do; got {selector!r}"
+            )
+        if isinstance(compressed_keys, str) or not isinstance(compressed_keys, (Iterable, type(None))):
             raise ArgumentError(f"compressed_keys must be a list of keys, got {compressed_keys!r}")
         self.compressed_keys = None if compressed_keys is None else tuple(compressed_keys)
         self.compression_method, self.compression_kwargs = compression_method, dict(compression_kwargs or {})
@@ -405,7 +416,7 @@ class CompressedEmbodiedReplay(Transactional):
                 data["is_first"][:, 0] = True
             if "is_last" in data:
                 # episodes that were abandoned have none
-                data["is_last"][:, :-1] |= data["is_first"][:, 1:]
+                data["is_last"][:, :-1][data["is_first"][:, 1:] != 0] = True
         return data
 
     def dataset(
@@ -466,6 +477,8 @@ class CompressedEmbodiedReplay(Transactional):
             priority = cast(as_array(priority, "priority"), np.dtype(np.float64), "priority")
             if priority.shape != lead:
                 raise SpecMismatchError(f"priority has shape {priority.shape}, expected {lead}")
+            if not (priority >= 0).all():
+                raise PriorityError("priorities must be at least 0, and not NaN")
             if not hasattr(self.sampler, "prioritize"):
                 raise ArgumentError(f"{type(self.sampler).__name__} takes no priorities; pass selector=Prioritized()")
         values = {key: value for key, value in data.items() if key not in ("stepid", "priority")}

@@ -16,6 +16,9 @@ __all__ = ["Fifo", "Mixture", "Prioritized", "Recency", "Selector", "Uniform"]
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
 
+# priorities above count as infinite: a sum of smaller ones is finite in float64
+_MAX_FINITE = 1e290
+
 
 class Selector(Protocol):
     """What a replay needs of a selector; those of DreamerV3's ``embodied`` package fit too.
@@ -307,11 +310,12 @@ class Prioritized(_Range):
     def _refresh(self, windows: Rows) -> None:
         """Compute the priorities of ``windows`` from those of their steps."""
         leaves = windows % len(self._rows)
-        steps = self._priorities[self._rows[leaves]] ** self.exponent
-        values = (1 - self.maxfrac) * steps.mean(axis=1) if self.maxfrac < 1 else np.zeros(len(steps))
-        if self.maxfrac:
-            values = values + self.maxfrac * steps.max(axis=1)
-        infinite = np.isinf(values)
+        with np.errstate(over="ignore"):
+            steps = self._priorities[self._rows[leaves]] ** self.exponent
+            values = (1 - self.maxfrac) * steps.mean(axis=1) if self.maxfrac < 1 else np.zeros(len(steps))
+            if self.maxfrac:
+                values = values + self.maxfrac * steps.max(axis=1)
+        infinite = values > _MAX_FINITE
         self._finite.write(leaves, np.where(infinite, 0.0, values))
         self._infinite.write(leaves, infinite.astype(np.float64))
 
