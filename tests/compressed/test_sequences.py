@@ -25,11 +25,14 @@ from sb3_extra_buffers.compressed import CompressedDictSequenceReplayBuffer, Com
 from sb3_extra_buffers.errors import (
     ArgumentError,
     EmptyBufferError,
+    FileFormatError,
     PriorityError,
     ReadOnlyBufferError,
     SpecMismatchError,
 )
 from sb3_extra_buffers.files import load, open_saved, save
+from sb3_extra_buffers.files.parts import flatten, unflatten
+from sb3_extra_buffers.files.registry import from_parts
 from sb3_extra_buffers.gpu_buffers import GpuSequenceReplayBuffer
 from tests.contracts.sequences import IMAGES, MIXED, SPACES, STATES, VECTORS, Model, drawn_steps
 from tests.torture.interrupts import Injector
@@ -596,6 +599,24 @@ def test_steps_from_before_a_reset_are_gone() -> None:
     buffer.check()
     after = buffer.sample_sequences(9, 2, online=True)
     assert (after.steps[after.steps >= 0] >= 33).all()
+
+
+def test_forged_priorities_are_refused() -> None:
+    buffer = make(VECTORS, 20, prioritized=True)
+    Model(VECTORS, 2).add_to(buffer, count=27)
+    described, arrays = flatten(buffer.to_parts())
+    name = "columns/priorities"
+    for value in (np.nan, -1.0, 1e308):
+        priorities = arrays[name].copy()
+        priorities[3, 1] = value
+        with pytest.raises(FileFormatError, match="priority"):
+            from_parts(unflatten(described, arrays | {name: priorities}))
+    description = described["description"]
+    for value in (0, -1, 1e308):
+        state = description["state"] | {"max_priority": value}
+        with pytest.raises(FileFormatError, match="max_priority"):
+            from_parts(unflatten(described | {"description": description | {"state": state}}, arrays))
+    from_parts(unflatten(described, arrays)).check()
 
 
 @pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])

@@ -41,6 +41,8 @@ __all__ = ["Sequences"]
 Indices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
+# more than any sum of two TD errors that `update_priorities` takes, and the sum of a million of these is finite
+_MAX_PRIORITY = 1e39
 # observations to look at to find out how they are stacked
 _SHOWN_STEPS = 32
 
@@ -488,10 +490,11 @@ class Sequences:
         if self._priorities is None:
             return
         values = parts.column("priorities", np.float64, lead)
-        require(np.isfinite(values) & (values >= 0), "a priority is negative or not finite")
-        for name, low in (("max_priority", 0.0), ("progress_remaining", -1e300)):
+        require((values >= 0) & (values <= _MAX_PRIORITY), "a priority is negative, too large or not a number")
+        # a new step with priority 0 would never be drawn
+        for name, low, high in (("max_priority", 1e-300, _MAX_PRIORITY), ("progress_remaining", -1e300, 1e300)):
             value = parts.entry("state", name, kind=(int, float))
-            require(low <= value < 1e300, f"{name} is {value}")
+            require(low <= value <= high, f"{name} is {value}")
             setattr(self, name, float(value))
         self._priorities.tree.write(slice(0, values.size), values.reshape(-1))
         try:
