@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -599,6 +600,20 @@ def test_steps_from_before_a_reset_are_gone() -> None:
     buffer.check()
     after = buffer.sample_sequences(9, 2, online=True)
     assert (after.steps[after.steps >= 0] >= 33).all()
+
+
+@pytest.mark.parametrize("name", ["vectors", "images"])
+def test_a_reset_of_a_live_folder_survives_the_process(name: str, tmp_path: Path) -> None:
+    buffer = make(SPACES[name], 20, storage="mmap", path=tmp_path / "live")
+    Model(SPACES[name], 2).add_to(buffer, count=27)
+    buffer.reset()
+    assert load(shutil.copytree(tmp_path / "live", tmp_path / "killed at once")).size() == 0
+    model = Model(SPACES[name], 2, seed=1)
+    model.add_to(buffer, count=7)
+    found = load(shutil.copytree(tmp_path / "live", tmp_path / "killed later"))
+    assert (found.size(), found.n_added) == (7, buffer.n_added)
+    batch = found.sample_sequences(20, 3, episode_end="pad")
+    model.check(batch._replace(steps=np.where(batch.steps >= 0, batch.steps - (buffer.n_added - 7), -1)), 0, 3)
 
 
 def test_forged_priorities_are_refused() -> None:

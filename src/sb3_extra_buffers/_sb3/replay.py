@@ -521,9 +521,14 @@ class ReplayMixin(BudgetMixin, _Base):
         self._check_writable()
         with self._lock:
             self._recover()
+            folder = self.mmap_folder
+            if folder is not None:
+                folder.prepare_reset()
             # from here on, everything is removed whatever happens
             self._unfinished = _RESETTING
             self._recover()
+            if folder is not None:
+                folder.record_reset()
 
     def _clear_columns(self) -> None:
         """Forget what subclasses keep of each step. May be interrupted and run again."""
