@@ -677,6 +677,34 @@ def test_an_empty_buffer_and_wrong_arguments() -> None:
             make(VECTORS, **wrong)
 
 
+def test_an_interrupted_sample_loses_no_online_window() -> None:
+    buffer = make(VECTORS, 100, n_envs=1)
+    Model(VECTORS, 1).add_to(buffer, count=100)
+    with Injector() as counter:
+        buffer.sample_sequences(2, 5, online=True)
+    n_interrupted = 0
+    for at in range(1, counter.count, 67):
+        buffer = make(VECTORS, 100, n_envs=1)
+        Model(VECTORS, 1).add_to(buffer, count=100)
+        try:
+            with Injector(at, KeyboardInterrupt()):
+                buffer.sample_sequences(2, 5, online=True)
+        except KeyboardInterrupt:
+            n_interrupted += 1
+            assert buffer.sample_sequences(2, 5, online=True).steps[0, 0] == 0
+    assert n_interrupted > 10
+
+
+@pytest.mark.parametrize("limit", range(150_000, 250_000, 9_999))
+def test_a_budget_leaves_space_for_states_and_priorities(limit: int) -> None:
+    buffer = make(VECTORS, 20_000, prioritized=True, recurrent_states={"h": 256}, max_bytes=limit)
+    obs, state = np.zeros((2, 3), np.float32), {"h": np.zeros((2, 256), np.float32)}
+    for _ in range(200):
+        buffer.add(obs, obs, np.zeros(2), np.zeros(2), np.zeros(2), [{}, {}], recurrent_state=state)
+    assert buffer.memory_usage().total <= limit
+    assert buffer.size() > 0.9 * min(buffer.buffer_size, 200)
+
+
 def test_states_count_towards_the_memory() -> None:
     small, large = make(VECTORS), make(VECTORS, recurrent_states={"h": 1000})
     assert large.memory_usage().total == small.memory_usage().total

@@ -237,9 +237,11 @@ class Sequences:
         request = check_request(
             batch_size, length, burn_in, n_steps, episode_end, strict_length, by, frames, online, gamma
         )
+        unseen = self._index.unseen
         try:
             with self._lock:
                 self._recover()
+                unseen = self._index.unseen
                 drawn, n_added = self._draw_windows(request), self.n_added
                 if self._locks_reads:
                     return self._read_windows(drawn, env)
@@ -248,10 +250,14 @@ class Sequences:
                 with self._lock:
                     self._recover()
                     if int(drawn[0].numbers.min()) < self._held().oldest:
+                        self._index.return_unseen(unseen)
                         batch = self._read_windows(self._draw_windows(request), env)
             return batch
-        except NO_MEMORY as problem:
-            if isinstance(problem, ExtraBuffersError):
+        except BaseException as problem:
+            if request.online:
+                with self._lock:
+                    self._index.return_unseen(unseen)
+            if isinstance(problem, ExtraBuffersError) or not isinstance(problem, NO_MEMORY):
                 raise
             raise OutOfMemoryError(f"not enough memory for {batch_size} windows: {problem}") from problem
 
