@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -33,6 +34,7 @@ from sb3_extra_buffers.errors import (
     StaleIndexError,
 )
 from sb3_extra_buffers.files import load, save
+from tests.torture.interrupts import Injector
 
 IMAGES = spaces.Box(0, 255, (4, 36, 36), np.uint8)
 MIXED = spaces.Dict({"image": IMAGES, "speed": spaces.Box(-1, 1, (3,), np.float32)})
@@ -317,6 +319,23 @@ def test_indices_from_before_a_reset_are_stale() -> None:
         buffer.update_priorities(indices, np.ones(5))
     buffer.update_priorities(buffer.sample(5).indices, np.ones(5))
     assert drawn(buffer).min() >= 14
+
+
+def test_an_interrupted_reset_is_complete_or_has_not_begun() -> None:
+    sizes = set()
+    for at in range(1, 2000, 5):
+        buffer = make(20, n_envs=2)
+        Feed(2).fill(buffer, n_steps=17)
+        with contextlib.suppress(KeyboardInterrupt), Injector(at, KeyboardInterrupt()) as injector:
+            buffer.reset()
+        buffer.recover()
+        buffer.check()
+        sizes.add(buffer.size())
+        Feed(2).fill(buffer, n_steps=3)
+        buffer.check()
+        if injector.count < at:
+            break
+    assert sizes == {0, 10}
 
 
 @pytest.mark.parametrize(

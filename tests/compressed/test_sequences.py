@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -25,11 +26,14 @@ from sb3_extra_buffers.compressed import CompressedDictSequenceReplayBuffer, Com
 from sb3_extra_buffers.errors import (
     ArgumentError,
     EmptyBufferError,
+    FileFormatError,
     PriorityError,
     ReadOnlyBufferError,
     SpecMismatchError,
 )
 from sb3_extra_buffers.files import load, open_saved, save
+from sb3_extra_buffers.files.parts import flatten, unflatten
+from sb3_extra_buffers.files.registry import from_parts
 from sb3_extra_buffers.gpu_buffers import GpuSequenceReplayBuffer
 from tests.contracts.sequences import IMAGES, MIXED, SPACES, STATES, VECTORS, Model, drawn_steps
 from tests.torture.interrupts import Injector
@@ -334,6 +338,8 @@ def test_wrong_states_change_nothing() -> None:
     ):
         with pytest.raises(SpecMismatchError, match=message):
             buffer.add(*step, recurrent_state=bad)
+    with pytest.raises(SpecMismatchError, match="pass recurrent_state= to add"):
+        buffer.add(*step[:5], [{"recurrent_state": np.zeros(3)}] * 2)
     assert buffer.size() == 5
     model.check(buffer.sample_sequences(9, 3), 0, 3)
     with pytest.raises(SpecMismatchError, match="pass recurrent_states to the constructor"):
@@ -596,6 +602,61 @@ def test_steps_from_before_a_reset_are_gone() -> None:
     assert (after.steps[after.steps >= 0] >= 33).all()
 
 
+@pytest.mark.parametrize("name", ["vectors", "images"])
+def test_a_reset_of_a_live_folder_survives_the_process(name: str, tmp_path: Path) -> None:
+    buffer = make(SPACES[name], 20, storage="mmap", path=tmp_path / "live")
+    Model(SPACES[name], 2).add_to(buffer, count=27)
+    buffer.reset()
+    assert load(shutil.copytree(tmp_path / "live", tmp_path / "killed at once")).size() == 0
+    model = Model(SPACES[name], 2, seed=1)
+    model.add_to(buffer, count=7)
+    found = load(shutil.copytree(tmp_path / "live", tmp_path / "killed later"))
+    assert (found.size(), found.n_added) == (7, buffer.n_added)
+    batch = found.sample_sequences(20, 3, episode_end="pad")
+    model.check(batch._replace(steps=np.where(batch.steps >= 0, batch.steps - (buffer.n_added - 7), -1)), 0, 3)
+
+
+def test_forged_priorities_are_refused() -> None:
+    buffer = make(VECTORS, 20, prioritized=True)
+    Model(VECTORS, 2).add_to(buffer, count=27)
+    described, arrays = flatten(buffer.to_parts())
+    name = "columns/priorities"
+    for value in (np.nan, -1.0, 1e308):
+        priorities = arrays[name].copy()
+        priorities[3, 1] = value
+        with pytest.raises(FileFormatError, match="priority"):
+            from_parts(unflatten(described, arrays | {name: priorities}))
+    description = described["description"]
+    for value in (0, -1, 1e308):
+        state = description["state"] | {"max_priority": value}
+        with pytest.raises(FileFormatError, match="max_priority"):
+            from_parts(unflatten(described | {"description": description | {"state": state}}, arrays))
+    from_parts(unflatten(described, arrays)).check()
+
+
+@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
+def test_an_interrupted_reset_is_complete_or_has_not_begun(gpu: bool) -> None:
+    outcomes = set()
+    for at in range(1, 3000, 7):
+        buffer = make(VECTORS, 20, gpu=gpu, prioritized=True)
+        Model(VECTORS, 2).add_to(buffer, count=27)
+        with contextlib.suppress(KeyboardInterrupt), Injector(at, KeyboardInterrupt()) as injector:
+            buffer.reset()
+        buffer.check()  # recovers first, as any use does
+        n_held = buffer.size()
+        outcomes.add(n_held)
+        assert n_held in (0, 20)
+        model = Model(VECTORS, 2, seed=1)
+        model.add_to(buffer, count=5)
+        assert buffer.size() == (20 if n_held else 5)
+        if not n_held:
+            batch = buffer.sample_sequences(8, 3)
+            model.check(batch._replace(steps=np.where(batch.steps >= 0, batch.steps - (buffer.n_added - 5), -1)), 0, 3)
+        if injector.count < at:
+            break
+    assert outcomes == {0, 20}
+
+
 def test_an_empty_buffer_and_wrong_arguments() -> None:
     buffer = make(VECTORS)
     with pytest.raises(EmptyBufferError, match="the buffer is empty"):
@@ -604,13 +665,44 @@ def test_an_empty_buffer_and_wrong_arguments() -> None:
     wrong: dict[str, Any]
     for wrong in (
         {"batch_size": 0}, {"length": 0}, {"burn_in": -1}, {"n_steps": 0}, {"episode_end": "wrap"}, {"sample": "x"},
-        {"sample": "priority"}, {"frames": "all"}, {"length": 2.5},
+        {"sample": "priority"}, {"frames": "all"}, {"length": 2.5}, {"gamma": "high"}, {"gamma": float("nan")},
     ):  # fmt: skip
         with pytest.raises(ArgumentError):
             buffer.sample_sequences(**({"batch_size": 2, "length": 2} | wrong))
-    for wrong in ({"recurrent_states": [3]}, {"recurrent_states": {"h": 0}}, {"recurrent_dtype": "int8"}, {"eta": 2}):
+    for wrong in (
+        {"recurrent_states": [3]}, {"recurrent_states": {"h": 0}}, {"recurrent_states": {"h": 1 << 40}},
+        {"recurrent_dtype": "int8"}, {"recurrent_dtype": {"h": 2}}, {"eta": 2}, {"eta": None},
+    ):  # fmt: skip
         with pytest.raises(ArgumentError):
             make(VECTORS, **wrong)
+
+
+def test_an_interrupted_sample_loses_no_online_window() -> None:
+    buffer = make(VECTORS, 100, n_envs=1)
+    Model(VECTORS, 1).add_to(buffer, count=100)
+    with Injector() as counter:
+        buffer.sample_sequences(2, 5, online=True)
+    n_interrupted = 0
+    for at in range(1, counter.count, 67):
+        buffer = make(VECTORS, 100, n_envs=1)
+        Model(VECTORS, 1).add_to(buffer, count=100)
+        try:
+            with Injector(at, KeyboardInterrupt()):
+                buffer.sample_sequences(2, 5, online=True)
+        except KeyboardInterrupt:
+            n_interrupted += 1
+            assert buffer.sample_sequences(2, 5, online=True).steps[0, 0] == 0
+    assert n_interrupted > 10
+
+
+@pytest.mark.parametrize("limit", range(150_000, 250_000, 9_999))
+def test_a_budget_leaves_space_for_states_and_priorities(limit: int) -> None:
+    buffer = make(VECTORS, 20_000, prioritized=True, recurrent_states={"h": 256}, max_bytes=limit)
+    obs, state = np.zeros((2, 3), np.float32), {"h": np.zeros((2, 256), np.float32)}
+    for _ in range(200):
+        buffer.add(obs, obs, np.zeros(2), np.zeros(2), np.zeros(2), [{}, {}], recurrent_state=state)
+    assert buffer.memory_usage().total <= limit
+    assert buffer.size() > 0.9 * min(buffer.buffer_size, 200)
 
 
 def test_states_count_towards_the_memory() -> None:

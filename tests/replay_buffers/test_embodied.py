@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from sb3_extra_buffers import files
 from sb3_extra_buffers.errors import (
     ArgumentError,
     FileFormatError,
+    PriorityError,
     ReadOnlyBufferError,
     SpecMismatchError,
     UnknownCodecError,
@@ -25,6 +27,7 @@ from sb3_extra_buffers.errors import (
 )
 from sb3_extra_buffers.replay_buffers.embodied import CompressedEmbodiedReplay
 from sb3_extra_buffers.replay_buffers.selectors import Fifo, Prioritized
+from tests.torture.interrupts import Injector
 
 Step = dict[str, Any]
 
@@ -175,6 +178,16 @@ def test_episodes_that_were_abandoned_get_a_last_step() -> None:
     expected = batch["number"] % 7 == 6
     expected[:, -1] = False
     assert (batch["is_last"] == expected).all()
+
+
+@pytest.mark.parametrize(("first", "last"), [("u1", "?"), ("?", "u1"), ("f4", "f4"), ("f4", "?")])
+def test_flags_may_be_numbers(first: str, last: str) -> None:
+    replay = CompressedEmbodiedReplay(6)
+    for number in range(6):
+        replay.add({"is_first": np.array(number == 3, first), "is_last": np.array(number == 5, last)})
+    batch = replay.sample(1)
+    assert batch["is_first"].tolist() == [[1, 0, 0, 1, 0, 0]]
+    assert batch["is_last"].tolist() == [[0, 0, 1, 0, 0, 1]]
 
 
 def test_every_window_is_drawn_about_equally_often() -> None:
@@ -328,7 +341,10 @@ def test_logs_and_step_ids_are_not_stored() -> None:
 
 
 def test_invalid_arguments_are_named() -> None:
-    for options in ({"length": 0}, {"length": 4, "capacity": 0.5}, {"length": 4, "compressed_keys": "image"}):
+    for options in (
+        {"length": 0}, {"length": 4, "capacity": 0.5}, {"length": 4, "compressed_keys": "image"},
+        {"length": 4, "compressed_keys": 1}, {"length": 4, "selector": "uniform"}, {"length": 4, "selector": {}},
+    ):  # fmt: skip
         with pytest.raises(ArgumentError):
             CompressedEmbodiedReplay(**options)
     with pytest.raises(UnknownCodecError):
@@ -501,6 +517,30 @@ def test_an_interrupted_add_is_complete_or_undone() -> None:
         n_lines = n_lines + 1 if interrupted else 0
 
 
+def test_an_interrupted_selector_draws_only_windows_that_it_has() -> None:
+    """A KeyboardInterrupt at every bytecode of every change; a replay repeats a change that was interrupted."""
+    selector = Prioritized(maxfrac=0.5, zero_on_sample=True)
+    ids = np.zeros((4000, 20), np.uint8)
+    ids[:, :4] = np.arange(4000, dtype=np.int32)[:, None].view(np.uint8)
+    interrupted, window = True, 0
+    while interrupted:
+        interrupted, steps = False, ids[window : window + 3]
+        for change in (
+            lambda: selector.__setitem__(window, steps),  # noqa: B023  # called in this turn
+            lambda: selector.__delitem__(window - 4),  # noqa: B023
+            lambda: selector.prioritize(steps, [1, 2, 3]),  # noqa: B023
+            selector,
+        ):
+            with contextlib.suppress(KeyboardInterrupt), Injector(window + 1, KeyboardInterrupt()) as injector:
+                change()
+            interrupted |= injector.count > window
+            change()
+            assert {selector() for _ in range(20)} <= set(range(selector.first, window + 1))
+        window += 1
+    # steps of windows that are gone are forgotten
+    assert len(selector._row_of) == len(selector) + 2 == 6
+
+
 def test_threads_add_sample_and_update() -> None:
     replay = CompressedEmbodiedReplay(5, 128, chunksize=32, online=True)
     running, problems = True, []
@@ -536,6 +576,41 @@ def test_threads_add_sample_and_update() -> None:
 
     assert problems == []
     assert len(replay) == 128
+
+
+def test_a_window_whose_images_are_being_erased_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = CompressedEmbodiedReplay(2, 32, chunksize=2, selector=Fifo(), compression_method="delta")
+    for number in range(34):
+        replay.add(make_step(0, number))
+    drawn, erased, read = threading.Event(), threading.Event(), threading.Event()
+    steps: Any = replay._steps
+    erase_slots, read_slots = steps.erase, steps.read
+
+    def erase(*slots: Any) -> None:
+        erase_slots(*slots)
+        erased.set()
+        read.wait(10)
+
+    def read_late(slots: Any) -> Any:
+        drawn.set()
+        erased.wait(10)
+        batch = read_slots(slots)
+        read.set()
+        return batch
+
+    monkeypatch.setattr(steps, "erase", erase)
+    monkeypatch.setattr(steps, "read", read_late)
+    batches: list[Any] = []
+    thread = threading.Thread(target=lambda: batches.append(replay.sample(1)))
+    thread.start()
+    drawn.wait(10)
+    while not erased.is_set():
+        number += 1
+        replay.add(make_step(0, number))
+    thread.join(10)
+
+    for image, number in zip(batches[0]["image"][0], batches[0]["number"][0], strict=True):
+        np.testing.assert_array_equal(image, make_step(0, int(number))["image"])
 
 
 def test_sample_waits_for_the_first_window() -> None:
@@ -590,6 +665,28 @@ def test_priorities_decide_which_windows_are_drawn() -> None:
 
     assert (drawn == 80).any(axis=1).all()
     assert set(drawn[:, 0]) == {78, 79, 80}
+
+
+def test_a_wrong_priority_changes_nothing() -> None:
+    replay, _ = filled(20, selector=Prioritized())
+    batch = replay.sample(2)
+    for bad in (-1.0, np.nan):
+        priority = np.full(batch["reward"].shape, bad)
+        with pytest.raises(PriorityError):
+            replay.update({"stepid": batch["stepid"], "latent": batch["latent"] + 7, "priority": priority})
+    for latent, step in zip(all_windows(replay)["latent"], all_windows(replay)["number"], strict=True):
+        np.testing.assert_array_equal(latent, np.stack([make_step(0, int(number))["latent"] for number in step]))
+
+
+@pytest.mark.parametrize("exponent", [1.0, 3.0])
+def test_huge_priorities_are_drawn_first(exponent: float) -> None:
+    replay = CompressedEmbodiedReplay(1, selector=Prioritized(exponent, maxfrac=0.5))
+    for number in range(100):
+        replay.add({"number": number})
+    ids = replay._table.step_ids(replay._slots_of([0, 1, 2]), replay.replay_id)
+    replay.update({"stepid": ids, "priority": np.full((3, 1), 1e308)})
+
+    assert set(replay.sample(100)["number"].ravel()) == {0, 1, 2}
 
 
 def test_importing_it_loads_no_framework() -> None:

@@ -164,13 +164,12 @@ class Priorities:
         first = position * self.n_envs
         self._tree.write(slice(first, first + self.n_envs), self.max_priority**self.alpha)
 
-    def reset(self) -> None:
-        """Remove all transitions and their priorities."""
-        super().reset()  # type: ignore[misc]  # a buffer follows
-        if "_tree" in vars(self):
-            self._tree.clear()
-            # the next multiple of buffer_size: old indices stay stale, and n_added % buffer_size is still the position
-            self.n_added = -(-self.n_added // self.buffer_size) * self.buffer_size
+    def _clear_columns(self) -> None:
+        """Forget all priorities. May be interrupted and run again."""
+        super()._clear_columns()  # type: ignore[misc]  # a buffer follows
+        self._tree.clear()
+        # the next multiple of buffer_size: old indices stay stale, and n_added % buffer_size is still the position
+        self.n_added = -(-self.n_added // self.buffer_size) * self.buffer_size
 
     # ---- sampling ----
 

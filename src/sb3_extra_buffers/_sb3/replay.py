@@ -46,6 +46,9 @@ Indices = npt.NDArray[np.int64]
 # dtypes in which rewards and dones are stored as they are; NumPy has one object for each
 _FLOAT32, _BOOL = np.dtype(np.float32), np.dtype(np.bool_)
 
+# ``_unfinished`` while all transitions are being removed
+_RESETTING = "resetting"
+
 # What is left to do for a step whose observations are stored: position, n_added, n_evicted, obs, next_obs, action,
 # reward, done, truncated, extra. A plain tuple: a named one would make `add` of vectors 4 % slower.
 Step = tuple[int, int, int, dict[str, Array], dict[str, Array], Array, Array, Array, Any, Any]
@@ -204,6 +207,11 @@ class ReplayMixin(BudgetMixin, _Base):
 
     def _recover(self) -> None:
         unfinished = self._unfinished
+        if unfinished is _RESETTING:
+            self._clear_columns()
+            # one call into C, which signal handlers cannot interrupt
+            self.__dict__.update(pos=0, full=False, n_evicted=0, _unfinished=None)
+            return
         if unfinished is not None and self._raw:
             self._prepare_raw()
             if type(unfinished) is tuple and isinstance(unfinished[0], Transitions):
@@ -523,8 +531,17 @@ class ReplayMixin(BudgetMixin, _Base):
         self._check_writable()
         with self._lock, self._changing():
             self._recover()
-            self.n_evicted = 0
-            super().reset()
+            folder = self.mmap_folder
+            if folder is not None:
+                folder.prepare_reset()
+            # from here on, everything is removed whatever happens
+            self._unfinished = _RESETTING
+            self._recover()
+            if folder is not None:
+                folder.record_reset()
+
+    def _clear_columns(self) -> None:
+        """Forget what subclasses keep of each step. May be interrupted and run again."""
 
     # ---- sharing ----
 

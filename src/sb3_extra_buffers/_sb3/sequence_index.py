@@ -242,6 +242,10 @@ class EpisodeIndex:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         return np.concatenate(found), np.concatenate(envs_found)
 
+    def return_unseen(self, unseen: Indices) -> None:
+        """Have `fresh` return windows again that were not delivered; `unseen` is from before they were drawn."""
+        self.unseen = np.minimum(self.unseen, unseen)
+
     # ---- copies ----
 
     def frozen(self) -> EpisodeIndex:

@@ -13,6 +13,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 from sb3_extra_buffers._sb3.replay import ReplayMixin, Step
 from sb3_extra_buffers._sb3.sequence_states import StateColumns
 from sb3_extra_buffers._sb3.sequences import Sequences
+from sb3_extra_buffers._sb3.sum_tree import SumTree
 from sb3_extra_buffers._sb3.views import Array, BufferView
 from sb3_extra_buffers.codecs.spec import ObsSpec
 
@@ -35,6 +36,15 @@ class SequenceMixin(Sequences, ReplayMixin):
         del self._per_step
         self._make_sequence_columns()
 
+    def _affordable_steps(self, n_steps: int, limit: int, column_bytes: int) -> int:
+        found = super()._affordable_steps(n_steps, limit, column_bytes)
+        if self.prioritized and found < n_steps:
+            # the top of the tree, and what its levels are padded with
+            n_leaves = found * self.n_envs
+            excess = max(SumTree(n_leaves).nbytes - _PRIORITY_BYTES * n_leaves, 0)
+            found = super()._affordable_steps(n_steps, limit - excess, column_bytes)
+        return found
+
     def _fit_step(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> Step:
         *step, done, truncated, _ = super()._fit_step(obs, next_obs, action, reward, done, infos)
         return (*step, done, truncated, self._plan_sequence(done, infos))
@@ -44,12 +54,8 @@ class SequenceMixin(Sequences, ReplayMixin):
         if self._priorities is not None:
             self._priorities.write_step(step, 0.0)
 
-    def reset(self) -> None:
-        """Remove all transitions."""
-        with self._lock, self._changing():
-            super().reset()
-            if "_index" in vars(self):
-                self._clear_sequences()
+    def _clear_columns(self) -> None:
+        self._clear_sequences()
 
     def check(self) -> None:
         """Raise `AssertionError` if episodes, priorities and steps disagree, for tests."""

@@ -20,6 +20,8 @@ Indices = npt.NDArray[np.int64]
 
 #: The key of `infos` under which `add` looks for the states of an environment.
 INFO_KEY = "recurrent_state"
+# of the states of a transition
+_MAX_ROW_BYTES = 1 << 30
 
 
 class StateUpdate(NamedTuple):
@@ -42,10 +44,13 @@ def check_shapes(shapes: Any, dtype: Any) -> tuple[dict[str, tuple[int, ...]], s
         checked[name] = tuple(check_count(axis, f"an axis of recurrent_states[{name!r}]") for axis in axes)
     try:
         kind = np.dtype(dtype)
-    except TypeError as problem:
+    except (TypeError, ValueError) as problem:
         raise ArgumentError(f"recurrent_dtype must be a dtype of floats, got {dtype!r}") from problem
     if kind.kind != "f" or kind.itemsize > 8:
         raise ArgumentError(f"recurrent_dtype must be float16, float32 or float64, got {kind}")
+    n_bytes = StateColumns.row_bytes(checked, kind.name)
+    if n_bytes > _MAX_ROW_BYTES:
+        raise ArgumentError(f"recurrent_states takes {n_bytes} bytes a transition, more than {_MAX_ROW_BYTES}")
     return checked, kind.name
 
 
@@ -82,7 +87,7 @@ class StateColumns:
         try:
             per_env = [info[INFO_KEY] for info in infos]
             return {name: np.stack([as_array(states[name], name) for states in per_env]) for name in self.shapes}
-        except (KeyError, TypeError, ValueError) as problem:
+        except (IndexError, KeyError, TypeError, ValueError) as problem:
             raise SpecMismatchError(
                 f"this buffer keeps the recurrent states {', '.join(self.shapes)}; pass recurrent_state= to add(), "
                 f"or a dict of them as {INFO_KEY!r} in the info of every environment ({problem!r})"

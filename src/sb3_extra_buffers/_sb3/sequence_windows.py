@@ -122,6 +122,8 @@ def check_request(
     batch_size, burn_in = check_count(batch_size, "batch_size"), check_count(burn_in, "burn_in", 0)
     rules = WindowRules(check_count(length, "length") + burn_in, episode_end, bool(strict_length))
     n_steps = check_count(n_steps, "n_steps")
+    if not isinstance(gamma, (int, float, np.number)) or not 0 <= gamma <= 1:
+        raise ArgumentError(f"gamma must be a discount factor from 0 to 1, got {gamma!r}")
     return Request(batch_size, rules, burn_in, n_steps, float(gamma), by, frames == "newest", bool(online))
 
 

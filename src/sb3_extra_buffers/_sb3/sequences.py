@@ -42,6 +42,8 @@ __all__ = ["Sequences"]
 Indices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
+# more than any sum of two TD errors that `update_priorities` takes, and the sum of a million of these is finite
+_MAX_PRIORITY = 1e39
 # observations to look at to find out how they are stacked
 _SHOWN_STEPS = 32
 
@@ -93,7 +95,7 @@ class Sequences:
         **kwargs: Any,
     ) -> None:
         self.recurrent_states, self.recurrent_dtype = check_shapes(recurrent_states, recurrent_dtype)
-        if not 0 <= eta <= 1:
+        if not isinstance(eta, (int, float, np.number)) or not 0 <= eta <= 1:
             raise ArgumentError(f"eta must be from 0 (mean of the TD errors) to 1 (their maximum), got {eta}")
         self.prioritized, self.eta = bool(prioritized), float(eta)
         self.alpha, self.beta, self.epsilon = check_exponents(alpha, beta, epsilon)
@@ -237,9 +239,11 @@ class Sequences:
         request = check_request(
             batch_size, length, burn_in, n_steps, episode_end, strict_length, by, frames, online, gamma
         )
+        unseen = self._index.unseen
         try:
             with self._lock:
                 self._recover()
+                unseen = self._index.unseen
                 drawn, n_added = self._draw_windows(request), self.n_added
                 if self._locks_reads:
                     return self._read_windows(drawn, env)
@@ -248,10 +252,14 @@ class Sequences:
                 with self._lock:
                     self._recover()
                     if int(drawn[0].numbers.min()) < self._held().oldest:
+                        self._index.return_unseen(unseen)
                         batch = self._read_windows(self._draw_windows(request), env)
             return batch
-        except NO_MEMORY as problem:
-            if isinstance(problem, ExtraBuffersError):
+        except BaseException as problem:
+            if request.online:
+                with self._lock:
+                    self._index.return_unseen(unseen)
+            if isinstance(problem, ExtraBuffersError) or not isinstance(problem, NO_MEMORY):
                 raise
             raise OutOfMemoryError(f"not enough memory for {batch_size} windows: {problem}") from problem
 
@@ -497,10 +505,11 @@ class Sequences:
         if self._priorities is None:
             return
         values = parts.column("priorities", np.float64, lead)
-        require(np.isfinite(values) & (values >= 0), "a priority is negative or not finite")
-        for name, low in (("max_priority", 0.0), ("progress_remaining", -1e300)):
+        require((values >= 0) & (values <= _MAX_PRIORITY), "a priority is negative, too large or not a number")
+        # a new step with priority 0 would never be drawn
+        for name, low, high in (("max_priority", 1e-300, _MAX_PRIORITY), ("progress_remaining", -1e300, 1e300)):
             value = parts.entry("state", name, kind=(int, float))
-            require(low <= value < 1e300, f"{name} is {value}")
+            require(low <= value <= high, f"{name} is {value}")
             setattr(self, name, float(value))
         self._priorities.tree.write(slice(0, values.size), values.reshape(-1))
         try:

@@ -220,6 +220,17 @@ class MmapFolder:
         journal.append(fields, arrays)
         self._predicted = predicted
 
+    def prepare_reset(self) -> None:
+        """End the journal, which holds only steps: the next one is preceded by a checkpoint, whatever happens."""
+        self._check_owner()
+        if self._journal is not None:
+            self._journal.broken = True
+
+    def record_reset(self) -> None:
+        """Save the buffer, from which everything was removed."""
+        if self._journal is not None:
+            self.checkpoint()
+
     def undo_step(self) -> None:
         """Remove the step that was recorded since `prepare_step`, if any."""
         undo, self._undo = self._undo, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,13 @@ from sb3_extra_buffers._embodied.steps import StepStore, parse_step
 from sb3_extra_buffers._embodied.windows import WindowStore
 from sb3_extra_buffers.arguments import as_array, cast, check_count
 from sb3_extra_buffers.codecs.spec import ObsSpec
-from sb3_extra_buffers.errors import ArgumentError, SpecMismatchError, StaleIndexError, UnknownFieldError
+from sb3_extra_buffers.errors import (
+    ArgumentError,
+    PriorityError,
+    SpecMismatchError,
+    StaleIndexError,
+    UnknownFieldError,
+)
 from sb3_extra_buffers.replay_buffers.selectors import Selector, Uniform
 from sb3_extra_buffers.stores.checks import require
 from sb3_extra_buffers.stores.choice import MethodChoice
@@ -92,7 +98,7 @@ class CompressedEmbodiedReplay(WindowStore):
         compression_method: str = "auto",
         compression_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        if isinstance(compressed_keys, str):
+        if isinstance(compressed_keys, str) or not isinstance(compressed_keys, (Iterable, type(None))):
             raise ArgumentError(f"compressed_keys must be a list of keys, got {compressed_keys!r}")
         options = dict(compression_kwargs or {})
         MethodChoice(_ANY_IMAGE, compression_method, options)  # raises if there is no such method
@@ -110,6 +116,11 @@ class CompressedEmbodiedReplay(WindowStore):
         self.directory = _as_folder(directory)
         self.save_wait, self.name = bool(save_wait), str(name)
         self.sampler: Any = Uniform(seed) if selector is None else selector
+        has_items = all(hasattr(self.sampler, name) for name in ("__setitem__", "__delitem__"))
+        if not callable(self.sampler) or not has_items:
+            raise ArgumentError(
+                f"selector must draw windows, as those of replay_buffers.selectors do; got {selector!r}"
+            )
         # windows that the selector knows
         self._first_known = self._next_known = 0
         self.metrics = {"samples": 0, "inserts": 0, "updates": 0}
@@ -258,7 +269,7 @@ class CompressedEmbodiedReplay(WindowStore):
                 data["is_first"][:, 0] = True
             if "is_last" in data:
                 # episodes that were abandoned have none
-                data["is_last"][:, :-1] = np.maximum(data["is_last"][:, :-1], data["is_first"][:, 1:])
+                data["is_last"][:, :-1][data["is_first"][:, 1:] != 0] = True
         return data
 
     def dataset(
@@ -319,6 +330,8 @@ class CompressedEmbodiedReplay(WindowStore):
             priority = cast(as_array(priority, "priority"), np.dtype(np.float64), "priority")
             if priority.shape != lead:
                 raise SpecMismatchError(f"priority has shape {priority.shape}, expected {lead}")
+            if not (priority >= 0).all():
+                raise PriorityError("priorities must be at least 0, and not NaN")
             if not hasattr(self.sampler, "prioritize"):
                 raise ArgumentError(f"{type(self.sampler).__name__} takes no priorities; pass selector=Prioritized()")
         values = {key: value for key, value in data.items() if key not in ("stepid", "priority")}

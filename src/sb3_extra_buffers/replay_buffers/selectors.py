@@ -16,6 +16,9 @@ __all__ = ["Fifo", "Mixture", "Prioritized", "Recency", "Selector", "Uniform"]
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
 
+# priorities above count as infinite: a sum of smaller ones is finite in float64
+_MAX_FINITE = 1e290
+
 
 class Selector(Protocol):
     """What a replay needs of a selector; those of DreamerV3's ``embodied`` package fit too.
@@ -56,9 +59,9 @@ class _Range:
         return self.stop - self.first
 
     def __setitem__(self, window: int, step_ids: Any) -> None:
-        if not len(self):
-            self.first = self.stop = window
-        self.stop = max(self.stop, window + 1)
+        first = self.first if len(self) else window
+        # one call into C: an interrupt cannot separate the two
+        self.__dict__.update(first=first, stop=max(self.stop, window + 1) if len(self) else window + 1)
 
     def __delitem__(self, window: int) -> None:
         self.first = min(max(self.first, window + 1), self.stop)
@@ -202,12 +205,16 @@ class Prioritized(_Range):
         # rows of each window, in a ring; the priority of a window, and whether it is infinite
         self._rows: Rows = np.zeros((64, 0), np.int64)
         self._finite, self._infinite = SumTree(64), SumTree(64)
+        # True from the beginning of a change to its end, so that an interrupted one can be repaired
+        self._dirty = False
 
     # ---- windows ----
 
     def __setitem__(self, window: int, step_ids: Any) -> None:
+        self._repair()
         if self.first <= window < self.stop:
             return
+        self._dirty = True
         ids = [step_id.tobytes() for step_id in np.asarray(step_ids)]
         if not len(self):
             self._rows = np.zeros((len(self._rows), len(ids)), np.int64)
@@ -220,10 +227,13 @@ class Prioritized(_Range):
         self._rows[window % len(self._rows)] = rows
         super().__setitem__(window, None)
         self._refresh(np.array([window]))
+        self._dirty = False
 
     def __delitem__(self, window: int) -> None:
+        self._repair()
         if not self.first <= window < self.stop:
             return
+        self._dirty = True
         super().__delitem__(window)
         leaf = np.array([window % len(self._rows)])
         self._finite.write(leaf, 0.0)
@@ -236,6 +246,26 @@ class Prioritized(_Range):
         for row in rows[self._n_windows[rows] == 0].tolist():
             del self._row_of[self._ids[row]]
             self._unused.append(row)
+        self._dirty = False
+
+    def _repair(self) -> None:
+        """After an interrupt, compute everything from the steps of the windows and their priorities."""
+        if not self._dirty:
+            return
+        windows, n_rows = np.arange(self.first, self.stop), len(self._priorities)
+        rows = self._rows[windows % len(self._rows)]
+        used = np.bincount(rows.reshape(-1), minlength=n_rows)
+        del self._ids[n_rows:]
+        self._row_of = {self._ids[row]: row for row in np.flatnonzero(used).tolist()}
+        self._unused = np.flatnonzero(used[: len(self._ids)] == 0).tolist()
+        self._n_windows = used
+        self._before, self._begins = np.full(n_rows, -1, np.int64), np.full(n_rows, -1, np.int64)
+        self._before[rows[:, 1:]] = rows[:, :-1]
+        self._finite, self._infinite = SumTree(len(self._rows)), SumTree(len(self._rows))
+        if len(windows):
+            self._begins[rows[:, 0]] = windows
+            self._refresh(windows)
+        self._dirty = False
 
     def _add_step(self, step_id: bytes) -> int:
         if self._unused:
@@ -275,10 +305,12 @@ class Prioritized(_Range):
         ids = [each if isinstance(each, bytes) else np.asarray(each).tobytes() for each in step_ids]
         if len(ids) != len(values):
             raise PriorityError(f"got {len(values)} priorities for {len(ids)} steps")
+        self._repair()
         rows = np.array([self._row_of.get(each, -1) for each in ids], np.int64)
         self._set_priorities(rows[rows >= 0], values[rows >= 0])
 
     def _set_priorities(self, rows: Rows, values: Any) -> None:
+        self._dirty = True
         self._priorities[rows] = values
         # windows that have one of these steps begin with it or with a step shortly before
         found, rows = [], np.unique(rows)
@@ -288,20 +320,23 @@ class Prioritized(_Range):
             rows = rows[rows >= 0]
         windows = np.unique(np.concatenate([*found, np.array([-1])]))
         self._refresh(windows[windows >= 0])
+        self._dirty = False
 
     def _refresh(self, windows: Rows) -> None:
         """Compute the priorities of ``windows`` from those of their steps."""
         leaves = windows % len(self._rows)
-        steps = self._priorities[self._rows[leaves]] ** self.exponent
-        values = (1 - self.maxfrac) * steps.mean(axis=1) if self.maxfrac < 1 else np.zeros(len(steps))
-        if self.maxfrac:
-            values = values + self.maxfrac * steps.max(axis=1)
-        infinite = np.isinf(values)
+        with np.errstate(over="ignore"):
+            steps = self._priorities[self._rows[leaves]] ** self.exponent
+            values = (1 - self.maxfrac) * steps.mean(axis=1) if self.maxfrac < 1 else np.zeros(len(steps))
+            if self.maxfrac:
+                values = values + self.maxfrac * steps.max(axis=1)
+        infinite = values > _MAX_FINITE
         self._finite.write(leaves, np.where(infinite, 0.0, values))
         self._infinite.write(leaves, infinite.astype(np.float64))
 
     def __call__(self) -> int:
         self._check_not_empty()
+        self._repair()
         tree = self._infinite if self._infinite.total > 0 else self._finite
         if tree.total > 0:
             leaf = int(tree.find(self.rng.random(1) * tree.total)[0])
