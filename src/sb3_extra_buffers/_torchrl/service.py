@@ -84,6 +84,8 @@ class CompressedReplayService(service_files.JournaledBuffer):
         # TorchRL's own clients send TensorDicts
         packet = data if isinstance(data, bytes) else encode_packet(as_items(data))
         parsed = parse_packet(packet)
+        if not parsed.lead:
+            raise SpecMismatchError("expected a batch of items, got a single one; use add()")
         client, number = _sender(parsed.note)
         known = self._index_of(client, number)
         if known is not None:
