@@ -41,6 +41,7 @@ from sb3_extra_buffers.errors import (
     SharingError,
 )
 from sb3_extra_buffers.stores.choice import Choice
+from sb3_extra_buffers.stores.shared_memory import SharedPlace
 from tests.compressed.shared_processes import N_ENVS, Case, images
 from tests.torture.interrupts import Injector
 
@@ -394,6 +395,43 @@ def test_a_full_disk_is_a_named_error_and_every_step_before_stays_readable(monke
     assert case.buffer.n_added == n_added + 50
     assert_reads_like(reader, case.buffer)
     case.buffer.stop_sharing()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors")
+@pytest.mark.parametrize("kind", ["image", "vector", "dict"])
+def test_a_buffer_that_could_not_be_shared_is_as_before(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of open files may be reached anywhere."""
+
+    def n_descriptors() -> int:
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    create, calls = SharedPlace.create, iter(range(0))
+
+    def fail(place: SharedPlace, size: int) -> tuple[int, int]:
+        if next(calls, None) is None:
+            raise SharingError("on purpose")
+        return create(place, size)
+
+    before = n_descriptors()
+    for n_calls in range(100):
+        case = Case(kind=kind)
+        case.add(45)
+        calls = iter(range(n_calls))
+        with monkeypatch.context() as patch:
+            patch.setattr(SharedPlace, "create", fail)
+            try:
+                case.buffer.share()
+                break
+            except SharingError:
+                pass
+        case.check(case.buffer.sample(16))
+        reader = SharedReader.open(case.buffer.share())
+        case.add(3)
+        assert_reads_like(reader, case.buffer)
+        del case, reader
+        assert n_descriptors() == before
+    assert n_calls > 5
 
 
 @pytest.mark.parametrize("kind", ["prioritized", "folder"])

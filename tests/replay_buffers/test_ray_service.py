@@ -103,6 +103,55 @@ def test_one_packet_sent_by_two_threads_is_stored_once() -> None:
     assert all(torch.equal(index, torch.arange(10)) for index in indices)
 
 
+def test_a_packet_that_arrives_twice_counts_once() -> None:
+    limiter = RateLimiter(samples_per_insert=1, min_size=1, tolerance=1000)
+    buffer, packet = service(rate_limiter=limiter), encode_packet(trajectory(20), writer="a", number=1)
+    # both are there before either of them is stored
+    barrier, admit = threading.Barrier(2, timeout=60), limiter.admit_items
+
+    def admit_together(n_items: int) -> float:
+        barrier.wait()
+        return admit(n_items)
+
+    limiter.admit_items = admit_together  # type: ignore[method-assign]
+    threads = [threading.Thread(target=buffer.extend, args=(packet,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(buffer) == 20
+    assert buffer.rate() == {"inserts": 20, "samples": 0, "balance": 19.0}
+
+
+@pytest.mark.parametrize("saved", ["before", "after", "never"])
+def test_items_that_were_removed_do_not_come_back(tmp_path: Path, saved: str) -> None:
+    buffer, data = service(100, tmp_path), trajectory(40)
+    buffer.extend(encode_packet(data[:20], writer="a", number=1))
+    if saved == "before":
+        buffer.checkpoint()
+    buffer.empty()
+    if saved == "after":
+        buffer.checkpoint()
+    emptied = service(100, tmp_path)
+    assert len(emptied) == 0
+    for each in (buffer, emptied):
+        # a retry of what was stored and removed
+        each.extend(encode_packet(data[:20], writer="a", number=1))
+        assert len(each) == 0
+    index = buffer.extend(encode_packet(data[20:], writer="a", number=2))
+    again = service(100, tmp_path)
+    for each in (buffer, again):
+        assert_same(contents(each), data[20:])
+    assert index.tolist() == list(range(20))
+
+
+def test_a_journal_that_broke_before_the_first_packet_is_replaced(tmp_path: Path) -> None:
+    buffer, data = service(100, tmp_path), trajectory(20)
+    buffer._journal.broken = True
+    buffer.extend(encode_packet(data))
+    assert_same(contents(service(100, tmp_path)), data)
+
+
 def test_packets_in_one_call_are_stored_up_to_the_first_bad_one() -> None:
     buffer, data = service(), trajectory(40)
     packets = [encode_packet(data[first : first + 10], writer="a", number=first) for first in (10, 20, 30)]
@@ -178,6 +227,18 @@ def test_priorities_of_items_that_were_overwritten_since_are_refused(tmp_path: P
     again = prioritized(100, tmp_path)
     assert torch.equal(again._generations(torch.arange(100)), buffer._generations(torch.arange(100)))
     assert again._generations(torch.tensor([59, 60])).tolist() == [159, 60]
+
+
+@needs_trees
+def test_priorities_of_items_that_were_removed_are_refused() -> None:
+    buffer, data = prioritized(), trajectory(60)
+    buffer.extend(encode_packet(data[:30]))
+    batch = decode_packet(buffer.sample(16))
+    buffer.empty()
+    buffer.extend(encode_packet(data[30:]))
+    assert buffer.update_priority(batch["index"], torch.full((16,), 7.0), batch["index_generation"]) == 0
+    batch = decode_packet(buffer.sample(16))
+    assert buffer.update_priority(batch["index"], torch.full((16,), 7.0), batch["index_generation"]) == 16
 
 
 @needs_trees

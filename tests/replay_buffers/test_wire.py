@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import struct
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from sb3_extra_buffers._torchrl.wire import (
     packet_note,
     parse_packet,
 )
-from sb3_extra_buffers.errors import CorruptPayloadError, FileFormatError, NotSaveableError
+from sb3_extra_buffers.errors import CorruptPayloadError, FileFormatError, NotSaveableError, SpecMismatchError
 from sb3_extra_buffers.replay_buffers import CompressedStorage
 from tests.replay_buffers.trajectories import assert_same, steps, trajectory
 
@@ -197,6 +199,64 @@ def test_damaged_packets_raise() -> None:
             decode_packet(bytes(changed))
         except CorruptPayloadError:
             continue
+
+
+def service() -> Any:
+    pytest.importorskip("torchrl")
+    from sb3_extra_buffers._torchrl.service import CompressedReplayService
+
+    return CompressedReplayService(storage=partial(CompressedStorage, 100))
+
+
+def forged(header: dict[str, Any], tensors: bytes = b"", version: int = 2) -> bytes:
+    """A packet of uncompressed tensors."""
+    sections: Any = [[len(tensors)] * 2] if version == 2 else [len(tensors)]
+    header = {"codec": "gzip", "groups": [], "sections": sections, "small": len(tensors), "note": {}, **header}
+    text = json.dumps(header).encode()
+    return b"XBT%d" % version + struct.pack("<I", len(text)) + text + tensors
+
+
+def leaf(key: Any, *shape: int) -> dict[str, Any]:
+    return {"key": key, "shape": shape, "dtype": "uint8"}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    "header",
+    [
+        # keys that a TensorDict cannot have at the same time
+        {"lead": [2], "leaves": [leaf("a", 2), leaf(["a", "b"], 2)]},
+        {"lead": [2], "leaves": [leaf(["a", "b", "c"], 2), leaf("a", 2)]},
+        {"lead": [2], "leaves": [leaf("a", 2), leaf(["a"], 2)]},
+        # items without bytes, of which a few hundred bytes could claim any number
+        {"lead": [1 << 28], "leaves": []},
+        {"lead": [1 << 40], "leaves": [leaf("a", 1 << 40, 0)]},
+        {"lead": [1 << 20, 1 << 10], "leaves": [leaf("a", 1 << 20, 1 << 10, 0)]},
+    ],
+)
+def test_packets_of_impossible_items_are_refused(header: dict[str, Any], version: int) -> None:
+    packet = forged(header, b"abcd" if header["lead"] == [2] else b"", version)
+    buffer = service()
+    with pytest.raises(CorruptPayloadError):
+        decode_packet(packet)
+    with pytest.raises(CorruptPayloadError):
+        buffer.extend(packet)
+    assert len(buffer) == 0
+    buffer.extend(forged({"lead": [2], "leaves": [leaf("a", 2)]}, b"ab", version))
+    assert len(buffer) == 2
+
+
+def test_a_service_needs_an_axis_of_items() -> None:
+    buffer = service()
+    with pytest.raises(SpecMismatchError, match="single"):
+        buffer.extend(encode_packet(trajectory(1)[0]))
+    buffer.add(trajectory(1)[0])
+    assert len(buffer) == 1
+
+
+def test_more_items_than_fit_a_packet_are_refused() -> None:
+    with pytest.raises(NotSaveableError, match="several packets"):
+        encode_packet(TensorDict({"x": torch.zeros(1).expand(1 << 25)}, batch_size=[1 << 25]))
 
 
 def test_packets_cannot_hold_objects() -> None:

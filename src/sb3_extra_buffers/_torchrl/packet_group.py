@@ -13,7 +13,7 @@ from sb3_extra_buffers._torchrl.groups import Group, GroupConfig
 from sb3_extra_buffers._torchrl.indexing import Positions
 from sb3_extra_buffers._torchrl.stored_tensor import StoredTensor
 from sb3_extra_buffers._torchrl.tensors import CPU
-from sb3_extra_buffers._torchrl.wire import GroupPacket, ItemPacket, Lease, parse_packet
+from sb3_extra_buffers._torchrl.wire import GroupPacket, ItemPacket, Lease, only_corrupt, parse_packet
 from sb3_extra_buffers._torchrl.wire_v1 import PacketV1
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import ReadOnlyBufferError
@@ -58,12 +58,13 @@ def packet_items(parsed: ItemPacket | PacketV1) -> Any:
     """Return the TensorDict in a packet, or raise `CorruptPayloadError`; large tensors are decoded when used."""
     if not isinstance(parsed, ItemPacket) or len(parsed.lead) != 1:
         return parsed.decode()
-    tensors: dict[Any, torch.Tensor] = parsed.dense()
-    for part in parsed.groups():
-        group = PacketGroup(part)
-        for which, key in enumerate(part.keys):
-            tensors[key] = StoredTensor(group, which, range(group.n_rows))
-    return TensorDict({key: tensors[key] for key in parsed.specs}, batch_size=parsed.lead)
+    with only_corrupt():
+        tensors: dict[Any, torch.Tensor] = parsed.dense()
+        for part in parsed.groups():
+            group = PacketGroup(part)
+            for which, key in enumerate(part.keys):
+                tensors[key] = StoredTensor(group, which, range(group.n_rows))
+        return TensorDict({key: tensors[key] for key in parsed.specs}, batch_size=parsed.lead)
 
 
 def decode_batch(packet: bytes, lease: Lease) -> Any:

@@ -18,6 +18,7 @@ __all__ = [
     "Key",
     "Spec",
     "check_items",
+    "check_keys",
     "first_item",
     "key_from_json",
     "key_name",
@@ -144,6 +145,15 @@ def key_from_json(value: Any) -> Key:
     if isinstance(value, str) or type(value) is int:
         return value
     raise FileFormatError(f"not a key of a TensorDict: {value!r}")
+
+
+def check_keys(keys: Sequence[Key]) -> None:
+    """Raise `FileFormatError` unless a TensorDict can have all of these keys, which are not trusted."""
+    paths = {key if isinstance(key, tuple) else (key,) for key in keys}
+    checks.require(len(paths) == len(keys), "a key occurs twice")
+    for path in paths:
+        inside = any(path[:stop] in paths for stop in range(1, len(path)))
+        checks.require(not inside, f"{path!r} is inside a key that holds a tensor")
 
 
 def key_name(key: Key) -> str:

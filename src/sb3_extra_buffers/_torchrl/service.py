@@ -66,6 +66,8 @@ class CompressedReplayService(service_files.JournaledBuffer):
 
     def __init__(self, *args: Any, rate_limiter: RateLimiter | None = None, **kwargs: Any) -> None:
         self._limiter = rate_limiter
+        # items that `empty` has removed from TorchRL's count
+        self._n_emptied = 0
         super().__init__(*args, **kwargs)
         if rate_limiter is not None:
             capacity = self._storage.capacity
@@ -84,13 +86,18 @@ class CompressedReplayService(service_files.JournaledBuffer):
         # TorchRL's own clients send TensorDicts
         packet = data if isinstance(data, bytes) else encode_packet(as_items(data))
         parsed = parse_packet(packet)
+        if not parsed.lead:
+            raise SpecMismatchError("expected a batch of items, got a single one; use add()")
         client, number = _sender(parsed.note)
         known = self._index_of(client, number)
         if known is not None:
             return known
         items = packet_items(parsed)
-        with contextlib.nullcontext() if self._limiter is None else self._limiter.inserting(len(items)):
-            return self._file(packet, items, client, number, **kwargs)
+        if self._limiter is None:
+            return self._file(packet, items, client, number, **kwargs)[0]
+        with self._limiter.inserting(len(items)) as admission:
+            index, admission.counts = self._file(packet, items, client, number, **kwargs)
+        return index
 
     def replay(self, packet: bytes) -> None:
         """Store a packet from the journal."""
@@ -115,12 +122,13 @@ class CompressedReplayService(service_files.JournaledBuffer):
         newest, index = self._clients.get(client, (0, None))
         return index if client and number <= newest else None
 
-    def _file(self, packet: bytes, items: Any, client: str, number: int, **kwargs: Any) -> Any:
+    def _file(self, packet: bytes, items: Any, client: str, number: int, **kwargs: Any) -> tuple[Any, bool]:
+        """Store a packet; return its indices, and whether it was not stored already."""
         with self._replay_lock:
             # another thread may have stored the same packet
             index = self._index_of(client, number)
             if index is not None:
-                return index
+                return index, False
             index = self._store(packet, items, client, number, **kwargs)
             journal = self._journal
             if journal is not None and journal.n_bytes > self._journal_limit:
@@ -130,7 +138,7 @@ class CompressedReplayService(service_files.JournaledBuffer):
                     # the packet is safe in the journal
                     self._journal_limit = 2 * journal.n_bytes
                     warnings.warn(f"the journal could not be replaced by a snapshot: {error}", stacklevel=2)
-        return index
+        return index, True
 
     def _store(self, packet: bytes, items: Any, client: str, number: int, **kwargs: Any) -> Any:
         if self._storage.initialized:
@@ -166,10 +174,12 @@ class CompressedReplayService(service_files.JournaledBuffer):
         """Store a single item."""
         return self.extend(data if isinstance(data, bytes) else encode_packet(as_items(data).unsqueeze(0)))
 
-    def empty(self, *args: Any, **kwargs: Any) -> None:
+    def empty(self, empty_write_count: bool = True) -> None:
         """Remove all items."""
         with self._replay_lock:
-            super().empty(*args, **kwargs)
+            count = self._position()[1]
+            super().empty(bool(empty_write_count))
+            self._n_emptied += count - self._position()[1]
             if self._limiter is not None:
                 self._limiter.reset()
 
@@ -293,7 +303,7 @@ class CompressedReplayService(service_files.JournaledBuffer):
         """Return a number for the item at each index that no other item ever had there: how many were stored before."""
         cursor, count, _ = self._position()
         n_steps: int = self._storage.table.lead[0]
-        return torch.as_tensor(count - 1 - (cursor - 1 - index) % n_steps)
+        return torch.as_tensor(self._n_emptied + count - 1 - (cursor - 1 - index) % n_steps)
 
     def update_priority(self, index: Any, priority: Any, generation: Any = None) -> int:
         """Set priorities, and return of how many items.

@@ -53,13 +53,24 @@ class JournaledBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl 
     def replay(self, packet: bytes) -> None:
         """Store a packet from the journal."""
 
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Remove all items; the journal has a record of it."""
+        with self._replay_lock:
+            if self._journal is not None:
+                if self._journal.broken:
+                    self.checkpoint()
+                self._journal.append({"empty": empty_write_count})
+            super().empty(empty_write_count)
+
     def checkpoint(self) -> None:
         """Save a snapshot and start an empty journal; the file that names both is replaced last."""
         folder = self._folder
         if folder is None:
             raise FileFormatError("this buffer has no folder to save to; create it with folder=...")
         with self._replay_lock:
-            if not len(self._storage):
+            if not self._storage.initialized:
+                if self._journal is not None and self._journal.broken:
+                    self._switch(folder, None)
                 return
             # always the same object: `files.save` writes only what changed since its last save
             state = self._state
@@ -128,7 +139,10 @@ class JournaledBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl 
             self._journal_limit = max(
                 _MIN_JOURNAL_BYTES, sum(path.stat().st_size for path in (folder / snapshot).iterdir())
             )
-        for _, arrays in read_journal(folder / journal):
+        for fields, arrays in read_journal(folder / journal):
+            if "empty" in fields:
+                self.empty(fields["empty"] is True)  # not recorded again: there is no journal yet
+                continue
             if len(arrays) != 1 or arrays[0].dtype != np.uint8:
                 raise DamagedFileError(f"{folder / journal} holds a record that is not a packet")
             self.replay(arrays[0].tobytes())

@@ -14,6 +14,12 @@ from sb3_extra_buffers.errors import ArgumentError, RateLimitError
 __all__ = ["RateLimiter"]
 
 
+class Admission:
+    """What `RateLimiter.inserting` has admitted; ``counts`` is set to False if nothing had to be stored."""
+
+    counts = True
+
+
 class RateLimiter:
     """Makes collectors or learners of a served buffer wait, so that each item is sampled a fixed number of times.
 
@@ -97,18 +103,22 @@ class RateLimiter:
             self._changed.notify_all()
 
     @contextlib.contextmanager
-    def inserting(self, n_items: int) -> Iterator[None]:
-        """Wait until ``n_items`` may be stored; nothing counts if storing them raises."""
-        allowed = self.admit_items(n_items)
+    def inserting(self, n_items: int) -> Iterator[Admission]:
+        """Wait until ``n_items`` may be stored; nothing counts if that raises, or if they are there already."""
+        allowed, admission = self.admit_items(n_items), Admission()
         try:
-            yield
+            yield admission
         except BaseException:
-            with self._changed:
-                self._inserts -= n_items
-                self._balance -= allowed
-                self._changed.notify_all()
+            admission.counts = False
             raise
-        self.count_stored(n_items)
+        finally:
+            with self._changed:
+                if admission.counts:
+                    self._stored += n_items
+                else:
+                    self._inserts -= n_items
+                    self._balance -= allowed
+                self._changed.notify_all()
 
     @contextlib.contextmanager
     def sampling(self, n_samples: int) -> Iterator[None]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,7 +21,14 @@ from sb3_extra_buffers._torchrl.env_probe import find_n_envs
 from sb3_extra_buffers._torchrl.groups import Group, HostGroup
 from sb3_extra_buffers._torchrl.indexing import Positions
 from sb3_extra_buffers._torchrl.layout import join_keys
-from sb3_extra_buffers._torchrl.schema import Key, key_from_json, key_to_json, non_tensor_keys, parse_tensor_shape
+from sb3_extra_buffers._torchrl.schema import (
+    Key,
+    check_keys,
+    key_from_json,
+    key_to_json,
+    non_tensor_keys,
+    parse_tensor_shape,
+)
 from sb3_extra_buffers._torchrl.table import ItemTable
 from sb3_extra_buffers._torchrl.tensors import as_rows, as_tensor, dtype_name, parse_tensor_dtype, tensor_spec, to_numpy
 from sb3_extra_buffers.codecs.registry import get_codec, is_available
@@ -44,6 +52,7 @@ __all__ = [
     "export_items",
     "gather_items",
     "import_items",
+    "only_corrupt",
     "packet_note",
 ]
 
@@ -100,9 +109,9 @@ class PacketEncoder:
         others = non_tensor_keys(data)
         if others:
             raise NotSaveableError(f"only tensors can be sent, but {others} hold something else")
-        _check_size(tensors)
         lead = tuple(data.shape)
         n_rows = math.prod(lead)
+        _check_size(n_rows, tensors)
         specs = {key: tensor_spec(tuple(tensor.shape[len(lead) :]), tensor.dtype) for key, tensor in tensors.items()}
         large = [key for key in tensors if n_rows and choose_unseen(specs[key]) is None]
         groups = []
@@ -185,7 +194,9 @@ def _export_group(group: Group, positions: Positions) -> RowPacket:
     return rows_packet(group.spec, np.stack(group.read_rows(positions)))
 
 
-def _check_size(tensors: Mapping[Key, torch.Tensor]) -> None:
+def _check_size(n_rows: int, tensors: Mapping[Key, torch.Tensor]) -> None:
+    if n_rows > wire_v1.MAX_ITEMS:
+        raise NotSaveableError(f"{n_rows} items exceed the {wire_v1.MAX_ITEMS} of a packet; send several packets")
     n_bytes = sum(tensor.nbytes for tensor in tensors.values())
     if n_bytes > MAX_BYTES:
         raise NotSaveableError(f"{n_bytes} bytes of tensors exceed the {MAX_BYTES} of a packet; send several packets")
@@ -323,8 +334,9 @@ class ItemPacket:
         _require(self._codec in _CODECS, f"the codec {self._codec!r}")
         self.lead = parse_tensor_shape(header["lead"])
         self.n_rows = math.prod(self.lead)
+        _require(self.n_rows <= wire_v1.MAX_ITEMS, f"{self.n_rows} items")
         self._leaves = [self._parse_leaf(leaf) for leaf in header["leaves"]]
-        _require(len({leaf.key for leaf in self._leaves}) == len(self._leaves), "a key twice")
+        check_keys([leaf.key for leaf in self._leaves])
         total = sum(leaf.nbytes for leaf in self._leaves)
         _require(total <= MAX_BYTES, f"{total} bytes of tensors")
         self._groups = [self._parse_group(group) for group in header["groups"]]
@@ -396,7 +408,7 @@ class ItemPacket:
         """Return the items as a TensorDict; ``window`` consecutive ones share frames, by default the last axis."""
         if window is None and len(self.lead) > 1:
             window = self.lead[-1]
-        try:
+        with only_corrupt():
             tensors = self.dense()
             for keys, dtype, packet in self.groups(lease):
                 shape = (*self.lead, *packet.spec.shape)
@@ -404,11 +416,7 @@ class ItemPacket:
                 decoded = packet.read_windows(window) if window is not None and is_windows else packet.read()
                 for key, rows in zip(keys, decoded.reshape(len(keys), -1, packet.spec.nbytes), strict=True):
                     tensors[key] = as_tensor(rows.view(packet.spec.dtype).reshape(shape), dtype)
-        except _CONSEQUENCES as error:
-            if isinstance(error, CorruptPayloadError):
-                raise
-            raise CorruptPayloadError(f"the sections of a packet do not match its header: {error}") from error
-        return TensorDict({leaf.key: tensors[leaf.key] for leaf in self._leaves}, batch_size=self.lead)
+            return TensorDict({leaf.key: tensors[leaf.key] for leaf in self._leaves}, batch_size=self.lead)
 
     def _group(self, group: _GroupEntry, lease: Lease | None) -> GroupPacket:
         leaf = self._leaves[group.leaves[0]]
@@ -433,6 +441,17 @@ class ItemPacket:
         out = np.empty(size, np.uint8)
         get_codec(self._codec).decode_into(section, out.data)
         return out
+
+
+@contextlib.contextmanager
+def only_corrupt() -> Iterator[None]:
+    """Turn every error that the sections of an invalid packet lead to into `CorruptPayloadError`."""
+    try:
+        yield
+    except _CONSEQUENCES as error:
+        if isinstance(error, CorruptPayloadError):
+            raise
+        raise CorruptPayloadError(f"the sections of a packet do not match its header: {error}") from error
 
 
 def import_items(table: ItemTable, positions: Positions, packet: ItemPacket) -> None:

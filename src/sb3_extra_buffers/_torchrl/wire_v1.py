@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
-from sb3_extra_buffers._torchrl.schema import Key, key_from_json, parse_tensor_shape
+from sb3_extra_buffers._torchrl.schema import Key, check_keys, key_from_json, parse_tensor_shape
 from sb3_extra_buffers._torchrl.tensors import as_tensor, parse_tensor_dtype, tensor_spec
 from sb3_extra_buffers.codecs.registry import get_codec
 from sb3_extra_buffers.codecs.spec import ByteRows, ObsSpec
@@ -24,7 +24,7 @@ from sb3_extra_buffers.errors import CorruptPayloadError
 from sb3_extra_buffers.kernels import frame_kernels
 from sb3_extra_buffers.stores.layout import StackLayout
 
-__all__ = ["MAGIC", "PacketV1"]
+__all__ = ["MAGIC", "MAX_ITEMS", "PacketV1"]
 
 #: The first bytes of a packet.
 MAGIC = b"XBT1"
@@ -38,6 +38,8 @@ _MIN_COMPRESSED = 1 << 12
 # limit for the tensors of one packet, in bytes
 _MAX_BYTES = 1 << 32
 _MAX_HEADER = 1 << 22
+#: Limit for the items of one packet: they may have no bytes at all, and each is given an index.
+MAX_ITEMS = 1 << 24
 
 
 class _Leaf(NamedTuple):
@@ -66,7 +68,7 @@ class PacketV1:
     def __init__(self, packet: Any) -> None:
         try:
             self._parse(packet)
-        except (KeyError, TypeError, ValueError, OverflowError, RecursionError, struct.error) as error:
+        except (LookupError, TypeError, ValueError, OverflowError, RecursionError, struct.error) as error:
             raise CorruptPayloadError(f"not a valid packet: {error}") from error
 
     def _parse(self, packet: Any) -> None:
@@ -88,8 +90,9 @@ class PacketV1:
         self.codec = get_codec(header["codec"])
         self.lead = parse_tensor_shape(header["lead"])
         self.n_rows = math.prod(self.lead)
+        _require(self.n_rows <= MAX_ITEMS, f"{self.n_rows} items")
         self.leaves = [self._parse_leaf(leaf) for leaf in header["leaves"]]
-        _require(len({leaf.key for leaf in self.leaves}) == len(self.leaves), "a key twice")
+        check_keys([leaf.key for leaf in self.leaves])
         total = sum(leaf.nbytes for leaf in self.leaves)
         _require(total <= _MAX_BYTES, f"{total} bytes of tensors")
         self.groups = [self._parse_group(group) for group in header["groups"]]

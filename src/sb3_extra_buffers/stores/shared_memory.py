@@ -212,9 +212,10 @@ class SharedWriter:
     def __init__(self, in_files: bool = False) -> None:
         self.place = SharedPlace(in_files)
         self._pid = os.getpid()
-        number, self._main = self.place.create(_DESCRIPTION_AT)
-        (gate, self._gate), (life, self._life) = self.place.create(1), self.place.create(1)
-        self._descriptors = [self._main, self._gate, self._life]
+        # closed by `__del__`, also if a later one cannot be created
+        self._descriptors: list[int] = []
+        number, self._main = self._create(_DESCRIPTION_AT)
+        (gate, self._gate), (life, self._life) = self._create(1), self._create(1)
         self._map = mmap.mmap(self._main, _DESCRIPTION_AT)
         self._words = memoryview(self._map).cast("q")
         token = secrets.token_bytes(16)
@@ -231,6 +232,11 @@ class SharedWriter:
         self.is_changing = False
         self.is_closed = False
         _writers.add(self)
+
+    def _create(self, size: int) -> tuple[int, int]:
+        number, descriptor = self.place.create(size)
+        self._descriptors.append(descriptor)
+        return number, descriptor
 
     def begin(self) -> None:
         """Wait for the readers, and keep others out until `end`."""
