@@ -23,14 +23,12 @@ from sb3_extra_buffers._torchrl.indexing import Positions
 from sb3_extra_buffers._torchrl.layout import join_keys
 from sb3_extra_buffers._torchrl.schema import (
     Key,
-    check_keys,
-    key_from_json,
     key_to_json,
     non_tensor_keys,
-    parse_tensor_shape,
 )
 from sb3_extra_buffers._torchrl.table import ItemTable
-from sb3_extra_buffers._torchrl.tensors import as_rows, as_tensor, dtype_name, parse_tensor_dtype, tensor_spec, to_numpy
+from sb3_extra_buffers._torchrl.tensors import as_rows, as_tensor, dtype_name, tensor_spec, to_numpy
+from sb3_extra_buffers._torchrl.wire_header import CODECS, MAX_BYTES, MAX_ITEMS, PacketHeader, require
 from sb3_extra_buffers.codecs.registry import get_codec, is_available
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import CorruptPayloadError, FileFormatError, NotSaveableError
@@ -57,16 +55,10 @@ __all__ = [
 ]
 
 _MAGIC = b"XBT2"
-# fastest first
-_METHODS = ("zstd1", "igzip1", "gzip1")
-_CODECS = tuple(method.rstrip("1") for method in _METHODS)
 # no codec compresses further than this
 _MAX_RATIO = 1 << 16
 # smaller sections are not compressed
 _MIN_COMPRESSED = 1 << 12
-#: limit for the tensors of one packet, in bytes
-MAX_BYTES = 1 << 32
-_MAX_HEADER = 1 << 22
 
 # what an invalid packet leads to where it is not named
 _CONSEQUENCES = (
@@ -195,8 +187,8 @@ def _export_group(group: Group, positions: Positions) -> RowPacket:
 
 
 def _check_size(n_rows: int, tensors: Mapping[Key, torch.Tensor]) -> None:
-    if n_rows > wire_v1.MAX_ITEMS:
-        raise NotSaveableError(f"{n_rows} items exceed the {wire_v1.MAX_ITEMS} of a packet; send several packets")
+    if n_rows > MAX_ITEMS:
+        raise NotSaveableError(f"{n_rows} items exceed the {MAX_ITEMS} of a packet; send several packets")
     n_bytes = sum(tensor.nbytes for tensor in tensors.values())
     if n_bytes > MAX_BYTES:
         raise NotSaveableError(f"{n_bytes} bytes of tensors exceed the {MAX_BYTES} of a packet; send several packets")
@@ -224,7 +216,7 @@ def _pack(
         grouped.update(dict.fromkeys(group.keys, ((*lead, *group.rows.spec.shape), group.dtype)))
     small = [to_numpy(value) for key, value in tensors.items() if value is not None and key not in grouped]
     buffers.append(b"".join(value.tobytes() for value in small))
-    codec = _best_codec() if compress else _CODECS[0]
+    codec = _best_codec() if compress else CODECS[0]
     sections = [_compress(codec, int(compress), buffer) if compress else buffer for buffer in buffers]
     leaves = []
     for key, value in tensors.items():
@@ -244,7 +236,7 @@ def _pack(
 @cache
 def _best_codec() -> str:
     """The fastest codec that is installed."""
-    return next(name for name in _CODECS if is_available(name))
+    return next(name for name in CODECS if is_available(name))
 
 
 def _compress(codec: str, level: int, buffer: Any) -> Any:
@@ -286,16 +278,6 @@ def parse_packet(packet: Any) -> ItemPacket | wire_v1.PacketV1:
     return ItemPacket(packet)
 
 
-class _Leaf(NamedTuple):
-    key: Key
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 class _GroupEntry(NamedTuple):
     """Leaves whose rows are encoded together, in ``sections`` sections from ``first`` on."""
 
@@ -304,12 +286,8 @@ class _GroupEntry(NamedTuple):
     sections: int
 
 
-class ItemPacket:
+class ItemPacket(PacketHeader):
     """A packet whose header was parsed and checked; its sections are not decoded yet."""
-
-    note: dict[str, Any]
-    lead: tuple[int, ...]
-    n_rows: int
 
     def __init__(self, packet: Any) -> None:
         try:
@@ -320,65 +298,32 @@ class ItemPacket:
             raise CorruptPayloadError(f"not a valid packet: {error}") from error
 
     def _parse(self, packet: Any) -> None:
-        if not isinstance(packet, (bytes, bytearray, memoryview)) or len(packet) < 8:
-            raise ValueError(f"expected bytes, got a {type(packet).__name__}")
-        body = memoryview(packet).cast("B")
-        magic, length = struct.unpack_from("<4sI", body)
-        if magic != _MAGIC or length > min(len(body) - 8, _MAX_HEADER):
-            raise ValueError(f"it begins with {magic!r} and a header of {length} bytes")
-        header = json.loads(bytes(body[8 : 8 + length]))
-        self._parse_sections(header["sections"], body, 8 + length)
-        self.note = header["note"]
-        _require(isinstance(self.note, dict), f"the note {self.note!r}")
-        self._codec = header["codec"]
-        _require(self._codec in _CODECS, f"the codec {self._codec!r}")
-        self.lead = parse_tensor_shape(header["lead"])
-        self.n_rows = math.prod(self.lead)
-        _require(self.n_rows <= wire_v1.MAX_ITEMS, f"{self.n_rows} items")
-        self._leaves = [self._parse_leaf(leaf) for leaf in header["leaves"]]
-        check_keys([leaf.key for leaf in self._leaves])
-        total = sum(leaf.nbytes for leaf in self._leaves)
-        _require(total <= MAX_BYTES, f"{total} bytes of tensors")
+        header, body, first = self.read_text(packet, _MAGIC)
+        self._parse_sections(header["sections"], body, first)
+        self.read_leaves(header)
         self._groups = [self._parse_group(group) for group in header["groups"]]
-        grouped = [number for group in self._groups for number in group.leaves]
-        _require(len(set(grouped)) == len(grouped), "a tensor twice")
-        self._small = [number for number in range(len(self._leaves)) if number not in grouped]
-        n_small, n_sent = sum(self._leaves[number].nbytes for number in self._small), self._raw_bytes[-1]
-        _require(n_sent == n_small, f"{n_sent!r} bytes of small tensors instead of {n_small}")
+        self.find_small([group.leaves for group in self._groups], self._raw_bytes[-1])
 
     def _parse_sections(self, lengths: Any, body: memoryview, first: int) -> None:
         def is_pair(pair: Any) -> bool:
             return isinstance(pair, list) and [*map(type, pair)] == [int, int] and min(pair) >= 0
 
-        _require(isinstance(lengths, list) and len(lengths) > 0 and all(map(is_pair, lengths)), "invalid sections")
+        require(isinstance(lengths, list) and len(lengths) > 0 and all(map(is_pair, lengths)), "invalid sections")
         self._raw_bytes = [raw for _, raw in lengths]
         for stored, raw in lengths:
-            _require(raw == stored or stored < raw <= stored * _MAX_RATIO, f"{raw} bytes compressed to {stored}")
-        _require(sum(self._raw_bytes) <= MAX_BYTES, f"{sum(self._raw_bytes)} bytes of sections")
+            require(raw == stored or stored < raw <= stored * _MAX_RATIO, f"{raw} bytes compressed to {stored}")
+        require(sum(self._raw_bytes) <= MAX_BYTES, f"{sum(self._raw_bytes)} bytes of sections")
         ends = list(itertools.accumulate((stored for stored, _ in lengths), initial=first))
-        _require(ends[-1] == len(body), f"{len(body)} bytes instead of {ends[-1]}")
+        require(ends[-1] == len(body), f"{len(body)} bytes instead of {ends[-1]}")
         self._sections = [body[begin:end] for begin, end in itertools.pairwise(ends)]
-
-    def _parse_leaf(self, leaf: Any) -> _Leaf:
-        key, shape = key_from_json(leaf["key"]), parse_tensor_shape(leaf["shape"])
-        _require(not isinstance(key, int) and shape[: len(self.lead)] == self.lead, f"{key!r} of shape {shape}")
-        return _Leaf(key, shape, parse_tensor_dtype(leaf["dtype"]))
 
     def _parse_group(self, fields: Any) -> _GroupEntry:
         group = _GroupEntry(*(fields[name] for name in _GroupEntry._fields))
         numbers, first, count = group
-        _require(
-            isinstance(numbers, list)
-            and len(numbers) in (1, 2)
-            and all(type(number) is int and 0 <= number < len(self._leaves) for number in numbers),
-            f"a group of the tensors {numbers!r}",
-        )
-        one, other = self._leaves[numbers[0]], self._leaves[numbers[-1]]
-        alike = (one.shape, one.dtype) == (other.shape, other.dtype)
-        _require(alike and one.nbytes > 0, f"a group of the tensors {numbers}, which differ or are empty")
+        self.check_group(numbers)
         # the last section is that of the small tensors
         fits = type(first) is int and type(count) is int and first >= 0 and 0 < count <= len(self._sections) - 1 - first
-        _require(fits, f"a group in {count!r} sections from {first!r} on")
+        require(fits, f"a group in {count!r} sections from {first!r} on")
         return group
 
     # ---- contents ----
@@ -386,7 +331,7 @@ class ItemPacket:
     @property
     def specs(self) -> dict[Key, tuple[tuple[int, ...], torch.dtype]]:
         """Shape, without the axes that count items, and dtype of each key."""
-        return {leaf.key: (leaf.shape[len(self.lead) :], leaf.dtype) for leaf in self._leaves}
+        return {leaf.key: (leaf.shape[len(self.lead) :], leaf.dtype) for leaf in self.leaves}
 
     def groups(self, lease: Lease | None = None) -> list[GroupPacket]:
         """Return the encoded tensors; nothing is decoded, and everything but the encoded bytes is checked."""
@@ -396,8 +341,8 @@ class ItemPacket:
         """Return the tensors that are not encoded, ``[*lead, ...]``."""
         small = self._section(len(self._sections) - 1)
         tensors, first = {}, 0
-        for number in self._small:
-            leaf = self._leaves[number]
+        for number in self.small:
+            leaf = self.leaves[number]
             spec = tensor_spec(leaf.shape, leaf.dtype)
             part = small[first : first + spec.nbytes]
             tensors[leaf.key] = as_tensor(part.copy().view(spec.dtype).reshape(spec.shape), leaf.dtype)
@@ -416,22 +361,22 @@ class ItemPacket:
                 decoded = packet.read_windows(window) if window is not None and is_windows else packet.read()
                 for key, rows in zip(keys, decoded.reshape(len(keys), -1, packet.spec.nbytes), strict=True):
                     tensors[key] = as_tensor(rows.view(packet.spec.dtype).reshape(shape), dtype)
-            return TensorDict({leaf.key: tensors[leaf.key] for leaf in self._leaves}, batch_size=self.lead)
+            return TensorDict({leaf.key: tensors[leaf.key] for leaf in self.leaves}, batch_size=self.lead)
 
     def _group(self, group: _GroupEntry, lease: Lease | None) -> GroupPacket:
-        leaf = self._leaves[group.leaves[0]]
+        leaf = self.leaves[group.leaves[0]]
         spec = tensor_spec(leaf.shape[len(self.lead) :], leaf.dtype)
         sections = [self._section(number) for number in range(group.first, group.first + group.sections)]
         rows = RowPacket.from_buffers(spec, sections, lease)
         expected = len(group.leaves), self.n_rows
-        _require(rows.shape == expected, f"encoded rows of shape {rows.shape} instead of {expected}")
-        return GroupPacket([self._leaves[number].key for number in group.leaves], leaf.dtype, rows)
+        require(rows.shape == expected, f"encoded rows of shape {rows.shape} instead of {expected}")
+        return GroupPacket([self.leaves[number].key for number in group.leaves], leaf.dtype, rows)
 
     def _section(self, number: int) -> npt.NDArray[np.uint8]:
         section, size = self._sections[number], self._raw_bytes[number]
         if len(section) == size:
             return np.frombuffer(section, np.uint8)
-        if self._codec == "zstd":
+        if self.codec == "zstd":
             try:
                 from sb3_extra_buffers.codecs.zstd import decompress_bytes
             except ImportError:
@@ -439,7 +384,7 @@ class ItemPacket:
                 raise
             return np.frombuffer(decompress_bytes(section, size), np.uint8)
         out = np.empty(size, np.uint8)
-        get_codec(self._codec).decode_into(section, out.data)
+        get_codec(self.codec).decode_into(section, out.data)
         return out
 
 
@@ -486,8 +431,3 @@ def import_items(table: ItemTable, positions: Positions, packet: ItemPacket) -> 
 
 def _tensor(rows: npt.NDArray[np.uint8], spec: ObsSpec, dtype: torch.dtype) -> torch.Tensor:
     return as_tensor(rows.view(spec.dtype).reshape(len(rows), *spec.shape), dtype)
-
-
-def _require(holds: bool, what: str) -> None:
-    if not holds:
-        raise CorruptPayloadError(f"not a valid packet: it has {what}")
