@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -248,6 +249,32 @@ def inherit(case: dict[str, Any]) -> list[str]:
     return os.read(read, 1000).decode().split(",")
 
 
+def fork_while_drawing() -> list[int]:
+    """How children end that are forked while another thread draws from the generator of the reader they use."""
+    owner = Case()
+    owner.add(20)
+    reader, stop = owner.buffer.share().open(), threading.Event()
+    reader.sample(8)  # numba compiles with a lock that a fork does not wait for
+
+    def draw() -> None:
+        while not stop.is_set():
+            reader.sample(512)
+
+    drawing = threading.Thread(target=draw)
+    drawing.start()
+    ends = []
+    for _ in range(25):
+        child = os.fork()
+        if not child:
+            signal.alarm(60)  # kills a child that waits for a thread which it does not have
+            owner.check(reader.sample(8), 0, 20)
+            os._exit(0)
+        ends.append(os.waitpid(child, 0)[1])
+    stop.set()
+    drawing.join()
+    return ends
+
+
 def leave_files(how: str) -> None:
     """End in some way while a buffer is shared in files, whose folder is printed."""
     from sb3_extra_buffers._sb3.sharing import BufferSharing
@@ -281,5 +308,7 @@ if __name__ == "__main__":
         print(kill_readers(fork, json.loads(arguments[0]), int(arguments[1])))
     elif scenario == "inherit":
         print(*inherit({}))
+    elif scenario == "fork-while-drawing":
+        print(*fork_while_drawing())
     else:
         leave_files(scenario)

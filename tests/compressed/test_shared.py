@@ -539,6 +539,12 @@ def test_a_killed_reader_does_not_block_the_owner() -> None:
 
 @needs_fork
 @pytest.mark.slow
+def test_forked_children_can_read_whatever_threads_of_the_parent_do() -> None:
+    assert run("fork-while-drawing").split() == ["0"] * 25
+
+
+@needs_fork
+@pytest.mark.slow
 def test_a_forked_child_cannot_use_the_shared_buffer_of_its_parent_but_can_read_it() -> None:
     assert run("inherit").split() == ["SharingError"] * 3
 

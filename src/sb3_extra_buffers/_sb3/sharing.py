@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import threading
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -20,6 +19,7 @@ from sb3_extra_buffers.errors import IndexOutOfRangeError, SharingError
 from sb3_extra_buffers.files.parts import LoadedParts
 from sb3_extra_buffers.files.registry import class_of, from_parts, tag_of
 from sb3_extra_buffers.stores.checks import only_named_errors, require
+from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.shared_memory import SharedView, SharedWriter, check_supported
 from sb3_extra_buffers.stores.shared_stores import SharedArrays, SharedReaders, SharedStore, StoreSharing, turns
 
@@ -286,7 +286,8 @@ class SharedReader:
         self._generation = self._n_changes = -1
         # at the last batch
         self._n_changes_before = -1
-        self._refreshing = threading.Lock()
+        # a fork waits for it, so that a child finds a generator that no other thread is drawing from
+        self._lock = fork_safe_lock(of_buffer=True)
         #: The generator that `sample` draws from.
         self.random = np.random.default_rng(seed)
         with self._reading():
@@ -312,7 +313,7 @@ class SharedReader:
         """The buffer as it is now; it does not change meanwhile."""
         with self._shared.reading():
             if self._shared.n_changes != self._n_changes:
-                with self._refreshing:
+                with self._lock:
                     self._refresh()
             yield self._buffer
 
@@ -370,10 +371,10 @@ class SharedReader:
 
     def _draw(self, buffer: Any, batch_size: int) -> tuple[Array, Array]:
         low, high, shift = buffer._range()
-        steps = self.random.integers(low, high, batch_size)
-        if shift:
-            steps = (steps + shift) % buffer.buffer_size
-        return steps, self.random.integers(0, buffer.n_envs, batch_size)
+        with self._lock:
+            steps = self.random.integers(low, high, batch_size)
+            envs = self.random.integers(0, buffer.n_envs, batch_size)
+        return (steps + shift) % buffer.buffer_size if shift else steps, envs
 
     @contextlib.contextmanager
     def _turn(self, generation: int) -> Iterator[None]:
