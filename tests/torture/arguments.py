@@ -44,6 +44,7 @@ _PLAIN = {
     "end_episode", "from_parts",
     "truncate_last_trajectory", "swap_and_flatten", "describe", "load", "open", "save", "export", "astype", "sibling",
     "process_id", "to_torch", "tolist", "copy", "close", "sample_all", "empty_copy", "share", "state_dict", "read_with",
+    "stop_sharing",
     "write_with", "write_fitted", "check_data", "load_state_dict", "recover", "stats", "contents", "rate", "empty",
     "all", "any", "argmax", "argmin", "flatten", "item", "max", "mean", "min", "ravel", "std", "sum", "tobytes",
     "transpose", "var", "replay",
@@ -96,6 +97,7 @@ def calls(name: str, made: Any, step: Step, place: Path) -> Iterator[Call]:
         yield "__setitem__", [0, step.image], {}
         yield "__setitem__", [(np.array([0, 1]), np.array([0, 1])), step.image], {}
         yield "__getitem__", [(np.array([0, 1]), np.array([0, 1]))], {}
+        yield "read_windows", [np.array([[0, 1]]), np.array([0])], {}
         yield "reshape", [made.shape], {}
         yield "swapaxes", [0, 1], {}
         yield "erase", [0], {}
