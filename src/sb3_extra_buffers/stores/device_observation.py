@@ -167,7 +167,8 @@ class DeviceObservationStore(DeviceStore):
             return inner.plan(step, batches)
         # copied: the caller may use the memory again
         held = [b.clone() if isinstance(b, torch.Tensor) else np.array(self.spec.to_batch(b)) for b in batches]
-        collected = [*self._collected, (step, held)]
+        # a step is written again if its first write was interrupted after this
+        collected = [*(entry for entry in self._collected if entry[0] != step), (step, held)]
         if len(collected) >= self._n_trial_steps() or step == self.n_steps - 1:
             return AttributeWrite(self, self._choose_store(collected))
         return AttributeWrite(self, {"_collected": collected})
