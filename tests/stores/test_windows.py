@@ -150,12 +150,16 @@ def test_windows_that_do_not_fit_are_refused() -> None:
     store = ObservationStore(ObsSpec((5,), np.dtype(np.uint8)), 2, "none")
     view = StoreView(store, (6, 2))
     steps = np.array([[1, 2], [2, 3]])
-    with pytest.raises(IndexOutOfRangeError, match="got shapes"):
+    with pytest.raises(IndexOutOfRangeError, match=r"got int64 of shape \(2, 2\) and int64 of shape \(1,\)"):
         view.read_windows(steps, np.array([1]))
+    with pytest.raises(IndexOutOfRangeError, match="expected integer steps"):
+        view.read_windows(steps + 0.5, np.array([0, 1]))
     with pytest.raises(IndexOutOfRangeError, match="out of bounds"):
         view.read_windows(steps + 4, np.array([0, 1]))
     with pytest.raises(SpecMismatchError, match="C-contiguous"):
         view.read_windows(steps, np.array([0, 1]), out=np.zeros((2, 3, 5), np.uint8))
+    with pytest.raises(SpecMismatchError, match="got int8 of shape"):
+        view.read_windows(steps, np.array([0, 1]), out=np.zeros((2, 2, 5), np.int8))
     other = StoreView(ObservationStore(store.spec, 2, "none"), (6, 2))
-    with pytest.raises(SpecMismatchError, match="different stores"):
+    with pytest.raises(SpecMismatchError, match="the same store"):
         view.read_windows(steps, np.array([0, 1]), next_view=other)

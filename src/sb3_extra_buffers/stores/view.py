@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.arguments import cast_exactly, narrow
+from sb3_extra_buffers.arguments import as_array, cast_exactly, narrow
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.kernels import as_contiguous, frame_kernels
@@ -183,19 +183,22 @@ class StoreView(ArrayMethods, np.lib.mixins.NDArrayOperatorsMixin):
             next_view: The view of the next observations. The result then has one more column: the next observation of
                 the last step. Within an episode the other next observations are ``result[:, 1:]``.
         """
-        if len(self.lead_shape) != 2 or steps.ndim != 2 or envs.shape != steps.shape[:1]:
+        steps, envs = as_array(steps, "steps"), as_array(envs, "envs")
+        is_windows = steps.ndim == 2 and envs.shape == steps.shape[:1]
+        is_windows = is_windows and steps.dtype.kind in "iu" and envs.dtype.kind in "iu"
+        if len(self.lead_shape) != 2 or not is_windows:
             raise IndexOutOfRangeError(
-                f"expected steps [batch, length] and envs [batch] for axes of {self.lead_shape}, "
-                f"got shapes {steps.shape} and {envs.shape}"
+                f"expected integer steps [batch, length] and envs [batch] for axes of {self.lead_shape}, "
+                f"got {steps.dtype} of shape {steps.shape} and {envs.dtype} of shape {envs.shape}"
             )
         indices = self._locate_windows(steps, envs)
         if next_view is not None:
-            if next_view.store is not self.store:
-                raise SpecMismatchError("views of different stores cannot be read together")
+            if not isinstance(next_view, StoreView) or next_view.store is not self.store:
+                raise SpecMismatchError("next_view must be a view of the same store")
             following = next_view._locate_windows(steps[:, -1:], envs)
             indices = np.concatenate([indices, following], axis=1)
         store = self.store
-        rows = store.read_windows(indices, newest_only, None if out is None else _as_bytes(out, indices.shape))
+        rows = store.read_windows(indices, newest_only, None if out is None else self._out_rows(out, indices.shape))
         if out is not None:
             return self._converted(out)
         spec = store.spec
@@ -203,6 +206,17 @@ class StoreView(ArrayMethods, np.lib.mixins.NDArrayOperatorsMixin):
             assert store.layout is not None  # or there would be no stacks
             spec = store.layout.frame_spec
         return self._converted(rows.view(spec.dtype).reshape(*indices.shape, *spec.shape))
+
+    def _out_rows(self, out: npt.NDArray[Any], lead_shape: tuple[int, ...]) -> ByteRows:
+        """The bytes of ``out``, ``[batch, length, n_bytes]``, without a copy."""
+        dtype = self.store.spec.dtype
+        is_array = isinstance(out, np.ndarray) and out.dtype == dtype and out.flags.c_contiguous
+        if not is_array or out.shape[:2] != lead_shape:
+            got = f"{out.dtype} of shape {out.shape}" if isinstance(out, np.ndarray) else type(out).__name__
+            raise SpecMismatchError(
+                f"out must be a C-contiguous {dtype} array of shape {(*lead_shape, '...')}, got {got}"
+            )
+        return out.reshape(*lead_shape, math.prod(out.shape[2:])).view(np.uint8)
 
     def _locate_windows(self, steps: Indices, envs: Indices) -> Indices:
         """The store's indices of windows, ``[batch, length]``."""
@@ -419,10 +433,3 @@ class StoreView(ArrayMethods, np.lib.mixins.NDArrayOperatorsMixin):
                 n_steps, n_envs = self.lead_shape
                 return self.first_index + wrap(steps, n_steps, 0) * n_envs + wrap(envs, n_envs, 1)
         return None
-
-
-def _as_bytes(out: npt.NDArray[Any], lead_shape: tuple[int, ...]) -> ByteRows:
-    """View contiguous memory as rows of bytes."""
-    if not out.flags.c_contiguous or out.shape[:2] != lead_shape:
-        raise SpecMismatchError(f"out must be a C-contiguous array of shape {(*lead_shape, '...')}, got {out.shape}")
-    return out.reshape(*lead_shape, math.prod(out.shape[2:])).view(np.uint8)
