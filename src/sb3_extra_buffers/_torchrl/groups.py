@@ -24,7 +24,7 @@ __all__ = ["Group", "GroupConfig", "HostGroup", "StoredGroup", "split_steps"]
 _CHUNK = 256
 # encoded rows are filed as they are if there are this many of each stream: every packet begins with complete frames, so
 # that packets of one step would take 20 times the memory, and packets of 16 steps take a fifth more
-_MIN_FILED_STEPS = 16
+_MIN_IMPORTED_STEPS = 16
 
 Key = Any  # a nested key of a TensorDict: a string or a tuple of strings
 
@@ -176,11 +176,11 @@ class HostGroup(StoredGroup):
         read = self.store.read_windows if are_slices(positions, self.n_streams) else self.store.read
         return list(read(indices))
 
-    def files(self, packet: RowPacket | None) -> bool:
+    def can_import(self, packet: RowPacket | None) -> bool:
         """Whether ``packet`` is long enough to be stored as it is encoded."""
-        return packet is not None and packet.shape[-1] >= _MIN_FILED_STEPS * self.n_streams
+        return packet is not None and packet.shape[-1] >= _MIN_IMPORTED_STEPS * self.n_streams
 
-    def file(self, positions: Positions, packet: RowPacket) -> None:
+    def import_packet(self, positions: Positions, packet: RowPacket) -> None:
         """Store the rows of ``packet``, ``[key, position]``, as they are encoded."""
         indices = positions + self._offsets
         import_rows(self.store, indices, np.broadcast_to(positions % self.n_streams, indices.shape), packet)

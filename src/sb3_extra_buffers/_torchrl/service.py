@@ -94,9 +94,9 @@ class CompressedReplayService(service_files.JournaledBuffer):
             return known
         items = packet_items(parsed)
         if self._limiter is None:
-            return self._file(packet, items, client, number, **kwargs)[0]
+            return self._store_once(packet, items, client, number, **kwargs)[0]
         with self._limiter.inserting(len(items)) as admission:
-            index, admission.counts = self._file(packet, items, client, number, **kwargs)
+            index, admission.counts = self._store_once(packet, items, client, number, **kwargs)
         return index
 
     def replay(self, packet: bytes) -> None:
@@ -104,7 +104,7 @@ class CompressedReplayService(service_files.JournaledBuffer):
         parsed = parse_packet(packet)
         client, number = _sender(parsed.note)
         if self._index_of(client, number) is None:
-            self._file(packet, packet_items(parsed), client, number)
+            self._store_once(packet, packet_items(parsed), client, number)
 
     def extend_packets(self, packets: Sequence[Any], admitted: Any = None) -> tuple[int, Exception | None]:
         """Store packets in order, and return how many are stored and the error that stopped it, if any."""
@@ -122,7 +122,7 @@ class CompressedReplayService(service_files.JournaledBuffer):
         newest, index = self._clients.get(client, (0, None))
         return index if client and number <= newest else None
 
-    def _file(self, packet: bytes, items: Any, client: str, number: int, **kwargs: Any) -> tuple[Any, bool]:
+    def _store_once(self, packet: bytes, items: Any, client: str, number: int, **kwargs: Any) -> tuple[Any, bool]:
         """Store a packet; return its indices, and whether it was not stored already."""
         with self._replay_lock:
             # another thread may have stored the same packet

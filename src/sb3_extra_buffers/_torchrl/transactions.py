@@ -98,7 +98,7 @@ class PendingWrite:
             tensors = [rows_of(key, group.spec.shape) for key in group.keys]
             complete = all(part is not None for part in tensors)
             packet = whole_packet(tensors) if isinstance(group, HostGroup) else None
-            if isinstance(group, HostGroup) and group.files(packet):
+            if isinstance(group, HostGroup) and group.can_import(packet):
                 self.rows.append(packet)
             else:
                 self.rows.append([group.stage(part) for part in tensors] if complete else None)
@@ -116,7 +116,7 @@ class PendingWrite:
         """Write what was staged; may be repeated."""
         for group, rows in zip(table.groups, self.rows, strict=True):
             if isinstance(rows, RowPacket):
-                group.file(self.positions, rows)
+                group.import_packet(self.positions, rows)
             elif rows is not None and len(self.positions):
                 group.write(self.positions, rows)
         for leaf, value in self.dense:
