@@ -32,7 +32,7 @@ _MAX_ATTEMPTS = 3
 
 
 class SharedHandle:
-    """Handle of a shared buffer. Pass it, or its name, to other processes on this machine, which then `open` it.
+    """Handle to a shared buffer. Pass it, or its name, to other processes on this machine, which then `open` it.
 
     A handle can be pickled. It does not keep the buffer alive.
 

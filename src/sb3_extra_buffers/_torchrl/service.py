@@ -58,10 +58,11 @@ class Contents(NamedTuple):
 
 
 class CompressedReplayService(service_files.JournaledBuffer):
-    """The buffer inside the actor: receives and sends packets, and keeps a journal in ``folder`` if it is given one.
+    """The buffer inside the actor: receives and sends packets, and keeps a journal if it has a ``folder``.
 
-    A packet is checked, appended to the journal, stored and then acknowledged: all of that or nothing. A packet that
-    is sent again, because its acknowledgement was lost, is not stored twice. Any number of threads may call it.
+    A packet is checked, appended to the journal, stored and then acknowledged; if any of this fails, nothing is
+    stored. A packet that is sent again, because its acknowledgement was lost, is not stored twice. Any number of
+    threads may call the methods.
     """
 
     def __init__(self, *args: Any, rate_limiter: RateLimiter | None = None, **kwargs: Any) -> None:
@@ -80,8 +81,8 @@ class CompressedReplayService(service_files.JournaledBuffer):
     def extend(self, data: Any, admitted: Any = None, **kwargs: Any) -> Any:
         """Store a packet of items and return their indices.
 
-        ``admitted`` is ignored. Ray calls this when it has the value, so a client can pass the answer to another call
-        that must succeed first.
+        ``admitted`` is ignored. Ray only runs a task once all arguments are available, so a client passes the result of
+        another call that must succeed first.
         """
         # TorchRL's own clients send TensorDicts
         packet = data if isinstance(data, bytes) else encode_packet(as_items(data))
@@ -210,9 +211,9 @@ class CompressedReplayService(service_files.JournaledBuffer):
     ) -> tuple[bytes, Contents]:
         """Return a packet of sampled items, and the contents that they were drawn from; ``admitted`` as in `extend`.
 
-        ``among`` limits a uniform draw to as many of the oldest indices: a client of several buffers decides how many
-        items to draw from each by the number that each held a moment ago, and must draw from those items alone.
-        Without items to draw, the packet is empty.
+        ``among`` limits a uniform draw to the first ``among`` indices: a client of several buffers decides how many
+        items to draw from each by the number of items that each held a moment ago, and must draw from these items only.
+        If ``batch_size`` is 0, the packet is empty.
         """
         if batch_size == 0:
             return b"", self.contents()
@@ -224,7 +225,7 @@ class CompressedReplayService(service_files.JournaledBuffer):
 
     @property
     def _sends_encoded(self) -> bool:
-        """Whether items are sent as they are stored: in host memory, and without anything that changes them before."""
+        """Whether items are sent as they are stored: if they are in host memory and nothing transforms them."""
         on_host = getattr(self._storage.device, "type", "cpu") == "cpu"
         return on_host and not self._transform and self._sample_unit is None and not self._prefetch
 
@@ -275,7 +276,7 @@ class CompressedReplayService(service_files.JournaledBuffer):
 
     @property
     def _unit(self) -> int:
-        """How many items are drawn together; 0 if that depends on the batch."""
+        """Number of items that are drawn together; 0 if it depends on the batch."""
         sampler = self._sampler
         if isinstance(sampler, SliceSampler) and not isinstance(sampler, SliceSamplerWithoutReplacement):
             return sampler.slice_len or 0
