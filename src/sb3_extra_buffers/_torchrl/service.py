@@ -43,7 +43,7 @@ GENERATION = "index_generation"
 
 
 class Contents(NamedTuple):
-    """What a client needs to know to draw from several buffers.
+    """The information about a buffer by which a client draws from several buffers.
 
     ``mass`` is the sum of the priorities and ``lowest`` the smallest of them, as the sampler weighs them; without
     priorities the mass is the number of items. ``unit`` is the number of items that are drawn together, such as the
@@ -265,7 +265,7 @@ class CompressedReplayService(service_files.JournaledBuffer):
         return lambda known: encode_packet(items), info
 
     def contents(self) -> Contents:
-        """Return the number of items and what the sampler knows about them."""
+        """Return the number of items and the sums over their priorities."""
         with self._replay_lock:
             n_items, sampler = len(self._storage), self._sampler
             unit = self._unit

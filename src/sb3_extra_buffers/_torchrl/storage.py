@@ -408,5 +408,5 @@ def _is_sampler(caller: FrameType) -> bool:
 
 
 def _probed_group(table: ItemTable) -> int:
-    """Return the number of a group that can tell the environments apart, if possible one with a next observation."""
+    """Return the number of a group from which to count the environments, if possible with next observations."""
     return max(range(len(table.groups)), key=lambda number: len(table.groups[number].keys))

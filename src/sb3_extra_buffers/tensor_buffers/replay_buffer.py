@@ -238,7 +238,7 @@ class TensorReplayBuffer(Transactional):
             raise
 
     def _write_rest(self, step: _Step) -> None:
-        """Write everything other than observations; doing it twice has no further effect."""
+        """Write everything other than observations; idempotent."""
         self._tables.write(step.position, step.columns, step.after["n_added"], step.after["_n_held"])
         # one call, which no signal can interrupt
         self.__dict__.update(step.after)
