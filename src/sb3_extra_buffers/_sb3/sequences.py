@@ -367,7 +367,7 @@ class Sequences:
     # ---- after training ----
 
     def holds(self, batch: SequenceSamples) -> Flags:
-        """Return for each step of a batch of `sample_sequences` whether it is still held; False for padding."""
+        """Return whether each step of ``batch``, from `sample_sequences`, is still held; False for padding."""
         steps, _ = self._steps_of(batch)
         held = self._held()
         is_held: Flags = (steps >= max(held.oldest, 0)) & (steps < held.n_added)

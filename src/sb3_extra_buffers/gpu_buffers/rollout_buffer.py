@@ -228,7 +228,7 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
             yield self._batch(None if indices is None else indices[:, part], device_indices[:, part], actions)
 
     def sample(self, batch_size: int, env: Any = None) -> Any:
-        """Always raise `AlgorithmMismatchError`, because a rollout is read with `get`."""
+        """Raise `AlgorithmMismatchError`, whatever ``batch_size`` and ``env`` are: read a rollout with `get`."""
         raise AlgorithmMismatchError("a rollout buffer has no sample(); use get()")
 
     def _batch(self, indices: npt.NDArray[np.int64] | None, device_indices: th.Tensor, actions: th.Tensor) -> Any:

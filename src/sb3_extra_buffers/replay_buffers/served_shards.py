@@ -106,7 +106,10 @@ class ShardedRayClient:
         return self.extend(as_items(data).unsqueeze(0))
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until everything that was passed to ``extend(wait=False)`` is stored, as `CompressedRayClient.flush`."""
+        """Wait until everything that was passed to ``extend(wait=False)`` is stored.
+
+        Raises `TimeoutError` after ``timeout`` seconds; sending goes on.
+        """
         self._own_shard().flush(timeout)
 
     # ---- learners ----
