@@ -21,7 +21,7 @@ from sb3_extra_buffers.files.registry import class_of, from_parts, tag_of
 from sb3_extra_buffers.stores.checks import only_named_errors, require
 from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.shared_memory import SharedView, SharedWriter, check_supported
-from sb3_extra_buffers.stores.shared_stores import SharedArrays, SharedReaders, SharedStore, StoreSharing, turns
+from sb3_extra_buffers.stores.shared_stores import SharedArrays, SharedReaders, SharedStore, StoreSharing, part_lock
 
 __all__ = ["BufferSharing", "SharedHandle", "SharedReader"]
 
@@ -356,13 +356,13 @@ class SharedReader:
                 if is_idle or buffer._raw:
                     return buffer._samples_at(steps, envs, env)
             # Steps are being added: do not make the owner wait for the whole batch
-            turns.lock = partial(self._turn, generation)
+            part_lock.lock = partial(self._reading_part, generation)
             try:
                 batch = buffer._samples_at(steps, envs, env)
             except _TablesReplacedError:
                 continue
             finally:
-                turns.lock = None
+                part_lock.lock = None
             with self._reading():
                 if buffer.n_added == n_added or buffer._still_held(steps, n_added, pos):
                     return batch
@@ -377,7 +377,7 @@ class SharedReader:
         return (steps + shift) % buffer.buffer_size if shift else steps, envs
 
     @contextlib.contextmanager
-    def _turn(self, generation: int) -> Iterator[None]:
+    def _reading_part(self, generation: int) -> Iterator[None]:
         """Keep the owner out for a part of a batch; raise if tables have been replaced."""
         with self._shared.reading():
             if self._shared.generation != generation:

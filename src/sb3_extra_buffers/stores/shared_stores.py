@@ -40,7 +40,7 @@ MapArray = Callable[[Any], Array]
 # columns of `FrameState` that reading needs, apart from those of the heap
 _COLUMNS = ("keyframes", "keyframe_rows", "stage", "stage_ends")
 # seconds of decoding after which a reader lets the owner continue
-_TURN = 200e-6
+_PART_SECONDS = 200e-6
 
 
 class SharedArrays:
@@ -270,25 +270,25 @@ def _parts_of_inner(inner: Store | None) -> tuple[Any, ...]:
 # ---- readers ----
 
 
-class _Turns(threading.local):
+class _PartLock(threading.local):
     #: A lock that keeps the owner out while a part of a batch is read; None if the owner waits for whole batches.
     lock: Callable[[], AbstractContextManager[None]] | None = None
 
 
 #: Whether this thread reads batches in parts.
-turns = _Turns()
+part_lock = _PartLock()
 
 
-class _InTurns(SegmentStore):
+class _ReadInParts(SegmentStore):
     """A store whose batches may be decoded in parts; the owner may change the store between two parts."""
 
     def _read_kernel(self, expands: bool) -> Callable[..., int]:
-        read, lock = super()._read_kernel(expands), turns.lock
+        read, lock = super()._read_kernel(expands), part_lock.lock
         if lock is None:
             return read
-        n_rows = max(int(_TURN / self._row_seconds), 4)
+        n_rows = max(int(_PART_SECONDS / self._row_seconds), 4)
 
-        def read_in_turns(tables: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, *rest: Any) -> int:
+        def read_in_parts(tables: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, *rest: Any) -> int:
             for begin in range(first, stop, n_rows):
                 with lock():
                     damaged = read(tables, frame_ids, sets, out, begin, min(begin + n_rows, stop), *rest)
@@ -296,18 +296,18 @@ class _InTurns(SegmentStore):
                     return damaged
             return -1
 
-        return read_in_turns
+        return read_in_parts
 
 
-class _SegmentsInTurns(_InTurns):
-    """See `_InTurns`."""
+class _SegmentsInParts(_ReadInParts):
+    """See `_ReadInParts`."""
 
 
-class _PackedInTurns(_InTurns, PackedStore):
-    """See `_InTurns`."""
+class _PackedInParts(_ReadInParts, PackedStore):
+    """See `_ReadInParts`."""
 
 
-_IN_TURNS: dict[type[Any], type[Any]] = {SegmentStore: _SegmentsInTurns, PackedStore: _PackedInTurns}
+_IN_PARTS: dict[type[Any], type[Any]] = {SegmentStore: _SegmentsInParts, PackedStore: _PackedInParts}
 
 
 class SharedStore(ObservationStore):
@@ -368,7 +368,7 @@ class SharedStore(ObservationStore):
             layout = read_layout(spec, described)
             codecs = read_codecs(described["codecs"], layout.frame_spec)
             make = find_store(codecs[-1], layout, of_frames=True)
-            make = _IN_TURNS.get(make, make)
+            make = _IN_PARTS.get(make, make)
             frames, known = make(layout, 0, self.n_streams, codecs[-1], None, None, self.compiled), {}
             frames.read_only = True
             if isinstance(frames, PayloadStore):
@@ -407,20 +407,20 @@ class SharedStore(ObservationStore):
         return store
 
     def read(self, indices: Indices) -> ByteRows:
-        inner, lock = self.inner, turns.lock
+        inner, lock = self.inner, part_lock.lock
         if lock is None:
             return (self._collected if inner is None else inner).read(indices)
-        if isinstance(inner, _InTurns) and not inner._n_packed:
+        if isinstance(inner, _ReadInParts) and not inner._n_packed:
             return inner.read(indices)
         with lock():
-            turns.lock = None
+            part_lock.lock = None
             try:
                 return self.read(indices)
             finally:
-                turns.lock = lock
+                part_lock.lock = lock
 
     def read_pairs(self, steps: Indices, streams: Indices, are_next: bool) -> ByteRows | None:
-        return None if turns.lock is not None else super().read_pairs(steps, streams, are_next)
+        return None if part_lock.lock is not None else super().read_pairs(steps, streams, are_next)
 
     def share_next(self) -> None:
         """Left to the owner."""
