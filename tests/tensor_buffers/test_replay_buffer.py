@@ -481,7 +481,7 @@ def test_images_are_shifted_at_random_and_frames_of_a_stack_together(device: str
             {"alpha": 0.5, "specs": {"obs": ((3,), "u1"), "weights": ((), "f4")}},
             "have weights; give your field another",
         ),
-        ({"random_shift": 2, "specs": {"obs": ((3,), torch.uint8)}}, "no observation is one"),
+        ({"random_shift": 2, "specs": {"obs": ((3,), torch.uint8)}}, "no observation is an image"),
         ({"n_steps": 3, "specs": {"obs": ((3,), torch.uint8)}}, "needs a field 'rewards' with one float32 per"),
     ],
 )
