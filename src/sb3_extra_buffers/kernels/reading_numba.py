@@ -76,7 +76,7 @@ def read_rows(
 ) -> Any:
     """Decode rows ``first`` to ``stop``, each segment of a row once; return -1, or the number of a damaged segment.
 
-    ``zstd`` holds the addresses that `inflate_zstd` needs. The observations of a row lie together with ``by_row``.
+    ``zstd`` holds the addresses that `inflate_zstd` needs. With ``by_row``, the observations of a row are contiguous.
 
     One function for the whole loop: a helper that takes the state would cost reads 3 to 5 %.
     """
