@@ -293,32 +293,41 @@ def summary(rows: list[dict[str, Any]]) -> str:
 def section(rows: list[dict[str, Any]]) -> str:
     """The measurements as ``docs/prioritized.md`` shows them."""
     by_what = {row["what"]: row for row in rows}
-    limit, speed = by_what["limit"], by_what["speed"]
-    sizes = {name: quantity(float(limit[f"{name}_bytes"]), "B") for name in ("limit", "peak", "buffer", "dense")}
-    held = percent(float(limit["buffer_bytes"]) / float(limit["dense_bytes"]))
-    text = (
-        f"`python -m benchmarks.desktop` fills a buffer with {int(limit['transitions']):,} {GAME} transitions of four "
-        f"environments in {quantity(float(limit['fill_s']), 's')}, compares {int(limit['compared']):,} of them with "
-        f"what was added, and trains for {int(limit['updates']):,} gradient steps, all in a process that is killed "
-        f"when more than {sizes['limit']} are resident. At most **{sizes['peak']}** were, Python, PyTorch and the "
-        f"networks included. The buffer holds {sizes['buffer']}, priorities included; SB3's arrays would take "
-        f"{sizes['dense']} ({held}).\n"
+    parts = [show(by_what[what]) for what, show in (("limit", limit_text), ("speed", speed_table)) if what in by_what]
+    return "\n" + "\n".join([*parts, render.provenance(rows), ""]) if parts else ""
+
+
+def limit_text(row: dict[str, Any]) -> str:
+    limit, peak, held, dense = (
+        quantity(float(row[f"{name}_bytes"]), "B") for name in ("limit", "peak", "buffer", "dense")
     )
+    share = percent(float(row["buffer_bytes"]) / float(row["dense_bytes"]))
+    return (
+        f"`python -m benchmarks.desktop` fills a buffer with {int(row['transitions']):,} {GAME} transitions of four "
+        f"environments, compares {int(row['compared']):,} of them with what was added, trains for "
+        f"{int(row['updates']):,} gradient steps and saves the buffer, all in one process that is killed when more "
+        f"than {limit} are resident. The peak was **{peak}**, including Python, PyTorch and the networks. The buffer "
+        f"takes {held} with its priorities; SB3's arrays would take {dense} ({share}). Filling took "
+        f"{quantity(float(row['fill_s']), 's')}.\n"
+    )
+
+
+def speed_table(row: dict[str, Any]) -> str:
     lines = []
     for kind, title in TITLES.items():
-        count = int(speed["transitions" if kind == "ours" else "sb3_transitions"])
-        cuts = [quantity(float(speed[f"{kind}_ms_p{100 * cut:.0f}"]), "ms") for cut in CUTS]
-        relative = {"ours": "", "sb3": speed["ratio_p50"], "sb3_3step": speed["ratio_3step_p50"]}[kind]
+        count = int(row["transitions" if kind == "ours" else "sb3_transitions"])
+        cuts = [quantity(float(row[f"{kind}_ms_p{100 * cut:.0f}"]), "ms") for cut in CUTS]
+        relative = {"ours": "", "sb3": row["ratio_p50"], "sb3_3step": row["ratio_3step_p50"]}[kind]
         lines.append([title, f"{count:,}", *cuts, factor(float(relative)) if relative else ""])
     header = ["model", "transitions", "p20", "median", "p80", "compressed, relative to it"]
     note = (
         "Time per step: one gradient step with a batch of 32 and one step of each of the four environments, in SB3's "
         "`learn` with `CnnPolicy`, with one thread of PyTorch. The three models train in turns in one process, "
-        f"{speed['block_updates']} steps at a time; the quantiles are those of {speed['blocks']} turns, the last "
+        f"{row['block_updates']} steps at a time; the quantiles are those of {row['blocks']} turns, the last "
         "column is the median of the ratios in each round of turns. This process has no limit, because it also holds "
         "the dense buffers.\n"
     )
-    return f"\n{text}\n{render.table(header, lines)}\n{note}\n{render.provenance(rows)}\n"
+    return f"{render.table(header, lines)}\n{note}"
 
 
 def main() -> None:
