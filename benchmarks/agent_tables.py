@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,12 @@ DOCUMENTED = {
 }
 
 
-def differences(ours: list[Row], theirs: list[Row]) -> tuple[int, list[str]]:
-    """The number of rows that two logs have in common, and for each that differs, where."""
+def differences(ours: list[Row], theirs: list[Row], same: Iterable[str] = SAME) -> tuple[int, list[str]]:
+    """The number of rows that two logs have in common, and for each that differs in a column of ``same``, where."""
     pairs = list(zip(ours, theirs, strict=False))
     different = []
     for our, their in pairs:
-        columns = [f"{name} {our[name]} and {their[name]}" for name in SAME if our[name] != their[name]]
+        columns = [f"{name} {our[name]} and {their[name]}" for name in same if our[name] != their[name]]
         if columns:
             different.append(f"row {our['iteration']}: {', '.join(columns)}")
     return len(pairs), different

@@ -118,10 +118,11 @@ def make_training_env(settings: Settings) -> Any:
     return make_env(settings.spec.game, settings.n_envs, framestack=4, native=True, seed=settings.seed)
 
 
-def make_evaluation_env(game: str, n_envs: int, seed: int) -> Any:
-    """Whole games with unclipped rewards."""
+def make_evaluation_env(game: str, n_envs: int, seed: int, max_frames: int = 108_000) -> Any:
+    """Whole games, of up to ``max_frames`` frames, with unclipped rewards."""
     wrapper = {"terminal_on_life_loss": False, "clip_reward": False}
-    return make_env(game, n_envs, framestack=4, native=True, seed=seed, wrapper_kwargs=wrapper)
+    limit = {"max_num_frames_per_episode": max_frames}
+    return make_env(game, n_envs, framestack=4, native=True, seed=seed, wrapper_kwargs=wrapper, env_kwargs=limit)
 
 
 def buffer_arguments(settings: Settings) -> dict[str, Any]:

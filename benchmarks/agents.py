@@ -1,6 +1,6 @@
 """Train, evaluate and record the agents of the documentation: PPO on Pong, PPO on MsPacman and DQN on MsPacman.
 
-The agents are trained by SB3's algorithms with the settings of the example scripts, in ale-py's vector environment, with
+SB3's algorithms train the agents with the settings of the example scripts, in ale-py's vector environment, with
 compressed buffers: on the GPU if there is one. ``--seconds`` limits one part of a training; the same command continues
 it, with exactly the result of a training in one part (see ``agent_runs.py``). ``--buffer dense`` trains with SB3's own
 buffer, and ``--compare`` checks that both trainings are identical. Several agents or buffers run at the same time, each
