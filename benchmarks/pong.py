@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.agent_tables import differences
-from benchmarks.results import DATA, ROOT, read_rows
+from benchmarks.results import DATA, ROOT, quantity, read_rows
 from sb3_extra_buffers.training_utils.eval_model import EvalResult
 
 DOCS = ROOT / "docs"
@@ -34,7 +34,7 @@ def section() -> str:
             f"{int(row['timesteps']):,}",
             f"{float(row['seconds']):.0f} s",
             f"{int(row['timesteps']) / float(row['seconds']):,.0f}",
-            render.quantity(int(row["rollout_bytes"]), "B"),
+            quantity(int(row["rollout_bytes"]), "B"),
         ]
         for name, row in runs.items()
     ]
