@@ -161,6 +161,8 @@ class Run:
         except SegmentEnd:
             pass
         speed = (self.progress.timesteps - start) / (self.progress.seconds - seconds)
+        if log.usage is not None:
+            self.progress.buffer_bytes, self.progress.dense_bytes = log.usage.total, log.usage.dense
         if self._replay:
             self._actions[start] = np.array(log.actions)
             needed = self.progress.timesteps - model.replay_buffer.buffer_size * self.settings.n_envs
@@ -195,14 +197,10 @@ class Run:
 
     def _save(self, model: Any) -> None:
         begin = time.perf_counter()
-        buffer = model.replay_buffer if self._replay else model.rollout_buffer
-        if self.settings.buffer == "compressed":
-            usage = buffer.memory_usage()
-            self.progress.buffer_bytes, self.progress.dense_bytes = usage.total, usage.dense
         if self._replay:
             if self.settings.buffer == "compressed":
-                last = get_last_save(buffer)
-                save(buffer, self.path("buffer"), base=None if last is None else last.folder)
+                last = get_last_save(model.replay_buffer)
+                save(model.replay_buffer, self.path("buffer"), base=None if last is None else last.folder)
             with self.path("actions").open("wb") as file:
                 arrays: dict[str, Any] = {str(start): actions for start, actions in self._actions.items()}
                 np.savez_compressed(file, **arrays)

@@ -21,6 +21,7 @@ from stable_baselines3.common.utils import LinearSchedule
 from benchmarks.results import read_rows
 from sb3_extra_buffers.compressed import CompressedReplayBuffer, CompressedRolloutBuffer
 from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
+from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.training_utils.atari import make_env
 
 # columns that must be identical in two runs with the same seed
@@ -174,6 +175,8 @@ class Log(BaseCallback):
         self._totals, self._row_steps, self._progress = totals, row_steps, progress
         # actions of the segment, from which its transitions can be made again
         self.actions: list[npt.NDArray[Any]] = []
+        # memory of the buffer at the end of the segment; None for SB3's
+        self.usage: MemoryUsage | None = None
         kept = [row for row in read_rows(path) if int(row["timesteps"]) <= totals.timesteps]
         self._iteration = len(kept)
         new = path.with_suffix(".new")
@@ -212,6 +215,13 @@ class Log(BaseCallback):
             self._finish_iteration()
         if self.num_timesteps >= self._end:
             raise SegmentEnd
+
+    def _on_rollout_end(self) -> None:
+        # PPO empties its buffer before the segment ends
+        if self.num_timesteps >= self._end:
+            model: Any = self.model
+            buffer = model.replay_buffer if hasattr(model, "replay_buffer") else model.rollout_buffer
+            self.usage = buffer.memory_usage() if hasattr(buffer, "memory_usage") else None
 
     def _on_training_end(self) -> None:
         self._finish_iteration()

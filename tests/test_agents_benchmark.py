@@ -79,6 +79,10 @@ def test_parts_give_the_result_of_one_training_and_of_sb3_s_buffer(
     assert parts == whole == dense
     state = json.loads((tmp_path / f"{agent}-compressed" / "run.json").read_text())
     assert [part["timesteps"] for part in state["progress"]["parts"]] == [128, 256]
+    # two images of 28 kB for a transition of a replay buffer, one for a step of a rollout
+    kept = {"ppo-pong": 16, "dqn-mspacman": 2 * 80}[agent] * 4 * 84 * 84
+    assert kept < state["progress"]["dense_bytes"] < 1.01 * kept
+    assert 0 < state["progress"]["buffer_bytes"] < kept
     agents.main(["--compare", "--agent", agent, "--output", str(tmp_path)])
     assert f"{agent}: 16 rows of the log, 256 steps: identical" in capsys.readouterr().out
 
