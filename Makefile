@@ -113,7 +113,8 @@ docs: $(READY)
 	$(BIN)/python -m benchmarks.service --render
 	$(BIN)/python -m benchmarks.shared_memory --render
 	$(BIN)/python -m benchmarks.desktop --render
-	$(BIN)/python -m benchmarks.pong --render
+	$(BIN)/python -m benchmarks.pong
+	$(BIN)/python -m benchmarks.agents --render
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 torture: $(READY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from common import buffer_arguments, make_eval_game, make_game, parse
 from runs import train
 from stable_baselines3 import PPO
+from stable_baselines3.common.utils import LinearSchedule
 
 from sb3_extra_buffers.compressed import CompressedRolloutBuffer, warmup
 
@@ -15,11 +16,11 @@ def main() -> None:
     model = PPO(
         "CnnPolicy",
         make_game(options),
-        learning_rate=lambda remaining: 2.5e-4 * remaining,
+        learning_rate=LinearSchedule(2.5e-4, 0.0, 1.0),
         n_steps=128,
         batch_size=256,
         n_epochs=1 if options.quick else 4,
-        clip_range=lambda remaining: 0.1 * remaining,
+        clip_range=LinearSchedule(0.1, 0.0, 1.0),
         ent_coef=0.01,
         vf_coef=0.5,
         seed=options.seed,

@@ -177,8 +177,10 @@ def test_figures_are_rendered_from_the_measurements() -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("ale_py")
     names = ("render", "cold_start", "envs", "doom_memory", "torchrl", "service", "pong", "gpu_tables")
-    modules = [importlib.import_module(f"benchmarks.{name}") for name in (*names, "sequences", "shared_memory")]
-    render, cold_start, envs, doom, torchrl, service, pong, gpu, sequences, shared_memory = modules
+    modules = [
+        importlib.import_module(f"benchmarks.{name}") for name in (*names, "sequences", "shared_memory", "agent_tables")
+    ]
+    render, cold_start, envs, doom, torchrl, service, pong, gpu, sequences, shared_memory, agents = modules
     sections = {
         ("README.md", "figures"): render.summary(),
         ("docs/index.md", "figures"): render.summary(),
@@ -189,6 +191,8 @@ def test_figures_are_rendered_from_the_measurements() -> None:
         ("docs/training.md", "environments"): envs.table(),
         ("docs/training.md", "doom memory"): doom.table(),
         ("docs/training.md", "pong"): pong.section(),
+        ("docs/training.md", "agents"): agents.section(agents.load()),
+        ("README.md", "agents"): agents.summary(agents.load()),
         ("docs/distributed.md", "distributed"): service.section(),
         ("docs/sequences.md", "sequences"): sequences.section(),
         ("docs/shared_memory.md", "shared memory"): shared_memory.section(),

@@ -1,0 +1,112 @@
+"""Train, evaluate and record the agents of the documentation: PPO on Pong, PPO on MsPacman and DQN on MsPacman.
+
+SB3's algorithms train the agents with the settings of the example scripts, in ale-py's vector environment, with
+compressed buffers: on the GPU if there is one. ``--seconds`` limits one part of a training; the same command continues
+it, with exactly the result of a training in one part (see ``agent_runs.py``). ``--buffer dense`` trains with SB3's own
+buffer, and ``--compare`` checks that both trainings are identical. Several agents or buffers run at the same time, each
+in its own process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import agent_tables
+from benchmarks.agent_runs import Run
+from benchmarks.agent_training import AGENTS, Settings
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--agent", nargs="+", choices=AGENTS, default=list(AGENTS))
+    parser.add_argument("--buffer", nargs="+", choices=["compressed", "dense"], default=["compressed"])
+    parser.add_argument("--output", type=Path, default=Path("logs/agents"), help="folder for all runs")
+    training = parser.add_argument_group("training")
+    training.add_argument("--seconds", type=float, default=math.inf, help="time limit of this part of the training")
+    training.add_argument("--stop-at", type=int, help="steps at which to stop, before the end of the training")
+    training.add_argument("--timesteps", type=int, default=10_000_000, help="length of the training and its schedules")
+    training.add_argument("--segment", type=int, default=100_000, help="steps after which a part can end")
+    training.add_argument("--row-steps", type=int, default=1000, help="minimum number of steps between rows of the log")
+    training.add_argument("--n-envs", type=int, default=8)
+    training.add_argument("--evaluation-games", type=int, default=20, help="games after each segment, to keep the best")
+    training.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="hyperparameters to change")
+    training.add_argument("--seed", type=int, default=0)
+    training.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    training.add_argument("--position", type=int, help=argparse.SUPPRESS)
+    actions = parser.add_argument_group("instead of training")
+    actions.add_argument("--compare", action="store_true", help="compare the trainings with both buffers")
+    actions.add_argument("--evaluate", nargs="+", choices=["best", "final"], help="play whole games and report")
+    actions.add_argument("--games", type=int, default=1000, help="games to evaluate on")
+    actions.add_argument("--record", action="store_true", help="record the best agent as a GIF")
+    actions.add_argument("--record-steps", type=int, default=600, help="length of that GIF")
+    actions.add_argument("--collect", action="store_true", help="copy all results to benchmarks/data and docs/images")
+    actions.add_argument("--render", action="store_true", help="render README and docs from benchmarks/data")
+    return parser.parse_args(arguments)
+
+
+def settings_of(options: argparse.Namespace, agent: str, buffer: str) -> Settings:
+    pairs = [pair.partition("=") for pair in options.set]
+    names = ("seed", "device", "timesteps", "segment", "row_steps", "n_envs", "evaluation_games")
+    return Settings(
+        agent,
+        buffer,
+        overrides={name: json.loads(value) for name, _, value in pairs},
+        **{name: getattr(options, name) for name in names},
+    )
+
+
+def work(options: argparse.Namespace, agent: str, buffer: str) -> None:
+    """Train one agent, or evaluate and record it."""
+    folder = options.output / f"{agent}-{buffer}"
+    if not (options.evaluate or options.record):
+        run = Run(folder, settings_of(options, agent, buffer))
+        run.train(options.stop_at or options.timesteps, options.seconds, options.position)
+        return
+    run = Run.open(folder, options.device)
+    for which in options.evaluate or []:
+        run.evaluate(which, options.games)
+    if options.record:
+        run.record("best", options.record_steps)
+
+
+def side_by_side(pairs: list[tuple[str, str]], arguments: Sequence[str]) -> None:
+    """Run each pair of agent and buffer in its own process; raise SystemExit if one fails."""
+    base = [sys.executable, "-m", "benchmarks.agents", *arguments]
+    # the last of repeated options is used
+    children = [
+        subprocess.Popen([*base, "--agent", agent, "--buffer", buffer, "--position", str(position)])
+        for position, (agent, buffer) in enumerate(pairs)
+    ]
+    failed = [pair for pair, child in zip(pairs, children, strict=True) if child.wait()]
+    if failed:
+        raise SystemExit(f"failed: {', '.join(f'{agent} with the {buffer} buffer' for agent, buffer in failed)}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse(arguments)
+    pairs = [(agent, buffer) for agent in options.agent for buffer in options.buffer]
+    if options.compare:
+        agent_tables.compare_all(options.output, options.agent)
+    if options.collect:
+        agent_tables.collect(options.output)
+    if options.render:
+        agent_tables.render_pages()
+    if options.compare or options.collect or options.render:
+        return
+    if len(pairs) > 1:
+        side_by_side(pairs, arguments)
+    else:
+        work(options, *pairs[0])
+
+
+if __name__ == "__main__":
+    main()
