@@ -672,6 +672,8 @@ def test_an_empty_buffer_and_wrong_arguments() -> None:
     for wrong in (
         {"recurrent_states": [3]}, {"recurrent_states": {"h": 0}}, {"recurrent_states": {"h": 1 << 40}},
         {"recurrent_dtype": "int8"}, {"recurrent_dtype": {"h": 2}}, {"eta": 2}, {"eta": None},
+        {"alpha": 2}, {"alpha": "x"}, {"epsilon": 0}, {"beta": -1}, {"beta": "x"}, {"beta": (0, 1, 2)},
+        {"beta": (0, "x")}, {"output_dtype": "x"}, {"on_max_bytes": "x"}, {"storage": "disk"},
     ):  # fmt: skip
         with pytest.raises(ArgumentError):
             make(VECTORS, **wrong)
