@@ -224,6 +224,17 @@ def test_the_newest_step_is_in_the_next_batches() -> None:
 
 
 @pytest.mark.same_without_extras
+def test_a_step_that_sb3_marks_as_done_ends_its_episode() -> None:
+    # `learn` does so before it resets the environments, if optimize_memory_usage is set
+    buffer, obs = make(VECTORS, 10, 1, optimize_memory_usage=True), np.zeros((1, 3), np.float32)
+    for step in range(23):
+        buffer.add(obs, obs, np.array([0]), np.ones(1), np.zeros(1, bool), [{}])
+        if step in (15, 19):
+            buffer.dones[buffer.pos - 1] = True
+    steps = {tuple(row) for row in buffer.sample_sequences(200, 4, sample="episodes").steps.tolist()}
+    assert steps == {(13, 14, 15, -1), (16, 17, 18, 19), (20, 21, 22, -1)}
+
+
 def test_strict_length_leaves_short_episodes_out() -> None:
     buffer, model = make(VECTORS, 60), Model(VECTORS, 2, episode=5.0)
     model.add_to(buffer, count=90)
