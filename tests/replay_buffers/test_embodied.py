@@ -520,13 +520,13 @@ def test_an_interrupted_add_is_complete_or_undone() -> None:
 
 def test_an_interrupted_sample_loses_no_online_window() -> None:
     """A KeyboardInterrupt at bytecodes all over `sample`."""
-    replay, _ = filled(30, length=4, online=True, capacity=None)
+    replay, _ = filled(20, 1, length=3, online=True, capacity=None)
     queue, was_interrupted, at = list(replay._queue), True, 1
-    assert len(queue) > 8
+    assert len(queue) > 5
     while was_interrupted:
         with contextlib.suppress(KeyboardInterrupt), Injector(at, KeyboardInterrupt()) as injector:
             replay.sample(5)
-        was_interrupted, at = injector.where != "", at + 11
+        was_interrupted, at = injector.where != "", at + 37
         assert list(replay._queue) == (queue if was_interrupted else queue[5:])
     with pytest.raises(OutOfMemoryError):
         replay.sample(1 << 40)
