@@ -22,6 +22,7 @@ from sb3_extra_buffers._torchrl.service_shards import merge_parts, split_batch
 from sb3_extra_buffers._torchrl.wire import KeyframeCache, PacketEncoder, decode_packet, encode_packet
 from sb3_extra_buffers.errors import (
     ArgumentError,
+    CorruptPayloadError,
     EmptyBufferError,
     ExtraBuffersError,
     IndexOutOfRangeError,
@@ -424,6 +425,15 @@ def test_observations_are_filed_without_decoding_them(monkeypatch: pytest.Monkey
             patch.setattr(group.store, name, fail)
         buffer.extend(encoder.encode(data[200:]))
     assert_same(contents(buffer), data)
+
+
+def test_items_at_no_index_are_a_packet() -> None:
+    buffer = service()
+    buffer.extend(encode_packet(trajectory(10)))
+    for index in (torch.zeros(0, dtype=torch.int64), torch.zeros(10, dtype=torch.bool), slice(0, 0)):
+        assert decode_packet(buffer.packed(index)).batch_size == (0,)
+    with pytest.raises(CorruptPayloadError, match="it has 3 bytes"):
+        buffer.extend(b"abc")
 
 
 def test_many_small_packets_take_no_more_memory_than_local_writes() -> None:

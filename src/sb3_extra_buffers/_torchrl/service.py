@@ -288,6 +288,7 @@ class CompressedReplayService(service_files.JournaledBuffer):
         if (
             isinstance(index, torch.Tensor)
             and index.ndim == 1
+            and index.numel()
             and not index.is_floating_point()
             and index.dtype != torch.bool
         ):
