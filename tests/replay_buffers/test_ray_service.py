@@ -249,6 +249,8 @@ def test_priorities_of_items_that_were_removed_are_refused() -> None:
         (([3, 100], [1.0, 1.0]), IndexOutOfRangeError),
         (([-1], [1.0]), IndexOutOfRangeError),
         (([1], [float("nan")]), PriorityError),
+        (([1], [0.0]), PriorityError),  # nothing could be sampled any more, with eps=0
+        (([1], [1e38]), PriorityError),
         (([1, 2], [1.0, -2.0]), PriorityError),
         (([1.5], [1.0]), PriorityError),
         (([1, 2], [1.0, 2.0], [1]), PriorityError),
@@ -261,6 +263,31 @@ def test_invalid_priorities_are_refused(arguments: Any, error: type[Exception]) 
     with pytest.raises(error):
         buffer.update_priority(*map(torch.tensor, arguments))
     assert buffer._sampler._sum_tree.query(0, 50) == before
+
+
+@needs_trees
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64])
+def test_priorities_of_any_dtype_can_be_set(dtype: torch.dtype) -> None:
+    """TorchRL's trees end the process if the dtype is not theirs."""
+    buffer, data = prioritized(), trajectory(10)
+    data["td_error"] = torch.full((10, 1), 2, dtype=dtype)
+    buffer.extend(encode_packet(data))
+    assert buffer.update_priority(np.array([3, 4]), torch.tensor([5, 7], dtype=dtype)) == 2
+    assert buffer.contents().mass == 2 * 8 + 5 + 7
+
+
+@needs_trees
+@pytest.mark.parametrize("value", [float("nan"), -1.0, 1e38])
+def test_packets_with_invalid_priorities_are_refused_before_they_are_stored(value: float, tmp_path: Path) -> None:
+    buffer, data = prioritized(folder=tmp_path), trajectory(10)
+    data["td_error"] = torch.ones(10)
+    buffer.extend(encode_packet(data))
+    data["td_error"][4] = value
+    with pytest.raises(PriorityError):
+        buffer.extend(encode_packet(data))
+    for stored in (buffer, prioritized(folder=tmp_path)):
+        assert len(stored) == 10
+        assert decode_packet(stored.sample(20)).batch_size == (20,)
 
 
 # ---- windows ----
