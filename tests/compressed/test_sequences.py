@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import pickle
 import shutil
 import sys
@@ -103,6 +104,22 @@ def test_the_newest_frames_before_a_method_is_chosen() -> None:
         batch = buffer.sample_sequences(3, 4, frames="newest")
         assert batch.observations["image"].shape == (3, 4, 1, 12, 10)
         model.check(batch, 0, 4, newest=True)
+
+
+@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("shape", [(1, 12, 20), (12, 12), (20, 12, 3)])
+def test_an_image_that_scrolls_is_not_a_stack(shape: tuple[int, ...], gpu: bool) -> None:
+    """Columns, or rows, move on as the frames of a stack do."""
+    axis = 0 if shape[-1] == 3 else len(shape) - 1
+    width = shape[axis]
+    panorama = np.random.default_rng(0).integers(0, 256, (*shape[:axis], 400, *shape[axis + 1 :]), np.uint8)
+    buffer = make(spaces.Box(0, 255, shape, np.uint8), 80, 1, gpu, compression_method="delta")
+    images = [panorama.take(range(2 * t, 2 * t + width), axis)[None] for t in range(81)]
+    for obs, next_obs in itertools.pairwise(images):
+        buffer.add(obs, next_obs, np.array([0]), np.ones(1), np.zeros(1), [{}])
+    batch = buffer.sample_sequences(5, 4, frames="newest")
+    for row, steps in zip(batch.observations.numpy(), batch.steps, strict=True):
+        np.testing.assert_array_equal(row, np.concatenate([images[step] for step in steps]))
 
 
 def test_next_observations_share_the_memory_of_observations() -> None:

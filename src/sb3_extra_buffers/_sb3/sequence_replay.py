@@ -96,7 +96,7 @@ class SequenceMixin(Sequences, ReplayMixin):
         """Observations of ``key`` at ``rows [batch, n]``."""
         view, n_obs = self._views.by_key[key], self.buffer_size * self.n_envs
         if isinstance(view, BufferView):
-            return view.read_windows_at(rows, newest_only)
+            return view.read_windows_at(rows, newest_only and self._newest.may_cut(view.store.layout))
         array: Array = view.reshape(n_obs, *view.shape[2:])[rows % n_obs]
         is_next, following = rows >= n_obs, self._next_views.dense[key]
         array[is_next] = following.reshape(n_obs, *view.shape[2:])[rows[is_next] - n_obs]
