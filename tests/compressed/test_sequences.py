@@ -28,6 +28,7 @@ from sb3_extra_buffers.errors import (
     ArgumentError,
     EmptyBufferError,
     FileFormatError,
+    IndexOutOfRangeError,
     PriorityError,
     ReadOnlyBufferError,
     SpecMismatchError,
@@ -705,6 +706,22 @@ def test_an_empty_buffer_and_wrong_arguments() -> None:
     ):  # fmt: skip
         with pytest.raises(ArgumentError):
             make(VECTORS, **wrong)
+
+
+@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("assigned", [{"pos": 3}, {"full": True}])
+def test_a_position_that_was_assigned_is_named(assigned: dict[str, Any], gpu: bool) -> None:
+    """SB3's buffers allow it, but steps after it would be mixed with those before."""
+    buffer, model = make(VECTORS, 20, gpu=gpu), Model(VECTORS, 2)
+    model.add_to(buffer, count=9)
+    for name, value in assigned.items():
+        setattr(buffer, name, value)
+    buffer.sample(4)
+    with pytest.raises(IndexOutOfRangeError, match="were assigned"):
+        buffer.sample_sequences(4, 2)
+    buffer.reset()
+    model.add_to(buffer, count=5)
+    assert buffer.sample_sequences(4, 2).mask[:, 0].all()
 
 
 def test_an_interrupted_sample_loses_no_online_window() -> None:
