@@ -276,7 +276,7 @@ class Sequences:
         if self.n_added % self.buffer_size != self.pos or held.oldest < 0:
             raise IndexOutOfRangeError(
                 f"after {self.n_added} steps, pos should be {self.n_added % self.buffer_size} of {self.buffer_size}, "
-                f"but pos={self.pos} and full={self.full} were assigned, so the order of the steps is unknown; call reset()"
+                f"but pos={self.pos} and full={self.full} were assigned, so the order of steps is unknown; call reset()"
             )
         numbers = envs = np.zeros(0, np.int64)
         if request.online:
