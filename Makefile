@@ -112,6 +112,7 @@ docs: $(READY)
 	$(BIN)/python -m benchmarks.sequences --render
 	$(BIN)/python -m benchmarks.service --render
 	$(BIN)/python -m benchmarks.shared_memory --render
+	$(BIN)/python -m benchmarks.desktop --render
 	$(BIN)/python -m benchmarks.pong --render
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -204,7 +204,7 @@ def style(axes: Any, xlim: tuple[float, float], ylim: tuple[float, float]) -> No
 
 def summary() -> str:
     """The summary in the README and on the home page."""
-    from benchmarks import headline, observation_tables
+    from benchmarks import desktop, headline, observation_tables
 
     million = "".join(
         f"{int(row['n_transitions']):,} {GAME_TITLES.get(row['game'], row['game'])} transitions with all columns take "
@@ -212,7 +212,7 @@ def summary() -> str:
         for row in rows("million")
     )
     others = observation_tables.summary(rows("observations"))
-    return f"\n{headline.table()}{million}{others}" if rows("headline") else ""
+    return f"\n{headline.table()}{million}{desktop.summary(rows('desktop'))}{others}" if rows("headline") else ""
 
 
 def benchmarks_page() -> str:

@@ -17,7 +17,7 @@ class MissingExtraError(ExtraBuffersError, ImportError):
 
 
 class UnknownCodecError(ExtraBuffersError, ValueError):
-    """There is no codec of this name."""
+    """There is no codec with this name."""
 
 
 class CodecLevelError(ExtraBuffersError, ValueError):
@@ -72,7 +72,7 @@ class BudgetExceededError(ExtraBuffersError, MemoryError):
 
 
 class EmptyBufferError(ExtraBuffersError, ValueError):
-    """The buffer is empty, or does not hold enough to sample from."""
+    """The buffer is empty, or does not hold enough data to sample from."""
 
 
 class NoEpisodeError(EmptyBufferError, RuntimeError):
@@ -88,7 +88,7 @@ class LayoutError(ExtraBuffersError, TypeError):
 
 
 class UnknownEnvironmentError(ExtraBuffersError, ValueError):
-    """There is no environment of this name, or it is of the wrong kind."""
+    """There is no environment with this name, or it is of the wrong kind."""
 
 
 class MissingRomError(ExtraBuffersError, FileNotFoundError):
@@ -132,7 +132,7 @@ class IndexOutOfRangeError(ExtraBuffersError, IndexError):
 
 
 class UnknownFieldError(ExtraBuffersError, KeyError):
-    """There is no field of this name."""
+    """There is no field with this name."""
 
     def __str__(self) -> str:
         # KeyError would print the repr of its message
@@ -148,7 +148,7 @@ class OwnerEndedError(SharingError, EOFError):
 
 
 class InterruptedChangeError(SharingError, EOFError):
-    """A change of a shared buffer was interrupted, so what it holds is incomplete."""
+    """A change of a shared buffer was interrupted, so the buffer cannot be read."""
 
 
 class PriorityError(ExtraBuffersError, ValueError):

@@ -358,7 +358,7 @@ def test_wrong_states_change_nothing() -> None:
     good = {name: np.zeros((2, *shape)) for name, shape in STATES.items()}
     step: Any = obs, obs, np.zeros(2), np.zeros(2), np.zeros(2), [{}, {}]
     for bad, message in (
-        (None, "keeps the recurrent states h, c"),
+        (None, "stores the recurrent states h, c"),
         ({"h": good["h"]}, "the states of this buffer are 'h', 'c'"),
         (good | {"x": 1}, "the states of this buffer are 'h', 'c'"),
         (good | {"h": np.zeros((2, 4))}, r"has shape \(2, 4\), expected \(2, 3\)"),

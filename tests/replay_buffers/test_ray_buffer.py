@@ -531,7 +531,8 @@ def test_shards_behind_one_client(cluster: None, tmp_path: Path) -> None:
     batch, index_of = found.exclude("index"), {number: row for row, number in enumerate(index.tolist())}
     assert_same(batch, data[[index_of[number] for number in found["index"].tolist()]])
     assert len(set(found["index"].tolist())) > 90
-    assert buffer.rate()["samples"] == (8 + 2) * 64
+    # eight batches, and two that are drawn ahead
+    wait_for(lambda: buffer.rate()["samples"] == (8 + 2) * 64)
     assert len(buffer.memory_usage()) == 2
     buffer.checkpoint()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["shard-0", "shard-1"]

@@ -153,7 +153,7 @@ def test_windows_that_do_not_fit_are_refused() -> None:
     with pytest.raises(IndexOutOfRangeError, match=r"got int64 of shape \(2, 2\) and int64 of shape \(1,\)"):
         view.read_windows(steps, np.array([1]))
     with pytest.raises(IndexOutOfRangeError, match="expected integer steps"):
-        view.read_windows(steps + 0.5, np.array([0, 1]))
+        view.read_windows(steps + 0.5, np.array([0, 1]))  # type: ignore[arg-type]
     with pytest.raises(IndexOutOfRangeError, match="out of bounds"):
         view.read_windows(steps + 4, np.array([0, 1]))
     with pytest.raises(SpecMismatchError, match="C-contiguous"):

@@ -461,7 +461,7 @@ def test_images_are_shifted_at_random_and_frames_of_a_stack_together(device: str
         ({"specs": {"obs": ((3,), torch.uint8), "next_obs": ((4,), torch.uint8)}}, "'next_obs' must have the shape"),
         ({"specs": {"obs": ((3,), torch.bfloat16)}}, "cannot be stored as torch.bfloat16"),
         ({"device": "meta"}, "device='meta' cannot be used"),
-        ({"device": "nosuch"}, "device='nosuch' is no device of torch"),
+        ({"device": "nosuch"}, "device='nosuch' is not a torch device"),
         ({"compression_method": 3}, "compression_method must be a string, got 3"),
         ({"alpha": 2}, "alpha must be from 0"),
         ({"alpha": "x"}, "alpha must be a number, got 'x'"),
@@ -481,7 +481,7 @@ def test_images_are_shifted_at_random_and_frames_of_a_stack_together(device: str
             {"alpha": 0.5, "specs": {"obs": ((3,), "u1"), "weights": ((), "f4")}},
             "have weights; give your field another",
         ),
-        ({"random_shift": 2, "specs": {"obs": ((3,), torch.uint8)}}, "no observation is one"),
+        ({"random_shift": 2, "specs": {"obs": ((3,), torch.uint8)}}, "no observation is an image"),
         ({"n_steps": 3, "specs": {"obs": ((3,), torch.uint8)}}, "needs a field 'rewards' with one float32 per"),
     ],
 )

@@ -21,13 +21,13 @@ StepIds = npt.NDArray[np.uint8]  # [..., 20]
 #: Bytes of a step id: 8 of the replay, 8 of the chunk's serial number, 4 of the position in the chunk.
 ID_BYTES = 20
 NONE = -1
-# what files hold of each chunk
+# columns that are saved, with a value for each chunk
 _COLUMNS = ("serials", "starts", "used", "successors")
 
 
 @dataclass(slots=True)
 class Change:
-    """A change that was checked and has only to be made; making it twice has no further effect."""
+    """A change that is checked and only has to be applied; idempotent."""
 
     entries: list[tuple[Any, Any, Any]] = field(default_factory=list)
     """Arrays or dicts, a key, and the new value."""
@@ -54,8 +54,8 @@ class ChunkTable:
     """Chunks of ``size`` slots. The steps of a stream fill one chunk after the other, each linked to its successor.
 
     A chunk is in use while its reference count is above 0. It is referred to by every window that begins in it, by
-    every step that the next windows of a stream may begin with, by its predecessor, and by the stream that fills it.
-    A serial number is never used twice, so that ids of steps that are gone can be told from those of new ones.
+    every step in it at which one of the next windows of its stream may begin, by its predecessor, and by the stream
+    that fills it. Serial numbers are never reused, so ids of evicted steps differ from those of new steps.
     """
 
     def __init__(self, size: int, n_chunks: int) -> None:
@@ -86,11 +86,11 @@ class ChunkTable:
         return chunks[np.argsort(self.serials[chunks])]
 
     def count_steps(self) -> int:
-        """How many steps are held."""
+        """Number of steps that are held."""
         return int((self.used - self.starts)[self.serials > 0].sum())
 
     def grow(self, n_chunks: int) -> None:
-        """Have ``n_chunks`` chunks."""
+        """Increase the number of chunks to ``n_chunks``."""
         n_before = len(self)
         longer = {name: lengthen(getattr(self, name), n_chunks) for name in ("serials", "starts", "used", "references")}
         longer["successors"] = np.concatenate([self.successors, np.full(n_chunks - n_before, NONE)])
@@ -100,10 +100,10 @@ class ChunkTable:
     # ---- changes ----
 
     def begin(self, change: Change, predecessor: int) -> tuple[int, int]:
-        """Plan to take an unused chunk for the stream that has filled ``predecessor``, or `NONE`.
+        """Plan to use an unused chunk for the stream that has filled ``predecessor``, which is `NONE` for a new stream.
 
         Returns:
-            The chunk, and how many references it has then.
+            The chunk, and the number of references that it will have.
         """
         chunk, serial, unused = self.unused[-1], self.next_serial, self.unused[:-1]
         for column, value in ((self.serials, serial), (self.starts, 0), (self.used, 0), (self.successors, NONE)):
@@ -121,13 +121,13 @@ class ChunkTable:
         return chunk, n_references
 
     def evict(self, change: Change, slot: int) -> None:
-        """Plan to remove the oldest window, which begins at ``slot``, and all chunks that nothing refers to then."""
+        """Plan to remove the oldest window, which begins at ``slot``, and the chunks that nothing will refer to."""
         chunk, offset = divmod(slot, self.size)
         change.set(self.starts, chunk, offset + 1)
         change.set(self.__dict__, "unused", self._release(change, chunk, self.unused))
 
     def _release(self, change: Change, chunk: int, unused: list[int]) -> list[int]:
-        """Plan to drop a reference to ``chunk``; return the unused chunks, with those that nothing refers to then."""
+        """Plan to drop a reference to ``chunk``; return ``unused`` with the chunks that nothing will refer to."""
         while chunk != NONE:
             count = int(self.references[chunk]) - 1
             change.set(self.references, chunk, count)
@@ -149,14 +149,14 @@ class ChunkTable:
         chunks = np.empty((len(starts), n_linked + 1), np.int64)
         chunks[:, 0] = starts // self.size
         for number in range(n_linked):
-            # that of the last chunk is not needed; any valid one will do
+            # the last chunk of a stream has no successor: no window needs it, so any valid chunk can stand in
             chunks[:, number + 1] = np.maximum(self.successors[chunks[:, number]], 0)
         rows = np.arange(len(starts))[:, None]
         slots: Indices = chunks[rows, positions // self.size] * self.size + positions % self.size
         return slots
 
     def step_ids(self, slots: Indices, replay_id: bytes) -> StepIds:
-        """The ids ``[..., 20]`` of the steps at ``slots``."""
+        """Return the ids ``[..., 20]`` of the steps at ``slots``."""
         ids = np.empty((*slots.shape, ID_BYTES), np.uint8)
         ids[..., :8] = np.frombuffer(replay_id, np.uint8)
         serials = np.ascontiguousarray(self.serials[slots // self.size].astype(">i8")[..., None])
@@ -165,7 +165,7 @@ class ChunkTable:
         return ids
 
     def locate(self, ids: StepIds, replay_id: bytes) -> Indices:
-        """The slots ``[n]`` of the steps with these ids ``[n, 20]``; `NONE` for steps that are not held any more."""
+        """Return the slots ``[n]`` of the steps with these ids ``[n, 20]``; `NONE` for steps that are not held."""
         ids = np.ascontiguousarray(ids)
         serials = np.ascontiguousarray(ids[:, 8:16]).view(">i8")[:, 0].astype(np.int64)
         offsets = np.ascontiguousarray(ids[:, 16:]).view(">u4")[:, 0].astype(np.int64)
@@ -176,7 +176,7 @@ class ChunkTable:
         return np.where(held, chunks * self.size + offsets, NONE)
 
     def chains(self) -> list[tuple[list[int], Indices]]:
-        """The chunks of each stream and the slots of all its steps, in order."""
+        """Return the chunks of each stream, and the slots of all its steps in order."""
         follows = set(self.successors[(self.serials > 0) & (self.successors != NONE)].tolist())
         found = []
         for head in self.in_use.tolist():
@@ -218,7 +218,7 @@ class ChunkTable:
 
     @property
     def n_saved(self) -> int:
-        """How many chunks a file holds: those up to the last one in use."""
+        """Number of chunks to save: all up to the last one in use."""
         return int(np.flatnonzero(self.serials).max(initial=-1)) + 1
 
     def to_parts(self) -> tuple[dict[str, Any], dict[str, Indices]]:
@@ -249,15 +249,15 @@ class ChunkTable:
         in_use = self.in_use
         serials, starts, used, successors = (getattr(self, name)[in_use] for name in _COLUMNS)
         within(self.serials, 0, self.next_serial, "the serial number of a chunk")
-        require(len(np.unique(serials)) == len(serials), "two chunks have one serial number")
+        require(len(np.unique(serials)) == len(serials), "two chunks have the same serial number")
         within(used, 0, self.size + 1, "the number of steps in a chunk")
         within(starts, 0, self.size + 1, "the first step of a chunk")
         require(starts <= used, "a chunk starts after its last step")
         within(successors, NONE, len(self), "the successor of a chunk")
         linked = successors[successors != NONE]
-        # successors are newer, so that there are no cycles
+        # if all successors are newer, there are no cycles
         newer = self.serials[linked] > serials[successors != NONE]
-        require(newer & (self.starts[linked] == 0), "a chunk follows one that is newer, or has lost its beginning")
+        require(newer & (self.starts[linked] == 0), "the successor of a chunk is older, or has lost its first step")
         require(used[successors != NONE] == self.size, "a chunk has a successor before it is full")
-        require(len(np.unique(linked)) == len(linked), "two chunks have one successor")
+        require(len(np.unique(linked)) == len(linked), "two chunks have the same successor")
         within(self.numbers, 0, 1 << 62, "the number of a step")

@@ -1,4 +1,4 @@
-"""The contents of steps, by slot: images in observation stores, everything else in arrays."""
+"""The contents of steps: images in observation stores, all other keys in arrays; both are indexed by slot."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def parse_step(step: Any) -> Step:
     parsed = {key: as_array(value, key) for key, value in step.items() if key[:4] != "log/" and key != "stepid"}
     for key, value in parsed.items():
         if value.dtype.kind not in "biuf":
-            raise SpecMismatchError(f"{key} has dtype {value.dtype}; steps hold numbers, bools and arrays of them")
+            raise SpecMismatchError(f"{key} has dtype {value.dtype}; values must be numbers, bools or arrays of these")
     if not parsed:
         raise SpecMismatchError("a step must have at least one key besides 'stepid' and 'log/...'")
     return parsed
 
 
 class StepStore:
-    """Steps with the same keys, shapes and dtypes, behind slots that count from 0.
+    """Steps with the same keys, shapes and dtypes, at slots that count from 0.
 
-    ``keys`` are in the order of the first step. Each is in ``stores``, compressed, or in ``columns``.
+    The keys in ``specs`` are in the order of the first step. Each is in ``stores``, compressed, or in ``columns``.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class StepStore:
     # ---- writing ----
 
     def check(self, step: Step) -> Step:
-        """Return ``step`` in the shapes and dtypes of the first one; raise if it does not match."""
+        """Return ``step`` with the dtypes of the first step; raise if it does not match the first step."""
         specs = self.specs
         if step.keys() != specs.keys():
             raise SpecMismatchError(f"a step has the keys {sorted(step)}, but earlier steps have {sorted(specs)}")
@@ -88,7 +88,7 @@ class StepStore:
         return step
 
     def reserve(self, n_slots: int) -> None:
-        """Have space for ``n_slots`` steps."""
+        """Allocate space for ``n_slots`` steps in total."""
         for key, column in self.columns.items():
             if len(column) < n_slots:
                 longer = zeros((n_slots, *column.shape[1:]), column.dtype)
@@ -99,7 +99,7 @@ class StepStore:
                 store.allocate(n_slots - store.n_obs)
 
     def add_stream(self, number: int) -> None:
-        """Encode stream ``number`` by itself, unless a method was chosen already: then it shares another's segments."""
+        """Give stream ``number`` segments of its own; once a method is chosen, it shares those of another stream."""
         for store in self.stores.values():
             if store.inner is None:
                 store.n_streams = max(store.n_streams, number + 1)
@@ -112,16 +112,16 @@ class StepStore:
             store.write(slots, np.array([stream % store.n_streams]), row)
 
     def erase(self, first: int, stop: int) -> None:
-        """Free the images from slot ``first`` to before ``stop``; may be repeated."""
+        """Free the images in slots ``first`` to ``stop - 1``; idempotent."""
         for store in self.stores.values():
-            # the replay is full: there will not be more observations to choose a method by
+            # the replay is full, so there will not be more observations from which to choose a method
             store.choose_method()
             store.erase(np.arange(first, stop))
 
     # ---- reading ----
 
     def read(self, slots: Indices) -> dict[str, Array]:
-        """Return every key of the steps at ``slots [batch, length]``, rows of which are consecutive steps."""
+        """Return every key of the steps at ``slots [batch, length]``; each row must be consecutive steps."""
         batch: dict[str, Array] = {}
         for key, spec in self.specs.items():
             if key in self.stores:
@@ -135,7 +135,7 @@ class StepStore:
 
     @property
     def held_bytes(self) -> int:
-        """An upper bound of the bytes held for images."""
+        """Upper bound of the bytes held for images."""
         return sum(store.held_bytes for store in self.stores.values())
 
     def step_bytes(self, columns_only: bool = False) -> int:
@@ -143,7 +143,7 @@ class StepStore:
         return sum(spec.nbytes for key, spec in self.specs.items() if not (columns_only and key in self.stores))
 
     def memory_usage(self, n_steps: int) -> MemoryUsage:
-        """The bytes in use for ``n_steps`` steps, and what plain arrays would take."""
+        """Return the bytes in use for ``n_steps`` steps, and the bytes that plain arrays would take."""
         total = MemoryUsage(other=sum(resident_bytes(column) for column in self.columns.values()))
         for key, store in self.stores.items():
             usage, dense = store.memory_usage(), n_steps * self.specs[key].nbytes
@@ -158,7 +158,7 @@ class StepStore:
         return keys, {f"key-{number}": self.columns[key][:n_slots] for number, key in self._numbered()}
 
     def _numbered(self) -> Iterable[tuple[int, str]]:
-        """Keys that are columns, and their numbers: names of columns in files must be short and plain."""
+        """Keys that are columns, and the numbers that name them in files, because keys may be any strings."""
         return [(number, key) for number, key in enumerate(self.specs) if key in self.columns]
 
     @classmethod
@@ -171,7 +171,7 @@ class StepStore:
             fits = isinstance(entry, list) and [*map(type, entry)] == [str, list, str, bool]
             require(fits, f"expected a key as [name, shape, dtype, compressed], got {entry!r}")
             key, shape, dtype, compressed = entry
-            require(key not in specs and key != "stepid", f"the key {key!r} is not allowed, or there twice")
+            require(key not in specs and key != "stepid", f"the key {key!r} is not allowed, or occurs twice")
             name = f"key-{number}"
             if compressed:
                 store = parts.stores.get(name)

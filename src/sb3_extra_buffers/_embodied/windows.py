@@ -1,4 +1,4 @@
-"""Windows of consecutive steps of several streams: the store behind `CompressedEmbodiedReplay`."""
+"""`WindowStore`: windows of consecutive steps of several streams, for `CompressedEmbodiedReplay`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from sb3_extra_buffers.stores.base import Indices
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.transactions import Transactional
 
-# a chunk holds at most this share of the capacity: the part of each stream's oldest chunk that was evicted is not freed
+# limits the size of chunks to a share of the capacity: evicted steps of each stream's oldest chunk still take memory
 _CHUNKS_PER_CAPACITY, _MIN_CHUNK = 64, 16
-# chunks beyond those that the capacity fills: each stream has two that are partly used
+# chunks in addition to those that the capacity fills, because each stream has two that are partly used
 _SPARE_CHUNKS = 128
 # steps that are copied at a time from one replay to another
 _BLOCK = 1024
 
 
 class _Stream(NamedTuple):
-    """The steps of one worker. Its next window begins at ``start`` of ``start_chunk``, followed by ``n_pending``."""
+    """The steps of one worker. Its next window begins at ``start`` in ``start_chunk``; it has ``n_pending`` steps."""
 
     number: int
     chunk: int = NONE
@@ -37,10 +37,10 @@ class _Stream(NamedTuple):
 
 
 class WindowStore(Transactional):
-    """The last ``capacity`` windows of ``length`` consecutive steps of a stream; None for no limit.
+    """The newest ``capacity`` windows of ``length`` consecutive steps of one stream; None for no limit.
 
-    Windows are numbered in the order in which their last steps were added. Those that are held have the numbers from
-    ``_first_window`` to before ``_next_window``.
+    Windows are numbered in the order in which their last steps were added. The numbers ``_first_window`` to
+    ``_next_window - 1`` are held.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class WindowStore(Transactional):
         self.length, self.capacity, self.chunksize, self.online = length, capacity, chunksize, online
         self.compressed_keys = None if compressed_keys is None else tuple(compressed_keys)
         self.compression_method, self.compression_kwargs = compression_method, dict(compression_kwargs)
-        #: Tells steps of this replay from those of others; the first bytes of their ids.
+        #: The first bytes of the ids of all steps of this replay, which no other replay has.
         self.replay_id = secrets.token_bytes(8)
         self._steps: StepStore | None = None
         size = chunksize
@@ -84,7 +84,7 @@ class WindowStore(Transactional):
     # ---- adding ----
 
     def _add_step(self, step: Step, worker: Hashable) -> None:
-        """Add a step, of the keys, shapes and dtypes of the first one, to the stream of ``worker``."""
+        """Add a step, which must match the first step, to the stream of ``worker``."""
         with self._lock:
             self._recover()
             steps = self._steps
@@ -124,10 +124,10 @@ class WindowStore(Transactional):
         """Called when there is a new window, before the oldest is evicted."""
 
     def _reserve(self, steps: StepStore) -> ChunkTable:
-        """Have an unused chunk, and space for another window."""
+        """Make sure that there is an unused chunk, and space for another window."""
         table = self._table
         if not table.unused:
-            # not twice as many: a store takes two ranges of one size for observations and next observations
+            # not twice as many: a store takes two ranges of equal size for observations and next observations
             n_chunks = len(table) + len(table) // 2 + 1
             steps.reserve(n_chunks * table.size)
             table.grow(n_chunks)
@@ -139,7 +139,7 @@ class WindowStore(Transactional):
         return table
 
     def _plan_step(self, change: Change, stream: _Stream) -> _Stream:
-        """Plan where the next step of ``stream`` goes and which window it completes; return the stream after it."""
+        """Plan the slot of the next step of ``stream`` and the window that it completes; return the updated stream."""
         table, before = self._table, NONE
         chunk, n_used, start_chunk, start = stream.chunk, stream.n_used, stream.start_chunk, stream.start
         if chunk == NONE or n_used == table.size:
@@ -150,7 +150,7 @@ class WindowStore(Transactional):
                 start_chunk, start = chunk, 0
         else:
             n_references = int(table.references[chunk])
-        # the step, with which a window may begin
+        # a reference for the step, because a window may begin with it
         change.set(table.references, chunk, n_references + 1)
         change.set(table.used, chunk, n_used + 1)
         change.set(table.numbers, chunk * table.size + n_used, self._n_added)
@@ -163,7 +163,7 @@ class WindowStore(Transactional):
                 change.online = window
             start, n_pending = start + 1, n_pending - 1
             if start == table.size and n_pending:
-                # now: the chunk may be freed, and its link be lost, before the stream goes on
+                # now, because the chunk may be freed, and its link lost, before the next step of the stream
                 start_chunk = chunk if start_chunk == before else int(table.successors[start_chunk])
                 start = 0
         return _Stream(stream.number, chunk, n_used + 1, start_chunk, start, n_pending, n_added)
@@ -208,7 +208,7 @@ class WindowStore(Transactional):
         return self._n_added
 
     def check(self) -> None:
-        """Raise `AssertionError` if windows, streams and chunks disagree, for tests."""
+        """Raise `AssertionError` if windows, streams and chunks contradict each other; for tests."""
         with self._lock:
             self._recover()
             table = self._table
@@ -231,7 +231,7 @@ class WindowStore(Transactional):
     # ---- loading ----
 
     def _take_over(self, loaded: WindowStore, amount: int | None = None) -> None:
-        """Hold the steps of ``loaded``, which must not be used afterwards."""
+        """Take the steps of ``loaded``, which must not be used afterwards."""
         if loaded._steps is None:
             return
         starts = loaded._restore_windows(self.length)

@@ -56,7 +56,7 @@ class CompressedBuffer(ReportingBuffer, Transactional, SavedAsFolder):
 
     @property
     def storage_options(self) -> StorageOptions:
-        """How observations are stored, as the constructor was told."""
+        """The options for storing observations that were passed to the constructor."""
         return self._options
 
     @storage_options.setter

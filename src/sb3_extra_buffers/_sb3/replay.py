@@ -75,7 +75,7 @@ class ReplayMixin(BudgetMixin, _Base):
     _is_n_step_class = False
     #: Called with the position and the last field of a `Step` to complete it; twice must have no further effect.
     _step_added: Any = None
-    #: Tells other processes about every change, once the buffer is shared.
+    #: Publishes every change to other processes, if the buffer is shared.
     _sharing: BufferSharing | None = None
 
     def __init__(
@@ -549,10 +549,10 @@ class ReplayMixin(BudgetMixin, _Base):
         return nullcontext() if self._sharing is None else self._sharing.changing()
 
     def share(self) -> SharedHandle:
-        """Let other processes of this machine read the buffer through shared memory.
+        """Let other processes on this machine read the buffer through shared memory.
 
-        Everything that is stored moves to memory that they can map, where later steps are added. They decode batches
-        themselves. Returns a handle, which can be pickled; `SharedHandle.open` returns a `SharedReader`.
+        The contents of the buffer are moved to shared memory, and later steps are added there. Readers decode batches
+        in their own process. Returns a handle that can be pickled; its method `open` returns a `SharedReader`.
         """
         with self._lock:
             self._recover()
@@ -563,7 +563,7 @@ class ReplayMixin(BudgetMixin, _Base):
             return self._sharing.handle
 
     def stop_sharing(self) -> None:
-        """End `share`: readers get an error from now on, and the buffer can be used as before."""
+        """Stop sharing: reading raises `OwnerEndedError` from now on, and the buffer can be used as before."""
         with self._lock:
             sharing, self._sharing = self._sharing, None
             if sharing is not None:

@@ -1,4 +1,4 @@
-"""`EpisodeIndex`: where the episodes of a ring of steps begin and end, and which windows of steps they have."""
+"""`EpisodeIndex`: where the episodes in a ring of steps begin and end, and which windows can be drawn from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OPEN = np.iinfo(np.int64).max
 
 
 class Held(NamedTuple):
-    """Which steps a buffer holds: those with the numbers from ``oldest`` to below ``n_added``."""
+    """Which steps a buffer holds: numbers ``oldest`` to ``n_added - 1``."""
 
     oldest: int
     n_added: int
@@ -38,10 +38,10 @@ class _Episodes(NamedTuple):
     """Episodes that have steps in the buffer, in any order; replaced as a whole."""
 
     n_seen: int
-    """Steps with lower numbers have been looked at."""
+    """All steps with lower numbers are taken into account."""
     firsts: Indices
     ends: Indices
-    """The number after the last step; `_OPEN` while the episode is running."""
+    """The number of the last step plus 1; `_OPEN` while the episode is running."""
     envs: Indices
     running: Indices
     """Which episode each environment is in."""
@@ -50,16 +50,15 @@ class _Episodes(NamedTuple):
 class EpisodeIndex:
     """The episodes of ``n_envs`` environments whose steps are in a ring of ``n_steps``.
 
-    A step is named by its number: how many steps were added before it. Its position in the ring is the number modulo
-    ``n_steps``. Two arrays hold everything: `starts`, the first steps of episodes, and `next_is_first`; what else is
-    kept here is computed from them.
+    A step is identified by its number: how many steps were added before it. Its position in the ring is the number
+    modulo ``n_steps``. `starts`, `next_is_first` and `unseen` are saved; the list of episodes is computed from them.
     """
 
     def __init__(self, n_steps: int, n_envs: int) -> None:
         self.n_steps, self.n_envs = n_steps, n_envs
         #: Whether each step is the first of its episode, ``[n_steps, n_envs]``.
         self.starts: Flags = np.zeros((n_steps, n_envs), np.bool_)
-        #: Whether the next step of each environment will be.
+        #: Whether the next step of each environment will be the first of its episode.
         self.next_is_first: Flags = np.ones(n_envs, np.bool_)
         #: For each environment, the number of the first step that `fresh` has not returned.
         self.unseen: Indices = np.zeros(n_envs, np.int64)
@@ -72,11 +71,11 @@ class EpisodeIndex:
     # ---- writing ----
 
     def plan(self, done: Any) -> tuple[Flags, Flags]:
-        """What `write` will need for a step after which ``done`` environments are reset; nothing is changed."""
+        """Return what `write` needs for a step after which the ``done`` environments are reset; changes nothing."""
         return self.next_is_first.copy(), np.asarray(done).reshape(-1) != 0
 
     def write(self, position: int, planned: tuple[Flags, Flags]) -> None:
-        """Add a step; twice has no further effect."""
+        """Add a step; idempotent."""
         self.starts[position], self.next_is_first[:] = planned
 
     def clear(self, n_added: int) -> None:
@@ -89,7 +88,7 @@ class EpisodeIndex:
     # ---- episodes ----
 
     def _update(self, held: Held) -> _Episodes:
-        """The episodes that have steps in the buffer now."""
+        """Return the episodes that have steps in the buffer now."""
         known = self._episodes
         if known is None or not len(known.firsts) or not held.oldest <= known.n_seen <= held.n_added:
             known = self._scan(held)
@@ -112,7 +111,7 @@ class EpisodeIndex:
         return _Episodes(held.n_added, firsts, ends, envs.astype(np.int64), running)
 
     def _extend(self, known: _Episodes, held: Held) -> _Episodes:
-        """Look at the steps that were added since."""
+        """Return ``known`` with the steps that were added since."""
         numbers = np.arange(known.n_seen, held.n_added, dtype=np.int64)
         ages, envs = np.nonzero(self.starts[numbers % self.n_steps])
         if not len(ages):
@@ -143,7 +142,7 @@ class EpisodeIndex:
         return np.where(is_first.any(axis=1), is_first.argmax(axis=1), limit)
 
     def _n_starts(self, episodes: _Episodes, rules: WindowRules, held: Held) -> tuple[Indices, Indices]:
-        """The first step of each episode that is held, and how many windows begin there or after it."""
+        """The first step of each episode that is still held, and how many windows begin in the episode."""
         firsts = np.maximum(episodes.firsts, held.oldest)
         ends = np.minimum(episodes.ends, held.n_added)
         lengths = np.maximum(ends - firsts, 0)
@@ -157,10 +156,10 @@ class EpisodeIndex:
         return firsts, whole if rules.strict_length else np.where(lengths > 0, np.maximum(whole, 1), 0)
 
     def draw(self, count: int, rules: WindowRules, held: Held, by_episode: bool) -> tuple[Indices, Indices]:
-        """Numbers of first steps, and environments, of ``count`` random windows.
+        """Return the numbers of the first steps, and the environments, of ``count`` random windows.
 
-        Every window is as likely as any other; or, ``by_episode``, every episode, and then every window of it. Draws
-        from NumPy's global generator.
+        All windows are equally likely. With ``by_episode``, all episodes are equally likely, and then all windows of
+        the episode. Draws from NumPy's global generator.
         """
         episodes = self._update(held)
         firsts, n_starts = self._n_starts(episodes, rules, held)
@@ -179,7 +178,7 @@ class EpisodeIndex:
         return firsts[chosen] + offsets, episodes.envs[chosen]
 
     def every(self, rules: WindowRules, held: Held) -> tuple[Indices, Indices]:
-        """Numbers of first steps, and environments, of all windows that `draw` may return."""
+        """Return the numbers of the first steps, and the environments, of all windows that `draw` may return."""
         episodes = self._update(held)
         firsts, n_starts = self._n_starts(episodes, rules, held)
         if not n_starts.any():
@@ -201,10 +200,10 @@ class EpisodeIndex:
         return fits
 
     def fresh(self, count: int, rules: WindowRules, held: Held) -> tuple[Indices, Indices]:
-        """Up to ``count`` windows that contain steps which no call has returned yet, oldest first.
+        """Return up to ``count`` windows with steps that no earlier call has returned, oldest first.
 
-        Together they contain every step that ``rules`` allow. The last steps of a running episode wait until they fill
-        a window or the episode ends.
+        All calls together return every step that ``rules`` allow. The newest steps of a running episode are held back
+        until they fill a window or the episode ends.
         """
         unseen = np.maximum(self.unseen, held.oldest)
         found: list[Indices] = []
@@ -228,7 +227,7 @@ class EpisodeIndex:
             envs, firsts, n_ahead = envs[chosen], firsts[chosen], n_ahead[chosen]
             unseen[envs] = firsts + n_ahead
             if rules.episode_end == "stop" or rules.strict_length:
-                # the end of an episode comes with steps that were returned before
+                # the window at the end of an episode is filled up with steps that were returned before
                 n_back = self._steps_before(firsts, envs, length, held)
                 n_missing = np.minimum(length - n_ahead, n_back)
                 firsts, n_ahead = firsts - n_missing, n_ahead + n_missing
@@ -243,7 +242,7 @@ class EpisodeIndex:
         return np.concatenate(found), np.concatenate(envs_found)
 
     def return_unseen(self, unseen: Indices) -> None:
-        """Have `fresh` return windows again that were not delivered; `unseen` is from before they were drawn."""
+        """Let `fresh` return windows again whose batch failed; ``unseen`` is `unseen` from before they were drawn."""
         self.unseen = np.minimum(self.unseen, unseen)
 
     # ---- copies ----

@@ -1,4 +1,4 @@
-"""`WindowPriorities`: how likely each window of a replay buffer is drawn, as in R2D2."""
+"""`WindowPriorities`: draws windows of a replay buffer by priority, as in R2D2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-# how often to draw again for windows that would not fit, before all that fit are listed
+# attempts to replace first steps at which no window can begin, before all possible windows are listed
 _TRIES = 4
 
 
@@ -29,7 +29,7 @@ def mix_errors(errors: Floats, mask: Flags, eta: float) -> Floats:
 
 
 class WindowPriorities:
-    """A priority for each step: that of the windows which begin there. Steps that are not held have priority zero.
+    """The priority of each step, which is that of the windows that begin there; 0 for steps that are not held.
 
     A new step has the highest priority so far.
     """
@@ -39,7 +39,7 @@ class WindowPriorities:
         self.tree = SumTree(index.n_steps * index.n_envs)
 
     def write_step(self, position: int, priority: float) -> None:
-        """Set the priority of a step of all environments; twice has no further effect."""
+        """Set the priority of a step of all environments; idempotent."""
         first = position * self.n_envs
         self.tree.write(slice(first, first + self.n_envs), priority)
 
@@ -48,7 +48,7 @@ class WindowPriorities:
         self.tree.write(numbers % self.n_steps * self.n_envs + envs, priorities)
 
     def draw(self, count: int, rules: WindowRules, held: Held, index: EpisodeIndex) -> tuple[Indices, Indices]:
-        """Numbers of first steps, and environments, of ``count`` windows, in proportion to their priorities."""
+        """Draw ``count`` windows by priority; return the numbers of their first steps, and their environments."""
         if self.tree.total == 0:
             raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
         numbers, envs = self._draw(count, held)
@@ -80,7 +80,7 @@ class WindowPriorities:
         return weights.astype(np.float32)
 
     def check(self, held: Held) -> None:
-        """Raise if priorities and steps disagree, for tests."""
+        """Raise if priorities and steps contradict each other; for tests."""
         self.tree.check()
         positions = np.arange(self.n_steps)
         numbers = held.n_added - 1 - (held.n_added - 1 - positions) % self.n_steps

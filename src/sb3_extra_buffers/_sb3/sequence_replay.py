@@ -21,7 +21,7 @@ __all__ = ["SequenceMixin"]
 
 Indices = npt.NDArray[np.int64]
 
-# of a step of one environment: its priority, and the nodes above
+# per transition: its priority and its share of the nodes above
 _PRIORITY_BYTES = 9
 
 
@@ -29,7 +29,7 @@ class SequenceMixin(Sequences, ReplayMixin):
     """A compressed replay buffer with `Sequences`."""
 
     def _lay_out(self, n_steps: int) -> None:
-        # a column while steps are counted, so that max_bytes includes what is kept for each step
+        # a temporary column, so that max_bytes accounts for everything that is stored per step
         per_row = 1 + StateColumns.row_bytes(self.recurrent_states, self.recurrent_dtype)
         self._per_step = np.zeros((1, self.n_envs), f"V{per_row + _PRIORITY_BYTES * self.prioritized}")
         super()._lay_out(n_steps)
@@ -39,7 +39,7 @@ class SequenceMixin(Sequences, ReplayMixin):
     def _affordable_steps(self, n_steps: int, limit: int, column_bytes: int) -> int:
         found = super()._affordable_steps(n_steps, limit, column_bytes)
         if self.prioritized and found < n_steps:
-            # the top of the tree, and what its levels are padded with
+            # the upper nodes of the tree, and the padding of its levels
             n_leaves = found * self.n_envs
             excess = max(SumTree(n_leaves).nbytes - _PRIORITY_BYTES * n_leaves, 0)
             found = super()._affordable_steps(n_steps, limit - excess, column_bytes)
@@ -61,7 +61,7 @@ class SequenceMixin(Sequences, ReplayMixin):
         self._clear_sequences()
 
     def check(self) -> None:
-        """Raise `AssertionError` if episodes, priorities and steps disagree, for tests."""
+        """Raise `AssertionError` if episodes, priorities and steps contradict each other; for tests."""
         with self._lock:
             self._recover()
             self.check_sequences()
@@ -78,8 +78,8 @@ class SequenceMixin(Sequences, ReplayMixin):
             array = self._read_key(key, rows, newest_only)
             if newest_only:
                 spec = ObsSpec(view.shape[2:], view.dtype)
-                array = self._newest.take(array, key, spec, partial(self._show, key))
-            # without the axis of steps, as normalisation and conversion expect observations
+                array = self._newest.take(array, key, spec, partial(self._newest_images, key))
+            # one leading axis, because normalisation and conversion expect plain batches of observations
             by_key[key] = array.reshape(-1, *array.shape[2:])
         observations: Any = self._views.as_sb3(by_key)
         if env is not None:
@@ -88,9 +88,9 @@ class SequenceMixin(Sequences, ReplayMixin):
         tensors = tensors if self._views.is_dict else {"": tensors}
         return {key: tensor.view(*rows.shape, *tensor.shape[1:]) for key, tensor in tensors.items()}
 
-    def _show(self, key: str) -> Array:
-        shown: Array = self._read_key(key, self._shown_rows(), newest_only=False)[0]
-        return shown
+    def _newest_images(self, key: str) -> Array:
+        images: Array = self._read_key(key, self._newest_rows(), newest_only=False)[0]
+        return images
 
     def _read_key(self, key: str, rows: Indices, newest_only: bool) -> Array:
         """Observations of ``key`` at ``rows [batch, n]``."""

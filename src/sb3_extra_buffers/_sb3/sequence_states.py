@@ -20,7 +20,7 @@ Indices = npt.NDArray[np.int64]
 
 #: The key of `infos` under which `add` looks for the states of an environment.
 INFO_KEY = "recurrent_state"
-# of the states of a transition
+# limit for the states of one transition
 _MAX_ROW_BYTES = 1 << 30
 
 
@@ -33,7 +33,7 @@ class StateUpdate(NamedTuple):
 
 
 def check_shapes(shapes: Any, dtype: Any) -> tuple[dict[str, tuple[int, ...]], str]:
-    """The shape of each state, and their dtype by name."""
+    """Validate the shapes of states and their dtype; return both in a normal form."""
     if shapes is None:
         shapes = {}
     if not isinstance(shapes, Mapping) or not all(isinstance(name, str) and name for name in shapes):
@@ -50,7 +50,7 @@ def check_shapes(shapes: Any, dtype: Any) -> tuple[dict[str, tuple[int, ...]], s
         raise ArgumentError(f"recurrent_dtype must be float16, float32 or float64, got {kind}")
     n_bytes = StateColumns.row_bytes(checked, kind.name)
     if n_bytes > _MAX_ROW_BYTES:
-        raise ArgumentError(f"recurrent_states takes {n_bytes} bytes a transition, more than {_MAX_ROW_BYTES}")
+        raise ArgumentError(f"recurrent_states take {n_bytes} bytes per transition; the limit is {_MAX_ROW_BYTES}")
     return checked, kind.name
 
 
@@ -76,7 +76,7 @@ class StateColumns:
     # ---- writing ----
 
     def fit(self, given: Any, infos: Any) -> dict[str, Array] | None:
-        """The states of a step, ``[n_envs, *shape]`` by name: ``given`` to `add`, or else from ``infos``."""
+        """Return the states of a step, ``[n_envs, *shape]`` by name: ``given``, or if it is None those in ``infos``."""
         if given is None:
             if not self.shapes:
                 return None
@@ -89,12 +89,12 @@ class StateColumns:
             return {name: np.stack([as_array(states[name], name) for states in per_env]) for name in self.shapes}
         except (IndexError, KeyError, TypeError, ValueError) as problem:
             raise SpecMismatchError(
-                f"this buffer keeps the recurrent states {', '.join(self.shapes)}; pass recurrent_state= to add(), "
+                f"this buffer stores the recurrent states {', '.join(self.shapes)}; pass recurrent_state= to add(), "
                 f"or a dict of them as {INFO_KEY!r} in the info of every environment ({problem!r})"
             ) from problem
 
     def fit_batch(self, given: Any, lead: tuple[int, ...], name: str) -> dict[str, Array]:
-        """States of shape ``[*lead, *shape]`` by name, in the dtype of the columns."""
+        """Return states of shape ``[*lead, *shape]`` by name, in the dtype of the columns."""
         if not isinstance(given, Mapping) or set(given) != set(self.shapes):
             names = ", ".join(map(repr, given)) if isinstance(given, Mapping) else f"a {type(given).__name__}"
             expected = ", ".join(map(repr, self.shapes)) or "none: pass recurrent_states to the constructor"
@@ -110,13 +110,13 @@ class StateColumns:
         return fitted
 
     def write(self, position: int, states: dict[str, Array] | None) -> None:
-        """Write a step; twice has no further effect."""
+        """Write a step; idempotent."""
         if states is not None:
             for name, array in states.items():
                 self.columns[name][position] = array
 
     def apply(self, update: StateUpdate) -> None:
-        """Write an update; twice has no further effect."""
+        """Write an update; idempotent."""
         for name, array in update.states.items():
             self.columns[name][update.positions, update.envs] = array
 

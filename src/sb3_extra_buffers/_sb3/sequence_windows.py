@@ -1,4 +1,4 @@
-"""Windows of consecutive steps: what was asked for, what was drawn, and the batch that is returned."""
+"""Windows of consecutive steps: the request, the windows that were drawn for it, and the batch that is returned."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ Flags = npt.NDArray[np.bool_]
 
 
 class SequenceSamples(NamedTuple):
-    """A batch of windows: every field but the last four has the shape ``[batch, burn_in + length, ...]``.
+    """A batch of windows; unless stated otherwise, fields have the shape ``[batch, burn_in + length, ...]``.
 
     `observations` and `next_observations` are usually views of the same memory. Steps after the end of an episode are
-    padding: `mask` is False there, observations repeat the last one of the episode, and numbers are zero.
+    padding: `mask` is False there, observations repeat the last one of the episode, and actions, rewards, dones and
+    discounts are zero.
 
     Attributes:
         observations: Observations; a dict of them for a Dict space.
         actions: Actions.
-        next_observations: Observations ``n_steps`` later, or the last one of the episode if it ends before.
+        next_observations: Observations ``n_steps`` later, or the last one of the episode if it ends before that.
         dones: Whether the episode ended within ``n_steps``, as float32; time limits do not count.
         rewards: Rewards, or n-step returns.
-        discounts: What to multiply the value of `next_observations` by: gamma to the power of the number of rewards.
+        discounts: Factor for the value of `next_observations`: gamma to the power of the number of rewards.
         is_first: Whether each step is the first of its episode: reset the recurrent state there.
-        mask: Whether each step exists.
-        learn_mask: The steps to learn from: `mask` without the burn-in. From the first step of an episode on, the
-            recurrent state is known without a burn-in, and all steps are included.
-        recurrent_states: The state before the first step of each window, ``[batch, ...]`` by name.
-        weights: Importance weights of the windows, ``[batch]``; ones unless they were drawn by priority.
+        mask: False for padding.
+        learn_mask: True for the steps to learn from: as `mask`, but False during the burn-in. From the first step of an
+            episode on, the recurrent state is known without a burn-in, so these steps are included.
+        recurrent_states: The states before the first step of each window, ``[batch, ...]`` by name.
+        weights: Importance weights of the windows, ``[batch]``; all 1 unless the windows were drawn by priority.
         steps: The number of each step, as a NumPy array: how many were added before it; -1 for padding.
         envs: The environment of each window, as a NumPy array of shape ``[batch]``.
 
@@ -74,7 +75,7 @@ class SequenceSamples(NamedTuple):
 
 
 class Request(NamedTuple):
-    """The arguments of `sample_sequences`, checked."""
+    """The validated arguments of `sample_sequences`."""
 
     batch_size: int
     rules: WindowRules
@@ -94,7 +95,7 @@ class Windows(NamedTuple):
     """Numbers of the first steps."""
     envs: Indices
     rows: Indices
-    """Indices of observations ``[batch, length + n_steps]``; that of a next observation is higher by ``n_obs``."""
+    """Indices of observations ``[batch, length + n_steps]``; those of next observations are higher by ``n_obs``."""
     columns: Indices
     """Indices of transitions ``[batch, length + n_steps - 1]``."""
     mask: Flags
@@ -102,16 +103,16 @@ class Windows(NamedTuple):
     """Whether there is no padding, and no episode ends within ``n_steps`` of the windows."""
     is_first: Flags
     n_ahead: Indices | None
-    """For each step, how many rewards its return consists of, ``[batch, length]``; None if it is always ``n_steps``."""
+    """Number of rewards in the return of each step, ``[batch, length]``; None if it is always ``n_steps``."""
     resets: tuple[Indices, Indices, Indices] | None
-    """Steps whose next observation is not in ``rows`` because the next episode is: batch, step, index."""
+    """Steps whose next observation is not in ``rows``, which continue with the next episode: batch, step, index."""
 
 
 def check_request(
     batch_size: Any, length: Any, burn_in: Any, n_steps: Any, episode_end: Any, strict_length: Any, by: Any,
     frames: Any, online: Any, gamma: Any,
 ) -> Request:  # fmt: skip
-    """The arguments of `Sequences.sample_sequences`, or an error that names the one that is wrong."""
+    """Return the arguments of `Sequences.sample_sequences`, or raise an error that names the invalid one."""
     for name, value, allowed in (
         ("episode_end", episode_end, ("stop", "pad", "continue")),
         ("sample", by, ("steps", "episodes", "priority")),
@@ -128,7 +129,7 @@ def check_request(
 
 
 def plan_windows(request: Request, numbers: Indices, envs: Indices, index: EpisodeIndex, held: Held) -> Windows:
-    """What to read for windows that begin at these steps."""
+    """Return what to read for windows that begin at these steps."""
     length, n_steps = request.rules.length, request.n_steps
     n_columns = length + n_steps - 1
     n_obs, columns = index.n_steps * index.n_envs, np.arange(n_columns)
@@ -160,7 +161,7 @@ def plan_windows(request: Request, numbers: Indices, envs: Indices, index: Episo
 
 
 def _next_resets(is_first: Flags, lengths: Indices) -> Indices:
-    """For each column of windows, the next one at which an episode begins, or the end of the window."""
+    """Return for each column of each window the next column at which an episode begins, or the end of the window."""
     n_columns = is_first.shape[1]
     found = np.where(is_first, np.arange(n_columns), lengths[:, None])
     found = np.append(found[:, 1:], lengths[:, None], axis=1)
@@ -171,7 +172,7 @@ def _next_resets(is_first: Flags, lengths: Indices) -> Indices:
 def n_step_returns(
     rewards: th.Tensor, dones: th.Tensor, n_ahead: th.Tensor | None, powers: Array, length: int
 ) -> tuple[th.Tensor, th.Tensor]:
-    """n-step returns and dones of the first ``length`` columns; ``n_ahead`` rewards count for each."""
+    """Return n-step returns and dones of the first ``length`` columns; ``n_ahead`` is as in `Windows`."""
     n_steps = len(powers) - 1
     returns = rewards[:, :length].clone()
     for ahead in range(1, n_steps):
@@ -186,8 +187,8 @@ def n_step_returns(
 class NewestFrames:
     """Finds out how the images of a buffer are stacked, and returns the newest frame of each stack.
 
-    Stores that have cut images into frames read nothing else; elsewhere the layout is found by comparing a few
-    consecutive images.
+    Stores that split images into frames return single frames already. For other stores, the layout is found by
+    comparing a few consecutive images.
     """
 
     def __init__(self) -> None:
@@ -203,14 +204,14 @@ class NewestFrames:
             return shape[-1] < shape[0]
         return shape[0] < shape[-1] or (shape[0] == shape[-1] and len(shape) > 2)
 
-    def take(self, observations: Any, key: str, spec: ObsSpec, show: Callable[[], Array]) -> Any:
-        """The newest frames ``[batch, n, ...]``; the axis along which they were stacked is kept.
+    def take(self, observations: Any, key: str, spec: ObsSpec, examples: Callable[[], Array]) -> Any:
+        """Return the newest frames ``[batch, n, ...]``; the axis along which they were stacked is kept.
 
         Args:
             observations: Arrays or tensors ``[batch, n, ...]``: whole observations, or frames of them.
-            key: Their key.
+            key: The key of the observations in a Dict space.
             spec: Shape and dtype of whole observations.
-            show: Returns some consecutive ones.
+            examples: Returns a few consecutive observations, to find the layout from.
         """
         shape = tuple(observations.shape[2:])
         if shape != spec.shape:
@@ -223,7 +224,7 @@ class NewestFrames:
             return observations
         layout = self._layouts.get(key)
         if layout is None:
-            layout = find_layout(spec, [spec.to_rows(show())])
+            layout = find_layout(spec, [spec.to_rows(examples())])
             if layout.stack == 1 or not self.may_cut(layout):
                 return observations
             self._layouts[key] = layout

@@ -43,10 +43,10 @@ __all__ = ["Sequences"]
 Indices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-# more than any sum of two TD errors that `update_priorities` takes, and the sum of a million of these is finite
+# above every priority that `update_priorities` can compute, and small enough that the sum over a whole buffer is finite
 _MAX_PRIORITY = 1e39
-# observations to look at to find out how they are stacked
-_SHOWN_STEPS = 32
+# consecutive observations from which the layout of stacked images is found
+_LAYOUT_STEPS = 32
 
 
 #: Windows, the recurrent states before them, and their weights.
@@ -54,10 +54,10 @@ _Drawn = tuple[Windows, dict[str, Array], npt.NDArray[np.float32]]
 
 
 class Sequences:
-    """Samples windows of consecutive steps; a replay buffer follows in the MRO.
+    """Mixin that samples windows of consecutive steps; a replay buffer must follow in the MRO.
 
-    The buffer calls `_step_added` for each step with what `_plan_sequence` returned, and counts the steps in
-    ``n_added``, which modulo ``buffer_size`` is always its position.
+    The buffer calls `_step_added` for each step, with what `_plan_sequence` returned, and counts the steps in
+    ``n_added``. Its position is always ``n_added % buffer_size``.
     """
 
     _index: EpisodeIndex
@@ -70,7 +70,7 @@ class Sequences:
     _locks_reads = False
 
     if TYPE_CHECKING:
-        # of the buffer
+        # provided by the buffer
         buffer_size: int
         n_envs: int
         pos: int
@@ -101,7 +101,7 @@ class Sequences:
             raise ArgumentError(f"eta must be from 0 (mean of the TD errors) to 1 (their maximum), got {eta}")
         self.prioritized, self.eta = bool(prioritized), float(eta)
         self.alpha, self.beta, self.epsilon = check_exponents(alpha, beta, epsilon)
-        #: Part of the training that is left, from 1 to 0: the argument of the schedule of beta.
+        #: Fraction of the training that is left, from 1 to 0: the argument of the schedule of beta.
         self.progress_remaining = 1.0
         self.max_priority = 1.0
         super().__init__(*args, **kwargs)
@@ -130,7 +130,7 @@ class Sequences:
         infos: Any,
         recurrent_state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Add one step of every environment; after any exception, all of it was added or nothing.
+        """Add one step of every environment; after any exception, either the whole step was added or nothing.
 
         Args:
             obs: Observations, of shape ``(n_envs, ...)``; a dict of them for a Dict space.
@@ -138,12 +138,12 @@ class Sequences:
             action: Actions.
             reward: Rewards.
             done: Whether each episode ended, by a time limit too.
-            infos: The environments' dicts; ``"TimeLimit.truncated"`` is read, and ``"recurrent_state"`` unless that is
-                passed.
+            infos: The environments' dicts; ``"TimeLimit.truncated"`` is read, and so is ``"recurrent_state"`` if the
+                argument ``recurrent_state`` is None.
             recurrent_state: The states of the agent before the step, ``(n_envs, ...)`` by name.
         """
         with self._lock:
-            # always assigned: an interrupt may have left that of another step
+            # assigned even if it is None: an interrupt may have left the states of an earlier step
             self._given_states = recurrent_state
             try:
                 super().add(obs, next_obs, action, reward, done, infos)  # type: ignore[misc]  # a buffer follows
@@ -151,7 +151,7 @@ class Sequences:
                 self._given_states = None
 
     def _plan_sequence(self, done: Any, infos: Any) -> Any:
-        """What `_step_added` will need; nothing is changed."""
+        """Return what `_step_added` needs; changes nothing."""
         return self._index.plan(done), self._states.fit(self._given_states, infos)
 
     def _step_added(self, position: int, extra: Any) -> None:
@@ -167,7 +167,7 @@ class Sequences:
         return [] if states is None else list(states.values())
 
     def with_step_states(self, infos: list[dict[str, Any]], states: Sequence[Array]) -> list[dict[str, Any]]:
-        """The infos of a step with the states that `step_states` returned."""
+        """Return the infos of a step, including the states that `step_states` returned."""
         names = list(self._states.shapes)
         require(len(states) == len(names), "a journal record has other recurrent states")
         if not names:
@@ -221,18 +221,18 @@ class Sequences:
             batch_size: Number of windows.
             length: Steps of a window to learn from.
             burn_in: Steps before those, to warm up a recurrent state.
-            n_steps: Number of steps of an n-step return; the rewards may lie after the window.
+            n_steps: Number of steps of an n-step return; some of its rewards may come after the end of the window.
             episode_end: ``"stop"`` for windows of one episode, padded only if the whole episode is shorter;
                 ``"pad"`` for windows that begin at any step and are padded where their episode ends; ``"continue"`` for
-                windows that run on into the next episode, whose first step `is_first`.
+                windows that continue into the next episode, where `is_first` is set.
             strict_length: Only draw windows without padding, as `SliceSampler` of TorchRL does with this argument.
             sample: ``"steps"`` makes all windows equally likely, ``"episodes"`` all episodes, ``"priority"`` draws in
                 proportion to priorities. By default ``"priority"`` if the buffer is prioritised, else ``"steps"``.
-            frames: ``"newest"`` for only the newest frame of stacked images, for agents that remember the others.
-            online: Begin the batch with windows of steps that no online batch has had yet, oldest first, so that new
-                steps are learnt from soon (DreamerV3).
+            frames: ``"newest"`` to return only the newest frame of each stack, for recurrent agents.
+            online: Begin the batch with windows of steps that no online batch has contained yet, oldest first, so that
+                new steps are soon learnt from (as in DreamerV3).
             gamma: Discount factor of n-step returns; by default that of the buffer.
-            env: Normalises observations and rewards.
+            env: A `VecNormalize` that normalises observations and rewards.
         """
         by = sample or ("priority" if self._priorities is not None else "steps")
         if by == "priority" and self._priorities is None:
@@ -321,7 +321,7 @@ class Sequences:
         )  # fmt: skip
 
     def _read_both(self, windows: Windows, env: VecNormalize | None) -> tuple[Any, Any]:
-        """Observations and next observations, usually views of the same memory."""
+        """Read observations and next observations, which are usually views of the same memory."""
         length, n_steps, newest_only = windows.mask.shape[1], windows.request.n_steps, windows.request.newest_only
         observed = self._read_observations(windows.rows, newest_only, env)
         observations = {key: tensor[:, :length] for key, tensor in observed.items()}
@@ -351,9 +351,9 @@ class Sequences:
             dones.masked_fill_(is_padding, 0)
         return actions, rewards, dones
 
-    def _shown_rows(self) -> Indices:
+    def _newest_rows(self) -> Indices:
         """Indices ``[1, n]`` of the newest observations of an environment."""
-        steps = np.arange(max(self.n_added - min(self.size(), _SHOWN_STEPS), 0), self.n_added) % self.buffer_size
+        steps = np.arange(max(self.n_added - min(self.size(), _LAYOUT_STEPS), 0), self.n_added) % self.buffer_size
         return (steps * self.n_envs)[None]
 
     def _read_observations(self, rows: Indices, newest_only: bool, env: VecNormalize | None) -> dict[str, th.Tensor]:
@@ -374,7 +374,7 @@ class Sequences:
     # ---- after training ----
 
     def holds(self, batch: SequenceSamples) -> Flags:
-        """Return for each step of ``batch``, a sample, whether it is still in the buffer; False for padding."""
+        """Return whether each step of ``batch``, from `sample_sequences`, is still held; False for padding."""
         steps, _ = self._steps_of(batch)
         held = self._held()
         is_held: Flags = (steps >= max(held.oldest, 0)) & (steps < held.n_added)
@@ -388,20 +388,20 @@ class Sequences:
         fits = steps.dtype == envs.dtype == np.int64 and steps.ndim == 2 and envs.shape == steps.shape[:1]
         if not fits or (envs < 0).any() or (envs >= self.n_envs).any():
             raise ArgumentError(
-                "batch.steps and batch.envs are not those of a batch from this buffer; leave them as is"
+                "batch.steps and batch.envs are not those of a batch from this buffer; pass the batch unchanged"
             )
         return steps, envs
 
     def update_recurrent_states(self, batch: SequenceSamples, states: Mapping[str, Any], offset: int = 0) -> Flags:
-        """Replace the stored states of steps of a batch, for example by those of the trained network.
+        """Replace the stored states of steps of a batch, for example by states from the trained network.
 
         Steps that were overwritten or evicted since the batch was drawn are skipped, and so is padding.
 
         Args:
             batch: What `sample_sequences` returned.
-            states: By name, the states before the steps from ``offset`` on, ``[batch, n, ...]``; or before the step
-                ``offset`` alone, ``[batch, ...]``.
-            offset: The first of those steps in each window.
+            states: By name, the states before ``n`` steps of each window, ``[batch, n, ...]``, or before a single step,
+                ``[batch, ...]``.
+            offset: The number of this step, or of the first of these steps, in each window.
 
         Returns:
             Whether each state was stored, ``[batch, n]`` or ``[batch]``.
@@ -415,7 +415,7 @@ class Sequences:
         n_states = 1 if is_single or given.ndim < 2 else given.shape[1]
         if offset + n_states > steps.shape[1]:
             raise SpecMismatchError(
-                f"the windows have {steps.shape[1]} steps, got states of steps {offset} to {offset + n_states - 1}"
+                f"the windows have {steps.shape[1]} steps, got states for steps {offset} to {offset + n_states - 1}"
             )
         lead = (len(envs),) if is_single else (len(envs), n_states)
         fitted = self._states.fit_batch(states, lead, "states")
@@ -436,8 +436,8 @@ class Sequences:
     def update_priorities(self, batch: SequenceSamples, td_errors: Any) -> Flags:
         """Set the priorities of the windows of a batch to ``eta * max + (1 - eta) * mean`` of their TD errors.
 
-        Windows whose first step was overwritten or evicted since the batch was drawn are skipped. If any argument is
-        wrong, no priority is changed.
+        Windows whose first step was overwritten or evicted since the batch was drawn are skipped. If an argument is
+        invalid, no priority is changed.
 
         Args:
             batch: What `sample_sequences` returned.
@@ -453,7 +453,7 @@ class Sequences:
         steps, envs = self._steps_of(batch)
         errors, mask = as_errors(td_errors), as_array(batch.learn_mask, "batch.learn_mask")
         if mask.shape != steps.shape or mask.dtype != np.bool_:
-            raise ArgumentError("batch.learn_mask is not that of a batch from this buffer; leave it as it is")
+            raise ArgumentError("batch.learn_mask is not that of a batch from this buffer; pass the batch unchanged")
         if errors.ndim != 2 or len(errors) != len(mask) or errors.shape[1] > mask.shape[1]:
             raise PriorityError(
                 f"td_errors has shape {errors.shape}, expected [batch, length] or [batch, burn_in + length] for "
@@ -470,7 +470,7 @@ class Sequences:
         return is_set
 
     def check_sequences(self) -> None:
-        """Raise `AssertionError` if episodes, priorities and steps disagree, for tests."""
+        """Raise `AssertionError` if episodes, priorities and steps contradict each other; for tests."""
         held = self._held()
         if self.n_added % self.buffer_size != self.pos or held.oldest < 0:
             raise AssertionError(f"n_added is {self.n_added}, but the position is {self.pos}")
@@ -480,7 +480,7 @@ class Sequences:
     # ---- files ----
 
     def sequence_columns(self) -> dict[str, Array]:
-        """Everything that a file has to hold, by name."""
+        """Return all arrays that are saved, by name."""
         index = self._index
         found: dict[str, Array] = {
             "is_first": index.starts, "next_is_first": index.next_is_first, "unseen_steps": index.unseen
@@ -499,7 +499,7 @@ class Sequences:
             self._states.columns[name] = columns[f"states/{name}"]
 
     def restore_sequences(self, parts: Any) -> None:
-        """Take over the columns of `LoadedParts`, which are not trusted."""
+        """Use the columns of `LoadedParts`, which are not trusted."""
         require(self.n_added % self.buffer_size == self.pos, "the number of steps does not fit the position")
         require(self.n_added >= self.size(), "more steps are held than were added")
         lead, index = (self.buffer_size, self.n_envs), self._index

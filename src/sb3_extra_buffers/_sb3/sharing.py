@@ -1,4 +1,4 @@
-"""Replay buffers that other processes of the machine read through shared memory."""
+"""Replay buffers that other processes on the same machine read through shared memory."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from sb3_extra_buffers.files.registry import class_of, from_parts, tag_of
 from sb3_extra_buffers.stores.checks import only_named_errors, require
 from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.shared_memory import SharedView, SharedWriter, check_supported
-from sb3_extra_buffers.stores.shared_stores import SharedArrays, SharedReaders, SharedStore, StoreSharing, turns
+from sb3_extra_buffers.stores.shared_stores import SharedArrays, SharedReaders, SharedStore, StoreSharing, part_lock
 
 __all__ = ["BufferSharing", "SharedHandle", "SharedReader"]
 
 Array = npt.NDArray[Any]
 
-# how many times a batch is drawn and read while steps are added, before the owner has to wait for it
+# attempts to read a batch while the owner adds steps, before the owner has to wait for the whole batch
 _MAX_ATTEMPTS = 3
 
 
 class SharedHandle:
-    """A buffer that a process shares. Pass it, or its name, to other processes of this machine, which `open` it.
+    """Handle to a shared buffer. Pass it, or its name, to other processes on this machine, which then `open` it.
 
-    It can be pickled. It does not keep the buffer alive.
+    A handle can be pickled. It does not keep the buffer alive.
 
     Attributes:
-        name: Opens the buffer in any process of the same user, see `SharedReader.open`.
+        name: With this name, any process of the same user can open the buffer; see `SharedReader.open`.
 
     Examples:
         >>> import pickle
@@ -53,7 +53,7 @@ class SharedHandle:
         self.name = name
 
     def open(self, seed: int | None = None) -> SharedReader:
-        """Return a reader; ``seed`` is that of its random generator."""
+        """Return a reader; ``seed`` is the seed of its random generator."""
         return SharedReader(self.name, seed)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -69,7 +69,7 @@ _sharings: weakref.WeakSet[BufferSharing] = weakref.WeakSet()
 
 
 class BufferSharing:
-    """Keeps a replay buffer in shared memory. Every step is a change that keeps readers out."""
+    """Keeps a replay buffer in shared memory; readers wait while it changes."""
 
     def __init__(self, buffer: Any, in_files: bool = False) -> None:
         check_supported()
@@ -77,7 +77,7 @@ class BufferSharing:
         _check_shareable(buffer, parts)
         self._buffer = weakref.ref(buffer)
         self._writer = SharedWriter(in_files)
-        # whether a change of the whole buffer is under way, of which changes of its stores are parts
+        # whether a change of the whole buffer is under way; changes of its stores are then parts of it
         self._in_step = False
         # whether readers know where everything is
         self._is_described = False
@@ -89,7 +89,7 @@ class BufferSharing:
         self._static = {"kind": parts.kind, "description": parts.description, "columns": columns}
         self._stores = {name: StoreSharing(store, self._writer.place) for name, store in parts.stores.items()}
         for store in parts.stores.values():
-            # one lock for everything, so that whoever begins a change holds it
+            # one lock for everything, so that a thread that begins a change holds all of it
             store.lock = buffer.lock
             store.readers = SharedReaders(self._begin_store, self._end_store)
         buffer._cache_views()
@@ -120,7 +120,7 @@ class BufferSharing:
     # ---- changes ----
 
     def begin(self) -> None:
-        """Begin a step: wait for the readers, and keep others out."""
+        """Begin a step: wait for active readers, and let no other reader begin."""
         if self._is_inherited:
             raise SharingError(
                 "this buffer is shared by the parent process, and cannot be used here; open its handle to read it"
@@ -184,7 +184,7 @@ class BufferSharing:
         self._writer.close()
 
     def _leave(self) -> None:
-        """In a forked child, where the buffer of the parent must not be used: it changes while it is read."""
+        """Called in a forked child, whose copy of the buffer must not be used: the parent changes the shared memory."""
         self._is_inherited = True
         buffer = self._buffer()
         if buffer is not None:
@@ -197,7 +197,7 @@ class BufferSharing:
 
 
 class _ParentLock:
-    """Stands for the lock of a buffer that the parent process shares."""
+    """Replaces the lock of a buffer that the parent process shares; entering it raises `SharingError`."""
 
     def __init__(self, sharing: BufferSharing) -> None:
         self._sharing = sharing
@@ -249,11 +249,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class _TablesReplacedError(Exception):
-    """Tables were replaced in the middle of a batch, which must be read again."""
+    """Tables were replaced while a batch was read; the batch must be read again."""
 
 
 class SharedReader:
-    """Reads a replay buffer that another process of this machine shares; see `CompressedReplayBuffer.share`.
+    """Reads a replay buffer that another process on this machine shares; see `CompressedReplayBuffer.share`.
 
     Batches are decoded in this process, from the owner's memory. Several threads may use a reader. Methods that read
     raise `OwnerEndedError` once the owner has ended or has stopped sharing, and `InterruptedChangeError` if it was
@@ -264,7 +264,7 @@ class SharedReader:
         seed: Seed of the generator that `sample` draws from.
 
     Raises:
-        SharingError: There is nothing of this name, or it belongs to another user.
+        SharingError: No buffer is shared under this name, or it belongs to another user.
 
     Examples:
         >>> import numpy as np
@@ -284,9 +284,9 @@ class SharedReader:
         self._buffer: Any = None
         self._stores: dict[str, SharedStore] = {}
         self._generation = self._n_changes = -1
-        # at the last batch
+        # the number of changes at the previous batch
         self._n_changes_before = -1
-        # a fork waits for it, so that a child finds a generator that no other thread is drawing from
+        # held while drawing; a fork waits for it, so that the child's generator is in a valid state
         self._lock = fork_safe_lock(of_buffer=True)
         #: The generator that `sample` draws from.
         self.random = _generator(seed)
@@ -295,7 +295,7 @@ class SharedReader:
 
     @classmethod
     def open(cls, name: str | SharedHandle, seed: int | None = None) -> SharedReader:
-        """Open what another process shares, by its ``name`` or its handle; ``seed`` is that of the generator."""
+        """Open a buffer that another process shares, by ``name`` or handle; ``seed`` is the seed of the generator."""
         return cls(name.name if isinstance(name, SharedHandle) else name, seed)
 
     @property
@@ -310,7 +310,7 @@ class SharedReader:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[Any]:
-        """The buffer as it is now; it does not change meanwhile."""
+        """Yield the up-to-date buffer, which does not change in the meantime."""
         with self._shared.reading():
             if self._shared.n_changes != self._n_changes:
                 with self._lock:
@@ -323,17 +323,17 @@ class SharedReader:
             return
         if shared.generation != self._generation:
             with only_named_errors(f"the description of {self.name!r}"):
-                self._show(shared.description())
+                self._attach(shared.description())
             self._generation = shared.generation
         buffer, state = self._buffer, shared.state
         buffer.pos, buffer.full, buffer.n_evicted, buffer.n_added = state[0], bool(state[1]), state[2], state[3]
         self._n_changes = shared.n_changes
 
-    def _show(self, described: Any) -> None:
+    def _attach(self, described: Any) -> None:
         map_array = self._shared.map_array
         for name, store in described["stores"].items():
             if name in self._stores:
-                self._stores[name].show(store, map_array)
+                self._stores[name].attach(store, map_array)
             else:
                 self._stores[name] = SharedStore(store, map_array)
         if self._buffer is None:
@@ -356,13 +356,13 @@ class SharedReader:
                 if is_idle or buffer._raw:
                     return buffer._samples_at(steps, envs, env)
             # Steps are being added: do not make the owner wait for the whole batch
-            turns.lock = partial(self._turn, generation)
+            part_lock.lock = partial(self._reading_part, generation)
             try:
                 batch = buffer._samples_at(steps, envs, env)
             except _TablesReplacedError:
                 continue
             finally:
-                turns.lock = None
+                part_lock.lock = None
             with self._reading():
                 if buffer.n_added == n_added or buffer._still_held(steps, n_added, pos):
                     return batch
@@ -380,8 +380,8 @@ class SharedReader:
         return (steps + shift) % buffer.buffer_size if shift else steps, envs
 
     @contextlib.contextmanager
-    def _turn(self, generation: int) -> Iterator[None]:
-        """Keep the owner out for a part of a batch, if tables are still where they were."""
+    def _reading_part(self, generation: int) -> Iterator[None]:
+        """Keep the owner out for a part of a batch; raise if tables have been replaced."""
         with self._shared.reading():
             if self._shared.generation != generation:
                 raise _TablesReplacedError
@@ -391,8 +391,8 @@ class SharedReader:
         """Return the transitions at ``(steps[i], envs[i])``, as `sample` does.
 
         Args:
-            steps: Positions in the owner's buffer, from 0 to its ``buffer_size``.
-            envs: The environment of each.
+            steps: Positions in the owner's buffer, from 0 to ``buffer_size - 1``.
+            envs: The environment of each transition.
             env: Normalises the batch if it is a `VecNormalize`.
         """
         steps, envs = _as_indices(steps, "steps"), _as_indices(envs, "envs")
@@ -400,9 +400,9 @@ class SharedReader:
             for name, indices, size in (("step", steps, buffer.buffer_size), ("environment", envs, buffer.n_envs)):
                 outside = indices[(indices < 0) | (indices >= size)]
                 if len(outside):
-                    raise IndexOutOfRangeError(f"there is no {name} {outside[0]}: there are {size}")
+                    raise IndexOutOfRangeError(f"{name} {outside[0]} is out of range; the buffer has {size} {name}s")
             if len(steps) != len(envs):
-                raise IndexOutOfRangeError(f"got {len(steps)} steps, but {len(envs)} environments")
+                raise IndexOutOfRangeError(f"got {len(steps)} steps but {len(envs)} environments; pass as many of each")
             return buffer._samples_at(steps, envs, env)
 
     def sample_sequences(self, *args: Any, **kwargs: Any) -> Any:
@@ -416,7 +416,7 @@ class SharedReader:
             return buffer.sample_sequences(*args, **kwargs)
 
     def size(self) -> int:
-        """How many steps of every environment can be sampled now."""
+        """Number of steps of every environment that can be sampled now."""
         with self._reading() as buffer:
             return int(buffer.size())
 
@@ -427,7 +427,7 @@ class SharedReader:
             return int(buffer.n_added)
 
     def __len__(self) -> int:
-        """How many transitions can be sampled now, of all environments."""
+        """Number of transitions that can be sampled now, in all environments."""
         with self._reading() as buffer:
             return len(buffer)
 

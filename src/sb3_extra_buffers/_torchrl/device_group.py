@@ -38,19 +38,19 @@ class _Ordered(NamedTuple):
 
 
 class DeviceGroup(StoredGroup):
-    """A group in `DeviceObservationStore`, which are written step after step, each step with a row of every stream.
+    """A group in a `DeviceObservationStore`, which is written step after step, each step with a row of every stream.
 
-    Rows that arrive in any other order, and steps of which only a part has arrived, are kept raw on the same device.
-    When an eighth of all rows is raw, everything is written again in the order of the positions.
+    Rows that arrive in any other order, and rows of incomplete steps, are kept uncompressed (raw) on the same device.
+    When an eighth of all rows is raw, all rows are written to a new store, in the order of their positions.
 
-    A write that was interrupted can be repeated: raw rows take precedence over those in the store, and are dropped
-    after the store has them.
+    An interrupted write can be repeated: raw rows take precedence over rows in the store, and are dropped once they
+    are in the store.
     """
 
     reads_tensors = True
 
     def _create_store(self, n_streams: int) -> None:
-        # rows behind the last whole step stay raw
+        # rows after the last whole step stay raw
         self.n_steps = max(self.n_rows // n_streams, 1)
         self._ordered = _Ordered(self._new_store(n_streams, self.config.method))
         self._raw = [_RawRows(self.n_rows, self.spec, self.device) for _ in self.keys]

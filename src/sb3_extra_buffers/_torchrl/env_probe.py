@@ -13,7 +13,7 @@ from sb3_extra_buffers.stores.layout import find_layout
 
 __all__ = ["PROBE_ROWS", "EnvProbe", "find_n_envs"]
 
-#: Rows that are enough to tell.
+#: Number of rows that are enough to count the environments.
 PROBE_ROWS = 128
 _MAX_ENVS = 64
 
@@ -32,7 +32,7 @@ class EnvProbe:
         self._parts = parts
 
     def extend(self, positions: Positions, batches: Sequence[ByteRows]) -> int | EnvProbe:
-        """Return the number of environments if these rows are enough to tell, else a probe that includes them.
+        """Return the number of environments if there are enough rows now, else a probe that includes these rows.
 
         The number is 1 for rows that are not written in order.
         """
@@ -43,7 +43,7 @@ class EnvProbe:
         return probe.decide() if probe.count >= self._n_needed else probe
 
     def decide(self) -> int:
-        """Return the number of environments, judging by the rows so far."""
+        """Return the number of environments, estimated from the rows so far."""
         if not self._parts:
             return 1
         columns = [np.concatenate(column) for column in zip(*self._parts, strict=True)]
@@ -53,7 +53,7 @@ class EnvProbe:
 def find_n_envs(spec: ObsSpec, rows: ByteRows, next_rows: ByteRows | None) -> int:
     """Return how many environments take turns in ``rows``: 1 if consecutive rows belong to the same one.
 
-    A wrong answer costs memory, not correctness.
+    A wrong answer only costs memory.
     """
     limit = min(_MAX_ENVS, len(rows) // 2)
     if next_rows is None:

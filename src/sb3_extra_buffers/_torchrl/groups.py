@@ -22,9 +22,9 @@ __all__ = ["Group", "GroupConfig", "HostGroup", "StoredGroup", "split_steps"]
 
 # rows copied from group to group at a time
 _CHUNK = 256
-# encoded rows are filed as they are if there are this many of each stream: every packet begins with complete frames, so
-# that packets of one step would take 20 times the memory, and packets of 16 steps take a fifth more
-_MIN_FILED_STEPS = 16
+# packets are imported without decoding them if they have this many steps of each stream: the first frames of a packet
+# share nothing, so packets of one step would take 20 times the memory, and packets of 16 steps take a fifth more
+_MIN_IMPORTED_STEPS = 16
 
 Key = Any  # a nested key of a TensorDict: a string or a tuple of strings
 
@@ -176,12 +176,12 @@ class HostGroup(StoredGroup):
         read = self.store.read_windows if are_slices(positions, self.n_streams) else self.store.read
         return list(read(indices))
 
-    def files(self, packet: RowPacket | None) -> bool:
-        """Whether ``packet`` is long enough to be stored as it is encoded."""
-        return packet is not None and packet.shape[-1] >= _MIN_FILED_STEPS * self.n_streams
+    def can_import(self, packet: RowPacket | None) -> bool:
+        """Whether ``packet`` is long enough to be stored without decoding it."""
+        return packet is not None and packet.shape[-1] >= _MIN_IMPORTED_STEPS * self.n_streams
 
-    def file(self, positions: Positions, packet: RowPacket) -> None:
-        """Store the rows of ``packet``, ``[key, position]``, as they are encoded."""
+    def import_packet(self, positions: Positions, packet: RowPacket) -> None:
+        """Store the rows of ``packet``, ``[key, position]``, without decoding them."""
         indices = positions + self._offsets
         import_rows(self.store, indices, np.broadcast_to(positions % self.n_streams, indices.shape), packet)
 

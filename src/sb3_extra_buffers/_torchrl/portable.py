@@ -36,8 +36,8 @@ _CHUNK = 256
 class PortableStorage(ItemStorage):
     """The part of `CompressedStorage` that saves, copies and shares it.
 
-    A storage belongs to the process that created it. Processes that are spawned with it send their requests to that
-    process; a forked child can read what was stored before the fork, and gets an error when it writes.
+    A storage belongs to the process that created it. Spawned processes send their requests to that process; a forked
+    child can read what was stored before the fork, and writing raises an error there.
     """
 
     _default_checkpointer = CompressedStorageCheckpointer
@@ -147,7 +147,7 @@ class PortableStorage(ItemStorage):
             self._set_last_cursor(last_cursor)
 
     def _fitted_contents(self, other: PortableStorage) -> dict[str, Any]:
-        """Return what differs if ``other`` is to become this storage: its structure, and where it is stored."""
+        """Return the contents of ``other`` in the structure of this storage and on its device."""
         structure, table = other.structure, other.table
         # files keep the leaves of a tree, but not its structure
         is_loaded_tree = isinstance(structure, tuple)

@@ -44,7 +44,7 @@ GENERATION = "index_generation"
 
 
 class Contents(NamedTuple):
-    """What a client needs to know to draw from several buffers.
+    """The information about a buffer by which a client draws from several buffers.
 
     ``mass`` is the sum of the priorities and ``lowest`` the smallest of them, as the sampler weighs them; without
     priorities the mass is the number of items. ``unit`` is the number of items that are drawn together, such as the
@@ -59,10 +59,11 @@ class Contents(NamedTuple):
 
 
 class CompressedReplayService(service_files.JournaledBuffer):
-    """The buffer inside the actor: receives and sends packets, and keeps a journal in ``folder`` if it is given one.
+    """The buffer inside the actor: receives and sends packets, and keeps a journal if it has a ``folder``.
 
-    A packet is checked, appended to the journal, stored and then acknowledged: all of that or nothing. A packet that
-    is sent again, because its acknowledgement was lost, is not stored twice. Any number of threads may call it.
+    A packet is checked, appended to the journal, stored and then acknowledged; if any of this fails, nothing is
+    stored. A packet that is sent again, because its acknowledgement was lost, is not stored twice. Any number of
+    threads may call the methods.
     """
 
     def __init__(self, *args: Any, rate_limiter: RateLimiter | None = None, **kwargs: Any) -> None:
@@ -81,8 +82,8 @@ class CompressedReplayService(service_files.JournaledBuffer):
     def extend(self, data: Any, admitted: Any = None, **kwargs: Any) -> Any:
         """Store a packet of items and return their indices.
 
-        ``admitted`` is ignored. Ray calls this when it has the value, so a client can pass the answer to another call
-        that must succeed first.
+        ``admitted`` is ignored. Ray only runs a task once all arguments are available, so a client passes the result of
+        another call that must succeed first.
         """
         # TorchRL's own clients send TensorDicts
         packet = data if isinstance(data, bytes) else encode_packet(as_items(data))
@@ -95,9 +96,9 @@ class CompressedReplayService(service_files.JournaledBuffer):
             return known
         items = packet_items(parsed)
         if self._limiter is None:
-            return self._file(packet, items, client, number, **kwargs)[0]
+            return self._store_once(packet, items, client, number, **kwargs)[0]
         with self._limiter.inserting(len(items)) as admission:
-            index, admission.counts = self._file(packet, items, client, number, **kwargs)
+            index, admission.counts = self._store_once(packet, items, client, number, **kwargs)
         return index
 
     def replay(self, packet: bytes) -> None:
@@ -105,7 +106,7 @@ class CompressedReplayService(service_files.JournaledBuffer):
         parsed = parse_packet(packet)
         client, number = _sender(parsed.note)
         if self._index_of(client, number) is None:
-            self._file(packet, packet_items(parsed), client, number)
+            self._store_once(packet, packet_items(parsed), client, number)
 
     def extend_packets(self, packets: Sequence[Any], admitted: Any = None) -> tuple[int, Exception | None]:
         """Store packets in order, and return how many are stored and the error that stopped it, if any."""
@@ -123,7 +124,7 @@ class CompressedReplayService(service_files.JournaledBuffer):
         newest, index = self._clients.get(client, (0, None))
         return index if client and number <= newest else None
 
-    def _file(self, packet: bytes, items: Any, client: str, number: int, **kwargs: Any) -> tuple[Any, bool]:
+    def _store_once(self, packet: bytes, items: Any, client: str, number: int, **kwargs: Any) -> tuple[Any, bool]:
         """Store a packet; return its indices, and whether it was not stored already."""
         with self._replay_lock:
             # another thread may have stored the same packet
@@ -216,9 +217,9 @@ class CompressedReplayService(service_files.JournaledBuffer):
     ) -> tuple[bytes, Contents]:
         """Return a packet of sampled items, and the contents that they were drawn from; ``admitted`` as in `extend`.
 
-        ``among`` limits a uniform draw to as many of the oldest indices: a client of several buffers decides how many
-        items to draw from each by the number that each held a moment ago, and must draw from those items alone.
-        Without items to draw, the packet is empty.
+        ``among`` limits a uniform draw to the first ``among`` indices: a client of several buffers decides how many
+        items to draw from each by the number of items that each held a moment ago, and must draw from these items only.
+        If ``batch_size`` is 0, the packet is empty.
         """
         if batch_size == 0:
             return b"", self.contents()
@@ -230,7 +231,7 @@ class CompressedReplayService(service_files.JournaledBuffer):
 
     @property
     def _sends_encoded(self) -> bool:
-        """Whether items are sent as they are stored: in host memory, and without anything that changes them before."""
+        """Whether items are sent as they are stored: if they are in host memory and nothing transforms them."""
         on_host = getattr(self._storage.device, "type", "cpu") == "cpu"
         return on_host and not self._transform and self._sample_unit is None and not self._prefetch
 
@@ -270,7 +271,7 @@ class CompressedReplayService(service_files.JournaledBuffer):
         return lambda known: encode_packet(items), info
 
     def contents(self) -> Contents:
-        """Return the number of items and what the sampler knows about them."""
+        """Return the number of items and the sums over their priorities."""
         with self._replay_lock:
             n_items, sampler = len(self._storage), self._sampler
             unit = self._unit
@@ -281,7 +282,7 @@ class CompressedReplayService(service_files.JournaledBuffer):
 
     @property
     def _unit(self) -> int:
-        """How many items are drawn together; 0 if that depends on the batch."""
+        """Number of items that are drawn together; 0 if it depends on the batch."""
         sampler = self._sampler
         if isinstance(sampler, SliceSampler) and not isinstance(sampler, SliceSamplerWithoutReplacement):
             return sampler.slice_len or 0

@@ -67,7 +67,7 @@ class RateLimiter:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # a copy is for another buffer
+        # a copy belongs to another buffer, so it starts with new counters
         self.__dict__.update(state)
         self._start()
 
@@ -82,7 +82,7 @@ class RateLimiter:
         """Wait until ``n_items`` may be stored, and return how many samples they allow."""
         with self._changed:
             self._wait("store", n_items, lambda: self._inserts < self.min_size or self._balance <= self.tolerance)
-            # the first `min_size` items allow none
+            # the first `min_size` items allow no samples
             allowed = self.samples_per_insert * max(0, self._inserts + n_items - max(self._inserts, self.min_size))
             self._inserts += n_items
             self._balance += allowed
@@ -104,7 +104,7 @@ class RateLimiter:
 
     @contextlib.contextmanager
     def inserting(self, n_items: int) -> Iterator[Admission]:
-        """Wait until ``n_items`` may be stored; nothing counts if that raises, or if they are there already."""
+        """Wait until ``n_items`` may be stored; they are not counted if storing them raises, or is not necessary."""
         allowed, admission = self.admit_items(n_items), Admission()
         try:
             yield admission
@@ -122,7 +122,7 @@ class RateLimiter:
 
     @contextlib.contextmanager
     def sampling(self, n_samples: int) -> Iterator[None]:
-        """Wait until ``n_samples`` may be drawn; nothing counts if drawing them raises."""
+        """Wait until ``n_samples`` may be drawn; they are not counted if drawing them raises."""
         self.admit_samples(n_samples)
         try:
             yield

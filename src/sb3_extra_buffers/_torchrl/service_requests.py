@@ -1,4 +1,4 @@
-"""How clients of a served buffer hide its latency: batches are requested ahead, packets are acknowledged later."""
+"""Latency hiding for clients of a served buffer: batches are requested ahead, packets are acknowledged later."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Prefetcher:
         self._jobs: queue.SimpleQueue[Any] | None = None
 
     def next(self, key: Hashable, request: Callable[[], Result]) -> Any:
-        """Return the answer to the oldest request; those with another ``key`` are dropped."""
+        """Return the answer to the oldest request; requests with another ``key`` are dropped."""
         if not self.depth:
             return request()()
         with self._lock:
@@ -56,7 +56,7 @@ class Prefetcher:
             raise
 
     def drop(self) -> None:
-        """Forget all requests in flight."""
+        """Drop all requests in flight."""
         with self._lock:
             self._drop()
 
@@ -68,7 +68,7 @@ class Prefetcher:
     def _submit(self, result: Result) -> Future[Any]:
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
-            # the thread must not keep this object alive; a daemon, because it may wait for ever
+            # the thread must not keep this object alive; a daemon, because it may wait forever
             threading.Thread(target=_work, args=(self._jobs,), name="replay-prefetch", daemon=True).start()
             weakref.finalize(self, self._jobs.put, None)
         future: Future[Any] = Future()
@@ -87,7 +87,7 @@ def _work(jobs: queue.SimpleQueue[Any]) -> None:
             else:
                 future.set_result(answer)
                 del answer
-        # a result that nobody wants must not stay in memory until the next one arrives
+        # a dropped result must not stay in memory until the next one arrives
         del job, future, result
 
 
@@ -95,8 +95,8 @@ class PacketSender:
     """Sends packets in a thread of its own: in order, one call at a time, several packets in one call.
 
     ``send`` takes a list of packets and the number of their items, and returns how many of the packets are stored, and
-    the error that stopped it, if any. What is stored is always a beginning of what was passed to `put`: after an error,
-    the packets behind it are dropped, and the next call of `put` or `flush` raises it.
+    the error that stopped it, if any. Packets are stored without gaps: after an error, all later packets are dropped,
+    and the next call of `put` or `flush` raises the error.
     """
 
     def __init__(self, send: Send, max_pending: int) -> None:

@@ -42,7 +42,7 @@ def merge_parts(
     shard_size: int,
     rng: np.random.Generator,
 ) -> Any:
-    """Return the items that were drawn from each shard as one batch in random order; None is a shard without items.
+    """Return the items that were drawn from the shards as one batch in random order; None for a shard without items.
 
     ``planned`` are the contents that decided how many items to draw from each shard, ``drawn`` those at the moment of
     the draw. Importance weights become what they would be in one buffer, for the probabilities that were used.

@@ -59,7 +59,7 @@ def group_class(device: torch.device) -> Any:
 class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no types
     """Writes and reads the items of a `CompressedStorage`, which documents the arguments.
 
-    After an exception of any kind, a write has happened as a whole or not at all.
+    After any exception, a write has happened completely or not at all.
     """
 
     _storage: Any
@@ -172,7 +172,7 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
     # ---- writing ----
 
     def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
-        # writers call this before they move their cursor: the last moment to refuse data without a trace
+        # writers call this before they move their cursor, so data that is refused here leaves the writer unchanged
         data = batched_data if single_data is None else single_data
         if data is not None:
             if self.initialized:
@@ -244,7 +244,7 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
                 # in a form that TorchRL can record without waiting
                 cursor = torch.from_numpy(positions // table.width)
             write.cursor, write.length = cursor, min(length + n_items, self.max_size)
-        # items behind the length cannot be read: if the write fails they are not counted, and need no repair
+        # items beyond the length cannot be read: if the write fails, they are not counted and need no repair
         write.overwrites = int(write.positions.min(initial=1 << 62)) < length
         self._apply(write)
 
@@ -281,7 +281,7 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
             self._open = None
 
     def _update_probe(self, probe: EnvProbe, write: PendingWrite) -> None:
-        """Show ``write`` to the probe; if that settles the number of environments, use as many streams."""
+        """Add ``write`` to the probe; once the number of environments is known, use as many streams."""
         table = self.table
         number = _probed_group(table)
         rows, group = write.rows[number], table.groups[number]
@@ -357,7 +357,7 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
         return [tensors[key] for key in keys]
 
     def gather(self, index: Any, extra: Mapping[Key, torch.Tensor]) -> ItemParts:
-        """Return what a packet of the items at ``index`` and ``extra`` tensors is made of; nothing is decoded."""
+        """Return the parts of a packet with the items at ``index`` and ``extra`` tensors; nothing is decoded."""
         with self._lock:
             self.recover()
             positions = self.table.positions_at(index, self._len)
@@ -408,5 +408,5 @@ def _is_sampler(caller: FrameType) -> bool:
 
 
 def _probed_group(table: ItemTable) -> int:
-    """Return the number of a group that can tell the environments apart, if possible one with a next observation."""
+    """Return the number of a group from which to count the environments, if possible with next observations."""
     return max(range(len(table.groups)), key=lambda number: len(table.groups[number].keys))

@@ -1,6 +1,6 @@
-"""What makes a write to a storage a transaction, including the cursor of the TorchRL writer that performs it.
+"""Writes to a storage as transactions, including the cursor of the TorchRL writer that makes the write.
 
-TorchRL has no public way to its writers' cursors, so this is the one module that uses their private attributes.
+TorchRL's writers have no public API for their cursors, so this is the one module that uses their private attributes.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class PendingWrite:
         self.overwrites = False
         # the writer's cursor before and after, if it stores items one after the other
         self.moved: tuple[int, int] | None = None
-        # what to write: rows, or a packet of them, per group (None to skip it) at `positions`; values per dense leaf at
-        # `index`, which says where, and which of them
+        # what to write: for each group rows, a packet, or None to skip the group, at `positions`; for each dense leaf
+        # values, whose positions and subsets are in `index`
         self.positions: Any = None
         self.rows: list[Any] = []
         self.index: list[tuple[Any, slice]] = []
@@ -98,7 +98,7 @@ class PendingWrite:
             tensors = [rows_of(key, group.spec.shape) for key in group.keys]
             complete = all(part is not None for part in tensors)
             packet = whole_packet(tensors) if isinstance(group, HostGroup) else None
-            if isinstance(group, HostGroup) and group.files(packet):
+            if isinstance(group, HostGroup) and group.can_import(packet):
                 self.rows.append(packet)
             else:
                 self.rows.append([group.stage(part) for part in tensors] if complete else None)
@@ -116,7 +116,7 @@ class PendingWrite:
         """Write what was staged; may be repeated."""
         for group, rows in zip(table.groups, self.rows, strict=True):
             if isinstance(rows, RowPacket):
-                group.file(self.positions, rows)
+                group.import_packet(self.positions, rows)
             elif rows is not None and len(self.positions):
                 group.write(self.positions, rows)
         for leaf, value in self.dense:

@@ -60,7 +60,7 @@ _MAX_RATIO = 1 << 16
 # smaller sections are not compressed
 _MIN_COMPRESSED = 1 << 12
 
-# what an invalid packet leads to where it is not named
+# errors that invalid packets cause where no check raises a named error
 _CONSEQUENCES = (
     ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, MemoryError,
     struct.error,
@@ -79,10 +79,10 @@ class GroupPacket(NamedTuple):
 
 
 class PacketEncoder:
-    """Encodes items where they are collected. Keyframes are kept from packet to packet. Not thread-safe.
+    """Encodes items in the process that collects them. Packets reuse the keyframes of earlier packets. Not thread-safe.
 
-    ``n_envs`` environments take turns in the items; found from the items if it is None. ``compress`` is as in
-    `export_items`.
+    ``n_envs`` is the number of environments that take turns in the items; if it is None, it is detected. ``compress``
+    is as in `export_items`.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class PacketEncoder:
 
 
 def encode_packet(data: Any, **note: Any) -> bytes:
-    """Encode a single packet; a `PacketEncoder` makes several smaller and faster."""
+    """Encode a single packet; for several packets, a `PacketEncoder` is faster and its packets are smaller."""
     return PacketEncoder().encode(data, **note)
 
 
@@ -144,21 +144,21 @@ def export_items(
     """Return the items at ``positions``, one axis or more, as they are stored.
 
     ``extra`` tensors are sent along, in place of keys of the same name. ``known`` are the keyframes that the receiver
-    has (`Lease.known`). Without ``compress``, the packet is larger and ready sooner; a number is the level of zstd, of
-    which 3 takes half as long again as 1 and saves an eighth.
+    has (`Lease.known`). Without ``compress``, the packet is larger and takes less time; a number is the level of zstd:
+    level 3 takes 1.5 times as long as level 1, and saves an eighth.
     """
     return gather_items(table, positions, extra or {}).pack(known, compress, **note)
 
 
 class ItemParts(NamedTuple):
-    """What a packet is made of; ``tensors`` has the keys in order, and a tensor of each that is in no group."""
+    """The parts of a packet; ``tensors`` has all keys in order, with a tensor for each key that is not in a group."""
 
     lead: tuple[int, ...]
     tensors: Mapping[Key, torch.Tensor | None]
     groups: Sequence[GroupPacket]
 
     def pack(self, known: bytes = b"", compress: bool | int = True, **note: Any) -> bytes:
-        """Return the packet; the storage may change in the meantime."""
+        """Return the packet; the storage may have changed since its parts were gathered."""
         return _pack(self.lead, self.tensors, self.groups, split_known(known), compress, note)
 
 
@@ -202,7 +202,7 @@ def _pack(
     compress: bool | int,
     note: Mapping[str, Any],
 ) -> bytes:
-    """Write a packet; ``tensors`` has the keys in order, and a tensor of each that is in no group."""
+    """Write a packet; ``tensors`` is as in `ItemParts`."""
     keys = list(tensors)
     buffers: list[Any] = []
     records = []
@@ -350,7 +350,7 @@ class ItemPacket(PacketHeader):
         return tensors
 
     def decode(self, lease: Lease | None = None, window: int | None = None) -> Any:
-        """Return the items as a TensorDict; ``window`` consecutive ones share frames, by default the last axis."""
+        """Return the items as a TensorDict; ``window`` consecutive items share frames, by default the last axis."""
         if window is None and len(self.lead) > 1:
             window = self.lead[-1]
         with only_corrupt():
@@ -390,7 +390,7 @@ class ItemPacket(PacketHeader):
 
 @contextlib.contextmanager
 def only_corrupt() -> Iterator[None]:
-    """Turn every error that the sections of an invalid packet lead to into `CorruptPayloadError`."""
+    """Turn every error that the sections of an invalid packet cause into `CorruptPayloadError`."""
     try:
         yield
     except _CONSEQUENCES as error:
@@ -402,7 +402,7 @@ def only_corrupt() -> Iterator[None]:
 def import_items(table: ItemTable, positions: Positions, packet: ItemPacket) -> None:
     """Store the items of ``packet`` at ``positions`` of a table that has its keys; may be repeated.
 
-    Observations are filed as they are encoded. Each group is a transaction; a storage makes one of them all.
+    Observations are stored without decoding them. Each group is a transaction; a storage combines them into one.
     """
     dense, groups = packet.dense(), packet.groups()
     if {key: table.specs.get(key) for key in packet.specs} != packet.specs:

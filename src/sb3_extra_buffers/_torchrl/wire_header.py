@@ -37,9 +37,9 @@ class Leaf(NamedTuple):
 
 
 class PacketHeader:
-    """Reads the header of a packet, which is not trusted; versions add what they have beyond that.
+    """Reads the header of a packet, which is not trusted; each version of the format extends this class.
 
-    Raises `CorruptPayloadError`, or one of the errors that invalid values lead to.
+    Raises `CorruptPayloadError`, or one of the errors that invalid values cause.
     """
 
     note: dict[str, Any]

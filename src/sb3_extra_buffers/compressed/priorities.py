@@ -26,9 +26,9 @@ class CompressedPrioritizedReplayBuffer(PrioritizedMixin, ReplayBuffer):
     Takes the arguments of `CompressedReplayBuffer`, ``n_steps`` and ``gamma`` among them, and:
 
     Args:
-        alpha: How much priorities count: 0 samples uniformly, 1 in proportion to TD errors.
-        beta: How far importance weights correct that bias: a number, a pair of first and last value, or a function of
-            ``progress_remaining``, which goes from 1 to 0.
+        alpha: How strongly priorities count: 0 samples uniformly, 1 in proportion to TD errors.
+        beta: How far importance weights correct the sampling bias: a number, a pair of first and last value, or a
+            function of ``progress_remaining``, which goes from 1 to 0.
         epsilon: Added to every TD error, so that every transition can be drawn again.
 
     Examples:

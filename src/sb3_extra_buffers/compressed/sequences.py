@@ -17,13 +17,14 @@ class CompressedSequenceReplayBuffer(SequenceMixin, ReplayBuffer):
     `CompressedReplayBuffer`, and:
 
     Args:
-        recurrent_states: The shape of each recurrent state of the agent, by name, without the axis of environments. The
-            states before each step are then given to `add`, and returned for the first step of each window.
-        recurrent_dtype: Their dtype; float16 halves the memory that they take.
+        recurrent_states: The shape of each recurrent state of the agent, by name, without the axis of environments. If
+            given, pass the states before each step to `add`; batches contain the states before the first step of each
+            window.
+        recurrent_dtype: The dtype that recurrent states are stored in; float16 takes half the memory of float32.
         prioritized: Draw windows by priority, as R2D2 does.
-        alpha: How much priorities count: 0 samples uniformly, 1 in proportion to TD errors.
-        beta: How far importance weights correct that bias: a number, a pair of first and last value, or a function of
-            ``progress_remaining``, which goes from 1 to 0.
+        alpha: How strongly priorities count: 0 samples uniformly, 1 in proportion to TD errors.
+        beta: How far importance weights correct the sampling bias: a number, a pair of first and last value, or a
+            function of ``progress_remaining``, which goes from 1 to 0.
         epsilon: Added to every priority, so that every window can be drawn again.
         eta: The priority of a window is ``eta * max + (1 - eta) * mean`` of its TD errors.
 

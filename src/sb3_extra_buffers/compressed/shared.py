@@ -1,4 +1,4 @@
-"""Readers of replay buffers that another process of the machine shares."""
+"""Readers of replay buffers that another process on the same machine shares."""
 
 from sb3_extra_buffers._sb3.sharing import SharedHandle, SharedReader
 

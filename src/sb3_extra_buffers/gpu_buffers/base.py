@@ -118,7 +118,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
     _table: Any
     _table_type: type[DeviceTable]
     _sampling = "numpy"
-    # called with the position and `Step.extra` before a step counts; twice must have no further effect
+    # called with the position and `Step.extra` before the step counts; must be idempotent
     _step_added: Any = None
 
     device: th.device
@@ -150,7 +150,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
 
     @property
     def sampling(self) -> str:
-        """Who draws indices: ``"numpy"``, in SB3's order, or ``"device"``."""
+        """How indices are drawn: by ``"numpy"``, in SB3's order, or on the ``"device"``."""
         return self._sampling
 
     def _set_sampling(self, sampling: str) -> None:
@@ -218,7 +218,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
             )
 
     def _compile_kernels(self, columns: Any = None) -> None:
-        """Compile the Triton kernels now rather than in the middle of training, while the buffer is empty."""
+        """Compile the Triton kernels while the buffer is empty, rather than in the middle of training."""
         table = self._table
         self._share_columns()
         if not device_base.runs_kernels(table.device):
@@ -261,7 +261,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
     def _fit_tensors(
         self, key: str, store: DeviceObservationStore, batch: Sequence[Any], names: Sequence[str]
     ) -> list[th.Tensor] | None:
-        """``batch`` as tensors on the device of ``store``; None if it is better checked and stored as arrays."""
+        """Return ``batch`` as tensors on the device of ``store``; None if it must be checked and stored as arrays."""
         place = store.place.device
         has_tensors = any(isinstance(obs, th.Tensor) and is_on(obs, place) for obs in batch)
         if not has_tensors or key in self._dtypes or device_base.stays_on_host(place):
@@ -309,7 +309,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
         return fit_actions(np.empty((0, *table.action_shape), table.action_dtype), action)
 
     def _fit_numbers(self, values: Any, name: str) -> Any:
-        """A number for each environment, likewise."""
+        """A number for each environment, as an array or a tensor like `_fit_action`."""
         return fit_numbers(values, self.n_envs, name, self._table.device if self._table.takes_tensors else None)
 
     def _check_keys(self, observations: Sequence[Any], names: Sequence[str]) -> None:
@@ -376,7 +376,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
             raise
 
     def _clear_columns(self) -> None:
-        """Forget the columns, where that makes a difference. May be interrupted and run again."""
+        """Clear columns for which that is necessary. May be interrupted and run again."""
 
     # ---- reading ----
 
@@ -479,7 +479,7 @@ def _find_place(device: th.device | str) -> DevicePlace:
 
 
 def heap_limit(max_slot_bytes: int | None, heap_bytes: int | None, n_obs: int) -> int | None:
-    """``heap_bytes``, or what the deprecated ``max_slot_bytes`` amounts to."""
+    """Return ``heap_bytes``, or the limit that the deprecated ``max_slot_bytes`` sets."""
     if max_slot_bytes is None:
         return heap_bytes
     import warnings

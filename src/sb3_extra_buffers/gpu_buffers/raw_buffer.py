@@ -122,7 +122,8 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 class SharedRawHeap:
     """A byte heap with one payload per cell: ``lengths[c]`` bytes at ``start_idx[c]``.
 
-    New payloads are appended at ``data_end``. When that reaches the end, `compact` moves the live ones to the front.
+    New payloads are appended at ``data_end``. When that reaches the end of the heap, `compact` moves the payloads that
+    are still in use to the front.
 
     Args:
         n_cells: Number of cells.
@@ -167,7 +168,7 @@ class SharedRawHeap:
         self.data_end = end
 
     def ensure_space(self, needed: int) -> None:
-        """Have ``needed`` bytes free at ``data_end``, compacting if necessary, or raise `HeapFullError`."""
+        """Make sure that ``needed`` bytes are free at ``data_end``; compact if necessary, or raise `HeapFullError`."""
         if self.data_end + needed > self.heap_bytes:
             live = self.live_bytes
             if live + needed > self.heap_bytes:

@@ -48,8 +48,8 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
             next observations already share the frames of observations.
         handle_timeout_termination: Do not count time limits as ends of episodes.
         dtypes: What `find_gpu_buffer_dtypes` returned, or one for each key of a Dict. Observations are stored as
-            ``elem_type`` if that is smaller than the dtype of the space; a value that would not survive exactly raises
-            `SpecMismatchError`.
+            ``elem_type`` if that is smaller than the dtype of the space; a value that it cannot represent exactly
+            raises `SpecMismatchError`.
         normalize_images: Return image observations as float32 from 0 to 1.
         compression_method: ``"delta"`` for images, or another method.
         compression_kwargs: Options of that method.
@@ -58,13 +58,13 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         buffer_device: Where observations are kept: a torch device, by default ``device``, or ``"pinned"`` for host
             memory that the GPU reads over the bus.
         heap_bytes: Upper limit for the encoded observations, for each key of a Dict: a step that does not fit raises
-            `HeapFullError`, and nothing is changed. `estimate_total_heap_bytes` returns a limit that even noise stays
-            within, except with ``"delta"``, which frees several frames at a time. By default there is no limit: the
-            heap grows with what it holds.
+            `HeapFullError` and changes nothing. `estimate_total_heap_bytes` returns a limit that even noise does not
+            exceed, except with ``"delta"``, which frees several frames at a time. By default there is no limit: the
+            heap grows with its contents.
         max_slot_bytes: Deprecated: the same limit, divided by the number of observations.
         prefer: ``"memory"`` or ``"speed"``: lets ``"auto"`` choose a smaller or a faster method than by default.
         sampling: ``"numpy"`` to draw the same batches as SB3's buffer at the same seed, ``"device"`` to draw indices on
-            ``device``, with torch's generator there, which takes no time on the host. Not saved with the buffer.
+            ``device``, with torch's generator for it, without work on the host. Not saved with the buffer.
 
     Examples:
         >>> from stable_baselines3 import DQN
@@ -149,10 +149,10 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         done: Any,
         infos: Any,
     ) -> None:
-        """Add one step of every environment; after an exception, all of it is added or nothing is changed.
+        """Add one step of every environment; after an exception, either the whole step was added or nothing.
 
-        Everything may be given as NumPy arrays or as tensors. Tensors on a GPU that the buffer is on are stored without
-        copying anything to the host or waiting for the GPU.
+        Everything may be given as NumPy arrays or as tensors. Tensors on the buffer's GPU are stored without copying
+        anything to the host or waiting for the GPU.
 
         Args:
             obs: Observations, of shape ``(n_envs, ...)``; a dict of them for a Dict space.
@@ -197,7 +197,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         return {"pos": position + 1, "_unfinished": None}
 
     def _extra(self, position: int, done: Any, infos: Any) -> Any:
-        """What `_step_added` will need; nothing is changed."""
+        """Return what `_step_added` needs; changes nothing."""
 
     def reset(self) -> None:
         """Remove all transitions."""

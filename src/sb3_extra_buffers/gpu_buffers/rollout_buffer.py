@@ -107,7 +107,7 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         self._compile_kernels()
 
     def reset(self) -> None:
-        """Clear rollout storage and reset the write position."""
+        """Remove the rollout and reset the position."""
         with self._lock:
             if "_table" not in vars(self):
                 dtype = np.dtype(self.action_space.dtype)
@@ -128,10 +128,10 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         value: Any,
         log_prob: Any,
     ) -> None:
-        """Add one step of every environment; after an exception, all of it is added or nothing is changed.
+        """Add one step of every environment; after an exception, either the whole step was added or nothing.
 
-        Everything may be given as NumPy arrays or as tensors. Tensors on a GPU that the buffer is on are stored without
-        copying anything to the host or waiting for the GPU.
+        Everything may be given as NumPy arrays or as tensors. Tensors on the buffer's GPU are stored without copying
+        anything to the host or waiting for the GPU.
 
         Args:
             obs: Observations, of shape ``(n_envs, ...)``; a dict of them for a Dict space.
@@ -228,7 +228,7 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
             yield self._batch(None if indices is None else indices[:, part], device_indices[:, part], actions)
 
     def sample(self, batch_size: int, env: Any = None) -> Any:
-        """Raise `AlgorithmMismatchError`, whatever ``batch_size`` and ``env`` are: a rollout is read with `get`."""
+        """Raise `AlgorithmMismatchError`, whatever ``batch_size`` and ``env`` are: read a rollout with `get`."""
         raise AlgorithmMismatchError("a rollout buffer has no sample(); use get()")
 
     def _batch(self, indices: npt.NDArray[np.int64] | None, device_indices: th.Tensor, actions: th.Tensor) -> Any:

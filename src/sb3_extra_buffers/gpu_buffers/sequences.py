@@ -26,8 +26,9 @@ Indices = npt.NDArray[np.int64]
 class GpuSequenceReplayBuffer(Sequences, GpuReplayBuffer):
     """`GpuReplayBuffer` that also samples windows of consecutive steps, and stores recurrent states.
 
-    Also for Dict spaces. Takes the arguments of `GpuReplayBuffer`, and those that `CompressedSequenceReplayBuffer` adds
-    to its own. Recurrent states and priorities are on the host; if ``done`` is a tensor on the GPU, `add` waits for it.
+    For Box and Dict spaces. Takes the arguments of `GpuReplayBuffer`, and those that `CompressedSequenceReplayBuffer`
+    adds to `CompressedReplayBuffer`. Recurrent states and priorities are kept on the host. If ``done`` is a tensor on
+    the GPU, `add` waits for the GPU.
 
     Args:
         gamma: Discount factor of n-step returns.
@@ -47,7 +48,7 @@ class GpuSequenceReplayBuffer(Sequences, GpuReplayBuffer):
         torch.Size([16, 20, 1, 84, 84])
     """
 
-    # another thread must not overwrite what a batch is read from
+    # while a batch is read, another thread must not overwrite its steps
     _locks_reads = True
 
     def __init__(self, *args: Any, gamma: float = 0.99, **kwargs: Any) -> None:
@@ -83,16 +84,16 @@ class GpuSequenceReplayBuffer(Sequences, GpuReplayBuffer):
             layout = None if store.inner is None else store.inner.layout
             tensor = store.read_windows(indices, newest_only and self._newest.may_cut(layout))
             if newest_only:
-                tensor = self._newest.take(tensor, key, store.spec, partial(self._show, store))
+                tensor = self._newest.take(tensor, key, store.spec, partial(self._newest_images, store))
             by_key[key] = self._convert(tensor, key)
         if env is None:
             return by_key
         flat = self._normalized({key: tensor.flatten(0, 1) for key, tensor in by_key.items()}, env)
         return {key: tensor.view(*rows.shape, *tensor.shape[1:]) for key, tensor in flat.items()}
 
-    def _show(self, store: DeviceObservationStore) -> npt.NDArray[Any]:
-        shown: npt.NDArray[Any] = store.read_windows(IndexBatch(self._shown_rows()))[0].cpu().numpy()
-        return shown
+    def _newest_images(self, store: DeviceObservationStore) -> npt.NDArray[Any]:
+        images: npt.NDArray[Any] = store.read_windows(IndexBatch(self._newest_rows()))[0].cpu().numpy()
+        return images
 
     def _read_columns(self, indices: Indices, env: VecNormalize | None) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
         table, shape = self._current_table(), indices.shape

@@ -66,11 +66,11 @@ def estimate_max_slot_bytes(
     overalloc_factor: float = 1.5,
     compresslevel: int | None = None,
 ) -> int:
-    """Estimate per-cell byte capacity for packed heap storage.
+    """Estimate the bytes that one encoded observation takes in a heap.
 
-    The larger of two sizes: the size measured on MsPacman times ``overalloc_factor``, and the worst case of the method,
-    so that noise fits too. The worst case is usually the larger one: even for ``"gzip0"``, measured at a quarter of the
-    observation, ``overalloc_factor`` makes no difference below about 5.
+    Returns the larger of two sizes: the size measured on MsPacman times ``overalloc_factor``, and the worst case of the
+    method, so that noise fits too. The worst case is usually the larger one: even for ``"gzip0"``, measured at a
+    quarter of the observation, ``overalloc_factor`` makes no difference below about 5.
 
     Args:
         flat_len: Number of elements of an observation.
@@ -116,7 +116,7 @@ def estimate_total_heap_bytes(
     """Estimate total heap capacity for ``n_cells`` packed observations: `estimate_max_slot_bytes` for each.
 
     A replay buffer has ``2 * buffer_size`` cells (observations and next observations), a rollout buffer
-    ``buffer_size * n_envs``. Buffers do not need the estimate: their heap grows with what they hold, up to
+    ``buffer_size * n_envs``. Buffers do not need the estimate: their heap grows with their contents, up to
     ``heap_bytes`` if that is given.
 
     Args:

@@ -67,7 +67,7 @@ def _powers(gamma: float, n_steps: int, device: th.device) -> th.Tensor:
 
 
 class GpuNStepReplayBuffer(NStepReplayBuffer, NStepBatches):
-    """SB3's `NStepReplayBuffer`, also for Dict spaces, with everything on a Torch device.
+    """SB3's `NStepReplayBuffer`, for Box and Dict spaces, with everything on a torch device.
 
     Takes the arguments of `GpuReplayBuffer`; ``n_steps`` and ``gamma`` must be those of the algorithm.
 
@@ -90,14 +90,14 @@ class GpuNStepReplayBuffer(NStepReplayBuffer, NStepBatches):
 
 
 class GpuPrioritizedReplayBuffer(Priorities, NStepBatches):
-    """Prioritised `GpuReplayBuffer` (Schaul et al., 2016), also for Dict spaces; priorities are on the host.
+    """Prioritised `GpuReplayBuffer` (Schaul et al., 2016), for Box and Dict spaces; priorities are kept on the host.
 
     Takes the arguments of `GpuReplayBuffer` other than ``sampling``, and those of `CompressedPrioritizedReplayBuffer`:
 
     Args:
-        alpha: How much priorities count: 0 samples uniformly, 1 in proportion to TD errors.
-        beta: How far importance weights correct that bias: a number, a pair of first and last value, or a function of
-            ``progress_remaining``, which goes from 1 to 0.
+        alpha: How strongly priorities count: 0 samples uniformly, 1 in proportion to TD errors.
+        beta: How far importance weights correct the sampling bias: a number, a pair of first and last value, or a
+            function of ``progress_remaining``, which goes from 1 to 0.
         epsilon: Added to every TD error, so that every transition can be drawn again.
         n_steps: Number of steps of an n-step return; 1 for ordinary transitions.
         gamma: Discount factor of n-step returns.
@@ -147,7 +147,7 @@ class GpuPrioritizedReplayBuffer(Priorities, NStepBatches):
 
 
 class _WithOptions(GpuReplayBuffer, DictReplayBuffer):
-    """Takes the options of `GpuReplayBuffer` from an attribute, ahead of a constructor that would not pass them on."""
+    """Takes the options of `GpuReplayBuffer` from an attribute, because SB3's constructor would not pass them on."""
 
     _options: dict[str, Any]
 
@@ -168,7 +168,7 @@ class _ReachedGoals:
 
 
 class GpuHerReplayBuffer(HerEpisodes, HerReplayBuffer, _WithOptions):
-    """SB3's `HerReplayBuffer` with observations on a Torch device; new goals and rewards are computed on the host.
+    """SB3's `HerReplayBuffer` with observations on a torch device; new goals and rewards are computed on the host.
 
     Takes the arguments of `HerReplayBuffer` and of `GpuReplayBuffer`, other than ``sampling``.
 
@@ -203,7 +203,7 @@ class GpuHerReplayBuffer(HerEpisodes, HerReplayBuffer, _WithOptions):
         return array.astype(self._dtypes[key][0]) if key in self._dtypes else array
 
     def add(self, *args: Any, **kwargs: Any) -> None:
-        """Add one step of every environment; after an exception, all of it is added or nothing is changed."""
+        """Add one step of every environment; after an exception, either the whole step was added or nothing."""
         # not HerReplayBuffer's, which changes episodes before the step is checked: `_step_added` does the same
         GpuReplayBuffer.add(self, *args, **kwargs)
 

@@ -483,7 +483,7 @@ camera_work_bytes, camera_scratch_bytes = (
 
 @entry
 def pack_segment(frames: Any, count: int, size: int, geometry: Any, target: Any, lengths: Any) -> int:
-    """Code the frames that lie one after the other in ``frames``; return the total length."""
+    """Encode the concatenated ``frames``; return the total length."""
     shape = as_column(geometry)
     scratch = np.empty(camera_scratch_bytes(size, shape), np.uint8)
     total = pack_camera(

@@ -12,7 +12,7 @@ import numpy as np
 from sb3_extra_buffers.kernels.columns_numba import as_column, flat, keep, part, tables_at
 from sb3_extra_buffers.kernels.compiling import inner, slow_entry
 from sb3_extra_buffers.kernels.packed_numba import packed_work_bytes, read_packed_rows
-from sb3_extra_buffers.kernels.reading_numba import output_row, read_rows, work_bytes
+from sb3_extra_buffers.kernels.reading_numba import output_row, prefetch_segments, read_rows, rows_ahead, work_bytes
 from sb3_extra_buffers.kernels.tables import ENTRIES
 from sb3_extra_buffers.kernels.tables_numba import expand_row, split_table
 
@@ -56,8 +56,10 @@ def read_frames(
     memory = np.empty(n_row + work_bytes(state, ids, one), np.uint8)
     space, indices, work = as_column(memory), part(as_column(memory), _TABLES, n_row), part(as_column(memory), n_row, 0)
     split_table(table_, unit, space)
-    damaged = -1
+    damaged, ahead = -1, rows_ahead(sets.shape[0] * frame_ids.shape[1])
     for row in range(first, stop):
+        if (row - first) % ahead == 0:
+            prefetch_segments(state, ids, sets_, row, min(row + ahead, stop))
         _take_row(sets_, row, one)
         damaged = read_rows(state, ids, one, indices, 0, 1, work, as_column(zstd), by_row)
         if damaged >= 0:
@@ -78,8 +80,10 @@ def read_packed(
     memory = np.empty(n_row + packed_work_bytes(state, ids, one), np.uint8)
     space, indices, work = as_column(memory), part(as_column(memory), _TABLES, n_row), part(as_column(memory), n_row, 0)
     split_table(table_, unit, space)
-    damaged = -1
+    damaged, ahead = -1, rows_ahead(sets.shape[0] * frame_ids.shape[1])
     for row in range(first, stop):
+        if (row - first) % ahead == 0:
+            prefetch_segments(state, ids, sets_, row, min(row + ahead, stop))
         _take_row(sets_, row, one)
         damaged = read_packed_rows(state, ids, one, indices, 0, 1, work, as_column(zstd), by_row)
         if damaged >= 0:

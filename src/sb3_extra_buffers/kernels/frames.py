@@ -91,7 +91,7 @@ def write_frames(
     A frame that equals one of its stream's recent frames, byte for byte, is shared. Any other gets a new id. A store
     with ``config.delta`` encodes it into the stream's open segment; other stores list it in ``state.new_frames``.
     Capacity runs out when no segment is unused or the caller must seal one (`seal_segment`). The caller then makes
-    room and calls again with the row returned.
+    space and calls again with the row returned.
 
     With ``logged``, replaced entries of ``frame_ids`` go to ``state.undo_ids`` and their frames stay referenced until
     the next logged write, so that the caller can restore them.

@@ -65,7 +65,7 @@ class TimelineTables(NamedTuple):
 
 
 class WriteNumbers(NamedTuple):
-    """What the host knows about a write."""
+    """The numbers of a write that are known on the host."""
 
     step: int
     n_written: int  # steps that the ring holds after it

@@ -176,6 +176,13 @@ def copy_line(builder: Any, target: Any, source: Any) -> None:
     _store(builder, _load(builder, source, _LINE), target)
 
 
+@_operation(types.void, _MEMORY)
+def prefetch(builder: Any, source: Any) -> None:
+    """Start loading the cache line that holds a byte, wherever it is; nothing waits for it."""
+    kept, read, data = _INT32(3), _INT32(0), _INT32(1)
+    _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), source, read, kept, data)
+
+
 @_operation(types.void, _MEMORY, _INT)
 def clear_bytes(builder: Any, target: Any, count: Any) -> None:
     """Set ``count`` bytes to zero."""

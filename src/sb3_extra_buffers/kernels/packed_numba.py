@@ -26,6 +26,8 @@ from sb3_extra_buffers.kernels.reading_numba import (
     join_row,
     joined_bytes,
     list_row,
+    prefetch_segments,
+    rows_ahead,
     unpack_block,
 )
 from sb3_extra_buffers.kernels.state import PACKED_CAMERA, PACKED_LZ4, PACKED_ZSTD
@@ -84,7 +86,10 @@ def read_packed_rows(
     n_joined = joined_bytes(state, frame_ids, sets)
     target = part(space, at, n_joined) if n_joined else flat(out)
     streaming = n_joined == 0 and is_streaming(sets.shape[0] * sets.shape[1] * frame_ids.shape[1] * size, size, out)
+    ahead = rows_ahead(n_frames)
     for row in range(first, stop):
+        if (row - first) % ahead == 0:
+            prefetch_segments(state, frame_ids, sets, row, min(row + ahead, stop))
         n_frames = list_row(frame_ids, sets, row, size, n_joined > 0, by_row, ids, targets, joined)
         i = 0
         while i < n_frames and ids[i] < 0:

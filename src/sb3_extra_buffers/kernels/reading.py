@@ -36,7 +36,7 @@ def read_frames(
     first: int,
     stop: int,
     zstd: Ints,  # unused: segments compressed with zstd are decompressed by the caller
-    by_row: bool,  # a row is a window, and its observations lie together
+    by_row: bool,  # a row is a window, and its observations are contiguous
 ) -> int:
     """Decode rows ``first`` to ``stop`` into ``out``; return -1, or a damaged segment."""
     size, stack = state.config.frame_bytes, frame_ids.shape[1]

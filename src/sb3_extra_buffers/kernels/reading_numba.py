@@ -25,6 +25,7 @@ from sb3_extra_buffers.kernels.intrinsics import (
     copy_line,
     join_block,
     load_word,
+    prefetch,
     split_block,
     store_word,
     stream_bytes,
@@ -43,6 +44,10 @@ _STREAMING_BYTES = 8 << 20
 # size from which on four frames of bytes are interleaved past the caches, and how many bytes at a time: while memory
 # that was used before is still in the last cache, that is slower
 _STREAMING_FOURS, _FOURS = 24 << 20, 4096
+
+
+# for how many frames to load segments into the caches before decoding them, and the most bytes of each segment
+_FRAMES_AHEAD, _BYTES_AHEAD = 64, 1024
 
 
 @inner
@@ -76,7 +81,7 @@ def read_rows(
 ) -> Any:
     """Decode rows ``first`` to ``stop``, each segment of a row once; return -1, or the number of a damaged segment.
 
-    ``zstd`` holds the addresses that `inflate_zstd` needs. The observations of a row lie together with ``by_row``.
+    ``zstd`` holds the addresses that `inflate_zstd` needs. With ``by_row``, the observations of a row are contiguous.
 
     One function for the whole loop: a helper that takes the state would cost reads 3 to 5 %.
     """
@@ -103,7 +108,10 @@ def read_rows(
     n_joined = joined_bytes(state, frame_ids, sets)
     target = part(space, at, n_joined) if n_joined else flat(out)
     streaming = n_joined == 0 and is_streaming(sets.shape[0] * sets.shape[1] * frame_ids.shape[1] * size, size, out)
+    ahead = rows_ahead(n_frames)
     for row in range(first, stop):
+        if (row - first) % ahead == 0:
+            prefetch_segments(state, frame_ids, sets, row, min(row + ahead, stop))
         n_frames = list_row(frame_ids, sets, row, size, n_joined > 0, by_row, ids, targets, joined)
         i = 0
         while i < n_frames and ids[i] < 0:
@@ -164,6 +172,49 @@ def read_rows(
         if n_joined:
             join_row(state, frame_ids, sets, row, by_row, joined, target, out)
     return -1
+
+
+@inner
+def rows_ahead(n_frames: int) -> int:
+    """For how many rows of ``n_frames`` to call `prefetch_segments` at once."""
+    return max(_FRAMES_AHEAD // n_frames, 1)
+
+
+@inner
+def prefetch_segments(state: Any, frame_ids: Any, sets: Any, first: int, stop: int) -> None:
+    """Load the segments of rows ``first`` to ``stop`` into the caches, all at once.
+
+    A frame is found through three tables, each of which says where to look in the next. Decoding alone would wait for
+    memory at each of them, segment by segment.
+    """
+    for row in range(first, stop):
+        for number in range(sets.shape[0]):
+            prefetch(frame_ids, 4 * frame_ids.shape[1] * sets[number, row])
+    _prefetch_step(state, frame_ids, sets, first, stop, True)
+    _prefetch_step(state, frame_ids, sets, first, stop, False)
+
+
+@inner
+def _prefetch_step(state: Any, frame_ids: Any, sets: Any, first: int, stop: int, tables: bool) -> None:
+    """Load the entries of segments in the ``tables``; or, where these entries say, their bytes and keyframes."""
+    stack, per_segment, keyframe_bytes = frame_ids.shape[1], state.config.per_segment, state.config.keyframe_bytes
+    before = -1
+    for row in range(first, stop):
+        for number in range(sets.shape[0]):
+            for j in range(0, stack, max(stack - 1, 1)):  # the oldest and the newest frame
+                segment = (np.int64(frame_ids[sets[number, row], j]) - 1) // per_segment
+                if segment < 0 or segment == before:
+                    continue
+                before = segment
+                if tables:
+                    prefetch(state.starts, 8 * segment)
+                    prefetch(state.lengths, 4 * segment)
+                    prefetch(state.keyframes, 4 * segment)
+                elif state.starts[segment] >= 0:
+                    for offset in range(0, min(np.int64(state.lengths[segment]), _BYTES_AHEAD), 64):
+                        prefetch(state.heap, state.starts[segment] + offset)
+                    if state.keyframes[segment] >= 0:
+                        prefetch(state.keyframe_rows, state.keyframes[segment] * keyframe_bytes)
 
 
 @inner

@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from sb3_extra_buffers.kernels import timeline as reference
 from sb3_extra_buffers.kernels.columns_numba import ColumnType, as_column, make_column
 from sb3_extra_buffers.kernels.compiling import compiled, entry, inner, replaces, use_reference
-from sb3_extra_buffers.kernels.intrinsics import address_of, copy_bytes, equal_bytes
+from sb3_extra_buffers.kernels.intrinsics import address_of, copy_bytes, equal_bytes, prefetch
 from sb3_extra_buffers.kernels.timeline import N_OBS, N_STREAMS, TimelineTables
 
 _WORD, _INT32 = ir.IntType(64), ir.IntType(32)
@@ -52,18 +52,6 @@ def _call_uint32(typing_context: Any, address: Any, argument: Any) -> Any:
         return builder.zext(builder.call(function, [args[1]]), _WORD)
 
     return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic
-def _prefetch(typing_context: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], cgutils.voidptr_t)
-        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, _INT32, _INT32, _INT32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        builder.call(function, [pointer, _INT32(0), _INT32(3), _INT32(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
 
 
 # ---- tables ----
@@ -330,8 +318,8 @@ def read_batch(
         for number in range(count):
             if number + _AHEAD < count:
                 ahead = steps[number + _AHEAD] * n_envs + envs[number + _AHEAD]
-                _prefetch(address_of(tables.rows, ahead * size))
-                _prefetch(address_of(tables.rows, (ahead + n_envs) * size))
+                prefetch(tables.rows, ahead * size)
+                prefetch(tables.rows, (ahead + n_envs) * size)
             i = steps[number] * n_envs + envs[number]
             copy_bytes(out, begin + number * size, tables.rows, i * size, size)
             _copy_next(out, next_begin + number * size, tables, i)

@@ -53,17 +53,17 @@ class CompressedEmbodiedReplay(WindowStore):
 
     An item is a window of ``length`` consecutive steps of one worker; windows may span episodes. Once there are
     ``capacity`` windows, each new one replaces the oldest. Images are compressed losslessly, all other keys are stored
-    as arrays. Any number of threads may add, sample and update. After an exception of any kind, a step was added
-    completely or not at all.
+    as arrays. Any number of threads may add, sample and update. After any exception, a step was added completely or not
+    at all.
 
     Args:
         length: Steps of a window.
         capacity: Maximum number of windows; None for no limit.
-        directory: The folder that `save` writes to, which must not hold other files.
-        chunksize: Steps that are freed together when they have been evicted.
-        online: Whether `sample` returns every step once, in windows that do not overlap, before it draws at random.
+        directory: The folder that `save` writes to, which must not contain other files.
+        chunksize: Number of consecutive steps whose memory is freed together; less if ``capacity`` is small.
+        online: Whether `sample` returns new steps once, in windows that do not overlap, before it draws at random.
         selector: Draws windows: one of `replay_buffers.selectors` or of ``embodied.selectors``; None for uniform.
-        save_wait: Whether `save` waits until everything is on the disk. Without it, a save survives the end of the
+        save_wait: Whether `save` waits until everything is on the disk. Otherwise, a save survives the end of the
             process but not a power cut.
         name: Name in messages.
         seed: Seed of the uniform selector.
@@ -105,7 +105,7 @@ class CompressedEmbodiedReplay(WindowStore):
             raise ArgumentError(f"compressed_keys must be a list of keys, got {compressed_keys!r}")
         options = dict(compression_kwargs or {})
         MethodChoice(_ANY_IMAGE, compression_method, options)  # raises if there is no such method
-        # configurations have 5e6
+        # DreamerV3's configuration has 5e6, a float
         whole = isinstance(capacity, float) and capacity.is_integer()
         super().__init__(
             check_count(length, "length"),
@@ -122,9 +122,9 @@ class CompressedEmbodiedReplay(WindowStore):
         has_items = all(hasattr(self.sampler, name) for name in ("__setitem__", "__delitem__"))
         if not callable(self.sampler) or not has_items:
             raise ArgumentError(
-                f"selector must draw windows, as those of replay_buffers.selectors do; got {selector!r}"
+                f"selector must have the methods of those in replay_buffers.selectors, got {selector!r}"
             )
-        # windows that the selector knows
+        # windows that the selector has been told about: from the first to before the next
         self._first_known = self._next_known = 0
         self.metrics = {"samples": 0, "inserts": 0, "updates": 0}
 
@@ -139,7 +139,7 @@ class CompressedEmbodiedReplay(WindowStore):
         return f"{type(self).__name__}({len(self):,}{limit} windows of {self.length} steps)"
 
     def stats(self) -> dict[str, float]:
-        """Return sizes, and what was added, sampled and updated since the last call."""
+        """Return sizes, and the numbers of windows added and sampled and steps updated since the last call."""
         with self._lock:
             self._recover()
             counts, self.metrics = self.metrics, dict.fromkeys(self.metrics, 0)
@@ -154,7 +154,7 @@ class CompressedEmbodiedReplay(WindowStore):
             }  # fmt: skip
 
     def memory_usage(self) -> MemoryUsage:
-        """The memory that the replay holds, and what ``embodied``'s own would hold for the same steps."""
+        """Return the memory in use, compared with ``embodied``'s own replay for the same steps."""
         with self._lock:
             self._recover()
             if self._steps is None:
@@ -171,7 +171,7 @@ class CompressedEmbodiedReplay(WindowStore):
 
         Args:
             step: Arrays by key; the first step sets keys, shapes and dtypes. Keys that start with ``log/`` are ignored.
-            worker: Whose step it is: a number, a name or anything else that is hashable.
+            worker: The worker that made the step: a number, a name or anything else that is hashable.
         """
         self._check_writable()
         parsed = parse_step(step)
@@ -202,12 +202,12 @@ class CompressedEmbodiedReplay(WindowStore):
     def sample(self, batch: int, mode: str = "train") -> Batch:
         """Return ``batch`` windows: every key ``[batch, length, ...]``, and ``stepid`` for `update`.
 
-        Waits until there is a window. The first step of a window has ``is_first`` set, and a step before an
-        ``is_first`` has ``is_last`` set.
+        Waits until there is a window. ``is_first`` is set at the first step of each window and of each episode, and
+        ``is_last`` at every step that is followed by an ``is_first``.
 
         Args:
             batch: Number of windows.
-            mode: ``"train"``, or ``"report"`` or ``"eval"``, which leave the online queue alone.
+            mode: ``"train"``, ``"report"`` or ``"eval"``; the last two do not use the online queue.
         """
         return self._sample(batch, mode, self._annotate)
 
@@ -287,21 +287,21 @@ class CompressedEmbodiedReplay(WindowStore):
             if begins:
                 data["is_first"][:, 0] = True
             if "is_last" in data:
-                # episodes that were abandoned have none
+                # abandoned episodes have no is_last of their own
                 data["is_last"][:, :-1][data["is_first"][:, 1:] != 0] = True
         return data
 
     def dataset(
         self, batch: int, length: int | None = None, consec: int | None = None, prefix: int = 0, report: bool = False
     ) -> Iterator[Batch]:
-        """Yield batches for ever; each batch of windows is cut into ``consec`` consecutive parts.
+        """Yield batches endlessly; each batch of windows is cut into ``consec`` consecutive parts.
 
         Args:
             batch: Number of windows.
-            length: Steps of a part; by default all.
+            length: Steps of a part; by default the whole window after ``prefix``.
             consec: Number of parts; by default as many as fit. ``data["consec"]`` is the number of a part.
             prefix: Steps before each part that are returned with it, as context.
-            report: Whether to leave the online queue alone.
+            report: Whether to draw batches without the online queue.
         """
         prefix = check_count(prefix, "prefix", 0)
         length = self.length - prefix if length is None else length
@@ -326,14 +326,14 @@ class CompressedEmbodiedReplay(WindowStore):
     # ---- writing back ----
 
     def update(self, data: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
-        """Write values back to the steps that they belong to, such as latent states after training.
+        """Replace values of stored steps, such as latent states after training.
 
         Args:
             data: ``stepid [batch, n, 20]`` as sampled, new values ``[batch, n, ...]`` of any keys that are not
                 compressed, and optionally ``priority [batch, n]`` for the selector.
 
         Returns:
-            Which steps were written, ``[batch, n]``: those that have been evicted since are skipped.
+            Which steps were written, ``[batch, n]``; steps that have been evicted since are skipped.
         """
         self._check_writable()
         if not isinstance(data, Mapping) or "stepid" not in data:
@@ -352,7 +352,8 @@ class CompressedEmbodiedReplay(WindowStore):
             if not (priority >= 0).all():
                 raise PriorityError("priorities must be at least 0, and not NaN")
             if not hasattr(self.sampler, "prioritize"):
-                raise ArgumentError(f"{type(self.sampler).__name__} takes no priorities; pass selector=Prioritized()")
+                name = type(self.sampler).__name__
+                raise ArgumentError(f"{name} does not use priorities; pass selector=Prioritized() to the constructor")
         values = {key: value for key, value in data.items() if key not in ("stepid", "priority")}
         with self._lock:
             self._recover()
@@ -397,7 +398,7 @@ class CompressedEmbodiedReplay(WindowStore):
     # ---- files ----
 
     def save(self) -> None:
-        """Save everything to ``directory``, only what is new since the last save; does nothing without a directory."""
+        """Save to ``directory``, writing only what is new since the last save; does nothing without a directory."""
         if self.directory is not None:
             from sb3_extra_buffers import files
 
@@ -406,14 +407,14 @@ class CompressedEmbodiedReplay(WindowStore):
     def load(
         self, data: Any = None, directory: str | os.PathLike[str] | None = None, amount: int | None = None
     ) -> None:
-        """Load what was saved in ``directory``, by default that of this replay; does nothing if there is no save.
+        """Load what was saved in ``directory``; does nothing if nothing was saved there.
 
-        Workers begin new streams: no window spans a step from before and one from after. A replay that already has
-        windows keeps them, and the loaded ones are added as the newest.
+        Workers begin new streams: no window contains steps from both before and after the load. A replay that already
+        has windows keeps them, and the loaded windows are added as the newest. If they are its own, nothing is loaded.
 
         Args:
-            data: Ignored; what ``embodied``'s checkpoint passes.
-            directory: The folder.
+            data: Ignored; ``embodied``'s checkpoint passes it.
+            directory: The folder; by default that of this replay.
             amount: Load only the newest windows, at most this many.
         """
         from sb3_extra_buffers import files
@@ -429,7 +430,7 @@ class CompressedEmbodiedReplay(WindowStore):
         with self._lock:
             self._recover()
             if self._table.by_serial:
-                if loaded.replay_id != self.replay_id:  # or they are held already, or were evicted
+                if loaded.replay_id != self.replay_id:  # else its steps are held already, or were evicted
                     loaded._evict(amount)
                     self._copy(loaded)
                 return
@@ -508,7 +509,7 @@ def restore_replay(parts: LoadedParts) -> CompressedEmbodiedReplay:
 
 
 def _as_folder(directory: Any) -> Path | None:
-    """Return a local folder; ``elements.Path`` is no ``os.PathLike``."""
+    """Return a local folder; ``elements.Path`` is not an ``os.PathLike``."""
     if not directory:
         return None
     text = os.fspath(directory) if hasattr(directory, "__fspath__") else str(directory)

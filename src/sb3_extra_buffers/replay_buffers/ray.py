@@ -58,14 +58,14 @@ class ActorService(CompressedReplayService):
 
 
 class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torchrl ships no types
-    """The handle for collectors and learners: encodes and decodes packets in their own process.
+    """The handle for collectors and learners, which encodes and decodes packets in their process.
 
     Args:
         actor: The Ray actor that holds the buffer.
         has_gpu: Whether the actor has a GPU.
-        prefetch: How many batches `sample` requests ahead; they are drawn that much earlier than they are returned.
-        max_pending: How many packets of ``extend(wait=False)`` may be unacknowledged.
-        compression_method: How observations are encoded; the buffer files them without decoding if it uses the same.
+        prefetch: How many batches `sample` requests ahead; a batch is drawn this many calls before it is returned.
+        max_pending: The maximum number of unacknowledged packets of ``extend(wait=False)``.
+        compression_method: How observations are encoded; a buffer with the same method stores them without decoding.
         n_envs: The number of environments that take turns in the items.
         limiter: An actor whose ``admit_items`` must return before items are stored, for a limit over several buffers.
     """
@@ -88,7 +88,7 @@ class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torc
         self._start()
 
     def _start(self) -> None:
-        # a copy numbers its packets under a name of its own
+        # packets are numbered by client; a copy is another client, with another name
         self._writer = uuid.uuid4().hex
         self._number = 0
         self._writing = threading.Lock()
@@ -115,8 +115,9 @@ class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torc
     def extend(self, data: TensorDictBase, *, wait: bool = True, **kwargs: Any) -> Any:
         """Store ``data`` and return its indices.
 
-        With ``wait=False``, return before it is stored: call `flush` at the end, which raises if anything could not be
-        stored. Items of one client are always stored in order.
+        With ``wait=False``, return None once the items are queued, and wait only while ``max_pending`` packets are
+        unacknowledged. Call `flush` at the end; it raises if anything could not be stored. The items of a client are
+        always stored in order.
         """
         items = as_items(data)
         with self._writing:
@@ -144,9 +145,9 @@ class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torc
     # ---- learners ----
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, **kwargs: Any) -> Any:
-        """Return what the buffer's sampler draws; the next batches are requested and decoded meanwhile.
+        """Return a batch of the buffer's sampler, and request and decode the next batches in the background.
 
-        If drawing fails, or ``batch_size`` is another than before, batches that were requested ahead are dropped.
+        If drawing fails or ``batch_size`` changes, batches that were requested ahead are dropped.
         """
         actor, keyframes = self._actor, self._keyframes
 
@@ -226,8 +227,8 @@ def fetch(reference: Any) -> Any:
     except RayActorError as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ServiceLostError(
-            f"the process that holds the buffer has ended or cannot be reached ({reason}). What it had saved to "
-            "folder=... is loaded by a new CompressedRayReplayBuffer with the same folder; without a folder it is lost"
+            f"the process that holds the buffer has ended or cannot be reached ({reason}). If the buffer had a folder, "
+            "create a CompressedRayReplayBuffer with the same folder to load what was saved; otherwise it is lost"
         ) from error
 
 
@@ -252,7 +253,7 @@ class CompressedRayReplayBuffer(RayReplayBuffer):  # type: ignore[misc]  # torch
             process loses nothing.
         rate_limiter: A `RateLimiter`, which makes collectors or learners wait.
         prefetch: How many batches `sample` requests ahead.
-        max_pending: How many packets of ``extend(wait=False)`` a client may have unacknowledged.
+        max_pending: The maximum number of unacknowledged packets of ``extend(wait=False)``, per client.
         remote_config: Ray options of the actor, such as ``{"num_cpus": 1, "resources": {...}}``.
         ray_init_config: Options of ``ray.init``, which is called if Ray is not running yet.
         compression_method: As for `CompressedStorage`.

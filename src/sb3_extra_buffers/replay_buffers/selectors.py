@@ -21,9 +21,9 @@ _MAX_FINITE = 1e290
 
 
 class Selector(Protocol):
-    """What a replay needs of a selector; those of DreamerV3's ``embodied`` package fit too.
+    """The methods that a selector must have; the selectors of DreamerV3's ``embodied`` package have them too.
 
-    A replay numbers its windows, and adds and removes them in this order.
+    A replay numbers its windows, and adds and removes them in the order of these numbers.
 
     Examples:
         >>> class Newest:
@@ -46,7 +46,7 @@ class Selector(Protocol):
 
 
 class _Range:
-    """Windows ``first`` to before ``stop``. Adding or removing one twice has no further effect."""
+    """Windows ``first`` to ``stop - 1``. Adding and removing a window are idempotent."""
 
     #: Whether ``step_ids`` are needed; None is passed otherwise.
     needs_step_ids = False
@@ -160,9 +160,9 @@ class Prioritized(_Range):
     Args:
         exponent: Exponent of a step's priority.
         initial: Priority of a new step; may be infinite.
-        zero_on_sample: Whether the steps of a window that was drawn get priority 0 until they are prioritised again.
+        zero_on_sample: Whether drawing a window sets the priorities of its steps to 0.
         maxfrac: Share of the maximum in a window's priority; the rest is the mean.
-        branching: Ignored; an argument of ``embodied``'s.
+        branching: Ignored; accepted because ``embodied``'s selector takes it.
         seed: Seed of the draws.
 
     Examples:
@@ -190,10 +190,10 @@ class Prioritized(_Range):
     ) -> None:
         super().__init__(seed)
         if not 0 <= maxfrac <= 1 or not exponent >= 0 or not initial >= 0:
-            raise ArgumentError("exponent and initial must be at least 0, and maxfrac from 0 to 1")
+            raise ArgumentError("exponent and initial must be at least 0, and maxfrac between 0 and 1")
         self.exponent, self.initial, self.maxfrac = float(exponent), float(initial), float(maxfrac)
         self.zero_on_sample = zero_on_sample
-        # steps are numbered by rows; a row is used again when no window has its step any more
+        # each step has a row, which is reused when no window contains the step any more
         self._row_of: dict[bytes, int] = {}
         self._ids: list[bytes] = []
         self._unused: list[int] = []
@@ -293,7 +293,7 @@ class Prioritized(_Range):
     # ---- priorities ----
 
     def prioritize(self, step_ids: Any, priorities: Any) -> None:
-        """Set the priorities of steps; those of steps that no window has are ignored.
+        """Set the priorities of steps; steps that no window contains are ignored.
 
         Args:
             step_ids: Ids of steps, ``[n, 20]``.
@@ -349,7 +349,7 @@ class Prioritized(_Range):
 
 
 class Mixture:
-    """Draws each time from one of several selectors, chosen at random.
+    """Draws each window with one of several selectors, which is chosen at random.
 
     Args:
         selectors: Selectors by name.
@@ -372,7 +372,7 @@ class Mixture:
             raise ArgumentError(
                 f"fractions must be those of {sorted(selectors)} and add up to 1, got {dict(fractions)}"
             )
-        # a selector that is never used need not be told of windows
+        # selectors that are never used need not know the windows
         self.selectors: Sequence[Any] = [part for part, share in zip(selectors.values(), shares, strict=True) if share]
         self.fractions: Floats = shares[shares > 0] / shares.sum()
         self.rng = np.random.default_rng(seed)
@@ -394,7 +394,7 @@ class Mixture:
             del selector[window]
 
     def prioritize(self, step_ids: Any, priorities: Any) -> None:
-        """Pass priorities on to the selectors that take them.
+        """Pass priorities to the selectors that use them.
 
         Args:
             step_ids: Ids of steps, ``[n, 20]``.

@@ -1,4 +1,4 @@
-"""Several served buffers behind one client: samples are drawn from all of them, as if they were one."""
+"""Several served buffers that are used through one client, as if they were one buffer."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Coordinator:
 class ShardedRayClient:
     """The handle for collectors and learners of a `ShardedRayReplayBuffer`; it can be pickled.
 
-    All items of one client go to the same shard; clients take the shards in turn. An ``index`` numbers the items of
-    all shards: ``index // shard_size`` is the shard.
+    All items of one client go to the same shard; clients are assigned to the shards in turn. An ``index`` numbers the
+    items of all shards: ``index // shard_size`` is the number of the shard.
     """
 
     def __init__(
@@ -106,16 +106,19 @@ class ShardedRayClient:
         return self.extend(as_items(data).unsqueeze(0))
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until everything that was passed to ``extend(wait=False)`` is stored, at most ``timeout`` s."""
+        """Wait until everything that was passed to ``extend(wait=False)`` is stored.
+
+        Raises `TimeoutError` after ``timeout`` seconds; sending goes on.
+        """
         self._own_shard().flush(timeout)
 
     # ---- learners ----
 
     def sample(self, batch_size: int | None = None) -> Any:
-        """Return a batch from all shards; the next batches are requested and decoded meanwhile.
+        """Return a batch from all shards, and request and decode the next batches in the background.
 
-        Every item that was stored when the shards last answered is drawn with the same probability, however full its
-        shard is, or in proportion to its priority.
+        Items that were stored when the shards last answered are drawn with the same probability, however full their
+        shards are, or in proportion to their priorities.
         """
         size = self.batch_size if batch_size is None else check_count(batch_size, "batch_size")
         if size is None:
@@ -131,9 +134,9 @@ class ShardedRayClient:
         planned = self._known
         counts = split_batch(planned, batch_size, self._rng)
         seed = int(self._rng.integers(1 << 62))
-        # one for all shards: their keyframes are often the same
+        # one lease for all shards, whose keyframes are often the same
         lease = self._keyframes.lease()
-        # shards without a part in the batch tell what they hold, too
+        # ask all shards: those without a part in the batch report their contents too
         references = [
             shard.actor.draw.remote(count, max(1, contents.n_items), admitted, lease.known)
             for shard, count, contents in zip(self._shards, counts, planned, strict=True)
@@ -159,13 +162,13 @@ class ShardedRayClient:
         return [Contents(*self._fetch(number, reference)) for number, reference in enumerate(references)]
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the items at ``index``, integers as they were sampled."""
+        """Return the items at ``index``, which is as in sampled batches."""
         index = torch.as_tensor(index)
         if index.is_floating_point() or index.dtype == torch.bool:
             raise IndexOutOfRangeError(f"items are indexed by integers, got {index.dtype}")
         flat = index.reshape(-1)
         if not flat.numel():
-            raise IndexOutOfRangeError("an index without entries")
+            raise IndexOutOfRangeError("the index is empty; pass at least one integer")
         parts, places = [], []
         for number, place in self._split(flat):
             parts.append(self._shards[number][flat[place] - number * self.shard_size])
@@ -177,7 +180,9 @@ class ShardedRayClient:
         """Return the shards that ``index`` refers to, each with the positions of its entries."""
         shard = index // self.shard_size
         if not 0 <= int(shard.min()) <= int(shard.max()) < len(self._shards):
-            raise IndexOutOfRangeError(f"an index is not among {len(self._shards)} shards of {self.shard_size} items")
+            raise IndexOutOfRangeError(
+                f"an index is out of range: there are {len(self._shards)} shards of {self.shard_size} items"
+            )
         return [(number, torch.nonzero(shard == number).squeeze(-1)) for number in sorted(set(shard.tolist()))]
 
     def update_priority(self, index: Any, priority: Any, generation: Any = None) -> int:
@@ -215,9 +220,9 @@ class ShardedRayClient:
 
 
 class ShardedRayReplayBuffer:
-    """Several `CompressedRayReplayBuffer` behind one client, for more data than one process can store or send.
+    """Several `CompressedRayReplayBuffer`, used as one, for more data than one process can store or send.
 
-    Collectors write to one shard each, and learners draw from all of them, however full each of them is.
+    Each collector writes to one of these shards, and learners draw from all of them, however full each shard is.
 
     Args:
         max_size: The maximum number of items in all shards together.
@@ -226,7 +231,7 @@ class ShardedRayReplayBuffer:
         folder: The folder for the files of all shards; each has a folder of its own in it.
         rate_limiter: A `RateLimiter` for all shards together.
         prefetch: How many batches `sample` requests ahead.
-        max_pending: How many packets of ``extend(wait=False)`` a client may have unacknowledged.
+        max_pending: The maximum number of unacknowledged packets of ``extend(wait=False)``, per client.
         remote_config: Ray options of each shard; ``{"scheduling_strategy": "SPREAD"}`` places them on many machines.
         kwargs: As for `CompressedRayReplayBuffer`.
 
@@ -295,7 +300,7 @@ class ShardedRayReplayBuffer:
         )
 
     def __getattr__(self, name: str) -> Any:
-        # everything that collectors and learners do
+        # methods for collectors and learners
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._client, name)
@@ -316,7 +321,7 @@ class ShardedRayReplayBuffer:
         return [buffer.memory_usage() for buffer in self._buffers]
 
     def close(self) -> None:
-        """End all actors."""
+        """Stop all actors."""
         if self._coordinator is not None:
             ray.kill(self._coordinator)
             self._coordinator = None

@@ -1,4 +1,4 @@
-"""Where encoded observations live: heaps, frames, and views that index like arrays."""
+"""Stores of encoded observations: heaps, frames, and views that index like arrays."""
 
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.observation import ObservationStore

@@ -78,7 +78,7 @@ def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
 def wait_before_freeing(owner: object, device: torch.device) -> None:
     """Let the device finish before ``owner``, whose pinned memory its kernels use, is freed."""
     if device.type == "cuda":
-        # torch knows of copies from and to pinned memory, but not of kernels that use it
+        # torch waits for copies from and to pinned memory, but not for kernels that use it
         weakref.finalize(owner, _wait_for, device).atexit = False
 
 
@@ -225,7 +225,7 @@ class PlannedWrite:
 
 
 class CancellableWrite(PlannedWrite):
-    """A write that knows whether it was committed, and can be undone."""
+    """A write that can be undone; `written` says whether it was committed."""
 
     __slots__ = ("written",)
     may_fail = True

@@ -120,7 +120,7 @@ class DeviceTable:
         return StagedColumns(StepColumns(sources[0], tuple(sources[1:])), lease, self._staging)
 
     def commit(self, step: int, planned: Any) -> None:
-        """Write what was planned as ``step``; doing it twice has no further effect."""
+        """Write what was planned as ``step``; idempotent."""
         written = self._written
         if type(planned) is tuple:
             for view, value in zip(written, planned, strict=False):

@@ -83,8 +83,8 @@ class DeviceFrameWrite(AttributeWrite):
         self.owner.__dict__.update(self.after)
 
 
-class _Room(NamedTuple):
-    """The sizes of the tables, and what a write may use of them at most."""
+class _Limits(NamedTuple):
+    """The sizes of the tables, and how much of them a write may use at most."""
 
     capacity: int  # of the heap
     advance: int
@@ -116,7 +116,7 @@ class DeviceFrameStore(DeviceStore):
 
     layout: StackLayout
     state: DeviceState = None  # type: ignore[assignment]  # until the tables are allocated
-    _room: _Room
+    _limits: _Limits
     #: The columns that are written in the same launch as a step.
     columns: TableLayout | None = None
     # a write, a change of tables or "clear" while it is under way; the next call completes it after an exception
@@ -189,14 +189,14 @@ class DeviceFrameStore(DeviceStore):
             frame_ids = self.state.tables.frame_ids.copy_(tables.frame_ids)
             state = state._replace(tables=tables._replace(frame_ids=frame_ids))
         # each number is an argument of a launch: nothing is copied from the host
-        for place, number in zip(self._addresses.unbind(0), self.memory.addresses(tables), strict=True):
-            place.fill_(number)
+        for address, number in zip(self._addresses.unbind(0), self.memory.addresses(tables), strict=True):
+            address.fill_(number)
         memory = self.memory
-        # what is skipped at the seam is counted in every write, although it is skipped once per lap
-        room = _Room(
+        # the bytes skipped at the end of the ring are counted in every write, although they are skipped once per lap
+        limits = _Limits(
             capacity_of(tables), memory.max_advance(1), tables.n_slots, memory.max_segments(1), self.n_streams // 16 + 4
         )
-        self.__dict__.update(state=state, _room=room)
+        self.__dict__.update(state=state, _limits=limits)
 
     def _change_tables(self, state: DeviceState) -> None:
         """Use ``state``, which holds the same observations in other tables."""
@@ -243,15 +243,15 @@ class DeviceFrameStore(DeviceStore):
         after: dict[str, Any] = {"_launches": launches + 1, "unfinished": None}
         if step == self.n_steps - 1:
             after["_wrapped"] = True
-        # fast path: the last report says that there is room, whatever the writes since then have used
+        # fast path: the last report shows that there is enough space, even if later writes used as much as they can
         # its number first, see `_heap_use`
-        notes, room = self.state.notes, self._room
+        notes, limits = self.state.notes, self._limits
         n_writes = launches - int(notes[dt.REPORT_LAUNCH]) + 1
         head, tail, spare, n_segments, _ = notes.tolist()
         tail = min(tail, head)
         if (
-            head - tail + n_writes * room.advance <= room.capacity
-            and n_segments + n_writes * room.segments <= room.n_slots and spare >= room.spare
+            head - tail + n_writes * limits.advance <= limits.capacity
+            and n_segments + n_writes * limits.segments <= limits.n_slots and spare >= limits.spare
         ):  # fmt: skip
             return self._plan_launch(source, WriteJob(step, oldest, indices, launches & 1, tail), after)
         if launches:
@@ -278,12 +278,12 @@ class DeviceFrameStore(DeviceStore):
     def _plan_near_limit(self, source: _Source, job: WriteJob, after: dict[str, Any]) -> DeviceFrameWrite:
         """Wait for the exact sizes and reserve space; if the step may still not fit, try it on a copy of the tables."""
         memory, launch = self.memory, self._launches + 1
-        if not self._has_room():
+        if not self._has_space():
             self._wait_for_report()
-            if self._launches and not self._has_room():
+            if self._launches and not self._has_space():
                 self._reserve()
         tail = self._heap_use()[1]
-        if self._has_room():
+        if self._has_space():
             return self._plan_launch(source, job._replace(tail=tail), after)
         written = self._write_to_copy(source, job._replace(tail=tail), launch)
         if written.tables.counters[dt.NEEDED] and self._launches:
@@ -314,7 +314,7 @@ class DeviceFrameStore(DeviceStore):
         first, last = source.frames[0], source.frames[-1]
         given = None if columns is None else columns.columns
         self.writer(state).write(source.lease.tensors[0], first, last, self.n_sets, state.report, given)
-        # the report, which is the last that the kernel writes, tells when the staging memory was read
+        # the kernel writes its report last: once it has arrived, the staging memory has been read
         done = LaunchDone(launch, state.notes[dt.REPORT_LAUNCH :], self.memory.wait)
         self._job_staging.release(source.lease, done)
         if columns is not None:
@@ -357,7 +357,7 @@ class DeviceFrameStore(DeviceStore):
     def _split(self, batch: torch.Tensor) -> torch.Tensor:
         """Frames ``[stream, stack, byte]`` of whole words."""
         if batch.numel() == 1:
-            # contiguous whatever its strides are, but only strides of 1 can be viewed as bytes
+            # a single byte is contiguous with any strides, but only strides of 1 can be viewed as bytes
             batch = batch.as_strided(batch.shape, (1,) * batch.ndim)
         if self._whole and batch.data_ptr() % 8 == 0:
             return batch
@@ -384,9 +384,9 @@ class DeviceFrameStore(DeviceStore):
         tail = min(tail, head)
         return head - tail + (self.memory.max_advance(under_way) if under_way else 0), tail
 
-    def _has_room(self) -> bool:
-        """Whether one more write is sure to fit into the heap."""
-        return self._heap_use()[0] + self._room.advance <= self._room.capacity
+    def _has_space(self) -> bool:
+        """Whether one more write certainly fits into the heap."""
+        return self._heap_use()[0] + self._limits.advance <= self._limits.capacity
 
     def _wait_for_report(self) -> None:
         """Wait until the last write is done."""
@@ -400,7 +400,7 @@ class DeviceFrameStore(DeviceStore):
         """Add keyframes and slots for segments before they run out."""
         notes = self.state.notes
         # reports of writes that were under way when keyframes were added do not count those
-        if notes[dt.REPORT_LAUNCH] >= self._grown and notes[dt.REPORT_SPARE] < self._room.spare:
+        if notes[dt.REPORT_LAUNCH] >= self._grown and notes[dt.REPORT_SPARE] < self._limits.spare:
             self._grown = self._launches + 1
             self._change_tables(self.memory.add_keyframes(self.state))
         if self._segments_after() > self.state.tables.n_slots:
@@ -409,20 +409,20 @@ class DeviceFrameStore(DeviceStore):
                 self._change_tables(self.memory.add_slots(self.state))
 
     def _segments_after(self) -> int:
-        """Slots that a stream may need for this write, if those under way use as many as they can."""
+        """Slots that a stream may need for this write, if all writes in flight use as many as they can."""
         notes = self.state.notes
         under_way = self._launches - int(notes[dt.REPORT_LAUNCH])  # first, as in `_heap_use`
         return int(notes[dt.REPORT_SEGMENTS]) + self.memory.max_segments(under_way + 1)
 
     def _reserve(self) -> None:
-        """Pack the heap if much of it is dead, else grow it, as far as ``heap_bytes`` allows."""
+        """Compact the heap if much of it is unused, else grow it, as far as ``heap_bytes`` allows."""
         use, limit = self._heap_use()[0], self.ring.heap_bytes
         capacity = capacity_of(self.state.tables)
         live = self.memory.live_bytes(self.state.tables)
-        room = self.memory.max_advance(self.memory.n_ahead)
-        wanted = max(capacity, live + room)
+        in_flight = self.memory.max_advance(self.memory.n_ahead)
+        wanted = max(capacity, live + in_flight)
         if live > use // 2 or wanted > capacity:
-            wanted = max(wanted, live + live // 2 + room)
+            wanted = max(wanted, live + live // 2 + in_flight)
         if limit is not None:
             wanted = max(min(wanted, limit), capacity)
         if wanted > capacity or live < use:

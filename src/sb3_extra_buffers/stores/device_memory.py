@@ -21,8 +21,8 @@ Array = npt.NDArray[Any]
 _LENGTH = (1 << dt.LENGTH_BITS) - 1
 # frames that are copied to a new heap at a time
 _REPACK_CHUNK = 1 << 14
-# writes that may be in flight before the host waits for a report: at most this many, and so few that the space reserved
-# for them in the heap is at most this share of uncompressed observations
+# limits for writes in flight, before the host waits for a report: their number, and the space reserved for them in
+# the heap, as a share of uncompressed observations
 _MAX_AHEAD, _AHEAD_SHARE = 16, 0.02
 
 

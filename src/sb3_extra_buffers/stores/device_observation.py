@@ -281,7 +281,7 @@ class DeviceObservationStore(DeviceStore):
         return self.chooser.describe(choice, choice.method + location)
 
     def memory_usage(self) -> MemoryUsage:
-        """Bytes in use, wherever they are; how many of them are written is for the caller to know."""
+        """Bytes in use, on any device; the caller adds the number of transitions."""
         inner = self.inner
         is_raw = self.choice is not None and self.choice.is_raw
         usage = MemoryUsage(self.collected_bytes, decided=is_raw) if inner is None else inner.memory_usage()

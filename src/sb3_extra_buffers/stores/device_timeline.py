@@ -52,11 +52,11 @@ class _Staged(NamedTuple):
     """A step as the kernels take it."""
 
     batches: tuple[torch.Tensor, ...]  # one per set
-    # int32 [stream, n_ids]: codes of the frames, as far as the host knows them; int32 [stream + 1]: new frames of the
-    # streams before. None if all codes are the usual ones, or the host knows none.
+    # int32 [stream, n_ids]: codes of the frames that the host has determined; int32 [stream + 1]: new frames of the
+    # previous streams. None if all codes are the usual ones, or the host has determined none
     given: tuple[torch.Tensor, ...] | None
-    is_known: bool  # whether the host knows all codes
-    max_new: int  # the most frames that go to side rows
+    is_known: bool  # whether the host has determined all codes
+    max_new: int  # maximum number of frames that go to side rows
     lease: Lease | None  # the staging memory of the batches, unless they are the caller's tensors
 
 

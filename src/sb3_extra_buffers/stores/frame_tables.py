@@ -143,7 +143,7 @@ class FrameTables(Store):
         self._count_references()
         self._free(np.flatnonzero((self.state.counts > 0) & (self.state.live == 0)))
 
-    def _drop_freed(self) -> None:  # only some stores can tell
+    def _drop_freed(self) -> None:  # only some stores override this
         """Remove the payloads of segments that were being freed."""
 
     @abstractmethod
@@ -238,7 +238,7 @@ class FrameTables(Store):
         self.state = self.state._replace(**columns)
 
     def _adopt(self) -> None:  # payloads are put into the heap by the heap itself
-        """Tell the heap what kernels wrote into its gap, before it is asked to do anything."""
+        """Let the heap take over what kernels wrote into its gap; before any other use of the heap."""
 
     def _drop_view(self) -> None:
         """Drop the reference to the heap's bytes: memory that an array refers to cannot be extended in place."""

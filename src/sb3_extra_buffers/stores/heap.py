@@ -110,7 +110,7 @@ class Heap:
         return self._arena.area
 
     def move_to_area(self, new_area: Callable[[int], Any]) -> None:
-        """Move all payloads to memory from ``new_area``, and allocate from there in future."""
+        """Move all payloads to memory that ``new_area`` allocates, and allocate there from now on."""
         self.new_area = new_area
         self._repack(0)
 
@@ -119,8 +119,10 @@ class Heap:
         self._arena = self._arena._replace(starts=starts)
         self.lengths = lengths
 
-    def show(self, data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int32]) -> None:
-        """Read payloads of another heap from its memory; this one cannot be written to then."""
+    def map_payloads(
+        self, data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int32]
+    ) -> None:
+        """Read the payloads of another heap from its memory; this heap is read-only from then on."""
         self._arena = Arena(data, data, starts)
         self.lengths = lengths
 

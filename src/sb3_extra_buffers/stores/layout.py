@@ -42,7 +42,7 @@ class StackLayout:
 
     @property
     def pixel_bytes(self) -> int:
-        """Bytes of a frame that lie together in an observation stacked along the last axis; 0 along the first."""
+        """Contiguous bytes of a frame in an observation that is stacked along the last axis; 0 for the first axis."""
         if self.axis == "first" or self.stack == 1:
             return 0
         return self.spec.shape[-1] // self.stack * self.spec.dtype.itemsize

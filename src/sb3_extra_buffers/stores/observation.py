@@ -226,7 +226,8 @@ class ObservationStore:
     def write_encoded(self, indices: Indices, write: Callable[[Store], bool]) -> bool:
         """Let ``write`` store encoded rows at ``indices``, as one write of the inner store; return what it returns.
 
-        False, without a call, if rows have to be decoded: before a method was chosen, or if changes are reported.
+        Returns False without calling ``write`` if rows must be decoded: before a method is chosen, or if changes are
+        reported.
         """
         with self.lock:
             self._check_writable()

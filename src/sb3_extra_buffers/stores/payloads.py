@@ -230,7 +230,7 @@ class PayloadStore(PortableFrameStore):
             return False
         return all(any(same_codec(codec, own) for own in self.codecs) for codec in reader.codecs)
 
-    def _file_segments(self, segments: Numbers, reader: PortableFrameStore, frames: EncodedFrames) -> None:
+    def _import_segments(self, segments: Numbers, reader: PortableFrameStore, frames: EncodedFrames) -> None:
         assert isinstance(reader, PayloadStore)
         # `can_import` has found each of them
         numbers = [next(i for i, own in enumerate(self.codecs) if same_codec(codec, own)) for codec in reader.codecs]

@@ -1,4 +1,4 @@
-"""Encoded frames taken out of one frame store and filed in another, as they are."""
+"""Export of encoded frames from one frame store, and import into another, without decoding them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 Numbers = npt.NDArray[np.int32]
 
-#: In `EncodedFrames.owners`: the segment needs nothing that segments share.
+#: In `EncodedFrames.owners`: the segment needs none of the shared parts.
 NO_OWNER = -1
 
 
 class EncodedFrames(NamedTuple):
-    """Frames of some observations, encoded, and all that is needed to decode them."""
+    """The encoded frames of some observations, and everything that is needed to decode them."""
 
     frame_ids: FrameIds  # [row, stack]: segment * per_segment + position + 1, or 0 for a frame of zeros
     data: Bytes  # the segments, one after the other, and `SLACK` more bytes
@@ -45,9 +45,10 @@ class EncodedFrames(NamedTuple):
 
 
 class PortableFrameStore(FrameStore):
-    """A frame store that exports the encoded frames of observations, and imports those of others.
+    """A frame store that exports the encoded frames of observations, and imports those of other stores.
 
-    Nothing is decoded. A segment is exported up to the last frame that is needed; an open one as if it were sealed.
+    Nothing is decoded. Segments are exported up to the last frame that is needed, and open segments as if they were
+    sealed.
     """
 
     # the store that made this reader
@@ -56,7 +57,7 @@ class PortableFrameStore(FrameStore):
     # ---- out ----
 
     def export_frames(self, indices: Indices) -> tuple[EncodedFrames, list[int]]:
-        """Return the encoded frames of ``indices``, and which number each of `EncodedFrames.shared` has here."""
+        """Return the encoded frames of ``indices``, and the number of each of `EncodedFrames.shared` in this store."""
         self._begin_read(indices)
         per = self.per_segment
         ids = self.frame_ids[indices.reshape(-1)]
@@ -75,15 +76,15 @@ class PortableFrameStore(FrameStore):
     def _encoded(
         self, frame_ids: FrameIds, segments: npt.NDArray[np.int64], needed: npt.NDArray[np.int64]
     ) -> tuple[EncodedFrames, list[int]]:
-        """The first ``needed`` frames of each of ``segments``, which ``frame_ids`` refer to."""
+        """Return the first ``needed`` frames of each of ``segments``, which ``frame_ids`` refer to."""
 
     # ---- reading what was exported ----
 
     def reader_of(self, frames: EncodedFrames) -> Self:
-        """Return a store that reads ``frames``; it cannot be written to. This store lends its settings.
+        """Return a read-only store that reads ``frames``, with the settings of this store.
 
-        Raises `FileFormatError` unless everything but the encoded bytes is valid. Those are checked when they are
-        decoded, as everywhere.
+        Raises `FileFormatError` unless everything but the encoded bytes is valid. The bytes are checked when they are
+        decoded, as in all stores.
         """
         lengths = frames.lengths
         within(lengths, 1, 1 << 31, "the length of a segment")
@@ -103,7 +104,7 @@ class PortableFrameStore(FrameStore):
 
     @abstractmethod
     def _use_shared(self, owners: Numbers, shared: Sequence[Bytes]) -> None:
-        """Let segment i refer to ``shared[owners[i]]``, count its frames and check it, in a new reader."""
+        """In a new reader, let segment ``i`` refer to ``shared[owners[i]]``, count its frames and check it."""
 
     def verify_frames(self) -> None:
         """Raise `CorruptPayloadError` unless every frame can be decoded; for readers."""
@@ -114,13 +115,13 @@ class PortableFrameStore(FrameStore):
         self.share_pace()
 
     def _ids_to_verify(self) -> npt.NDArray[np.int64]:
-        """Frames whose decoding decodes all of them."""
+        """Return frames such that decoding these decodes all frames."""
         per, counts = self.per_segment, self.state.counts
         segments, positions = np.nonzero(np.arange(per) < counts[:, None])
         return segments * per + positions
 
     def share_pace(self) -> None:
-        """Let the store that made this reader know how long it took to decode a row, for the next reader."""
+        """Pass the measured time per row to the store that created this reader, for the next reader."""
 
     # ---- in ----
 
@@ -129,14 +130,14 @@ class PortableFrameStore(FrameStore):
         """Whether segments of ``reader`` (`reader_of`) are segments of this store too."""
 
     def import_frames(self, indices: Indices, reader: PortableFrameStore, frames: EncodedFrames) -> None:
-        """Let ``indices`` refer to ``frames``, which ``reader`` reads; a write like any other."""
+        """Store ``frames``, which ``reader`` reads, at ``indices``; a transaction, like any other write."""
         indices = as_contiguous(indices)
         self._begin_change()
         if len(self.state.undo_indices) < len(indices):
             self._lengthen_lists(len(indices))
         segments = self._take_segments(len(frames.lengths))
         self._mark_dirty(indices)
-        self._file_segments(segments, reader, frames)
+        self._import_segments(segments, reader, frames)
         transfer_kernels(self._kernels.compiled).refer_rows(
             self._tables(), self.frame_ids, indices, frames.frame_ids, segments, reader.per_segment,
             np.empty(self.layout.stack, np.int64),
@@ -146,7 +147,7 @@ class PortableFrameStore(FrameStore):
         self._tidy()
 
     def _take_segments(self, count: int) -> Numbers:
-        """Take ``count`` unused segments; `recover` puts them back."""
+        """Take ``count`` unused segments; `recover` returns them."""
         if self.state.counters[N_UNUSED] < count:
             self._free_listed()
         while self.state.counters[N_UNUSED] < count:
@@ -160,10 +161,10 @@ class PortableFrameStore(FrameStore):
         return segments
 
     @abstractmethod
-    def _file_segments(self, segments: Numbers, reader: PortableFrameStore, frames: EncodedFrames) -> None:
+    def _import_segments(self, segments: Numbers, reader: PortableFrameStore, frames: EncodedFrames) -> None:
         """Set the tables of new ``segments``, then put them into the heap with `_put_payloads`.
 
-        In this order: `recover` drops a segment that has frames but no payload, and the other way round.
+        The order matters: `recover` drops segments with frames but no payload, and payloads without frames.
         """
 
     def _put_payloads(self, segments: Numbers, frames: EncodedFrames) -> None:

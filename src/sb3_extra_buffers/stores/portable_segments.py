@@ -1,4 +1,4 @@
-"""Segments taken out of one store and filed in another: what `SegmentStore` and `PackedStore` add to `portable`."""
+"""Export and import of segments: what `SegmentStore` and `PackedStore` add to `portable`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Offsets = npt.NDArray[np.int64]
 
 
 class PortableSegmentStore(PortableFrameStore):
-    """Exports segments with their keyframes, and files those of others: equal keyframes are stored once."""
+    """Exports segments with their keyframes, and imports those of other stores; equal keyframes are stored once."""
 
     _length_dtype: np.dtype[Any]
     _zstd_level: int
@@ -32,7 +32,7 @@ class PortableSegmentStore(PortableFrameStore):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # of rows of the table of keyframes, as far as they were needed; `_add_row` drops that of a row that it replaces
+        # by row of the table of keyframes, computed on demand; `_add_row` drops those of rows that it replaces
         self._fingerprints: dict[int, bytes] = {}
 
     @abstractmethod
@@ -71,13 +71,13 @@ class PortableSegmentStore(PortableFrameStore):
         return self.state.keyframe_rows[number * width : (number + 1) * width]
 
     def keyframe_fingerprint(self, number: int) -> bytes:
-        """A hash of a keyframe, for receivers that may have the same one already."""
+        """Return a hash of a keyframe, by which receivers find out whether they have it already."""
         known = self._fingerprints.get(number)
         if known is None:
             known = self._fingerprints[number] = fingerprint(self._keyframe_row(number))
         return known
 
-    def _file_keyframes(self, rows: Sequence[Bytes]) -> Numbers:
+    def _import_keyframes(self, rows: Sequence[Bytes]) -> Numbers:
         """Return the numbers of these keyframes; those that the store does not have yet are added."""
         in_use = np.flatnonzero(self.state.keyframe_refs).tolist()
         by_fingerprint = {self.keyframe_fingerprint(number): number for number in in_use}
@@ -145,8 +145,8 @@ class PortableSegmentStore(PortableFrameStore):
             and int(reader.state.counts.max(initial=0)) <= self.per_segment
         )
 
-    def _file_segments(self, segments: Numbers, reader: PortableFrameStore, frames: EncodedFrames) -> None:
-        numbers = self._file_keyframes(frames.shared)
+    def _import_segments(self, segments: Numbers, reader: PortableFrameStore, frames: EncodedFrames) -> None:
+        numbers = self._import_keyframes(frames.shared)
         keyframes = numbers[frames.owners]  # NO_OWNER finds the last entry
         state = self.state
         state.keyframes[segments] = keyframes

@@ -475,7 +475,7 @@ class SegmentStore(PortableSegmentStore):
                 self._row_seconds = min(1.05 * self._row_seconds, took)
             return damaged
 
-        # how long a row takes depends on the machine and on what is stored; previous reads tell
+        # the time per row depends on the machine and the contents; it is estimated from previous reads
         least, chunk = split_seconds()
         if n_rows * seconds < least or not self._kernels.compiled:
             damaged = work(0, n_rows) if n_rows else -1

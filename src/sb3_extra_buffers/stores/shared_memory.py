@@ -41,7 +41,7 @@ _MAGIC = 0x5242_5345_3353_4253
 _VERSION = 1
 # words of the header
 _MAGIC_AT, _VERSION_AT, _TOKEN_AT, _PID_AT, _GATE_AT, _LIFE_AT = 0, 1, 2, 4, 5, 6
-_CHANGES_AT = 7  # changes begun and ended: odd while one is under way
+_CHANGES_AT = 7  # number of changes that have begun or ended: odd while a change is under way
 _GENERATION_AT = 8  # descriptions written
 _LENGTH_AT = 9  # bytes of the description
 _WAITING_AT = 10  # whether the writer waits for readers
@@ -52,7 +52,7 @@ _N_STATE = _N_WORDS - _STATE_AT
 # where the description starts
 _DESCRIPTION_AT = 4096
 _MAX_DESCRIPTION = 1 << 28
-# arrays are copied in parts of this many bytes; parts that hold zeros only are left out
+# arrays are copied in parts of this many bytes, except parts that contain only zeros
 _PART = 1 << 16
 # seconds between two checks whether the writer is alive
 _LIFE_INTERVAL = 0.02
@@ -63,7 +63,7 @@ _NAME = re.compile(r"(?:(?P<pid>[1-9][0-9]{0,9})|(?P<folder>/.+))\.(?P<number>[0
 def check_supported() -> None:
     """Raise `SharingError` where memory cannot be shared."""
     if fcntl is None:
-        raise SharingError("buffers can be shared through memory on Linux and macOS only")
+        raise SharingError("sharing a buffer through memory needs Linux or macOS")
 
 
 # ---- memory ----
@@ -82,7 +82,7 @@ def _has_anonymous_memory() -> bool:
 
 
 class SharedPlace:
-    """Where a writer allocates memory that others can map: each piece has a number."""
+    """Allocates memory that other processes can map, in numbered pieces."""
 
     def __init__(self, in_files: bool = False) -> None:
         check_supported()
@@ -96,7 +96,7 @@ class SharedPlace:
 
     @property
     def root(self) -> str:
-        """What names of this place begin with."""
+        """How names of this place begin."""
         return str(os.getpid()) if self.folder is None else self.folder
 
     def create(self, size: int) -> tuple[int, int]:
@@ -122,7 +122,7 @@ class SharedPlace:
         return number, descriptor
 
     def reserve(self, descriptor: int, size: int) -> None:
-        """Let a piece have ``size`` bytes. In files they are allocated now: writing to a full disk would be fatal."""
+        """Resize a piece to ``size`` bytes. Files get disk space now: writing to a full disk would kill the process."""
         if self.folder is None or not hasattr(os, "posix_fallocate"):
             os.ftruncate(descriptor, size)
         else:
@@ -164,7 +164,7 @@ class SharedArea(mmap.mmap):
         self.version = object()
 
     def describe(self, array: Array) -> list[Any]:
-        """What `MappedPieces.array` needs to find ``array``, which starts where this area starts."""
+        """Return what `SharedView.map_array` needs to map ``array``, which starts where this area starts."""
         return [self.number, os.fstat(self.descriptor).st_ino, array.dtype.str, list(array.shape)]
 
 
@@ -205,14 +205,14 @@ _writers: weakref.WeakSet[SharedWriter] = weakref.WeakSet()
 class SharedWriter:
     """The side of the process that owns what is shared.
 
-    Every change is made between `begin` and `end`, in one thread at a time. ``state`` holds numbers that readers get
-    with every change, `describe` publishes everything else.
+    Every change is made between `begin` and `end`, in one thread at a time. ``state`` holds numbers that readers see
+    after every change; `describe` publishes everything else.
     """
 
     def __init__(self, in_files: bool = False) -> None:
         self.place = SharedPlace(in_files)
         self._pid = os.getpid()
-        # closed by `__del__`, also if a later one cannot be created
+        # closed by `__del__` even if the constructor fails
         self._descriptors: list[int] = []
         number, self._main = self._create(_DESCRIPTION_AT)
         (gate, self._gate), (life, self._life) = self._create(1), self._create(1)
@@ -225,9 +225,9 @@ class SharedWriter:
         words[_GATE_AT], words[_LIFE_AT] = gate, life
         words[_MAGIC_AT] = _MAGIC
         fcntl.flock(self._life, fcntl.LOCK_EX)
-        #: By which other processes find it.
+        #: The name under which other processes open it.
         self.name = f"{self.place.root}.{number}.{token.hex()}"
-        #: Numbers that readers get with every change.
+        #: Numbers that readers see after every change.
         self.state = words[_STATE_AT:_N_WORDS]
         self.is_changing = False
         self.is_closed = False
@@ -239,7 +239,7 @@ class SharedWriter:
         return number, descriptor
 
     def begin(self) -> None:
-        """Wait for the readers, and keep others out until `end`."""
+        """Wait for active readers, and let no other reader begin until `end`."""
         if self.is_changing or self.is_closed:
             return
         try:
@@ -256,7 +256,7 @@ class SharedWriter:
             raise
 
     def _wait(self) -> None:
-        """Take the lock when those who read now have finished; readers that come later wait at the gate."""
+        """Take the lock once active readers have finished; readers that arrive later wait for the gate lock."""
         try:
             self._words[_WAITING_AT] = 1
             fcntl.flock(self._gate, fcntl.LOCK_EX)
@@ -266,7 +266,7 @@ class SharedWriter:
             fcntl.flock(self._gate, fcntl.LOCK_UN)
 
     def end(self, is_complete: bool = True) -> None:
-        """Let readers continue; a change that is not complete keeps them from reading."""
+        """Let readers continue; after an incomplete change, reading raises `InterruptedChangeError`."""
         if not self.is_changing:
             return
         if is_complete:
@@ -303,7 +303,7 @@ class SharedWriter:
             os.close(descriptor)
 
     def _leave(self) -> None:
-        """In a forked child: the locks belong to the parent, and must not outlive it here."""
+        """Called in a forked child: close the parent's locks, which must not outlive the parent here."""
         self.is_closed = True
         self._close_descriptors()
 
@@ -320,7 +320,7 @@ _HAS_PROC = os.path.isdir("/proc/self/fd")
 
 
 class _Piece:
-    """An open piece of shared memory: a lock belongs to one of these, and copies of the descriptor would share it."""
+    """An open piece of shared memory with its own descriptor, because copies of a descriptor share their lock."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -343,7 +343,7 @@ class _Piece:
 
 
 class _Thread(threading.local):
-    """By what a thread holds the lock, and how many times."""
+    """Per thread: the pieces that it locks, and how deeply its calls of `reading` are nested."""
 
     main: _Piece | None = None
     gate: _Piece | None = None
@@ -354,7 +354,7 @@ class SharedView:
     """The side of a process that reads what a `SharedWriter` shares.
 
     Raises:
-        SharingError: The name is not that of something that a running process of this user shares.
+        SharingError: No running process of this user shares anything under this name.
     """
 
     def __init__(self, name: str) -> None:
@@ -367,12 +367,12 @@ class SharedView:
         self._main = self._open(int(found["number"]))
         size = os.fstat(self._main.descriptor).st_size
         if size < _DESCRIPTION_AT:
-            raise SharingError(f"{name!r} is not a shared buffer: it has {size} bytes only")
+            raise SharingError(f"{name!r} is not a shared buffer: it has only {size} bytes")
         self._map = mmap.mmap(self._main.descriptor, _DESCRIPTION_AT, access=mmap.ACCESS_READ)
         words = self._words = memoryview(self._map).cast("q")
         token = self._map[8 * _TOKEN_AT : 8 * _TOKEN_AT + 16]
         if words[_MAGIC_AT] != _MAGIC or token.hex() != found["token"]:
-            raise OwnerEndedError(f"{name!r} is not shared any more")
+            raise OwnerEndedError(f"{name!r} is no longer shared")
         if words[_VERSION_AT] != _VERSION:
             raise SharingError(
                 f"{name!r} is shared in version {words[_VERSION_AT]} of the format, but this release reads version "
@@ -382,7 +382,7 @@ class SharedView:
         #: Numbers that every change may set; valid while reading.
         self.state = words[_STATE_AT:_N_WORDS]
         self._thread = _Thread()
-        # those of other threads, which a forked child must close
+        # pieces of other threads, which a forked child must close
         self._pieces: weakref.WeakSet[_Piece] = weakref.WeakSet()
         self._next_check = 0.0
         _views.add(self)
@@ -392,7 +392,7 @@ class SharedView:
             piece = _Piece(f"{self._root}/{number}")
         except FileNotFoundError as problem:
             raise OwnerEndedError(
-                f"{self.name!r} is not shared any more: its process has ended or has stopped sharing it"
+                f"{self.name!r} is no longer shared: its process has ended or has stopped sharing it"
             ) from problem
         except OSError as problem:
             raise SharingError(f"{self.name!r} cannot be opened: {problem.strerror}") from problem
@@ -407,7 +407,7 @@ class SharedView:
         return not (self._words[_CLOSED_AT] or self._has_ended())
 
     def _has_ended(self) -> bool:
-        """Whether the owner has ended: it holds a lock as long as it lives."""
+        """Whether the owner has ended, which releases a lock that it holds all the time."""
         try:
             fcntl.flock(self._life.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -417,17 +417,17 @@ class SharedView:
 
     @property
     def generation(self) -> int:
-        """Changes when the description does; valid while reading."""
+        """A number that changes when the description does; valid while reading."""
         return self._words[_GENERATION_AT]
 
     @property
     def n_changes(self) -> int:
-        """Changes when anything does; valid while reading."""
+        """A number that changes when anything changes; valid while reading."""
         return self._words[_CHANGES_AT]
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Keep the writer out. May be nested, and several threads may read at a time.
+        """Keep the writer out. Calls may be nested, and several threads may read at the same time.
 
         Raises:
             OwnerEndedError: The owner has ended, or has stopped sharing.
@@ -443,7 +443,7 @@ class SharedView:
             self._pieces.update((main, gate))
         try:
             if self._words[_WAITING_AT]:
-                # let the writer pass, which holds the gate; if it was killed there, the gate is open
+                # wait until the writer, which holds the gate, has the lock; if it was killed, the gate is free
                 try:
                     fcntl.flock(gate.descriptor, fcntl.LOCK_SH)
                 finally:
@@ -463,7 +463,7 @@ class SharedView:
         if words[_CHANGES_AT] & 1:
             if self._has_ended():
                 raise InterruptedChangeError(
-                    f"the process that shared {self.name!r} ended in the middle of a change; what it left is incomplete"
+                    f"the process that shared {self.name!r} ended in the middle of a change, which is incomplete"
                 )
             raise InterruptedChangeError(
                 f"the last change of {self.name!r} was interrupted; its owner completes it when it next uses the buffer"
@@ -475,7 +475,7 @@ class SharedView:
             self._next_check = now + _LIFE_INTERVAL
 
     def description(self) -> Any:
-        """What `SharedWriter.describe` published; while reading."""
+        """Return what `SharedWriter.describe` published; to be called while reading."""
         length = self._words[_LENGTH_AT]
         require(0 < length < _MAX_DESCRIPTION, f"a description of {length} bytes")
         text = b""
@@ -486,7 +486,7 @@ class SharedView:
         return json.loads(text)
 
     def map_array(self, described: Any) -> Array:
-        """Map the array that `SharedArea.describe` described; while reading."""
+        """Map the array that `SharedArea.describe` described; to be called while reading."""
         require(isinstance(described, list) and len(described) == 4, f"invalid description {described!r}")
         number, inode = whole(described[0], "a number", stop=1 << 31), whole(described[1], "an inode", stop=1 << 64)
         dtype, shape = parse_dtype(described[2]), parse_shape(described[3])
@@ -495,14 +495,14 @@ class SharedView:
         status = os.fstat(piece.descriptor)
         require(status.st_ino == inode, "a piece of shared memory was replaced")
         require(nbytes + SLACK <= status.st_size, f"{nbytes} bytes do not fit {status.st_size} bytes of shared memory")
-        # Private: it shows what the owner writes as long as nothing is written here, and writing here would do no harm.
-        # Kernels are compiled for arrays that are not read-only
+        # A private mapping shows what the owner writes as long as nothing is written here, and what is written here is
+        # not seen by others. Kernels are compiled for writable arrays, so the mapping cannot be read-only
         area = mmap.mmap(piece.descriptor, max(nbytes, 1) + SLACK, access=mmap.ACCESS_COPY)
         array: Array = np.frombuffer(area, dtype, nbytes // max(dtype.itemsize, 1)).reshape(shape)
         return array
 
     def _renew(self) -> None:
-        """In a forked child: locks of the parent must not outlive it here."""
+        """Called in a forked child: replace the parent's locks, which must not outlive the parent here."""
         pieces = [self._main, self._gate, self._life, *self._pieces]
         self._main, self._gate, self._life = (piece.reopened() for piece in pieces[:3])
         self._thread = _Thread()

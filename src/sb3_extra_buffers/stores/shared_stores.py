@@ -1,4 +1,4 @@
-"""Observation stores in shared memory: moved there by their owner, and read there by other processes."""
+"""Observation stores in shared memory: written by their owner, read by other processes."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ MapArray = Callable[[Any], Array]
 
 # columns of `FrameState` that reading needs, apart from those of the heap
 _COLUMNS = ("keyframes", "keyframe_rows", "stage", "stage_ends")
-# seconds of decoding after which a reader lets the owner pass
-_TURN = 200e-6
+# seconds of decoding after which a reader lets the owner continue
+_PART_SECONDS = 200e-6
 
 
 class SharedArrays:
-    """Arrays in shared memory by name. An array that its owner has replaced is copied there again."""
+    """Arrays in shared memory by name. If the owner replaces an array, the new one is copied to shared memory too."""
 
     def __init__(self, place: SharedPlace) -> None:
         self.place = place
@@ -60,15 +60,15 @@ class SharedArrays:
         self._known = self._kept
 
     def share(self, name: str, array: Array) -> tuple[Array, list[Any]]:
-        """Return ``array`` in shared memory, and its description; the owner is to use it from now on."""
+        """Return ``array`` in shared memory, which the owner must use from now on, and its description."""
         known = self._known.get(name)
         if known is None or known[1] is not array:
             known = None, *self._copy(array)
         self._kept[name] = known
         return known[1], known[2].describe(known[1])
 
-    def show(self, name: str, array: Array) -> list[Any]:
-        """The description of a copy of ``array``, which is never changed in place."""
+    def share_copy(self, name: str, array: Array) -> list[Any]:
+        """Copy ``array``, which is never changed in place, to shared memory; return the description of the copy."""
         known = self._known.get(name)
         if known is None or known[0] is not array:
             known = array, *self._copy(array)
@@ -83,7 +83,7 @@ class SharedArrays:
 
 
 class SharedReaders(ReaderLocks):
-    """`ReaderLocks` of a store that other processes read: a change by the owner keeps those out, too."""
+    """`ReaderLocks` of a store that other processes read, which also wait while the owner changes it."""
 
     __slots__ = ("_begin", "_end", "_writing")
 
@@ -108,7 +108,7 @@ class SharedReaders(ReaderLocks):
                 self._writing = False
 
     def exclude_threads(self) -> None:
-        """`exclude` the other threads of this process only; `admit_threads` ends it."""
+        """Keep only the other threads of this process out, until `admit_threads`."""
         self._writing = True
         for stripe in self.stripes.values():
             with stripe:
@@ -123,7 +123,7 @@ class StoreSharing:
     """Keeps an `ObservationStore` in shared memory."""
 
     def __init__(self, store: ObservationStore, place: SharedPlace) -> None:
-        # weak: the store refers to what keeps this, and must be freed when its buffer is dropped
+        # weak: the store indirectly refers to this object, and must be freed together with its buffer
         self._store = weakref.ref(store)
         self._arrays = SharedArrays(place)
         self._seen: tuple[Any, ...] = ()
@@ -132,11 +132,11 @@ class StoreSharing:
 
     @property
     def store(self) -> ObservationStore | None:
-        """The store, as long as it exists."""
+        """The store, or None if it does not exist any more."""
         return self._store()
 
     def update(self) -> bool:
-        """Share what is not shared yet; return whether the description has changed. While readers are kept out."""
+        """Share what is not shared yet; return whether the description has changed. Call it while readers wait."""
         store = self._store()
         if store is None:
             return False
@@ -169,7 +169,10 @@ class StoreSharing:
         }
         if store.inner is None:
             indices, _, rows = store._collected.join()
-            arrays = {"indices": self._arrays.show("indices", indices), "rows": self._arrays.show("rows", rows)}
+            arrays = {
+                "indices": self._arrays.share_copy("indices", indices),
+                "rows": self._arrays.share_copy("rows", rows),
+            }
             return described | {"inner": {"kind": "pending", "arrays": arrays}}
         return described | {"inner": self._describe_inner(store.inner, "")}
 
@@ -225,7 +228,7 @@ class StoreSharing:
 
     def _describe_table(self, inner: TableStore, prefix: str) -> dict[str, Any]:
         record, arrays = inner.table.to_parts()
-        described = {name: self._arrays.show(f"{prefix}{name}", array) for name, array in arrays.items()}
+        described = {name: self._arrays.share_copy(f"{prefix}{name}", array) for name, array in arrays.items()}
         inner.places, described["places"] = self._arrays.share(f"{prefix}places", inner.places)
         outside = inner.outside
         return {
@@ -241,13 +244,13 @@ class StoreSharing:
 
 
 def _parts_of(store: ObservationStore) -> tuple[Any, ...]:
-    """Everything that a change replaces rather than changes in place."""
+    """All objects that a change of the store replaces instead of changing them in place."""
     return (store._collected,) if store.inner is None else _parts_of_inner(store.inner)
 
 
 def _parts_of_inner(inner: Store | None) -> tuple[Any, ...]:
     if isinstance(inner, FrameStore):
-        # not the heap's bytes, which cannot be extended while anything refers to them
+        # without the bytes of the heap: they could not be enlarged while something refers to them
         state, heap = inner.state, inner.heap
         return (
             inner, inner.codec, inner.frame_ids, heap.area, getattr(heap.area, "version", None), state.starts,
@@ -267,25 +270,25 @@ def _parts_of_inner(inner: Store | None) -> tuple[Any, ...]:
 # ---- readers ----
 
 
-class _Turns(threading.local):
-    #: Keeps the owner out while a part of a batch is read. None if the thread keeps it out for the whole batch.
+class _PartLock(threading.local):
+    #: A lock that keeps the owner out while a part of a batch is read; None if the owner waits for whole batches.
     lock: Callable[[], AbstractContextManager[None]] | None = None
 
 
-#: How this thread reads.
-turns = _Turns()
+#: Whether this thread reads batches in parts.
+part_lock = _PartLock()
 
 
-class _InTurns(SegmentStore):
-    """A store whose batches may be decoded in parts, between which the owner may change it."""
+class _ReadInParts(SegmentStore):
+    """A store whose batches may be decoded in parts; the owner may change the store between two parts."""
 
     def _read_kernel(self, expands: bool) -> Callable[..., int]:
-        read, lock = super()._read_kernel(expands), turns.lock
+        read, lock = super()._read_kernel(expands), part_lock.lock
         if lock is None:
             return read
-        n_rows = max(int(_TURN / self._row_seconds), 4)
+        n_rows = max(int(_PART_SECONDS / self._row_seconds), 4)
 
-        def read_in_turns(tables: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, *rest: Any) -> int:
+        def read_in_parts(tables: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, *rest: Any) -> int:
             for begin in range(first, stop, n_rows):
                 with lock():
                     damaged = read(tables, frame_ids, sets, out, begin, min(begin + n_rows, stop), *rest)
@@ -293,22 +296,22 @@ class _InTurns(SegmentStore):
                     return damaged
             return -1
 
-        return read_in_turns
+        return read_in_parts
 
 
-class _SegmentsInTurns(_InTurns):
-    """See `_InTurns`."""
+class _SegmentsInParts(_ReadInParts):
+    """See `_ReadInParts`."""
 
 
-class _PackedInTurns(_InTurns, PackedStore):
-    """See `_InTurns`."""
+class _PackedInParts(_ReadInParts, PackedStore):
+    """See `_ReadInParts`."""
 
 
-_IN_TURNS: dict[type[Any], type[Any]] = {SegmentStore: _SegmentsInTurns, PackedStore: _PackedInTurns}
+_IN_PARTS: dict[type[Any], type[Any]] = {SegmentStore: _SegmentsInParts, PackedStore: _PackedInParts}
 
 
 class SharedStore(ObservationStore):
-    """An `ObservationStore` that another process owns. It is read while that process is kept out."""
+    """An `ObservationStore` that another process owns, which must be kept out during each read."""
 
     read_only = True
 
@@ -316,10 +319,10 @@ class SharedStore(ObservationStore):
         spec = ObsSpec(parse_shape(described["shape"]), parse_dtype(described["dtype"]))
         super().__init__(spec, whole(described["n_streams"], "n_streams", 1), entry(described, "method", kind=str))
         self._described: Any = None
-        self.show(described, map_array)
+        self.attach(described, map_array)
 
-    def show(self, described: Any, map_array: MapArray) -> None:
-        """Read what ``described`` says from now on."""
+    def attach(self, described: Any, map_array: MapArray) -> None:
+        """Read from the arrays in ``described`` from now on."""
         if described == self._described:
             return
         before = None if self._described is None else self._described["inner"]
@@ -337,7 +340,7 @@ class SharedStore(ObservationStore):
     def _make_inner_of(
         self, described: Any, before: Any, present: Store | None, spec: ObsSpec, map_array: MapArray
     ) -> Store:
-        """Return the store that ``described`` says: ``present``, which was described by ``before``, if possible."""
+        """Return the store that is described: ``present``, whose description was ``before``, if it can be reused."""
         kind = described["kind"]
         if before is None or before["kind"] != kind or present is None:
             before, present = {"arrays": {}}, None
@@ -350,11 +353,13 @@ class SharedStore(ObservationStore):
             store._use(tables, None, self.compiled)
             return store
         if kind == "frames":
-            return self._show_frames(described, before, present, spec, map_array)
+            return self._attach_frames(described, before, present, spec, map_array)
         require(kind == "table", f"unknown kind of store {kind!r}")
-        return self._show_table(described, before, present, spec, map_array)
+        return self._attach_table(described, before, present, spec, map_array)
 
-    def _show_frames(self, described: Any, before: Any, present: Any, spec: ObsSpec, map_array: MapArray) -> FrameStore:
+    def _attach_frames(
+        self, described: Any, before: Any, present: Any, spec: ObsSpec, map_array: MapArray
+    ) -> FrameStore:
         frames: FrameStore
         same = all(before.get(name) == described[name] for name in ("stack", "axis", "codecs"))
         if same and present is not None:
@@ -363,13 +368,13 @@ class SharedStore(ObservationStore):
             layout = read_layout(spec, described)
             codecs = read_codecs(described["codecs"], layout.frame_spec)
             make = find_store(codecs[-1], layout, of_frames=True)
-            make = _IN_TURNS.get(make, make)
+            make = _IN_PARTS.get(make, make)
             frames, known = make(layout, 0, self.n_streams, codecs[-1], None, None, self.compiled), {}
             frames.read_only = True
             if isinstance(frames, PayloadStore):
                 frames.codecs = codecs
             if isinstance(frames, SegmentStore):
-                # without counting segments of kinds that no kernel can decompress: there may be one at any time
+                # assume that there are segments that no kernel can decompress: the owner may add one at any time
                 frames._n_packed = int(bool(frames._packed_flags))
         arrays = {name: map_array(array) for name, array in described["arrays"].items() if known.get(name) != array}
         frames.frame_ids = arrays.pop("frame_ids", frames.frame_ids)
@@ -377,12 +382,14 @@ class SharedStore(ObservationStore):
             frames._generation = arrays.pop("generation", frames._generation)
         frames._replace(**arrays)
         state = frames.state
-        frames.heap.show(state.heap, state.starts, state.lengths)
+        frames.heap.map_payloads(state.heap, state.starts, state.lengths)
         fits = len(state.starts) == len(state.lengths) and len(frames.frame_ids) == self.n_obs
         require(fits, "tables of different lengths")
         return frames
 
-    def _show_table(self, described: Any, before: Any, present: Any, spec: ObsSpec, map_array: MapArray) -> TableStore:
+    def _attach_table(
+        self, described: Any, before: Any, present: Any, spec: ObsSpec, map_array: MapArray
+    ) -> TableStore:
         layout = read_layout(spec, described)
         name, _, config = described["codec"]
         store = TableStore(layout, 0, self.n_streams, codec_from_config(name, config), None, None, self.compiled)
@@ -400,23 +407,23 @@ class SharedStore(ObservationStore):
         return store
 
     def read(self, indices: Indices) -> ByteRows:
-        inner, lock = self.inner, turns.lock
+        inner, lock = self.inner, part_lock.lock
         if lock is None:
             return (self._collected if inner is None else inner).read(indices)
-        if isinstance(inner, _InTurns) and not inner._n_packed:
+        if isinstance(inner, _ReadInParts) and not inner._n_packed:
             return inner.read(indices)
         with lock():
-            turns.lock = None
+            part_lock.lock = None
             try:
                 return self.read(indices)
             finally:
-                turns.lock = lock
+                part_lock.lock = lock
 
     def read_pairs(self, steps: Indices, streams: Indices, are_next: bool) -> ByteRows | None:
-        return None if turns.lock is not None else super().read_pairs(steps, streams, are_next)
+        return None if part_lock.lock is not None else super().read_pairs(steps, streams, are_next)
 
     def share_next(self) -> None:
-        """The owner decides that."""
+        """Left to the owner."""
 
     def reserve_next(self) -> None:
         """Nothing is written here."""

@@ -271,7 +271,7 @@ class TableStore(Store):
         return out
 
     def hold(self, places: npt.NDArray[np.uint8], inner: Store, outside: Store | None) -> None:
-        """Read from these stores from now on, in a new store; raise `FileFormatError` if ``places`` is wrong."""
+        """Use these stores in a new store; raise `FileFormatError` if ``places`` is invalid."""
         within(places, _UNWRITTEN, _OUTSIDE + 1, "where an observation is")
         require(not self.table.is_empty or places != _INSIDE, "an observation refers to a table that is still empty")
         require(outside is not None or places != _OUTSIDE, "an observation is outside the table, where nothing is")

@@ -259,11 +259,11 @@ class TimelineStore(UncompressedStore):
         self.recover()
         tables, n_each = self.tables, self._n_each
         n_rows = int(tables.counters[N_TOUCHED])
-        touched = np.arange(min(n_rows, n_each))
+        written = np.arange(min(n_rows, n_each))
         # in a ring, the next observation of the last step is the observation of the first
-        follows = (touched - int(tables.counters[N_STREAMS])) % max(n_each, 1)
+        follows = (written - int(tables.counters[N_STREAMS])) % max(n_each, 1)
         others = np.arange(n_each, n_rows) + n_each
-        return np.unique(np.concatenate([touched, n_each + follows, n_each + tables.keys[: self.n_aside], others]))
+        return np.unique(np.concatenate([written, n_each + follows, n_each + tables.keys[: self.n_aside], others]))
 
     def check(self) -> None:
         self.recover()

@@ -23,7 +23,7 @@ class Transactional:
     1. Check all arguments. Nothing has changed yet.
     2. Call `_begin_step`, then write to the stores. If that is interrupted, `_recover` undoes it.
     3. Set ``_unfinished`` to everything that is left to do, then do it. If that is interrupted, `_recover` does all of
-       it again, so doing it twice must have no further effect. Setting ``_unfinished`` to None ends the write.
+       it again, so all of it must be idempotent. Setting ``_unfinished`` to None ends the write.
 
     An interrupted recovery runs again when the buffer is next used.
     """
@@ -62,7 +62,7 @@ class Transactional:
         raise NotImplementedError
 
     def _finish_step(self, unfinished: Any) -> None:
-        """Do what is left of a step whose observations are stored; doing it twice must have no further effect."""
+        """Complete a step whose observations are stored; must be idempotent."""
         raise NotImplementedError
 
     def _position(self) -> Any:
@@ -74,7 +74,7 @@ class Transactional:
             raise ReadOnlyBufferError(f"this {type(self).__name__} was opened read-only; load() it to change a copy")
 
     def _begin_step(self) -> None:
-        """Make whatever the stores are told from now on undoable."""
+        """Begin a write that the stores can undo until the next one begins."""
         for store in self._written_stores():
             store.commit()
         self._unfinished = WRITING

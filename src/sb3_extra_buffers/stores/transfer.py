@@ -1,4 +1,4 @@
-"""Packets of observations: encoded as they are in a store, decoded by whoever receives them, or filed as they are."""
+"""Packets of observations, encoded as in the store that exports them; they can be decoded, or imported without that."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FINGERPRINT_BYTES = 16
 
 
 class _Header(NamedTuple):
-    """The first buffer of a packet, checked."""
+    """The contents of the first buffer of a packet, validated."""
 
     shape: tuple[int, ...]
     record: Mapping[str, Any]
@@ -46,10 +46,10 @@ class _Header(NamedTuple):
 
 
 class RowPacket:
-    """Observations of one spec, encoded as a store had them.
+    """Observations of one spec, encoded as in the store that exported them.
 
-    ``shape`` is that of the indices that were exported: usually ``[n]``, or ``[set, n]`` for observations and next
-    observations that share frames. A packet is independent of the store that it came from.
+    ``shape`` is the shape of the exported indices: usually ``[n]``, or ``[set, n]`` for observations and next
+    observations that share frames. A packet is independent of the store that exported it.
     """
 
     def __init__(self, spec: ObsSpec, shape: tuple[int, ...], content: Content, compiled: bool | None = None) -> None:
@@ -120,7 +120,7 @@ class RowPacket:
     def to_buffers(self, known: Collection[bytes] = ()) -> list[Any]:
         """Return the packet as a list of objects that support the buffer protocol.
 
-        ``known`` are the fingerprints of what the receiver has already (`Lease.known`), which is left out.
+        ``known`` are the fingerprints of the parts that the receiver has already (`Lease.known`); they are left out.
         """
         content = self._content
         shared = [[part.mark.hex(), part.data.nbytes, part.mark not in known] for part in content.shared]
@@ -139,7 +139,7 @@ class RowPacket:
     ) -> RowPacket:
         """Return the packet in ``buffers``, which are not trusted, or raise `CorruptPayloadError`.
 
-        ``lease`` has what `to_buffers` left out. The packet refers to the memory of ``buffers``.
+        ``lease`` has the parts that `to_buffers` left out. The packet refers to the memory of ``buffers``.
         """
         with _only_corrupt():
             views = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
@@ -180,7 +180,7 @@ def _read_header(header: Any) -> _Header:
 
 
 def _find_shared(header: _Header, data: npt.NDArray[np.uint8], lease: Lease | None) -> list[SharedPart]:
-    """Return the shared parts that are in the packet, and those that the receiver has."""
+    """Return the shared parts, from the packet or, if it leaves them out, from ``lease``."""
     parts, first = [], 0
     for mark, nbytes, included in header.shared:
         if included:
@@ -201,7 +201,7 @@ def _find_shared(header: _Header, data: npt.NDArray[np.uint8], lease: Lease | No
 
 @contextlib.contextmanager
 def _only_corrupt() -> Iterator[None]:
-    """Turn every error that invalid values lead to into `CorruptPayloadError`."""
+    """Turn every error that invalid values cause into `CorruptPayloadError`."""
     try:
         with only_named_errors("a packet"):
             yield
@@ -234,7 +234,7 @@ def export_rows(store: ObservationStore, indices: Indices) -> RowPacket:
 
 
 def rows_packet(spec: ObsSpec, rows: ByteRows) -> RowPacket:
-    """Return a packet of rows as they are, ``[*shape, nbytes]``."""
+    """Return a packet of uncompressed rows, ``[*shape, nbytes]``."""
     content = Content({"kind": "rows"}, {"rows": rows.reshape(-1, spec.nbytes)}, [])
     return RowPacket(spec, rows.shape[:-1], content)
 
@@ -243,10 +243,11 @@ def rows_packet(spec: ObsSpec, rows: ByteRows) -> RowPacket:
 
 
 def import_rows(store: ObservationStore, indices: Indices, streams: Indices, packet: RowPacket) -> None:
-    """Store the observations of ``packet`` at ``indices``, as one write; row ``i`` is one of stream ``streams[i]``.
+    """Store the observations of ``packet`` at ``indices``, as one write; row ``i`` belongs to stream ``streams[i]``.
 
-    Segments are filed as they are where ``store`` uses the same method. They do not become part of a stream's past:
-    the next write to the stream starts from what was last written to it. Otherwise the packet is decoded and written.
+    If ``store`` uses the same method, segments are copied to it without decoding them. The next write to a stream does
+    not continue these segments, but the last frames that were written to the stream. With another method, the packet is
+    decoded and written.
     """
     indices, streams = indices.reshape(-1), streams.reshape(-1)
     if packet.spec != store.spec or not len(indices) == len(streams) == packet.n_rows:
@@ -257,18 +258,18 @@ def import_rows(store: ObservationStore, indices: Indices, streams: Indices, pac
         raise IndexOutOfRangeError(f"indices {indices.min()} to {indices.max()} of {store.n_obs} observations")
     reader = packet.store
     if isinstance(reader, PortableFrameStore):
-        # a header that is right does not mean that a segment can be decoded. Decoding all of them takes a fraction of
-        # the time that encoding them took; without it, a packet could make every later batch with it fail
+        # A valid header does not mean that the segments can be decoded. Decoding all of them takes a fraction of the
+        # time that encoding them took; without it, a damaged packet would make every later batch that contains it fail
         packet.verify()
         frames = packet.frames
 
-        def file(inner: Store) -> bool:
+        def import_into(inner: Store) -> bool:
             if frames is None or not isinstance(inner, PortableFrameStore) or not inner.can_import(reader):
                 return False
             inner.import_frames(indices, reader, frames)
             return True
 
-        if store.write_encoded(indices, file):
+        if store.write_encoded(indices, import_into):
             return
     # in the order in which the rows follow each other: an observation, then its next observation
     order = np.arange(packet.n_rows).reshape(packet.shape).T.reshape(-1)

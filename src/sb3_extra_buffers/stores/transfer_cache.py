@@ -14,10 +14,10 @@ _FINGERPRINT_BYTES = 16
 
 
 class KeyframeCache:
-    """The keyframes, dictionaries and codecs that were received last, by fingerprint; bounded.
+    """The most recently received keyframes, dictionaries and codecs, by fingerprint, up to a limit.
 
-    `lease` names them to the sender, which leaves them out of its answer. A lease holds on to what it named, whatever
-    the cache drops in the meantime. Any number of threads may use a cache.
+    A request contains the fingerprints of a `lease`, so that the sender leaves these parts out of its answer. A lease
+    keeps its parts, even if the cache drops them in the meantime. Any number of threads may use a cache.
     """
 
     def __init__(self, max_entries: int = 1024, max_bytes: int = 64 << 20) -> None:
@@ -30,12 +30,12 @@ class KeyframeCache:
         return len(self._entries)
 
     def lease(self) -> Lease:
-        """Return what the cache has now, for one request and its answer."""
+        """Return the current contents of the cache, for one request and its answer."""
         with self._lock:
             return Lease(self, dict(self._entries))
 
     def add(self, mark: bytes, part: Bytes) -> None:
-        """Keep ``part``; the ones that were not used for longest are dropped."""
+        """Add ``part``; if the cache is full, the least recently used parts are dropped."""
         with self._lock:
             if mark not in self._entries:
                 self._entries[mark] = part
@@ -44,21 +44,21 @@ class KeyframeCache:
                     self._nbytes -= self._entries.popitem(last=False)[1].nbytes
 
     def touch(self, mark: bytes) -> None:
-        """Count ``mark`` as just used."""
+        """Mark the part with the fingerprint ``mark`` as just used."""
         with self._lock:
             if mark in self._entries:
                 self._entries.move_to_end(mark)
 
 
 class Lease:
-    """What a `KeyframeCache` had when a packet was asked for."""
+    """The contents of a `KeyframeCache` when a packet was requested."""
 
     def __init__(self, cache: KeyframeCache, entries: dict[bytes, Bytes]) -> None:
         self._cache, self._entries = cache, entries
 
     @property
     def known(self) -> bytes:
-        """All fingerprints, one after the other, to be sent with the request; see `split_known`."""
+        """All fingerprints, concatenated, to send with the request; see `split_known`."""
         return b"".join(self._entries)
 
     def get(self, mark: bytes) -> Bytes | None:
@@ -67,12 +67,12 @@ class Lease:
         return self._entries.get(mark)
 
     def add(self, mark: bytes, part: Bytes) -> Bytes:
-        """Keep a copy of a part that was received; return it."""
+        """Add a copy of a received part to the cache; return the copy."""
         part = part.copy()
         self._cache.add(mark, part)
         return part
 
 
 def split_known(known: bytes) -> frozenset[bytes]:
-    """The fingerprints of `Lease.known`, which is not trusted."""
+    """Return the fingerprints in `Lease.known`, which is not trusted."""
     return frozenset(known[at : at + _FINGERPRINT_BYTES] for at in range(0, len(known), _FINGERPRINT_BYTES))

@@ -1,4 +1,4 @@
-"""Encodes observations to packets where they are collected."""
+"""`RowEncoder`: encodes observations into packets in the process that collects them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sb3_extra_buffers.stores.transfer import RowPacket, export_rows, rows_packe
 
 __all__ = ["RowEncoder"]
 
-# a method that was chosen from fewer observations is not kept for the next packet
+# a method that was chosen from fewer rows is not used for the next packet
 _ENOUGH_ROWS = 64
 
 
 class RowEncoder:
     """Encodes packets of observations with a store of its own.
 
-    Packets are independent of each other, but each starts from the keyframes of the last one, which the receiver then
-    usually has. Not thread-safe.
+    Packets are independent of each other, but each one reuses the keyframes of the previous packet, which the receiver
+    usually has already. Not thread-safe.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class RowEncoder:
         """
         n_rows = len(batches[0])
         if self._store is None and n_rows * len(batches) < _ENOUGH_ROWS:
-            # the receiver encodes so few rows better, because it has the ones before
+            # few rows are better encoded by the receiver, which has the rows before them
             return rows_packet(self.spec, np.stack(list(batches)))
-        store, self._store = self._store, None  # gone if anything fails
+        store, self._store = self._store, None  # if anything fails, the next packet starts with a new store
         if store is None or len(batches) != self._capacity[0] or n_rows > self._capacity[1]:
             per_batch = -(-n_rows // self.n_streams) * self.n_streams
             store = ObservationStore(self.spec, self.n_streams, *self._settings)

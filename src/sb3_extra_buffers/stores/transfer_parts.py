@@ -1,4 +1,4 @@
-"""The contents of packets: what each kind of store exports, and stores that read it again."""
+"""The contents of packets: what each kind of store exports, and the stores that read it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sb3_extra_buffers.stores.tables import TableStore
 
 Bytes = npt.NDArray[np.uint8]
 
-# before the names of the arrays of stores inside a table
+# prefixes of the names of arrays, for the stores inside a table
 _INNER, _OUTSIDE = "inner.", "outside."
 
 
@@ -37,7 +37,7 @@ class SharedPart(NamedTuple):
 
 
 class Content(NamedTuple):
-    """A record of JSON values that names the arrays it needs, and parts that other packets need too."""
+    """A description as JSON values, the arrays that it needs, and parts that other packets need too."""
 
     record: Mapping[str, Any]
     arrays: Mapping[str, Array]
@@ -48,7 +48,7 @@ class Content(NamedTuple):
 
 
 def export_content(inner: Store, indices: Indices) -> Content | None:
-    """Return what ``inner`` holds at ``indices``, encoded; None if it is better sent as rows."""
+    """Return the encoded observations of ``inner`` at ``indices``; None if they are to be sent as rows."""
     if isinstance(inner, PortableFrameStore):
         return _export_frames(inner, indices)
     if isinstance(inner, TableStore):
@@ -112,9 +112,9 @@ def _export_table(inner: TableStore, indices: Indices) -> Content | None:
 def open_content(
     spec: ObsSpec, n_rows: int, content: Content, compiled: bool | None
 ) -> tuple[Store, EncodedFrames | None]:
-    """Return a store that reads ``content``, and the frames in it if it has nothing else.
+    """Return a store that reads ``content``, and the encoded frames if these are all it contains.
 
-    Raises if anything but the bytes of the segments is wrong: kernels check those when they decode.
+    Raises if anything but the bytes of the segments is invalid: kernels check these bytes when they decode.
     """
     record, arrays = content.record, content.arrays
     kind = entry(record, "kind", kind=str)
@@ -129,7 +129,7 @@ def open_content(
 
 @lru_cache(maxsize=32)
 def _template(layout: StackLayout, codec_record: str, compiled: bool | None) -> PortableFrameStore:
-    """An empty store, to make readers of."""
+    """Return an empty store, whose `reader_of` creates readers."""
     codec = read_codecs([json.loads(codec_record)], layout.frame_spec)[0]
     store = find_store(codec, layout, of_frames=True)(layout, 0, 1, codec, None, None, compiled)
     if not isinstance(store, PortableFrameStore):

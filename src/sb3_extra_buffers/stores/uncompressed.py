@@ -42,7 +42,7 @@ class UncompressedStore(Store):
 
     @abstractmethod
     def _write(self, indices: Indices, rows: ByteRows) -> None:
-        """Store one row per index, and remember what is replaced."""
+        """Store one row per index, and keep the replaced rows, so that the write can be undone."""
 
     @abstractmethod
     def _count_new(self, indices: Indices) -> int:

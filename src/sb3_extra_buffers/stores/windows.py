@@ -50,12 +50,12 @@ def cut_at_ends(ends: Mask) -> Indices:
 
 
 def steps_to_end(ends: Mask, newest: int, n_valid: int | None = None) -> Indices:
-    """How many steps there are from each step of a ring to the end of its episode, or to the newest step: both count.
+    """Number of steps from each step of a ring to the end of its episode, or to the newest step, both included.
 
     Args:
         ends: Which steps are the last of their episode, ``[n_steps, n_streams]``.
         newest: The step that was written last.
-        n_valid: How many steps up to ``newest`` are in use; None for all. The others get 0.
+        n_valid: Number of steps up to ``newest`` that are in use; None for all. The result is 0 for other steps.
 
     Returns:
         int64 ``[n_steps, n_streams]``. A window of ``length`` steps within one episode may begin where this is at
@@ -82,7 +82,7 @@ def steps_to_end(ends: Mask, newest: int, n_valid: int | None = None) -> Indices
 
 
 def pad_windows(indices: Indices, lengths: Indices) -> Indices:
-    """Repeat the last index that belongs to each window over the steps after it, which are then cheap to read.
+    """Replace the indices after the end of each window by its last one, so that reading them costs little.
 
     ``lengths`` are at least 1.
     """
@@ -91,15 +91,15 @@ def pad_windows(indices: Indices, lengths: Indices) -> Indices:
 
 
 def append_next(indices: Indices, lengths: Indices, next_offset: int) -> Indices:
-    """Pad windows, and append a column: the next observation of the last step that belongs to each.
+    """Pad windows, and append a column for the next observation of the last step of each window.
 
     Column ``lengths[i]`` and those after it are that next observation, so that the next observations of all steps of a
     window are ``[:, 1:]``.
 
     Args:
         indices: Observations of the steps, ``[batch, length]``.
-        lengths: How many steps of each window belong to it, at least 1; as of `cut_at_ends`.
-        next_offset: The index of a step's next observation, less the index of its observation.
+        lengths: Number of steps that belong to each window, at least 1, as `cut_at_ends` returns it.
+        next_offset: The index of a step's next observation minus the index of its observation.
 
     Returns:
         ``[batch, length + 1]``.

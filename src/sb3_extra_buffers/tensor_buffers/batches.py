@@ -1,4 +1,4 @@
-"""The tensors of a batch: how they are laid out, allocated, and taken from a dict that the caller passes."""
+"""The tensors of a batch: their layout, their allocation, and the tensors that the caller passes as ``out``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Outputs(NamedTuple):
     pairs: list[torch.Tensor | None]
     #: One tensor ``[n, ...]`` for each column.
     columns: list[torch.Tensor]
-    #: Discounts of n-step returns, transition numbers, importance weights: those that the buffer has.
+    #: Discounts of n-step returns, indices and importance weights, if the buffer has them.
     extras: list[torch.Tensor]
 
 
@@ -53,7 +53,7 @@ class BatchLayout:
         return self.observations[i].dtype if transform is None else transform.dtype
 
     def allocate(self, count: int, lazily: bool = False) -> Outputs:
-        """New outputs for ``count`` transitions; ``lazily`` without the observations that a store can allocate."""
+        """Return new outputs for ``count`` transitions; ``lazily`` leaves out observations that stores allocate."""
         pairs = [
             None
             if lazily and self.transforms[i] is None
@@ -128,10 +128,10 @@ class BatchLayout:
                 raise SpecMismatchError(f"out[{name!r}] and out[{other!r}] share memory; pass a tensor for each")
 
     def outputs_in(self, out: Mapping[str, torch.Tensor], spare: list[torch.Tensor | None]) -> Outputs:
-        """The outputs in ``out``, which was checked.
+        """Return the outputs in ``out``, which has been checked.
 
-        An observation and its next one that do not follow each other in memory, as those of `allocate` do, go to
-        ``spare`` first, which is filled where it is needed.
+        If observations and next observations are not adjacent in memory, unlike those of `allocate`, they are written
+        to a tensor in ``spare`` first, which is allocated if necessary.
         """
         pairs: list[torch.Tensor | None] = []
         for i, field in enumerate(self.observations):
@@ -155,7 +155,7 @@ class BatchLayout:
 
 
 def _join(obs: torch.Tensor, next_obs: torch.Tensor) -> torch.Tensor | None:
-    """``obs`` and ``next_obs`` as one tensor ``[2, ...]``, if they are one after the other in memory."""
+    """Return ``obs`` and ``next_obs`` as one tensor ``[2, ...]`` if they are adjacent in memory, else None."""
     if (
         obs.untyped_storage().data_ptr() != next_obs.untyped_storage().data_ptr()
         or next_obs.storage_offset() != obs.storage_offset() + obs.numel()

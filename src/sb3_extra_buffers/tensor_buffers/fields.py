@@ -43,23 +43,25 @@ class Field:
 
     @property
     def numpy_dtype(self) -> np.dtype[Any] | None:
-        """The dtype of NumPy, which has no bfloat16 nor other small floats."""
+        """The corresponding NumPy dtype; None if there is none, as for bfloat16."""
         return _numpy_dtype(self.dtype)
 
     @property
     def is_image(self) -> bool:
-        """Whether these are bytes with a height and a width."""
+        """Whether the field has dtype uint8 and at least two axes."""
         return self.dtype == torch.uint8 and len(self.shape) >= 2
 
     def obs_spec(self) -> ObsSpec:
-        """For a store of observations."""
+        """Return the spec for a store of these observations."""
         dtype = self.numpy_dtype
         if dtype is None:
-            raise ArgumentError(f"observations cannot be stored as {self.dtype}, got it for {self.name!r}")
+            raise ArgumentError(
+                f"observations cannot be stored as {self.dtype}; choose another dtype for {self.name!r}"
+            )
         return ObsSpec(self.shape, dtype)
 
     def check_observations(self, value: Any, name: str, n_envs: int, device: torch.device) -> Array | torch.Tensor:
-        """Observations of all environments, contiguous: a tensor if they are on ``device``, else an array."""
+        """Return contiguous observations of all environments: a tensor if they are on ``device``, else an array."""
         expected = (n_envs, *self.shape)
         if isinstance(value, torch.Tensor) and value.device == device and device.type == "cuda":
             if value.dtype != self.dtype or tuple(value.shape) != expected:
@@ -77,7 +79,7 @@ class Field:
             raise _mismatch(name, expected, self.dtype, array.shape, array.dtype) from None
 
     def check_values(self, value: Any, n_envs: int, device: torch.device) -> Array | torch.Tensor:
-        """Values of all environments in this dtype: a tensor, or an array that is still to be uploaded."""
+        """Return validated values of all environments: a tensor, or an array that is still to be uploaded."""
         name, expected = self.name, (n_envs, *self.shape)
         if not isinstance(value, torch.Tensor) and self.numpy_dtype is None:
             value = torch.from_numpy(as_array(value, name))

@@ -16,13 +16,13 @@ from sb3_extra_buffers.tensor_buffers.fields import Field
 
 __all__ = ["Settings", "check_beta", "check_number", "find_device", "make_generator"]
 
-# transitions are numbered with 32 bits in some kernels
+# some kernels number transitions with 32 bits
 _MAX_TRANSITIONS = 1 << 30
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a buffer was created with, other than the stores of its observations."""
+    """The arguments of a buffer, apart from those of its observation stores."""
 
     #: a multiple of ``n_envs``
     capacity: int
@@ -58,7 +58,7 @@ class Settings:
             self._check_endings()
         if (dtype is not None or self.random_shift) and not any(field.is_image for field in self.observations.values()):
             raise ArgumentError(
-                "image_dtype and random_shift are for images, uint8 with two axes or more, and no observation is one"
+                "image_dtype and random_shift are for images (uint8 with at least two axes); no observation is an image"
             )
         taken = {field.name for field in self.extras()} & set(self.columns)
         if taken:
@@ -67,7 +67,7 @@ class Settings:
             )
 
     def extras(self) -> list[Field]:
-        """What batches have in addition to the fields."""
+        """The fields that batches have in addition to those of ``specs``."""
         extras = [Field("discounts", (), torch.float32)] if self.n_steps > 1 else []
         if self.alpha is not None:
             extras += [Field("indices", (), torch.int64), Field("weights", (), torch.float32)]
@@ -104,7 +104,7 @@ def check_beta(beta: Any) -> float:
 
 
 def make_generator(generator: Any, seed: Any, device: torch.device) -> torch.Generator | None:
-    """``generator``, or a new one with ``seed``; None if neither is given."""
+    """Return ``generator``, or a new one with ``seed``; None if neither is given."""
     if generator is not None and seed is not None:
         raise ArgumentError("pass a generator or a seed, not both")
     if seed is not None:
@@ -119,13 +119,13 @@ def make_generator(generator: Any, seed: Any, device: torch.device) -> torch.Gen
 
 
 def find_device(device: str | torch.device) -> torch.device:
-    """The device of that name, with its number; ``"auto"`` is a GPU if there is one."""
+    """Return the device of this name, with its index; ``"auto"`` is a GPU if there is one."""
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"device={device!r} is no device of torch: {error}") from None
+        raise ArgumentError(f"device={device!r} is not a torch device: {error}") from None
     if found.type not in ("cpu", "cuda") or (found.type == "cuda" and not torch.cuda.is_available()):
         has = "a CUDA device and the CPU" if torch.cuda.is_available() else "the CPU only"
         raise ArgumentError(f"device={str(device)!r} cannot be used; torch can use {has} here")

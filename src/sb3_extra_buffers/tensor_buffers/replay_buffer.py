@@ -41,18 +41,18 @@ class TensorReplayBuffer(Transactional):
 
     Observations are compressed losslessly and decoded on the device; everything else is stored as plain tensors. On a
     CUDA device, `sample` and `update_priorities` never wait for the GPU: they can be captured in a CUDA graph, and
-    called under ``torch.compile(fullgraph=True)``. Each replay of a graph draws a new batch among all transitions held
-    by then.
+    called under ``torch.compile(fullgraph=True)``. Each replay of a graph draws a new batch from all transitions that
+    are held at that time.
 
-    A transition has the fields of ``specs``, and for each observation ``obs`` its successor ``next_obs``. The fields
-    ``rewards``, ``dones`` and ``truncations`` have a meaning only if ``n_steps`` is above 1. Then a batch holds n-step
-    returns as ``rewards``; ``dones``, ``truncations`` and the next observation of the last step that a return includes;
-    and ``discounts``, what to multiply the value of the next observation by. A return ends early after a step with
-    ``dones`` or ``truncations``, and at the newest step.
+    A transition has the fields of ``specs``, and for each observation ``obs`` the next observation ``next_obs``. The
+    fields ``rewards``, ``dones`` and ``truncations`` have a special meaning only if ``n_steps`` is above 1. Then a
+    batch contains n-step returns as ``rewards``; the ``dones``, ``truncations`` and next observation of the last step
+    that each return includes; and ``discounts``, the factor for the value of the next observation. A return ends early
+    after a step with ``dones`` or ``truncations``, and at the newest step.
 
     With ``alpha``, transitions are drawn with probability proportional to ``(abs(TD error) + epsilon) ** alpha``, and a
-    batch also holds importance ``weights``, and ``indices`` for `update_priorities`. A new transition gets the highest
-    priority seen so far.
+    batch also contains importance ``weights``, and ``indices`` for `update_priorities`. A new transition gets the
+    highest priority so far.
 
     Buffers can be pickled and deep-copied; a buffer that was pickled on a GPU loads where there is none.
 
@@ -61,20 +61,20 @@ class TensorReplayBuffer(Transactional):
         specs: Shape and dtype of each field, by name, for a single environment; ``next_`` fields need not be listed.
         n_envs: Number of parallel environments.
         device: Where transitions are stored and batches are returned: ``"cpu"``, ``"cuda"`` or ``"auto"``.
-        observations: The fields that are observations and have a successor ``next_<name>``.
+        observations: The fields that are observations; steps and batches also have ``next_<name>`` for each.
         compression_method: How observations are compressed: ``"auto"``, ``"delta"``, ``"none"`` (the same as None) or
             another method. A CUDA graph can include `sample` if it is ``"delta"`` or ``"none"``, or if ``"auto"`` chose
             one of them.
         compression_kwargs: Options of that method.
         heap_bytes: Upper limit for the encoded observations of each field; a step that does not fit raises
-            `HeapFullError`, and nothing is changed. None for no limit.
+            `HeapFullError` and changes nothing. None for no limit.
         n_steps: Number of steps of an n-step return; 1 for ordinary transitions.
         gamma: Discount factor of n-step returns.
         alpha: How strongly priorities count, from 0 (uniform) to 1 (proportional); None to draw without priorities.
         beta: How far importance weights correct the sampling bias: 0 not at all, 1 fully. Can be changed at any time.
         epsilon: Added to absolute TD errors.
         image_dtype: Return images, uint8 with at least two axes, in this floating-point dtype, multiplied by ``scale``.
-        scale: What to multiply images by.
+        scale: Factor that images are multiplied by, if ``image_dtype`` is given.
         random_shift: Shift each image by up to this many pixels in a random direction, repeating its border: DrQ's
             augmentation. The frames of a stack are shifted together, an observation and its successor separately.
         channels_last: Whether images are (height, width, channels) rather than (channels, height, width).
@@ -95,8 +95,8 @@ class TensorReplayBuffer(Transactional):
         2
     """
 
-    # A write is a transaction: see `_commit`. Transitions are counted over all environments, in the order of `add`; the
-    # index of a transition is its number modulo the capacity.
+    # Writes are transactions: see `_commit`. Transitions are numbered across all environments, in the order of `add`; a
+    # transition is stored at its number modulo the capacity.
 
     # a step or "reset", while it is under way
     _unfinished: _Step | str | None = None
@@ -238,7 +238,7 @@ class TensorReplayBuffer(Transactional):
             raise
 
     def _write_rest(self, step: _Step) -> None:
-        """Write everything other than observations; doing it twice has no further effect."""
+        """Write everything other than observations; idempotent."""
         self._tables.write(step.position, step.columns, step.after["n_added"], step.after["_n_held"])
         # one call, which no signal can interrupt
         self.__dict__.update(step.after)
@@ -279,9 +279,9 @@ class TensorReplayBuffer(Transactional):
         """Draw ``batch_size`` transitions, with replacement.
 
         Args:
-            batch_size: Transitions to draw.
-            out: Tensors to write the batch to, such as an earlier batch. Nothing is allocated then, apart from scratch
-                memory at the first call with a batch size.
+            batch_size: Number of transitions.
+            out: Tensors to write the batch to, such as an earlier batch. Nothing is allocated then, except for scratch
+                memory at the first call with this batch size.
 
         Returns:
             The batch by name: observations, ``next_`` observations and all other fields, on the device of the buffer.
@@ -335,7 +335,7 @@ class TensorReplayBuffer(Transactional):
         self._fill(outs, layout.allocate_scratch(tensors[0].shape[1]))
 
     def _fill(self, outs: Outputs, scratch: Scratch) -> None:
-        """Draw a batch and write it to ``outs``. Nothing here waits for a GPU that decodes the observations."""
+        """Draw a batch and write it to ``outs``. Does not wait for the GPU, unless the host decodes observations."""
         with self._lock:
             if self._unfinished is not None:
                 self._recover()
@@ -375,7 +375,7 @@ class TensorReplayBuffer(Transactional):
             if store.inner is None or not store.inner.can_be_captured:
                 reason = "no method is chosen yet; add more steps before the capture"
                 if store.inner is not None:
-                    reason = f"{store.describe()} is not decoded by the GPU alone; use 'delta' or 'none'"
+                    reason = f"the host takes part in decoding {store.describe()}; use 'delta' or 'none'"
                 raise GraphCaptureError(f"sampling {name!r} cannot be part of a CUDA graph: {reason}")
 
     # ---- priorities ----
@@ -393,13 +393,14 @@ class TensorReplayBuffer(Transactional):
             self._tree.options[1].fill_(self._beta)
 
     def update_priorities(self, indices: torch.Tensor, td_errors: torch.Tensor) -> None:
-        """Set priorities from TD errors, whose absolute values count.
+        """Set priorities from the absolute values of TD errors.
 
-        On the CPU, an index of a transition that is not held any more and a TD error that is not finite raise, and no
-        priority is changed. A GPU cannot raise without waiting: it skips them, and `skipped_updates` counts them.
+        On the CPU, an index of a transition that is no longer held raises `StaleIndexError`, and a TD error that is not
+        finite raises `PriorityError`; no priority is changed then. On a GPU, such updates are skipped, because raising
+        an error would mean waiting for the GPU; `skipped_updates` counts them.
 
         Args:
-            indices: ``indices`` of a batch, or some of them. The last of repeated indices counts.
+            indices: The ``indices`` of a batch, or some of them. If an index is repeated, its last TD error counts.
             td_errors: A TD error for each index.
         """
         if torch.compiler.is_compiling():
@@ -416,7 +417,7 @@ class TensorReplayBuffer(Transactional):
         if not are_numbers or not are_indices or len(numbers) != len(errors):
             raise PriorityError(
                 f"got {len(numbers)} indices ({numbers.dtype}) and {len(errors)} TD errors ({errors.dtype}); pass the "
-                "indices of a batch and one error for each"
+                "indices of a batch and one TD error for each index"
             )
         numbers = numbers.long()
         with self._lock:
@@ -443,7 +444,7 @@ class TensorReplayBuffer(Transactional):
         if bool(gone.any()):
             raise StaleIndexError(
                 f"{int(gone.sum())} of {len(numbers)} indices (the first is {numbers[gone][0].item()}) are not in the "
-                f"buffer, which holds {first} to {self.n_added - 1}; update before adding"
+                f"buffer, which holds {first} to {self.n_added - 1}; update priorities before adding more steps"
             )
 
     @property
@@ -453,7 +454,7 @@ class TensorReplayBuffer(Transactional):
 
     @property
     def skipped_updates(self) -> int:
-        """Updates of priorities that the GPU has skipped so far; waits for it."""
+        """Number of priority updates that the GPU has skipped so far; waits for the GPU."""
         return 0 if self._tree is None else int(self._tree.n_skipped)
 
     # ---- reports ----
@@ -467,7 +468,7 @@ class TensorReplayBuffer(Transactional):
         if len(usages) == 1:
             usage = replace(usage, codecs={"": next(iter(usage.codecs.values()))})
         column_bytes = self._tables.bytes_per_transition
-        # main memory is used once it is written
+        # main memory only counts once it has been written to
         other = column_bytes * (self._n_held if self.device.type == "cpu" else self.capacity)
         other += 0 if self._tree is None else self._tree.nbytes
         dense_obs = 2 * self._n_held * sum(store.spec.nbytes for store in self._stores.values())

@@ -77,7 +77,7 @@ class TransitionTables:
     # ---- writing ----
 
     def write(self, step: int, values: list[torch.Tensor], n_added: int, n_held: int) -> None:
-        """Write a step, with values in the order of the layout, and the counts; doing it twice changes nothing more."""
+        """Write a step, with values in the order of the layout, and the counts; idempotent."""
         first, n_envs = step * self.settings.n_envs, self.settings.n_envs
         if self.tree is not None:
             self.tree.fill(first, n_envs)
@@ -89,7 +89,7 @@ class TransitionTables:
     # ---- reading ----
 
     def draw(self, uniform: torch.Tensor, indices: torch.Tensor, outs: Outputs) -> None:
-        """Draw transitions by ``uniform``, write their ``indices`` and everything but observations."""
+        """Draw transitions with the random numbers ``uniform``; write ``indices`` and everything but observations."""
         if self.tree is None:
             self.gather(uniform, indices, outs)
         else:
@@ -128,7 +128,7 @@ class TransitionTables:
         return state
 
     def restore(self, state: dict[str, object], n_added: int, n_held: int) -> None:
-        """Take over what `state` returned."""
+        """Use what `state` returned."""
         columns, priorities = state["columns"], state.get("priorities")
         assert isinstance(columns, dict)
         for name, column in columns.items():
