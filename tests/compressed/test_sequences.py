@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import pickle
 import shutil
 import sys
@@ -27,6 +28,7 @@ from sb3_extra_buffers.errors import (
     ArgumentError,
     EmptyBufferError,
     FileFormatError,
+    IndexOutOfRangeError,
     PriorityError,
     ReadOnlyBufferError,
     SpecMismatchError,
@@ -103,6 +105,22 @@ def test_the_newest_frames_before_a_method_is_chosen() -> None:
         batch = buffer.sample_sequences(3, 4, frames="newest")
         assert batch.observations["image"].shape == (3, 4, 1, 12, 10)
         model.check(batch, 0, 4, newest=True)
+
+
+@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("shape", [(1, 12, 20), (12, 12), (20, 12, 3)])
+def test_an_image_that_scrolls_is_not_a_stack(shape: tuple[int, ...], gpu: bool) -> None:
+    """Columns, or rows, move on as the frames of a stack do."""
+    axis = 0 if shape[-1] == 3 else len(shape) - 1
+    width = shape[axis]
+    panorama = np.random.default_rng(0).integers(0, 256, (*shape[:axis], 400, *shape[axis + 1 :]), np.uint8)
+    buffer = make(spaces.Box(0, 255, shape, np.uint8), 80, 1, gpu, compression_method="delta")
+    images = [panorama.take(range(2 * t, 2 * t + width), axis)[None] for t in range(81)]
+    for obs, next_obs in itertools.pairwise(images):
+        buffer.add(obs, next_obs, np.array([0]), np.ones(1), np.zeros(1), [{}])
+    batch = buffer.sample_sequences(5, 4, frames="newest")
+    for row, steps in zip(batch.observations.numpy(), batch.steps, strict=True):
+        np.testing.assert_array_equal(row, np.concatenate([images[step] for step in steps]))
 
 
 def test_next_observations_share_the_memory_of_observations() -> None:
@@ -224,6 +242,17 @@ def test_the_newest_step_is_in_the_next_batches() -> None:
 
 
 @pytest.mark.same_without_extras
+def test_a_step_that_sb3_marks_as_done_ends_its_episode() -> None:
+    # `learn` does so before it resets the environments, if optimize_memory_usage is set
+    buffer, obs = make(VECTORS, 10, 1, optimize_memory_usage=True), np.zeros((1, 3), np.float32)
+    for step in range(23):
+        buffer.add(obs, obs, np.array([0]), np.ones(1), np.zeros(1, bool), [{}])
+        if step in (15, 19):
+            buffer.dones[buffer.pos - 1] = True
+    steps = {tuple(row) for row in buffer.sample_sequences(200, 4, sample="episodes").steps.tolist()}
+    assert steps == {(13, 14, 15, -1), (16, 17, 18, 19), (20, 21, 22, -1)}
+
+
 def test_strict_length_leaves_short_episodes_out() -> None:
     buffer, model = make(VECTORS, 60), Model(VECTORS, 2, episode=5.0)
     model.add_to(buffer, count=90)
@@ -672,9 +701,27 @@ def test_an_empty_buffer_and_wrong_arguments() -> None:
     for wrong in (
         {"recurrent_states": [3]}, {"recurrent_states": {"h": 0}}, {"recurrent_states": {"h": 1 << 40}},
         {"recurrent_dtype": "int8"}, {"recurrent_dtype": {"h": 2}}, {"eta": 2}, {"eta": None},
+        {"alpha": 2}, {"alpha": "x"}, {"epsilon": 0}, {"beta": -1}, {"beta": "x"}, {"beta": (0, 1, 2)},
+        {"beta": (0, "x")}, {"output_dtype": "x"}, {"on_max_bytes": "x"}, {"storage": "disk"},
     ):  # fmt: skip
         with pytest.raises(ArgumentError):
             make(VECTORS, **wrong)
+
+
+@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("assigned", [{"pos": 3}, {"full": True}])
+def test_a_position_that_was_assigned_is_named(assigned: dict[str, Any], gpu: bool) -> None:
+    """SB3's buffers allow it, but steps after it would be mixed with those before."""
+    buffer, model = make(VECTORS, 20, gpu=gpu), Model(VECTORS, 2)
+    model.add_to(buffer, count=9)
+    for name, value in assigned.items():
+        setattr(buffer, name, value)
+    buffer.sample(4)
+    with pytest.raises(IndexOutOfRangeError, match="were assigned"):
+        buffer.sample_sequences(4, 2)
+    buffer.reset()
+    model.add_to(buffer, count=5)
+    assert buffer.sample_sequences(4, 2).mask[:, 0].all()
 
 
 def test_an_interrupted_sample_loses_no_online_window() -> None:

@@ -32,6 +32,7 @@ from sb3_extra_buffers.compressed import (
     SharedReader,
 )
 from sb3_extra_buffers.errors import (
+    ArgumentError,
     EmptyBufferError,
     IndexOutOfRangeError,
     InterruptedChangeError,
@@ -180,9 +181,14 @@ def test_steps_that_do_not_exist_are_refused() -> None:
     case = Case(n_steps=20)
     case.add(30)
     reader = SharedReader.open(case.buffer.share())
-    for steps, envs in (([20], [0]), ([-1], [0]), ([0], [N_ENVS]), ([0, 1], [0])):
+    for steps, envs in (([20], [0]), ([-1], [0]), ([0], [N_ENVS]), ([0, 1], [0]), ([1.5], [0]), (["a"], [0])):
         with pytest.raises(IndexOutOfRangeError):
             reader.read(steps, envs)
+    with pytest.raises(OutOfMemoryError):
+        reader.sample(1 << 44)
+    for seed in (-1, "x"):
+        with pytest.raises(ArgumentError):
+            SharedReader.open(case.buffer.share(), seed=seed)  # type: ignore[arg-type]  # on purpose
 
 
 def test_threads_can_use_one_reader() -> None:
@@ -463,9 +469,11 @@ def test_only_names_of_shared_buffers_can_be_opened(tmp_path: Path) -> None:
         f"{root}.{number}.{'0' * 32}",
         f"{root}.0.{token}",
         f"999999999.{number}.{token}",
+        None,
+        case.buffer,
     ):
         with pytest.raises(SharingError):
-            SharedReader.open(wrong)
+            SharedReader.open(wrong)  # type: ignore[arg-type]  # on purpose
     # files of others, or that others may read, are not mapped
     (tmp_path / "7").write_bytes(bytes(8192))
     (tmp_path / "7").chmod(0o644)

@@ -101,7 +101,9 @@ def test_replays_of_tensors_equal_sb3_at_the_same_seed(place: str, method: str, 
 
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)
-@pytest.mark.parametrize("infos", [None, [], {}, [{}] * N_ENVS, [{"TimeLimit.truncated": False}] * N_ENVS])
+@pytest.mark.parametrize(
+    "infos", [None, [], {}, [{}] * N_ENVS, np.array([{}] * N_ENVS), [{"TimeLimit.truncated": False}] * N_ENVS]
+)
 def test_a_step_without_truncations_overwrites_an_older_one(place: str, infos: Any) -> None:
     ours, _ = replay_pair(SPACES["vector"], buffer_device=place)
     for step, (obs, next_obs, action, reward, _, _) in enumerate(transitions(SPACES["vector"], 22)):
@@ -191,6 +193,7 @@ def bad_tensors() -> Iterator[Any]:
     yield "action shape", {"action": th.ones(2, 1, dtype=th.int64)}
     yield "action fractions", {"action": one / 2}
     yield "truncations", {"infos": {"TimeLimit.truncated": th.ones(2)}}
+    yield "infos of another kind", {"infos": th.zeros(N_ENVS)}
     yield "obs shape", {"obs": th.zeros(N_ENVS, 3, dtype=th.uint8)}
     yield "obs too large", {"next_obs": th.full((N_ENVS, *IMAGE.shape), 300)}
     yield "obs fractions", {"obs": th.full((N_ENVS, *IMAGE.shape), 0.5)}

@@ -19,6 +19,7 @@ from sb3_extra_buffers import files
 from sb3_extra_buffers.errors import (
     ArgumentError,
     FileFormatError,
+    OutOfMemoryError,
     PriorityError,
     ReadOnlyBufferError,
     SpecMismatchError,
@@ -515,6 +516,21 @@ def test_an_interrupted_add_is_complete_or_undone() -> None:
             number += worker == 0
         assert_holds(replay, model)
         n_lines = n_lines + 1 if interrupted else 0
+
+
+def test_an_interrupted_sample_loses_no_online_window() -> None:
+    """A KeyboardInterrupt at bytecodes all over `sample`."""
+    replay, _ = filled(20, 1, length=3, online=True, capacity=None)
+    queue, was_interrupted, at = list(replay._queue), True, 1
+    assert len(queue) > 5
+    while was_interrupted:
+        with contextlib.suppress(KeyboardInterrupt), Injector(at, KeyboardInterrupt()) as injector:
+            replay.sample(5)
+        was_interrupted, at = injector.where != "", at + 37
+        assert list(replay._queue) == (queue if was_interrupted else queue[5:])
+    with pytest.raises(OutOfMemoryError):
+        replay.sample(1 << 40)
+    assert list(replay._queue) == queue[5:]
 
 
 def test_an_interrupted_selector_draws_only_windows_that_it_has() -> None:

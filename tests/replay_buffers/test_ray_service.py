@@ -22,6 +22,7 @@ from sb3_extra_buffers._torchrl.service_shards import merge_parts, split_batch
 from sb3_extra_buffers._torchrl.wire import KeyframeCache, PacketEncoder, decode_packet, encode_packet
 from sb3_extra_buffers.errors import (
     ArgumentError,
+    CorruptPayloadError,
     EmptyBufferError,
     ExtraBuffersError,
     IndexOutOfRangeError,
@@ -248,6 +249,8 @@ def test_priorities_of_items_that_were_removed_are_refused() -> None:
         (([3, 100], [1.0, 1.0]), IndexOutOfRangeError),
         (([-1], [1.0]), IndexOutOfRangeError),
         (([1], [float("nan")]), PriorityError),
+        (([1], [0.0]), PriorityError),  # nothing could be sampled any more, with eps=0
+        (([1], [1e38]), PriorityError),
         (([1, 2], [1.0, -2.0]), PriorityError),
         (([1.5], [1.0]), PriorityError),
         (([1, 2], [1.0, 2.0], [1]), PriorityError),
@@ -260,6 +263,31 @@ def test_invalid_priorities_are_refused(arguments: Any, error: type[Exception]) 
     with pytest.raises(error):
         buffer.update_priority(*map(torch.tensor, arguments))
     assert buffer._sampler._sum_tree.query(0, 50) == before
+
+
+@needs_trees
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64])
+def test_priorities_of_any_dtype_can_be_set(dtype: torch.dtype) -> None:
+    """TorchRL's trees end the process if the dtype is not theirs."""
+    buffer, data = prioritized(), trajectory(10)
+    data["td_error"] = torch.full((10, 1), 2, dtype=dtype)
+    buffer.extend(encode_packet(data))
+    assert buffer.update_priority(np.array([3, 4]), torch.tensor([5, 7], dtype=dtype)) == 2
+    assert buffer.contents().mass == 2 * 8 + 5 + 7
+
+
+@needs_trees
+@pytest.mark.parametrize("value", [float("nan"), -1.0, 1e38])
+def test_packets_with_invalid_priorities_are_refused_before_they_are_stored(value: float, tmp_path: Path) -> None:
+    buffer, data = prioritized(folder=tmp_path), trajectory(10)
+    data["td_error"] = torch.ones(10)
+    buffer.extend(encode_packet(data))
+    data["td_error"][4] = value
+    with pytest.raises(PriorityError):
+        buffer.extend(encode_packet(data))
+    for stored in (buffer, prioritized(folder=tmp_path)):
+        assert len(stored) == 10
+        assert decode_packet(stored.sample(20)).batch_size == (20,)
 
 
 # ---- windows ----
@@ -424,6 +452,15 @@ def test_observations_are_filed_without_decoding_them(monkeypatch: pytest.Monkey
             patch.setattr(group.store, name, fail)
         buffer.extend(encoder.encode(data[200:]))
     assert_same(contents(buffer), data)
+
+
+def test_items_at_no_index_are_a_packet() -> None:
+    buffer = service()
+    buffer.extend(encode_packet(trajectory(10)))
+    for index in (torch.zeros(0, dtype=torch.int64), torch.zeros(10, dtype=torch.bool), slice(0, 0)):
+        assert decode_packet(buffer.packed(index)).batch_size == (0,)
+    with pytest.raises(CorruptPayloadError, match="it has 3 bytes"):
+        buffer.extend(b"abc")
 
 
 def test_many_small_packets_take_no_more_memory_than_local_writes() -> None:

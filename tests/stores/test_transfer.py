@@ -6,6 +6,7 @@ import contextlib
 import json
 import pickle
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from sb3_extra_buffers.codecs.spec import ObsSpec
+from sb3_extra_buffers.compressed import CompressedArray
 from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError, IndexOutOfRangeError, SpecMismatchError
+from sb3_extra_buffers.files import load, open_saved, save
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.restore import pack_payloads, place_payloads
@@ -126,6 +129,18 @@ def test_stores_that_were_loaded_read_only_are_exported(method: str) -> None:
     loaded = ObservationStore.from_parts(parts.record, arrays, refer, read_only=True)
 
     np.testing.assert_array_equal(sent(export_rows(loaded, pairs(60, 20))).read(), model[pairs(60, 20)])
+
+
+@pytest.mark.parametrize(("method", "shape", "dtype"), [("palette", (24, 24, 3), "u1"), ("table", (24, 24), "f4")])
+def test_tables_that_were_loaded_are_exported(method: str, shape: tuple[int, ...], dtype: str, tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 2, (20, *shape)).astype(dtype)
+    array = CompressedArray((20,), shape, dtype, compression_method=method)
+    array[:] = images
+    array.store.choose_method()
+    save(array, tmp_path / "saved")
+    for loaded in (load(tmp_path / "saved"), open_saved(tmp_path / "saved")):
+        rows = sent(export_rows(loaded.store, np.arange(20)[None])).read()
+        np.testing.assert_array_equal(rows[0].view(dtype).reshape(images.shape), images)
 
 
 def contents(store: ObservationStore) -> Any:

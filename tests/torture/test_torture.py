@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 
 import pytest
 
+from sb3_extra_buffers.stores.locks import ReaderLocks
 from tests.torture import arguments, copies, flips, forgery, interrupts, kills, power_cuts, starvation
+from tests.torture.interrupts import Injector
 from tests.torture.saveables import saveables
 from tests.torture.subjects import subjects
 
@@ -107,3 +111,18 @@ def test_what_sb3_takes_is_taken(name: str) -> None:
 @pytest.mark.parametrize("name", _of(list(arguments.CLASSES.values()), SAVEABLES))
 def test_every_public_method_is_tried(name: str) -> None:
     assert arguments.uncovered(name) == []
+
+
+def test_an_injected_interrupt_leaves_no_lock_acquired() -> None:
+    """Python handles no signals between the body of a `with` and the call of ``__exit__``."""
+    interrupted, at = True, 0
+    while interrupted:
+        at += 1
+        with contextlib.suppress(KeyboardInterrupt), Injector(at, KeyboardInterrupt()) as injector:
+            ReaderLocks().add_stripe()
+        interrupted = injector.where != ""
+        other = threading.Thread(target=ReaderLocks().add_stripe, daemon=True)
+        other.start()
+        other.join(20)
+        assert not other.is_alive(), f"a lock is still acquired after an interrupt at bytecode {at}"
+    assert at > 10

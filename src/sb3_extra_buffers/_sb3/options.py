@@ -66,13 +66,13 @@ class StorageOptions:
 
     def __post_init__(self) -> None:
         if self.output_dtype not in ("raw", "float"):
-            raise ValueError(f"output_dtype must be 'raw' or 'float', got {self.output_dtype!r}")
+            raise ArgumentError(f"output_dtype must be 'raw' or 'float', got {self.output_dtype!r}")
         if self.on_max_bytes not in ("evict", "raise"):
-            raise ValueError(f"on_max_bytes must be 'evict' or 'raise', got {self.on_max_bytes!r}")
+            raise ArgumentError(f"on_max_bytes must be 'evict' or 'raise', got {self.on_max_bytes!r}")
         if self.max_bytes is not None:
             object.__setattr__(self, "max_bytes", parse_bytes(self.max_bytes, "max_bytes"))
         if self.storage not in ("memory", "mmap") or (self.storage == "mmap") != (self.path is not None):
-            raise ValueError(
+            raise ArgumentError(
                 f"storage must be 'memory', or 'mmap' with the path of a folder; got {self.storage!r}, {self.path!r}"
             )
         if self.path is not None:

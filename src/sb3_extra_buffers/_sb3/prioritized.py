@@ -18,6 +18,7 @@ from sb3_extra_buffers._sb3.sum_tree import SumTree
 from sb3_extra_buffers.arguments import as_array
 from sb3_extra_buffers.errors import (
     AlgorithmMismatchError,
+    ArgumentError,
     EmptyBufferError,
     PriorityError,
     SpecMismatchError,
@@ -82,14 +83,17 @@ def _load_schedule(pickled: bytes) -> Schedule:
 
 def check_exponents(alpha: float, beta: Beta, epsilon: float) -> tuple[float, Beta, float]:
     """The arguments of a prioritised buffer; raises now rather than at the end of the training."""
+    for name, value in (("alpha", alpha), ("epsilon", epsilon)):
+        if not isinstance(value, (int, float, np.number)):
+            raise ArgumentError(f"{name} must be a number, got {value!r}")
     if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha must be from 0 (uniform) to 1 (proportional), got {alpha}")
+        raise ArgumentError(f"alpha must be from 0 (uniform) to 1 (proportional), got {alpha}")
     if not 0 < epsilon <= _MAX_ERROR:
-        raise ValueError(
+        raise ArgumentError(
             f"epsilon must be above 0, or transitions whose TD error is 0 are never sampled; got {epsilon}"
         )
     if isinstance(beta, Sequence) and len(beta) != 2:
-        raise ValueError(f"beta as a sequence must be its first and last value, got {len(beta)} values")
+        raise ArgumentError(f"beta as a sequence must be its first and last value, got {len(beta)} values")
     beta = Schedule(beta) if callable(beta) else beta
     for progress_remaining in (0.0, 1.0):
         beta_at(beta, progress_remaining)
@@ -98,15 +102,20 @@ def check_exponents(alpha: float, beta: Beta, epsilon: float) -> tuple[float, Be
 
 def beta_at(beta: Beta, progress_remaining: float) -> float:
     """The value of ``beta`` when this part of the training is left."""
-    if callable(beta):
-        value = float(beta(progress_remaining))
-    elif isinstance(beta, Sequence):
-        first, last = beta
-        value = last + (first - last) * progress_remaining
-    else:
-        value = float(beta)
+    try:
+        if callable(beta):
+            value = float(beta(progress_remaining))
+        elif isinstance(beta, Sequence):
+            first, last = map(float, beta)
+            value = last + (first - last) * progress_remaining
+        else:
+            value = float(beta)
+    except (TypeError, ValueError) as problem:
+        raise ArgumentError(
+            f"beta must be a number, a pair of numbers or a function that returns one, got {beta!r}: {problem}"
+        ) from problem
     if not 0 <= value < np.inf:
-        raise ValueError(f"beta must be 0 or more, got {value} at progress_remaining={progress_remaining}")
+        raise ArgumentError(f"beta must be 0 or more, got {value} at progress_remaining={progress_remaining}")
     return value
 
 

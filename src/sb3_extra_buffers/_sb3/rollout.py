@@ -17,7 +17,13 @@ from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers._sb3.steps import fit_actions, fit_column
 from sb3_extra_buffers._sb3.views import Array, ObsViews
 from sb3_extra_buffers.arguments import as_array, check_count
-from sb3_extra_buffers.errors import EmptyBufferError, ExtraBuffersError, IndexOutOfRangeError, SpecMismatchError
+from sb3_extra_buffers.errors import (
+    ArgumentError,
+    EmptyBufferError,
+    ExtraBuffersError,
+    IndexOutOfRangeError,
+    SpecMismatchError,
+)
 from sb3_extra_buffers.stores.transactions import WRITING
 
 T = TypeVar("T")
@@ -68,9 +74,9 @@ class RolloutMixin(CompressedBuffer, _Base):
         how = dtypes, normalize_images, compression_method, compression_kwargs, decompression_kwargs, output_dtype
         self._take_options(StorageOptions(*how, prefer=prefer))
         if self._options.max_bytes is not None:
-            raise ValueError("max_bytes is for replay buffers: no step of a rollout can be dropped")
+            raise ArgumentError("max_bytes is for replay buffers: no step of a rollout can be dropped")
         if self._options.storage != "memory":
-            raise ValueError("storage='mmap' is for replay buffers: a rollout is discarded after training on it")
+            raise ArgumentError("storage='mmap' is for replay buffers: a rollout is discarded after training on it")
         check_count(buffer_size, "buffer_size")
         check_count(n_envs, "n_envs")
         check_space(self, observation_space)

@@ -47,7 +47,10 @@ class SequenceMixin(Sequences, ReplayMixin):
 
     def _fit_step(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> Step:
         *step, done, truncated, _ = super()._fit_step(obs, next_obs, action, reward, done, infos)
-        return (*step, done, truncated, self._plan_sequence(done, infos))
+        (is_first, next_is_first), states = self._plan_sequence(done, infos)
+        # SB3's `learn` and HER mark the newest step as the last of its episode before they reset the environments
+        is_first |= self.dones[self.pos - 1] != 0
+        return (*step, done, truncated, ((is_first, next_is_first), states))
 
     def _forget_step(self, step: int) -> None:
         super()._forget_step(step)
@@ -93,7 +96,7 @@ class SequenceMixin(Sequences, ReplayMixin):
         """Observations of ``key`` at ``rows [batch, n]``."""
         view, n_obs = self._views.by_key[key], self.buffer_size * self.n_envs
         if isinstance(view, BufferView):
-            return view.read_windows_at(rows, newest_only)
+            return view.read_windows_at(rows, newest_only and self._newest.may_cut(view.store.layout))
         array: Array = view.reshape(n_obs, *view.shape[2:])[rows % n_obs]
         is_next, following = rows >= n_obs, self._next_views.dense[key]
         array[is_next] = following.reshape(n_obs, *view.shape[2:])[rows[is_next] - n_obs]

@@ -194,6 +194,16 @@ class NewestFrames:
     def __init__(self) -> None:
         self._layouts: dict[str, StackLayout] = {}
 
+    @staticmethod
+    def may_cut(layout: StackLayout | None) -> bool:
+        """Whether frames are stacked along the axis of channels; an image that scrolls looks like a stack too."""
+        if layout is None or layout.stack == 1:
+            return True
+        shape = layout.spec.shape
+        if layout.axis == "last":
+            return shape[-1] < shape[0]
+        return shape[0] < shape[-1] or (shape[0] == shape[-1] and len(shape) > 2)
+
     def take(self, observations: Any, key: str, spec: ObsSpec, examples: Callable[[], Array]) -> Any:
         """Return the newest frames ``[batch, n, ...]``; the axis along which they were stacked is kept.
 
@@ -215,7 +225,7 @@ class NewestFrames:
         layout = self._layouts.get(key)
         if layout is None:
             layout = find_layout(spec, [spec.to_rows(examples())])
-            if layout.stack == 1:
+            if layout.stack == 1 or not self.may_cut(layout):
                 return observations
             self._layouts[key] = layout
         if layout.axis == "first":

@@ -31,6 +31,7 @@ from sb3_extra_buffers.errors import (
     ArgumentError,
     EmptyBufferError,
     ExtraBuffersError,
+    IndexOutOfRangeError,
     OutOfMemoryError,
     PriorityError,
     SpecMismatchError,
@@ -73,6 +74,7 @@ class Sequences:
         buffer_size: int
         n_envs: int
         pos: int
+        full: bool
         n_added: int
         gamma: float
         _lock: Any
@@ -271,6 +273,11 @@ class Sequences:
         held, rules, index = self._held(), request.rules, self._index
         if held.oldest == held.n_added:
             raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
+        if self.n_added % self.buffer_size != self.pos or held.oldest < 0:
+            raise IndexOutOfRangeError(
+                f"after {self.n_added} steps, pos should be {self.n_added % self.buffer_size} of {self.buffer_size}, "
+                f"but pos={self.pos} and full={self.full} were assigned, so the order of steps is unknown; call reset()"
+            )
         numbers = envs = np.zeros(0, np.int64)
         if request.online:
             numbers, envs = index.fresh(request.batch_size, rules, held)

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from stable_baselines3.common.vec_env import VecNormalize
 
-from sb3_extra_buffers.arguments import check_count
-from sb3_extra_buffers.errors import IndexOutOfRangeError, SharingError
+from sb3_extra_buffers.arguments import as_array, check_count
+from sb3_extra_buffers.errors import ArgumentError, IndexOutOfRangeError, OutOfMemoryError, SharingError
 from sb3_extra_buffers.files.parts import LoadedParts
 from sb3_extra_buffers.files.registry import class_of, from_parts, tag_of
 from sb3_extra_buffers.stores.checks import only_named_errors, require
@@ -289,7 +289,7 @@ class SharedReader:
         # held while drawing; a fork waits for it, so that the child's generator is in a valid state
         self._lock = fork_safe_lock(of_buffer=True)
         #: The generator that `sample` draws from.
-        self.random = np.random.default_rng(seed)
+        self.random = _generator(seed)
         with self._reading():
             pass
 
@@ -371,9 +371,12 @@ class SharedReader:
 
     def _draw(self, buffer: Any, batch_size: int) -> tuple[Array, Array]:
         low, high, shift = buffer._range()
-        with self._lock:
-            steps = self.random.integers(low, high, batch_size)
-            envs = self.random.integers(0, buffer.n_envs, batch_size)
+        try:
+            with self._lock:
+                steps = self.random.integers(low, high, batch_size)
+                envs = self.random.integers(0, buffer.n_envs, batch_size)
+        except MemoryError as problem:
+            raise OutOfMemoryError(f"not enough memory for a batch of {batch_size}: {problem}") from problem
         return (steps + shift) % buffer.buffer_size if shift else steps, envs
 
     @contextlib.contextmanager
@@ -392,7 +395,7 @@ class SharedReader:
             envs: The environment of each transition.
             env: Normalises the batch if it is a `VecNormalize`.
         """
-        steps, envs = np.asarray(steps, np.int64).reshape(-1), np.asarray(envs, np.int64).reshape(-1)
+        steps, envs = _as_indices(steps, "steps"), _as_indices(envs, "envs")
         with self._reading() as buffer:
             for name, indices, size in (("step", steps, buffer.buffer_size), ("environment", envs, buffer.n_envs)):
                 outside = indices[(indices < 0) | (indices >= size)]
@@ -433,3 +436,17 @@ class SharedReader:
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise SharingError("a reader belongs to its process; pass the handle to others, and open it there")
+
+
+def _generator(seed: Any) -> np.random.Generator:
+    try:
+        return np.random.default_rng(seed)
+    except (TypeError, ValueError) as problem:
+        raise ArgumentError(f"seed must be an integer of at least 0 or None, got {seed!r}: {problem}") from problem
+
+
+def _as_indices(values: Any, name: str) -> npt.NDArray[np.int64]:
+    array = as_array(values, name).reshape(-1)
+    if array.dtype.kind not in "iu" and array.size:
+        raise IndexOutOfRangeError(f"{name} must be integers, got {array.dtype}")
+    return array.astype(np.int64)

@@ -22,6 +22,7 @@ from torchrl.data.replay_buffers.samplers import (
 from sb3_extra_buffers._torchrl import service_files
 from sb3_extra_buffers._torchrl.packet_group import packet_items
 from sb3_extra_buffers._torchrl.service_limiter import RateLimiter
+from sb3_extra_buffers._torchrl.service_priorities import as_tensor, check_priorities, check_weights
 from sb3_extra_buffers._torchrl.wire import encode_packet, parse_packet
 from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.errors import (
@@ -144,6 +145,11 @@ class CompressedReplayService(service_files.JournaledBuffer):
     def _store(self, packet: bytes, items: Any, client: str, number: int, **kwargs: Any) -> Any:
         if self._storage.initialized:
             self._storage.check_data(items, 1)
+        priority = items.get(self.priority_key, None)
+        has_priorities = isinstance(self._sampler, PrioritizedSampler) and kwargs.get("update_priority") is not False
+        if has_priorities and priority is not None:
+            # or TorchRL would find out when the items are stored already
+            check_weights(check_priorities(priority, len(items)), self._sampler, self._storage.capacity)
         if self._journal is not None and self._journal.broken:
             self.checkpoint()
         journal, before = self._journal, self._position()
@@ -289,6 +295,7 @@ class CompressedReplayService(service_files.JournaledBuffer):
         if (
             isinstance(index, torch.Tensor)
             and index.ndim == 1
+            and index.numel()
             and not index.is_floating_point()
             and index.dtype != torch.bool
         ):
@@ -311,26 +318,21 @@ class CompressedReplayService(service_files.JournaledBuffer):
 
         With the ``generation`` that was sampled along with an ``index``, items that were overwritten since are skipped.
         """
-        index, priority = _as_tensor(index, "indices", False), _as_tensor(priority, "priorities", True)
-        if priority.numel() != 1 and priority.shape != index.shape:
-            raise PriorityError(f"priorities of shape {tuple(priority.shape)} for indices of {tuple(index.shape)}")
-        valid = torch.isfinite(priority) & (priority >= 0)
-        if not bool(valid.all()):
-            raise PriorityError(f"a priority must be a finite number of at least 0, got {priority[~valid][0].item()}")
-        index, priority = index.reshape(-1), priority.reshape(-1).expand(index.numel())
+        index = as_tensor(index, "indices", False).reshape(-1)
+        priority = check_priorities(priority, index.numel())
         with self._replay_lock:
             length = len(self._storage)
             if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < length:
                 raise IndexOutOfRangeError(f"an index is not among the {length} items that are stored")
             if generation is not None:
-                numbers = _as_tensor(generation, "generations", False).reshape(-1)
+                numbers = as_tensor(generation, "generations", False).reshape(-1)
                 if numbers.shape != index.shape:
                     raise PriorityError(f"{len(numbers)} generations for {len(index)} indices")
                 current = numbers == self._generations(index)
                 index, priority = index[current], priority[current]
             if not isinstance(self._sampler, PrioritizedSampler) or not len(index):
                 return 0
-            super().update_priority(index, priority)
+            super().update_priority(index, check_weights(priority, self._sampler, self._storage.capacity))
         return len(index)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> int:
@@ -380,16 +382,6 @@ def _per_item(value: Any, index: torch.Tensor) -> torch.Tensor:
     """Return a sampler's information as a tensor with a value for each item."""
     tensor = torch.as_tensor(value)
     return tensor if tensor.ndim else tensor.expand(len(index))
-
-
-def _as_tensor(values: Any, what: str, is_float: bool) -> torch.Tensor:
-    try:
-        tensor = torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise PriorityError(f"expected {what}, got {values!r}: {error}") from None
-    if tensor.is_complex() or tensor.dtype == torch.bool or (tensor.is_floating_point() and not is_float):
-        raise PriorityError(f"expected {what}, got a tensor of {tensor.dtype}")
-    return tensor
 
 
 def as_items(data: Any) -> TensorDictBase:

@@ -52,8 +52,10 @@ class PacketHeader:
 
     def read_text(self, packet: Any, magic: bytes) -> tuple[Any, memoryview, int]:
         """Return the header as JSON, the whole packet, and where the sections begin."""
-        if not isinstance(packet, (bytes, bytearray, memoryview)) or len(packet) < 8:
+        if not isinstance(packet, (bytes, bytearray, memoryview)):
             raise ValueError(f"expected bytes, got a {type(packet).__name__}")
+        if len(packet) < 8:
+            raise ValueError(f"it has {len(packet)} bytes, fewer than its header begins with")
         body = memoryview(packet).cast("B")
         found, length = struct.unpack_from("<4sI", body)
         if found != magic or length > min(len(body) - 8, _MAX_HEADER):

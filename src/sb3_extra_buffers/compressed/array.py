@@ -12,7 +12,7 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.registry import codec_options
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.compressed.dtypes import element_dtype
-from sb3_extra_buffers.errors import DamagedFileError, FileFormatError
+from sb3_extra_buffers.errors import ArgumentError, DamagedFileError, FileFormatError
 from sb3_extra_buffers.files.folders import SavedAsFolder
 from sb3_extra_buffers.files.parts import Cut, LoadedParts, Parts, make_view
 from sb3_extra_buffers.stores.choice import add_preference
@@ -74,7 +74,7 @@ class CompressedArray(StoreView, SavedAsFolder):
         prefer: Literal["memory", "speed"] | None = None,
     ) -> None:
         if storage not in ("memory", "mmap") or (storage == "mmap" and path is None):
-            raise ValueError(f"storage must be 'memory', or 'mmap' with the path of a folder; got {storage!r}")
+            raise ArgumentError(f"storage must be 'memory', or 'mmap' with the path of a folder; got {storage!r}")
         lead = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
         per_obs = (obs_shape,) if isinstance(obs_shape, (int, np.integer)) else tuple(obs_shape)
         spec = ObsSpec(per_obs, element_dtype(dtype, dtypes))

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from sb3_extra_buffers.errors import DamagedFileError, FileFormatError
+from sb3_extra_buffers.errors import ArgumentError, DamagedFileError, FileFormatError
 from sb3_extra_buffers.files import manifest
 from sb3_extra_buffers.files.mmap_buffer import resume
 from sb3_extra_buffers.files.saved_parts import SavedParts
@@ -78,7 +78,7 @@ def open_saved(path: str | os.PathLike[str], target: type[Any] | None = None, mo
         np.uint8(0)
     """
     if mode not in ("r", "r+"):
-        raise ValueError(f"mode must be 'r' or 'r+', got {mode!r}")
+        raise ArgumentError(f"mode must be 'r' or 'r+', got {mode!r}")
     if mode == "r+":
         return resume(Path(path), target)
     return SavedParts.of_folder(Path(path)).load(target, read_only=True)

@@ -468,7 +468,7 @@ def _cannot_fail(plan: PlannedWrite) -> bool:
 def _find_place(device: th.device | str) -> DevicePlace:
     if str(device) == "pinned":
         if not th.cuda.is_available():
-            raise ValueError(
+            raise ArgumentError(
                 "buffer_device='pinned' is host memory that a GPU reads, and there is no GPU; "
                 "leave buffer_device out, or pass 'cpu'"
             )

@@ -81,7 +81,8 @@ class GpuSequenceReplayBuffer(Sequences, GpuReplayBuffer):
         # uploaded here, from pinned memory: the store would wait for the copy
         indices, by_key = IndexBatch(rows, self._upload([rows])[0]), {}
         for key, store in self.obs_stores.items():
-            tensor = store.read_windows(indices, newest_only)
+            layout = None if store.inner is None else store.inner.layout
+            tensor = store.read_windows(indices, newest_only and self._newest.may_cut(layout))
             if newest_only:
                 tensor = self._newest.take(tensor, key, store.spec, partial(self._newest_images, store))
             by_key[key] = self._convert(tensor, key)

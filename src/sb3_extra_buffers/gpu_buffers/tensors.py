@@ -87,7 +87,7 @@ def fit_timeouts(infos: Any, n_envs: int, device: th.device | None) -> Any:
     ``infos`` are the environments' dicts, or a dict with ``"TimeLimit.truncated"`` for all of them; None or nothing if
     no episode was truncated.
     """
-    if infos is None or (not infos and isinstance(infos, (list, tuple, dict))):
+    if infos is None or (isinstance(infos, (list, tuple, dict)) and not infos):
         return None
     if isinstance(infos, Mapping):
         if _KEY not in infos:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from sb3_extra_buffers.arguments import as_array, cast, check_count
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import (
     ArgumentError,
+    ExtraBuffersError,
+    OutOfMemoryError,
     PriorityError,
     SpecMismatchError,
     StaleIndexError,
@@ -206,19 +209,32 @@ class CompressedEmbodiedReplay(WindowStore):
             batch: Number of windows.
             mode: ``"train"``, ``"report"`` or ``"eval"``; the last two do not use the online queue.
         """
-        return self._annotate(self._sample(batch, mode))
+        return self._sample(batch, mode, self._annotate)
 
-    def _sample(self, batch: int, mode: str) -> Batch:
+    def _sample(self, batch: int, mode: str, finish: Callable[[Batch], Batch]) -> Batch:
         batch = check_count(batch, "batch")
         if mode not in _MODES:
             raise ArgumentError(f"mode must be one of {', '.join(map(repr, _MODES))}, got {mode!r}")
         self._wait()
+        online: list[int] = []
+        try:
+            return finish(self._read_windows(batch, mode, online))
+        except BaseException as problem:
+            with self._lock:
+                # windows that were not returned come first next time; the queue is in order
+                self._queue = deque(sorted({*self._queue, *online}))
+            if isinstance(problem, MemoryError) and not isinstance(problem, ExtraBuffersError):
+                raise OutOfMemoryError(f"not enough memory for {batch} windows: {problem}") from problem
+            raise
+
+    def _read_windows(self, batch: int, mode: str, online: list[int]) -> Batch:
+        """Draw and read ``batch`` windows; ``online`` receives those that were taken from the online queue."""
         data: Batch = {}
         rows = np.arange(batch)
         while len(rows):
             with self._lock:
                 self._recover()
-                windows = self._draw(len(rows), mode)
+                windows = self._draw(len(rows), mode, online)
                 slots, steps = self._slots_of(windows), self._steps
                 ids = self._table.step_ids(slots, self.replay_id)
             assert steps is not None
@@ -245,13 +261,16 @@ class CompressedEmbodiedReplay(WindowStore):
                 warned = time.monotonic()
                 _logger.warning("replay %s has been empty for %.0f s", self.name, warned - began)
 
-    def _draw(self, count: int, mode: str) -> list[int]:
+    def _draw(self, count: int, mode: str, online: list[int]) -> list[int]:
         """Draw windows: from the online queue first, then by the selector."""
         drawn: list[int] = []
         while mode == "train" and self._queue and len(drawn) < count:
-            window = self._queue.popleft()
+            # noted before it is removed: an interrupt between the two must not lose it
+            window = self._queue[0]
             if window >= self._first_window:
                 drawn.append(window)
+                online.append(window)
+            self._queue.popleft()
         self._tell_selector()
         count -= len(drawn)
         if count and hasattr(self.sampler, "draw"):
@@ -297,7 +316,7 @@ class CompressedEmbodiedReplay(WindowStore):
 
     def _parts(self, batch: int, length: int, consec: int, prefix: int, mode: str) -> Iterator[Batch]:
         while True:
-            data = self._sample(batch, mode)
+            data = self._sample(batch, mode, lambda whole: whole)
             for number in range(consec):
                 steps = slice(number * length, (number + 1) * length + prefix)
                 part = self._annotate({key: values[:, steps].copy() for key, values in data.items()}, number == 0)

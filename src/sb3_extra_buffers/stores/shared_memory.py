@@ -359,9 +359,9 @@ class SharedView:
 
     def __init__(self, name: str) -> None:
         check_supported()
-        found = _NAME.fullmatch(name)
+        found = _NAME.fullmatch(name) if isinstance(name, str) else None
         if found is None:
-            raise SharingError(f"{name!r} is not the name of a shared buffer")
+            raise SharingError(f"{name!r} is not the name of a shared buffer; pass the name of what share() returned")
         self.name = name
         self._root = found["folder"] or f"/proc/{found['pid']}/fd"
         self._main = self._open(int(found["number"]))
@@ -391,7 +391,9 @@ class SharedView:
         try:
             piece = _Piece(f"{self._root}/{number}")
         except FileNotFoundError as problem:
-            raise OwnerEndedError(f"{self.name!r} is no longer shared: its process has ended") from problem
+            raise OwnerEndedError(
+                f"{self.name!r} is no longer shared: its process has ended or has stopped sharing it"
+            ) from problem
         except OSError as problem:
             raise SharingError(f"{self.name!r} cannot be opened: {problem.strerror}") from problem
         status = os.fstat(piece.descriptor)

@@ -440,7 +440,7 @@ def restore_table(
     require(store.choice is not None, "a saved table has no method")
     codec: Any = get_codec(store.choice.method, **store.codec_options)  # type: ignore[union-attr]
     require(TableStore.accepts(codec, layout), f"a store of {codec.codec_id!r} does not fit {layout.spec}")
-    codec = replace(codec, inner=method)
+    codec = replace(codec, inner=method).bind(layout.frame_spec)
     # of length 0, so that nothing large is allocated before the nested stores are checked
     restored = TableStore(layout, 0, store.n_streams, codec, store.heap_bytes, None, store.compiled)
     geometry = _geometry(layout)
