@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,16 @@ from typing import Any
 from benchmarks import feed
 from benchmarks.peer_systems import SYSTEMS
 from benchmarks.peer_systems.base import (
-    BATCHES, PRIORITIES, STREAMS, UNIFORM, WINDOWS, Case, Ledger, Step, System, folder_bytes,
+    BATCHES,
+    PRIORITIES,
+    STREAMS,
+    UNIFORM,
+    WINDOWS,
+    Case,
+    Ledger,
+    Step,
+    System,
+    folder_bytes,
 )  # fmt: skip
 from benchmarks.results import DATA, ROOT, machine, replace_rows, versions
 from benchmarks.timing import interleave, quantiles
@@ -51,6 +61,8 @@ ENVIRONMENTS: dict[str, tuple[Path, str]] = {
 _WARM_UP_STEPS = 40
 _CHECKS = 4
 _FILE_ROUNDS = 3
+# seconds after which a buffer is not saved again
+_SLOW_FILE = 10
 
 
 # ---- in the process of a measurement ----
@@ -114,6 +126,8 @@ class Timed:
         taken: dict[str, list[list[float]]] = {"save": [[], []], "load": [[], []]}
         sizes = {}
         for number in range(_FILE_ROUNDS):
+            if sum(taken["save"][0]) > _SLOW_FILE:
+                break
             pair = list(enumerate((self.system, self.reference)))
             for side, system in pair if number % 2 else pair[::-1]:
                 with tempfile.TemporaryDirectory(prefix="peers-") as folder:
@@ -173,7 +187,8 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
     """One measurement in this process, with the versions that it was made with."""
     name, what, quick = request["system"], request["what"], request["quick"]
     kind = SYSTEMS[name]
-    case = Case(request["stream"], request["limit"], kind.channels_last)
+    limits = filter(None, (request["limit"], kind.most and kind.most // feed.N_ENVS))
+    case = Case(request["stream"], min(limits, default=None), kind.channels_last)
     seconds = 0.05 if quick else 1.5
     if what == MEMORY:
         figures = memory(name, case)
@@ -181,7 +196,10 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
         timed = Timed(name, case, what)
         figures = timed.sampling(seconds)
         if what == UNIFORM and "files" not in kind.lacks:
-            figures |= timed.files()
+            try:
+                figures |= timed.files()
+            except SystemExit as wrong:  # it samples what was added, but does not load it
+                figures["files"] = str(wrong)
     about = {
         "shape": "x".join(map(str, case.shape)),
         "dtype": case.dtype.name,
@@ -211,7 +229,10 @@ def measure(stream: str, name: str, options: argparse.Namespace) -> dict[str, An
             continue
         request = {"system": name, "stream": stream, "what": what, "quick": options.quick, "limit": options.limit}
         try:
-            row |= run(kind, request)
+            found = run(kind, request)
+            if "files" in found:
+                reasons["files"] = found.pop("files")
+            row |= found
         except ChildError as problem:
             reasons[what] = str(problem)
     row["reasons"] = json.dumps(reasons) if reasons else ""
@@ -236,10 +257,12 @@ def run(kind: type[System], request: dict[str, Any]) -> dict[str, Any]:
     command = [str(python), "-m", "benchmarks.peers", "--child", json.dumps(request)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"status {done.returncode}"]
-        print(*lines[-12:], sep="\n", file=sys.stderr)
-        raise ChildError(lines[-1].strip())
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        print(done.stderr[-2000:], file=sys.stderr)
+        raise ChildError(f"the process ended with status {done.returncode}")
+    found: dict[str, Any] = json.loads(next(line for line in reversed(done.stdout.splitlines()) if line[:1] == "{"))
+    if "failed" in found:
+        print(done.stderr[-2000:], file=sys.stderr)
+        raise ChildError(found["failed"].splitlines()[0])
     return found
 
 
@@ -253,7 +276,12 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print(json.dumps(child(json.loads(options.child))))
+        try:
+            found = child(json.loads(options.child))
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            found = {"failed": str(error) if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"}
+        print(f"\n{json.dumps(found)}", flush=True)
         return
     if not options.render:
         if options.quick:

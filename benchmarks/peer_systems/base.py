@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import tempfile
 import zlib
@@ -79,12 +80,12 @@ class Case:
 
     def __init__(self, name: str, limit: int | None = None, channels_last: bool = False) -> None:
         self.name, self.stream, self.channels_last = name, STREAMS[name], channels_last
+        self.stack, self.is_vector = self.stream.stack, not self.stream.recording
         self.n_steps = min(self.stream.n_steps, limit or self.stream.n_steps)
         self.n_overwritten = self.n_steps // 4
         self.n_recorded = self.stream.recorded if limit is None or self.stream.recording else self.n_steps
         first = next(self._replay()).obs
-        self.shape, self.dtype, self.stack = first.shape[1:], first.dtype, self.stream.stack
-        self.is_vector = not self.stream.recording
+        self.shape, self.dtype = first.shape[1:], first.dtype
         self.size = self.n_steps * feed.N_ENVS
         self.action_shape, self.action_dtype = ((6,), np.float32) if self.is_vector else ((1,), np.int64)
 
@@ -144,6 +145,8 @@ class System:
     next_at_ends: ClassVar[bool] = True
     #: calls that are timed together, because work continues between them
     block: ClassVar[int] = 1
+    #: transitions that are stored, where as many as the others hold would take hours
+    most: ClassVar[int | None] = None
     lacks: ClassVar[dict[str, str]] = {}
 
     def __init__(self, case: Case, kind: str = UNIFORM) -> None:
@@ -160,6 +163,10 @@ class System:
 
     def finish(self) -> None:
         """Wait until everything that was added can be sampled."""
+
+    def outdated(self) -> int:
+        """How many transitions beyond the newest ``case.size`` may still be returned."""
+        return 0
 
     def sample(self, batch: int) -> Any:
         raise NotImplementedError
@@ -185,9 +192,7 @@ class System:
 
     def like(self) -> Any:
         """A second object of this kind, not initialised, for `load`."""
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        return other
+        return copy.copy(self)
 
     def scratch(self) -> Path:
         """A folder of this buffer's own, removed with it."""
@@ -218,7 +223,8 @@ class Ledger:
         """End the process unless the batch consists of the latest transitions that were added."""
         columns = system.columns(batch)
         numbers = columns.rewards.reshape(columns.obs.shape[: columns.rewards.ndim]).astype(np.int64)
-        if not (numbers.max() < len(self.sums) and numbers.min() >= len(self.sums) - system.case.size):
+        oldest = len(self.sums) - system.case.size - system.outdated()
+        if not (numbers.max() < len(self.sums) and numbers.min() >= oldest):
             raise SystemExit(f"{name}: returns transitions that it should not hold; it is not timed")
         dtype, action_dtype = system.case.dtype, system.case.action_dtype
         for index in np.ndindex(*numbers.shape):

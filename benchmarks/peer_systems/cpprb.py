@@ -83,11 +83,15 @@ class CpprbShared(Cpprb):
     calls = """\
 cpprb.ReplayBuffer(size, env_dict, next_of="obs", stack_compress="obs")  # stack_compress: stacks only
 buffer.add(...)  # one environment after another, stacks along the last axis
-buffer.on_episode_end()"""
+buffer.on_episode_end()
+buffer.save_transitions(path, safe=False)  # safe=True: once overwritten, it loads with other next observations"""
     order, channels_last = "streams", True
 
     def options(self) -> dict[str, Any]:
         return {"next_of": "obs"} | ({"stack_compress": "obs"} if self.case.stack > 1 else {})
+
+    def save(self, folder: Path) -> None:
+        self.buffer.save_transitions(str(folder / "buffer.npz"), safe=False)
 
     def prepare(self, step: Step) -> Any:
         """Parts that each end where an episode does, and whether they do."""

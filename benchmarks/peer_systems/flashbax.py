@@ -22,6 +22,19 @@ from benchmarks.peer_systems.base import (
 )
 
 
+class _Functions:
+    """The compiled functions of a buffer."""
+
+    def __init__(self, buffer: Any, jax: Any) -> None:
+        self.init, self.sample = buffer.init, jax.jit(buffer.sample)
+        self.add = jax.jit(buffer.add, donate_argnums=0)
+        if hasattr(buffer, "set_priorities"):
+            self.set_priorities = jax.jit(buffer.set_priorities, donate_argnums=0)
+
+
+_compiled: dict[Any, dict[int, _Functions]] = {}
+
+
 class FlashbaxItem(System):
     """Flashbax's item buffer: transitions with their next observations."""
 
@@ -41,13 +54,14 @@ Vault("replay", rel_dir=folder, vault_uid=uid).read()"""
 
         super().__init__(case, kind)
         self.jax, self.key = jax, jax.random.PRNGKey(0)
-        buffers = {batch: self.make(batch) for batch in (BATCHES if kind == UNIFORM else BATCHES[-1:])}
-        buffer: Any = buffers[BATCHES[-1]]
-        self.state = buffer.init(self.item())
-        self._add = jax.jit(buffer.add, donate_argnums=0)
-        self._sample = {batch: jax.jit(some.sample) for batch, some in buffers.items()}
-        if kind == PRIORITIES:
-            self._set = jax.jit(buffer.set_priorities, donate_argnums=0)
+        # compiled once for all buffers of a size, so that the memory of compiling is not measured
+        key = type(self), kind, case.size
+        if key not in _compiled:
+            buffers = {batch: self.make(batch) for batch in (BATCHES if kind == UNIFORM else BATCHES[-1:])}
+            _compiled[key] = {batch: _Functions(buffer, jax) for batch, buffer in buffers.items()}
+        self.functions = _compiled[key]
+        self.largest = self.functions[BATCHES[-1]]
+        self.state = self.largest.init(self.item())
 
     def make(self, batch: int) -> Any:
         import flashbax
@@ -71,18 +85,18 @@ Vault("replay", rel_dir=folder, vault_uid=uid).read()"""
         return self.jax.block_until_ready({name: self.jax.numpy.array(column) for name, column in columns.items()})
 
     def add(self, data: Any) -> None:
-        self.state = self.jax.block_until_ready(self._add(self.state, data))
+        self.state = self.jax.block_until_ready(self.largest.add(self.state, data))
 
     def sample(self, batch: int) -> Any:
-        if batch not in self._sample:  # only checks draw other batches than those that are timed
+        if batch not in self.functions:  # only checks draw other batches than those that are timed
             batch = BATCHES[-1]
         self.key, key = self.jax.random.split(self.key)
-        return self.jax.block_until_ready(self._sample[batch](self.state, key))
+        return self.jax.block_until_ready(self.functions[batch].sample(self.state, key))
 
     def sample_and_update(self) -> Any:
         batch = self.sample(256)
         ones = self.jax.numpy.ones(256)
-        self.state = self.jax.block_until_ready(self._set(self.state, batch.indices, ones))
+        self.state = self.jax.block_until_ready(self.largest.set_priorities(self.state, batch.indices, ones))
         return batch
 
     def columns(self, batch: Any) -> Columns:

@@ -46,6 +46,10 @@ np.load(path)  # each episode of a batch, drawn at random"""
     def prepare(self, step: Step) -> Any:
         return step
 
+    def outdated(self) -> int:
+        # episodes that are still open, and the beginning of long ones
+        return sum(map(len, self.open_episodes)) + feed.N_ENVS * max(self.lengths)
+
     def add(self, data: Any) -> None:
         for env in range(feed.N_ENVS):
             episode = self.open_episodes[env]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
+import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +21,7 @@ class TorchrlTensor(System):
 TensorDictReplayBuffer(storage=LazyTensorStorage(size), batch_size=256)
 buffer.extend(tensordict)  # 4 transitions; created beforehand
 buffer.sample(256)
-TensorDictReplayBuffer(  # windows
+ReplayBuffer(  # windows
     storage=LazyTensorStorage(size, ndim=2), batch_size=16 * 65,
     sampler=SliceSampler(slice_len=65, end_key=("next", "done")),
 ).sample()
@@ -38,13 +41,19 @@ buffer.dumps(folder); buffer.loads(folder)"""
         return LazyTensorStorage(self.case.size, **options)
 
     def make(self) -> Any:
-        from torchrl.data import SliceSampler, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
+        from torchrl.data import ReplayBuffer, SliceSampler, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
 
         if self.kind == WINDOWS:
+            # TensorDictReplayBuffer cannot add one step of each environment to a storage of two dimensions
             sampler = SliceSampler(slice_len=LENGTH, end_key=("next", "done"))
             size = N_WINDOWS * LENGTH
-            return TensorDictReplayBuffer(storage=self.storage(ndim=2), sampler=sampler, batch_size=size)
+            return ReplayBuffer(storage=self.storage(ndim=2), sampler=sampler, batch_size=size)
         if self.kind == PRIORITIES:
+            try:
+                importlib.import_module("torchrl._torchrl")
+            except ImportError as error:
+                version = importlib.metadata.version("torch")
+                raise SystemExit(f"its compiled sampler does not load with torch {version}") from error
             return TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=self.storage(), batch_size=256)
         return TensorDictReplayBuffer(storage=self.storage(), batch_size=256)
 
@@ -107,8 +116,6 @@ class TorchrlMemmap(TorchrlTensor):
     calls = "as above, with LazyMemmapStorage(size, scratch_dir=folder)"
 
     def storage(self, **options: Any) -> Any:
-        import tempfile
-
         from torchrl.data import LazyMemmapStorage
 
         # a folder for each storage: a loaded one must not write to the files of the first
@@ -122,6 +129,7 @@ class TorchrlList(TorchrlTensor):
     title = "TorchRL, `CompressedListStorage`"
     calls = "as above, with CompressedListStorage(size)  # zstd where it is installed; keys flattened"
     flat = True
+    most = 4000
     lacks = {WINDOWS: "has one dimension only, and no nested keys"}  # noqa: RUF012  # declared in System
 
     def storage(self, **options: Any) -> Any:
