@@ -37,7 +37,7 @@ from benchmarks.peer_systems.base import (
     System,
     folder_bytes,
 )  # fmt: skip
-from benchmarks.results import DATA, ROOT, machine, replace_rows, versions
+from benchmarks.results import DATA, ROOT, machine, read_rows, replace_rows, versions
 from benchmarks.timing import interleave, quantiles
 
 CSV = DATA / "peers.csv"
@@ -58,11 +58,18 @@ ENVIRONMENTS: dict[str, tuple[Path, str]] = {
     # the package on PyPI has the import name of this library
     "pypi": (ROOT / ".venv-peers/bin/python", ".venv-peers/pypi"),
 }
+# one thread for every library: several would wait for each other wherever the machine has anything else to do
+_SETTINGS = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS"), "1"),
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+    "JAX_PLATFORMS": "cpu",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
 _WARM_UP_STEPS = 40
 _CHECKS = 4
 _FILE_ROUNDS = 3
 # seconds after which a buffer is not saved again
-_SLOW_FILE = 10
+_SLOW_FILE = 5
 
 
 # ---- in the process of a measurement ----
@@ -189,7 +196,7 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
     kind = SYSTEMS[name]
     limits = filter(None, (request["limit"], kind.most and kind.most // feed.N_ENVS))
     case = Case(request["stream"], min(limits, default=None), kind.channels_last)
-    seconds = 0.05 if quick else 1.5
+    seconds = 0.05 if quick else 1.0
     if what == MEMORY:
         figures = memory(name, case)
     else:
@@ -222,9 +229,16 @@ def own_version() -> str:
 def measure(stream: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
     """The row of one system and stream; where something fails, the reason."""
     kind = SYSTEMS[name]
-    row: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "stream": stream, "system": name}
-    reasons = dict(kind.lacks)
-    for what in KINDS:
+    row: dict[str, Any] = {}
+    reasons: dict[str, str] = {}
+    if set(options.only) != set(KINDS):  # keep the rest of the row
+        row = next((row for row in read_rows(options.output) if (row["stream"], row["system"]) == (stream, name)), {})
+        before = json.loads(row.get("reasons") or "{}")
+        measured = {*options.only, *(["files"] if UNIFORM in options.only else [])}
+        reasons = {what: reason for what, reason in before.items() if what not in measured}
+    row |= {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "stream": stream, "system": name}
+    reasons |= kind.lacks
+    for what in options.only:
         if what in kind.lacks:
             continue
         request = {"system": name, "stream": stream, "what": what, "quick": options.quick, "limit": options.limit}
@@ -253,7 +267,7 @@ def run(kind: type[System], request: dict[str, Any]) -> dict[str, Any]:
     if not python.exists():
         raise ChildError("not installed; run `make peers`")
     paths = os.pathsep.join(filter(None, (str(ROOT / first) if first else "", str(ROOT))))
-    env = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    env = os.environ | _SETTINGS | {"PYTHONPATH": paths}
     command = [str(python), "-m", "benchmarks.peers", "--child", json.dumps(request)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -270,9 +284,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", nargs="+", choices=STREAMS, default=list(STREAMS))
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="measure only these, keep the others")
     parser.add_argument("--quick", action="store_true", help="short streams and few calls; prints, writes no file")
     parser.add_argument("--limit", type=int, help="store only so many steps of every environment")
     parser.add_argument("--render", action="store_true", help="only render the page from the CSV file")
+    parser.add_argument(
+        "--output", type=Path, default=CSV, help="CSV file to write; another than the default is not rendered"
+    )
+    parser.add_argument("--no-render", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -293,8 +312,8 @@ def main() -> None:
                 row = measure(stream, name, options)
                 print(report(row), file=sys.stderr, flush=True)
                 if not (options.quick or options.limit):
-                    replace_rows(CSV, [row], ("stream", "system"))
-    if not options.quick:
+                    replace_rows(options.output, [row], ("stream", "system"))
+    if not (options.quick or options.no_render) and options.output == CSV:
         from benchmarks import peer_tables
 
         peer_tables.write()

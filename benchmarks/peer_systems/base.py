@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import shutil
 import tempfile
+import weakref
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,7 +154,7 @@ class System:
     def __init__(self, case: Case, kind: str = UNIFORM) -> None:
         self.case, self.kind = case, kind
         self.seed = 0
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Path | None = None
 
     def prepare(self, step: Step) -> Any:
         """The step in the container that `add` takes; not timed."""
@@ -196,12 +198,14 @@ class System:
 
     def scratch(self) -> Path:
         """A folder of this buffer's own, removed with it."""
-        self._folder = self._folder or tempfile.TemporaryDirectory(prefix="peers-")
-        return Path(self._folder.name)
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="peers-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        return self._folder
 
     def disk_bytes(self) -> int:
         """Bytes of files that the buffer keeps its contents in."""
-        return folder_bytes(Path(self._folder.name)) if self._folder else 0
+        return folder_bytes(self._folder) if self._folder else 0
 
 
 def folder_bytes(folder: Path) -> int:
