@@ -65,6 +65,9 @@ _SETTINGS = {
     "JAX_PLATFORMS": "cpu",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
+# glibc keeps freed memory, except while memory is measured: otherwise a batch of megabytes takes up to ten times as long
+# whenever the system has to map its pages anew, which depends on what else the process has allocated
+_KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**26)}
 _WARM_UP_STEPS = 40
 _CHECKS = 4
 _FILE_ROUNDS = 3
@@ -267,7 +270,7 @@ def run(kind: type[System], request: dict[str, Any]) -> dict[str, Any]:
     if not python.exists():
         raise ChildError("not installed; run `make peers`")
     paths = os.pathsep.join(filter(None, (str(ROOT / first) if first else "", str(ROOT))))
-    env = os.environ | _SETTINGS | {"PYTHONPATH": paths}
+    env = os.environ | _SETTINGS | ({} if request["what"] == MEMORY else _KEEP_MEMORY) | {"PYTHONPATH": paths}
     command = [str(python), "-m", "benchmarks.peers", "--child", json.dumps(request)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     if done.returncode:

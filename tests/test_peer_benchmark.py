@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -50,7 +49,7 @@ def test_buffers_return_what_was_added_and_are_timed_next_to_sb3(system: str, wh
 
 
 @pytest.fixture
-def noise(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[str]:
+def noise(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> str:
     """A short recording of images."""
     monkeypatch.setenv("SB3_EXTRA_BUFFERS_CACHE", str(tmp_path))
     importlib.import_module("benchmarks.feed").record("noise", 24)
