@@ -65,7 +65,7 @@ _SETTINGS = {
     "JAX_PLATFORMS": "cpu",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
-# glibc keeps freed memory, except while memory is measured: otherwise a batch of megabytes takes up to ten times as long
+# glibc keeps freed memory, except while memory is measured: otherwise a batch of megabytes takes up to ten times longer
 # whenever the system has to map its pages anew, which depends on what else the process has allocated
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**26)}
 _WARM_UP_STEPS = 40
