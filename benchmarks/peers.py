@@ -68,6 +68,8 @@ _SETTINGS = {
 # glibc keeps freed memory, except while memory is measured: otherwise a batch of megabytes takes up to ten times longer
 # whenever the system has to map its pages anew, which depends on what else the process has allocated
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**26)}
+# what some of the libraries need
+_PACKAGES = {"jax", "tensordict", "tensorflow"}
 _WARM_UP_STEPS = 40
 _CHECKS = 4
 _FILE_ROUNDS = 3
@@ -215,7 +217,7 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
         "dtype": case.dtype.name,
         "n_transitions": case.size,
         "version": importlib.metadata.version(kind.package) if kind.package else own_version(),
-        "versions": versions(*{"jax", "tensordict", "tensorflow", kind.package} - {"", "numpy", "stable-baselines3"}),
+        "versions": versions(*sorted(_PACKAGES | {kind.package} - {"", "numpy", "stable-baselines3"})),
     }
     return about | figures
 
