@@ -19,9 +19,9 @@ SAMPLING = {"add": "`add`", "sample32": "`sample(32)`", "sample256": "`sample(25
 OTHERS = {WINDOWS: f"{N_WINDOWS} windows of {LENGTH}", PRIORITIES: "prioritised 256", "save": "save", "load": "load"}
 _PART = {WINDOWS: WINDOWS, PRIORITIES: PRIORITIES, "save": FILES, "load": FILES}
 # one of each per system, readable on white and on dark pages
-_COLORS = ("#f58518", "#f58518", "#b279a2", "#e45756", "#4c78a8", "#4c78a8", "#4c78a8", "#e45756", "#54a24b", "#54a24b",
-           "#9d755d", "#72b7b2", "#72b7b2", "#eeca3b", "#8a8f98", "#8a8f98")  # fmt: skip
-_MARKERS = "*PoDosv^osXosDos"
+_COLORS = ("#f58518", "#f58518", "#b279a2", "#b279a2", "#e45756", "#4c78a8", "#4c78a8", "#4c78a8", "#e45756", "#54a24b",
+           "#54a24b", "#9d755d", "#72b7b2", "#72b7b2", "#eeca3b", "#8a8f98", "#8a8f98")  # fmt: skip
+_MARKERS = "*PosDosv^osXosDos"
 
 
 def rows() -> list[Row]:
@@ -48,8 +48,11 @@ def reasons(row: Row) -> dict[str, str]:
 
 
 def ratio(row: Row, figure: str) -> float | None:
-    """A time relative to SB3's in the same process; None if it was not measured."""
-    ours, theirs = row[f"{figure}_us_p50"], row[f"sb3_{figure}_us_p50"]
+    """A time relative to SB3's in the same process; None if it was not measured.
+
+    The 20th percentiles are compared, which depend less on what else the machine does than medians.
+    """
+    ours, theirs = row[f"{figure}_us_p20"], row[f"sb3_{figure}_us_p20"]
     return float(ours) / float(theirs) if ours else None
 
 

@@ -9,6 +9,7 @@ SYSTEMS: dict[str, type[System]] = {
     "sb3": sb3.Sb3,
     "sb3-optimized": sb3.Sb3Optimized,
     "pypi": sb3.Pypi,
+    "pypi-igzip": sb3.PypiIgzip,
     "ours": sb3.Ours,
     "torchrl-tensor": torchrl.TorchrlTensor,
     "torchrl-memmap": torchrl.TorchrlMemmap,

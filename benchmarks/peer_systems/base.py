@@ -123,7 +123,7 @@ class Case:
             for step in self._in_turn() if order == "streams" else self._episodes(self.n_recorded):
                 shape = (feed.N_ENVS, *self.action_shape)
                 draw = rng.random(shape, np.float32) if self.is_vector else rng.integers(0, 4, shape)
-                rewards = np.arange(feed.N_ENVS, dtype=np.float32) + next(numbers)
+                rewards = (np.arange(feed.N_ENVS) + next(numbers)).astype(np.float32)
                 yield Step(step.obs, step.next_obs, draw, rewards, step.dones)
 
 

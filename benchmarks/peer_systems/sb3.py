@@ -95,23 +95,36 @@ ReplayBuffer(
 class Pypi(Sb3):
     """The package of that name on PyPI, which has the same import name as ours: only its own process can import it."""
 
-    title, package = "sb3-extra-buffers 0.5 (PyPI)", "sb3-extra-buffers"
+    title, package = "PyPI's sb3-extra-buffers, `zstd-5`", "sb3-extra-buffers"
     calls = """\
-method = "zstd-5"  # "none" for vectors
+method = "zstd-5"
 dtypes = find_buffer_dtypes(obs_space.shape, obs_space.dtype, method)
 CompressedReplayBuffer(
     size, obs_space, action_space, device="cpu", n_envs=4, dtypes=dtypes, compression_method=method
 )"""
     environment = "pypi"
+    method = "zstd-5"
 
     def make(self) -> Any:
         from sb3_extra_buffers.compressed import CompressedReplayBuffer, find_buffer_dtypes
 
-        method, (obs_space, action_space) = "none" if self.case.is_vector else "zstd-5", self.case.spaces()
+        obs_space, action_space = self.case.spaces()
         return CompressedReplayBuffer(
-            self.case.size, obs_space, action_space, device="cpu", n_envs=feed.N_ENVS, compression_method=method,
-            dtypes=find_buffer_dtypes(obs_space.shape, obs_space.dtype.type, method),
+            self.case.size, obs_space, action_space, device="cpu", n_envs=feed.N_ENVS, compression_method=self.method,
+            dtypes=find_buffer_dtypes(obs_space.shape, obs_space.dtype.type, self.method),
         )  # fmt: skip
+
+
+class PypiIgzip(Pypi):
+    """The same with a method whose payloads take as much memory as they have bytes.
+
+    Those of the ``zstd`` package that it uses keep the memory of the largest possible payload.
+    """
+
+    title = "PyPI's sb3-extra-buffers, `igzip1`"
+    calls = """\
+as above, with method = "igzip1": payloads of the zstd package keep memory for the largest possible size"""
+    method = "igzip1"
 
 
 class Ours(Sb3):
