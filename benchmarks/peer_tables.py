@@ -81,7 +81,9 @@ class Notes:
         return f"<sup>{self.texts.index(text) + 1}</sup>"
 
     def lines(self) -> str:
-        return "".join(f"{number}. {text[0].upper()}{text[1:]}.\n" for number, text in enumerate(self.texts, 1))
+        return "".join(
+            f"{number}. {text[0].upper()}{text[1:].rstrip('.')}.\n" for number, text in enumerate(self.texts, 1)
+        )
 
 
 def time_cell(row: Row, figure: str, notes: Notes) -> str:

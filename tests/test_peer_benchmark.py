@@ -123,7 +123,7 @@ def test_the_page_shows_every_system_with_figures_or_a_reason() -> None:
     for stream, systems in streams.items():
         assert systems.keys() == peers.SYSTEMS.keys(), stream
         text = tables.stream_tables(systems)
-        assert text.count("\n| ") == 2 * (len(systems) + 1)
+        assert text.count("\n| ") == 2 * len(systems) + 1
         assert "not measured" not in text, stream
 
 

@@ -244,6 +244,13 @@ class Ledger:
             if numbers.shape != (N_WINDOWS, LENGTH) or not (np.diff(numbers, axis=1) == stride).all():
                 raise SystemExit(f"{name}: windows are not of consecutive steps; it is not timed")
 
+    def check_complete(self, system: System, name: str) -> None:
+        """End the process unless samples come from the whole buffer, from its oldest transitions to its newest."""
+        batches = [system.columns(system.sample(BATCHES[-1])).rewards.reshape(-1) for _ in range(4)]
+        ages = len(self.sums) - np.concatenate(batches).astype(np.int64)
+        if len(np.unique(np.minimum(10 * ages // system.case.size, 9))) < 10:
+            raise SystemExit(f"{name}: samples only some of the transitions that it should hold; it is not timed")
+
 
 def checksum(array: Array) -> int:
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))

@@ -45,7 +45,7 @@ state = buffer.init(transition)
 state = jax.jit(buffer.add, donate_argnums=0)(state, transitions)  # converted to JAX arrays beforehand
 jax.jit(buffer.sample)(state, key)  # waiting for the result
 flashbax.make_prioritised_item_buffer(...): buffer.sample; buffer.set_priorities(state, indices, priorities)
-Vault("replay", state.experience, rel_dir=folder).write(state)
+Vault("replay", state.experience, rel_dir=folder).write(state, source_interval=(0, length))
 Vault("replay", rel_dir=folder, vault_uid=uid).read()"""
     lacks = {WINDOWS: "samples single transitions only"}  # noqa: RUF012  # declared in System
 
@@ -107,7 +107,9 @@ Vault("replay", rel_dir=folder, vault_uid=uid).read()"""
         from flashbax.vault import Vault
 
         vault = Vault("replay", self.state.experience, rel_dir=str(folder))
-        vault.write(self.state)
+        # without an interval, only the steps since the ring was last full are written
+        length = self.state.experience["reward"].shape[1]
+        vault.write(self.state, source_interval=(0, length))
 
     def load(self, folder: Path) -> System:
         from flashbax.vault import Vault
