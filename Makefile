@@ -14,6 +14,8 @@ STREAMS := .venv-streams
 # and Reverb, which needs TensorFlow 2.15 and Python 3.11 or older
 REVERB := .venv-reverb
 REVERB_PYTHON ?= $(PYTHON)
+# and the libraries that benchmarks.peers compares; one of them has this library's import name, so it gets a folder
+PEERS := .venv-peers
 # tests that must pass without any optional package
 MINIMAL := $(wildcard tests/codecs tests/kernels tests/stores tests/compressed tests/public_api tests/files tests/cli \
 	tests/recording tests/vec_buf tests/training_utils)
@@ -21,7 +23,7 @@ MINIMAL := $(wildcard tests/codecs tests/kernels tests/stores tests/compressed t
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-integrations check types bench streams reverb docs torture format clean
+.PHONY: help demo test test-oldest test-integrations check types bench streams reverb peers docs torture format clean
 
 help:
 	@echo "make demo               train an agent on an Atari game with SB3's buffer and with a compressed one"
@@ -33,6 +35,7 @@ help:
 	@echo "make bench              run the benchmarks and render docs/ from the results"
 	@echo "make streams            record observations of other environments for the benchmarks"
 	@echo "make reverb             install Reverb, which benchmarks.service then measures too"
+	@echo "make peers              install other replay buffers, which benchmarks.peers compares with this one"
 	@echo "make docs               render docs/ from the committed results and build the site"
 
 $(READY): pyproject.toml constraints.txt
@@ -103,6 +106,18 @@ $(REVERB)/.ready:
 
 reverb: $(REVERB)/.ready
 
+$(PEERS)/.ready: pyproject.toml constraints.txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install -q -c constraints.txt -e '.[fast,extra,torchrl]' cpprb==11.0.0 flashbax==0.1.3 \
+		rlox==1.2.0 scikit-video zstd
+	$(PEERS)/bin/python -m pip install -q --no-deps --upgrade --target $(PEERS)/pypi sb3-extra-buffers==0.5.0
+	touch $@
+
+# Reverb needs an older Python than the others; benchmarks.peers says so where it is missing
+peers: $(READY) $(PEERS)/.ready
+	-$(MAKE) reverb && $(REVERB)/bin/python -m pip install -q -c constraints.txt psutil stable-baselines3
+	$(PEERS)/bin/python -m benchmarks.streams video
+
 docs: $(READY)
 	$(BIN)/python -m benchmarks.render
 	$(BIN)/python scripts/fit_heap_heuristic.py --write
@@ -115,6 +130,7 @@ docs: $(READY)
 	$(BIN)/python -m benchmarks.desktop --render
 	$(BIN)/python -m benchmarks.pong
 	$(BIN)/python -m benchmarks.agents --render
+	$(BIN)/python -m benchmarks.peers --render
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 torture: $(READY)
@@ -122,4 +138,4 @@ torture: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q -m long tests
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(INTEGRATIONS) $(STREAMS) $(REVERB) site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(INTEGRATIONS) $(STREAMS) $(REVERB) $(PEERS) site .mypy_cache .pytest_cache .ruff_cache .hypothesis

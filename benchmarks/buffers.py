@@ -26,24 +26,13 @@ from tqdm import tqdm, trange
 
 from benchmarks import feed
 from benchmarks.results import DATA, replace_rows, run_info
+from benchmarks.timing import interleave
 from sb3_extra_buffers.compressed import CompressedReplayBuffer, CompressedRolloutBuffer, init_jit
 
 IMAGES = spaces.Box(0, 255, (4, 84, 84), np.uint8)
 BATCHES = (32, 256)
 
 Rows = Iterator[tuple[str, str, float, float]]
-
-
-def interleave(calls: list[Callable[[], Any]], repeats: int, first: int = 0) -> list[list[float]]:
-    """Seconds of each call, the calls interleaved in alternating order."""
-    taken: list[list[float]] = [[] for _ in calls]
-    for repeat in range(first, first + repeats):
-        order = list(enumerate(calls))
-        for i, call in order if repeat % 2 else order[::-1]:
-            start = time.perf_counter()
-            call()
-            taken[i].append(time.perf_counter() - start)
-    return taken
 
 
 def medians(taken: list[list[float]], scale: float = 1e6) -> tuple[float, float]:

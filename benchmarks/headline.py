@@ -26,6 +26,7 @@ from gymnasium import spaces
 from benchmarks import feed
 from benchmarks.measure import resident
 from benchmarks.results import DATA, factor, percent, replace_rows, run_child, run_info
+from benchmarks.timing import interleave, quantiles
 
 GAMES = ("Pong", "MsPacman", "Breakout", "Seaquest", "BeamRider", "Enduro", "Frostbite", "Zaxxon")
 # neither typical nor easy: RGB frames of a 3D game, vectors, and images that cannot be compressed
@@ -121,8 +122,6 @@ def device_bytes(device: str) -> int:
 
 def speed(name: str, device: str) -> dict[str, Any]:
     """Microseconds of add and sample: p20, p50 and p80 of each buffer."""
-    from benchmarks.buffers import interleave
-
     pair = [make_buffer(name, device, kind) for kind in ("ours", "sb3")]
     wait = waiter(device)
     taken: Times = [[], []]
@@ -148,11 +147,6 @@ def waiter(device: str) -> Callable[[], None]:
     import torch
 
     return torch.cuda.synchronize
-
-
-def quantiles(times: list[float]) -> list[float]:
-    cuts = statistics.quantiles(times, n=10, method="inclusive")
-    return [1e6 * cuts[i] for i in (1, 4, 7)]
 
 
 def check(pair: list[Any]) -> None:

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from benchmarks import feed, headline, streams
 from benchmarks.measure import resident
 from benchmarks.results import DATA, replace_rows, run_child, run_info
+from benchmarks.timing import interleave, quantiles
 
 SB3, OPTIMIZED = "sb3", "sb3 optimized"
 # methods that do not apply to a stream, and names that the registry does not have, are left out
@@ -257,8 +258,6 @@ def speed(case: Case, methods: list[str], seconds: float) -> dict[str, Any]:
 
     Samples each batch size for about ``seconds`` with ``auto``, less with the other methods.
     """
-    from benchmarks.buffers import interleave
-
     names = [SB3, OPTIMIZED, *methods]
     case.warm_up(names)
     buffers = {name: case.make(name) for name in names}
@@ -292,8 +291,6 @@ def sample_times(ours: Any, theirs: Any, batch: int, seconds: float, min_rounds:
 
     Two buffers at a time, so that every method is followed by the same call.
     """
-    from benchmarks.buffers import interleave
-
     calls = [_sample(ours, batch), _sample(theirs, batch)]
     interleave(calls, WARM_UP_ROUNDS)
     taken: headline.Times = [[], []]
@@ -319,7 +316,7 @@ def _of_sb3(figures: dict[str, float]) -> dict[str, float]:
 
 
 def _cuts(figure: str, times: list[float]) -> dict[str, float]:
-    return dict(zip((f"{figure}_us_{cut}" for cut in ("p20", "p50", "p80")), headline.quantiles(times), strict=True))
+    return dict(zip((f"{figure}_us_{cut}" for cut in ("p20", "p50", "p80")), quantiles(times), strict=True))
 
 
 def check(stream: Stream, buffers: dict[str, Any]) -> None:

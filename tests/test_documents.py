@@ -178,9 +178,10 @@ def test_figures_are_rendered_from_the_measurements() -> None:
     pytest.importorskip("ale_py")
     names = ("render", "cold_start", "envs", "doom_memory", "torchrl", "service", "pong", "gpu_tables")
     modules = [
-        importlib.import_module(f"benchmarks.{name}") for name in (*names, "sequences", "shared_memory", "agent_tables")
+        importlib.import_module(f"benchmarks.{name}")
+        for name in (*names, "sequences", "shared_memory", "agent_tables", "peer_tables")
     ]
-    render, cold_start, envs, doom, torchrl, service, pong, gpu, sequences, shared_memory, agents = modules
+    render, cold_start, envs, doom, torchrl, service, pong, gpu, sequences, shared_memory, agents, peers = modules
     sections = {
         ("README.md", "figures"): render.summary(),
         ("docs/index.md", "figures"): render.summary(),
@@ -197,6 +198,7 @@ def test_figures_are_rendered_from_the_measurements() -> None:
         ("docs/sequences.md", "sequences"): sequences.section(),
         ("docs/shared_memory.md", "shared memory"): shared_memory.section(),
         **{(f"docs/{name}.md", name): text for name, text in torchrl.sections().items()},
+        **{("docs/peers.md", name): text for name, text in peers.sections().items()},
     }
     for (page, name), expected in sections.items():
         _, _, rest = (ROOT / page).read_text().partition(f"<!-- {name} -->\n")
