@@ -220,7 +220,8 @@ def calls(streams: dict[str, dict[str, Row]]) -> str:
     for name, system in SYSTEMS.items():
         found = {systems[name]["version"] for systems in streams.values() if name in systems} - {""}
         package = system.package or "sb3-extra-buffers"
-        version = f", {package} {' and '.join(sorted(found))}" if found else ", not measured"
+        number = " and ".join(sorted(found)) or "not measured"
+        version = f" {number}" if system.title == package else f", {package} {number}"
         text += f"{system.title}{version}:\n\n```py\n{system.calls}\n```\n\n"
     return text
 

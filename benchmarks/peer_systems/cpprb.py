@@ -20,8 +20,10 @@ cpprb.ReplayBuffer(size, env_dict)
 buffer.add(obs=obs, next_obs=next_obs, act=actions, rew=rewards, done=dones)
 buffer.sample(256)
 cpprb.PrioritizedReplayBuffer(size, env_dict, alpha=0.6)
-batch = buffer.sample(256, beta=0.4); buffer.update_priorities(batch["indexes"], td_errors)
-buffer.save_transitions(path); buffer.load_transitions(path)"""
+batch = buffer.sample(256, beta=0.4)
+buffer.update_priorities(batch["indexes"], td_errors)
+buffer.save_transitions(path)
+buffer.load_transitions(path)"""
     lacks = {WINDOWS: "samples single transitions and n-step returns only"}  # noqa: RUF012  # declared in System
 
     def __init__(self, case: Case, kind: str = UNIFORM) -> None:

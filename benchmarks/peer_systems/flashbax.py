@@ -44,7 +44,8 @@ buffer = flashbax.make_item_buffer(size, min_length=1, sample_batch_size=256, ad
 state = buffer.init(transition)
 state = jax.jit(buffer.add, donate_argnums=0)(state, transitions)  # converted to JAX arrays beforehand
 jax.jit(buffer.sample)(state, key)  # waiting for the result
-flashbax.make_prioritised_item_buffer(...): buffer.sample; buffer.set_priorities(state, indices, priorities)
+buffer = flashbax.make_prioritised_item_buffer(size, min_length=1, sample_batch_size=256, add_batches=True)
+state = buffer.set_priorities(state, batch.indices, priorities)  # compiled, after buffer.sample
 Vault("replay", state.experience, rel_dir=folder).write(state, source_interval=(0, length))
 Vault("replay", rel_dir=folder, vault_uid=uid).read()"""
     lacks = {WINDOWS: "samples single transitions only"}  # noqa: RUF012  # declared in System
@@ -127,8 +128,12 @@ class FlashbaxFlat(FlashbaxItem):
     calls = """\
 flashbax.make_flat_buffer(size, min_length=4, sample_batch_size=256, add_batch_size=4)
 flashbax.make_trajectory_buffer(  # windows
-    add_batch_size=4, sample_batch_size=16, sample_sequence_length=65, period=1,
-    min_length_time_axis=65, max_length_time_axis=size // 4,
+    add_batch_size=4,
+    sample_batch_size=16,
+    sample_sequence_length=65,
+    period=1,
+    min_length_time_axis=65,
+    max_length_time_axis=size // 4,
 )
 flashbax.make_prioritised_flat_buffer(size, min_length=4, sample_batch_size=256, add_batch_size=4)"""
     next_at_ends = False

@@ -116,5 +116,5 @@ class NpzKept(NpzFiles):
     """Episodes stay in memory once they were read, as in the workers of DrQ-v2."""
 
     title = "npz files, episodes kept in memory"
-    calls = "as above, with each episode kept in a dict"
+    calls = "# as above, with each episode kept in a dict"
     keeps_episodes = True

@@ -18,12 +18,16 @@ class Reverb(System):
     title, package, environment = "Reverb", "dm-reverb", ".venv-reverb"
     calls = """\
 table = reverb.Table("replay", Uniform(), Fifo(), size, MinSize(1), signature=signature)
-server = reverb.Server([table], port=None); client = reverb.Client(f"localhost:{server.port}")
+server = reverb.Server([table], port=None)
+client = reverb.Client(f"localhost:{server.port}")
 writer = client.trajectory_writer(num_keep_alive_refs=5)  # one for each environment
-writer.append(step); writer.create_item("replay", 1.0, trajectory); writer.flush()  # every 32 steps
+writer.append(step)
+writer.create_item("replay", 1.0, trajectory)
+writer.flush()  # every 32 steps
 TrajectoryDataset.from_table_signature(...).batch(256).prefetch(2)
-Prioritized(0.6) in place of Uniform(); client.mutate_priorities("replay", {key: priority, ...})
-client.checkpoint(); reverb.Server([table], checkpointer=DefaultCheckpointer(folder))"""
+client.mutate_priorities("replay", {key: priority})  # with Prioritized(0.6) in place of Uniform()
+client.checkpoint()
+reverb.Server([table], checkpointer=DefaultCheckpointer(folder))"""
     #: a writer is flushed, and a batch is timed, in blocks: work goes on in other threads
     block = 32
 

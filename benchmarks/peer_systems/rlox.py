@@ -19,7 +19,8 @@ buffer.push_batch(obs, next_obs, actions, rewards, terminated, truncated)
 buffer.sample(256, seed)
 rlox.SequenceReplayBuffer(size, 17, 6).sample_sequences(16, 65, seed)  # one environment after another
 rlox.PrioritizedReplayBuffer(size, 17, 6, alpha=0.6, beta=0.4)
-batch = buffer.sample(256, seed); buffer.update_priorities(batch["indices"], td_errors)"""
+batch = buffer.sample(256, seed)
+buffer.update_priorities(batch["indices"], td_errors)"""
     # the sequences must be of one environment, and do not matter to the others
     order = "streams"
     lacks = {"files": "no function for saving"}  # noqa: RUF012  # declared in System

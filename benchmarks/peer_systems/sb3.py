@@ -22,7 +22,8 @@ class Sb3(System):
 ReplayBuffer(size, obs_space, action_space, device="cpu", n_envs=4)
 buffer.add(obs, next_obs, actions, rewards, dones, infos)
 buffer.sample(256)
-save_to_pkl(path, buffer); load_from_pkl(path)"""
+save_to_pkl(path, buffer)
+load_from_pkl(path)"""
     lacks = {WINDOWS: _NO_WINDOWS, PRIORITIES: _NO_PRIORITIES}  # noqa: RUF012  # declared in System
 
     def __init__(self, case: Case, kind: str = UNIFORM) -> None:
@@ -78,8 +79,13 @@ class Sb3Optimized(Sb3):
     title = "SB3, `optimize_memory_usage`"
     calls = """\
 ReplayBuffer(
-    size, obs_space, action_space, device="cpu", n_envs=4,
-    optimize_memory_usage=True, handle_timeout_termination=False,
+    size,
+    obs_space,
+    action_space,
+    device="cpu",
+    n_envs=4,
+    optimize_memory_usage=True,
+    handle_timeout_termination=False,
 )"""
     next_at_ends = False
 
@@ -97,11 +103,9 @@ class Pypi(Sb3):
 
     title, package = "PyPI's sb3-extra-buffers, `zstd-5`", "sb3-extra-buffers"
     calls = """\
-method = "zstd-5"
-dtypes = find_buffer_dtypes(obs_space.shape, obs_space.dtype, method)
-CompressedReplayBuffer(
-    size, obs_space, action_space, device="cpu", n_envs=4, dtypes=dtypes, compression_method=method
-)"""
+dtypes = find_buffer_dtypes(obs_space.shape, obs_space.dtype, "zstd-5")
+kwargs = {"dtypes": dtypes, "compression_method": "zstd-5"}
+CompressedReplayBuffer(size, obs_space, action_space, device="cpu", n_envs=4, **kwargs)"""
     environment = "pypi"
     method = "zstd-5"
 
@@ -123,7 +127,7 @@ class PypiIgzip(Pypi):
 
     title = "PyPI's sb3-extra-buffers, `igzip1`"
     calls = """\
-as above, with method = "igzip1": payloads of the zstd package keep memory for the largest possible size"""
+# as above, with "igzip1": payloads of the zstd package keep memory for the largest possible size"""
     method = "igzip1"
 
 
@@ -134,8 +138,11 @@ class Ours(Sb3):
     calls = """\
 CompressedReplayBuffer(size, obs_space, action_space, device="cpu", n_envs=4)
 CompressedSequenceReplayBuffer(...).sample_sequences(16, length=65, strict_length=True)
-CompressedPrioritizedReplayBuffer(...).sample(256); .update_priorities(batch.indices, td_errors)
-buffer.save(folder); CompressedReplayBuffer.load(folder)"""
+buffer = CompressedPrioritizedReplayBuffer(...)
+batch = buffer.sample(256)
+buffer.update_priorities(batch.indices, td_errors)
+buffer.save(folder)
+CompressedReplayBuffer.load(folder)"""
     lacks = {}  # noqa: RUF012
 
     def make(self) -> Any:

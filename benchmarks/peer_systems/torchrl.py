@@ -22,12 +22,16 @@ TensorDictReplayBuffer(storage=LazyTensorStorage(size), batch_size=256)
 buffer.extend(tensordict)  # 4 transitions; created beforehand
 buffer.sample(256)
 ReplayBuffer(  # windows
-    storage=LazyTensorStorage(size, ndim=2), batch_size=16 * 65,
+    storage=LazyTensorStorage(size, ndim=2),
+    batch_size=16 * 65,
     sampler=SliceSampler(slice_len=65, end_key=("next", "done")),
 ).sample()
 TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=..., batch_size=256)
-batch = buffer.sample(); batch["td_error"] = td_errors; buffer.update_tensordict_priority(batch)
-buffer.dumps(folder); buffer.loads(folder)"""
+batch = buffer.sample()
+batch["td_error"] = td_errors
+buffer.update_tensordict_priority(batch)
+buffer.dumps(folder)
+buffer.loads(folder)"""
     #: whether keys must not be nested
     flat: ClassVar[bool] = False
 
@@ -113,7 +117,7 @@ class TorchrlMemmap(TorchrlTensor):
     """TorchRL with everything in memory-mapped files."""
 
     title = "TorchRL, `LazyMemmapStorage`"
-    calls = "as above, with LazyMemmapStorage(size, scratch_dir=folder)"
+    calls = "# as above, with LazyMemmapStorage(size, scratch_dir=folder)"
 
     def storage(self, **options: Any) -> Any:
         from torchrl.data import LazyMemmapStorage
@@ -127,7 +131,7 @@ class TorchrlList(TorchrlTensor):
     """TorchRL with every transition compressed by itself."""
 
     title = "TorchRL, `CompressedListStorage`"
-    calls = "as above, with CompressedListStorage(size)  # zstd where it is installed; keys flattened"
+    calls = "# as above, with CompressedListStorage(size)  # zstd where it is installed; keys flattened"
     flat = True
     most = 4000
     lacks = {WINDOWS: "has one dimension only, and no nested keys"}  # noqa: RUF012  # declared in System
@@ -142,7 +146,7 @@ class TorchrlOurs(TorchrlTensor):
     """TorchRL with this library's storage."""
 
     title = "**this library**, in TorchRL"
-    calls = "as above, with sb3_extra_buffers.replay_buffers.CompressedStorage(size)"
+    calls = "# as above, with sb3_extra_buffers.replay_buffers.CompressedStorage(size)"
 
     def storage(self, **options: Any) -> Any:
         from sb3_extra_buffers.replay_buffers import CompressedStorage
