@@ -99,7 +99,8 @@ def public_methods(cls: type[Any]) -> dict[str, Any]:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built documentation; warnings are errors."""
     site = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "--site-dir", os.fspath(site)]
+    # not -q, with which --strict counts no warnings
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", os.fspath(site)]
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr

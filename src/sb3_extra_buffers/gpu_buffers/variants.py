@@ -15,7 +15,7 @@ from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from sb3_extra_buffers._sb3.algorithm import check_n_steps
 from sb3_extra_buffers._sb3.her import HerEpisodes
-from sb3_extra_buffers._sb3.prioritized import Priorities, PrioritizedReplayBufferSamples
+from sb3_extra_buffers._sb3.prioritized import Beta, Priorities, PrioritizedReplayBufferSamples
 from sb3_extra_buffers._sb3.sum_tree import SumTree
 from sb3_extra_buffers.arguments import as_array, check_count
 from sb3_extra_buffers.errors import ArgumentError
@@ -113,11 +113,20 @@ class GpuPrioritizedReplayBuffer(Priorities, NStepBatches):
         torch.Size([32, 1])
     """
 
-    def __init__(self, *args: Any, n_steps: int = 1, gamma: float = 0.99, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        alpha: float = 0.6,
+        beta: Beta = (0.4, 1.0),
+        epsilon: float = 1e-6,
+        n_steps: int = 1,
+        gamma: float = 0.99,
+        **kwargs: Any,
+    ) -> None:
         if "sampling" in kwargs:
             raise ArgumentError("a prioritised buffer draws indices by priority; leave sampling out")
         self.n_added = 0
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, alpha=alpha, beta=beta, epsilon=epsilon, **kwargs)
         self._set_n_steps(n_steps, gamma)
         self._tree = SumTree(self.buffer_size * self.n_envs)
 
