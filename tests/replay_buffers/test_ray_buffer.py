@@ -194,7 +194,7 @@ def test_a_packet_that_cannot_be_stored_is_removed_from_the_journal(
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
-        for name in ("write", "file"):
+        for name in ("write", "import_packet"):
             patch.setattr(buffer._storage.table.groups[0], name, fail)
         with pytest.raises(MemoryError):
             buffer.extend(encode_packet(data[10:20], writer="a", number=2))
