@@ -251,9 +251,13 @@ def measure(options: argparse.Namespace) -> None:
 def sections(game: str = "MsPacman") -> dict[str, str]:
     """The tables of ``docs/torchrl.md``."""
     rows = {row["what"]: row for row in render.rows("torchrl") if row["game"] == game}
-    info = next(iter(rows.values()))
-    threads = f", torch on {info['threads']} thread" if info["threads"] else ""
-    stamp = f"{game}, 4 environments, measured {info['date']} on {info['machine']}{threads}; {info['versions']}.\n"
+    hosts: dict[tuple[str, ...], list[render.Row]] = {}
+    for row in rows.values():
+        hosts.setdefault((row["machine"], row["versions"], row["threads"]), []).append(row)
+    stamp = f"{game}, 4 environments.\n"
+    for (_, _, threads), measured in hosts.items():
+        names = ", ".join(f"`{row['what']}`" for row in measured)
+        stamp += f"\n{names}{f', torch on {threads} thread' if threads else ''}. {render.provenance(measured)}"
     tables = filter(None, (storage_table(rows), slice_table(rows)))
     return {"torchrl": "".join(f"\n{table}" for table in tables) + f"\n{stamp}\n"}
 
