@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
 import re
 import warnings
@@ -12,7 +14,25 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.errors import ArgumentError, IndexOutOfRangeError, SpecMismatchError
 
-__all__ = ["as_array", "cast", "cast_exactly", "check_count", "check_index", "narrow", "parse_bytes"]
+__all__ = [
+    "MAX_ERROR",
+    "as_array",
+    "cast",
+    "cast_exactly",
+    "check_alpha",
+    "check_beta",
+    "check_count",
+    "check_epsilon",
+    "check_flags",
+    "check_index",
+    "check_number",
+    "narrow",
+    "parse_bytes",
+]
+
+#: The largest TD error of prioritised replay: the sum of a million of these is still finite in float64.
+MAX_ERROR = float(np.finfo(np.float32).max)
+
 
 Array = npt.NDArray[Any]
 
@@ -33,6 +53,39 @@ def check_count(value: Any, name: str, least: int = 1) -> int:
     if not least <= count < 1 << 48:
         raise ArgumentError(f"{name} must be an integer of at least {least}, got {value!r}")
     return count
+
+
+def check_number(value: Any, name: str) -> float:
+    """Return ``value``, a real number, as a float."""
+    if not isinstance(value, numbers.Real):
+        raise ArgumentError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def check_alpha(alpha: Any) -> float:
+    """Return the exponent of priorities as a float."""
+    value = check_number(alpha, "alpha")
+    if not 0 <= value <= 1:
+        raise ArgumentError(f"alpha must be from 0 (uniform) to 1 (proportional), got {alpha}")
+    return value
+
+
+def check_beta(beta: Any, when: str = "") -> float:
+    """Return the exponent of importance weights as a float; ``when`` says in an error where ``beta`` comes from."""
+    value = check_number(beta, "beta")
+    if not 0 <= value < math.inf:
+        raise ArgumentError(f"beta must be 0 or more, got {beta}{when}")
+    return value
+
+
+def check_epsilon(epsilon: Any) -> float:
+    """Return what is added to every TD error, as a float."""
+    value = check_number(epsilon, "epsilon")
+    if not 0 < value <= MAX_ERROR:
+        raise ArgumentError(
+            f"epsilon must be above 0, or transitions whose TD error is 0 are never sampled; got {epsilon}"
+        )
+    return value
 
 
 def parse_bytes(value: Any, name: str) -> int:
@@ -68,6 +121,15 @@ def as_array(values: Any, name: str) -> Array:
         return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
     except (ValueError, TypeError, RuntimeError) as problem:
         raise SpecMismatchError(f"{name} cannot be converted to an array: {problem}") from problem
+
+
+def check_flags(values: Any, name: str) -> None:
+    """Raise if any of ``values``, an array of numbers that say whether an episode ended, is NaN or infinite."""
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        bad = values[~np.isfinite(values)]
+        raise SpecMismatchError(
+            f"{name} holds {bad[0]}, which is neither true nor false; pass whether each episode ended, as bools"
+        )
 
 
 def cast(array: Array, dtype: np.dtype[Any], name: str) -> Array:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch as th
 from gymnasium import spaces
 from stable_baselines3 import A2C, DQN, PPO, SAC
 from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer
@@ -18,6 +19,7 @@ from sb3_extra_buffers.errors import (
     CodecOptionError,
     IndexOutOfRangeError,
     LayoutError,
+    SpecMismatchError,
 )
 from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
 from tests.contracts.buffer import ACTIONS, SPACES
@@ -145,6 +147,30 @@ def test_a_position_outside_the_buffer_is_not_written_to(space: Any, pos: int) -
     buffer.pos = 3
     buffer.add(*step)
     assert (buffer.pos, buffer.rewards.sum()) == (4, 4)
+
+
+@pytest.mark.parametrize("space", [VECTOR, DICT, SPACES["frames first"]], ids=["vector", "dict", "images"])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_done_that_is_no_number_is_refused(space: Any, value: float) -> None:
+    obs = (
+        {key: np.asarray(part.sample())[None] for key, part in space.items()} if space is DICT else space.sample()[None]
+    )
+    action, reward, done = np.zeros((1, 1), np.int64), np.ones(1, np.float32), np.zeros(1, np.float32)
+    kind = "Dict" if space is DICT else ""
+    replay, rollout = make(f"Compressed{kind}ReplayBuffer", space), make(f"Compressed{kind}RolloutBuffer", space)
+    tensor = th.zeros(1)
+    replay.add(obs, obs, action, reward, done, [{}])
+    rollout.add(obs, action, reward, done, tensor, tensor)
+
+    with pytest.raises(SpecMismatchError, match=r"done holds .*neither true nor false"):
+        replay.add(obs, obs, action, reward, np.array([value]), [{}])
+    with pytest.raises(SpecMismatchError, match=r"'TimeLimit\.truncated' holds"):
+        replay.add(obs, obs, action, reward, done, [{"TimeLimit.truncated": value}])
+    with pytest.raises(SpecMismatchError, match="episode_start holds"):
+        rollout.add(obs, action, reward, np.array([value]), tensor, tensor)
+    with pytest.raises(SpecMismatchError, match="dones holds"):
+        rollout.compute_returns_and_advantage(tensor, np.array([value]))
+    assert (replay.pos, replay.dones.sum(), rollout.pos) == (1, 0, 1)
 
 
 DICT_CLASSES = ["CompressedDictReplayBuffer", "CompressedDictRolloutBuffer"]

@@ -62,6 +62,11 @@ BAD_NUMBERS: dict[str, Any] = {
     "complex": np.zeros(2, complex),
     "dict": {"a": 1},
 }
+BAD_FLAGS: dict[str, Any] = {
+    "NaN": np.array([0, np.nan], np.float32),
+    "infinity in double precision": np.array([np.inf, 0]),
+    "NaN as a tensor": th.tensor([0, float("nan")]),
+}
 BAD_OBSERVATIONS: dict[str, Any] = {
     "another shape": np.zeros((N_ENVS, 4, 11, 12), np.uint8),
     "another number of environments": np.zeros((3, 4, 12, 12), np.uint8),
@@ -78,6 +83,7 @@ BAD_INFOS: dict[str, Any] = {
     "a dict with too many": {"TimeLimit.truncated": np.zeros(3)},
     "text in them": [{"TimeLimit.truncated": "yes"}, {}],
     "arrays in them": [{"TimeLimit.truncated": np.zeros(3)}, {}],
+    "NaN in them": [{"TimeLimit.truncated": float("nan")}, {}],
 }
 
 
@@ -106,6 +112,9 @@ def bad_calls() -> list[Any]:
         cases += [("rollout", place, what, value) for place in (2, 3, 4, 5)]
     cases += [("replay", 2, "fractions", np.full((N_ENVS, 1), 0.5)), ("rollout", 1, "fractions", np.full(N_ENVS, 0.5))]
     cases += [("replay", 5, what, value) for what, value in BAD_INFOS.items()]
+    for what, value in BAD_FLAGS.items():
+        cases += [("replay", 4, what, value), ("rollout", 3, what, value)]
+    cases += [("replay", 5, f"a dict with {what}", {"TimeLimit.truncated": value}) for what, value in BAD_FLAGS.items()]
     return [pytest.param(kind, place, value, id=f"{kind}-{place}-{what}") for kind, place, what, value in cases]
 
 

@@ -545,6 +545,20 @@ def test_a_step_that_does_not_fit_is_refused_and_nothing_is_added(device: str) -
     assert_is_of(buffer.sample(100), game)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.bfloat16])
+@pytest.mark.parametrize("name", ["dones", "truncations"])
+def test_a_done_that_is_no_number_is_refused(name: str, dtype: torch.dtype) -> None:
+    buffer = TensorReplayBuffer(8, {"obs": (2, "float32"), name: ((), dtype)}, 2, "cpu", observations=["obs"])
+    step = {"obs": np.zeros((2, 2), np.float32), "next_obs": np.ones((2, 2), np.float32)}
+    buffer.add({**step, name: np.array([0, 1], np.float32)})
+
+    for value in (np.array([0, np.nan], np.float32), np.array([np.inf, 0], np.float32)):
+        for given in (value, torch.from_numpy(value)):
+            with pytest.raises(SpecMismatchError, match=name):
+                buffer.add({**step, name: given})
+    assert len(buffer) == 2
+
+
 def test_outputs_that_do_not_fit_are_refused() -> None:
     buffer, _ = make()
     out = buffer.sample(8)

@@ -15,7 +15,7 @@ from sb3_extra_buffers._sb3.algorithm import calling_algorithm
 from sb3_extra_buffers._sb3.replay import ReplayMixin
 from sb3_extra_buffers._sb3.steps import step_numbers
 from sb3_extra_buffers._sb3.sum_tree import SumTree
-from sb3_extra_buffers.arguments import as_array
+from sb3_extra_buffers.arguments import MAX_ERROR, as_array, check_alpha, check_beta, check_epsilon
 from sb3_extra_buffers.errors import (
     AlgorithmMismatchError,
     ArgumentError,
@@ -27,9 +27,6 @@ from sb3_extra_buffers.errors import (
 
 # a pair becomes a list when SB3 loads a model
 Beta = float | Sequence[float] | Callable[[float], float]
-
-# the sum of a million of these is still finite in float64
-_MAX_ERROR = float(np.finfo(np.float32).max)
 
 
 class PrioritizedReplayBufferSamples(NamedTuple):
@@ -83,21 +80,13 @@ def _load_schedule(pickled: bytes) -> Schedule:
 
 def check_exponents(alpha: float, beta: Beta, epsilon: float) -> tuple[float, Beta, float]:
     """The arguments of a prioritised buffer; raises now rather than at the end of the training."""
-    for name, value in (("alpha", alpha), ("epsilon", epsilon)):
-        if not isinstance(value, (int, float, np.number)):
-            raise ArgumentError(f"{name} must be a number, got {value!r}")
-    if not 0 <= alpha <= 1:
-        raise ArgumentError(f"alpha must be from 0 (uniform) to 1 (proportional), got {alpha}")
-    if not 0 < epsilon <= _MAX_ERROR:
-        raise ArgumentError(
-            f"epsilon must be above 0, or transitions whose TD error is 0 are never sampled; got {epsilon}"
-        )
+    alpha, epsilon = check_alpha(alpha), check_epsilon(epsilon)
     if isinstance(beta, Sequence) and len(beta) != 2:
         raise ArgumentError(f"beta as a sequence must be its first and last value, got {len(beta)} values")
     beta = Schedule(beta) if callable(beta) else beta
     for progress_remaining in (0.0, 1.0):
         beta_at(beta, progress_remaining)
-    return float(alpha), beta, float(epsilon)
+    return alpha, beta, epsilon
 
 
 def beta_at(beta: Beta, progress_remaining: float) -> float:
@@ -114,9 +103,7 @@ def beta_at(beta: Beta, progress_remaining: float) -> float:
         raise ArgumentError(
             f"beta must be a number, a pair of numbers or a function that returns one, got {beta!r}: {problem}"
         ) from problem
-    if not 0 <= value < np.inf:
-        raise ArgumentError(f"beta must be 0 or more, got {value} at progress_remaining={progress_remaining}")
-    return value
+    return check_beta(value, f" at progress_remaining={progress_remaining}")
 
 
 class Priorities:
@@ -284,7 +271,7 @@ def as_errors(td_errors: Any) -> npt.NDArray[np.float64]:
 
 def check_errors(errors: npt.NDArray[np.float64]) -> None:
     """Raise unless all of ``errors`` are absolute TD errors."""
-    bad = ~((errors >= 0) & (errors <= _MAX_ERROR))
+    bad = ~((errors >= 0) & (errors <= MAX_ERROR))
     if bad.any():
         raise PriorityError(
             f"{bad.sum()} of {errors.size} TD errors are negative, NaN or infinite (the first is "

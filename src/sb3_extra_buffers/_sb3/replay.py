@@ -20,7 +20,7 @@ from sb3_extra_buffers._sb3.algorithm import check_n_steps, check_space
 from sb3_extra_buffers._sb3.base import NO_MEMORY
 from sb3_extra_buffers._sb3.budget import BudgetMixin
 from sb3_extra_buffers._sb3.options import StorageOptions
-from sb3_extra_buffers._sb3.steps import fit_actions, fit_column, fit_truncations, step_numbers
+from sb3_extra_buffers._sb3.steps import fit_actions, fit_column, fit_flags, fit_truncations, step_numbers
 from sb3_extra_buffers._sb3.transitions import Transitions
 from sb3_extra_buffers._sb3.views import Array, ObsViews
 from sb3_extra_buffers.arguments import check_count
@@ -358,7 +358,7 @@ class ReplayMixin(BudgetMixin, _Base):
         if type(reward) is not np.ndarray or reward.shape != per_env or reward.dtype is not _FLOAT32:
             reward = fit_column(reward, self.n_envs, "reward")
         if type(done) is not np.ndarray or done.shape != per_env or done.dtype is not _BOOL:
-            done = fit_column(done, self.n_envs, "done")
+            done = fit_flags(done, self.n_envs, "done")
         # infos are not looked at otherwise: some callers pass a dict
         truncated = fit_truncations(infos, self.n_envs) if self.handle_timeout_termination else None
         limit = self._options.raise_above

@@ -14,7 +14,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from sb3_extra_buffers._sb3.algorithm import check_space
 from sb3_extra_buffers._sb3.base import CompressedBuffer, OptionsFirst
 from sb3_extra_buffers._sb3.options import StorageOptions
-from sb3_extra_buffers._sb3.steps import fit_actions, fit_column
+from sb3_extra_buffers._sb3.steps import fit_actions, fit_column, fit_flags
 from sb3_extra_buffers._sb3.views import Array, ObsViews
 from sb3_extra_buffers.arguments import as_array, check_count
 from sb3_extra_buffers.errors import (
@@ -143,7 +143,7 @@ class RolloutMixin(CompressedBuffer, _Base):
         if type(action) is not np.ndarray or action.dtype != actions.dtype or action.size != n_envs * self.action_dim:
             action = fit_actions(actions, action)
         fitted_obs = self._views.fit(obs, "obs")
-        columns = [fit_column(reward, n_envs, "reward"), fit_column(episode_start, n_envs, "episode_start")]
+        columns = [fit_column(reward, n_envs, "reward"), fit_flags(episode_start, n_envs, "episode_start")]
         columns += [_fit_tensor(value, n_envs, "value"), _fit_tensor(log_prob, n_envs, "log_prob")]
         if self.pos >= self.buffer_size:
             raise IndexOutOfRangeError(f"the rollout has all of its {self.buffer_size} steps; reset() it first")
@@ -175,7 +175,7 @@ class RolloutMixin(CompressedBuffer, _Base):
         """
         # in their own dtype, as SB3 computes with them
         values = _fit_tensor(last_values, self.n_envs, "last_values", None)
-        super().compute_returns_and_advantage(th.from_numpy(np.array(values)), fit_column(dones, self.n_envs, "dones"))
+        super().compute_returns_and_advantage(th.from_numpy(np.array(values)), fit_flags(dones, self.n_envs, "dones"))
 
     def sample(self, batch_size: int, env: Any = None) -> Any:
         """Draw ``batch_size`` random steps, normalised by ``env`` if given; SB3's algorithms use `get` instead."""

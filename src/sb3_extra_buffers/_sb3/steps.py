@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.arguments import as_array, cast
+from sb3_extra_buffers.arguments import as_array, cast, check_flags
 from sb3_extra_buffers.errors import SpecMismatchError
 
-__all__ = ["fit_actions", "fit_column", "fit_observations", "fit_truncations", "step_numbers"]
+__all__ = ["fit_actions", "fit_column", "fit_flags", "fit_observations", "fit_truncations", "step_numbers"]
 
 Array = npt.NDArray[Any]
 
@@ -70,6 +70,13 @@ def fit_column(values: Any, n_envs: int, name: str, dtype: Any = np.float32) -> 
     return array.reshape(-1) if array.size == n_envs else np.broadcast_to(array.reshape(-1), (n_envs,))
 
 
+def fit_flags(values: Any, n_envs: int, name: str) -> Array:
+    """Return for each environment whether an episode ended or began, as float32."""
+    flags = fit_column(values, n_envs, name)
+    check_flags(flags, name)
+    return flags
+
+
 def fit_truncations(infos: Any, n_envs: int) -> Any:
     """Return whether each environment was truncated, from ``infos`` as vectorised environments return them."""
     try:
@@ -82,4 +89,6 @@ def fit_truncations(infos: Any, n_envs: int) -> Any:
         ) from problem
     if len(truncated) != n_envs and len(truncated) != 1:
         raise SpecMismatchError(f"got {len(infos)} infos for {n_envs} environments; check n_envs")
+    if type(truncated) is not list:
+        check_flags(truncated, "'TimeLimit.truncated'")
     return truncated

@@ -20,7 +20,12 @@ from sb3_extra_buffers.codecs.registry import codec_options, get_codec
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import ArgumentError, CodecOptionError, SpecMismatchError, UnknownCodecError
 from sb3_extra_buffers.files.folders import SavedAsFolder
-from sb3_extra_buffers.gpu_buffers.tensors import fit_action_tensor, fit_numbers, fit_observation_tensor
+from sb3_extra_buffers.gpu_buffers.tensors import (
+    fit_action_tensor,
+    fit_flag_numbers,
+    fit_numbers,
+    fit_observation_tensor,
+)
 from sb3_extra_buffers.gpu_buffers.utils import estimate_total_heap_bytes, find_smallest_dtype, numpy_dtype_to_torch
 from sb3_extra_buffers.stores import device_base
 from sb3_extra_buffers.stores.device_base import (
@@ -311,6 +316,10 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
     def _fit_numbers(self, values: Any, name: str) -> Any:
         """A number for each environment, as an array or a tensor like `_fit_action`."""
         return fit_numbers(values, self.n_envs, name, self._table.device if self._table.takes_tensors else None)
+
+    def _fit_flags(self, values: Any, name: str) -> Any:
+        """Like `_fit_numbers`, for whether episodes ended or began."""
+        return fit_flag_numbers(values, self.n_envs, name, self._table.device if self._table.takes_tensors else None)
 
     def _check_keys(self, observations: Sequence[Any], names: Sequence[str]) -> None:
         keys = list(self.obs_stores)

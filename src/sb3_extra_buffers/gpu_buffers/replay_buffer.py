@@ -27,7 +27,7 @@ from sb3_extra_buffers.stores.staging import Lease, Staging, StagingLayout
 
 __all__ = ["GpuReplayBuffer"]
 
-_INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
+_INT64, _FLOAT32, _BOOL = np.dtype(np.int64), np.dtype(np.float32), np.dtype(np.bool_)
 _NAMES = ("obs", "next_obs")
 # kernels count the rows of a batch in 32 bits
 _MAX_ROWS = (1 << 31) - 1
@@ -178,8 +178,8 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
                 action = self._fit_action(action)
             if type(reward) is not np.ndarray or reward.dtype != _FLOAT32 or reward.shape != shape:
                 reward = self._fit_numbers(reward, "reward")
-            if type(done) is not np.ndarray or done.dtype.char not in "?f" or done.shape != shape:
-                done = self._fit_numbers(done, "done")
+            if type(done) is not np.ndarray or done.dtype is not _BOOL or done.shape != shape:
+                done = self._fit_flags(done, "done")
             values: tuple[Any, ...] = (action, reward, done)
             # infos are not looked at otherwise: some callers pass a dict
             if self.handle_timeout_termination:

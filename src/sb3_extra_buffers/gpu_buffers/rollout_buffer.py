@@ -14,7 +14,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.type_aliases import DictRolloutBufferSamples, RolloutBufferSamples
 
 from sb3_extra_buffers._sb3.options import StorageOptions
-from sb3_extra_buffers._sb3.steps import fit_column
+from sb3_extra_buffers._sb3.steps import fit_column, fit_flags
 from sb3_extra_buffers.arguments import as_array, check_count, check_index
 from sb3_extra_buffers.errors import AlgorithmMismatchError, EmptyBufferError, IndexOutOfRangeError, SpecMismatchError
 from sb3_extra_buffers.gpu_buffers.base import BaseGpuBuffer, Step, TableColumn, heap_limit
@@ -29,7 +29,7 @@ __all__ = ["GpuRolloutBuffer"]
 _FLATTENED = ("actions", "values", "log_probs", "advantages", "returns")
 _NUMBERS = (int, float)
 _NAMES = ("obs",)
-_FLOAT32 = np.dtype(np.float32)
+_FLOAT32, _BOOL = np.dtype(np.float32), np.dtype(np.bool_)
 
 
 class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
@@ -158,8 +158,8 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
             if type(reward) is not np.ndarray or reward.dtype != _FLOAT32 or reward.shape != shape:
                 reward = self._fit_numbers(reward, "reward")
             starts = episode_start
-            if type(starts) is not np.ndarray or starts.dtype.char not in "?f" or starts.shape != shape:
-                starts = self._fit_numbers(starts, "episode_start")
+            if type(starts) is not np.ndarray or starts.dtype is not _BOOL or starts.shape != shape:
+                starts = self._fit_flags(starts, "episode_start")
             columns = table.plan((action, reward, starts, self._flat(value, "value"), self._flat(log_prob, "log_prob")))
             plans = self._plan(position, (obs,), _NAMES)
             after = {"pos": position + 1, "full": position + 1 == self.buffer_size, "_unfinished": None}
@@ -187,11 +187,11 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
         table = self._current_table()
         # SB3 computes in double precision if one of them is one of NumPy's
         if table.computes_returns and type(self.gamma) in _NUMBERS and type(self.gae_lambda) in _NUMBERS:
-            last, ended = self._flat(last_values, "last_values"), self._fit_numbers(dones, "dones")
+            last, ended = self._flat(last_values, "last_values"), self._fit_flags(dones, "dones")
             table.compute_returns(last, ended, self.gamma, self.gae_lambda)
             return
         last = fit_column(as_array(last_values, "last_values").reshape(-1), self.n_envs, "last_values")
-        ended = fit_column(dones, self.n_envs, "dones")
+        ended = fit_flags(dones, self.n_envs, "dones")
         host = SimpleNamespace(buffer_size=self.buffer_size, gamma=self.gamma, gae_lambda=self.gae_lambda)
         vars(host).update(table.arrays() if table.device.type != "cpu" else table.views)
         RolloutBuffer.compute_returns_and_advantage(host, th.from_numpy(np.array(last)), ended)  # type: ignore[arg-type]

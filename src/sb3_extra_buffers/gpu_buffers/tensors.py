@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch as th
 
-from sb3_extra_buffers._sb3.steps import fit_column, fit_truncations
+from sb3_extra_buffers._sb3.steps import fit_column, fit_flags, fit_truncations
 from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.gpu_buffers.utils import torch_dtype_to_numpy
 from sb3_extra_buffers.stores.device_base import is_on
 
-__all__ = ["fit_action_tensor", "fit_numbers", "fit_observation_tensor", "fit_timeouts"]
+__all__ = ["fit_action_tensor", "fit_flag_numbers", "fit_numbers", "fit_observation_tensor", "fit_timeouts"]
 
 _KEY = "TimeLimit.truncated"
 _KEYS, _FALSE = repeat(_KEY), repeat(False)
@@ -36,6 +36,12 @@ def fit_numbers(values: Any, n_envs: int, name: str, device: th.device | None) -
         )
     dtype = values.dtype if values.dtype in _AS_THEY_ARE else th.float32
     return values.detach().to(dtype).reshape(-1).expand(n_envs).contiguous()
+
+
+def fit_flag_numbers(values: Any, n_envs: int, name: str, device: th.device | None) -> Any:
+    """Like `fit_numbers`, for whether episodes ended or began; NaN is refused unless that means waiting for a GPU."""
+    flags = fit_numbers(values, n_envs, name, device)
+    return flags if isinstance(flags, th.Tensor) else fit_flags(flags, n_envs, name)
 
 
 def fit_action_tensor(actions: th.Tensor, shape: tuple[int, ...], dtype: th.dtype) -> th.Tensor | None:
@@ -92,7 +98,7 @@ def fit_timeouts(infos: Any, n_envs: int, device: th.device | None) -> Any:
     if isinstance(infos, Mapping):
         if _KEY not in infos:
             raise SpecMismatchError(f"infos, a dict, must have {_KEY!r}, a bool for each of {n_envs} environments")
-        return fit_numbers(infos[_KEY], n_envs, f"infos[{_KEY!r}]", device)
+        return fit_flag_numbers(infos[_KEY], n_envs, f"infos[{_KEY!r}]", device)
     if type(infos) is list:
         # fast path: no bytecode per environment
         try:

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from sb3_extra_buffers.arguments import MAX_ERROR
+
 __all__ = ["FAN_OUT", "MAX_ERROR", "TorchSumTree"]
 
 #: Children of a node.
 FAN_OUT = 32
-#: The largest TD error that is used: the sum of a million of these is still finite in float64.
-MAX_ERROR = float(torch.finfo(torch.float32).max)
 
 
 class TorchSumTree:

@@ -11,13 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sb3_extra_buffers.arguments import as_array, cast, check_count
+from sb3_extra_buffers.arguments import as_array, cast, check_count, check_flags
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import ArgumentError, SpecMismatchError
 
 __all__ = ["Field", "parse_fields"]
 
 Array = npt.NDArray[Any]
+
+# fields that say whether an episode ended
+_FLAGS = frozenset({"dones", "truncations"})
 
 
 @cache
@@ -87,12 +90,18 @@ class Field:
             is_rounded = value.dtype.is_floating_point and self.dtype.is_floating_point
             if tuple(value.shape) != expected or not (value.dtype in (self.dtype, torch.bool) or is_rounded):
                 raise _mismatch(name, expected, self.dtype, tuple(value.shape), value.dtype)
-            return value.detach().to(device, self.dtype).contiguous()
+            value = value.detach()
+            if name in _FLAGS and value.device.type == "cpu" and value.dtype.is_floating_point:
+                check_flags(value.float().numpy(), name)  # a check on a GPU would mean waiting for it
+            return value.to(device, self.dtype).contiguous()
         array, dtype = as_array(value, name), self.numpy_dtype
         assert dtype is not None
         if array.shape != expected:
             raise _mismatch(name, expected, self.dtype, array.shape, array.dtype)
-        return np.ascontiguousarray(array if array.dtype == dtype else cast(array, dtype, name))
+        array = array if array.dtype == dtype else cast(array, dtype, name)
+        if name in _FLAGS:
+            check_flags(array, name)
+        return np.ascontiguousarray(array)
 
 
 def _mismatch(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +10,9 @@ import torch
 
 from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.errors import ArgumentError
-from sb3_extra_buffers.kernels.sum_tree_torch import MAX_ERROR
 from sb3_extra_buffers.tensor_buffers.fields import Field
 
-__all__ = ["Settings", "check_beta", "check_number", "find_device", "make_generator"]
+__all__ = ["Settings", "find_device", "make_generator"]
 
 # some kernels number transitions with 32 bits
 _MAX_TRANSITIONS = 1 << 30
@@ -45,12 +43,6 @@ class Settings:
         check_count(self.random_shift, "random_shift", 0)
         if not 0 <= self.gamma <= 1:
             raise ArgumentError(f"gamma must be from 0 to 1, got {self.gamma}")
-        if self.alpha is not None and not 0 <= self.alpha <= 1:
-            raise ArgumentError(f"alpha must be from 0 (uniform) to 1 (proportional), got {self.alpha}")
-        if not 0 < self.epsilon <= MAX_ERROR:
-            raise ArgumentError(
-                f"epsilon must be above 0, or transitions whose TD error is 0 are never sampled; got {self.epsilon}"
-            )
         dtype: Any = self.image_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ArgumentError(f"image_dtype must be a floating-point dtype such as torch.float32, got {dtype!r}")
@@ -86,21 +78,6 @@ class Settings:
     def n_ring_steps(self) -> int:
         """Steps that the buffer holds when it is full."""
         return self.capacity // self.n_envs
-
-
-def check_number(value: Any, name: str) -> float:
-    """Return ``value`` as a float, or raise."""
-    if not isinstance(value, numbers.Real):
-        raise ArgumentError(f"{name} must be a number, got {value!r}")
-    return float(value)
-
-
-def check_beta(beta: Any) -> float:
-    """Return ``beta`` as a float, or raise."""
-    number = check_number(beta, "beta")
-    if not 0 <= number < math.inf:
-        raise ArgumentError(f"beta must be 0 or more, got {beta}")
-    return number
 
 
 def make_generator(generator: Any, seed: Any, device: torch.device) -> torch.Generator | None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sb3_extra_buffers.arguments import check_count
+from sb3_extra_buffers.arguments import MAX_ERROR, check_alpha, check_beta, check_count, check_epsilon, check_number
 from sb3_extra_buffers.errors import (
     EmptyBufferError,
     GraphCaptureError,
@@ -18,7 +18,7 @@ from sb3_extra_buffers.errors import (
     StaleIndexError,
     UnknownCodecError,
 )
-from sb3_extra_buffers.kernels.sum_tree_torch import MAX_ERROR, TorchSumTree
+from sb3_extra_buffers.kernels.sum_tree_torch import TorchSumTree
 from sb3_extra_buffers.stores.device_base import DevicePlace, IndexBatch, PlannedWrite, finish_writes, usable_device
 from sb3_extra_buffers.stores.device_observation import DeviceObservationStore
 from sb3_extra_buffers.stores.staging import Staging
@@ -27,7 +27,7 @@ from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.tensor_buffers import compiling
 from sb3_extra_buffers.tensor_buffers.batches import Outputs, Scratch
 from sb3_extra_buffers.tensor_buffers.fields import parse_fields
-from sb3_extra_buffers.tensor_buffers.options import Settings, check_beta, check_number, find_device, make_generator
+from sb3_extra_buffers.tensor_buffers.options import Settings, find_device, make_generator
 from sb3_extra_buffers.tensor_buffers.tables import TransitionTables
 
 __all__ = ["TensorReplayBuffer"]
@@ -130,7 +130,7 @@ class TensorReplayBuffer(Transactional):
         stored, columns = parse_fields(specs, observations)
         self._settings = Settings(
             n_ring_steps * n_envs, n_envs, stored, columns, n_steps, check_number(gamma, "gamma"),
-            None if alpha is None else check_number(alpha, "alpha"), check_number(epsilon, "epsilon"), image_dtype,
+            None if alpha is None else check_alpha(alpha), check_epsilon(epsilon), image_dtype,
             check_number(scale, "scale"), random_shift, bool(channels_last),
         )  # fmt: skip
         self._beta = check_beta(beta)
