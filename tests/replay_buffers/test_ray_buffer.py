@@ -537,3 +537,42 @@ def test_shards_behind_one_client(cluster: None, tmp_path: Path) -> None:
     buffer.checkpoint()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["shard-0", "shard-1"]
     buffer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_what_a_shard_did_not_store_or_draw_is_not_counted(cluster: None) -> None:
+    limiter = RateLimiter(samples_per_insert=2, min_size=10, tolerance=1000, timeout=60)
+    buffer = ShardedRayReplayBuffer(
+        200, n_shards=2, batch_size=8, rate_limiter=limiter, prefetch=0, remote_config={"num_cpus": 0}
+    )
+    data, collectors = trajectory(40), [buffer.client() for _ in range(2)]
+    for collector in collectors:
+        collector.extend(data[:20])
+    buffer.sample()
+    counted = {"inserts": 40, "samples": 8, "balance": 2 * (40 - 10) - 8}
+    wait_for(lambda: buffer.rate() == counted)
+
+    other = data.exclude("action")
+    with pytest.raises(SpecMismatchError):
+        collectors[0].extend(other)
+    collectors[0].extend(data[:20], wait=False)
+    collectors[0].extend(other, wait=False)
+    with pytest.raises(SpecMismatchError):
+        collectors[0].flush()
+    counted |= {"inserts": 60, "balance": counted["balance"] + 2 * 20}
+    wait_for(lambda: buffer.rate() == counted)
+
+    os.kill(buffer._buffers[0].process_id(), signal.SIGKILL)
+    lost = 0
+    for collector in collectors:
+        try:
+            collector.extend(data[:20])
+        except ServiceLostError:
+            lost += 1
+    assert lost == 1
+    counted |= {"inserts": 80, "balance": counted["balance"] + 2 * 20}
+    with pytest.raises(ServiceLostError):
+        buffer.sample()
+    wait_for(lambda: buffer.rate() == counted)
+    buffer.close()

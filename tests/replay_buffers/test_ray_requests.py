@@ -92,8 +92,8 @@ class Receiver:
         self.open = threading.Event()
         self.open.set()
 
-    def send(self, packets: list[Any], n_items: int) -> tuple[int, BaseException | None]:
-        assert n_items == 10 * len(packets)
+    def send(self, packets: list[Any], counts: list[int]) -> tuple[int, BaseException | None]:
+        assert counts == [10] * len(packets)
         self.calls += 1
         self.open.wait()
         for number, packet in enumerate(packets):

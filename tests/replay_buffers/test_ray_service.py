@@ -110,9 +110,9 @@ def test_a_packet_that_arrives_twice_counts_once() -> None:
     # both are there before either of them is stored
     barrier, admit = threading.Barrier(2, timeout=60), limiter.admit_items
 
-    def admit_together(n_items: int) -> float:
+    def admit_together(n_items: int) -> None:
         barrier.wait()
-        return admit(n_items)
+        admit(n_items)
 
     limiter.admit_items = admit_together  # type: ignore[method-assign]
     threads = [threading.Thread(target=buffer.extend, args=(packet,)) for _ in range(2)]

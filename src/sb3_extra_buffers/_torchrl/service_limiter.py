@@ -78,21 +78,25 @@ class RateLimiter:
             self._samples, self._balance = 0, 0.0
             self._changed.notify_all()
 
-    def admit_items(self, n_items: int) -> float:
-        """Wait until ``n_items`` may be stored, and return how many samples they allow."""
+    def admit_items(self, n_items: int) -> None:
+        """Wait until ``n_items`` may be stored; `finish_items` must follow."""
         with self._changed:
             self._wait("store", n_items, lambda: self._inserts < self.min_size or self._balance <= self.tolerance)
-            # the first `min_size` items allow no samples
-            allowed = self.samples_per_insert * max(0, self._inserts + n_items - max(self._inserts, self.min_size))
-            self._inserts += n_items
-            self._balance += allowed
-            return allowed
+            self._count_inserts(n_items)
 
-    def count_stored(self, n_items: int) -> None:
-        """Count ``n_items`` that were admitted and are now stored."""
+    def finish_items(self, n_admitted: int, n_stored: int) -> None:
+        """Count ``n_stored`` of ``n_admitted`` items as stored; the others are no longer admitted."""
         with self._changed:
-            self._stored += n_items
+            self._stored += n_stored
+            self._count_inserts(n_stored - n_admitted)
             self._changed.notify_all()
+
+    def _count_inserts(self, n_items: int) -> None:
+        before = self._inserts
+        self._inserts += n_items
+        # the first `min_size` items allow no samples
+        n_allowing = max(self._inserts, self.min_size) - max(before, self.min_size)
+        self._balance += self.samples_per_insert * n_allowing
 
     def admit_samples(self, n_samples: int) -> None:
         """Wait until ``n_samples`` may be drawn."""
@@ -102,23 +106,25 @@ class RateLimiter:
             self._balance -= n_samples
             self._changed.notify_all()
 
+    def withdraw_samples(self, n_samples: int) -> None:
+        """Do not count ``n_samples`` that were admitted, but not drawn."""
+        with self._changed:
+            self._samples -= n_samples
+            self._balance += n_samples
+            self._changed.notify_all()
+
     @contextlib.contextmanager
     def inserting(self, n_items: int) -> Iterator[Admission]:
         """Wait until ``n_items`` may be stored; they are not counted if storing them raises, or is not necessary."""
-        allowed, admission = self.admit_items(n_items), Admission()
+        self.admit_items(n_items)
+        admission = Admission()
         try:
             yield admission
         except BaseException:
             admission.counts = False
             raise
         finally:
-            with self._changed:
-                if admission.counts:
-                    self._stored += n_items
-                else:
-                    self._inserts -= n_items
-                    self._balance -= allowed
-                self._changed.notify_all()
+            self.finish_items(n_items, n_items if admission.counts else 0)
 
     @contextlib.contextmanager
     def sampling(self, n_samples: int) -> Iterator[None]:
@@ -127,10 +133,7 @@ class RateLimiter:
         try:
             yield
         except BaseException:
-            with self._changed:
-                self._samples -= n_samples
-                self._balance += n_samples
-                self._changed.notify_all()
+            self.withdraw_samples(n_samples)
             raise
 
     def _wait(self, action: str, count: int, may_go_on: Callable[[], bool]) -> None:

@@ -16,7 +16,7 @@ from sb3_extra_buffers.errors import ArgumentError
 __all__ = ["PacketSender", "Prefetcher"]
 
 Result = Callable[[], Any]
-Send = Callable[[list[Any], int], tuple[int, BaseException | None]]
+Send = Callable[[list[Any], list[int]], tuple[int, BaseException | None]]
 
 # packets that are sent in one call
 _MAX_PER_CALL = 16
@@ -94,7 +94,7 @@ def _work(jobs: queue.SimpleQueue[Any]) -> None:
 class PacketSender:
     """Sends packets in a thread of its own: in order, one call at a time, several packets in one call.
 
-    ``send`` takes a list of packets and the number of their items, and returns how many of the packets are stored, and
+    ``send`` takes a list of packets and the number of items of each, and returns how many of the packets are stored, and
     the error that stopped it, if any. Packets are stored without gaps: after an error, all later packets are dropped,
     and the next call of `put` or `flush` raises the error.
     """
@@ -158,7 +158,7 @@ class _Outbox:
                     return
                 batch = list(self.packets)[:_MAX_PER_CALL]
             try:
-                n_stored, error = send([packet for packet, _ in batch], sum(count for _, count in batch))
+                n_stored, error = send([packet for packet, _ in batch], [count for _, count in batch])
             except BaseException as raised:
                 n_stored, error = 0, raised
             with self.changed:

@@ -67,7 +67,8 @@ class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torc
         max_pending: The maximum number of unacknowledged packets of ``extend(wait=False)``.
         compression_method: How observations are encoded; a buffer with the same method stores them without decoding.
         n_envs: The number of environments that take turns in the items.
-        limiter: An actor whose ``admit_items`` must return before items are stored, for a limit over several buffers.
+        limiter: An actor whose ``admit_items`` must return before items are stored, and which is told by
+            ``finish_items`` how many of them were, for a limit over several buffers.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torc
                 self._sender.put(packet, len(items))
                 return None
             self._sender.flush()
-            return self._ask("extend", packet, _admission(self._limiter, len(items)), **kwargs)
+            return _store(self._limiter, len(items), partial(self._actor.extend.remote, packet, **kwargs))
 
     def add(self, data: TensorDictBase) -> Any:
         """Store a single item."""
@@ -209,15 +210,40 @@ class CompressedRayClient(_RayReplayBufferClient):  # type: ignore[misc]  # torc
         return partial(self._ask, name)
 
 
-def _send(actor: Any, limiter: Any, packets: list[Any], n_items: int) -> tuple[int, BaseException | None]:
-    """Send packets, and return how many are stored and what stopped it."""
-    answer: tuple[int, BaseException | None] = fetch(actor.extend_packets.remote(packets, _admission(limiter, n_items)))
+def _send(actor: Any, limiter: Any, packets: list[Any], counts: list[int]) -> tuple[int, BaseException | None]:
+    """Send packets with these numbers of items, and return how many packets are stored and what stopped it."""
+    call = partial(actor.extend_packets.remote, packets)
+    answer: tuple[int, BaseException | None] = _store(limiter, sum(counts), call, lambda it: sum(counts[: it[0]]))
     return answer
 
 
-def _admission(limiter: Any, n_items: int) -> Any:
-    """Ask ``limiter`` to admit items; Ray waits for the answer before it calls what it is passed to."""
-    return None if limiter is None else limiter.admit_items.remote(n_items)
+def _store(limiter: Any, n_items: int, call: Any, count_stored: Callable[[Any], int] | None = None) -> Any:
+    """Return the answer to ``call(admitted)``, which stores ``n_items`` once ``limiter`` has admitted them.
+
+    ``count_stored`` takes the answer and returns how many items were stored, by default all of them.
+    """
+    if limiter is None:
+        return fetch(call(None))
+    # Ray waits for this answer before it runs the call that it is passed to
+    admitted = limiter.admit_items.remote(n_items)
+    try:
+        answer = fetch(call(admitted))
+    except Exception:
+        if was_admitted(admitted):
+            limiter.finish_items.remote(n_items, 0, admitted)
+        raise
+    limiter.finish_items.remote(n_items, n_items if count_stored is None else count_stored(answer))
+    return answer
+
+
+def was_admitted(admitted: Any) -> bool:
+    """Whether a limiter has admitted what was asked for, or may still do so."""
+    is_known, _ = ray.wait([admitted], timeout=0)
+    try:
+        ray.get(is_known)
+    except Exception:
+        return False
+    return True
 
 
 def fetch(reference: Any) -> Any:

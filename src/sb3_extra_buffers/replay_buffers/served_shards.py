@@ -17,10 +17,16 @@ from sb3_extra_buffers._torchrl.service import GENERATION, Contents, as_items
 from sb3_extra_buffers._torchrl.service_limiter import RateLimiter
 from sb3_extra_buffers._torchrl.service_requests import Prefetcher
 from sb3_extra_buffers._torchrl.service_shards import merge_parts, split_batch
-from sb3_extra_buffers._torchrl.wire import KeyframeCache
+from sb3_extra_buffers._torchrl.wire import KeyframeCache, Lease
 from sb3_extra_buffers.arguments import check_count
 from sb3_extra_buffers.errors import ArgumentError, IndexOutOfRangeError, ServiceLostError
-from sb3_extra_buffers.replay_buffers.ray import THREADS, CompressedRayClient, CompressedRayReplayBuffer, fetch
+from sb3_extra_buffers.replay_buffers.ray import (
+    THREADS,
+    CompressedRayClient,
+    CompressedRayReplayBuffer,
+    fetch,
+    was_admitted,
+)
 
 __all__ = ["ShardedRayClient", "ShardedRayReplayBuffer"]
 
@@ -42,12 +48,21 @@ class Coordinator:
     def admit_items(self, n_items: int) -> None:
         if self._limiter is not None:
             self._limiter.admit_items(n_items)
-            self._limiter.count_stored(n_items)
+
+    def finish_items(self, n_admitted: int, n_stored: int, admitted: Any = None) -> None:
+        """Count items; ``admitted`` is the result of `admit_items`, if that may not have returned yet."""
+        if self._limiter is not None:
+            self._limiter.finish_items(n_admitted, n_stored)
 
     @ray.method(concurrency_group="learners")
     def admit_samples(self, n_samples: int) -> None:
         if self._limiter is not None:
             self._limiter.admit_samples(n_samples)
+
+    def withdraw_samples(self, n_samples: int, admitted: Any) -> None:
+        """Do not count samples that were not drawn; ``admitted`` as in `finish_items`."""
+        if self._limiter is not None:
+            self._limiter.withdraw_samples(n_samples)
 
     def rate(self) -> dict[str, float]:
         return {} if self._limiter is None else self._limiter.state()
@@ -127,6 +142,27 @@ class ShardedRayClient:
 
     def _request(self, batch_size: int) -> Callable[[], Any]:
         admitted = self._coordinator.admit_samples.remote(batch_size)
+        try:
+            references, planned, lease, seed = self._draw(batch_size, admitted)
+        except Exception:
+            self._withdraw(batch_size, admitted)
+            raise
+
+        def result() -> Any:
+            try:
+                answers = [self._fetch(number, reference) for number, reference in enumerate(references)]
+            except Exception:
+                self._withdraw(batch_size, admitted)
+                raise
+            drawn = [Contents(*contents) for _, contents in answers]
+            self._known = drawn
+            parts = [decode_batch(packet, lease) if packet else None for packet, _ in answers]
+            return merge_parts(parts, planned, drawn, self.shard_size, np.random.default_rng(seed))
+
+        return result
+
+    def _draw(self, batch_size: int, admitted: Any) -> tuple[list[Any], list[Contents], Lease, int]:
+        """Ask all shards for their parts of a batch, once ``admitted`` is available."""
         if self._known is None or not any(shard.n_items for shard in self._known):
             # the first batch: wait until there is something to draw from
             fetch(admitted)
@@ -141,15 +177,11 @@ class ShardedRayClient:
             shard.actor.draw.remote(count, max(1, contents.n_items), admitted, lease.known)
             for shard, count, contents in zip(self._shards, counts, planned, strict=True)
         ]
+        return references, planned, lease, seed
 
-        def result() -> Any:
-            answers = [self._fetch(number, reference) for number, reference in enumerate(references)]
-            drawn = [Contents(*contents) for _, contents in answers]
-            self._known = drawn
-            parts = [decode_batch(packet, lease) if packet else None for packet, _ in answers]
-            return merge_parts(parts, planned, drawn, self.shard_size, np.random.default_rng(seed))
-
-        return result
+    def _withdraw(self, batch_size: int, admitted: Any) -> None:
+        if was_admitted(admitted):
+            self._coordinator.withdraw_samples.remote(batch_size, admitted)
 
     def _fetch(self, number: int, reference: Any) -> Any:
         try:
@@ -269,7 +301,7 @@ class ShardedRayReplayBuffer:
         if rate_limiter is not None and rate_limiter.min_size > max_size:
             raise ArgumentError(f"the rate limiter's min_size={rate_limiter.min_size} exceeds max_size={max_size}")
         self.shard_size = -(-max_size // n_shards)
-        self._prefetch, self._max_pending = prefetch, max_pending
+        self._prefetch, self._max_pending, self._is_limited = prefetch, max_pending, rate_limiter is not None
         self._buffers: list[CompressedRayReplayBuffer] = []
         self._coordinator: Any = None
         try:
@@ -293,10 +325,10 @@ class ShardedRayReplayBuffer:
 
     def client(self) -> ShardedRayClient:
         """Return a new handle for collectors and learners."""
-        limiter = self._coordinator
+        limiter = self._coordinator if self._is_limited else None
         shards = [buffer.client(prefetch=0, max_pending=self._max_pending, limiter=limiter) for buffer in self._buffers]
         return ShardedRayClient(
-            shards, limiter, shard_size=self.shard_size, batch_size=self.batch_size, prefetch=self._prefetch
+            shards, self._coordinator, shard_size=self.shard_size, batch_size=self.batch_size, prefetch=self._prefetch
         )
 
     def __getattr__(self, name: str) -> Any:
