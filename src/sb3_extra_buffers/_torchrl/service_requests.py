@@ -94,9 +94,9 @@ def _work(jobs: queue.SimpleQueue[Any]) -> None:
 class PacketSender:
     """Sends packets in a thread of its own: in order, one call at a time, several packets in one call.
 
-    ``send`` takes a list of packets and the number of items of each, and returns how many of the packets are stored, and
-    the error that stopped it, if any. Packets are stored without gaps: after an error, all later packets are dropped,
-    and the next call of `put` or `flush` raises the error.
+    ``send`` takes a list of packets and the number of items of each, and returns how many of the packets are stored,
+    and the error that stopped it, if any. Packets are stored without gaps: after an error, all later packets are
+    dropped, and the next call of `put` or `flush` raises the error.
     """
 
     def __init__(self, send: Send, max_pending: int) -> None:
