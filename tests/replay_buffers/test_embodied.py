@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import subprocess
 import sys
 import threading
@@ -427,6 +428,55 @@ def test_loading_into_a_replay_that_has_windows_adds_to_them(tmp_path: Path) -> 
     assert (found["worker"][:16] == 3).all()
     wanted = np.array([[step["image"] for step in window] for window in model.contents()])
     np.testing.assert_array_equal(found["image"][16:], wanted)
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+@pytest.mark.parametrize("chunksize", [3, 1024])
+def test_loading_again_adds_what_another_replay_has_saved_since(tmp_path: Path, has_own: bool, chunksize: int) -> None:
+    theirs, _ = filled(20, directory=tmp_path, capacity=1000)
+    ours = CompressedEmbodiedReplay(5, 100, chunksize=chunksize)
+    for number in range(5 * has_own):
+        ours.add(make_step(3, number), "ours")
+    theirs.save()
+    ours.load(directory=tmp_path)
+    assert len(ours) == 2 * 16 + has_own
+    n_chunks = len(ours._table.by_serial)
+    for turn in range(1, 13):
+        for number in range(20 * turn, 20 * turn + 20):
+            for worker in range(2):
+                theirs.add(make_step(worker, number), worker)
+        theirs.save()
+        for _ in range(2):
+            ours.load(directory=tmp_path)
+            windows = all_windows(ours)
+            newest = windows["number"][-2 * 16 :].reshape(16, 2, 5)
+            assert (newest == np.arange(20 * turn, 20 * turn + 16)[:, None, None] + np.arange(5)).all()
+            assert len(ours) == min(2 * 16 * (turn + 1) + has_own, 100)
+            ours.check()
+    # streams that have ended hold no chunks
+    assert len(ours._table.by_serial) <= max(4 * n_chunks, 12)
+
+
+def test_a_load_that_fails_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, _ = filled(20, directory=tmp_path, capacity=1000)
+    theirs.save()
+    ours = CompressedEmbodiedReplay(5, 1000)
+    ours.add(make_step(3, 0), "ours")
+    add, calls = ours._add_step, itertools.count()
+
+    def fail(*args: Any) -> None:
+        if next(calls) == 15:
+            raise KeyboardInterrupt
+        add(*args)
+
+    monkeypatch.setattr(ours, "_add_step", fail)
+    with pytest.raises(KeyboardInterrupt):
+        ours.load(directory=tmp_path)
+    ours.check()
+    ours.load(directory=tmp_path)
+    ours.check()
+    # 15 steps of two workers, and the others, in streams of their own
+    assert sorted(all_windows(ours)["number"][:, 0].tolist()) == sorted([*range(4), *range(3), *range(8, 16), *range(7, 16)])
 
 
 def test_a_replay_can_be_opened_read_only(tmp_path: Path) -> None:

@@ -124,6 +124,10 @@ class ChunkTable:
         """Plan to remove the oldest window, which begins at ``slot``, and the chunks that nothing will refer to."""
         chunk, offset = divmod(slot, self.size)
         change.set(self.starts, chunk, offset + 1)
+        self.release(change, chunk)
+
+    def release(self, change: Change, chunk: int) -> None:
+        """Plan to drop a reference to ``chunk``."""
         change.set(self.__dict__, "unused", self._release(change, chunk, self.unused))
 
     def _release(self, change: Change, chunk: int, unused: list[int]) -> list[int]:

@@ -65,6 +65,8 @@ class WindowStore(Transactional):
             size = min(size, max(capacity // _CHUNKS_PER_CAPACITY, _MIN_CHUNK))
         self._table = ChunkTable(size, self._n_chunks(size))
         self._streams: dict[Hashable, _Stream] = {}
+        # how many steps of other replays, by their ids, have been loaded or were evicted before they could be
+        self._n_loaded: dict[bytes, int] = {}
         self._n_streams = self._n_added = 0
         # a ring of the slots that windows begin at
         self._ring: Indices = lengthen(np.zeros(0, np.int64), 1024 if capacity is None else capacity + 1)
@@ -244,6 +246,7 @@ class WindowStore(Transactional):
             _streams={}, _n_streams=0, _ring=ring, _first_window=first, _next_window=first + len(starts),
             _queue=deque(),
         )  # fmt: skip
+        self._n_loaded[loaded.replay_id] = loaded._n_added
         self._evict()
         if amount is not None:
             self._evict(amount)
@@ -259,15 +262,44 @@ class WindowStore(Transactional):
         return starts
 
     def _copy(self, other: WindowStore) -> None:
-        """Add all steps of ``other``."""
+        """Add the steps of ``other`` that have not been loaded before, as new streams."""
         if other._steps is None:
             return
-        chains = [slots for _, slots in other._table.chains()]
+        known = self._n_loaded.get(other.replay_id, 0)
+        if other.replay_id == self.replay_id:
+            known = max(known, self._n_added)
+        all_numbers, chains = other._table.numbers, [slots for _, slots in other._table.chains()]
+        chains = [slots[all_numbers[slots] >= known] for slots in chains]
         slots = np.concatenate(chains) if chains else np.zeros(0, np.int64)
-        workers = np.repeat(np.arange(len(chains)), [len(chain) for chain in chains])
-        order = np.argsort(other._table.numbers[slots], kind="stable")
-        for first in range(0, len(order), _BLOCK):
-            part = order[first : first + _BLOCK]
-            block = other._steps.read(slots[part][:, None])
-            for row, worker in enumerate(workers[part].tolist()):
-                self._add_step({key: values[row, 0] for key, values in block.items()}, (other.replay_id, worker))
+        streams = np.repeat(np.arange(len(chains)), [len(chain) for chain in chains])
+        order = np.argsort(all_numbers[slots], kind="stable")
+        begun = self._n_added
+        try:
+            for first in range(0, len(order), _BLOCK):
+                part = order[first : first + _BLOCK]
+                block = other._steps.read(slots[part][:, None])
+                numbers = all_numbers[slots[part]].tolist()
+                for row, (stream, number) in enumerate(zip(streams[part].tolist(), numbers, strict=True)):
+                    step = {key: values[row, 0] for key, values in block.items()}
+                    self._add_step(step, (other.replay_id, begun, stream))
+                    self._n_loaded[other.replay_id] = number + 1
+        finally:
+            for stream in range(len(chains)):
+                self._end_stream((other.replay_id, begun, stream))
+        self._n_loaded[other.replay_id] = max(known, other._n_added)
+
+    def _end_stream(self, worker: Hashable) -> None:
+        """Free what only the next steps of this stream would need, if there is one; its windows stay."""
+        table = self._table
+        while (stream := self._streams.get(worker)) is not None:
+            change = Change(attributes={"_unfinished": None})
+            chunk, shorter = stream.chunk, None
+            if stream.n_pending:
+                chunk, start, n_pending = stream.start_chunk, stream.start + 1, stream.n_pending - 1
+                shorter = stream._replace(start=start, n_pending=n_pending)
+                if start == table.size and n_pending:
+                    shorter = shorter._replace(start_chunk=int(table.successors[chunk]), start=0)
+            change.set(self._streams, worker, shorter)
+            table.release(change, chunk)
+            self._unfinished = change
+            self._finish_step(change)

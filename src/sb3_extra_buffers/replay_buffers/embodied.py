@@ -410,7 +410,8 @@ class CompressedEmbodiedReplay(WindowStore):
         """Load what was saved in ``directory``; does nothing if nothing was saved there.
 
         Workers begin new streams: no window contains steps from both before and after the load. A replay that already
-        has windows keeps them, and the loaded windows are added as the newest. If they are its own, nothing is loaded.
+        has windows keeps them, and the loaded windows are added as the newest. Steps that were added or loaded before
+        are not loaded again, so a folder that another process saves to can be loaded again and again.
 
         Args:
             data: Ignored; ``embodied``'s checkpoint passes it.
@@ -430,9 +431,8 @@ class CompressedEmbodiedReplay(WindowStore):
         with self._lock:
             self._recover()
             if self._table.by_serial:
-                if loaded.replay_id != self.replay_id:  # else its steps are held already, or were evicted
-                    loaded._evict(amount)
-                    self._copy(loaded)
+                loaded._evict(amount)
+                self._copy(loaded)
                 return
             self._take_over(loaded, amount)
             last = get_last_save(loaded)
