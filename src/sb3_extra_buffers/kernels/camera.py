@@ -301,8 +301,9 @@ def encode_planes(
     gradient[..., 1:] -= slope[..., :-1]
     by_predictor = {BEFORE: change, ABOVE: slope, BEFORE_ABOVE: change - _above(change), GRADIENT: gradient}
     residuals = np.stack([by_predictor[predictor] for predictor in _ORDER])
-    sign = np.where(residuals >> np.array(8 * itemsize - 1, residuals.dtype), ~residuals.dtype.type(0), 0)
-    residuals = (residuals << np.array(1, residuals.dtype)) ^ sign.astype(residuals.dtype)
+    zero = residuals.dtype.type(0)  # with a plain 0, NumPy 1 would make floats of 64-bit integers
+    sign = np.where(residuals >> np.array(8 * itemsize - 1, residuals.dtype), ~zero, zero)
+    residuals = (residuals << np.array(1, residuals.dtype)) ^ sign
     rows, columns = np.arange(now.shape[0] * 8) < height, np.arange(now.shape[2] * 8) < width
     inside = rows.reshape(-1, 1, 1, 8, 1) & columns.reshape(1, 1, -1, 1, 8)
     # [predictor, tile, unit, row, column]
