@@ -15,13 +15,18 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks import agent_tables
 from benchmarks.agent_runs import Run
 from benchmarks.agent_training import AGENTS, Settings
+from benchmarks.results import whole
+
+any_count = partial(whole, least=0)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -31,34 +36,51 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("logs/agents"), help="folder for all runs")
     training = parser.add_argument_group("training")
     training.add_argument("--seconds", type=float, default=math.inf, help="time limit of this part of the training")
-    training.add_argument("--stop-at", type=int, help="steps at which to stop, before the end of the training")
-    training.add_argument("--timesteps", type=int, default=10_000_000, help="length of the training and its schedules")
-    training.add_argument("--segment", type=int, default=100_000, help="steps after which a part can end")
-    training.add_argument("--row-steps", type=int, default=1000, help="minimum number of steps between rows of the log")
-    training.add_argument("--n-envs", type=int, default=8)
-    training.add_argument("--evaluation-games", type=int, default=20, help="games after each segment, to keep the best")
-    training.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="hyperparameters to change")
-    training.add_argument("--seed", type=int, default=0)
+    training.add_argument("--stop-at", type=whole, help="steps at which to stop, before the end of the training")
+    training.add_argument("--timesteps", type=whole, default=10_000_000, help="length of the training and schedules")
+    training.add_argument("--segment", type=whole, default=100_000, help="steps after which a part can end")
+    training.add_argument("--row-steps", type=whole, default=1000, help="minimum steps between rows of the log")
+    training.add_argument("--n-envs", type=whole, default=8)
+    training.add_argument(
+        "--evaluation-games",
+        type=any_count,
+        default=20,
+        help="games after each segment, to keep the best",
+    )
+    training.add_argument(
+        "--set", nargs="+", type=hyperparameter, default=[], metavar="NAME=VALUE", help="hyperparameters to change"
+    )
+    training.add_argument("--seed", type=any_count, default=0)
     training.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     training.add_argument("--position", type=int, help=argparse.SUPPRESS)
     actions = parser.add_argument_group("instead of training")
     actions.add_argument("--compare", action="store_true", help="compare the trainings with both buffers")
     actions.add_argument("--evaluate", nargs="+", choices=["best", "final"], help="play whole games and report")
-    actions.add_argument("--games", type=int, default=1000, help="games to evaluate on")
+    actions.add_argument("--games", type=whole, default=1000, help="games to evaluate on")
     actions.add_argument("--record", action="store_true", help="record the best agent as a GIF")
-    actions.add_argument("--record-steps", type=int, default=600, help="length of that GIF")
+    actions.add_argument("--record-steps", type=whole, default=600, help="length of that GIF")
     actions.add_argument("--collect", action="store_true", help="copy all results to benchmarks/data and docs/images")
     actions.add_argument("--render", action="store_true", help="render README and docs from benchmarks/data")
     return parser.parse_args(arguments)
 
 
+def hyperparameter(text: str) -> tuple[str, Any]:
+    """The name and value of ``NAME=VALUE``, where the value is JSON."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        raise argparse.ArgumentTypeError(
+            f"expected NAME=VALUE with a value in JSON, such as n_steps=64, got {text!r}"
+        ) from None
+
+
 def settings_of(options: argparse.Namespace, agent: str, buffer: str) -> Settings:
-    pairs = [pair.partition("=") for pair in options.set]
     names = ("seed", "device", "timesteps", "segment", "row_steps", "n_envs", "evaluation_games")
     return Settings(
         agent,
         buffer,
-        overrides={name: json.loads(value) for name, _, value in pairs},
+        overrides=dict(options.set),
         **{name: getattr(options, name) for name in names},
     )
 

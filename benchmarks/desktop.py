@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import time
@@ -338,7 +339,9 @@ def main() -> None:
     parser.add_argument("--render", action="store_true", help="only render the page from the CSV file")
     parser.add_argument("--child", choices=["limit", "speed"], help=argparse.SUPPRESS)
     options = parser.parse_args()
-    sizes = QUICK if options.quick else Sizes()
+    if not 0 < options.limit < math.inf:
+        parser.error(f"--limit must be a positive number of gigabytes, got {options.limit}")
+    limit, sizes = int(1e9 * options.limit), QUICK if options.quick else Sizes()
     quick = ["--quick"] if options.quick else []
     if options.child:
         import torch
@@ -349,7 +352,6 @@ def main() -> None:
         return
     rows = []
     for what in [] if options.render else options.what:
-        limit = int(1e9 * options.limit)
         if what == "limit":
             measured = run_limited(limit, "--child", what, *quick) | {"limit_bytes": limit}
         else:

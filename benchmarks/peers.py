@@ -37,7 +37,7 @@ from benchmarks.peer_systems.base import (
     System,
     folder_bytes,
 )  # fmt: skip
-from benchmarks.results import DATA, ROOT, machine, read_rows, replace_rows, versions
+from benchmarks.results import DATA, ROOT, machine, read_rows, replace_rows, versions, whole
 from benchmarks.timing import interleave, quantiles
 
 CSV = DATA / "peers.csv"
@@ -294,7 +294,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="measure only these, keep the others")
     parser.add_argument("--quick", action="store_true", help="short streams and few calls; prints, writes no file")
-    parser.add_argument("--limit", type=int, help="store only so many steps of every environment")
+    parser.add_argument("--limit", type=whole, help="store only so many steps of every environment")
     parser.add_argument("--render", action="store_true", help="only render the page from the CSV file")
     parser.add_argument(
         "--output", type=Path, default=CSV, help="CSV file to write; another than the default is not rendered"

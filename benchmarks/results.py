@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import datetime
 import importlib.metadata
@@ -54,6 +55,17 @@ def run_info(*packages: str, extras: bool = True) -> dict[str, str]:
 # units of measurements, in seconds and bytes, and those that people read
 _UNITS = {"us": (1e-6, "s"), "ms": (1e-3, "s"), "s": (1.0, "s"), "B": (1.0, "B"), "MB": (1e6, "B")}
 _SCALES = {"s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")), "B": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))}
+
+
+def whole(text: str, least: int = 1) -> int:
+    """A whole number of at least ``least``: the ``type`` of an argument of `argparse`."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
+    return number
 
 
 def quantity(value: float, unit: str) -> str:

@@ -53,6 +53,25 @@ def train(output: Path, agent: str, *arguments: str, buffer: str = "compressed")
     return [{column: value for column, value in row.items() if column != "seconds"} for row in rows]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--stop-at", "0"], "--stop-at: expected a whole number of at least 1, got '0'"),
+        (["--n-envs", "1.5"], "--n-envs: expected a whole number of at least 1, got '1.5'"),
+        (["--seed", "-1"], "--seed: expected a whole number of at least 0, got '-1'"),
+        (["--set", "n_steps"], "--set: expected NAME=VALUE with a value in JSON, such as n_steps=64, got 'n_steps'"),
+        (["--set", "n_steps=8", "learning_rate=fast"], "such as n_steps=64, got 'learning_rate=fast'"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_named(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        train(tmp_path, "dqn-mspacman", *arguments)
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.fixture(scope="module")
 def whole_dqn(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """The log of a DQN that was trained in one part."""

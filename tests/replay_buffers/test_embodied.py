@@ -476,7 +476,9 @@ def test_a_load_that_fails_can_be_repeated(tmp_path: Path, monkeypatch: pytest.M
     ours.load(directory=tmp_path)
     ours.check()
     # 15 steps of two workers, and the others, in streams of their own
-    assert sorted(all_windows(ours)["number"][:, 0].tolist()) == sorted([*range(4), *range(3), *range(8, 16), *range(7, 16)])
+    assert sorted(all_windows(ours)["number"][:, 0].tolist()) == sorted(
+        [*range(4), *range(3), *range(8, 16), *range(7, 16)]
+    )
 
 
 def test_a_replay_can_be_opened_read_only(tmp_path: Path) -> None:
