@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -201,3 +202,24 @@ def test_goals_come_from_steps_that_were_not_evicted(max_steps: int) -> None:
             assert (batch.next_observations["desired_goal"][:, 1] >= oldest).all()
     assert ours.full
     assert ours.size() < 35
+
+
+def test_reset_removes_all_episodes(tmp_path: Path) -> None:
+    env = bits(2)
+    ours = make(CompressedHerReplayBuffer, env)
+    for step in walk(env, 60):
+        ours.add(*step)
+    ours.reset()
+    with pytest.raises(NoEpisodeError):
+        ours.sample(8)
+
+    new = make(HerReplayBuffer, env)
+    for number, step in enumerate(walk(env, 55, seed=1)):
+        for buffer in (ours, new):
+            buffer.add(*step)
+        if number > 20:
+            assert_same_samples(ours, new, seed=number)
+    ours.save(tmp_path / "buffer")
+    loaded = CompressedHerReplayBuffer.load(tmp_path / "buffer")
+    loaded.set_env(env)
+    assert_same_samples(loaded, new)

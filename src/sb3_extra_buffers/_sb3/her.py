@@ -43,6 +43,12 @@ class HerEpisodes(_Base):
             self.ep_length[(starts[env] + np.arange(length)) % self.buffer_size, env] = length
             self._current_ep_start[env] = (position + 1) % self.buffer_size
 
+    def _clear_columns(self) -> None:
+        """Forget all episodes, which SB3's `reset` keeps. May be interrupted and run again."""
+        super()._clear_columns()  # type: ignore[misc]  # a buffer follows
+        self.ep_length[...] = 0
+        self._current_ep_start[...] = 0
+
     def _check_episodes(self) -> None:
         if not self.ep_length.any():
             raise NoEpisodeError(

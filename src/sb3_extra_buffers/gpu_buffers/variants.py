@@ -250,10 +250,6 @@ class GpuHerReplayBuffer(HerEpisodes, HerReplayBuffer, _WithOptions):
         rewards = self.to_torch(self._normalize_reward(rewards.reshape(-1, 1), env))
         return DictReplayBufferSamples(obs, batch.actions, next_obs, batch.dones, rewards)
 
-    def _clear_columns(self) -> None:
-        self.ep_length[...] = 0
-        self._current_ep_start[...] = 0
-
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             state = BaseGpuBuffer.__getstate__(self)
