@@ -259,7 +259,7 @@ def direct_kernel(plan: Any, obs: Any, action: Any) -> Any:
     kernel = _DIRECT.get((str(obs.dtype), str(action.dtype)))
     if kernel is None or obs.ndim != 2:
         return None
-    if not kernel.signatures:
+    if kernel._can_compile:
         # position -1 writes nothing: compile the kernel, or load it, for these dtypes only
         kernel(plan, -1, obs, obs, action, np.zeros(len(obs), np.float32), np.zeros(len(obs), np.bool_))
         kernel.disable_compile()

@@ -98,10 +98,10 @@ class Field:
         assert dtype is not None
         if array.shape != expected:
             raise _mismatch(name, expected, self.dtype, array.shape, array.dtype)
-        array = array if array.dtype == dtype else cast(array, dtype, name)
+        values: Array = np.ascontiguousarray(array if array.dtype == dtype else cast(array, dtype, name))
         if name in _FLAGS:
-            check_flags(array, name)
-        return np.ascontiguousarray(array)
+            check_flags(values, name)
+        return values
 
 
 def _mismatch(
