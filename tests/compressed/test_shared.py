@@ -382,6 +382,33 @@ def test_readers_recover_from_an_interrupt_at_any_point_of_add(kind: str, n_befo
         assert_reads_like(reader, case.buffer)
 
 
+@pytest.mark.parametrize("kind", ["image", "dict"])
+def test_what_moves_in_a_step_that_is_interrupted_is_published_with_the_next(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(kind=kind, n_steps=60)
+    case.add(3)
+    reader = SharedReader.open(case.buffer.share())
+    writer = case.buffer._sharing._writer
+
+    def interrupt(description: Any) -> None:
+        raise KeyboardInterrupt
+
+    n_interrupts = 0
+    for _ in range(150):
+        monkeypatch.setattr(writer, "describe", interrupt)
+        try:
+            case.add()
+        except KeyboardInterrupt:
+            n_interrupts += 1
+            monkeypatch.undo()
+            case.buffer.recover()
+            case.n_added = case.buffer.n_added
+            case.add()
+            assert_reads_like(reader, case.buffer)
+    assert n_interrupts > 3
+
+
 def test_a_full_disk_is_a_named_error_and_every_step_before_stays_readable(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(noisy=True, n_steps=3000)
     case.add(20)

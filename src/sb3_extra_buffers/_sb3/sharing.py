@@ -79,8 +79,9 @@ class BufferSharing:
         self._writer = SharedWriter(in_files)
         # whether a change of the whole buffer is under way; changes of its stores are then parts of it
         self._in_step = False
-        # whether readers know where everything is
+        # whether readers know where everything is; the descriptions of all stores that they have, if these are whole
         self._is_described = False
+        self._published: dict[str, Any] | None = None
         # whether this is the copy of a forked child
         self._is_inherited = False
         self.handle = SharedHandle(self._writer.name)
@@ -167,15 +168,20 @@ class BufferSharing:
             return False
         state = self._writer.state
         state[0], state[1], state[2], state[3] = buffer.pos, buffer.full, buffer.n_evicted, buffer.n_added
-        changed = not self._is_described
         for sharing in self._stores.values():
             store = sharing.store
             if store is not None and store.inner is not None and store.inner.dirty:
                 return False
-            changed |= sharing.update()
-        if changed:
+            if not sharing.is_current():
+                # first: after an interrupt, the next change publishes what this one has moved
+                self._is_described = False
+                sharing.update()
+        if not self._is_described:
             stores = {name: sharing.description for name, sharing in self._stores.items()}
-            self._writer.describe(self._static | {"stores": stores})
+            if stores != self._published:
+                self._published = None
+                self._writer.describe(self._static | {"stores": stores})
+                self._published = stores
             self._is_described = True
         return True
 

@@ -135,16 +135,20 @@ class StoreSharing:
         """The store, or None if it does not exist any more."""
         return self._store()
 
-    def update(self) -> bool:
-        """Share what is not shared yet; return whether the description has changed. Call it while readers wait."""
+    def is_current(self) -> bool:
+        """Whether everything is shared, or the store does not exist any more."""
         store = self._store()
         if store is None:
-            return False
+            return True
         seen = _parts_of(store)
-        if len(seen) == len(self._seen) and all(map(is_, seen, self._seen)):
-            return False
+        return len(seen) == len(self._seen) and all(map(is_, seen, self._seen))
+
+    def update(self) -> None:
+        """Share what is not shared yet, and update the description. Call it while readers wait."""
+        store = self._store()
+        if store is None:
+            return
         self._seen = ()
-        before = self.description
         readers = store.readers
         if isinstance(readers, SharedReaders):
             readers.exclude_threads()
@@ -156,7 +160,6 @@ class StoreSharing:
             if isinstance(readers, SharedReaders):
                 readers.admit_threads()
         self._seen = _parts_of(store)
-        return self.description != before
 
     def _describe(self, store: ObservationStore) -> dict[str, Any]:
         described: dict[str, Any] = {
