@@ -90,10 +90,9 @@ class Field:
             is_rounded = value.dtype.is_floating_point and self.dtype.is_floating_point
             if tuple(value.shape) != expected or not (value.dtype in (self.dtype, torch.bool) or is_rounded):
                 raise _mismatch(name, expected, self.dtype, tuple(value.shape), value.dtype)
-            value = value.detach()
             if name in _FLAGS and value.device.type == "cpu" and value.dtype.is_floating_point:
-                check_flags(value.float().numpy(), name)  # a check on a GPU would mean waiting for it
-            return value.to(device, self.dtype).contiguous()
+                check_flags(value.detach().float().numpy(), name)  # a check on a GPU would mean waiting for it
+            return value.detach().to(device, self.dtype).contiguous()
         array, dtype = as_array(value, name), self.numpy_dtype
         assert dtype is not None
         if array.shape != expected:
