@@ -178,10 +178,11 @@ def test_any_bits_are_read_back(dtype: str, batches: list[list[bytes]], compiled
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_special_floats_keep_their_bits(dtype: Any) -> None:
-    word = np.dtype(f"u{np.dtype(dtype).itemsize}")
-    numbers = np.array([np.nan, -np.nan, -0.0, 0.0, np.inf, -np.inf, 1.0, 0.5], dtype)
+    word, limits = np.dtype(f"u{np.dtype(dtype).itemsize}"), np.finfo(dtype)
+    special = [np.nan, -np.nan, -0.0, 0.0, np.inf, -np.inf, 1.0, 0.5, limits.max, limits.min, limits.smallest_subnormal]
+    numbers = np.array(special, dtype)
     numbers.view(word)[0] |= word.type(5)  # a payload inside the NaN
-    array = CompressedArray(40, (8,), dtype, compression_method="table")
+    array = CompressedArray(40, numbers.shape, dtype, compression_method="table")
     for step in range(40):
         array[step] = np.roll(numbers, step)
     for step in range(40):

@@ -188,9 +188,10 @@ class UnitTable:
         return None
 
     def _is_on(self, numbers: npt.NDArray[np.float64], grid: Grid) -> bool:
-        places = (numbers - grid.origin) / grid.step
-        nearest = np.rint(places)
-        is_near = bool((np.abs(places - nearest) <= self._tolerance).all())
+        with np.errstate(all="ignore"):  # the largest floats overflow: they are on no grid
+            places = (numbers - grid.origin) / grid.step
+            nearest = np.rint(places)
+            is_near = bool((np.abs(places - nearest) <= self._tolerance).all())
         return is_near and nearest[0] >= 0 and nearest[-1] < ENTRIES and len(np.unique(nearest)) == len(numbers)
 
     # ---- rows ----
@@ -311,8 +312,8 @@ def _even_grid(numbers: npt.NDArray[np.float64]) -> Grid | None:
     """A grid of the smallest distance between two of the sorted numbers, with as much space below them as above."""
     if len(numbers) < 2:
         return None
-    span = numbers[-1] - numbers[0]
     with np.errstate(all="ignore"):
+        span = numbers[-1] - numbers[0]
         n_steps = np.rint(span / np.diff(numbers).min())
     if not 1 <= n_steps < ENTRIES:
         return None
