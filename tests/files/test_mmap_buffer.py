@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 
 from sb3_extra_buffers.compressed import CompressedArray, CompressedHerReplayBuffer, CompressedReplayBuffer
 from sb3_extra_buffers.errors import DamagedFileError, FileWriteError
@@ -80,6 +81,31 @@ def test_storage_mmap_creates_the_folder(tmp_path: Path) -> None:
 
     assert_same(plain, CompressedReplayBuffer.load(tmp_path / "live"))
     assert buffer.observations.store.inner.heap.file.parent == tmp_path / "live"
+
+
+@pytest.mark.parametrize("space", [BOX, spaces.Box(-1, 1, (3,), np.float32)], ids=["images", "vectors"])
+def test_a_step_that_is_recorded_but_interrupted_is_neither_in_the_folder_nor_in_the_buffer(
+    space: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place: Any = tmp_path / "live"
+    buffer = CompressedReplayBuffer(52, space, ACTIONS, device="cpu", n_envs=1, storage="mmap", path=place)
+    obs = np.zeros((1, *space.shape), space.dtype)
+    step: Any = obs, obs, np.zeros((1, 1)), np.ones(1), np.zeros(1), [{}]
+    for _ in range(3):
+        buffer.add(*step)
+    record = buffer.mmap_folder.record_step
+
+    def interrupt(*args: Any) -> None:
+        record(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(buffer.mmap_folder, "record_step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            buffer.add(*step)
+    assert buffer.pos == load(place).pos == 3
+    buffer.add(*step)
+    assert buffer.pos == load(place).pos == 4
 
 
 def test_her_accepts_storage_mmap(tmp_path: Path) -> None:

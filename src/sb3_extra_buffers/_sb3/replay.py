@@ -276,6 +276,8 @@ class ReplayMixin(BudgetMixin, _Base):
                 if self._stored:
                     self._write_stores(step)
                 if folder is not None:
+                    # also without stores: an interrupt must undo what is recorded
+                    self._unfinished = WRITING
                     folder.record_step(obs, next_obs, action, reward, done, infos)
                 self._unfinished = step
                 self._finish_step(step)
