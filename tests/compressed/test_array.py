@@ -142,7 +142,9 @@ def test_conversion_without_a_copy_is_refused() -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("n_steps", [2, 40])
 @pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda array: pickle.loads(pickle.dumps(array))], ids=["deepcopy", "pickle"]
+    "duplicate",
+    [copy.deepcopy, copy.copy, lambda array: pickle.loads(pickle.dumps(array))],
+    ids=["deepcopy", "copy", "pickle"],
 )
 def test_copies_are_equal_and_independent(method: str, n_steps: int, duplicate: Callable[[Any], Any]) -> None:
     array, dense = both(method, n_steps)

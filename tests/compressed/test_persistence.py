@@ -105,6 +105,7 @@ def copies(buffer: Any) -> list[Any]:
         pickle.loads(pickle.dumps(buffer)),
         pickle.loads(pickle.dumps(buffer, protocol=pickle.HIGHEST_PROTOCOL)),
         copy.deepcopy(buffer),
+        copy.copy(buffer),
     ]
 
 

@@ -88,7 +88,7 @@ def test_a_step_that_is_recorded_but_interrupted_is_neither_in_the_folder_nor_in
     space: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place: Any = tmp_path / "live"
-    buffer = CompressedReplayBuffer(52, space, ACTIONS, device="cpu", n_envs=1, storage="mmap", path=place)
+    buffer: Any = CompressedReplayBuffer(52, space, ACTIONS, device="cpu", n_envs=1, storage="mmap", path=place)
     obs = np.zeros((1, *space.shape), space.dtype)
     step: Any = obs, obs, np.zeros((1, 1)), np.ones(1), np.zeros(1), [{}]
     for _ in range(3):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import itertools
+import pickle
 import subprocess
 import sys
 import threading
@@ -20,6 +22,7 @@ from sb3_extra_buffers import files
 from sb3_extra_buffers.errors import (
     ArgumentError,
     FileFormatError,
+    NotSaveableError,
     OutOfMemoryError,
     PriorityError,
     ReadOnlyBufferError,
@@ -479,6 +482,14 @@ def test_a_load_that_fails_can_be_repeated(tmp_path: Path, monkeypatch: pytest.M
     assert sorted(all_windows(ours)["number"][:, 0].tolist()) == sorted(
         [*range(4), *range(3), *range(8, 16), *range(7, 16)]
     )
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_replay_that_is_copied_says_what_to_do_instead(duplicate: Any) -> None:
+    replay, model = filled(30)
+    with pytest.raises(NotSaveableError, match=r"save\(\) it, and load\(\) it in another one"):
+        duplicate(replay)
+    assert_holds(replay, model)
 
 
 def test_a_replay_can_be_opened_read_only(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_copies_draw_the_same_batches_and_are_independent(device: str, options: 
     if options:
         drawn = buffer.sample(8)
         buffer.update_priorities(drawn["indices"], drawn["rewards"])
-    copies = [copy.deepcopy(buffer), pickle.loads(pickle.dumps(buffer))]
+    copies = [copy.deepcopy(buffer), copy.copy(buffer), pickle.loads(pickle.dumps(buffer))]
     expected = buffer.sample(32)
     buffer.add(on_device(game.step(), device))
 

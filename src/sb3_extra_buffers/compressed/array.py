@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -115,6 +116,10 @@ class CompressedArray(StoreView, SavedAsFolder):
             view.mmap_folder = self.mmap_folder
             self.mmap_folder.checkpoint()  # records of the journal assume the number of views
         return view
+
+    def __copy__(self) -> CompressedArray:
+        # as of an ndarray
+        return copy.deepcopy(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy lives in memory

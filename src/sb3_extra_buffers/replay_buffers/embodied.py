@@ -22,6 +22,7 @@ from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import (
     ArgumentError,
     ExtraBuffersError,
+    NotSaveableError,
     OutOfMemoryError,
     PriorityError,
     SpecMismatchError,
@@ -133,6 +134,11 @@ class CompressedEmbodiedReplay(WindowStore):
     def __bool__(self) -> bool:
         # as without __len__: an empty replay is still a replay
         return True
+
+    def __reduce__(self) -> Any:
+        raise NotSaveableError(
+            f"a {type(self).__name__} cannot be copied or pickled; save() it, and load() it in another one"
+        )
 
     def __repr__(self) -> str:
         limit = "" if self.capacity is None else f" of {self.capacity:,}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,6 +33,10 @@ class Transactional:
     read_only = False
     _lock: Any
     _unfinished: Any = None
+
+    def __copy__(self) -> Any:
+        # two buffers cannot write to the same stores
+        return copy.deepcopy(self)
 
     def _make_lock(self) -> None:
         self._lock = fork_safe_lock(of_buffer=True)
