@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from numba import njit
@@ -17,8 +18,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def cached_njit(function: Function, **options: Any) -> Function:
     """Compile ``function`` with numba's ``options``, and cache it on disk where possible.
 
-    Compiling, or loading from the cache, is not interrupted by signals: after an exception in its middle, numba may
-    refuse to compile anything else. Ctrl-C takes effect at once; compiling goes on in its thread.
+    Signals such as Ctrl-C wait until it is compiled, or loaded from the cache: after an exception in the middle, numba
+    may refuse to compile anything else.
     """
     compiled: Any
     try:
@@ -33,22 +34,20 @@ def cached_njit(function: Function, **options: Any) -> Function:
 
 
 def _without_signals(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call ``function`` where no signal handler runs: in a thread other than the main one."""
+    """Call ``function``; Python's signal handlers run when it has returned."""
     if threading.current_thread() is not threading.main_thread():
         return function(*args, **kwargs)
-    future: Future[Any] = Future()
+    handlers: dict[int, Any] = {}
+    received: list[int] = []
     try:
-        threading.Thread(target=_run, args=(future, function, args, kwargs), name="compile-kernel").start()
-    except RuntimeError:
-        # no thread can be started while the interpreter ends
+        for number in signal.valid_signals():
+            handler = signal.getsignal(number)
+            if callable(handler):
+                handlers[number] = handler
+                signal.signal(number, lambda received_number, _: received.append(received_number))
         return function(*args, **kwargs)
-    return future.result()
-
-
-def _run(future: Future[Any], function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    try:
-        result = function(*args, **kwargs)
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in received:
+            handlers[number](number, sys._getframe())
