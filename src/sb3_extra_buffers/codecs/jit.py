@@ -47,7 +47,7 @@ def _without_signals(function: Callable[..., Any], args: Any, kwargs: Any) -> An
                 signal.signal(number, lambda received_number, _: received.append(received_number))
         return function(*args, **kwargs)
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number in received:
-            handlers[number](number, sys._getframe())
+        for replaced, handler in handlers.items():
+            signal.signal(replaced, handler)
+        for arrived in received:
+            handlers[arrived](arrived, sys._getframe())
