@@ -176,6 +176,12 @@ def copy_line(builder: Any, target: Any, source: Any) -> None:
     _store(builder, _load(builder, source, _LINE), target)
 
 
+@_operation(types.void, _MEMORY, _MEMORY)
+def copy_half_line(builder: Any, target: Any, source: Any) -> None:
+    """Copy 32 bytes of any alignment."""
+    _store(builder, _load(builder, source, _vector(32)), target)
+
+
 @_operation(types.void, _MEMORY)
 def prefetch(builder: Any, source: Any) -> None:
     """Start loading the cache line that holds a byte, wherever it is; nothing waits for it."""
@@ -314,19 +320,28 @@ def cut_line(builder: Any, target: Any, source: Any, mask: Any) -> None:
     _store(builder, _call(builder, name, _LINE, line, _NO_LINE, builder.bitcast(mask, _MASK)), target)
 
 
-@_operation(types.void, _MEMORY, _MEMORY, _UINT, _UINT)
-def fill_line(builder: Any, target: Any, source: Any, mask: Any, before: Any) -> None:
-    """Put bytes of ``source`` where ``mask`` is set and repeat each up to the next; ``before`` precedes the first."""
-    line = _expand(builder, source, mask, _NO_LINE)
-    filled = mask
-    for shift in (1, 2, 4, 8, 16, 32):
-        lanes = ir.Constant(ir.VectorType(_INT32, 64), [max(i - shift, 0) for i in range(64)])
-        moved = builder.shuffle_vector(line, _NO_LINE, lanes)
-        line = builder.select(builder.bitcast(filled, _MASK), line, moved)
-        filled = builder.or_(filled, builder.shl(filled, _WORD(shift)))
-    first = builder.insert_element(_NO_LINE, builder.trunc(before, _BYTE), _INT32(0))
-    repeated = builder.shuffle_vector(first, _NO_LINE, ir.Constant(ir.VectorType(_INT32, 64), [0] * 64))
-    _store(builder, builder.select(builder.bitcast(filled, _MASK), line, repeated), target)
+@_operation(types.void, _MEMORY, _MEMORY, _UINT)
+def fill_line(builder: Any, target: Any, source: Any, mask: Any) -> None:
+    """Put bytes of ``source`` where ``mask`` is set and repeat each up to the next.
+
+    The first byte of ``source`` is what precedes them, the others follow. Reads 65 bytes, however few are needed.
+    """
+    words = ir.VectorType(_WORD, 8)
+    # the number of set bits up to each lane: within its word, by adding up bytes of 0 and 1, then of the words before
+    counts = builder.bitcast(builder.zext(builder.bitcast(mask, _MASK), _LINE), words)
+    for shift in (8, 16, 32):
+        counts = builder.add(counts, builder.shl(counts, ir.Constant(words, [shift] * 8)))
+    totals = _call(builder, "llvm.ctpop.v8i8", _vector(8), builder.bitcast(mask, _vector(8)))
+    before = builder.mul(builder.bitcast(totals, _WORD), _WORD(0x0101010101010101 << 8 & 0xFFFFFFFFFFFFFFFF))
+    before = builder.bitcast(before, _vector(8))
+    before = _shuffle(builder, before, before, [lane // 8 for lane in range(64)])
+    lanes = builder.add(builder.bitcast(counts, _LINE), before)
+    lanes = builder.add(lanes, ir.Constant(_LINE, [255] * 64))
+    following = _load(builder, builder.gep(source, [_WORD(1)]), _LINE)
+    line = _call(builder, "llvm.x86.avx512.permvar.qi.512", _LINE, following, lanes)
+    single = builder.insert_element(_NO_LINE, builder.load(source), _INT32(0))
+    repeated = _shuffle(builder, single, _NO_LINE, [0] * 64)
+    _store(builder, builder.select(builder.icmp_signed("<", lanes, _NO_LINE), repeated, line), target)
 
 
 @_operation(types.void, _MEMORY, _MEMORY, _UINT)

@@ -15,6 +15,7 @@ from sb3_extra_buffers.kernels.columns_numba import ColumnType, make_column
 from sb3_extra_buffers.kernels.compiling import inner, replaces, use_reference
 from sb3_extra_buffers.kernels.intrinsics import (
     copy_bytes,
+    copy_half_line,
     load_byte,
     load_int,
     load_quad,
@@ -60,11 +61,12 @@ def common_length(source: Any, a: Any, b: Any, stop: Any) -> Any:
 @replaces(reference.copy_ahead)
 @inner
 def copy_ahead(target: Any, to: Any, source: Any, at: Any, count: Any) -> None:
-    # always two words: cheaper than a branch that is hard to predict
-    store_word(target, to, load_word(source, at))
-    store_word(target, to + 8, load_word(source, at + 8))
-    for i in range(16, count, 8):
-        store_word(target, to + i, load_word(source, at + i))
+    # always the first 32: cheaper than a branch that is hard to predict
+    copy_half_line(target, to, source, at)
+    i = 32
+    while i < count:
+        copy_half_line(target, to + i, source, at + i)
+        i += 32
 
 
 @replaces(reference.repeat)
