@@ -27,10 +27,10 @@ from sb3_extra_buffers.kernels.columns_numba import data_pointer
 _FEATURES = {} if config.CPU_NAME or config.CPU_FEATURES else llvm.get_host_cpu_features()
 # pdep and pext: one instruction on x86-64 since 2013; elsewhere a loop over the eight bytes
 _HAS_BMI2 = bool(_FEATURES.get("bmi2", False))
-#: whether the processor moves 64 bytes under a mask (AVX-512 VBMI2), which the ``*_line`` operations need
-HAS_LINES = bool(_FEATURES.get("avx512vbmi2", False) and _FEATURES.get("avx512bw", False))
 #: whether the processor looks 64 bytes up in a table at once (AVX-512 VBMI), which the ``look_up_*`` operations need
 HAS_TABLES = bool(_FEATURES.get("avx512vbmi", False) and _FEATURES.get("avx512bw", False))
+#: whether it also moves 64 bytes under a mask (AVX-512 VBMI2), which the ``*_line`` operations need
+HAS_LINES = bool(HAS_TABLES and _FEATURES.get("avx512vbmi2", False))
 #: whether one instruction shuffles bytes, at least 16 (SSSE3); otherwise `join_block` and `split_block` are slow
 HAS_SHUFFLES = HAS_TABLES or bool(_FEATURES.get("ssse3", False))
 #: pixels that `join_block` and `split_block` move; also the bytes that they store at once
