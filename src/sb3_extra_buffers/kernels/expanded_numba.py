@@ -12,7 +12,7 @@ import numpy as np
 from sb3_extra_buffers.kernels.columns_numba import as_column, flat, keep, part, tables_at
 from sb3_extra_buffers.kernels.compiling import inner, slow_entry
 from sb3_extra_buffers.kernels.packed_numba import packed_work_bytes, read_packed_rows
-from sb3_extra_buffers.kernels.reading_numba import output_row, prefetch_segments, read_rows, rows_ahead, work_bytes
+from sb3_extra_buffers.kernels.reading_numba import is_streaming, output_row, prefetch_segments, read_rows, rows_ahead, work_bytes
 from sb3_extra_buffers.kernels.tables import ENTRIES
 from sb3_extra_buffers.kernels.tables_numba import expand_row, split_table
 
@@ -35,13 +35,13 @@ def _take_row(sets: Any, row: int, one: Any) -> None:
 @inner
 def _expand(
     state: Any, frame_ids: Any, sets: Any, row: int, by_row: bool, space: Any, table: Any, unit: int, plane: int,
-    out: Any,
+    streaming: bool, out: Any,
 ) -> None:  # fmt: skip
     """Expand the indices of a row's observations, which follow the tables of `split_table` in ``space``."""
     n_units = frame_ids.shape[1] * state.config.frame_bytes
     for number in range(sets.shape[0]):
         to = output_row(sets, number, row, by_row) * n_units * unit
-        expand_row(space, _TABLES + number * n_units, n_units, table, space, unit, plane, out, to)
+        expand_row(space, _TABLES + number * n_units, n_units, table, space, unit, plane, out, to, streaming)
 
 
 @slow_entry
@@ -56,6 +56,8 @@ def read_frames(
     memory = np.empty(n_row + work_bytes(state, ids, one), np.uint8)
     space, indices, work = as_column(memory), part(as_column(memory), _TABLES, n_row), part(as_column(memory), n_row, 0)
     split_table(table_, unit, space)
+    n_bytes = sets.shape[0] * sets.shape[1] * frame_ids.shape[1] * state.config.frame_bytes * unit
+    streaming = is_streaming(n_bytes, 64, flat(as_column(out)))
     damaged, ahead = -1, rows_ahead(sets.shape[0] * frame_ids.shape[1])
     for row in range(first, stop):
         if (row - first) % ahead == 0:
@@ -64,7 +66,7 @@ def read_frames(
         damaged = read_rows(state, ids, one, indices, 0, 1, work, as_column(zstd), by_row)
         if damaged >= 0:
             break
-        _expand(state, ids, sets_, row, by_row, space, table_, unit, plane, flat(as_column(out)))
+        _expand(state, ids, sets_, row, by_row, space, table_, unit, plane, streaming, flat(as_column(out)))
     return keep(single, keep(memory, damaged))
 
 
@@ -80,6 +82,8 @@ def read_packed(
     memory = np.empty(n_row + packed_work_bytes(state, ids, one), np.uint8)
     space, indices, work = as_column(memory), part(as_column(memory), _TABLES, n_row), part(as_column(memory), n_row, 0)
     split_table(table_, unit, space)
+    n_bytes = sets.shape[0] * sets.shape[1] * frame_ids.shape[1] * state.config.frame_bytes * unit
+    streaming = is_streaming(n_bytes, 64, flat(as_column(out)))
     damaged, ahead = -1, rows_ahead(sets.shape[0] * frame_ids.shape[1])
     for row in range(first, stop):
         if (row - first) % ahead == 0:
@@ -88,5 +92,5 @@ def read_packed(
         damaged = read_packed_rows(state, ids, one, indices, 0, 1, work, as_column(zstd), by_row)
         if damaged >= 0:
             break
-        _expand(state, ids, sets_, row, by_row, space, table_, unit, plane, flat(as_column(out)))
+        _expand(state, ids, sets_, row, by_row, space, table_, unit, plane, streaming, flat(as_column(out)))
     return keep(single, keep(memory, damaged))

@@ -96,6 +96,12 @@ def _store(builder: Any, value: Any, pointer: Any, align: int = 1) -> Any:
     return store
 
 
+def _stream(builder: Any, value: Any, pointer: Any) -> None:
+    """Store a vector past the caches, at an address that is a multiple of its size."""
+    hint = builder.module.add_metadata([ir.Constant(_INT32, 1)])
+    _store(builder, value, pointer, align=value.type.count).set_metadata("nontemporal", hint)
+
+
 def _call(builder: Any, name: str, result: Any, *operands: Any) -> Any:
     kind = ir.FunctionType(result, [operand.type for operand in operands])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), operands)
@@ -375,6 +381,12 @@ def _look_up_planes(builder: Any, tables: Any, source: Any, count: int) -> list[
 def look_up_line(builder: Any, target: Any, table: Any, source: Any) -> None:
     """Set 64 bytes to the entries of a table of 256 bytes that those of ``source`` name."""
     _store(builder, _look_up(builder, table, _load(builder, source, _LINE)), target)
+
+
+@_operation(types.void, _MEMORY, _MEMORY, _MEMORY)
+def stream_look_up_line(builder: Any, target: Any, table: Any, source: Any) -> None:
+    """`look_up_line` past the caches; ``target`` must be aligned to 64 bytes."""
+    _stream(builder, _look_up(builder, table, _load(builder, source, _LINE)), target)
 
 
 @_operation(types.void, _MEMORY, _MEMORY, _MEMORY)
