@@ -372,6 +372,26 @@ def _join_colours(channels: int) -> Any:
     return join_colours
 
 
+@_operation(types.void, _MEMORY, _MEMORY, _MEMORY, _INT)
+def join_tiles(builder: Any, target: Any, source: Any, added: Any, row_step: Any) -> None:
+    """Write eight tiles of bytes as eight rows of 64 bytes, each byte plus that of the tiles at ``added``."""
+    rows = []
+    for tile in range(8):
+        values, more = (_load(builder, _at(builder, start, TILE * tile), _UNIT) for start in (source, added))
+        rows.append(builder.bitcast(builder.add(values, more), _WORDS))
+    # transpose: exchange single words, then pairs of them, then halves
+    for apart in (1, 2, 4):
+        # lanes without that bit, of both; then those with it
+        lanes = [lane & ~apart | 8 * bool(lane & apart) for lane in range(8)]
+        for row in (row for row in range(8) if not row & apart):
+            a, b = rows[row], rows[row + apart]
+            rows[row] = _shuffle(builder, a, b, lanes)
+            rows[row + apart] = _shuffle(builder, a, b, [lane + apart for lane in lanes])
+    for row in rows:
+        _store(builder, row, target)
+        target = builder.gep(target, [row_step])
+
+
 split_colours_3, split_colours_4 = map(_split_colours, (3, 4))
 join_colours_3, join_colours_4 = map(_join_colours, (3, 4))
 

@@ -27,6 +27,7 @@ from sb3_extra_buffers.kernels.camera_intrinsics import (
     gather_values,
     join_colours_3,
     join_colours_4,
+    join_tiles,
     largest_bytes,
     move_values_1,
     move_values_2,
@@ -122,7 +123,16 @@ def _join_row(space: Any, planes_at: int, n_rows: int, geometry: Any, out: Any, 
     pixel = _steps(geometry)[0]
     across = (width + 7) // 8
     tile_step, row_step = across * TILE * itemsize, width * pixel
-    for x in range(0, width, 8):
+    done = 0
+    if pixel == 1 and n_rows == 8:
+        while done + 64 <= width:
+            for channel in range(channels):
+                begin = planes_at + done * 8 + channel * tile_step
+                # zeros, or green
+                added = planes_at + done * 8 + tile_step if _mixes(geometry) and channel % 2 == 0 and channel < 3 else 0
+                join_tiles(out, at + done + channel * plane, space, begin, space, added, row_step)
+            done += 64
+    for x in range(done, width, 8):
         n_columns = min(8, width - x)
         begin = planes_at + x * 8 * itemsize
         start = at + x * pixel
