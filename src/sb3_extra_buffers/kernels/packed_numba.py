@@ -17,7 +17,7 @@ from sb3_extra_buffers.kernels import (
 )
 from sb3_extra_buffers.kernels.columns_numba import as_column, flat, int64_part, keep, part, tables_at
 from sb3_extra_buffers.kernels.compiling import compiled, entry, inner, slow_entry
-from sb3_extra_buffers.kernels.intrinsics import clear_bytes, stream_bytes
+from sb3_extra_buffers.kernels.intrinsics import address_of, clear_bytes, stream_bytes
 from sb3_extra_buffers.kernels.lz4_block import OVERRUN
 from sb3_extra_buffers.kernels.reading_numba import (
     copy_frame,
@@ -59,7 +59,7 @@ def packed_work_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
     n_frames = sets.shape[0] * frame_ids.shape[1]
     unpacked = state.config.per_segment * state.config.frame_bytes + OVERRUN
     return (
-        24 * n_frames + 8 * sets.shape[0] + max(unpacked, _camera_bytes(state)) + joined_bytes(state, frame_ids, sets)
+        24 * n_frames + 8 * sets.shape[0] + 64 + max(unpacked, _camera_bytes(state)) + joined_bytes(state, frame_ids, sets)
     )
 
 
@@ -80,6 +80,7 @@ def read_packed_rows(
     at = 24 * n_frames
     joined = int64_part(space, at, sets.shape[0])  # where the frames of each observation are in target
     at += 8 * sets.shape[0]
+    at += -address_of(space, at) % 64
     work_bytes = max(per_segment * size + OVERRUN, _camera_bytes(state))
     work = part(space, at, work_bytes)
     at += work_bytes

@@ -61,7 +61,7 @@ def work_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
     """Bytes of work space that `read_rows` needs."""
     block, n_frames = _block_bytes(state.config.frame_bytes), sets.shape[0] * frame_ids.shape[1]
     return (
-        2 * block + BLOCK + block // 2 + block // 16 + 64 + 16 * n_frames + 8 * sets.shape[0]
+        64 + 2 * block + BLOCK + block // 2 + block // 16 + 64 + 16 * n_frames + 8 * sets.shape[0]
         + state.config.per_segment * state.config.frame_bytes + OVERRUN
         + joined_bytes(state, frame_ids, sets)
     )  # fmt: skip
@@ -88,7 +88,7 @@ def read_rows(
     size, per_segment, width = state.config.frame_bytes, state.config.per_segment, state.config.length_bytes
     n_frames = sets.shape[0] * frame_ids.shape[1]
     block = _block_bytes(size)
-    at = 0
+    at = -address_of(space, 0) % 64  # lines of frames are faster to load and store where they are aligned
     frame = part(space, at, block)  # the frame that is being decoded
     at += block
     values = part(space, at, block + BLOCK)
