@@ -204,12 +204,16 @@ def clear_bytes(builder: Any, target: Any, count: Any) -> None:
 @_operation(types.void, _MEMORY, _MEMORY, _INT)
 def stream_bytes(builder: Any, target: Any, source: Any, count: Any) -> None:
     """`copy_bytes` past the caches; ``count`` and the address of ``target`` must be multiples of 16."""
-    pair = ir.VectorType(_WORD, 2)
-    hint = builder.module.add_metadata([ir.Constant(_INT32, 1)])
-    with cgutils.for_range(builder, builder.udiv(count, _WORD(16))) as loop:
-        offset = builder.mul(loop.index, _WORD(16))
-        value = _load(builder, builder.gep(source, [offset]), pair)
-        _store(builder, value, builder.gep(target, [offset]), align=16).set_metadata("nontemporal", hint)
+    first = builder.and_(builder.neg(builder.ptrtoint(target, _WORD)), _WORD(63))
+    first = builder.select(builder.icmp_signed("<", first, count), first, count)
+    last = builder.and_(builder.sub(count, first), _WORD(63))
+    middle = builder.sub(builder.sub(count, first), last)
+    # whole lines, and what precedes and follows them
+    for start, size, width in ((_WORD(0), first, 16), (first, middle, 64), (builder.add(first, middle), last, 16)):
+        with cgutils.for_range(builder, builder.udiv(size, _WORD(width))) as loop:
+            offset = builder.add(start, builder.mul(loop.index, _WORD(width)))
+            value = _load(builder, builder.gep(source, [offset]), _vector(width))
+            _stream(builder, value, builder.gep(target, [offset]))
 
 
 @_operation(types.boolean, _MEMORY, _MEMORY, _INT)
