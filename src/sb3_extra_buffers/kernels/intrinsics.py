@@ -363,10 +363,13 @@ def merge_line(builder: Any, target: Any, source: Any, mask: Any) -> None:
 # ---- tables, only where `HAS_TABLES` ----
 
 
-def _look_up(builder: Any, table: Any, indices: Any) -> Any:
+def _load_table(builder: Any, table: Any) -> list[Any]:
+    return [_load(builder, builder.gep(table, [_WORD(64 * part)]), _LINE) for part in range(4)]
+
+
+def _look_up(builder: Any, parts: list[Any], indices: Any) -> Any:
     """The entries of a table of 256 bytes that a line of indices names."""
     name = "llvm.x86.avx512.vpermi2var.qi.512"
-    parts = [_load(builder, builder.gep(table, [_WORD(64 * part)]), _LINE) for part in range(4)]
     # the instruction uses seven bits of an index
     low, high = (_call(builder, name, _LINE, first, indices, second) for first, second in (parts[:2], parts[2:]))
     return builder.select(builder.icmp_signed("<", indices, _NO_LINE), high, low)
@@ -378,19 +381,27 @@ def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
 
 def _look_up_planes(builder: Any, tables: Any, source: Any, count: int) -> list[Any]:
     indices = _load(builder, source, _LINE)
-    return [_look_up(builder, builder.gep(tables, [_WORD(256 * plane)]), indices) for plane in range(count)]
+    starts = [builder.gep(tables, [_WORD(256 * plane)]) for plane in range(count)]
+    return [_look_up(builder, _load_table(builder, start), indices) for start in starts]
 
 
-@_operation(types.void, _MEMORY, _MEMORY, _MEMORY)
-def look_up_line(builder: Any, target: Any, table: Any, source: Any) -> None:
-    """Set 64 bytes to the entries of a table of 256 bytes that those of ``source`` name."""
-    _store(builder, _look_up(builder, table, _load(builder, source, _LINE)), target)
+def _look_up_lines(store: Callable[..., Any]) -> Any:
+    @_operation(types.void, _MEMORY, _MEMORY, _MEMORY, _INT)
+    def look_up_lines(builder: Any, target: Any, table: Any, source: Any, count: Any) -> None:
+        """Set ``count`` times 64 bytes to the entries of a table of 256 bytes that those of ``source`` name.
+
+        `stream_look_up_lines` writes past the caches; ``target`` must then be aligned to 64 bytes.
+        """
+        parts = _load_table(builder, table)
+        with cgutils.for_range(builder, count) as loop:
+            offset = [builder.mul(loop.index, _WORD(64))]
+            line = _look_up(builder, parts, _load(builder, builder.gep(source, offset), _LINE))
+            store(builder, line, builder.gep(target, offset))
+
+    return look_up_lines
 
 
-@_operation(types.void, _MEMORY, _MEMORY, _MEMORY)
-def stream_look_up_line(builder: Any, target: Any, table: Any, source: Any) -> None:
-    """`look_up_line` past the caches; ``target`` must be aligned to 64 bytes."""
-    _stream(builder, _look_up(builder, table, _load(builder, source, _LINE)), target)
+look_up_lines, stream_look_up_lines = _look_up_lines(_store), _look_up_lines(_stream)
 
 
 @_operation(types.void, _MEMORY, _MEMORY, _MEMORY)

@@ -20,13 +20,13 @@ from sb3_extra_buffers.kernels.intrinsics import (
     load_quad,
     load_word,
     look_up_fours,
-    look_up_line,
+    look_up_lines,
     look_up_threes,
     store_byte,
     store_half,
     store_quad,
     store_word,
-    stream_look_up_line,
+    stream_look_up_lines,
 )
 from sb3_extra_buffers.kernels.tables import ENTRIES, ENTRY_BYTES
 
@@ -262,14 +262,12 @@ def _expand_plane(
     done = 0
     if HAS_TABLES:
         if streaming and count >= 128:
-            look_up_line(out, to, shades, table_at, indices, at)
+            look_up_lines(out, to, shades, table_at, indices, at, 1)
             done = 64 - address_of(out, to) % 64
-            while done + 64 <= count:
-                stream_look_up_line(out, to + done, shades, table_at, indices, at + done)
-                done += 64
-        while done + 64 <= count:
-            look_up_line(out, to + done, shades, table_at, indices, at + done)
-            done += 64
+            stream_look_up_lines(out, to + done, shades, table_at, indices, at + done, (count - done) >> 6)
+        else:
+            look_up_lines(out, to, shades, table_at, indices, at, count >> 6)
+        done += (count - done) >> 6 << 6
     for i in range(done, count):
         store_byte(out, to + i, load_byte(shades, table_at + load_int(indices, at + i)))
 
