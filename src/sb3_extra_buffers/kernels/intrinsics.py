@@ -379,12 +379,6 @@ def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INT32, len(lanes)), lanes))
 
 
-def _look_up_planes(builder: Any, tables: Any, source: Any, count: int) -> list[Any]:
-    indices = _load(builder, source, _LINE)
-    starts = [builder.gep(tables, [_WORD(256 * plane)]) for plane in range(count)]
-    return [_look_up(builder, _load_table(builder, start), indices) for start in starts]
-
-
 def _look_up_lines(store: Callable[..., Any]) -> Any:
     @_operation(types.void, _MEMORY, _MEMORY, _MEMORY, _INT)
     def look_up_lines(builder: Any, target: Any, table: Any, source: Any, count: Any) -> None:
@@ -404,29 +398,46 @@ def _look_up_lines(store: Callable[..., Any]) -> Any:
 look_up_lines, stream_look_up_lines = _look_up_lines(_store), _look_up_lines(_stream)
 
 
-@_operation(types.void, _MEMORY, _MEMORY, _MEMORY)
-def look_up_threes(builder: Any, target: Any, tables: Any, source: Any) -> None:
-    """Set 64 times three bytes to the entries of three tables of 256 bytes, one for each of the three."""
-    a, b, c = _look_up_planes(builder, tables, source, 3)
+def _look_up_units(join: Callable[..., list[Any]], unit: int, store: Callable[..., Any]) -> Any:
+    @_operation(types.void, _MEMORY, _MEMORY, _MEMORY, _INT)
+    def look_up_units(builder: Any, target: Any, tables: Any, source: Any, count: Any) -> None:
+        """`look_up_lines` for units of several bytes, with a table for each of these; writes 64 units at a time."""
+        parts = [_load_table(builder, builder.gep(tables, [_WORD(256 * byte)])) for byte in range(unit)]
+        with cgutils.for_range(builder, count) as loop:
+            indices = _load(builder, builder.gep(source, [builder.mul(loop.index, _WORD(64))]), _LINE)
+            lines = join(builder, [_look_up(builder, part, indices) for part in parts])
+            for number, line in enumerate(lines):
+                offset = builder.add(builder.mul(loop.index, _WORD(64 * unit)), _WORD(64 * number))
+                store(builder, line, builder.gep(target, [offset]))
+
+    return look_up_units
+
+
+def _join_threes(builder: Any, bytes_of_units: list[Any]) -> list[Any]:
+    a, b, c = bytes_of_units
+    lines = []
     for line in range(3):
         places = [divmod(64 * line + byte, 3) for byte in range(64)]
         joined = _shuffle(builder, a, b, [unit + 64 * (plane % 2) for unit, plane in places])
         lanes = [64 + unit if plane == 2 else byte for byte, (unit, plane) in enumerate(places)]
-        _store(builder, _shuffle(builder, joined, c, lanes), builder.gep(target, [_WORD(64 * line)]))
+        lines.append(_shuffle(builder, joined, c, lanes))
+    return lines
 
 
-@_operation(types.void, _MEMORY, _MEMORY, _MEMORY)
-def look_up_fours(builder: Any, target: Any, tables: Any, source: Any) -> None:
-    """Set 64 times four bytes to the entries of four tables of 256 bytes, one for each of the four."""
-    a, b, c, d = _look_up_planes(builder, tables, source, 4)
+def _join_fours(builder: Any, bytes_of_units: list[Any]) -> list[Any]:
+    a, b, c, d = bytes_of_units
+    lines = []
     for half in range(2):
         # bytes 0, 64, 1, 65, ... of two lines, then pairs of those
         lanes = [32 * half + byte // 2 + 64 * (byte % 2) for byte in range(64)]
         first, second = _shuffle(builder, a, b, lanes), _shuffle(builder, c, d, lanes)
         for part in range(2):
             lanes = [32 * part + byte // 4 * 2 + byte % 2 + 64 * (byte // 2 % 2) for byte in range(64)]
-            at = builder.gep(target, [_WORD(64 * (2 * half + part))])
-            _store(builder, _shuffle(builder, first, second, lanes), at)
+            lines.append(_shuffle(builder, first, second, lanes))
+    return lines
+
+
+look_up_threes, look_up_fours = _look_up_units(_join_threes, 3, _store), _look_up_units(_join_fours, 4, _store)
 
 
 # ---- stacks along the last axis: ``[pixel, stack, unit]``, made of frames ``[pixel, unit]`` ----

@@ -227,14 +227,12 @@ def expand_row(
                 _expand_plane(indices, start, plane, shades, ENTRIES * byte, out, target, streaming)
         return
     done = 0
-    if HAS_TABLES and unit == 3:
-        while done + 64 <= n_units:
-            look_up_threes(out, to + 3 * done, shades, 0, indices, at + done)
-            done += 64
-    if HAS_TABLES and unit == 4:
-        while done + 64 <= n_units:
-            look_up_fours(out, to + 4 * done, shades, 0, indices, at + done)
-            done += 64
+    if HAS_TABLES and 3 <= unit <= 4:
+        done = n_units >> 6 << 6
+        if unit == 3:
+            look_up_threes(out, to, shades, 0, indices, at, n_units >> 6)
+        else:
+            look_up_fours(out, to, shades, 0, indices, at, n_units >> 6)
     if unit == 8:
         for i in range(done, n_units):
             store_word(out, to + 8 * i, load_word(table, load_int(indices, at + i) * ENTRY_BYTES))
