@@ -1,4 +1,4 @@
-"""Reading observations stored as table indices: decodes a row and expands it while it is in the cache. Imports numba.
+"""Reading observations stored as table indices: expands each frame when it is decoded. Imports numba.
 
 `kernels.reading` and `kernels.tables` define what decoding and expanding do.
 """
