@@ -28,12 +28,15 @@ def _expansion_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
 
 @inner
 def _make_expansion(state: Any, frame_ids: Any, sets: Any, space: Any, table: Any, unit: int, plane: int) -> Any:
+    """Return the `Expansion`, and the work space that follows its memory in ``space``."""
     n_frames, size = sets.shape[0] * frame_ids.shape[1], state.config.frame_bytes
     offsets = int64_part(space, _TABLES, n_frames)
     for i in range(n_frames):
         offsets[i] = i * size
     split_table(table, unit, space)
-    return Expansion(table, space, unit, plane, part(space, _TABLES + 8 * n_frames, n_frames * size), offsets)
+    indices = part(space, _TABLES + 8 * n_frames, n_frames * size)
+    work = part(space, _expansion_bytes(state, frame_ids, sets), 0)
+    return Expansion(table, space, unit, plane, indices, offsets), work
 
 
 @slow_entry
@@ -42,14 +45,10 @@ def read_frames(
     unit: int, plane: int,
 ) -> int:  # fmt: skip
     """`read_frames` of `kernels.reading`, with each byte of the frames replaced by its entry in ``table``."""
-    state, ids, sets_, out_, table_ = (
-        tables_at(bound), as_column(frame_ids), as_column(sets), as_column(out), as_column(table),
-    )  # fmt: skip
-    n_expansion = _expansion_bytes(state, ids, sets_)
-    memory = np.empty(n_expansion + work_bytes(state, ids, sets_), np.uint8)
-    space, work = as_column(memory), part(as_column(memory), n_expansion, 0)
-    expansion = _make_expansion(state, ids, sets_, space, table_, unit, plane)
-    damaged = read_rows(state, ids, sets_, out_, first, stop, work, as_column(zstd), by_row, expansion)
+    state, ids, sets_ = tables_at(bound), as_column(frame_ids), as_column(sets)
+    memory = np.empty(_expansion_bytes(state, ids, sets_) + work_bytes(state, ids, sets_), np.uint8)
+    expansion, work = _make_expansion(state, ids, sets_, as_column(memory), as_column(table), unit, plane)
+    damaged = read_rows(state, ids, sets_, as_column(out), first, stop, work, as_column(zstd), by_row, expansion)
     return keep(memory, damaged)
 
 
@@ -59,12 +58,8 @@ def read_packed(
     unit: int, plane: int,
 ) -> int:  # fmt: skip
     """`read_frames` for segments of whole frames."""
-    state, ids, sets_, out_, table_ = (
-        tables_at(bound), as_column(frame_ids), as_column(sets), as_column(out), as_column(table),
-    )  # fmt: skip
-    n_expansion = _expansion_bytes(state, ids, sets_)
-    memory = np.empty(n_expansion + packed_work_bytes(state, ids, sets_), np.uint8)
-    space, work = as_column(memory), part(as_column(memory), n_expansion, 0)
-    expansion = _make_expansion(state, ids, sets_, space, table_, unit, plane)
-    damaged = read_packed_rows(state, ids, sets_, out_, first, stop, work, as_column(zstd), by_row, expansion)
+    state, ids, sets_ = tables_at(bound), as_column(frame_ids), as_column(sets)
+    memory = np.empty(_expansion_bytes(state, ids, sets_) + packed_work_bytes(state, ids, sets_), np.uint8)
+    expansion, work = _make_expansion(state, ids, sets_, as_column(memory), as_column(table), unit, plane)
+    damaged = read_packed_rows(state, ids, sets_, as_column(out), first, stop, work, as_column(zstd), by_row, expansion)
     return keep(memory, damaged)
