@@ -160,7 +160,13 @@ def _target_bits(is_set, N_SETS: tl.constexpr, STACK: tl.constexpr, TARGETS: tl.
         bits = tl.full([TARGETS], 1, tl.int64) << target.to(tl.int64)
     else:
         bits = 1 << target
-    return tl.sum(tl.where(is_set, bits, 0), axis=0)
+    return tl.sum(tl.where(is_set & (target < N_SETS * STACK), bits, 0), axis=0)
+
+
+@triton.jit
+def _lowest_bit(bits):
+    """The number of the lowest bit that is set."""
+    return popcount64(((bits & -bits) - 1).to(tl.uint64))
 
 
 @triton.jit
@@ -168,11 +174,14 @@ def _store_frame(
     out_ptr, frame, targets, row, n_rows, word, inside, N_SETS: tl.constexpr, STACK: tl.constexpr, WORDS: tl.constexpr
 ):
     """Store the chunk ``frame[line, 8]`` in every frame of the row whose bit is set in ``targets``."""
-    for i in tl.static_range(N_SETS * STACK):
-        if (targets >> i) & 1:
+    if targets != 0:
+        words = frame.to(tl.int64, bitcast=True)
+        # not unrolled: Triton would rearrange the words among threads, through shared memory, for every target
+        while targets != 0:
+            i = _lowest_bit(targets)
             to = (((i // STACK) * n_rows + row) * STACK + i % STACK).to(tl.int64) * WORDS
-            # cast here and not once for all: Triton 3.6 fails to compile that
-            tl.store(out_ptr + to + word, frame.to(tl.int64, bitcast=True), mask=inside)
+            tl.store(out_ptr + to + word, words, mask=inside)
+            targets &= targets - 1
 
 
 @triton.jit
