@@ -106,7 +106,8 @@ class WriteKernel:
             write_kernel, tables.frame_ids.device, key, (*bound, scratch), dtypes, effort.n_warps, effort.max_registers
         )
         n_streams = tables.tails.numel()
-        self._grid = (min(n_streams, effort.n_programs), 1, 1)
+        # one more than streams, for the columns
+        self._grid = (min(n_streams + (columns is not None), effort.n_programs), 1, 1)
         self._lead = (n_streams, 0 if columns is None else columns.column)
         self._places = None if columns is None else (columns.numbers, columns.actions)
 

@@ -101,7 +101,9 @@ def write_kernel(
     last_index = tl.load(job_ptr + _JOB_INDICES + N_SETS - 1)
     if N_NUMBERS > 0:  # noqa: SIM102  # decided when the kernel is compiled
         if given >= 0:
-            for block in range(tl.program_id(0), tl.cdiv(n_streams, _ROWS), tl.num_programs(0)):
+            # from the last program on, which may have no stream: the first one would begin later than the others
+            first = tl.num_programs(0) - 1 - tl.program_id(0)
+            for block in range(first, tl.cdiv(n_streams, _ROWS), tl.num_programs(0)):
                 store_columns(
                     action_ptr, first_ptr, second_ptr, third_ptr, fourth_ptr, numbers_ptr, actions_ptr, step, n_streams,
                     column, given, block + tl.full([], 0, tl.int32), ROW, ACTION_ROW, ACTION_AT, ACTION, ACTION2,
