@@ -123,8 +123,7 @@ def _read_segment(
     """Decode a segment up to the last frame that the row needs, and store those it needs."""
     n_frames = tl.max(positions, axis=0) + 1
     in_keyframe = word < tl.where(keyframe >= 0, WORDS, 0)
-    frame = tl.load(keyframe_rows_ptr + keyframe * KEYFRAME_WORDS + word, mask=in_keyframe, other=0)
-    frame = frame.to(tl.uint64, bitcast=True)
+    loaded = tl.load(keyframe_rows_ptr + keyframe * KEYFRAME_WORDS + word, mask=in_keyframe)
     # find the chunk in each of the frames by their directories
     nth = tl.arange(0, PER2)
     entries = tl.load(entries_ptr + nth, mask=nth < n_frames, other=0)
@@ -138,6 +137,8 @@ def _read_segment(
     own = tl.sum(tl.where(other == chunk, listing, 0), axis=1)
     prefetch(heap_ptr + tl.where(own > 0, at, 0))
     prefetch(heap_ptr + tl.where(own > 0, at + 128, 0))
+    # not before the directories: Triton rearranges the keyframe among threads, which waits for it
+    frame = tl.where(in_keyframe, loaded, 0).to(tl.uint64, bitcast=True)
     for position in range(n_frames):
         is_this = nth == position
         entry = tl.sum(tl.where(is_this, own, 0), axis=0)
