@@ -25,7 +25,7 @@ from sb3_extra_buffers.kernels.launcher import (
 
 __all__ = ["ReadKernel", "WriteKernel"]
 
-# tuned: programs that share the segments of a row, and warps of each
+# tuned (see benchmarks/gpu_tuning.py): programs that share the segments of a row, and warps of each
 _PARTS, _READ_WARPS = 2, 2
 # the most registers of a thread that reads, so that more programs run at a time
 _READ_REGISTERS = 88
@@ -40,8 +40,8 @@ class _Effort(NamedTuple):
     max_registers: int  # of a thread
 
 
-# tuned: for as many streams as an H200 runs of such programs at a time, and for more. 128 registers are too few for all
-# variables, but let several programs run on a multiprocessor; up to one for each can have 255
+# tuned: for as many streams as an H200 runs of such programs at a time, and for more. With 128 registers, variables are
+# kept in memory too, but several programs share a multiprocessor; a single program can have 255
 _FEW, _SOME, _MANY = _Effort(132, 8, 8, 255), _Effort(264, 8, 8, 128), _Effort(528, 4, 2, 128)
 # constants of a kernel that writes no columns (`TableLayout.constants`)
 _NO_TABLE = (0, 0, 0, 0, 1, 0)
