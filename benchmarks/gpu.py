@@ -2,14 +2,16 @@
 
 Times are medians of 300 calls, up to the point where the device is done, with the candidates taking turns. A batch
 that differs from SB3's ends the part. Hosts differ, so each row also has the ratio to the candidates that it was
-measured with. Each part runs in a process of its own and replaces its rows; ``--merge`` copies the rows of another
-file. ``--device cpu`` is a dry run that needs no GPU; it writes nothing unless ``--output`` is given.
+measured with. Each part runs in a process of its own and replaces its rows; a part that fails, or that ``--seconds``
+stops, has replaced the figures that it had measured by then. ``--merge`` copies the rows of another file. ``--device
+cpu`` is a dry run that needs no GPU; it writes nothing unless ``--output`` is given.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import os
 import statistics
 import subprocess
@@ -34,10 +36,10 @@ REFERENCES = ("none", "sb3", "torchrl", "dense")
 
 
 class Report:
-    """Collects the rows of one part, and prints each."""
+    """Collects the rows of one part, prints each, and writes them to ``output`` if it is given."""
 
-    def __init__(self, part: str, device: str, setting: str = "") -> None:
-        self.part, self.device, self.setting = part, device, setting
+    def __init__(self, part: str, device: str, setting: str = "", output: Path | None = None) -> None:
+        self.part, self.device, self.setting, self._output = part, device, setting, output
         name = torch.cuda.get_device_name() if device == "cuda" else "main memory"
         self._info = run_info("triton", "torchrl", extras=False)
         self._info |= {"time": f"{datetime.datetime.now(datetime.timezone.utc):%H:%M}", "device": name}
@@ -46,6 +48,7 @@ class Report:
     def add(self, figure: str, unit: str, values: Mapping[str, Sequence[float]]) -> None:
         """Add the measurements of one figure by candidate, all from the same run."""
         cuts = {name: quantiles(measured) for name, measured in values.items()}
+        first = len(self.rows)
         for name, (low, median, high) in cuts.items():
             ratios = {f"of_{other}": median / cuts[other][1] if other in cuts else None for other in REFERENCES}
             row: dict[str, Any] = {"part": self.part, "figure": figure, "setting": self.setting, "buffer": name}
@@ -55,6 +58,14 @@ class Report:
             self.rows.append(row | self._info)
             beside = [f"{ratio:.2f} of {other[3:]}" for other, ratio in ratios.items() if ratio and other[3:] != name]
             print(f"{figure:44} {name:16} {median:12.2f} {unit:3} {', '.join(beside)}", flush=True)
+        if self._output:
+            # the rest of the part may fail
+            replace_rows(self._output, self.rows[first:], ("part", "figure"))
+
+    def finish(self) -> None:
+        """Remove what earlier runs have measured and this one has not."""
+        if self._output:
+            replace_rows(self._output, self.rows, ("part",))
 
 
 def quantiles(values: Sequence[float]) -> list[float]:
@@ -86,10 +97,9 @@ def run_part(part: str, options: argparse.Namespace) -> None:
         "ppo": gpu_training.ppo,
         "dqn": gpu_training.dqn,
     }[part]
-    report = Report(part, options.device)
+    report = Report(part, options.device, output=options.output)
     measure(report, options.quick)
-    if options.output:
-        replace_rows(options.output, report.rows, ("part",))
+    report.finish()
 
 
 def main() -> None:
@@ -97,6 +107,7 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join((*PARTS, *OTHER_PARTS))}")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and few repeats, to see that all parts run")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="time limit of all parts together")
     parser.add_argument("--output", type=Path, help="CSV file (default: benchmarks/data/gpu.csv)")
     parser.add_argument("--merge", type=Path, nargs="+", help="copy the rows of other CSV files; measures nothing")
     parser.add_argument("--child", choices=[*PARTS, *OTHER_PARTS], help=argparse.SUPPRESS)
@@ -113,18 +124,27 @@ def main() -> None:
     unknown = set(parts) - {*PARTS, *OTHER_PARTS}
     if unknown:
         parser.error(f"unknown part: {', '.join(sorted(unknown))}")
-    failed = []
+    failed, end = [], time.monotonic() + options.seconds
     for part in parts:
         arguments = ["--child", part, "--device", options.device]
         arguments += ["--quick"] if options.quick else []
         arguments += ["--output", str(options.output.absolute())] if options.output else []
-        start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-m", "benchmarks.gpu", *arguments], check=False, cwd=ROOT)
-        print(f"{part}: {time.perf_counter() - start:.0f} s\n", flush=True)
-        if done.returncode:
+        start = time.monotonic()
+        succeeded = run_child([sys.executable, "-m", "benchmarks.gpu", *arguments], end - start)
+        print(f"{part}: {time.monotonic() - start:.0f} s\n", flush=True)
+        if not succeeded:
             failed.append(part)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}; see the messages above")
+
+
+def run_child(command: list[str], seconds: float) -> bool:
+    """Run ``command`` for at most ``seconds``; return whether it succeeded."""
+    try:
+        return subprocess.run(command, check=False, cwd=ROOT, timeout=min(max(seconds, 0), 1e6)).returncode == 0
+    except subprocess.TimeoutExpired:
+        print("stopped: --seconds is over", flush=True)
+        return False
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """Run the tests that need a GPU, each file in a process of its own, all at the same time.
 
-Most of their time is spent compiling kernels, so this takes a fraction of the time of a single process.
+Most of their time is spent compiling kernels, so this takes a fraction of the time of a single process. ``--seconds``
+stops everything that is not done by then, which counts as failed; all other arguments are passed to pytest.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import subprocess
 import sys
@@ -15,12 +18,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def run(path: Path) -> bool:
-    """Run one file; print how it went, and what failed. Return whether everything passed."""
-    begin = time.perf_counter()
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", str(path), *sys.argv[1:]]
+def run(path: Path, arguments: list[str], end: float) -> bool:
+    """Run one file until ``end`` at most; print how it went, and what failed. Return whether everything passed."""
+    begin, left = time.perf_counter(), max(end - time.monotonic(), 0)
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", str(path), *arguments]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=min(left, 1e6)
+        )
+    except subprocess.TimeoutExpired:
+        print(f"{path.relative_to(ROOT)}: stopped after {left:.0f} s", flush=True)
+        return False
     if done.returncode == 5:
         return True  # no test of this file needs a GPU
     lines = done.stdout.splitlines()
@@ -34,6 +43,10 @@ def run(path: Path) -> bool:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="time limit of all files together")
+    options, arguments = parser.parse_known_args()
+    end = time.monotonic() + options.seconds
     files = [
         path
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
@@ -42,7 +55,7 @@ def main() -> None:
     # those that take longest first
     files.sort(key=lambda path: -path.stat().st_size)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        passed = list(pool.map(run, files))
+        passed = list(pool.map(lambda path: run(path, arguments, end), files))
     raise SystemExit(0 if all(passed) else 1)
 
 

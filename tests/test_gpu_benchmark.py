@@ -45,6 +45,29 @@ def test_a_part_replaces_its_own_rows_and_keeps_those_of_other_parts(tmp_path: P
     ]
 
 
+def test_a_part_that_fails_leaves_the_figures_it_has_measured(tmp_path: Path) -> None:
+    target = tmp_path / "gpu.csv"
+    results.write_rows(target, measured("add", "a", delta=[1.0]) + measured("add", "b", none=[2.0]))
+
+    report = gpu.Report("add", "cpu", output=target)
+    report.add("b", "us", {"delta": [3.0]})
+
+    assert [(row["figure"], row["buffer"], row["p50"]) for row in results.read_rows(target)] == [
+        ("a", "delta", "1"),
+        ("b", "delta", "3"),
+    ]
+    report.finish()
+    assert [row["figure"] for row in results.read_rows(target)] == ["b"]
+
+
+def test_parts_end_when_their_time_is_over(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu", "--device", "cpu", "--quick", "--parts", "tree,memory", "--seconds", "0"])
+
+    with pytest.raises(SystemExit, match="failed: tree, memory"):
+        gpu.main()
+    assert capsys.readouterr().out.count("stopped: --seconds is over") == 2
+
+
 def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"missing\.csv: no rows"):
         gpu.merge(tmp_path / "gpu.csv", [tmp_path / "missing.csv"])

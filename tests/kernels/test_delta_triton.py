@@ -220,10 +220,13 @@ def test_large_steps_are_not_staged(device: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("effort", ["_FEW", "_MANY"])
-def test_columns_are_written_with_a_step(device: str, effort: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("effort", "n_programs"), [("_FEW", 2), ("_FEW", 132), ("_MANY", 2)])
+def test_columns_are_written_with_a_step(
+    device: str, effort: str, n_programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     delta_triton: Any = pytest.importorskip("sb3_extra_buffers.kernels.delta_triton")
-    monkeypatch.setattr(delta_triton, "_effort", lambda n_streams: getattr(delta_triton, effort)._replace(n_programs=2))
+    chosen = getattr(delta_triton, effort)._replace(n_programs=n_programs)
+    monkeypatch.setattr(delta_triton, "_effort", lambda n_streams: chosen)
     layout, n_streams = layouts()[0], 3
     store = make_store(layout, 4, n_streams, 2, device, triton=True)
     table = DeviceColumns(4, n_streams, 2, np.dtype(np.int16), torch.device(device), triton=True)

@@ -252,6 +252,8 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
             else:
                 # fast path: skip validation when shape and dtype already match
                 return [store.plan(step, observations)]
+            if not self._dtypes and all(_fits(obs, store) for obs in observations):
+                return [store.plan(step, observations)]
             by_key = [{"": obs} for obs in observations]
         batches = []
         for key, store in self.obs_stores.items():
@@ -277,11 +279,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
             if not isinstance(observations, th.Tensor):
                 array = np.ascontiguousarray(fit_observations(observations, shape, store.dtype, name))
                 observations = th.from_numpy(array if array.flags.writeable else array.copy())
-            # fast path: skip validation when everything already matches
-            if (
-                observations.dtype != dtype or observations.shape != shape or not is_on(observations, place)
-                or observations.requires_grad or not observations.is_contiguous()
-            ):  # fmt: skip
+            if not _fits(observations, store):
                 converted = fit_observation_tensor(observations, shape, dtype, place, name)
                 if converted is None:
                     return None
@@ -468,6 +466,18 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
         self._table = self._table_type.from_arrays(self._columns_by_step(columns), self.device)
         self._share_columns()
         self._make_lock()
+
+
+def _fits(observations: Any, store: DeviceObservationStore) -> bool:
+    """Whether ``observations`` is a tensor that ``store`` takes as it is."""
+    return (
+        isinstance(observations, th.Tensor)
+        and observations.dtype is store.tensor_dtype
+        and observations.shape == store.step_shape
+        and observations.is_contiguous()
+        and not observations.requires_grad
+        and is_on(observations, store.place.device)
+    )
 
 
 def _cannot_fail(plan: PlannedWrite) -> bool:

@@ -18,6 +18,7 @@ __all__ = ["fit_action_tensor", "fit_flag_numbers", "fit_numbers", "fit_observat
 
 _KEY = "TimeLimit.truncated"
 _KEYS, _FALSE = repeat(_KEY), repeat(False)
+_EMPTY: dict[str, Any] = {}
 _AS_THEY_ARE = frozenset({th.float32, th.bool})
 
 
@@ -46,6 +47,12 @@ def fit_flag_numbers(values: Any, n_envs: int, name: str, device: th.device | No
 
 def fit_action_tensor(actions: th.Tensor, shape: tuple[int, ...], dtype: th.dtype) -> th.Tensor | None:
     """Actions in ``shape`` and ``dtype``; None if that could change values other than by rounding floats."""
+    # fast path: skip validation when everything already matches
+    if actions.dtype is dtype and actions.is_contiguous() and not actions.requires_grad:
+        if actions.shape == shape:
+            return actions
+        if actions.shape == shape[:1] and shape[1:] == (1,):
+            return actions.view(shape)
     if actions.dtype != dtype:
         is_float = actions.dtype.is_floating_point, dtype.is_floating_point
         # other integers are converted: an action that is in the space fits its dtype
@@ -102,6 +109,8 @@ def fit_timeouts(infos: Any, n_envs: int, device: th.device | None) -> Any:
     if type(infos) is list:
         # fast path: no bytecode per environment
         try:
+            if not infos[0] and infos.count(_EMPTY) == n_envs == len(infos):
+                return None
             if list(map(dict.get, infos, _KEYS, _FALSE)).count(False) == n_envs == len(infos):
                 return None
         except (TypeError, ValueError):

@@ -73,15 +73,15 @@ def _gather_kernel(
 
 
 @triton.jit
-def _store_number(to, from_ptr, row, is_row, given, NUMBER: tl.constexpr, N_NUMBERS: tl.constexpr):
-    """Store the number ``NUMBER`` of each row: 0 if it is not given, nothing if the table has no such column."""
-    if NUMBER < N_NUMBERS:
-        is_given = (given >> NUMBER) & 1
-        is_byte = (given >> (NUMBER + _BYTES_AT)) & 1
-        flag = tl.load(from_ptr + row, mask=is_row & (is_given + is_byte > 1), other=0).to(tl.float32)
-        floats_ptr = from_ptr.to(tl.pointer_type(tl.float32))
-        value = tl.load(floats_ptr + row, mask=is_row & (is_given > is_byte), other=0)
-        tl.store(to, tl.where(is_byte > 0, flag, value), mask=is_row)
+def _load_number(from_ptr, row, is_row, given, NUMBER: tl.constexpr, N_NUMBERS: tl.constexpr):
+    """The number ``NUMBER`` of each row: 0 if it is not given, or the table has no such column."""
+    is_row = is_row & (NUMBER < N_NUMBERS)
+    is_given = (given >> NUMBER) & 1
+    is_byte = (given >> (NUMBER + _BYTES_AT)) & 1
+    flag = tl.load(from_ptr + row, mask=is_row & (is_given + is_byte > 1), other=0).to(tl.float32)
+    floats_ptr = from_ptr.to(tl.pointer_type(tl.float32))
+    value = tl.load(floats_ptr + row, mask=is_row & (is_given > is_byte), other=0)
+    return tl.where(is_byte > 0, flag, value)
 
 
 @triton.jit
@@ -105,13 +105,18 @@ def store_columns(
     to, column = numbers_ptr + at * ROW, column.to(tl.int64)
     # for each row: the interpreter takes no scalars in masks
     given = tl.zeros_like(row) + given
-    _store_number(to, first_ptr, row, is_row, given, 0, N_NUMBERS)
-    _store_number(to + column, second_ptr, row, is_row, given, 1, N_NUMBERS)
-    _store_number(to + 2 * column, third_ptr, row, is_row, given, 2, N_NUMBERS)
-    _store_number(to + 3 * column, fourth_ptr, row, is_row, given, 3, N_NUMBERS)
+    # all loads before the first store, past which the compiler moves none
+    first = _load_number(first_ptr, row, is_row, given, 0, N_NUMBERS)
+    second = _load_number(second_ptr, row, is_row, given, 1, N_NUMBERS)
+    third = _load_number(third_ptr, row, is_row, given, 2, N_NUMBERS)
+    fourth = _load_number(fourth_ptr, row, is_row, given, 3, N_NUMBERS)
     byte = tl.arange(0, ACTION2)
     inside = is_row[:, None] & (byte < ACTION)[None, :]
     action = tl.load(action_ptr + row[:, None] * ACTION + byte[None, :], mask=inside, other=0)
+    tl.store(to, first, mask=is_row & (N_NUMBERS > 0))
+    tl.store(to + column, second, mask=is_row & (N_NUMBERS > 1))
+    tl.store(to + 2 * column, third, mask=is_row & (N_NUMBERS > 2))
+    tl.store(to + 3 * column, fourth, mask=is_row & (N_NUMBERS > 3))
     tl.store(actions_ptr + (at * ACTION_ROW + ACTION_AT)[:, None] + byte[None, :], action, mask=inside)
 
 

@@ -123,8 +123,7 @@ def _read_segment(
     """Decode a segment up to the last frame that the row needs, and store those it needs."""
     n_frames = tl.max(positions, axis=0) + 1
     in_keyframe = word < tl.where(keyframe >= 0, WORDS, 0)
-    frame = tl.load(keyframe_rows_ptr + keyframe * KEYFRAME_WORDS + word, mask=in_keyframe, other=0)
-    frame = frame.to(tl.uint64, bitcast=True)
+    loaded = tl.load(keyframe_rows_ptr + keyframe * KEYFRAME_WORDS + word, mask=in_keyframe)
     # find the chunk in each of the frames by their directories
     nth = tl.arange(0, PER2)
     entries = tl.load(entries_ptr + nth, mask=nth < n_frames, other=0)
@@ -138,6 +137,8 @@ def _read_segment(
     own = tl.sum(tl.where(other == chunk, listing, 0), axis=1)
     prefetch(heap_ptr + tl.where(own > 0, at, 0))
     prefetch(heap_ptr + tl.where(own > 0, at + 128, 0))
+    # not before the directories: Triton rearranges the keyframe among threads, which waits for it
+    frame = tl.where(in_keyframe, loaded, 0).to(tl.uint64, bitcast=True)
     for position in range(n_frames):
         is_this = nth == position
         entry = tl.sum(tl.where(is_this, own, 0), axis=0)
@@ -160,7 +161,13 @@ def _target_bits(is_set, N_SETS: tl.constexpr, STACK: tl.constexpr, TARGETS: tl.
         bits = tl.full([TARGETS], 1, tl.int64) << target.to(tl.int64)
     else:
         bits = 1 << target
-    return tl.sum(tl.where(is_set, bits, 0), axis=0)
+    return tl.sum(tl.where(is_set & (target < N_SETS * STACK), bits, 0), axis=0)
+
+
+@triton.jit
+def _lowest_bit(bits):
+    """The number of the lowest bit that is set."""
+    return popcount64(((bits & -bits) - 1).to(tl.uint64))
 
 
 @triton.jit
@@ -168,11 +175,14 @@ def _store_frame(
     out_ptr, frame, targets, row, n_rows, word, inside, N_SETS: tl.constexpr, STACK: tl.constexpr, WORDS: tl.constexpr
 ):
     """Store the chunk ``frame[line, 8]`` in every frame of the row whose bit is set in ``targets``."""
-    for i in tl.static_range(N_SETS * STACK):
-        if (targets >> i) & 1:
+    if targets != 0:
+        words = frame.to(tl.int64, bitcast=True)
+        # not unrolled: Triton would rearrange the words among threads, through shared memory, for every target
+        while targets != 0:
+            i = _lowest_bit(targets)
             to = (((i // STACK) * n_rows + row) * STACK + i % STACK).to(tl.int64) * WORDS
-            # cast here and not once for all: Triton 3.6 fails to compile that
-            tl.store(out_ptr + to + word, frame.to(tl.int64, bitcast=True), mask=inside)
+            tl.store(out_ptr + to + word, words, mask=inside)
+            targets &= targets - 1
 
 
 @triton.jit

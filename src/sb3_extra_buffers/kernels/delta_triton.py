@@ -25,12 +25,10 @@ from sb3_extra_buffers.kernels.launcher import (
 
 __all__ = ["ReadKernel", "WriteKernel"]
 
-# tuned: programs that share the segments of a row, and warps of each
+# tuned (see benchmarks/gpu_tuning.py): programs that share the segments of a row, and warps of each
 _PARTS, _READ_WARPS = 2, 2
 # the most registers of a thread that reads, so that more programs run at a time
 _READ_REGISTERS = 88
-# registers of a thread that writes
-_WRITE_REGISTERS = 128
 
 
 class _Effort(NamedTuple):
@@ -39,10 +37,12 @@ class _Effort(NamedTuple):
     n_programs: int  # at most; the streams take turns
     n_warps: int
     n_chunks: int  # that a program encodes together, at most
+    max_registers: int  # of a thread
 
 
-# tuned: for as many streams as an H200 runs of such programs at a time, and for more
-_FEW, _MANY = _Effort(264, 8, 8), _Effort(528, 4, 2)
+# tuned: for as many streams as an H200 runs of such programs at a time, and for more. With 128 registers, variables are
+# kept in memory too, but several programs share a multiprocessor; a single program can have 255
+_FEW, _SOME, _MANY = _Effort(132, 8, 8, 255), _Effort(264, 8, 8, 128), _Effort(528, 4, 2, 128)
 # constants of a kernel that writes no columns (`TableLayout.constants`)
 _NO_TABLE = (0, 0, 0, 0, 1, 0)
 
@@ -103,9 +103,13 @@ class WriteKernel:
         key = (shape.frame_bytes, stack, per, block, effort, constants, is_far)
         dtypes = (words, words, words), (words, *SOURCE_DTYPES, torch.float32, torch.uint8)
         self._launcher = Launcher(
-            write_kernel, tables.frame_ids.device, key, (*bound, scratch), dtypes, effort.n_warps, _WRITE_REGISTERS
+            write_kernel, tables.frame_ids.device, key, (*bound, scratch), dtypes, effort.n_warps, effort.max_registers
         )
-        self._grid = (min(tables.tails.numel(), effort.n_programs), 1, 1)
+        n_streams = tables.tails.numel()
+        # one more than streams, for the columns
+        self._grid = (min(n_streams + (columns is not None), effort.n_programs), 1, 1)
+        self._lead = (n_streams, 0 if columns is None else columns.column)
+        self._places = None if columns is None else (columns.numbers, columns.actions)
 
     def write(
         self,
@@ -121,15 +125,14 @@ class WriteKernel:
         ``columns`` of the step are written to the table of columns in the same launch. Any of them and ``report`` may
         be in pinned host memory.
         """
-        n_streams, table = self.tables.tails.numel(), self.columns
         sources, given = ((job,) * 5, -1) if columns is None else columns.arguments()
-        places = (job, job) if table is None else (table.numbers, table.actions)
-        numbers = (n_streams, 0 if table is None else table.column, given, n_sets, *self._sizes)
+        places = self._places or (job, job)
+        numbers = (*self._lead, given, n_sets, *self._sizes)
         self._launcher.start(n_sets, self._grid, (job, obs, next_obs), (report, *sources, *places), numbers)
 
 
 def _effort(n_streams: int) -> _Effort:
-    return _FEW if n_streams <= _FEW.n_programs else _MANY
+    return next((effort for effort in (_FEW, _SOME) if n_streams <= effort.n_programs), _MANY)
 
 
 def _block_chunks(shape: FrameShape, effort: _Effort) -> int:

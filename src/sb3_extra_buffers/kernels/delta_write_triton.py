@@ -101,7 +101,9 @@ def write_kernel(
     last_index = tl.load(job_ptr + _JOB_INDICES + N_SETS - 1)
     if N_NUMBERS > 0:  # noqa: SIM102  # decided when the kernel is compiled
         if given >= 0:
-            for block in range(tl.program_id(0), tl.cdiv(n_streams, _ROWS), tl.num_programs(0)):
+            # from the last program on, which may have no stream: the first one would begin later than the others
+            first = tl.num_programs(0) - 1 - tl.program_id(0)
+            for block in range(first, tl.cdiv(n_streams, _ROWS), tl.num_programs(0)):
                 store_columns(
                     action_ptr, first_ptr, second_ptr, third_ptr, fourth_ptr, numbers_ptr, actions_ptr, step, n_streams,
                     column, given, block + tl.full([], 0, tl.int32), ROW, ACTION_ROW, ACTION_AT, ACTION, ACTION2,
@@ -147,6 +149,11 @@ def _write_stream(
     last = last_ptr + stream * STACK
     first_slot = stream.to(tl.int64) * n_slots
 
+    # usually the only new frame: asked for now, since it may be in host memory
+    newest = tl.zeros([C, 256], tl.int64)
+    if N_BLOCKS == 1:
+        last_row = next_ptr if N_SETS == 2 else obs_ptr
+        newest = load_block(last_row + (stream.to(tl.int64) * STACK + STACK - 1) * WORDS, 0, WORDS, C)
     opened = tl.load(row_ptr + _OPENED).to(tl.int32)
     count = tl.load(row_ptr + _COUNT).to(tl.int32)
     chain_bytes = tl.load(row_ptr + _CHAIN_BYTES).to(tl.int32)
@@ -179,7 +186,9 @@ def _write_stream(
             )  # fmt: skip
             tl.debug_barrier()
         frame_ptr = row + j * WORDS
-        frame = load_block(frame_ptr, 0, tl.where(j < n_known, 0, WORDS), C)
+        is_loaded = (N_BLOCKS == 1) & (k == N_SETS * STACK - 1)
+        frame = load_block(frame_ptr, 0, tl.where((j < n_known) | is_loaded, 0, WORDS), C)
+        frame = tl.where(is_loaded, newest, frame)
         position = tl.full([], 0, tl.int32)
         frame_id = tl.full([], _KNOWN, tl.int32)
         if j >= n_known:
@@ -266,13 +275,19 @@ def _continue_row(
         n_known = tl.full([], 0, tl.int32)
     found = tl.zeros([C, 256], tl.int64)
     for block in range(N_BLOCKS):
-        # unrolled, so that the frames are loaded together: they may be in host memory
+        word = (block * C + tl.arange(0, C))[:, None] * 256 + tl.arange(0, 256)[None, :]
+        # unrolled, so that the frames are loaded together: they may be in host memory. Therefore masks are the same for
+        # all frames, have no default value, and differences that do not count are dropped at the end; otherwise the
+        # compiler would wait for every load
+        different = tl.zeros([C, 256], tl.int64)
         for k in tl.static_range(STACK):
             position = tl.sum(tl.where(j == k, positions, 0), axis=0)
-            is_compared = k < n_known
-            n_words = tl.where(is_compared & (position >= 0), WORDS, 0)
-            other = load_block(recent + tl.maximum(position, 0) * KEYFRAME_WORDS, block, n_words, C)
-            found |= load_block(row + k * WORDS, block, tl.where(is_compared, WORDS, 0), C) ^ other
+            is_loaded = word < (WORDS if k < STACK - 1 else tl.where(shift == 0, WORDS, 0))
+            other = tl.load(recent + tl.maximum(position, 0) * KEYFRAME_WORDS + word, mask=is_loaded)
+            own = tl.load(row + k * WORDS + word, mask=is_loaded)
+            other &= tl.where(position >= 0, -1, 0).to(tl.int64)
+            different |= (own ^ other) & tl.where(k < n_known, -1, 0).to(tl.int64)
+        found |= tl.where(word < WORDS, different, 0)
     if tl.max(tl.max((found != 0).to(tl.int32), axis=1), axis=0) > 0:
         n_known = tl.full([], 0, tl.int32)
     tl.debug_barrier()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,8 @@ __all__ = [
 ]
 
 Tensors = tuple[torch.Tensor, ...]
+
+_address_of = torch.Tensor.data_ptr
 
 # compiled kernels, by everything that they were compiled for
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -71,7 +75,7 @@ class StepColumns(NamedTuple):
         action, numbers = self
         given = (1 << len(numbers)) - 1
         for i, number in enumerate(numbers):
-            if number.dtype == torch.bool:
+            if number.dtype is torch.bool:
                 given |= 1 << (i + BYTES_AT)
         return (action, *numbers, *(action,) * (4 - len(numbers))), given
 
@@ -126,14 +130,10 @@ class Launcher:
 
         ``variant`` distinguishes calls with different compile-time constants among the numbers.
         """
-        first = [tensor.data_ptr() for tensor in before]
-        last = [tensor.data_ptr() for tensor in after]
+        first = [*map(_address_of, before)]
+        last = [*map(_address_of, after)]
         # Triton compiles one kernel for addresses that are multiples of 16, and another for any address
-        bits = 0
-        for address in first:
-            bits |= address
-        for address in last:
-            bits |= address
+        bits = reduce(or_, last, reduce(or_, first, 0))
         key = variant if not bits & 15 else (variant, tuple(address & 15 > 0 for address in (*first, *last)))
         compiled = self._variants.get(key)
         index = self._device.index

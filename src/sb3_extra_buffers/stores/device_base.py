@@ -8,6 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,8 +72,13 @@ def stays_on_host(device: torch.device) -> bool:
 
 def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether ``tensor`` is on ``device``; a device without a number is any of its type."""
-    own = tensor.device
-    return own.type == device.type and (own.index is None or device.index is None or own.index == device.index)
+    return _is_same(tensor.device, device)
+
+
+@cache
+def _is_same(device: torch.device, other: torch.device) -> bool:
+    indices = device.index, other.index
+    return device.type == other.type and (None in indices or indices[0] == indices[1])
 
 
 def wait_before_freeing(owner: object, device: torch.device) -> None:

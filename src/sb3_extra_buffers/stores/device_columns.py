@@ -106,17 +106,17 @@ class DeviceTable:
         """
         if not self.takes_tensors:
             return tuple(values)
+        if self._triton and self._bound_kernels is None:
+            _ = self.kernels  # this can fail; the launch cannot
         lease = None
         sources = []
         for i, value in enumerate(values):
-            if not isinstance(value, torch.Tensor):
+            if type(value) is np.ndarray or not isinstance(value, torch.Tensor):
                 if lease is None:
                     lease = self._staging.acquire(self._staging_layout)
                 lease.arrays[i][...] = value
                 value = lease.tensors[i]
             sources.append(value)
-        if self._triton:
-            _ = self.kernels  # this can fail; the launch cannot
         return StagedColumns(StepColumns(sources[0], tuple(sources[1:])), lease, self._staging)
 
     def commit(self, step: int, planned: Any) -> None:

@@ -55,7 +55,7 @@ class DeviceFrameWrite(AttributeWrite):
         source: _Source | None,
         written: DeviceState | None = None,
     ) -> None:
-        super().__init__(store, after)
+        self.owner, self.after = store, after
         self.launch, self.job, self.source, self.written = launch, job, source, written
         self.columns: Any = None
 
@@ -98,7 +98,7 @@ class _Source:
 
     __slots__ = ("frames", "lease")
 
-    def __init__(self, lease: Lease, frames: list[torch.Tensor]) -> None:
+    def __init__(self, lease: Lease, frames: Sequence[torch.Tensor]) -> None:
         self.lease, self.frames = lease, frames
 
 
@@ -165,7 +165,8 @@ class DeviceFrameStore(DeviceStore):
         self.memory = DeviceMemory(self.shape, ring.n_steps, ring.n_streams, ring.n_sets, ring.place)
         # whether frames are contiguous and consist of whole words, so that rows need no rearranging
         self._whole = (layout.axis == "first" or layout.stack == 1) and layout.frame_bytes % 8 == 0
-        rows = ((ring.n_streams, *ring.spec.shape), ring.spec.dtype)
+        self._step_shape = (ring.n_streams, *ring.spec.shape)
+        rows = (self._step_shape, ring.spec.dtype)
         # whether the kernel reads rows from staging memory: worthwhile only if it reads every byte once
         step_bytes = ring.n_sets * ring.n_streams * ring.spec.nbytes
         self._in_place = self._whole and self._triton and step_bytes <= _IN_PLACE and layout.frame_bytes <= 1 << 14
@@ -333,8 +334,21 @@ class DeviceFrameStore(DeviceStore):
         """The frames of ``batches`` where the device can read them."""
         if len(batches) != self.n_sets:
             raise SpecMismatchError(f"expected {self.n_sets} batches, one per set, got {len(batches)}")
+        if self._in_place:
+            shape, dtype = self._step_shape, self.ring.spec.dtype
+            for batch in batches:
+                if type(batch) is not np.ndarray or batch.shape != shape or batch.dtype != dtype:
+                    break
+            else:
+                # fast path: arrays that need no conversion
+                lease = self._job_staging.acquire(self._job_layout)
+                frames = lease.tensors[1:]
+                for target, batch in zip(lease.arrays[1:], batches, strict=True):
+                    target[...] = batch
+                return _Source(lease, frames)
         for batch in batches:
-            if len(batch) != self.n_streams:
+            # not len(), for which torch takes several times as long
+            if batch.shape[0] != self.n_streams:
                 raise SpecMismatchError(
                     f"expected an observation for each of {self.n_streams} streams, got {len(batch)}"
                 )

@@ -93,6 +93,8 @@ class DeviceObservationStore(DeviceStore):
         self.n_steps, self.n_streams, self.n_sets = ring.n_steps, ring.n_streams, ring.n_sets
         #: Shape of a batch that `write` takes, and its dtype.
         self.step_shape, self.dtype = (ring.n_streams, *ring.spec.shape), ring.spec.dtype
+        #: The dtype of tensors that `plan` takes; None if it takes arrays only.
+        self.tensor_dtype = None if device_base.stays_on_host(ring.place.device) else torch_dtype(self.dtype)
         self.shape = (ring.n_steps, *self.step_shape)
 
     def _check_triton(self, device: torch.device, choice: Choice) -> None:

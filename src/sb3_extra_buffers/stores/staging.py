@@ -56,14 +56,18 @@ class _Block:
         self.event: Any = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]  # torch's own
         #: says when the memory can be used again
         self.copied: Any = self.event
-        self._leases: dict[StagingLayout, Lease] = {}
+        self.leases: dict[StagingLayout, Lease] = {}
+
+    def is_free(self) -> bool:
+        """Whether the device is done with the memory."""
+        return self.copied is None or self.copied.query()
 
     def acquire(self, layout: StagingLayout) -> Lease:
-        lease = self._leases.get(layout)
+        lease = self.leases.get(layout)
         if lease is None:
-            if len(self._leases) >= _MAX_LAYOUTS:
-                self._leases.clear()
-            lease = self._leases[layout] = self._lease(layout)
+            if len(self.leases) >= _MAX_LAYOUTS:
+                self.leases.clear()
+            lease = self.leases[layout] = self._lease(layout)
         return lease
 
     def _lease(self, layout: StagingLayout) -> Lease:
@@ -141,6 +145,15 @@ class Staging:
 
         After launching such a kernel, call `release`; until then nobody else gets this memory.
         """
+        blocks = self._blocks
+        # fast path: the next block has had this layout before, and the device is done with it
+        if len(blocks) == self.depth:
+            turn = self._turn + 1
+            block = blocks[turn if turn < self.depth else 0]
+            lease = block.leases.get(layout)
+            if lease is not None and block.is_free():
+                self._turn = turn if turn < self.depth else 0
+                return lease
         return self._next_block(layout.nbytes).acquire(layout)
 
     def send(self, lease: Lease) -> list[torch.Tensor]:
@@ -178,7 +191,7 @@ class Staging:
             return self._blocks[-1]
         self._turn = (self._turn + 1) % self.depth
         block = self._blocks[self._turn]
-        if pinned and not block.copied.query():
+        if not block.is_free():
             block.copied.synchronize()  # rare: usually done long ago
         if block.memory.numel() < nbytes:
             block = self._blocks[self._turn] = _Block(nbytes, pinned)
