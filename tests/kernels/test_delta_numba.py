@@ -19,7 +19,7 @@ NAMES = ["unequal", "cut", "fill", "merge"]
 MASKS = [0, 1, 1 << 63, (1 << 64) - 1, 0xFF, 0xFF << 56, 0x0101010101010101, 0x8000000080000000]
 
 
-def expected_line(name: str, target: Bytes, source: Bytes, mask: int, before: int) -> Bytes:
+def expected_line(name: str, target: Bytes, source: Bytes, mask: int) -> Bytes:
     """The result of an operation, byte by byte."""
     chosen = [i for i in range(64) if mask >> i & 1]
     result = target.copy()
@@ -29,8 +29,8 @@ def expected_line(name: str, target: Bytes, source: Bytes, mask: int, before: in
         result[chosen] = source[: len(chosen)]
     else:
         for i in range(64):
-            seen = sum(position <= i for position in chosen)
-            result[i] = source[seen - 1] if seen else before
+            # the first byte is that before the fresh ones
+            result[i] = source[sum(position <= i for position in chosen)]
     return result
 
 
@@ -38,7 +38,7 @@ def variants(name: str) -> list[Callable[..., Any]]:
     by_word = [getattr(delta_numba, f"{name}_words")] if name in ("unequal", "cut") else []
     functions = [callable_from_python(function) for function in by_word]
     if intrinsics.HAS_LINES:
-        arguments = {"unequal": "a, at, b, bt", "fill": "a, at, b, bt, mask, before"}.get(name, "a, at, b, bt, mask")
+        arguments = "a, at, b, bt" if name == "unequal" else "a, at, b, bt, mask"
         functions.append(callable_from_python(getattr(intrinsics, f"{name}_line"), arguments))
     return functions
 
@@ -57,9 +57,9 @@ def test_line_operations(name: str) -> None:
                 target[64:128][chosen] = source[70:134][chosen] + 1
                 assert run(target, 64, source, 70) == mask
                 continue
-            expected = expected_line(name, target[64:128], source[70:134], mask, 77)
+            expected = expected_line(name, target[64:128], source[70:135], mask)
             before = target.copy()
-            run(target, 64, source, 70, np.uint64(mask), *([np.uint64(77)] if name == "fill" else []))
+            run(target, 64, source, 70, np.uint64(mask))
             assert (target[64 : 64 + len(expected)] == expected).all(), (name, hex(mask))
             assert (target[:64] == before[:64]).all()
             assert (target[128:] == before[128:]).all()

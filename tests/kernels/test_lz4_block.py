@@ -30,12 +30,15 @@ def functions(compiled: bool) -> tuple[Callable[..., int], Callable[..., bool]]:
 
 def contents(size: int) -> list[tuple[str, Bytes]]:
     rng = np.random.default_rng(size)
-    period = np.tile(rng.integers(0, 256, 3), size // 3 + 1)[:size]
+    periods = [np.tile(rng.integers(0, 256, n), size // n + 1)[:size] for n in (2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17)]
     runs = np.repeat(rng.integers(0, 4, size // 9 + 1), 9)[:size]
     mixed = np.where(rng.random(size) < 0.2, rng.integers(0, 256, size), runs)
     far = np.concatenate([rng.integers(0, 256, size // 2), np.zeros(size, int)])[:size]
-    simple = [("noise", rng.integers(0, 256, size)), ("zeros", np.zeros(size)), ("period", period)]
-    return [(name, data.astype(np.uint8)) for name, data in [*simple, ("runs", runs), ("mixed", mixed), ("far", far)]]
+    # literals of many lengths between matches
+    cut = np.concatenate([np.append(rng.integers(0, 256, n), [0] * 20) for n in range(90)])[:size]
+    simple = [("noise", rng.integers(0, 256, size)), ("zeros", np.zeros(size)), ("cut", cut)]
+    more = [("runs", runs), ("mixed", mixed), ("far", far), *((f"period {i}", part) for i, part in enumerate(periods))]
+    return [(name, data.astype(np.uint8)) for name, data in [*simple, *more]]
 
 
 def pack(packer: Callable[..., int], data: Bytes, capacity: int) -> bytes | None:

@@ -96,6 +96,50 @@ def test_images_of_any_layout_have_one_index_per_pixel(
     assert store.describe() == "palette of 51 colours over delta"  # and black
 
 
+@pytest.mark.parametrize("method", ["palette:delta", pytest.param("palette:scroll", marks=needs("scroll"))])
+@pytest.mark.parametrize(
+    ("shape", "stack", "axis"),
+    [
+        ((3, 40, 48), 1, "first"),
+        ((3, 13, 27), 1, "first"),
+        ((40, 48, 3), 1, "first"),
+        ((24, 32, 4), 1, "first"),
+        ((6, 24, 32), 2, "first"),
+        ((24, 32, 6), 2, "last"),
+    ],
+)
+def test_batches_larger_than_the_caches_are_exact(shape: tuple[int, ...], stack: int, axis: Any, method: str) -> None:
+    layout = StackLayout(ObsSpec(shape, UINT8), stack, axis)
+    geometry = find_geometry(layout)
+    assert geometry is not None
+    rng = np.random.default_rng(0)
+    colours, n_pixels = rng.integers(0, 256, (200, geometry.unit), np.uint8), layout.spec.nbytes // geometry.unit
+    pixels = colours[rng.integers(0, 200, (9, n_pixels))].reshape(9, -1, max(geometry.plane, 1), geometry.unit)
+    rows = np.ascontiguousarray(np.moveaxis(pixels, -1, 2) if geometry.plane else pixels).reshape(9, -1)
+    store = make_store(layout, 11, 1, get_codec(method).bind(layout.frame_spec))
+    store.write(np.arange(9), np.zeros(9, np.int64), rows)
+    rows = np.concatenate([rows, np.zeros((2, layout.spec.nbytes), np.uint8)])  # two that were never written
+    # from 8 MiB on, batches are written past the caches
+    for n_bytes in (1 << 16, 9 << 20):
+        indices = rng.integers(0, 11, (2, n_bytes // layout.spec.nbytes // 2 + 1))
+        np.testing.assert_array_equal(store.read(indices), rows[indices])
+        np.testing.assert_array_equal(store.read_windows(indices), rows[indices])
+
+
+@pytest.mark.parametrize("inner", ["delta", "camera"])
+def test_large_batches_of_numbers_are_exact(inner: str) -> None:
+    layout = StackLayout(ObsSpec((40, 48), np.dtype(np.float32)), 1, "first")
+    rng = np.random.default_rng(0)
+    rows = (rng.integers(0, 256, (9, 40 * 48)) / np.float32(255)).astype(np.float32).view(np.uint8)
+    store = make_store(layout, 10, 1, get_codec(f"table:{inner}").bind(layout.frame_spec))
+    store.write(np.arange(9), np.zeros(9, np.int64), rows)
+    rows = np.concatenate([rows, np.zeros((1, layout.spec.nbytes), np.uint8)])
+    for n_rows in (7, 1200):
+        indices = rng.integers(0, 10, (2, n_rows))
+        np.testing.assert_array_equal(store.read(indices), rows[indices])
+        np.testing.assert_array_equal(store.read_windows(indices), rows[indices])
+
+
 @pytest.mark.parametrize(("shape", "stack"), [((84, 84), 1), ((4, 84, 84), 4), ((20, 30, 3, 4), 4), ((17,), 1)])
 def test_other_observations_of_bytes_go_to_the_byte_codec(shape: tuple[int, ...], stack: int) -> None:
     layout = StackLayout(ObsSpec(shape, UINT8), stack, "last" if shape[-1] == stack else "first")

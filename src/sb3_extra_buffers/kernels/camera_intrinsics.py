@@ -198,7 +198,9 @@ def _add_across(builder: Any, values: Any, condition: Any) -> Any:
     return result
 
 
-def _set_tile(builder: Any, values: Any, current: Any, previous: Any, above: Any, change: Any, predictor: Any) -> None:
+def _set_tile(
+    builder: Any, values: Any, zeros: Any, current: Any, previous: Any, above: Any, change: Any, predictor: Any
+) -> None:
     """Set a tile from the codes of its residuals; see `_decode_tile`."""
     kind, row_kind = values.type, ir.VectorType(values.type.element, 8)
     one = _splat(1, kind)
@@ -208,17 +210,23 @@ def _set_tile(builder: Any, values: Any, current: Any, previous: Any, above: Any
     vertical = builder.icmp_unsigned("!=", predictor, _WORD(1))
     for by in (8, 16, 32):
         values = builder.add(values, _only_if(builder, vertical, _moved(builder, values, by, TILE)))
+    # what is not added is zeros from elsewhere: choosing an address is cheaper than a mask
     both = builder.icmp_unsigned("==", predictor, _WORD(3))
-    start = builder.select(both, builder.ptrtoint(change, _WORD), builder.ptrtoint(above, _WORD))
-    first = _load(builder, builder.inttoptr(start, row_kind.as_pointer()), row_kind)
-    first = _only_if(builder, vertical, first)
+    start = _choose(builder, vertical, _choose(builder, both, change, above), zeros)
+    first = _load(builder, start, row_kind)
     values = builder.add(values, _shuffle(builder, first, first, [i % 8 for i in range(TILE)]))
-    before = _load(builder, previous, kind)
     temporal = builder.icmp_unsigned("!=", builder.and_(predictor, _WORD(1)), _WORD(0))
-    values = builder.add(values, _only_if(builder, temporal, before))
-    last = _shuffle(builder, builder.sub(values, before), values, list(range(56, 64)))
+    values = builder.add(values, _load(builder, _choose(builder, temporal, previous, zeros), kind))
+    last_before = _load(builder, _at(builder, previous, 56 * kind.element.width // 8), row_kind)
+    last = builder.sub(_shuffle(builder, values, values, list(range(56, 64))), last_before)
     _store(builder, last, change)
     _store(builder, values, current)
+
+
+def _choose(builder: Any, condition: Any, a: Any, b: Any) -> Any:
+    """Select one of two pointers; as integers, or LLVM would load from both."""
+    chosen = builder.select(condition, builder.ptrtoint(a, _WORD), builder.ptrtoint(b, _WORD))
+    return builder.inttoptr(chosen, a.type)
 
 
 @_operation(types.void, _MEMORY, _INT, _INT, _INT, _INT, _MEMORY, _UINT, _UINT, _UINT)
@@ -229,7 +237,7 @@ def decode_unit(
     """`unpack_unit`, then set a tile of bytes as `_decode_tile` does."""
     values = builder.bitcast(_unpack(builder, source, widths, ends), _UNIT)
     at = [builder.gep(space, [offset]) for offset in (current, previous, above, change)]
-    _set_tile(builder, values, *at, predictor)
+    _set_tile(builder, values, space, *at, predictor)
 
 
 def _decode_tile(itemsize: int) -> Any:
@@ -250,7 +258,7 @@ def _decode_tile(itemsize: int) -> Any:
             byte = builder.zext(_load(builder, _at(builder, builder.gep(space, [units]), TILE * unit), _UNIT), kind)
             values = builder.or_(values, builder.shl(byte, _splat(8 * unit, kind)))
         at = [builder.gep(space, [offset]) for offset in (current, previous, above, change)]
-        _set_tile(builder, values, *at, predictor)
+        _set_tile(builder, values, space, *at, predictor)
 
     return decode_tile
 
@@ -370,6 +378,26 @@ def _join_colours(channels: int) -> Any:
             target = builder.gep(target, [row_step])
 
     return join_colours
+
+
+@_operation(types.void, _MEMORY, _MEMORY, _MEMORY, _INT)
+def join_tiles(builder: Any, target: Any, source: Any, added: Any, row_step: Any) -> None:
+    """Write eight tiles of bytes as eight rows of 64 bytes, each byte plus that of the tiles at ``added``."""
+    rows = []
+    for tile in range(8):
+        values, more = (_load(builder, _at(builder, start, TILE * tile), _UNIT) for start in (source, added))
+        rows.append(builder.bitcast(builder.add(values, more), _WORDS))
+    # transpose: exchange single words, then pairs of them, then halves
+    for apart in (1, 2, 4):
+        # lanes without that bit, of both; then those with it
+        lanes = [lane & ~apart | 8 * bool(lane & apart) for lane in range(8)]
+        for row in (row for row in range(8) if not row & apart):
+            a, b = rows[row], rows[row + apart]
+            rows[row] = _shuffle(builder, a, b, lanes)
+            rows[row + apart] = _shuffle(builder, a, b, [lane + apart for lane in lanes])
+    for row in rows:
+        _store(builder, row, target)
+        target = builder.gep(target, [row_step])
 
 
 split_colours_3, split_colours_4 = map(_split_colours, (3, 4))

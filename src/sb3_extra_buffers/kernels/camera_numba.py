@@ -27,6 +27,7 @@ from sb3_extra_buffers.kernels.camera_intrinsics import (
     gather_values,
     join_colours_3,
     join_colours_4,
+    join_tiles,
     largest_bytes,
     move_values_1,
     move_values_2,
@@ -122,7 +123,16 @@ def _join_row(space: Any, planes_at: int, n_rows: int, geometry: Any, out: Any, 
     pixel = _steps(geometry)[0]
     across = (width + 7) // 8
     tile_step, row_step = across * TILE * itemsize, width * pixel
-    for x in range(0, width, 8):
+    done = 0
+    if pixel == 1 and n_rows == 8:
+        while done + 64 <= width:
+            for channel in range(channels):
+                begin = planes_at + done * 8 + channel * tile_step
+                # zeros, or green
+                added = planes_at + done * 8 + tile_step if _mixes(geometry) and channel % 2 == 0 and channel < 3 else 0
+                join_tiles(out, at + done + channel * plane, space, begin, space, added, row_step)
+            done += 64
+    for x in range(done, width, 8):
         n_columns = min(8, width - x)
         begin = planes_at + x * 8 * itemsize
         start = at + x * pixel
@@ -368,8 +378,8 @@ def decode_planes(
         now, before = current + y * row_bytes, previous + y * across * step
         if itemsize == 1:
             headers, offsets, rows = _decode_bytes(
-                source, changed, tile, headers, offsets, rows, end, work, now, before, step, above, above_step,
-                changes, across,
+                source, changed, tile, headers, offsets, rows, end, work, now, before, -1 if previous else 0, above,
+                -1 if y else 0, changes, across,
             )  # fmt: skip
         else:
             headers, offsets, rows = _decode_values(
@@ -387,11 +397,15 @@ def decode_planes(
 @inner
 def _decode_bytes(
     source: Any, changed: int, first: int, headers: int, offsets: int, rows: int, end: int, work: Any, now: int,
-    before: int, step: int, above: int, above_step: int, change: int, count: int,
+    before: int, has_before: int, above: int, has_above: int, change: int, count: int,
 ) -> Any:  # fmt: skip
-    """Decode a row of ``count`` tiles of bytes; return how far the sections were read, past ``end`` if damaged."""
+    """Decode a row of ``count`` tiles of bytes; return how far the sections were read, past ``end`` if damaged.
+
+    ``has_before`` and ``has_above`` are -1; or 0, and then ``before`` or ``above`` is zeros for all tiles.
+    """
     too_wide = np.uint64(0)
-    for tile in range(first, first + count):
+    for i in range(count):
+        tile, at = first + i, TILE * i
         if (load_int(source, changed + (tile >> 3)) >> (tile & 7)) & 1:
             header = load_int(source, headers)
             widths = spread_widths(header, load_word(source, offsets))
@@ -401,17 +415,16 @@ def _decode_bytes(
             if rows > end:
                 return headers, offsets, end + 1
             too_wide |= widths + _ONE_LESS
-            decode_unit(work, 0, now, before, above, change, source, start, widths, ends, np.uint64(header & 3))
+            decode_unit(
+                work, 0, now + at, before + (at & has_before), above + (at & has_above), change + 8 * i, source, start,
+                widths, ends, np.uint64(header & 3),
+            )  # fmt: skip
             headers += 1
             offsets += (header >> 2) & 3
         else:
             if before != now:
-                copy_unit(work, now, work, before)
-            store_word(work, change, np.uint64(0))
-        now += TILE
-        before += step
-        above += above_step
-        change += 8
+                copy_unit(work, now + at, work, before + (at & has_before))
+            store_word(work, change + 8 * i, np.uint64(0))
     return headers, offsets, rows if not too_wide & _TOP_BITS else end + 1
 
 

@@ -225,7 +225,7 @@ def apply_lines(source: Any, at: int, end: int, row: Any, size: int, a: Any, b: 
     value -= 1
     for i in range(0, n_values, _LINE):
         mask = lowest_bits(load_word(source, fresh + (i >> 3)), n_values - i)
-        fill_line(values, i, source, value + 1, mask, load_byte(source, value))
+        fill_line(values, i, source, value, mask)
         value += np.int64(count_ones(mask))
     done = 0
     for i in range(words - lines):

@@ -1,4 +1,4 @@
-"""Reading observations stored as table indices: decodes a row and expands it while it is in the cache. Imports numba.
+"""Reading observations stored as table indices: expands each frame when it is decoded. Imports numba.
 
 `kernels.reading` and `kernels.tables` define what decoding and expanding do.
 """
@@ -9,39 +9,34 @@ from typing import Any
 
 import numpy as np
 
-from sb3_extra_buffers.kernels.columns_numba import as_column, flat, keep, part, tables_at
+from sb3_extra_buffers.kernels.columns_numba import as_column, int64_part, keep, part, tables_at
 from sb3_extra_buffers.kernels.compiling import inner, slow_entry
 from sb3_extra_buffers.kernels.packed_numba import packed_work_bytes, read_packed_rows
-from sb3_extra_buffers.kernels.reading_numba import output_row, prefetch_segments, read_rows, rows_ahead, work_bytes
+from sb3_extra_buffers.kernels.reading_numba import Expansion, read_rows, work_bytes
 from sb3_extra_buffers.kernels.tables import ENTRIES
-from sb3_extra_buffers.kernels.tables_numba import expand_row, split_table
+from sb3_extra_buffers.kernels.tables_numba import split_table
 
 # bytes of the tables that `split_table` makes: one for each of the first four bytes of a unit
 _TABLES = 4 * ENTRIES
 
 
 @inner
-def _row_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
-    """Bytes of work space for the tables of `split_table` and the indices of a row, aligned."""
-    return (_TABLES + sets.shape[0] * frame_ids.shape[1] * state.config.frame_bytes + 127) // 64 * 64
+def _expansion_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
+    """Bytes of memory for `_make_expansion`, aligned."""
+    return (_TABLES + sets.shape[0] * frame_ids.shape[1] * (state.config.frame_bytes + 8) + 127) // 64 * 64
 
 
 @inner
-def _take_row(sets: Any, row: int, one: Any) -> None:
-    for number in range(sets.shape[0]):
-        one[number, 0] = sets[number, row]
-
-
-@inner
-def _expand(
-    state: Any, frame_ids: Any, sets: Any, row: int, by_row: bool, space: Any, table: Any, unit: int, plane: int,
-    out: Any,
-) -> None:  # fmt: skip
-    """Expand the indices of a row's observations, which follow the tables of `split_table` in ``space``."""
-    n_units = frame_ids.shape[1] * state.config.frame_bytes
-    for number in range(sets.shape[0]):
-        to = output_row(sets, number, row, by_row) * n_units * unit
-        expand_row(space, _TABLES + number * n_units, n_units, table, space, unit, plane, out, to)
+def _make_expansion(state: Any, frame_ids: Any, sets: Any, space: Any, table: Any, unit: int, plane: int) -> Any:
+    """Return the `Expansion`, and the work space that follows its memory in ``space``."""
+    n_frames, size = sets.shape[0] * frame_ids.shape[1], state.config.frame_bytes
+    offsets = int64_part(space, _TABLES, n_frames)
+    for i in range(n_frames):
+        offsets[i] = i * size
+    split_table(table, unit, space)
+    indices = part(space, _TABLES + 8 * n_frames, n_frames * size)
+    work = part(space, _expansion_bytes(state, frame_ids, sets), 0)
+    return Expansion(table, space, unit, plane, indices, offsets), work
 
 
 @slow_entry
@@ -50,22 +45,11 @@ def read_frames(
     unit: int, plane: int,
 ) -> int:  # fmt: skip
     """`read_frames` of `kernels.reading`, with each byte of the frames replaced by its entry in ``table``."""
-    state, ids, sets_, table_ = tables_at(bound), as_column(frame_ids), as_column(sets), as_column(table)
-    single = np.empty((sets.shape[0], 1), np.int64)
-    one, n_row = as_column(single), _row_bytes(state, ids, sets_)
-    memory = np.empty(n_row + work_bytes(state, ids, one), np.uint8)
-    space, indices, work = as_column(memory), part(as_column(memory), _TABLES, n_row), part(as_column(memory), n_row, 0)
-    split_table(table_, unit, space)
-    damaged, ahead = -1, rows_ahead(sets.shape[0] * frame_ids.shape[1])
-    for row in range(first, stop):
-        if (row - first) % ahead == 0:
-            prefetch_segments(state, ids, sets_, row, min(row + ahead, stop))
-        _take_row(sets_, row, one)
-        damaged = read_rows(state, ids, one, indices, 0, 1, work, as_column(zstd), by_row)
-        if damaged >= 0:
-            break
-        _expand(state, ids, sets_, row, by_row, space, table_, unit, plane, flat(as_column(out)))
-    return keep(single, keep(memory, damaged))
+    state, ids, sets_ = tables_at(bound), as_column(frame_ids), as_column(sets)
+    memory = np.empty(_expansion_bytes(state, ids, sets_) + work_bytes(state, ids, sets_), np.uint8)
+    expansion, work = _make_expansion(state, ids, sets_, as_column(memory), as_column(table), unit, plane)
+    damaged = read_rows(state, ids, sets_, as_column(out), first, stop, work, as_column(zstd), by_row, expansion)
+    return keep(memory, damaged)
 
 
 @slow_entry
@@ -74,19 +58,8 @@ def read_packed(
     unit: int, plane: int,
 ) -> int:  # fmt: skip
     """`read_frames` for segments of whole frames."""
-    state, ids, sets_, table_ = tables_at(bound), as_column(frame_ids), as_column(sets), as_column(table)
-    single = np.empty((sets.shape[0], 1), np.int64)
-    one, n_row = as_column(single), _row_bytes(state, ids, sets_)
-    memory = np.empty(n_row + packed_work_bytes(state, ids, one), np.uint8)
-    space, indices, work = as_column(memory), part(as_column(memory), _TABLES, n_row), part(as_column(memory), n_row, 0)
-    split_table(table_, unit, space)
-    damaged, ahead = -1, rows_ahead(sets.shape[0] * frame_ids.shape[1])
-    for row in range(first, stop):
-        if (row - first) % ahead == 0:
-            prefetch_segments(state, ids, sets_, row, min(row + ahead, stop))
-        _take_row(sets_, row, one)
-        damaged = read_packed_rows(state, ids, one, indices, 0, 1, work, as_column(zstd), by_row)
-        if damaged >= 0:
-            break
-        _expand(state, ids, sets_, row, by_row, space, table_, unit, plane, flat(as_column(out)))
-    return keep(single, keep(memory, damaged))
+    state, ids, sets_ = tables_at(bound), as_column(frame_ids), as_column(sets)
+    memory = np.empty(_expansion_bytes(state, ids, sets_) + packed_work_bytes(state, ids, sets_), np.uint8)
+    expansion, work = _make_expansion(state, ids, sets_, as_column(memory), as_column(table), unit, plane)
+    damaged = read_packed_rows(state, ids, sets_, as_column(out), first, stop, work, as_column(zstd), by_row, expansion)
+    return keep(memory, damaged)

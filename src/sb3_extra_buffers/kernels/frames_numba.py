@@ -82,7 +82,7 @@ def release_rows(bound: Any) -> None:
 def read_frames(bound: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, zstd: Any, by_row: bool) -> int:
     state, ids, sets_, out_ = tables_at(bound), as_column(frame_ids), as_column(sets), as_column(out)
     space = np.empty(work_bytes(state, ids, sets_), np.uint8)
-    damaged = read_rows(state, ids, sets_, out_, first, stop, as_column(space), as_column(zstd), by_row)
+    damaged = read_rows(state, ids, sets_, out_, first, stop, as_column(space), as_column(zstd), by_row, None)
     return keep(space, damaged)
 
 

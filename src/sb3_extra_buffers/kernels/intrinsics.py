@@ -27,10 +27,10 @@ from sb3_extra_buffers.kernels.columns_numba import data_pointer
 _FEATURES = {} if config.CPU_NAME or config.CPU_FEATURES else llvm.get_host_cpu_features()
 # pdep and pext: one instruction on x86-64 since 2013; elsewhere a loop over the eight bytes
 _HAS_BMI2 = bool(_FEATURES.get("bmi2", False))
-#: whether the processor moves 64 bytes under a mask (AVX-512 VBMI2), which the ``*_line`` operations need
-HAS_LINES = bool(_FEATURES.get("avx512vbmi2", False) and _FEATURES.get("avx512bw", False))
 #: whether the processor looks 64 bytes up in a table at once (AVX-512 VBMI), which the ``look_up_*`` operations need
 HAS_TABLES = bool(_FEATURES.get("avx512vbmi", False) and _FEATURES.get("avx512bw", False))
+#: whether it also moves 64 bytes under a mask (AVX-512 VBMI2), which the ``*_line`` operations need
+HAS_LINES = bool(HAS_TABLES and _FEATURES.get("avx512vbmi2", False))
 #: whether one instruction shuffles bytes, at least 16 (SSSE3); otherwise `join_block` and `split_block` are slow
 HAS_SHUFFLES = HAS_TABLES or bool(_FEATURES.get("ssse3", False))
 #: pixels that `join_block` and `split_block` move; also the bytes that they store at once
@@ -94,6 +94,12 @@ def _store(builder: Any, value: Any, pointer: Any, align: int = 1) -> Any:
     store = builder.store(value, builder.bitcast(pointer, value.type.as_pointer()))
     store.align = align
     return store
+
+
+def _stream(builder: Any, value: Any, pointer: Any) -> None:
+    """Store a vector past the caches, at an address that is a multiple of its size."""
+    hint = builder.module.add_metadata([ir.Constant(_INT32, 1)])
+    _store(builder, value, pointer, align=value.type.count).set_metadata("nontemporal", hint)
 
 
 def _call(builder: Any, name: str, result: Any, *operands: Any) -> Any:
@@ -176,6 +182,12 @@ def copy_line(builder: Any, target: Any, source: Any) -> None:
     _store(builder, _load(builder, source, _LINE), target)
 
 
+@_operation(types.void, _MEMORY, _MEMORY)
+def copy_half_line(builder: Any, target: Any, source: Any) -> None:
+    """Copy 32 bytes of any alignment."""
+    _store(builder, _load(builder, source, _vector(32)), target)
+
+
 @_operation(types.void, _MEMORY)
 def prefetch(builder: Any, source: Any) -> None:
     """Start loading the cache line that holds a byte, wherever it is; nothing waits for it."""
@@ -192,12 +204,16 @@ def clear_bytes(builder: Any, target: Any, count: Any) -> None:
 @_operation(types.void, _MEMORY, _MEMORY, _INT)
 def stream_bytes(builder: Any, target: Any, source: Any, count: Any) -> None:
     """`copy_bytes` past the caches; ``count`` and the address of ``target`` must be multiples of 16."""
-    pair = ir.VectorType(_WORD, 2)
-    hint = builder.module.add_metadata([ir.Constant(_INT32, 1)])
-    with cgutils.for_range(builder, builder.udiv(count, _WORD(16))) as loop:
-        offset = builder.mul(loop.index, _WORD(16))
-        value = _load(builder, builder.gep(source, [offset]), pair)
-        _store(builder, value, builder.gep(target, [offset]), align=16).set_metadata("nontemporal", hint)
+    first = builder.and_(builder.neg(builder.ptrtoint(target, _WORD)), _WORD(63))
+    first = builder.select(builder.icmp_signed("<", first, count), first, count)
+    last = builder.and_(builder.sub(count, first), _WORD(63))
+    middle = builder.sub(builder.sub(count, first), last)
+    # whole lines, and what precedes and follows them
+    for start, size, width in ((_WORD(0), first, 16), (first, middle, 64), (builder.add(first, middle), last, 16)):
+        with cgutils.for_range(builder, builder.udiv(size, _WORD(width))) as loop:
+            offset = builder.add(start, builder.mul(loop.index, _WORD(width)))
+            value = _load(builder, builder.gep(source, [offset]), _vector(width))
+            _stream(builder, value, builder.gep(target, [offset]))
 
 
 @_operation(types.boolean, _MEMORY, _MEMORY, _INT)
@@ -314,19 +330,28 @@ def cut_line(builder: Any, target: Any, source: Any, mask: Any) -> None:
     _store(builder, _call(builder, name, _LINE, line, _NO_LINE, builder.bitcast(mask, _MASK)), target)
 
 
-@_operation(types.void, _MEMORY, _MEMORY, _UINT, _UINT)
-def fill_line(builder: Any, target: Any, source: Any, mask: Any, before: Any) -> None:
-    """Put bytes of ``source`` where ``mask`` is set and repeat each up to the next; ``before`` precedes the first."""
-    line = _expand(builder, source, mask, _NO_LINE)
-    filled = mask
-    for shift in (1, 2, 4, 8, 16, 32):
-        lanes = ir.Constant(ir.VectorType(_INT32, 64), [max(i - shift, 0) for i in range(64)])
-        moved = builder.shuffle_vector(line, _NO_LINE, lanes)
-        line = builder.select(builder.bitcast(filled, _MASK), line, moved)
-        filled = builder.or_(filled, builder.shl(filled, _WORD(shift)))
-    first = builder.insert_element(_NO_LINE, builder.trunc(before, _BYTE), _INT32(0))
-    repeated = builder.shuffle_vector(first, _NO_LINE, ir.Constant(ir.VectorType(_INT32, 64), [0] * 64))
-    _store(builder, builder.select(builder.bitcast(filled, _MASK), line, repeated), target)
+@_operation(types.void, _MEMORY, _MEMORY, _UINT)
+def fill_line(builder: Any, target: Any, source: Any, mask: Any) -> None:
+    """Put bytes of ``source`` where ``mask`` is set and repeat each up to the next.
+
+    The first byte of ``source`` is what precedes them, the others follow. Reads 65 bytes, however few are needed.
+    """
+    words = ir.VectorType(_WORD, 8)
+    # the number of set bits up to each lane: within its word, by adding up bytes of 0 and 1, then of the words before
+    counts = builder.bitcast(builder.zext(builder.bitcast(mask, _MASK), _LINE), words)
+    for shift in (8, 16, 32):
+        counts = builder.add(counts, builder.shl(counts, ir.Constant(words, [shift] * 8)))
+    totals = _call(builder, "llvm.ctpop.v8i8", _vector(8), builder.bitcast(mask, _vector(8)))
+    before = builder.mul(builder.bitcast(totals, _WORD), _WORD(0x0101010101010101 << 8 & 0xFFFFFFFFFFFFFFFF))
+    before = builder.bitcast(before, _vector(8))
+    before = _shuffle(builder, before, before, [lane // 8 for lane in range(64)])
+    lanes = builder.add(builder.bitcast(counts, _LINE), before)
+    lanes = builder.add(lanes, ir.Constant(_LINE, [255] * 64))
+    following = _load(builder, builder.gep(source, [_WORD(1)]), _LINE)
+    line = _call(builder, "llvm.x86.avx512.permvar.qi.512", _LINE, following, lanes)
+    single = builder.insert_element(_NO_LINE, builder.load(source), _INT32(0))
+    repeated = _shuffle(builder, single, _NO_LINE, [0] * 64)
+    _store(builder, builder.select(builder.icmp_signed("<", lanes, _NO_LINE), repeated, line), target)
 
 
 @_operation(types.void, _MEMORY, _MEMORY, _UINT)
@@ -338,10 +363,13 @@ def merge_line(builder: Any, target: Any, source: Any, mask: Any) -> None:
 # ---- tables, only where `HAS_TABLES` ----
 
 
-def _look_up(builder: Any, table: Any, indices: Any) -> Any:
+def _load_table(builder: Any, table: Any) -> list[Any]:
+    return [_load(builder, builder.gep(table, [_WORD(64 * part)]), _LINE) for part in range(4)]
+
+
+def _look_up(builder: Any, parts: list[Any], indices: Any) -> Any:
     """The entries of a table of 256 bytes that a line of indices names."""
     name = "llvm.x86.avx512.vpermi2var.qi.512"
-    parts = [_load(builder, builder.gep(table, [_WORD(64 * part)]), _LINE) for part in range(4)]
     # the instruction uses seven bits of an index
     low, high = (_call(builder, name, _LINE, first, indices, second) for first, second in (parts[:2], parts[2:]))
     return builder.select(builder.icmp_signed("<", indices, _NO_LINE), high, low)
@@ -351,40 +379,65 @@ def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INT32, len(lanes)), lanes))
 
 
-def _look_up_planes(builder: Any, tables: Any, source: Any, count: int) -> list[Any]:
-    indices = _load(builder, source, _LINE)
-    return [_look_up(builder, builder.gep(tables, [_WORD(256 * plane)]), indices) for plane in range(count)]
+def _look_up_lines(store: Callable[..., Any]) -> Any:
+    @_operation(types.void, _MEMORY, _MEMORY, _MEMORY, _INT)
+    def look_up_lines(builder: Any, target: Any, table: Any, source: Any, count: Any) -> None:
+        """Set ``count`` times 64 bytes to the entries of a table of 256 bytes that those of ``source`` name.
+
+        `stream_look_up_lines` writes past the caches; ``target`` must then be aligned to 64 bytes.
+        """
+        parts = _load_table(builder, table)
+        with cgutils.for_range(builder, count) as loop:
+            offset = [builder.mul(loop.index, _WORD(64))]
+            line = _look_up(builder, parts, _load(builder, builder.gep(source, offset), _LINE))
+            store(builder, line, builder.gep(target, offset))
+
+    return look_up_lines
 
 
-@_operation(types.void, _MEMORY, _MEMORY, _MEMORY)
-def look_up_line(builder: Any, target: Any, table: Any, source: Any) -> None:
-    """Set 64 bytes to the entries of a table of 256 bytes that those of ``source`` name."""
-    _store(builder, _look_up(builder, table, _load(builder, source, _LINE)), target)
+look_up_lines, stream_look_up_lines = _look_up_lines(_store), _look_up_lines(_stream)
 
 
-@_operation(types.void, _MEMORY, _MEMORY, _MEMORY)
-def look_up_threes(builder: Any, target: Any, tables: Any, source: Any) -> None:
-    """Set 64 times three bytes to the entries of three tables of 256 bytes, one for each of the three."""
-    a, b, c = _look_up_planes(builder, tables, source, 3)
+def _look_up_units(join: Callable[..., list[Any]], unit: int, store: Callable[..., Any]) -> Any:
+    @_operation(types.void, _MEMORY, _MEMORY, _MEMORY, _INT)
+    def look_up_units(builder: Any, target: Any, tables: Any, source: Any, count: Any) -> None:
+        """`look_up_lines` for units of several bytes, with a table for each of these; writes 64 units at a time."""
+        parts = [_load_table(builder, builder.gep(tables, [_WORD(256 * byte)])) for byte in range(unit)]
+        with cgutils.for_range(builder, count) as loop:
+            indices = _load(builder, builder.gep(source, [builder.mul(loop.index, _WORD(64))]), _LINE)
+            lines = join(builder, [_look_up(builder, part, indices) for part in parts])
+            for number, line in enumerate(lines):
+                offset = builder.add(builder.mul(loop.index, _WORD(64 * unit)), _WORD(64 * number))
+                store(builder, line, builder.gep(target, [offset]))
+
+    return look_up_units
+
+
+def _join_threes(builder: Any, bytes_of_units: list[Any]) -> list[Any]:
+    a, b, c = bytes_of_units
+    lines = []
     for line in range(3):
         places = [divmod(64 * line + byte, 3) for byte in range(64)]
         joined = _shuffle(builder, a, b, [unit + 64 * (plane % 2) for unit, plane in places])
         lanes = [64 + unit if plane == 2 else byte for byte, (unit, plane) in enumerate(places)]
-        _store(builder, _shuffle(builder, joined, c, lanes), builder.gep(target, [_WORD(64 * line)]))
+        lines.append(_shuffle(builder, joined, c, lanes))
+    return lines
 
 
-@_operation(types.void, _MEMORY, _MEMORY, _MEMORY)
-def look_up_fours(builder: Any, target: Any, tables: Any, source: Any) -> None:
-    """Set 64 times four bytes to the entries of four tables of 256 bytes, one for each of the four."""
-    a, b, c, d = _look_up_planes(builder, tables, source, 4)
+def _join_fours(builder: Any, bytes_of_units: list[Any]) -> list[Any]:
+    a, b, c, d = bytes_of_units
+    lines = []
     for half in range(2):
         # bytes 0, 64, 1, 65, ... of two lines, then pairs of those
         lanes = [32 * half + byte // 2 + 64 * (byte % 2) for byte in range(64)]
         first, second = _shuffle(builder, a, b, lanes), _shuffle(builder, c, d, lanes)
         for part in range(2):
             lanes = [32 * part + byte // 4 * 2 + byte % 2 + 64 * (byte // 2 % 2) for byte in range(64)]
-            at = builder.gep(target, [_WORD(64 * (2 * half + part))])
-            _store(builder, _shuffle(builder, first, second, lanes), at)
+            lines.append(_shuffle(builder, first, second, lanes))
+    return lines
+
+
+look_up_threes, look_up_fours = _look_up_units(_join_threes, 3, _store), _look_up_units(_join_fours, 4, _store)
 
 
 # ---- stacks along the last axis: ``[pixel, stack, unit]``, made of frames ``[pixel, unit]`` ----

@@ -12,8 +12,8 @@ from sb3_extra_buffers.kernels.state import Bytes, Ints32
 
 #: entries of the hash table that `pack_block` finds matches with
 TABLE = 4096
-#: bytes past the end of a target that `unpack_block` may write
-OVERRUN = 32
+#: bytes past the end of a target that `unpack_block` may write, and that reading a difference there may load
+OVERRUN = 64
 
 # rules of the format: the shortest match, and how close to the end the last match may start and stop
 _MIN_MATCH = 4
@@ -106,9 +106,7 @@ def unpack_block(source: Bytes, start: int, stop: int, target: Bytes, size: int,
             return True
         token = load(source, start)
         start += 1
-        n_literals = token >> 4
-        if n_literals == 15:
-            start, n_literals = get_length(source, start, stop)
+        start, n_literals = extend_length(source, start, stop, token >> 4)
         if n_literals > stop - start or n_literals > size - end:
             return False
         copy_ahead(target, end, source, start, n_literals)
@@ -120,9 +118,7 @@ def unpack_block(source: Bytes, start: int, stop: int, target: Bytes, size: int,
             return False
         offset = load(source, start) | load(source, start + 1) << 8
         start += 2
-        length = token & 15
-        if length == 15:
-            start, length = get_length(source, start, stop)
+        start, length = extend_length(source, start, stop, token & 15)
         length += _MIN_MATCH
         if offset == 0 or offset > end or length > size - end:
             return False
@@ -160,6 +156,11 @@ def get_length(source: Bytes, start: int, stop: int) -> tuple[int, int]:
 
 
 # ---- functions that touch every byte; `lz4_numba` replaces these ----
+
+
+def extend_length(source: Bytes, start: int, stop: int, length: int) -> tuple[int, int]:
+    """`get_length` if the four bits of a token that hold ``length`` say that there is more, otherwise nothing."""
+    return get_length(source, start, stop) if length == 15 else (start, length)
 
 
 def new_table() -> Ints32:

@@ -12,9 +12,10 @@ from numba.extending import intrinsic
 
 from sb3_extra_buffers.kernels import lz4_block as reference
 from sb3_extra_buffers.kernels.columns_numba import ColumnType, make_column
-from sb3_extra_buffers.kernels.compiling import inner, replaces, use_reference
+from sb3_extra_buffers.kernels.compiling import compiled, inner, replaces, use_reference
 from sb3_extra_buffers.kernels.intrinsics import (
     copy_bytes,
+    copy_half_line,
     load_byte,
     load_int,
     load_quad,
@@ -23,10 +24,10 @@ from sb3_extra_buffers.kernels.intrinsics import (
     trailing_zeros,
 )
 
-# for an offset of n < 8 bytes: a mask of n bytes, a factor that repeats them in a word, a multiple of n from 8 on
-_LOW_BYTES = np.array([(1 << 8 * n) - 1 for n in range(8)], np.uint64)
-_REPEATED = np.array([0] + [sum(1 << 8 * i for i in range(0, 8, n)) for n in range(1, 8)], np.uint64)
-_BACK = np.array([0] + [-(-8 // n) * n for n in range(1, 8)], np.int64)
+# for an offset of n bytes, up to 8: a mask of n bytes, a factor that repeats them in a word, a multiple of n from 8 on
+_LOW_BYTES = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
+_REPEATED = np.array([0] + [sum(1 << 8 * i for i in range(0, 8, n)) for n in range(1, 9)], np.uint64)
+_BACK = np.array([0] + [-(-8 // n) * n for n in range(1, 9)], np.int64)
 
 
 @replaces(reference.new_table)
@@ -57,34 +58,43 @@ def common_length(source: Any, a: Any, b: Any, stop: Any) -> Any:
     return count
 
 
+@replaces(reference.extend_length)
+@inner
+def extend_length(source: Any, start: Any, stop: Any, length: Any) -> Any:
+    # adds one more byte without a branch, because that would be hard to predict; most lengths have no second one
+    has_more, more = np.int64(length == 15), load_int(source, start)
+    first = more * has_more
+    if first == 255 or start >= stop:
+        return get_length(source, start, stop) if has_more else (start, length)
+    return start + has_more, length + first
+
+
 @replaces(reference.copy_ahead)
 @inner
 def copy_ahead(target: Any, to: Any, source: Any, at: Any, count: Any) -> None:
-    # always two words: cheaper than a branch that is hard to predict
-    store_word(target, to, load_word(source, at))
-    store_word(target, to + 8, load_word(source, at + 8))
-    for i in range(16, count, 8):
-        store_word(target, to + i, load_word(source, at + i))
+    # always the first 32: cheaper than a branch that is hard to predict
+    copy_half_line(target, to, source, at)
+    i = 32
+    while i < count:
+        copy_half_line(target, to + i, source, at + i)
+        i += 32
 
 
 @replaces(reference.repeat)
 @inner
 def repeat(target: Any, to: Any, offset: Any, count: Any) -> None:
-    if offset >= 8:
-        store_word(target, to, load_word(target, to - offset))
-        store_word(target, to + 8, load_word(target, to + 8 - offset))
-        for i in range(16, count, 8):
-            store_word(target, to + i, load_word(target, to + i - offset))
-    else:
-        # fill one word with the repeated bytes, then copy words from a multiple of the offset before
-        word = load_word(target, to - offset) & _LOW_BYTES[offset]
-        store_word(target, to, word * _REPEATED[offset])
-        back = _BACK[offset]
-        for i in range(8, count, 8):
-            store_word(target, to + i, load_word(target, to + i - back))
+    # an offset of n < 8 bytes: fill one word with the repeated bytes, then copy words from a multiple of n before. No
+    # branch, because that would be hard to predict
+    near = min(offset, 8)
+    store_word(target, to, (load_word(target, to - offset) & _LOW_BYTES[near]) * _REPEATED[near])
+    back = max(offset, _BACK[near])
+    store_word(target, to + 8, load_word(target, to + 8 - back))
+    for i in range(16, count, 8):
+        store_word(target, to + i, load_word(target, to + i - back))
 
 
 replaces(reference.load)(load_int)
 replaces(reference.load_quad)(load_quad)
 replaces(reference.copy_run)(copy_bytes)
 use_reference(reference)
+get_length = compiled(reference.get_length)

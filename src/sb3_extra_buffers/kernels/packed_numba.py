@@ -17,16 +17,17 @@ from sb3_extra_buffers.kernels import (
 )
 from sb3_extra_buffers.kernels.columns_numba import as_column, flat, int64_part, keep, part, tables_at
 from sb3_extra_buffers.kernels.compiling import compiled, entry, inner, slow_entry
-from sb3_extra_buffers.kernels.intrinsics import clear_bytes, stream_bytes
+from sb3_extra_buffers.kernels.intrinsics import address_of, clear_bytes
 from sb3_extra_buffers.kernels.lz4_block import OVERRUN
 from sb3_extra_buffers.kernels.reading_numba import (
-    copy_frame,
+    batch_bytes,
     inflate_zstd,
     is_streaming,
     join_row,
     joined_bytes,
     list_row,
     prefetch_segments,
+    put_frame,
     rows_ahead,
     unpack_block,
 )
@@ -50,7 +51,7 @@ def read_packed(bound: Any, frame_ids: Any, sets: Any, out: Any, first: int, sto
     """`read_frames` for a store of whole frames."""
     state, ids, sets_, out_ = tables_at(bound), as_column(frame_ids), as_column(sets), as_column(out)
     space = np.empty(packed_work_bytes(state, ids, sets_), np.uint8)
-    damaged = read_packed_rows(state, ids, sets_, out_, first, stop, as_column(space), as_column(zstd), by_row)
+    damaged = read_packed_rows(state, ids, sets_, out_, first, stop, as_column(space), as_column(zstd), by_row, None)
     return keep(space, damaged)
 
 
@@ -59,7 +60,11 @@ def packed_work_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
     n_frames = sets.shape[0] * frame_ids.shape[1]
     unpacked = state.config.per_segment * state.config.frame_bytes + OVERRUN
     return (
-        24 * n_frames + 8 * sets.shape[0] + max(unpacked, _camera_bytes(state)) + joined_bytes(state, frame_ids, sets)
+        24 * n_frames
+        + 8 * sets.shape[0]
+        + 64
+        + max(unpacked, _camera_bytes(state))
+        + joined_bytes(state, frame_ids, sets)
     )
 
 
@@ -70,9 +75,13 @@ def _camera_bytes(state: Any) -> int:
 
 @inner
 def read_packed_rows(
-    state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, space: Any, zstd: Any, by_row: bool
-) -> Any:
-    """Decode rows ``first`` to ``stop``, each segment of a row once; return -1, or a damaged segment."""
+    state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, space: Any, zstd: Any, by_row: bool,
+    expansion: Any,
+) -> Any:  # fmt: skip
+    """Decode rows ``first`` to ``stop``, each segment of a row once; return -1, or a damaged segment.
+
+    ``expansion`` is as for `read_rows`.
+    """
     size, per_segment = state.config.frame_bytes, state.config.per_segment
     n_frames = sets.shape[0] * frame_ids.shape[1]
     ids, targets = int64_part(space, 0, n_frames), int64_part(space, 8 * n_frames, n_frames)
@@ -80,20 +89,23 @@ def read_packed_rows(
     at = 24 * n_frames
     joined = int64_part(space, at, sets.shape[0])  # where the frames of each observation are in target
     at += 8 * sets.shape[0]
+    at += -address_of(space, at) % 64
     work_bytes = max(per_segment * size + OVERRUN, _camera_bytes(state))
     work = part(space, at, work_bytes)
     at += work_bytes
     n_joined = joined_bytes(state, frame_ids, sets)
     target = part(space, at, n_joined) if n_joined else flat(out)
-    streaming = n_joined == 0 and is_streaming(sets.shape[0] * sets.shape[1] * frame_ids.shape[1] * size, size, out)
+    streaming = n_joined == 0 and is_streaming(batch_bytes(state, frame_ids, sets, expansion), size, out)
     ahead = rows_ahead(n_frames)
     for row in range(first, stop):
         if (row - first) % ahead == 0:
             prefetch_segments(state, frame_ids, sets, row, min(row + ahead, stop))
         n_frames = list_row(frame_ids, sets, row, size, n_joined > 0, by_row, ids, targets, joined)
         i = 0
+        if ids[0] < 0:
+            clear_bytes(work, 0, size)
         while i < n_frames and ids[i] < 0:
-            clear_bytes(target, targets[i], size)
+            put_frame(target, targets[i], work, 0, size, streaming, n_joined > 0, expansion)
             i += 1
         while i < n_frames:
             segment = ids[i] // per_segment
@@ -103,18 +115,19 @@ def read_packed_rows(
             for k in range(i, last):
                 positions[k] = ids[k] - segment * per_segment
             chosen, to = int64_part(positions, 8 * i, last - i), int64_part(targets, 8 * i, last - i)
-            if not _read_segment(state, segment, chosen, to, target, streaming, work, zstd):
+            if not _read_segment(state, segment, chosen, to, target, streaming, n_joined > 0, work, zstd, expansion):
                 return segment
             i = last
         if n_joined:
-            join_row(state, frame_ids, sets, row, by_row, joined, target, out)
+            join_row(state, frame_ids, sets, row, by_row, joined, target, out, expansion)
     return -1
 
 
 @inner
 def _read_segment(
-    state: Any, segment: int, positions: Any, targets: Any, target: Any, streaming: bool, work: Any, zstd: Any
-) -> bool:
+    state: Any, segment: int, positions: Any, targets: Any, target: Any, streaming: bool, is_work: bool, work: Any,
+    zstd: Any, expansion: Any,
+) -> bool:  # fmt: skip
     """Write the frames at ``positions`` of a segment, in ascending order, to ``targets``; False if it is damaged."""
     size, per_segment, width = state.config.frame_bytes, state.config.per_segment, state.config.length_bytes
     start = state.starts[segment]
@@ -130,10 +143,9 @@ def _read_segment(
     if at > end or count > per_segment or positions[len(positions) - 1] >= count:
         return False
     if flags == PACKED_CAMERA and len(state.geometry):
-        return unpack_camera(
-            source, at, end, start + 2, width, count, positions, targets, len(positions), target, state.geometry, work,
-            streaming,
-        )  # fmt: skip
+        return _read_camera(
+            state, source, at, end, start + 2, count, positions, targets, target, streaming, is_work, work, expansion
+        )
     if flags == PACKED_ZSTD:
         keyframe, stride = state.keyframes[segment], state.config.keyframe_bytes
         n_dictionary = stride if keyframe >= 0 else 0
@@ -152,9 +164,27 @@ def _read_segment(
     if at + count * size > end:
         return False
     for i in range(len(positions)):
-        frame_at = at + positions[i] * size
-        if streaming:
-            stream_bytes(target, targets[i], source, frame_at, size)
-        else:
-            copy_frame(target, targets[i], source, frame_at, size)
+        put_frame(target, targets[i], source, at + positions[i] * size, size, streaming, is_work, expansion)
+    return True
+
+
+@inner
+def _read_camera(
+    state: Any, source: Any, at: int, end: int, table_at: int, count: int, positions: Any, targets: Any, target: Any,
+    streaming: bool, is_work: bool, work: Any, expansion: Any,
+) -> bool:  # fmt: skip
+    """`_read_segment` for a segment of coded frames."""
+    size, width, n_wanted = state.config.frame_bytes, state.config.length_bytes, len(positions)
+    if expansion is None:
+        return unpack_camera(
+            source, at, end, table_at, width, count, positions, targets, n_wanted, target, state.geometry, work,
+            streaming,
+        )  # fmt: skip
+    if not unpack_camera(
+        source, at, end, table_at, width, count, positions, expansion.offsets, n_wanted, expansion.indices,
+        state.geometry, work, False,
+    ):  # fmt: skip
+        return False
+    for i in range(n_wanted):
+        put_frame(target, targets[i], expansion.indices, expansion.offsets[i], size, streaming, is_work, expansion)
     return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from sb3_extra_buffers.kernels.intrinsics import (
 )
 from sb3_extra_buffers.kernels.lz4_block import OVERRUN
 from sb3_extra_buffers.kernels.state import PACKED_LZ4, PACKED_ZSTD
+from sb3_extra_buffers.kernels.tables_numba import expand_row
 
 get_length = compiled(frames.get_length)
 unpack_block = compiled(lz4_block.unpack_block)
@@ -44,6 +45,17 @@ _STREAMING_BYTES = 8 << 20
 # size from which on four frames of bytes are interleaved past the caches, and how many bytes at a time: while memory
 # that was used before is still in the last cache, that is slower
 _STREAMING_FOURS, _FOURS = 24 << 20, 4096
+
+
+class Expansion(NamedTuple):
+    """How to expand frames of indices, see `expand_row`; and work space for a row's indices."""
+
+    table: Any
+    shades: Any
+    unit: int
+    plane: int
+    indices: Any
+    offsets: Any  # of the row's frames in ``indices``
 
 
 # for how many frames to load segments into the caches before decoding them, and the most bytes of each segment
@@ -61,7 +73,7 @@ def work_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
     """Bytes of work space that `read_rows` needs."""
     block, n_frames = _block_bytes(state.config.frame_bytes), sets.shape[0] * frame_ids.shape[1]
     return (
-        2 * block + BLOCK + block // 2 + block // 16 + 64 + 16 * n_frames + 8 * sets.shape[0]
+        64 + 2 * block + BLOCK + block // 2 + block // 16 + 64 + 16 * n_frames + 8 * sets.shape[0]
         + state.config.per_segment * state.config.frame_bytes + OVERRUN
         + joined_bytes(state, frame_ids, sets)
     )  # fmt: skip
@@ -77,18 +89,20 @@ def joined_bytes(state: Any, frame_ids: Any, sets: Any) -> int:
 
 @inner
 def read_rows(
-    state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, space: Any, zstd: Any, by_row: bool
-) -> Any:
+    state: Any, frame_ids: Any, sets: Any, out: Any, first: int, stop: int, space: Any, zstd: Any, by_row: bool,
+    expansion: Any,
+) -> Any:  # fmt: skip
     """Decode rows ``first`` to ``stop``, each segment of a row once; return -1, or the number of a damaged segment.
 
     ``zstd`` holds the addresses that `inflate_zstd` needs. With ``by_row``, the observations of a row are contiguous.
+    ``expansion`` is None, or an `Expansion` by which to expand frames while they are in the cache.
 
     One function for the whole loop: a helper that takes the state would cost reads 3 to 5 %.
     """
     size, per_segment, width = state.config.frame_bytes, state.config.per_segment, state.config.length_bytes
     n_frames = sets.shape[0] * frame_ids.shape[1]
     block = _block_bytes(size)
-    at = 0
+    at = -address_of(space, 0) % 64  # lines of frames are faster to load and store where they are aligned
     frame = part(space, at, block)  # the frame that is being decoded
     at += block
     values = part(space, at, block + BLOCK)
@@ -107,16 +121,17 @@ def read_rows(
     at += per_segment * size + OVERRUN
     n_joined = joined_bytes(state, frame_ids, sets)
     target = part(space, at, n_joined) if n_joined else flat(out)
-    streaming = n_joined == 0 and is_streaming(sets.shape[0] * sets.shape[1] * frame_ids.shape[1] * size, size, out)
+    streaming = n_joined == 0 and is_streaming(batch_bytes(state, frame_ids, sets, expansion), size, out)
     ahead = rows_ahead(n_frames)
     for row in range(first, stop):
         if (row - first) % ahead == 0:
             prefetch_segments(state, frame_ids, sets, row, min(row + ahead, stop))
         n_frames = list_row(frame_ids, sets, row, size, n_joined > 0, by_row, ids, targets, joined)
         i = 0
+        if ids[0] < 0:
+            clear_bytes(frame, 0, size)
         while i < n_frames and ids[i] < 0:
-            at = targets[i]
-            clear_bytes(target, at, size)
+            put_frame(target, targets[i], frame, 0, size, streaming, n_joined > 0, expansion)
             i += 1
         while i < n_frames:
             segment = ids[i] // per_segment
@@ -164,14 +179,43 @@ def read_rows(
                         return segment
                     at += length
                     position += 1
-                if streaming:
-                    stream_bytes(out, targets[i], frame, 0, size)
-                else:
-                    copy_frame(target, targets[i], frame, 0, size)
+                put_frame(target, targets[i], frame, 0, size, streaming, n_joined > 0, expansion)
                 i += 1
         if n_joined:
-            join_row(state, frame_ids, sets, row, by_row, joined, target, out)
+            join_row(state, frame_ids, sets, row, by_row, joined, target, out, expansion)
     return -1
+
+
+@inner
+def batch_bytes(state: Any, frame_ids: Any, sets: Any, expansion: Any) -> int:
+    """Bytes of all observations of ``sets``."""
+    n_units = sets.shape[0] * sets.shape[1] * frame_ids.shape[1] * state.config.frame_bytes
+    if expansion is None:
+        return n_units
+    return n_units * expansion.unit
+
+
+@inner
+def put_frame(
+    target: Any, to: int, source: Any, at: int, size: int, streaming: bool, is_work: bool, expansion: Any
+) -> None:
+    """Write a decoded frame to the batch, or as it is to the work space of `join_row`."""
+    if expansion is None:
+        if streaming:
+            stream_bytes(target, to, source, at, size)
+        else:
+            copy_frame(target, to, source, at, size)
+    elif is_work:
+        copy_frame(target, to, source, at, size)
+    else:
+        expand_frame(source, at, size, target, to, streaming, expansion)
+
+
+@inner
+def expand_frame(source: Any, at: int, size: int, target: Any, to: int, streaming: bool, expansion: Any) -> None:
+    """Expand ``size`` indices; ``to`` counts those before them in the batch."""
+    unit, plane = expansion.unit, expansion.plane
+    expand_row(source, at, size, expansion.table, expansion.shades, unit, plane, target, to * unit, streaming)
 
 
 @inner
@@ -253,15 +297,20 @@ def output_row(sets: Any, number: int, row: int, by_row: bool) -> int:
 
 
 @inner
-def join_row(state: Any, frame_ids: Any, sets: Any, row: int, by_row: bool, joined: Any, frames: Any, out: Any) -> None:
+def join_row(
+    state: Any, frame_ids: Any, sets: Any, row: int, by_row: bool, joined: Any, frames: Any, out: Any, expansion: Any
+) -> None:
     """Interleave the decoded frames of a row's observations, which are stacked along their last axis."""
     stack, unit, size = frame_ids.shape[1], state.config.pixel_bytes, state.config.frame_bytes
-    n_bytes = sets.shape[0] * sets.shape[1] * stack * size
+    n_bytes = batch_bytes(state, frame_ids, sets, expansion)
     streaming = n_bytes >= _STREAMING_BYTES
     fours = n_bytes >= _STREAMING_FOURS and unit == 1 and stack == 4 and size % 4 == 0 and address_of(out, 0) % 16 == 0
     for number in range(sets.shape[0]):
         to = output_row(sets, number, row, by_row) * stack * size
-        if fours:
+        if expansion is not None:
+            join_frames(frames, joined[number], size, unit, stack, expansion.indices, 0, False)
+            expand_frame(expansion.indices, 0, stack * size, out, to, streaming, expansion)
+        elif fours:
             _stream_fours(frames, joined[number], size, out, to)
         else:
             join_frames(frames, joined[number], size, unit, stack, out, to, streaming)

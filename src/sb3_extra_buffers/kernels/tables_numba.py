@@ -10,6 +10,7 @@ from sb3_extra_buffers.kernels.columns_numba import as_column, flat, keep, part
 from sb3_extra_buffers.kernels.compiling import entry, inner
 from sb3_extra_buffers.kernels.intrinsics import (
     HAS_TABLES,
+    address_of,
     clear_bytes,
     copy_bytes,
     equal_bytes,
@@ -19,12 +20,13 @@ from sb3_extra_buffers.kernels.intrinsics import (
     load_quad,
     load_word,
     look_up_fours,
-    look_up_line,
+    look_up_lines,
     look_up_threes,
     store_byte,
     store_half,
     store_quad,
     store_word,
+    stream_look_up_lines,
 )
 from sb3_extra_buffers.kernels.tables import ENTRIES, ENTRY_BYTES
 
@@ -99,12 +101,12 @@ def _is_guess(
 ) -> bool:
     """Whether ``count`` units from byte ``at`` on are those that the indices at ``guess_at`` name."""
     if plane == 0:
-        expand_row(guess, guess_at, count, table, shades, unit, 0, space, 0)
+        expand_row(guess, guess_at, count, table, shades, unit, 0, space, 0, False)
         return equal_bytes(row, at, space, 0, count * unit)
     equal = True
     for byte in range(unit):
         if equal:
-            _expand_plane(guess, guess_at, count, shades, ENTRIES * byte, space, 0)
+            _expand_plane(guess, guess_at, count, shades, ENTRIES * byte, space, 0, False)
             equal = equal_bytes(row, at + byte * plane, space, 0, count)
     return equal
 
@@ -210,27 +212,27 @@ def map_step(
 
 @inner
 def expand_row(
-    indices: Any, at: int, n_units: int, table: Any, shades: Any, unit: int, plane: int, out: Any, to: int
-) -> None:
+    indices: Any, at: int, n_units: int, table: Any, shades: Any, unit: int, plane: int, out: Any, to: int,
+    streaming: bool,
+) -> None:  # fmt: skip
     """Write the units of the ``n_units`` indices from byte ``at`` on to byte ``to`` of ``out``.
 
-    ``shades`` are the tables of each byte of a unit, as `split_table` makes them.
+    ``shades`` are the tables of each byte of a unit, as `split_table` makes them. With ``streaming``, planes are
+    written past the caches.
     """
     if plane > 0:
         for block in range(n_units // plane):
             for byte in range(unit):
                 start, target = at + block * plane, to + (block * unit + byte) * plane
-                _expand_plane(indices, start, plane, shades, ENTRIES * byte, out, target)
+                _expand_plane(indices, start, plane, shades, ENTRIES * byte, out, target, streaming)
         return
     done = 0
-    if HAS_TABLES and unit == 3:
-        while done + 64 <= n_units:
-            look_up_threes(out, to + 3 * done, shades, 0, indices, at + done)
-            done += 64
-    if HAS_TABLES and unit == 4:
-        while done + 64 <= n_units:
-            look_up_fours(out, to + 4 * done, shades, 0, indices, at + done)
-            done += 64
+    if HAS_TABLES and 3 <= unit <= 4:
+        done = n_units >> 6 << 6
+        if unit == 3:
+            look_up_threes(out, to, shades, 0, indices, at, n_units >> 6)
+        else:
+            look_up_fours(out, to, shades, 0, indices, at, n_units >> 6)
     if unit == 8:
         for i in range(done, n_units):
             store_word(out, to + 8 * i, load_word(table, load_int(indices, at + i) * ENTRY_BYTES))
@@ -251,13 +253,19 @@ def expand_row(
 
 
 @inner
-def _expand_plane(indices: Any, at: int, count: int, shades: Any, table_at: int, out: Any, to: int) -> None:
-    """Look ``count`` indices up in the table of 256 bytes at ``table_at``."""
+def _expand_plane(
+    indices: Any, at: int, count: int, shades: Any, table_at: int, out: Any, to: int, streaming: bool
+) -> None:
+    """Look ``count`` indices up in the table of 256 bytes at ``table_at``; with ``streaming``, past the caches."""
     done = 0
     if HAS_TABLES:
-        while done + 64 <= count:
-            look_up_line(out, to + done, shades, table_at, indices, at + done)
-            done += 64
+        if streaming and count >= 128:
+            look_up_lines(out, to, shades, table_at, indices, at, 1)
+            done = 64 - address_of(out, to) % 64
+            stream_look_up_lines(out, to + done, shades, table_at, indices, at + done, (count - done) >> 6)
+        else:
+            look_up_lines(out, to, shades, table_at, indices, at, count >> 6)
+        done += (count - done) >> 6 << 6
     for i in range(done, count):
         store_byte(out, to + i, load_byte(shades, table_at + load_int(indices, at + i)))
 
@@ -278,5 +286,5 @@ def expand_rows(indices: Any, table: Any, unit: int, plane: int, first: int, sto
     shades = as_column(space)
     split_table(table_, unit, shades)
     for row in range(first, stop):
-        expand_row(indices_, row * n_units, n_units, table_, shades, unit, plane, out_, row * nbytes)
+        expand_row(indices_, row * n_units, n_units, table_, shades, unit, plane, out_, row * nbytes, False)
     return keep(space, 0)

@@ -45,7 +45,7 @@ from sb3_extra_buffers.stores.workers import n_workers, run_split, split_seconds
 
 _NO_ADDRESSES = np.zeros(0, np.int64)
 # Windows are cut into pieces, several for each thread. Their number of steps is limited, and the bytes of their frames
-# if these are interleaved or looked up in a table after the whole piece was decoded: they should still be in the cache
+# if these are interleaved after the whole piece was decoded: they should still be in the cache
 _N_PIECES = 4
 _MIN_STEPS, _MAX_STEPS = 16, 128
 _PIECE_BYTES = 1 << 19
@@ -435,7 +435,7 @@ class SegmentStore(PortableSegmentStore):
         flat, target = windows.reshape(-1), out.reshape(-1)
         n_pieces = _N_PIECES * n_workers()
         length = windows.shape[1] if len(windows) >= n_pieces else -(-flat.size // n_pieces)
-        is_direct = lookup is None and (frame_ids.shape[1] == 1 or self.layout.axis == "first")
+        is_direct = frame_ids.shape[1] == 1 or self.layout.axis == "first"
         most = _MAX_STEPS if is_direct else max(min(_PIECE_BYTES // max(self.layout.frame_bytes, 1), _MAX_STEPS), 1)
         length = min(max(length, _MIN_STEPS), most)
         n_whole = flat.size // length * length
