@@ -563,6 +563,12 @@ def test_what_a_shard_did_not_store_or_draw_is_not_counted(cluster: None) -> Non
     counted |= {"inserts": 60, "balance": counted["balance"] + 2 * 20}
     wait_for(lambda: buffer.rate() == counted)
 
+    # Ray starts the process that holds the limiter again
+    ray.kill(buffer._coordinator, no_restart=False)
+    assert buffer.sample().shape == (8,)
+    counted = {"inserts": 60, "samples": 8, "balance": -8}
+    wait_for(lambda: buffer.rate() == counted)
+
     os.kill(buffer._buffers[0].process_id(), signal.SIGKILL)
     lost = 0
     for collector in collectors:

@@ -34,11 +34,12 @@ __all__ = ["ShardedRayClient", "ShardedRayReplayBuffer"]
 class Coordinator:
     """An actor that assigns shards to clients, and holds the rate limiter of all shards."""
 
-    def __init__(self, limiter: RateLimiter | None, n_items: int) -> None:
+    def __init__(self, limiter: RateLimiter | None, shards: list[Any]) -> None:
         self._limiter = limiter
         self._tickets = 0
         if limiter is not None:
-            limiter.reset(n_items)
+            # Ray may start this actor again, when the shards hold more than at first
+            limiter.reset(sum(map(_count_items, shards)))
 
     def next_ticket(self) -> int:
         self._tickets += 1
@@ -66,6 +67,14 @@ class Coordinator:
 
     def rate(self) -> dict[str, float]:
         return {} if self._limiter is None else self._limiter.state()
+
+
+def _count_items(shard: Any) -> int:
+    """Number of items in a shard; 0 if it is lost."""
+    try:
+        return int(fetch(shard.__len__.remote()))
+    except ServiceLostError:
+        return 0
 
 
 class ShardedRayClient:
@@ -314,10 +323,11 @@ class ShardedRayReplayBuffer:
                         **kwargs,
                     )
                 )
-            n_items = sum(map(len, self._buffers))
             options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "concurrency_groups": THREADS}
             make: Any = ray.remote
-            self._coordinator = make(**options)(Coordinator).remote(rate_limiter, n_items)
+            self._coordinator = make(**options)(Coordinator).remote(
+                rate_limiter, [buffer.actor for buffer in self._buffers]
+            )
             self._client = self.client()
         except BaseException:
             self.close()
