@@ -118,7 +118,9 @@ def unpack_block(source: Bytes, start: int, stop: int, target: Bytes, size: int,
             return False
         offset = load(source, start) | load(source, start + 1) << 8
         start += 2
-        start, length = extend_length(source, start, stop, token & 15)
+        length = token & 15
+        if length == 15:
+            start, length = get_length(source, start, stop)
         length += _MIN_MATCH
         if offset == 0 or offset > end or length > size - end:
             return False

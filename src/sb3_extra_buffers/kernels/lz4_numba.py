@@ -16,6 +16,7 @@ from sb3_extra_buffers.kernels.compiling import compiled, inner, replaces, use_r
 from sb3_extra_buffers.kernels.intrinsics import (
     copy_bytes,
     copy_half_line,
+    copy_line,
     load_byte,
     load_int,
     load_quad,
@@ -76,15 +77,21 @@ def copy_ahead(target: Any, to: Any, source: Any, at: Any, count: Any) -> None:
     copy_half_line(target, to, source, at)
     i = 32
     while i < count:
-        copy_half_line(target, to + i, source, at + i)
-        i += 32
+        copy_line(target, to + i, source, at + i)
+        i += 64
 
 
 @replaces(reference.repeat)
 @inner
 def repeat(target: Any, to: Any, offset: Any, count: Any) -> None:
+    if count > 16 and offset >= 64:
+        i = 0
+        while i < count:
+            copy_line(target, to + i, target, to + i - offset)
+            i += 64
+        return
     # an offset of n < 8 bytes: fill one word with the repeated bytes, then copy words from a multiple of n before. No
-    # branch, because that would be hard to predict
+    # branch up to 16 bytes, because that would be hard to predict
     near = min(offset, 8)
     store_word(target, to, (load_word(target, to - offset) & _LOW_BYTES[near]) * _REPEATED[near])
     back = max(offset, _BACK[near])

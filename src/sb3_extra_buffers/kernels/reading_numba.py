@@ -135,6 +135,7 @@ def read_rows(
             i += 1
         while i < n_frames:
             segment = ids[i] // per_segment
+            begin = segment * per_segment  # compared with below: divisions are slow
             start = state.starts[segment]
             if start < 0:
                 source, start = state.stage, -1 - start
@@ -150,9 +151,9 @@ def read_rows(
             body = source
             if source[start] == PACKED_LZ4:
                 last = i
-                while last + 1 < n_frames and ids[last + 1] // per_segment == segment:
+                while last + 1 < n_frames and ids[last + 1] < begin + per_segment:
                     last += 1
-                end = _unpack(source, start + 2, at, end, count, ids[last] % per_segment, width, unpacked)
+                end = _unpack(source, start + 2, at, end, count, ids[last] - begin, width, unpacked)
                 body, at = unpacked, 0
             elif source[start] == PACKED_ZSTD:
                 end = _unpack_zstd(source, start + 2, at, end, count, width, unpacked, zstd)
@@ -165,8 +166,8 @@ def read_rows(
             else:
                 clear_bytes(frame, 0, size)
             position = 0
-            while i < n_frames and ids[i] // per_segment == segment:
-                wanted = ids[i] % per_segment
+            while i < n_frames and ids[i] < begin + per_segment:
+                wanted = ids[i] - begin
                 if wanted >= count:
                     return segment
                 while position <= wanted:
@@ -242,14 +243,15 @@ def prefetch_segments(state: Any, frame_ids: Any, sets: Any, first: int, stop: i
 def _prefetch_step(state: Any, frame_ids: Any, sets: Any, first: int, stop: int, tables: bool) -> None:
     """Load the entries of segments in the ``tables``; or, where these entries say, their bytes and keyframes."""
     stack, per_segment, keyframe_bytes = frame_ids.shape[1], state.config.per_segment, state.config.keyframe_bytes
-    before = -1
+    begin = -per_segment
     for row in range(first, stop):
         for number in range(sets.shape[0]):
             for j in range(0, stack, max(stack - 1, 1)):  # the oldest and the newest frame
-                segment = (np.int64(frame_ids[sets[number, row], j]) - 1) // per_segment
-                if segment < 0 or segment == before:
+                frame_id = np.int64(frame_ids[sets[number, row], j]) - 1
+                if frame_id < 0 or begin <= frame_id < begin + per_segment:
                     continue
-                before = segment
+                segment = frame_id // per_segment
+                begin = segment * per_segment
                 if tables:
                     prefetch(state.starts, 8 * segment)
                     prefetch(state.lengths, 4 * segment)

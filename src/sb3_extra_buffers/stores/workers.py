@@ -45,7 +45,7 @@ def n_workers() -> int:
 def split_seconds() -> tuple[float, float]:
     """How many seconds of work are worth splitting among threads, and how many each thread should take at a time."""
     # torch's threads are often still awake, and start sooner than those of a pool
-    return (150e-6, 60e-6) if torch_team() else (250e-6, 75e-6)
+    return (150e-6, 60e-6) if torch_team() else (500e-6, 150e-6)
 
 
 def run_split(work: Callable[[int, int], Result], n_rows: int, chunk: int) -> list[Result]:
