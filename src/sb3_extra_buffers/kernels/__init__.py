@@ -8,6 +8,7 @@ from sb3_extra_buffers.kernels.dispatch import (
     frame_kernels,
     has_numba,
     step_kernels,
+    sum_tree_kernels,
     timeline_kernels,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "frame_kernels",
     "has_numba",
     "step_kernels",
+    "sum_tree_kernels",
     "timeline_kernels",
 ]

@@ -103,3 +103,11 @@ def step_kernels() -> Any:
     if not has_numba():
         return None
     return compiled_kernels("timeline")
+
+
+@cache
+def sum_tree_kernels() -> Any:
+    """Return the compiled kernels of `_sb3.sum_tree`; None without numba."""
+    if not has_numba():
+        return None
+    return compiled_kernels("sum_tree")

@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from sb3_extra_buffers.kernels import timeline as reference
-from sb3_extra_buffers.kernels.columns_numba import ColumnType, as_column, make_column
+from sb3_extra_buffers.kernels.columns_numba import as_column, column_at
 from sb3_extra_buffers.kernels.compiling import compiled, entry, inner, replaces, use_reference
 from sb3_extra_buffers.kernels.intrinsics import address_of, copy_bytes, equal_bytes, prefetch
 from sb3_extra_buffers.kernels.timeline import N_OBS, N_STREAMS, TimelineTables
@@ -24,23 +23,8 @@ from sb3_extra_buffers.kernels.timeline import N_OBS, N_STREAMS, TimelineTables
 _WORD, _INT32 = ir.IntType(64), ir.IntType(32)
 
 
-def _at(dtype: Any, ndim: int) -> Any:
-    kind = ColumnType(dtype, ndim)
-    words = types.UniTuple(types.int64, ndim)
-
-    @intrinsic
-    def at(typing_context: Any, address: Any, shape: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return make_column(context, builder, kind, args[0], cgutils.unpack_tuple(builder, args[1]))
-
-        return kind(types.int64, words), generate
-
-    return at
-
-
-# ``rows_at(address, shape)``: the memory at an address as a column
-_rows_at, _bytes_at = _at(types.uint8, 2), _at(types.uint8, 1)
-_int64_at, _int32_at, _float32_at = _at(types.int64, 1), _at(types.int32, 1), _at(types.float32, 1)
+_rows_at, _bytes_at = column_at(types.uint8, 2), column_at(types.uint8, 1)
+_int64_at, _int32_at, _float32_at = (column_at(dtype, 1) for dtype in (types.int64, types.int32, types.float32))
 
 
 @intrinsic
