@@ -10,6 +10,7 @@ from sb3_extra_buffers.kernels.dispatch import (
     step_kernels,
     sum_tree_kernels,
     timeline_kernels,
+    window_kernels,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "step_kernels",
     "sum_tree_kernels",
     "timeline_kernels",
+    "window_kernels",
 ]
