@@ -72,6 +72,10 @@ class SequenceMixin(Sequences, ReplayMixin):
             self._recover()
             self.check_sequences()
 
+    def _recover(self) -> None:
+        if self._unfinished is not None:
+            super()._recover()
+
     def _cache_views(self) -> None:
         super()._cache_views()
         self._window_reader = None

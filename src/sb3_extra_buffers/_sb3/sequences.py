@@ -281,7 +281,8 @@ class Sequences:
             )
         numbers, envs = self._draw_starts(request, held)
         windows = self._plan_windows(request, numbers, envs, held)
-        return windows, self._states.read(numbers % self.buffer_size, envs), self._weights(request, numbers, envs)
+        states = self._states.read(numbers % self.buffer_size, envs) if self._states.columns else {}
+        return windows, states, self._weights(request, numbers, envs)
 
     def _draw_starts(self, request: Request, held: Held) -> tuple[Indices, Indices]:
         """The numbers of the first steps, and the environments."""
