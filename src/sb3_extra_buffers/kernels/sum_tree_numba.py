@@ -13,6 +13,7 @@ from numba.extending import intrinsic
 from sb3_extra_buffers.kernels.columns_numba import as_column, column_at
 from sb3_extra_buffers.kernels.compiling import entry, inner
 from sb3_extra_buffers.kernels.intrinsics import load_word
+from sb3_extra_buffers.kernels.timeline_numba import first_above
 
 __all__ = ["bind_tree", "find", "write"]
 
@@ -144,13 +145,7 @@ def _find_leaf(bound: Any, point: Any) -> int:
     if point >= last and last > 0:
         point = _float_before(last)
     # the first node that ends after the point, which cannot be empty
-    node, stop = 0, n_ends
-    while node < stop:
-        middle = (node + stop) >> 1
-        if ends[middle] > point:
-            stop = middle
-        else:
-            node = middle + 1
+    node = first_above(ends, point)
     if node > 0:
         point = point - ends[node - 1]
     for level in range(top - 1, -1, -1):

@@ -294,6 +294,19 @@ def draw_numbers(out: Any, low: Any, span: Any, function: Any, state: Any) -> No
 
 
 @inner
+def first_above(ascending: Any, value: Any) -> int:
+    """The position of the first of ``ascending`` numbers above ``value``."""
+    first, stop = 0, len(ascending)
+    while first < stop:
+        middle = (first + stop) >> 1
+        if ascending[middle] > value:
+            stop = middle
+        else:
+            first = middle + 1
+    return first
+
+
+@inner
 def _aligned(size: Any) -> int:
     return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 

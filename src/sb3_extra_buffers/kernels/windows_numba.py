@@ -10,7 +10,7 @@ from numba import types
 from sb3_extra_buffers.kernels.columns_numba import as_column, column_at
 from sb3_extra_buffers.kernels.compiling import entry, inner
 from sb3_extra_buffers.kernels.intrinsics import address_of, clear_bytes
-from sb3_extra_buffers.kernels.timeline_numba import copy_next, copy_short, draw_numbers, timeline_tables
+from sb3_extra_buffers.kernels.timeline_numba import copy_next, copy_short, draw_numbers, first_above, timeline_tables
 
 __all__ = ["draw_windows", "read_windows"]
 
@@ -66,13 +66,8 @@ def draw_windows(
         return total
     draw_numbers(numbers, 0, total - 1, function, state)
     for i in range(len(numbers)):
-        drawn, episode, stop = numbers[i], 0, len(counts)
-        while episode < stop:
-            middle = (episode + stop) >> 1
-            if counts[middle] > drawn:
-                stop = middle
-            else:
-                episode = middle + 1
+        drawn = numbers[i]
+        episode = first_above(counts, drawn)
         before = counts[episode - 1] if episode > 0 else 0
         numbers[i] = max(firsts[episode], oldest) + drawn - before
         envs[i] = of_episodes[episode]
