@@ -21,8 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stable_baselines3 import DQN
 from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
+from stable_baselines3.common.utils import set_random_seed
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
+from sb3_extra_buffers._sb3.sequence_windows import check_request, plan_windows
 from sb3_extra_buffers.compressed import CompressedDictSequenceReplayBuffer, CompressedSequenceReplayBuffer
 from sb3_extra_buffers.errors import (
     ArgumentError,
@@ -86,6 +88,61 @@ def test_windows_equal_a_list_of_transitions(name: str, kind: str, data: Any) ->
         if data.draw(st.booleans()):
             buffer = pickle.loads(pickle.dumps(buffer))
     buffer.check()
+
+
+@pytest.mark.parametrize("name", SPACES)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_compiled_windows_are_those_of_the_plan(name: str, data: Any) -> None:
+    pytest.importorskip("numba")
+    n_envs, size = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 25))
+    buffer = make(SPACES[name], size, n_envs)
+    model = Model(SPACES[name], n_envs, data.draw(st.integers(0, 99)), data.draw(st.sampled_from([1.5, 4.0, 30.0])))
+    model.add_to(buffer, count=data.draw(st.integers(1, 40)))
+    asked, held = data.draw(requests()), buffer._held()
+    length, burn_in, n_steps, episode_end = (asked[key] for key in ("length", "burn_in", "n_steps", "episode_end"))
+    request = check_request(7, length, burn_in, n_steps, episode_end, False, "steps", "stacked", False, 0.9)
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    numbers, envs = random.integers(held.oldest, held.n_added, 7), random.integers(0, n_envs, 7)
+    planned = plan_windows(request, numbers, envs, buffer._index, held)
+    read = buffer._plan_windows(request, numbers, envs, held)
+    assert read.is_whole == planned.is_whole
+    for field in ("mask", "learn_mask", "is_first", "discounts", "steps"):
+        np.testing.assert_array_equal(getattr(read, field), getattr(planned, field), err_msg=field)
+    if n_steps > 1 and not planned.is_whole:
+        np.testing.assert_array_equal(read.n_ahead, planned.n_ahead)
+    resets = [sorted(zip(*map(np.ndarray.tolist, each.resets or ()), strict=True)) for each in (read, planned)]
+    assert resets[0] == resets[1]
+    for key in buffer._views.by_key:
+        if key in read.gathered.observations:
+            expected = buffer._read_key(key, planned.rows, newest_only=False)
+            np.testing.assert_array_equal(read.gathered.observations[key], expected)
+        else:
+            np.testing.assert_array_equal(read.rows, planned.rows)
+    is_padding = ~planned.mask if n_steps == 1 else np.zeros(planned.columns.shape, np.bool_)
+    expected_columns = [column.numpy() for column in buffer._read_columns(planned.columns, None)]
+    for found, column in zip(read.gathered[1:], expected_columns, strict=True):
+        column[is_padding] = 0
+        np.testing.assert_array_equal(found, column)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("episode_end", ["stop", "pad", "continue"])
+def test_windows_are_drawn_as_with_numpy(episode_end: Any, strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    randint = np.random.randint
+    drawn = []
+    for is_replaced in (False, True):
+        buffer, model = make(VECTORS, 40), Model(VECTORS, 2, episode=6.0)
+        set_random_seed(5)
+        if is_replaced:  # then no compiled code draws
+            monkeypatch.setattr(np.random, "randint", lambda *args, **kwargs: randint(*args, **kwargs))
+        for count in (3, 20, 30, 50):
+            model.add_to(buffer, count=count)
+            for length in (1, 2, 3):
+                batch = buffer.sample_sequences(50, length, episode_end=episode_end, strict_length=strict)
+                drawn.append((is_replaced, batch.steps.tolist(), batch.envs.tolist(), np.random.randint(1 << 30)))  # noqa: NPY002  # the generator of SB3
+    half = len(drawn) // 2
+    assert [each[1:] for each in drawn[:half]] == [each[1:] for each in drawn[half:]]
 
 
 @pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])

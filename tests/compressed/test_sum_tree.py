@@ -28,7 +28,7 @@ def brute_find(leaves: npt.NDArray[np.float64], point: float) -> int:
 @given(st.data(), st.sampled_from(SIZES[:5]))
 @settings(max_examples=60, deadline=None)
 def test_it_agrees_with_an_array(data: st.DataObject, n_leaves: int) -> None:
-    tree, model = SumTree(n_leaves), np.zeros(n_leaves)
+    tree, model = SumTree(n_leaves, compiled=data.draw(st.sampled_from([None, False]))), np.zeros(n_leaves)
     for _ in range(data.draw(st.integers(1, 8))):
         if data.draw(st.booleans()):
             where = data.draw(st.lists(st.integers(0, n_leaves - 1), min_size=1, max_size=40))
@@ -132,6 +132,44 @@ def test_check_detects_damage() -> None:
     tree.write(np.array([6]), np.nan)
     with pytest.raises(AssertionError, match="not finite"):
         tree.check()
+
+
+@pytest.mark.parametrize("n_leaves", [*SIZES, 1024, 1025, 32 * 1024 + 1])
+def test_compiled_kernels_agree_to_the_last_bit(n_leaves: int) -> None:
+    pytest.importorskip("numba")
+    random = np.random.default_rng(n_leaves)
+    tree, reference = SumTree(n_leaves), SumTree(n_leaves, compiled=False)
+    for turn in range(12):
+        # sizes further and further apart, so that every sum and difference is rounded
+        leaves = np.arange(n_leaves) if turn == 0 else random.integers(0, n_leaves, random.integers(1, 300))
+        values = 10.0 ** random.uniform(-3 * turn, 3 * turn, len(leaves)) * (random.random(len(leaves)) < 0.8)
+        values[-1] = 1.0  # the last of repeated leaves counts
+        found = []
+        for each in (tree, reference):
+            each.write_each(leaves + turn * n_leaves, values)
+            points = np.append(np.linspace(0, each.total, 301), [np.nextafter(each.total, 0), 2 * each.total])
+            set_random_seed(turn)
+            drawn = [part for count in (1, 7, 256) for part in each.draw_and_read(count)]
+            found.append([each.total, each.minimum, each.find(points), *drawn, *each.levels])
+        for ours, theirs in zip(*found, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    assert tree._bound is not None
+    assert reference._bound is None
+
+
+@pytest.mark.parametrize("compiled", [None, False])
+def test_an_empty_tree_draws_nothing(compiled: bool | None) -> None:
+    tree = SumTree(100, compiled=compiled)
+    for _ in range(2):
+        assert len(tree.draw(5)) == 0
+        assert tree.minimum == np.inf
+        tree.write(np.array([3, 4]), np.array([2.0, 1.0]))
+        leaves, priorities, minimum = tree.draw_and_read(3)
+        assert leaves.tolist() == [3, 3, 4] or leaves.tolist() == [3, 4, 4]
+        np.testing.assert_array_equal(priorities, tree.read(leaves))
+        assert minimum == 1.0
+        assert len(tree.draw(0)) == 0
+        tree.clear()
 
 
 @pytest.mark.parametrize("n_leaves", SIZES)

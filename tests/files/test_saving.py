@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import pickle
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from sb3_extra_buffers.errors import (
     UnsupportedVersionError,
 )
 from sb3_extra_buffers.files import disk, load, load_file, manifest, open_saved, repair, save, save_file, verify
+from sb3_extra_buffers.files.checksums import crc32_function
 from tests.files.filing import (
     ACTIONS,
     BOX,
@@ -47,6 +49,12 @@ from tests.files.filing import (
 from tests.torture.interrupts import Injector
 
 every_buffer = pytest.mark.parametrize("name", BUFFERS)
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 4096, 100_003])
+def test_checksums_are_those_of_zlib(size: int) -> None:
+    data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    assert crc32_function()(data.data) == zlib.crc32(data.tobytes())
 
 
 def assert_continues(name: str, feed: Feed, buffer: Any, loaded: Any) -> None:

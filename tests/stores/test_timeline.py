@@ -10,6 +10,7 @@ import pytest
 
 from sb3_extra_buffers.codecs import ObsSpec
 from sb3_extra_buffers.errors import FileFormatError
+from sb3_extra_buffers.kernels.timeline import TimelineTables, rebuild, row_aside
 from sb3_extra_buffers.stores import base, timeline
 from sb3_extra_buffers.stores.layout import StackLayout
 from sb3_extra_buffers.stores.observation import ObservationStore
@@ -194,3 +195,19 @@ def test_files_are_not_trusted(changes: Any) -> None:
     record, arrays = saved(**changes)
     with pytest.raises(FileFormatError):
         ObservationStore.from_parts(record, arrays, lambda *_: None)
+
+
+@pytest.mark.parametrize("count", [0, 1, 40, 400])
+def test_a_rebuilt_table_finds_every_row(count: int) -> None:
+    random = np.random.default_rng(count)
+    # nearly full, and half of the keys next to each other, so that many want the same position
+    keys = random.choice(np.append(np.arange(200), random.integers(200, 10_000, 800)), count, replace=False)
+    keys = random.permutation(np.unique(keys))
+    tables = TimelineTables(
+        rows=np.zeros((0, 4), np.uint8), is_aside=np.full(1250, 0xAA, np.uint8), slots=np.full(512, 7, np.int32),
+        keys=keys, aside=np.zeros((len(keys), 4), np.uint8), counters=np.array([len(keys), 10_000, 1, 0]),
+    )  # fmt: skip
+    rebuild(tables)
+    assert [row_aside(tables, key) for key in keys.tolist()] == list(range(len(keys)))
+    assert np.flatnonzero(np.unpackbits(tables.is_aside, bitorder="little")).tolist() == sorted(keys.tolist())
+    assert np.count_nonzero(tables.slots) == len(keys)

@@ -171,13 +171,12 @@ class Priorities:
 
     def _draw(self, batch_size: int) -> tuple[Any, ...]:
         """One transition from each of ``batch_size`` equal parts of the priorities, with its weight and index."""
-        tree = self._tree
-        if tree.total == 0:
+        leaves, priorities, minimum = self._tree.draw_and_read(batch_size)
+        if len(leaves) < batch_size:
             raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
-        leaves = tree.draw(batch_size)
         steps, envs = np.divmod(leaves, self.n_envs)
         # (N p / total) ** -beta divided by its maximum: N and total cancel
-        weights = (tree.minimum / tree.read(leaves)) ** self.beta_now()
+        weights = (minimum / priorities) ** self.beta_now()
         indices = step_numbers(steps, self.n_added, self.pos, self.buffer_size) * self.n_envs + envs
         return steps, envs, weights.astype(np.float32).reshape(-1, 1), indices
 
@@ -226,7 +225,7 @@ class Priorities:
                 )
             priorities = errors + self.epsilon
             self.max_priority = max(self.max_priority, float(priorities.max(initial=0)))
-            self._tree.write(indices % self._tree.n_leaves, priorities**self.alpha)
+            self._tree.write_each(indices, priorities**self.alpha)
 
     def check(self) -> None:
         """Raise if priorities and transitions disagree, for tests."""

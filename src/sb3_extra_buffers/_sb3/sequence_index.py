@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from sb3_extra_buffers._sb3.drawing import GlobalGenerator
 from sb3_extra_buffers.errors import EmptyBufferError
+from sb3_extra_buffers.kernels import window_kernels
 
 __all__ = ["EpisodeIndex", "Held", "WindowRules"]
 
@@ -16,6 +18,8 @@ Flags = npt.NDArray[np.bool_]
 
 # the end of an episode that is still running
 _OPEN = np.iinfo(np.int64).max
+# the compiled code draws from at most as many windows
+_MAX_DRAWN = 2**32 - 1
 
 
 class Held(NamedTuple):
@@ -63,6 +67,7 @@ class EpisodeIndex:
         #: For each environment, the number of the first step that `fresh` has not returned.
         self.unseen: Indices = np.zeros(n_envs, np.int64)
         self._episodes: _Episodes | None = None
+        self._random = GlobalGenerator()
 
     @property
     def nbytes(self) -> int:
@@ -162,6 +167,9 @@ class EpisodeIndex:
         the episode. Draws from NumPy's global generator.
         """
         episodes = self._update(held)
+        found = None if by_episode else self._draw_compiled(count, episodes, rules, held)
+        if found is not None:
+            return found
         firsts, n_starts = self._n_starts(episodes, rules, held)
         ends = n_starts.cumsum()
         total = int(ends[-1]) if len(ends) else 0
@@ -176,6 +184,25 @@ class EpisodeIndex:
             chosen = ends.searchsorted(drawn, side="right")
             offsets = drawn - (ends - n_starts)[chosen]
         return firsts[chosen] + offsets, episodes.envs[chosen]
+
+    def _draw_compiled(
+        self, count: int, episodes: _Episodes, rules: WindowRules, held: Held
+    ) -> tuple[Indices, Indices] | None:
+        """`draw` by steps; None where that cannot be compiled."""
+        kernels, generator = window_kernels(), self._random.find()
+        if kernels is None or generator is None:
+            return None
+        counts = np.empty(len(episodes.firsts), np.int64)
+        numbers, envs = np.empty(count, np.int64), np.empty(count, np.int64)
+        end = kernels.EPISODE_ENDS[rules.episode_end]
+        with generator[0].lock:
+            total: int = kernels.draw_windows(
+                episodes.firsts, episodes.ends, episodes.envs, held.oldest, held.n_added, rules.length, end,
+                rules.strict_length, counts, numbers, envs, generator[1], generator[2],
+            )  # fmt: skip
+        if not total:
+            raise _no_windows(rules, held)
+        return (numbers, envs) if total <= _MAX_DRAWN else None
 
     def every(self, rules: WindowRules, held: Held) -> tuple[Indices, Indices]:
         """Return the numbers of the first steps, and the environments, of all windows that `draw` may return."""
@@ -258,7 +285,7 @@ class EpisodeIndex:
         return {"n_steps": self.n_steps, "n_envs": self.n_envs, **arrays}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _episodes=None)
+        self.__dict__.update(state, _episodes=None, _random=GlobalGenerator())
 
 
 def _no_windows(rules: WindowRules, held: Held) -> EmptyBufferError:

@@ -45,7 +45,7 @@ class WindowPriorities:
 
     def update(self, numbers: Indices, envs: Indices, priorities: Floats) -> None:
         """Set the priorities of windows that begin at these steps."""
-        self.tree.write(numbers % self.n_steps * self.n_envs + envs, priorities)
+        self.tree.write_each(numbers * self.n_envs + envs, priorities)
 
     def draw(self, count: int, rules: WindowRules, held: Held, index: EpisodeIndex) -> tuple[Indices, Indices]:
         """Draw ``count`` windows by priority; return the numbers of their first steps, and their environments."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,17 @@ from sb3_extra_buffers.errors import ArgumentError
 from sb3_extra_buffers.stores.layout import StackLayout, find_layout
 from sb3_extra_buffers.stores.windows import append_next, mask_of, window_indices
 
-__all__ = ["NewestFrames", "Request", "SequenceSamples", "Windows", "check_request", "n_step_returns", "plan_windows"]
+__all__ = [
+    "Gathered",
+    "NewestFrames",
+    "Request",
+    "SequenceSamples",
+    "Windows",
+    "check_request",
+    "discount_powers",
+    "n_step_returns",
+    "plan_windows",
+]
 
 Array = npt.NDArray[Any]
 Indices = npt.NDArray[np.int64]
@@ -87,6 +98,17 @@ class Request(NamedTuple):
     online: bool
 
 
+class Gathered(NamedTuple):
+    """What was read while windows were planned."""
+
+    observations: dict[str, Array]
+    """``[batch, length + n_steps, ...]``, of some keys."""
+    actions: Array
+    """``[batch, length + n_steps - 1, ...]``, as rewards and dones; with ``n_steps=1``, zero in padding."""
+    rewards: Array
+    dones: Array
+
+
 class Windows(NamedTuple):
     """Drawn windows of ``length`` steps, and what to read for them."""
 
@@ -95,9 +117,12 @@ class Windows(NamedTuple):
     """Numbers of the first steps."""
     envs: Indices
     rows: Indices
-    """Indices of observations ``[batch, length + n_steps]``; those of next observations are higher by ``n_obs``."""
+    """Indices of observations ``[batch, length + n_steps]``; those of next observations are higher by ``n_obs``.
+
+    Empty if all observations have been gathered.
+    """
     columns: Indices
-    """Indices of transitions ``[batch, length + n_steps - 1]``."""
+    """Indices of transitions ``[batch, length + n_steps - 1]``, if they have not been gathered."""
     mask: Flags
     is_whole: bool
     """Whether there is no padding, and no episode ends within ``n_steps`` of the windows."""
@@ -106,13 +131,25 @@ class Windows(NamedTuple):
     """Number of rewards in the return of each step, ``[batch, length]``; None if it is always ``n_steps``."""
     resets: tuple[Indices, Indices, Indices] | None
     """Steps whose next observation is not in ``rows``, which continue with the next episode: batch, step, index."""
+    learn_mask: Flags
+    discounts: Array
+    steps: Indices
+    """As in `SequenceSamples`."""
+    gathered: Gathered | None = None
 
 
-def check_request(
+def check_request(*arguments: Any) -> Request:
+    """Return the arguments of `Sequences.sample_sequences`, or raise an error that names the invalid one."""
+    try:
+        return _checked(*arguments)
+    except TypeError:  # not hashable
+        return _check(*arguments)
+
+
+def _check(
     batch_size: Any, length: Any, burn_in: Any, n_steps: Any, episode_end: Any, strict_length: Any, by: Any,
     frames: Any, online: Any, gamma: Any,
 ) -> Request:  # fmt: skip
-    """Return the arguments of `Sequences.sample_sequences`, or raise an error that names the invalid one."""
     for name, value, allowed in (
         ("episode_end", episode_end, ("stop", "pad", "continue")),
         ("sample", by, ("steps", "episodes", "priority")),
@@ -128,6 +165,17 @@ def check_request(
     return Request(batch_size, rules, burn_in, n_steps, float(gamma), by, frames == "newest", bool(online))
 
 
+# training asks for the same windows again and again; ``typed``, because True is not a number of windows, but equals 1
+_checked = lru_cache(maxsize=16, typed=True)(_check)
+
+
+def discount_powers(request: Request) -> Array:
+    """The discount by the number of rewards ahead, as in SB3's `NStepReplayBuffer`; 0 for padding, which has none."""
+    powers = np.asarray(request.gamma ** np.arange(request.n_steps + 1, dtype=np.float32), np.float32)
+    powers[0] = 0
+    return powers
+
+
 def plan_windows(request: Request, numbers: Indices, envs: Indices, index: EpisodeIndex, held: Held) -> Windows:
     """Return what to read for windows that begin at these steps."""
     length, n_steps = request.rules.length, request.n_steps
@@ -141,23 +189,37 @@ def plan_windows(request: Request, numbers: Indices, envs: Indices, index: Episo
         is_next = is_first[:, 1:]
         lengths = np.where(is_next.any(axis=1), np.minimum(is_next.argmax(axis=1) + 1, lengths), lengths)
         has_resets = False
+    steps, powers = numbers[:, None] + np.arange(length), discount_powers(request)
     if not has_resets and int(lengths.min()) == n_columns:
         # fast path: nothing ends here
         rows = np.concatenate([indices, indices[:, -1:] + n_obs], axis=1)
-        mask, is_first = np.ones((len(numbers), length), np.bool_), is_first[:, :length]
-        return Windows(request, numbers, envs, rows, indices, mask, True, is_first, None, None)
+        mask, is_first = np.ones((len(numbers), length), np.bool_), np.ascontiguousarray(is_first[:, :length])
+        learn_mask, discounts = _learn_mask(request, mask, is_first), np.full(mask.shape, powers[n_steps])
+        return Windows(
+            request, numbers, envs, rows, indices, mask, True, is_first, None, None, learn_mask, discounts, steps
+        )
     is_first &= columns < lengths[:, None]
     ends, resets = lengths[:, None], None
     if has_resets:
         ends = _next_resets(is_first, lengths)[:, :length]
         # within n_steps of the last step of an episode, which is not the last one of the window
-        batch, steps = np.nonzero((columns[:length] + n_steps >= ends) & (ends < lengths[:, None]))
-        resets = batch, steps, indices[batch, ends[batch, steps] - 1] + n_obs
+        batch, at = np.nonzero((columns[:length] + n_steps >= ends) & (ends < lengths[:, None]))
+        resets = batch, at, indices[batch, ends[batch, at] - 1] + n_obs
     n_ahead = np.maximum(np.minimum(ends - columns[:length], n_steps), 0)
     rows, mask = append_next(indices, lengths, n_obs), mask_of(lengths, length)
+    is_first = np.ascontiguousarray(is_first[:, :length])
     return Windows(
-        request, numbers, envs, rows, rows[:, :-1] % n_obs, mask, False, is_first[:, :length], n_ahead, resets
-    )
+        request, numbers, envs, rows, rows[:, :-1] % n_obs, mask, False, is_first, n_ahead, resets,
+        _learn_mask(request, mask, is_first), powers.take(n_ahead), np.where(mask, steps, -1),
+    )  # fmt: skip
+
+
+def _learn_mask(request: Request, mask: Flags, is_first: Flags) -> Flags:
+    learn_mask, burn_in = mask.copy(), request.burn_in
+    if burn_in:
+        # after the first step of an episode, the state is known without a burn-in
+        learn_mask[:, :burn_in] &= np.logical_or.accumulate(is_first[:, :burn_in], axis=1)
+    return learn_mask
 
 
 def _next_resets(is_first: Flags, lengths: Indices) -> Indices:

@@ -22,6 +22,7 @@ from sb3_extra_buffers._sb3.sequence_windows import (
     SequenceSamples,
     Windows,
     check_request,
+    discount_powers,
     n_step_returns,
     plan_windows,
 )
@@ -270,7 +271,7 @@ class Sequences:
 
     def _draw_windows(self, request: Request) -> _Drawn:
         """Draw windows, and find out what to read for them; the caller holds the lock."""
-        held, rules, index = self._held(), request.rules, self._index
+        held = self._held()
         if held.oldest == held.n_added:
             raise EmptyBufferError("the buffer is empty; add transitions before sampling (see learning_starts)")
         if self.n_added % self.buffer_size != self.pos or held.oldest < 0:
@@ -278,18 +279,26 @@ class Sequences:
                 f"after {self.n_added} steps, pos should be {self.n_added % self.buffer_size} of {self.buffer_size}, "
                 f"but pos={self.pos} and full={self.full} were assigned, so the order of steps is unknown; call reset()"
             )
-        numbers = envs = np.zeros(0, np.int64)
-        if request.online:
-            numbers, envs = index.fresh(request.batch_size, rules, held)
-        n_more = request.batch_size - len(numbers)
-        if n_more:
-            if request.by == "priority" and self._priorities is not None:
-                more = self._priorities.draw(n_more, rules, held, index)
-            else:
-                more = index.draw(n_more, rules, held, request.by == "episodes")
-            numbers, envs = np.append(numbers, more[0]), np.append(envs, more[1])
-        windows = plan_windows(request, numbers, envs, index, held)
-        return windows, self._states.read(numbers % self.buffer_size, envs), self._weights(request, numbers, envs)
+        numbers, envs = self._draw_starts(request, held)
+        windows = self._plan_windows(request, numbers, envs, held)
+        states = self._states.read(numbers % self.buffer_size, envs) if self._states.columns else {}
+        return windows, states, self._weights(request, numbers, envs)
+
+    def _draw_starts(self, request: Request, held: Held) -> tuple[Indices, Indices]:
+        """The numbers of the first steps, and the environments."""
+        index, rules, count = self._index, request.rules, request.batch_size
+        fresh = index.fresh(count, rules, held) if request.online else None
+        n_more = count if fresh is None else count - len(fresh[0])
+        if fresh is not None and not n_more:
+            return fresh
+        if request.by == "priority" and self._priorities is not None:
+            more = self._priorities.draw(n_more, rules, held, index)
+        else:
+            more = index.draw(n_more, rules, held, request.by == "episodes")
+        return more if fresh is None else (np.append(fresh[0], more[0]), np.append(fresh[1], more[1]))
+
+    def _plan_windows(self, request: Request, numbers: Indices, envs: Indices, held: Held) -> Windows:
+        return plan_windows(request, numbers, envs, self._index, held)
 
     def _weights(self, request: Request, numbers: Indices, envs: Indices) -> npt.NDArray[np.float32]:
         if request.by != "priority" or self._priorities is None:
@@ -299,50 +308,43 @@ class Sequences:
     def _read_windows(self, drawn: _Drawn, env: VecNormalize | None) -> SequenceSamples:
         """The batch of windows that were drawn."""
         windows, states, weights = drawn
-        request, mask, is_first = windows.request, windows.mask, windows.is_first
-        length, n_steps = request.rules.length, request.n_steps
-        # as in SB3's `NStepReplayBuffer`
-        powers = np.asarray(request.gamma ** np.arange(n_steps + 1, dtype=np.float32), np.float32)
-        powers[0] = 0  # padding has no rewards ahead
-        n_ahead = np.broadcast_to(n_steps, mask.shape) if windows.n_ahead is None else windows.n_ahead
-        learn_mask = mask.copy()
-        if request.burn_in:
-            # after the first step of an episode, the state is known without a burn-in
-            learn_mask[:, : request.burn_in] &= np.logical_or.accumulate(is_first[:, : request.burn_in], axis=1)
-        uploaded = self._upload([powers.take(n_ahead), is_first, mask, learn_mask, weights, *states.values()])
+        arrays = [windows.discounts, windows.is_first, windows.mask, windows.learn_mask, weights, *states.values()]
+        uploaded = self._upload(arrays)
         observations, following = self._read_both(windows, env)
-        actions, rewards, dones = self._read_transitions(windows, powers, uploaded[2], env)
-        steps = windows.numbers[:, None] + np.arange(length)
+        actions, rewards, dones = self._read_transitions(windows, uploaded[2], env)
         return SequenceSamples(
             observations, actions, following, dones, rewards,
             discounts=uploaded[0], is_first=uploaded[1], mask=uploaded[2], learn_mask=uploaded[3], weights=uploaded[4],
             recurrent_states=dict(zip(states, uploaded[5:], strict=True)),
-            steps=steps if windows.is_whole else np.where(mask, steps, -1), envs=windows.envs,
+            steps=windows.steps, envs=windows.envs,
         )  # fmt: skip
 
     def _read_both(self, windows: Windows, env: VecNormalize | None) -> tuple[Any, Any]:
         """Read observations and next observations, which are usually views of the same memory."""
-        length, n_steps, newest_only = windows.mask.shape[1], windows.request.n_steps, windows.request.newest_only
-        observed = self._read_observations(windows.rows, newest_only, env)
-        observations = {key: tensor[:, :length] for key, tensor in observed.items()}
-        following = {key: tensor[:, n_steps : n_steps + length] for key, tensor in observed.items()}
+        request, observations, following = windows.request, {}, {}
+        for key, tensor in self._read_window_observations(windows, env).items():
+            observations[key] = tensor.narrow(1, 0, request.rules.length)
+            following[key] = tensor.narrow(1, request.n_steps, request.rules.length)
         if windows.resets is not None:
             *at, indices = windows.resets
             where = tuple(self._upload(at))
-            last = self._read_observations(indices[:, None], newest_only, env)
+            last = self._read_observations(indices[:, None], request.newest_only, env)
             for key, tensor in following.items():
                 following[key] = tensor.clone().index_put_(where, last[key][:, 0])
         return self._observations_as_sb3(observations), self._observations_as_sb3(following)
 
     def _read_transitions(
-        self, windows: Windows, powers: Array, mask: th.Tensor, env: VecNormalize | None
+        self, windows: Windows, mask: th.Tensor, env: VecNormalize | None
     ) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
         """Actions, n-step returns and dones."""
-        actions, rewards, dones = self._read_columns(windows.columns, env)
-        if len(powers) > 2:
+        actions, rewards, dones = self._read_window_columns(windows, env)
+        request = windows.request
+        if request.n_steps > 1:
             n_ahead = None if windows.n_ahead is None else self._upload([windows.n_ahead])[0]
-            rewards, dones = n_step_returns(rewards, dones, n_ahead, powers, mask.shape[1])
+            rewards, dones = n_step_returns(rewards, dones, n_ahead, discount_powers(request), mask.shape[1])
             actions = actions[:, : mask.shape[1]].clone()
+        elif windows.gathered is not None and env is None:
+            return actions, rewards, dones  # zero in padding
         if not windows.is_whole:
             # not by index, which would wait for a GPU
             is_padding = ~mask
@@ -350,6 +352,14 @@ class Sequences:
             rewards.masked_fill_(is_padding, 0)
             dones.masked_fill_(is_padding, 0)
         return actions, rewards, dones
+
+    def _read_window_observations(self, windows: Windows, env: VecNormalize | None) -> dict[str, th.Tensor]:
+        return self._read_observations(windows.rows, windows.request.newest_only, env)
+
+    def _read_window_columns(
+        self, windows: Windows, env: VecNormalize | None
+    ) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+        return self._read_columns(windows.columns, env)
 
     def _newest_rows(self) -> Indices:
         """Indices ``[1, n]`` of the newest observations of an environment."""

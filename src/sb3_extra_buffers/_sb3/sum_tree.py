@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sb3_extra_buffers.kernels import as_contiguous, sum_tree_kernels
+
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 
@@ -22,10 +24,17 @@ class SumTree:
     A node is always the sum of its children and never adjusted by a difference, so the tree depends on its leaves
     alone and rounding errors do not add up. Writing marks nodes as stale; they are summed at the next query. A leaf of
     zero is empty: it is never drawn and does not count for the minimum.
+
+    With numba, compiled kernels do the same additions in the same order. They are loaded when priorities are first
+    drawn or updated; ``compiled=False`` leaves them out.
     """
 
-    def __init__(self, n_leaves: int) -> None:
-        self.n_leaves = n_leaves
+    # the compiled kernels, and the levels in the form in which they take them
+    _kernels: Any = None
+    _bound: Any = None
+
+    def __init__(self, n_leaves: int, compiled: bool | None = None) -> None:
+        self.n_leaves, self.compiled = n_leaves, compiled
         self._build(np.zeros(_padded(n_leaves), np.float64))
 
     def _build(self, leaves: Floats) -> None:
@@ -36,9 +45,19 @@ class SumTree:
             n_nodes = _padded(len(self._sums[-1]) // FAN_OUT)
             self._sums.append(np.zeros(n_nodes))
             self._mins.append(np.full(n_nodes, np.inf))
-        self._stale = np.ones(len(leaves) // FAN_OUT, np.bool_)
+        n_nodes = len(leaves) // FAN_OUT
+        self._stale = np.arange(_padded(n_nodes)) < n_nodes
         self._ends = np.zeros(len(self._sums[-1]))
         self._min = np.inf
+        self._bound = None
+
+    def _bind(self) -> Any:
+        """What the compiled kernels take; None without them."""
+        if self._bound is None and self.compiled is not False:
+            self._kernels = sum_tree_kernels()
+            if self._kernels is not None:
+                self._bound = self._kernels.bind_tree(self._sums, self._mins, self._stale, self._ends)
+        return self._bound
 
     # ---- writing and reading ----
 
@@ -50,6 +69,15 @@ class SumTree:
         else:
             self._stale[leaves // FAN_OUT] = True
         self._sums[0][leaves] = priorities
+
+    def write_each(self, numbers: Indices, priorities: Floats) -> None:
+        """`write` to the leaves ``numbers % n_leaves``, a priority for each."""
+        bound = self._bind()
+        if bound is None:
+            self.write(numbers % self.n_leaves, priorities)
+        else:
+            numbers, priorities = np.asarray(numbers, np.int64), np.asarray(priorities, np.float64)
+            self._kernels.write(bound, as_contiguous(numbers), as_contiguous(priorities), self.n_leaves)
 
     def read(self, leaves: Any) -> Floats:
         """Return the priorities of ``leaves``."""
@@ -76,6 +104,8 @@ class SumTree:
 
     def find(self, points: Floats) -> Indices:
         """Return the leaf at each of ``points``, from 0 to `total`, on the line of all priorities placed end to end."""
+        if self._bind() is not None:
+            return self._find_compiled(np.array(points, np.float64), is_draw=False)[0]
         self._update()
         # the first node that ends after the point, which cannot be empty
         ends = self._ends
@@ -94,13 +124,33 @@ class SumTree:
 
     def draw(self, n_draws: int) -> Indices:
         """Draw one leaf from each of ``n_draws`` equal parts of the total, with NumPy's global generator."""
-        parts = np.arange(n_draws) + np.random.random_sample(n_draws)
-        return self.find(parts * (self.total / n_draws))
+        return self.draw_and_read(n_draws)[0]
+
+    def draw_and_read(self, n_draws: int) -> tuple[Indices, Floats, float]:
+        """`draw`; returns the leaves, their priorities and `minimum`. If the total is zero, nothing is drawn."""
+        random = np.random.random_sample(n_draws)
+        if self._bind() is not None:
+            leaves, priorities = self._find_compiled(random, is_draw=True)
+            n_drawn = n_draws if self._ends[-1] else 0
+            return leaves[:n_drawn], priorities[:n_drawn], self._min
+        if not self.total:
+            return np.zeros(0, np.int64), np.zeros(0), self._min
+        leaves = self.find((np.arange(n_draws) + random) * (self.total / max(n_draws, 1)))
+        return leaves, self.read(leaves), self._min
+
+    def _find_compiled(self, points: Floats, is_draw: bool) -> tuple[Indices, Floats]:
+        """`find`, or `draw` with these random numbers; the priorities of the leaves replace ``points``."""
+        leaves = np.zeros(len(points), np.int64)
+        self._min = self._kernels.find(self._bound, points, leaves, is_draw)
+        return leaves, points
 
     # ---- sums ----
 
     def _update(self) -> None:
         """Sum all nodes with stale children."""
+        if self._bind() is not None:
+            self._find_compiled(np.zeros(0), is_draw=False)
+            return
         stale = marked = np.flatnonzero(self._stale)
         if not len(stale):
             return
@@ -113,7 +163,7 @@ class SumTree:
             if level == 1:
                 minima = np.where(minima > 0, minima, np.inf)
             self._mins[level][stale] = minima.min(axis=1)
-        self._ends = self._sums[-1].cumsum()
+        self._sums[-1].cumsum(out=self._ends)
         minima = self._mins[-1]
         self._min = float(minima.min(where=minima > 0, initial=np.inf))
         self._stale[marked] = False
@@ -150,10 +200,12 @@ class SumTree:
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"n_leaves": self.n_leaves, "leaves": self._sums[0][: self.n_leaves].copy()}
+        return {
+            "n_leaves": self.n_leaves, "leaves": self._sums[0][: self.n_leaves].copy(), "compiled": self.compiled
+        }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.n_leaves = state["n_leaves"]
+        self.n_leaves, self.compiled = state["n_leaves"], state.get("compiled")
         leaves = np.zeros(_padded(self.n_leaves), np.float64)
         leaves[: self.n_leaves] = state["leaves"]
         self._build(leaves)

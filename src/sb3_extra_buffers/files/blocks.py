@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.errors import DamagedFileError, FileFormatError
 from sb3_extra_buffers.files import disk
+from sb3_extra_buffers.files.checksums import crc32_function
 from sb3_extra_buffers.kernels.fingerprints import PAGE, fingerprints_of
 from sb3_extra_buffers.stores.arena import SLACK, zeros
 from sb3_extra_buffers.stores.checks import entry, parse_dtype, parse_shape, require, whole
@@ -176,14 +177,22 @@ def _update_fingerprints(
 
 def _put_blocks(out: Appender, flat: Bytes, index: Array, changed: list[int]) -> int:
     """Append the ``changed`` blocks of an array and enter them in its ``index``; return how many bytes it has."""
-    offsets, crcs = index["offset"], index["crc32"]
+    offsets, crcs, crc32 = index["offset"], index["crc32"], crc32_function()
+    # consecutive blocks are appended as one piece of bytes `first` to `stop`
+    first = stop = 0
     for block in changed:
-        data = flat[block * BLOCK : (block + 1) * BLOCK].data
+        start, end = block * BLOCK, min((block + 1) * BLOCK, flat.size)
+        data = flat[start:end].data
         # blocks of zeros are not written
         if data == _ZEROS[: len(data)]:
             offsets[block] = crcs[block] = 0
-        else:
-            offsets[block], crcs[block] = out.put(data), zlib.crc32(data)
+            continue
+        if start != stop or stop - first >= _MAX_PENDING_BYTES:
+            out.put(flat[first:stop].data)
+            first = start
+        stop = end
+        offsets[block], crcs[block] = out.end + start - first, crc32(data)
+    out.put(flat[first:stop].data)
     n_written = int(np.count_nonzero(offsets))
     return n_written * BLOCK - (-flat.size % BLOCK if n_written and offsets[-1] else 0)
 
@@ -219,12 +228,14 @@ class BlockReader:
         out = _allocate(record)
         flat: Bytes = out.reshape(-1).view(np.uint8)
         bad: list[int] = []
+        crc32 = crc32_function()
         index = self.index[record.first : record.first + record.n_blocks]
-        for block in np.flatnonzero(index["offset"]).tolist():
+        for block, (offset, crc) in enumerate(zip(index["offset"].tolist(), index["crc32"].tolist(), strict=True)):
+            if not offset:
+                continue
             target = flat[block * BLOCK : (block + 1) * BLOCK]
-            offset = int(index["offset"][block])
             data = self.data[offset : offset + target.size]
-            if data.size != target.size or zlib.crc32(data.data) != index["crc32"][block]:
+            if data.size != target.size or crc32(data.data) != crc:
                 bad.append(block)
             else:
                 target[:] = data

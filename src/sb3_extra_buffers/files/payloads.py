@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.errors import DamagedFileError
 from sb3_extra_buffers.files.blocks import Appender
+from sb3_extra_buffers.files.checksums import crc32_function
 from sb3_extra_buffers.stores.arena import lengthen
 from sb3_extra_buffers.stores.checks import column, require, within
 from sb3_extra_buffers.stores.file_heap import FileHeap
@@ -73,7 +73,8 @@ def checksum_heap(heap: FileHeap, last: SavedPayloads | None) -> SavedPayloads:
 def _checksums(data: Bytes, offset: int) -> npt.NDArray[np.int64]:
     """Offset, length and checksum of each chunk of ``data``, which starts at ``offset`` of a file."""
     chunks = [(offset + at, data[at : at + CHUNK].data) for at in range(0, data.size, CHUNK)]
-    rows = [(start, len(chunk), zlib.crc32(chunk)) for start, chunk in chunks]
+    crc32 = crc32_function()
+    rows = [(start, len(chunk), crc32(chunk)) for start, chunk in chunks]
     return np.array(rows, np.int64).reshape(-1, 3)
 
 
@@ -124,10 +125,11 @@ def _check_covered(starts: Array, lengths: Array, chunks: Array) -> None:
 
 def damaged_chunks(data: Bytes, chunks: Array) -> list[int]:
     """The chunks whose checksum does not match."""
+    crc32 = crc32_function()
     return [
         chunk
         for chunk, (offset, length, crc) in enumerate(chunks.tolist())
-        if zlib.crc32(data[offset : offset + length].data) != crc
+        if crc32(data[offset : offset + length].data) != crc
     ]
 
 

@@ -8,7 +8,9 @@ from sb3_extra_buffers.kernels.dispatch import (
     frame_kernels,
     has_numba,
     step_kernels,
+    sum_tree_kernels,
     timeline_kernels,
+    window_kernels,
 )
 
 __all__ = [
@@ -19,5 +21,7 @@ __all__ = [
     "frame_kernels",
     "has_numba",
     "step_kernels",
+    "sum_tree_kernels",
     "timeline_kernels",
+    "window_kernels",
 ]

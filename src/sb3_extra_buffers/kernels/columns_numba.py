@@ -185,6 +185,21 @@ part = _part(types.uint8)
 int64_part = _part(types.int64)
 
 
+def column_at(dtype: Any, ndim: int) -> Any:
+    """Return a function ``at(address, shape)`` for compiled code, which views the memory at an address as a column."""
+    kind = ColumnType(dtype, ndim)
+    words = types.UniTuple(types.int64, ndim)
+
+    @intrinsic
+    def at(typing_context: Any, address: Any, shape: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return make_column(context, builder, kind, args[0], cgutils.unpack_tuple(builder, args[1]))
+
+        return kind(types.int64, words), generate
+
+    return at
+
+
 def _on_stack(dtype: Any) -> Any:
     @intrinsic
     def on_stack(typing_context: Any, count: Any) -> Any:

@@ -103,3 +103,19 @@ def step_kernels() -> Any:
     if not has_numba():
         return None
     return compiled_kernels("timeline")
+
+
+@cache
+def sum_tree_kernels() -> Any:
+    """Return the compiled kernels of `_sb3.sum_tree`; None without numba."""
+    if not has_numba():
+        return None
+    return compiled_kernels("sum_tree")
+
+
+@cache
+def window_kernels() -> Any:
+    """Return the compiled kernels that plan and read windows; None without numba."""
+    if not has_numba():
+        return None
+    return compiled_kernels("windows")

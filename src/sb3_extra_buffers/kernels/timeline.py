@@ -204,11 +204,17 @@ def rebuild(tables: TimelineTables) -> None:
         tables.aside[: len(kept)] = tables.aside[kept]
         tables.counters[COUNT] = count = len(kept)
     tables.slots[:] = 0
-    tables.is_aside[:] = 0
-    for row in range(count):
-        key = int(tables.keys[row])
-        link(tables, key, row)
-        flip(tables.is_aside, key)
+    keys = tables.keys[:count]
+    bits = np.zeros(8 * len(tables.is_aside), np.bool_)
+    bits[keys] = True
+    tables.is_aside[:] = np.packbits(bits, bitorder="little")
+    # `link` for all rows at a time: those that find their position taken try the next one
+    rows, at = np.arange(count), (((keys & _LOW_BITS) * _GOLDEN) >> 16) & (len(tables.slots) - 1)
+    while len(rows):
+        is_free = tables.slots[at] == 0
+        tables.slots[at[is_free]] = rows[is_free] + 1
+        is_left = tables.slots[at] != rows + 1
+        rows, at = rows[is_left], (at[is_left] + 1) & (len(tables.slots) - 1)
 
 
 # ---- reading ----
