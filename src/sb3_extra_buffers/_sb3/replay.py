@@ -19,6 +19,7 @@ from sb3_extra_buffers._sb3 import opening  # noqa: F401  # load_replay_buffer l
 from sb3_extra_buffers._sb3.algorithm import check_n_steps, check_space
 from sb3_extra_buffers._sb3.base import NO_MEMORY
 from sb3_extra_buffers._sb3.budget import BudgetMixin
+from sb3_extra_buffers._sb3.frame_steps import FrameSteps
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers._sb3.steps import fit_actions, fit_column, fit_truncations, step_numbers
 from sb3_extra_buffers._sb3.transitions import Transitions
@@ -173,6 +174,11 @@ class ReplayMixin(BudgetMixin, _Base):
         self._adds_directly = all_raw and _inherits(type(self), _ADDING)
         is_n_step = self.n_steps > 1 or self._is_n_step_class
         self._draws_and_reads = all_raw and not is_n_step and _inherits(type(self), _SAMPLING)
+        # whether `FrameSteps` may write whole steps, once the method is known
+        is_single = len(pairs) == len(self._stored) == 1 and not (self._dense or views.is_dict)
+        self._writes_frames = is_single and _inherits(type(self), _ADDING)
+        self._frame_steps: FrameSteps | None = None
+        self._inner_tried: Any = None
         options = self._options
         self._converts = options.output_dtype != "raw" or options.normalize_images
         # the fast path for observations of a Box, if they are stored in the dtype of the space
@@ -211,6 +217,13 @@ class ReplayMixin(BudgetMixin, _Base):
             self._clear_columns()
             # one call into C, which signal handlers cannot interrupt
             self.__dict__.update(pos=0, full=False, n_evicted=0, _unfinished=None)
+            return
+        if type(unfinished) is tuple and isinstance(unfinished[0], FrameSteps):
+            steps, position, n_added = unfinished
+            if steps.has_written(n_added + 1):
+                self._advance(position, n_added + 1, None)
+            else:
+                self._unfinished = None
             return
         if unfinished is not None and self._raw:
             self._prepare_raw()
@@ -253,6 +266,22 @@ class ReplayMixin(BudgetMixin, _Base):
                     sharing.begin()
                 if self._unfinished is not None:
                     self._recover()
+                steps = self._frame_steps
+                if (
+                    steps is not None
+                    and not self.read_only
+                    and self.mmap_folder is None
+                    and self._options.max_bytes is None
+                    and not self.n_evicted
+                    and sharing is None
+                    and steps.is_of(self)
+                ):
+                    position = self.pos
+                    self._unfinished = steps, position, n_added
+                    if steps.put(position, n_added + 1, obs, next_obs, action, reward, done, infos):
+                        self._advance(position, n_added + 1, None)
+                        return
+                    self._unfinished = None
                 if self._raw:
                     transitions = self._prepare_raw()
                     if (
@@ -279,6 +308,8 @@ class ReplayMixin(BudgetMixin, _Base):
                     folder.record_step(obs, next_obs, action, reward, done, infos)
                 self._unfinished = step
                 self._finish_step(step)
+                if self._writes_frames:
+                    self._find_frame_steps()
                 limit = self._options.evict_above
                 if limit is not None:
                     self._evict_beyond(limit)
@@ -287,6 +318,14 @@ class ReplayMixin(BudgetMixin, _Base):
             finally:
                 if sharing is not None:
                     sharing.end()
+
+    def _find_frame_steps(self) -> None:
+        """Have later steps written by one compiled call, if that is possible."""
+        _, view, next_view = self._stored[0]
+        steps, inner = self._frame_steps, view.store.inner
+        if inner is not self._inner_tried or (steps is not None and not steps.is_of(self)):
+            self._frame_steps = FrameSteps.of(self, view, next_view)
+            self._inner_tried = inner
 
     def _position(self) -> int:
         return self.n_added

@@ -12,35 +12,16 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from sb3_extra_buffers.kernels import timeline as reference
-from sb3_extra_buffers.kernels.columns_numba import ColumnType, as_column, make_column
+from sb3_extra_buffers.kernels.addresses_numba import bytes_at, float32_at, int32_at, int64_at, rows_at
+from sb3_extra_buffers.kernels.columns_numba import as_column
 from sb3_extra_buffers.kernels.compiling import compiled, entry, inner, replaces, use_reference
 from sb3_extra_buffers.kernels.intrinsics import address_of, copy_bytes, equal_bytes, prefetch
 from sb3_extra_buffers.kernels.timeline import N_OBS, N_STREAMS, TimelineTables
 
 _WORD, _INT32 = ir.IntType(64), ir.IntType(32)
-
-
-def _at(dtype: Any, ndim: int) -> Any:
-    kind = ColumnType(dtype, ndim)
-    words = types.UniTuple(types.int64, ndim)
-
-    @intrinsic
-    def at(typing_context: Any, address: Any, shape: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return make_column(context, builder, kind, args[0], cgutils.unpack_tuple(builder, args[1]))
-
-        return kind(types.int64, words), generate
-
-    return at
-
-
-# ``rows_at(address, shape)``: the memory at an address as a column
-_rows_at, _bytes_at = _at(types.uint8, 2), _at(types.uint8, 1)
-_int64_at, _int32_at, _float32_at = _at(types.int64, 1), _at(types.int32, 1), _at(types.float32, 1)
 
 
 @intrinsic
@@ -70,12 +51,12 @@ def bind_tables(tables: TimelineTables) -> npt.NDArray[np.int64]:
 @inner
 def _tables_at(bound: Any) -> Any:
     return TimelineTables(
-        _rows_at(bound[0], (bound[1], bound[2])),
-        _bytes_at(bound[3], (bound[4],)),
-        _int32_at(bound[5], (bound[6],)),
-        _int64_at(bound[7], (bound[8],)),
-        _rows_at(bound[9], (bound[10], bound[11])),
-        _int64_at(bound[12], (bound[13],)),
+        rows_at(bound[0], (bound[1], bound[2])),
+        bytes_at(bound[3], (bound[4],)),
+        int32_at(bound[5], (bound[6],)),
+        int64_at(bound[7], (bound[8],)),
+        rows_at(bound[9], (bound[10], bound[11])),
+        int64_at(bound[12], (bound[13],)),
     )
 
 
@@ -106,7 +87,7 @@ def _copy_next(target: Any, begin: Any, tables: Any, i: Any) -> None:
         address = address_of(tables.aside, _row_aside(tables, i) * size)
     else:
         address = address_of(tables.rows, _following(tables, i) * size)
-    copy_bytes(target, begin, _bytes_at(address, (size,)), 0, size)
+    copy_bytes(target, begin, bytes_at(address, (size,)), 0, size)
 
 
 @entry
@@ -168,7 +149,7 @@ _AHEAD = 6
 @inner
 def _update(target: Any, source: Any, size: Any) -> None:
     """Copy ``size`` bytes between addresses, unless they are equal: zeros that are never written take no memory."""
-    to, new = _bytes_at(target, (size,)), _bytes_at(source, (size,))
+    to, new = bytes_at(target, (size,)), bytes_at(source, (size,))
     if not equal_bytes(to, 0, new, 0, size):
         copy_bytes(to, 0, new, 0, size)
 
@@ -177,9 +158,9 @@ def _update(target: Any, source: Any, size: Any) -> None:
 def _write_key(plan: Any, key: Any, first: Any, obs: Any, next_obs: Any) -> None:
     """Write the observations and next observations of all environments, given by their addresses."""
     n_envs = plan[PLAN_ENVS]
-    tables = _tables_at(_int64_at(plan[PLAN_KEYS + 3 * key], (14,)))
+    tables = _tables_at(int64_at(plan[PLAN_KEYS + 3 * key], (14,)))
     size = tables.rows.shape[1]
-    staged, next_staged = _rows_at(obs, (n_envs, size)), _rows_at(next_obs, (n_envs, size))
+    staged, next_staged = rows_at(obs, (n_envs, size)), rows_at(next_obs, (n_envs, size))
     for env in range(n_envs):
         _write_obs(tables, first + env, staged, env)
     for env in range(n_envs):
@@ -187,10 +168,10 @@ def _write_key(plan: Any, key: Any, first: Any, obs: Any, next_obs: Any) -> None
 
 
 @inner
-def _write_columns(plan: Any, position: Any, action: Any, reward: Any) -> None:
+def write_columns(plan: Any, position: Any, action: Any, reward: Any) -> None:
     n_envs, first = plan[PLAN_ENVS], position * plan[PLAN_ENVS]
     size = n_envs * plan[PLAN_ACTION_BYTES]
-    copy_bytes(_bytes_at(plan[PLAN_ACTIONS], (0,)), position * size, _bytes_at(action, (0,)), 0, size)
+    copy_bytes(bytes_at(plan[PLAN_ACTIONS], (0,)), position * size, bytes_at(action, (0,)), 0, size)
     _update(plan[PLAN_REWARDS] + 4 * first, reward, 4 * n_envs)
     _update(plan[PLAN_DONES] + 4 * first, plan[PLAN_DONE], 4 * n_envs)
     if plan[PLAN_TIMEOUT]:
@@ -204,7 +185,7 @@ def write_step(plan: Any, position: int) -> None:
     for key in range(plan[PLAN_N_KEYS]):
         at = PLAN_KEYS + 3 * key
         _write_key(plan, key, position * plan[PLAN_ENVS], plan[at + 1], plan[at + 2])
-    _write_columns(plan, position, plan[PLAN_ACTION], plan[PLAN_REWARD])
+    write_columns(plan, position, plan[PLAN_ACTION], plan[PLAN_REWARD])
 
 
 @inner
@@ -212,17 +193,17 @@ def _write_arrays(plan: Any, position: Any, obs: Any, next_obs: Any, action: Any
     n_envs = plan[PLAN_ENVS]
     if len(reward) != n_envs or len(done) != n_envs or not 0 <= position < plan[PLAN_STEPS]:
         return 0
-    staged = _float32_at(plan[PLAN_DONE], (n_envs,))
+    staged = float32_at(plan[PLAN_DONE], (n_envs,))
     for env in range(n_envs):
         staged[env] = done[env]
     _write_key(plan, 0, position * n_envs, address_of(obs, 0), address_of(next_obs, 0))
-    _write_columns(plan, position, address_of(action, 0), address_of(reward, 0))
+    write_columns(plan, position, address_of(action, 0), address_of(reward, 0))
     return 1
 
 
 @inner
 def _fits(plan: Any, obs: Any, next_obs: Any, n_action_bytes: Any) -> bool:
-    size = _int64_at(plan[PLAN_KEYS], (14,))[2]
+    size = int64_at(plan[PLAN_KEYS], (14,))[2]
     fits = obs.shape[0] == next_obs.shape[0] == plan[PLAN_ENVS] and obs.shape[1] * obs.itemsize == size
     return fits and obs.shape[1] == next_obs.shape[1] and n_action_bytes == plan[PLAN_ENVS] * plan[PLAN_ACTION_BYTES]
 
@@ -312,7 +293,7 @@ def read_batch(
     start = -address_of(out, 0) & (ALIGNMENT - 1)
     begin = start
     for key in range(plan[PLAN_N_KEYS]):
-        tables = _tables_at(_int64_at(plan[PLAN_KEYS + 3 * key], (14,)))
+        tables = _tables_at(int64_at(plan[PLAN_KEYS + 3 * key], (14,)))
         size = tables.rows.shape[1]
         next_begin = begin + _aligned(count * size)
         for number in range(count):
@@ -326,12 +307,12 @@ def read_batch(
         begin = next_begin + _aligned(count * size)
     n_all = n_steps * n_envs
     size = plan[PLAN_ACTION_BYTES]
-    actions = _bytes_at(plan[PLAN_ACTIONS], (0,))
-    rewards, is_done = _float32_at(plan[PLAN_REWARDS], (n_all,)), _float32_at(plan[PLAN_DONES], (n_all,))
-    is_timeout = _float32_at(plan[PLAN_TIMEOUTS], (n_all,))
+    actions = bytes_at(plan[PLAN_ACTIONS], (0,))
+    rewards, is_done = float32_at(plan[PLAN_REWARDS], (n_all,)), float32_at(plan[PLAN_DONES], (n_all,))
+    is_timeout = float32_at(plan[PLAN_TIMEOUTS], (n_all,))
     dones_at = begin + _aligned(count * size)
-    out_dones = _float32_at(address_of(out, dones_at), (count,))
-    out_rewards = _float32_at(address_of(out, dones_at + _aligned(4 * count)), (count,))
+    out_dones = float32_at(address_of(out, dones_at), (count,))
+    out_rewards = float32_at(address_of(out, dones_at + _aligned(4 * count)), (count,))
     for number in range(count):
         i = steps[number] * n_envs + envs[number]
         copy_bytes(out, begin + number * size, actions, i * size, size)
