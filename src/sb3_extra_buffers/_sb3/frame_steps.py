@@ -51,6 +51,8 @@ class FrameSteps:
         # SB3 passes discrete actions without their last axis
         self._flat_actions = action.dtype == np.int64
         self._plan = np.zeros(at.PLAN_SIZE, np.int64)
+        # numba takes an integer faster than an array
+        self._plan_address = int(self._plan.ctypes.data)
         values = {
             at.PLAN_ENVS: self._n_envs,
             at.PLAN_STEPS: len(self._actions),
@@ -127,14 +129,17 @@ class FrameSteps:
         )
 
     def put(
-        self, position: int, number: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any
-    ) -> bool:
+        self, buffer: Any, position: int, number: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any,
+        infos: Any,
+    ) -> bool:  # fmt: skip
         """Write a step that needs no conversion and was not truncated; ``number`` is that of the step.
 
         Returns False for any other step, and changes nothing.
         """
         if self._n_skipped:
             self._n_skipped -= 1
+            return False
+        if not self.is_of(buffer):
             return False
         if self._with_timeouts:
             if type(infos) is not list or len(infos) != self._n_envs:
@@ -144,7 +149,7 @@ class FrameSteps:
                     return False
         if self._flat_actions and type(action) is _ARRAY and action.ndim == 2:
             action = action.reshape(-1)
-        arguments = self._plan, position, number, obs, next_obs, action, reward, done
+        arguments = self._plan_address, position, number, obs, next_obs, action, reward, done
         try:
             return self._store.write_direct(self, self._inner, arguments)
         except TypeError:

@@ -169,14 +169,16 @@ class ReplayMixin(BudgetMixin, _Base):
             if position:
                 view.store.readers = self._raw[0][1].store.readers
         self._transitions = Transitions.of(self, self._raw)
-        # whether the fast paths apply: nothing is encoded, and no subclass overrides the methods that they bypass
+        # whether the fast paths apply: no subclass overrides the methods that they bypass. Either nothing is
+        # encoded, or there is a single key: `FrameSteps` may write its observations, once the method is known
         all_raw = not (self._stored or self._dense)
-        self._adds_directly = all_raw and _inherits(type(self), _ADDING)
+        is_single = len(pairs) == len(self._stored) == 1 and not (self._dense or views.is_dict)
+        self._adds_directly = (all_raw or is_single) and _inherits(type(self), _ADDING)
         is_n_step = self.n_steps > 1 or self._is_n_step_class
         self._draws_and_reads = all_raw and not is_n_step and _inherits(type(self), _SAMPLING)
-        # whether `FrameSteps` may write whole steps, once the method is known
-        is_single = len(pairs) == len(self._stored) == 1 and not (self._dense or views.is_dict)
-        self._writes_frames = is_single and _inherits(type(self), _ADDING)
+        for name in ("read_only", "mmap_folder", "_sharing"):
+            # `add` reads them at every step, and Python finds them faster here than in the class
+            vars(self).setdefault(name, getattr(self, name))
         self._frame_steps: FrameSteps | None = None
         self._inner_tried: Any = None
         options = self._options
@@ -219,7 +221,7 @@ class ReplayMixin(BudgetMixin, _Base):
             self.__dict__.update(pos=0, full=False, n_evicted=0, _unfinished=None)
             return
         if type(unfinished) is tuple and isinstance(unfinished[0], FrameSteps):
-            steps, position, n_added = unfinished
+            steps, position, n_added, *_ = unfinished
             if steps.has_written(n_added + 1):
                 self._advance(position, n_added + 1, None)
             else:
@@ -266,38 +268,33 @@ class ReplayMixin(BudgetMixin, _Base):
                     sharing.begin()
                 if self._unfinished is not None:
                     self._recover()
-                steps = self._frame_steps
+                # the step is one compiled call, unless something has to be converted, recorded or evicted
+                writer: Any = self._frame_steps if self._transitions is None else self._transitions
                 if (
-                    steps is not None
+                    writer is not None
+                    and self._adds_directly
                     and not self.read_only
                     and self.mmap_folder is None
                     and self._options.max_bytes is None
                     and not self.n_evicted
-                    and sharing is None
-                    and steps.is_of(self)
                 ):
                     position = self.pos
-                    self._unfinished = steps, position, n_added
-                    if steps.put(position, n_added + 1, obs, next_obs, action, reward, done, infos):
-                        self._advance(position, n_added + 1, None)
+                    self._unfinished = writer, position, n_added, obs, next_obs, action, reward, done, infos
+                    if writer.put(self, position, n_added + 1, obs, next_obs, action, reward, done, infos):
+                        # `_advance`, inlined
+                        self.n_added = n_added + 1
+                        if self._step_added is not None:
+                            self._step_added(position, None)
+                        position += 1
+                        if position == self.buffer_size:
+                            self.full = True
+                            position = 0
+                        self.pos = position
+                        self._unfinished = None
                         return
                     self._unfinished = None
                 if self._raw:
-                    transitions = self._prepare_raw()
-                    if (
-                        transitions is not None
-                        and self._adds_directly
-                        and not self.read_only
-                        and self.mmap_folder is None
-                        and self._options.max_bytes is None
-                        and not self.n_evicted
-                    ):
-                        position = self.pos
-                        self._unfinished = transitions, position, n_added, obs, next_obs, action, reward, done, infos
-                        if transitions.put(position, obs, next_obs, action, reward, done, infos):
-                            self._advance(position, n_added + 1, None)
-                            return
-                        self._unfinished = None
+                    self._prepare_raw()
                 step = self._fit_step(obs, next_obs, action, reward, done, infos)
                 folder = self.mmap_folder
                 if folder is not None:
@@ -308,7 +305,7 @@ class ReplayMixin(BudgetMixin, _Base):
                     folder.record_step(obs, next_obs, action, reward, done, infos)
                 self._unfinished = step
                 self._finish_step(step)
-                if self._writes_frames:
+                if self._adds_directly and self._stored and sharing is None:
                     self._find_frame_steps()
                 limit = self._options.evict_above
                 if limit is not None:
@@ -598,6 +595,8 @@ class ReplayMixin(BudgetMixin, _Base):
             if self._sharing is None:
                 from sb3_extra_buffers._sb3.sharing import BufferSharing
 
+                # readers follow what the stores report; the fast path reports nothing
+                self._frame_steps = self._inner_tried = None
                 self._sharing = BufferSharing(self)
             return self._sharing.handle
 

@@ -91,16 +91,16 @@ def _write_step(
 
 
 def _write_direct(
-    plan: Any, position: int, number: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any
+    address: int, position: int, number: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any
 ) -> int:
     """Write step ``position``, without truncations, from the arrays passed to `add`; ``number`` counts the steps.
 
-    Observations and next observations of all environments are rows. Returns the row where capacity ran out: the caller
-    makes space, and calls again with this row as ``PLAN_FIRST``. Returns the number of rows once the whole step is
-    written and committed, or one more if the caller should free segments. Returns -1 if an array does not have the
-    shape of a step; then nothing has been changed.
+    ``address`` is that of the plan. Observations and next observations of all environments are rows. Returns the row
+    where capacity ran out: the caller makes space, and calls again with this row as ``PLAN_FIRST``. Returns the number
+    of rows once the whole step is written and committed, or one more if the caller should free segments. Returns -1 if
+    an array does not have the shape of a step; then nothing has been changed.
     """
-    plan = as_column(plan)
+    plan = int64_at(address, (PLAN_SIZE,))
     action_bytes = action.size * action.itemsize
     if not (
         _fits(plan, position, obs, action_bytes, len(reward), len(done))
@@ -135,7 +135,9 @@ def direct_kernel(plan: Any, obs: Any, action: Any) -> Any:
         return None
     if not kernel.signatures:
         # position -1 writes nothing: compile the kernel, or load it, for these arrays only
-        kernel(plan, -1, 0, obs, obs, action, np.zeros(len(obs), np.float32), np.zeros(len(obs), np.bool_))
+        kernel(
+            int(plan.ctypes.data), -1, 0, obs, obs, action, np.zeros(len(obs), np.float32), np.zeros(len(obs), np.bool_)
+        )
         kernel.disable_compile()
     return kernel
 

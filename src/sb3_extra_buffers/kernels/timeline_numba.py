@@ -19,7 +19,7 @@ from sb3_extra_buffers.kernels.addresses_numba import bytes_at, float32_at, int3
 from sb3_extra_buffers.kernels.columns_numba import as_column
 from sb3_extra_buffers.kernels.compiling import compiled, entry, inner, replaces, use_reference
 from sb3_extra_buffers.kernels.intrinsics import address_of, copy_bytes, equal_bytes, prefetch
-from sb3_extra_buffers.kernels.timeline import N_OBS, N_STREAMS, TimelineTables
+from sb3_extra_buffers.kernels.timeline import COUNT, N_OBS, N_STREAMS, TimelineTables
 
 _WORD, _INT32 = ir.IntType(64), ir.IntType(32)
 
@@ -203,17 +203,22 @@ def _write_arrays(plan: Any, position: Any, obs: Any, next_obs: Any, action: Any
 
 @inner
 def _fits(plan: Any, obs: Any, next_obs: Any, n_action_bytes: Any) -> bool:
-    size = int64_at(plan[PLAN_KEYS], (14,))[2]
+    tables = _tables_at(int64_at(plan[PLAN_KEYS], (14,)))
+    if tables.counters[COUNT] + 2 * plan[PLAN_ENVS] > len(tables.keys):
+        return False
+    size = tables.rows.shape[1]
     fits = obs.shape[0] == next_obs.shape[0] == plan[PLAN_ENVS] and obs.shape[1] * obs.itemsize == size
     return fits and obs.shape[1] == next_obs.shape[1] and n_action_bytes == plan[PLAN_ENVS] * plan[PLAN_ACTION_BYTES]
 
 
-def _write_direct(plan: Any, position: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any) -> int:
+def _write_direct(address: int, position: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any) -> int:
     """The fast path of `add`: write a step of a single key, without truncations, from the arrays passed to `add`.
 
-    Returns 1, or 0 if an array does not have the shape of a step; then nothing has been changed.
+    ``address`` is that of the plan.
+
+    Returns 1, or 0 if there is no space or an array does not have the shape of a step; then nothing has been changed.
     """
-    plan = as_column(plan)
+    plan = int64_at(address, (PLAN_KEYS,))
     if not _fits(plan, obs, next_obs, action.size * action.itemsize):
         return 0
     return _write_arrays(
@@ -226,7 +231,8 @@ def _direct_entry(obs_dtype: str, action_dtype: str) -> Any:
     name = f"write_{obs_dtype}_{action_dtype}"
     copy = FunctionType(_write_direct.__code__, globals(), name)
     copy.__qualname__ = name
-    return entry(copy)
+    # so short that releasing the interpreter's lock would take longer than it helps other threads
+    return entry(copy, nogil=False)
 
 
 # a kernel for each combination of dtypes: numba checks dtypes faster than Python does
@@ -242,7 +248,9 @@ def direct_kernel(plan: Any, obs: Any, action: Any) -> Any:
         return None
     if not kernel.signatures:
         # position -1 writes nothing: compile the kernel, or load it, for these dtypes only
-        kernel(plan, -1, obs, obs, action, np.zeros(len(obs), np.float32), np.zeros(len(obs), np.bool_))
+        kernel(
+            int(plan.ctypes.data), -1, obs, obs, action, np.zeros(len(obs), np.float32), np.zeros(len(obs), np.bool_)
+        )
         kernel.disable_compile()
     return kernel
 
