@@ -100,6 +100,7 @@ def test_arguments_of_the_usual_kinds_take_one_compiled_call() -> None:
         {"next_obs": None},
         {"action": np.zeros(3, np.int64)},
         {"reward": np.zeros(3, np.float32)},
+        {"reward": []},  # another error of numba's than for other lists
         {"done": np.zeros(3, np.bool_)},
         {"infos": [{}] * 3},
     ],

@@ -18,7 +18,7 @@ Array = npt.NDArray[Any]
 
 _COLUMNS = ("actions", "rewards", "dones", "timeouts")
 _ARRAY, _BYTE = np.ndarray, np.dtype(np.uint8)
-# after a step that the kernel does not take, this many are not even tried: they are usually of the same kind
+# how many steps are not tried after one that the kernel refused
 _N_SKIPPED = 64
 # in place of bound tables
 _UNBOUND = object()
@@ -116,6 +116,10 @@ class FrameSteps:
         plan[at.PLAN_FIRST] = first
         self._bound = bound
 
+    def skip_steps(self) -> None:
+        """Do not try the next steps: their arrays will probably be of the same kind as those that were refused."""
+        self._n_skipped = _N_SKIPPED
+
     # ---- writing ----
 
     def is_of(self, buffer: Any) -> bool:
@@ -150,12 +154,7 @@ class FrameSteps:
         if self._flat_actions and type(action) is _ARRAY and action.ndim == 2:
             action = action.reshape(-1)
         arguments = self._plan_address, position, number, obs, next_obs, action, reward, done
-        try:
-            return self._store.write_direct(self, self._inner, arguments)
-        except TypeError:
-            # an argument is not an array, or not of the stored dtype, or not contiguous
-            self._n_skipped = _N_SKIPPED
-            return False
+        return self._store.write_direct(self, self._inner, arguments)
 
     def has_written(self, number: int) -> bool:
         """Whether step ``number`` was written by the last call, which was interrupted; recovers the store."""

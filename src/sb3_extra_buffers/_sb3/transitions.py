@@ -184,8 +184,8 @@ class Transitions:
                 readers.exclude()
             written: int = kernel(self._plan_address, position, obs, next_obs, action, reward, done)
             return written == 1
-        except TypeError:
-            # an argument is not an array, or not of the stored dtype
+        except (TypeError, ValueError):
+            # of numba: an argument is not an array, or not of the stored dtype
             return False
         finally:
             readers.writing = False

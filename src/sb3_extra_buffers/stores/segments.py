@@ -72,6 +72,8 @@ class DirectWriter(Protocol):
 
     def bind(self, inner: SegmentStore, first: int = 0) -> None: ...
 
+    def skip_steps(self) -> None: ...
+
 
 class SegmentStore(PortableSegmentStore):
     """A frame store whose segments hold consecutive frames of a stream as differences.
@@ -195,9 +197,11 @@ class SegmentStore(PortableSegmentStore):
         self.dirty = True
         try:
             written: int = writer.write(*arguments)
-        except TypeError:
+        except (TypeError, ValueError):
+            # of numba: an argument is not an array, or not of the stored dtype, or not contiguous
             self.dirty = False
-            raise
+            writer.skip_steps()
+            return False
         if written == writer.n_rows:
             self.dirty = False
             return True
