@@ -198,6 +198,7 @@ def test_arguments_of_every_kind_are_stored_as_in_sb3(how: str, compiled: bool) 
         {"next_obs": None},
         {"action": np.zeros((2, 4), np.float32)},
         {"reward": np.zeros(3, np.float32)},
+        {"reward": []},
         {"done": np.zeros(3, np.bool_)},
         {"infos": [{}] * 3},
         {"infos": 3},

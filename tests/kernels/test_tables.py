@@ -10,12 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sb3_extra_buffers.kernels import has_numba
-from sb3_extra_buffers.kernels.tables import ENTRIES, CodeHash, codes_of, hash_codes, table_kernels
+from sb3_extra_buffers.kernels import has_numba, tables
+from sb3_extra_buffers.kernels.tables import ENTRIES, CodeHash, codes_of, hash_codes, line_hash, table_kernels
 from tests.contracts.store import KERNELS, UNWRITTEN, examples
 
 # bytes per unit, units, and units in a plane (0: the bytes of a unit are together)
-SHAPES = [(3, 1, 0), (3, 200, 0), (3, 210, 70), (4, 65, 0), (4, 128, 64), (4, 4, 1), (2, 130, 0), (8, 77, 0)]
+SHAPES = [
+    (3, 1, 0),
+    (3, 200, 0),
+    (3, 210, 70),
+    (3, 512, 256),
+    (3, 400, 200),
+    (4, 65, 0),
+    (4, 128, 64),
+    (4, 4, 1),
+    (2, 130, 0),
+    (8, 77, 0),
+]
 
 
 def make_table(unit: int, n_codes: int, seed: int = 0) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
@@ -33,6 +44,31 @@ def make_table(unit: int, n_codes: int, seed: int = 0) -> tuple[npt.NDArray[np.u
 
 def find(codes: npt.NDArray[np.uint64]) -> CodeHash:
     return hash_codes(codes, np.arange(len(codes), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("n_codes", [1, 2, 37, 180, 250, 256])
+def test_lines_of_pixels_have_a_hash_without_collisions(n_codes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "has_line_hashes", lambda: True)
+    codes, _ = make_table(3, n_codes)
+    hashed = line_hash(codes, np.arange(n_codes, dtype=np.uint8))
+    assert hashed[-1] == 1
+    matrices = hashed[2 * ENTRIES : -1].reshape(2, 3, 8)
+    # as the processor's manual has it: bit i is the parity of the bits that byte 7 - i of the matrix selects
+    sums = np.zeros((2, n_codes), np.int64)
+    for k in range(3):
+        part = (codes >> np.uint64(8 * k)).astype(np.uint8)
+        for bit in range(8):
+            selected = matrices[:, k, 7 - bit][:, None] & part
+            sums ^= (np.unpackbits(selected[..., None], axis=-1).sum(axis=-1) & 1).astype(np.int64) << bit
+    slots = sums[1] ^ hashed[sums[0]]
+    assert len(np.unique(slots)) == n_codes
+    np.testing.assert_array_equal(hashed[ENTRIES + slots], np.arange(n_codes))
+
+
+def test_only_pixels_of_three_bytes_have_a_hash_for_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "has_line_hashes", lambda: True)
+    codes, _ = make_table(4, 9)
+    assert not line_hash(codes, np.arange(9, dtype=np.uint8)).any()
 
 
 @pytest.mark.parametrize("compiled", KERNELS)

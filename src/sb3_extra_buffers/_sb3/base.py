@@ -30,7 +30,7 @@ NO_MEMORY = (MemoryError, th.cuda.OutOfMemoryError)
 # attributes that belong to this process or to a file, and those that `_use_views` sets again
 _NOT_COPIED = frozenset(
     {"_lock", "mmap_folder", "last_save", "read_only", "_unfinished", "_stored", "_dense", "_raw", "_transitions"}
-    | {"_sharing", "_window_reader"}
+    | {"_sharing", "_window_reader", "_frame_steps", "_inner_tried"}
 )
 
 # whether SB3's own `_get_samples` is running: every array that it converts was just gathered or decoded

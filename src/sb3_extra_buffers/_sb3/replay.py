@@ -19,6 +19,7 @@ from sb3_extra_buffers._sb3 import opening  # noqa: F401  # load_replay_buffer l
 from sb3_extra_buffers._sb3.algorithm import check_n_steps, check_space
 from sb3_extra_buffers._sb3.base import NO_MEMORY
 from sb3_extra_buffers._sb3.budget import BudgetMixin
+from sb3_extra_buffers._sb3.frame_steps import FrameSteps
 from sb3_extra_buffers._sb3.options import StorageOptions
 from sb3_extra_buffers._sb3.steps import fit_actions, fit_column, fit_flags, fit_truncations, step_numbers
 from sb3_extra_buffers._sb3.transitions import Transitions
@@ -168,11 +169,18 @@ class ReplayMixin(BudgetMixin, _Base):
             if position:
                 view.store.readers = self._raw[0][1].store.readers
         self._transitions = Transitions.of(self, self._raw)
-        # whether the fast paths apply: nothing is encoded, and no subclass overrides the methods that they bypass
+        # whether the fast paths apply: no subclass overrides the methods that they bypass. Either nothing is
+        # encoded, or there is a single key: `FrameSteps` may write its observations, once the method is known
         all_raw = not (self._stored or self._dense)
-        self._adds_directly = all_raw and _inherits(type(self), _ADDING)
+        is_single = len(pairs) == len(self._stored) == 1 and not (self._dense or views.is_dict)
+        self._adds_directly = (all_raw or is_single) and _inherits(type(self), _ADDING)
         is_n_step = self.n_steps > 1 or self._is_n_step_class
         self._draws_and_reads = all_raw and not is_n_step and _inherits(type(self), _SAMPLING)
+        for name in ("read_only", "mmap_folder", "_sharing"):
+            # `add` reads them at every step, and Python finds them faster here than in the class
+            vars(self).setdefault(name, getattr(self, name))
+        self._frame_steps: FrameSteps | None = None
+        self._inner_tried: Any = None
         options = self._options
         self._converts = options.output_dtype != "raw" or options.normalize_images
         # the fast path for observations of a Box, if they are stored in the dtype of the space
@@ -211,6 +219,13 @@ class ReplayMixin(BudgetMixin, _Base):
             self._clear_columns()
             # one call into C, which signal handlers cannot interrupt
             self.__dict__.update(pos=0, full=False, n_evicted=0, _unfinished=None)
+            return
+        if type(unfinished) is tuple and isinstance(unfinished[0], FrameSteps):
+            steps, position, n_added, *_ = unfinished
+            if steps.has_written(n_added + 1):
+                self._advance(position, n_added + 1, None)
+            else:
+                self._unfinished = None
             return
         if unfinished is not None and self._raw:
             self._prepare_raw()
@@ -253,22 +268,33 @@ class ReplayMixin(BudgetMixin, _Base):
                     sharing.begin()
                 if self._unfinished is not None:
                     self._recover()
-                if self._raw:
-                    transitions = self._prepare_raw()
-                    if (
-                        transitions is not None
-                        and self._adds_directly
-                        and not self.read_only
-                        and self.mmap_folder is None
-                        and self._options.max_bytes is None
-                        and not self.n_evicted
-                    ):
-                        position = self.pos
-                        self._unfinished = transitions, position, n_added, obs, next_obs, action, reward, done, infos
-                        if transitions.put(position, obs, next_obs, action, reward, done, infos):
-                            self._advance(position, n_added + 1, None)
-                            return
+                # the step is one compiled call, unless something has to be converted, recorded or evicted
+                writer: Any = self._frame_steps if self._transitions is None else self._transitions
+                if (
+                    writer is not None
+                    and self._adds_directly
+                    and not self.read_only
+                    and self.mmap_folder is None
+                    and self._options.max_bytes is None
+                    and not self.n_evicted
+                ):
+                    position = self.pos
+                    self._unfinished = writer, position, n_added, obs, next_obs, action, reward, done, infos
+                    if writer.put(self, position, n_added + 1, obs, next_obs, action, reward, done, infos):
+                        # `_advance`, inlined
+                        self.n_added = n_added + 1
+                        if self._step_added is not None:
+                            self._step_added(position, None)
+                        position += 1
+                        if position == self.buffer_size:
+                            self.full = True
+                            position = 0
+                        self.pos = position
                         self._unfinished = None
+                        return
+                    self._unfinished = None
+                if self._raw:
+                    self._prepare_raw()
                 step = self._fit_step(obs, next_obs, action, reward, done, infos)
                 folder = self.mmap_folder
                 if folder is not None:
@@ -281,6 +307,8 @@ class ReplayMixin(BudgetMixin, _Base):
                     folder.record_step(obs, next_obs, action, reward, done, infos)
                 self._unfinished = step
                 self._finish_step(step)
+                if self._adds_directly and self._stored and sharing is None:
+                    self._find_frame_steps()
                 limit = self._options.evict_above
                 if limit is not None:
                     self._evict_beyond(limit)
@@ -289,6 +317,14 @@ class ReplayMixin(BudgetMixin, _Base):
             finally:
                 if sharing is not None:
                     sharing.end()
+
+    def _find_frame_steps(self) -> None:
+        """Have later steps written by one compiled call, if that is possible."""
+        _, view, next_view = self._stored[0]
+        steps, inner = self._frame_steps, view.store.inner
+        if inner is not self._inner_tried or (steps is not None and not steps.is_of(self)):
+            self._frame_steps = FrameSteps.of(self, view, next_view)
+            self._inner_tried = inner
 
     def _position(self) -> int:
         return self.n_added
@@ -561,6 +597,8 @@ class ReplayMixin(BudgetMixin, _Base):
             if self._sharing is None:
                 from sb3_extra_buffers._sb3.sharing import BufferSharing
 
+                # readers follow what the stores report; the fast path reports nothing
+                self._frame_steps = self._inner_tried = None
                 self._sharing = BufferSharing(self)
             return self._sharing.handle
 

@@ -60,6 +60,9 @@ def fit_actions(column: Array, actions: Any) -> Array:
 
 def fit_column(values: Any, n_envs: int, name: str, dtype: Any = np.float32) -> Array:
     """Return one number for each environment, such as rewards; a single number is repeated."""
+    # fast path: an array of one number for each environment is at most cast
+    if type(values) is np.ndarray and values.shape == (n_envs,) and values.dtype.kind in "biuf":
+        return values if values.dtype == dtype else values.astype(dtype)
     array = as_array(values, name)
     if array.dtype.kind not in "biuf":
         raise SpecMismatchError(f"{name} has dtype {array.dtype}; pass a number for each of {n_envs} environments")

@@ -52,6 +52,8 @@ class Transitions:
         self._has_timeout = False
         self._with_timeouts = bool(buffer.handle_timeout_termination)
         self._plan = self._make_plan(self._with_timeouts)
+        # numba takes an integer faster than an array
+        self._plan_address = int(self._plan.ctypes.data)
         # SB3 passes discrete actions without their last axis
         self._flat_actions = self._action.dtype == np.int64 and self._action.ndim == 2
         self._direct: Any = None
@@ -65,6 +67,8 @@ class Transitions:
                 self._matrix_shape = row.shape
                 row = row.reshape(len(row), -1)
             self._direct = self._kernels.direct_kernel(self._plan, row, action)
+        #: The only store, with its tables, if a kernel writes the arrays that are passed to `add`.
+        self._single = None if self._direct is None else self._stores[0][:3]
         self._layouts: dict[int, Layout] = {}
         self._random = GlobalGenerator()
 
@@ -100,8 +104,8 @@ class Transitions:
             plan += [bound.ctypes.data, obs.ctypes.data, next_obs.ctypes.data]
         return np.array(plan, np.int64)
 
-    def is_current(self, buffer: Any) -> bool:
-        """Whether the buffer still has the arrays that this object was made for, with space for another step."""
+    def is_of(self, buffer: Any) -> bool:
+        """Whether the buffer still has the arrays that this object was made for."""
         if (
             buffer.actions is not self._actions
             or buffer.rewards is not self._rewards
@@ -110,20 +114,46 @@ class Transitions:
             or buffer.handle_timeout_termination != self._with_timeouts
         ):
             return False
-        for store, inner, state, counters, most in self._stores:
+        for store, inner, state, _, _ in self._stores:
             if store.inner is not inner or inner.state is not state or inner.replaced is not None:
-                return False
-            if counters.item(COUNT) > most:
                 return False
         return True
 
+    def is_current(self, buffer: Any) -> bool:
+        """Whether the buffer still has the same arrays, with space for another step."""
+        return self.is_of(buffer) and self._has_space()
+
+    def _has_space(self) -> bool:
+        return all(counters.item(COUNT) <= most for _, _, _, counters, most in self._stores)
+
     # ---- writing ----
 
-    def put(self, position: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> bool:
+    def put(
+        self, buffer: Any, position: int, number: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any,
+        infos: Any,
+    ) -> bool:  # fmt: skip
         """The fast path of `ReplayMixin.add`: write a step that needs no conversion and was not truncated.
 
         Returns False for any other step, and changes nothing.
         """
+        single = self._single
+        if single is None:
+            if not self.is_of(buffer):
+                return False
+        else:
+            # `is_of`, inlined
+            store, inner, state = single
+            if (
+                buffer.actions is not self._actions
+                or buffer.rewards is not self._rewards
+                or buffer.dones is not self._dones
+                or buffer.timeouts is not self._timeouts
+                or buffer.handle_timeout_termination != self._with_timeouts
+                or store.inner is not inner
+                or inner.state is not state
+                or inner.replaced is not None
+            ):
+                return False
         if self._with_timeouts:
             if type(infos) is not list or len(infos) != self._n_envs:
                 return False
@@ -135,7 +165,8 @@ class Transitions:
                 self._has_timeout = False
         kernel = self._direct
         if kernel is None:
-            if not (0 <= position < self._n_steps and self._stage(obs, next_obs, action, reward, done)):
+            fits = 0 <= position < self._n_steps and self._has_space()
+            if not (fits and self._stage(obs, next_obs, action, reward, done)):
                 return False
             self._write_staged(position)
             return True
@@ -151,10 +182,10 @@ class Transitions:
             readers.writing = True
             if readers.stripes:
                 readers.exclude()
-            written: int = kernel(self._plan, position, obs, next_obs, action, reward, done)
+            written: int = kernel(self._plan_address, position, obs, next_obs, action, reward, done)
             return written == 1
-        except TypeError:
-            # an argument is not an array, or not of the stored dtype
+        except (TypeError, ValueError):
+            # of numba: an argument is not an array, or not of the stored dtype
             return False
         finally:
             readers.writing = False

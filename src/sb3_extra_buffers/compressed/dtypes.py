@@ -11,7 +11,7 @@ import numpy.typing as npt
 from sb3_extra_buffers.codecs.registry import get_codec, is_available, parse_method
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import SpecMismatchError
-from sb3_extra_buffers.kernels import frame_kernels, has_numba
+from sb3_extra_buffers.kernels import compiled_kernels, frame_kernels, has_numba
 
 __all__ = [
     "find_buffer_dtypes",
@@ -128,6 +128,7 @@ def warmup(compression_method: str = "auto", observation_space: Any = None) -> N
         _use_store(method, "last" if channels_last else "first")
     zero = np.zeros(1, np.int64)
     frame_kernels().flat_indices(zero, zero, 1, 1, zero, np.zeros((1, 1), np.int64))
+    compiled_kernels("steps").compile_all()
 
 
 def _use_store(method: str, axis: Literal["first", "last"]) -> None:

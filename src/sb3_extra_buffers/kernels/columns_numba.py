@@ -229,7 +229,7 @@ class ConfigType(types.Type):
     """`FrameConfig` in compiled code: the same address."""
 
 
-_TABLES, _CONFIG = TablesType("Tables"), ConfigType("Config")
+TABLES, _CONFIG = TablesType("Tables"), ConfigType("Config")
 
 
 @register_model(TablesType)
@@ -295,7 +295,7 @@ def tables_at(typing_context: Any, bound: Any) -> Any:
         data = data_pointer(context, builder, signature.args[0], args[0])
         return builder.bitcast(data, _WORD.as_pointer())
 
-    return _TABLES(bound), generate
+    return TABLES(bound), generate
 
 
 def _load_entry(builder: Any, tables: Any, position: int) -> Any:

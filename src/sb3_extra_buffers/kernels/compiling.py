@@ -74,13 +74,13 @@ def inner(function: Function) -> Function:
     return compiled
 
 
-def entry(function: Function) -> Function:
+def entry(function: Function, **options: Any) -> Function:
     """Compile a kernel that Python calls, and cache it on disk.
 
     Call it with one combination of array types only (`as_contiguous`): two processes that cache different signatures
     at the same time can store one under the name of the other. Name every argument: typing ``*args`` takes 200 us.
     """
-    return cached_njit(function, no_cfunc_wrapper=True, **_OPTIONS)
+    return cached_njit(function, no_cfunc_wrapper=True, **(_OPTIONS | options))
 
 
 def slow_entry(function: Function) -> Function:

@@ -5,6 +5,7 @@ Everything that Python calls is defined in this file, so that `kernels.dispatch`
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,14 @@ from sb3_extra_buffers.kernels import (
     frames,
     lz4_block,
     writing_numba,  # noqa: F401  # compiles the functions of `frames`
+)
+from sb3_extra_buffers.kernels.addresses_numba import (
+    call_native,
+    frames_at,
+    int32_rows_at,
+    int64_at,
+    native_address,
+    tables_from,
 )
 from sb3_extra_buffers.kernels.columns_numba import (
     as_column,
@@ -23,6 +32,7 @@ from sb3_extra_buffers.kernels.columns_numba import (
     tables_at,
 )
 from sb3_extra_buffers.kernels.compiling import compiled, entry, slow_entry
+from sb3_extra_buffers.kernels.intrinsics import address_of
 from sb3_extra_buffers.kernels.reading_numba import join_frames, read_rows, split_frames, work_bytes
 from sb3_extra_buffers.kernels.state import COMMITTED
 
@@ -34,43 +44,68 @@ _NO_FRAMES = np.zeros((0, 0, 0), np.uint8)
 
 
 @slow_entry
-def _write(
-    bound: Any, frame_ids: Any, frames: Any, next_frames: Any, streams: Any, indices: Any, index: int, next_index: int,
-    first: int, logged: bool,
+def write_at(
+    bound: int, frame_ids: int, stack: int, frames: int, n_frames: int, next_frames: int, n_next: int, streams: int,
+    indices: int, index: int, next_index: int, first: int, logged: int,
 ) -> int:  # fmt: skip
-    """`write_step`, or `write_frames` where ``index`` is negative: the two share all their code."""
-    state, frame_ids = tables_at(bound), as_column(frame_ids)
-    frames, next_frames, streams, indices = (
-        as_column(frames),
-        as_column(next_frames),
-        as_column(streams),
-        as_column(indices),
-    )
-    n_frames, n_rows = frames.shape[0], frames.shape[0] + next_frames.shape[0]
-    ids, positions = stack_int64(frames.shape[1]), stack_int64(frames.shape[1])
+    """`write_step`, or `write_frames` where ``index`` is negative, of arrays at these addresses.
+
+    All code that writes frames is in this kernel; the kernels that Python calls get the `writer_address`, and call it.
+    """
+    state = tables_from(bound)
+    size, n_rows = state.config.frame_bytes, n_frames + n_next
+    # only the length of each row matters
+    ids_of = int32_rows_at(frame_ids, (0, stack))
+    batches = frames_at(frames, (n_frames, stack, size)), frames_at(next_frames, (n_next, stack, size))
+    streams_, indices_ = int64_at(streams, (n_rows,)), int64_at(indices, (n_rows,))
+    ids, positions = stack_int64(stack), stack_int64(stack)
     if logged and state.counters[COMMITTED]:
         _release_rows(state)
     for row in range(first, n_rows):
-        batch, at, obs_index = frames, row, index + row
+        batch, at, obs_index = batches[0], row, index + row
         if index < 0:
-            stream, obs_index = streams[row], indices[row]
+            stream, obs_index = streams_[row], indices_[row]
         else:
             if row >= n_frames:
-                batch, at, obs_index = next_frames, row - n_frames, next_index + row - n_frames
+                batch, at, obs_index = batches[1], row - n_frames, next_index + row - n_frames
             stream = at
-        if not _write_row(state, frame_ids, batch, at, stream, obs_index, logged, ids, positions):
+        if not _write_row(state, ids_of, batch, at, stream, obs_index, logged != 0, ids, positions):
             return row
     return n_rows
+
+
+@cache
+def writer_address() -> int:
+    """The address of `write_at`, which is compiled, or loaded from numba's cache, at the first call."""
+    return native_address(write_at, 13)
+
+
+@entry
+def _write(
+    writer: int, bound: Any, frame_ids: Any, frames: Any, next_frames: Any, streams: Any, indices: Any, index: int,
+    next_index: int, first: int, logged: bool,
+) -> int:  # fmt: skip
+    return call_native(
+        writer,
+        (
+            address_of(as_column(bound), 0), address_of(as_column(frame_ids), 0), frames.shape[1],
+            address_of(as_column(frames), 0), frames.shape[0], address_of(as_column(next_frames), 0),
+            next_frames.shape[0], address_of(as_column(streams), 0), address_of(as_column(indices), 0), index,
+            next_index, first, 1 if logged else 0,
+        ),
+    )  # fmt: skip
 
 
 def write_step(
     bound: Any, frame_ids: Any, frames: Any, next_frames: Any, index: int, next_index: int, first: int
 ) -> int:
-    return _write(bound, frame_ids, frames, next_frames, _NO_ROWS, _NO_ROWS, index, next_index, first, True)
+    return _write(
+        writer_address(), bound, frame_ids, frames, next_frames, _NO_ROWS, _NO_ROWS, index, next_index, first, True
+    )
 
 
 def write_frames(bound: Any, frame_ids: Any, frames: Any, streams: Any, indices: Any, first: int, logged: bool) -> int:
-    return _write(bound, frame_ids, frames, _NO_FRAMES, streams, indices, -1, -1, first, logged)
+    return _write(writer_address(), bound, frame_ids, frames, _NO_FRAMES, streams, indices, -1, -1, first, logged)
 
 
 @entry

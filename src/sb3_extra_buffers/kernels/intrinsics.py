@@ -31,6 +31,8 @@ _HAS_BMI2 = bool(_FEATURES.get("bmi2", False))
 HAS_TABLES = bool(_FEATURES.get("avx512vbmi", False) and _FEATURES.get("avx512bw", False))
 #: whether it also moves 64 bytes under a mask (AVX-512 VBMI2), which the ``*_line`` operations need
 HAS_LINES = bool(HAS_TABLES and _FEATURES.get("avx512vbmi2", False))
+#: whether it also multiplies bytes by matrices of bits (GFNI), which `look_up_pixels` needs
+HAS_MATRICES = HAS_TABLES and bool(_FEATURES.get("gfni", False))
 #: whether one instruction shuffles bytes, at least 16 (SSSE3); otherwise `join_block` and `split_block` are slow
 HAS_SHUFFLES = HAS_TABLES or bool(_FEATURES.get("ssse3", False))
 #: pixels that `join_block` and `split_block` move; also the bytes that they store at once
@@ -396,6 +398,38 @@ def _look_up_lines(store: Callable[..., Any]) -> Any:
 
 
 look_up_lines, stream_look_up_lines = _look_up_lines(_store), _look_up_lines(_stream)
+
+
+@_operation(_UINT, _MEMORY, _MEMORY, _INT, _MEMORY, _MEMORY)
+def look_up_pixels(builder: Any, target: Any, source: Any, plane: Any, hashed: Any, shades: Any) -> Any:
+    """Set 64 bytes to the indices of pixels whose three bytes are ``plane`` bytes apart, only where `HAS_MATRICES`.
+
+    ``hashed`` is a `tables.line_hash`, and ``shades`` the three tables that indices stand for. Returns one bit for each
+    pixel: whether it is unknown.
+    """
+    name = "llvm.x86.vgf2p8affineqb.512"
+    eight = ir.VectorType(_WORD, 8)
+    lines = [_load(builder, builder.gep(source, [builder.mul(plane, _WORD(k))]), _LINE) for k in range(3)]
+    sums = []
+    for first in (0, 3):
+        total = None
+        for k, line in enumerate(lines):
+            matrix = _load(builder, builder.gep(hashed, [_WORD(512 + 8 * (first + k))]), _WORD)
+            single = builder.insert_element(ir.Constant(eight, ir.Undefined), matrix, _INT32(0))
+            zeros = ir.Constant(ir.VectorType(_INT32, 8), [0] * 8)
+            spread = builder.bitcast(builder.shuffle_vector(single, single, zeros), _LINE)
+            product = _call(builder, name, _LINE, line, spread, _BYTE(0))
+            total = product if total is None else builder.xor(total, product)
+        sums.append(total)
+    slots = builder.xor(sums[1], _look_up(builder, _load_table(builder, hashed), sums[0]))
+    indices = _look_up(builder, _load_table(builder, builder.gep(hashed, [_WORD(256)])), slots)
+    _store(builder, indices, target)
+    unknown = None
+    for k, line in enumerate(lines):
+        shade = _look_up(builder, _load_table(builder, builder.gep(shades, [_WORD(256 * k)])), indices)
+        wrong = builder.bitcast(builder.icmp_unsigned("!=", shade, line), _WORD)
+        unknown = wrong if unknown is None else builder.or_(unknown, wrong)
+    return unknown
 
 
 def _look_up_units(join: Callable[..., list[Any]], unit: int, store: Callable[..., Any]) -> Any:

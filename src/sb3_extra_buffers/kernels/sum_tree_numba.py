@@ -10,7 +10,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from sb3_extra_buffers.kernels.columns_numba import as_column, column_at
+from sb3_extra_buffers.kernels.addresses_numba import bytes_at, float64_at
+from sb3_extra_buffers.kernels.columns_numba import as_column
 from sb3_extra_buffers.kernels.compiling import entry, inner
 from sb3_extra_buffers.kernels.intrinsics import load_word
 from sb3_extra_buffers.kernels.timeline_numba import first_above
@@ -20,7 +21,6 @@ __all__ = ["bind_tree", "find", "write"]
 FAN_OUT = 32
 
 _WORD = ir.IntType(64)
-_float64_at, _bytes_at = column_at(types.float64, 1), column_at(types.uint8, 1)
 
 # positions in a bound tree: the number of levels, the addresses of the flags of stale nodes and of the ends of the top
 # nodes, and from _LEVELS on the addresses of the sums and minima of each level, and its size; leaves come first
@@ -48,12 +48,12 @@ def _float_before(typing_context: Any, value: Any) -> Any:
 
 @inner
 def _sums_of(bound: Any, level: Any) -> Any:
-    return _float64_at(bound[_LEVELS + 3 * level], (bound[_LEVELS + 3 * level + 2],))
+    return float64_at(bound[_LEVELS + 3 * level], (bound[_LEVELS + 3 * level + 2],))
 
 
 @inner
 def _mins_of(bound: Any, level: Any) -> Any:
-    return _float64_at(bound[_LEVELS + 3 * level + 1], (bound[_LEVELS + 3 * level + 2],))
+    return float64_at(bound[_LEVELS + 3 * level + 1], (bound[_LEVELS + 3 * level + 2],))
 
 
 @inner
@@ -96,8 +96,8 @@ def _update(bound: Any) -> float:
     # flags are padded to a multiple of FAN_OUT
     n_nodes = bound[_LEVELS + 2] // FAN_OUT
     n_flags = (n_nodes + FAN_OUT - 1) // FAN_OUT * FAN_OUT
-    stale = _bytes_at(bound[_STALE], (n_flags,))
-    sums, ends = _sums_of(bound, top), _float64_at(bound[_ENDS], (0,))
+    stale = bytes_at(bound[_STALE], (n_flags,))
+    sums, ends = _sums_of(bound, top), float64_at(bound[_ENDS], (0,))
     if not _is_any_stale(stale, 0, n_flags):
         return _least_above_zero(_mins_of(bound, top), 0, len(sums))
     n_below = 1  # nodes above the leaves, below each node of a level
@@ -140,7 +140,7 @@ def _find_child(sums: Any, node: Any, point: Any) -> Any:
 def _find_leaf(bound: Any, point: Any) -> int:
     top = bound[_N_LEVELS] - 1
     n_ends = bound[_LEVELS + 3 * top + 2]
-    ends = _float64_at(bound[_ENDS], (n_ends,))
+    ends = float64_at(bound[_ENDS], (n_ends,))
     last = ends[n_ends - 1]
     if point >= last and last > 0:
         point = _float_before(last)
@@ -169,7 +169,7 @@ def find(bound: Any, points: Any, leaves: Any, is_draw: bool) -> float:
     minimum = _update(bound)
     top = bound[_N_LEVELS] - 1
     n_ends, count = bound[_LEVELS + 3 * top + 2], len(points)
-    total = _float64_at(bound[_ENDS], (n_ends,))[n_ends - 1]
+    total = float64_at(bound[_ENDS], (n_ends,))[n_ends - 1]
     if not count or total == 0:
         return minimum
     part, priorities = total / count, _sums_of(bound, 0)
@@ -185,7 +185,7 @@ def write(bound: Any, indices: Any, priorities: Any, n_leaves: int) -> int:
     """Set the priorities of the leaves ``indices % n_leaves``, in order, and mark their nodes as stale."""
     bound, indices, priorities = as_column(bound), as_column(indices), as_column(priorities)
     leaves = _sums_of(bound, 0)
-    stale = _bytes_at(bound[_STALE], (len(leaves) // FAN_OUT,))
+    stale = bytes_at(bound[_STALE], (len(leaves) // FAN_OUT,))
     for number in range(len(indices)):
         leaf = indices[number] % n_leaves
         stale[leaf // FAN_OUT] = 1

@@ -27,6 +27,10 @@ ENTRY_BYTES = 8
 _SLOT_BITS = range(6, 17)
 _ATTEMPTS = 64
 
+#: Bytes of a `line_hash`, and how many matrices to try for it.
+LINE_HASH_BYTES = 2 * ENTRIES + 6 * 8 + 1
+_LINE_ATTEMPTS = 16
+
 Bytes = npt.NDArray[np.uint8]
 Codes = npt.NDArray[np.uint64]
 
@@ -37,7 +41,7 @@ class CodeHash(NamedTuple):
     Every slot holds the index of some entry in use; a code is known if it equals the code of that entry.
     """
 
-    indices: Bytes  # [slot]
+    indices: Bytes  # [slot], then a `line_hash`
     factor: np.uint64
     shift: np.uint64
 
@@ -85,9 +89,68 @@ def hash_codes(codes: Codes, indices: Bytes) -> CodeHash:
         if free.any():
             break
     factor = factors[int(free.argmax())]
-    found = np.full(1 << bits, indices[0], np.uint8)
+    found = np.full((1 << bits) + LINE_HASH_BYTES, indices[0], np.uint8)
     found[((codes * factor) >> shift).astype(np.intp)] = indices
+    found[1 << bits :] = line_hash(codes, indices)
     return CodeHash(found, factor, shift)
+
+
+def has_line_hashes() -> bool:
+    """Whether there is a kernel for `line_hash`, and a processor with the instructions."""
+    return has_numba() and bool(compiled_kernels("tables").HAS_MATRICES)
+
+
+def line_hash(codes: Codes, indices: Bytes) -> Bytes:
+    """Build a second hash table, for processors that look 64 codes of three bytes up at once.
+
+    Two hashes of a byte each are sums (modulo 2) of products of the code's bytes with 8x8 matrices of bits. The first
+    one selects a displacement; the second one plus the displacement is the slot, without collisions. Consists of the
+    displacements, the indices by slot, three matrices for each hash, and a byte that is 1 if the table can be used.
+    """
+    space = np.zeros(LINE_HASH_BYTES, np.uint8)
+    if int(codes.max()) >> 24 or not has_line_hashes():
+        return space
+    parts = [(codes >> np.uint64(8 * k)).astype(np.uint8) for k in range(3)]
+    draw = np.random.default_rng(0)
+    for _ in range(_LINE_ATTEMPTS):
+        rows = draw.integers(0, 256, (2, 3, 8), np.uint8)  # [hash, byte, bit]
+        first, second = (_bit_products(rows[k], parts) for k in range(2))
+        displacements = _separate(first, second)
+        if displacements is not None:
+            space[:ENTRIES] = displacements
+            space[ENTRIES : 2 * ENTRIES] = indices[0]
+            space[ENTRIES + (second ^ displacements[first]).astype(np.intp)] = indices
+            # the processor takes the last row first
+            space[2 * ENTRIES : -1] = rows[:, :, ::-1].reshape(-1)
+            space[-1] = 1
+            break
+    return space
+
+
+def _bit_products(rows: Bytes, parts: list[Bytes]) -> Bytes:
+    """A hash of codes: bit ``i`` is the parity of the bits of each byte of the code that its ``rows[byte, i]`` has."""
+    total = np.zeros(len(parts[0]), np.uint8)
+    for matrix, part in zip(rows, parts, strict=True):
+        selected = np.unpackbits(matrix[:, None] & part, axis=0).reshape(8, 8, -1)  # [row, bit, code]
+        total ^= np.packbits(selected.sum(axis=1) & 1, axis=0, bitorder="little")[0]
+    return total
+
+
+def _separate(first: Bytes, second: Bytes) -> Bytes | None:
+    """Displacements, by ``first``, with which all slots differ; None if none were found."""
+    taken = np.zeros(ENTRIES, np.bool_)
+    displacements = np.zeros(ENTRIES, np.uint8)
+    counts = np.bincount(first, minlength=ENTRIES)
+    # the largest groups first, while most slots are free
+    for group in np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)].tolist():
+        members = second[first == group]
+        slots = members ^ np.arange(ENTRIES, dtype=np.uint8)[:, None]  # [displacement, member]
+        free = ~taken[slots].any(axis=1)
+        if len(np.unique(members)) < len(members) or not free.any():
+            return None
+        displacements[group] = free.argmax()
+        taken[slots[displacements[group]]] = True
+    return displacements
 
 
 def codes_of(rows: Bytes, unit: int, plane: int) -> Codes:

@@ -9,6 +9,7 @@ import numpy as np
 from sb3_extra_buffers.kernels.columns_numba import as_column, flat, keep, part
 from sb3_extra_buffers.kernels.compiling import entry, inner
 from sb3_extra_buffers.kernels.intrinsics import (
+    HAS_MATRICES,
     HAS_TABLES,
     address_of,
     clear_bytes,
@@ -21,6 +22,7 @@ from sb3_extra_buffers.kernels.intrinsics import (
     load_word,
     look_up_fours,
     look_up_lines,
+    look_up_pixels,
     look_up_threes,
     store_byte,
     store_half,
@@ -28,7 +30,7 @@ from sb3_extra_buffers.kernels.intrinsics import (
     store_word,
     stream_look_up_lines,
 )
-from sb3_extra_buffers.kernels.tables import ENTRIES, ENTRY_BYTES
+from sb3_extra_buffers.kernels.tables import ENTRIES, ENTRY_BYTES, LINE_HASH_BYTES
 
 _EIGHT = np.uint64(8)
 _COLOUR = np.uint64(0xFFFFFF)
@@ -123,6 +125,8 @@ def _map_units(
     negative, every unit is looked up.
     """
     width, done = 1 if plane > 0 else unit, 0
+    hashed_at = np.int64(1) << np.int64(np.uint64(64) - shift)
+    by_lines = HAS_MATRICES and unit == 3 and plane > 0 and found[hashed_at + LINE_HASH_BYTES - 1] == 1
     if unit == 3 and plane == 0:
         # the last pixel separately: reading four bytes there would exceed the row
         count -= 1
@@ -134,6 +138,15 @@ def _map_units(
             return False
     while done < count:
         n, at = min(count - done, _BLOCK), start + done * width
+        if HAS_MATRICES and by_lines and n == _BLOCK:
+            # faster than a comparison with the guess
+            unknown = np.uint64(0)
+            for line in range(0, _BLOCK, 64):
+                unknown |= look_up_pixels(out, to + done + line, row, at + line, plane, found, hashed_at, shades, 0)
+            if unknown:
+                return False
+            done += n
+            continue
         same = False
         if known_at >= 0:
             same = _equal_units(row, at, known, known_at + done * width, n, unit, plane)
@@ -171,16 +184,21 @@ def map_rows(
     n_rows, nbytes, n_units = rows.shape[0], rows.shape[1], out.shape[1]
     rows_, found_, table_ = flat(as_column(rows)), as_column(found), as_column(table)
     out_, outside_ = flat(as_column(out)), as_column(outside)
+    memory = np.empty(4 * ENTRIES, np.uint8)
+    shades = as_column(memory)
+    split_table(table_, unit, shades)
+    done = n_rows
     for row in range(first, n_rows):
         if not _map_row(
-            rows_, row * nbytes, n_units, found_, factor, shift, table_, unit, plane, rows_, -1, out_, -1, out_, out_,
+            rows_, row * nbytes, n_units, found_, factor, shift, table_, unit, plane, rows_, -1, out_, -1, shades, out_,
             out_, row * n_units,
         ):  # fmt: skip
             if not closed:
-                return row
+                done = row
+                break
             clear_bytes(out_, row * n_units, n_units)
             outside_[row] = 1
-    return n_rows
+    return keep(memory, done)
 
 
 @entry

@@ -15,7 +15,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from sb3_extra_buffers.kernels import timeline as reference
-from sb3_extra_buffers.kernels.columns_numba import as_column, column_at
+from sb3_extra_buffers.kernels.addresses_numba import bytes_at, float32_at, int32_at, int64_at, rows_at
+from sb3_extra_buffers.kernels.columns_numba import as_column
 from sb3_extra_buffers.kernels.compiling import compiled, entry, inner, replaces, use_reference
 from sb3_extra_buffers.kernels.intrinsics import (
     address_of,
@@ -26,13 +27,9 @@ from sb3_extra_buffers.kernels.intrinsics import (
     prefetch,
     store_word,
 )
-from sb3_extra_buffers.kernels.timeline import N_OBS, N_STREAMS, TimelineTables
+from sb3_extra_buffers.kernels.timeline import COUNT, N_OBS, N_STREAMS, TimelineTables
 
 _WORD, _INT32 = ir.IntType(64), ir.IntType(32)
-
-
-_rows_at, _bytes_at = column_at(types.uint8, 2), column_at(types.uint8, 1)
-_int64_at, _int32_at, _float32_at = (column_at(dtype, 1) for dtype in (types.int64, types.int32, types.float32))
 
 
 @intrinsic
@@ -62,12 +59,12 @@ def bind_tables(tables: TimelineTables) -> npt.NDArray[np.int64]:
 @inner
 def timeline_tables(bound: Any) -> Any:
     return TimelineTables(
-        _rows_at(bound[0], (bound[1], bound[2])),
-        _bytes_at(bound[3], (bound[4],)),
-        _int32_at(bound[5], (bound[6],)),
-        _int64_at(bound[7], (bound[8],)),
-        _rows_at(bound[9], (bound[10], bound[11])),
-        _int64_at(bound[12], (bound[13],)),
+        rows_at(bound[0], (bound[1], bound[2])),
+        bytes_at(bound[3], (bound[4],)),
+        int32_at(bound[5], (bound[6],)),
+        int64_at(bound[7], (bound[8],)),
+        rows_at(bound[9], (bound[10], bound[11])),
+        int64_at(bound[12], (bound[13],)),
     )
 
 
@@ -113,7 +110,7 @@ def copy_next(target: Any, begin: Any, tables: Any, i: Any) -> None:
         address = address_of(tables.aside, _row_aside(tables, i) * size)
     else:
         address = address_of(tables.rows, _following(tables, i) * size)
-    copy_bytes(target, begin, _bytes_at(address, (size,)), 0, size)
+    copy_bytes(target, begin, bytes_at(address, (size,)), 0, size)
 
 
 @entry
@@ -180,7 +177,7 @@ _AHEAD = 6
 @inner
 def _update(target: Any, source: Any, size: Any) -> None:
     """Copy ``size`` bytes between addresses, unless they are equal: zeros that are never written take no memory."""
-    to, new = _bytes_at(target, (size,)), _bytes_at(source, (size,))
+    to, new = bytes_at(target, (size,)), bytes_at(source, (size,))
     if not equal_bytes(to, 0, new, 0, size):
         copy_bytes(to, 0, new, 0, size)
 
@@ -189,9 +186,9 @@ def _update(target: Any, source: Any, size: Any) -> None:
 def _write_key(plan: Any, key: Any, first: Any, obs: Any, next_obs: Any) -> None:
     """Write the observations and next observations of all environments, given by their addresses."""
     n_envs = plan[PLAN_ENVS]
-    tables = timeline_tables(_int64_at(plan[PLAN_KEYS + 3 * key], (14,)))
+    tables = timeline_tables(int64_at(plan[PLAN_KEYS + 3 * key], (14,)))
     size = tables.rows.shape[1]
-    staged, next_staged = _rows_at(obs, (n_envs, size)), _rows_at(next_obs, (n_envs, size))
+    staged, next_staged = rows_at(obs, (n_envs, size)), rows_at(next_obs, (n_envs, size))
     for env in range(n_envs):
         _write_obs(tables, first + env, staged, env)
     for env in range(n_envs):
@@ -199,10 +196,10 @@ def _write_key(plan: Any, key: Any, first: Any, obs: Any, next_obs: Any) -> None
 
 
 @inner
-def _write_columns(plan: Any, position: Any, action: Any, reward: Any) -> None:
+def write_columns(plan: Any, position: Any, action: Any, reward: Any) -> None:
     n_envs, first = plan[PLAN_ENVS], position * plan[PLAN_ENVS]
     size = n_envs * plan[PLAN_ACTION_BYTES]
-    copy_bytes(_bytes_at(plan[PLAN_ACTIONS], (0,)), position * size, _bytes_at(action, (0,)), 0, size)
+    copy_bytes(bytes_at(plan[PLAN_ACTIONS], (0,)), position * size, bytes_at(action, (0,)), 0, size)
     _update(plan[PLAN_REWARDS] + 4 * first, reward, 4 * n_envs)
     _update(plan[PLAN_DONES] + 4 * first, plan[PLAN_DONE], 4 * n_envs)
     if plan[PLAN_TIMEOUT]:
@@ -216,7 +213,7 @@ def write_step(plan: Any, position: int) -> None:
     for key in range(plan[PLAN_N_KEYS]):
         at = PLAN_KEYS + 3 * key
         _write_key(plan, key, position * plan[PLAN_ENVS], plan[at + 1], plan[at + 2])
-    _write_columns(plan, position, plan[PLAN_ACTION], plan[PLAN_REWARD])
+    write_columns(plan, position, plan[PLAN_ACTION], plan[PLAN_REWARD])
 
 
 @inner
@@ -224,27 +221,32 @@ def _write_arrays(plan: Any, position: Any, obs: Any, next_obs: Any, action: Any
     n_envs = plan[PLAN_ENVS]
     if len(reward) != n_envs or len(done) != n_envs or not 0 <= position < plan[PLAN_STEPS]:
         return 0
-    staged = _float32_at(plan[PLAN_DONE], (n_envs,))
+    staged = float32_at(plan[PLAN_DONE], (n_envs,))
     for env in range(n_envs):
         staged[env] = done[env]
     _write_key(plan, 0, position * n_envs, address_of(obs, 0), address_of(next_obs, 0))
-    _write_columns(plan, position, address_of(action, 0), address_of(reward, 0))
+    write_columns(plan, position, address_of(action, 0), address_of(reward, 0))
     return 1
 
 
 @inner
 def _fits(plan: Any, obs: Any, next_obs: Any, n_action_bytes: Any) -> bool:
-    size = _int64_at(plan[PLAN_KEYS], (14,))[2]
+    tables = timeline_tables(int64_at(plan[PLAN_KEYS], (14,)))
+    if tables.counters[COUNT] + 2 * plan[PLAN_ENVS] > len(tables.keys):
+        return False
+    size = tables.rows.shape[1]
     fits = obs.shape[0] == next_obs.shape[0] == plan[PLAN_ENVS] and obs.shape[1] * obs.itemsize == size
     return fits and obs.shape[1] == next_obs.shape[1] and n_action_bytes == plan[PLAN_ENVS] * plan[PLAN_ACTION_BYTES]
 
 
-def _write_direct(plan: Any, position: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any) -> int:
+def _write_direct(address: int, position: int, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any) -> int:
     """The fast path of `add`: write a step of a single key, without truncations, from the arrays passed to `add`.
 
-    Returns 1, or 0 if an array does not have the shape of a step; then nothing has been changed.
+    ``address`` is that of the plan.
+
+    Returns 1, or 0 if there is no space or an array does not have the shape of a step; then nothing has been changed.
     """
-    plan = as_column(plan)
+    plan = int64_at(address, (PLAN_KEYS,))
     if not _fits(plan, obs, next_obs, action.size * action.itemsize):
         return 0
     return _write_arrays(
@@ -257,7 +259,8 @@ def _direct_entry(obs_dtype: str, action_dtype: str) -> Any:
     name = f"write_{obs_dtype}_{action_dtype}"
     copy = FunctionType(_write_direct.__code__, globals(), name)
     copy.__qualname__ = name
-    return entry(copy)
+    # so short that releasing the interpreter's lock would take longer than it helps other threads
+    return entry(copy, nogil=False)
 
 
 # a kernel for each combination of dtypes: numba checks dtypes faster than Python does
@@ -273,7 +276,9 @@ def direct_kernel(plan: Any, obs: Any, action: Any) -> Any:
         return None
     if kernel._can_compile:
         # position -1 writes nothing: compile the kernel, or load it, for these dtypes only
-        kernel(plan, -1, obs, obs, action, np.zeros(len(obs), np.float32), np.zeros(len(obs), np.bool_))
+        kernel(
+            int(plan.ctypes.data), -1, obs, obs, action, np.zeros(len(obs), np.float32), np.zeros(len(obs), np.bool_)
+        )
         kernel.disable_compile()
     return kernel
 
@@ -337,7 +342,7 @@ def read_batch(
     start = -address_of(out, 0) & (ALIGNMENT - 1)
     begin = start
     for key in range(plan[PLAN_N_KEYS]):
-        tables = timeline_tables(_int64_at(plan[PLAN_KEYS + 3 * key], (14,)))
+        tables = timeline_tables(int64_at(plan[PLAN_KEYS + 3 * key], (14,)))
         size = tables.rows.shape[1]
         next_begin = begin + _aligned(count * size)
         for number in range(count):
@@ -351,12 +356,12 @@ def read_batch(
         begin = next_begin + _aligned(count * size)
     n_all = n_steps * n_envs
     size = plan[PLAN_ACTION_BYTES]
-    actions = _bytes_at(plan[PLAN_ACTIONS], (0,))
-    rewards, is_done = _float32_at(plan[PLAN_REWARDS], (n_all,)), _float32_at(plan[PLAN_DONES], (n_all,))
-    is_timeout = _float32_at(plan[PLAN_TIMEOUTS], (n_all,))
+    actions = bytes_at(plan[PLAN_ACTIONS], (0,))
+    rewards, is_done = float32_at(plan[PLAN_REWARDS], (n_all,)), float32_at(plan[PLAN_DONES], (n_all,))
+    is_timeout = float32_at(plan[PLAN_TIMEOUTS], (n_all,))
     dones_at = begin + _aligned(count * size)
-    out_dones = _float32_at(address_of(out, dones_at), (count,))
-    out_rewards = _float32_at(address_of(out, dones_at + _aligned(4 * count)), (count,))
+    out_dones = float32_at(address_of(out, dones_at), (count,))
+    out_rewards = float32_at(address_of(out, dones_at + _aligned(4 * count)), (count,))
     for number in range(count):
         i = steps[number] * n_envs + envs[number]
         copy_bytes(out, begin + number * size, actions, i * size, size)

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import types
 
-from sb3_extra_buffers.kernels.columns_numba import as_column, column_at
+from sb3_extra_buffers.kernels.addresses_numba import bytes_at, float32_at, int64_at
+from sb3_extra_buffers.kernels.columns_numba import as_column
 from sb3_extra_buffers.kernels.compiling import entry, inner
 from sb3_extra_buffers.kernels.intrinsics import address_of, clear_bytes
 from sb3_extra_buffers.kernels.timeline_numba import copy_next, copy_short, draw_numbers, first_above, timeline_tables
 
 __all__ = ["draw_windows", "read_windows"]
 
-_bytes_at, _int64_at = column_at(types.uint8, 1), column_at(types.int64, 1)
-_float32_at = column_at(types.float32, 1)
 
 # ---- drawing ----
 
@@ -114,19 +112,19 @@ def _plan_whole(plan: Any, layout: Any, begin: Any, number: Any, first: Any, sha
     """`_plan_window` for a window with as many steps of an episode as it reads, in loops that are vectorised."""
     window, length, burn_in, n_steps = shape
     at = window * length
-    is_start = 1 if _bytes_at(plan[PLAN_STARTS], (0,))[first] else 0
-    _fill(_float32_at(begin + layout[AT_DISCOUNTS], (0,)), at, length, power)
-    is_first, learn_mask = _bytes_at(begin + layout[AT_IS_FIRST], (0,)), _bytes_at(begin + layout[AT_LEARN_MASK], (0,))
+    is_start = 1 if bytes_at(plan[PLAN_STARTS], (0,))[first] else 0
+    _fill(float32_at(begin + layout[AT_DISCOUNTS], (0,)), at, length, power)
+    is_first, learn_mask = bytes_at(begin + layout[AT_IS_FIRST], (0,)), bytes_at(begin + layout[AT_LEARN_MASK], (0,))
     _fill(is_first, at, length, 0)
     is_first[at] = is_start
-    _fill(_bytes_at(begin + layout[AT_MASK], (0,)), at, length, 1)
+    _fill(bytes_at(begin + layout[AT_MASK], (0,)), at, length, 1)
     _fill(learn_mask, at, burn_in, is_start)
     _fill(learn_mask, at + burn_in, length - burn_in, 1)
-    steps = _int64_at(begin + layout[AT_STEPS], (0,))
+    steps = int64_at(begin + layout[AT_STEPS], (0,))
     for column in range(length):
         steps[at + column] = number + column
     if layout[AT_N_AHEAD] >= 0:
-        _fill(_int64_at(begin + layout[AT_N_AHEAD], (0,)), at, length, n_steps)
+        _fill(int64_at(begin + layout[AT_N_AHEAD], (0,)), at, length, n_steps)
 
 
 @inner
@@ -152,10 +150,10 @@ def _plan_window(
     ring, n_envs = plan[PLAN_STEPS], plan[PLAN_ENVS]
     window, length, burn_in, n_steps = shape
     n_obs, n_columns = ring * n_envs, length + n_steps - 1
-    starts, at = _bytes_at(plan[PLAN_STARTS], (n_obs,)), window * length
-    discounts = _float32_at(begin + layout[AT_DISCOUNTS], (0,))
-    is_first, mask = _bytes_at(begin + layout[AT_IS_FIRST], (0,)), _bytes_at(begin + layout[AT_MASK], (0,))
-    learn_mask, steps = _bytes_at(begin + layout[AT_LEARN_MASK], (0,)), _int64_at(begin + layout[AT_STEPS], (0,))
+    starts, at = bytes_at(plan[PLAN_STARTS], (n_obs,)), window * length
+    discounts = float32_at(begin + layout[AT_DISCOUNTS], (0,))
+    is_first, mask = bytes_at(begin + layout[AT_IS_FIRST], (0,)), bytes_at(begin + layout[AT_MASK], (0,))
+    learn_mask, steps = bytes_at(begin + layout[AT_LEARN_MASK], (0,)), int64_at(begin + layout[AT_STEPS], (0,))
     is_known = False
     for column in range(length):
         index = first + column * n_envs
@@ -171,9 +169,9 @@ def _plan_window(
             n_ahead = max(min(end - column, n_steps), 0)
             discounts[at + column] = powers[n_ahead]
             if layout[AT_N_AHEAD] >= 0:
-                _int64_at(begin + layout[AT_N_AHEAD], (0,))[at + column] = n_ahead
+                int64_at(begin + layout[AT_N_AHEAD], (0,))[at + column] = n_ahead
             if column + n_steps >= end and end < n_held:
-                found = _int64_at(begin + layout[AT_RESETS] + 24 * resets, (3,))
+                found = int64_at(begin + layout[AT_RESETS] + 24 * resets, (3,))
                 last = first + (end - 1) * n_envs
                 found[0], found[1], found[2] = window, column, (last - n_obs if last >= n_obs else last) + n_obs
                 resets += 1
@@ -189,9 +187,9 @@ def _read_observations(plan: Any, layout: Any, begin: Any, window: Any, first: A
     n_envs = plan[PLAN_ENVS]
     n_obs = plan[PLAN_STEPS] * n_envs
     for key in range(plan[PLAN_N_KEYS]):
-        tables = timeline_tables(_int64_at(plan[PLAN_KEYS + key], (14,)))
+        tables = timeline_tables(int64_at(plan[PLAN_KEYS + key], (14,)))
         size = tables.rows.shape[1]
-        out, index = _bytes_at(begin + layout[AT_KEYS + key] + window * n_rows * size, (0,)), first
+        out, index = bytes_at(begin + layout[AT_KEYS + key] + window * n_rows * size, (0,)), first
         for row in range(n_held):
             copy_short(out, row * size, tables.rows, index * size, size)
             index += n_envs
@@ -209,10 +207,10 @@ def _read_columns(
     """Copy actions, rewards and dones of one window; after its end zeros, or with ``pads`` those of its last step."""
     n_envs, size = plan[PLAN_ENVS], plan[PLAN_ACTION_BYTES]
     n_obs, at = plan[PLAN_STEPS] * n_envs, window * n_columns
-    actions, out_actions = _bytes_at(plan[PLAN_ACTIONS], (0,)), _bytes_at(begin + layout[AT_ACTIONS], (0,))
-    rewards, out_rewards = _float32_at(plan[PLAN_REWARDS], (0,)), _float32_at(begin + layout[AT_REWARDS], (0,))
-    is_done, out_dones = _float32_at(plan[PLAN_DONES], (0,)), _float32_at(begin + layout[AT_DONES], (0,))
-    is_timeout = _float32_at(plan[PLAN_TIMEOUTS], (0,))
+    actions, out_actions = bytes_at(plan[PLAN_ACTIONS], (0,)), bytes_at(begin + layout[AT_ACTIONS], (0,))
+    rewards, out_rewards = float32_at(plan[PLAN_REWARDS], (0,)), float32_at(begin + layout[AT_REWARDS], (0,))
+    is_done, out_dones = float32_at(plan[PLAN_DONES], (0,)), float32_at(begin + layout[AT_DONES], (0,))
+    is_timeout = float32_at(plan[PLAN_TIMEOUTS], (0,))
     for column in range(n_columns if pads else n_held):
         index = first + min(column, n_held - 1) * n_envs
         if index >= n_obs:
@@ -241,7 +239,7 @@ def read_windows(
     ring, n_envs, n_columns = plan[PLAN_STEPS], plan[PLAN_ENVS], length + n_steps - 1
     start = -address_of(out, 0) & (ALIGNMENT - 1)
     begin, n_obs = address_of(out, start), ring * n_envs
-    starts = _bytes_at(plan[PLAN_STARTS], (n_obs,))
+    starts = bytes_at(plan[PLAN_STARTS], (n_obs,))
     resets, is_whole = 0, True
     for window in range(len(numbers)):
         number, env = numbers[window], envs[window]
@@ -258,7 +256,7 @@ def read_windows(
         else:
             resets = _plan_window(plan, layout, begin, number, first, n_held, shape, powers, resets)
         if layout[AT_ROWS] >= 0:
-            rows = _int64_at(begin + layout[AT_ROWS] + 8 * window * (n_columns + 1), (0,))
+            rows = int64_at(begin + layout[AT_ROWS] + 8 * window * (n_columns + 1), (0,))
             _write_rows(plan, rows, first, n_held, n_columns + 1)
         _read_observations(plan, layout, begin, window, first, n_held, n_columns + 1)
         _read_columns(plan, layout, begin, window, first, n_held, n_columns, n_steps > 1)

@@ -94,7 +94,8 @@ class FrameTables(Store):
             pixel_bytes=layout.pixel_bytes,
         )
         self.state = _new_state(config, layout.stack, n_streams + 1, self.heap)
-        self._bound: Any = None
+        #: The tables as kernels take them; None, until the next call of a kernel, after any of them was replaced.
+        self.bound: Any = None
         self._known_columns: dict[str, Any] = {}  # see `bind_state`
         self._table_bytes: int | None = None
         self.dirty = False
@@ -227,12 +228,23 @@ class FrameTables(Store):
         self.dirty = False
 
     def _tables(self) -> Any:
-        if self._bound is None:
-            self._bound = self._kernels.bind_state(self.state, self._known_columns)
-        return self._bound
+        if self.bound is None:
+            self.bound = self._kernels.bind_state(self.state, self._known_columns)
+        return self.bound
+
+    def bind(self, n_rows: int) -> Any:
+        """Return the tables as kernels take them, with space to list ``n_rows`` as replaced."""
+        if len(self.state.undo_indices) < n_rows:
+            self._lengthen_lists(n_rows)
+        return self._tables()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the kernels are compiled."""
+        return self._kernels.compiled
 
     def _replace(self, **columns: Any) -> None:
-        self._bound = self._table_bytes = None
+        self.bound = self._table_bytes = None
         for name in columns:
             self._known_columns.pop(name, None)
         self.state = self.state._replace(**columns)
@@ -342,7 +354,7 @@ class FrameTables(Store):
     def __getstate__(self) -> dict[str, Any]:
         self.collect_segments()
         state = self.__dict__.copy()
-        for name in ("_kernels", "_bound", "_known_columns", "_table_bytes", "dirty", "dirty_pages", "validator"):
+        for name in ("_kernels", "bound", "_known_columns", "_table_bytes", "dirty", "dirty_pages", "validator"):
             state.pop(name, None)
         columns = self.state._replace(heap=np.zeros(0, np.uint8))._asdict()
         state["state"] = {name: copy(column) for name, column in columns.items()}
@@ -358,7 +370,7 @@ class FrameTables(Store):
         self.dirty_pages = np.ones(n_pages(self.frame_ids), np.bool_)
         self._kernels = frame_kernels(self._compiled)
         self.state = FrameState(**columns)
-        self._bound = self._table_bytes = None
+        self.bound = self._table_bytes = None
         self._known_columns = {}
         self.dirty = False
         self._sync()

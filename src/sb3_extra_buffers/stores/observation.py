@@ -35,6 +35,7 @@ from sb3_extra_buffers.stores.method_change import (
 from sb3_extra_buffers.stores.raw import RawStore
 from sb3_extra_buffers.stores.registry import make_store
 from sb3_extra_buffers.stores.restore_inner import restore_inner
+from sb3_extra_buffers.stores.segments import DirectWriter, SegmentStore
 from sb3_extra_buffers.stores.timeline import TimelineStore
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
@@ -222,6 +223,31 @@ class ObservationStore:
                 raise
             finally:
                 self.readers.writing = False
+
+    def write_direct(self, writer: DirectWriter, inner: SegmentStore, arguments: tuple[Any, ...]) -> bool:
+        """`write_step`, of `SegmentStore.write_direct`; the step is committed too.
+
+        Returns False, and changes nothing, if the step does not fit or ``inner`` is not the store in use any more.
+        """
+        with self.lock:
+            n_written = self._n_written + writer.n_rows
+            if self.inner is not inner or self.read_only or self.on_change is not None or n_written >= self._compare_at:
+                return False
+            self._before = None
+            readers = self.readers
+            readers.writing = True
+            try:
+                if readers.stripes:
+                    readers.exclude()
+                written = inner.write_direct(writer, arguments)
+                if written:
+                    self._n_written = n_written
+                return written
+            except BaseException:
+                self._undo_failed()
+                raise
+            finally:
+                readers.writing = False
 
     def write_encoded(self, indices: Indices, write: Callable[[Store], bool]) -> bool:
         """Let ``write`` store encoded rows at ``indices``, as one write of the inner store; return what it returns.

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,19 @@ def _zstd_addresses() -> npt.NDArray[np.int64]:
     from sb3_extra_buffers.codecs.zstd import direct_addresses  # needs zstandard
 
     return direct_addresses()
+
+
+class DirectWriter(Protocol):
+    """A kernel that writes steps to the tables of a store, whose addresses it was given."""
+
+    n_rows: int
+    write: Callable[..., int]
+
+    def is_bound_to(self, inner: SegmentStore) -> bool: ...
+
+    def bind(self, inner: SegmentStore, first: int = 0) -> None: ...
+
+    def skip_steps(self) -> None: ...
 
 
 class SegmentStore(PortableSegmentStore):
@@ -155,7 +168,7 @@ class SegmentStore(PortableSegmentStore):
         done = 0
         while True:
             done = kernels.write_step(
-                self._tables() if self._bound is None else self._bound,
+                self._tables() if self.bound is None else self.bound,
                 self.frame_ids,
                 frames,
                 next_frames,
@@ -169,6 +182,42 @@ class SegmentStore(PortableSegmentStore):
         if self.heap.limit is not None:
             self._check_limit(self.heap.limit)
         self.dirty = False
+        self._tidy_if_due()
+
+    def write_direct(self, writer: DirectWriter, arguments: tuple[Any, ...]) -> bool:
+        """Let ``writer.write(*arguments)`` write a step to the tables, which also commits it.
+
+        Returns False, and changes nothing, if the step does not fit. Any exception undoes what was not committed.
+        """
+        if self.dirty:
+            self.recover()
+        if not writer.is_bound_to(self):
+            writer.bind(self)
+        self.state.counters[COMMITTED] = 1
+        self.dirty = True
+        try:
+            written: int = writer.write(*arguments)
+        except (TypeError, ValueError):
+            # of numba: an argument is not an array, or not of the stored dtype, or not contiguous
+            self.dirty = False
+            writer.skip_steps()
+            return False
+        if written == writer.n_rows:
+            self.dirty = False
+            return True
+        if written < 0:
+            self.dirty = False
+            return False
+        while written < writer.n_rows:
+            self._reserve(self.layout.stack)
+            writer.bind(self, written)
+            written = writer.write(*arguments)
+        writer.bind(self)
+        self.dirty = False
+        self._tidy_if_due()
+        return True
+
+    def _tidy_if_due(self) -> None:
         if self._unread or self.state.counters[N_FREED] > FREE_BATCH or self._n_fresh > self._next_clean:
             self._tidy()
 
@@ -455,7 +504,7 @@ class SegmentStore(PortableSegmentStore):
         self, out: Bytes, frame_ids: FrameIds, sets: Indices, lookup: Lookup | None = None, by_row: bool = False
     ) -> None:
         """Decode ``sets`` into ``out``, which is flat; with ``by_row``, each column of ``sets`` is a window."""
-        tables = self._tables() if self._bound is None else self._bound
+        tables = self._tables() if self.bound is None else self.bound
         if self._n_packed:
             local, frame_ids, sets = self._unpacked(frame_ids, sets)
             tables = self._kernels.bind_state(local, {})
