@@ -1,5 +1,6 @@
 """Compressed buffers and arrays for observations in main memory."""
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from sb3_extra_buffers._extras import import_extra
@@ -83,6 +84,17 @@ __all__ = [
     "warmup",
 ]
 
+_OF_CONTRIB = [
+    "CompressedMaskableDictRolloutBuffer",
+    "CompressedMaskableRolloutBuffer",
+    "CompressedRecurrentDictRolloutBuffer",
+    "CompressedRecurrentRolloutBuffer",
+    "use_rollout_buffer",
+]
+if find_spec("sb3_contrib") is None:
+    # otherwise "from sb3_extra_buffers.compressed import *" would fail
+    __all__ = [name for name in __all__ if name not in _OF_CONTRIB]
+
 
 def _check_contrib(module: str, name: str) -> None:
     if module == "contrib":
@@ -103,13 +115,7 @@ __getattr__, __dir__ = attach(
             "CompressedRolloutBuffer",
         ],
         "callback": ["BufferUsageCallback"],
-        "contrib": [
-            "CompressedMaskableDictRolloutBuffer",
-            "CompressedMaskableRolloutBuffer",
-            "CompressedRecurrentDictRolloutBuffer",
-            "CompressedRecurrentRolloutBuffer",
-            "use_rollout_buffer",
-        ],
+        "contrib": _OF_CONTRIB,
         "factory": ["compressed"],
         "priorities": [
             "CompressedDictPrioritizedReplayBuffer",
