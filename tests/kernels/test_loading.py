@@ -76,6 +76,8 @@ def double(x):
     return 2 * x
 
 
+# not the handler at the start of a process in the background, which ignores it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 kernel = cached_njit(double)
 sys.settrace(interrupt)
 try:
