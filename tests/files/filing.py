@@ -257,8 +257,8 @@ def contents(buffer: Any) -> dict[str, Any]:
     """Everything that a buffer holds, by name."""
     found: dict[str, Any] = buffer.sequence_columns() if hasattr(buffer, "sequence_columns") else {}
     for name, value in vars(buffer).items():
-        # _column_bytes is computed when it is first asked for
-        if name in ("_options", "storage_options", "read_only", "_column_bytes"):
+        # _column_bytes is computed when it is first asked for, _adds_directly follows from how observations are stored
+        if name in ("_options", "storage_options", "read_only", "_column_bytes", "_adds_directly"):
             continue
         parts = value if isinstance(value, dict) else {"": value}
         for key, part in parts.items():
