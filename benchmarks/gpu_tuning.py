@@ -75,9 +75,17 @@ def show(what: str, constants: tuple[int, ...], taken: list[float]) -> None:
     print(f"{what:36} {constants!s:18} {median:8.2f} us  ({low:.2f} to {high:.2f})", flush=True)
 
 
+# environments, steps, size of batches, and iterations to time
+PPO_SIZES = [(512, 32, 2048, 2), (32, 128, 256, 3), (8, 128, 256, 8)]
+
+
 def ppo(device: str, quick: bool) -> None:
+    for sizes in [(8, 8, 32, 1)] if quick else PPO_SIZES:
+        ppo_parts(device, *sizes)
+
+
+def ppo_parts(device: str, n_envs: int, n_steps: int, batch_size: int, n_iterations: int) -> None:
     """Seconds of one iteration of PPO, by what they are spent on, waiting for the device in between."""
-    n_envs, n_steps, batch_size, n_iterations = (8, 8, 32, 1) if quick else (512, 32, 2048, 2)
     env = make_env("PongNoFrameskip-v4", n_envs=n_envs, framestack=4, native=True, seed=1)
     options = {"compression_method": "delta", "buffer_device": device}
     for name in ("sb3", "delta"):
@@ -103,7 +111,11 @@ def ppo(device: str, quick: bool) -> None:
         parts["train"] -= parts["buffer.get"]
         parts["other"] = total - sum(parts.values())
         del env.step
-        print(f"PPO, {name}: {total:.3f} s;", ", ".join(f"{part} {seconds:.3f}" for part, seconds in parts.items()))
+        print(
+            f"PPO, {n_envs} x {n_steps}, {name}: {total:.3f} s;",
+            ", ".join(f"{part} {seconds:.3f}" for part, seconds in parts.items()),
+            flush=True,
+        )
     env.close()
 
 
