@@ -5,8 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +102,133 @@ def test_an_interrupt_while_a_kernel_is_compiled_does_no_harm() -> None:
     pytest.importorskip("numba")
     ran = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False)
     assert ran.stdout.split("\n") == ["interrupted 6 3.0", "TypingError", ""], ran.stderr
+
+
+WRITER_INTERRUPTED = """
+import os, signal, sys
+from sb3_extra_buffers.kernels.frames_numba import writer_address
+
+
+def interrupt(frame, kind, argument):
+    if frame.f_code.co_name == "stream_list":
+        sys.settrace(None)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.settrace(interrupt)
+try:
+    writer_address()
+    print("not interrupted")
+except KeyboardInterrupt:
+    print("interrupted", writer_address() > 0)
+"""
+
+
+def test_an_interrupt_while_the_kernel_that_writes_frames_is_compiled_does_no_harm(tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", WRITER_INTERRUPTED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.stdout.strip() == "interrupted True", ran.stderr
+
+
+@contextmanager
+def handled(*numbers: int, by: Callable[[int, Any], None]) -> Iterator[None]:
+    """Handle signals, then as before."""
+    before = {number: signal.signal(number, by) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_handlers_of_all_signals_run_once_and_stay_whichever_of_them_raise() -> None:
+    pytest.importorskip("numba")
+    from sb3_extra_buffers.codecs import jit
+
+    numbers, called = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM), []
+
+    def handle(number: int, frame: Any) -> None:
+        called.append(number)
+        raise KeyboardInterrupt
+
+    def work() -> None:
+        for number in (*numbers, numbers[0]):
+            os.kill(os.getpid(), number)
+        assert not called
+
+    with handled(*numbers, by=handle):
+        with pytest.raises(KeyboardInterrupt):
+            jit.without_signals(work)
+        assert sorted(called) == sorted(numbers)
+        assert all(signal.getsignal(number) is handle for number in numbers)
+
+
+def test_a_signal_at_any_line_while_handlers_are_replaced_is_handled_once() -> None:
+    pytest.importorskip("numba")
+    from sb3_extra_buffers.codecs import jit
+
+    numbers, called, left = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM), [0], [0]
+
+    def handle(number: int, frame: Any) -> None:
+        called[0] += 1
+        raise KeyboardInterrupt
+
+    def trace(frame: Any, kind: str, argument: Any) -> Any:
+        if frame.f_code.co_filename != jit.__file__:
+            return None
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return trace
+
+    n_lines = 0
+    with handled(*numbers, by=handle):
+        while left[0] <= 0:
+            n_lines += 1
+            left[0], called[0] = n_lines, 0
+            tracing = sys.gettrace()
+            sys.settrace(trace)
+            try:
+                jit.without_signals(int)
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(tracing)
+            assert called[0] == (left[0] <= 0)
+            assert all(signal.getsignal(number) is handle for number in numbers)
+    assert n_lines > 100
+
+
+def test_a_process_forked_by_another_thread_handles_signals_at_once() -> None:
+    pytest.importorskip("numba")
+    from sb3_extra_buffers.codecs import jit
+
+    def stop(number: int, frame: Any) -> None:
+        os._exit(7)
+
+    statuses = []
+
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            signal.raise_signal(signal.SIGTERM)
+            for _ in range(100):
+                time.sleep(0.01)
+            os._exit(0)
+        statuses.append(os.waitpid(child, 0)[1])
+
+    def work() -> None:
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+
+    with handled(signal.SIGTERM, by=stop):
+        jit.without_signals(work)
+    assert [os.waitstatus_to_exitcode(status) for status in statuses] == [7]
 
 
 def test_arrays_of_every_kind_use_one_signature() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 from numba import njit
 
-__all__ = ["cached_njit"]
+__all__ = ["cached_njit", "without_signals"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -28,26 +30,45 @@ def cached_njit(function: Function, **options: Any) -> Function:
         # neither the package nor the user's cache folder is writable, as in some containers
         compiled = njit(**options)(function)
     compile_now = compiled._compile_for_args
-    compiled._compile_for_args = lambda *args, **kwargs: _without_signals(compile_now, args, kwargs)
+    compiled._compile_for_args = partial(without_signals, compile_now)
     result: Function = compiled
     return result
 
 
-def _without_signals(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call ``function``; Python's signal handlers run when it has returned."""
+def without_signals(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function``; Python's signal handlers run when it has returned, each once."""
     if threading.current_thread() is not threading.main_thread():
         return function(*args, **kwargs)
+    process = os.getpid()
     handlers: dict[int, Any] = {}
     received: list[int] = []
+
+    def wait(number: int, frame: Any) -> None:
+        if os.getpid() != process:
+            # forked by another thread meanwhile: this process does not return from here
+            handlers[number](number, frame)
+        elif number not in received:
+            received.append(number)
+
     try:
         for number in signal.valid_signals():
             handler = signal.getsignal(number)
             if callable(handler):
                 handlers[number] = handler
-                signal.signal(number, lambda received_number, _: received.append(received_number))
+                signal.signal(number, wait)
         return function(*args, **kwargs)
     finally:
-        for replaced, handler in handlers.items():
-            signal.signal(replaced, handler)
-        for arrived in received:
-            handlers[arrived](arrived, sys._getframe())
+        _run_handlers(handlers, wait, iter(received))
+
+
+def _run_handlers(handlers: dict[int, Any], replacement: Callable[..., Any], received: Iterator[int]) -> None:
+    """Put the ``handlers`` back, then run those of the signals ``received``; all of them, whichever raise."""
+    try:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is replacement:
+                signal.signal(number, handler)
+        for number in received:
+            handlers[number](number, sys._getframe())
+    except BaseException:
+        _run_handlers(handlers, replacement, received)
+        raise

@@ -13,6 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from sb3_extra_buffers.codecs.jit import without_signals
 from sb3_extra_buffers.kernels.columns_numba import TABLES, column_at
 
 _WORD, _INT32 = ir.IntType(64), ir.IntType(32)
@@ -53,7 +54,7 @@ def native_address(kernel: Any, n_arguments: int) -> int:
     """Return the address of a kernel that takes and returns int64, for `call_native`; compiles it if necessary."""
     signature = (types.int64,) * n_arguments
     if signature not in kernel.overloads:
-        kernel.compile(signature)
+        without_signals(kernel.compile, signature)
     compiled = kernel.overloads[signature]
     address: int = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
     return address
