@@ -451,12 +451,15 @@ def test_loading_again_adds_what_another_replay_has_saved_since(tmp_path: Path, 
         theirs.save()
         for _ in range(2):
             ours.load(directory=tmp_path)
-            windows = all_windows(ours)
-            newest = windows["number"][-2 * 16 :].reshape(16, 2, 5)
-            assert (newest == np.arange(20 * turn, 20 * turn + 16)[:, None, None] + np.arange(5)).all()
-            assert len(ours) == min(2 * 16 * (turn + 1) + has_own, 100)
+            numbers = all_windows(ours)["number"]
+            # a replay without steps takes over what it loads, and streams end there
+            starts = [*range(0 if has_own else 20, 20 * turn + 16)]
+            n_new = min(2 * len(starts), 100)
+            assert numbers[-n_new:, 0].tolist() == sorted(2 * starts)[-n_new:]
+            assert (numbers == numbers[:, :1] + np.arange(5)).all()
+            assert len(ours) == min(2 * len(starts) + (1 if has_own else 32), 100)
             ours.check()
-    # streams that have ended hold no chunks
+    # what only evicted windows needed holds no chunks
     assert len(ours._table.by_serial) <= max(4 * n_chunks, 12)
 
 
@@ -478,10 +481,41 @@ def test_a_load_that_fails_can_be_repeated(tmp_path: Path, monkeypatch: pytest.M
     ours.check()
     ours.load(directory=tmp_path)
     ours.check()
-    # 15 steps of two workers, and the others, in streams of their own
-    assert sorted(all_windows(ours)["number"][:, 0].tolist()) == sorted(
-        [*range(4), *range(3), *range(8, 16), *range(7, 16)]
-    )
+    numbers = all_windows(ours)["number"]
+    assert sorted(numbers[:, 0].tolist()) == sorted(2 * [*range(16)])
+    assert (numbers == numbers[:, :1] + np.arange(5)).all()
+
+
+def test_saves_of_fewer_steps_than_a_window_are_loaded_too(tmp_path: Path) -> None:
+    theirs = CompressedEmbodiedReplay(5, 1000, directory=tmp_path)
+    ours = CompressedEmbodiedReplay(5, 1000, chunksize=3)
+    ours.add(make_step(3, 0), "ours")
+    for number in range(30):
+        for worker in range(2):
+            theirs.add(make_step(worker, number), worker)
+        theirs.save()
+        ours.load(directory=tmp_path)
+        ours.check()
+    numbers = all_windows(ours)["number"]
+    # when a stream is shorter than a window, its steps are not loaded
+    assert sorted(numbers[:, 0].tolist()) == sorted(2 * [*range(4, 26)])
+    assert (numbers == numbers[:, :1] + np.arange(5)).all()
+
+
+def test_a_copied_stream_ends_with_the_one_it_was_copied_from(tmp_path: Path) -> None:
+    theirs = CompressedEmbodiedReplay(5, 20, directory=tmp_path)
+    ours = CompressedEmbodiedReplay(5, 1000)
+    ours.add(make_step(3, 0), "ours")
+    for turn in range(6):
+        for number in range(30):
+            theirs.add(make_step(turn, number), turn)
+        theirs.save()
+        ours.load(directory=tmp_path)
+        ours.check()
+        assert ours.stats()["streams"] == 2
+    numbers = all_windows(ours)
+    assert numbers["worker"][:, 0].tolist() == sorted(numbers["worker"][:, 0].tolist())
+    assert len(ours) == 6 * 20
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -25,12 +25,15 @@ NONE = -1
 _COLUMNS = ("serials", "starts", "used", "successors")
 
 
+#: An array or a dict, a key, and the new value.
+Entry = tuple[Any, Any, Any]
+
+
 @dataclass(slots=True)
 class Change:
     """A change that is checked and only has to be applied; idempotent."""
 
-    entries: list[tuple[Any, Any, Any]] = field(default_factory=list)
-    """Arrays or dicts, a key, and the new value."""
+    entries: list[Entry] = field(default_factory=list)
     attributes: dict[str, Any] = field(default_factory=dict)
     """New values of the owner's attributes."""
     freed: list[int] = field(default_factory=list)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sb3_extra_buffers._embodied.chunks import NONE, Change, ChunkTable
+from sb3_extra_buffers._embodied.chunks import NONE, Change, ChunkTable, Entry
 from sb3_extra_buffers._embodied.steps import Step, StepStore
 from sb3_extra_buffers.stores.arena import lengthen
 from sb3_extra_buffers.stores.base import Indices
@@ -34,6 +34,10 @@ class _Stream(NamedTuple):
     start: int = 0
     n_pending: int = 0
     n_added: int = 0
+
+
+# a copied stream: the id of the other replay, and how many steps this one had before the stream, which tells it apart
+_Followed = tuple[bytes, int, int]
 
 
 class WindowStore(Transactional):
@@ -67,6 +71,8 @@ class WindowStore(Transactional):
         self._streams: dict[Hashable, _Stream] = {}
         # how many steps of other replays, by their ids, have been loaded or were evicted before they could be
         self._n_loaded: dict[bytes, int] = {}
+        # the number of the last step of each stream that another replay may continue, by the name of its copy here
+        self._followed: dict[_Followed, int] = {}
         self._n_streams = self._n_added = 0
         # a ring of the slots that windows begin at
         self._ring: Indices = lengthen(np.zeros(0, np.int64), 1024 if capacity is None else capacity + 1)
@@ -85,8 +91,8 @@ class WindowStore(Transactional):
 
     # ---- adding ----
 
-    def _add_step(self, step: Step, worker: Hashable) -> None:
-        """Add a step, which must match the first step, to the stream of ``worker``."""
+    def _add_step(self, step: Step, worker: Hashable, copied: Sequence[Entry] = ()) -> None:
+        """Add a step, which must match the first step, to the stream of ``worker``; with it, set ``copied``."""
         with self._lock:
             self._recover()
             steps = self._steps
@@ -96,17 +102,17 @@ class WindowStore(Transactional):
             step = steps.check(step)
             position = self._n_added
             try:
-                self._add(steps, step, worker)
+                self._add(steps, step, worker, copied)
             except BaseException as problem:
                 self._fail(problem, position)
 
-    def _add(self, steps: StepStore, step: Step, worker: Hashable) -> None:
+    def _add(self, steps: StepStore, step: Step, worker: Hashable, copied: Sequence[Entry]) -> None:
         stream = self._streams.get(worker)
         if stream is None:
             stream = _Stream(self._n_streams)
             steps.add_stream(stream.number)
         table = self._reserve(steps)
-        change = Change(attributes={"_steps": steps, "_n_added": self._n_added + 1, "_unfinished": None})
+        change = Change([*copied], {"_steps": steps, "_n_added": self._n_added + 1, "_unfinished": None})
         change.attributes["_n_streams"] = max(self._n_streams, stream.number + 1)
         stream = self._plan_step(change, stream)
         slot = stream.chunk * table.size + stream.n_used - 1
@@ -244,7 +250,7 @@ class WindowStore(Transactional):
         self.__dict__.update(
             _steps=loaded._steps, _table=loaded._table, replay_id=loaded.replay_id, _n_added=loaded._n_added,
             _streams={}, _n_streams=0, _ring=ring, _first_window=first, _next_window=first + len(starts),
-            _queue=deque(),
+            _queue=deque(), _followed={},
         )  # fmt: skip
         self._n_loaded[loaded.replay_id] = loaded._n_added
         self._evict()
@@ -262,31 +268,40 @@ class WindowStore(Transactional):
         return starts
 
     def _copy(self, other: WindowStore) -> None:
-        """Add the steps of ``other`` that have not been loaded before, as new streams."""
+        """Add the steps of ``other`` that have not been loaded before: to copies of its streams, or as new streams."""
         if other._steps is None:
             return
-        known = self._n_loaded.get(other.replay_id, 0)
-        if other.replay_id == self.replay_id:
+        name, begun = other.replay_id, self._n_added
+        known = self._n_loaded.get(name, 0)
+        if name == self.replay_id:
             known = max(known, self._n_added)
-        all_numbers, chains = other._table.numbers, [slots for _, slots in other._table.chains()]
-        chains = [slots[all_numbers[slots] >= known] for slots in chains]
+        followed = {number: copy for copy, number in self._followed.items() if copy[0] == name}
+        ends = np.array([*followed], np.int64)
+        all_numbers, copies, chains = other._table.numbers, [], []
+        for _, slots in other._table.chains():
+            numbers = all_numbers[slots]
+            copied = np.flatnonzero(np.isin(numbers, ends))
+            if len(copied):
+                copies.append(followed[int(numbers[copied[-1]])])
+                chains.append(slots[copied[-1] + 1 :])
+            else:
+                copies.append((name, begun, len(copies)))
+                chains.append(slots[numbers >= known])
         slots = np.concatenate(chains) if chains else np.zeros(0, np.int64)
         streams = np.repeat(np.arange(len(chains)), [len(chain) for chain in chains])
         order = np.argsort(all_numbers[slots], kind="stable")
-        begun = self._n_added
-        try:
-            for first in range(0, len(order), _BLOCK):
-                part = order[first : first + _BLOCK]
-                block = other._steps.read(slots[part][:, None])
-                numbers = all_numbers[slots[part]].tolist()
-                for row, (stream, number) in enumerate(zip(streams[part].tolist(), numbers, strict=True)):
-                    step = {key: values[row, 0] for key, values in block.items()}
-                    self._add_step(step, (other.replay_id, begun, stream))
-                    self._n_loaded[other.replay_id] = number + 1
-        finally:
-            for stream in range(len(chains)):
-                self._end_stream((other.replay_id, begun, stream))
-        self._n_loaded[other.replay_id] = max(known, other._n_added)
+        for first in range(0, len(order), _BLOCK):
+            part = order[first : first + _BLOCK]
+            block = other._steps.read(slots[part][:, None])
+            steps = zip(streams[part].tolist(), all_numbers[slots[part]].tolist(), strict=True)
+            for row, (stream, number) in enumerate(steps):
+                copied_to = copies[stream]
+                step = {key: values[row, 0] for key, values in block.items()}
+                progress = [(self._n_loaded, name, number + 1), (self._followed, copied_to, number)]
+                self._add_step(step, copied_to, progress)
+        self._n_loaded[name] = max(known, other._n_added)
+        for copy in {*followed.values()} - {*copies}:
+            self._end_stream(copy)
 
     def _end_stream(self, worker: Hashable) -> None:
         """Free what only the next steps of this stream would need, if there is one; its windows stay."""
@@ -300,6 +315,8 @@ class WindowStore(Transactional):
                 if start == table.size and n_pending:
                     shorter = shorter._replace(start_chunk=int(table.successors[chunk]), start=0)
             change.set(self._streams, worker, shorter)
+            if shorter is None:
+                change.set(self._followed, worker, None)
             table.release(change, chunk)
             self._unfinished = change
             self._finish_step(change)

@@ -417,7 +417,8 @@ class CompressedEmbodiedReplay(WindowStore):
 
         Workers begin new streams: no window contains steps from both before and after the load. A replay that already
         has windows keeps them, and the loaded windows are added as the newest. Steps that were added or loaded before
-        are not loaded again, so a folder that another process saves to can be loaded again and again.
+        are not loaded again, so a folder that another process saves to can be loaded again and again; streams that one
+        load has added to a replay with steps are continued by the next one.
 
         Args:
             data: Ignored; ``embodied``'s checkpoint passes it.
