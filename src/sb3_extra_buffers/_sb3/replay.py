@@ -315,8 +315,14 @@ class ReplayMixin(BudgetMixin, _Base):
             except BaseException as problem:
                 self._fail(problem, n_added)
             finally:
-                if sharing is not None:
-                    sharing.end()
+                try:
+                    if sharing is not None:
+                        sharing.end()
+                except BaseException:
+                    # or readers would wait until the next step
+                    if sharing is not None:
+                        sharing.abandon()
+                    raise
 
     def _find_frame_steps(self) -> None:
         """Have later steps written by one compiled call, if that is possible."""

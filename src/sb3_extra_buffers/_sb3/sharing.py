@@ -92,7 +92,7 @@ class BufferSharing:
         for store in parts.stores.values():
             # one lock for everything, so that a thread that begins a change holds all of it
             store.lock = buffer.lock
-            store.readers = SharedReaders(self._begin_store, self._end_store)
+            store.readers = SharedReaders(self._begin_store, self._end_store, self._abandon_store)
         buffer._cache_views()
         _sharings.add(self)
         self.begin()
@@ -134,6 +134,11 @@ class BufferSharing:
         self._in_step = False
         self._end_store()
 
+    def abandon(self) -> None:
+        """Let readers continue after an interrupt in `end`."""
+        self._in_step = False
+        self._writer.abandon()
+
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
         """`begin` and `end`; may be part of another change."""
@@ -143,7 +148,11 @@ class BufferSharing:
             yield
         finally:
             self._in_step = is_part
-            self._end_store()
+            try:
+                self._end_store()
+            except BaseException:
+                self._abandon_store()
+                raise
 
     def _begin_store(self) -> None:
         if self._is_inherited:
@@ -160,6 +169,10 @@ class BufferSharing:
             is_complete = self._publish()
         finally:
             writer.end(is_complete)
+
+    def _abandon_store(self) -> None:
+        if not self._in_step:
+            self._writer.abandon()
 
     def _publish(self) -> bool:
         """Share what is new; return whether readers may read it."""

@@ -240,10 +240,10 @@ class SharedWriter:
 
     def begin(self) -> None:
         """Wait for active readers, and let no other reader begin until `end`."""
-        if self.is_changing or self.is_closed:
+        if self.is_closed:
             return
         try:
-            # first: `end` releases the lock after any interrupt
+            # first: `end` releases the lock after any interrupt. May be set already, by an `end` that was interrupted
             self.is_changing = True
             try:
                 fcntl.flock(self._main, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -273,6 +273,10 @@ class SharedWriter:
             self._words[_CHANGES_AT] = (self._words[_CHANGES_AT] | 1) + 1
         fcntl.flock(self._main, fcntl.LOCK_UN)
         self.is_changing = False
+
+    def abandon(self) -> None:
+        """Let readers continue after an interrupt in `end`; they raise an error unless the change was complete."""
+        self.end(is_complete=False)
 
     def describe(self, description: Any) -> None:
         """Publish a description, as JSON; between `begin` and `end`."""

@@ -85,10 +85,10 @@ class SharedArrays:
 class SharedReaders(ReaderLocks):
     """`ReaderLocks` of a store that other processes read, which also wait while the owner changes it."""
 
-    __slots__ = ("_begin", "_end", "_writing")
+    __slots__ = ("_abandon", "_begin", "_end", "_writing")
 
-    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        self._begin, self._end = begin, end
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None], abandon: Callable[[], None]) -> None:
+        self._begin, self._end, self._abandon = begin, end, abandon
         self.stripes: dict[int, Any] = {}
         self._writing = False
 
@@ -104,6 +104,9 @@ class SharedReaders(ReaderLocks):
         else:
             try:
                 self._end()
+            except BaseException:
+                self._abandon()
+                raise
             finally:
                 self._writing = False
 
@@ -180,7 +183,8 @@ class StoreSharing:
         return described | {"inner": self._describe_inner(store.inner, "")}
 
     def _describe_inner(self, inner: Store, prefix: str) -> dict[str, Any]:
-        inner.recover()
+        # also commits the last write, which would be undone if this is interrupted
+        inner.commit()
         if isinstance(inner, FrameStore):
             return self._describe_frames(inner, prefix)
         if isinstance(inner, TimelineStore):
