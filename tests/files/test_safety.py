@@ -209,6 +209,7 @@ def test_invalid_descriptions_are_refused(name: str, change: Callable[[Any], Any
         ("her", "ep_length", lambda column: column.fill(-1)),
         ("her", "ep_length", lambda column: column.fill(26)),
         ("her", "current_ep_start", lambda column: column.fill(99)),
+        ("her", "current_ep_start", lambda column: column.fill(17)),  # in another episode
         ("prioritized", "priorities", lambda column: column.fill(np.nan)),
         ("prioritized", "priorities", lambda column: column.fill(-1)),
         ("prioritized", "priorities", lambda column: column.fill(0)),

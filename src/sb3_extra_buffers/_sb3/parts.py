@@ -358,6 +358,9 @@ def _restore_episodes(buffer: Any, parts: LoadedParts) -> None:
     fits = ((steps - first) % n_steps < length) & (counts[first * n_envs + envs] == length)
     fits &= lengths[first, envs] == length
     require(fits & (buffer.full | (steps < buffer.pos)), "a step is outside of the episode that it claims to be in")
+    running = (np.arange(n_steps)[:, None] - current) % n_steps < (buffer.pos - current) % n_steps
+    fits = ~running | ((lengths == 0) & (starts == current))
+    require(fits & (buffer.full | (current <= buffer.pos)), "a running episode contains steps of another one")
     buffer._current_ep_start = current  # SB3 has no public name for it
     if buffer.copy_info_dict:
         buffer.infos = _infos_from_column(parts.column("infos", np.uint8, (None,)), (n_steps, n_envs))
