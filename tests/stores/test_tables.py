@@ -224,8 +224,9 @@ def test_any_bits_are_read_back(dtype: str, batches: list[list[bytes]], compiled
 def test_special_floats_keep_their_bits(dtype: Any) -> None:
     word, limits = np.dtype(f"u{np.dtype(dtype).itemsize}"), np.finfo(dtype)
     special = [np.nan, -np.nan, -0.0, 0.0, np.inf, -np.inf, 1.0, 0.5, limits.max, limits.min, limits.smallest_subnormal]
-    numbers = np.array(special, dtype)
+    numbers = np.array([*special, np.inf], dtype)
     numbers.view(word)[0] |= word.type(5)  # a payload inside the NaN
+    numbers.view(word)[-1] |= word.type(1)  # a signalling NaN
     array = CompressedArray(40, numbers.shape, dtype, compression_method="table")
     for step in range(40):
         array[step] = np.roll(numbers, step)

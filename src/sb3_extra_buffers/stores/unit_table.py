@@ -178,8 +178,9 @@ class UnitTable:
     def _find_grid(self, codes: Codes) -> Grid | None:
         if self.dtype.kind not in "fiu":
             return None
-        numbers = np.unique(self._numbers(codes).astype(np.float64))
-        numbers = numbers[np.isfinite(numbers)]
+        numbers = self._numbers(codes)
+        # first, because converting a signalling NaN is a RuntimeWarning
+        numbers = np.unique(numbers[np.isfinite(numbers)].astype(np.float64))
         if not len(numbers):
             return None
         for grid in (*(Grid(*known) for known in _GRIDS), _even_grid(numbers)):
