@@ -201,8 +201,8 @@ class ObsViews:
 
 
 def _is_raw(view: StoreView) -> bool:
-    # not images: those are collected first, to find out how they are stacked
-    return isinstance(view.store.inner, RawStore | TimelineStore)
+    # not images: those are collected first, to find out how they are stacked, and `auto` may choose again
+    return isinstance(view.store.inner, RawStore | TimelineStore) and view.store.keeps_method
 
 
 def _make_view(
