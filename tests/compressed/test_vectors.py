@@ -30,6 +30,7 @@ from sb3_extra_buffers.compressed import (
 from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.kernels import has_numba, timeline_kernels
 from sb3_extra_buffers.stores import timeline
+from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.timeline import TimelineStore
 from tests.contracts.buffer import (
     ACTIONS,
@@ -382,6 +383,45 @@ def interrupt_at(position: int, action: Any) -> bool:
     finally:
         sys.settrace(None)
     return False
+
+
+COPIES: dict[str, Any] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda buffer: pickle.loads(pickle.dumps(buffer)),
+    "pickle of a copy": lambda buffer: pickle.loads(pickle.dumps(copy.deepcopy(buffer))),
+}
+
+
+@pytest.mark.parametrize("space", [BOX, spaces.Dict({"a": BOX, "b": SPACES["double"]})], ids=["box", "dict"])
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_add_and_sample_with_one_compiled_call_too(
+    space: Any, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = pair(space, 40, 2)
+    add_all((ours, theirs), space, 27, 2)
+    ours = COPIES[how](ours)
+    slow: list[str] = []
+
+    def note(cls: Any, name: str) -> None:
+        method = getattr(cls, name)
+
+        def run(*args: Any) -> Any:
+            slow.append(name)
+            return method(*args)
+
+        monkeypatch.setattr(cls, name, run)
+
+    note(type(ours), "_fit_step")
+    for name in ("read", "read_pairs", "write", "write_step"):
+        note(ObservationStore, name)
+    for step in play(space, 2, 30, 5, ACTIONS["box"]):
+        for buffer in (ours, theirs):
+            buffer.add(*copy.deepcopy(tuple(step._replace(infos=[{}, {}]))))
+    assert_same_samples(ours, theirs)
+    # where more next observations have to be kept, a step takes the usual path
+    assert set(slow) <= {"_fit_step"}
+    assert len(slow) < 5
 
 
 @pytest.mark.parametrize("space", [BOX, TWO], ids=["box", "dict"])

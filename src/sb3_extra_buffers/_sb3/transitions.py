@@ -200,14 +200,19 @@ class Transitions:
         for key, staged, next_staged in self._obs:
             value, next_value = (obs.get(key), next_obs.get(key)) if self._is_dict else (obs, next_obs)
             shape, dtype = staged.shape, staged.dtype
-            if type(value) is not _ARRAY or value.dtype is not dtype or value.shape != shape:
+            if type(value) is not _ARRAY or value.shape != shape:
                 return False
-            if type(next_value) is not _ARRAY or next_value.dtype is not dtype or next_value.shape != shape:
+            if type(next_value) is not _ARRAY or next_value.shape != shape:
+                return False
+            # a dtype that was unpickled is another object
+            if (value.dtype is not dtype and value.dtype != dtype) or (
+                next_value.dtype is not dtype and next_value.dtype != dtype
+            ):
                 return False
             staged[...] = value
             next_staged[...] = next_value
         staged = self._action
-        if type(action) is not _ARRAY or action.dtype is not staged.dtype:
+        if type(action) is not _ARRAY or (action.dtype is not staged.dtype and action.dtype != staged.dtype):
             return False
         if action.shape != staged.shape:
             if not self._flat_actions or action.size != staged.size:

@@ -95,6 +95,12 @@ class ObsViews:
         #: The dtypes of observations that are stored in a smaller dtype than that of the space.
         self.narrowed = {key: view.stored_dtype for key, view in self.stored.items() if view.stored_dtype != view.dtype}
 
+    def with_views(self, by_key: Mapping[str, View]) -> ObsViews:
+        """The same observations in other views: copies whose stores are frozen, so that they do not tell their kind."""
+        views = ObsViews(by_key, self.is_dict)
+        views.raw = {key: views.stored[key] for key in self.raw}
+        return views
+
     @classmethod
     def make(
         cls,
