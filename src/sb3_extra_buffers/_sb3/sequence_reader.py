@@ -70,7 +70,7 @@ class WindowReader:
     def of(cls, buffer: Any) -> WindowReader | None:
         """Return a reader of ``buffer``, or None if there is no compiled code for it."""
         lead = int(buffer.buffer_size), int(buffer.n_envs)
-        if window_kernels() is None or not _fits(buffer._index.starts, lead, _BOOL):
+        if window_kernels() is None or buffer._calls_sb3 or not _fits(buffer._index.starts, lead, _BOOL):
             return None
         for _, view, next_view in buffer._raw:
             inner = view.store.inner
