@@ -10,6 +10,7 @@ import numpy.typing as npt
 from sb3_extra_buffers._sb3.drawing import GlobalGenerator
 from sb3_extra_buffers.errors import IndexOutOfRangeError
 from sb3_extra_buffers.kernels import as_contiguous, step_kernels
+from sb3_extra_buffers.kernels.dispatch import is_refusal
 from sb3_extra_buffers.kernels.timeline import COUNT
 from sb3_extra_buffers.stores.timeline import TimelineStore
 from sb3_extra_buffers.stores.view import StoreView
@@ -187,8 +188,10 @@ class Transitions:
                 readers.exclude()
             written: int = kernel(self._plan_address, position, obs, next_obs, action, reward, done)
             return written == 1
-        except (TypeError, ValueError):
-            # of numba: an argument is not an array, or not of the stored dtype
+        except (TypeError, ValueError) as problem:
+            if not is_refusal(problem):
+                raise
+            # an argument is not an array, or not of the stored dtype
             return False
         finally:
             readers.writing = False
