@@ -19,6 +19,7 @@ from sb3_extra_buffers.compressed import (
     CompressedNStepReplayBuffer,
     CompressedReplayBuffer,
     CompressedRolloutBuffer,
+    CompressedSequenceReplayBuffer,
 )
 from sb3_extra_buffers.stores.timeline import TimelineStore
 from tests.contracts.buffer import (
@@ -222,6 +223,46 @@ def test_vec_normalize(name: str, n_steps: int) -> None:
     assert_same_samples(*buffers, env=normalize)
     # what the statistics made of a batch is nothing the buffer remembers
     is_same(sample(buffers[0], 16, 0)[0], plain)
+
+
+class Rewards:
+    """Made by a subclass; the rest of the batch stays SB3's."""
+
+    @staticmethod
+    def _normalize_reward(reward: Any, env: Any = None) -> Any:
+        return np.sign(reward)
+
+
+class Observations:
+    @staticmethod
+    def _normalize_obs(obs: Any, env: Any = None) -> Any:
+        return {key: np.roll(part, 1) for key, part in obs.items()} if isinstance(obs, dict) else np.roll(obs, 1)
+
+
+class Tensors:
+    def to_torch(self, array: Any, copy: bool = True) -> Any:
+        return super().to_torch(array, copy).flip(0)  # type: ignore[misc]  # a buffer follows
+
+
+@pytest.mark.parametrize("changes", [Rewards, Observations, Tensors])
+@pytest.mark.parametrize("name", ["frames first", "vector", "dict"])
+def test_a_subclass_may_change_how_batches_are_made(name: str, changes: type[Any]) -> None:
+    space, is_dict = SPACES[name], name == "dict"
+    ours = CompressedDictReplayBuffer if is_dict else CompressedReplayBuffer
+    theirs = DictReplayBuffer if is_dict else ReplayBuffer
+    buffers = [type("Changed", (changes, cls), {})(40, space, DISCRETE, "cpu", 2) for cls in (ours, theirs)]
+    fill(buffers, space, 33)
+    assert_same_samples(*buffers)
+
+
+def test_the_windows_of_a_subclass_have_the_rewards_that_it_makes() -> None:
+    space = SPACES["vector"]
+    changed: Any = type("Changed", (Rewards, CompressedSequenceReplayBuffer), {})
+    buffer = changed(40, space, DISCRETE, "cpu", 2)
+    fill([buffer], space, 33)
+    for n_steps in (1, 2):
+        rewards = buffer.sample_sequences(20, 3, n_steps=n_steps, gamma=1.0).rewards
+        assert set(rewards.unique().tolist()) <= set(map(float, range(-n_steps, n_steps + 1)))
 
 
 def test_batches_share_no_memory_with_the_buffer() -> None:

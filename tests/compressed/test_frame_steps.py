@@ -195,6 +195,42 @@ def test_an_interrupt_leaves_a_whole_step_or_none(needs_space: bool, monkeypatch
     assert position > 50
 
 
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+@pytest.mark.parametrize("space", [IMAGES, SPACES["vector"]], ids=["images", "vector"])
+def test_an_error_from_a_signal_handler_is_raised(space: Any, error: type[Exception]) -> None:
+    ours = CompressedReplayBuffer(60, space, DISCRETE, "cpu", 2, handle_timeout_termination=False)
+    theirs = ReplayBuffer(60, space, DISCRETE, "cpu", 2, handle_timeout_termination=False)
+    steps = list(play(space, 2, 80, 0, DISCRETE))
+    for step in steps[:40]:
+        ours.add(*step)
+        theirs.add(*step)
+    writer: Any = ours._frame_steps or ours._transitions
+    name = "write" if isinstance(writer, FrameSteps) else "_direct"
+    kernel = getattr(writer, name)
+
+    def interrupted(*arguments: Any) -> Any:
+        written = kernel(*arguments)
+        if is_due:
+            # where the handler of a signal that arrived meanwhile runs
+            raise error("time is up")
+        return written
+
+    setattr(writer, name, interrupted)
+    for number, step in enumerate(steps[40:]):
+        is_due = number % 3 == 0
+        if is_due:
+            with pytest.raises(error, match="time is up"):
+                ours.add(*step)
+            assert ours.n_added in (40 + number, 41 + number)
+        if ours.n_added == 40 + number:
+            is_due = False
+            ours.add(*step)
+        theirs.add(*step)
+        writer = ours._frame_steps or ours._transitions
+        setattr(writer, name, interrupted)
+    assert_same_contents(contents(theirs), contents(ours))
+
+
 def test_an_interrupt_while_addresses_are_replaced_leaves_none_of_the_old_ones() -> None:
     ours, theirs = pair()
     steps = steps_of(60)

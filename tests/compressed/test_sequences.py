@@ -31,6 +31,7 @@ from sb3_extra_buffers.errors import (
     EmptyBufferError,
     FileFormatError,
     IndexOutOfRangeError,
+    OutOfMemoryError,
     PriorityError,
     ReadOnlyBufferError,
     SpecMismatchError,
@@ -765,6 +766,14 @@ def test_an_empty_buffer_and_wrong_arguments() -> None:
             make(VECTORS, **wrong)
 
 
+@pytest.mark.parametrize("size", [(1 << 17, 1 << 47), (1 << 20, 1 << 30, 0, 1 << 40), (1 << 47, 1)])
+def test_windows_for_which_there_is_no_memory(size: tuple[int, ...]) -> None:
+    buffer = make(VECTORS)
+    Model(VECTORS, 2).add_to(buffer, count=9)
+    with pytest.raises(OutOfMemoryError, match=f"not enough memory for {size[0]} windows"):
+        buffer.sample_sequences(*size)
+
+
 @pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("assigned", [{"pos": 3}, {"full": True}])
 def test_a_position_that_was_assigned_is_named(assigned: dict[str, Any], gpu: bool) -> None:
@@ -797,6 +806,21 @@ def test_an_interrupted_sample_loses_no_online_window() -> None:
             n_interrupted += 1
             assert buffer.sample_sequences(2, 5, online=True).steps[0, 0] == 0
     assert n_interrupted > 10
+
+
+def test_windows_after_an_interrupt_are_those_that_are_asked_for() -> None:
+    buffer = make(VECTORS, 100, n_envs=1)
+    Model(VECTORS, 1).add_to(buffer, count=100)
+    set_random_seed(0)
+    expected = buffer.sample_sequences(50, 5).observations
+    with Injector() as counter:
+        buffer.sample_sequences(2, 5)
+    for at in range(1, counter.count):
+        # windows of another kind
+        with contextlib.suppress(KeyboardInterrupt), Injector(at, KeyboardInterrupt()):
+            buffer.sample_sequences(2, 5)
+        set_random_seed(0)
+        assert th.equal(buffer.sample_sequences(50, 5).observations, expected)
 
 
 @pytest.mark.parametrize("limit", range(150_000, 250_000, 9_999))

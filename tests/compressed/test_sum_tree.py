@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from stable_baselines3.common.utils import set_random_seed
 
 from sb3_extra_buffers._sb3.sum_tree import FAN_OUT, SumTree
+from tests.torture.interrupts import Injector
 
 # one node, some nodes, and two levels above the leaves
 SIZES = [1, 5, FAN_OUT, FAN_OUT + 1, 3000, 70_000]
@@ -170,6 +172,24 @@ def test_an_empty_tree_draws_nothing(compiled: bool | None) -> None:
         assert minimum == 1.0
         assert len(tree.draw(0)) == 0
         tree.clear()
+
+
+@pytest.mark.parametrize("compiled", [None, False])
+def test_an_interrupt_of_clear_leaves_the_old_tree_or_an_empty_one(compiled: bool | None) -> None:
+    for at in range(1, 1000):
+        tree = SumTree(70_000, compiled)
+        tree.write_each(np.arange(9), np.ones(9))
+        with contextlib.suppress(KeyboardInterrupt), Injector(at, KeyboardInterrupt()) as injector:
+            tree.clear()
+        # compiled code must not write to levels that have been freed
+        tree.write_each(np.array([9, 69_999]), np.array([4.0, 2.0]))
+        tree.check()
+        assert tree.total in (6, 15)
+        assert tree.read(np.array([9, 69_999])).tolist() == [4, 2]
+        if injector.count < at:
+            break
+    assert 20 < at < 999
+    assert tree.total == 6
 
 
 @pytest.mark.parametrize("n_leaves", SIZES)

@@ -30,6 +30,7 @@ from sb3_extra_buffers.compressed import (
 from sb3_extra_buffers.errors import SpecMismatchError
 from sb3_extra_buffers.kernels import has_numba, timeline_kernels
 from sb3_extra_buffers.stores import timeline
+from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.timeline import TimelineStore
 from tests.contracts.buffer import (
     ACTIONS,
@@ -384,6 +385,45 @@ def interrupt_at(position: int, action: Any) -> bool:
     return False
 
 
+COPIES: dict[str, Any] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda buffer: pickle.loads(pickle.dumps(buffer)),
+    "pickle of a copy": lambda buffer: pickle.loads(pickle.dumps(copy.deepcopy(buffer))),
+}
+
+
+@pytest.mark.parametrize("space", [BOX, spaces.Dict({"a": BOX, "b": SPACES["double"]})], ids=["box", "dict"])
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_add_and_sample_with_one_compiled_call_too(
+    space: Any, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = pair(space, 40, 2)
+    add_all((ours, theirs), space, 27, 2)
+    ours = COPIES[how](ours)
+    slow: list[str] = []
+
+    def note(cls: Any, name: str) -> None:
+        method = getattr(cls, name)
+
+        def run(*args: Any) -> Any:
+            slow.append(name)
+            return method(*args)
+
+        monkeypatch.setattr(cls, name, run)
+
+    note(type(ours), "_fit_step")
+    for name in ("read", "read_pairs", "write", "write_step"):
+        note(ObservationStore, name)
+    for step in play(space, 2, 30, 5, ACTIONS["box"]):
+        for buffer in (ours, theirs):
+            buffer.add(*copy.deepcopy(tuple(step._replace(infos=[{}, {}]))))
+    assert_same_samples(ours, theirs)
+    # where more next observations have to be kept, a step takes the usual path
+    assert set(slow) <= {"_fit_step"}
+    assert len(slow) < 5
+
+
 @pytest.mark.parametrize("space", [BOX, TWO], ids=["box", "dict"])
 @pytest.mark.parametrize("is_odd", [False, True])
 def test_an_interrupt_leaves_a_whole_step_or_none(space: Any, is_odd: bool, compiled: bool) -> None:
@@ -408,6 +448,20 @@ def test_an_interrupt_leaves_a_whole_step_or_none(space: Any, is_odd: bool, comp
         buffer.add(*copy.deepcopy(tuple(step)))
         position += max(position // 9, 1)
     assert position > 50
+
+
+def test_an_interrupt_of_sample_leaves_the_random_numbers_of_sb3() -> None:
+    filled, theirs = pair(BOX, 40, 2)
+    add_all((filled, theirs), BOX, 27, 2)
+    position = 1
+    while True:
+        # a copy looks for NumPy's generator again
+        ours = copy.deepcopy(filled)
+        if not interrupt_at(position, lambda ours=ours: ours.sample(16)):
+            break
+        assert_same_samples(ours, theirs)
+        position += 1
+    assert position > 100
 
 
 def test_a_step_for_which_there_is_no_memory_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:

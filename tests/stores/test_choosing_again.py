@@ -209,6 +209,27 @@ def test_a_saved_array_looks_again_after_loading(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.asarray(load(tmp_path / "saved")), frames)
 
 
+def test_a_saved_buffer_looks_again_after_loading(tmp_path: Path) -> None:
+    frames = opening_then_game(n_noise=250)
+    space = spaces.Box(0, 255, SHAPE, np.uint8)
+    buffer: Any = CompressedReplayBuffer(2000 * N_ENVS, space, spaces.Discrete(3), "cpu", n_envs=N_ENVS)
+
+    def add_to(buffer: Any, steps: range) -> None:
+        for step in steps:
+            rest: Any = np.zeros((N_ENVS, 1), np.int64), np.full(N_ENVS, step), np.zeros(N_ENVS, bool), [{}] * N_ENVS
+            buffer.add(frames[step], frames[step + 1], *rest)
+
+    add_to(buffer, range(200))
+    assert buffer.memory_usage().codecs[""].startswith("none")
+    buffer.save(tmp_path / "saved")
+    loaded = CompressedReplayBuffer.load(tmp_path / "saved")
+    for each in (loaded, buffer):
+        for _ in range(6):
+            add_to(each, range(251, 399))
+        assert each.memory_usage().codecs[""].startswith("delta")
+        np.testing.assert_array_equal(each.observations[200:348], frames[251:399])
+
+
 def test_a_stack_that_the_opening_hid_is_found() -> None:
     rng = np.random.default_rng(0)
     frames = np.zeros((700, 4, *SHAPE), np.uint8) + rng.integers(0, 9, SHAPE).astype(np.uint8)

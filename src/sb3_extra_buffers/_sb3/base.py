@@ -213,7 +213,7 @@ def _freeze(value: Any, known: dict[int, Any]) -> Any:
     elif type(value) is dict:
         frozen = {key: _freeze(part, known) for key, part in value.items()}
     elif isinstance(value, ObsViews):
-        frozen = ObsViews(_freeze(value.by_key, known), value.is_dict)
+        frozen = value.with_views(_freeze(value.by_key, known))
     elif hasattr(value, "frozen"):
         frozen = value.frozen()
     known[id(value)] = frozen

@@ -22,18 +22,19 @@ class GlobalGenerator:
     """NumPy's global generator, for compiled code that draws from it."""
 
     def __init__(self) -> None:
-        self._generator: Any = None
-        self._words = 0, 0
+        # a single attribute: after an interrupt, no generator may be left with the addresses of another
+        self._found: tuple[Any, int, int] = None, 0, 0
 
     def find(self) -> tuple[Any, int, int] | None:
         """The bit generator, the address of its ``next_uint32`` and its state; None if `randint` has been replaced."""
         if np.random.randint is not _RANDINT:
             return None
         generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in NumPy's stubs
-        if generator is not self._generator:
+        found = self._found
+        if generator is not found[0]:
             address = ctypes.cast(generator.ctypes.next_uint32, ctypes.c_void_p).value
-            self._generator, self._words = generator, (address or 0, generator.ctypes.state_address)
-        return generator, *self._words
+            self._found = found = generator, address or 0, generator.ctypes.state_address
+        return found
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GlobalGenerator, ()  # addresses belong to this process

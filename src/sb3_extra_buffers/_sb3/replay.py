@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch as th
-from stable_baselines3.common.buffers import ReplayBuffer
+from stable_baselines3.common.buffers import BaseBuffer, ReplayBuffer
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
@@ -57,6 +57,8 @@ Step = tuple[int, int, int, dict[str, Array], dict[str, Array], Array, Array, Ar
 # the fast paths of `add` and `sample` bypass these methods, so they are taken only if no subclass overrides them
 _ADDING = ("_fit_step", "_write_stores", "_finish_step", "_advance")
 _SAMPLING = ("_draw", "_range", "_read", "_get_samples", "_samples_at", "_make_samples")
+# methods of SB3 that make a batch from arrays; most often they are not overridden, and are not called then
+_NORMALIZING = ("_normalize_obs", "_normalize_reward")
 
 
 class ReplayMixin(BudgetMixin, _Base):
@@ -182,7 +184,12 @@ class ReplayMixin(BudgetMixin, _Base):
         self._frame_steps: FrameSteps | None = None
         self._inner_tried: Any = None
         options = self._options
-        self._converts = options.output_dtype != "raw" or options.normalize_images
+        cls = type(self)
+        #: Whether a subclass overrides a method with which SB3 makes batches.
+        self._calls_sb3 = cls.to_torch is not ReplayMixin.to_torch or any(
+            getattr(cls, name) is not getattr(BaseBuffer, name) for name in _NORMALIZING
+        )
+        self._converts = options.output_dtype != "raw" or options.normalize_images or self._calls_sb3
         # the fast path for observations of a Box, if they are stored in the dtype of the space
         self._box_shape = None if views.is_dict or views.narrowed else views.by_key[""].shape[1:]
 
@@ -564,9 +571,17 @@ class ReplayMixin(BudgetMixin, _Base):
         obs, actions, next_obs, *columns = batch
         views, to_torch = self._views, self._to_torch
         obs, next_obs = views.as_sb3(obs), views.as_sb3(next_obs)
+        make = DictReplayBufferSamples if views.is_dict else ReplayBufferSamples
+        if self._calls_sb3:
+            obs, next_obs = self._normalize_obs(obs, env), self._normalize_obs(next_obs, env)
+            as_tensors = [
+                {key: self.to_torch(part) for key, part in each.items()} if views.is_dict else self.to_torch(each)
+                for each in (obs, next_obs)
+            ]
+            tensors = self._convert_each(as_tensors[0]), self.to_torch(actions), self._convert_each(as_tensors[1])
+            return make(*tensors, *map(self.to_torch, columns))
         if env is not None:
             obs, next_obs = env.normalize_obs(obs), env.normalize_obs(next_obs)
-        make = DictReplayBufferSamples if views.is_dict else ReplayBufferSamples
         tensors = self._obs_to_torch(obs), to_torch(actions), self._obs_to_torch(next_obs)
         return make(*tensors, *map(to_torch, columns))
 

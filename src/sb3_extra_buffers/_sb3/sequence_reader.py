@@ -16,6 +16,8 @@ __all__ = ["WindowReader"]
 
 # as in `kernels.windows_numba`, which imports numba
 ALIGNMENT, IS_WHOLE, N_RESETS = 64, 64, 128
+# offsets are int64
+_MAX_BYTES = 1 << 62
 
 Array = npt.NDArray[Any]
 Indices = npt.NDArray[np.int64]
@@ -61,14 +63,14 @@ class WindowReader:
         plan += [actions[0, 0].nbytes, rewards.ctypes.data, dones.ctypes.data, timeouts.ctypes.data]
         plan += [state[1].ctypes.data for _, _, state in self._stores]
         self._plan = np.array(plan, np.int64)
-        self._request: Request | None = None
-        self._layout: Any = None
+        # one attribute: after an interrupt, no request may be left with the layout of another
+        self._laid_out: tuple[Request | None, Any] = None, None
 
     @classmethod
     def of(cls, buffer: Any) -> WindowReader | None:
         """Return a reader of ``buffer``, or None if there is no compiled code for it."""
         lead = int(buffer.buffer_size), int(buffer.n_envs)
-        if window_kernels() is None or not _fits(buffer._index.starts, lead, _BOOL):
+        if window_kernels() is None or buffer._calls_sb3 or not _fits(buffer._index.starts, lead, _BOOL):
             return None
         for _, view, next_view in buffer._raw:
             inner = view.store.inner
@@ -101,10 +103,10 @@ class WindowReader:
 
     def read(self, request: Request, numbers: Indices, envs: Indices, n_added: int) -> Windows:
         """Return the windows that begin at these steps, which are held."""
-        layout = self._layout
-        if request is not self._request:
-            layout = self._layout = self._make_layout(request)
-            self._request = request
+        of_request, layout = self._laid_out
+        if request is not of_request:
+            layout = self._make_layout(request)
+            self._laid_out = request, layout
         out = np.empty(layout.nbytes, np.uint8)
         rules, n_steps = request.rules, request.n_steps
         found: int = self._read_windows(
@@ -146,6 +148,8 @@ class WindowReader:
             size = math.prod(shape) * dtype.itemsize
             offsets.append(nbytes if size else -1)
             nbytes += -(-size // ALIGNMENT) * ALIGNMENT
+        if nbytes >= _MAX_BYTES:
+            raise MemoryError(f"a batch would take {nbytes} bytes")
         at, end = len(shapes), len(shapes) + len(others)
         return _Layout(
             nbytes + ALIGNMENT,

@@ -32,6 +32,12 @@ class SumTree:
     # the compiled kernels, and the levels in the form in which they take them
     _kernels: Any = None
     _bound: Any = None
+    # of every level from the leaves up
+    _sums: list[Floats]
+    _mins: list[Floats]
+    _stale: npt.NDArray[np.bool_]
+    _ends: Floats
+    _min: float
 
     def __init__(self, n_leaves: int, compiled: bool | None = None) -> None:
         self.n_leaves, self.compiled = n_leaves, compiled
@@ -40,16 +46,15 @@ class SumTree:
     def _build(self, leaves: Floats) -> None:
         """Build the tree over ``leaves``."""
         # from the leaves up; each level is padded to whole nodes. Leaves that are not zero are their own minima
-        self._sums, self._mins = [leaves], [leaves]
-        while len(self._sums[-1]) > _TOP_SIZE:
-            n_nodes = _padded(len(self._sums[-1]) // FAN_OUT)
-            self._sums.append(np.zeros(n_nodes))
-            self._mins.append(np.full(n_nodes, np.inf))
+        sums, mins = [leaves], [leaves]
+        while len(sums[-1]) > _TOP_SIZE:
+            n_nodes = _padded(len(sums[-1]) // FAN_OUT)
+            sums.append(np.zeros(n_nodes))
+            mins.append(np.full(n_nodes, np.inf))
         n_nodes = len(leaves) // FAN_OUT
-        self._stale = np.arange(_padded(n_nodes)) < n_nodes
-        self._ends = np.zeros(len(self._sums[-1]))
-        self._min = np.inf
-        self._bound = None
+        stale, ends = np.arange(_padded(n_nodes)) < n_nodes, np.zeros(len(sums[-1]))
+        # in one call: an interrupt must not leave the addresses of levels that are freed
+        self.__dict__.update(_sums=sums, _mins=mins, _stale=stale, _ends=ends, _min=np.inf, _bound=None)
 
     def _bind(self) -> Any:
         """What the compiled kernels take; None without them."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from sb3_extra_buffers._sb3.drawing import GlobalGenerator
 from sb3_extra_buffers.errors import IndexOutOfRangeError
 from sb3_extra_buffers.kernels import as_contiguous, step_kernels
+from sb3_extra_buffers.kernels.dispatch import is_refusal
 from sb3_extra_buffers.kernels.timeline import COUNT
 from sb3_extra_buffers.stores.timeline import TimelineStore
 from sb3_extra_buffers.stores.view import StoreView
@@ -187,8 +188,10 @@ class Transitions:
                 readers.exclude()
             written: int = kernel(self._plan_address, position, obs, next_obs, action, reward, done)
             return written == 1
-        except (TypeError, ValueError):
-            # of numba: an argument is not an array, or not of the stored dtype
+        except (TypeError, ValueError) as problem:
+            if not is_refusal(problem):
+                raise
+            # an argument is not an array, or not of the stored dtype
             return False
         finally:
             readers.writing = False
@@ -200,14 +203,19 @@ class Transitions:
         for key, staged, next_staged in self._obs:
             value, next_value = (obs.get(key), next_obs.get(key)) if self._is_dict else (obs, next_obs)
             shape, dtype = staged.shape, staged.dtype
-            if type(value) is not _ARRAY or value.dtype is not dtype or value.shape != shape:
+            if type(value) is not _ARRAY or value.shape != shape:
                 return False
-            if type(next_value) is not _ARRAY or next_value.dtype is not dtype or next_value.shape != shape:
+            if type(next_value) is not _ARRAY or next_value.shape != shape:
+                return False
+            # a dtype that was unpickled is another object
+            if (value.dtype is not dtype and value.dtype != dtype) or (
+                next_value.dtype is not dtype and next_value.dtype != dtype
+            ):
                 return False
             staged[...] = value
             next_staged[...] = next_value
         staged = self._action
-        if type(action) is not _ARRAY or action.dtype is not staged.dtype:
+        if type(action) is not _ARRAY or (action.dtype is not staged.dtype and action.dtype != staged.dtype):
             return False
         if action.shape != staged.shape:
             if not self._flat_actions or action.size != staged.size:

@@ -95,6 +95,12 @@ class ObsViews:
         #: The dtypes of observations that are stored in a smaller dtype than that of the space.
         self.narrowed = {key: view.stored_dtype for key, view in self.stored.items() if view.stored_dtype != view.dtype}
 
+    def with_views(self, by_key: Mapping[str, View]) -> ObsViews:
+        """The same observations in other views: copies whose stores are frozen, so that they do not tell their kind."""
+        views = ObsViews(by_key, self.is_dict)
+        views.raw = {key: views.stored[key] for key in self.raw}
+        return views
+
     @classmethod
     def make(
         cls,
@@ -201,8 +207,8 @@ class ObsViews:
 
 
 def _is_raw(view: StoreView) -> bool:
-    # not images: those are collected first, to find out how they are stacked
-    return isinstance(view.store.inner, RawStore | TimelineStore)
+    # not images: those are collected first, to find out how they are stacked, and `auto` may choose again
+    return isinstance(view.store.inner, RawStore | TimelineStore) and view.store.keeps_method
 
 
 def _make_view(

@@ -54,6 +54,17 @@ def has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
+def is_refusal(problem: BaseException) -> bool:
+    """Whether numba raised ``problem``, caught by the caller of a kernel, because it does not take the arguments.
+
+    Otherwise a signal handler raised it: handlers run when the kernel returns, inside the caller's ``try``.
+    """
+    assert problem.__traceback__ is not None
+    # None for an error from C; the frame that was called otherwise
+    called = problem.__traceback__.tb_next
+    return called is None or called.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "numba"
+
+
 def _drop_outdated(module: Any) -> None:
     """Delete cached kernels older than any source compiled into them; numba only checks the file that defines them."""
     kernels = (value for value in vars(module).values() if hasattr(value, "stats"))

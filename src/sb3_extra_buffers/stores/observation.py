@@ -383,9 +383,14 @@ class ObservationStore:
         except (ExtraBuffersError, MemoryError) as problem:
             _logger.info("auto: keeping %s, because changing the method failed: %s", now.method, problem)
 
+    @property
+    def keeps_method(self) -> bool:
+        """Whether the method was known before the first observation, and never changes."""
+        return self.method != "auto" or self._chooser.choice is not None
+
     def _may_change(self, inner: Store) -> bool:
         """Whether ``auto`` may copy observations to another store."""
-        if self.method != "auto" or self._chooser.choice is not None or sum(self._allocated) != self.n_obs:
+        if self.keeps_method or sum(self._allocated) != self.n_obs:
             return False
         # heap_bytes, a file and a journal are tied to the store that is in use
         if self.heap_bytes is not None or self._path is not None or self.make_heap is not None:

@@ -17,7 +17,7 @@ from sb3_extra_buffers.codecs.registry import get_codec, is_available
 from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import CorruptPayloadError, HeapFullError
 from sb3_extra_buffers.kernels import as_contiguous, policy
-from sb3_extra_buffers.kernels.dispatch import compiled_kernels
+from sb3_extra_buffers.kernels.dispatch import compiled_kernels, is_refusal
 from sb3_extra_buffers.kernels.frames import is_full
 from sb3_extra_buffers.kernels.policy import ReadWork, read_ns, write_ns
 from sb3_extra_buffers.kernels.state import (
@@ -197,8 +197,10 @@ class SegmentStore(PortableSegmentStore):
         self.dirty = True
         try:
             written: int = writer.write(*arguments)
-        except (TypeError, ValueError):
-            # of numba: an argument is not an array, or not of the stored dtype, or not contiguous
+        except (TypeError, ValueError) as problem:
+            if not is_refusal(problem):
+                raise
+            # an argument is not an array, or not of the stored dtype, or not contiguous
             self.dirty = False
             writer.skip_steps()
             return False
