@@ -573,17 +573,19 @@ class ReplayMixin(BudgetMixin, _Base):
         obs, next_obs = views.as_sb3(obs), views.as_sb3(next_obs)
         make = DictReplayBufferSamples if views.is_dict else ReplayBufferSamples
         if self._calls_sb3:
-            obs, next_obs = self._normalize_obs(obs, env), self._normalize_obs(next_obs, env)
-            as_tensors = [
-                {key: self.to_torch(part) for key, part in each.items()} if isinstance(each, dict) else self.to_torch(each)
-                for each in (obs, next_obs)
-            ]
-            tensors = self._convert_each(as_tensors[0]), self.to_torch(actions), self._convert_each(as_tensors[1])
+            tensors = self._to_torch_as_sb3(obs, env), self.to_torch(actions), self._to_torch_as_sb3(next_obs, env)
             return make(*tensors, *map(self.to_torch, columns))
         if env is not None:
             obs, next_obs = env.normalize_obs(obs), env.normalize_obs(next_obs)
         tensors = self._obs_to_torch(obs), to_torch(actions), self._obs_to_torch(next_obs)
         return make(*tensors, *map(to_torch, columns))
+
+    def _to_torch_as_sb3(self, obs: Any, env: VecNormalize | None) -> Any:
+        """Tensors of observations, made with the methods that subclasses override."""
+        obs = self._normalize_obs(obs, env)
+        if isinstance(obs, dict):
+            return self._convert_each({key: self.to_torch(part) for key, part in obs.items()})
+        return self._convert_each(self.to_torch(obs))
 
     def reset(self) -> None:
         """Remove all transitions."""
