@@ -575,7 +575,9 @@ class ReplayMixin(BudgetMixin, _Base):
         if self._calls_sb3:
             obs, next_obs = self._normalize_obs(obs, env), self._normalize_obs(next_obs, env)
             as_tensors = [
-                {key: self.to_torch(part) for key, part in each.items()} if isinstance(each, dict) else self.to_torch(each)
+                {key: self.to_torch(part) for key, part in each.items()}
+                if isinstance(each, dict)
+                else self.to_torch(each)
                 for each in (obs, next_obs)
             ]
             tensors = self._convert_each(as_tensors[0]), self.to_torch(actions), self._convert_each(as_tensors[1])
