@@ -26,6 +26,8 @@ Layout = tuple[int, list[tuple[Any, ...]], tuple[Indices, Indices]]
 _COLUMNS = ("actions", "rewards", "dones", "timeouts")
 # NumPy has a single object for each of these dtypes, so they can be compared with `is`
 _ARRAY, _FLOAT32, _BOOL = np.ndarray, np.dtype(np.float32), np.dtype(np.bool_)
+# how many steps are staged after one that the kernel refused: its error takes longer than anything else
+_N_STAGED = 64
 # maximum number of cached batch layouts
 _MAX_LAYOUTS = 64
 
@@ -68,6 +70,8 @@ class Transitions:
                 self._matrix_shape = row.shape
                 row = row.reshape(len(row), -1)
             self._direct = self._kernels.direct_kernel(self._plan, row, action)
+        # the kernel that `_direct` is again after this many steps
+        self._kernel, self._n_staged = self._direct, 0
         #: The only store, with its tables, if a kernel writes the arrays that are passed to `add`.
         self._single = None if self._direct is None else self._stores[0][:3]
         self._layouts: dict[int, Layout] = {}
@@ -169,6 +173,10 @@ class Transitions:
                 self._has_timeout = False
         kernel = self._direct
         if kernel is None:
+            if self._n_staged:
+                self._n_staged -= 1
+                if not self._n_staged:
+                    self._direct = self._kernel
             fits = 0 <= position < self._n_steps and self._has_space()
             if not (fits and self._stage(obs, next_obs, action, reward, done)):
                 return False
@@ -191,7 +199,9 @@ class Transitions:
         except (TypeError, ValueError) as problem:
             if not is_refusal(problem):
                 raise
-            # an argument is not an array, or not of the stored dtype
+            # an argument is not an array, or not of the stored dtype; those of the next steps will probably be the same
+            self._n_staged = _N_STAGED
+            self._direct = None
             return False
         finally:
             readers.writing = False
