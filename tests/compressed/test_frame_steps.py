@@ -289,3 +289,18 @@ def test_a_subclass_may_finish_steps_itself() -> None:
         buffer.add(*step)
     assert buffer.n_finished == 40
     assert not isinstance(buffer._frame_steps, FrameSteps)
+
+
+def test_memory_grows_in_place() -> None:
+    """A step that needs more memory must not copy everything stored so far, which would take as much memory again."""
+    noise = np.random.default_rng(0)
+    buffer = CompressedReplayBuffer(400, IMAGES, DISCRETE, "cpu", 2, compression_method="delta")
+    n_direct = 0
+    for _ in range(200):
+        obs, next_obs = noise.integers(0, 256, (2, 2, *IMAGES.shape), np.uint8)
+        buffer.add(obs, next_obs, np.zeros((2, 1), np.int64), np.zeros(2, np.float32), np.zeros(2, bool), [{}, {}])
+        n_direct += was_direct(buffer)
+    heap = buffer._views.by_key[""].store.inner.heap
+    assert n_direct > 100
+    assert heap.live_bytes > 500_000
+    assert heap.n_repacks == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,10 @@ _COLUMNS = ("actions", "rewards", "dones", "timeouts")
 _ARRAY, _BYTE = np.ndarray, np.dtype(np.uint8)
 # how many steps are not tried after one that the kernel refused
 _N_SKIPPED = 64
-# in place of bound tables
-_UNBOUND = object()
+
+
+def _unbound() -> None:
+    """In place of a reference to bound tables."""
 
 
 class FrameSteps:
@@ -71,7 +75,8 @@ class FrameSteps:
         values |= {at.PLAN_SHAPE + axis: length for axis, length in enumerate(view.obs_shape)}
         for where, value in values.items():
             self._plan[where] = value
-        self._bound: Any = _UNBOUND
+        # weak: tables keep their arrays, and a heap that an array refers to cannot grow in place
+        self._bound: Callable[[], Any] = _unbound
         self.bind(inner)
         obs = np.zeros(view.shape[1:], np.uint8)
         #: The kernel, or None if there is none for this dtype of actions.
@@ -100,21 +105,25 @@ class FrameSteps:
 
     def is_bound_to(self, inner: SegmentStore) -> bool:
         """Whether the addresses are those of the tables that ``inner`` has now."""
+        bound = inner.bound
         return (
-            inner.bound is self._bound and inner.frame_ids is self._frame_ids and inner.dirty_pages is self._pages
-        )  # fmt: skip
+            bound is not None
+            and bound is self._bound()
+            and inner.frame_ids is self._frame_ids
+            and inner.dirty_pages is self._pages
+        )
 
     def bind(self, inner: SegmentStore, first: int = 0) -> None:
         """Take the addresses of all tables of ``inner``, to begin a step or to continue one with row ``first``."""
         at, plan = self._kernels, self._plan
         # an interrupt must not leave addresses of the old tables that count as those of the new ones
-        self._bound = _UNBOUND
+        self._bound = _unbound
         bound, self._frame_ids, self._pages = inner.bind(self.n_rows), inner.frame_ids, inner.dirty_pages
         plan[at.PLAN_BOUND] = bound.ctypes.data
         plan[at.PLAN_FRAME_IDS] = self._frame_ids.ctypes.data
         plan[at.PLAN_PAGES] = self._pages.ctypes.data
         plan[at.PLAN_FIRST] = first
-        self._bound = bound
+        self._bound = weakref.ref(bound)
 
     def skip_steps(self) -> None:
         """Do not try the next steps: their arrays will probably be of the same kind as those that were refused."""
