@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sb3_extra_buffers._sb3.base import CompressedBuffer
 from sb3_extra_buffers._sb3.views import ObsViews
 from sb3_extra_buffers.errors import BudgetExceededError
+from sb3_extra_buffers.stores.transactions import HELD
 
 # the part of max_bytes that may go to tables, which do not shrink when observations are evicted
 _TABLE_SHARE = 1 / 3
@@ -77,13 +78,15 @@ class BudgetMixin(CompressedBuffer):
             view.store.choose_method()
 
     def _evict_beyond(self, limit: int) -> None:
-        if self._held_bytes() <= limit:
-            return
-        self._choose_methods()
-        while self.size() > 1 and self._held_bytes() > limit:
-            oldest = ((self.pos if self.full else 0) + self.n_evicted) % self.buffer_size
-            self._unfinished = Eviction(oldest, self.n_evicted + 1)
-            self._finish_eviction(self._unfinished)
+        self._unfinished = HELD
+        if self._held_bytes() > limit:
+            self._choose_methods()
+            while self.size() > 1 and self._held_bytes() > limit:
+                oldest = ((self.pos if self.full else 0) + self.n_evicted) % self.buffer_size
+                self._unfinished = Eviction(oldest, self.n_evicted + 1)
+                self._finish_eviction(self._unfinished)
+                self._unfinished = HELD
+        self._unfinished = None
 
     def _finish_eviction(self, eviction: Eviction) -> None:
         self._forget_step(eviction.position)
