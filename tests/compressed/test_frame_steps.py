@@ -289,3 +289,32 @@ def test_a_subclass_may_finish_steps_itself() -> None:
         buffer.add(*step)
     assert buffer.n_finished == 40
     assert not isinstance(buffer._frame_steps, FrameSteps)
+
+
+def test_a_step_that_the_next_one_completes_is_counted() -> None:
+    ours, theirs = pair()
+    steps = steps_of(20)
+    for step in steps[:17]:
+        ours.add(*step)
+    writer = ours._frame_steps
+    assert writer is not None
+    write = writer.put
+
+    def interrupted(*arguments: Any) -> None:
+        write(*arguments)
+        raise KeyboardInterrupt
+
+    def failing(number: int) -> None:
+        del writer.has_written
+        raise MemoryError
+
+    writer.put, writer.has_written = interrupted, failing
+    with pytest.raises(KeyboardInterrupt):
+        ours.add(*steps[17])
+    del writer.put
+    for step in steps[18:]:
+        ours.add(*step)
+    for step in steps:
+        theirs.add(*step)
+    assert ours.n_added == 20
+    assert_same_contents(contents(theirs), contents(ours))
