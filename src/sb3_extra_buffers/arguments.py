@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sb3_extra_buffers.errors import ArgumentError, IndexOutOfRangeError, SpecMismatchError
+from sb3_extra_buffers.errors import ArgumentError, IndexOutOfRangeError, ReentrantCallError, SpecMismatchError
 
 __all__ = [
     "MAX_ERROR",
@@ -119,6 +119,8 @@ def as_array(values: Any, name: str) -> Array:
     """Return ``values``, which may be a tensor on any device, as an array."""
     try:
         return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+    except ReentrantCallError:
+        raise
     except (ValueError, TypeError, RuntimeError) as problem:
         raise SpecMismatchError(f"{name} cannot be converted to an array: {problem}") from problem
 

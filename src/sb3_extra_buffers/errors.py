@@ -151,6 +151,10 @@ class InterruptedChangeError(SharingError, EOFError):
     """A change of a shared buffer was interrupted, so the buffer cannot be read."""
 
 
+class ReentrantCallError(ExtraBuffersError, RuntimeError):
+    """A signal handler or a callback used an object in the middle of a call that changes it or reads it."""
+
+
 class PriorityError(ExtraBuffersError, ValueError):
     """A TD error is not a valid priority."""
 

@@ -304,3 +304,32 @@ def test_memory_grows_in_place() -> None:
     assert n_direct > 100
     assert heap.live_bytes > 500_000
     assert heap.n_repacks == 0
+
+
+def test_a_step_that_the_next_one_completes_is_counted() -> None:
+    ours, theirs = pair()
+    steps = steps_of(20)
+    for step in steps[:17]:
+        ours.add(*step)
+    writer = ours._frame_steps
+    assert writer is not None
+    write = writer.put
+
+    def interrupted(*arguments: Any) -> None:
+        write(*arguments)
+        raise KeyboardInterrupt
+
+    def failing(number: int) -> None:
+        del writer.has_written
+        raise MemoryError
+
+    writer.put, writer.has_written = interrupted, failing
+    with pytest.raises(KeyboardInterrupt):
+        ours.add(*steps[17])
+    del writer.put
+    for step in steps[18:]:
+        ours.add(*step)
+    for step in steps:
+        theirs.add(*step)
+    assert ours.n_added == 20
+    assert_same_contents(contents(theirs), contents(ours))

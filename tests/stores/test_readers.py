@@ -153,7 +153,7 @@ def test_an_interrupt_leaves_no_lock_held(method: str) -> None:
             batch = in_thread(lambda: store.read(np.arange(40)))
             assert batch[:2].tobytes() in (rows[:2].tobytes(), other[:2].tobytes())
             np.testing.assert_array_equal(batch[2:], rows[2:])
-            in_thread(lambda: [store.write(np.arange(2), STREAMS[:2], rows[:2])])  # type: ignore[func-returns-value]
+            in_thread(lambda: [store.write(np.arange(2), STREAMS[:2], rows[:2])])
             assert not store.readers.writing
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

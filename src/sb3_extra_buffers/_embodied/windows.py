@@ -14,6 +14,7 @@ from sb3_extra_buffers._embodied.steps import Step, StepStore
 from sb3_extra_buffers.stores.arena import lengthen
 from sb3_extra_buffers.stores.base import Indices
 from sb3_extra_buffers.stores.observation import ObservationStore
+from sb3_extra_buffers.stores.reentry import writes
 from sb3_extra_buffers.stores.transactions import Transactional
 
 # limits the size of chunks to a share of the capacity: evicted steps of each stream's oldest chunk still take memory
@@ -91,10 +92,11 @@ class WindowStore(Transactional):
 
     # ---- adding ----
 
+    @writes
     def _add_step(self, step: Step, worker: Hashable, copied: Sequence[Entry] = ()) -> None:
         """Add a step, which must match the first step, to the stream of ``worker``; with it, set ``copied``."""
         with self._lock:
-            self._recover()
+            self._settle()
             steps = self._steps
             if steps is None:
                 how = self.compressed_keys, self.compression_method, self.compression_kwargs
@@ -218,7 +220,7 @@ class WindowStore(Transactional):
     def check(self) -> None:
         """Raise `AssertionError` if windows, streams and chunks contradict each other; for tests."""
         with self._lock:
-            self._recover()
+            self._settle()
             table = self._table
             held = np.arange(self._first_window, self._next_window)
             counts = np.bincount(self._ring[held % len(self._ring)] // table.size, minlength=len(table))
@@ -303,6 +305,7 @@ class WindowStore(Transactional):
         for copy in {*followed.values()} - {*copies}:
             self._end_stream(copy)
 
+    @writes
     def _end_stream(self, worker: Hashable) -> None:
         """Free what only the next steps of this stream would need, if there is one; its windows stay."""
         table = self._table

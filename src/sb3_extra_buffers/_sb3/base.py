@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,13 @@ from sb3_extra_buffers._sb3.views import Array, ObsViews, View
 from sb3_extra_buffers.codecs.spec import ObsSpec
 from sb3_extra_buffers.errors import LayoutError, UnsupportedVersionError
 from sb3_extra_buffers.files.folders import SavedAsFolder
-from sb3_extra_buffers.stores.transactions import Transactional
+from sb3_extra_buffers.stores.reentry import RawCopier, refuse, writes
+from sb3_extra_buffers.stores.transactions import HELD, Transactional
 from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.stores.view import StoreView
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: Version of the pickled state; pickles of other versions are refused.
 STATE_VERSION = 4
@@ -102,7 +107,47 @@ class CompressedBuffer(ReportingBuffer, Transactional, SavedAsFolder):
             self.mmap_folder.undo_step()
         super()._undo_step()
 
+    @writes
+    def undisturbed(self) -> Self:
+        """The buffer itself, once no write is left unfinished; the caller holds the lock.
+
+        In a signal handler that has interrupted a write of this thread, or a read, it is a copy of the buffer between
+        two steps. The interrupted call goes on afterwards as if nothing had happened.
+        """
+        is_read = any(view.store.readers.is_reading for view in self._views.stored.values())
+        if not (is_read or self._is_inside()):
+            if self._is_unfinished():
+                self._recover()
+            return self
+        if self.mmap_folder is not None or getattr(self, "_sharing", None) is not None:
+            raise refuse(f"this {type(self).__name__}, which is shared or in a memory-mapped folder,")
+        copier = RawCopier()
+        copied = object.__new__(type(self))
+        copier.put(self, copied)
+        for name, value in vars(self).items():
+            if name not in _NOT_COPIED or name == "_unfinished":
+                vars(copied)[name] = copier.copy(value)
+        copied._after_setstate()
+        copied._recover()
+        return copied
+
+    @contextlib.contextmanager
+    def unchanging(self) -> Iterator[Self]:
+        """`undisturbed`, which signal handlers cannot change meanwhile; the caller is marked with `writes`."""
+        buffer = self.undisturbed()
+        buffer._unfinished = HELD
+        try:
+            yield buffer
+        finally:
+            buffer._unfinished = None
+
     # ---- memory ----
+
+    def memory_usage(self) -> MemoryUsage:
+        """The memory that the buffer holds, and what SB3's own buffer would hold for the same transitions."""
+        with self._lock:
+            buffer = self.undisturbed()
+            return super().memory_usage() if buffer is self else buffer.memory_usage()
 
     def _observation_usage(self, n_written: int) -> MemoryUsage:
         return self._views.memory_usage(self._obs_per_transition, n_written)
@@ -160,13 +205,14 @@ class CompressedBuffer(ReportingBuffer, Transactional, SavedAsFolder):
     # ---- copies ----
 
     def __getstate__(self) -> dict[str, Any]:
-        return self._frozen_state(self.__dict__)
+        return self._frozen_state(lambda buffer: vars(buffer))
 
-    def _frozen_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` between two steps, with copies of everything that a step changes."""
-        with self._lock:
-            self._recover()
-            known: dict[int, Any] = {}
+    @writes
+    def _frozen_state(self, get_state: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
+        """What ``get_state`` returns between two steps, with copies of everything that a step changes."""
+        known: dict[int, Any] = {}
+        with self._lock, self.unchanging() as buffer:
+            state = get_state(buffer)
             frozen = {name: _freeze(value, known) for name, value in state.items() if name not in _NOT_COPIED}
         return frozen | {"_state_version": STATE_VERSION}
 

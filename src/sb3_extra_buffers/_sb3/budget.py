@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sb3_extra_buffers._sb3.base import CompressedBuffer
 from sb3_extra_buffers._sb3.views import ObsViews
 from sb3_extra_buffers.errors import BudgetExceededError
+from sb3_extra_buffers.stores.transactions import HELD
 
 # the part of max_bytes that may go to tables, which do not shrink when observations are evicted
 _TABLE_SHARE = 1 / 3
@@ -53,14 +54,18 @@ class BudgetMixin(CompressedBuffer):
 
     def held_bytes(self) -> int:
         """The total of `memory_usage`, slightly overestimated but cheap."""
+        with self._lock:
+            return self.undisturbed()._held_bytes()
+
+    def _held_bytes(self) -> int:
         if self._column_bytes is None:
             self._column_bytes = sum(column.nbytes for column in self._columns().values()) + self._extra_bytes()
         return self._views.held_bytes() + self._next_views.dense_bytes + self._column_bytes
 
     def _check_budget(self, limit: int) -> None:
-        if self.held_bytes() > limit:
+        if self._held_bytes() > limit:
             self._choose_methods()
-            held = self.held_bytes()
+            held = self._held_bytes()
             if held > limit:
                 raise BudgetExceededError(
                     f"the buffer holds {held} bytes in {self.size() * self.n_envs} transitions, more than "
@@ -73,13 +78,15 @@ class BudgetMixin(CompressedBuffer):
             view.store.choose_method()
 
     def _evict_beyond(self, limit: int) -> None:
-        if self.held_bytes() <= limit:
-            return
-        self._choose_methods()
-        while self.size() > 1 and self.held_bytes() > limit:
-            oldest = ((self.pos if self.full else 0) + self.n_evicted) % self.buffer_size
-            self._unfinished = Eviction(oldest, self.n_evicted + 1)
-            self._finish_eviction(self._unfinished)
+        self._unfinished = HELD
+        if self._held_bytes() > limit:
+            self._choose_methods()
+            while self.size() > 1 and self._held_bytes() > limit:
+                oldest = ((self.pos if self.full else 0) + self.n_evicted) % self.buffer_size
+                self._unfinished = Eviction(oldest, self.n_evicted + 1)
+                self._finish_eviction(self._unfinished)
+                self._unfinished = HELD
+        self._unfinished = None
 
     def _finish_eviction(self, eviction: Eviction) -> None:
         self._forget_step(eviction.position)

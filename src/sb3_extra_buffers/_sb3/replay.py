@@ -33,7 +33,8 @@ from sb3_extra_buffers.errors import (
     SpecMismatchError,
 )
 from sb3_extra_buffers.stores.arena import zeros
-from sb3_extra_buffers.stores.transactions import WRITING
+from sb3_extra_buffers.stores.reentry import writes
+from sb3_extra_buffers.stores.transactions import HELD, WRITING
 
 if TYPE_CHECKING:
     from sb3_extra_buffers._sb3.sharing import BufferSharing, SharedHandle
@@ -249,6 +250,7 @@ class ReplayMixin(BudgetMixin, _Base):
 
     # ---- adding ----
 
+    @writes
     def add(
         self,
         obs: Any,
@@ -269,12 +271,16 @@ class ReplayMixin(BudgetMixin, _Base):
             infos: The environments' dicts; only ``"TimeLimit.truncated"`` is read.
         """
         with self._lock:
-            n_added, sharing = self.n_added, self._sharing
+            n_added, sharing = self.n_added, None
             try:
-                if sharing is not None:
+                if self._sharing is not None:
+                    self._check_outside()
+                    sharing = self._sharing
                     sharing.begin()
+                    n_added = self.n_added
                 if self._unfinished is not None:
-                    self._recover()
+                    self._settle()
+                    n_added = self.n_added
                 # the step is one compiled call, unless something has to be converted, recorded or evicted
                 writer: Any = self._frame_steps if self._transitions is None else self._transitions
                 if (
@@ -299,7 +305,7 @@ class ReplayMixin(BudgetMixin, _Base):
                         self.pos = position
                         self._unfinished = None
                         return
-                    self._unfinished = None
+                self._unfinished = HELD
                 if self._raw:
                     self._prepare_raw()
                 step = self._fit_step(obs, next_obs, action, reward, done, infos)
@@ -450,7 +456,9 @@ class ReplayMixin(BudgetMixin, _Base):
         try:
             with self._lock:
                 if self._unfinished is not None:
-                    self._recover()
+                    buffer = self.undisturbed()
+                    if buffer is not self:
+                        return buffer.sample(batch_size, env)
                 if self._draws_and_reads:
                     arrays = self._draw_raw(batch_size)
                     if arrays is not None:
@@ -587,11 +595,12 @@ class ReplayMixin(BudgetMixin, _Base):
             return self._convert_each({key: self.to_torch(part) for key, part in obs.items()})
         return self._convert_each(self.to_torch(obs))
 
+    @writes
     def reset(self) -> None:
         """Remove all transitions."""
         self._check_writable()
         with self._lock, self._changing():
-            self._recover()
+            self._settle()
             folder = self.mmap_folder
             if folder is not None:
                 folder.prepare_reset()
@@ -607,7 +616,10 @@ class ReplayMixin(BudgetMixin, _Base):
     # ---- sharing ----
 
     def _changing(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._sharing is None else self._sharing.changing()
+        if self._sharing is None:
+            return nullcontext()
+        self._check_outside()
+        return self._sharing.changing()
 
     def share(self) -> SharedHandle:
         """Let other processes on this machine read the buffer through shared memory.
@@ -616,7 +628,7 @@ class ReplayMixin(BudgetMixin, _Base):
         in their own process. Returns a handle that can be pickled; its method `open` returns a `SharedReader`.
         """
         with self._lock:
-            self._recover()
+            self._settle()
             if self._sharing is None:
                 from sb3_extra_buffers._sb3.sharing import BufferSharing
 

@@ -24,7 +24,8 @@ from sb3_extra_buffers.errors import (
     IndexOutOfRangeError,
     SpecMismatchError,
 )
-from sb3_extra_buffers.stores.transactions import WRITING
+from sb3_extra_buffers.stores.reentry import writes
+from sb3_extra_buffers.stores.transactions import HELD, WRITING
 
 T = TypeVar("T")
 
@@ -82,11 +83,12 @@ class RolloutMixin(CompressedBuffer, _Base):
         check_space(self, observation_space)
         super().__init__(buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs)
 
+    @writes
     def reset(self) -> None:
         """Remove the rollout; the chosen compression methods stay."""
         self._check_writable()
         with self._lock:
-            self._recover()
+            self._settle()
             shape: Any = self.obs_shape
             # SB3 lays out everything else; observations without elements cost nothing
             self.obs_shape = {} if isinstance(shape, dict) else (0,)  # type: ignore[assignment]  # Dict buffers have a dict
@@ -102,6 +104,7 @@ class RolloutMixin(CompressedBuffer, _Base):
             # get() replaces the attribute, or the values of the dict, by flattened views
             self.observations = self._views.as_sb3()
 
+    @writes
     def add(self, obs: Any, action: Any, reward: Any, episode_start: Any, value: Any, log_prob: Any) -> None:
         """Add one step of every environment; after any exception, all of it was added or nothing.
 
@@ -117,8 +120,9 @@ class RolloutMixin(CompressedBuffer, _Base):
             position = self.pos
             try:
                 if self._unfinished is not None:
-                    self._recover()
+                    self._settle()
                     position = self.pos
+                self._unfinished = HELD
                 step = self._fit_step(obs, action, reward, episode_start, value, log_prob)
                 stored, obs = self._views.stored, step.obs
                 # `_begin_step`, inlined: this runs at every step
@@ -179,7 +183,10 @@ class RolloutMixin(CompressedBuffer, _Base):
 
     def sample(self, batch_size: int, env: Any = None) -> Any:
         """Draw ``batch_size`` random steps, normalised by ``env`` if given; SB3's algorithms use `get` instead."""
-        return super().sample(check_count(batch_size, "batch_size", 0), env)
+        batch_size = check_count(batch_size, "batch_size", 0)
+        with self._lock:
+            buffer = self.undisturbed() if self._is_unfinished() else self
+        return super().sample(batch_size, env) if buffer is self else buffer.sample(batch_size, env)
 
     def get(self, batch_size: int | None = None) -> Any:
         """Iterate over the rollout in random batches of ``batch_size``, in SB3's order; None for one batch of all."""
@@ -213,11 +220,12 @@ class ContribRollout(OptionsFirst):
     #: Position of the step that is being added, and what the columns held there.
     _replaced: tuple[int, dict[str, Any]] | None = None
 
+    @writes
     def add(self: Any, *args: Any, **kwargs: Any) -> None:
         """Add one step of every environment; after any exception, all of it was added or nothing."""
         self._check_writable()
         with self._lock:
-            self._recover()
+            self._settle()
             position = min(self.pos, self.buffer_size - 1)
             columns = {name: getattr(self, name) for name in _CONTRIB_COLUMNS if hasattr(self, name)}
             self._replaced = self.pos, {name: column[position].copy() for name, column in columns.items()}
@@ -230,6 +238,9 @@ class ContribRollout(OptionsFirst):
                 if isinstance(problem, Exception) and not isinstance(problem, ExtraBuffersError):
                     raise SpecMismatchError(f"{' and '.join(columns)} do not fit: {problem}") from problem
                 raise
+
+    def _is_unfinished(self: Any) -> bool:
+        return self._replaced is not None or super()._is_unfinished()  # type: ignore[misc]  # a buffer follows
 
     def _recover(self: Any) -> None:
         super()._recover()  # type: ignore[misc]  # a buffer follows

@@ -38,6 +38,10 @@ from sb3_extra_buffers.errors import (
     SpecMismatchError,
 )
 from sb3_extra_buffers.stores.checks import require, within
+from sb3_extra_buffers.stores.reentry import refuse, writes
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Sequences"]
 
@@ -83,6 +87,8 @@ class Sequences:
 
         def size(self) -> int: ...
         def _check_writable(self) -> None: ...
+        def _settle(self) -> None: ...
+        def undisturbed(self) -> Self: ...
         def _changing(self) -> AbstractContextManager[None]: ...
 
     def __init__(
@@ -145,11 +151,12 @@ class Sequences:
         """
         with self._lock:
             # assigned even if it is None: an interrupt may have left the states of an earlier step
-            self._given_states = recurrent_state
+            before, self._given_states = self._given_states, recurrent_state
             try:
                 super().add(obs, next_obs, action, reward, done, infos)  # type: ignore[misc]  # a buffer follows
             finally:
-                self._given_states = None
+                # those of the step that a signal handler with a step of its own has interrupted, or None
+                self._given_states = before
 
     def _plan_sequence(self, done: Any, infos: Any) -> Any:
         """Return what `_step_added` needs; changes nothing."""
@@ -245,7 +252,14 @@ class Sequences:
         unseen = self._index.unseen
         try:
             with self._lock:
-                self._recover()
+                buffer = self if self._unfinished is None else self.undisturbed()
+                if buffer is not self:
+                    if online:
+                        raise refuse(f"this {type(self).__name__}, whose online queue would change,")
+                    return buffer.sample_sequences(
+                        batch_size, length, burn_in, n_steps, episode_end=episode_end, strict_length=strict_length,
+                        sample=sample, frames=frames, gamma=gamma, env=env,
+                    )  # fmt: skip
                 unseen = self._index.unseen
                 drawn, n_added = self._draw_windows(request), self.n_added
                 if self._locks_reads:
@@ -253,7 +267,7 @@ class Sequences:
             batch = self._read_windows(drawn, env)
             if self.n_added != n_added or self._unfinished is not None:
                 with self._lock:
-                    self._recover()
+                    self._settle()
                     if int(drawn[0].numbers.min()) < self._held().oldest:
                         self._index.return_unseen(unseen)
                         batch = self._read_windows(self._draw_windows(request), env)
@@ -402,6 +416,7 @@ class Sequences:
             )
         return steps, envs
 
+    @writes
     def update_recurrent_states(self, batch: SequenceSamples, states: Mapping[str, Any], offset: int = 0) -> Flags:
         """Replace the stored states of steps of a batch, for example by states from the trained network.
 
@@ -431,7 +446,7 @@ class Sequences:
         fitted = self._states.fit_batch(states, lead, "states")
         self._check_writable()
         with self._lock, self._changing():
-            self._recover()
+            self._settle()
             is_held = self.holds(batch)[:, offset : offset + n_states]
             rows, columns = np.nonzero(is_held)
             positions = steps[rows, offset + columns] % self.buffer_size
@@ -473,7 +488,7 @@ class Sequences:
         check_errors(errors[mask])
         mixed = mix_errors(errors, mask, self.eta) + self.epsilon
         with self._lock:
-            self._recover()
+            self._settle()
             is_set: Flags = self.holds(batch)[:, 0] & mask.any(axis=1)
             self.max_priority = max(self.max_priority, float(mixed[is_set].max(initial=0)))
             priorities.update(steps[is_set, 0], envs[is_set], mixed[is_set] ** self.alpha)

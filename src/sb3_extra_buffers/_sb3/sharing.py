@@ -22,6 +22,7 @@ from sb3_extra_buffers.stores.checks import only_named_errors, require
 from sb3_extra_buffers.stores.locks import fork_safe_lock
 from sb3_extra_buffers.stores.shared_memory import SharedView, SharedWriter, check_supported
 from sb3_extra_buffers.stores.shared_stores import SharedArrays, SharedReaders, SharedStore, StoreSharing, part_lock
+from sb3_extra_buffers.stores.transactions import HELD
 
 __all__ = ["BufferSharing", "SharedHandle", "SharedReader"]
 
@@ -177,7 +178,7 @@ class BufferSharing:
     def _publish(self) -> bool:
         """Share what is new; return whether readers may read it."""
         buffer = self._buffer()
-        if buffer is None or buffer._unfinished is not None:
+        if buffer is None or not (buffer._unfinished is None or buffer._unfinished is HELD):
             return False
         state = self._writer.state
         state[0], state[1], state[2], state[3] = buffer.pos, buffer.full, buffer.n_evicted, buffer.n_added

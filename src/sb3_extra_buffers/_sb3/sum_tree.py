@@ -204,6 +204,10 @@ class SumTree:
         copied.__setstate__(self.__getstate__())
         return copied
 
+    def after_raw_copy(self) -> None:
+        """See `RawCopier`: the bound levels were the original's."""
+        self._bound = None
+
     def __getstate__(self) -> dict[str, Any]:
         return {
             "n_leaves": self.n_leaves, "leaves": self._sums[0][: self.n_leaves].copy(), "compiled": self.compiled

@@ -109,6 +109,10 @@ class Transitions:
             plan += [bound.ctypes.data, obs.ctypes.data, next_obs.ctypes.data]
         return np.array(plan, np.int64)
 
+    def raw_copy(self, copier: Any) -> Transitions:
+        """See `RawCopier`: of these, a copied buffer looks only at the type."""
+        return self
+
     def is_of(self, buffer: Any) -> bool:
         """Whether the buffer still has the arrays that this object was made for."""
         if (
@@ -193,7 +197,7 @@ class Transitions:
         try:
             readers.writing = True
             if readers.stripes:
-                readers.exclude()
+                readers.wait()
             written: int = kernel(self._plan_address, position, obs, next_obs, action, reward, done)
             return written == 1
         except (TypeError, ValueError) as problem:
@@ -247,7 +251,7 @@ class Transitions:
         try:
             readers.writing = True
             if readers.stripes:
-                readers.exclude()
+                readers.wait()
             self._write_step(self._plan, position)
         finally:
             readers.writing = False

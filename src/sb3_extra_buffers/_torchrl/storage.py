@@ -36,6 +36,7 @@ from sb3_extra_buffers.errors import (
 from sb3_extra_buffers.stores import device_base
 from sb3_extra_buffers.stores.choice import add_preference
 from sb3_extra_buffers.stores.locks import fork_safe_lock
+from sb3_extra_buffers.stores.reentry import is_inside, refuse, writes
 from sb3_extra_buffers.stores.transfer import RowPacket
 from sb3_extra_buffers.stores.usage import MemoryUsage
 
@@ -212,6 +213,7 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
             finally:
                 write.data = None
 
+    @writes
     def _set(self, write: PendingWrite, cursor: Any, data: Any, set_cursor: bool) -> None:
         if isinstance(data, list):
             data = stack_items(data)
@@ -260,8 +262,9 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
         write.done = True
         self._open = None
 
+    @writes
     def recover(self) -> None:
-        """Complete or undo a write that was interrupted, if there is one."""
+        """Complete or undo a write that was interrupted, if there is one; raise if it is still running."""
         if self._open is None:
             return
         with self._lock:
@@ -269,6 +272,8 @@ class ItemStorage(TensorStorage):  # type: ignore[misc]  # torchrl ships no type
             write: PendingWrite | None = vars(self)["_open"]
             if write is None:
                 return
+            if is_inside(lambda owner: owner is self):
+                raise refuse(f"this {type(self).__name__}")
             if write.before is not None and not write.done:
                 if write.overwrites and write.has_begun(self.table):
                     self._apply(write)

@@ -193,7 +193,10 @@ class CompressedHerReplayBuffer(OptionsFirst, HerEpisodes, HerReplayBuffer, Comp
         batch_size = check_count(batch_size, "batch_size", 0)
         # goals come from whole episodes: the lock keeps other threads from overwriting them meanwhile
         with self._lock:
-            self._recover()
+            if self._unfinished is not None:
+                buffer = self.undisturbed()
+                if buffer is not self:
+                    return buffer.sample(batch_size, env)
             self._check_episodes()
             return super().sample(batch_size, env)
 
@@ -210,9 +213,7 @@ class CompressedHerReplayBuffer(OptionsFirst, HerEpisodes, HerReplayBuffer, Comp
         self._after_setstate()
 
     def __getstate__(self) -> dict[str, Any]:
-        with self._lock:
-            self._recover()
-            return self._frozen_state(super().__getstate__())
+        return self._frozen_state(HerReplayBuffer.__getstate__)
 
     def _forget_step(self, step: int) -> None:
         for env in range(self.n_envs):

@@ -149,6 +149,8 @@ class MmapFolder:
         self._check_owner()
         buffer = self.buffer
         with buffer.lock, disk.named_errors(self.folder, f"saving to {self.folder}"):
+            if recover:
+                buffer.recover()
             self._update_heaps()
             journal = Journal(manifest.next_file(self.folder, "journal"))
             if sync:
@@ -156,7 +158,7 @@ class MmapFolder:
             save: Save | None = None
             try:
                 with locked_snapshot(buffer, recover) as snapshot:
-                    save = Save(buffer, self.folder, snapshot, sync, journal.path.name)
+                    save = Save(self.folder, snapshot, sync, journal.path.name)
                     return save.run()
             finally:
                 if save is not None and save.is_committed():

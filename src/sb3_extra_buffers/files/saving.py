@@ -23,6 +23,7 @@ from sb3_extra_buffers.files.payloads import SavedPayloads, checksum_heap, put_p
 from sb3_extra_buffers.stores.arena import SLACK
 from sb3_extra_buffers.stores.base import StoreParts
 from sb3_extra_buffers.stores.file_heap import FileHeap
+from sb3_extra_buffers.stores.reentry import writes
 
 # dead bytes of a data file that do not justify writing a new one
 _SPARE = 1 << 22
@@ -48,6 +49,7 @@ class SaveReport(NamedTuple):
     """Whether it appended to the last save."""
 
 
+@writes
 def save(
     saved: Any, path: str | os.PathLike[str], base: str | os.PathLike[str] | None = None, sync: bool = True
 ) -> SaveReport:
@@ -76,9 +78,10 @@ def save(
         report: SaveReport = mmap_folder.checkpoint(sync)
         return report
     with locked_snapshot(saved) as snapshot, disk.named_errors(folder, f"saving to {folder}"):
-        return Save(saved, folder, snapshot, sync).run(None if base is None else Path(base))
+        return Save(folder, snapshot, sync).run(None if base is None else Path(base))
 
 
+@writes
 def save_file(saved: Any, path: str | os.PathLike[str], sync: bool = True) -> Path:
     """Save a buffer, array or recording as the single file ``path``, replaced when everything is written.
 
@@ -100,7 +103,7 @@ def save_file(saved: Any, path: str | os.PathLike[str], sync: bool = True) -> Pa
         disk.make_folder(target.parent)
         out = Appender(staged, new=True)
         try:
-            Save(saved, target.parent, snapshot, sync).write(out, None)
+            Save(target.parent, snapshot, sync).write(out, None)
             out.flush(sync)
             out.close()
             disk.replace(staged, target)
@@ -115,6 +118,8 @@ def save_file(saved: Any, path: str | os.PathLike[str], sync: bool = True) -> Pa
 class Snapshot(NamedTuple):
     """The parts of an object, and those of its stores."""
 
+    saved: Any
+    """The object; in a signal handler that interrupted a step, a copy without that step."""
     parts: Parts
     stores: dict[str, StoreParts]
 
@@ -124,21 +129,24 @@ def locked_snapshot(saved: Any, recover: bool = True) -> Iterator[Snapshot]:
     """The parts of ``saved``, locked against changes by other threads; ``recover`` from an interrupted step first."""
     with contextlib.ExitStack() as locks:
         locks.enter_context(getattr(saved, "lock", contextlib.nullcontext()))
-        if recover and hasattr(saved, "recover"):
+        if recover and hasattr(saved, "unchanging"):
+            # in a signal handler, perhaps a copy
+            saved = locks.enter_context(saved.unchanging())
+        elif recover and hasattr(saved, "recover"):
             saved.recover()
         parts = registry.to_parts(saved)
         check_parts(parts)
         for store in parts.stores.values():
             locks.enter_context(store.lock)
-        yield Snapshot(parts, {name: store.to_parts() for name, store in parts.stores.items()})
+        yield Snapshot(saved, parts, {name: store.to_parts() for name, store in parts.stores.items()})
 
 
 class Save:
     """One save of a snapshot to a folder or file; ``journal`` names that of a buffer that is kept in the folder."""
 
-    def __init__(self, saved: Any, folder: Path, snapshot: Snapshot, sync: bool, journal: str | None = None) -> None:
-        self.saved, self.folder, self.sync, self.journal = saved, folder, sync, journal
-        self.parts, self.stores = snapshot
+    def __init__(self, folder: Path, snapshot: Snapshot, sync: bool, journal: str | None = None) -> None:
+        self.folder, self.sync, self.journal = folder, sync, journal
+        self.saved, self.parts, self.stores = snapshot
         self.save_id = secrets.token_hex(8)
         self.number = 1
 

@@ -38,6 +38,7 @@ from sb3_extra_buffers.stores.device_base import (
 )
 from sb3_extra_buffers.stores.device_columns import DeviceTable
 from sb3_extra_buffers.stores.device_observation import DeviceObservationStore
+from sb3_extra_buffers.stores.reentry import writes
 from sb3_extra_buffers.stores.staging import torch_dtype
 from sb3_extra_buffers.stores.transactions import Transactional
 from sb3_extra_buffers.stores.usage import MemoryUsage
@@ -326,6 +327,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
             if missing:
                 raise SpecMismatchError(f"{name} lacks {', '.join(missing)}; the space has {', '.join(keys)}")
 
+    @writes
     def _commit(self, step: Step) -> None:
         """Write a step; after an exception, the buffer holds all of it or is unchanged."""
         try:
@@ -361,12 +363,13 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
 
     def _prepare_write(self) -> None:
         self._check_writable()
-        self._recover()
+        self._settle()
 
     def reset(self) -> None:
         """Remove everything that was added."""
         raise NotImplementedError
 
+    @writes
     def _clear(self, after: dict[str, Any]) -> None:
         """Make every observation unwritten, then set the attributes ``after``."""
         if self.read_only or isinstance(self._unfinished, Step):
@@ -430,7 +433,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
     def check(self) -> None:
         """Raise `AssertionError` if the tables of a store contradict each other."""
         with self._lock:
-            self._recover()
+            self._settle()
             for store in self.obs_stores.values():
                 store.check()
 
@@ -438,13 +441,13 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
 
     def to_parts(self) -> Parts:
         with self._lock:
-            self._recover()
+            self._settle()
             return super().to_parts()
 
     def __getstate__(self) -> dict[str, Any]:
         # pickle and deepcopy read the state later, so it must not change with the next step
         with self._lock:
-            self._recover()
+            self._settle()
             state = {
                 name: value.copy() if isinstance(value, np.ndarray) else value
                 for name, value in self.__dict__.items()

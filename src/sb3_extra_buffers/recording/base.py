@@ -19,6 +19,7 @@ from sb3_extra_buffers.recording.columns import Column, Target, as_scalar
 from sb3_extra_buffers.recording.records import Episode, Record, find_episodes, resolve_index
 from sb3_extra_buffers.stores.checks import require
 from sb3_extra_buffers.stores.locks import fork_safe_lock
+from sb3_extra_buffers.stores.reentry import is_inside, refuse, writes
 from sb3_extra_buffers.stores.usage import MemoryUsage
 from sb3_extra_buffers.stores.view import StoreView
 
@@ -109,7 +110,7 @@ class BaseRecordBuffer:
             done: Whether the episode ended with this step.
         """
         with self._lock:
-            self._recover()
+            self._settle()
             # check everything and allocate memory before anything is written
             frames, array = self._check_frame(frame)
             number, ended = as_scalar(reward, "reward"), bool(as_scalar(done, "done"))
@@ -123,15 +124,16 @@ class BaseRecordBuffer:
     def end_episode(self) -> None:
         """Mark the newest record as the last of its episode."""
         with self._lock:
-            self._recover()
+            self._settle()
             targets: list[Target] = [(self._dones, True)] if len(self) else []
             self._apply(_Change((self._n_added - 1) % self.size, targets, {"_ended": True, "_unfinished": None}))
 
+    @writes
     def reset(self) -> None:
         """Remove all records."""
         with self._lock:
             if isinstance(self._unfinished, _Change):
-                self._recover()
+                self._settle()
             try:
                 self._unfinished = _RESET
                 self._clear_frames()
@@ -140,6 +142,7 @@ class BaseRecordBuffer:
                 self._recover()
                 raise
 
+    @writes
     def _apply(self, change: _Change) -> None:
         """Make ``change``; after an exception, all of it or none of it."""
         if change.frames is not None:
@@ -160,6 +163,13 @@ class BaseRecordBuffer:
             array[change.position] = value
         # one call into C, which signal handlers cannot interrupt
         self.__dict__.update(change.attributes)
+
+    @writes
+    def _settle(self) -> None:
+        """`_recover`, unless a change is still running: then this call comes from a signal handler inside it."""
+        if self._unfinished is not None and is_inside(lambda owner: owner is self):
+            raise refuse(f"this {type(self).__name__}")
+        self._recover()
 
     def _recover(self) -> None:
         """Finish or undo what an exception interrupted. If this is interrupted as well, the next call completes it."""
@@ -235,7 +245,7 @@ class BaseRecordBuffer:
         """Return the positions in the ring of the records that ``index`` selects."""
         if self._unfinished is not None:
             with self._lock:
-                self._recover()
+                self._settle()
         positions = (resolve_index(index, len(self)) + self._oldest) % self.size
         return int(positions) if positions.ndim == 0 else positions
 
@@ -322,7 +332,7 @@ class BaseRecordBuffer:
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
-            self._recover()
+            self._settle()
             state = {name: value for name, value in vars(self).items() if name not in ("_lock", "_unfinished")}
             # pickle reads the state after the lock is released
             return copy.deepcopy(state)
@@ -343,7 +353,7 @@ class BaseRecordBuffer:
         from sb3_extra_buffers.files.parts import Parts
 
         with self._lock:
-            self._recover()
+            self._settle()
             n = len(self)
             arrays = {name: array[:n] for name, array in self._plain_columns().items()}
             structures: dict[str, Any] = {}

@@ -33,6 +33,7 @@ from sb3_extra_buffers.stores.arena import lengthen, zeros
 from sb3_extra_buffers.stores.base import Array, Store
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.reentry import is_inside_method, refuse
 
 FrameIds = npt.NDArray[np.int32]
 
@@ -113,6 +114,8 @@ class FrameTables(Store):
 
     def recover(self) -> None:
         if self.dirty:
+            if is_inside_method(self):
+                raise refuse("this store")
             self._rebuild()
             self.dirty = False
 
@@ -248,6 +251,11 @@ class FrameTables(Store):
         for name in columns:
             self._known_columns.pop(name, None)
         self.state = self.state._replace(**columns)
+        if self.bound is not None:
+            # a signal handler has just read, which bound the old columns
+            self.bound = None
+            for name in columns:
+                self._known_columns.pop(name, None)
 
     def _adopt(self) -> None:  # payloads are put into the heap by the heap itself
         """Let the heap take over what kernels wrote into its gap; before any other use of the heap."""
@@ -350,6 +358,10 @@ class FrameTables(Store):
         keyframes = state.keyframes[np.flatnonzero(state.counts)]
         n_started = np.bincount(keyframes[keyframes >= 0], minlength=len(state.keyframe_refs))
         _agree(np.array_equal(n_started, state.keyframe_refs), "the reference count of a keyframe is wrong")
+
+    def after_raw_copy(self) -> None:
+        """See `RawCopier`: the bound tables were the original's."""
+        self.bound, self._known_columns = None, {}
 
     def __getstate__(self) -> dict[str, Any]:
         self.collect_segments()

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from sb3_extra_buffers.errors import HeapFullError
 from sb3_extra_buffers.stores.arena import SLACK, lengthen, map_bytes
+from sb3_extra_buffers.stores.reentry import RawCopier, refuse
 
 # bytes that a new arena has to spare, at least
 _MIN_SPARE = 1 << 14
@@ -437,6 +438,23 @@ class Heap:
             raise AssertionError(f"{self.lengths.sum()} bytes are live, {self.live_bytes} are counted")
         if set(self._listed().tolist()) != set(live.tolist()):
             raise AssertionError("live payloads and the write order disagree")
+
+    def raw_copy(self, copier: RawCopier) -> Heap:
+        """See `RawCopier`."""
+        if type(self) is not Heap or self.new_area is not None or self.path is not None:
+            raise refuse("this store, in a file or in shared memory,")
+        copied: Heap = copier.shell(self)
+        for name, value in vars(self).items():
+            if name != "_arena":
+                vars(copied)[name] = copier.copy(value)
+        arena = self._arena
+        # interrupted while it was extended, the arena has no bytes
+        data = arena.data if arena.data.size else np.frombuffer(arena.area, np.uint8)
+        area = map_bytes(data.size - SLACK)
+        copied._arena = Arena(area, np.frombuffer(area, np.uint8), copier.copy(arena.starts))
+        copied._arena.data[:] = data
+        copier.put(arena.data, copied._arena.data)
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
         """A packed copy of the live payloads and their tables, which later writes do not change."""

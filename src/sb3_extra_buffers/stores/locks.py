@@ -9,6 +9,8 @@ import threading
 import weakref
 from typing import Any
 
+from sb3_extra_buffers.stores.reentry import is_inside, refuse
+
 __all__ = ["ReaderLocks", "fork_safe_lock", "this_thread"]
 
 # readers of at most this many threads hold locks of their own
@@ -89,10 +91,42 @@ class ReaderLocks:
                 self.stripes = stripes = {**stripes, key: _make_lock(_READER)}
             return stripes[key]
 
+    def raw_copy(self, copier: Any) -> ReaderLocks:
+        """See `RawCopier`."""
+        copied = ReaderLocks()
+        copier.put(self, copied)
+        return copied
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether this call comes from a signal handler or a callback inside a read of this thread."""
+        return any(stripe._is_owned() for stripe in self.stripes.values()) and self._is_inside()
+
+    def _is_inside(self) -> bool:
+        return is_inside(lambda owner: getattr(owner, "readers", None) is self)
+
     def exclude(self) -> None:
-        """Send new readers to the writers' lock, which the caller holds, and wait for those that are reading."""
+        """Send new readers to the writers' lock, which the caller holds, and wait for those that are reading.
+
+        Raises `ReentrantCallError` if this thread reads, or writes, and a signal handler has interrupted that.
+        """
+        if self.writing and self._is_inside():
+            raise refuse("this store")
         self.writing = True
+        # `wait`, inlined
         for stripe in self.stripes.values():
+            if stripe._is_owned() and self._is_inside():
+                self.writing = False
+                raise refuse("this store")
+            with stripe:
+                pass
+
+    def wait(self) -> None:
+        """Wait for those that are reading; ``writing`` is set."""
+        for stripe in self.stripes.values():
+            if stripe._is_owned() and self._is_inside():
+                self.writing = False
+                raise refuse("this store")
             with stripe:
                 pass
 

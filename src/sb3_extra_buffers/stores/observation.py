@@ -33,6 +33,7 @@ from sb3_extra_buffers.stores.method_change import (
     sample_runs,
 )
 from sb3_extra_buffers.stores.raw import RawStore
+from sb3_extra_buffers.stores.reentry import RawCopier, is_inside_method, reads, writes
 from sb3_extra_buffers.stores.registry import make_store
 from sb3_extra_buffers.stores.restore_inner import restore_inner
 from sb3_extra_buffers.stores.segments import DirectWriter, SegmentStore
@@ -55,6 +56,7 @@ def _exclusive(method: _Method[_Arguments, _Result]) -> _Method[_Arguments, _Res
     """Run a method while no other thread reads or writes."""
 
     @functools.wraps(method)
+    @writes
     def run(self: ObservationStore, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         with self.lock:
             self.readers.exclude()
@@ -177,6 +179,7 @@ class ObservationStore:
 
     # ---- writing ----
 
+    @writes
     def write(self, indices: Indices, streams: Indices, rows: ByteRows) -> None:
         """Store one row per index; row ``i`` continues stream ``streams[i]``."""
         with self.lock:
@@ -201,6 +204,7 @@ class ObservationStore:
             finally:
                 self.readers.writing = False
 
+    @writes
     def write_step(self, index: int, next_index: int, rows: ByteRows, next_rows: ByteRows) -> None:
         """Store a row of every stream from ``index`` on, and their successors from ``next_index`` on, as one write."""
         with self.lock:
@@ -224,6 +228,7 @@ class ObservationStore:
             finally:
                 self.readers.writing = False
 
+    @writes
     def write_direct(self, writer: DirectWriter, inner: SegmentStore, arguments: tuple[Any, ...]) -> bool:
         """`write_step`, of `SegmentStore.write_direct`; the step is committed too.
 
@@ -238,7 +243,7 @@ class ObservationStore:
             readers.writing = True
             try:
                 if readers.stripes:
-                    readers.exclude()
+                    readers.wait()
                 written = inner.write_direct(writer, arguments)
                 if written:
                     self._n_written = n_written
@@ -249,6 +254,7 @@ class ObservationStore:
             finally:
                 readers.writing = False
 
+    @writes
     def write_encoded(self, indices: Indices, write: Callable[[Store], bool]) -> bool:
         """Let ``write`` store encoded rows at ``indices``, as one write of the inner store; return what it returns.
 
@@ -409,6 +415,7 @@ class ObservationStore:
 
     # ---- reading ----
 
+    @reads
     def read(self, indices: Indices) -> ByteRows:
         """Return new rows of shape ``[*indices.shape, nbytes]``; ``indices`` has one axis, or two: ``[set, n]``."""
         readers = self.readers
@@ -417,9 +424,10 @@ class ObservationStore:
             if not (readers.writing or inner is None or inner.dirty):
                 return inner.read(indices)
         with self.lock:
-            store = self._collected if self.inner is None else self.inner
-            return store.read(indices)
+            inner = self._readable_inner()
+            return self._collected.read(indices) if inner is None else inner.read(indices)
 
+    @reads
     def read_windows(self, indices: Indices, newest_only: bool = False, out: ByteRows | None = None) -> ByteRows:
         """Read windows, consecutive observations of one stream in each row of ``indices [batch, length]``.
 
@@ -438,10 +446,12 @@ class ObservationStore:
             if not (readers.writing or inner is None or inner.dirty):
                 return inner.read_windows(indices, newest_only, out)
         with self.lock:
-            if self.inner is not None:
-                return self.inner.read_windows(indices, newest_only, out)
+            inner = self._readable_inner()
+            if inner is not None:
+                return inner.read_windows(indices, newest_only, out)
             return put_rows(out, self._collected.read(indices))
 
+    @reads
     def read_pairs(self, steps: Indices, streams: Indices, are_next: bool) -> ByteRows | None:
         """`TimelineStore.read_pairs`; None if the inner store is of another kind."""
         readers = self.readers
@@ -450,8 +460,17 @@ class ObservationStore:
             if isinstance(inner, TimelineStore) and not (readers.writing or inner.dirty):
                 return inner.read_pairs(steps, streams, are_next)
         with self.lock:
-            inner = self.inner
+            inner = self._readable_inner()
             return inner.read_pairs(steps, streams, are_next) if isinstance(inner, TimelineStore) else None
+
+    def _readable_inner(self) -> Store | None:
+        """`inner`; in a signal handler that interrupted a write to it, a copy without that write."""
+        inner = self.inner
+        if inner is None or not (inner.dirty and is_inside_method(inner)):
+            return inner
+        copied: Store = RawCopier().copy(inner)
+        copied.recover()
+        return copied
 
     # ---- erasing ----
 

@@ -191,10 +191,11 @@ class SegmentStore(PortableSegmentStore):
         """
         if self.dirty:
             self.recover()
+        self.state.counters[COMMITTED] = 1
+        # before addresses are compared, so that no signal handler replaces a table in between
+        self.dirty = True
         if not writer.is_bound_to(self):
             writer.bind(self)
-        self.state.counters[COMMITTED] = 1
-        self.dirty = True
         try:
             written: int = writer.write(*arguments)
         except (TypeError, ValueError) as problem:

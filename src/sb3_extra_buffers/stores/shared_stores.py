@@ -113,9 +113,7 @@ class SharedReaders(ReaderLocks):
     def exclude_threads(self) -> None:
         """Keep only the other threads of this process out, until `admit_threads`."""
         self._writing = True
-        for stripe in self.stripes.values():
-            with stripe:
-                pass
+        self.wait()
 
     def admit_threads(self) -> None:
         """See `exclude_threads`."""

@@ -21,6 +21,7 @@ from sb3_extra_buffers.stores.checks import column, entry, require, within
 from sb3_extra_buffers.stores.frames import FrameStore
 from sb3_extra_buffers.stores.heap import Heap
 from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.reentry import is_inside_method, refuse
 from sb3_extra_buffers.stores.registry import find_store, make_store
 from sb3_extra_buffers.stores.restore import fill_from, pack_payloads, read_layout
 from sb3_extra_buffers.stores.segments import SegmentStore
@@ -204,6 +205,8 @@ class TableStore(Store):
 
     def recover(self) -> None:
         if self.dirty:
+            if is_inside_method(self):
+                raise refuse("this store")
             for store in self._stores():
                 store.recover()
                 store.undo_write()

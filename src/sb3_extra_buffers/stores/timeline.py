@@ -318,6 +318,10 @@ class TimelineStore(UncompressedStore):
         following[self.tables.keys[: self.n_aside]] = bad_aside
         return np.concatenate([bad_rows[:n_each], following, bad_rows[n_each:]])
 
+    def after_raw_copy(self) -> None:
+        """See `RawCopier`: the bound tables were the original's."""
+        self._set_tables(self.tables)
+
     def __getstate__(self) -> dict[str, Any]:
         self.recover()
         tables, count = self.tables, self.n_aside

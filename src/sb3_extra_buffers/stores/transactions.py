@@ -5,12 +5,20 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sb3_extra_buffers.errors import ExtraBuffersError, OutOfMemoryError, ReadOnlyBufferError
 from sb3_extra_buffers.stores.locks import fork_safe_lock
+from sb3_extra_buffers.stores.reentry import is_inside, refuse, writes
 
-__all__ = ["WRITING", "Transactional"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["HELD", "WRITING", "Transactional"]
+
+#: ``_unfinished`` while nothing is changed, but a signal handler must not change anything: while a step is checked, or
+#: while the buffer is copied or saved.
+HELD = "held"
 
 #: ``_unfinished`` while stores are being written, which can still be undone.
 WRITING = "writing"
@@ -27,6 +35,9 @@ class Transactional:
        it again, so all of it must be idempotent. Setting ``_unfinished`` to None ends the write.
 
     An interrupted recovery runs again when the buffer is next used.
+
+    The lock is reentrant, so it does not keep out a signal handler that uses the buffer in the middle of a write. Every
+    change calls `_settle` before anything else, which raises `ReentrantCallError` there.
     """
 
     #: Whether writing raises `ReadOnlyBufferError`.
@@ -53,12 +64,37 @@ class Transactional:
     def recover(self) -> None:
         """Complete or undo a write that was interrupted."""
         with self._lock:
-            self._recover()
+            self._settle()
+
+    def _is_unfinished(self) -> bool:
+        """Whether a write was interrupted, or is under way."""
+        return self._unfinished is not None
+
+    @writes
+    def _settle(self) -> None:
+        """Complete or undo a write that was interrupted; raise if it is still running, below a signal handler."""
+        self._check_outside()
+        self._recover()
+
+    def _is_inside(self) -> bool:
+        """Whether this call comes from a signal handler or a callback inside a write that is still running."""
+        return self._is_unfinished() and is_inside(lambda owner: owner is self)
+
+    def _check_outside(self) -> None:
+        if self._is_inside():
+            raise refuse(f"this {type(self).__name__}")
+
+    def undisturbed(self) -> Self:
+        """The buffer once no write is left unfinished, to be read; some kinds return a copy in a signal handler."""
+        self._settle()
+        return self
 
     def _recover(self) -> None:
         unfinished = self._unfinished
         if unfinished is WRITING:
             self._undo_step()
+        elif unfinished is HELD:
+            self._unfinished = None
         elif unfinished is not None:
             self._finish_step(unfinished)
 
@@ -89,12 +125,15 @@ class Transactional:
             store.undo_write()
         self._unfinished = None
 
+    @writes
     def _fail(self, problem: BaseException, position: Any) -> None:
         """Recover from ``problem`` in a step that began at ``position``, and raise it.
 
         A plain `MemoryError` becomes `OutOfMemoryError`. If memory ran out when the step was nearly done and recovery
         has completed the step, there is nothing to raise.
         """
+        if self._is_inside():
+            raise problem  # the write that the signal handler interrupted goes on
         with contextlib.suppress(Exception):
             self._recover()  # if this fails too, the next use of the buffer tries again
         if not isinstance(problem, MemoryError) or isinstance(problem, ExtraBuffersError):

@@ -25,6 +25,7 @@ from sb3_extra_buffers.stores.locks import this_thread
 from sb3_extra_buffers.stores.observation import ObservationStore
 from sb3_extra_buffers.stores.portable import EncodedFrames, PortableFrameStore
 from sb3_extra_buffers.stores.portable_segments import fingerprint
+from sb3_extra_buffers.stores.reentry import reads
 from sb3_extra_buffers.stores.transfer_cache import Lease
 from sb3_extra_buffers.stores.transfer_parts import Content, SharedPart, export_content, open_content
 
@@ -214,6 +215,7 @@ def _only_corrupt() -> Iterator[None]:
 # ---- out ----
 
 
+@reads
 def export_rows(store: ObservationStore, indices: Indices) -> RowPacket:
     """Return the observations at ``indices``, with one axis or two, as they are encoded in ``store``."""
     if indices.size and (int(indices.min()) < 0 or int(indices.max()) >= store.n_obs):

@@ -12,6 +12,7 @@ from sb3_extra_buffers.codecs.spec import ByteRows
 from sb3_extra_buffers.errors import HeapFullError
 from sb3_extra_buffers.stores.base import Indices, Store
 from sb3_extra_buffers.stores.layout import StackLayout
+from sb3_extra_buffers.stores.reentry import is_inside_method, refuse
 
 
 class UncompressedStore(Store):
@@ -56,6 +57,8 @@ class UncompressedStore(Store):
 
     def recover(self) -> None:
         if self.dirty:
+            if is_inside_method(self):
+                raise refuse("this store")
             if self.replaced is not None:
                 self._put_back(self.replaced)
                 self.replaced = None

@@ -21,6 +21,7 @@ from sb3_extra_buffers.errors import (
 from sb3_extra_buffers.kernels.sum_tree_torch import TorchSumTree
 from sb3_extra_buffers.stores.device_base import DevicePlace, IndexBatch, PlannedWrite, finish_writes, usable_device
 from sb3_extra_buffers.stores.device_observation import DeviceObservationStore
+from sb3_extra_buffers.stores.reentry import writes
 from sb3_extra_buffers.stores.staging import Staging
 from sb3_extra_buffers.stores.transactions import Transactional
 from sb3_extra_buffers.stores.usage import MemoryUsage
@@ -190,7 +191,7 @@ class TensorReplayBuffer(Transactional):
         self._check_names(step)
         with self._lock:
             self._check_writable()
-            self._recover()
+            self._settle()
             position = self.n_added // self.n_envs % self._settings.n_ring_steps
             plans = [self._plan(store, name, step, position) for name, store in self._stores.items()]
             plans.sort(key=_cannot_fail)
@@ -226,6 +227,7 @@ class TensorReplayBuffer(Transactional):
             uploaded = map(_from_numpy, arrays)
         return [next(uploaded) if isinstance(value, np.ndarray) else value for value in values]
 
+    @writes
     def _commit(self, step: _Step) -> None:
         """Write a step; after an exception, the buffer holds all of it or is unchanged."""
         try:
@@ -251,13 +253,14 @@ class TensorReplayBuffer(Transactional):
         else:
             self._unfinished = None
 
+    @writes
     def reset(self) -> None:
         """Remove all transitions."""
         self._refuse_capture("reset")
         with self._lock:
             self._check_writable()
             if isinstance(self._unfinished, _Step):
-                self._recover()
+                self._settle()
             # may be interrupted and run again
             self._unfinished = "reset"
             for store in self._stores.values():
@@ -338,7 +341,7 @@ class TensorReplayBuffer(Transactional):
         """Draw a batch and write it to ``outs``. Does not wait for the GPU, unless the host decodes observations."""
         with self._lock:
             if self._unfinished is not None:
-                self._recover()
+                self._settle()
             if self._n_held == 0:
                 raise EmptyBufferError("the buffer is empty; add transitions before sampling")
             if self._is_capturing():
@@ -422,7 +425,7 @@ class TensorReplayBuffer(Transactional):
         numbers = numbers.long()
         with self._lock:
             if self._unfinished is not None:
-                self._recover()
+                self._settle()
             if self.device.type == "cpu":
                 self._check_updates(numbers, errors)
             tree.update(numbers, errors)
@@ -462,7 +465,7 @@ class TensorReplayBuffer(Transactional):
     def memory_usage(self) -> MemoryUsage:
         """Bytes held, compared with dense tensors for the same transitions."""
         with self._lock:
-            self._recover()
+            self._settle()
             usages = {name: store.memory_usage() for name, store in self._stores.items()}
         usage = sum((replace(part, codecs={name: part.codecs[""]}) for name, part in usages.items()), MemoryUsage())
         if len(usages) == 1:
@@ -484,7 +487,7 @@ class TensorReplayBuffer(Transactional):
     def check(self) -> None:
         """Raise `AssertionError` if tables contradict each other."""
         with self._lock:
-            self._recover()
+            self._settle()
             for store in self._stores.values():
                 store.check()
             self._tables.check(self.n_added, self._n_held)
@@ -498,7 +501,7 @@ class TensorReplayBuffer(Transactional):
     def __getstate__(self) -> dict[str, Any]:
         # pickle and deepcopy read the state later, so it must not change with the next step
         with self._lock:
-            self._recover()
+            self._settle()
             state = {name: self.__dict__[name] for name in ("_settings", "_beta", "n_added", "_n_held")}
             state["device"], state["tables"] = str(self.device), self._tables.state()
             state["stores"] = {name: store.frozen() for name, store in self._stores.items()}
