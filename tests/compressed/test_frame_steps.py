@@ -294,7 +294,7 @@ def test_a_subclass_may_finish_steps_itself() -> None:
 def test_memory_grows_in_place() -> None:
     """A step that needs more memory must not copy everything stored so far, which would take as much memory again."""
     noise = np.random.default_rng(0)
-    buffer = CompressedReplayBuffer(400, IMAGES, DISCRETE, "cpu", 2, compression_method="delta")
+    buffer: Any = CompressedReplayBuffer(400, IMAGES, DISCRETE, "cpu", 2, compression_method="delta")
     n_direct = 0
     for _ in range(200):
         obs, next_obs = noise.integers(0, 256, (2, 2, *IMAGES.shape), np.uint8)
