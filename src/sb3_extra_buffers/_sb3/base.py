@@ -108,7 +108,7 @@ class CompressedBuffer(ReportingBuffer, Transactional, SavedAsFolder):
         super()._undo_step()
 
     @writes
-    def undisturbed(self) -> Self:
+    def _undisturbed(self) -> Self:
         """The buffer itself, once no write is left unfinished; the caller holds the lock.
 
         In a signal handler that has interrupted a write of this thread, or a read, it is a copy of the buffer between
@@ -132,9 +132,9 @@ class CompressedBuffer(ReportingBuffer, Transactional, SavedAsFolder):
         return copied
 
     @contextlib.contextmanager
-    def unchanging(self) -> Iterator[Self]:
-        """`undisturbed`, which signal handlers cannot change meanwhile; the caller is marked with `writes`."""
-        buffer = self.undisturbed()
+    def _unchanging(self) -> Iterator[Self]:
+        """`_undisturbed`, which signal handlers cannot change meanwhile; the caller is marked with `writes`."""
+        buffer = self._undisturbed()
         buffer._unfinished = HELD
         try:
             yield buffer
@@ -146,7 +146,7 @@ class CompressedBuffer(ReportingBuffer, Transactional, SavedAsFolder):
     def memory_usage(self) -> MemoryUsage:
         """The memory that the buffer holds, and what SB3's own buffer would hold for the same transitions."""
         with self._lock:
-            buffer = self.undisturbed()
+            buffer = self._undisturbed()
             return super().memory_usage() if buffer is self else buffer.memory_usage()
 
     def _observation_usage(self, n_written: int) -> MemoryUsage:
@@ -211,7 +211,7 @@ class CompressedBuffer(ReportingBuffer, Transactional, SavedAsFolder):
     def _frozen_state(self, get_state: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
         """What ``get_state`` returns between two steps, with copies of everything that a step changes."""
         known: dict[int, Any] = {}
-        with self._lock, self.unchanging() as buffer:
+        with self._lock, self._unchanging() as buffer:
             state = get_state(buffer)
             frozen = {name: _freeze(value, known) for name, value in state.items() if name not in _NOT_COPIED}
         return frozen | {"_state_version": STATE_VERSION}

@@ -55,7 +55,7 @@ class BudgetMixin(CompressedBuffer):
     def held_bytes(self) -> int:
         """The total of `memory_usage`, slightly overestimated but cheap."""
         with self._lock:
-            return self.undisturbed()._held_bytes()
+            return self._undisturbed()._held_bytes()
 
     def _held_bytes(self) -> int:
         if self._column_bytes is None:

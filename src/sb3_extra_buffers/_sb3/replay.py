@@ -456,7 +456,7 @@ class ReplayMixin(BudgetMixin, _Base):
         try:
             with self._lock:
                 if self._unfinished is not None:
-                    buffer = self.undisturbed()
+                    buffer = self._undisturbed()
                     if buffer is not self:
                         return buffer.sample(batch_size, env)
                 if self._draws_and_reads:

@@ -185,7 +185,7 @@ class RolloutMixin(CompressedBuffer, _Base):
         """Draw ``batch_size`` random steps, normalised by ``env`` if given; SB3's algorithms use `get` instead."""
         batch_size = check_count(batch_size, "batch_size", 0)
         with self._lock:
-            buffer = self.undisturbed() if self._is_unfinished() else self
+            buffer = self._undisturbed() if self._is_unfinished() else self
         return super().sample(batch_size, env) if buffer is self else buffer.sample(batch_size, env)
 
     def get(self, batch_size: int | None = None) -> Any:

@@ -194,7 +194,7 @@ class CompressedHerReplayBuffer(OptionsFirst, HerEpisodes, HerReplayBuffer, Comp
         # goals come from whole episodes: the lock keeps other threads from overwriting them meanwhile
         with self._lock:
             if self._unfinished is not None:
-                buffer = self.undisturbed()
+                buffer = self._undisturbed()
                 if buffer is not self:
                     return buffer.sample(batch_size, env)
             self._check_episodes()

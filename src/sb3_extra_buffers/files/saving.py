@@ -129,9 +129,9 @@ def locked_snapshot(saved: Any, recover: bool = True) -> Iterator[Snapshot]:
     """The parts of ``saved``, locked against changes by other threads; ``recover`` from an interrupted step first."""
     with contextlib.ExitStack() as locks:
         locks.enter_context(getattr(saved, "lock", contextlib.nullcontext()))
-        if recover and hasattr(saved, "unchanging"):
+        if recover and hasattr(saved, "_unchanging"):
             # in a signal handler, perhaps a copy
-            saved = locks.enter_context(saved.unchanging())
+            saved = locks.enter_context(saved._unchanging())
         elif recover and hasattr(saved, "recover"):
             saved.recover()
         parts = registry.to_parts(saved)

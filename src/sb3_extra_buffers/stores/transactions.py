@@ -84,7 +84,7 @@ class Transactional:
         if self._is_inside():
             raise refuse(f"this {type(self).__name__}")
 
-    def undisturbed(self) -> Self:
+    def _undisturbed(self) -> Self:
         """The buffer once no write is left unfinished, to be read; some kinds return a copy in a signal handler."""
         self._settle()
         return self
