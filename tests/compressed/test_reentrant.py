@@ -53,7 +53,7 @@ def make(kind: type[Any], space: Any, **options: Any) -> Callable[[], Any]:
 
 SUBJECTS: dict[str, tuple[Callable[[], Any], Any]] = {
     "delta": (make(CompressedReplayBuffer, IMAGES, compression_method="delta"), IMAGES),
-    "zstd": (make(CompressedReplayBuffer, IMAGES, compression_method="zstd-1"), IMAGES),
+    "gzip": (make(CompressedReplayBuffer, IMAGES, compression_method="gzip1"), IMAGES),
     "palette": (make(CompressedReplayBuffer, RGB, compression_method="palette"), RGB),
     "auto": (make(CompressedReplayBuffer, IMAGES), IMAGES),
     "vectors": (make(CompressedReplayBuffer, VECTORS), VECTORS),
@@ -231,7 +231,7 @@ def test_a_handler_cannot_change_the_buffer_in_the_middle_of_a_step(name: str, c
 
 @pytest.mark.parametrize("inner", [*READING, *CHANGING])
 @pytest.mark.parametrize("outer", ["pickle", "save", "sample"])
-@pytest.mark.parametrize("name", ["delta", "zstd", "palette", "vectors", "dict", "sequences"])
+@pytest.mark.parametrize("name", ["delta", "gzip", "palette", "vectors", "dict", "sequences"])
 def test_a_handler_does_not_disturb_a_call_that_reads(name: str, outer: str, inner: str, tmp_path: Path) -> None:
     create, space = SUBJECTS[name]
     steps = list(play(space, N_ENVS, 33))
