@@ -113,13 +113,7 @@ class ReaderLocks:
         if self.writing and self._is_inside():
             raise refuse("this store")
         self.writing = True
-        # `wait`, inlined
-        for stripe in self.stripes.values():
-            if stripe._is_owned() and self._is_inside():
-                self.writing = False
-                raise refuse("this store")
-            with stripe:
-                pass
+        self.wait()
 
     def wait(self) -> None:
         """Wait for those that are reading; ``writing`` is set."""
