@@ -17,7 +17,7 @@ from gymnasium import spaces
 from sb3_extra_buffers.errors import HeapFullError
 from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
 from sb3_extra_buffers.kernels.columns_torch import gather_columns_reference
-from sb3_extra_buffers.kernels.delta_tables import JOB_INDICES, WriteJob
+from sb3_extra_buffers.kernels.delta_tables import HALF_BITS, WriteJob
 from sb3_extra_buffers.kernels.delta_torch import write_rows_reference
 from sb3_extra_buffers.stores import device_base, device_columns
 from sb3_extra_buffers.stores.device_base import IndexBatch
@@ -214,18 +214,19 @@ class OneLaunch:
         self.tables, self.shape, self.columns = tables, shape, columns
 
     def write(
-        self, job: th.Tensor, obs: th.Tensor, next_obs: th.Tensor, n_sets: int, report: th.Tensor, columns: Any
+        self, job: tuple[int, ...], obs: th.Tensor, next_obs: th.Tensor, n_sets: int, report: th.Tensor, columns: Any
     ) -> None:
         traced = sys.gettrace()
         sys.settrace(None)
-        step, oldest, parity, tail, _, _, launch, _, *indices = job.tolist()
-        assert len(job) - len(indices) == JOB_INDICES
-        unpacked = WriteJob(step, oldest, tuple(indices[:n_sets]), parity, tail)
+        step, oldest, parity, *tail = job[:5]
+        *launch, _, _, first, last = job[7:]
+        indices, tail_and_launch = (first, last)[:n_sets], [high << HALF_BITS | low for high, low in (tail, launch)]
+        unpacked = WriteJob(step, oldest, indices, parity, tail_and_launch[0])
         shape = (self.tables.tails.numel(), self.shape.stack, -1)
         frames = [part.view(-1).view(th.uint8).view(shape) for part in (obs, next_obs)[:n_sets]]
         if columns is not None:
             self._write_columns(step, *columns)
-        write_rows_reference(self.tables, self.shape, frames, unpacked, report, launch)
+        write_rows_reference(self.tables, self.shape, frames, unpacked, report, tail_and_launch[1])
         sys.settrace(traced)
 
     def _write_columns(self, step: int, action: th.Tensor, numbers: tuple[th.Tensor, ...]) -> None:

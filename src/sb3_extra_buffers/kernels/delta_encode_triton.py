@@ -131,13 +131,13 @@ def _allocate(counters_ptr, length, tail, capacity):
     start = tl.full([], 0, tl.int64)
     fits = length <= capacity
     if fits:
-        start = tl.atomic_add(counters_ptr + _HEAD, length.to(tl.int64))
+        start = tl.atomic_add(counters_ptr + _HEAD, length.to(tl.int64), sem="relaxed")
         # skip the seam: no frame is split in two
         while start % capacity + length > capacity:
-            start = tl.atomic_add(counters_ptr + _HEAD, length.to(tl.int64))
+            start = tl.atomic_add(counters_ptr + _HEAD, length.to(tl.int64), sem="relaxed")
         fits = start + length - tail <= capacity
     if not fits:
-        tl.atomic_add(counters_ptr + _NEEDED, length.to(tl.int64))
+        tl.atomic_add(counters_ptr + _NEEDED, length.to(tl.int64), sem="relaxed")
     return tl.where(fits, start % capacity, -1)
 
 

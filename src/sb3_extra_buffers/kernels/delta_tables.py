@@ -140,8 +140,10 @@ def capacity_of(tables: DeviceTables) -> int:
     return tables.heap.numel() - SLACK
 
 
-# entries of a packed `WriteJob`; from JOB_INDICES on, one index per set
-JOB_STEP, JOB_OLDEST, JOB_PARITY, JOB_TAIL, JOB_CAPACITY, JOB_KEYFRAMES, JOB_LAUNCH, JOB_SLOTS, JOB_INDICES = range(9)
+# a 64-bit argument of a kernel is passed as two numbers, of which the lower one has this many bits: Triton would
+# compile another kernel for numbers of more than 32 bits
+HALF_BITS = 31
+_LOW = (1 << HALF_BITS) - 1
 
 
 class WriteJob(NamedTuple):
@@ -153,9 +155,11 @@ class WriteJob(NamedTuple):
     parity: int  # which half of `DeviceTables.published` is current
     tail: int  # the oldest heap position in use
 
-    def pack(self, tables: DeviceTables, launch: int) -> list[int]:
-        """The job as the kernel reads it, in the order of the ``JOB_`` constants."""
-        return [
-            self.step, self.oldest, self.parity, self.tail, capacity_of(tables), tables.keyframe_refs.numel(), launch,
-            tables.n_slots, *self.indices,
-        ]  # fmt: skip
+    def arguments(self, tables: DeviceTables, launch: int) -> tuple[int, ...]:
+        """The job as arguments of the kernel, from ``step`` to ``last_index``."""
+        tail, capacity, indices = self.tail, tables.heap.numel() - SLACK, self.indices
+        return (
+            self.step, self.oldest, self.parity, tail >> HALF_BITS, tail & _LOW, capacity >> HALF_BITS, capacity & _LOW,
+            launch >> HALF_BITS, launch & _LOW, tables.keyframe_refs.numel(), tables.entries.shape[1], indices[0],
+            indices[-1],
+        )  # fmt: skip

@@ -28,7 +28,7 @@ __all__ = ["ReadKernel", "WriteKernel"]
 # tuned (see benchmarks/gpu_tuning.py): programs that share the segments of a row, and warps of each
 _PARTS, _READ_WARPS = 2, 2
 # the most registers of a thread that reads, so that more programs run at a time
-_READ_REGISTERS = 88
+_READ_REGISTERS = 80
 
 
 class _Effort(NamedTuple):
@@ -101,7 +101,7 @@ class WriteKernel:
         bound = tables._replace(recent=tables.recent.view(words), keyframe_rows=tables.keyframe_rows.view(words))
         is_far = columns is not None and columns.column >> 31 > 0
         key = (shape.frame_bytes, stack, per, block, effort, constants, is_far)
-        dtypes = (words, words, words), (words, *SOURCE_DTYPES, torch.float32, torch.uint8)
+        dtypes = (words, words), (words, *SOURCE_DTYPES, torch.float32, torch.uint8)
         self._launcher = Launcher(
             write_kernel, tables.frame_ids.device, key, (*bound, scratch), dtypes, effort.n_warps, effort.max_registers
         )
@@ -113,22 +113,22 @@ class WriteKernel:
 
     def write(
         self,
-        job: torch.Tensor,
+        job: tuple[int, ...],
         obs: torch.Tensor,
         next_obs: torch.Tensor,
         n_sets: int,
         report: torch.Tensor,
         columns: StepColumns | None = None,
     ) -> None:
-        """`write_rows_reference`; ``job`` is packed, observations are ``[stream, stack, words of 8 bytes]``.
+        """`write_rows_reference`; ``job`` is `WriteJob.arguments`, observations ``[stream, stack, words of 8 bytes]``.
 
-        ``columns`` of the step are written to the table of columns in the same launch. Any of them and ``report`` may
-        be in pinned host memory.
+        ``columns`` of the step are written to the table of columns in the same launch. Observations, columns and
+        ``report`` may be in pinned host memory.
         """
-        sources, given = ((job,) * 5, -1) if columns is None else columns.arguments()
-        places = self._places or (job, job)
-        numbers = (*self._lead, given, n_sets, *self._sizes)
-        self._launcher.start(n_sets, self._grid, (job, obs, next_obs), (report, *sources, *places), numbers)
+        sources, given = ((report,) * 5, -1) if columns is None else columns.arguments()
+        places = self._places or (report, report)
+        numbers = (*self._lead, given, *job, n_sets, *self._sizes)
+        self._launcher.start(n_sets, self._grid, (obs, next_obs), (report, *sources, *places), numbers)
 
 
 def _effort(n_streams: int) -> _Effort:

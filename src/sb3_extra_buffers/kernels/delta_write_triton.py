@@ -36,15 +36,7 @@ _REPORT_SPARE = tl.constexpr(dt.REPORT_SPARE)
 _REPORT_SEGMENTS = tl.constexpr(dt.REPORT_SEGMENTS)
 _REPORT_LAUNCH = tl.constexpr(dt.REPORT_LAUNCH)
 _NO_TAIL = tl.constexpr(dt.NO_TAIL)
-_JOB_STEP = tl.constexpr(dt.JOB_STEP)
-_JOB_OLDEST = tl.constexpr(dt.JOB_OLDEST)
-_JOB_PARITY = tl.constexpr(dt.JOB_PARITY)
-_JOB_TAIL = tl.constexpr(dt.JOB_TAIL)
-_JOB_CAPACITY = tl.constexpr(dt.JOB_CAPACITY)
-_JOB_KEYFRAMES = tl.constexpr(dt.JOB_KEYFRAMES)
-_JOB_LAUNCH = tl.constexpr(dt.JOB_LAUNCH)
-_JOB_SLOTS = tl.constexpr(dt.JOB_SLOTS)
-_JOB_INDICES = tl.constexpr(dt.JOB_INDICES)
+_HALF_BITS = tl.constexpr(dt.HALF_BITS)
 _NONE = tl.constexpr(NONE)
 _ZERO = tl.constexpr(ZERO)
 _NEW = tl.constexpr(ZERO - 1)  # in place of the id of a frame that has yet to be added
@@ -59,9 +51,15 @@ _should_switch = jit_rule(policy.should_switch)
 _needs_keyframe = jit_rule(policy.needs_keyframe)
 
 
-@triton.jit(do_not_specialize=[*COLUMN_SOURCES, "n_streams", "column", "given"])
+# `WriteJob.arguments`
+_JOB = (
+    "step", "oldest_step", "parity", "tail_high", "tail_low", "capacity_high", "capacity_low", "launch_high",
+    "launch_low", "n_keyframes", "n_slots", "first_index", "last_index",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=[*COLUMN_SOURCES, "n_streams", "column", "given", *_JOB])
 def write_kernel(
-    job_ptr,  # int64, packed as `WriteJob.pack` says
     obs_ptr,  # int64 [stream, STACK, word]: the frames of the first set
     next_ptr,  # of the second
     # `DeviceTables`, in its order
@@ -76,6 +74,8 @@ def write_kernel(
     n_streams,
     column,
     given,  # negative: no columns
+    step, oldest_step, parity, tail_high, tail_low, capacity_high, capacity_low, launch_high, launch_low,
+    n_keyframes, n_slots, first_index, last_index,
     N_SETS: tl.constexpr, STACK: tl.constexpr, STACK2: tl.constexpr, RECENT: tl.constexpr,
     RECENT2: tl.constexpr,  # RECENT, and the next power of two
     PER: tl.constexpr, PER2: tl.constexpr, MIN_FRAMES: tl.constexpr, MAX_CHAIN: tl.constexpr,
@@ -88,17 +88,14 @@ def write_kernel(
 ):  # fmt: skip
     """Write one step; each program takes every ``num_programs``-th stream, and some rows of the columns."""
     scratch = scratch_ptr + tl.program_id(0).to(tl.int64) * (C * 2048)
-    # the job may be in pinned host memory: loads issued together take as long as one
-    step = tl.load(job_ptr + _JOB_STEP)
-    oldest_step = tl.load(job_ptr + _JOB_OLDEST)
-    parity = tl.load(job_ptr + _JOB_PARITY)
-    tail = tl.load(job_ptr + _JOB_TAIL)
-    capacity = tl.load(job_ptr + _JOB_CAPACITY)
-    n_keyframes = tl.load(job_ptr + _JOB_KEYFRAMES).to(tl.int32)
-    n_slots = tl.load(job_ptr + _JOB_SLOTS)
-    launch = tl.load(job_ptr + _JOB_LAUNCH)
-    first_index = tl.load(job_ptr + _JOB_INDICES)
-    last_index = tl.load(job_ptr + _JOB_INDICES + N_SETS - 1)
+    tail = (tail_high.to(tl.int64) << _HALF_BITS) | tail_low
+    capacity = (capacity_high.to(tl.int64) << _HALF_BITS) | capacity_low
+    # indices of table entries exceed 32 bits
+    step = step.to(tl.int64)
+    oldest_step = oldest_step.to(tl.int64)
+    n_slots = n_slots.to(tl.int64)
+    first_index = first_index.to(tl.int64)
+    last_index = last_index.to(tl.int64)
     if N_NUMBERS > 0:  # noqa: SIM102  # decided when the kernel is compiled
         if given >= 0:
             # from the last program on, which may have no stream: the first one would begin later than the others
@@ -124,6 +121,7 @@ def write_kernel(
     if tl.atomic_add(counters_ptr + _DONE, 1) == tl.num_programs(0) - 1:
         tl.debug_barrier()
         tl.store(counters_ptr + _DONE, 0)
+        launch = (launch_high.to(tl.int64) << _HALF_BITS) | launch_low
         _report(
             report_ptr, tails_ptr, streams_ptr, counters_ptr, keyframe_refs_ptr, launch, n_keyframes, n_streams,
             NUMBERS,
@@ -180,11 +178,14 @@ def _write_stream(
         # the first of two rows usually equals the stream's last row; the other is usually shifted by one frame
         shift = tl.where(which == N_SETS - 1, 1, 0)
         if j == 0:
-            n_known = _continue_row(
-                row, recent, recent_ids, last, frame_ids_ptr + index * STACK, shift,
-                STACK, STACK2, WORDS, KEYFRAME_WORDS, C, N_BLOCKS,
-            )  # fmt: skip
-            tl.debug_barrier()
+            n_known = tl.full([], 0, tl.int32)
+            # an observation that is a single new frame shares none with the last row
+            if shift < STACK:
+                n_known = _continue_row(
+                    row, recent, recent_ids, last, frame_ids_ptr + index * STACK, shift,
+                    STACK, STACK2, WORDS, KEYFRAME_WORDS, C, N_BLOCKS,
+                )  # fmt: skip
+                tl.debug_barrier()
         frame_ptr = row + j * WORDS
         is_loaded = (N_BLOCKS == 1) & (k == N_SETS * STACK - 1)
         frame = load_block(frame_ptr, 0, tl.where((j < n_known) | is_loaded, 0, WORDS), C)
@@ -202,7 +203,7 @@ def _write_stream(
                 slot = first_slot + (opened & (n_slots - 1))
                 entry = tl.arange(0, PER2)
                 tl.store(entries_ptr + slot * PER + entry, tl.zeros([PER2], tl.int64), mask=entry < PER)
-                tl.store(starts_ptr + slot, tl.atomic_add(counters_ptr + _HEAD, 0))
+                tl.store(starts_ptr + slot, tl.atomic_add(counters_ptr + _HEAD, 0, sem="relaxed"))
                 opened = (opened + 1) & (NUMBERS - 1)
                 count = tl.full([], 0, tl.int32)
                 chain_bytes = tl.full([], 0, tl.int32)
@@ -352,7 +353,7 @@ def _release(keyframes, keyframe_refs_ptr, floor, new_floor, opened, n_slots, NU
     for i in range(n_freed):
         keyframe = tl.load(keyframes + ((floor + i) & (n_slots - 1)))
         if keyframe >= 0:
-            tl.atomic_add(keyframe_refs_ptr + keyframe, -1)
+            tl.atomic_add(keyframe_refs_ptr + keyframe, -1, sem="relaxed")
     return (floor + n_freed) & (NUMBERS - 1)
 
 
@@ -374,7 +375,7 @@ def _report(
         floor = tl.load(row_ptr + _FLOOR, mask=exists, other=0, volatile=True)
         n_segments = tl.maximum(n_segments, tl.max((opened - floor) & (NUMBERS - 1), axis=0))
     spare, _nearest = _spare_keyframes(keyframe_refs_ptr, n_keyframes, 0)
-    tl.store(report_ptr + _REPORT_HEAD, tl.atomic_add(counters_ptr + _HEAD, 0))
+    tl.store(report_ptr + _REPORT_HEAD, tl.atomic_add(counters_ptr + _HEAD, 0, sem="relaxed"))
     tl.store(report_ptr + _REPORT_TAIL, tail)
     tl.store(report_ptr + _REPORT_SPARE, spare.to(tl.int64))
     tl.store(report_ptr + _REPORT_SEGMENTS, n_segments)
@@ -428,7 +429,7 @@ def _start_segment(
             tl.store(row_ptr + _COST, cost.to(tl.int64))
             tl.store(row_ptr + _EXCESS, excess.to(tl.int64))
         if keyframe >= 0:
-            tl.atomic_add(keyframe_refs_ptr + keyframe, 1)
+            tl.atomic_add(keyframe_refs_ptr + keyframe, 1, sem="relaxed")
     tl.store(segment_keyframe_ptr, tl.where(keyframe >= 0, keyframe, _NONE))
     return keyframe, is_frame, switched
 
@@ -466,8 +467,8 @@ def _hold(row_ptr, keyframe_refs_ptr, keyframe):
     dropped = tl.load(row_ptr + _HELD + 2)
     tl.debug_barrier()
     if dropped >= 0:
-        tl.atomic_add(keyframe_refs_ptr + dropped, -1)
-    tl.atomic_add(keyframe_refs_ptr + keyframe, 1)
+        tl.atomic_add(keyframe_refs_ptr + dropped, -1, sem="relaxed")
+    tl.atomic_add(keyframe_refs_ptr + keyframe, 1, sem="relaxed")
     tl.store(row_ptr + _HELD + 2, second)
     tl.store(row_ptr + _HELD + 1, first)
     tl.store(row_ptr + _HELD, keyframe.to(tl.int64))
@@ -496,7 +497,7 @@ def _claim(keyframe_refs_ptr, n_keyframes, stream):
     while (nearest < _FAR) & (claimed < 0):
         candidate = (nearest + stream) % n_keyframes
         # another program may have claimed it first
-        if tl.atomic_cas(keyframe_refs_ptr + candidate, 0, 1) == 0:
+        if tl.atomic_cas(keyframe_refs_ptr + candidate, 0, 1, sem="relaxed") == 0:
             claimed = candidate.to(tl.int32)
         else:
             _spare, nearest = _spare_keyframes(keyframe_refs_ptr, n_keyframes, stream)

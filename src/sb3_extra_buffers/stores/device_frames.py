@@ -30,7 +30,6 @@ __all__ = ["DeviceFrameStore", "DeviceFrameWrite"]
 
 Array = npt.NDArray[Any]
 
-_INT64 = np.dtype(np.int64)
 _BYTE = np.dtype(np.uint8)
 # the most bytes of a step that the device reads in place, and how many such steps may be in flight. Larger ones are
 # copied from ordinary memory: that is as fast as copying them to pinned memory first
@@ -94,12 +93,12 @@ class _Limits(NamedTuple):
 
 
 class _Source:
-    """The frames of a step, ``[stream, stack, byte]`` per set, and staging memory for the packed `WriteJob`."""
+    """The frames of a step, ``[stream, stack, byte]`` per set, and the staging memory that they are in, if any."""
 
     __slots__ = ("frames", "lease")
 
-    def __init__(self, lease: Lease, frames: Sequence[torch.Tensor]) -> None:
-        self.lease, self.frames = lease, frames
+    def __init__(self, frames: Sequence[torch.Tensor], lease: Lease | None = None) -> None:
+        self.frames, self.lease = frames, lease
 
 
 class DeviceFrameStore(DeviceStore):
@@ -170,10 +169,8 @@ class DeviceFrameStore(DeviceStore):
         # whether the kernel reads rows from staging memory: worthwhile only if it reads every byte once
         step_bytes = ring.n_sets * ring.n_streams * ring.spec.nbytes
         self._in_place = self._whole and self._triton and step_bytes <= _IN_PLACE and layout.frame_bytes <= 1 << 14
-        numbers = ((dt.JOB_INDICES + ring.n_sets,), _INT64)
-        parts = (numbers, *[rows] * ring.n_sets) if self._in_place or not self._triton else (numbers,)
-        self._job_layout = StagingLayout(*parts)
-        self._job_staging = Staging(self.device, _STEPS if len(parts) > 1 else 8)
+        self._row_layout = StagingLayout(*[rows] * ring.n_sets)
+        self._row_staging = Staging(self.device, _STEPS)
         #: int64 [N_ADDRESSES], on the device: where the tables are. It never moves, because graphs refer to it.
         self._addresses = torch.zeros(dt.N_ADDRESSES, dtype=torch.int64, device=self.device)
         self._bound_writer: Any = None
@@ -311,13 +308,13 @@ class DeviceFrameStore(DeviceStore):
             frames = [f.view(-1).view(torch.uint8).view(self.n_streams, self.layout.stack, -1) for f in source.frames]
             write_rows_reference(state.tables, self.shape, frames, job, state.report, launch)
             return
-        source.lease.arrays[0][:] = job.pack(state.tables, launch)
         first, last = source.frames[0], source.frames[-1]
-        given = None if columns is None else columns.columns
-        self.writer(state).write(source.lease.tensors[0], first, last, self.n_sets, state.report, given)
+        given, arguments = None if columns is None else columns.columns, job.arguments(state.tables, launch)
+        self.writer(state).write(arguments, first, last, self.n_sets, state.report, given)
         # the kernel writes its report last: once it has arrived, the staging memory has been read
         done = LaunchDone(launch, state.notes[dt.REPORT_LAUNCH :], self.memory.wait)
-        self._job_staging.release(source.lease, done)
+        if source.lease is not None:
+            self._row_staging.release(source.lease, done)
         if columns is not None:
             columns.release(done)
 
@@ -341,26 +338,25 @@ class DeviceFrameStore(DeviceStore):
                     break
             else:
                 # fast path: arrays that need no conversion
-                lease = self._job_staging.acquire(self._job_layout)
-                frames = lease.tensors[1:]
-                for target, batch in zip(lease.arrays[1:], batches, strict=True):
+                lease = self._row_staging.acquire(self._row_layout)
+                for target, batch in zip(lease.arrays, batches, strict=True):
                     target[...] = batch
-                return _Source(lease, frames)
+                return _Source(lease.tensors, lease)
         for batch in batches:
             # not len(), for which torch takes several times as long
             if batch.shape[0] != self.n_streams:
                 raise SpecMismatchError(
                     f"expected an observation for each of {self.n_streams} streams, got {len(batch)}"
                 )
-        lease = self._job_staging.acquire(self._job_layout)
         if isinstance(batches[0], torch.Tensor):
-            return _Source(lease, [self._split(batch) for batch in batches])  # type: ignore[arg-type]  # all are
+            return _Source([self._split(batch) for batch in batches])  # type: ignore[arg-type]  # all are
         checked = [self._checked(batch) for batch in batches]  # type: ignore[arg-type]  # none is
-        if len(lease.arrays) == 1:
-            return _Source(lease, [self._split(self._send(batch)) for batch in checked])
-        for target, array in zip(lease.arrays[1:], checked, strict=True):
+        if self._triton and not self._in_place:
+            return _Source([self._split(self._send(batch)) for batch in checked])
+        lease = self._row_staging.acquire(self._row_layout)
+        for target, array in zip(lease.arrays, checked, strict=True):
             target[...] = array
-        return _Source(lease, [self._split(batch) for batch in lease.tensors[1:]])
+        return _Source([self._split(batch) for batch in lease.tensors], lease)
 
     def _checked(self, batch: Array) -> Array:
         spec = self.ring.spec
@@ -538,7 +534,7 @@ class DeviceFrameStore(DeviceStore):
         tables = self.state.tables
         frames = tables.keyframe_rows.numel() + tables.recent.numel()
         total = sum(table.nbytes for table in tables)
-        staged = self._job_staging.nbytes
+        staged = self._row_staging.nbytes
         staged += 0 if self._scratch is None else self._scratch.nbytes
         return MemoryUsage(tables.heap.nbytes, total - tables.heap.nbytes - frames, frames, staged)
 
