@@ -28,6 +28,7 @@ from sb3_extra_buffers.gpu_buffers import GpuReplayBuffer, GpuRolloutBuffer
 
 STACK = spaces.Box(0, 255, (4, 20, 19), np.uint8)
 IMAGE = spaces.Box(0, 255, (24, 20, 3), np.uint8)
+VIDEO = spaces.Box(0, 255, (64, 64, 3), np.uint8)
 LARGE = spaces.Box(0, 255, (150, 150, 3), np.uint8)  # above 65,535 bytes
 VECTOR = spaces.Box(-np.inf, np.inf, (7,), np.float32)
 ACTIONS = spaces.Discrete(5)
@@ -174,6 +175,8 @@ def parts(device: str) -> dict[str, list[Callable[[], None]]]:
             lambda: replay("delta", STACK, 3, device),
             lambda: replay("delta", IMAGE, 40, device),
             lambda: replay("delta", LARGE, 2, device),
+            # many streams are written by other kernels, and their steps are uploaded in pieces
+            lambda: replay("delta", VIDEO, 280, device),
             lambda: replay("delta", STACK, 2, device, pinned),
         ],
         "none": [

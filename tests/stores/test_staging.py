@@ -10,6 +10,12 @@ import torch
 
 from sb3_extra_buffers.stores.staging import LaunchDone, Staging
 
+PLACES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+    ),
+]
 SHAPES: list[Any] = [((3,), np.dtype(np.int64)), ((2, 5), np.dtype(np.float32))]
 
 
@@ -40,3 +46,24 @@ def test_memory_that_a_launch_still_reads_is_waited_for(known: bool) -> None:
     # blocks take turns: the second one was in use
     assert waited == (taken[0].block is second.block)
     assert taken[0].arrays[0].shape == (3,)
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("n_bytes", [0, 1, 1000, 1 << 19, (1 << 20) + 3, (5 << 22) + 1])
+@pytest.mark.parametrize("read_only", [False, True])
+def test_large_arrays_arrive_whole_and_later_changes_do_not(device: str, n_bytes: int, read_only: bool) -> None:
+    staging = Staging(torch.device(device), depth=2)
+    array = np.random.default_rng(0).integers(0, 256, n_bytes, np.uint8)
+    expected = array.copy()
+    array.flags.writeable = not read_only
+
+    # twice: the second time, memory is used again
+    uploaded = [staging.upload_in_pieces(array) for _ in range(2)]
+    array.flags.writeable = True
+    array ^= 255
+
+    for tensor in uploaded:
+        assert tensor.device.type == device
+        np.testing.assert_array_equal(tensor.cpu().numpy(), expected)
+    # two pieces of at most 4 MB
+    assert staging.nbytes <= 2 << 22

@@ -19,6 +19,9 @@ _WORDS = tl.constexpr(dt.CHUNK // 8)
 _LINES = tl.constexpr(dt.CHUNK // 64)
 _GROUPS = tl.constexpr(dt.CHUNK // 512)
 _STEP = tl.constexpr(256)  # values of a chunk that are handled at a time
+_TAKE = tl.constexpr(32)  # changed words of a chunk that are handled at a time
+_COPY = tl.constexpr(1024)  # bytes that are copied at a time
+_SCRATCH = tl.constexpr(dt.SCRATCH)
 _HEAD = tl.constexpr(dt.HEAD)
 _NEEDED = tl.constexpr(dt.NEEDED)
 _LENGTH_BITS = tl.constexpr(dt.LENGTH_BITS)
@@ -40,24 +43,23 @@ def block_of(frame, frame_ptr, block, WORDS: tl.constexpr, C: tl.constexpr, N_BL
 
 
 @triton.jit
+def _nonzero_bytes(half):
+    """The mask of the nonzero bytes of 32 bits."""
+    # the highest bit of each byte: adding 127 to the other bits carries into it if any of them is set
+    highest = (((half & 0x7F7F7F7F) + 0x7F7F7F7F) | half) & 0x80808080
+    # one product moves the four bits to the top
+    return (highest * 0x00204081) >> 28
+
+
+@triton.jit
 def _sections(difference, C: tl.constexpr):
     """What changed, as bit masks: the bytes of each word, the words of each line, the lines of each group."""
-    masks = tl.zeros([C, _WORDS], tl.int32)
-    for byte in tl.static_range(8):
-        masks |= (((difference >> (8 * byte)) & 255) != 0).to(tl.int32) << byte
+    low = _nonzero_bytes(difference.to(tl.uint32))
+    masks = (low | (_nonzero_bytes((difference >> 32).to(tl.uint32)) << 4)).to(tl.int32)
     weight = 1 << (tl.arange(0, 8)[None, None, :])
     lines = tl.sum(tl.reshape((masks != 0).to(tl.int32), [C, _LINES, 8]) * weight, axis=2)
     groups = tl.sum(tl.reshape((lines != 0).to(tl.int32), [C, _GROUPS, 8]) * weight, axis=2)
     return masks, lines, groups
-
-
-@triton.jit
-def _counts(masks, lines, groups):
-    """How many groups, lines, words and bytes of each chunk changed."""
-    packed = tl.sum(popcount(masks) + ((masks != 0).to(tl.int32) << 16), axis=1)
-    n_lines = tl.sum((lines != 0).to(tl.int32), axis=1)
-    n_groups = tl.sum((groups != 0).to(tl.int32), axis=1)
-    return n_groups, n_lines, packed >> 16, packed & 0xFFFF
 
 
 @triton.jit
@@ -77,29 +79,38 @@ def bound(
     for block in range(N_BLOCKS):
         words = block_of(frame, frame_ptr, block, WORDS, C, N_BLOCKS)
         masks, lines, groups = _sections(words ^ load_block(reference_ptr, block, reference_words, C), C)
-        n_groups, n_lines, n_words, n_values = _counts(masks, lines, groups)
-        length = n_groups + n_lines + n_words + (n_values + 7) // 8 + n_values
+        packed = tl.sum(popcount(masks) + ((masks != 0).to(tl.int32) << 16), axis=1)
+        n_values = packed & 0xFFFF
+        length = _count(groups) + _count(lines) + (packed >> 16) + (n_values + 7) // 8 + n_values
         total += tl.sum(tl.minimum(length, _raw_bytes(block, SIZE, C)), axis=0)
     return total
 
 
 @triton.jit
 def encode(
-    heap_ptr, counters_ptr, scratch, frame, frame_ptr, reference_ptr, reference_words, tail, capacity,
+    heap_ptr, counters_ptr, scratch, packed_ptr, frame, frame_ptr, reference_ptr, reference_words, tail, capacity,
     SIZE: tl.constexpr, WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Store the difference of two frames in the heap; return its entry and its length."""
+    """Store the difference of two frames in the heap; return its entry and its length.
+
+    A frame of several blocks is encoded in ``packed_ptr``, memory for ``SIZE`` bytes, and then copied.
+    """
     N_CHUNKS: tl.constexpr = (SIZE + _CHUNK - 1) // _CHUNK
     total = tl.full([], 0, tl.int32)
+    directory_ptr = scratch + C * _SCRATCH
     if N_BLOCKS == 1:
         masks, lines, groups = _sections(frame ^ load_block(reference_ptr, 0, reference_words, C), C)
-        lengths, is_raw, n_fresh = _measure(frame, masks, lines, groups, scratch, 0, SIZE, C)
+        lengths, is_raw, n_words, n_values = _measure(frame, masks, lines, groups, scratch, 0, SIZE, C)
         total += tl.sum(lengths, axis=0)
     else:
         for block in range(N_BLOCKS):
             words = load_block(frame_ptr, block, WORDS, C)
             masks, lines, groups = _sections(words ^ load_block(reference_ptr, block, reference_words, C), C)
-            lengths, _is_raw, _n_fresh = _measure(words, masks, lines, groups, scratch, block, SIZE, C)
+            lengths, is_raw, n_words, n_values = _measure(words, masks, lines, groups, scratch, block, SIZE, C)
+            _store_block(
+                packed_ptr + total, directory_ptr, words, lines, groups, scratch, lengths, is_raw, n_words, n_values,
+                block, SIZE, C,
+            )  # fmt: skip
             total += tl.sum(lengths, axis=0)
     entry = tl.full([], 0, tl.int64)
     length = tl.where(total > 0, total + 2 * N_CHUNKS, 0)
@@ -107,22 +118,25 @@ def encode(
         offset = _allocate(counters_ptr, length, tail, capacity)
         if offset >= 0:
             entry = (offset << _LENGTH_BITS) | length
-            at = offset + 2 * N_CHUNKS
+            target = heap_ptr + offset
             if N_BLOCKS == 1:
                 _store_block(
-                    heap_ptr, offset, at, frame, masks, lines, groups, scratch, lengths, is_raw, n_fresh, 0, SIZE, C
-                )
+                    target + 2 * N_CHUNKS, target, frame, lines, groups, scratch, lengths, is_raw, n_words, n_values,
+                    0, SIZE, C,
+                )  # fmt: skip
             else:
-                for block in range(N_BLOCKS):
-                    words = load_block(frame_ptr, block, WORDS, C)
-                    masks, lines, groups = _sections(words ^ load_block(reference_ptr, block, reference_words, C), C)
-                    lengths, is_raw, n_fresh = _measure(words, masks, lines, groups, scratch, block, SIZE, C)
-                    _store_block(
-                        heap_ptr, offset, at, words, masks, lines, groups, scratch, lengths, is_raw, n_fresh, block,
-                        SIZE, C,
-                    )  # fmt: skip
-                    at += tl.sum(lengths, axis=0)
+                tl.debug_barrier()
+                _copy_bytes(target, directory_ptr, 2 * N_CHUNKS)
+                _copy_bytes(target + 2 * N_CHUNKS, packed_ptr, total)
+                tl.debug_barrier()
     return entry, length
+
+
+@triton.jit
+def _copy_bytes(target_ptr, source_ptr, n_bytes):
+    for first in range(0, n_bytes, _COPY):
+        i = first + tl.arange(0, _COPY)
+        tl.store(target_ptr + i, tl.load(source_ptr + i, mask=i < n_bytes, other=0), mask=i < n_bytes)
 
 
 @triton.jit
@@ -142,6 +156,21 @@ def _allocate(counters_ptr, length, tail, capacity):
 
 
 @triton.jit
+def _count(masks):
+    """How many masks of each chunk are not zero."""
+    return tl.sum((masks != 0).to(tl.int32), axis=1)
+
+
+@triton.jit
+def _kept_masks(scratch, first, n_words, C: tl.constexpr):
+    """The next masks of changed words of each chunk, their numbers, and whether there are as many."""
+    i = first + tl.arange(0, _TAKE)[None, :] + tl.zeros([C, _TAKE], tl.int32)
+    exists = i < n_words[:, None]
+    at = scratch + C * _CHUNK + tl.arange(0, C)[:, None] * _WORDS + i
+    return tl.load(at, mask=exists, other=0), i, exists
+
+
+@triton.jit
 def _fresh_values(scratch, first, n_values, C: tl.constexpr):
     """The next values of each chunk, their numbers, and which of them differ from the one before."""
     i = first + tl.arange(0, _STEP)[None, :] + tl.zeros([C, _STEP], tl.int32)
@@ -153,56 +182,76 @@ def _fresh_values(scratch, first, n_values, C: tl.constexpr):
 
 
 @triton.jit
-def _measure(frame, masks, lines, groups, scratch, block, SIZE: tl.constexpr, C: tl.constexpr):
-    """The length of each chunk, whether it is stored uncompressed, and how many of its values are fresh.
+def _measure(words, masks, lines, groups, scratch, block, SIZE: tl.constexpr, C: tl.constexpr):
+    """The length of each chunk, whether it is stored uncompressed, and how many words and bytes of it changed.
 
-    The values of the changed bytes are left in scratch.
+    Scratch memory then has the values of the changed bytes and, after those, the masks of the changed words.
     """
-    n_groups, n_lines, n_words, n_values = _counts(masks, lines, groups)
-    changed = popcount(masks)
+    changed = (masks != 0).to(tl.int32)
+    n_words = tl.sum(changed, axis=1)
+    # few words change, so that they are moved together first
+    chunk = tl.arange(0, C)[:, None]
+    at = chunk * _WORDS + tl.cumsum(changed, axis=1) - changed
+    words_ptr = scratch.to(tl.pointer_type(tl.int64), bitcast=True)
     # wait until every thread has read what the previous call left in scratch
     tl.debug_barrier()
-    at = scratch + tl.arange(0, C)[:, None] * _CHUNK + tl.cumsum(changed, axis=1) - changed
-    for byte in tl.static_range(8):
-        has = (masks >> byte) & 1
-        tl.store(at, ((frame >> (8 * byte)) & 255).to(tl.uint8), mask=has > 0)
-        at += has
+    tl.store(words_ptr + at, words, mask=changed > 0)
+    tl.store(scratch + C * _CHUNK + at, masks.to(tl.uint8), mask=changed > 0)
+    tl.debug_barrier()
+    n_values = tl.zeros([C], tl.int32)
+    for first in range(0, tl.max(n_words, axis=0), _TAKE):
+        mask, i, exists = _kept_masks(scratch, first, n_words, C)
+        word = tl.load(words_ptr + chunk * _WORDS + i, mask=exists, other=0)
+        has = mask.to(tl.int32)
+        n_bytes = popcount(has)
+        value_at = scratch + chunk * _CHUNK + n_values[:, None] + tl.cumsum(n_bytes, axis=1) - n_bytes
+        # the values replace words that every thread has read
+        tl.debug_barrier()
+        for byte in tl.static_range(8):
+            bit = (has >> byte) & 1
+            tl.store(value_at, ((word >> (8 * byte)) & 255).to(tl.uint8), mask=bit > 0)
+            value_at += bit
+        n_values += tl.sum(n_bytes, axis=1)
     tl.debug_barrier()
     n_fresh = tl.zeros([C], tl.int32)
     for first in range(0, tl.max(n_values, axis=0), _STEP):
         _value, _i, fresh = _fresh_values(scratch, first, n_values, C)
         n_fresh += tl.sum(fresh, axis=1)
-    length = n_groups + n_lines + n_words + (n_values + 7) // 8 + n_fresh
+    length = _count(groups) + _count(lines) + n_words + (n_values + 7) // 8 + n_fresh
     raw = _raw_bytes(block, SIZE, C)
     is_raw = (length >= raw) & (n_values > 0)
-    return tl.where(is_raw, raw, length), is_raw.to(tl.int32), n_fresh
+    return tl.where(is_raw, raw, length), is_raw.to(tl.int32), n_words, n_values
 
 
 @triton.jit
 def _store_block(
-    heap_ptr, directory_at, at, frame, masks, lines, groups, scratch, lengths, is_raw, n_fresh, block,
+    target_ptr, directory_ptr, words, lines, groups, scratch, lengths, is_raw, n_words, n_values, block,
     SIZE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Store the chunks of a block from ``at`` on, and their entries in the frame's directory."""
+    """Store the chunks of a block one after the other, and their entries in the frame's directory."""
     chunk = block * C + tl.arange(0, C)
-    n_groups, n_lines, n_words, n_values = _counts(masks, lines, groups)
     top = tl.sum((groups != 0).to(tl.int32) << tl.arange(0, _GROUPS)[None, :], axis=1) * (1 - is_raw)
-    directory = heap_ptr + directory_at + 2 * chunk
+    directory = directory_ptr + 2 * chunk
     exists = chunk * _CHUNK < SIZE
     tl.store(directory, (lengths & 255).to(tl.uint8), mask=exists)
     tl.store(directory + 1, ((lengths >> 8) | (top << 4)).to(tl.uint8), mask=exists)
-    target = heap_ptr + at + tl.cumsum(lengths, axis=0) - lengths
+    target = target_ptr + tl.cumsum(lengths, axis=0) - lengths
     is_coded = (is_raw == 0) & (n_values > 0)
     _store_nonzero(target, groups, is_coded)
-    _store_nonzero(target + n_groups, lines, is_coded)
-    _store_nonzero(target + n_groups + n_lines, masks, is_coded)
-    bits = target + n_groups + n_lines + n_words
+    to = target + _count(groups)
+    _store_nonzero(to, lines, is_coded)
+    to += _count(lines)
+    n_coded = tl.where(is_coded, n_words, 0)
+    for first in range(0, tl.max(n_coded, axis=0), _TAKE):
+        mask, i, has = _kept_masks(scratch, first, n_coded, C)
+        tl.store(to[:, None] + i, mask, mask=has)
+    bits = to + n_words
     values = bits + (n_values + 7) // 8
     n_coded = tl.where(is_coded, n_values, 0)
     for first in range(0, tl.max(n_coded, axis=0), _STEP):
         value, _i, fresh = _fresh_values(scratch, first, n_coded, C)
-        to = values[:, None] + tl.cumsum(fresh, axis=1) - fresh
-        tl.store(to, value, mask=fresh > 0)
+        value_at = values[:, None] + tl.cumsum(fresh, axis=1) - fresh
+        tl.store(value_at, value, mask=fresh > 0)
         packed = tl.sum(tl.reshape(fresh, [C, _STEP // 8, 8]) * (1 << tl.arange(0, 8)[None, None, :]), axis=2)
         j = first // 8 + tl.arange(0, _STEP // 8)[None, :]
         tl.store(bits[:, None] + j, packed.to(tl.uint8), mask=8 * j < n_coded[:, None])
@@ -211,7 +260,7 @@ def _store_block(
         raw = _raw_bytes(block, SIZE, C)
         for byte in tl.static_range(8):
             position = 8 * tl.arange(0, _WORDS)[None, :] + byte
-            value = ((frame >> (8 * byte)) & 255).to(tl.uint8)
+            value = ((words >> (8 * byte)) & 255).to(tl.uint8)
             tl.store(target[:, None] + position, value, mask=(position < raw[:, None]) & (is_raw > 0)[:, None])
 
 

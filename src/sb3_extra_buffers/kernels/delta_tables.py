@@ -23,10 +23,12 @@ import torch
 from sb3_extra_buffers.kernels import policy
 from sb3_extra_buffers.kernels.state import padded_bytes
 
-__all__ = ["CHUNK", "DeviceTables", "FrameShape", "WriteJob"]
+__all__ = ["CHUNK", "SCRATCH", "DeviceTables", "FrameShape", "WriteJob"]
 
 #: Bytes of a chunk.
 CHUNK = 2048
+#: Bytes of scratch memory for a chunk that is encoded: changed words or values, and a mask for each changed word.
+SCRATCH = CHUNK + CHUNK // 8
 #: An entry of `DeviceTables.entries` is an offset in the heap, shifted left by this many bits, plus a length.
 LENGTH_BITS = 20
 
@@ -84,6 +86,11 @@ class FrameShape:
     @property
     def n_chunks(self) -> int:
         return -(-self.frame_bytes // CHUNK)
+
+    @property
+    def directory_bytes(self) -> int:
+        """Scratch memory for the directory of a frame that is encoded in several blocks."""
+        return -(-2 * self.n_chunks // 16) * 16
 
     @property
     def max_bytes(self) -> int:

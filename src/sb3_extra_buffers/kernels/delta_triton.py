@@ -11,7 +11,7 @@ import torch
 import triton
 
 from sb3_extra_buffers.kernels.delta_read_triton import read_kernel
-from sb3_extra_buffers.kernels.delta_tables import CHUNK, DeviceTables, FrameShape
+from sb3_extra_buffers.kernels.delta_tables import SCRATCH, DeviceTables, FrameShape
 from sb3_extra_buffers.kernels.delta_write_triton import write_kernel
 from sb3_extra_buffers.kernels.launcher import (
     COLUMN_DTYPES,
@@ -42,7 +42,7 @@ class _Effort(NamedTuple):
 
 # tuned: for as many streams as an H200 runs of such programs at a time, and for more. With 128 registers, variables are
 # kept in memory too, but several programs share a multiprocessor; a single program can have 255
-_FEW, _SOME, _MANY = _Effort(132, 8, 8, 255), _Effort(264, 8, 8, 128), _Effort(528, 4, 2, 128)
+_FEW, _SOME, _MANY = _Effort(132, 8, 8, 255), _Effort(264, 8, 8, 128), _Effort(528, 4, 4, 128)
 # constants of a kernel that writes no columns (`TableLayout.constants`)
 _NO_TABLE = (0, 0, 0, 0, 1, 0)
 
@@ -96,7 +96,7 @@ class WriteKernel:
             stack, triton.next_power_of_2(stack), recent, triton.next_power_of_2(recent), per,
             triton.next_power_of_2(per), shape.min_frames, shape.max_chain_bytes,
             shape.n_numbers, shape.frame_bytes, shape.keyframe_bytes // 8, block,
-            -(-shape.n_chunks // block), *constants,
+            -(-shape.n_chunks // block), shape.directory_bytes, *constants,
         )  # fmt: skip
         bound = tables._replace(recent=tables.recent.view(words), keyframe_rows=tables.keyframe_rows.view(words))
         is_far = columns is not None and columns.column >> 31 > 0
@@ -143,5 +143,5 @@ def _block_chunks(shape: FrameShape, effort: _Effort) -> int:
 def scratch_for(shape: FrameShape, n_streams: int, device: torch.device) -> torch.Tensor:
     """Scratch memory for the writing kernel."""
     effort = _effort(n_streams)
-    n_bytes = min(n_streams, effort.n_programs) * _block_chunks(shape, effort) * CHUNK
-    return torch.empty(n_bytes, dtype=torch.uint8, device=device)
+    per_program = _block_chunks(shape, effort) * SCRATCH + shape.directory_bytes
+    return torch.empty(min(n_streams, effort.n_programs) * per_program, dtype=torch.uint8, device=device)

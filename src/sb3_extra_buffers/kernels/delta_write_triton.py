@@ -37,6 +37,7 @@ _REPORT_SEGMENTS = tl.constexpr(dt.REPORT_SEGMENTS)
 _REPORT_LAUNCH = tl.constexpr(dt.REPORT_LAUNCH)
 _NO_TAIL = tl.constexpr(dt.NO_TAIL)
 _HALF_BITS = tl.constexpr(dt.HALF_BITS)
+_SCRATCH = tl.constexpr(dt.SCRATCH)
 _NONE = tl.constexpr(NONE)
 _ZERO = tl.constexpr(ZERO)
 _NEW = tl.constexpr(ZERO - 1)  # in place of the id of a frame that has yet to be added
@@ -68,7 +69,7 @@ def write_kernel(
     recent_ids_ptr, last_ptr,
     keyframe_rows_ptr,  # int64 [keyframe, word]
     keyframe_refs_ptr, published_ptr, tails_ptr, counters_ptr,
-    scratch_ptr,  # uint8 [program, C chunks]
+    scratch_ptr,  # uint8 [program, C * SCRATCH + DIRECTORY]
     report_ptr,  # int64 [N_REPORT]
     action_ptr, first_ptr, second_ptr, third_ptr, fourth_ptr, numbers_ptr, actions_ptr,  # see `store_columns`
     n_streams,
@@ -83,11 +84,12 @@ def write_kernel(
     SIZE: tl.constexpr, KEYFRAME_WORDS: tl.constexpr,
     C: tl.constexpr,  # chunks of a block
     N_BLOCKS: tl.constexpr,
+    DIRECTORY: tl.constexpr,
     ROW: tl.constexpr, ACTION_ROW: tl.constexpr, ACTION_AT: tl.constexpr, ACTION: tl.constexpr, ACTION2: tl.constexpr,
     N_NUMBERS: tl.constexpr,  # columns of the table; 0: there is none
 ):  # fmt: skip
     """Write one step; each program takes every ``num_programs``-th stream, and some rows of the columns."""
-    scratch = scratch_ptr + tl.program_id(0).to(tl.int64) * (C * 2048)
+    scratch = scratch_ptr + tl.program_id(0).to(tl.int64) * (C * _SCRATCH + DIRECTORY)
     tail = (tail_high.to(tl.int64) << _HALF_BITS) | tail_low
     capacity = (capacity_high.to(tl.int64) << _HALF_BITS) | capacity_low
     # indices of table entries exceed 32 bits
@@ -224,9 +226,11 @@ def _write_stream(
                 keyframe_ptr = keyframe_rows_ptr + tl.maximum(keyframe, 0).to(tl.int64) * KEYFRAME_WORDS
                 reference_ptr = tl.where(count == 0, keyframe_ptr, recent + before * KEYFRAME_WORDS)
                 reference_words = tl.where((count == 0) & (keyframe < 0), 0, WORDS)
+                # where this frame is copied to afterwards
+                packed_ptr = (recent + next_recent * KEYFRAME_WORDS).to(tl.pointer_type(tl.uint8), bitcast=True)
                 entry, length = encode(
-                    heap_ptr, counters_ptr, scratch, frame, frame_ptr, reference_ptr, reference_words, tail, capacity,
-                    SIZE, WORDS, C, N_BLOCKS,
+                    heap_ptr, counters_ptr, scratch, packed_ptr, frame, frame_ptr, reference_ptr, reference_words, tail,
+                    capacity, SIZE, WORDS, C, N_BLOCKS,
                 )  # fmt: skip
             tl.store(entries_ptr + slot * PER + count, entry)
             position = next_recent
@@ -298,6 +302,11 @@ def _continue_row(
 
 
 @triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
 def _find(
     frame, frame_ptr, recent, recent_ids, hint,
     RECENT: tl.constexpr, WORDS: tl.constexpr, KEYFRAME_WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr,
@@ -307,28 +316,21 @@ def _find(
     frame_id = tl.full([], _NEW, tl.int32)
     i = tl.full([], 0, tl.int32)
     while (frame_id == _NEW) & (i < RECENT):
-        # compare with three frames and with zeros at a time: four 16-bit counts of different words, in one sum
-        counts = tl.zeros([C, 256], tl.int64)
+        # compare with three frames and with zeros at a time: a bit for each that differs
+        different = tl.zeros([C, 256], tl.int32)
         for block in range(N_BLOCKS):
             words = block_of(frame, frame_ptr, block, WORDS, C, N_BLOCKS)
-            if N_BLOCKS == 1:
-                counts += (words != 0).to(tl.int64)
-                for k in tl.static_range(3):
-                    other = load_block(recent + (hint + i + k) % RECENT * KEYFRAME_WORDS, 0, WORDS, C)
-                    counts += (words != other).to(tl.int64) << (16 * (k + 1))
-            else:
-                # bits instead of counts, which could overflow
-                counts |= (words != 0).to(tl.int64)
-                for k in tl.static_range(3):
-                    other = load_block(recent + (hint + i + k) % RECENT * KEYFRAME_WORDS, block, WORDS, C)
-                    counts |= (words != other).to(tl.int64) << (16 * (k + 1))
-        total = tl.sum(tl.sum(counts, axis=1), axis=0)
-        if (total & 0xFFFF) == 0:
+            different |= (words != 0).to(tl.int32)
+            for k in tl.static_range(3):
+                other = load_block(recent + (hint + i + k) % RECENT * KEYFRAME_WORDS, block, WORDS, C)
+                different |= (words != other).to(tl.int32) << (k + 1)
+        bits = tl.reduce(tl.reduce(different, 1, _either), 0, _either)
+        if (bits & 1) == 0:
             frame_id = tl.full([], _ZERO, tl.int32)
         for k in tl.static_range(3):
             at = (hint + i + k) % RECENT
             other_id = tl.load(recent_ids + at)
-            is_equal = ((total >> (16 * (k + 1))) & 0xFFFF) == 0
+            is_equal = ((bits >> (k + 1)) & 1) == 0
             if (frame_id == _NEW) & (i + k < RECENT) & is_equal & (other_id >= 0):
                 frame_id = other_id
                 position = at

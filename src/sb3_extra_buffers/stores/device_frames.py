@@ -31,9 +31,9 @@ __all__ = ["DeviceFrameStore", "DeviceFrameWrite"]
 Array = npt.NDArray[Any]
 
 _BYTE = np.dtype(np.uint8)
-# the most bytes of a step that the device reads in place, and how many such steps may be in flight. Larger ones are
-# copied from ordinary memory: that is as fast as copying them to pinned memory first
-_IN_PLACE, _STEPS = 1 << 20, 4
+# the most bytes of a step that the device reads in place, and how many such steps may be in flight; larger ones are
+# copied in pieces, of which two are in flight
+_IN_PLACE, _STEPS, _PIECES = 1 << 20, 4, 2
 # seconds to poll for a report before synchronising with the device
 _WATCH = 0.05
 # kernels number observations in 32 bits
@@ -170,7 +170,7 @@ class DeviceFrameStore(DeviceStore):
         step_bytes = ring.n_sets * ring.n_streams * ring.spec.nbytes
         self._in_place = self._whole and self._triton and step_bytes <= _IN_PLACE and layout.frame_bytes <= 1 << 14
         self._row_layout = StagingLayout(*[rows] * ring.n_sets)
-        self._row_staging = Staging(self.device, _STEPS)
+        self._row_staging = Staging(self.device, _STEPS if self._in_place or not self._triton else _PIECES)
         #: int64 [N_ADDRESSES], on the device: where the tables are. It never moves, because graphs refer to it.
         self._addresses = torch.zeros(dt.N_ADDRESSES, dtype=torch.int64, device=self.device)
         self._bound_writer: Any = None
@@ -352,7 +352,8 @@ class DeviceFrameStore(DeviceStore):
             return _Source([self._split(batch) for batch in batches])  # type: ignore[arg-type]  # all are
         checked = [self._checked(batch) for batch in batches]  # type: ignore[arg-type]  # none is
         if self._triton and not self._in_place:
-            return _Source([self._split(self._send(batch)) for batch in checked])
+            upload = self._row_staging.upload_in_pieces
+            return _Source([self._split(upload(np.ascontiguousarray(batch))) for batch in checked])
         lease = self._row_staging.acquire(self._row_layout)
         for target, array in zip(lease.arrays, checked, strict=True):
             target[...] = array
@@ -374,12 +375,6 @@ class DeviceFrameStore(DeviceStore):
         rows = batch.contiguous().view(-1).view(torch.uint8).view(1, self.n_streams, self.ring.spec.nbytes)
         frames = split_frames(rows, self.layout)[0]
         return frames.clone() if frames.data_ptr() % 8 else frames
-
-    def _send(self, batch: Array) -> torch.Tensor:
-        """The bytes of ``batch`` in new memory on the device."""
-        rows = np.ascontiguousarray(batch).reshape(-1).view(np.uint8)
-        # torch takes no arrays that cannot be written to
-        return torch.from_numpy(rows if rows.flags.writeable else rows.copy()).to(self.device)
 
     # ---- the heap ----
 

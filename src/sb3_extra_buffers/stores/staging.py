@@ -22,6 +22,8 @@ _DEPTH = 8
 _ALIGNMENT = 64
 # layouts to remember; batches usually come in a few sizes
 _MAX_LAYOUTS = 64
+# a large array is copied in pieces of about an eighth of it: a power of two, of these two or between them
+_PIECES, _PIECE_BITS = 8, (19, 22)
 
 
 @cache
@@ -130,6 +132,30 @@ class Staging:
                 for row, part in zip(target, array, strict=True):
                     row[...] = part
         return self.send(lease)
+
+    def upload_in_pieces(self, array: Array) -> torch.Tensor:
+        """The bytes of a large contiguous ``array`` as a tensor.
+
+        All of torch's threads copy a piece to pinned memory while the device fetches the piece before, so two blocks
+        (``depth``) are enough.
+        """
+        flat = array.reshape(-1).view(np.uint8)
+        # torch takes no arrays that cannot be written to
+        source = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
+        if self.device.type != "cuda":
+            return source.to(self.device, copy=True)
+        n_bytes = len(source)
+        low, high = _PIECE_BITS
+        bits = min(max((n_bytes // _PIECES).bit_length() - 1, low), high)
+        piece = min(1 << bits, max(n_bytes, 1))
+        layout = self.layout(((piece,), flat.dtype))
+        target = torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
+        for first in range(0, n_bytes, piece):
+            part, lease = source[first : first + piece], self.acquire(layout)
+            pinned = lease.whole[: len(part)].copy_(part)
+            target[first : first + piece].copy_(pinned, non_blocking=True)
+            self.release(lease)
+        return target
 
     def layout(self, *parts: tuple[tuple[int, ...], np.dtype[Any]]) -> StagingLayout:
         """The layout of these parts, the same object every time."""
