@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tests.torture.running import Outcome, Report, brief, exit_code, parser, run_trials
 from tests.torture.subjects import Contents, Step, Subject, difference, make_steps, subjects, use_reference_kernels
 
@@ -55,13 +57,17 @@ class Injector:
     def __init__(self, at: int = 0, error: BaseException | None = None) -> None:
         self.at, self.error, self.count = at, error, 0
         self.where = ""
+        self._numpy_errors = np.errstate()
 
     def __enter__(self) -> Injector:
+        # NumPy itself changes how it handles errors for a while; interrupted there, it would do so in later tests too
+        self._numpy_errors.__enter__()
         sys.settrace(self._enter_frame)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
+        self._numpy_errors.__exit__(None, None, None)
 
     def _enter_frame(self, frame: Any, event: str, arg: Any) -> Any:
         if not any(part in frame.f_code.co_filename for part in _TRACED):
