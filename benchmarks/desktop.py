@@ -285,9 +285,9 @@ def summary(rows: list[dict[str, Any]]) -> str:
     limit, speed = by_what["limit"], by_what["speed"]
     return (
         f"[Prioritised]({PAGE}) 3-step DQN with {int(limit['transitions']):,} transitions trains in a process limited "
-        f"to {quantity(float(limit['limit_bytes']), 'B')} of resident memory. Beside SB3's DQN with "
-        f"{int(speed['sb3_transitions']):,} transitions, in another process, it takes "
-        f"**{factor(float(speed['ratio_p50']))}** the time per step.\n\n"
+        f"to {quantity(float(limit['limit_bytes']), 'B')} of resident memory. Measured in another process, "
+        f"a step takes **{factor(float(speed['ratio_p50']))}** the time of a step of SB3's DQN with "
+        f"{int(speed['sb3_transitions']):,} transitions.\n\n"
     )
 
 
