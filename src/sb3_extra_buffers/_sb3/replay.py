@@ -58,7 +58,7 @@ Step = tuple[int, int, int, dict[str, Array], dict[str, Array], Array, Array, Ar
 # the fast paths of `add` and `sample` bypass these methods, so they are taken only if no subclass overrides them
 _ADDING = ("_fit_step", "_write_stores", "_finish_step", "_advance")
 _SAMPLING = ("_draw", "_range", "_read", "_get_samples", "_samples_at", "_make_samples")
-# methods of SB3 that make a batch from arrays; most often they are not overridden, and are not called then
+# methods with which SB3 makes a batch from arrays; they are bypassed unless a subclass overrides one of them
 _NORMALIZING = ("_normalize_obs", "_normalize_reward")
 
 
@@ -77,7 +77,7 @@ class ReplayMixin(BudgetMixin, _Base):
     gamma: float
     #: Whether this is SB3's `NStepReplayBuffer`, whose samples have discounts even with ``n_steps=1``.
     _is_n_step_class = False
-    #: Called with the position and the last field of a `Step` to complete it; twice must have no further effect.
+    #: Called with the position and the last field of a `Step` to complete it; must be idempotent.
     _step_added: Any = None
     #: Publishes every change to other processes, if the buffer is shared.
     _sharing: BufferSharing | None = None
@@ -332,7 +332,7 @@ class ReplayMixin(BudgetMixin, _Base):
                     if sharing is not None:
                         sharing.end()
                 except BaseException:
-                    # or readers would wait until the next step
+                    # otherwise readers would wait until the next step
                     if sharing is not None:
                         sharing.abandon()
                     raise
@@ -392,7 +392,7 @@ class ReplayMixin(BudgetMixin, _Base):
         if self.read_only:
             self._check_writable()
         if not 0 <= self.pos < self.buffer_size:
-            # kernels do not check it
+            # ``pos`` can be assigned to, and kernels do not check it
             raise IndexOutOfRangeError(f"pos is {self.pos}, but the buffer has steps 0 to {self.buffer_size - 1}")
         # fast path: skip validation where shape and dtype already match
         views, shape = self._views, self._box_shape
@@ -416,7 +416,7 @@ class ReplayMixin(BudgetMixin, _Base):
             reward = fit_column(reward, self.n_envs, "reward")
         if type(done) is not np.ndarray or done.shape != per_env or done.dtype is not _BOOL:
             done = fit_flags(done, self.n_envs, "done")
-        # infos are not looked at otherwise: some callers pass a dict
+        # read only if necessary, because some callers pass a dict
         truncated = fit_truncations(infos, self.n_envs) if self.handle_timeout_termination else None
         limit = self._options.raise_above
         if limit is not None:
@@ -439,7 +439,7 @@ class ReplayMixin(BudgetMixin, _Base):
             raise SpecMismatchError(f"extend() takes the six arguments of add(), got {len(args)}")
         fitted = [(self._fit_step(*step), step[5]) for step in steps]
         for (_, _, _, obs, next_obs, action, reward, done, _, _), infos in fitted:
-            # what fits takes the fast path of `add`
+            # these arguments are converted already, so `add` takes its fast path
             self.add(self._views.as_sb3(obs), self._views.as_sb3(next_obs), action, reward, done, infos)
 
     # ---- sampling ----
@@ -477,7 +477,7 @@ class ReplayMixin(BudgetMixin, _Base):
             raise OutOfMemoryError(f"not enough memory for a batch of {batch_size}: {problem}") from problem
 
     def _draw(self, batch_size: int) -> tuple[Any, ...]:
-        """What `_read` makes a batch of; the steps come first."""
+        """Draw what `_read` needs to make a batch: a tuple that begins with the steps."""
         low, high, shift = self._range()
         steps = np.random.randint(low, high, size=batch_size)
         return ((steps + shift) % self.buffer_size if shift else steps,)
@@ -542,7 +542,7 @@ class ReplayMixin(BudgetMixin, _Base):
             return self._raw_samples(arrays, env)
         obs, next_obs = ({}, {}) if arrays is None else self._by_key(arrays)
         for key, view, next_view in self._stored if arrays is not None else (*self._stored, *self._raw):
-            # frames that both share are decoded once
+            # frames that observations and next observations share are decoded once
             obs[key], next_obs[key] = view.read_with([next_view], (steps, envs))
         for key, array, next_array in self._dense:
             obs[key], next_obs[key] = array[steps, envs], next_array[steps, envs]
@@ -556,7 +556,7 @@ class ReplayMixin(BudgetMixin, _Base):
         return self._make_samples((obs, actions, next_obs, dones, self._normalize_reward(rewards, env)), env)
 
     def _n_step_samples_at(self, steps: Indices, envs: Indices, env: VecNormalize | None) -> Any:
-        """What SB3's `NStepReplayBuffer` returns, which changes ``timeouts`` for a moment and draws ``envs`` itself."""
+        """The batch of SB3's `NStepReplayBuffer`, whose own method writes to ``timeouts`` and draws ``envs`` itself."""
         offsets = np.arange(self.n_steps)
         ahead = (steps[:, None] + offsets) % self.buffer_size, envs[:, None]  # (batch_size, n_steps)
         is_last = (self.dones[ahead] != 0) | (self.timeouts[ahead] != 0)
@@ -575,7 +575,7 @@ class ReplayMixin(BudgetMixin, _Base):
         return self._make_samples(batch, env)
 
     def _make_samples(self, batch: tuple[Any, ...], env: VecNormalize | None) -> Any:
-        """SB3's samples from fresh arrays, which their tensors take over."""
+        """Make SB3's samples from fresh arrays; on the CPU, the tensors share their memory."""
         obs, actions, next_obs, *columns = batch
         views, to_torch = self._views, self._to_torch
         obs, next_obs = views.as_sb3(obs), views.as_sb3(next_obs)
@@ -604,7 +604,7 @@ class ReplayMixin(BudgetMixin, _Base):
             folder = self.mmap_folder
             if folder is not None:
                 folder.prepare_reset()
-            # from here on, everything is removed whatever happens
+            # from here on, the reset is completed after any exception
             self._unfinished = _RESETTING
             self._recover()
             if folder is not None:

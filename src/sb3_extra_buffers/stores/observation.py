@@ -71,9 +71,10 @@ def _exclusive(method: _Method[_Arguments, _Result]) -> _Method[_Arguments, _Res
 class ObservationStore:
     """Observations behind indices that count from 0.
 
-    The first observations are held as they come, until it is clear how they are stacked and, with ``auto``, which
-    method suits them. Then they move to a `Store` of the registry, and all others follow. Reading gives the same bytes
-    at every moment; indices that were never written read as zeros. Any number of threads may read beside one writer.
+    The first observations are held uncompressed, until it is clear how they are stacked and, with ``auto``, which
+    method suits them. Then they move to a `Store` of the registry, which all later ones are written to. Reads return
+    the same bytes before and after; indices that were never written read as zeros. Any number of threads may read while
+    one writes.
 
     A write is stored as a whole or, after an exception of any kind at any moment, not at all. `undo_write` undoes the
     last one, for steps that consist of writes to several stores.
@@ -119,14 +120,14 @@ class ObservationStore:
         #: Held by every change. Hold it to keep the store unchanged over several calls.
         self.lock = fork_safe_lock()
         self.readers = ReaderLocks()
-        #: Where observations are once a method was chosen.
+        #: The store of the observations, once a method is chosen.
         self.inner: Store | None = None
         self._collected = CollectedRows(spec.nbytes)
         # the size of each range that was allocated: usually observations, then next observations
         self._allocated = ()
         # observations written so far, and the number at which methods are compared again
         self._n_written, self._compare_at = 0, FIRST_COMPARISON
-        # what the last write replaced, while nothing is decided
+        # what the last write replaced, while no method is chosen
         self._before: tuple[CollectedRows, Choice | None] | None = None
 
     @_exclusive
@@ -349,8 +350,8 @@ class ObservationStore:
         # only the newest row of each index
         newest = np.sort(len(indices) - 1 - np.unique(indices[::-1], return_index=True)[1])
         inner.write(indices[newest], streams[newest], rows[newest])
-        inner.commit()  # or undoing one write would undo all of these
-        # last, the store first: an error before leaves the rows where they were
+        inner.commit()  # otherwise, undoing one write would undo all of these
+        # last, and the store first: after an exception before this line, the collected rows are still in use
         self.inner = inner
         self.choice, self._collected = choice, CollectedRows(self.spec.nbytes)
 
@@ -646,7 +647,7 @@ class ObservationStore:
         for name in ("lock", "readers", "make_heap", "on_change", "_before"):
             state.pop(name, None)
         if self.inner is not None:
-            # now: pickle would get to it after the lock is released
+            # now, because pickle reads it after the lock is released
             state["inner"] = FrozenStore.of(self.inner)
         return state
 

@@ -1,11 +1,11 @@
-"""Calls from inside a write of the same thread, such as those of a signal handler: how they are found, and raw copies.
+"""Calls from inside a write of the same thread, such as those of a signal handler: their detection, and copies to read.
 
 A signal handler runs between two bytecodes of whatever the main thread does, and reentrant locks do not keep it out. A
-write that it interrupts goes on when it returns, with everything that it has in local variables. So nothing may be
-recovered in place: changing calls raise `ReentrantCallError`, and reading calls work on a copy.
+write that it interrupts goes on when the handler returns, with everything that it has in local variables. So a handler
+must not recover anything in place: changing calls raise `ReentrantCallError`, and reading calls work on a copy.
 
-A write whose exception has propagated has left its flag (``dirty``, ``_unfinished``) as well, but its frame is gone.
-That is the difference: nothing is recorded while nothing goes wrong.
+After an exception, the flag of a write (``dirty``, ``_unfinished``) is set too, but the write is no longer on the call
+stack. Searching the stack tells the two cases apart, so that writes need not record anything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["RawCopier", "is_inside", "is_inside_method", "reads", "refuse", "wri
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# frames between two of this package that are not the user's code
+# modules whose frames, between two frames of this package, are not the user's code
 _NEUTRAL = ("contextlib.py", "functools.py")
 _LOCK = type(threading.RLock())
 _writers: set[CodeType] = set()
@@ -43,7 +43,7 @@ reads = writes
 
 
 def _is_inside(matches: Callable[[CodeType, Any], bool]) -> bool:
-    """Whether other code than this package's was called, directly or not, by a method of this package that matches."""
+    """Whether a frame of this package on the call stack ``matches(code, self)`` and has called the user's code."""
     frame: FrameType | None = sys._getframe(2)
     is_called_back = False
     while frame is not None:
@@ -57,7 +57,7 @@ def _is_inside(matches: Callable[[CodeType, Any], bool]) -> bool:
 
 
 def is_inside(fits: Callable[[Any], bool]) -> bool:
-    """Whether this call comes from a signal handler or a callback in a call that `writes` or `reads` what fits."""
+    """Whether a signal handler or a callback makes this call, in a method that `writes` or `reads` what ``fits``."""
     return _is_inside(lambda code, owner: code in _writers and fits(owner))
 
 
@@ -67,7 +67,7 @@ def is_inside_method(owner: object) -> bool:
 
 
 def refuse(what: str) -> ReentrantCallError:
-    """The error of a call that cannot be made now."""
+    """The error for a call that comes from inside another one."""
     return ReentrantCallError(
         f"{what} is in use by a call that has not returned: this call comes from a signal handler or a callback inside "
         "it. Nothing was changed; set a flag in the handler, and act on it after the step"
@@ -82,11 +82,11 @@ class RawCopier:
     """
 
     def __init__(self) -> None:
-        # by the id of the original, which is kept alive
+        # original and copy by the id of the original; keeping the original alive keeps its id unique
         self.known: dict[int, tuple[Any, Any]] = {}
 
     def put(self, original: Any, copied: Any) -> None:
-        """Have ``copied`` stand for ``original``."""
+        """Use ``copied`` as the copy of ``original``."""
         self.known[id(original)] = original, copied
 
     def copy(self, value: Any) -> Any:

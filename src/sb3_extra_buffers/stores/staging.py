@@ -22,7 +22,7 @@ _DEPTH = 8
 _ALIGNMENT = 64
 # layouts to remember; batches usually come in a few sizes
 _MAX_LAYOUTS = 64
-# a large array is copied in pieces of about an eighth of it: a power of two, of these two or between them
+# a large array is copied in about this many pieces; their size is a power of two with an exponent in this range
 _PIECES, _PIECE_BITS = 8, (19, 22)
 
 
@@ -33,7 +33,7 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 class StagingLayout:
-    """Where arrays of these shapes and dtypes are in a block. Keep the object and use it again: it is a cache key."""
+    """Where arrays of these shapes and dtypes are in a block. Keep the object: leases are cached by its identity."""
 
     def __init__(self, *parts: tuple[tuple[int, ...], np.dtype[Any]]) -> None:
         self.parts = parts
@@ -56,7 +56,7 @@ class _Block:
     def __init__(self, nbytes: int, pinned: bool) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         self.event: Any = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]  # torch's own
-        #: says when the memory can be used again
+        #: tells when the memory can be used again
         self.copied: Any = self.event
         self.leases: dict[StagingLayout, Lease] = {}
 
@@ -86,25 +86,25 @@ class _Block:
 
 
 class LaunchDone:
-    """Tells when a kernel is done that reports its number in pinned memory; cheaper than an event."""
+    """Tells when a launch has finished whose kernel reports its number in pinned memory; cheaper than an event."""
 
     __slots__ = ("_launch", "_reported", "_wait")
 
     def __init__(self, launch: int, reported: Array, wait: Callable[[], None]) -> None:
-        # ``reported`` is an array with one number, that of the last launch that is done
+        # ``reported`` is an array whose first number is that of the last finished launch
         self._launch, self._reported, self._wait = launch, reported, wait
 
     def query(self) -> bool:
-        """Whether it is done."""
+        """Whether the launch has finished."""
         return bool(self._reported[0] >= self._launch)
 
     def synchronize(self) -> None:
-        """Wait until it is done."""
+        """Wait until the launch has finished."""
         self._wait()
 
 
 class Staging:
-    """Uploads arrays to ``device``, up to ``depth`` at a time. The tensors it returns are new memory."""
+    """Uploads arrays to ``device``; up to ``depth`` uploads can be in flight. Returned tensors are newly allocated."""
 
     def __init__(self, device: torch.device, depth: int = _DEPTH) -> None:
         self.device, self.depth = device, depth
@@ -158,7 +158,7 @@ class Staging:
         return target
 
     def layout(self, *parts: tuple[tuple[int, ...], np.dtype[Any]]) -> StagingLayout:
-        """The layout of these parts, the same object every time."""
+        """The layout of these parts; equal parts give the same object."""
         layout = self._layouts.get(parts)
         if layout is None:
             if len(self._layouts) >= _MAX_LAYOUTS:
@@ -169,7 +169,7 @@ class Staging:
     def acquire(self, layout: StagingLayout) -> Lease:
         """Arrays to fill, for `send` or for a kernel that reads them in place.
 
-        After launching such a kernel, call `release`; until then nobody else gets this memory.
+        After launching such a kernel, call `release`; until then, this memory is not used for anything else.
         """
         blocks = self._blocks
         # fast path: the next block has had this layout before, and the device is done with it
@@ -183,7 +183,7 @@ class Staging:
         return self._next_block(layout.nbytes).acquire(layout)
 
     def send(self, lease: Lease) -> list[torch.Tensor]:
-        """What ``lease`` was filled with, in new memory on the device."""
+        """Copy the arrays of ``lease`` to new tensors on the device, and release it."""
         if self.device.type != "cuda":
             return [torch.from_numpy(array.copy()).to(self.device) for array in lease.arrays]
         packed = torch.empty(lease.whole.numel(), dtype=torch.uint8, device=self.device)
@@ -224,7 +224,7 @@ class Staging:
         return block
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore_staging, (str(self.device), self.depth)  # staged bytes and pinned memory stay behind
+        return _restore_staging, (str(self.device), self.depth)  # staged bytes and pinned memory are not pickled
 
 
 def _restore_staging(device: str, depth: int) -> Staging:
