@@ -68,7 +68,7 @@ class ObservationSpaceError(ArgumentError, AssertionError):
 
 
 class BudgetExceededError(ExtraBuffersError, MemoryError):
-    """A buffer exceeds its memory budget."""
+    """A buffer would exceed its memory limit, ``max_bytes``."""
 
 
 class EmptyBufferError(ExtraBuffersError, ValueError):

@@ -148,7 +148,7 @@ class CompressedReplayService(service_files.JournaledBuffer):
         priority = items.get(self.priority_key, None)
         has_priorities = isinstance(self._sampler, PrioritizedSampler) and kwargs.get("update_priority") is not False
         if has_priorities and priority is not None:
-            # or TorchRL would find out when the items are stored already
+            # otherwise TorchRL would raise only after the items are stored
             check_weights(check_priorities(priority, len(items)), self._sampler, self._storage.capacity)
         if self._journal is not None and self._journal.broken:
             self.checkpoint()

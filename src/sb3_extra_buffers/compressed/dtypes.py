@@ -103,8 +103,8 @@ def init_jit(
 def warmup(compression_method: str = "auto", observation_space: Any = None) -> None:
     """Compile everything that buffers with ``compression_method`` will call, instead of at the first observations.
 
-    Compiling takes about five seconds. numba caches the result on disk, so later calls, and later processes on the
-    same machine, take half a second. Without numba there is nothing to compile. Priorities and windows have kernels of
+    Compiling takes about five seconds. numba caches the result on disk: later processes on the same machine load it in
+    less than a second. Without numba there is nothing to compile. Priorities and windows have kernels of
     their own, which are compiled in about a second each, and cached, when a buffer first samples by priority or
     samples windows.
 

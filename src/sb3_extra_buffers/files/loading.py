@@ -35,7 +35,7 @@ def load(path: str | os.PathLike[str], target: type[Any] | None = None) -> Any:
         try:
             return saved.load(target)
         except DamagedFileError:
-            # or another process has made a checkpoint meanwhile, and deleted these files
+            # not damage if another process has made a checkpoint in the meantime, and deleted these files: try again
             if manifest.read(folder).get("save_id") == saved.record.get("save_id"):
                 raise
     raise FileFormatError(f"{folder} was changed by another process during each of {_ATTEMPTS} attempts to read it")

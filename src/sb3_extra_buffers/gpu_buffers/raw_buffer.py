@@ -17,7 +17,7 @@ class RawBuffer:
 
     Args:
         size: Number of bytes.
-        device: Torch device of the storage.
+        device: torch device of the storage.
 
     Examples:
         >>> import torch
@@ -128,7 +128,7 @@ class SharedRawHeap:
     Args:
         n_cells: Number of cells.
         heap_bytes: Number of bytes.
-        device: Torch device of the bytes.
+        device: torch device of the bytes.
 
     Examples:
         >>> import torch

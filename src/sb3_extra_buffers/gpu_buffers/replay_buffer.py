@@ -34,7 +34,7 @@ _MAX_ROWS = (1 << 31) - 1
 
 
 class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
-    """SB3's `ReplayBuffer` and `DictReplayBuffer` with observations stored on a Torch device.
+    """SB3's `ReplayBuffer` and `DictReplayBuffer` with observations stored on a torch device.
 
     Samples the same batches as SB3's buffer at the same seed.
 

@@ -33,7 +33,7 @@ _FLOAT32, _BOOL = np.dtype(np.float32), np.dtype(np.bool_)
 
 
 class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
-    """SB3's `RolloutBuffer` and `DictRolloutBuffer` with observations stored on a Torch device.
+    """SB3's `RolloutBuffer` and `DictRolloutBuffer` with observations stored on a torch device.
 
     Yields the same batches as SB3's buffer at the same seed. Takes the arguments of `GpuReplayBuffer` from ``dtypes``
     on, except ``output_dtype``, and:

@@ -20,14 +20,14 @@ __all__ = ["DenseObservationStore", "RawObservationStore", "create_observation_s
 
 
 class DenseObservationStore:
-    """Stores flat observations in a dense Torch tensor.
+    """Stores flat observations in a dense torch tensor.
 
     Args:
         buffer_size: Number of steps.
         n_envs: Number of environments.
         flat_len: Number of elements of an observation.
         elem_type: Their dtype.
-        device: Torch device of the tensor.
+        device: torch device of the tensor.
 
     Examples:
         >>> import torch
@@ -71,7 +71,7 @@ class RawObservationStore:
         n_envs: Number of environments.
         flat_len: Number of elements of an observation.
         elem_type: Their dtype.
-        device: Torch device of the heap.
+        device: torch device of the heap.
         field_offset: Which of the ``n_fields`` observations of a step this store holds.
         compress: Stores an observation in the heap, as `GpuCompressionMethods.compress` does.
         decompress: Reads it, as `GpuCompressionMethods.decompress` does.
@@ -175,7 +175,7 @@ def create_observation_store(
         n_envs: Number of environments.
         flat_len: Number of elements of an observation.
         elem_type: Their dtype.
-        device: Torch device of the store.
+        device: torch device of the store.
         field_offset: Which of the ``n_fields`` observations of a step the store holds.
         compress: Stores an observation in the heap; None for that of the method.
         decompress: Reads an observation from the heap; None for that of the method.

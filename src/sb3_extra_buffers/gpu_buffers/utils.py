@@ -1,4 +1,4 @@
-"""Torch dtype helpers for GPU buffers."""
+"""Torch dtypes, and estimated sizes of heaps, for GPU buffers."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def estimate_total_heap_bytes(
 
 
 def numpy_dtype_to_torch(dtype: npt.DTypeLike) -> torch.dtype:
-    """Return the Torch dtype that matches the NumPy dtype ``dtype``.
+    """Return the torch dtype that matches the NumPy dtype ``dtype``.
 
     Examples:
         >>> from sb3_extra_buffers.gpu_buffers.utils import numpy_dtype_to_torch
@@ -152,7 +152,7 @@ def numpy_dtype_to_torch(dtype: npt.DTypeLike) -> torch.dtype:
 
 
 def torch_dtype_to_numpy(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return the NumPy dtype that matches the Torch dtype ``dtype``.
+    """Return the NumPy dtype that matches the torch dtype ``dtype``.
 
     Examples:
         >>> import torch

@@ -34,14 +34,14 @@ _READ_REGISTERS = 80
 class _Effort(NamedTuple):
     """How the work of a write is divided."""
 
-    n_programs: int  # at most; the streams take turns
+    n_programs: int  # at most; each writes several streams if there are more of these
     n_warps: int
-    n_chunks: int  # that a program encodes together, at most
-    max_registers: int  # of a thread
+    n_chunks: int  # at most, of a frame that a program encodes together
+    max_registers: int  # per thread
 
 
-# tuned: for as many streams as an H200 runs of such programs at a time, and for more. With 128 registers, variables are
-# kept in memory too, but several programs share a multiprocessor; a single program can have 255
+# Tuned on an H200: each is for up to as many streams as programs run at a time, the last one for any number. With 128
+# registers, some variables are spilled to memory, but several programs can share a multiprocessor.
 _FEW, _SOME, _MANY = _Effort(132, 8, 8, 255), _Effort(264, 8, 8, 128), _Effort(528, 4, 4, 128)
 # constants of a kernel that writes no columns (`TableLayout.constants`)
 _NO_TABLE = (0, 0, 0, 0, 1, 0)

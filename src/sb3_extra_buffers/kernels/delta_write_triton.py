@@ -393,7 +393,7 @@ def _start_segment(
     stream, n_streams, n_keyframes,
     SIZE: tl.constexpr, WORDS: tl.constexpr, KEYFRAME_WORDS: tl.constexpr, C: tl.constexpr, N_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Choose the keyframe of a new segment, or make its first frame one.
+    """Choose the keyframe of a new segment, or make its first frame a keyframe.
 
     Return the keyframe (negative if there is none), whether it is the frame itself, and whether the stream has changed
     the keyframes it holds in this write.
@@ -463,7 +463,7 @@ def _choose_keyframe(
 
 @triton.jit
 def _hold(row_ptr, keyframe_refs_ptr, keyframe):
-    """Hold ``keyframe`` and drop the oldest one held; once per write at most, since others may be reading it."""
+    """Hold ``keyframe`` and drop the oldest one held; once per write at most: other streams may read the first two."""
     first = tl.load(row_ptr + _HELD)
     second = tl.load(row_ptr + _HELD + 1)
     dropped = tl.load(row_ptr + _HELD + 2)
@@ -479,7 +479,7 @@ def _hold(row_ptr, keyframe_refs_ptr, keyframe):
 
 @triton.jit
 def _spare_keyframes(keyframe_refs_ptr, n_keyframes, stream):
-    """How many keyframes are unused, and how far the next of them is from the stream's number."""
+    """How many keyframes are unused, and how far the first of them is from the keyframe with the stream's number."""
     nearest = tl.full([], _FAR, tl.int32)
     spare = tl.full([], 0, tl.int32)
     for base in range(0, n_keyframes, 256):
@@ -493,7 +493,7 @@ def _spare_keyframes(keyframe_refs_ptr, n_keyframes, stream):
 
 @triton.jit
 def _claim(keyframe_refs_ptr, n_keyframes, stream):
-    """An unused keyframe, now with one reference, that of the segment; -1 if there is none."""
+    """Take an unused keyframe, with one reference for the segment; -1 if there is none."""
     claimed = tl.full([], -1, tl.int32)
     _spare, nearest = _spare_keyframes(keyframe_refs_ptr, n_keyframes, stream)
     while (nearest < _FAR) & (claimed < 0):

@@ -78,12 +78,12 @@ class TorchTransitions:
         if self.endings is not None:
             assert returns is not None
             assert discounts is not None
-            last = self._walk(first, returns, discounts)
+            last = self._sum_rewards(first, returns, discounts)
         torch.add(last, self.n_transitions, out=indices[1])
         for column, out, at_end in zip(self.columns, outs, self.at_end, strict=True):
             torch.index_select(column, 0, last if at_end else first, out=out.view(len(first), -1))
 
-    def _walk(self, first: torch.Tensor, returns: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
+    def _sum_rewards(self, first: torch.Tensor, returns: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
         """Sum discounted rewards up to the end of the episode, the newest step, or ``n_steps``."""
         endings = self.endings
         assert endings is not None

@@ -53,7 +53,7 @@ def _gather_kernel(
     WORDS3: tl.constexpr, WORDS4: tl.constexpr, WORDS5: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Draw, walk and gather ``ROWS`` transitions; the grid is ``[rows]``."""
+    """Draw ``ROWS`` transitions, sum their rewards, and gather columns; the grid is ``[rows]``."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < n_rows
     n_added, n_held = tl.load(counts_ptr), tl.load(counts_ptr + 1)

@@ -41,7 +41,7 @@ _MAX_OBS = (1 << 31) - 1
 
 
 class DeviceFrameWrite(AttributeWrite):
-    """A step that is sure to fit: one launch, or tables to which the step was already written; then new attributes."""
+    """A step that is sure to fit. To commit it, launch it, or use the tables to which it was already written."""
 
     __slots__ = ("columns", "job", "launch", "source", "written")
 
@@ -86,10 +86,10 @@ class _Limits(NamedTuple):
     """The sizes of the tables, and how much of them a write may use at most."""
 
     capacity: int  # of the heap
-    advance: int
+    advance: int  # bytes of the heap that a write may take
     n_slots: int  # for the segments of a stream
-    segments: int
-    spare: int  # keyframes that should be unused
+    segments: int  # that a write may open in a stream
+    spare: int  # keyframes that must be unused before a write
 
 
 class _Source:
@@ -176,7 +176,7 @@ class DeviceFrameStore(DeviceStore):
         self._bound_writer: Any = None
         self._bound_reader: Any = None
         self._scratch: torch.Tensor | None = None
-        self._grown = 0  # the first write after keyframes were added
+        self._grown = 0  # number of the first write after keyframes were added
         device_base.wait_before_freeing(self, self.device)
 
     def use_state(self, state: DeviceState) -> None:
@@ -241,8 +241,8 @@ class DeviceFrameStore(DeviceStore):
         after: dict[str, Any] = {"_launches": launches + 1, "unfinished": None}
         if step == self.n_steps - 1:
             after["_wrapped"] = True
-        # fast path: the last report shows that there is enough space, even if later writes used as much as they can
-        # its number first, see `_heap_use`
+        # fast path: the last report shows that there is enough space, even if later writes used as much as they can.
+        # Read the number of the report first, see `_heap_use`
         notes, limits = self.state.notes, self._limits
         n_writes = launches - int(notes[dt.REPORT_LAUNCH]) + 1
         head, tail, spare, n_segments, _ = notes.tolist()

@@ -129,7 +129,7 @@ class HostDecodedStore(DeviceStore):
             return out
         rows = self.store.read_windows(wanted, newest_only)
         if rows.shape[-1] != spec.nbytes:
-            assert self.layout is not None  # or there would be no stacks
+            assert self.layout is not None  # rows are frames of stacks
             spec = self.layout.frame_spec
         observations = rows.view(spec.dtype).reshape(*wanted.shape, *spec.shape)
         return put_in(out, self._staging.upload([observations])[0] if on_gpu else torch.from_numpy(observations))

@@ -106,7 +106,7 @@ class SegmentStore(PortableSegmentStore):
         self._follow_kernels()
         # sealed segments that nothing refers to, to be freed after the write
         self._unread: list[int] = []
-        # frames sealed since segments were last cleaned, and how many lead to the next time
+        # frames sealed since segments were last cleaned, and how many it takes until the next cleaning
         self._n_fresh = 0
         self._next_clean = 4096
         self._row_seconds = 20e-6
@@ -252,12 +252,12 @@ class SegmentStore(PortableSegmentStore):
         return self.heap.live_bytes + opened + keyframes
 
     def _reserve(self, stack: int) -> None:
-        """Seal the segments that are full, and have unused ones for a stack."""
+        """Seal full segments, and make sure that there are enough unused ones for a stack."""
         super()._free_listed()
         opened = np.flatnonzero(self.state.open_segments >= 0).tolist()
         full = [stream for stream in opened if is_full(self.state, stream)]
         if full:
-            # and those that are nearly full, so that most writes seal none; `PackedStore` packs them in threads
+            # also those that are nearly full, so that most writes seal none; `PackedStore` packs them in threads
             full = [stream for stream in opened if self._is_nearly_full(stream)]
         self._drop_view()
         try:
@@ -295,7 +295,7 @@ class SegmentStore(PortableSegmentStore):
         Where much changes, few other segments will start from that keyframe. The segment then keeps its first frame,
         compressed with the others, and the keyframe is dropped again if no other segment needs it.
         """
-        state = self.state  # without a view of the heap
+        state = self.state  # `_drop_view` was called: the heap may grow
         segment, size, dtype = int(state.open_segments[stream]), self.layout.frame_bytes, self._length_dtype
         count, begin = int(state.counts[segment]), stream * self.state.config.stage_bytes
         end, body_at = begin + int(state.stage_ends[stream]), begin + header_bytes(self.per_segment, dtype)
@@ -318,7 +318,7 @@ class SegmentStore(PortableSegmentStore):
         if starts_whole:
             keyframe = self._add_keyframe(stream, state.stage[body_at : body_at + size])
             if shares_keyframe:
-                # before the payload that needs it exists; until then the segment starts with a whole frame
+                # set before the payload that needs it exists: until then, the open segment starts with a whole frame
                 self.state.keyframe_refs[keyframe] = 1
                 self.state.keyframes[segment] = keyframe
         self.heap.put(segment, payload)
@@ -443,7 +443,7 @@ class SegmentStore(PortableSegmentStore):
         self._restore_newest(streams)
 
     def _link_stage(self) -> None:
-        """Let the starts of open segments lead to the stage."""
+        """Point the ``starts`` of open segments to the stage."""
         streams = np.flatnonzero(self.state.open_segments >= 0)
         self.state.starts[self.state.open_segments[streams]] = -1 - streams * self.state.config.stage_bytes
 
@@ -454,7 +454,7 @@ class SegmentStore(PortableSegmentStore):
         return self.state.stage[begin + 2 : end].view(self._length_dtype).astype(np.int64)
 
     def _restore_newest(self, streams: npt.NDArray[np.int64]) -> None:
-        """Give each of ``streams`` the newest frame of its open segment back, to which the next one refers."""
+        """Make the newest frame of each open segment the most recent one of its stream: the next frame refers to it."""
         state = self.state
         segments = state.open_segments[streams]
         ids = segments * self.per_segment + state.counts[segments] - 1
@@ -605,7 +605,7 @@ class SegmentStore(PortableSegmentStore):
         return self.difference_bytes()
 
     def difference_bytes(self) -> int:
-        """Bytes of all segments, and of keyframes beyond one per stream: in the long run there are few more."""
+        """Bytes of all segments, and of all keyframes but one per stream, whose share is negligible in a long run."""
         self.collect_segments()
         state, size = self.state, self.layout.frame_bytes
         nbytes, n_keyframes = self.heap.live_bytes, int(np.count_nonzero(state.keyframe_refs))

@@ -58,7 +58,7 @@ class Transactional:
         return self._lock
 
     def _changing(self) -> contextlib.AbstractContextManager[None]:
-        """To be entered by every change of anything that readers in other processes see, with the lock held."""
+        """Enter this, with the lock held, to change anything that readers in other processes see."""
         return contextlib.nullcontext()
 
     def recover(self) -> None:
@@ -72,7 +72,7 @@ class Transactional:
 
     @writes
     def _settle(self) -> None:
-        """Complete or undo a write that was interrupted; raise if it is still running, below a signal handler."""
+        """Complete or undo a write that was interrupted; raise if a signal handler calls this during the write."""
         self._check_outside()
         self._recover()
 

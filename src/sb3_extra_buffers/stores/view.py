@@ -203,7 +203,7 @@ class StoreView(ArrayMethods, np.lib.mixins.NDArrayOperatorsMixin):
             return self._converted(out)
         spec = store.spec
         if rows.shape[-1] != spec.nbytes:
-            assert store.layout is not None  # or there would be no stacks
+            assert store.layout is not None  # rows are frames of stacks
             spec = store.layout.frame_spec
         return self._converted(rows.view(spec.dtype).reshape(*indices.shape, *spec.shape))
 
