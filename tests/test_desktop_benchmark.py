@@ -64,7 +64,7 @@ def test_measured_rows_become_a_section_of_the_page(tmp_path: Path, monkeypatch:
     assert "killed when more than 3.00 GB are resident" in text
     assert "| SB3's `DQN`, uniform, 1-step, dense | 100 |" in text
     assert desktop.summary(rows[:1]) == ""
-    assert f"**{float(rows[1]['ratio_p50']):.2f}x** the time per step" in desktop.summary(rows)
+    assert f"**{float(rows[1]['ratio_p50']):.2f}x** the time of a step of SB3's DQN" in desktop.summary(rows)
 
 
 def test_a_buffer_that_returns_something_else_is_not_reported() -> None:
