@@ -35,7 +35,7 @@ class BudgetMixin(CompressedBuffer):
     """
 
     _next_views: ObsViews
-    # bytes of everything but observations, once it was asked for
+    # bytes of everything but observations, computed on first use
     _column_bytes: int | None
     n_evicted: int
 
@@ -106,14 +106,15 @@ class BudgetMixin(CompressedBuffer):
         n_raw = len(views.raw) * self.n_envs
         per_step += views.raw_bytes + n_raw + int((views.raw_bytes + n_raw * _KEY_BYTES) * _ASIDE_SHARE)
         if self._options.on_max_bytes == "raise":
-            # a shorter ring would overwrite steps that were to be kept
+            # a shorter ring would overwrite steps that must be kept
             least, most = n_steps * per_step, n_steps
         else:
             share = int(limit * _TABLE_SHARE) if n_compressed else limit
             least, most = per_step * limit // max(share, 1), min(n_steps, share // per_step)
         if least > limit:
+            noun = "environment" if self.n_envs == 1 else "environments"
             raise BudgetExceededError(
-                f"max_bytes={limit} is too small for {n_steps} steps of {self.n_envs} environments: what cannot be "
+                f"max_bytes={limit} is too small for {n_steps} steps of {self.n_envs} {noun}: what cannot be "
                 f"compressed takes {per_step} bytes a step; raise the limit to {least}, or lower buffer_size"
             )
         return most
