@@ -159,7 +159,7 @@ class Disk:
             if event.synced is None:
                 continue
             if event.synced in self.folders:
-                pending = _settle(names, pending, event.synced)
+                pending = _sync_names(names, pending, event.synced)
             elif event.synced in since:
                 durable[event.synced] = since.pop(event.synced)[-1]
         for change in pending:
@@ -196,7 +196,7 @@ def _apply(names: dict[tuple[int, str], int], change: dict[tuple[int, str], int 
             names[key] = inode
 
 
-def _settle(
+def _sync_names(
     names: dict[tuple[int, str], int], pending: list[dict[tuple[int, str], int | None]], folder: int
 ) -> list[dict[tuple[int, str], int | None]]:
     """Apply the changes of one folder; return those that are left."""

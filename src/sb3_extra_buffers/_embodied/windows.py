@@ -96,7 +96,7 @@ class WindowStore(Transactional):
     def _add_step(self, step: Step, worker: Hashable, copied: Sequence[Entry] = ()) -> None:
         """Add a step, which must match the first step, to the stream of ``worker``; with it, set ``copied``."""
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             steps = self._steps
             if steps is None:
                 how = self.compressed_keys, self.compression_method, self.compression_kwargs
@@ -220,7 +220,7 @@ class WindowStore(Transactional):
     def check(self) -> None:
         """Raise `AssertionError` if windows, streams and chunks contradict each other; for tests."""
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             table = self._table
             held = np.arange(self._first_window, self._next_window)
             counts = np.bincount(self._ring[held % len(self._ring)] // table.size, minlength=len(table))

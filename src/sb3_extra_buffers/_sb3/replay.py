@@ -279,7 +279,7 @@ class ReplayMixin(BudgetMixin, _Base):
                     sharing.begin()
                     n_added = self.n_added
                 if self._unfinished is not None:
-                    self._settle()
+                    self._ensure_recovered()
                     n_added = self.n_added
                 # the step is one compiled call, unless something has to be converted, recorded or evicted
                 writer: Any = self._frame_steps if self._transitions is None else self._transitions
@@ -600,7 +600,7 @@ class ReplayMixin(BudgetMixin, _Base):
         """Remove all transitions."""
         self._check_writable()
         with self._lock, self._changing():
-            self._settle()
+            self._ensure_recovered()
             folder = self.mmap_folder
             if folder is not None:
                 folder.prepare_reset()
@@ -628,7 +628,7 @@ class ReplayMixin(BudgetMixin, _Base):
         in their own process. Returns a handle that can be pickled; its method `open` returns a `SharedReader`.
         """
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             if self._sharing is None:
                 from sb3_extra_buffers._sb3.sharing import BufferSharing
 

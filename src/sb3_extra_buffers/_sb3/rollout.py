@@ -88,7 +88,7 @@ class RolloutMixin(CompressedBuffer, _Base):
         """Remove the rollout; the chosen compression methods stay."""
         self._check_writable()
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             shape: Any = self.obs_shape
             # SB3 lays out everything else; observations without elements cost nothing
             self.obs_shape = {} if isinstance(shape, dict) else (0,)  # type: ignore[assignment]  # Dict buffers have a dict
@@ -120,7 +120,7 @@ class RolloutMixin(CompressedBuffer, _Base):
             position = self.pos
             try:
                 if self._unfinished is not None:
-                    self._settle()
+                    self._ensure_recovered()
                     position = self.pos
                 self._unfinished = HELD
                 step = self._fit_step(obs, action, reward, episode_start, value, log_prob)
@@ -225,7 +225,7 @@ class ContribRollout(OptionsFirst):
         """Add one step of every environment; after any exception, all of it was added or nothing."""
         self._check_writable()
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             position = min(self.pos, self.buffer_size - 1)
             columns = {name: getattr(self, name) for name in _CONTRIB_COLUMNS if hasattr(self, name)}
             self._replaced = self.pos, {name: column[position].copy() for name, column in columns.items()}

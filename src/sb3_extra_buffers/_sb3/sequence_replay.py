@@ -69,7 +69,7 @@ class SequenceMixin(Sequences, ReplayMixin):
     def check(self) -> None:
         """Raise `AssertionError` if episodes, priorities and steps contradict each other; for tests."""
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             self.check_sequences()
 
     def _recover(self) -> None:

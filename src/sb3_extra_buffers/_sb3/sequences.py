@@ -87,7 +87,7 @@ class Sequences:
 
         def size(self) -> int: ...
         def _check_writable(self) -> None: ...
-        def _settle(self) -> None: ...
+        def _ensure_recovered(self) -> None: ...
         def _undisturbed(self) -> Self: ...
         def _changing(self) -> AbstractContextManager[None]: ...
 
@@ -267,7 +267,7 @@ class Sequences:
             batch = self._read_windows(drawn, env)
             if self.n_added != n_added or self._unfinished is not None:
                 with self._lock:
-                    self._settle()
+                    self._ensure_recovered()
                     if int(drawn[0].numbers.min()) < self._held().oldest:
                         self._index.return_unseen(unseen)
                         batch = self._read_windows(self._draw_windows(request), env)
@@ -446,7 +446,7 @@ class Sequences:
         fitted = self._states.fit_batch(states, lead, "states")
         self._check_writable()
         with self._lock, self._changing():
-            self._settle()
+            self._ensure_recovered()
             is_held = self.holds(batch)[:, offset : offset + n_states]
             rows, columns = np.nonzero(is_held)
             positions = steps[rows, offset + columns] % self.buffer_size
@@ -488,7 +488,7 @@ class Sequences:
         check_errors(errors[mask])
         mixed = mix_errors(errors, mask, self.eta) + self.epsilon
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             is_set: Flags = self.holds(batch)[:, 0] & mask.any(axis=1)
             self.max_priority = max(self.max_priority, float(mixed[is_set].max(initial=0)))
             priorities.update(steps[is_set, 0], envs[is_set], mixed[is_set] ** self.alpha)

@@ -363,7 +363,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
 
     def _prepare_write(self) -> None:
         self._check_writable()
-        self._settle()
+        self._ensure_recovered()
 
     def reset(self) -> None:
         """Remove everything that was added."""
@@ -433,7 +433,7 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
     def check(self) -> None:
         """Raise `AssertionError` if the tables of a store contradict each other."""
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             for store in self.obs_stores.values():
                 store.check()
 
@@ -441,13 +441,13 @@ class BaseGpuBuffer(ReportingBuffer, Transactional, SavedAsFolder):
 
     def to_parts(self) -> Parts:
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             return super().to_parts()
 
     def __getstate__(self) -> dict[str, Any]:
         # pickle and deepcopy read the state later, so it must not change with the next step
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             state = {
                 name: value.copy() if isinstance(value, np.ndarray) else value
                 for name, value in self.__dict__.items()

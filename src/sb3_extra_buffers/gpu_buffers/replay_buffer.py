@@ -208,7 +208,7 @@ class GpuReplayBuffer(ReplayBuffer, BaseGpuBuffer):
         """Draw ``batch_size`` transitions, normalised by ``env`` if given; random numbers are drawn in SB3's order."""
         if self._unfinished is not None:
             with self._lock:
-                self._settle()
+                self._ensure_recovered()
         if type(batch_size) is not int or not 0 < batch_size <= _MAX_ROWS:
             batch_size = check_count(batch_size, "batch_size", 0)
             if batch_size > _MAX_ROWS:

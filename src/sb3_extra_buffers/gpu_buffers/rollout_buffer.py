@@ -204,7 +204,7 @@ class GpuRolloutBuffer(RolloutBuffer, BaseGpuBuffer):
             batch_size = check_count(batch_size, "batch_size")
         if self._unfinished is not None:
             with self._lock:
-                self._settle()
+                self._ensure_recovered()
         if not self.full:
             raise EmptyBufferError(
                 f"the rollout is not complete: {self.pos} of {self.buffer_size} steps were added; get() needs all"

@@ -137,7 +137,7 @@ class GpuPrioritizedReplayBuffer(Priorities, NStepBatches):
         """Draw ``batch_size`` transitions by their priorities, normalised by ``env`` if given."""
         batch_size = check_count(batch_size, "batch_size", 0)
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             steps, envs, weights, indices = self._draw(batch_size)
             samples = tuple(self._samples_at(steps, envs, env))
         (on_device,) = self._staging.upload([weights])
@@ -227,7 +227,7 @@ class GpuHerReplayBuffer(HerEpisodes, HerReplayBuffer, _WithOptions):
         batch_size = check_count(batch_size, "batch_size", 0)
         # goals come from whole episodes: the lock keeps other threads from overwriting them meanwhile
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             self._check_episodes()
             return super().sample(batch_size, env)
 

@@ -110,7 +110,7 @@ class BaseRecordBuffer:
             done: Whether the episode ended with this step.
         """
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             # check everything and allocate memory before anything is written
             frames, array = self._check_frame(frame)
             number, ended = as_scalar(reward, "reward"), bool(as_scalar(done, "done"))
@@ -124,7 +124,7 @@ class BaseRecordBuffer:
     def end_episode(self) -> None:
         """Mark the newest record as the last of its episode."""
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             targets: list[Target] = [(self._dones, True)] if len(self) else []
             self._apply(_Change((self._n_added - 1) % self.size, targets, {"_ended": True, "_unfinished": None}))
 
@@ -133,7 +133,7 @@ class BaseRecordBuffer:
         """Remove all records."""
         with self._lock:
             if isinstance(self._unfinished, _Change):
-                self._settle()
+                self._ensure_recovered()
             try:
                 self._unfinished = _RESET
                 self._clear_frames()
@@ -165,7 +165,7 @@ class BaseRecordBuffer:
         self.__dict__.update(change.attributes)
 
     @writes
-    def _settle(self) -> None:
+    def _ensure_recovered(self) -> None:
         """`_recover`, unless a change is still running: then this call comes from a signal handler inside it."""
         if self._unfinished is not None and is_inside(lambda owner: owner is self):
             raise refuse(f"this {type(self).__name__}")
@@ -245,7 +245,7 @@ class BaseRecordBuffer:
         """Return the positions in the ring of the records that ``index`` selects."""
         if self._unfinished is not None:
             with self._lock:
-                self._settle()
+                self._ensure_recovered()
         positions = (resolve_index(index, len(self)) + self._oldest) % self.size
         return int(positions) if positions.ndim == 0 else positions
 
@@ -332,7 +332,7 @@ class BaseRecordBuffer:
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             state = {name: value for name, value in vars(self).items() if name not in ("_lock", "_unfinished")}
             # pickle reads the state after the lock is released
             return copy.deepcopy(state)
@@ -353,7 +353,7 @@ class BaseRecordBuffer:
         from sb3_extra_buffers.files.parts import Parts
 
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             n = len(self)
             arrays = {name: array[:n] for name, array in self._plain_columns().items()}
             structures: dict[str, Any] = {}

@@ -148,7 +148,7 @@ class CompressedEmbodiedReplay(WindowStore):
     def stats(self) -> dict[str, float]:
         """Return sizes, and the numbers of windows added and sampled and steps updated since the last call."""
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             counts, self.metrics = self.metrics, dict.fromkeys(self.metrics, 0)
             in_use, held = len(self._table.by_serial), 0
             if self._steps is not None:
@@ -163,7 +163,7 @@ class CompressedEmbodiedReplay(WindowStore):
     def memory_usage(self) -> MemoryUsage:
         """Return the memory in use, compared with ``embodied``'s own replay for the same steps."""
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             if self._steps is None:
                 return MemoryUsage(baseline=_BASELINE)
             n_steps, table = self._table.count_steps(), self._table
@@ -240,7 +240,7 @@ class CompressedEmbodiedReplay(WindowStore):
         rows = np.arange(batch)
         while len(rows):
             with self._lock:
-                self._settle()
+                self._ensure_recovered()
                 windows = self._draw(len(rows), mode, online)
                 slots, steps = self._slots_of(windows), self._steps
                 ids = self._table.step_ids(slots, self.replay_id)
@@ -253,7 +253,7 @@ class CompressedEmbodiedReplay(WindowStore):
                     data[key][rows] = values
             # with the lock: an eviction frees steps before it changes `_first_window`
             with self._lock:
-                self._settle()
+                self._ensure_recovered()
                 # windows that were evicted while they were read are drawn again
                 rows = rows[np.asarray(windows) < self._first_window]
                 if not len(rows) and mode == "train":
@@ -364,7 +364,7 @@ class CompressedEmbodiedReplay(WindowStore):
                 raise ArgumentError(f"{name} does not use priorities; pass selector=Prioritized() to the constructor")
         values = {key: value for key, value in data.items() if key not in ("stepid", "priority")}
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             checked = self._check_values(values, lead)
             slots = self._table.locate(flat, self.replay_id)
             held = slots != NONE
@@ -438,7 +438,7 @@ class CompressedEmbodiedReplay(WindowStore):
             return
         loaded = files.load(folder, CompressedEmbodiedReplay)
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             if self._table.by_serial:
                 loaded._evict(amount)
                 self._copy(loaded)
@@ -458,7 +458,7 @@ class CompressedEmbodiedReplay(WindowStore):
         from sb3_extra_buffers.files.parts import Parts
 
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             chunks, columns = self._table.to_parts()
             description: dict[str, Any] = {
                 "length": self.length, "capacity": self.capacity, "chunksize": self.chunksize, "online": self.online,

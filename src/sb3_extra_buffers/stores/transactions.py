@@ -37,7 +37,7 @@ class Transactional:
     An interrupted recovery runs again when the buffer is next used.
 
     The lock is reentrant, so it does not keep out a signal handler that uses the buffer in the middle of a write. Every
-    change calls `_settle` before anything else, which raises `ReentrantCallError` there.
+    change calls `_ensure_recovered` before anything else, which raises `ReentrantCallError` there.
     """
 
     #: Whether writing raises `ReadOnlyBufferError`.
@@ -64,14 +64,14 @@ class Transactional:
     def recover(self) -> None:
         """Complete or undo a write that was interrupted."""
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
 
     def _is_unfinished(self) -> bool:
         """Whether a write was interrupted, or is under way."""
         return self._unfinished is not None
 
     @writes
-    def _settle(self) -> None:
+    def _ensure_recovered(self) -> None:
         """Complete or undo a write that was interrupted; raise if a signal handler calls this during the write."""
         self._check_outside()
         self._recover()
@@ -86,7 +86,7 @@ class Transactional:
 
     def _undisturbed(self) -> Self:
         """The buffer once no write is left unfinished, to be read; some kinds return a copy in a signal handler."""
-        self._settle()
+        self._ensure_recovered()
         return self
 
     def _recover(self) -> None:

@@ -191,7 +191,7 @@ class TensorReplayBuffer(Transactional):
         self._check_names(step)
         with self._lock:
             self._check_writable()
-            self._settle()
+            self._ensure_recovered()
             position = self.n_added // self.n_envs % self._settings.n_ring_steps
             plans = [self._plan(store, name, step, position) for name, store in self._stores.items()]
             plans.sort(key=_cannot_fail)
@@ -260,7 +260,7 @@ class TensorReplayBuffer(Transactional):
         with self._lock:
             self._check_writable()
             if isinstance(self._unfinished, _Step):
-                self._settle()
+                self._ensure_recovered()
             # may be interrupted and run again
             self._unfinished = "reset"
             for store in self._stores.values():
@@ -341,7 +341,7 @@ class TensorReplayBuffer(Transactional):
         """Draw a batch and write it to ``outs``. Does not wait for the GPU, unless the host decodes observations."""
         with self._lock:
             if self._unfinished is not None:
-                self._settle()
+                self._ensure_recovered()
             if self._n_held == 0:
                 raise EmptyBufferError("the buffer is empty; add transitions before sampling")
             if self._is_capturing():
@@ -425,7 +425,7 @@ class TensorReplayBuffer(Transactional):
         numbers = numbers.long()
         with self._lock:
             if self._unfinished is not None:
-                self._settle()
+                self._ensure_recovered()
             if self.device.type == "cpu":
                 self._check_updates(numbers, errors)
             tree.update(numbers, errors)
@@ -465,7 +465,7 @@ class TensorReplayBuffer(Transactional):
     def memory_usage(self) -> MemoryUsage:
         """Bytes held, compared with dense tensors for the same transitions."""
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             usages = {name: store.memory_usage() for name, store in self._stores.items()}
         usage = sum((replace(part, codecs={name: part.codecs[""]}) for name, part in usages.items()), MemoryUsage())
         if len(usages) == 1:
@@ -487,7 +487,7 @@ class TensorReplayBuffer(Transactional):
     def check(self) -> None:
         """Raise `AssertionError` if tables contradict each other."""
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             for store in self._stores.values():
                 store.check()
             self._tables.check(self.n_added, self._n_held)
@@ -501,7 +501,7 @@ class TensorReplayBuffer(Transactional):
     def __getstate__(self) -> dict[str, Any]:
         # pickle and deepcopy read the state later, so it must not change with the next step
         with self._lock:
-            self._settle()
+            self._ensure_recovered()
             state = {name: self.__dict__[name] for name in ("_settings", "_beta", "n_added", "_n_held")}
             state["device"], state["tables"] = str(self.device), self._tables.state()
             state["stores"] = {name: store.frozen() for name, store in self._stores.items()}
