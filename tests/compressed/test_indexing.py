@@ -18,12 +18,12 @@ OBSERVATIONS = [(), (5,), (4, 6, 6)]
 
 
 def filled(
-    lead: tuple[int, ...], per_obs: tuple[int, ...], method: str, is_chosen: bool, seed: int = 0
+    lead: tuple[int, ...], per_obs: tuple[int, ...], method: str, decided: bool, seed: int = 0
 ) -> tuple[CompressedArray, npt.NDArray[np.uint8]]:
     """An array and a NumPy array with the same contents: full, with a method chosen, or two observations only."""
     array = CompressedArray(lead, per_obs, np.uint8, compression_method=method)
     dense = np.zeros((*lead, *per_obs), np.uint8)
-    if is_chosen:
+    if decided:
         values = Walk((*lead, *per_obs), seed).frames(1)[0]
         for step in range(lead[0]):
             array[step] = dense[step] = values[step]
@@ -111,12 +111,12 @@ def check_read(array: CompressedArray, dense: npt.NDArray[Any], index: Any, beyo
 
 
 @pytest.mark.same_without_extras
-@pytest.mark.parametrize("is_chosen", [False, True], ids=["collected", "chosen"])
+@pytest.mark.parametrize("decided", [False, True], ids=["collected", "chosen"])
 @pytest.mark.parametrize("method", method_params("auto", "delta", "zstd", "none"))
 @pytest.mark.parametrize("per_obs", OBSERVATIONS, ids=str)
 @pytest.mark.parametrize("lead", LEADS, ids=str)
-def test_reads_what_numpy_reads(lead: tuple[int, ...], per_obs: tuple[int, ...], method: str, is_chosen: bool) -> None:
-    array, dense = filled(lead, per_obs, method, is_chosen)
+def test_reads_what_numpy_reads(lead: tuple[int, ...], per_obs: tuple[int, ...], method: str, decided: bool) -> None:
+    array, dense = filled(lead, per_obs, method, decided)
 
     @examples(45 if method in ("auto", "delta") else 12)
     @given(indices(dense.shape, beyond=False))
@@ -134,12 +134,12 @@ def test_reads_what_numpy_reads(lead: tuple[int, ...], per_obs: tuple[int, ...],
 
 
 @pytest.mark.same_without_extras
-@pytest.mark.parametrize("is_chosen", [False, True], ids=["collected", "chosen"])
+@pytest.mark.parametrize("decided", [False, True], ids=["collected", "chosen"])
 @pytest.mark.parametrize("method", method_params("auto", "delta", "zstd", "none"))
 @pytest.mark.parametrize("per_obs", OBSERVATIONS, ids=str)
 @pytest.mark.parametrize("lead", LEADS, ids=str)
-def test_writes_what_numpy_writes(lead: tuple[int, ...], per_obs: tuple[int, ...], method: str, is_chosen: bool) -> None:
-    array, dense = filled(lead, per_obs, method, is_chosen)
+def test_writes_what_numpy_writes(lead: tuple[int, ...], per_obs: tuple[int, ...], method: str, decided: bool) -> None:
+    array, dense = filled(lead, per_obs, method, decided)
 
     @examples(30 if method in ("auto", "delta") else 12)
     @given(
@@ -186,9 +186,9 @@ def test_the_last_of_several_writes_to_one_place_counts(method: str) -> None:
             np.testing.assert_array_equal(np.asarray(array), dense)
 
 
-@pytest.mark.parametrize("is_chosen", [False, True], ids=["collected", "chosen"])
-def test_forms_that_buffers_use(is_chosen: bool) -> None:
-    array, dense = filled((6, 3), (4, 6, 6), "auto", is_chosen)
+@pytest.mark.parametrize("decided", [False, True], ids=["collected", "chosen"])
+def test_forms_that_buffers_use(decided: bool) -> None:
+    array, dense = filled((6, 3), (4, 6, 6), "auto", decided)
     steps, envs = np.array([0, 5, 2, 2]), np.array([2, 0, 1, 1])
     forms: list[Any] = [
         (steps, envs),
@@ -265,10 +265,10 @@ def swap_and_flatten(array: Any) -> Any:
     return array.swapaxes(0, 1).reshape(shape[0] * shape[1], *shape[2:])
 
 
-@pytest.mark.parametrize("is_chosen", [False, True], ids=["collected", "chosen"])
+@pytest.mark.parametrize("decided", [False, True], ids=["collected", "chosen"])
 @pytest.mark.parametrize("method", method_params("auto", "delta", "none"))
-def test_other_leading_axes(method: str, is_chosen: bool) -> None:
-    array, dense = filled((6, 4), (4, 6, 6), method, is_chosen)
+def test_other_leading_axes(method: str, decided: bool) -> None:
+    array, dense = filled((6, 4), (4, 6, 6), method, decided)
     views = [
         (swap_and_flatten(array), swap_and_flatten(dense)),
         (array.swapaxes(0, 1), dense.swapaxes(0, 1)),
