@@ -219,7 +219,7 @@ def test_gpu_buffers_and_rollouts_cannot_be_kept_in_folders(tmp_path: Path) -> N
     for name in ("gpu", "rollout"):
         buffer = BUFFERS[name]()
         buffer.save(tmp_path / name)
-        with pytest.raises(LayoutError, match=r"cannot be kept in a file: .* save\(\) it"):
+        with pytest.raises(LayoutError, match=r"cannot be kept in its folder, .* save\(\) it"):
             type(buffer).open(tmp_path / name, "r+")
 
 

@@ -150,7 +150,7 @@ class RolloutMixin(CompressedBuffer, _Base):
         columns = [fit_column(reward, n_envs, "reward"), fit_flags(episode_start, n_envs, "episode_start")]
         columns += [_fit_tensor(value, n_envs, "value"), _fit_tensor(log_prob, n_envs, "log_prob")]
         if self.pos >= self.buffer_size:
-            raise IndexOutOfRangeError(f"the rollout has all of its {self.buffer_size} steps; reset() it first")
+            raise IndexOutOfRangeError(f"the rollout is complete: {self.buffer_size} steps; call reset() first")
         return RolloutStep(self.pos, fitted_obs, action.reshape(n_envs, self.action_dim), *columns)
 
     def _finish_step(self, step: RolloutStep) -> None:

@@ -73,8 +73,8 @@ def check_new(path: str | os.PathLike[str]) -> Path:
 def _check_can_map(buffer: Any) -> None:
     if not isinstance(buffer, StoreView) and not hasattr(buffer, "next_observations"):
         raise LayoutError(
-            f"a {type(buffer).__name__} cannot be kept in a file: only arrays and replay buffers on the CPU can; "
-            "save() it"
+            f"a {type(buffer).__name__} cannot be kept in its folder, only arrays and replay buffers on the CPU can; "
+            "load() it, and save() it after changes"
         )
 
 
