@@ -1,4 +1,4 @@
-"""Train SBX's DQN (JAX) with a compressed replay buffer; needs ``pip install sbx-rl``."""
+"""Train SBX's DQN (JAX) with a compressed replay buffer; needs the extra ``sbx``."""
 
 from __future__ import annotations
 
