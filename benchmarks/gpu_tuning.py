@@ -207,9 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     measures = {"read": read, "write": write, "many": many, "upload": upload, "ppo": ppo}
     parser.add_argument("what", nargs="*", help=f"of {', '.join(measures)} (default: all)")
-    parser.add_argument(
-        "--device", choices=["cuda", "cpu"], default="cuda", help="a CPU can only run upload and ppo"
-    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="a CPU can only run upload and ppo")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and few repeats")
     options = parser.parse_args()
     for what in options.what or measures:
